@@ -9,12 +9,12 @@ from jaxllm.errors import CheckpointError
 from jaxllm.models.caches import CacheSpec, Joined, Paged, PerSlot, Shared, parts_of
 from jaxllm.models.hf_fields import BIDIRECTIONAL
 from jaxllm.models.layers.attention import MLAConfig, QKNorm, QueryScaling
-from jaxllm.models.layers.encoder import EncoderConfig
 from jaxllm.models.layers.experts import MoEConfig
 from jaxllm.models.layers.mlp import ACTIVATIONS, PerLayerConfig
 from jaxllm.models.layers.recurrent import ConvConfig, DeltaConfig, SSDConfig
 from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.requests.captures import LayerShapes
+from jaxllm.requests.tasks import Pooling
 from jaxllm.weights.fields import shown
 
 NormKind = Literal["rms", "layer", "layer_unbiased"]
@@ -65,6 +65,64 @@ class LayerKind:
     def dense(self) -> bool:
         """Whether it has an MLP without experts."""
         return self.mlp and not self.sparse
+
+
+HeadActivation = Literal["identity", "tanh", "relu", "gelu", "silu"]
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A product that follows pooling: sentence-transformers' Dense. `size` are the channels that it gives."""
+
+    size: int
+    activation: HeadActivation = "identity"
+    bias: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifierConfig:
+    """A classification head: what it takes of a text, and the product in front of that with the classes, if any.
+
+    Attributes:
+        activation: of that product; None where there is none.
+        dense_bias, output_bias: of that product, and of the one with the classes.
+        norm: a LayerNorm without bias follows the activation.
+    """
+
+    pooling: Pooling = "cls"
+    activation: HeadActivation | None = "tanh"
+    dense_bias: bool = True
+    norm: bool = False
+    output_bias: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig:
+    """What tells one encoder from another besides the fields of a DecoderConfig.
+
+    Attributes:
+        positions: rows of the table of learnt positions; 0 where there is none.
+        first_position: which of them a text's first token has.
+        token_types: kinds of tokens that have an embedding of their own, as the two texts of a pair; 0 for none.
+        embedding_norm: a norm follows the embeddings.
+        sum_norms: `post_norms` are taken of the residual sums, not of what is added (BERT).
+        first_norm: the first layer has a norm in front of its attention as the others have.
+        last_norm: a norm follows the last layer.
+        classifier: the head of a model that classifies.
+        pooling: what the projections are made of, where there are any.
+        projections: products that follow pooling, one after the other.
+    """
+
+    positions: int = 0
+    first_position: int = 0
+    token_types: int = 0
+    embedding_norm: bool = False
+    sum_norms: bool = False
+    first_norm: bool = True
+    last_norm: bool = True
+    classifier: ClassifierConfig = ClassifierConfig()
+    pooling: Pooling = "mean"
+    projections: tuple[Projection, ...] = ()
 
 
 class LengthRule(NamedTuple):

@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 from jaxllm.errors import CheckpointError
-from jaxllm.models.config import DecoderConfig, LayerKind
+from jaxllm.models.config import DecoderConfig
 from jaxllm.models.hf_fields import (
     CAP,
     COUNT,
@@ -140,12 +140,9 @@ def with_experts(table: Table) -> Table:
 
 
 def as_stored(file: GgufFile, config: DecoderConfig) -> DecoderConfig:
-    """`config` with the biases, norms and factors that the file has tensors of, and its factor on cosine and sine."""
+    """`config` with the biases, norms and factors that the file has tensors of."""
     if not file("attention.causal", True) and config.encoder is None:
         raise CheckpointError("attention.causal is false; accepted is true, for this is not served as an encoder")
-    factor = float(file("rope.scaling.attn_factor", 1.0))
-    if factor != 1 and config.mla is not None:  # llama.cpp has it on the logits too
-        raise CheckpointError(f"rope.scaling.attn_factor is {shown(factor)}; accepted is 1")
     ssd = config.ssd and replace(
         config.ssd,
         conv_bias=file.has("blk.*.ssm_conv1d.bias"),
@@ -155,7 +152,6 @@ def as_stored(file: GgufFile, config: DecoderConfig) -> DecoderConfig:
     )
     return replace(
         config,
-        layers=tuple(_sharper(layer, factor) for layer in config.layers),
         qkv_bias=file.has("blk.*.attn_q.bias", "blk.*.attn_qkv.bias", "blk.*.attn_kv_a_mqa.bias"),
         output_bias=file.has("blk.*.attn_output.bias"),
         mlp_bias=file.has("blk.*.ffn_down.bias"),
@@ -165,13 +161,6 @@ def as_stored(file: GgufFile, config: DecoderConfig) -> DecoderConfig:
         moe=config.moe and replace(config.moe, correction_bias=file.has("blk.*.exp_probs_b.bias")),
         ssd=ssd,
     )
-
-
-def _sharper(layer: LayerKind, factor: float) -> LayerKind:
-    """`rope_attn_factor` in llama.cpp multiplies cosine and sine of every layer, whatever the scaling."""
-    if layer.rope is None or factor == 1:
-        return layer
-    return replace(layer, rope=replace(layer.rope, attention_factor=layer.rope.attention_factor * factor))
 
 
 def optional(key: str, default: Any = ABSENT) -> Callable[[GgufFile], Any]:
@@ -221,24 +210,6 @@ def layer_types(period: int) -> Callable[[GgufFile], list[str]]:
     return types
 
 
-def attending_kv_heads(file: GgufFile) -> int:
-    """The KV heads of each layer that has any. Raises CheckpointError where they differ, or no layer has."""
-    heads = file.by_layer("attention.head_count_kv")
-    if len(set(heads) - {0}) != 1:
-        raise CheckpointError(
-            f"attention.head_count_kv is {shown(heads)}; accepted is 0 or one and the same in each layer"
-        )
-    return max(heads)
-
-
-def one_of_all(key: str, values: list[int]) -> int | None:
-    """The one value that a key has in the layers where it is not 0; None where it is 0 in all."""
-    different = sorted(set(values) - {0})
-    if len(different) > 1:
-        raise CheckpointError(f"{key} is {shown(different)} in layers that have one; accepted is the same in each")
-    return different[0] if different else None
-
-
 def _rotated_part(file: GgufFile) -> Any:
     size = file("rope.dimension_count", 0)
     return Fraction(size, file.head_dim) if size else ABSENT
@@ -262,7 +233,7 @@ def rope_scaling(file: GgufFile, mscales: Callable[[float], dict[str, float]] | 
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise CheckpointError(f"rope.scaling.type is {shown(kind)}; supported are none, linear, yarn and longrope")
     factor = float(file("rope.scaling.factor", 0) or file("rope.scale_linear", 0) or 1)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"attn_factor": file("rope.scaling.attn_factor", 1.0)}
     if "rope.scaling.original_context_length" in file:
         found["original_max_position_embeddings"] = file("rope.scaling.original_context_length")
     if file.has("rope_factors_long.weight"):

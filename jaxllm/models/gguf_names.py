@@ -40,7 +40,7 @@ GGUF_NAMES: dict[str, Pattern] = {
     **{f"head.{kind}": f"output.{kind}" for kind in ("weight", "bias")},
     **gguf_linear("attention_norm", "attn_norm"),
     **gguf_linear("attention_post_norm", "post_attention_norm"),
-    **gguf_linear("mlp_norm", "ffn_norm"),
+    **gguf_linear("mlp_norm", "ffn_norm", fused="post_attention_norm"),  # which some call after what it comes after
     **gguf_linear("mlp_post_norm", "post_ffw_norm"),
     **gguf_linear("attention.qkv", "attn_q", "attn_k", "attn_v", fused="attn_qkv"),
     **gguf_linear("attention.output", "attn_output"),

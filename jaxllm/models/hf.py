@@ -117,6 +117,8 @@ def hf_rope(
         fields["attention_factor"] = given.get("attention_factor") or longrope_attention_factor(factor, original)
     if given.get("divisors"):
         fields["divisors"] = tuple(given["divisors"])
+    if given.get("attn_factor"):  # on cosine and sine, whatever the scaling
+        fields["attention_factor"] = fields.get("attention_factor", 1.0) * given["attn_factor"]
     return RopeConfig(
         dim=int(head_dim * (given.get("partial_rotary_factor") or c.get("partial_rotary_factor") or partial)),
         theta=float(given.get("rope_theta") or c.get("rope_theta") or theta),

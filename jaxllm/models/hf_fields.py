@@ -269,7 +269,8 @@ ROPE_FIELDS: FieldKinds = {
     "mscale_all_dim": maybe(real(0, 1e3)),
     "short_factor": many(FACTOR, DIVISORS),
     "long_factor": many(FACTOR, DIVISORS),
-    "divisors": maybe(many(DIVISOR, DIVISORS)),  # of GGUF files
+    "attn_factor": maybe(FACTOR),  # of GGUF files, as are divisors
+    "divisors": maybe(many(DIVISOR, DIVISORS)),
     "llama_4_scaling_beta": maybe(real(0, 1e3)),
 }
 """Of `rope_scaling` and `rope_parameters`, or of the entries that the latter has for each type of layer."""

@@ -16,7 +16,7 @@ import numpy as np
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.folders import in_home
 from jaxllm.models import families
-from jaxllm.models.config import DecoderConfig, check_decoder, check_direction
+from jaxllm.models.config import DecoderConfig, Projection, check_decoder, check_direction
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.encoder import Encoder
 from jaxllm.models.family import Family
@@ -24,7 +24,6 @@ from jaxllm.models.gguf import GgufFile, as_stored, gguf_config
 from jaxllm.models.gguf_names import GGUF_NAMES
 from jaxllm.models.hf import hf_linear, hf_names, hf_renaming
 from jaxllm.models.hf_fields import check_hf
-from jaxllm.models.layers.encoder import Projection
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.tasks import DENSE_MODULES, GGUF_HEAD, class_labels, gguf_pooling, read_sentence_files
 from jaxllm.weights.adapters.merged import MergedCheckpoint

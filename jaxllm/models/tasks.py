@@ -10,9 +10,9 @@ from typing import Any, get_args
 import msgspec
 
 from jaxllm.errors import CheckpointError
+from jaxllm.models.config import HeadActivation, Projection
 from jaxllm.models.gguf import GgufFile
 from jaxllm.models.hf_fields import COUNT, LENGTH, SIZE, maybe
-from jaxllm.models.layers.encoder import HeadActivation, Projection
 from jaxllm.requests.tasks import Activation, ModelTasks, Pooling
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import FLAG, OBJECT, TEXT, FieldKind, FieldKinds, check_fields, either, many, shown

@@ -150,6 +150,7 @@ def _gguf_length(part: str) -> Callable[[GgufFile], int]:
 
 def latent_gguf_rope(file: GgufFile) -> dict[str, Any]:
     """Published models have mscale == mscale_all_dim."""
+    only("rope.scaling.attn_factor", 1.0, "for llama.cpp has it on the logits too")(file)
     return rope_scaling(file, lambda multiplier: dict.fromkeys(("mscale", "mscale_all_dim"), multiplier / 0.1))
 
 
@@ -310,11 +311,6 @@ GLM4_MOE_GGUF: Table = ROUTED_GGUF | {
 }
 
 
-def glm4_moe_gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """The norm in front of the MLP is called after what it comes after."""
-    return {"layers.*.mlp_norm.weight": "blk.*.post_attention_norm.weight"}
-
-
 def glm4_moe_mtp_names(config: DecoderConfig, num_layers: int) -> NameMap:
     """As DeepSeek V3's, of a layer whose tensors have the usual names."""
     return hf_mtp_names(config, {}, num_layers)
@@ -329,7 +325,6 @@ GLM4_MOE = Family(
     mtp_names=glm4_moe_mtp_names,
     gguf_architectures=("glm4moe",),
     gguf=GLM4_MOE_GGUF,
-    gguf_names=glm4_moe_gguf_names,
 )
 
 GLM4_LITE = Family(

@@ -128,9 +128,7 @@ def _transposed_halves(weight: np.ndarray) -> np.ndarray:
 
 
 def gpt_oss_gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """The norm in front of the experts is called after what it comes after."""
     return {
-        "layers.*.mlp_norm.weight": "blk.*.post_attention_norm.weight",
         "layers.*.attention.sinks": "blk.*.attn_sinks.weight",
         "layers.*.mlp.router.bias": "blk.*.ffn_gate_inp.bias",
     }

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxllm.errors import CheckpointError
-from jaxllm.models.config import DecoderConfig, LayerKind
+from jaxllm.models.config import ClassifierConfig, DecoderConfig, EncoderConfig, LayerKind
 from jaxllm.models.family import Family
 from jaxllm.models.gguf import GgufFile, Table, nonzero, optional
 from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope, hf_windows
-from jaxllm.models.layers.encoder import ClassifierConfig, EncoderConfig
 from jaxllm.weights.fields import shown
 from jaxllm.weights.names import Pattern, Source, plus_one
 
@@ -137,6 +136,7 @@ GEMMA3_GGUF: Table = {
     "final_logit_softcapping": optional("final_logit_softcapping", None),
     "rope_theta": optional("rope.freq_base", 1e6),
     "rope_local_base_freq": optional("rope.freq_base_swa", 10_000.0),
+    "rope_parameters": lambda file: {"sliding_attention": {"attn_factor": file("rope.scaling.attn_factor", 1.0)}},
     "use_bidirectional_attention": lambda file: file.architecture == EMBEDDING,
 }
 """Which layers slide is not stored in either."""

@@ -154,11 +154,11 @@ def _rope(given: dict[str, Any], head_dim: int, prefix: str) -> RopeConfig:
     kind, factor = given.get("rope_type") or "default", float(given.get("factor") or 1.0)
     if kind not in ("default", "proportional"):
         raise CheckpointError(f"{prefix}rope_type is {shown(kind)}; accepted are default and proportional")
-    theta = float(given.get("rope_theta") or LOCAL["rope_theta"])
+    theta, sharper = float(given.get("rope_theta") or LOCAL["rope_theta"]), given.get("attn_factor", 1.0)
     if kind == "default":
-        return RopeConfig(dim=head_dim, theta=theta)
+        return RopeConfig(dim=head_dim, theta=theta, attention_factor=sharper)
     pairs = int((given.get("partial_rotary_factor") or 1.0) * head_dim // 2)
-    return RopeConfig(dim=head_dim, theta=theta, kind=kind, factor=factor, pairs=pairs)
+    return RopeConfig(dim=head_dim, theta=theta, kind=kind, factor=factor, pairs=pairs, attention_factor=sharper)
 
 
 def _sharing(layers: Sequence[LayerKind], shared: int) -> tuple[LayerKind, ...]:

@@ -15,7 +15,7 @@ from jaxllm.models.families.mamba import (
     hf_time_step_limits,
 )
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import GGUF_EXPERTS, GgufFile, Table, attending_kv_heads, nonzero, only, optional
+from jaxllm.models.gguf import GGUF_EXPERTS, GgufFile, Table, nonzero, only, optional
 from jaxllm.models.gguf_names import gguf_linear, permuted_names
 from jaxllm.models.hf import hf_expert_names, hf_fields, hf_head_dim, hf_linear, hf_rope
 from jaxllm.models.layers.moe import MoEConfig
@@ -150,6 +150,16 @@ def granite4_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
 def granite4_gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
     """Rows of queries and keys are moved, though mostly nothing rotates them."""
     return permuted_names(config) | gguf_ssd_names(config)
+
+
+def attending_kv_heads(file: GgufFile) -> int:
+    """The KV heads of each layer that has any. Raises CheckpointError where they differ, or no layer has."""
+    heads = file.by_layer("attention.head_count_kv")
+    if len(set(heads) - {0}) != 1:
+        raise CheckpointError(
+            f"attention.head_count_kv is {shown(heads)}; accepted is 0 or one and the same in each layer"
+        )
+    return max(heads)
 
 
 GRANITE4_GGUF: Table = {

@@ -90,11 +90,6 @@ def seed_oss_from_hf(c: dict[str, Any]) -> DecoderConfig:
     )
 
 
-def seed_oss_gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """The norm in front of the MLP is called after what it comes after."""
-    return {"layers.*.mlp_norm.weight": "blk.*.post_attention_norm.weight"}
-
-
 SEED_OSS = Family(
     name="Seed-OSS",
     models="Seed-OSS-36B",
@@ -103,7 +98,6 @@ SEED_OSS = Family(
     from_hf=seed_oss_from_hf,
     gguf_architectures=("seed_oss",),
     gguf={},
-    gguf_names=seed_oss_gguf_names,
 )
 
 
@@ -173,18 +167,14 @@ BAICHUAN = Family(
 
 # Phi-3, 3.5, 4 and 4-mini: Llama with fused projections and LongRoPE (Abdin et al. 2024, arXiv:2404.14219)
 
-ORIGINAL_LENGTH = 4096
-LONGROPE_NAMES = ("su", "yarn", "longrope")
-"""Early files call LongRoPE "su", and some "yarn"."""
-
 
 def phi3_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """The original context is a key beside `rope_scaling`, not in it."""
     c = {
-        "original_max_position_embeddings": ORIGINAL_LENGTH, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+        "original_max_position_embeddings": 4096, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
     } | c  # fmt: skip
     given = hf_rope_parameters(c)
-    if given.get("rope_type", given.get("type")) in LONGROPE_NAMES and "long_factor" in given:
+    if "long_factor" in given:  # early files call it "su", and some "yarn"
         given = given | {"rope_type": "longrope"}
     layer = LayerKind(hf_rope(c, hf_head_dim(c), parameters=given), c.get("sliding_window"))
     return DecoderConfig(**hf_fields(c, layers=(layer,) * c["num_hidden_layers"]))

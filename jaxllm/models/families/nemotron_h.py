@@ -17,7 +17,7 @@ from jaxllm.models.families.mamba import (
     hf_time_step_limits,
 )
 from jaxllm.models.family import Family
-from jaxllm.models.gguf import ABSENT, GgufFile, Table, one_of_all, optional, with_experts
+from jaxllm.models.gguf import ABSENT, GgufFile, Table, optional, with_experts
 from jaxllm.models.gguf_names import permuted_names
 from jaxllm.models.hf import hf_fields, hf_linear
 from jaxllm.models.hf_fields import LAYERS
@@ -173,15 +173,23 @@ def _gguf_kinds(file: GgufFile) -> list[str]:
     ]
 
 
+def _one_of_all(key: str, values: list[int]) -> int | None:
+    """The one value that a key has in the layers where it is not 0; None where it is 0 in all."""
+    different = sorted(set(values) - {0})
+    if len(different) > 1:
+        raise CheckpointError(f"{key} is {shown(different)} in layers that have one; accepted is the same in each")
+    return different[0] if different else None
+
+
 def _gguf_mlp_size(file: GgufFile) -> int:
     sizes = zip(file.by_layer("feed_forward_length"), _gguf_kinds(file), strict=True)
-    dense = one_of_all("feed_forward_length", [size for size, kind in sizes if kind == "mlp"])
+    dense = _one_of_all("feed_forward_length", [size for size, kind in sizes if kind == "mlp"])
     return dense or file("expert_feed_forward_length", 0)
 
 
 def _gguf_kv_heads(file: GgufFile) -> int:
     key = "attention.head_count_kv"
-    return one_of_all(key, file.by_layer(key)) or file("attention.head_count")
+    return _one_of_all(key, file.by_layer(key)) or file("attention.head_count")
 
 
 GGUF: Table = {

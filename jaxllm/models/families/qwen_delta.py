@@ -182,7 +182,6 @@ def _rate(logarithm: np.ndarray) -> np.ndarray:
 def gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
     """What all files have under the same names. Norms have their 1 already."""
     return {
-        "layers.*.mlp_norm.weight": "blk.*.post_attention_norm.weight",
         "layers.*.delta.qkv.weight": "blk.*.attn_qkv.weight",
         "layers.*.delta.gate.weight": "blk.*.attn_gate.weight",
         "layers.*.delta.beta_decay.weight": ("blk.*.ssm_beta.weight", "blk.*.ssm_alpha.weight"),
