@@ -22,7 +22,7 @@ from jaxllm.models.caches import Cache
 from jaxllm.models.config import DecoderConfig, check_decoder
 from jaxllm.models.decoder import Decoder, without_padding
 from jaxllm.models.families import llama
-from jaxllm.models.hf import hf_names
+from jaxllm.models.family import hf_names
 from jaxllm.models.hf_fields import check_hf
 from jaxllm.models.layers.attention import Attention
 from jaxllm.models.layers.linear import Linear, VocabEmbedding, param

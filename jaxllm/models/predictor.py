@@ -16,7 +16,7 @@ from jaxllm.errors import CheckpointError
 from jaxllm.models.caches import Cache
 from jaxllm.models.config import DecoderConfig
 from jaxllm.models.decoder import Decoder
-from jaxllm.models.hf import hf_renaming
+from jaxllm.models.family import hf_renaming
 from jaxllm.models.layers.linear import Linear
 from jaxllm.models.layers.norm import norm_of_kind
 from jaxllm.models.options import BuildOptions

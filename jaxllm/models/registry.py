@@ -19,10 +19,9 @@ from jaxllm.models import families
 from jaxllm.models.config import DecoderConfig, Projection, check_decoder, check_direction
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.encoder import Encoder
-from jaxllm.models.family import Family
+from jaxllm.models.family import Family, hf_linear, hf_names, hf_renaming
 from jaxllm.models.gguf import GgufFile, as_stored, gguf_config
 from jaxllm.models.gguf_names import GGUF_NAMES
-from jaxllm.models.hf import hf_linear, hf_names, hf_renaming
 from jaxllm.models.hf_fields import check_hf
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.tasks import DENSE_MODULES, GGUF_HEAD, class_labels, gguf_pooling, read_sentence_files

@@ -19,8 +19,7 @@ from jaxllm.engine.start.build import eos_token_ids
 from jaxllm.engine.start.options import DTYPES
 from jaxllm.errors import ConfigError
 from jaxllm.models.config import DecoderConfig
-from jaxllm.models.family import Family
-from jaxllm.models.hf import hf_names
+from jaxllm.models.family import Family, hf_names
 from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.progress import Progress
 from jaxllm.quantization.weight import Dense

@@ -6,10 +6,9 @@ from typing import Any
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import ClassifierConfig, DecoderConfig, EncoderConfig, LayerKind
-from jaxllm.models.family import Family
+from jaxllm.models.family import Family, hf_fields, hf_head_dim, hf_linear, hf_rope
 from jaxllm.models.gguf import ABSENT, GgufFile, Table, optional, rows
 from jaxllm.models.gguf_names import ENCODER_NAMES
-from jaxllm.models.hf import hf_fields, hf_head_dim, hf_linear, hf_rope
 from jaxllm.models.hf_fields import LAYER_TYPES
 from jaxllm.models.tasks import GGUF_HEAD
 from jaxllm.weights.fields import shown

@@ -7,9 +7,17 @@ from typing import Any
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
-from jaxllm.models.family import Family
+from jaxllm.models.family import (
+    Family,
+    hf_fields,
+    hf_head_dim,
+    hf_linear,
+    hf_mtp_names,
+    hf_rope,
+    hf_rope_parameters,
+    yarn_mscale,
+)
 from jaxllm.models.gguf import ABSENT, GGUF_EXPERTS, GgufFile, Table, nonzero, only, optional, rope_scaling, tensor
-from jaxllm.models.hf import hf_fields, hf_head_dim, hf_linear, hf_mtp_names, hf_rope, hf_rope_parameters, yarn_mscale
 from jaxllm.models.hf_fields import OFF
 from jaxllm.models.layers.attention import MLAConfig
 from jaxllm.models.layers.moe import MoEConfig

@@ -9,9 +9,17 @@ import numpy as np
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
-from jaxllm.models.family import Family
+from jaxllm.models.family import (
+    Family,
+    hf_expert_names,
+    hf_fields,
+    hf_head_dim,
+    hf_linear,
+    hf_rope,
+    hf_rope_parameters,
+    hf_windows,
+)
 from jaxllm.models.gguf import GGUF_EXPERTS, GgufFile, Table, layer_types, nonzero, optional, rope_scaling
-from jaxllm.models.hf import hf_expert_names, hf_fields, hf_head_dim, hf_linear, hf_rope, hf_rope_parameters, hf_windows
 from jaxllm.models.hf_fields import COUNT, SIZE
 from jaxllm.models.layers.mlp import ClampedSwiglu
 from jaxllm.models.layers.moe import MoEConfig

@@ -11,9 +11,8 @@ from typing import Any
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import ClassifierConfig, DecoderConfig, EncoderConfig, LayerKind
-from jaxllm.models.family import Family
+from jaxllm.models.family import Family, hf_fields, hf_head_dim, hf_rope, hf_windows
 from jaxllm.models.gguf import GgufFile, Table, nonzero, optional
-from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope, hf_windows
 from jaxllm.weights.fields import shown
 from jaxllm.weights.names import Pattern, Source, plus_one
 

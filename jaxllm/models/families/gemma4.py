@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
-from jaxllm.models.family import Family
+from jaxllm.models.family import Family, hf_fields, hf_windows
 from jaxllm.models.gguf import (
     ABSENT,
     GGUF_EXPERTS,
@@ -28,7 +28,6 @@ from jaxllm.models.gguf import (
     rope_scaling,
     with_experts,
 )
-from jaxllm.models.hf import hf_fields, hf_windows
 from jaxllm.models.hf_fields import COUNT, SIZE, maybe
 from jaxllm.models.layers.mlp import PerLayerConfig
 from jaxllm.models.layers.moe import MoEConfig

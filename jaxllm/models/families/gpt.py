@@ -8,9 +8,8 @@ import numpy as np
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
-from jaxllm.models.family import Family
+from jaxllm.models.family import Family, hf_fields, hf_head_dim, hf_linear, hf_rope
 from jaxllm.models.gguf import GgufFile, optional
-from jaxllm.models.hf import hf_fields, hf_head_dim, hf_linear, hf_rope
 from jaxllm.models.hf_fields import COUNT, FACTOR, LAYERS, LENGTH, OFF, SIZE, maybe
 from jaxllm.models.layers.attention import USUAL_STEEPNESS
 from jaxllm.weights.fields import NULL, OBJECT, FieldKind, FieldKinds, check_fields, either, one_of, real, whole

@@ -14,10 +14,9 @@ from jaxllm.models.families.mamba import (
     hf_ssd_names,
     hf_time_step_limits,
 )
-from jaxllm.models.family import Family
+from jaxllm.models.family import Family, hf_expert_names, hf_fields, hf_head_dim, hf_linear, hf_rope
 from jaxllm.models.gguf import GGUF_EXPERTS, GgufFile, Table, nonzero, only, optional
 from jaxllm.models.gguf_names import gguf_linear, permuted_names
-from jaxllm.models.hf import hf_expert_names, hf_fields, hf_head_dim, hf_linear, hf_rope
 from jaxllm.models.layers.moe import MoEConfig
 from jaxllm.models.layers.recurrent import ConvConfig, SSDConfig
 from jaxllm.weights.fields import shown

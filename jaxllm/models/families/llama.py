@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 
 from jaxllm.models.config import DecoderConfig, LayerKind
-from jaxllm.models.family import Family
+from jaxllm.models.family import Family, hf_expert_names, hf_fields, hf_head_dim, hf_rope, hf_rope_parameters
 from jaxllm.models.gguf import GGUF_EXPERTS, GgufFile, Table, nonzero, optional
 from jaxllm.models.gguf_names import permuted_names
-from jaxllm.models.hf import hf_expert_names, hf_fields, hf_head_dim, hf_rope, hf_rope_parameters
 from jaxllm.models.layers.attention import USUAL_STEEPNESS, QueryScaling
 from jaxllm.models.layers.moe import MoEConfig
 from jaxllm.weights.names import Pattern, Source, transposed

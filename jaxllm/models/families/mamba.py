@@ -10,10 +10,9 @@ import numpy as np
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
-from jaxllm.models.family import Family
+from jaxllm.models.family import Family, hf_fields, hf_head_dim, hf_linear, hf_rope
 from jaxllm.models.gguf import ABSENT, GgufFile, Table
 from jaxllm.models.gguf_names import gguf_linear
-from jaxllm.models.hf import hf_fields, hf_head_dim, hf_linear, hf_rope
 from jaxllm.models.layers.recurrent import NormPlace, SSDConfig
 from jaxllm.weights.fields import shown
 from jaxllm.weights.names import AnyOf, Pattern, Source, without_middle_axis

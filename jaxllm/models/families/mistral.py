@@ -8,10 +8,9 @@ from typing import Any
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.families import deepseek
-from jaxllm.models.family import Family
+from jaxllm.models.family import Family, hf_expert_names, hf_fields, hf_head_dim, hf_rope, hf_rope_parameters
 from jaxllm.models.gguf import GgufFile, Table, only, rope_scaling
 from jaxllm.models.gguf_names import permuted_names
-from jaxllm.models.hf import hf_expert_names, hf_fields, hf_head_dim, hf_rope, hf_rope_parameters
 from jaxllm.models.layers.attention import QueryScaling
 from jaxllm.models.layers.moe import MoEConfig
 from jaxllm.models.layers.rope import RopeConfig

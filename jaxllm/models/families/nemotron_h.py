@@ -16,10 +16,9 @@ from jaxllm.models.families.mamba import (
     hf_ssd_names,
     hf_time_step_limits,
 )
-from jaxllm.models.family import Family
+from jaxllm.models.family import Family, hf_fields, hf_linear
 from jaxllm.models.gguf import ABSENT, GgufFile, Table, optional, with_experts
 from jaxllm.models.gguf_names import permuted_names
-from jaxllm.models.hf import hf_fields, hf_linear
 from jaxllm.models.hf_fields import LAYERS
 from jaxllm.models.layers.moe import MoEConfig
 from jaxllm.models.layers.recurrent import SSDConfig

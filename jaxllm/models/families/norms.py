@@ -6,9 +6,8 @@ from typing import Any
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
-from jaxllm.models.family import Family
+from jaxllm.models.family import Family, hf_fields, hf_head_dim, hf_linear, hf_rope, hf_windows, post_norm_names
 from jaxllm.models.gguf import Table, layer_types, nonzero, optional, rows, tensor
-from jaxllm.models.hf import hf_fields, hf_head_dim, hf_linear, hf_rope, hf_windows, post_norm_names
 from jaxllm.models.hf_fields import LAYER_TYPES
 from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.weights.fields import shown

@@ -6,9 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from jaxllm.models.config import DecoderConfig, LayerKind
-from jaxllm.models.family import Family
+from jaxllm.models.family import Family, hf_expert_names, hf_fields, hf_head_dim, hf_rope
 from jaxllm.models.gguf import GGUF_EXPERTS, GgufFile, Table
-from jaxllm.models.hf import hf_expert_names, hf_fields, hf_head_dim, hf_rope
 from jaxllm.models.layers.moe import MoEConfig
 from jaxllm.weights.names import Pattern
 

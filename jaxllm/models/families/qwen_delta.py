@@ -8,10 +8,9 @@ import numpy as np
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
-from jaxllm.models.family import Family
+from jaxllm.models.family import Family, hf_expert_names, hf_fields, hf_head_dim, hf_rope
+from jaxllm.models.family import hf_names as standard_names
 from jaxllm.models.gguf import GGUF_EXPERTS, Table, optional
-from jaxllm.models.hf import hf_expert_names, hf_fields, hf_head_dim, hf_rope
-from jaxllm.models.hf import hf_names as standard_names
 from jaxllm.models.layers.moe import MoEConfig
 from jaxllm.models.layers.recurrent import DeltaConfig
 from jaxllm.weights.names import AnyOf, NameMap, Pattern, Source, expand, plus_one, renamed, without_middle_axis
