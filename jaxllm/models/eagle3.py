@@ -31,7 +31,7 @@ from jaxllm.models.layers.norm import RMSNorm
 from jaxllm.models.layers.rope import Angles, rope_angles
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.predictor import Head, Predicted
-from jaxllm.models.registry import ModelSpec
+from jaxllm.models.registry import ModelSpec, read_of
 from jaxllm.pallas_kernels import Kernels, StepMetadata
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import FLAG, NULL, OBJECT, FieldKinds, check_fields, either, several, shown, whole
@@ -211,12 +211,8 @@ def eagle3_spec(checkpoint: Checkpoint, model: DecoderConfig) -> Eagle3Spec:
     Raises:
         CheckpointError: it is no such head, one that is made otherwise, or one for another model.
     """
-    try:
+    with read_of(checkpoint.path, "its config.json has no"):
         return _spec(checkpoint, model)
-    except KeyError as error:
-        raise CheckpointError(f"{checkpoint.path}: its config.json has no {shown(error.args[0])}") from None
-    except CheckpointError as error:
-        raise CheckpointError(f"{checkpoint.path}: {error}") from None
 
 
 def _spec(checkpoint: Checkpoint, model: DecoderConfig) -> Eagle3Spec:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -91,6 +93,17 @@ class ModelSpec:
         return self.config
 
 
+@contextmanager
+def read_of(path: Path, lacks: str) -> Iterator[None]:
+    """Names the file in errors, and a key that it `lacks`."""
+    try:
+        yield
+    except KeyError as error:
+        raise CheckpointError(f"{path}: {lacks} {shown(error.args[0])}") from None
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
 def model_spec(checkpoint: Checkpoint) -> ModelSpec:
     """Find the family of a checkpoint and parse its config.
 
@@ -117,16 +130,12 @@ def _saved_spec(checkpoint: SavedCheckpoint) -> ModelSpec:
 def _gguf_spec(checkpoint: Checkpoint) -> ModelSpec:
     kind = _find(checkpoint, "general.architecture", checkpoint.config.get("general.architecture"), GGUF_FAMILIES)
     file = GgufFile(checkpoint)
-    try:
+    with read_of(checkpoint.path, "its metadata have no"):
         kin = [family for family in FAMILIES if file.architecture in family.gguf_architectures]
         family = next((one for one in kin if one.owns is not None and one.owns(file)), kind)
         config = as_stored(file, family.from_hf(gguf_config(file, family.gguf or {})))
         check_decoder(config)
         labels = class_labels(checkpoint)
-    except KeyError as error:
-        raise CheckpointError(f"{checkpoint.path}: its metadata have no {shown(error.args[0])}") from None
-    except CheckpointError as error:
-        raise CheckpointError(f"{checkpoint.path}: {error}") from None
     patterns = GGUF_NAMES | family.gguf_names(config)
     if labels:
         config = _classifier(config, len(labels))
@@ -166,7 +175,7 @@ def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
         c = {"model_type": WRAPPERS[kind].model_types[0]} | c["text_config"] | tied
     known = {name: family for family in FAMILIES for name in family.model_types}
     family = _find(checkpoint, "model_type", c.get("model_type"), known)
-    try:
+    with read_of(checkpoint.path, "its config.json has no"):
         check_hf(c, family.layer_types, family.fields)
         if c.get("sliding_window") == 0:  # as transformers saves a model without windows
             c = c | {"sliding_window": None}
@@ -174,10 +183,6 @@ def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
         check_direction(c, config)
         check_decoder(config)
         labels = class_labels(checkpoint)
-    except KeyError as error:
-        raise CheckpointError(f"{checkpoint.path}: its config.json has no {shown(error.args[0])}") from None
-    except CheckpointError as error:
-        raise CheckpointError(f"{checkpoint.path}: {error}") from None
     ignored += family.ignored
     if isinstance(checkpoint, PackedCheckpoint | MergedCheckpoint):
         ignored += checkpoint.zero_biases

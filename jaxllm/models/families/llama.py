@@ -1,18 +1,19 @@
-"""Llama and models of nearly its shape: SmolLM 3, Seed-OSS, InternLM 3, Baichuan, Phi 3 and 4; and Llama 4."""
+"""Llama and models of nearly its shape: SmolLM 3, Seed-OSS, InternLM 3, Baichuan, Phi 3 and 4, Qwen 2 and 3."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family, hf_expert_names, hf_fields, hf_head_dim, hf_rope, hf_rope_parameters
-from jaxllm.models.gguf import GGUF_EXPERTS, GgufFile, Table, nonzero, optional
+from jaxllm.models.gguf import GGUF_EXPERTS, GgufFile, Table, nonzero
 from jaxllm.models.gguf_names import permuted_names
-from jaxllm.models.layers.attention import USUAL_STEEPNESS, QueryScaling
+from jaxllm.models.layers.attention import USUAL_STEEPNESS
 from jaxllm.models.layers.moe import MoEConfig
-from jaxllm.weights.names import Pattern, Source, transposed
+from jaxllm.weights.names import Pattern, Source
 
 # Llama 2, 3 and 3.x, SmolLM2, Yi, and others of their shape (Touvron et al. 2023, arXiv:2302.13971)
 
@@ -198,107 +199,144 @@ PHI3 = Family(
 )
 
 
-# Llama 4, text: attention in chunks on three of four layers, no positions on the fourth, experts and a shared one
+# Qwen 2, Qwen 2.5 and QwQ: Llama with biases on queries, keys and values (arXiv:2407.10671)
 
-LLAMA4_THETA = 500_000.0
-INTERVAL = 4
-CHUNK = 8192
-BETA, FLOOR = 0.1, 8192
-WITHOUT_NORM = 128
-"""A GGUF file does not say whether queries and keys have a norm: they do not in the model of so many experts."""
-LLAMA4_DEFAULTS: dict[str, Any] = {
-    "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072,
-    "intermediate_size_mlp": 16_384, "num_local_experts": 16, "num_experts_per_tok": 1, "use_qk_norm": True,
-    "attention_chunk_size": CHUNK, "attn_temperature_tuning": True, "attn_scale": BETA, "floor_scale": FLOOR,
-}  # fmt: skip
+MAX_WINDOW_LAYERS = 28
 
 
-def llama4_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """`intermediate_size` is that of the experts; `no_rope_layers` has a 1 for each layer that does rotate."""
-    c, bias = LLAMA4_DEFAULTS | c, c.get("attention_bias", False)
-    number, step = c["num_hidden_layers"], c.get("interleave_moe_layer_step", 1)
-    interval, chunk = c.get("no_rope_layer_interval") or INTERVAL, c["attention_chunk_size"]
-    rotating = c.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(number)]
-    sparse = c["moe_layers"] if c.get("moe_layers") is not None else range(step - 1, number, step)
-    kinds = c.get("layer_types") or [
-        "chunked_attention" if rotates and chunk is not None else "full_attention" for rotates in rotating
-    ]
-    rope = hf_rope(c, hf_head_dim(c), theta=LLAMA4_THETA, interleaved=True)
-    layers = tuple(
+def qwen2_from_hf(c: dict[str, Any]) -> DecoderConfig:
+    """o has no bias."""
+    return DecoderConfig(**hf_fields(c, layers=windowed_layers(c), qkv_bias=True))
+
+
+def windowed_layers(c: dict[str, Any]) -> tuple[LayerKind, ...]:
+    """With `use_sliding_window`, layers from `max_window_layers` on slide, or those that `layer_types` says."""
+    rope, number = hf_rope(c, hf_head_dim(c)), c["num_hidden_layers"]
+    if not c.get("use_sliding_window"):
+        return (LayerKind(rope),) * number
+    first = c.get("max_window_layers", MAX_WINDOW_LAYERS)
+    kinds = c.get("layer_types") or ["sliding_attention" if i >= first else "full_attention" for i in range(number)]
+    window = c.get("sliding_window", 4096)
+    return tuple(LayerKind(rope, window if kind == "sliding_attention" else None) for kind in kinds)
+
+
+QWEN2 = Family(
+    name="Qwen 2",
+    models="Qwen 2, 2.5, QwQ, DeepSeek-R1-Distill-Qwen",
+    architectures=("Qwen2ForCausalLM",),
+    model_types=("qwen2",),
+    from_hf=qwen2_from_hf,
+    gguf_architectures=("qwen2",),
+    gguf={},
+)
+
+
+# Qwen 3, its embedding and reranking models: a norm on every query and key head (arXiv:2505.09388)
+
+
+def qwen3_from_hf(c: dict[str, Any]) -> DecoderConfig:
+    """Heads have 128 channels where `head_dim` is absent."""
+    c = {"head_dim": 128} | c
+    bias = c.get("attention_bias", False)
+    return DecoderConfig(**hf_fields(c, layers=windowed_layers(c), qk_norm="rms", qkv_bias=bias, output_bias=bias))
+
+
+QWEN3 = Family(
+    name="Qwen 3",
+    models="Qwen 3, Qwen3-Embedding, Qwen3-Reranker",
+    architectures=("Qwen3ForCausalLM", "Qwen3Model"),
+    model_types=("qwen3",),
+    from_hf=qwen3_from_hf,
+    gguf_architectures=("qwen3",),
+    gguf={},
+)
+
+
+# Qwen 2 and Qwen 3 with a mixture of experts; the former also has an expert that every token passes
+
+
+def qwen2_moe_from_hf(c: dict[str, Any]) -> DecoderConfig:
+    """With `use_sliding_window`, every other one of the first `max_window_layers` layers slides."""
+    c = {
+        "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    } | c  # fmt: skip
+    first = c.get("max_window_layers", 28)
+    layers = _moe_layers(c, [i % 2 == 0 and i < first for i in range(c["num_hidden_layers"])])
+    moe = replace(_experts(c), shared_hidden=c["shared_expert_intermediate_size"], shared_gate=True)
+    return DecoderConfig(**hf_fields(c, layers=layers, qkv_bias=c.get("qkv_bias", True), moe=moe))
+
+
+def qwen3_moe_from_hf(c: dict[str, Any]) -> DecoderConfig:
+    """With `use_sliding_window`, every layer slides."""
+    c = {
+        "num_key_value_heads": 4, "num_experts": c.get("num_local_experts", 128), "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    } | c  # fmt: skip
+    layers = _moe_layers(c, [True] * c["num_hidden_layers"])
+    bias = c.get("attention_bias", False)
+    return DecoderConfig(**hf_fields(c, layers=layers, qk_norm="rms", qkv_bias=bias, output_bias=bias, moe=_experts(c)))
+
+
+def _moe_layers(c: dict[str, Any], sliding: list[bool]) -> tuple[LayerKind, ...]:
+    rope, window = hf_rope(c, hf_head_dim(c)), c.get("sliding_window", 4096)
+    if c.get("layer_types"):
+        sliding = [kind == "sliding_attention" for kind in c["layer_types"]]
+    dense, step = c.get("mlp_only_layers") or [], c.get("decoder_sparse_step", 1)
+    return tuple(
         LayerKind(
-            rope if rotates else None,
-            chunk if kind == "chunked_attention" else None,
-            sparse=index in sparse,
-            chunked=kind == "chunked_attention",
+            rope,
+            window if slides and c.get("use_sliding_window") else None,
+            sparse=index not in dense and (index + 1) % step == 0,
         )
-        for index, (rotates, kind) in enumerate(zip(rotating, kinds, strict=True))
+        for index, slides in enumerate(sliding)
     )
-    scaling = QueryScaling(c["attn_scale"], c["floor_scale"], first=1, unrotated_only=True)
-    moe = MoEConfig(
-        num_experts=c["num_local_experts"],
+
+
+def _experts(c: dict[str, Any]) -> MoEConfig:
+    return MoEConfig(
+        num_experts=c["num_experts"],
         top_k=c["num_experts_per_tok"],
-        hidden=c["intermediate_size"],
-        scoring="sigmoid",
-        scale_inputs=True,
-        shared_hidden=c["intermediate_size"],
-    )
-    return DecoderConfig(
-        **hf_fields(
-            c | {"intermediate_size": c["intermediate_size_mlp"]},
-            layers=layers,
-            max_position_embeddings=c["max_position_embeddings"],
-            qkv_bias=bias,
-            output_bias=bias,
-            qk_norm="unit" if c["use_qk_norm"] else None,
-            query_scaling=scaling if c["attn_temperature_tuning"] else None,
-            moe=moe,
-        )
+        hidden=c["moe_intermediate_size"],
+        scoring="softmax",
+        renormalize=bool(c.get("norm_topk_prob", False)),
     )
 
 
-def llama4_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """The experts' matrices lie `[in, out]`."""
-    block = "model.layers.*.feed_forward"
-    names: dict[str, Pattern] = {
-        "layers.*.mlp.gate_up.weight": (f"{block}.gate_proj.weight", f"{block}.up_proj.weight"),
-        "layers.*.mlp.down.weight": f"{block}.down_proj.weight",
-    }
-    return {
-        **names,
-        **hf_expert_names(config, block, shared="shared_expert"),
-        "layers.*.mlp.router.weight": f"{block}.router.weight",
-        "layers.*.mlp.experts.gate_up.weight": Source(f"{block}.experts.gate_up_proj", transposed),
-        "layers.*.mlp.experts.down.weight": Source(f"{block}.experts.down_proj", transposed),
-    }
+def _gguf_expert_size(file: GgufFile) -> int:
+    return file("expert_feed_forward_length", file("feed_forward_length") // max(file("expert_used_count"), 1))
 
 
-def _gguf_chunked(file: GgufFile) -> bool:
-    """A window of 0 says that all layers rotate and see everything."""
-    return file("attention.sliding_window", CHUNK) != 0
-
-
-LLAMA4_GGUF: Table = GGUF_EXPERTS | {
-    "intermediate_size_mlp": "feed_forward_length",
-    "intermediate_size": "expert_feed_forward_length",
-    "interleave_moe_layer_step": "interleave_moe_layer_step",
-    "rope_theta": optional("rope.freq_base", LLAMA4_THETA),
-    "no_rope_layers": lambda file: None if _gguf_chunked(file) else [1] * file.num_layers,
-    "attention_chunk_size": lambda file: CHUNK if _gguf_chunked(file) else None,
-    "attn_temperature_tuning": _gguf_chunked,
-    "use_qk_norm": lambda file: file("expert_count") != WITHOUT_NORM,
+QWEN2_MOE_GGUF: Table = GGUF_EXPERTS | {
+    "moe_intermediate_size": _gguf_expert_size,
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
 }
-"""A file does not say how large chunks are, how queries grow, nor which layers have no positions."""
+QWEN3_MOE_GGUF: Table = GGUF_EXPERTS | {"moe_intermediate_size": _gguf_expert_size, "norm_topk_prob": True}
+"""Weights are renormalised, as in all published models; a file does not say it."""
 
 
-LLAMA4 = Family(
-    name="Llama 4",
-    models="Llama 4 Scout, Maverick (text)",
-    architectures=("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
-    model_types=("llama4_text",),
-    wrappers=("llama4",),
-    layer_types=("full_attention", "chunked_attention"),
-    from_hf=llama4_from_hf,
-    hf_names=llama4_hf_names,
-    gguf_architectures=("llama4",),
-    gguf=LLAMA4_GGUF,
+def qwen_moe_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
+    """There is one shared expert, so it is not in the plural."""
+    return hf_expert_names(config, "model.layers.*.mlp", shared="shared_expert")
+
+
+QWEN2_MOE = Family(
+    name="Qwen 2 MoE",
+    models="Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
+    architectures=("Qwen2MoeForCausalLM",),
+    model_types=("qwen2_moe",),
+    from_hf=qwen2_moe_from_hf,
+    hf_names=qwen_moe_hf_names,
+    gguf_architectures=("qwen2moe",),
+    gguf=QWEN2_MOE_GGUF,
+)
+
+QWEN3_MOE = Family(
+    name="Qwen 3 MoE",
+    models="Qwen3-30B-A3B, Qwen3-235B-A22B",
+    architectures=("Qwen3MoeForCausalLM",),
+    model_types=("qwen3_moe",),
+    from_hf=qwen3_moe_from_hf,
+    gguf_architectures=("qwen3moe",),
+    gguf=QWEN3_MOE_GGUF,
 )

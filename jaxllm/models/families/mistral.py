@@ -1,4 +1,4 @@
-"""Mistral, Mixtral, Ministral 3 and Mistral 4."""
+"""Mistral, Mixtral, Ministral 3 and Mistral 4, and Llama 4, whose queries grow with the position as theirs do."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.families import deepseek
 from jaxllm.models.family import Family, hf_expert_names, hf_fields, hf_head_dim, hf_rope, hf_rope_parameters
-from jaxllm.models.gguf import GgufFile, Table, only, rope_scaling
+from jaxllm.models.gguf import GGUF_EXPERTS, GgufFile, Table, only, optional, rope_scaling
 from jaxllm.models.gguf_names import permuted_names
 from jaxllm.models.layers.attention import QueryScaling
 from jaxllm.models.layers.moe import MoEConfig
 from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.weights.fields import shown
-from jaxllm.weights.names import Pattern
+from jaxllm.weights.names import Pattern, Source, transposed
 
 # Mistral 7B to Mistral Small 3.2 and Ministral 8B: Llama with an optional sliding window (arXiv:2310.06825)
 
@@ -176,4 +176,110 @@ MISTRAL4 = Family(
     hf_names=deepseek.hf_names,
     gguf_architectures=("mistral4",),
     gguf=MISTRAL4_GGUF,
+)
+
+
+# Llama 4, text: attention in chunks on three of four layers, no positions on the fourth, experts and a shared one
+
+LLAMA4_THETA = 500_000.0
+INTERVAL = 4
+CHUNK = 8192
+BETA, FLOOR = 0.1, 8192
+WITHOUT_NORM = 128
+"""A GGUF file does not say whether queries and keys have a norm: they do not in the model of so many experts."""
+LLAMA4_DEFAULTS: dict[str, Any] = {
+    "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072,
+    "intermediate_size_mlp": 16_384, "num_local_experts": 16, "num_experts_per_tok": 1, "use_qk_norm": True,
+    "attention_chunk_size": CHUNK, "attn_temperature_tuning": True, "attn_scale": BETA, "floor_scale": FLOOR,
+}  # fmt: skip
+
+
+def llama4_from_hf(c: dict[str, Any]) -> DecoderConfig:
+    """`intermediate_size` is that of the experts; `no_rope_layers` has a 1 for each layer that does rotate."""
+    c, bias = LLAMA4_DEFAULTS | c, c.get("attention_bias", False)
+    number, step = c["num_hidden_layers"], c.get("interleave_moe_layer_step", 1)
+    interval, chunk = c.get("no_rope_layer_interval") or INTERVAL, c["attention_chunk_size"]
+    rotating = c.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(number)]
+    sparse = c["moe_layers"] if c.get("moe_layers") is not None else range(step - 1, number, step)
+    kinds = c.get("layer_types") or [
+        "chunked_attention" if rotates and chunk is not None else "full_attention" for rotates in rotating
+    ]
+    rope = hf_rope(c, hf_head_dim(c), theta=LLAMA4_THETA, interleaved=True)
+    layers = tuple(
+        LayerKind(
+            rope if rotates else None,
+            chunk if kind == "chunked_attention" else None,
+            sparse=index in sparse,
+            chunked=kind == "chunked_attention",
+        )
+        for index, (rotates, kind) in enumerate(zip(rotating, kinds, strict=True))
+    )
+    scaling = QueryScaling(c["attn_scale"], c["floor_scale"], first=1, unrotated_only=True)
+    moe = MoEConfig(
+        num_experts=c["num_local_experts"],
+        top_k=c["num_experts_per_tok"],
+        hidden=c["intermediate_size"],
+        scoring="sigmoid",
+        scale_inputs=True,
+        shared_hidden=c["intermediate_size"],
+    )
+    return DecoderConfig(
+        **hf_fields(
+            c | {"intermediate_size": c["intermediate_size_mlp"]},
+            layers=layers,
+            max_position_embeddings=c["max_position_embeddings"],
+            qkv_bias=bias,
+            output_bias=bias,
+            qk_norm="unit" if c["use_qk_norm"] else None,
+            query_scaling=scaling if c["attn_temperature_tuning"] else None,
+            moe=moe,
+        )
+    )
+
+
+def llama4_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
+    """The experts' matrices lie `[in, out]`."""
+    block = "model.layers.*.feed_forward"
+    names: dict[str, Pattern] = {
+        "layers.*.mlp.gate_up.weight": (f"{block}.gate_proj.weight", f"{block}.up_proj.weight"),
+        "layers.*.mlp.down.weight": f"{block}.down_proj.weight",
+    }
+    return {
+        **names,
+        **hf_expert_names(config, block, shared="shared_expert"),
+        "layers.*.mlp.router.weight": f"{block}.router.weight",
+        "layers.*.mlp.experts.gate_up.weight": Source(f"{block}.experts.gate_up_proj", transposed),
+        "layers.*.mlp.experts.down.weight": Source(f"{block}.experts.down_proj", transposed),
+    }
+
+
+def _gguf_chunked(file: GgufFile) -> bool:
+    """A window of 0 says that all layers rotate and see everything."""
+    return file("attention.sliding_window", CHUNK) != 0
+
+
+LLAMA4_GGUF: Table = GGUF_EXPERTS | {
+    "intermediate_size_mlp": "feed_forward_length",
+    "intermediate_size": "expert_feed_forward_length",
+    "interleave_moe_layer_step": "interleave_moe_layer_step",
+    "rope_theta": optional("rope.freq_base", LLAMA4_THETA),
+    "no_rope_layers": lambda file: None if _gguf_chunked(file) else [1] * file.num_layers,
+    "attention_chunk_size": lambda file: CHUNK if _gguf_chunked(file) else None,
+    "attn_temperature_tuning": _gguf_chunked,
+    "use_qk_norm": lambda file: file("expert_count") != WITHOUT_NORM,
+}
+"""A file does not say how large chunks are, how queries grow, nor which layers have no positions."""
+
+
+LLAMA4 = Family(
+    name="Llama 4",
+    models="Llama 4 Scout, Maverick (text)",
+    architectures=("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
+    model_types=("llama4_text",),
+    wrappers=("llama4",),
+    layer_types=("full_attention", "chunked_attention"),
+    from_hf=llama4_from_hf,
+    hf_names=llama4_hf_names,
+    gguf_architectures=("llama4",),
+    gguf=LLAMA4_GGUF,
 )
