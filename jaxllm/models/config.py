@@ -158,7 +158,7 @@ class DecoderConfig:
         gated_mlp: `down(act(gate(x)) * up(x))`; otherwise `down(act(up(x)))`.
         attention_gate: each head's output is multiplied by the sigmoid of a gate, which is projected beside its query.
         attention_sinks: one more logit a head, learnt, that takes part of attention's weight and has no value.
-        alibi: logits of attention fall with the distance of the two tokens, this steeply; see `layers/alibi.py`.
+        alibi: logits of attention fall with the distance of the two tokens, this steeply; see `alibi_slopes`.
         attention_scale: on the logits; None is one over the root of the head size.
         residual_scale: on the output of attention and of the MLP, before the residual sum.
         attention_out_scale: on the output of attention, besides.

@@ -34,7 +34,7 @@ class Family:
         model_types: `model_type` in config.json.
         wrappers: `model_type` of multimodal models whose `text_config` is of this family where it does not say its own.
         layer_types: what the entries of `layer_types` in config.json may be.
-        fields: what keys of config.json must be, where that is not what `HF_FIELDS` has of them.
+        fields: what keys of config.json or of GGUF metadata must be, where `HF_FIELDS` and `GGUF_FIELDS` do not say so.
         from_hf: config.json's content -> the config. KeyError: a key is missing.
         gguf_architectures: `general.architecture` in a GGUF file; empty where llama.cpp does not have the family. It
             makes one architecture of several families: one of them reads the files that no other one `owns`.

@@ -38,14 +38,17 @@ Table = dict[str, Any]
 class GgufFile:
     """The metadata of a file, without the architecture's name in front, and which tensors it has.
 
+    Values must be as `GGUF_FIELDS` has them, or `fields`, which are those of a family.
+
     Raises:
         KeyError: a required key is missing.
-        CheckpointError: one is not as `GGUF_FIELDS` has it, or differs from layer to layer.
+        CheckpointError: one is not as it must be, or differs from layer to layer.
     """
 
-    def __init__(self, checkpoint: Checkpoint):
+    def __init__(self, checkpoint: Checkpoint, fields: FieldKinds | None = None):
         self.architecture: str = checkpoint.config["general.architecture"]
         self._all = checkpoint.config
+        self._kinds = GGUF_FIELDS | (fields or {})
         self._checkpoint = checkpoint
         self._tensors = {*checkpoint.tensors, *(re.sub(r"^blk\.\d+\.", "blk.*.", name) for name in checkpoint.tensors)}
 
@@ -57,7 +60,7 @@ class GgufFile:
                 raise CheckpointError(f"{name} differs from layer to layer; one value for all is supported")
             value = value[0]
         if name in self._all:
-            check_fields({key: value}, {key: GGUF_FIELDS[key]}, f"{self.architecture}.")
+            check_fields({key: value}, {key: self._kinds[key]}, f"{self.architecture}.")
         return value
 
     def __contains__(self, key: str) -> bool:
@@ -67,7 +70,7 @@ class GgufFile:
         """A key's value in each layer, whether the file has one for all or one for each.
 
         Raises:
-            CheckpointError: there are more or fewer, or one is not as `GGUF_FIELDS` has it.
+            CheckpointError: there are more or fewer, or one is not as it must be.
         """
         name, count = f"{self.architecture}.{key}", self("block_count")
         value = self._all[name]
@@ -75,7 +78,7 @@ class GgufFile:
         if len(values) != count:
             raise CheckpointError(f"{name} has {len(values)} entries; accepted is one for each of {count} layers")
         for one in values:
-            check_fields({key: one}, {key: or_zero(GGUF_FIELDS[key])}, f"{self.architecture}.")
+            check_fields({key: one}, {key: or_zero(self._kinds[key])}, f"{self.architecture}.")
         return values[: self.num_layers]
 
     @property

@@ -133,6 +133,7 @@ def _gguf_spec(checkpoint: Checkpoint) -> ModelSpec:
     with read_of(checkpoint.path, "its metadata have no"):
         kin = [family for family in FAMILIES if file.architecture in family.gguf_architectures]
         family = next((one for one in kin if one.owns is not None and one.owns(file)), kind)
+        file = GgufFile(checkpoint, family.fields)
         config = as_stored(file, family.from_hf(gguf_config(file, family.gguf or {})))
         check_decoder(config)
         labels = class_labels(checkpoint)

@@ -15,6 +15,7 @@ from tests.reference.tiny import tiny_config
 FAMILY = """
 from jaxllm.models.families.llama import llama_from_hf
 from jaxllm.models.family import Family
+from jaxllm.models.hf_fields import SIZE
 
 SQUIRREL = Family(
     name="Squirrel",
@@ -24,7 +25,8 @@ SQUIRREL = Family(
     wrappers=("squirrel_with_eyes",),
     from_hf=llama_from_hf,
     gguf_architectures=("squirrel",),
-    gguf={},
+    gguf={"hidden_size": "nut_length"},
+    fields={"nut_length": SIZE},
 )
 """
 CHECK = """
@@ -40,7 +42,7 @@ print("Squirrel" in [family.name for family in FAMILIES], *map(verdict, map(Path
 
 def write_gguf(path: Path) -> None:
     writer = gguf.GGUFWriter(path, "squirrel")
-    sizes = {"block_count": 2, "context_length": 64, "embedding_length": 48, "feed_forward_length": 96}
+    sizes = {"block_count": 2, "context_length": 64, "nut_length": 48, "feed_forward_length": 96}
     for key, size in (sizes | {"attention.head_count": 4, "attention.key_length": 12}).items():
         writer.add_uint32(f"squirrel.{key}", size)
     writer.add_float32("squirrel.attention.layer_norm_rms_epsilon", 1e-5)
