@@ -40,7 +40,7 @@ from jaxllm.engine.scheduler import Scheduler
 from jaxllm.engine.thinking_budget import Thinking
 from jaxllm.engine.work import Batch
 from jaxllm.errors import InvalidRequestError
-from jaxllm.models.parts import LiveModel
+from jaxllm.models.abstract import LiveModel
 from jaxllm.requests.prompt_scores import PromptScores
 from jaxllm.text.bad_words import spellings
 

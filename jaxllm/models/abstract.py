@@ -1,14 +1,15 @@
-"""A model's shapes without its memory."""
+"""A model's shapes without its memory, and the parts of a running model for those who take it apart."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.encoder import Encoder
@@ -79,3 +80,20 @@ def param_spec(path: str, variable: nnx.Variable) -> ParamSpec:
     dtype = np.dtype(jax.tree.leaves(value)[0].dtype)
     kinds = (DenseKind(dtype),)
     return ParamSpec(path, value.shape, dtype, metadata["axes"], metadata["layout"], kinds, metadata["host"])
+
+
+class ModelParts(NamedTuple):
+    """A model as an engine runs it, but for its weights."""
+
+    spec: ModelSpec
+    options: BuildOptions
+    params: Sequence[ParamSpec]
+    mesh: Mesh
+
+
+class LiveModel(NamedTuple):
+    """A model that an engine runs."""
+
+    parts: ModelParts
+    arrays: Callable[[], Sequence[jax.Array]]
+    """Those of all parameters now: the leaves of one after the other, in the order of `parts.params`."""

@@ -1,21 +1,21 @@
-"""What tells one decoder-only model from another, as data."""
+"""What tells one decoder-only model from another, as data, and whether its sizes go together."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from jaxllm.errors import CheckpointError
 from jaxllm.models.caches import CacheSpec, Joined, Paged, PerSlot, Shared, parts_of
-from jaxllm.models.layers.attention import QKNorm, QueryScaling
-from jaxllm.models.layers.conv import ConvConfig
-from jaxllm.models.layers.delta import DeltaConfig
-from jaxllm.models.layers.encoder import EncoderConfig
-from jaxllm.models.layers.mla import MLAConfig
-from jaxllm.models.layers.per_layer import PerLayerConfig
+from jaxllm.models.hf_fields import BIDIRECTIONAL
+from jaxllm.models.layers.attention import MLAConfig, QKNorm, QueryScaling
+from jaxllm.models.layers.experts import MoEConfig
+from jaxllm.models.layers.mlp import ACTIVATIONS, PerLayerConfig
+from jaxllm.models.layers.recurrent import ConvConfig, DeltaConfig, SSDConfig
 from jaxllm.models.layers.rope import RopeConfig
-from jaxllm.models.layers.routing import MoEConfig
-from jaxllm.models.layers.ssd import SSDConfig
 from jaxllm.requests.captures import LayerShapes
+from jaxllm.requests.tasks import Pooling
+from jaxllm.weights.fields import shown
 
 NormKind = Literal["rms", "layer", "layer_unbiased"]
 MixerKind = Literal["attention", "conv", "delta", "ssd"]
@@ -67,6 +67,64 @@ class LayerKind:
         return self.mlp and not self.sparse
 
 
+HeadActivation = Literal["identity", "tanh", "relu", "gelu", "silu"]
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A product that follows pooling: sentence-transformers' Dense. `size` are the channels that it gives."""
+
+    size: int
+    activation: HeadActivation = "identity"
+    bias: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifierConfig:
+    """A classification head: what it takes of a text, and the product in front of that with the classes, if any.
+
+    Attributes:
+        activation: of that product; None where there is none.
+        dense_bias, output_bias: of that product, and of the one with the classes.
+        norm: a LayerNorm without bias follows the activation.
+    """
+
+    pooling: Pooling = "cls"
+    activation: HeadActivation | None = "tanh"
+    dense_bias: bool = True
+    norm: bool = False
+    output_bias: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig:
+    """What tells one encoder from another besides the fields of a DecoderConfig.
+
+    Attributes:
+        positions: rows of the table of learnt positions; 0 where there is none.
+        first_position: which of them a text's first token has.
+        token_types: kinds of tokens that have an embedding of their own, as the two texts of a pair; 0 for none.
+        embedding_norm: a norm follows the embeddings.
+        sum_norms: `post_norms` are taken of the residual sums, not of what is added (BERT).
+        first_norm: the first layer has a norm in front of its attention as the others have.
+        last_norm: a norm follows the last layer.
+        classifier: the head of a model that classifies.
+        pooling: what the projections are made of, where there are any.
+        projections: products that follow pooling, one after the other.
+    """
+
+    positions: int = 0
+    first_position: int = 0
+    token_types: int = 0
+    embedding_norm: bool = False
+    sum_norms: bool = False
+    first_norm: bool = True
+    last_norm: bool = True
+    classifier: ClassifierConfig = ClassifierConfig()
+    pooling: Pooling = "mean"
+    projections: tuple[Projection, ...] = ()
+
+
 class LengthRule(NamedTuple):
     """Sequences longer than `original_length` tokens are rotated otherwise than shorter ones.
 
@@ -100,7 +158,7 @@ class DecoderConfig:
         gated_mlp: `down(act(gate(x)) * up(x))`; otherwise `down(act(up(x)))`.
         attention_gate: each head's output is multiplied by the sigmoid of a gate, which is projected beside its query.
         attention_sinks: one more logit a head, learnt, that takes part of attention's weight and has no value.
-        alibi: logits of attention fall with the distance of the two tokens, this steeply; see `layers/alibi.py`.
+        alibi: logits of attention fall with the distance of the two tokens, this steeply; see `alibi_slopes`.
         attention_scale: on the logits; None is one over the root of the head size.
         residual_scale: on the output of attention and of the MLP, before the residual sum.
         attention_out_scale: on the output of attention, besides.
@@ -259,3 +317,66 @@ class DecoderConfig:
         if self.mla:  # the latent is cached as one head
             return Paged(1, (self.mla.latent_dim,), layer.window)
         return Paged(self.num_kv_heads_of(layer), (self.head_dim_of(layer),) * 2, layer.window, layer.chunked)
+
+
+def check_decoder(c: DecoderConfig) -> None:
+    """Raises CheckpointError naming the sizes that do not fit, whatever format they were read from."""
+    if c.hidden_act not in ACTIVATIONS:
+        _refuse("the activation", shown(c.hidden_act), ", ".join(ACTIVATIONS))
+    if not c.layers:
+        _refuse("the number of layers", 0, "1 or more")
+    if c.attends:
+        _check_heads(c)
+    if c.ssd is None and any(layer.mixer == "ssd" for layer in c.layers):
+        _refuse("the number of state-space heads", 0, "1 or more in a model with state-space layers")
+    if c.ssd is not None and c.ssd.heads % c.ssd.groups:
+        _refuse("the number of state-space groups", c.ssd.groups, f"a divisor of {c.ssd.heads} heads")
+    if c.ssd is not None and c.ssd.kernel < 2:
+        _refuse("the number of tokens that a convolution sees", c.ssd.kernel, "2 or more")
+    if c.conv is None and any(layer.mixer == "conv" for layer in c.layers):
+        _refuse("the number of tokens that a convolution sees", 0, "2 or more in a model with convolutions")
+    if c.conv is not None and c.conv.kernel < 2:
+        _refuse("the number of tokens that a convolution sees", c.conv.kernel, "2 or more")
+    if any(layer.chunked and layer.window is None for layer in c.layers):
+        _refuse("the size of attention's chunks", "missing", "1 or more in a model with layers of chunks")
+    if (delta := c.delta) is not None and delta.value_heads % delta.key_heads:
+        _refuse("the number of key heads of linear attention", delta.key_heads, f"a divisor of {delta.value_heads}")
+    if c.moe is None and any(layer.sparse for layer in c.layers):
+        _refuse("the number of experts", 0, "1 or more in a model with sparse layers")
+    for layer in dict.fromkeys(c.layers):
+        if layer.rope is not None:
+            _check_rope(layer.rope, c.mla.qk_rope_head_dim if c.mla else c.head_dim_of(layer))
+
+
+def check_direction(c: dict[str, Any], config: DecoderConfig) -> None:
+    """Raises CheckpointError where a config.json asks for attention to later tokens, which its family has none of."""
+    for key, value in BIDIRECTIONAL:
+        if c.get(key) is value and config.encoder is None:
+            _refuse(key, value, f"{not value} or null, since this family is not served as an encoder")
+
+
+def _check_heads(c: DecoderConfig) -> None:
+    if c.head_dim < 1:
+        _refuse("the size of a head", c.head_dim, f"1 or more, {c.num_heads} of which share {c.hidden_size} channels")
+    for count in map(c.num_kv_heads_of, c.layers):
+        if c.mla is None and c.num_heads % count:
+            _refuse("the number of key-value heads", count, f"a divisor of {c.num_heads} heads")
+    if c.mla and min(c.mla.qk_nope_head_dim, c.mla.qk_rope_head_dim, c.mla.v_head_dim) < 1:
+        _refuse("one of the head sizes of latent attention", c.mla, "1 or more")
+
+
+def _check_rope(rope: RopeConfig, head_dim: int) -> None:
+    least = 4 if rope.kind == "dynamic" else 2  # dynamic scaling divides by two less
+    if rope.dim % 2 or not least <= rope.dim <= head_dim:
+        _refuse("the number of rotary channels", rope.dim, f"an even number from {least} to a head's {head_dim}")
+    if rope.kind == "llama3" and rope.high_freq_factor < rope.low_freq_factor:
+        _refuse("high_freq_factor", rope.high_freq_factor, f"low_freq_factor ({rope.low_freq_factor}) or more")
+    for name in ("short_divisors", "long_divisors", "divisors"):
+        divisors = getattr(rope, name)
+        wanted = bool(divisors) or (rope.kind == "longrope" and name != "divisors")
+        if wanted and len(divisors) != rope.dim // 2:
+            _refuse(f"the number of {name} of the rotary embedding", len(divisors), str(rope.dim // 2))
+
+
+def _refuse(what: str, value: object, accepted: str) -> None:
+    raise CheckpointError(f"{what} is {value}; accepted is {accepted}")

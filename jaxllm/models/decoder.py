@@ -14,22 +14,17 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.models.caches import Cache, PerSlot, Shared, parts_of
 from jaxllm.models.config import DecoderConfig, LayerKind, MixerKind
-from jaxllm.models.layers.attention import Attention, QueryScaling
-from jaxllm.models.layers.conv import ShortConv
-from jaxllm.models.layers.delta import GatedDeltaNet
-from jaxllm.models.layers.embedding import VocabEmbedding
+from jaxllm.models.layers.attention import Attention, MLAttention, QueryScaling
 from jaxllm.models.layers.gathering import step_gathering
 from jaxllm.models.layers.host_experts import placing_experts, split_places, with_places
+from jaxllm.models.layers.linear import VocabEmbedding, param
 from jaxllm.models.layers.low_rank import adapter_numbers, adapting
-from jaxllm.models.layers.mla import MLAttention
-from jaxllm.models.layers.mlp import MLP, GatedMLP
+from jaxllm.models.layers.mlp import MLP, GatedMLP, PerLayerGate, PerLayerInputs
 from jaxllm.models.layers.moe import DenseBesideMoE, MoE
 from jaxllm.models.layers.norm import LayerNorm, RMSNorm, norm_of_kind
-from jaxllm.models.layers.params import param
 from jaxllm.models.layers.patching import LayerPatches, patched, patching_layer, step_patches
-from jaxllm.models.layers.per_layer import PerLayerGate, PerLayerInputs
+from jaxllm.models.layers.recurrent import GatedDeltaNet, ShortConv, StateSpaceDual
 from jaxllm.models.layers.rope import Angles, rope_angles
-from jaxllm.models.layers.ssd import StateSpaceDual
 from jaxllm.models.layers.steering import LayerSteering, step_steering
 from jaxllm.models.layers.taps import LayerTaps, recorder, summed, summing, tap, tapped, tapping
 from jaxllm.models.options import BuildOptions, Stage

@@ -1,333 +1,375 @@
-"""What most families spell alike in a GGUF file: metadata keys, rotary settings, tensor names.
+"""A GGUF file's metadata as the keys of a config.json, by one table an architecture.
 
-Keys and names are llama.cpp's (its conversion scripts and src/llama-arch.cpp).
+Keys are llama.cpp's (its conversion scripts and src/llama-arch.cpp). For a key of config.json, a table has the name of
+a key of the file (a text), a function of the file, or a constant; `optional`, `nonzero`, `tensor`, … make functions.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
-import numpy as np
-
 from jaxllm.errors import CheckpointError
-from jaxllm.models.config import DecoderConfig, LayerKind
-from jaxllm.models.gguf_fields import GGUF_FIELDS, or_zero
-from jaxllm.models.hf import scaled_length, yarn_mscale
-from jaxllm.models.hf_fields import SIZE
-from jaxllm.models.layers.rope import RopeConfig
+from jaxllm.models.config import DecoderConfig
+from jaxllm.models.hf_fields import (
+    CAP,
+    COUNT,
+    DIVISOR,
+    DIVISORS,
+    EPSILON,
+    FACTOR,
+    LAYERS,
+    LENGTH,
+    ORIGINAL_LENGTH,
+    SIZE,
+    THETA,
+)  # fmt: skip
 from jaxllm.weights.checkpoint import Checkpoint
-from jaxllm.weights.fields import check_fields, real, shown
-from jaxllm.weights.names import AnyOf, Pattern, Source, unpermute_rope
+from jaxllm.weights.fields import FLAG, TEXT, FieldKind, FieldKinds, check_fields, either, many, real, shown, whole
 
-REQUIRED = object()
+REQUIRED, ABSENT = object(), object()
+"""Without a default; and the default of what a config.json would not mention."""
+Table = dict[str, Any]
 
 
-class Metadata:
-    """The keys of one file, without the architecture's name in front.
+class GgufFile:
+    """The metadata of a file, without the architecture's name in front, and which tensors it has.
+
+    Values must be as `GGUF_FIELDS` has them, or `fields`, which are those of a family.
 
     Raises:
-        KeyError: a required one is missing.
-        CheckpointError: one is not as `GGUF_FIELDS` has it, or differs from layer to layer.
+        KeyError: a required key is missing.
+        CheckpointError: one is not as it must be, or differs from layer to layer.
     """
 
-    def __init__(self, checkpoint: Checkpoint):
+    def __init__(self, checkpoint: Checkpoint, fields: FieldKinds | None = None):
+        self.architecture: str = checkpoint.config["general.architecture"]
         self._all = checkpoint.config
-        self._prefix = checkpoint.config["general.architecture"]
+        self._kinds = GGUF_FIELDS | (fields or {})
+        self._checkpoint = checkpoint
+        self._tensors = {*checkpoint.tensors, *(re.sub(r"^blk\.\d+\.", "blk.*.", name) for name in checkpoint.tensors)}
 
     def __call__(self, key: str, default: Any = REQUIRED) -> Any:
-        name = f"{self._prefix}.{key}"
+        name = f"{self.architecture}.{key}"
         value = self._all[name] if default is REQUIRED else self._all.get(name, default)
         if isinstance(value, list) and not isinstance(default, list):
             if len(set(value)) != 1:
                 raise CheckpointError(f"{name} differs from layer to layer; one value for all is supported")
             value = value[0]
         if name in self._all:
-            check_fields({key: value}, {key: GGUF_FIELDS[key]}, f"{self._prefix}.")
+            check_fields({key: value}, {key: self._kinds[key]}, f"{self.architecture}.")
         return value
 
-    def by_layer(self, key: str, count: int) -> list[Any]:
-        """A key's value in each of `count` layers, whether the file has one for all or one for each.
+    def __contains__(self, key: str) -> bool:
+        return f"{self.architecture}.{key}" in self._all
+
+    def by_layer(self, key: str) -> list[Any]:
+        """A key's value in each layer, whether the file has one for all or one for each.
 
         Raises:
-            CheckpointError: there are more or fewer, or one is not as `GGUF_FIELDS` has it.
+            CheckpointError: there are more or fewer, or one is not as it must be.
         """
-        name = f"{self._prefix}.{key}"
+        name, count = f"{self.architecture}.{key}", self("block_count")
         value = self._all[name]
         values = value if isinstance(value, list) else [value] * count
         if len(values) != count:
             raise CheckpointError(f"{name} has {len(values)} entries; accepted is one for each of {count} layers")
         for one in values:
-            check_fields({key: one}, {key: or_zero(GGUF_FIELDS[key])}, f"{self._prefix}.")
+            check_fields({key: one}, {key: or_zero(self._kinds[key])}, f"{self.architecture}.")
+        return values[: self.num_layers]
+
+    @property
+    def num_layers(self) -> int:
+        """Without those past the last that predict further tokens, which `block_count` counts too."""
+        count, further = self("block_count"), self.further_layers
+        if further >= count:
+            raise CheckpointError(f"nextn_predict_layers is {further}; accepted are fewer than {count} layers")
+        return count - further
+
+    @property
+    def further_layers(self) -> int:
+        """How many layers past the last predict further tokens."""
+        return self("nextn_predict_layers", 0)
+
+    @property
+    def head_dim(self) -> int:
+        """`attention.key_length`, or the hidden size shared out among the heads."""
+        return self("attention.key_length", None) or self("embedding_length") // self("attention.head_count")
+
+    def has(self, *names: str) -> bool:
+        """Whether one of these tensors is there; `blk.*` is any layer."""
+        return any(name in self._tensors for name in names)
+
+    def rows(self, name: str) -> int:
+        """Rows of a matrix. Raises CheckpointError where there is no such tensor."""
+        info = self._checkpoint.tensors.get(name)
+        if info is None or len(info.shape) != 2 or not SIZE.fits(info.shape[0]):
+            found = "missing" if info is None else f"of shape {info.shape}"
+            raise CheckpointError(f"tensor {name!r} is {found}; accepted is a matrix, its rows {SIZE.accepted}")
+        return info.shape[0]
+
+    def divisors(self, name: str) -> list[float]:
+        """A tensor with what frequencies are divided by."""
+        info = self._checkpoint.tensors.get(name)
+        if info is None or len(info.shape) != 1 or info.shape[0] > DIVISORS:
+            found = "missing" if info is None else f"of shape {info.shape}"
+            raise CheckpointError(f"tensor {name!r} is {found}; accepted is a vector of up to {DIVISORS} factors")
+        values: list[float] = self._checkpoint.read(name).expand().tolist()
+        if not all(map(DIVISOR.fits, values)):
+            raise CheckpointError(f"tensor {name!r} is {shown(values)}; accepted is {DIVISOR.accepted} in each place")
         return values
 
 
-def gguf_fields(checkpoint: Checkpoint, **differences: Any) -> dict[str, Any]:
-    """DecoderConfig's fields from the keys that most architectures share, then the family's `differences`.
+def gguf_config(file: GgufFile, own: Table) -> dict[str, Any]:
+    """The config.json of a file, by what all architectures have alike and the table of its `own`."""
+    found = {key: _read(file, entry) for key, entry in (GGUF_KEYS | own).items()}
+    return {key: value for key, value in found.items() if value is not ABSENT}
 
-    Biases and norms on queries and keys are there when their tensors are. Layers are all alike unless `differences`
-    has `layers`.
-    """
-    get, tensors = Metadata(checkpoint), checkpoint.tensors
-    if not get("attention.causal", True) and differences.get("encoder") is None:
+
+def _read(file: GgufFile, entry: Any) -> Any:
+    return file(entry) if isinstance(entry, str) else entry(file) if callable(entry) else entry
+
+
+def with_experts(table: Table) -> Table:
+    """A table of which nothing is read where no layer has experts."""
+
+    def either(entry: Any) -> Callable[[GgufFile], Any]:
+        return lambda file: _read(file, entry) if file.has("blk.*.ffn_gate_inp.weight") else ABSENT
+
+    return {key: either(entry) for key, entry in table.items()}
+
+
+def as_stored(file: GgufFile, config: DecoderConfig) -> DecoderConfig:
+    """`config` with the biases, norms and factors that the file has tensors of."""
+    if not file("attention.causal", True) and config.encoder is None:
         raise CheckpointError("attention.causal is false; accepted is true, for this is not served as an encoder")
-    heads = get("attention.head_count")
-    fields: dict[str, Any] = {
-        "vocab_size": gguf_rows(checkpoint, "token_embd.weight"),
-        "hidden_size": get("embedding_length"),
-        "num_heads": heads,
-        "head_dim": gguf_head_dim(checkpoint),
-        "max_position_embeddings": get("context_length"),
-        "tie_word_embeddings": "output.weight" not in tensors,
-        "qkv_bias": "blk.0.attn_q.bias" in tensors or "blk.0.attn_qkv.bias" in tensors,
-        "output_bias": "blk.0.attn_output.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_down.bias" in tensors,
-        "head_bias": "output.bias" in tensors,
-    }
-    if "intermediate_size" not in differences:
-        fields["intermediate_size"] = get("feed_forward_length")
-    if "num_kv_heads" not in differences:
-        fields["num_kv_heads"] = get("attention.head_count_kv", heads)
-    if "intermediate_size" not in differences:
-        fields["intermediate_size"] = get("feed_forward_length")
-    if "norm_eps" not in differences:
-        fields["norm_eps"] = get("attention.layer_norm_rms_epsilon")
-    if "layers" not in differences:
-        fields["layers"] = (LayerKind(gguf_rope(checkpoint)),) * gguf_layers(checkpoint)
-    fields |= differences
-    if "max_position_embeddings" not in differences:
-        fields["max_position_embeddings"] = scaled_length(fields["max_position_embeddings"], fields["layers"])
-    return fields
-
-
-def gguf_layers(checkpoint: Checkpoint) -> int:
-    """The number of layers, without those past the last that predict further tokens, which a file counts too."""
-    return Metadata(checkpoint)("block_count") - gguf_further_layers(checkpoint)
-
-
-def gguf_further_layers(checkpoint: Checkpoint) -> int:
-    """How many layers past the last predict further tokens."""
-    return Metadata(checkpoint)("nextn_predict_layers", 0)
-
-
-def gguf_hybrid_heads(checkpoint: Checkpoint) -> tuple[list[bool], int]:
-    """Which layers attend, as those without KV heads do not, and the KV heads of each that does.
-
-    Raises:
-        CheckpointError: no layer attends, or they have different numbers of them.
-    """
-    get = Metadata(checkpoint)
-    heads = get.by_layer("attention.head_count_kv", get("block_count"))
-    different = sorted(set(heads) - {0})
-    if len(different) != 1:
-        raise CheckpointError(
-            f"attention.head_count_kv is {shown(heads)}; accepted is 0 or one and the same in each layer"
-        )
-    return [count > 0 for count in heads], different[0]
-
-
-def gguf_rows(checkpoint: Checkpoint, name: str) -> int:
-    """Rows of a matrix. Raises CheckpointError where there is no such tensor."""
-    info = checkpoint.tensors.get(name)
-    if info is None or len(info.shape) != 2 or not SIZE.fits(info.shape[0]):
-        found = "missing" if info is None else f"of shape {info.shape}"
-        raise CheckpointError(f"tensor {name!r} is {found}; accepted is a matrix, its rows {SIZE.accepted}")
-    return info.shape[0]
-
-
-def gguf_head_dim(checkpoint: Checkpoint) -> int:
-    """`attention.key_length`, or the hidden size shared out among the heads."""
-    get = Metadata(checkpoint)
-    return get("attention.key_length", None) or get("embedding_length") // get("attention.head_count")
-
-
-def gguf_rope(
-    checkpoint: Checkpoint,
-    *,
-    theta: float = 10_000.0,
-    partial: float = 1.0,
-    interleaved: bool = False,
-    mscale_all_dim: float | None = None,
-) -> RopeConfig:
-    """The rotary embedding of a file.
-
-    Args:
-        theta, partial: where the file has no `rope.freq_base` or `rope.dimension_count`.
-        mscale_all_dim: the part of YaRN's factor that is on the logits and not on cosine and sine; None in families
-            whose files have no `yarn_log_multiplier`.
-
-    Raises:
-        CheckpointError: the kind of scaling is unknown, or one of its keys has a value that is not supported.
-    """
-    get = Metadata(checkpoint)
-    kind = get("rope.scaling.type", "linear")
-    if kind not in ("none", "linear", "yarn", "longrope"):
-        raise CheckpointError(f"rope.scaling.type is {shown(kind)}; supported are none, linear, yarn and longrope")
-    factor = float(get("rope.scaling.factor", 0) or get("rope.scale_linear", 0) or 1)
-    longest = get("context_length")
-    original = get("rope.scaling.original_context_length", longest)
-    fields: dict[str, Any] = {}
-    if "rope_factors_long.weight" in checkpoint.tensors:
-        kind = "longrope"
-        fields |= {f"{n}_divisors": _vector(checkpoint, f"rope_factors_{n}.weight") for n in ("short", "long")}
-        fields |= {"factor": longest / original, "original_length": original}
-    elif kind == "longrope":
-        raise CheckpointError("rope.scaling.type is 'longrope', but tensor 'rope_factors_long.weight' is missing")
-    elif kind == "yarn":
-        fields |= {"factor": factor, "original_length": original}
-        fields |= {key: float(get(f"rope.scaling.yarn_{key}", value)) for key, value in YARN_BETAS.items()}
-        fields["attention_factor"] = yarn_mscale(factor) / yarn_mscale(factor, mscale_all_dim or 0.0)
-    elif kind == "linear" and factor != 1:
-        fields["factor"] = factor
-    else:
-        kind = "default"
-    _check_yarn(get, kind, mscale_all_dim)
-    fields["attention_factor"] = fields.get("attention_factor", 1.0) * gguf_attention_factor(checkpoint)
-    if "rope_freqs.weight" in checkpoint.tensors:
-        fields["divisors"] = _vector(checkpoint, "rope_freqs.weight")
-    return RopeConfig(
-        dim=get("rope.dimension_count", None) or int(gguf_head_dim(checkpoint) * partial),
-        theta=float(get("rope.freq_base", theta)),
-        interleaved=interleaved,
-        kind=kind,
-        **fields,
+    ssd = config.ssd and replace(
+        config.ssd,
+        conv_bias=file.has("blk.*.ssm_conv1d.bias"),
+        bias=file.has("blk.*.ssm_in.bias"),
+        output_bias=file.has("blk.*.ssm_out.bias"),
+        norm="after_gate" if file.has("blk.*.ssm_norm.weight") else None,
+    )
+    return replace(
+        config,
+        qkv_bias=file.has("blk.*.attn_q.bias", "blk.*.attn_qkv.bias", "blk.*.attn_kv_a_mqa.bias"),
+        output_bias=file.has("blk.*.attn_output.bias"),
+        mlp_bias=file.has("blk.*.ffn_down.bias"),
+        head_bias=file.has("output.bias"),
+        layer_scale=file.has("blk.*.layer_output_scale.weight"),
+        conv=config.conv and replace(config.conv, bias=file.has("blk.*.shortconv.in_proj.bias")),
+        moe=config.moe and replace(config.moe, correction_bias=file.has("blk.*.exp_probs_b.bias")),
+        ssd=ssd,
     )
 
 
-def gguf_windows(checkpoint: Checkpoint, *, period: int) -> list[int | None]:
-    """The sliding window of each layer, None where there is none.
+def optional(key: str, default: Any = ABSENT) -> Callable[[GgufFile], Any]:
+    """The key's value, or the default; without one, config.json's key is absent too."""
+    return lambda file: file(key, default)
+
+
+def nonzero(key: str, otherwise: Any = None) -> Callable[[GgufFile], Any]:
+    """The key's value, or `otherwise` where it is 0 or absent."""
+    return lambda file: file(key, 0) or otherwise
+
+
+def only(key: str, value: Any, meaning: str) -> Callable[[GgufFile], Any]:
+    """Nothing for config.json: the key must be absent or have the `value`, which has this `meaning`."""
+
+    def check(file: GgufFile) -> Any:
+        if (found := file(key, value)) != value:
+            raise CheckpointError(f"{key} is {shown(found)}; accepted is {shown(value)}, {meaning}")
+        return ABSENT
+
+    return check
+
+
+def tensor(*names: str) -> Callable[[GgufFile], bool]:
+    """Whether one of these tensors is there; `blk.*` is any layer."""
+    return lambda file: file.has(*names)
+
+
+def rows(name: str) -> Callable[[GgufFile], int]:
+    """Rows of a matrix."""
+    return lambda file: file.rows(name)
+
+
+def layer_types(period: int) -> Callable[[GgufFile], list[str]]:
+    """Which layers have a window.
 
     `attention.sliding_window_pattern` has a flag a layer, or how often a layer without a window comes: `period` where
     the file does not have it.
     """
-    get = Metadata(checkpoint)
-    count, window = gguf_layers(checkpoint), get("attention.sliding_window", 0) or None
-    if f"{checkpoint.config['general.architecture']}.attention.sliding_window_pattern" not in checkpoint.config:
-        slides = [(i + 1) % period != 0 for i in range(count)]
-    else:
-        given = get.by_layer("attention.sliding_window_pattern", count)
+
+    def types(file: GgufFile) -> list[str]:
+        key = "attention.sliding_window_pattern"
+        given = file.by_layer(key) if key in file else [period] * file.num_layers
         slides = [flag if isinstance(flag, bool) else (i + 1) % flag != 0 for i, flag in enumerate(given)]
-    return [window if slide else None for slide in slides]
+        return ["sliding_attention" if slide else "full_attention" for slide in slides]
+
+    return types
 
 
-def gguf_attention_factor(checkpoint: Checkpoint) -> float:
-    """What multiplies cosine and sine of every layer, whatever the scaling (`rope_attn_factor` in llama.cpp)."""
-    return float(Metadata(checkpoint)("rope.scaling.attn_factor", 1.0))
+def _rotated_part(file: GgufFile) -> Any:
+    size = file("rope.dimension_count", 0)
+    return Fraction(size, file.head_dim) if size else ABSENT
 
 
-def _check_yarn(get: Metadata, kind: str, mscale_all_dim: float | None) -> None:
+def _norm_eps(file: GgufFile) -> float:
+    key = "attention.layer_norm_epsilon"
+    return file("attention.layer_norm_rms_epsilon", file(key) if key in file else REQUIRED)
+
+
+def rope_scaling(file: GgufFile, mscales: Callable[[float], dict[str, float]] | None = None) -> dict[str, Any]:
+    """How the rotary embedding is stretched.
+
+    `mscales` makes two keys of config.json of `yarn_log_multiplier`: what part of YaRN's factor is on the logits and
+    not on cosine and sine. Without it, files of the architecture have no such key.
+
+    Raises:
+        CheckpointError: the kind of scaling is unknown, or one of its keys has a value that is not supported.
+    """
+    kind = file("rope.scaling.type", "linear")
+    if kind not in ("none", "linear", "yarn", "longrope"):
+        raise CheckpointError(f"rope.scaling.type is {shown(kind)}; supported are none, linear, yarn and longrope")
+    factor = float(file("rope.scaling.factor", 0) or file("rope.scale_linear", 0) or 1)
+    found: dict[str, Any] = {"attn_factor": file("rope.scaling.attn_factor", 1.0)}
+    if "rope.scaling.original_context_length" in file:
+        found["original_max_position_embeddings"] = file("rope.scaling.original_context_length")
+    if file.has("rope_factors_long.weight"):
+        kind = "longrope"
+        found |= {f"{name}_factor": file.divisors(f"rope_factors_{name}.weight") for name in ("short", "long")}
+        found["attention_factor"] = 1.0
+    elif kind == "longrope":
+        raise CheckpointError("rope.scaling.type is 'longrope', but tensor 'rope_factors_long.weight' is missing")
+    elif kind == "yarn":
+        found |= {key: file(f"rope.scaling.yarn_{key}", None) for key in ("beta_fast", "beta_slow")}
+        found["factor"] = factor
+    elif kind == "linear" and factor != 1:
+        found["factor"] = factor
+    else:
+        kind = "default"
+    if file.has("rope_freqs.weight"):
+        found["divisors"] = file.divisors("rope_freqs.weight")
+    multiplier = _log_multiplier(file, kind, mscales is not None)
+    return {"rope_type": kind} | found | (mscales(multiplier) if mscales and multiplier else {})
+
+
+def _log_multiplier(file: GgufFile, kind: str, accepted: bool) -> float:
     """Refuses what llama.cpp reads for other architectures: part of YaRN only, or with a factor of its own."""
-    get("rope.scaling.yarn_attn_factor", 1.0)
-    share, whole_share = get("rope.scaling.yarn_ext_factor", -1.0), int(kind == "yarn")
+    file("rope.scaling.yarn_attn_factor", 1.0)
+    share, whole_share = file("rope.scaling.yarn_ext_factor", -1.0), int(kind == "yarn")
     if share >= 0 and share != whole_share:
         raise CheckpointError(
             f"rope.scaling.yarn_ext_factor is {shown(share)}; accepted is {whole_share}, or a negative number"
         )
-    multiplier = get("rope.scaling.yarn_log_multiplier", 0.0)
-    if mscale_all_dim is None and multiplier:
+    multiplier = file("rope.scaling.yarn_log_multiplier", 0.0)
+    if multiplier and not accepted:
         raise CheckpointError(f"rope.scaling.yarn_log_multiplier is {shown(multiplier)}; accepted is 0")
+    return multiplier
 
 
-SIZE_OF_VECTORS = 2**16
-"""Of rotary factors, one a pair of a head's channels."""
-
-DIVISOR = real(1e-3, 1e31)
-"""What a frequency is divided by; a huge one says that its channels do not rotate."""
-
-YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
-
-
-def _vector(checkpoint: Checkpoint, name: str) -> tuple[float, ...]:
-    info = checkpoint.tensors.get(name)
-    if info is None or len(info.shape) != 1 or info.shape[0] > SIZE_OF_VECTORS:
-        found = "missing" if info is None else f"of shape {info.shape}"
-        raise CheckpointError(f"tensor {name!r} is {found}; accepted is a vector of up to {SIZE_OF_VECTORS} factors")
-    values = checkpoint.read(name).expand().tolist()
-    if not all(map(DIVISOR.fits, values)):
-        raise CheckpointError(f"tensor {name!r} is {shown(values)}; accepted is {DIVISOR.accepted} in each place")
-    return tuple(values)
-
-
-def gguf_linear(path: str, *names: str, fused: str | None = None) -> dict[str, Pattern]:
-    """Weight and bias of one product in every layer, as `hf_linear`."""
-    return {
-        f"layers.*.{path}.{kind}": AnyOf(
-            tuple(f"blk.*.{name}.{kind}" for name in names), *([f"blk.*.{fused}.{kind}"] if fused else [])
-        )
-        for kind in ("weight", "bias")
-    }
-
-
-def _row(weight: np.ndarray) -> np.ndarray:
-    return weight.reshape(1, -1)
-
-
-def _join_kv_b(k_b: np.ndarray, v_b: np.ndarray) -> np.ndarray:
-    """`[H, L, nope]` and `[H, v, L]` -> `[H * (nope + v), L]`, a head's key rows before its value rows."""
-    if k_b.ndim != 3 or v_b.ndim != 3 or (k_b.shape[0], k_b.shape[1]) != (v_b.shape[0], v_b.shape[2]):
-        raise CheckpointError(
-            f"tensors attn_k_b and attn_v_b are of shapes {k_b.shape} and {v_b.shape}; accepted are (heads, latent, "
-            "key) and (heads, value, latent)"
-        )
-    rows = np.concatenate([np.asarray(k_b, np.float32).swapaxes(1, 2), np.asarray(v_b, np.float32)], axis=1)
-    return rows.reshape(-1, rows.shape[-1])
-
-
-GGUF_NAMES: dict[str, Pattern] = {
-    "embed.weight": "token_embd.weight",
-    **{f"norm.{kind}": f"output_norm.{kind}" for kind in ("weight", "bias")},
-    **{f"head.{kind}": f"output.{kind}" for kind in ("weight", "bias")},
-    **gguf_linear("attention_norm", "attn_norm"),
-    **gguf_linear("attention_post_norm", "post_attention_norm"),
-    **gguf_linear("mlp_norm", "ffn_norm"),
-    **gguf_linear("mlp_post_norm", "post_ffw_norm"),
-    **gguf_linear("attention.qkv", "attn_q", "attn_k", "attn_v", fused="attn_qkv"),
-    **gguf_linear("attention.output", "attn_output"),
-    **gguf_linear("attention.q_norm", "attn_q_norm"),
-    **gguf_linear("attention.k_norm", "attn_k_norm"),
-    **gguf_linear("attention.q", "attn_q"),
-    **gguf_linear("attention.q_a", "attn_q_a"),
-    **gguf_linear("attention.q_a_norm", "attn_q_a_norm"),
-    **gguf_linear("attention.q_b", "attn_q_b"),
-    **gguf_linear("attention.kv_a", "attn_kv_a_mqa"),
-    **gguf_linear("attention.kv_a_norm", "attn_kv_a_norm"),
-    "layers.*.attention.kv_b.weight": AnyOf(
-        "blk.*.attn_kv_b.weight", Source("blk.*.attn_k_b.weight", _join_kv_b, also=("blk.*.attn_v_b.weight",))
-    ),
-    **gguf_linear("mlp.gate_up", "ffn_gate", "ffn_up", fused="ffn_up"),
-    **gguf_linear("mlp.up", "ffn_up"),
-    **gguf_linear("mlp.down", "ffn_down"),
-    "layers.*.mlp.router.weight": "blk.*.ffn_gate_inp.weight",
-    "layers.*.mlp.router.correction_bias": "blk.*.exp_probs_b.bias",
-    **gguf_linear("mlp.experts.gate_up", "ffn_gate_exps", "ffn_up_exps", fused="ffn_gate_up_exps"),
-    **gguf_linear("mlp.experts.up", "ffn_up_exps"),
-    **gguf_linear("mlp.experts.down", "ffn_down_exps"),
-    **gguf_linear("mlp.shared.gate_up", "ffn_gate_shexp", "ffn_up_shexp"),
-    **gguf_linear("mlp.shared.up", "ffn_up_shexp"),
-    **gguf_linear("mlp.shared.down", "ffn_down_shexp"),
-    "layers.*.mlp.shared_gate.weight": Source("blk.*.ffn_gate_inp_shexp.weight", _row),
+GGUF_KEYS: Table = {
+    "vocab_size": rows("token_embd.weight"),
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": lambda file: file.num_layers,
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": lambda file: file("attention.head_count_kv", file("attention.head_count")),
+    "head_dim": lambda file: file.head_dim,
+    "max_position_embeddings": "context_length",
+    "tie_word_embeddings": lambda file: not file.has("output.weight"),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"), _norm_eps),
+    "rope_theta": optional("rope.freq_base", 10_000.0),
+    "partial_rotary_factor": _rotated_part,
+    "rope_scaling": rope_scaling,
 }
-"""Where all architectures keep their tensors."""
+"""Of all architectures."""
 
-
-ENCODER_NAMES: dict[str, Pattern] = {
-    "places.positions": "position_embd.weight",
-    "places.types": "token_types.weight",
-    **{f"embedding_norm.{kind}": f"token_embd_norm.{kind}" for kind in ("weight", "bias")},
-    **gguf_linear("attention_post_norm", "attn_output_norm"),
-    **gguf_linear("mlp_post_norm", "layer_output_norm"),
-    **{f"classifier.dense.{kind}": f"cls.{kind}" for kind in ("weight", "bias")},
-    **{f"classifier.output.{kind}": f"cls.output.{kind}" for kind in ("weight", "bias")},
+GGUF_EXPERTS: Table = {
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), "expert_count"),
 }
-"""Where encoders keep theirs, whose norms come after the residual sums."""
+"""Of those whose models have experts, by any of the names that config.json has for them."""
 
 
-def permuted_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """Q and K of the architectures whose rows llama.cpp stores for interleaved rotation (llama, mistral3, smollm3)."""
-    undo = unpermute_rope(config.head_dim)
-    return {
-        f"layers.*.attention.qkv.{kind}": (
-            *(Source(f"blk.*.attn_{p}.{kind}", undo, by_rows=True) for p in "qk"),
-            f"blk.*.attn_v.{kind}",
-        )
-        for kind in ("weight", "bias")
-    }
+def or_zero(kind: FieldKind, zero: FieldKind = whole(0, 0)) -> FieldKind:
+    """A 0 is as good as absent, or says that the model has none."""
+    return either(kind, zero)
+
+
+GGUF_FIELDS: FieldKinds = {
+    "block_count": LAYERS,
+    "context_length": LENGTH,
+    "embedding_length": SIZE,
+    "embedding_length_per_layer_input": whole(0, 2**24),
+    "feed_forward_length": SIZE,
+    "attention.causal": FLAG,
+    "attention.head_count": COUNT,
+    "attention.head_count_kv": COUNT,
+    "attention.key_length": or_zero(SIZE),
+    "attention.value_length": SIZE,
+    "attention.key_length_swa": SIZE,
+    "attention.shared_kv_layers": whole(0, 2**10),
+    "attention.key_length_mla": SIZE,
+    "attention.value_length_mla": SIZE,
+    "attention.layer_norm_epsilon": EPSILON,
+    "attention.layer_norm_rms_epsilon": EPSILON,
+    "attention.sliding_window": or_zero(LENGTH),
+    "attention.sliding_window_pattern": either(FLAG, LAYERS),
+    "attention.scale": or_zero(FACTOR, real(0, 0)),
+    "attention.temperature_scale": real(0, 1e3),
+    "attention.max_alibi_bias": FACTOR,
+    "attention.clamp_kqv": or_zero(FACTOR, real(0, 0)),
+    "attention.kv_lora_rank": SIZE,
+    "attention.q_lora_rank": or_zero(SIZE),
+    "attn_logit_softcapping": CAP,
+    "final_logit_softcapping": CAP,
+    "embedding_scale": or_zero(FACTOR, real(0, 0)),
+    "residual_scale": or_zero(FACTOR, real(0, 0)),
+    "logit_scale": FACTOR,
+    "rope.dimension_count": or_zero(SIZE),
+    "rope.dimension_count_swa": SIZE,
+    "rope.freq_base": THETA,
+    "rope.freq_base_swa": THETA,
+    "rope.scale_linear": or_zero(FACTOR, real(0, 0)),
+    "rope.scaling.type": TEXT,
+    "rope.scaling.factor": or_zero(FACTOR, real(0, 0)),
+    "rope.scaling.attn_factor": FACTOR,
+    "rope.scaling.original_context_length": ORIGINAL_LENGTH,
+    "rope.scaling.finetuned": FLAG,
+    "rope.scaling.yarn_attn_factor": FieldKind("1", lambda value: value == 1 and not isinstance(value, bool)),
+    "rope.scaling.yarn_ext_factor": real(-1e6, 1e6),
+    "rope.scaling.yarn_beta_fast": FACTOR,
+    "rope.scaling.yarn_beta_slow": FACTOR,
+    "rope.scaling.yarn_log_multiplier": real(0, 1e2),
+    "expert_count": or_zero(COUNT),
+    "expert_used_count": or_zero(COUNT),
+    "expert_group_count": or_zero(COUNT),
+    "expert_group_used_count": or_zero(COUNT),
+    "expert_shared_count": whole(0, 2**10),
+    "expert_feed_forward_length": SIZE,
+    "expert_shared_feed_forward_length": whole(0, 2**24),
+    "moe_latent_size": or_zero(SIZE),
+    "expert_gating_func": whole(0, 2**10),
+    "expert_weights_norm": FLAG,
+    "expert_weights_scale": real(-1e6, 1e6),
+    "interleave_moe_layer_step": LAYERS,
+    "nextn_predict_layers": whole(0, 2**10),
+    "use_parallel_residual": FLAG,
+    "leading_dense_block_count": whole(0, 2**10),
+    "shortconv.l_cache": whole(2, 2**10),
+    "full_attention_interval": LAYERS,
+    "ssm.conv_kernel": whole(2, 2**10),
+    "ssm.state_size": SIZE,
+    "ssm.inner_size": SIZE,
+    "ssm.time_step_rank": COUNT,
+    "ssm.group_count": COUNT,
+    "pooling_type": whole(0, 2**10),
+    "classifier.output_labels": many(TEXT, 2**16),
+}
+"""By their names without the architecture's in front."""

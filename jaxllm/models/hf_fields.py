@@ -37,11 +37,16 @@ THETA = real(1.001, 1e15)
 """The base of rotary frequencies, whose logarithm is divided by."""
 FACTOR = real(1e-3, 1e6)
 CAP = real(1e-3, 1e9)
+DIVISOR = real(1e-3, 1e31)
+"""What a rotary frequency is divided by; a huge one says that its channels do not rotate."""
+DIVISORS = 2**16
+"""The most of them: one a pair of a head's channels."""
 PATTERN = FieldKind(
     "a text of L and G", lambda value: isinstance(value, str) and 0 < len(value) <= 2**10 and not value.strip("LG")
 )
 """Which layers have a window, L for local, and which have none."""
 MAYBE_FLAG = either(FLAG, NULL)
+OFF = FieldKind("false or null", lambda value: value is None or value is False)
 BIDIRECTIONAL = ("is_causal", False), ("use_bidirectional_attention", True)
 """What says that attention sees later tokens."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -125,7 +130,7 @@ HF_FIELDS: FieldKinds = EOS_FIELDS | {
     "activation_function": maybe(TEXT),
     "scale_attn_weights": MAYBE_FLAG,
     "scale_attn_by_inverse_layer_idx": MAYBE_FLAG,
-    "add_cross_attention": FieldKind("false or null", lambda value: value is None or value is False),
+    "add_cross_attention": OFF,
     "rotary_pct": maybe(real(1e-3, 1)),
     "rotary_emb_base": maybe(THETA),
     # positions and windows
@@ -262,8 +267,10 @@ ROPE_FIELDS: FieldKinds = {
     "alpha": maybe(FACTOR),
     "mscale": maybe(real(0, 1e3)),
     "mscale_all_dim": maybe(real(0, 1e3)),
-    "short_factor": many(FACTOR, 2**16),
-    "long_factor": many(FACTOR, 2**16),
+    "short_factor": many(FACTOR, DIVISORS),
+    "long_factor": many(FACTOR, DIVISORS),
+    "attn_factor": maybe(FACTOR),  # of GGUF files, as are divisors
+    "divisors": maybe(many(DIVISOR, DIVISORS)),
     "llama_4_scaling_beta": maybe(real(0, 1e3)),
 }
 """Of `rope_scaling` and `rope_parameters`, or of the entries that the latter has for each type of layer."""

@@ -1,150 +1,61 @@
-"""The model families, one row each, and how a checkpoint finds its own."""
+"""How a checkpoint finds its model family, and the model its tensors."""
 
 from __future__ import annotations
 
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from jaxllm.errors import CheckpointError
-from jaxllm.models.checks import check_decoder, check_direction
-from jaxllm.models.config import DecoderConfig
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.folders import in_home
+from jaxllm.models import families
+from jaxllm.models.config import DecoderConfig, Projection, check_decoder, check_direction
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.encoder import Encoder
-from jaxllm.models.families import (
-    baichuan,
-    bert,
-    bloom,
-    cohere,
-    deepseek,
-    ernie4_5,
-    exaone4,
-    falcon_h1,
-    gemma,
-    gemma4,
-    glm,
-    glm4_moe,
-    gpt2,
-    gpt_neox,
-    gpt_oss,
-    granite,
-    granite4,
-    hunyuan,
-    internlm3,
-    lfm2,
-    llama,
-    llama4,
-    mamba2,
-    minimax_m2,
-    ministral3,
-    mistral,
-    mistral4,
-    mixtral,
-    modernbert,
-    mpt,
-    nemotron_h,
-    nomic_bert,
-    olmo2,
-    olmo3,
-    phi,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen_delta,
-    qwen_moe,
-    seed_oss,
-    smollm3,
-    stablelm,
-    starcoder2,
-)
-from jaxllm.models.family import Family
-from jaxllm.models.gguf import GGUF_NAMES, gguf_further_layers
-from jaxllm.models.hf import hf_linear, hf_names, hf_renaming
+from jaxllm.models.family import Family, hf_linear, hf_names, hf_renaming
+from jaxllm.models.gguf import GgufFile, as_stored, gguf_config
+from jaxllm.models.gguf_names import GGUF_NAMES
 from jaxllm.models.hf_fields import check_hf
 from jaxllm.models.options import BuildOptions
-from jaxllm.models.sentence_files import read_sentence_files
-from jaxllm.models.tasks import GGUF_HEAD, class_labels
+from jaxllm.models.tasks import DENSE_MODULES, GGUF_HEAD, class_labels, gguf_pooling, read_sentence_files
 from jaxllm.weights.adapters.merged import MergedCheckpoint
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import shown
+from jaxllm.weights.imatrix import WeighedCheckpoint, read_imatrix
 from jaxllm.weights.names import NameMap, Pattern, expand, renamed
 from jaxllm.weights.packed_file import PackedCheckpoint
 from jaxllm.weights.saved import SavedCheckpoint
 from jaxllm.wording import did_you_mean
 
-FAMILIES: tuple[Family, ...] = (
-    llama.FAMILY,
-    llama4.FAMILY,
-    smollm3.FAMILY,
-    mistral.FAMILY,
-    ministral3.FAMILY,
-    mixtral.FAMILY,
-    phi.FAMILY,
-    phi3.FAMILY,
-    qwen2.FAMILY,
-    qwen3.FAMILY,
-    qwen_moe.QWEN2_MOE,
-    qwen_moe.QWEN3_MOE,
-    qwen_delta.NEXT,
-    qwen_delta.DENSE,
-    qwen_delta.MOE,
-    stablelm.FAMILY,
-    gemma.GEMMA1,
-    gemma.GEMMA2,
-    gemma.GEMMA3,
-    gemma4.GEMMA4,
-    gemma4.UNIFIED,
-    deepseek.V2,
-    deepseek.V3,
-    glm.GLM,
-    glm.GLM4,
-    lfm2.LFM2,
-    lfm2.LFM2_MOE,
-    olmo2.FAMILY,
-    olmo3.FAMILY,
-    exaone4.FAMILY,
-    seed_oss.FAMILY,
-    cohere.COHERE,
-    cohere.COHERE2,
-    starcoder2.FAMILY,
-    granite.FAMILY,
-    granite4.FAMILY,
-    mamba2.FAMILY,
-    falcon_h1.FAMILY,
-    nemotron_h.FAMILY,
-    ernie4_5.DENSE,
-    ernie4_5.MOE,
-    hunyuan.FAMILY,
-    hunyuan.MOE,
-    internlm3.FAMILY,
-    baichuan.FAMILY,
-    bloom.FAMILY,
-    mpt.FAMILY,
-    gpt2.FAMILY,
-    gpt_neox.FAMILY,
-    gpt_oss.FAMILY,
-    glm4_moe.MOE,
-    glm4_moe.LITE,
-    mistral4.FAMILY,
-    minimax_m2.FAMILY,
-    bert.BERT,
-    bert.ROBERTA,
-    modernbert.FAMILY,
-    nomic_bert.FAMILY,
-)
 
-WRAPPERS = {
-    "mistral3": "mistral", "gemma3": "gemma3_text", "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text",
-    "llama4": "llama4_text", "kimi_k25": "deepseek_v3", "qwen3_5": "qwen3_5_text",
-    "qwen3_5_moe": "qwen3_5_moe_text",
-}  # fmt: skip
-"""Multimodal `model_type`s whose `text_config` is served, and the type of one that does not say."""
+def find_families() -> tuple[Family, ...]:
+    """Every `Family` that a file of `families/` has at its top level, by name."""
+    modules = [import_module(f"{families.__name__}.{file.name}") for file in iter_modules(families.__path__)]
+    found = {value.name: value for module in modules for value in vars(module).values() if isinstance(value, Family)}
+    return tuple(found[name] for name in sorted(found, key=str.casefold))
 
-ALIASES = {"kimi_k2": "deepseek_v3"}
-"""`model_type`s of models that are another family's under a name of their own."""
+
+FAMILIES = find_families()
+
+GGUF_FAMILIES = {
+    name: family
+    for family in FAMILIES
+    if family.gguf is not None and family.owns is None
+    for name in family.gguf_architectures
+}
+"""The architectures of GGUF files, and the family of one that no other owns."""
+
+WRAPPERS = {wrapper: family for family in FAMILIES for wrapper in family.wrappers}
+"""Multimodal `model_type`s whose `text_config` is served, and the family of one that does not say its own type."""
 
 IGNORED_TENSORS: tuple[str, ...] = (
     "*rotary_emb.inv_freq", "rope_freqs.weight", "rope_factors_*.weight", "*.k_scale", "*.v_scale", "model.mtp_*",
@@ -182,6 +93,17 @@ class ModelSpec:
         return self.config
 
 
+@contextmanager
+def read_of(path: Path, lacks: str) -> Iterator[None]:
+    """Names the file in errors, and a key that it `lacks`."""
+    try:
+        yield
+    except KeyError as error:
+        raise CheckpointError(f"{path}: {lacks} {shown(error.args[0])}") from None
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
 def model_spec(checkpoint: Checkpoint) -> ModelSpec:
     """Find the family of a checkpoint and parse its config.
 
@@ -206,24 +128,35 @@ def _saved_spec(checkpoint: SavedCheckpoint) -> ModelSpec:
 
 
 def _gguf_spec(checkpoint: Checkpoint) -> ModelSpec:
-    known = {name: family for family in FAMILIES if family.from_gguf for name in family.gguf_architectures}
-    family = _find(checkpoint, "general.architecture", checkpoint.config.get("general.architecture"), known)
-    assert family.from_gguf is not None
-    try:
-        config = family.from_gguf(checkpoint)
+    kind = _find(checkpoint, "general.architecture", checkpoint.config.get("general.architecture"), GGUF_FAMILIES)
+    file = GgufFile(checkpoint)
+    with read_of(checkpoint.path, "its metadata have no"):
+        kin = [family for family in FAMILIES if file.architecture in family.gguf_architectures]
+        family = next((one for one in kin if one.owns is not None and one.owns(file)), kind)
+        file = GgufFile(checkpoint, family.fields)
+        config = as_stored(file, family.from_hf(gguf_config(file, family.gguf or {})))
         check_decoder(config)
         labels = class_labels(checkpoint)
-    except KeyError as error:
-        raise CheckpointError(f"{checkpoint.path}: its metadata have no {shown(error.args[0])}") from None
-    except CheckpointError as error:
-        raise CheckpointError(f"{checkpoint.path}: {error}") from None
     patterns = GGUF_NAMES | family.gguf_names(config)
     if labels:
         config = _classifier(config, len(labels))
         patterns |= {"head.weight": GGUF_HEAD} if config.encoder is None else {}
-    further = tuple(f"blk.{config.num_layers + i}.*" for i in range(gguf_further_layers(checkpoint)))
+    config, more = _gguf_projections(config, checkpoint, file)
+    further = tuple(f"blk.{config.num_layers + i}.*" for i in range(file.further_layers))
     ignored = (*IGNORED_TENSORS, *further, *_unused("blk.{}.attn_{}*", config))
-    return ModelSpec(family, config, expand(patterns, config.num_layers), ignored)
+    return ModelSpec(family, config, expand(patterns | more, config.num_layers), ignored)
+
+
+def _gguf_projections(
+    config: DecoderConfig, checkpoint: Checkpoint, file: GgufFile
+) -> tuple[DecoderConfig, dict[str, Pattern]]:
+    """The same encoder with the Dense modules of a file, which are there if they were asked for when it was made."""
+    names = [name for name in DENSE_MODULES if file.has(name)]
+    if config.encoder is None or not names:
+        return config, {}
+    projections = tuple(Projection(file.rows(name), bias=False) for name in names)
+    encoder = replace(config.encoder, pooling=gguf_pooling(checkpoint, "mean"), projections=projections)
+    return replace(config, encoder=encoder), {f"projections.products.{i}.weight": name for i, name in enumerate(names)}
 
 
 def _unused(pattern: str, config: DecoderConfig) -> list[str]:
@@ -240,11 +173,10 @@ def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
             raise CheckpointError(f"{checkpoint.path}: text_config is {shown(c['text_config'])}; accepted is an object")
         ignored += IMAGE_TENSORS
         tied = {"tie_word_embeddings": c["tie_word_embeddings"]} if "tie_word_embeddings" in c else {}
-        c = {"model_type": WRAPPERS[kind]} | c["text_config"] | tied
+        c = {"model_type": WRAPPERS[kind].model_types[0]} | c["text_config"] | tied
     known = {name: family for family in FAMILIES for name in family.model_types}
-    known |= {alias: known[name] for alias, name in ALIASES.items()}
     family = _find(checkpoint, "model_type", c.get("model_type"), known)
-    try:
+    with read_of(checkpoint.path, "its config.json has no"):
         check_hf(c, family.layer_types, family.fields)
         if c.get("sliding_window") == 0:  # as transformers saves a model without windows
             c = c | {"sliding_window": None}
@@ -252,10 +184,6 @@ def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
         check_direction(c, config)
         check_decoder(config)
         labels = class_labels(checkpoint)
-    except KeyError as error:
-        raise CheckpointError(f"{checkpoint.path}: its config.json has no {shown(error.args[0])}") from None
-    except CheckpointError as error:
-        raise CheckpointError(f"{checkpoint.path}: {error}") from None
     ignored += family.ignored
     if isinstance(checkpoint, PackedCheckpoint | MergedCheckpoint):
         ignored += checkpoint.zero_biases
@@ -332,3 +260,45 @@ def _same(checkpoint: Checkpoint, a: str, b: str) -> bool:
     return checkpoint.tensors[a] == checkpoint.tensors[b] and np.array_equal(
         checkpoint.read(a).expand().view(np.uint8), checkpoint.read(b).expand().view(np.uint8)
     )
+
+
+logger = logging.getLogger(__name__)
+
+
+def with_importance(checkpoint: Checkpoint, spec: ModelSpec, imatrix: Path | None) -> Checkpoint:
+    """`checkpoint`, its tensors with their importance; as it is where there is no `imatrix`.
+
+    Raises:
+        CheckpointError: the file is not readable.
+        ConfigError: it is of another model, or the model's tensors have no names that GGUF knows.
+    """
+    if imatrix is None:
+        return checkpoint
+    given = read_imatrix(in_home(imatrix))
+    names = _gguf_names(checkpoint, spec)
+    found = {name: given[theirs] for name, theirs in names.items() if theirs in given}
+    if not found:
+        raise ConfigError(
+            f"imatrix is {str(imatrix)!r}, none of whose {len(given)} entries is a weight of {checkpoint.path}"
+        )
+    matrices = [name for name, info in checkpoint.tensors.items() if len(info.shape) > 1]
+    logger.info("imatrix: %d of %d matrices have an entry", len(found), len(matrices))
+    return WeighedCheckpoint(checkpoint, found)
+
+
+def _gguf_names(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, str]:
+    """The checkpoint's names -> GGUF's."""
+    if checkpoint.format == "gguf":
+        return {name: name for name in checkpoint.tensors}
+    if checkpoint.format != "safetensors" or not spec.family.gguf_architectures:
+        raise ConfigError(
+            f"imatrix is set, but the tensors of {checkpoint.path} have no names in GGUF; "
+            "accepted with a GGUF file, or a Hugging Face model of a family that llama.cpp has"
+        )
+    import gguf
+
+    architectures = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    table = gguf.get_tensor_name_map(architectures[spec.family.gguf_architectures[0]], spec.config.num_layers)
+    plain = {name: re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", name) for name in checkpoint.tensors}
+    found = {name: table.get_name(known, try_suffixes=(".weight", ".bias")) for name, known in plain.items()}
+    return {name: theirs for name, theirs in found.items() if theirs is not None}

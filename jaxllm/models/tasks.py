@@ -1,26 +1,32 @@
-"""What a checkpoint says of its use: a classification head, pooling, a reranker's prompt."""
+"""What a checkpoint and sentence-transformers' files beside it say of its use: heads, pooling, prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
 
 import msgspec
 
 from jaxllm.errors import CheckpointError
-from jaxllm.models.gguf import Metadata, gguf_rows
-from jaxllm.models.hf_fields import COUNT, maybe
-from jaxllm.models.sentence_files import read_sentence_files
+from jaxllm.models.config import HeadActivation, Projection
+from jaxllm.models.gguf import GgufFile
+from jaxllm.models.hf_fields import COUNT, LENGTH, SIZE, maybe
 from jaxllm.requests.tasks import Activation, ModelTasks, Pooling
 from jaxllm.weights.checkpoint import Checkpoint
-from jaxllm.weights.fields import OBJECT, TEXT, FieldKinds, check_fields, many, shown
-from jaxllm.weights.folder import model_file, read_text
+from jaxllm.weights.fields import FLAG, OBJECT, TEXT, FieldKind, FieldKinds, check_fields, either, many, shown
+from jaxllm.weights.folder import model_file, read_object, read_text
+from jaxllm.weights.sentence_modules import SentenceModule, sentence_modules
 
 CLASSIFIER = "ForSequenceClassification"
 """How the architecture of a checkpoint with a classification head ends."""
 
 GGUF_HEAD = "cls.output.weight"
 """The classification head of a GGUF file."""
+
+DENSE_MODULES = ("dense_2.weight", "dense_3.weight")
+"""An encoder's projections in one."""
 
 RERANKER = "qwen3-reranker"
 
@@ -44,8 +50,8 @@ def class_labels(checkpoint: Checkpoint) -> tuple[str, ...]:
     if checkpoint.format == "gguf":
         if GGUF_HEAD not in checkpoint.tensors:
             return ()
-        labels = Metadata(checkpoint)("classifier.output_labels", [])
-        return tuple(labels) or _numbered(gguf_rows(checkpoint, GGUF_HEAD))
+        labels = GgufFile(checkpoint)("classifier.output_labels", [])
+        return tuple(labels) or _numbered(GgufFile(checkpoint).rows(GGUF_HEAD))
     check_fields(c, _CLASSIFIER_FIELDS)
     if not any(name.endswith(CLASSIFIER) for name in c.get("architectures") or ()):
         return ()
@@ -98,13 +104,13 @@ def longest_text(checkpoint: Checkpoint) -> int | None:
 
 def gguf_pooling(checkpoint: Checkpoint, usual: Pooling) -> Pooling:
     """What stands for a text, as a GGUF file says, or the `usual`."""
-    return _GGUF_POOLING.get(Metadata(checkpoint)("pooling_type", 0), usual)
+    return _GGUF_POOLING.get(GgufFile(checkpoint)("pooling_type", 0), usual)
 
 
 def _gguf_tasks(checkpoint: Checkpoint, labels: tuple[str, ...], encodes: bool, usual: Pooling) -> ModelTasks:
     kind = checkpoint.config["general.architecture"]
     pooling = gguf_pooling(checkpoint, usual)
-    projects = encodes and "dense_2.weight" in checkpoint.tensors
+    projects = encodes and DENSE_MODULES[0] in checkpoint.tensors
     activation: Activation = "sigmoid" if len(labels) == 1 else "softmax"
     judge = kind == "qwen3" and set(labels) == {"yes", "no"}
     return ModelTasks(
@@ -140,3 +146,137 @@ def _is_reranker(checkpoint: Checkpoint, modules: Sequence[str]) -> bool:
 
 def _numbered(count: int) -> tuple[str, ...]:
     return tuple(f"LABEL_{i}" for i in range(count))
+
+
+_POOLING: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
+_POOLING_FLAGS: dict[str, Pooling] = {
+    "pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls",
+}  # fmt: skip
+_ORDER = (
+    ["Transformer"], ["Transformer", "LogitScore"], ["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"],
+)  # fmt: skip
+"""Of the steps other than Dense, which come between Pooling and Normalize."""
+_KINDS_OF_BERT = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+_DENSE_ACTIVATIONS: dict[str, HeadActivation] = {name: name for name in get_args(HeadActivation)}
+_PROMPTS = FieldKind(
+    "an object of names and texts",
+    lambda value: isinstance(value, dict) and len(value) <= 64 and all(map(TEXT.fits, value.values())),
+)
+
+
+@dataclass(frozen=True)
+class SentenceFiles:
+    """How a text becomes a vector; where there are no such files, nothing is said.
+
+    Attributes:
+        kinds: of the modules.
+        pooling: None without a Pooling module.
+        projections: each Dense module, and where its weights are: the checkpoint's tensors begin with that.
+        longest: tokens of the longest text.
+        prompts: what may be put before a text, by name.
+        default_prompt: what is put before a text where nothing is asked for.
+    """
+
+    kinds: tuple[str, ...] = ()
+    pooling: Pooling | None = None
+    projections: tuple[tuple[str, Projection], ...] = ()
+    longest: int | None = None
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt: str = ""
+
+
+def read_sentence_files(path: Path) -> SentenceFiles:
+    """Of the directory of a checkpoint.
+
+    Raises:
+        CheckpointError: a file says something that is not supported; it is named.
+    """
+    modules = sentence_modules(path)
+    kinds = tuple(module.kind for module in modules)
+    plain = [kind for kind in kinds if kind != "Dense"]
+    if kinds and (plain not in _ORDER or kinds.count("Dense") != len(_between(kinds))):
+        raise CheckpointError(
+            f"{path / 'modules.json'}: the modules are {', '.join(kinds)}; supported are Transformer, Pooling, any "
+            "number of Dense, Normalize, in this order, or Transformer, LogitScore"
+        )
+    folder = next((module.folder for module in modules if module.kind == "Pooling"), None)
+    prompts, default = _prompts(path)
+    return SentenceFiles(
+        kinds,
+        None if folder is None else _pooling(path, f"{folder}/config.json"),
+        tuple((module.folder, _dense(path, module)) for module in modules if module.kind == "Dense"),
+        _longest(path),
+        prompts,
+        default,
+    )
+
+
+def _between(kinds: tuple[str, ...]) -> list[str]:
+    """The Dense modules that directly follow Pooling."""
+    found = []
+    for kind in kinds[kinds.index("Pooling") + 1 :] if "Pooling" in kinds else ():
+        if kind != "Dense":
+            break
+        found.append(kind)
+    return found
+
+
+def _pooling(path: Path, name: str) -> Pooling:
+    """`pooling_mode` of sentence-transformers 5, or the one flag of earlier versions that is true."""
+    given, file = read_object(path, name), path / name
+    if given.get("include_prompt") is False:
+        raise CheckpointError(f"{file}: include_prompt is false; accepted is true, since prompts are pooled with texts")
+    if "pooling_mode" in given:
+        check_fields(given, {"pooling_mode": either(TEXT, many(TEXT, 16))}, f"{file}: ")
+        modes = [given["pooling_mode"]] if isinstance(given["pooling_mode"], str) else given["pooling_mode"]
+        known: dict[str, Pooling] = _POOLING
+    else:
+        modes = [flag for flag, value in given.items() if flag.startswith("pooling_mode_") and value is True]
+        known = _POOLING_FLAGS
+    if len(modes) != 1 or modes[0] not in known:
+        raise CheckpointError(f"{file}: pools by {shown(modes)}; supported is one of {', '.join(known)}")
+    return known[modes[0]]
+
+
+def _dense(path: Path, module: SentenceModule) -> Projection:
+    name = f"{module.folder}/config.json"
+    given, file = read_object(path, name), path / name
+    check_fields(given, {"out_features": SIZE, "bias": FLAG, "activation_function": maybe(TEXT)}, f"{file}: ")
+    if "out_features" not in given:
+        raise CheckpointError(f"{file}: has no out_features, which is {SIZE.accepted}")
+    stated = given.get("activation_function") or "torch.nn.modules.activation.Tanh"
+    activation = _DENSE_ACTIVATIONS.get(stated.rpartition(".")[2].lower())
+    if activation is None:
+        raise CheckpointError(
+            f"{file}: activation_function is {shown(stated)}; supported are {', '.join(_DENSE_ACTIVATIONS)}"
+        )
+    return Projection(given["out_features"], activation, given.get("bias", True))
+
+
+def _longest(path: Path) -> int | None:
+    """`max_seq_length` of whichever of its names the file has."""
+    names = (f"sentence_{kind}_config.json" for kind in _KINDS_OF_BERT)
+    name = next((name for name in names if model_file(path, name).exists()), None)
+    if name is None:
+        return None
+    given: dict[str, Any] = read_object(path, name)
+    check_fields(given, {"max_seq_length": maybe(LENGTH), "do_lower_case": maybe(FLAG)}, f"{path / name}: ")
+    if given.get("do_lower_case"):
+        raise CheckpointError(
+            f"{path / name}: do_lower_case is true; accepted is false, for that is the tokenizer's part"
+        )
+    return given.get("max_seq_length")
+
+
+def _prompts(path: Path) -> tuple[dict[str, str], str]:
+    name = "config_sentence_transformers.json"
+    if not model_file(path, name).exists():
+        return {}, ""
+    given = read_object(path, name)
+    check_fields(given, {"prompts": maybe(_PROMPTS), "default_prompt_name": maybe(TEXT)}, f"{path / name}: ")
+    prompts, default = given.get("prompts") or {}, given.get("default_prompt_name")
+    if default is not None and default not in prompts:
+        raise CheckpointError(
+            f"{path / name}: default_prompt_name is {shown(default)}; accepted are {', '.join(prompts) or 'no names'}"
+        )
+    return prompts, prompts.get(default, "") if default is not None else ""

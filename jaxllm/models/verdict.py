@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxllm.errors import CheckpointError
-from jaxllm.models.families import bert, deepseek, llama, mixtral
+from jaxllm.models.families import bert, deepseek, llama, mistral
 from jaxllm.models.family import Family
-from jaxllm.models.registry import ALIASES, FAMILIES, WRAPPERS, model_spec
+from jaxllm.models.registry import FAMILIES, GGUF_FAMILIES, WRAPPERS, model_spec
 from jaxllm.quantization.stored import Stored
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.checkpoint import Checkpoint, TensorInfo
@@ -129,9 +129,8 @@ def _described(checkpoint: Checkpoint) -> tuple[Any, dict[str, Any]]:
 
 def _families_by_name(format: str) -> dict[str, Family]:
     if format == "gguf":
-        return {name: family for family in FAMILIES if family.from_gguf for name in family.gguf_architectures}
-    known = {name: family for family in FAMILIES for name in family.model_types}
-    return known | {name: known[served] for name, served in (ALIASES | WRAPPERS).items()}
+        return GGUF_FAMILIES
+    return {name: family for family in FAMILIES for name in family.model_types} | WRAPPERS
 
 
 def _asks(keys: Mapping[str, Any], name: str) -> bool:
@@ -151,10 +150,10 @@ def _nearest(kind: str, keys: Mapping[str, Any], known: Mapping[str, Family]) ->
     if any(keys.get(name) for name in ("kv_lora_rank", "attention.kv_lora_rank")):
         return deepseek.V3
     if any(keys.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts", "expert_count")):
-        return mixtral.FAMILY
+        return mistral.MIXTRAL
     if keys.get("type_vocab_size") or keys.get("attention.causal") is False:
         return bert.BERT
-    return llama.FAMILY
+    return llama.LLAMA
 
 
 def _letters_alike(a: str, b: str) -> int:

@@ -10,7 +10,7 @@ from typing import Literal
 from jaxllm.engine.device.ran_step import RanSequence, RanStep, StepKind
 from jaxllm.engine.device.sizes import StepSizes
 from jaxllm.errors import InvalidRequestError
-from jaxllm.models.parts import ModelParts
+from jaxllm.models.abstract import ModelParts
 from jaxllm.research.step_bytes import caches_read, weights_read
 from jaxllm.setting_values import format_bytes
 

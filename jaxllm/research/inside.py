@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from jaxllm.engine.data_parallel.core import Core
     from jaxllm.engine.device.ran_step import StepKind
     from jaxllm.engine.front.thread_client import ThreadClient
+    from jaxllm.models.abstract import LiveModel
     from jaxllm.models.decoder import Decoder
-    from jaxllm.models.parts import LiveModel
     from jaxllm.research.attention import LayerAttention, Watched
     from jaxllm.research.explained import StepExplanation
     from jaxllm.research.model import OpenModel

@@ -9,9 +9,9 @@ from jaxllm.engine.device.keys import Kind
 from jaxllm.engine.device.ran_step import RanExecutable, RanSequence
 from jaxllm.engine.device.sizes import StepSizes
 from jaxllm.engine.start.memory import weight_bytes
+from jaxllm.models.abstract import ModelParts
 from jaxllm.models.caches import CacheSpec, Joined, Paged, Shared, parts_of
 from jaxllm.models.config import DecoderConfig
-from jaxllm.models.parts import ModelParts
 from jaxllm.weights.loader import ParamSpec
 
 RUNS_LAYERS: tuple[Kind, ...] = ("decode", "verify", "backbone", "encode")

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxllm.models.layers.experts import MoEConfig
 from jaxllm.models.layers.mlp import ACTIVATIONS
 from jaxllm.models.layers.rope import Angles
-from jaxllm.models.layers.routing import MoEConfig
 from jaxllm.pallas_kernels import Mixture, RootMeanSquare, SSDInputs, Unsummed
 from jaxllm.pallas_kernels.gpu import block_scaled, int8
 from jaxllm.pallas_kernels.gpu.decode import decode_attention

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.models.layers.mla import MLAConfig, MLAttention
+from jaxllm.models.layers.attention import MLAConfig, MLAttention
 from jaxllm.models.layers.rope import Angles
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import REFERENCE, Kernels, StepMetadata

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxllm.models.layers.alibi import alibi_slopes
+from jaxllm.models.layers.attention import alibi_slopes
 
 
 def llama_cpps(head: int, heads: int, steepness: float) -> float:

@@ -13,7 +13,7 @@ import pytest
 
 from jaxllm import cpu_kernels
 from jaxllm.models.config import DecoderConfig
-from jaxllm.models.families.baichuan import VOCAB_OF_2
+from jaxllm.models.families.llama import VOCAB_OF_2
 from jaxllm.models.registry import model_spec
 from jaxllm.pallas_kernels.kernels import CPU, REFERENCE
 from jaxllm.weights import open_checkpoint

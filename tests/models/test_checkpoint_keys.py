@@ -112,6 +112,15 @@ def test_the_factor_on_cosine_and_sine_of_a_gguf_file(name, tmp_path):
         assert after.rope.attention_factor == pytest.approx(1.25 * before.rope.attention_factor)
 
 
+def test_the_factor_of_olmo_3_is_not_that_of_layers_with_a_window(tmp_path):
+    """llama.cpp's olmo2.cpp rotates these by the plain embedding: no scaling, and 1 for attn_factor."""
+    plain, scaled = (gguf(tmp_path, "olmo3", **keys) for keys in ({}, {"olmo2.rope.scaling.attn_factor": 1.25}))
+    for before, after in zip(plain.layers, scaled.layers, strict=True):
+        assert before.rope is not None and after.rope is not None
+        factor = 1.25 if after.window is None else 1.0
+        assert after.rope.attention_factor == pytest.approx(factor * before.rope.attention_factor)
+
+
 @pytest.mark.parametrize(
     ("name", "key", "value", "accepted"),
     [
@@ -132,3 +141,34 @@ def test_what_llama_cpp_reads_of_yarn_for_others_is_refused(name, key, value, ac
 def test_yarn_keys_that_change_nothing_are_accepted(tmp_path):
     keys = {"llama.rope.scaling.yarn_attn_factor": 1.0, "llama.rope.scaling.yarn_ext_factor": 1.0}
     assert gguf(tmp_path, "llama_yarn", **keys) == gguf(tmp_path, "llama_yarn")
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("llama_gqa", "Llama"),
+        ("mixtral", "Mixtral"),
+        ("olmo2", "OLMo 2"),
+        ("olmo3", "OLMo 3"),
+        ("deepseek_v2_lite", "DeepSeek V2"),
+        ("deepseek_v3", "DeepSeek V3"),
+    ],
+)
+def test_a_gguf_file_is_of_the_family_that_its_content_says(name, family, tmp_path):
+    """llama.cpp has one architecture for each two of them."""
+    assert model_spec(open_checkpoint(write_gguf(name, tmp_path / "model.gguf"))).family.name == family
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "gemma4", "nemotron_h", "exaone4"])
+def test_layers_that_predict_further_tokens_are_fewer_than_all(name, tmp_path):
+    with pytest.raises(CheckpointError, match=r"nextn_predict_layers is 9; accepted are fewer than \d layers"):
+        gguf(tmp_path, name, **{f"{gguf_architecture(name)}.nextn_predict_layers": 9})
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "minimax_m2"])
+def test_a_head_size_of_null_is_the_hidden_size_shared_out_among_the_heads(name, tmp_path):
+    c = tiny_config(name)
+    heads = c["num_attention_heads"]
+    size = c["hidden_size"] // heads
+    changes = {"hidden_size": size * heads}
+    assert read(tmp_path, name, head_dim=None, **changes) == read(tmp_path, name, head_dim=size, **changes)

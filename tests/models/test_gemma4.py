@@ -57,7 +57,7 @@ def test_the_last_layer_has_no_window_whatever_the_file_says(tmp_path: Path) -> 
         (
             "gemma4",
             {"per_layer_config": {"1": {"sliding_window": 8}}},
-            "an object with head_dim and num_key_value_heads",
+            "an object with head_dim and num_key_value_heads and inter",
         ),
         ("gemma4", {"num_kv_shared_layers": 5}, "num_kv_shared_layers is 5; accepted are fewer than 5 layers"),
         (

@@ -1,7 +1,7 @@
 import pytest
 
 from jaxllm.errors import CheckpointError
-from jaxllm.models.gguf_fields import GGUF_FIELDS
+from jaxllm.models.gguf import GGUF_FIELDS
 from jaxllm.weights.fields import check_fields
 
 

@@ -20,9 +20,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.errors import CheckpointError
+from jaxllm.models.layers.experts import MoEConfig, route
 from jaxllm.models.layers.mlp import ClampedSwiglu
 from jaxllm.models.layers.moe import MoE
-from jaxllm.models.layers.routing import MoEConfig, route
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import REFERENCE, Kernels, StepMetadata
 from jaxllm.pallas_kernels.gpu import products as gpu_products

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import CheckpointError
-from jaxllm.models.mtp import MTPSpec, mtp_spec
+from jaxllm.models.predictor import MTPSpec, mtp_spec
 from jaxllm.models.registry import model_spec
 from jaxllm.weights import open_checkpoint
 from tests.models.mtp_module import module_hidden, mtp_config, mtp_weights, write_mtp_checkpoint
@@ -57,6 +57,6 @@ def test_the_module_of_a_wrapped_model_is_found_beside_a_copy_of_the_embedding(t
 
 def test_a_family_whose_modules_are_not_supported_is_refused_by_name(tmp_path):
     with pytest.raises(
-        CheckpointError, match=r"a checkpoint of Llama .* supported in .* Qwen3-Next, Qwen3\.5.* DeepSeek V3"
+        CheckpointError, match=r"a checkpoint of Llama .* supported in .* DeepSeek V3, .* Qwen3-Next, Qwen3\.5"
     ):
         spec_of(save_checkpoint(tiny_config("llama_gqa"), tiny_weights("llama_gqa"), tmp_path))

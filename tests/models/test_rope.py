@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import CheckpointError
-from jaxllm.models.hf import hf_rope
+from jaxllm.models.family import hf_rope
 from jaxllm.models.layers.rope import RopeConfig, inverse_frequencies, rope_angles, rotate
 
 DIM, HEADS, CHANNELS = 12, 3, 20

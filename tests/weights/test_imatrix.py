@@ -13,8 +13,7 @@ from jaxllm.cli.convert.conversion import convert_model
 from jaxllm.config import EngineConfig
 from jaxllm.engine.start.plan import plan_engine
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.models.importance import with_importance
-from jaxllm.models.registry import model_spec
+from jaxllm.models.registry import model_spec, with_importance
 from jaxllm.quantization.gguf_encode import encode
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.imatrix import read_imatrix

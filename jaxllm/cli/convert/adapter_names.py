@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jaxllm.errors import CheckpointError
-from jaxllm.models.hf import hf_renaming
+from jaxllm.models.family import hf_renaming
 from jaxllm.models.registry import ModelSpec, adapter_names
 from jaxllm.weights.adapters import LowRank
 from jaxllm.weights.checkpoint import Checkpoint

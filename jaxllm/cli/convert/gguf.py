@@ -11,7 +11,7 @@ import numpy as np
 from jaxllm.cli.convert.plan import ConversionPlan, plan_conversion
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
-from jaxllm.models.importance import with_importance
+from jaxllm.models.registry import with_importance
 from jaxllm.progress import Progress
 from jaxllm.quantization.gguf_decode import FORMATS
 from jaxllm.quantization.gguf_encode import encode

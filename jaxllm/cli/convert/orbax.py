@@ -16,7 +16,7 @@ from jaxllm.cli.convert.files import copy_tokenizer
 from jaxllm.cli.convert.plan import plan_conversion
 from jaxllm.config import EngineConfig
 from jaxllm.engine.start.build import eos_token_ids
-from jaxllm.models.importance import with_importance
+from jaxllm.models.registry import with_importance
 from jaxllm.models.tasks import read_tasks
 from jaxllm.progress import Progress
 from jaxllm.quantization.ordered import Ordered

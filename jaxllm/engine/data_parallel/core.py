@@ -18,7 +18,7 @@ from jaxllm.engine.messages import EngineRequest, EngineStats, TokenDelta, Trans
 from jaxllm.engine.orders import NewWeights, PauseMode, ReadsWeights
 from jaxllm.engine.routing import Replica, ReplicaRouter
 from jaxllm.engine.stats import together
-from jaxllm.models.parts import LiveModel
+from jaxllm.models.abstract import LiveModel
 
 OF_THE_DEVICE = ("compiles_foreseen", "compiles_unforeseen", "compiles_pending", "compile_seconds")
 """Statistics of what all ranks share."""

@@ -40,7 +40,7 @@ from jaxllm.engine.start.stage_steps import prepare_stages
 from jaxllm.engine.start.tokenizer import resolve_tokenizer
 from jaxllm.errors import CheckpointError, ConfigError, one_line
 from jaxllm.folders import unwritable
-from jaxllm.models.importance import with_importance
+from jaxllm.models.registry import with_importance
 from jaxllm.models.tasks import read_tasks
 from jaxllm.progress import Progress, progress_bar, tell
 from jaxllm.requests.logits_processors import LogitsProcessor

@@ -28,7 +28,7 @@ from jaxllm.engine.start.options import draft_depth
 from jaxllm.engine.start.plan import Blueprint
 from jaxllm.engine.start.prepared import Prepared
 from jaxllm.engine.state_cache import StateCache
-from jaxllm.models.parts import LiveModel, ModelParts
+from jaxllm.models.abstract import LiveModel, ModelParts
 from jaxllm.models.registry import adapter_names
 from jaxllm.text.tokenizer import Tokenizer
 

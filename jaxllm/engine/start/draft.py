@@ -18,10 +18,10 @@ from jaxllm.models.abstract import abstract_model
 from jaxllm.models.caches import CacheLayout
 from jaxllm.models.config import DecoderConfig
 from jaxllm.models.decoder import Decoder
-from jaxllm.models.eagle3_spec import Eagle3Spec, eagle3_spec, names_a_head
-from jaxllm.models.mtp import mtp_spec
+from jaxllm.models.eagle3 import Eagle3Spec, eagle3_spec, names_a_head
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.parallel import check_parallel
+from jaxllm.models.predictor import mtp_spec
 from jaxllm.models.registry import ModelSpec, model_spec
 from jaxllm.progress import Progress
 from jaxllm.text.tokenizer import Tokenizer, load_tokenizer

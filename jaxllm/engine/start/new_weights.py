@@ -19,8 +19,7 @@ from jaxllm.engine.start.checkpoint import open_model
 from jaxllm.engine.start.plan import Blueprint
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.config import DecoderConfig
-from jaxllm.models.importance import with_importance
-from jaxllm.models.registry import ModelSpec, model_spec
+from jaxllm.models.registry import ModelSpec, model_spec, with_importance
 from jaxllm.quantization.weight import DenseKind
 from jaxllm.sharding.layout import Layout
 from jaxllm.weights.arrays import ArrayCheckpoint

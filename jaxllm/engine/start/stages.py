@@ -13,8 +13,8 @@ from jaxllm.models.abstract import abstract_model
 from jaxllm.models.caches import CacheLayout, CacheSpec
 from jaxllm.models.config import DecoderConfig
 from jaxllm.models.options import BuildOptions, Stage
+from jaxllm.models.parallel import places_to_part, share_layers
 from jaxllm.models.registry import ModelSpec
-from jaxllm.models.stages import places_to_part, share_layers
 from jaxllm.weights.loader import ParamSpec
 
 

@@ -1,1 +1,1 @@
-"""One file a model family."""
+"""Model families; relatives share a file."""

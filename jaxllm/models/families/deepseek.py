@@ -1,21 +1,31 @@
-"""DeepSeek V2, V2-Lite, V3 and R1: latent attention and fine-grained experts (arXiv:2405.04434, arXiv:2412.19437)."""
+"""DeepSeek V2 and V3, and GLM-4, whose later models have DeepSeek's experts or latent attention."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
-from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_attention_factor, gguf_fields, gguf_layers, gguf_rope
-from jaxllm.models.hf import hf_fields, hf_linear, hf_mtp_names, hf_rope, hf_rope_parameters, yarn_mscale
-from jaxllm.models.layers.mla import MLAConfig
+from jaxllm.models.family import (
+    Family,
+    hf_fields,
+    hf_head_dim,
+    hf_linear,
+    hf_mtp_names,
+    hf_rope,
+    hf_rope_parameters,
+    yarn_mscale,
+)
+from jaxllm.models.gguf import ABSENT, GGUF_EXPERTS, GgufFile, Table, nonzero, only, optional, rope_scaling, tensor
+from jaxllm.models.hf_fields import OFF
+from jaxllm.models.layers.attention import MLAConfig
 from jaxllm.models.layers.moe import MoEConfig
 from jaxllm.models.layers.rope import RopeConfig
-from jaxllm.weights.checkpoint import Checkpoint
-from jaxllm.weights.fields import shown
+from jaxllm.weights.fields import one_of
 from jaxllm.weights.names import NameMap, Pattern
+
+# DeepSeek V2, V2-Lite, V3 and R1: latent attention and fine-grained experts (arXiv:2405.04434, arXiv:2412.19437)
 
 V2_METHODS = ("greedy", "group_limited_greedy")
 SHARED = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512, "q_lora_rank": 1536}
@@ -27,31 +37,20 @@ def v2_from_hf(c: dict[str, Any]) -> DecoderConfig:
     Published models never renormalise; transformers ignores the key, and DeepSeek's own code honours it.
     """
     c = SHARED | {"n_shared_experts": 2, "n_routed_experts": 64, "moe_intermediate_size": 1407} | c
-    method = c.get("topk_method", "greedy")
-    if method not in V2_METHODS:
-        raise CheckpointError(f"topk_method is {shown(method)}; supported are {', '.join(V2_METHODS)}")
-    if c.get("norm_topk_prob"):
-        raise CheckpointError(f"norm_topk_prob is {shown(c['norm_topk_prob'])}; accepted is false")
-    limited = method == "group_limited_greedy"
+    limited = c.get("topk_method") == "group_limited_greedy"
     moe = MoEConfig(
         num_experts=c["n_routed_experts"],
         top_k=c["num_experts_per_tok"],
         hidden=c["moe_intermediate_size"],
         scoring="softmax",
-        num_groups=_groups(c, "n_group") if limited else 1,
-        top_groups=_groups(c, "topk_group") if limited else 1,
+        num_groups=_of_groups(c, "n_group") if limited else 1,
+        top_groups=_of_groups(c, "topk_group") if limited else 1,
         group_score="max",
+        renormalize=bool(c.get("norm_topk_prob")),
         scale=c.get("routed_scaling_factor", 1.0),
         shared_hidden=(c["n_shared_experts"] or 0) * c["moe_intermediate_size"],
     )
     return latent_config(c, moe, interleaved=True)
-
-
-def _groups(c: dict[str, Any], key: str) -> int:
-    """A number of groups of experts, which files may leave null where it is not used."""
-    if c[key] is None:
-        raise CheckpointError(f"{key} is null; accepted is a whole number where experts are chosen by groups")
-    return c[key]
 
 
 def v3_from_hf(c: dict[str, Any]) -> DecoderConfig:
@@ -70,8 +69,8 @@ def sigmoid_experts(c: dict[str, Any]) -> MoEConfig:
         top_k=c["num_experts_per_tok"],
         hidden=c["moe_intermediate_size"],
         scoring="sigmoid",
-        num_groups=_groups(c, "n_group"),
-        top_groups=_groups(c, "topk_group"),
+        num_groups=_of_groups(c, "n_group"),
+        top_groups=_of_groups(c, "topk_group"),
         group_score="top2_sum",
         correction_bias=True,
         renormalize=bool(c["norm_topk_prob"]),
@@ -82,64 +81,7 @@ def sigmoid_experts(c: dict[str, Any]) -> MoEConfig:
 
 
 SIGMOID = 2
-"""`expert_gating_func` of V3; V2 files say softmax, or nothing, and GLM-4.7-Flash's nothing."""
-
-
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """V2 and V3 are one architecture there; how groups are ranked goes with the scores."""
-    get, tensors = Metadata(checkpoint), checkpoint.tensors
-    dense = get("leading_dense_block_count", 0)
-    has_correction = f"blk.{dense}.exp_probs_b.bias" in tensors
-    sigmoid = get("expert_gating_func", SIGMOID if has_correction else 0) == SIGMOID
-    log_multiplier = get("rope.scaling.yarn_log_multiplier", 0.0)
-    mscale, rotary = log_multiplier / 0.1, get("rope.dimension_count")
-    # Files with the latent's own lengths keep those of a head under *_mla; older ones under the plain keys.
-    key, value = (get(f"attention.{n}_length_mla", get(f"attention.{n}_length")) for n in ("key", "value"))
-    moe = gguf_experts(get, sigmoid=sigmoid, correction_bias=has_correction)
-    mla = MLAConfig(
-        q_lora_rank=get("attention.q_lora_rank", None) or None,
-        kv_lora_rank=get("attention.kv_lora_rank"),
-        qk_nope_head_dim=key - rotary,
-        qk_rope_head_dim=rotary,
-        v_head_dim=value,
-    )
-    if (factor := gguf_attention_factor(checkpoint)) != 1:  # llama.cpp has it on the logits too
-        raise CheckpointError(f"rope.scaling.attn_factor is {shown(factor)}; accepted is 1")
-    rope = gguf_rope(checkpoint, interleaved=True, mscale_all_dim=mscale)
-    if mscale:
-        rope = replace(rope, attention_factor=1.0)  # published models have mscale == mscale_all_dim
-    sharpening = yarn_mscale(rope.factor, mscale) ** 2 if mscale else 1.0
-    return DecoderConfig(
-        **gguf_fields(
-            checkpoint,
-            num_kv_heads=get("attention.head_count"),
-            head_dim=key,
-            layers=tuple(LayerKind(rope, sparse=i >= dense) for i in range(gguf_layers(checkpoint))),
-            attention_scale=key**-0.5 * sharpening,
-            qkv_bias="blk.0.attn_kv_a_mqa.bias" in tensors,
-            moe=moe,
-            mla=mla,
-        )
-    )
-
-
-def gguf_experts(get: Metadata, *, sigmoid: bool, correction_bias: bool) -> MoEConfig:
-    """V2's experts, or with `sigmoid` V3's, which others have too."""
-    hidden, groups = get("expert_feed_forward_length"), get("expert_group_count", 0) or 1
-    return MoEConfig(
-        num_experts=get("expert_count"),
-        top_k=get("expert_used_count"),
-        hidden=hidden,
-        scoring="sigmoid" if sigmoid else "softmax",
-        correction_bias=correction_bias,
-        num_groups=groups,
-        top_groups=get("expert_group_used_count", 0) or groups,
-        group_score="top2_sum" if sigmoid else "max",
-        renormalize=get("expert_weights_norm", False),
-        renormalize_eps=1e-20 if sigmoid else 0.0,
-        scale=get("expert_weights_scale", 0.0) or 1.0,
-        shared_hidden=get("expert_shared_count") * hidden,
-    )
+"""`expert_gating_func` of GGUF files of V3."""
 
 
 def latent_config(
@@ -202,14 +144,64 @@ def mtp_names(config: DecoderConfig, num_layers: int) -> NameMap:
     return hf_mtp_names(config, hf_names(config), num_layers)
 
 
+def _of_groups(c: dict[str, Any], key: str) -> int:
+    """A number of groups of experts, which files may leave null where it is not used."""
+    if c[key] is None:
+        raise CheckpointError(f"{key} is null; accepted is a whole number where experts are chosen by groups")
+    return c[key]
+
+
+def _gguf_length(part: str) -> Callable[[GgufFile], int]:
+    """Files with the latent's own lengths keep those of a head under *_mla; older ones under the plain keys."""
+    return lambda file: file(f"attention.{part}_length_mla", file(f"attention.{part}_length"))
+
+
+def latent_gguf_rope(file: GgufFile) -> dict[str, Any]:
+    """Published models have mscale == mscale_all_dim."""
+    only("rope.scaling.attn_factor", 1.0, "for llama.cpp has it on the logits too")(file)
+    return rope_scaling(file, lambda multiplier: dict.fromkeys(("mscale", "mscale_all_dim"), multiplier / 0.1))
+
+
+ROUTED_GGUF: Table = GGUF_EXPERTS | {
+    "n_shared_experts": "expert_shared_count",
+    "n_group": nonzero("expert_group_count", 1),
+    "topk_group": lambda file: file("expert_group_used_count", 0) or file("expert_group_count", 0) or 1,
+    "norm_topk_prob": optional("expert_weights_norm", False),
+    "routed_scaling_factor": nonzero("expert_weights_scale", 1.0),
+    "first_k_dense_replace": optional("leading_dense_block_count", 0),
+}
+"""DeepSeek's experts, which others have too."""
+
+LATENT_GGUF: Table = ROUTED_GGUF | {
+    "num_key_value_heads": "attention.head_count",
+    "q_lora_rank": nonzero("attention.q_lora_rank"),
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "qk_nope_head_dim": lambda file: _gguf_length("key")(file) - file("rope.dimension_count"),
+    "qk_rope_head_dim": "rope.dimension_count",
+    "v_head_dim": _gguf_length("value"),
+    "partial_rotary_factor": ABSENT,
+    "rope_scaling": latent_gguf_rope,
+}
+V2_GGUF: Table = LATENT_GGUF | {
+    "topk_method": lambda file: V2_METHODS[file("expert_group_count", 0) > 1],
+}
+
+
+def _is_v3(file: GgufFile) -> bool:
+    """V2 files say softmax, or nothing, and GLM-4.7-Flash's nothing."""
+    corrected = file.has("blk.*.exp_probs_b.bias")
+    return file("expert_gating_func", SIGMOID if corrected else 0) == SIGMOID
+
+
 V2 = Family(
     name="DeepSeek V2",
     models="DeepSeek-V2, V2-Lite, Coder-V2",
     architectures=("DeepseekV2ForCausalLM",),
     model_types=("deepseek_v2",),
+    fields={"topk_method": one_of(*V2_METHODS), "norm_topk_prob": OFF},
     from_hf=v2_from_hf,
     gguf_architectures=("deepseek2",),
-    from_gguf=from_gguf,
+    gguf=V2_GGUF,
     hf_names=hf_names,
 )
 
@@ -217,9 +209,139 @@ V3 = Family(
     name="DeepSeek V3",
     models="DeepSeek-V3, R1, Kimi K2, K2.5, K2.6 (text)",
     architectures=("DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration"),
-    model_types=("deepseek_v3",),
+    model_types=("deepseek_v3", "kimi_k2"),
+    wrappers=("kimi_k25",),
     from_hf=v3_from_hf,
     gguf_architectures=("deepseek2",),
+    gguf=LATENT_GGUF,
+    owns=_is_v3,
     hf_names=hf_names,
     mtp_names=mtp_names,
+)
+
+
+# GLM-4: half of each head is rotated, in neighbouring pairs (arXiv:2406.12793); the 0414 models have more norms
+
+GLM_DEFAULTS = {
+    "head_dim": 128,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1.5625e-07,
+    "max_position_embeddings": 131_072,
+}
+
+
+def glm_from_hf(c: dict[str, Any]) -> DecoderConfig:
+    """q, k and v have biases unless `attention_bias` says otherwise; o has none."""
+    return DecoderConfig(**_fields(c))
+
+
+def glm4_from_hf(c: dict[str, Any]) -> DecoderConfig:
+    """The same with four norms a layer."""
+    return DecoderConfig(**_fields(c), post_norms=True)
+
+
+def _fields(c: dict[str, Any]) -> dict[str, Any]:
+    c = GLM_DEFAULTS | c
+    rope = hf_rope(c, hf_head_dim(c), partial=0.5, interleaved=True)
+    layers = (LayerKind(rope),) * c["num_hidden_layers"]
+    return hf_fields(c, layers=layers, qkv_bias=c.get("attention_bias", True))
+
+
+def glm4_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
+    """`post_attention_layernorm` is the norm in front of the MLP, as in Llama."""
+    return {
+        "layers.*.attention_post_norm.weight": "model.layers.*.post_self_attn_layernorm.weight",
+        "layers.*.mlp_post_norm.weight": "model.layers.*.post_mlp_layernorm.weight",
+    }
+
+
+GLM = Family(
+    name="GLM-4",
+    models="GLM-4-9B-hf, GLM-4-9B-chat-hf",
+    architectures=("GlmForCausalLM",),
+    model_types=("glm",),
+    from_hf=glm_from_hf,
+)
+
+GLM4 = Family(
+    name="GLM-4-0414",
+    models="GLM-4-9B-0414, GLM-4-32B-0414, GLM-Z1",
+    architectures=("Glm4ForCausalLM",),
+    model_types=("glm4",),
+    from_hf=glm4_from_hf,
+    gguf_architectures=("glm4",),
+    gguf={},
+    hf_names=glm4_hf_names,
+)
+
+
+# GLM-4.5 to 4.7: half of each head rotated, and DeepSeek V3's experts (arXiv:2508.06471). Flash is a DeepSeek V3
+
+GLM4_MOE_DEFAULTS = {
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072, "n_routed_experts": 128,
+    "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+}  # fmt: skip
+
+LITE_DEFAULTS = GLM4_MOE_DEFAULTS | {
+    "n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "routed_scaling_factor": 1.8,
+    "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+    "num_key_value_heads": 20, "max_position_embeddings": 202_752,
+}  # fmt: skip
+
+
+def glm4_moe_from_hf(c: dict[str, Any]) -> DecoderConfig:
+    """q, k and v may have biases, and o has none; the larger models have norms on queries and keys."""
+    c = GLM4_MOE_DEFAULTS | c
+    rope, dense = hf_rope(c, hf_head_dim(c), partial=0.5), c["first_k_dense_replace"]
+    return DecoderConfig(
+        **hf_fields(
+            c,
+            layers=tuple(LayerKind(rope, sparse=i >= dense) for i in range(c["num_hidden_layers"])),
+            moe=sigmoid_experts(c),
+            qkv_bias=c.get("attention_bias", False),
+            qk_norm="rms" if c.get("use_qk_norm") else None,
+        )
+    )
+
+
+def lite_from_hf(c: dict[str, Any]) -> DecoderConfig:
+    """Which layers have experts is said by `mlp_layer_types`: by default all but the first."""
+    c = LITE_DEFAULTS | c
+    kinds = c.get("mlp_layer_types") or ["dense", *["sparse"] * (c["num_hidden_layers"] - 1)]
+    sparse = [kind == "sparse" for kind in kinds]
+    return latent_config(c, sigmoid_experts(c), interleaved=bool(c.get("rope_interleave", True)), sparse=sparse)
+
+
+GLM4_MOE_GGUF: Table = ROUTED_GGUF | {
+    "use_qk_norm": tensor("blk.0.attn_q_norm.weight"),
+    "scoring_func": only("expert_gating_func", SIGMOID, "sigmoid"),
+}
+
+
+def glm4_moe_mtp_names(config: DecoderConfig, num_layers: int) -> NameMap:
+    """As DeepSeek V3's, of a layer whose tensors have the usual names."""
+    return hf_mtp_names(config, {}, num_layers)
+
+
+GLM4_MOE = Family(
+    name="GLM-4.5",
+    models="GLM-4.5, 4.5-Air, 4.6, 4.7",
+    architectures=("Glm4MoeForCausalLM",),
+    model_types=("glm4_moe",),
+    from_hf=glm4_moe_from_hf,
+    mtp_names=glm4_moe_mtp_names,
+    gguf_architectures=("glm4moe",),
+    gguf=GLM4_MOE_GGUF,
+)
+
+GLM4_LITE = Family(
+    name="GLM-4.7-Flash",
+    models="GLM-4.7-Flash",
+    architectures=("Glm4MoeLiteForCausalLM",),
+    model_types=("glm4_moe_lite",),
+    from_hf=lite_from_hf,
+    hf_names=hf_names,
+    mtp_names=mtp_names,
+    gguf_architectures=("deepseek2",),
 )

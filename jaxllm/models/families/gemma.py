@@ -6,17 +6,13 @@ All multiply norms by `1 + w`, scale the embeddings by the root of their size, a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from jaxllm.errors import CheckpointError
-from jaxllm.models.config import DecoderConfig, LayerKind
-from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_attention_factor, gguf_fields, gguf_head_dim, gguf_rope, gguf_rows
-from jaxllm.models.hf import hf_fields, hf_head_dim, hf_rope, hf_windows
-from jaxllm.models.layers.encoder import ClassifierConfig, EncoderConfig, Projection
-from jaxllm.models.layers.rope import RopeConfig
-from jaxllm.models.tasks import gguf_pooling
-from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.models.config import ClassifierConfig, DecoderConfig, EncoderConfig, LayerKind
+from jaxllm.models.family import Family, hf_fields, hf_head_dim, hf_rope, hf_windows
+from jaxllm.models.gguf import GgufFile, Table, nonzero, optional
 from jaxllm.weights.fields import shown
 from jaxllm.weights.names import Pattern, Source, plus_one
 
@@ -26,9 +22,6 @@ EMBEDDING = "gemma-embedding"
 """EmbeddingGemma in GGUF."""
 CLASSIFIER = ClassifierConfig(pooling="last", activation=None, output_bias=False)
 """A head over an encoder, as over a decoder."""
-DENSE_MODULES = ("dense_2.weight", "dense_3.weight")
-LAYERS_OF_27B = {2: 46, 3: 62}
-"""GGUF files do not say the attention scale; only the 27B models' is not one over the root of their head size."""
 
 
 def gemma1_from_hf(c: dict[str, Any]) -> DecoderConfig:
@@ -62,7 +55,8 @@ def gemma3_from_hf(c: dict[str, Any]) -> DecoderConfig:
         "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": 4096,
         "max_position_embeddings": 131_072,
     } | c  # fmt: skip
-    _refuse_attention_softcap(c.get("attn_logit_softcapping"))
+    if (cap := c.get("attn_logit_softcapping")) is not None:  # transformers and llama.cpp read it and cap nothing
+        raise CheckpointError(f"attn_logit_softcapping is {shown(cap)}; accepted is null, since Gemma 3 caps none")
     ropes = c.get("rope_parameters") or {}
     encoder = None
     if c.get("use_bidirectional_attention"):  # EmbeddingGemma, whose window is shared out to both sides
@@ -80,12 +74,6 @@ def gemma3_from_hf(c: dict[str, Any]) -> DecoderConfig:
     )
 
 
-def _refuse_attention_softcap(cap: float | None) -> None:
-    """transformers and llama.cpp know the key for Gemma 3 and leave the attention logits uncapped all the same."""
-    if cap is not None:
-        raise CheckpointError(f"attn_logit_softcapping is {shown(cap)}; accepted is null, since Gemma 3 caps none")
-
-
 def _later_fields(c: dict[str, Any], layers: tuple[LayerKind, ...], **differences: Any) -> dict[str, Any]:
     bias = c.get("attention_bias", False)
     return hf_fields(
@@ -97,80 +85,6 @@ def _later_fields(c: dict[str, Any], layers: tuple[LayerKind, ...], **difference
         attention_scale=c.get("query_pre_attn_scalar", 256) ** -0.5,
         qkv_bias=bias,
         output_bias=bias,
-        **differences,
-    )
-
-
-def gemma1_from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """As Hugging Face's."""
-    scale = math.sqrt(Metadata(checkpoint)("embedding_length"))
-    return DecoderConfig(**gguf_fields(checkpoint, hidden_act=GELU, embedding_scale=scale))
-
-
-def gemma2_from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """Which layers slide is not stored: every other one."""
-    get, rope = Metadata(checkpoint), gguf_rope(checkpoint)
-    window = get("attention.sliding_window", 4096)
-    layers = tuple(LayerKind(rope, None if i % 2 else window) for i in range(get("block_count")))
-    return DecoderConfig(
-        **_later_gguf_fields(checkpoint, layers, LAYERS_OF_27B[2]),
-        attention_softcap=get("attn_logit_softcapping", 50.0),
-        logit_softcap=get("final_logit_softcapping", 30.0),
-    )
-
-
-def gemma3_from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """Which layers slide is not stored: five of six. The window of EmbeddingGemma is shared out to both sides."""
-    get = Metadata(checkpoint)
-    encoder = _embedding_gemma(checkpoint) if checkpoint.config["general.architecture"] == EMBEDDING else None
-    _refuse_attention_softcap(get("attn_logit_softcapping", None))
-    window = get("attention.sliding_window", 0)
-    window = window // 2 + 1 if window and encoder is not None else window
-    rope = gguf_rope(checkpoint, theta=1e6)
-    everywhere = LayerKind(rope)
-    local = RopeConfig(
-        dim=rope.dim,
-        theta=get("rope.freq_base_swa", 10_000.0),
-        attention_factor=gguf_attention_factor(checkpoint),
-    )
-    sliding = LayerKind(local, window)
-    layers = tuple(sliding if window and (i + 1) % 6 else everywhere for i in range(get("block_count")))
-    return DecoderConfig(
-        **_later_gguf_fields(
-            checkpoint, layers, LAYERS_OF_27B[3], max_position_embeddings=get("context_length"), encoder=encoder
-        ),
-        qk_norm="rms",
-        logit_softcap=get("final_logit_softcapping", None),
-    )
-
-
-def _embedding_gemma(checkpoint: Checkpoint) -> EncoderConfig:
-    """Dense modules are in a file if they were asked for when it was made."""
-    dense = (name for name in DENSE_MODULES if name in checkpoint.tensors)
-    return EncoderConfig(
-        classifier=CLASSIFIER,
-        pooling=gguf_pooling(checkpoint, "mean"),
-        projections=tuple(Projection(gguf_rows(checkpoint, name), bias=False) for name in dense),
-    )
-
-
-def gemma3_gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """EmbeddingGemma's Dense modules."""
-    return {f"projections.products.{i}.weight": name for i, name in enumerate(DENSE_MODULES)}
-
-
-def _later_gguf_fields(
-    checkpoint: Checkpoint, layers: tuple[LayerKind, ...], layers_of_27b: int, **differences: Any
-) -> dict[str, Any]:
-    get = Metadata(checkpoint)
-    size, heads, dim = get("embedding_length"), get("attention.head_count"), gguf_head_dim(checkpoint)
-    return gguf_fields(
-        checkpoint,
-        layers=layers,
-        hidden_act=GELU,
-        post_norms=True,
-        embedding_scale=math.sqrt(size),
-        attention_scale=(size // heads if len(layers) == layers_of_27b else dim) ** -0.5,
         **differences,
     )
 
@@ -198,6 +112,35 @@ def _norms(**names: str) -> dict[str, Pattern]:
     return {"norm.weight": Source("model.norm.weight", plus_one), **layers}
 
 
+def _gguf_scalar(layers_of_27b: int) -> Callable[[GgufFile], int]:
+    """Files do not say the attention scale; only the 27B models' is not one over the root of their head size."""
+
+    def scalar(file: GgufFile) -> int:
+        size, heads = file("embedding_length"), file("attention.head_count")
+        return size // heads if file.num_layers == layers_of_27b else file.head_dim
+
+    return scalar
+
+
+GEMMA2_GGUF: Table = {
+    "query_pre_attn_scalar": _gguf_scalar(46),
+    "sliding_window": optional("attention.sliding_window", 4096),
+    "attn_logit_softcapping": optional("attn_logit_softcapping", 50.0),
+    "final_logit_softcapping": optional("final_logit_softcapping", 30.0),
+}
+GEMMA3_GGUF: Table = {
+    "query_pre_attn_scalar": _gguf_scalar(62),
+    "sliding_window": nonzero("attention.sliding_window"),
+    "attn_logit_softcapping": optional("attn_logit_softcapping", None),
+    "final_logit_softcapping": optional("final_logit_softcapping", None),
+    "rope_theta": optional("rope.freq_base", 1e6),
+    "rope_local_base_freq": optional("rope.freq_base_swa", 10_000.0),
+    "rope_parameters": lambda file: {"sliding_attention": {"attn_factor": file("rope.scaling.attn_factor", 1.0)}},
+    "use_bidirectional_attention": lambda file: file.architecture == EMBEDDING,
+}
+"""Which layers slide is not stored in either."""
+
+
 GEMMA1 = Family(
     name="Gemma",
     models="Gemma 2B, 7B",
@@ -205,7 +148,7 @@ GEMMA1 = Family(
     model_types=("gemma",),
     from_hf=gemma1_from_hf,
     gguf_architectures=("gemma",),
-    from_gguf=gemma1_from_gguf,
+    gguf={},
     hf_names=gemma1_hf_names,
 )
 
@@ -216,7 +159,7 @@ GEMMA2 = Family(
     model_types=("gemma2",),
     from_hf=gemma2_from_hf,
     gguf_architectures=("gemma2",),
-    from_gguf=gemma2_from_gguf,
+    gguf=GEMMA2_GGUF,
     hf_names=later_hf_names,
 )
 
@@ -225,9 +168,9 @@ GEMMA3 = Family(
     models="Gemma 3 270M, 1B, 4B, 12B, 27B (text), EmbeddingGemma",
     architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Gemma3TextModel"),
     model_types=("gemma3_text",),
+    wrappers=("gemma3",),
     from_hf=gemma3_from_hf,
     gguf_architectures=("gemma3", EMBEDDING),
-    from_gguf=gemma3_from_gguf,
+    gguf=GEMMA3_GGUF,
     hf_names=later_hf_names,
-    gguf_names=gemma3_gguf_names,
 )

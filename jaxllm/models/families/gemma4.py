@@ -9,20 +9,29 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
-from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_fields, gguf_layers, gguf_rope, gguf_rows, gguf_windows
-from jaxllm.models.hf import hf_fields, hf_windows
+from jaxllm.models.family import Family, hf_fields, hf_windows
+from jaxllm.models.gguf import (
+    ABSENT,
+    GGUF_EXPERTS,
+    GgufFile,
+    Table,
+    layer_types,
+    nonzero,
+    optional,
+    rope_scaling,
+    with_experts,
+)
 from jaxllm.models.hf_fields import COUNT, SIZE, maybe
+from jaxllm.models.layers.mlp import PerLayerConfig
 from jaxllm.models.layers.moe import MoEConfig
-from jaxllm.models.layers.per_layer import PerLayerConfig
 from jaxllm.models.layers.rope import RopeConfig
-from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import FieldKind, FieldKinds, shown
 from jaxllm.weights.names import AnyOf, Pattern, Source, Transform
 
@@ -65,8 +74,7 @@ def unified_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 
 def _from_hf(c: dict[str, Any]) -> DecoderConfig:
-    bias, size = c.get("attention_bias", False), c["hidden_size"]
-    width = c["hidden_size_per_layer_input"]
+    bias, width = c.get("attention_bias", False), c["hidden_size_per_layer_input"]
     return DecoderConfig(
         **hf_fields(
             c,
@@ -77,21 +85,15 @@ def _from_hf(c: dict[str, Any]) -> DecoderConfig:
             qkv_bias=bias,
             output_bias=bias,
             per_layer=PerLayerConfig(width, c.get("vocab_size_per_layer_input", 262_144)) if width else None,
-            moe=_hf_experts(c) if c.get("enable_moe_block") else None,
+            moe=_experts(c) if c.get("enable_moe_block") else None,
             layer_scale=True,
-            **_constants(size),
+            post_norms=True,
+            qk_norm="rms",
+            value_norm=True,
+            attention_scale=1.0,
+            embedding_scale=math.sqrt(c["hidden_size"]),
         )
     )
-
-
-def _constants(size: int) -> dict[str, Any]:
-    return {
-        "post_norms": True,
-        "qk_norm": "rms",
-        "value_norm": True,
-        "attention_scale": 1.0,
-        "embedding_scale": math.sqrt(size),
-    }
 
 
 def _hf_layers(c: dict[str, Any]) -> tuple[LayerKind, ...]:
@@ -114,7 +116,7 @@ def _hf_layers(c: dict[str, Any]) -> tuple[LayerKind, ...]:
             head_dim=head_dim,
             num_kv_heads=changes[index].get("num_key_value_heads") or c["num_key_value_heads"],
             keys_are_values=bool(alike),
-            intermediate_size=c["intermediate_size"] * (2 if doubled else 1),
+            intermediate_size=changes[index].get("intermediate_size") or c["intermediate_size"] * (2 if doubled else 1),
         )
         layers.append(layer)
     return _sharing(layers, shared)
@@ -130,7 +132,7 @@ def _per_layer_changes(c: dict[str, Any]) -> list[dict[str, Any]]:
             full["num_key_value_heads"] = c.get("num_global_key_value_heads")
         windows = [*hf_windows(c, period=PERIOD)[:-1], None]
         return [full if window is None else {} for window in windows]
-    accepted: FieldKinds = {"head_dim": SIZE, "num_key_value_heads": COUNT}
+    accepted: FieldKinds = {"head_dim": SIZE, "num_key_value_heads": COUNT, "intermediate_size": SIZE}
     changes: list[dict[str, Any]] = [{} for _ in range(number)]
     for key, change in given.items():
         index = int(key) if key.isdecimal() and len(key) < 5 else number
@@ -151,11 +153,11 @@ def _rope(given: dict[str, Any], head_dim: int, prefix: str) -> RopeConfig:
     kind, factor = given.get("rope_type") or "default", float(given.get("factor") or 1.0)
     if kind not in ("default", "proportional"):
         raise CheckpointError(f"{prefix}rope_type is {shown(kind)}; accepted are default and proportional")
-    theta = float(given.get("rope_theta") or LOCAL["rope_theta"])
+    theta, sharper = float(given.get("rope_theta") or LOCAL["rope_theta"]), given.get("attn_factor", 1.0)
     if kind == "default":
-        return RopeConfig(dim=head_dim, theta=theta)
+        return RopeConfig(dim=head_dim, theta=theta, attention_factor=sharper)
     pairs = int((given.get("partial_rotary_factor") or 1.0) * head_dim // 2)
-    return RopeConfig(dim=head_dim, theta=theta, kind=kind, factor=factor, pairs=pairs)
+    return RopeConfig(dim=head_dim, theta=theta, kind=kind, factor=factor, pairs=pairs, attention_factor=sharper)
 
 
 def _sharing(layers: Sequence[LayerKind], shared: int) -> tuple[LayerKind, ...]:
@@ -170,85 +172,6 @@ def _sharing(layers: Sequence[LayerKind], shared: int) -> tuple[LayerKind, ...]:
             )
         own.append(replace(layer, shares_kv_of=owner, keys_are_values=False))
     return tuple(own)
-
-
-def _hf_experts(c: dict[str, Any]) -> MoEConfig:
-    needed = ("num_experts", "top_k_experts", "moe_intermediate_size")
-    if missing := [key for key in needed if c.get(key) is None]:
-        raise CheckpointError(f"enable_moe_block is true, but {missing[0]} is null; accepted is a number")
-    return _experts(c["num_experts"], c["top_k_experts"], c["moe_intermediate_size"])
-
-
-def _experts(count: int, top_k: int, hidden: int) -> MoEConfig:
-    return MoEConfig(
-        num_experts=count, top_k=top_k, hidden=hidden, renormalize=True, expert_scale=True, beside_dense=True
-    )
-
-
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """A layer without a tensor of values has keys for them, unless it shares those of another."""
-    get, tensors = Metadata(checkpoint), checkpoint.tensors
-    width, size = get("embedding_length_per_layer_input", 0), get("embedding_length")
-    vocab = gguf_rows(checkpoint, "per_layer_token_embd.weight") if width else 0
-    moe = None
-    if get("expert_count", 0):
-        moe = _experts(get("expert_count"), get("expert_used_count"), get("expert_feed_forward_length"))
-    layers = _gguf_layers(checkpoint, sparse=moe is not None)
-    usual = next((layer for layer in layers if layer.window is not None), layers[0])
-    return DecoderConfig(
-        **gguf_fields(
-            checkpoint,
-            layers=layers,
-            num_kv_heads=usual.num_kv_heads,
-            head_dim=usual.head_dim,
-            intermediate_size=layers[0].intermediate_size,
-            hidden_act=GELU,
-            max_position_embeddings=get("context_length"),
-            logit_softcap=get("final_logit_softcapping", USUAL_CAP),
-            per_layer=PerLayerConfig(width, vocab) if width else None,
-            layer_scale="blk.0.layer_output_scale.weight" in tensors,
-            moe=moe,
-            **_constants(size),
-        )
-    )
-
-
-def _gguf_layers(checkpoint: Checkpoint, sparse: bool) -> tuple[LayerKind, ...]:
-    get, number = Metadata(checkpoint), gguf_layers(checkpoint)
-    shared = get("attention.shared_kv_layers", 0)
-    if shared >= number:
-        raise CheckpointError(f"attention.shared_kv_layers is {shared}; accepted are fewer than {number} layers")
-    kv_heads = get.by_layer("attention.head_count_kv", number)
-    sizes = get.by_layer("feed_forward_length", number)
-    everywhere = _gguf_rope(checkpoint)
-    local_dim = get("attention.key_length_swa")
-    local = RopeConfig(
-        dim=get("rope.dimension_count_swa", local_dim), theta=float(get("rope.freq_base_swa", LOCAL["rope_theta"]))
-    )
-    layers = [
-        LayerKind(
-            everywhere if window is None else local,
-            window,
-            sparse=sparse,
-            head_dim=get("attention.key_length") if window is None else local_dim,
-            num_kv_heads=kv_heads[index],
-            keys_are_values=f"blk.{index}.attn_v.weight" not in checkpoint.tensors,
-            intermediate_size=sizes[index],
-        )
-        for index, window in enumerate(gguf_windows(checkpoint, period=PERIOD))
-    ]
-    return _sharing(layers, shared)
-
-
-def _gguf_rope(checkpoint: Checkpoint) -> RopeConfig:
-    """The file has a divisor for each pair of channels: one, or a huge one for those that do not rotate."""
-    rope = gguf_rope(checkpoint, theta=EVERYWHERE["rope_theta"])
-    if rope.divisors is None:
-        return rope
-    pairs = sum(divisor < UNROTATED for divisor in rope.divisors)
-    if any(divisor != 1 for divisor in rope.divisors[:pairs]) or rope.kind not in ("default", "linear"):
-        raise CheckpointError("tensor 'rope_freqs.weight' has factors that are neither 1 nor huge; accepted are those")
-    return replace(rope, kind="proportional", pairs=pairs, divisors=None)
 
 
 def hf_names(config: DecoderConfig) -> dict[str, Pattern]:
@@ -337,15 +260,86 @@ def gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
     return names
 
 
+def _experts(c: dict[str, Any]) -> MoEConfig:
+    needed = ("num_experts", "top_k_experts", "moe_intermediate_size")
+    if missing := [key for key in needed if c.get(key) is None]:
+        raise CheckpointError(f"enable_moe_block is true, but {missing[0]} is null; accepted is a number")
+    count, top_k, hidden = (c[key] for key in needed)
+    return MoEConfig(
+        num_experts=count, top_k=top_k, hidden=hidden, renormalize=True, expert_scale=True, beside_dense=True
+    )
+
+
+def _gguf_per_layer(file: GgufFile) -> dict[str, Any]:
+    kv_heads, sizes = file.by_layer("attention.head_count_kv"), file.by_layer("feed_forward_length")
+    heads = {FULL: file.head_dim, SLIDING: file("attention.key_length_swa")}
+    kinds = enumerate(layer_types(PERIOD)(file))
+    return {
+        str(i): {"head_dim": heads[kind], "num_key_value_heads": kv_heads[i], "intermediate_size": sizes[i]}
+        for i, kind in kinds
+    }
+
+
+def _gguf_kv_heads(file: GgufFile) -> int:
+    """Those of a layer with a window, if there is one."""
+    kinds = layer_types(PERIOD)(file)
+    return file.by_layer("attention.head_count_kv")[kinds.index(SLIDING) if SLIDING in kinds else 0]
+
+
+def _gguf_keys_are_values(file: GgufFile) -> bool:
+    """A layer without a tensor of values has keys for them, unless it shares those of another."""
+    own = range(file.num_layers - file("attention.shared_kv_layers", 0))
+    return not all(file.has(f"blk.{i}.attn_v.weight") for i in own)
+
+
+def _gguf_ropes(file: GgufFile) -> dict[str, Any]:
+    """The file has a divisor for each pair of channels: one, or a huge one for those that do not rotate."""
+    theta, given = file("rope.freq_base", EVERYWHERE["rope_theta"]), rope_scaling(file)
+    sizes = {"rope.dimension_count": file.head_dim, "rope.dimension_count_swa": file("attention.key_length_swa")}
+    for key, size in sizes.items():
+        if file(key, 0) not in (0, size):
+            raise CheckpointError(f"{key} is {file(key)}; accepted is a head's {size}")
+    divisors = given.pop("divisors", [1.0] * (file.head_dim // 2))
+    pairs = sum(divisor < UNROTATED for divisor in divisors)
+    if any(divisor != 1 for divisor in divisors[:pairs]) or given["rope_type"] not in ("default", "linear"):
+        raise CheckpointError("tensor 'rope_freqs.weight' has factors that are neither 1 nor huge; accepted are those")
+    part = Fraction(2 * pairs, file.head_dim)
+    everywhere = given | {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": part}
+    return {FULL: everywhere, SLIDING: {"rope_theta": file("rope.freq_base_swa", LOCAL["rope_theta"])}}
+
+
+GGUF: Table = {
+    "hidden_size_per_layer_input": optional("embedding_length_per_layer_input", 0),
+    "vocab_size_per_layer_input": lambda file: (
+        file.rows("per_layer_token_embd.weight") if file("embedding_length_per_layer_input", 0) else ABSENT
+    ),
+    "head_dim": "attention.key_length_swa",
+    "num_key_value_heads": _gguf_kv_heads,
+    "intermediate_size": lambda file: file.by_layer("feed_forward_length")[0],
+    "per_layer_config": _gguf_per_layer,
+    "num_kv_shared_layers": optional("attention.shared_kv_layers", 0),
+    "attention_k_eq_v": _gguf_keys_are_values,
+    "sliding_window": nonzero("attention.sliding_window"),
+    "layer_types": layer_types(PERIOD),
+    "rope_parameters": _gguf_ropes,
+    "rope_scaling": ABSENT,
+    "partial_rotary_factor": ABSENT,
+    "final_logit_softcapping": optional("final_logit_softcapping", USUAL_CAP),
+    "enable_moe_block": lambda file: bool(file("expert_count", 0)),
+    **with_experts({**GGUF_EXPERTS, "top_k_experts": "expert_used_count"}),
+}
+
+
 GEMMA4 = Family(
     name="Gemma 4",
     models="Gemma 4 E2B, E4B, 26B-A4B, 31B (text)",
     architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
     model_types=("gemma4_text",),
+    wrappers=("gemma4",),
     fields=FIELDS,
     from_hf=from_hf,
     gguf_architectures=("gemma4",),
-    from_gguf=from_gguf,
+    gguf=GGUF,
     hf_names=hf_names,
     gguf_names=gguf_names,
 )
@@ -355,6 +349,7 @@ UNIFIED = Family(
     models="Gemma 4 12B (text)",
     architectures=("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
     model_types=("gemma4_unified_text",),
+    wrappers=("gemma4_unified",),
     fields=FIELDS,
     from_hf=unified_from_hf,
     hf_names=hf_names,

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
+from jaxllm.models.families import deepseek
 from jaxllm.models.families.deepseek import sigmoid_experts
-from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_fields, permuted_names
-from jaxllm.models.hf import hf_fields, hf_linear
-from jaxllm.models.hf_fields import LAYERS
-from jaxllm.models.layers.moe import MoEConfig
-from jaxllm.models.layers.ssd import SSDConfig
-from jaxllm.models.state_space import (
+from jaxllm.models.families.mamba import (
     check_activation,
-    gguf_ssd,
+    gguf_ssd_head_dim,
     gguf_ssd_names,
     hf_ssd_names,
     hf_time_step_limits,
 )
-from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.models.family import Family, hf_fields, hf_linear
+from jaxllm.models.gguf import ABSENT, GgufFile, Table, optional, with_experts
+from jaxllm.models.gguf_names import permuted_names
+from jaxllm.models.hf_fields import LAYERS
+from jaxllm.models.layers.moe import MoEConfig
+from jaxllm.models.layers.recurrent import SSDConfig
 from jaxllm.weights.fields import shown
 from jaxllm.weights.names import AnyOf, Pattern, Source
 
@@ -112,59 +111,6 @@ def _ssd(c: dict[str, Any]) -> SSDConfig:
     )
 
 
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """A layer with KV heads attends, one with an MLP's size has that or experts, and the others have states."""
-    get, tensors = Metadata(checkpoint), checkpoint.tensors
-    count, further = get("block_count"), get("nextn_predict_layers", 0)
-    kv_heads = get.by_layer("attention.head_count_kv", count)[: count - further]
-    sizes = get.by_layer("feed_forward_length", count)[: count - further]
-    experts = [f"blk.{i}.ffn_gate_inp.weight" in tensors for i in range(count)]
-    layers = tuple(
-        ATTENTION if heads else STATES if not size else EXPERTS if sparse else MLP
-        for heads, size, sparse in zip(kv_heads, sizes, experts, strict=False)
-    )
-    dense = {size for size, layer in zip(sizes, layers, strict=True) if layer == MLP}
-    different = {
-        "attention.head_count_kv": sorted(set(kv_heads) - {0}), "feed_forward_length": sorted(dense),
-    }  # fmt: skip
-    for name, found in different.items():
-        if len(found) > 1:
-            raise CheckpointError(f"{name} is {shown(found)} in layers that have one; accepted is the same in each")
-    (heads,) = different["attention.head_count_kv"] or (get("attention.head_count"),)
-    fields = gguf_fields(
-        checkpoint,
-        num_kv_heads=heads,
-        layers=layers,
-        intermediate_size=next(iter(dense), get("expert_feed_forward_length", 0)),
-        hidden_act="relu2",
-        gated_mlp=False,
-        moe=_gguf_moe(get, tensors, experts) if EXPERTS in layers else None,
-        ssd=gguf_ssd(checkpoint) if STATES in layers else None,
-    )
-    biased = next((i for i, layer in enumerate(layers) if layer == MLP), 0)
-    return DecoderConfig(**fields | {"mlp_bias": f"blk.{biased}.ffn_down.bias" in tensors})
-
-
-def _gguf_moe(get: Metadata, tensors: Any, experts: Sequence[bool]) -> MoEConfig:
-    groups = get("expert_group_count", 0) or 1
-    return MoEConfig(
-        num_experts=get("expert_count"),
-        top_k=get("expert_used_count"),
-        hidden=get("expert_feed_forward_length"),
-        scoring="sigmoid",
-        correction_bias=f"blk.{experts.index(True)}.exp_probs_b.bias" in tensors,
-        num_groups=groups,
-        top_groups=get("expert_group_used_count", 0) or groups,
-        group_score="top2_sum",
-        renormalize=get("expert_weights_norm", False),
-        renormalize_eps=1e-20,
-        scale=get("expert_weights_scale", 0.0) or 1.0,
-        shared_hidden=get("expert_shared_feed_forward_length"),
-        gated=False,
-        latent=get("moe_latent_size", 0),
-    )
-
-
 def hf_names(config: DecoderConfig) -> dict[str, Pattern]:
     """As in published checkpoints, or as transformers 5 calls them."""
     first, second = _names(config, "backbone"), _names(config, "model")
@@ -216,6 +162,55 @@ def gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
     )
 
 
+def _gguf_kinds(file: GgufFile) -> list[str]:
+    """A layer with KV heads attends, one with an MLP's size has that or experts, and the others have states."""
+    kv_heads, sizes = file.by_layer("attention.head_count_kv"), file.by_layer("feed_forward_length")
+    experts = [file.has(f"blk.{i}.ffn_gate_inp.weight") for i in range(file.num_layers)]
+    return [
+        "attention" if heads else "mamba" if not size else "moe" if sparse else "mlp"
+        for heads, size, sparse in zip(kv_heads, sizes, experts, strict=True)
+    ]
+
+
+def _one_of_all(key: str, values: list[int]) -> int | None:
+    """The one value that a key has in the layers where it is not 0; None where it is 0 in all."""
+    different = sorted(set(values) - {0})
+    if len(different) > 1:
+        raise CheckpointError(f"{key} is {shown(different)} in layers that have one; accepted is the same in each")
+    return different[0] if different else None
+
+
+def _gguf_mlp_size(file: GgufFile) -> int:
+    sizes = zip(file.by_layer("feed_forward_length"), _gguf_kinds(file), strict=True)
+    dense = _one_of_all("feed_forward_length", [size for size, kind in sizes if kind == "mlp"])
+    return dense or file("expert_feed_forward_length", 0)
+
+
+def _gguf_kv_heads(file: GgufFile) -> int:
+    key = "attention.head_count_kv"
+    return _one_of_all(key, file.by_layer(key)) or file("attention.head_count")
+
+
+GGUF: Table = {
+    "layers_block_type": _gguf_kinds,
+    "intermediate_size": _gguf_mlp_size,
+    "num_key_value_heads": _gguf_kv_heads,
+    "mamba_num_heads": "ssm.time_step_rank",
+    "mamba_head_dim": gguf_ssd_head_dim,
+    "ssm_state_size": "ssm.state_size",
+    "n_groups": "ssm.group_count",
+    "conv_kernel": "ssm.conv_kernel",
+    **with_experts(
+        deepseek.ROUTED_GGUF
+        | {
+            "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+            "n_shared_experts": ABSENT,
+            "moe_latent_size": optional("moe_latent_size", 0),
+        }
+    ),
+}
+
+
 FAMILY = Family(
     name="Nemotron-H",
     models="Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano and Super",
@@ -224,7 +219,7 @@ FAMILY = Family(
     layer_types=LAYER_TYPES,
     from_hf=from_hf,
     gguf_architectures=("nemotron_h", "nemotron_h_moe"),
-    from_gguf=from_gguf,
+    gguf=GGUF,
     hf_names=hf_names,
     gguf_names=gguf_names,
 )

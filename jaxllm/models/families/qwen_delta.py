@@ -8,13 +8,11 @@ import numpy as np
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
-from jaxllm.models.family import Family
-from jaxllm.models.gguf import Metadata, gguf_fields, gguf_layers, gguf_rope
-from jaxllm.models.hf import hf_expert_names, hf_fields, hf_rope
-from jaxllm.models.hf import hf_names as standard_names
-from jaxllm.models.layers.delta import DeltaConfig
+from jaxllm.models.family import Family, hf_expert_names, hf_fields, hf_head_dim, hf_rope
+from jaxllm.models.family import hf_names as standard_names
+from jaxllm.models.gguf import GGUF_EXPERTS, Table, optional
 from jaxllm.models.layers.moe import MoEConfig
-from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.models.layers.recurrent import DeltaConfig
 from jaxllm.weights.names import AnyOf, NameMap, Pattern, Source, expand, plus_one, renamed, without_middle_axis
 
 LAYER_TYPES = ("full_attention", "linear_attention")
@@ -56,7 +54,7 @@ def moe_from_hf(c: dict[str, Any]) -> DecoderConfig:
 def _from_hf(c: dict[str, Any], sparse: list[bool], moe: MoEConfig | None) -> DecoderConfig:
     count, interval = c["num_hidden_layers"], c.get("full_attention_interval", INTERVAL)
     kinds = c.get("layer_types") or [LAYER_TYPES[(i + 1) % interval != 0] for i in range(count)]
-    rope, bias = hf_rope(c, c["head_dim"], partial=PARTIAL), c.get("attention_bias", False)
+    rope, bias = hf_rope(c, hf_head_dim(c), partial=PARTIAL), c.get("attention_bias", False)
     delta = DeltaConfig(
         key_heads=c["linear_num_key_heads"],
         value_heads=c["linear_num_value_heads"],
@@ -64,18 +62,14 @@ def _from_hf(c: dict[str, Any], sparse: list[bool], moe: MoEConfig | None) -> De
         value_dim=c["linear_value_head_dim"],
         kernel=c["linear_conv_kernel_dim"],
     )
-    layers = _layers([kind == "full_attention" for kind in kinds], sparse, rope)
+    layers = tuple(
+        LayerKind(rope, sparse=has) if kind == "full_attention" else LayerKind(None, sparse=has, mixer="delta")
+        for kind, has in zip(kinds, sparse, strict=True)
+    )
     return DecoderConfig(
         **hf_fields(
             c, layers=layers, delta=delta, moe=moe, qk_norm="rms", attention_gate=True, qkv_bias=bias, output_bias=bias
         )
-    )
-
-
-def _layers(attends: list[bool], sparse: list[bool], rope: Any) -> tuple[LayerKind, ...]:
-    return tuple(
-        LayerKind(rope, sparse=is_sparse) if full else LayerKind(None, sparse=is_sparse, mixer="delta")
-        for full, is_sparse in zip(attends, sparse, strict=True)
     )
 
 
@@ -87,46 +81,6 @@ def _experts(c: dict[str, Any], renormalize: bool) -> MoEConfig:
         renormalize=renormalize,
         shared_hidden=c["shared_expert_intermediate_size"],
         shared_gate=True,
-    )
-
-
-def from_gguf(checkpoint: Checkpoint) -> DecoderConfig:
-    """Files say neither that weights of experts are renormalised nor that some layers are dense."""
-    get, tensors = Metadata(checkpoint), checkpoint.tensors
-    count, interval = gguf_layers(checkpoint), get("full_attention_interval", INTERVAL)
-    attends = [(i + 1) % interval == 0 for i in range(count)]
-    heads, moe = get("ssm.time_step_rank"), None
-    delta = DeltaConfig(
-        key_heads=get("ssm.group_count"),
-        value_heads=heads,
-        key_dim=get("ssm.state_size"),
-        value_dim=get("ssm.inner_size") // heads,
-        kernel=get("ssm.conv_kernel"),
-    )
-    if get("expert_count", 0):
-        moe = MoEConfig(
-            num_experts=get("expert_count"),
-            top_k=get("expert_used_count"),
-            hidden=get("expert_feed_forward_length"),
-            renormalize=True,
-            shared_hidden=get("expert_shared_feed_forward_length"),
-            shared_gate=True,
-        )
-    layers = _layers(attends, [moe is not None] * count, gguf_rope(checkpoint, partial=PARTIAL))
-    full = next((i for i, attend in enumerate(attends) if attend), 0)
-    size = get("feed_forward_length") if moe is None else get("feed_forward_length", moe.hidden)
-    return DecoderConfig(
-        **gguf_fields(
-            checkpoint,
-            layers=layers,
-            delta=delta,
-            moe=moe,
-            intermediate_size=size,
-            qk_norm="rms",
-            attention_gate=True,
-            qkv_bias=f"blk.{full}.attn_q.bias" in tensors,
-            output_bias=f"blk.{full}.attn_output.bias" in tensors,
-        )
     )
 
 
@@ -227,7 +181,6 @@ def _rate(logarithm: np.ndarray) -> np.ndarray:
 def gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
     """What all files have under the same names. Norms have their 1 already."""
     return {
-        "layers.*.mlp_norm.weight": "blk.*.post_attention_norm.weight",
         "layers.*.delta.qkv.weight": "blk.*.attn_qkv.weight",
         "layers.*.delta.gate.weight": "blk.*.attn_gate.weight",
         "layers.*.delta.beta_decay.weight": ("blk.*.ssm_beta.weight", "blk.*.ssm_alpha.weight"),
@@ -283,6 +236,23 @@ def _untiled(delta: DeltaConfig, size: int) -> np.ndarray:
     return (heads * size + np.arange(size)).ravel()
 
 
+GGUF: Table = {
+    "full_attention_interval": optional("full_attention_interval", INTERVAL),
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_value_head_dim": lambda file: file("ssm.inner_size") // file("ssm.time_step_rank"),
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+}
+MOE_GGUF: Table = {
+    **GGUF,
+    **GGUF_EXPERTS,
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "intermediate_size": lambda file: file("feed_forward_length", file("expert_feed_forward_length")),
+}
+"""Files say neither that weights of experts are renormalised nor that some layers are dense."""
+
+
 NEXT = Family(
     name="Qwen3-Next",
     models="Qwen3-Next-80B-A3B, Qwen3-Coder-Next",
@@ -293,7 +263,7 @@ NEXT = Family(
     hf_names=next_hf_names,
     mtp_names=mtp_names,
     gguf_architectures=("qwen3next",),
-    from_gguf=from_gguf,
+    gguf=MOE_GGUF,
     gguf_names=next_gguf_names,
 )
 
@@ -302,12 +272,13 @@ DENSE = Family(
     models="Qwen3.5, 3.6, 3.8, dense (text)",
     architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
     model_types=("qwen3_5_text",),
+    wrappers=("qwen3_5",),
     layer_types=LAYER_TYPES,
     from_hf=dense_from_hf,
     hf_names=hf_names,
     mtp_names=mtp_names,
     gguf_architectures=("qwen35",),
-    from_gguf=from_gguf,
+    gguf=GGUF,
     gguf_names=tiled_gguf_names,
 )
 
@@ -316,11 +287,12 @@ MOE = Family(
     models="Qwen3.5-35B-A3B, 122B-A10B, 397B-A17B, Qwen3.6-35B-A3B (text)",
     architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
     model_types=("qwen3_5_moe_text",),
+    wrappers=("qwen3_5_moe",),
     layer_types=LAYER_TYPES,
     from_hf=moe_from_hf,
     hf_names=hf_names,
     mtp_names=mtp_names,
     gguf_architectures=("qwen35moe",),
-    from_gguf=from_gguf,
+    gguf=MOE_GGUF,
     gguf_names=tiled_gguf_names,
 )

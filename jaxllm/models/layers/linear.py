@@ -1,4 +1,7 @@
-"""Matrix products with weights stored `[out, in]`, as checkpoints have them."""
+"""Parameters, and matrix products and embeddings with weights stored `[out, in]`, as checkpoints have them.
+
+A parameter has a shape and no memory, and says how it is sharded: what a model is loaded with takes its place.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,43 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxllm.models.layers.low_rank import AdapterTables, adapter_uses
-from jaxllm.models.layers.params import param, weight
 from jaxllm.models.layers.taps import add_product
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import LATER, Late, Later, Norm, Residual, Unsummed, late_sum
-from jaxllm.sharding.collectives import sum_over_tensor, tensor_size
-from jaxllm.sharding.layout import Layout
+from jaxllm.quantization.host_stack import HostShare
+from jaxllm.quantization.weight import Dense
+from jaxllm.sharding.collectives import gather_over_tensor, sum_over_tensor, tensor_rank, tensor_size
+from jaxllm.sharding.layout import Layout, padded_rows
 from jaxllm.sharding.mesh import TENSOR, Axes
+
+
+def param(shape: tuple[int, ...], dtype: Any, axes: Axes | None = None, layout: Layout | None = None) -> nnx.Param:
+    """A plain array of the global `shape`, replicated unless `axes` names a mesh axis; `layout` describes its axis 0.
+
+    The axes are our own metadata: NNX's `sharding` would ask for a mesh.
+    """
+    return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), axes=axes or (None,) * len(shape), layout=layout)
+
+
+def weight(
+    shape: tuple[int, ...],
+    dtype: Any,
+    axes: Axes | None = None,
+    layout: Layout | None = None,
+    host: HostShare | None = None,
+) -> nnx.Param:
+    """A matrix `[*stack, o, i]`, likewise. It is declared dense; what it is kept as is decided when it is loaded.
+
+    `host` says what part of a stack is to be in host memory.
+    """
+    dense = Dense(jax.ShapeDtypeStruct(shape, dtype))
+    return nnx.Param(dense, axes=axes or (None,) * len(shape), layout=layout, host=host)
 
 
 class Linear(nnx.Module):
@@ -145,3 +173,38 @@ class RowLinear(Linear):
         part = self.partial(x, norm, jnp.float32 if self.kernels.wide_sums else x.dtype)
         out = self._with_bias(sum_over_tensor(part)).astype(x.dtype)
         return out if residual is None else residual + out
+
+
+class VocabEmbedding(nnx.Module):
+    """A `[V, E]` table, padded with zero rows so that every device holds the same number."""
+
+    def __init__(self, vocab_size: int, size: int, options: BuildOptions, bias: bool = False):
+        layout = padded_rows(vocab_size, options.tp)
+        self.weight = weight((layout.rows, size), options.dtype, (TENSOR, None), layout)
+        self.bias = param((layout.rows,), jnp.float32, (TENSOR,), layout) if bias else None
+        self.kernels = options.kernels
+        self.vocab_size = vocab_size
+
+    def __call__(self, tokens: Int[Array, "T"]) -> Float[Array, "T E"]:
+        """The embeddings of `tokens`."""
+        table = self.weight.get_value()
+        if tensor_size() == 1:
+            return table.rows(tokens)
+        count = table.shape[0]
+        local = tokens - tensor_rank() * count
+        mine = (local >= 0) & (local < count)
+        rows = table.rows(jnp.where(mine, local, 0))
+        return sum_over_tensor(jnp.where(mine[:, None], rows, 0))
+
+    def most_likely(self, hidden: Float[Array, "R E"]) -> Int[Array, "R"] | None:
+        """The token with the highest score, where the kernels find it without the scores."""
+        if self.bias is not None or tensor_size() > 1:
+            return None
+        return self.kernels.most_likely(hidden, self.weight.get_value(), self.vocab_size)
+
+    def logits(self, hidden: Float[Array, "R E"]) -> Float[Array, "R V"]:
+        """float32 scores of every token of the vocabulary, whole on every device."""
+        logits = self.kernels.linear(hidden, self.weight.get_value())
+        if self.bias is not None:
+            logits = logits + self.bias[...]
+        return gather_over_tensor(logits)[:, : self.vocab_size]

@@ -1,4 +1,4 @@
-"""Feed-forward blocks."""
+"""Feed-forward blocks, and the gates through which single layers read inputs of their own (Gemma 4)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from jaxllm.models.layers.linear import ColumnLinear, RowLinear
+from jaxllm.models.layers.linear import ColumnLinear, Linear, RowLinear, VocabEmbedding
 from jaxllm.models.layers.low_rank import adapter_uses
+from jaxllm.models.layers.norm import RMSNorm
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Late, Norm, Residual, StepMetadata
 from jaxllm.sharding.collectives import tensor_size
@@ -132,3 +133,45 @@ class MLP(nnx.Module):
     def partial(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
         """This device's part of the output, in float32 and without bias."""
         return self.down.partial(ACTIVATIONS[self.activation](self.up(x).astype(jnp.float32)))
+
+
+@dataclass(frozen=True)
+class PerLayerConfig:
+    """The inputs of single layers: their size in each layer, and the tokens that have some."""
+
+    size: int
+    vocab_size: int
+
+
+class PerLayerInputs(nnx.Module):
+    """The mean of an embedding of the token for every layer, and of a normed projection of the one that all begin with.
+
+    It is multiplied by the root of two, so that its variance is that of one of them.
+    """
+
+    def __init__(self, config: PerLayerConfig, size: int, num_layers: int, norm_eps: float, options: BuildOptions):
+        self.embed = VocabEmbedding(config.vocab_size, num_layers * config.size, options)
+        self.projection = Linear(size, num_layers * config.size, options)
+        self.norm = RMSNorm(config.size, norm_eps, options.kernels)
+        self.shape = (num_layers, config.size)
+        self.scale = size**-0.5
+
+    def __call__(self, tokens: Int[Array, "T"], x: Float[Array, "T E"]) -> Float[Array, "T L n"]:
+        """The inputs of every layer; `x` are the scaled embeddings."""
+        rows = self.embed(tokens).reshape(-1, *self.shape).astype(jnp.float32) * self.shape[1] ** 0.5
+        projected = self.norm((self.projection.partial(x) * self.scale).reshape(-1, *self.shape))
+        return ((rows + projected) * 2**-0.5).astype(x.dtype)
+
+
+class PerLayerGate(nnx.Module):
+    """`x + norm(projection(act(gate(x)) * given))`, with which a layer takes in its own input."""
+
+    def __init__(self, config: PerLayerConfig, size: int, activation: str, norm_eps: float, options: BuildOptions):
+        self.gate = Linear(size, config.size, options)
+        self.projection = Linear(config.size, size, options)
+        self.norm = RMSNorm(size, norm_eps, options.kernels)
+        self.activation = activation
+
+    def __call__(self, x: Float[Array, "T E"], given: Float[Array, "T n"]) -> Float[Array, "T E"]:
+        gate = ACTIVATIONS[self.activation](self.gate.partial(x))
+        return x + self.norm(self.projection((gate * given).astype(x.dtype)))

@@ -9,12 +9,11 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxllm.models.layers.experts import Experts
+from jaxllm.models.layers.experts import Experts, MoEConfig, Router, route
 from jaxllm.models.layers.host_experts import ExpertPlaces
 from jaxllm.models.layers.linear import Linear
 from jaxllm.models.layers.mlp import MLP, GatedMLP
 from jaxllm.models.layers.norm import RMSNorm
-from jaxllm.models.layers.routing import MoEConfig, Router, route
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Later, Mixture, Norm, Residual, StepMetadata, late_sum
 from jaxllm.sharding.collectives import (

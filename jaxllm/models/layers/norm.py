@@ -7,7 +7,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxllm.models.layers.params import param
+from jaxllm.models.layers.linear import param
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Kernels, Norm, RootMeanSquare
 from jaxllm.sharding.collectives import sum_over_tensor, tensor_rank, tensor_size
