@@ -10,8 +10,9 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import UInt8
 
-from jaxllm.pallas_kernels.packed_matrix import PackedFormat
-from jaxllm.quantization.groups import Groups
+from jaxllm.pallas_kernels.matrices import PackedFormat
+from jaxllm.quantization.coded import Coded
+from jaxllm.quantization.stored import Coding, unpacked
 
 F16, INT32 = np.dtype(np.float16), np.dtype(np.int32)
 E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
@@ -49,8 +50,9 @@ def unpack_blocks(blocks: BlocksOfRows, type: str, format: PackedFormat) -> Unpa
     return Unpacked(codes, _pairs(*halves), ()) if format.scales == "pair" else Unpacked(codes, words, halves)
 
 
-def group_format(bits: int, group: int, scale: np.dtype, *, symmetric: bool, inputs: int) -> PackedFormat | None:
+def group_format(coding: Coding, inputs: int) -> PackedFormat | None:
     """The format for groups of codes without levels, of rows of that many inputs; None if there is none."""
+    bits, group, scale, symmetric = coding.bits, coding.block[1], coding.scale, coding.symmetric
     powers = scale == E8M0
     parted = group > MOST_GROUP and group % MOST_GROUP > 0
     if bits not in (2, 4, 8) or group % 16 or parted or (powers and not symmetric):
@@ -72,21 +74,19 @@ def _fitting(format: PackedFormat, inputs: int) -> PackedFormat:
     return format if inputs % format.unit == 0 else replace(format, width=16)
 
 
-def unpack_groups(weight: Groups, format: PackedFormat) -> Unpacked:
+def unpack_groups(weight: Coded, format: PackedFormat) -> Unpacked:
     """Groups of codes, for the format that `group_format` gives."""
-    shifts = np.arange(0, 8, weight.bits, dtype=np.uint8)[:, None]
-    codes = (weight.codes[..., None, :] >> shifts) & np.uint8((1 << weight.bits) - 1)
-    codes = codes.reshape(*weight.scale.shape[:-1], -1)
+    bits = weight.coding.bits
+    codes = unpacked(weight.codes, bits).reshape(*weight.scale.shape[:-1], -1)
     repeats = codes.shape[-1] // weight.scale.shape[-1] // format.group
     scale = np.repeat(weight.scale, repeats, axis=-1)
-    if weight.bits == 8:
+    if bits == 8:
         codes = codes ^ np.uint8(128)
     if format.scales == "pair":
         return Unpacked(codes, _pairs(scale), ())
     if weight.zero is None:
         return Unpacked(codes, None, (scale.view(np.uint8) if format.scales == "power" else scale,))
-    middle = 1 << (weight.bits - 1)
-    zero = (np.repeat(weight.zero, repeats, axis=-1).astype(np.int16) - middle).astype(np.int8)
+    zero = (np.repeat(weight.zero, repeats, axis=-1).astype(np.int16) - (1 << (bits - 1))).astype(np.int8)
     return Unpacked(codes, None, (scale, zero))
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from jaxllm.quantization.coded import Coding
-from jaxllm.quantization.stored import Stored
+from jaxllm.quantization.stored import Coding, Stored
 
 
 class TensorInfo(NamedTuple):

@@ -22,6 +22,7 @@ from jaxllm.quantization.weight import DenseKind, WeightKind
 from jaxllm.weights.adapters.merged import MergedCheckpoint
 from jaxllm.weights.checkpoint import Checkpoint, TensorInfo
 from jaxllm.weights.loader import find_sources
+from jaxllm.weights.saved import describe
 
 FILE_TYPES = {
     "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q2k": 10, "q3k": 11, "q4k": 14, "q5k": 16, "q6k": 18,
@@ -97,7 +98,7 @@ def _type(name: str, info: TensorInfo, kind: WeightKind) -> str:
         return kind.type if info.shape[-1] % kind.block == 0 else info.dtype
     if not isinstance(kind, DenseKind):
         known = ", ".join(BLOCKS)
-        raise ConfigError(f"{name} would be kept as {type(kind).__name__}, which GGUF does not have; it has {known}")
+        raise ConfigError(f"{name} would be kept as {describe(kind)['name']}, which GGUF does not have; it has {known}")
     if info.dtype in GGUF_FLOATS:
         return info.dtype
     return next(label for label, dtype in GGUF_FLOATS.items() if dtype == kind.dtype)

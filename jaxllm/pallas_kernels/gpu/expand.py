@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, UInt8
 
 from jaxllm.compat import triton_elementwise_asm
-from jaxllm.pallas_kernels.packed_matrix import PackedFormat
+from jaxllm.pallas_kernels.matrices import PackedFormat
 
 BF16, F16 = np.dtype(jnp.bfloat16), np.dtype(np.float16)
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from jaxllm.compat import triton_compiler_params, triton_store
 from jaxllm.pallas_kernels.gpu.walk import Tiling, Walk, arrays_by_name, step_of
-from jaxllm.pallas_kernels.packed_matrix import EXPANDED_BYTES, ROWS, PackedMatrix
+from jaxllm.pallas_kernels.matrices import EXPANDED_BYTES, ROWS, PackedMatrix
 
 TILING = Tiling(warps=4, step=256, stages=1)
 

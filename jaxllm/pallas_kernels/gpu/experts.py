@@ -19,19 +19,17 @@ from jaxllm.pallas_kernels.gpu import block_scaled, few_rows, int8, packed
 from jaxllm.pallas_kernels.gpu.groups import RowLists, groups_of_rows, list_rows
 from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul
 from jaxllm.pallas_kernels.gpu.route import route
-from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
+from jaxllm.pallas_kernels.matrices import KernelMatrix, PackedMatrix
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.mixture import Mixture
-from jaxllm.pallas_kernels.ordered_matrix import OrderedMatrix
-from jaxllm.pallas_kernels.packed_matrix import PackedMatrix
 
 
 def experts(
     x: Float[Array, "T E"],
     logits: Float[Array, "T X"],
     bias: Float[Array, "X"] | None,
-    gate_up: tuple[KernelMatrix | OrderedMatrix | PackedMatrix, ...],
-    down: tuple[KernelMatrix | OrderedMatrix | PackedMatrix, ...],
+    gate_up: tuple[KernelMatrix | PackedMatrix, ...],
+    down: tuple[KernelMatrix | PackedMatrix, ...],
     *,
     first: Int[Array, ""] | int,
     here: int,
@@ -75,21 +73,21 @@ def _products(
     rows: int,
     tile_rows: int,
     *,
-    gate_up: tuple[KernelMatrix | OrderedMatrix | PackedMatrix, ...],
-    down: tuple[KernelMatrix | OrderedMatrix | PackedMatrix, ...],
+    gate_up: tuple[KernelMatrix | PackedMatrix, ...],
+    down: tuple[KernelMatrix | PackedMatrix, ...],
     activation: Callable[[jax.Array], jax.Array],
     gate: Callable[[jax.Array], jax.Array] | None,
     biases: tuple[Float[Array, "X n"], Float[Array, "X E"]] | None,
     interpret: bool,
 ) -> Float[Array, "P E"]:
     """What each of `rows` pairs gives, in float32, and anything for those that are on no list."""
-    sorted_ = any(isinstance(matrix, OrderedMatrix) for matrix in (*gate_up, *down))
+    sorted_ = any(matrix.order is not None for matrix in (*gate_up, *down))
     group = groups_of_rows(lists, rows, tile_rows) if sorted_ or biases is not None else None
 
-    def multiply(x: jax.Array, matrix: KernelMatrix | OrderedMatrix | PackedMatrix, **options: Any) -> jax.Array:
-        if isinstance(matrix, OrderedMatrix):
+    def multiply(x: jax.Array, matrix: KernelMatrix | PackedMatrix, **options: Any) -> jax.Array:
+        if matrix.order is not None:
             assert group is not None
-            return multiply(_in_their_order(x, matrix.order, group), matrix.matrix, **options)
+            x = _in_their_order(x, matrix.order, group)
         product: Callable[..., jax.Array] = grouped_matmul
         if isinstance(matrix, KernelMatrix):
             if matrix.rounds:
@@ -121,10 +119,8 @@ def _gated(both: Float[Array, "N n"], activation: Callable[[jax.Array], jax.Arra
     return activation(gate) * up
 
 
-def _gates(matrix: KernelMatrix | OrderedMatrix | PackedMatrix) -> bool:
+def _gates(matrix: KernelMatrix | PackedMatrix) -> bool:
     """Whether a kernel finds gates and what they are for beside each other."""
-    if isinstance(matrix, OrderedMatrix):
-        return _gates(matrix.matrix)
     return isinstance(matrix, KernelMatrix) or packed.gates(matrix)
 
 

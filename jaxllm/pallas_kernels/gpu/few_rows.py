@@ -20,8 +20,8 @@ from jaxtyping import Array, Float
 from jaxllm.compat import triton_compiler_params, triton_load
 from jaxllm.pallas_kernels.gpu.groups import RowLists
 from jaxllm.pallas_kernels.gpu.row_tiles import outputs_of_program, rows_of_program, store_sums
-from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
 from jaxllm.pallas_kernels.late import Unsummed
+from jaxllm.pallas_kernels.matrices import KernelMatrix
 
 MOST_ROWS = 16
 """As many as the tensor cores multiply by at least; `matmul` is for more."""

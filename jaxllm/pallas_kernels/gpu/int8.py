@@ -21,9 +21,8 @@ from jaxllm.compat import triton_compiler_params, triton_load, triton_store
 from jaxllm.pallas_kernels.gpu.float8 import round_to_even
 from jaxllm.pallas_kernels.gpu.groups import RowLists
 from jaxllm.pallas_kernels.gpu.row_tiles import outputs_of_program, rows_of_program, store_sums
-from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
 from jaxllm.pallas_kernels.late import Unsummed
-from jaxllm.pallas_kernels.rounded import RUN
+from jaxllm.pallas_kernels.matrices import RUN, KernelMatrix
 
 FEWEST_ROWS, MOST_ROWS = 16, 128
 """In a tile."""

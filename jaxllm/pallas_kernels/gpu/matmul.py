@@ -27,8 +27,7 @@ from jaxllm.pallas_kernels.gpu import packed
 from jaxllm.pallas_kernels.gpu.float8 import from_e4m3
 from jaxllm.pallas_kernels.gpu.groups import RowLists
 from jaxllm.pallas_kernels.gpu.row_tiles import neighbours
-from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
-from jaxllm.pallas_kernels.packed_matrix import PackedMatrix
+from jaxllm.pallas_kernels.matrices import KernelMatrix, PackedMatrix
 
 MAX_TILE_ROWS = 128
 BLOCK_OUT = 128

@@ -28,7 +28,7 @@ from jaxllm.pallas_kernels.gpu import expanded
 from jaxllm.pallas_kernels.gpu.groups import RowLists
 from jaxllm.pallas_kernels.gpu.walk import Tiling, Walk, arrays_by_name, step_of
 from jaxllm.pallas_kernels.late import Unsummed
-from jaxllm.pallas_kernels.packed_matrix import ROWS, SCALES, PackedMatrix
+from jaxllm.pallas_kernels.matrices import ROWS, SCALES, PackedMatrix
 
 FEW_ROWS = 16
 """As many as one instruction of the tensor cores multiplies by."""

@@ -15,12 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
 from jaxllm.pallas_kernels.late import Late, Later, Residual, Unsummed, late_sum
+from jaxllm.pallas_kernels.matrices import KernelMatrix, PackedMatrix, arranged
 from jaxllm.pallas_kernels.mixture import Mixture
 from jaxllm.pallas_kernels.norms import Norm, RootMeanSquare
-from jaxllm.pallas_kernels.ordered_matrix import OrderedMatrix
-from jaxllm.pallas_kernels.packed_matrix import PackedMatrix
 from jaxllm.pallas_kernels.products import linear as reference_linear
 
 
@@ -45,7 +43,7 @@ def linear(
     given = dtype if residual is None or isinstance(residual, Later) else residual.dtype
     if len(matrices) == 1:
         out = _product(x, matrices[0], given, interpret)
-    elif all(isinstance(matrix, PackedMatrix) for matrix in matrices):
+    elif all(isinstance(matrix, PackedMatrix) and matrix.order is None for matrix in matrices):
         from jaxllm.pallas_kernels.gpu import packed
 
         out = packed.late_matmul(x, matrices, dtype=given, interpret=interpret)
@@ -90,10 +88,9 @@ def add_norm(
     return kernel.add_norm(x, out if isinstance(out, Mixture | Unsummed) else out.astype(x.dtype), norm)
 
 
-def _product(x: jax.Array, matrix: KernelMatrix | OrderedMatrix | PackedMatrix, dtype: Any, interpret: bool) -> Late:
+def _product(x: jax.Array, matrix: KernelMatrix | PackedMatrix, dtype: Any, interpret: bool) -> Late:
     """May be `Unsummed`."""
-    if isinstance(matrix, OrderedMatrix):
-        return _product(matrix.arranged(x), matrix.matrix, dtype, interpret)
+    x = x if matrix.order is None else arranged(x, matrix.order, matrix.divided)
     if isinstance(matrix, PackedMatrix):
         from jaxllm.pallas_kernels.gpu import packed
 

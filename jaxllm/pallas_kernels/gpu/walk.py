@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 
 from jaxllm.compat import triton_load
 from jaxllm.pallas_kernels.gpu.expand import expand, multiply_add
-from jaxllm.pallas_kernels.packed_matrix import ROWS, SCALES, PackedMatrix, block_scale, group_scale
+from jaxllm.pallas_kernels.matrices import ROWS, SCALES, PackedMatrix, block_scale, group_scale
 
 Array = jax.Array
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.quantization.coded import Codes, Coding
+from jaxllm.quantization.stored import Codes, Coding
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import FLAG, NULL, TEXT, check_fields, either, whole
 from jaxllm.weights.packings.marlin import marlin

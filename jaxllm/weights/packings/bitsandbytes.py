@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.quantization.coded import Codes, Coding
+from jaxllm.quantization.stored import Codes, Coding
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import FLAG, check_fields, real, several, whole
 from jaxllm.weights.packings.module import Packed, Parts, modules, unpack, unsupported

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.quantization.coded import Codes, Coding, order_name
+from jaxllm.quantization.stored import Codes, Coding, order_name
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import FLAG, NULL, OBJECT, TEXT, check_fields, either, whole
 from jaxllm.weights.packings.fp8 import ACTIVATIONS, fp8_matrix

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.quantization.coded import FP8, Codes, Coding
+from jaxllm.quantization.stored import FP8, Codes, Coding
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import NULL, check_fields, either, several, shown, whole
 from jaxllm.weights.packings.module import FLOATS, Packed, Parts

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.quantization.coded import Codes, Coding, order_name
+from jaxllm.quantization.stored import Codes, Coding, order_name
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import FLAG, NULL, OBJECT, TEXT, check_fields, either, one_of, whole
 from jaxllm.weights.packings.marlin import marlin

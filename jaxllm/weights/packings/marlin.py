@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxllm.quantization.coded import Codes, Coding
+from jaxllm.quantization.stored import Codes, Coding
 from jaxllm.weights.packings.module import Packed, Parts, unpack
 
 TILE, WIDTH = 16, 64

@@ -10,8 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxllm.errors import CheckpointError
-from jaxllm.quantization.coded import Codes, Coding
-from jaxllm.quantization.stored import Stored
+from jaxllm.quantization.stored import Codes, Coding, Stored
 from jaxllm.weights.checkpoint import Checkpoint, TensorInfo
 from jaxllm.weights.fields import shown
 

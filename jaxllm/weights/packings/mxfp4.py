@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxllm.quantization.coded import Codes, Coding
+from jaxllm.quantization.stored import Codes, Coding
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.packings.module import Packed, Parts, modules, unpack
 

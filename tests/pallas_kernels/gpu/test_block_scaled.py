@@ -13,8 +13,8 @@ from jaxllm.pallas_kernels import late_sum
 from jaxllm.pallas_kernels.gpu.block_scaled import MOST_ROWS, few_rows, grouped_few_rows, knows
 from jaxllm.pallas_kernels.gpu.float8 import e4m3_program
 from jaxllm.pallas_kernels.gpu.groups import list_rows
-from jaxllm.quantization.coded import FP8
-from jaxllm.quantization.fp8_blocks import Fp8Blocks
+from jaxllm.quantization.coded import Coded, fp8_blocks
+from jaxllm.quantization.stored import FP8
 from tests.gpu_here import INTERPRET
 from tests.pallas_kernels.gpu.ptx_machine import PtxMachine
 from tests.pallas_kernels.gpu.test_experts import silu
@@ -24,16 +24,17 @@ pytestmark = pytest.mark.gpu_kernels
 BF16, F16 = np.dtype(jnp.bfloat16), np.dtype(np.float16)
 
 
-def blocks(*shape: int, rows: int = 128, columns: int = 128, dtype: np.dtype = BF16) -> Fp8Blocks:
+def blocks(*shape: int, rows: int = 128, columns: int = 128, dtype: np.dtype = BF16) -> Coded:
     """Any codes that are numbers, from the smallest to the largest, and scales that differ a hundredfold."""
     random = np.random.default_rng(sum(shape))
     *stack, outputs, inputs = shape
     bits = random.integers(0, 127, (*stack, outputs // rows, rows, inputs)) | random.choice([0, 128], (inputs,))
     scale = np.exp(random.uniform(-8, -3, (*stack, outputs // rows, inputs // columns)))
-    return Fp8Blocks(jnp.asarray(bits.astype(np.uint8).view(FP8)), jnp.asarray(scale, jnp.float32), dtype)
+    codes, coding = jnp.asarray(bits.astype(np.uint8).view(FP8)), fp8_blocks(dtype, rows, columns).coding
+    return Coded(codes, jnp.asarray(scale, jnp.float32), None, coding, dtype)
 
 
-def by_hand(weight: Fp8Blocks) -> np.ndarray:
+def by_hand(weight: Coded) -> np.ndarray:
     """Float64, number by number of a table of what codes stand for."""
     table = np.arange(256, dtype=np.uint8).view(FP8).astype(np.float64)
     codes = table[np.asarray(weight.codes).view(np.uint8)].reshape(weight.shape)
