@@ -38,7 +38,7 @@ def low_rank(
 ) -> tuple[jax.Array, ...]:
     """The parts of a product `p`, with `sum over n of scales[t, n] * (b[n].T @ (a[n] @ x[t]) + gain[n] * p[t])` added.
 
-    See `pallas_kernels/low_rank.py`. Only adapters with a scale that is not 0 are read, and of these the rows up to
+    See `pallas_kernels/products.py`. Only adapters with a scale that is not 0 are read, and of these the rows up to
     their own ranks, and gains where they have some. Sums are float32, and a token's result does not depend on the
     others.
     """

@@ -175,7 +175,7 @@ def _k_pairs(blocks: BlocksOfRows) -> np.ndarray:
 
 
 def _six_bits(values: UInt8[np.ndarray, "*n 16"]) -> np.ndarray:
-    """Sixteen numbers of six bits as three words; see `packed_matrix.fourth_of_six`."""
+    """Sixteen numbers of six bits as three words; see `matrices.fourth_of_six`."""
     fours = values.reshape(*values.shape[:-1], 4, 4)
     last = (fours[..., 3:, :] >> np.array([0, 2, 4], np.uint8)[:, None]) & np.uint8(3)
     return np.ascontiguousarray(fours[..., :3, :] | last << 6).view(INT32)[..., 0]

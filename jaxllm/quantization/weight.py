@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxllm.pallas_kernels.matrices import KernelMatrix, PackedMatrix
+from jaxllm.pallas_kernels.products import dot, precision
 from jaxllm.quantization.stored import Stored
 from jaxllm.sharding.layout import Layout, place
 from jaxllm.sharding.mesh import Axes
@@ -239,13 +240,7 @@ def product(x: Float[Array, "T i"], matrix: Float[Array, "o i"]) -> Float[Array,
 
     A float32 result is also what keeps XLA:CPU on its fast path for bfloat16.
     """
-    return lax.dot_general(
-        x.astype(matrix.dtype),
-        matrix,
-        (((1,), (1,)), ((), ())),
-        precision=_precision(matrix),
-        preferred_element_type=jnp.float32,
-    )
+    return dot(x.astype(matrix.dtype), matrix)
 
 
 def _by_head(x: Float[Array, "T H n"], matrix: Float[Array, "H o i"], contract: int) -> Float[Array, "T H m"]:
@@ -257,11 +252,7 @@ def _by_head(x: Float[Array, "T H n"], matrix: Float[Array, "H o i"], contract: 
         x.swapaxes(0, 1).astype(matrix.dtype),
         matrix,
         (((2,), (contract,)), ((0,), (0,))),
-        precision=_precision(matrix),
+        precision=precision(matrix),
         preferred_element_type=jnp.float32,
     )
     return out.swapaxes(0, 1).astype(x.dtype)
-
-
-def _precision(matrix: jax.Array) -> lax.Precision | None:
-    return lax.Precision.HIGHEST if matrix.dtype == jnp.float32 else None

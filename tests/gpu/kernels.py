@@ -27,18 +27,18 @@ from jaxllm.models.layers.rope import Angles
 from jaxllm.models.layers.routing import MoEConfig
 from jaxllm.pallas_kernels import Mixture, RootMeanSquare, SSDInputs, Unsummed
 from jaxllm.pallas_kernels.gpu import block_scaled, int8
+from jaxllm.pallas_kernels.gpu.attention import rotate_and_store
 from jaxllm.pallas_kernels.gpu.decode import decode_attention
-from jaxllm.pallas_kernels.gpu.delta_rule import delta_rule
-from jaxllm.pallas_kernels.gpu.few_rows import few_rows, grouped_few_rows
-from jaxllm.pallas_kernels.gpu.groups import RowLists, most_tiles
+from jaxllm.pallas_kernels.gpu.few_rows import few_rows
 from jaxllm.pallas_kernels.gpu.latent import absorb_and_store, expand_heads
 from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul
 from jaxllm.pallas_kernels.gpu.norm import add_norm
 from jaxllm.pallas_kernels.gpu.packed import late_matmul
 from jaxllm.pallas_kernels.gpu.prefill import prefill_attention
 from jaxllm.pallas_kernels.gpu.route import route
-from jaxllm.pallas_kernels.gpu.ssd import decode as decode_states
-from jaxllm.pallas_kernels.gpu.store import rotate_and_store
+from jaxllm.pallas_kernels.gpu.rows import RowLists, most_tiles
+from jaxllm.pallas_kernels.gpu.states import delta_rule
+from jaxllm.pallas_kernels.gpu.states import ssd_decode as decode_states
 from jaxllm.pallas_kernels.gpu.tile import AttentionSpec, PerHead
 from jaxllm.pallas_kernels.metadata import StateRows, StepMetadata
 from jaxllm.pallas_kernels.pages import QUANTIZED, SCALE_BYTES
@@ -209,7 +209,7 @@ def few(kind: CodedKind) -> Program:
             found.append(few_rows(rows_of, matrix))
         (matrix,) = experts.kernel_matrices or ()
         for activation in (jax.nn.silu, None):
-            found.append(grouped_few_rows(x, matrix, lists, rows, activation=activation, dtype=dtype))
+            found.append(few_rows(x, matrix, lists, rows, activation=activation, dtype=dtype))
         return found
 
     lists = RowLists(array(count * rows), array(most_tiles(rows, count, 16), 3))
@@ -234,10 +234,10 @@ def few_of_blocks(dtype: np.dtype) -> Program:
         found = []
         for rows_of, weight in ((one, short), (many, long)):
             (matrix,) = replace(weight, dtype=dtype).kernel_matrices or ()
-            found.append(block_scaled.few_rows(rows_of, matrix, dtype))
+            found.append(block_scaled.few_rows(rows_of, matrix, dtype=dtype))
         (matrix,) = replace(experts, dtype=dtype).kernel_matrices or ()
         for activation in (jax.nn.silu, None):
-            found.append(block_scaled.grouped_few_rows(x, matrix, lists, rows, activation=activation, dtype=dtype))
+            found.append(block_scaled.few_rows(x, matrix, lists, rows, activation=activation, dtype=dtype))
         return found
 
     lists = RowLists(array(count * rows), array(most_tiles(rows, count, 16), 3))
@@ -255,10 +255,10 @@ def integers() -> Program:
 
     def run(weight: Weight, few: Any, some: Any, many: Any, experts: Weight, x: Any, lists: RowLists) -> Any:
         (matrix,) = weight.kernel_matrices or ()
-        found = [int8.matmul(x, matrix, BF16) for x in (few, some, many)]
+        found = [int8.matmul(x, matrix, dtype=BF16) for x in (few, some, many)]
         (matrix,) = experts.kernel_matrices or ()
         for activation in (jax.nn.silu, None):
-            found.append(int8.grouped_matmul(x, matrix, lists, rows, 16, activation=activation, dtype=BF16))
+            found.append(int8.matmul(x, matrix, lists, rows, 16, activation=activation, dtype=BF16))
         return found
 
     lists = RowLists(array(count * rows), array(most_tiles(rows, count, 16), 3))

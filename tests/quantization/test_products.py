@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, tiles
+from jaxllm.pallas_kernels.products import ragged_dot, tiles
 from jaxllm.quantization import weight as weights
 from jaxllm.quantization.schemes import SCHEMES
 from jaxllm.quantization.weight import Fused, Weight

@@ -16,7 +16,7 @@ from jaxllm.models.layers.params import param, weight
 from jaxllm.models.layers.routing import MoEConfig
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Mixture, StepMetadata
-from jaxllm.pallas_kernels.grouped_matmul import sort_by_group
+from jaxllm.pallas_kernels.products import sort_by_group
 from jaxllm.quantization.host_stack import HostShare, PartlyOnHost
 from jaxllm.quantization.weight import Weight
 from jaxllm.sharding.collectives import tensor_rank, tensor_size

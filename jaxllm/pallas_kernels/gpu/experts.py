@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxllm.pallas_kernels.gpu import block_scaled, few_rows, int8, packed
-from jaxllm.pallas_kernels.gpu.groups import RowLists, groups_of_rows, list_rows
 from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul
 from jaxllm.pallas_kernels.gpu.route import route
+from jaxllm.pallas_kernels.gpu.rows import RowLists, groups_of_rows, list_rows
 from jaxllm.pallas_kernels.matrices import KernelMatrix, PackedMatrix
 from jaxllm.pallas_kernels.metadata import StepMetadata
-from jaxllm.pallas_kernels.mixture import Mixture
+from jaxllm.pallas_kernels.products import Late, Mixture, late_sum
 
 
 def experts(
@@ -88,15 +88,16 @@ def _products(
         if matrix.order is not None:
             assert group is not None
             x = _in_their_order(x, matrix.order, group)
-        product: Callable[..., jax.Array] = grouped_matmul
+        product: Callable[..., Late] = grouped_matmul
         if isinstance(matrix, KernelMatrix):
             if matrix.rounds:
-                return int8.grouped_matmul(x, matrix, lists, rows, tile_rows, interpret=interpret, **options)
-            if tile_rows <= block_scaled.MOST_ROWS and block_scaled.knows(matrix):
-                product = block_scaled.grouped_few_rows
+                options |= {"tile_rows": tile_rows}
+                product = int8.matmul
+            elif tile_rows <= block_scaled.MOST_ROWS and block_scaled.knows(matrix):
+                product = block_scaled.few_rows
             elif tile_rows <= few_rows.MOST_ROWS and few_rows.knows(matrix):
-                product = few_rows.grouped_few_rows
-        return product(x, matrix, lists, rows, interpret=interpret, **options)
+                product = few_rows.few_rows
+        return late_sum(product(x, matrix, lists, rows, interpret=interpret, **options))
 
     if len(gate_up) == 1 and biases is None and gate is None and _is_lowered(activation) and _gates(gate_up[0]):
         hidden = multiply(x, gate_up[0], activation=activation, dtype=down[0].dtype)

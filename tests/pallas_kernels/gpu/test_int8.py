@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jaxllm.pallas_kernels import late_sum
-from jaxllm.pallas_kernels.gpu.groups import list_rows
-from jaxllm.pallas_kernels.gpu.int8 import grouped_matmul, matmul, round_runs
+from jaxllm.pallas_kernels.gpu.int8 import matmul, round_runs
 from jaxllm.pallas_kernels.gpu.products import linear
+from jaxllm.pallas_kernels.gpu.rows import list_rows
 from jaxllm.pallas_kernels.matrices import quantize_runs
 from jaxllm.quantization.coded import Coded, per_channel
 from jaxllm.quantization.stored import INT8
@@ -100,9 +100,7 @@ def test_tiles_of_each_groups_rows(activated: bool, tile_rows: int) -> None:
     x[(group == 3).reshape(-1, 2).all(axis=1)] = np.nan
     lists = list_rows(jnp.asarray(group, jnp.int32), 3, total, tile_rows, interpret=INTERPRET)
     options: dict[str, Any] = {"activation": jax.nn.silu} if activated else {}
-    found = grouped_matmul(
-        jnp.asarray(x), weight.kernel_matrices[0], lists, total, tile_rows, interpret=INTERPRET, **options
-    )
+    found = matmul(jnp.asarray(x), weight.kernel_matrices[0], lists, total, tile_rows, interpret=INTERPRET, **options)
     assert found.shape == (total, 72 if activated else 144)
     exact, matrices = rounded(np.nan_to_num(x)), by_hand(weight)
     for row in np.flatnonzero(group != 3):

@@ -12,12 +12,12 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jaxllm.pallas_kernels import RootMeanSquare, Unsummed, late_sum
-from jaxllm.pallas_kernels.gpu.few_rows import MOST_ROWS, few_rows, grouped_few_rows, knows
-from jaxllm.pallas_kernels.gpu.float8 import from_e4m3, to_e4m3
-from jaxllm.pallas_kernels.gpu.groups import RowLists, list_rows
+from jaxllm.pallas_kernels.gpu.expand import from_e4m3, to_e4m3
+from jaxllm.pallas_kernels.gpu.few_rows import MOST_ROWS, few_rows, knows
 from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul, matmul
 from jaxllm.pallas_kernels.gpu.norm import add_norm
 from jaxllm.pallas_kernels.gpu.products import linear
+from jaxllm.pallas_kernels.gpu.rows import RowLists, list_rows
 from jaxllm.quantization.coded import Coded, fp8_blocks, groups, per_channel
 from jaxllm.quantization.stored import FP8, INT8, Stored
 from jaxllm.quantization.weight import Dense, Weight
@@ -169,7 +169,7 @@ def test_few_rows_of_each_group(kind, sizes, activated):
     x[(group == 3).reshape(-1, 2).all(axis=1)] = np.nan
     lists = list_rows(jnp.asarray(group, jnp.int32), 3, total, MOST_ROWS, interpret=INTERPRET)
     options = {"activation": jax.nn.silu} if activated else {}
-    out = grouped_few_rows(jnp.asarray(x), matrix, lists, total, interpret=INTERPRET, **options)
+    out = few_rows(jnp.asarray(x), matrix, lists, total, interpret=INTERPRET, **options)
     assert out.shape == (total, 44 if activated else 88)
     matrices = np.asarray(weight.dequantize(), np.float64)
     for row in np.flatnonzero(group != 3):

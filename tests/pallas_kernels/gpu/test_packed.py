@@ -12,11 +12,11 @@ import pytest
 
 from jaxllm.models.layers.mlp import ACTIVATIONS
 from jaxllm.pallas_kernels import LATER, late_sum
-from jaxllm.pallas_kernels.gpu import expanded
-from jaxllm.pallas_kernels.gpu.groups import list_rows
+from jaxllm.pallas_kernels.gpu import packed
 from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul
 from jaxllm.pallas_kernels.gpu.packed import late_matmul
 from jaxllm.pallas_kernels.gpu.products import linear
+from jaxllm.pallas_kernels.gpu.rows import list_rows
 from jaxllm.pallas_kernels.gpu.walk import Tiling
 from jaxllm.pallas_kernels.matrices import PackedMatrix
 from jaxllm.quantization.coded import groups
@@ -111,7 +111,7 @@ def test_rows_end_within_a_tile(name: str, inputs: int) -> None:
 def test_rows_that_end_within_a_tile_are_expanded_exactly(name: str, inputs: int) -> None:
     weight, _ = tiles(name, 48, inputs, dtype=BF16)
     expected = np.asarray(weight.dequantize(), np.float32)
-    found = expanded.expand_tiles(weight, 0, 3, interpret=INTERPRET)
+    found = packed.expand_tiles(weight, 0, 3, interpret=INTERPRET)
     np.testing.assert_array_equal(np.asarray(found, np.float32), expected)
     x = draw(300, inputs, jnp.bfloat16)
     assert_near(matmul(x, weight), np.asarray(x, np.float64) @ expected.astype(np.float64).T, 3e-6)
@@ -184,9 +184,9 @@ def test_what_is_expanded_in_memory_is_expanded_exactly(name: str, monkeypatch: 
     """Bit for bit in the model's type; and in parts, the last smaller."""
     weight, _ = tiles(name, 112, 512, dtype=BF16)
     expected = np.asarray(weight.dequantize(), np.float32)
-    found = expanded.expand_tiles(weight, 2, 5, interpret=INTERPRET)
+    found = packed.expand_tiles(weight, 2, 5, interpret=INTERPRET)
     np.testing.assert_array_equal(np.asarray(found, np.float32), expected[32:])
-    monkeypatch.setattr(expanded, "EXPANDED_BYTES", 3 * 16 * 512 * 2)
+    monkeypatch.setattr(packed, "EXPANDED_BYTES", 3 * 16 * 512 * 2)
     x = draw(300, 512, jnp.bfloat16)
     out = matmul(x, weight)
     assert_near(out, np.asarray(x, np.float64) @ expected.astype(np.float64).T, 3e-6)
