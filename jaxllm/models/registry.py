@@ -67,8 +67,7 @@ from jaxllm.models.hf_fields import check_hf
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.sentence_files import read_sentence_files
 from jaxllm.models.tasks import GGUF_HEAD, class_labels
-from jaxllm.weights.adapters.merged import MergedCheckpoint
-from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.checkpoint import Checkpoint, MergedCheckpoint
 from jaxllm.weights.fields import shown
 from jaxllm.weights.names import NameMap, Pattern, expand, renamed
 from jaxllm.weights.packed_file import PackedCheckpoint

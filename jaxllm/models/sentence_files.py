@@ -11,8 +11,7 @@ from jaxllm.models.hf_fields import LENGTH, SIZE, maybe
 from jaxllm.models.layers.encoder import HeadActivation, Projection
 from jaxllm.requests.tasks import Pooling
 from jaxllm.weights.fields import FLAG, TEXT, FieldKind, check_fields, either, many, shown
-from jaxllm.weights.folder import model_file, read_object
-from jaxllm.weights.sentence_modules import SentenceModule, sentence_modules
+from jaxllm.weights.folder import SentenceModule, model_file, read_object, sentence_modules
 
 _POOLING: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 _POOLING_FLAGS: dict[str, Pooling] = {

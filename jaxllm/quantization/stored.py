@@ -13,7 +13,8 @@ import numpy as np
 from jaxllm.errors import CheckpointError
 from jaxllm.quantization.gguf_blocks import dequantize
 
-UINT8, INT8, FP8 = np.dtype(np.uint8), np.dtype(np.int8), np.dtype(ml_dtypes.float8_e4m3fn)
+UINT8, INT8 = np.dtype(np.uint8), np.dtype(np.int8)
+FP8, E8M0 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu)
 
 
 @dataclass(frozen=True)
@@ -155,8 +156,8 @@ def unpacked(codes: Any, bits: int) -> Any:
     return (codes[..., None, :] >> shifts) & np.uint8((1 << bits) - 1)
 
 
-GGUF_FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-"""GGUF's types that are no blocks."""
+FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+"""Types of floats, as GGUF and safetensors call them; GGUF's others are blocks."""
 
 
 class Stored(NamedTuple):

@@ -6,16 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import ml_dtypes
 import numpy as np
 from jaxtyping import UInt8
 
 from jaxllm.pallas_kernels.matrices import PackedFormat
 from jaxllm.quantization.coded import Coded
-from jaxllm.quantization.stored import Coding, unpacked
+from jaxllm.quantization.stored import E8M0, Coding, unpacked
 
 F16, INT32 = np.dtype(np.float16), np.dtype(np.int32)
-E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 
 BlocksOfRows = UInt8[np.ndarray, "*n bytes"]
 

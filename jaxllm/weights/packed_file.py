@@ -10,18 +10,20 @@ from jaxllm.errors import CheckpointError
 from jaxllm.quantization.stored import Stored
 from jaxllm.weights.checkpoint import Checkpoint, TensorInfo
 from jaxllm.weights.fields import NULL, OBJECT, check_fields, either, shown
-from jaxllm.weights.packings import awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4
+from jaxllm.weights.packings.bitsandbytes import find_bitsandbytes, find_mxfp4
+from jaxllm.weights.packings.compressed_tensors import find_compressed_tensors, find_fp8
+from jaxllm.weights.packings.gptq import find_awq, find_gptq
 from jaxllm.weights.packings.module import Packed
 
 METHODS: dict[str, Callable[[Checkpoint, dict[str, Any]], dict[str, Packed]]] = {
-    "gptq": gptq.find,
-    "awq": awq.find,
-    "compressed-tensors": compressed_tensors.find,
-    "fp8": fp8.find,
-    "fbgemm_fp8": fp8.find,
-    "bitsandbytes": bitsandbytes.find,
-    "mxfp4": mxfp4.find,
-    "marlin": lambda checkpoint, config: gptq.find(checkpoint, {"bits": 4} | config | {"checkpoint_format": "marlin"}),
+    "gptq": find_gptq,
+    "awq": find_awq,
+    "compressed-tensors": find_compressed_tensors,
+    "fp8": find_fp8,
+    "fbgemm_fp8": find_fp8,
+    "bitsandbytes": find_bitsandbytes,
+    "mxfp4": find_mxfp4,
+    "marlin": lambda checkpoint, config: find_gptq(checkpoint, {"bits": 4} | config | {"checkpoint_format": "marlin"}),
 }
 """How `quantization_config.quant_method` is read."""
 

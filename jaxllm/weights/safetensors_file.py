@@ -29,9 +29,15 @@ from jaxllm.weights.fields import (
     shown,
     whole,
 )
-from jaxllm.weights.folder import NO_PICKLES, check_no_device, model_file, pickles, read_object
-from jaxllm.weights.generation import read_generation_config
-from jaxllm.weights.sentence_modules import sentence_modules
+from jaxllm.weights.folder import (
+    NO_PICKLES,
+    check_no_device,
+    model_file,
+    pickles,
+    read_generation_config,
+    read_object,
+    sentence_modules,
+)
 
 _DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,

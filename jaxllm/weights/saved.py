@@ -24,7 +24,7 @@ from jaxllm.errors import CheckpointError, ConfigError, one_line
 from jaxllm.quantization.coded import CodedKind, OrderedKind, as_stored, fp8_blocks, groups, per_channel
 from jaxllm.quantization.gguf_decode import FORMATS
 from jaxllm.quantization.gguf_weight import GgufKind
-from jaxllm.quantization.stored import GGUF_FLOATS, Stored
+from jaxllm.quantization.stored import FLOATS, Stored
 from jaxllm.quantization.weight import DenseKind, Weight, WeightKind
 from jaxllm.weights.checkpoint import TensorInfo
 from jaxllm.weights.fields import (
@@ -41,8 +41,7 @@ from jaxllm.weights.fields import (
     shown,
     whole,
 )
-from jaxllm.weights.folder import MANIFEST, model_file, read_text
-from jaxllm.weights.generation import read_generation_config
+from jaxllm.weights.folder import MANIFEST, model_file, read_generation_config, read_text
 from jaxllm.weights.names import NameMap, Source
 
 ARRAYS = "weights"
@@ -50,12 +49,12 @@ VERSION = 1
 GROUP_BYTES = 256 * 2**20
 """Weights that are read together: few calls, and little in memory besides what is on its way to the devices."""
 
-FLOATS = {np.dtype(dtype).name: label for label, dtype in GGUF_FLOATS.items()}
+LABELS = {np.dtype(dtype).name: label for label, dtype in FLOATS.items()}
 
 SCALES = ("float16", "bfloat16", "float32", "float8_e8m0fnu")
 
 SAVED_KINDS: dict[str, tuple[Callable[..., WeightKind], FieldKinds]] = {
-    "dense": (DenseKind, {"dtype": one_of(*FLOATS)}),
+    "dense": (DenseKind, {"dtype": one_of(*LABELS)}),
     "gguf": (GgufKind, {"type": one_of(*FORMATS)}),
     "per_channel": (per_channel, {"codes": one_of("int8", "float8_e4m3fn"), "activations": FLAG}),
     "groups": (
@@ -308,7 +307,7 @@ def _kind(given: dict[str, Any], here: str) -> WeightKind:
 def _label(kind: WeightKind) -> str:
     """The name of a kind that `TensorInfo` has: GGML's, of blocks and of floats."""
     if isinstance(kind, DenseKind):
-        return FLOATS[kind.dtype.name]
+        return LABELS[kind.dtype.name]
     return kind.type if isinstance(kind, GgufKind) else describe(kind)["name"]
 
 

@@ -17,11 +17,8 @@ from typing import NamedTuple
 from jaxllm.config import CACHE_DIR
 from jaxllm.errors import CheckpointError, ModelNotFoundError, reason
 from jaxllm.folders import existing, in_home
-from jaxllm.weights.folder import NO_PICKLES, PICKLES, is_saved
-from jaxllm.weights.generation import generation_config_of
-from jaxllm.weights.gguf_parts import part_files, part_names
-from jaxllm.weights.hub import HubError, hub_file, hub_snapshot
-from jaxllm.weights.wheels import Wheel, fetch_wheels
+from jaxllm.weights.folder import NO_PICKLES, PICKLES, generation_config_of, is_saved, part_files, part_names
+from jaxllm.weights.hub import HubError, Wheel, fetch_wheels, hub_file, hub_snapshot
 from jaxllm.wording import did_you_mean
 
 logger = logging.getLogger(__name__)

@@ -40,15 +40,15 @@ from jaxllm.pallas_kernels.gpu.rows import RowLists, most_tiles
 from jaxllm.pallas_kernels.gpu.states import delta_rule
 from jaxllm.pallas_kernels.gpu.states import ssd_decode as decode_states
 from jaxllm.pallas_kernels.gpu.tile import AttentionSpec, PerHead
+from jaxllm.pallas_kernels.matrices import E2M1
 from jaxllm.pallas_kernels.metadata import StateRows, StepMetadata
 from jaxllm.pallas_kernels.pages import QUANTIZED, SCALE_BYTES
 from jaxllm.quantization.coded import Coded, CodedKind, fp8_blocks, groups, per_channel
 from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.gpu_tiles import gpu_tiled
-from jaxllm.quantization.stored import FP8, INT8
+from jaxllm.quantization.stored import E8M0, FP8, INT8
 from jaxllm.quantization.unpacked import BLOCKS
 from jaxllm.quantization.weight import DenseKind, Weight
-from jaxllm.weights.packings.mxfp4 import E8M0, LEVELS
 from tests.gpu.ptx import DUMP, Taken, taken_by_kernels
 from tests.gpu.targets import mesh_of
 
@@ -395,7 +395,7 @@ CASES: dict[str, Callable[[], Program]] = {
     "in tiles, Q4_0 of 1120 inputs": lambda: packed(GgufKind("Q4_0", BF16), 1120, 14368),
     "in tiles, Q4_1 of 1120 inputs": lambda: packed(GgufKind("Q4_1", BF16), 1120, 14368),
     "in tiles, 4 bits of 1120 inputs": lambda: packed(groups(BF16), 1120, 14368),
-    "in tiles, MXFP4 of 1120 inputs": lambda: packed(groups(BF16, 4, 32, True, E8M0, LEVELS), 1120, 14368),
+    "in tiles, MXFP4 of 1120 inputs": lambda: packed(groups(BF16, 4, 32, True, E8M0, E2M1), 1120, 14368),
     "in tiles, 2 bits of 1120 inputs": lambda: packed(groups(BF16, 2), 1120, 14368),
     "in tiles, Q4_K beside Q6_K": lambda: beside("Q4_K", "Q6_K"),
     "in tiles, Q5_K beside Q6_K": lambda: beside("Q5_K", "Q6_K"),
@@ -404,7 +404,7 @@ CASES: dict[str, Callable[[], Program]] = {
     "in tiles, 4 bits by 128": lambda: packed(groups(BF16, 4, 128)),
     "in tiles, 4 bits, symmetric, by 128": lambda: packed(groups(BF16, 4, 128, symmetric=True)),
     "in tiles, 8 bits by 128": lambda: packed(groups(BF16, 8, 128)),
-    "in tiles, MXFP4": lambda: packed(groups(BF16, 4, 32, True, E8M0, LEVELS)),
+    "in tiles, MXFP4": lambda: packed(groups(BF16, 4, 32, True, E8M0, E2M1)),
     **{f"latents, {pages or 'plain'}": partial(latents, 128, pages) for pages in PAGES},
     "latents of 16 heads": lambda: latents(16),
     "delta rule of 128": lambda: delta(16, 32, 128),

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.pallas_kernels.matrices import E2M1
 from jaxllm.quantization.coded import CodedKind, groups
 from jaxllm.quantization.gguf_decode import FORMATS
 from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.gpu_tiles import GpuTiles, gpu_tiled
-from jaxllm.quantization.stored import Coding, Stored
+from jaxllm.quantization.stored import E8M0, Coding, Stored
 from jaxllm.quantization.unpacked import BLOCKS, group_format
 from jaxllm.sharding.layout import Layout, Segment
-from jaxllm.weights.packings.mxfp4 import E8M0, LEVELS
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 
@@ -73,7 +73,7 @@ GROUPS = (
     groups(F32, 4, 32, True),
     groups(F32, 4, 128, False, F32),
     groups(F32, 4, 512, True),
-    groups(F32, 4, 32, True, E8M0, LEVELS),
+    groups(F32, 4, 32, True, E8M0, E2M1),
     groups(F32, 8, 64),
     groups(F32, 8, 48, True),
 )

@@ -17,10 +17,9 @@ from jaxllm.quantization.gguf_decode import FORMATS
 from jaxllm.quantization.gguf_encode import encode
 from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.schemes import BLOCKS, RECODED, RECODED_OTHERS
-from jaxllm.quantization.stored import GGUF_FLOATS
+from jaxllm.quantization.stored import FLOATS
 from jaxllm.quantization.weight import DenseKind, WeightKind
-from jaxllm.weights.adapters.merged import MergedCheckpoint
-from jaxllm.weights.checkpoint import Checkpoint, TensorInfo
+from jaxllm.weights.checkpoint import Checkpoint, MergedCheckpoint, TensorInfo
 from jaxllm.weights.loader import find_sources
 from jaxllm.weights.saved import describe
 
@@ -70,7 +69,7 @@ def _merged_types(checkpoint: Checkpoint) -> dict[str, str]:
         return {}
     had = {name: checkpoint.stored_type(name) for name in checkpoint.edited}
     return {
-        name: kind if kind in FORMATS or kind in GGUF_FLOATS else BLOCKS[RECODED.get(kind, RECODED_OTHERS)].type
+        name: kind if kind in FORMATS or kind in FLOATS else BLOCKS[RECODED.get(kind, RECODED_OTHERS)].type
         for name, kind in had.items()
     }
 
@@ -99,9 +98,9 @@ def _type(name: str, info: TensorInfo, kind: WeightKind) -> str:
     if not isinstance(kind, DenseKind):
         known = ", ".join(BLOCKS)
         raise ConfigError(f"{name} would be kept as {describe(kind)['name']}, which GGUF does not have; it has {known}")
-    if info.dtype in GGUF_FLOATS:
+    if info.dtype in FLOATS:
         return info.dtype
-    return next(label for label, dtype in GGUF_FLOATS.items() if dtype == kind.dtype)
+    return next(label for label, dtype in FLOATS.items() if dtype == kind.dtype)
 
 
 def _file_type(config: EngineConfig, checkpoint: Checkpoint) -> int | None:
@@ -128,7 +127,7 @@ def announce(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...], dtype: 
     elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
     in_bytes = (*shape[:-1], shape[-1] // elements * nbytes)
     size = int(np.prod(in_bytes))
-    if dtype in GGUF_FLOATS:
+    if dtype in FLOATS:
         writer.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype=kind)
     else:
         writer.add_tensor_info(name, in_bytes, np.dtype(np.uint8), size, raw_dtype=kind)
@@ -140,4 +139,4 @@ def _data(checkpoint: Checkpoint, name: str, info: TensorInfo, dtype: str) -> np
         return stored.data
     if dtype in FORMATS:
         return encode(stored.finite(), dtype, stored.importance)
-    return stored.expand().astype(GGUF_FLOATS[dtype])
+    return stored.expand().astype(FLOATS[dtype])

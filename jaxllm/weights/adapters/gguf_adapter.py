@@ -9,11 +9,11 @@ import numpy as np
 
 from jaxllm.errors import CheckpointError
 from jaxllm.quantization.gguf_blocks import dequantize
-from jaxllm.quantization.stored import GGUF_FLOATS
+from jaxllm.quantization.stored import FLOATS
 from jaxllm.weights.adapters.adapter import Adapter, LowRank
 from jaxllm.weights.fields import check_fields, real, shown
 from jaxllm.weights.folder import check_no_device
-from jaxllm.weights.gguf_header import GGUFHeader, read_header
+from jaxllm.weights.gguf_file import GGUFHeader, read_header
 
 ALPHA = "adapter.lora.alpha"
 EMBEDDING = "token_embd.weight"
@@ -64,8 +64,8 @@ def _tensors(path: Path, header: GGUFHeader) -> dict[str, np.ndarray]:
     found = {}
     for name, (shape, dtype, offset, nbytes) in header.tensors.items():
         stored = data[offset : offset + nbytes].view(np.ndarray)
-        if dtype in GGUF_FLOATS:
-            found[name] = stored.view(GGUF_FLOATS[dtype]).reshape(shape).copy()
+        if dtype in FLOATS:
+            found[name] = stored.view(FLOATS[dtype]).reshape(shape).copy()
         else:
             try:
                 found[name] = dequantize(stored, dtype, shape)

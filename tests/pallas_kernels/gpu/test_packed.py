@@ -18,14 +18,13 @@ from jaxllm.pallas_kernels.gpu.packed import late_matmul
 from jaxllm.pallas_kernels.gpu.products import linear
 from jaxllm.pallas_kernels.gpu.rows import list_rows
 from jaxllm.pallas_kernels.gpu.walk import Tiling
-from jaxllm.pallas_kernels.matrices import PackedMatrix
+from jaxllm.pallas_kernels.matrices import E2M1, PackedMatrix
 from jaxllm.quantization.coded import groups
 from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.gpu_tiles import GpuTiles, gpu_tiled
-from jaxllm.quantization.stored import Stored
+from jaxllm.quantization.stored import E8M0, Stored
 from jaxllm.quantization.unpacked import BLOCKS
 from jaxllm.quantization.weight import fuse
-from jaxllm.weights.packings.mxfp4 import E8M0, LEVELS
 from tests.gpu_here import INTERPRET
 
 pytestmark = pytest.mark.gpu_kernels
@@ -39,7 +38,7 @@ KINDS: dict[str, Any] = {
     "4 bits, symmetric": lambda dtype: groups(dtype, 4, 32, True),
     "4 bits by 128": lambda dtype: groups(dtype, 4, 128, False, F32),
     "4 bits by 16, bfloat16 scales": lambda dtype: groups(dtype, 4, 16, True, BF16),
-    "MXFP4": lambda dtype: groups(dtype, 4, 32, True, E8M0, LEVELS),
+    "MXFP4": lambda dtype: groups(dtype, 4, 32, True, E8M0, E2M1),
     "8 bits": lambda dtype: groups(dtype, 8, 64),
     "8 bits, symmetric": lambda dtype: groups(dtype, 8, 32, True),
 }
