@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int8
 
-from jaxllm.sharding.collectives import gather_over_tensor
+from jaxllm.sharding.mesh import gather_over_tensor
 
 
 @dataclass(frozen=True)

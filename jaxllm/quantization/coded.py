@@ -17,8 +17,7 @@ from jaxllm.errors import CheckpointError
 from jaxllm.pallas_kernels.matrices import RUN, KernelMatrix, PackedMatrix, arranged, quantize_runs
 from jaxllm.quantization.stored import FP8, INT8, UINT8, Codes, Coding, Stored, unpacked
 from jaxllm.quantization.weight import Quantized, Weight, WeightKind, product
-from jaxllm.sharding.layout import Layout, place
-from jaxllm.sharding.mesh import Axes
+from jaxllm.sharding.mesh import Axes, Layout, place
 
 FLOAT16, FLOAT32 = np.dtype(np.float16), np.dtype(np.float32)
 LARGEST = {INT8: 127.0, FP8: float(ml_dtypes.finfo(FP8).max)}

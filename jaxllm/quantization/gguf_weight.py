@@ -16,8 +16,7 @@ from jaxllm.quantization.gguf_decode import FORMATS, decode
 from jaxllm.quantization.gguf_encode import encode
 from jaxllm.quantization.stored import UINT8, Codes, Coding, Stored
 from jaxllm.quantization.weight import Quantized
-from jaxllm.sharding.layout import Layout, place
-from jaxllm.sharding.mesh import Axes
+from jaxllm.sharding.mesh import Axes, Layout, place
 
 
 @jax.tree_util.register_dataclass

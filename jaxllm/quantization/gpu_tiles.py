@@ -18,8 +18,7 @@ from jaxllm.quantization.gguf_weight import GgufBlocks, GgufKind
 from jaxllm.quantization.stored import UINT8, Stored, unpacked
 from jaxllm.quantization.unpacked import block_format, group_format, unpack_blocks, unpack_groups
 from jaxllm.quantization.weight import Quantized, WeightKind
-from jaxllm.sharding.layout import Layout
-from jaxllm.sharding.mesh import Axes
+from jaxllm.sharding.mesh import Axes, Layout
 
 
 @jax.tree_util.register_dataclass

@@ -18,8 +18,7 @@ from jaxllm.quantization.coded import FLOAT16, Coded, CodedKind, OrderedKind
 from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.stored import INT8, UINT8, Stored
 from jaxllm.quantization.weight import DenseKind, Weight, WeightKind
-from jaxllm.sharding.layout import Layout
-from jaxllm.sharding.mesh import Axes
+from jaxllm.sharding.mesh import Axes, Layout
 
 FLOATS = {np.dtype(jnp.bfloat16): "bf16"}
 """Dense weights that lie in tiles. Products of float32 are left to XLA: whoever asks for it wants nothing rounded."""

@@ -17,8 +17,7 @@ from jaxtyping import Array, Float, Int
 from jaxllm.pallas_kernels.matrices import KernelMatrix, PackedMatrix
 from jaxllm.pallas_kernels.products import dot, precision
 from jaxllm.quantization.stored import Stored
-from jaxllm.sharding.layout import Layout, place
-from jaxllm.sharding.mesh import Axes
+from jaxllm.sharding.mesh import Axes, Layout, place
 
 
 class Weight(ABC):

@@ -11,7 +11,7 @@ import pytest
 from jaxllm.quantization import weight as weights
 from jaxllm.quantization.coded import Coded, CodedKind, fp8_blocks
 from jaxllm.quantization.stored import FP8, Codes, Coding, Stored
-from jaxllm.sharding.layout import Layout, Segment
+from jaxllm.sharding.mesh import Layout, Segment
 
 FLOAT32 = np.dtype(np.float32)
 

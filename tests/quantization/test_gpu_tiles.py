@@ -15,7 +15,7 @@ from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.gpu_tiles import GpuTiles, gpu_tiled
 from jaxllm.quantization.stored import E8M0, Coding, Stored
 from jaxllm.quantization.unpacked import BLOCKS, group_format
-from jaxllm.sharding.layout import Layout, Segment
+from jaxllm.sharding.mesh import Layout, Segment
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 

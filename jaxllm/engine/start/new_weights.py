@@ -22,7 +22,7 @@ from jaxllm.models.config import DecoderConfig
 from jaxllm.models.importance import with_importance
 from jaxllm.models.registry import ModelSpec, model_spec
 from jaxllm.quantization.weight import DenseKind
-from jaxllm.sharding.layout import Layout
+from jaxllm.sharding.mesh import Layout
 from jaxllm.weights.checkpoint import ArrayCheckpoint, Checkpoint
 from jaxllm.weights.loader import ParamSpec, read_parameters, whole_parameters
 from jaxllm.weights.names import NameMap

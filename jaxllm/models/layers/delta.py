@@ -18,8 +18,7 @@ from jaxllm.models.layers.params import param
 from jaxllm.models.layers.rope import Angles
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Late, Norm, Residual, StepMetadata, run_states
-from jaxllm.sharding.layout import Layout, Segment, split_rows
-from jaxllm.sharding.mesh import TENSOR
+from jaxllm.sharding.mesh import TENSOR, Layout, Segment, split_rows
 
 
 @dataclass(frozen=True, kw_only=True)

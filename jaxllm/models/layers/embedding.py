@@ -8,9 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.models.layers.params import param, weight
 from jaxllm.models.options import BuildOptions
-from jaxllm.sharding.collectives import gather_over_tensor, sum_over_tensor, tensor_rank, tensor_size
-from jaxllm.sharding.layout import padded_rows
-from jaxllm.sharding.mesh import TENSOR
+from jaxllm.sharding.mesh import TENSOR, gather_over_tensor, padded_rows, sum_over_tensor, tensor_rank, tensor_size
 
 
 class VocabEmbedding(nnx.Module):

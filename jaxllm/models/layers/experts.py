@@ -19,9 +19,7 @@ from jaxllm.pallas_kernels import Mixture, StepMetadata
 from jaxllm.pallas_kernels.products import sort_by_group
 from jaxllm.quantization.host_stack import HostShare, PartlyOnHost
 from jaxllm.quantization.weight import Weight
-from jaxllm.sharding.collectives import tensor_rank, tensor_size
-from jaxllm.sharding.layout import Layout, Segment
-from jaxllm.sharding.mesh import EVERY, TENSOR, Axes
+from jaxllm.sharding.mesh import EVERY, TENSOR, Axes, Layout, Segment, tensor_rank, tensor_size
 
 
 class ExpertStack(NamedTuple):

@@ -16,9 +16,7 @@ from jaxllm.models.layers.params import param, weight
 from jaxllm.models.layers.taps import add_product
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import LATER, Late, Later, Norm, Residual, Unsummed, late_sum
-from jaxllm.sharding.collectives import sum_over_tensor, tensor_size
-from jaxllm.sharding.layout import Layout
-from jaxllm.sharding.mesh import TENSOR, Axes
+from jaxllm.sharding.mesh import TENSOR, Axes, Layout, sum_over_tensor, tensor_size
 
 
 class Linear(nnx.Module):

@@ -16,7 +16,7 @@ from jaxllm.models.layers.norm import RMSNorm
 from jaxllm.models.layers.rope import Angles, rotate
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Late, Norm, Pages, Residual, StepMetadata
-from jaxllm.sharding.layout import split_rows
+from jaxllm.sharding.mesh import split_rows
 
 
 @dataclass(frozen=True)

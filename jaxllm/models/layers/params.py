@@ -12,8 +12,7 @@ from flax import nnx
 
 from jaxllm.quantization.host_stack import HostShare
 from jaxllm.quantization.weight import Dense
-from jaxllm.sharding.layout import Layout
-from jaxllm.sharding.mesh import Axes
+from jaxllm.sharding.mesh import Axes, Layout
 
 
 def param(shape: tuple[int, ...], dtype: Any, axes: Axes | None = None, layout: Layout | None = None) -> nnx.Param:
