@@ -89,7 +89,7 @@ def _q3_k(blocks: BlockBytes) -> Elements:
 
 
 def _k_scales(packed: UInt8[Array, "*n 12"]) -> tuple[Array, Array]:
-    """Eight 6-bit scales and eight minima, as floats; see `gguf_blocks._k_scales`."""
+    """Eight 6-bit scales and eight minima, as floats; see `gguf_blocks.k_scales`."""
     scale, minimum, low = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
     scales = [scale & np.uint8(63), (low & np.uint8(15)) | ((scale >> np.uint8(2)) & np.uint8(48))]
     minima = [minimum & np.uint8(63), (low >> np.uint8(4)) | ((minimum >> np.uint8(2)) & np.uint8(48))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +11,7 @@ from jaxtyping import UInt8
 
 from jaxllm.pallas_kernels.matrices import PackedFormat
 from jaxllm.quantization.coded import Coded
+from jaxllm.quantization.gguf_blocks import k_scales
 from jaxllm.quantization.stored import E8M0, Coding, unpacked
 
 F16, INT32 = np.dtype(np.float16), np.dtype(np.int32)
@@ -18,8 +19,7 @@ F16, INT32 = np.dtype(np.float16), np.dtype(np.int32)
 BlocksOfRows = UInt8[np.ndarray, "*n bytes"]
 
 
-@dataclass(frozen=True)
-class Unpacked:
+class Unpacked(NamedTuple):
     """A weight's codes, one a byte, and its scales as tiles have them, but row by row.
 
     Attributes:
@@ -29,8 +29,8 @@ class Unpacked:
     """
 
     codes: np.ndarray
-    words: np.ndarray | None
-    halves: tuple[np.ndarray, ...]
+    words: np.ndarray | None = None
+    halves: tuple[np.ndarray, ...] = ()
 
 
 def block_format(type: str, inputs: int) -> PackedFormat:
@@ -43,9 +43,9 @@ def block_format(type: str, inputs: int) -> PackedFormat:
 
 def unpack_blocks(blocks: BlocksOfRows, type: str, format: PackedFormat) -> Unpacked:
     """GGUF's blocks `[*stack, o, blocks, bytes]`, for the format that `block_format` gives."""
-    codes, words, halves = BLOCKS[type].unpack(blocks)
-    codes = codes.reshape(*blocks.shape[:-2], -1)
-    return Unpacked(codes, _pairs(*halves), ()) if format.scales == "pair" else Unpacked(codes, words, halves)
+    found = BLOCKS[type].unpack(blocks)
+    found = found._replace(codes=found.codes.reshape(*blocks.shape[:-2], -1))
+    return found._replace(words=_pairs(*found.halves), halves=()) if format.scales == "pair" else found
 
 
 def group_format(coding: Coding, inputs: int) -> PackedFormat | None:
@@ -81,14 +81,11 @@ def unpack_groups(weight: Coded, format: PackedFormat) -> Unpacked:
     if bits == 8:
         codes = codes ^ np.uint8(128)
     if format.scales == "pair":
-        return Unpacked(codes, _pairs(scale), ())
+        return Unpacked(codes, _pairs(scale))
     if weight.zero is None:
         return Unpacked(codes, None, (scale.view(np.uint8) if format.scales == "power" else scale,))
     zero = (np.repeat(weight.zero, repeats, axis=-1).astype(np.int16) - (1 << (bits - 1))).astype(np.int8)
     return Unpacked(codes, None, (scale, zero))
-
-
-UnpackedParts = tuple[np.ndarray, np.ndarray | None, tuple[np.ndarray, ...]]
 
 
 def _words(blocks: BlocksOfRows, start: int, stop: int) -> np.ndarray:
@@ -128,47 +125,43 @@ def _flags(packed: BlocksOfRows) -> np.ndarray:
     return np.unpackbits(packed, axis=-1, bitorder="little")
 
 
-def _q4_0(blocks: BlocksOfRows) -> UnpackedParts:
-    return _nibbles(blocks[..., 2:], 16), None, (_half(blocks, 0),)
+def _q4_0(blocks: BlocksOfRows) -> Unpacked:
+    return Unpacked(_nibbles(blocks[..., 2:], 16), None, (_half(blocks, 0),))
 
 
-def _q4_1(blocks: BlocksOfRows) -> UnpackedParts:
-    return _nibbles(blocks[..., 4:], 16), _words(blocks, 0, 4), ()
+def _q4_1(blocks: BlocksOfRows) -> Unpacked:
+    return Unpacked(_nibbles(blocks[..., 4:], 16), _words(blocks, 0, 4))
 
 
-def _q5_0(blocks: BlocksOfRows) -> UnpackedParts:
-    return _nibbles(blocks[..., 6:], 16) | _flags(blocks[..., 2:6]) << 4, None, (_half(blocks, 0),)
+def _q5_0(blocks: BlocksOfRows) -> Unpacked:
+    return Unpacked(_nibbles(blocks[..., 6:], 16) | _flags(blocks[..., 2:6]) << 4, None, (_half(blocks, 0),))
 
 
-def _q5_1(blocks: BlocksOfRows) -> UnpackedParts:
-    return _nibbles(blocks[..., 8:], 16) | _flags(blocks[..., 4:8]) << 4, _words(blocks, 0, 4), ()
+def _q5_1(blocks: BlocksOfRows) -> Unpacked:
+    return Unpacked(_nibbles(blocks[..., 8:], 16) | _flags(blocks[..., 4:8]) << 4, _words(blocks, 0, 4))
 
 
-def _q8_0(blocks: BlocksOfRows) -> UnpackedParts:
-    return blocks[..., 2:], None, (_half(blocks, 0),)
+def _q8_0(blocks: BlocksOfRows) -> Unpacked:
+    return Unpacked(blocks[..., 2:], None, (_half(blocks, 0),))
 
 
-def _q2_k(blocks: BlocksOfRows) -> UnpackedParts:
+def _q2_k(blocks: BlocksOfRows) -> Unpacked:
     words = np.concatenate([_words(blocks, 0, 16), _words(blocks, 80, 84)], axis=-1)
-    return _two_bits(blocks[..., 16:80]), words, ()
+    return Unpacked(_two_bits(blocks[..., 16:80]), words)
 
 
-def _q3_k(blocks: BlocksOfRows) -> UnpackedParts:
+def _q3_k(blocks: BlocksOfRows) -> Unpacked:
     codes = _two_bits(blocks[..., 32:96]) | _bits(blocks[..., :32]) << 2
     packed = blocks[..., 96:108]
     lead = packed.shape[:-1]
     low = _shifted(packed[..., :8], [0, 4], 15).reshape(*lead, 16)
     top = _shifted(packed[..., 8:], [0, 2, 4, 6], 3).reshape(*lead, 16)
-    return codes, _six_bits(low | top << 4), (_half(blocks, 108),)
+    return Unpacked(codes, _six_bits(low | top << 4), (_half(blocks, 108),))
 
 
 def _k_pairs(blocks: BlocksOfRows) -> np.ndarray:
-    """Scales and minima as `SCALES` says; of a file's twelve bytes see `gguf_blocks._k_scales`."""
-    packed = blocks[..., 4:16]
-    scale, minimum, low = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
-    scales = np.concatenate([scale & 63, (low & 15) | ((scale >> 2) & 48)], axis=-1)
-    minima = np.concatenate([minimum & 63, (low >> 4) | ((minimum >> 2) & 48)], axis=-1)
-    both = np.stack([scales, minima], axis=-1).reshape(*packed.shape[:-1], 16)
+    """Scales and minima as `SCALES` says."""
+    both = np.stack(k_scales(blocks[..., 4:16]), axis=-1).reshape(*blocks.shape[:-1], 16)
     return np.concatenate([_six_bits(both), _words(blocks, 0, 4)], axis=-1)
 
 
@@ -179,22 +172,22 @@ def _six_bits(values: UInt8[np.ndarray, "*n 16"]) -> np.ndarray:
     return np.ascontiguousarray(fours[..., :3, :] | last << 6).view(INT32)[..., 0]
 
 
-def _q4_k(blocks: BlocksOfRows) -> UnpackedParts:
-    return _nibbles(blocks[..., 16:], 32), _k_pairs(blocks), ()
+def _q4_k(blocks: BlocksOfRows) -> Unpacked:
+    return Unpacked(_nibbles(blocks[..., 16:], 32), _k_pairs(blocks))
 
 
-def _q5_k(blocks: BlocksOfRows) -> UnpackedParts:
-    return _nibbles(blocks[..., 48:], 32) | _bits(blocks[..., 16:48]) << 4, _k_pairs(blocks), ()
+def _q5_k(blocks: BlocksOfRows) -> Unpacked:
+    return Unpacked(_nibbles(blocks[..., 48:], 32) | _bits(blocks[..., 16:48]) << 4, _k_pairs(blocks))
 
 
-def _q6_k(blocks: BlocksOfRows) -> UnpackedParts:
+def _q6_k(blocks: BlocksOfRows) -> Unpacked:
     codes = _nibbles(blocks[..., :128], 64) | _two_bits(blocks[..., 128:192]) << 4
-    return codes, _words(blocks, 192, 208), (_half(blocks, 208),)
+    return Unpacked(codes, _words(blocks, 192, 208), (_half(blocks, 208),))
 
 
 class GpuFormat(NamedTuple):
     format: PackedFormat
-    unpack: Callable[[BlocksOfRows], UnpackedParts]
+    unpack: Callable[[BlocksOfRows], Unpacked]
 
 
 BLOCKS = {

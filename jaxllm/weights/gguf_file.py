@@ -6,7 +6,6 @@ here takes a tenth of a second. Layout: https://github.com/ggml-org/ggml/blob/ma
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 import mmap
 import struct
@@ -20,7 +19,7 @@ import numpy as np
 from jaxllm.errors import CheckpointError
 from jaxllm.quantization.stored import FLOATS, Stored
 from jaxllm.weights.checkpoint import TensorInfo
-from jaxllm.weights.fields import MAX_RANK, TEXT, check_fields, is_storable, shown, whole
+from jaxllm.weights.fields import MAX_RANK, TEXT, check_apart, check_fields, is_storable, shown, whole
 from jaxllm.weights.folder import generation_config_of, part_files, read_generation_config
 
 
@@ -198,15 +197,8 @@ class _Parser:
                     f"of a file of {len(self.data):,}"
                 )
             tensors[name] = tensor
-        self.check_apart(tensors)
+        check_apart(self.path, ((tensor.offset, tensor.nbytes, name) for name, tensor in tensors.items()))
         return tensors
-
-    def check_apart(self, tensors: dict[str, GGUFTensor]) -> None:
-        """Tensors that share bytes would make much memory of a small file."""
-        stored = sorted((tensor.offset, tensor.nbytes, name) for name, tensor in tensors.items() if tensor.nbytes)
-        for (offset, nbytes, name), (begin, _, other) in itertools.pairwise(stored):
-            if offset + nbytes > begin:
-                raise CheckpointError(f"{self.path}: tensors {shown(name)} and {shown(other)} share bytes")
 
     def tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self.string()

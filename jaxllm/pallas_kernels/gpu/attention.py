@@ -148,17 +148,9 @@ def rotate_and_store(
 
 
 def _store_kernel(
-    positions_ref: Any,
-    seq_ids_ref: Any,
-    page_table_ref: Any,
-    qkv_ref: Any,
-    *refs: Any,
-    spec: AttentionSpec,
-    num_seqs: int,
-    rotary_dim: int,
-    interleaved: bool,
-    eps: tuple[float, ...] | None,
-) -> None:
+    positions_ref: Any, seq_ids_ref: Any, page_table_ref: Any, qkv_ref: Any, *refs: Any, spec: AttentionSpec,
+    num_seqs: int, rotary_dim: int, interleaved: bool, eps: tuple[float, ...] | None,
+) -> None:  # fmt: skip
     *tables, _k_pages, _v_pages, q_out, k_pages, v_pages = refs
     angle_refs, weight_refs = (tables[:2], tables[2:]) if rotary_dim else ((), tables)
     token, kv_head = pl.program_id(0), pl.program_id(1)

@@ -68,18 +68,11 @@ def chosen_experts(
 
 
 def _products(
-    x: Float[Array, "T E"],
-    lists: RowLists,
-    rows: int,
-    tile_rows: int,
-    *,
-    gate_up: tuple[KernelMatrix | PackedMatrix, ...],
-    down: tuple[KernelMatrix | PackedMatrix, ...],
-    activation: Callable[[jax.Array], jax.Array],
-    gate: Callable[[jax.Array], jax.Array] | None,
-    biases: tuple[Float[Array, "X n"], Float[Array, "X E"]] | None,
-    interpret: bool,
-) -> Float[Array, "P E"]:
+    x: Float[Array, "T E"], lists: RowLists, rows: int, tile_rows: int, *,
+    gate_up: tuple[KernelMatrix | PackedMatrix, ...], down: tuple[KernelMatrix | PackedMatrix, ...],
+    activation: Callable[[jax.Array], jax.Array], gate: Callable[[jax.Array], jax.Array] | None,
+    biases: tuple[Float[Array, "X n"], Float[Array, "X E"]] | None, interpret: bool,
+) -> Float[Array, "P E"]:  # fmt: skip
     """What each of `rows` pairs gives, in float32, and anything for those that are on no list."""
     sorted_ = any(matrix.order is not None for matrix in (*gate_up, *down))
     group = groups_of_rows(lists, rows, tile_rows) if sorted_ or biases is not None else None

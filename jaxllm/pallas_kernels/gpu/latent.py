@@ -163,23 +163,10 @@ def _tile_rows(tokens: int) -> int:
 
 
 def _kernel(
-    positions_ref: Any,
-    seq_ids_ref: Any,
-    page_table_ref: Any,
-    queries_ref: Any,
-    latent_ref: Any,
-    expand_ref: Any,
-    norm_ref: Any,
-    *refs: Any,
-    spec: AttentionSpec,
-    num_seqs: int,
-    query_dim: int,
-    begin: int,
-    tile_rows: int,
-    absorbing: int,
-    interleaved: bool,
-    eps: float,
-) -> None:
+    positions_ref: Any, seq_ids_ref: Any, page_table_ref: Any, queries_ref: Any, latent_ref: Any, expand_ref: Any,
+    norm_ref: Any, *refs: Any, spec: AttentionSpec, num_seqs: int, query_dim: int, begin: int, tile_rows: int,
+    absorbing: int, interleaved: bool, eps: float,
+) -> None:  # fmt: skip
     *angle_refs, _pages, out_ref, pages_ref = refs
     program = pl.program_id(0)
     tokens = queries_ref.shape[0]

@@ -121,17 +121,9 @@ def _multiply(
 
 
 def _kernel(
-    tiles_ref: Any,
-    x_ref: Any,
-    codes_ref: Any,
-    *tables_and_output: Any,
-    matrix: KernelMatrix,
-    names: tuple[str, ...],
-    outputs: int,
-    tile_rows: int,
-    share: int,
-    activation: Callable[[jax.Array], jax.Array] | None,
-) -> None:
+    tiles_ref: Any, x_ref: Any, codes_ref: Any, *tables_and_output: Any, matrix: KernelMatrix, names: tuple[str, ...],
+    outputs: int, tile_rows: int, share: int, activation: Callable[[jax.Array], jax.Array] | None,
+) -> None:  # fmt: skip
     *table_refs, out_ref = tables_and_output
     tables = dict(zip(names, table_refs, strict=True))
     block, tile = pl.program_id(0), pl.program_id(1)

@@ -46,15 +46,9 @@ def delta_rule(
 
 
 def _delta_step(
-    qkv: Float[Array, "n C"],
-    decay: Float[Array, "n H"],
-    beta: Float[Array, "n H"],
-    buffer: Float[Array, "N H Dk Dv"],
-    count: Int[Array, ""],
-    rows: StateRows,
-    key_heads: int,
-    interpret: bool,
-) -> tuple[Float[Array, "n H Dv"], Float[Array, "N H Dk Dv"]]:
+    qkv: Float[Array, "n C"], decay: Float[Array, "n H"], beta: Float[Array, "n H"],
+    buffer: Float[Array, "N H Dk Dv"], count: Int[Array, ""], rows: StateRows, key_heads: int, interpret: bool,
+) -> tuple[Float[Array, "n H Dv"], Float[Array, "N H Dk Dv"]]:  # fmt: skip
     """The first `count` sequences, each of which has one token; zero after the last of them."""
     _, heads, key_dim, value_dim = buffer.shape
     columns = min(COLUMNS, pl.next_power_of_2(value_dim))
