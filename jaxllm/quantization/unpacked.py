@@ -125,26 +125,6 @@ def _flags(packed: BlocksOfRows) -> np.ndarray:
     return np.unpackbits(packed, axis=-1, bitorder="little")
 
 
-def _q4_0(blocks: BlocksOfRows) -> Unpacked:
-    return Unpacked(_nibbles(blocks[..., 2:], 16), None, (_half(blocks, 0),))
-
-
-def _q4_1(blocks: BlocksOfRows) -> Unpacked:
-    return Unpacked(_nibbles(blocks[..., 4:], 16), _words(blocks, 0, 4))
-
-
-def _q5_0(blocks: BlocksOfRows) -> Unpacked:
-    return Unpacked(_nibbles(blocks[..., 6:], 16) | _flags(blocks[..., 2:6]) << 4, None, (_half(blocks, 0),))
-
-
-def _q5_1(blocks: BlocksOfRows) -> Unpacked:
-    return Unpacked(_nibbles(blocks[..., 8:], 16) | _flags(blocks[..., 4:8]) << 4, _words(blocks, 0, 4))
-
-
-def _q8_0(blocks: BlocksOfRows) -> Unpacked:
-    return Unpacked(blocks[..., 2:], None, (_half(blocks, 0),))
-
-
 def _q2_k(blocks: BlocksOfRows) -> Unpacked:
     words = np.concatenate([_words(blocks, 0, 16), _words(blocks, 80, 84)], axis=-1)
     return Unpacked(_two_bits(blocks[..., 16:80]), words)
@@ -172,14 +152,6 @@ def _six_bits(values: UInt8[np.ndarray, "*n 16"]) -> np.ndarray:
     return np.ascontiguousarray(fours[..., :3, :] | last << 6).view(INT32)[..., 0]
 
 
-def _q4_k(blocks: BlocksOfRows) -> Unpacked:
-    return Unpacked(_nibbles(blocks[..., 16:], 32), _k_pairs(blocks))
-
-
-def _q5_k(blocks: BlocksOfRows) -> Unpacked:
-    return Unpacked(_nibbles(blocks[..., 48:], 32) | _bits(blocks[..., 16:48]) << 4, _k_pairs(blocks))
-
-
 def _q6_k(blocks: BlocksOfRows) -> Unpacked:
     codes = _nibbles(blocks[..., :128], 64) | _two_bits(blocks[..., 128:192]) << 4
     return Unpacked(codes, _words(blocks, 192, 208), (_half(blocks, 208),))
@@ -191,15 +163,26 @@ class GpuFormat(NamedTuple):
 
 
 BLOCKS = {
-    "Q4_0": GpuFormat(PackedFormat(4, offset=8, scales="pair"), _q4_0),
-    "Q4_1": GpuFormat(PackedFormat(4, scales="minimum"), _q4_1),
-    "Q5_0": GpuFormat(PackedFormat(4, 1, offset=16, scales="pair"), _q5_0),
-    "Q5_1": GpuFormat(PackedFormat(4, 1, scales="minimum"), _q5_1),
-    "Q8_0": GpuFormat(PackedFormat(8, scales="pair"), _q8_0),
+    "Q4_0": GpuFormat(
+        PackedFormat(4, offset=8, scales="pair"), lambda b: Unpacked(_nibbles(b[..., 2:], 16), None, (_half(b, 0),))
+    ),
+    "Q4_1": GpuFormat(PackedFormat(4, scales="minimum"), lambda b: Unpacked(_nibbles(b[..., 4:], 16), _words(b, 0, 4))),
+    "Q5_0": GpuFormat(
+        PackedFormat(4, 1, offset=16, scales="pair"),
+        lambda b: Unpacked(_nibbles(b[..., 6:], 16) | _flags(b[..., 2:6]) << 4, None, (_half(b, 0),)),
+    ),
+    "Q5_1": GpuFormat(
+        PackedFormat(4, 1, scales="minimum"),
+        lambda b: Unpacked(_nibbles(b[..., 8:], 16) | _flags(b[..., 4:8]) << 4, _words(b, 0, 4)),
+    ),
+    "Q8_0": GpuFormat(PackedFormat(8, scales="pair"), lambda b: Unpacked(b[..., 2:], None, (_half(b, 0),))),
     "Q2_K": GpuFormat(PackedFormat(2, width=16, group=16, scales="k_nibbles"), _q2_k),
     "Q3_K": GpuFormat(PackedFormat(2, 1, width=16, group=16, offset=4, scales="k_six"), _q3_k),
-    "Q4_K": GpuFormat(PackedFormat(4, scales="k_pairs"), _q4_k),
-    "Q5_K": GpuFormat(PackedFormat(4, 1, scales="k_pairs"), _q5_k),
+    "Q4_K": GpuFormat(PackedFormat(4, scales="k_pairs"), lambda b: Unpacked(_nibbles(b[..., 16:], 32), _k_pairs(b))),
+    "Q5_K": GpuFormat(
+        PackedFormat(4, 1, scales="k_pairs"),
+        lambda b: Unpacked(_nibbles(b[..., 48:], 32) | _bits(b[..., 16:48]) << 4, _k_pairs(b)),
+    ),
     "Q6_K": GpuFormat(PackedFormat(4, 2, width=16, group=16, offset=32, scales="k_bytes"), _q6_k),
 }
 """GGUF's types as tiles have them, and what takes their blocks apart."""
