@@ -70,7 +70,7 @@ from jaxllm.models.tasks import GGUF_HEAD, class_labels
 from jaxllm.weights.checkpoint import Checkpoint, MergedCheckpoint
 from jaxllm.weights.fields import shown
 from jaxllm.weights.names import NameMap, Pattern, expand, renamed
-from jaxllm.weights.packed_file import PackedCheckpoint
+from jaxllm.weights.packings import PackedCheckpoint
 from jaxllm.weights.saved import SavedCheckpoint
 from jaxllm.wording import did_you_mean
 

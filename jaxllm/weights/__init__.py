@@ -23,7 +23,7 @@ def open_checkpoint(path: Path, load_format: str = "auto", overrides: Mapping[st
     whose keys could be overridden.
     """
     from jaxllm.weights.gguf_file import GGUFCheckpoint
-    from jaxllm.weights.packed_file import PackedCheckpoint, quantization_config
+    from jaxllm.weights.packings import PackedCheckpoint, quantization_config
     from jaxllm.weights.safetensors_file import SafetensorsCheckpoint
     from jaxllm.weights.saved import SavedCheckpoint
 

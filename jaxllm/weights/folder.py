@@ -167,7 +167,7 @@ def read_generation_config(folder: Path, name: str = "generation_config.json") -
     return given
 
 
-KINDS = ("Transformer", "Pooling", "Dense", "Normalize", "LogitScore")
+SENTENCE_KINDS = ("Transformer", "Pooling", "Dense", "Normalize", "LogitScore")
 
 
 class SentenceModule(NamedTuple):
@@ -198,8 +198,8 @@ def sentence_modules(path: Path) -> list[SentenceModule]:
         raise CheckpointError(f"{file}: is {shown(given)}; accepted is a list of objects with a type and a path")
     modules = [SentenceModule(entry["type"].rpartition(".")[2], entry["path"]) for entry in given]
     for kind, _ in modules:
-        if kind not in KINDS:
-            raise CheckpointError(f"{file}: has a module {shown(kind)}; supported are {', '.join(KINDS)}")
+        if kind not in SENTENCE_KINDS:
+            raise CheckpointError(f"{file}: has a module {shown(kind)}; supported are {', '.join(SENTENCE_KINDS)}")
     return modules
 
 
