@@ -21,12 +21,13 @@ from jaxllm.engine.device.step import StepFunctions
 from jaxllm.engine.start.plan import make_blueprint
 from jaxllm.engine.start.platform import Platform
 from jaxllm.pallas_kernels import StepMetadata
-from jaxllm.quantization.groups import GroupsKind
+from jaxllm.pallas_kernels.matrices import E2M1
+from jaxllm.quantization.coded import CodedKind, groups
 from jaxllm.quantization.schemes import SCHEMES
+from jaxllm.quantization.stored import E8M0
 from jaxllm.sharding.mesh import build_mesh, named_sharding
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.loader import ParamSpec, dummy_parameters
-from jaxllm.weights.packings.mxfp4 import E8M0, LEVELS
 
 MIXED_DECODES = 32
 ROOM = 512
@@ -58,9 +59,9 @@ def measure_model(run: Slice) -> None:
         model.mixed(run, given.contexts[0], decodes)
 
 
-OTHERS: dict[str, Callable[[np.dtype], GroupsKind]] = {
-    "gptq128": lambda dtype: GroupsKind(dtype, 4, 128),
-    "mxfp4": lambda dtype: GroupsKind(dtype, 4, 32, True, E8M0, LEVELS),
+OTHERS: dict[str, Callable[[np.dtype], CodedKind]] = {
+    "gptq128": lambda dtype: groups(dtype, 4, 128),
+    "mxfp4": lambda dtype: groups(dtype, 4, 32, True, E8M0, E2M1),
 }
 """Kinds that only checkpoints have."""
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, tiles
+from jaxllm.pallas_kernels.products import ragged_dot, tiles
 from jaxllm.quantization.weight import Dense
 
 SIZE, HIDDEN, TOP_K = 2048, 768, 8

@@ -79,9 +79,9 @@ def measure(model: str, isq: str | None, kernels: str, cache: str) -> dict[str, 
     from jaxllm.engine.start.plan import make_blueprint
     from jaxllm.engine.start.platform import Platform
     from jaxllm.sharding.mesh import build_mesh
-    from jaxllm.weights import gguf_file, open_checkpoint, packed_file, safetensors_file, saved  # noqa: F401 - likewise
+    from jaxllm.weights import open_checkpoint
+    from jaxllm.weights.folder import reading_ahead
     from jaxllm.weights.loader import load_parameters
-    from jaxllm.weights.read_ahead import reading_ahead
     from jaxllm.weights.source import resolve_model
 
     cpu_kernels.available()

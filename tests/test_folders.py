@@ -13,8 +13,7 @@ import pytest
 import jaxllm
 from jaxllm.errors import ModelNotFoundError
 from jaxllm.folders import cache_or_temporary, existing, unwritable, user_folder
-from jaxllm.weights.local import find_local
-from jaxllm.weights.source import is_local_model, resolve_adapter, resolve_model, resolve_tokenizer
+from jaxllm.weights.source import find_local, is_local_model, resolve_adapter, resolve_model, resolve_tokenizer
 from tests.reference.tiny import write_checkpoint
 
 pytestmark = pytest.mark.programs

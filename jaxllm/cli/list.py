@@ -24,7 +24,7 @@ def list_models(
     Args:
         json_output: Print a JSON array instead of a table.
     """
-    from jaxllm.weights.local import list_local_models
+    from jaxllm.weights.source import list_local_models
 
     models = list_local_models(config.download_dir)
     if json_output:

@@ -24,7 +24,7 @@ def rm(
     Args:
         yes: Do not ask.
     """
-    from jaxllm.weights.local import find_removable, remove_local
+    from jaxllm.weights.source import find_removable, remove_local
 
     if "model" not in config.model_fields_set:
         raise ConfigError("rm needs the name of a model; `jaxllm list` shows them")

@@ -38,8 +38,7 @@ def describe(config: EngineConfig) -> dict[str, Any]:
     from jaxllm.models.registry import model_spec
     from jaxllm.text.tokenizer import has_chat_template
     from jaxllm.weights import open_checkpoint
-    from jaxllm.weights.local import find_local
-    from jaxllm.weights.source import BUILTIN_MODELS
+    from jaxllm.weights.source import BUILTIN_MODELS, find_local
 
     model = find_local(config.model, config.download_dir)
     assert model.path is not None

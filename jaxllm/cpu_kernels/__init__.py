@@ -19,7 +19,7 @@ While tracing, `x` float32 or bfloat16 `[..., i]`, results float32 (see `product
     linear(x, tiles, format, rows, norm=None, residual=None) -> [..., rows]
     linears(x, (Tiles(tiles, format, rows), ...), norm=None) -> a result a matrix; formats may differ (q, k, v)
     mlp(x, gate, up, down: Tiles, activation, norm=None, residual=None) -> (activation(x gate) * (x up)) down
-              Both take `adapters` too, which add to their products; see `adapters.py`
+              Both take `adapters` too, which add to their products
     low_rank(parts ([T, ...], ...), x [T, i], AdapterArrays, AdapterUses) -> as `parts`
     argmax(x, head: Tiles, norm=None) -> int32 [...], the greedy token of each row
     embed(ids, table: Tiles, inputs) -> [..., inputs]
@@ -30,21 +30,21 @@ While tracing, `x` float32 or bfloat16 `[..., i]`, results float32 (see `product
     causal_conv(x [T, C], taps [C, k], bias, buffer [N, k - 1, C], runs, silu) -> (out [T, C], buffer)
     delta_rule(qkv [T, C], decay [T, H], beta [T, H], buffer [N, H, Dk, Dv], runs, *, key_heads, epsilon)
               -> (out [T, H, Dv], buffer); see `states.py`
-    normalise(x, weight, bias, epsilon, centred) -> x's shape and dtype; see `norms.py`
+    normalise(x, weight, bias, epsilon, centred) -> x's shape and dtype
     log_sum_exp(logits [R, V]) -> [R]
-    running_weights(logits [R, V], most [R], threshold [R], block) -> [R, V / block]; see `sampling.py`
+    running_weights(logits [R, V], most [R], threshold [R], block) -> [R, V / block]
     zeros(shape, dtype) -> [*shape], in huge pages
 
 `norm` is `RowNorm(weight [i], epsilon, weight_offset)`: x is RMS-normalised first.
 """
 
-from jaxllm.cpu_kernels.adapters import AdapterArrays, AdapterUses, low_rank
 from jaxllm.cpu_kernels.attention import HeadNorms, Rotary, attention
 from jaxllm.cpu_kernels.huge_pages import zeros
 from jaxllm.cpu_kernels.library import available, forced, isa, reason, rounds_to_bf16, runnable_isas, set_threads
-from jaxllm.cpu_kernels.norms import normalise
 from jaxllm.cpu_kernels.products import (
     ACTIVATIONS,
+    AdapterArrays,
+    AdapterUses,
     RowNorm,
     Tiles,
     argmax,
@@ -52,9 +52,12 @@ from jaxllm.cpu_kernels.products import (
     grouped_matmul,
     linear,
     linears,
+    log_sum_exp,
+    low_rank,
     mlp,
+    normalise,
+    running_weights,
 )
-from jaxllm.cpu_kernels.sampling import log_sum_exp, running_weights
 from jaxllm.cpu_kernels.states import Runs, causal_conv, delta_rule, ssd
 from jaxllm.cpu_kernels.tiles import FORMATS, GROUP, SCALED, lanes, repack, tile_bytes, tile_inputs, unpack
 

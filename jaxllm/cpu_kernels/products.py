@@ -1,4 +1,4 @@
-"""Matrix products with weights in tiles, alone and fused with what surrounds them; to be called while tracing."""
+"""Matrix products with weights in tiles and what surrounds them; norms, and a sampler's sums: called while tracing."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import ShapeDtypeStruct
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, BFloat16, Float, Float32, Int, Int32, UInt8
 
-from jaxllm.cpu_kernels.adapters import AdapterArrays, AdapterUses
 from jaxllm.cpu_kernels.library import call
 from jaxllm.cpu_kernels.tiles import number, tile_inputs
 
@@ -171,3 +170,80 @@ def _norm_arguments(norm: RowNorm | None) -> tuple[jax.Array, ...]:
 def _norm_attributes(norm: RowNorm | None) -> dict[str, object]:
     epsilon, offset = (0.0, 0.0) if norm is None else (norm.epsilon, norm.weight_offset)
     return {"norm": norm is not None, "epsilon": np.float32(epsilon), "weight_offset": np.float32(offset)}
+
+
+class AdapterArrays(NamedTuple):
+    """All adapters of one product: `a` holds `r` rows for each of its parts, one after the other.
+
+    `gain` is what the product itself is multiplied by and added: that of an adapter with magnitudes (DoRA). `ranks` are
+    the adapters' own, up to `r`: 0 for parts that an adapter leaves alone, which are not read.
+    """
+
+    a: BFloat16[Array, "N k i"]
+    b: BFloat16[Array, "N r o"]
+    gain: BFloat16[Array, "N o"]
+    ranks: Int32[Array, "N p"]
+
+
+class AdapterUses(NamedTuple):
+    """How much of each adapter each token has, and 1 for adapters that have gains."""
+
+    scales: Float32[Array, "T N"]
+    gains: Int32[Array, "N"]
+
+
+def low_rank(
+    parts: Sequence[Float32[Array, "T _"]], x: Float[Array, "T i"], arrays: AdapterArrays, uses: AdapterUses
+) -> tuple[jax.Array, ...]:
+    """The parts of a product `p`, with `sum over n of scales[t, n] * (b[n].T @ (a[n] @ x[t]) + gain[n] * p[t])` added.
+
+    See `pallas_kernels/products.py`. Only adapters with a scale that is not 0 are read, and of these the rows up to
+    their own ranks, and gains where they have some. Sums are float32, and a token's result does not depend on the
+    others.
+    """
+    shapes = tuple(ShapeDtypeStruct(part.shape, jnp.float32) for part in parts)
+    given = (x.astype(jnp.float32), *arrays, *uses)
+    aliases = {len(given) + index: index for index in range(len(parts))}
+    return tuple(call("jaxllm_low_rank", shapes, input_output_aliases=aliases)(*given, *parts))
+
+
+def normalise(
+    x: Float[Array, "... n"],
+    weight: Float[Array, "*groups n"],
+    bias: Float[Array, "n"] | None,
+    epsilon: float,
+    centred: bool,
+) -> Float[Array, "... n"]:
+    """`x / sqrt(mean(x^2) + epsilon) * weight + bias`, computed in float32; `centred` takes the mean off `x` first.
+
+    `x` is float32 or bfloat16, and so is the result. With a weight of `[H, n]` the last axis of `x` but one is of `H`.
+    """
+    more = () if bias is None else (bias.astype(jnp.float32),)
+    return call("jaxllm_normalise", ShapeDtypeStruct(x.shape, x.dtype))(
+        x,
+        weight.astype(jnp.float32).reshape(-1, x.shape[-1]),
+        *more,
+        centred=centred,
+        bias=bias is not None,
+        epsilon=np.float32(epsilon),
+    )
+
+
+def log_sum_exp(logits: Float[Array, "R V"]) -> Float[Array, "R"]:
+    """`log(sum(exp(logits)))` of each row."""
+    most = logits.max(-1)
+    most = jnp.where(most == -jnp.inf, 0, most)
+    return call("jaxllm_log_sum_exp", ShapeDtypeStruct(most.shape, jnp.float32))(logits, most)
+
+
+def running_weights(
+    logits: Float[Array, "R V"], most: Float[Array, "R"], threshold: Float[Array, "R"], block: int
+) -> Float[Array, "R n"]:
+    """A sampler's running sums over blocks of logits of `exp(logit - most)`, of those from `threshold` on.
+
+    Worked example, a block of 2: logits [0, 0, 1, 0, 0] with a `most` of 0 and a threshold of 0 give [2, 2 + e + 1, …].
+    """
+    shape = (logits.shape[0], -(-logits.shape[1] // block))
+    return call("jaxllm_running_weights", ShapeDtypeStruct(shape, jnp.float32))(
+        logits, most, threshold, block=np.int64(block)
+    )

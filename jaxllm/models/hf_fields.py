@@ -21,7 +21,7 @@ from jaxllm.weights.fields import (
     several,
     whole,
 )
-from jaxllm.weights.generation import EOS_FIELDS
+from jaxllm.weights.folder import EOS_FIELDS
 
 SIZE = whole(1, 2**24)
 """Of a layer or a vocabulary."""

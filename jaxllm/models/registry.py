@@ -27,12 +27,11 @@ from jaxllm.models.gguf_names import GGUF_NAMES
 from jaxllm.models.hf_fields import check_hf
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.tasks import DENSE_MODULES, GGUF_HEAD, class_labels, gguf_pooling, read_sentence_files
-from jaxllm.weights.adapters.merged import MergedCheckpoint
-from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.checkpoint import Checkpoint, MergedCheckpoint
 from jaxllm.weights.fields import shown
 from jaxllm.weights.imatrix import WeighedCheckpoint, read_imatrix
 from jaxllm.weights.names import NameMap, Pattern, expand, renamed
-from jaxllm.weights.packed_file import PackedCheckpoint
+from jaxllm.weights.packings import PackedCheckpoint
 from jaxllm.weights.saved import SavedCheckpoint
 from jaxllm.wording import did_you_mean
 

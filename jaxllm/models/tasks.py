@@ -16,8 +16,7 @@ from jaxllm.models.hf_fields import COUNT, LENGTH, SIZE, maybe
 from jaxllm.requests.tasks import Activation, ModelTasks, Pooling
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import FLAG, OBJECT, TEXT, FieldKind, FieldKinds, check_fields, either, many, shown
-from jaxllm.weights.folder import model_file, read_object, read_text
-from jaxllm.weights.sentence_modules import SentenceModule, sentence_modules
+from jaxllm.weights.folder import SentenceModule, model_file, read_object, read_text, sentence_modules
 
 CLASSIFIER = "ForSequenceClassification"
 """How the architecture of a checkpoint with a classification head ends."""

@@ -16,7 +16,7 @@ from jaxllm.weights import open_checkpoint
 from jaxllm.weights.checkpoint import Checkpoint, TensorInfo
 from jaxllm.weights.fields import shown
 from jaxllm.weights.folder import read_object
-from jaxllm.weights.packed_file import PackedCheckpoint, quantization_config
+from jaxllm.weights.packings import PackedCheckpoint, quantization_config
 
 MECHANISMS: dict[str, tuple[str, ...]] = {
     "sparse attention with an indexer": (

@@ -2,13 +2,22 @@
 
 from jaxllm.cpu_kernels import AdapterArrays, AdapterUses
 from jaxllm.pallas_kernels.kernels import REFERENCE, Kernels, choose_kernels
-from jaxllm.pallas_kernels.late import LATER, Late, Later, Residual, Unsummed, late_sum, with_late
 from jaxllm.pallas_kernels.metadata import StateRows, StepMetadata
-from jaxllm.pallas_kernels.mixture import Mixture
-from jaxllm.pallas_kernels.norms import Norm, RootMeanSquare
 from jaxllm.pallas_kernels.pages import Pages
+from jaxllm.pallas_kernels.products import (
+    LATER,
+    Late,
+    Later,
+    Mixture,
+    Norm,
+    Residual,
+    RootMeanSquare,
+    Unsummed,
+    late_sum,
+    with_late,
+)
 from jaxllm.pallas_kernels.ssd import SSDInputs
-from jaxllm.pallas_kernels.tentative import Tentative, run_states, settle, staying
+from jaxllm.pallas_kernels.states import Tentative, run_states, settle, staying
 
 __all__ = [
     "LATER", "REFERENCE", "AdapterArrays", "AdapterUses", "Kernels", "Late", "Later", "Mixture", "Norm", "Pages",

@@ -12,10 +12,10 @@ from jaxtyping import Array, Float, Int
 from jaxllm import cpu_kernels
 from jaxllm.pallas_kernels import products
 from jaxllm.pallas_kernels.delta_rule import EPS
-from jaxllm.pallas_kernels.grouped_matmul import tiles as reference_grouped_matmul
 from jaxllm.pallas_kernels.metadata import StepMetadata
-from jaxllm.pallas_kernels.norms import Norm, RootMeanSquare
 from jaxllm.pallas_kernels.pages import Pages
+from jaxllm.pallas_kernels.products import Norm, RootMeanSquare
+from jaxllm.pallas_kernels.products import tiles as reference_grouped_matmul
 from jaxllm.pallas_kernels.ssd import SSDInputs
 from jaxllm.pallas_kernels.states import kept_length
 

@@ -5,18 +5,23 @@ Each value head keeps a matrix `S [Dk, Dv]` of its sequence, in float32. A token
     S <- exp(decay) S
     S <- S + k^T (beta (v - k S))
     out = q S
+
+Prompts run in windows of neighbouring tokens, by products of matrices: what a window's tokens write depends on each
+other by a triangular system, which is solved at once (section 3.3); the windows of a sequence follow each other.
 """
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.pallas_kernels.delta_windows import Tokens, einsum, prefill
 from jaxllm.pallas_kernels.metadata import StateRows, StepMetadata
-from jaxllm.pallas_kernels.states import read_state
+from jaxllm.pallas_kernels.states import kept_length, read_state
 
 EPS = 1e-6
 """Added to the sum of a head's squares."""
@@ -82,3 +87,144 @@ def _decodes(
 
 def _unit(x: Float[Array, "T K Dk"]) -> Float[Array, "T K Dk"]:
     return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPS)
+
+
+WINDOW = 64
+"""Tokens that are run together."""
+
+einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+class Tokens(NamedTuple):
+    """What the rule takes of each token; heads of `q` and `k` are repeated for the value heads that use them."""
+
+    q: Float[Array, "*n H Dk"]
+    k: Float[Array, "*n H Dk"]
+    v: Float[Array, "*n H Dv"]
+    decay: Float[Array, "*n H"]
+    beta: Float[Array, "*n H"]
+
+
+class _Windows(NamedTuple):
+    """What all windows know without any state, of each token `w` of a window.
+
+    Attributes:
+        q: behind the decay since the sequence's first token in the window.
+        attention: how much each token reads of what each wrote.
+        write, forget: what each token writes is `write - forget S`, where S is the state before the window.
+        decay: the logarithm of the decay since the sequence's first token in the window, its own included.
+    """
+
+    k: Float[Array, "N H W Dk"]
+    q: Float[Array, "N H W Dk"]
+    attention: Float[Array, "N H W W"]
+    write: Float[Array, "N H W Dv"]
+    forget: Float[Array, "N H W Dk"]
+    decay: Float[Array, "N H W"]
+
+
+def prefill(
+    x: Tokens, out: Float[Array, "T H Dv"], buffer: Float[Array, "N H Dk Dv"], meta: StepMetadata
+) -> tuple[Float[Array, "T H Dv"], Float[Array, "N H Dk Dv"]]:
+    """Runs the sequences that have more than one token in this step; of the others `out` has what they read already.
+
+    Windows are cut across the step, not the sequences, so that there are as many whatever the sequences: what needs no
+    state is computed for all at once. Then each pair of a sequence and a window that has tokens of it takes its turn.
+    """
+    assert meta.states is not None
+    rows, count, last_seq = meta.states, len(x.v), len(meta.context_len) - 1
+    width = min(WINDOW, 1 << (count - 1).bit_length())
+    padding = -count % width
+    padded = Tokens(*(jnp.pad(a, [(0, padding), *[(0, 0)] * (a.ndim - 1)]) for a in x))
+    seqs = jnp.pad(meta.seq_ids, (0, padding), constant_values=len(meta.context_len))
+    seqs = jnp.where(seqs >= meta.num_decodes, seqs, len(meta.context_len)).reshape(-1, width)
+    begins = meta.query_start[jnp.minimum(seqs, last_seq)] - width * jnp.arange(len(seqs))[:, None]
+    windows = _windows(padded, seqs, jnp.clip(begins, 0, width - 1), last_seq)
+    out = jnp.pad(out, [(0, padding), (0, 0), (0, 0)]).reshape(-1, width, *out.shape[1:])
+    kept_after = kept_length(rows, meta)
+    kept_at = meta.query_start[:-1] + kept_after - 1
+
+    def turn(carry: Any) -> Any:
+        seq, window, out, buffer = carry
+        w = _Windows(*(lax.dynamic_index_in_dim(a, window, keepdims=False) for a in windows))
+        mine = lax.dynamic_index_in_dim(seqs, window, keepdims=False) == seq
+        goes_on = window * width > meta.query_start[seq]
+        row = jnp.where(goes_on, rows.written[seq], rows.read[seq])
+        state = lax.dynamic_index_in_dim(buffer, row, keepdims=False)
+        state = jnp.where(goes_on | ~rows.begins[seq], state, 0)
+        written = jnp.where(mine[:, None], w.write - einsum("hwk,hkv->hwv", w.forget, state), 0)
+        read = einsum("hwk,hkv->hwv", w.q, state) + einsum("hwu,huv->hwv", w.attention, written)
+        old = lax.dynamic_index_in_dim(out, window, keepdims=False)
+        out = out.at[window].set(jnp.where(mine[:, None, None], read.swapaxes(0, 1), old))
+        end, keep = meta.query_start[seq + 1] - 1, kept_at[seq] - window * width
+        last = jnp.minimum(end - window * width, width - 1)
+        keeps = (kept_after[seq] > 0) & (keep >= 0) & (keep < width)
+        after = [_state_after(w, written, mine, state, at) for at in (last, jnp.clip(keep, 0, width - 1))]
+        where = jnp.stack([rows.written[seq], jnp.where(keeps, rows.kept[seq], len(buffer))])
+        buffer = buffer.at[where].set(jnp.stack(after), mode="drop")
+        done = (window + 1) * width > end
+        following = jnp.minimum(seq + 1, last_seq)
+        return (
+            jnp.where(done, seq + 1, seq),
+            jnp.where(done, meta.query_start[following] // width, window + 1),
+            out,
+            buffer,
+        )
+
+    first = jnp.minimum(meta.num_decodes, last_seq)
+    carry = (meta.num_decodes, meta.query_start[first] // width, out, buffer)
+    _, _, out, buffer = lax.while_loop(lambda carry: carry[0] < meta.num_seqs, turn, carry)
+    return out.reshape(-1, *out.shape[2:])[:count], buffer
+
+
+def _windows(x: Tokens, seqs: Int[Array, "N W"], begins: Int[Array, "N W"], last_seq: int) -> _Windows:
+    """`begins`: the place in the window of each token's sequence's first one there."""
+    width = seqs.shape[1]
+    q, k, v, decay, beta = (jnp.moveaxis(a.reshape(-1, width, *a.shape[1:]), 2, 1) for a in x)
+    live = (seqs <= last_seq)[:, None]
+    decay, beta = jnp.where(live, decay, 0), jnp.where(live, beta, 0)
+    total = jnp.cumsum(decay, axis=-1)
+    begin = jnp.broadcast_to(begins[:, None], total.shape)
+    since = jnp.where(live, total - jnp.take_along_axis(total - decay, begin, axis=-1), 0)
+    together = (seqs[:, :, None] == seqs[:, None, :])[:, None] & jnp.tri(width, dtype=bool)
+    pairs = jnp.exp(jnp.where(together & live[..., None], total[..., :, None] - total[..., None, :], -jnp.inf))
+    system = jnp.tril(einsum("nhwk,nhuk->nhwu", beta[..., None] * k, k) * pairs, -1)
+    targets = jnp.concatenate([v, k * jnp.exp(since)[..., None]], axis=-1) * beta[..., None]
+    solved = einsum("nhwu,nhuc->nhwc", _inverse(system), targets)
+    return _Windows(
+        k=k,
+        q=q * jnp.exp(since)[..., None],
+        attention=einsum("nhwk,nhuk->nhwu", q, k) * pairs,
+        write=solved[..., : v.shape[-1]],
+        forget=solved[..., v.shape[-1] :],
+        decay=since,
+    )
+
+
+def _inverse(lower: Float[Array, "N H W W"]) -> Float[Array, "N H W W"]:
+    """Of the identity plus what is below the diagonal of `lower`, whose size is a power of two.
+
+    Blocks on the diagonal are inverted in pairs, from the smallest on: `[[A, 0], [B, C]]` has the inverse
+    `[[A^-1, 0], [-C^-1 B A^-1, C^-1]]`. XLA's own solver is LAPACK on a CPU, which a saved executable does not find.
+    """
+    *lead, size, _ = lower.shape
+    inverse, half = jnp.ones((*lead, size, 1, 1)), 1
+    while half < size:
+        blocks = lower.reshape(*lead, size // (2 * half), 2 * half, size // (2 * half), 2 * half)
+        below = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)[..., half:, :half]
+        a, c = inverse[..., ::2, :, :], inverse[..., 1::2, :, :]
+        corner = -einsum("nhbij,nhbjk,nhbkl->nhbil", c, below, a)
+        inverse = jnp.block([[a, jnp.zeros_like(a)], [corner, c]])
+        half *= 2
+    return inverse[..., 0, :, :]
+
+
+def _state_after(
+    w: _Windows, written: Float[Array, "H W Dv"], mine: Bool[Array, "W"], state: Float[Array, "H Dk Dv"],
+    last: Int[Array, ""],
+) -> Float[Array, "H Dk Dv"]:  # fmt: skip
+    """The state after the window's token `last` of a sequence, whose tokens there are `mine`."""
+    seen = mine & (jnp.arange(len(mine)) <= last)
+    total = w.decay[:, last]
+    fading = jnp.exp(jnp.where(seen, total[:, None] - w.decay, -jnp.inf))
+    return state * jnp.exp(total)[:, None, None] + einsum("hwk,hwv->hkv", w.k * fading[..., None], written)

@@ -14,17 +14,11 @@ from jaxtyping import Array, Float
 
 from jaxllm import cpu_kernels
 from jaxllm.errors import ConfigError
-from jaxllm.pallas_kernels import cpu, reference, ssd, tpu_limits
-from jaxllm.pallas_kernels.causal_conv import causal_conv
+from jaxllm.pallas_kernels import cpu, reference, ssd, tpu
 from jaxllm.pallas_kernels.delta_rule import delta_rule
 from jaxllm.pallas_kernels.gpu import products as gpu_products
-from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, tiles
-from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
-from jaxllm.pallas_kernels.low_rank import low_rank
+from jaxllm.pallas_kernels.matrices import KernelMatrix
 from jaxllm.pallas_kernels.metadata import StepMetadata
-from jaxllm.pallas_kernels.mixture import Mixture
-from jaxllm.pallas_kernels.norms import normalise
-from jaxllm.pallas_kernels.packed import packed_attention
 from jaxllm.pallas_kernels.pages import (
     BY_HEAD,
     INTERLEAVED,
@@ -36,9 +30,11 @@ from jaxllm.pallas_kernels.pages import (
     stored_as_bits,
     stored_as_is,
 )
-from jaxllm.pallas_kernels.products import linear
+from jaxllm.pallas_kernels.products import Mixture, linear, low_rank, normalise, ragged_dot, tiles
+from jaxllm.pallas_kernels.reference import packed_attention
 from jaxllm.pallas_kernels.softmax import CPU as CPU_SUMS
 from jaxllm.pallas_kernels.softmax import PLAIN, SoftmaxSums
+from jaxllm.pallas_kernels.states import causal_conv
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +94,7 @@ class Kernels:
         gated_mlp: `(x, gate_up, down, activation, norm, residual, dtype, adapters)` -> `down(act(gate) * up) +
             residual` of `norm(x)`, where there is a kernel for that; see `linear`. `adapters`, if there are any, are
             the `AdapterArrays` of both weights and the step's `AdapterUses`.
-        grouped_matmul: `(x [N, i], weights [X, o, i], group_sizes [X]) -> [N, o]`, float32; see `grouped_matmul.py`.
+        grouped_matmul: `(x [N, i], weights [X, o, i], group_sizes [X]) -> [N, o]`, float32; see `products.tiles`.
         experts: `(x, logits, bias, gate_up, down, *, routing, first, here, activation, gate, biases, meta)` -> a
             `Mixture` of what the experts `first … first + here - 1` give, where there are kernels for it: tokens choose
             by `routing`, a `models.layers.moe.MoEConfig`, and padding chooses nobody. `gate` is applied to what the
@@ -115,16 +111,16 @@ class Kernels:
             kernels for it: a head's rows of the weight, `[o, L]`, first make its keys of the normed latent, the others
             its values. `one_product` says that queries and latents are projected from the same.
         causal_conv: `(u [T, C], taps [C, k], bias or None, buffer [N, k - 1, C], meta, activation) -> (out, buffer)`, a
-            depthwise convolution over each sequence, whose last inputs are its state; see `causal_conv.py`.
+            depthwise convolution over each sequence, whose last inputs are its state; see `states.causal_conv`.
         delta_rule: `(qkv [T, C], decay [T, H], beta [T, H], buffer [N, H, Dk, Dv], meta, *, key_heads)` -> the output
             of the gated delta rule over each sequence, and its states, which are matrices; see `delta_rule.py`.
         ssd: `(SSDInputs, buffer [B, H, P, N], meta) -> (y [T, H, P], buffer)`, what state-space layers keep of each
             sequence and read from that; see `ssd.py`.
         low_rank: `(parts, x [T, i], AdapterArrays, AdapterUses)` -> the parts of a product and what adapters add to
-            them; see `low_rank.py`.
+            them; see `products.low_rank`.
         adapted: `(x, weight, norm, residual, AdapterArrays, AdapterUses)` -> the parts of a product with what adapters
             add to them, where there is a kernel for both.
-        packed_attention: attention of whole texts without pages; see `packed.py`.
+        packed_attention: attention of whole texts without pages; see `reference.packed_attention`.
         normalise: `(x [..., n], weight, bias or None, epsilon, centred)` -> a norm that stands by itself.
         sums: a sampler's, over rows of logits.
         page_dtype: the type that pages of a float type are kept in.
@@ -188,7 +184,7 @@ def _gpu_latent_attention(
 
 
 def _gpu_delta_rule(*args: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
-    from jaxllm.pallas_kernels.gpu.delta_rule import delta_rule
+    from jaxllm.pallas_kernels.gpu.states import delta_rule
 
     return delta_rule(*args, **options)
 
@@ -197,15 +193,9 @@ def _gpu_ssd(
     inputs: ssd.SSDInputs, buffer: jax.Array, meta: StepMetadata, **options: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Decodes by a kernel; chunks are products of matrices, which XLA has kernels for."""
-    from jaxllm.pallas_kernels.gpu.ssd import decode
+    from jaxllm.pallas_kernels.gpu.states import ssd_decode
 
-    return decode(inputs, buffer, meta, **options) if meta.decode_only else ssd.chunked(inputs, buffer, meta)
-
-
-def _tpu_attention(*args: Any, **options: Any) -> tuple[jax.Array, Pages]:
-    from jaxllm.pallas_kernels.tpu import paged_attention
-
-    return paged_attention(*args, **options)
+    return ssd_decode(inputs, buffer, meta, **options) if meta.decode_only else ssd.chunked(inputs, buffer, meta)
 
 
 REFERENCE = Kernels("reference", reference.paged_attention, linear, tiles, stored_as_bits)
@@ -237,8 +227,8 @@ GPU = replace(
 )
 """Pallas, through its Triton lowering."""
 
-TPU = replace(COMPILED, name="tpu", attention=_tpu_attention, page_layout=INTERLEAVED)
-"""JAX's own ragged paged attention, in Pallas; products in plain XLA."""
+TPU = replace(COMPILED, name="tpu", attention=tpu.paged_attention, page_layout=INTERLEAVED)  # type: ignore[arg-type]
+"""JAX's own ragged paged attention, in Pallas, asked only for what `tpu.lacks` allows; products in plain XLA."""
 
 CPU = Kernels(
     "cpu", cpu.attention, cpu.linear, cpu.grouped_matmul, stored_as_bits,
@@ -301,7 +291,7 @@ def _lacks(kernels: Kernels, kv_cache_dtype: str, dtype: np.dtype, uses: Sequenc
         return Lacks(f"kv_cache_dtype {kv_cache_dtype!r} with dtype 'float32'", "a dtype of 16 bits")
     if kernels is not TPU:
         return None
-    found = (tpu_limits.lacks(kv_cache_dtype, dtype, use) for use in uses or (None,))
+    found = (tpu.lacks(kv_cache_dtype, dtype, use) for use in uses or (None,))
     return next((lacks for lacks in found if lacks is not None), None)
 
 

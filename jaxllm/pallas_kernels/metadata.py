@@ -71,7 +71,7 @@ class StepMetadata:
     adapter_gains: Int[Array, "N"] | None = None
     """1 for each of these adapters that has gains (DoRA), which the model's own tables tell it."""
     tentative: bool = field(default=False, metadata={"static": True})
-    """Static: some of its tokens may be refused once they have run; see `tentative.py`."""
+    """Static: some of its tokens may be refused once they have run; see `states.py`."""
 
     @property
     def live(self) -> Bool[Array, "T"]:

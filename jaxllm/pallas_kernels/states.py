@@ -1,7 +1,19 @@
-"""How layers read and write the state that they keep of each sequence."""
+"""States of sequences: how layers read and write them, the simplest of them, and steps whose tokens may be refused.
+
+A causal depthwise convolution keeps the last inputs of each sequence. Other layers keep matrices (`delta_rule`, `ssd`),
+which cannot forget a token. So a step of which some tokens may be refused runs its tokens over copies of the states,
+one layer's at a time, and keeps what the kernel was given of each token: kilobytes, where a state is megabytes. Once it
+is known which tokens stay, the kernel runs those again, over the states themselves. To keep the state after each token
+instead would take that many times the states' memory, and as much more traffic.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -26,3 +38,115 @@ def write_state(
     """The buffer with each sequence's state after this step's tokens, and the one that is to be kept of it."""
     where = jnp.concatenate([rows.written, rows.kept])
     return buffer.at[where].set(jnp.concatenate([after, kept]).astype(buffer.dtype))
+
+
+StateKernel = Callable[..., tuple[jax.Array, jax.Array]]
+"""`(*tokens, *constants, buffer, meta) -> (out, buffer)`: what one step's tokens read of their sequences' states, and
+the states after them."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Tentative:
+    """States as they were before a step, and what its tokens would make of them."""
+
+    buffer: Float[Array, "N *n"]
+    tokens: tuple[jax.Array, ...]
+    """What the kernel was given of each token, `[T, ...]`."""
+    constants: tuple[Any, ...]
+    kernel: StateKernel = field(metadata={"static": True})
+
+    def settled(self, stay: Int[Array, "T"], meta: StepMetadata) -> Float[Array, "N *n"]:
+        """The states after the tokens that `stay`, of which `meta` tells as of a step of their own."""
+        return self.kernel(*(part[stay] for part in self.tokens), *self.constants, self.buffer, meta)[1]
+
+
+def run_states(
+    kernel: StateKernel,
+    tokens: tuple[jax.Array, ...],
+    constants: tuple[Any, ...],
+    buffer: Float[Array, "N *n"],
+    meta: StepMetadata,
+) -> tuple[jax.Array, jax.Array | Tentative]:
+    """What the tokens read, and the states after them, or in a tentative step what becomes of these once it is known
+    which of the tokens stay.
+    """
+    if not meta.tentative:
+        return kernel(*tokens, *constants, buffer, meta)
+    assert meta.states is not None, "a model with states is run with their rows"
+    count = len(meta.states.read)
+    own, nowhere = jnp.arange(count, dtype=jnp.int32), jnp.full(count, count, jnp.int32)
+    rows = StateRows(own, meta.states.begins, own, kept=nowhere, kept_tokens=jnp.zeros_like(own))
+    out, _ = kernel(*tokens, *constants, buffer[meta.states.read], replace(meta, states=rows))
+    return out, Tentative(buffer, tokens, constants, kernel)
+
+
+def staying(tried: StepMetadata, stays: StepMetadata) -> Int[Array, "T"]:
+    """Where the tokens of `stays` are in `tried`: the same step with fewer tokens of each sequence, its first ones."""
+    seq = jnp.minimum(stays.seq_ids, len(stays.context_len) - 1)
+    place = jnp.arange(len(stays.seq_ids)) - stays.query_start[seq]
+    return jnp.clip(tried.query_start[seq] + place, 0, len(place) - 1)
+
+
+def settle(caches: Any, stay: Int[Array, "T"], stays: StepMetadata) -> Any:
+    """The caches after a step of which only the tokens that `stay` do, of which `stays` tells."""
+
+    def is_tentative(cache: Any) -> bool:
+        return isinstance(cache, Tentative)
+
+    return jax.tree.map(
+        lambda cache: cache.settled(stay, stays) if is_tentative(cache) else cache, caches, is_leaf=is_tentative
+    )
+
+
+def causal_conv(
+    u: Float[Array, "T C"],
+    taps: Float[Array, "C k"],
+    bias: Float[Array, "C"] | None,
+    buffer: Float[Array, "N r C"],
+    meta: StepMetadata,
+    activation: Callable[[jax.Array], jax.Array] | None = None,
+) -> tuple[Float[Array, "T C"], Float[Array, "N r C"]]:
+    """Each channel's taps over a token's own input and the `r = k - 1` before it in its sequence, in float32.
+
+    Args:
+        taps: the last of each channel is on the token's own input.
+        buffer: the last `r` inputs of each sequence, one sequence a row; zeros precede the first token.
+        activation: of the result.
+
+    Returns:
+        The convolution, and the buffer with the states after this step and those that are to be kept.
+    """
+    assert meta.states is not None, "a model with states is run with their rows"
+    u = u.astype(jnp.float32)
+    past = read_state(buffer, meta.states)
+    out = _convolve(u, past, taps, meta)
+    kept = _last_inputs(u, past, meta, kept_length(meta.states, meta))
+    after = _last_inputs(u, past, meta, jnp.diff(meta.query_start))
+    out = out if bias is None else out + bias
+    return out if activation is None else activation(out), write_state(buffer, after, kept, meta.states)
+
+
+def _convolve(
+    u: Float[Array, "T C"], past: Float[Array, "S r C"], taps: Float[Array, "C k"], meta: StepMetadata
+) -> Float[Array, "T C"]:
+    reach = past.shape[1]
+    seq = jnp.minimum(meta.seq_ids, past.shape[0] - 1)
+    place = jnp.arange(u.shape[0]) - meta.query_start[seq]
+    total = u * taps[:, reach]
+    for back in range(1, reach + 1):
+        before = past[seq, jnp.clip(reach + place - back, 0, reach - 1)]
+        seen = jnp.where((place >= back)[:, None], jnp.roll(u, back, axis=0), before)
+        total += seen * taps[:, reach - back]
+    return total
+
+
+def _last_inputs(
+    u: Float[Array, "T C"], past: Float[Array, "S r C"], meta: StepMetadata, length: Int[Array, "S"]
+) -> Float[Array, "S r C"]:
+    """The last `r` inputs of each sequence once `length` of its tokens in this step have run."""
+    reach = past.shape[1]
+    place = length[:, None] - reach + jnp.arange(reach)  # in this step's tokens; before them where negative
+    new = u[jnp.clip(meta.query_start[:-1, None] + place, 0, u.shape[0] - 1)]
+    old = jnp.take_along_axis(past, jnp.clip(reach + place, 0, reach - 1)[:, :, None], axis=1)
+    return jnp.where((place >= 0)[:, :, None], new, old)

@@ -1,4 +1,4 @@
-"""Paged attention for TPUs: JAX's own ragged paged attention, over our pages and batches."""
+"""Paged attention for TPUs: JAX's own ragged paged attention, over our pages and batches, and what it does not take."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxllm.pallas_kernels.metadata import StepMetadata
-from jaxllm.pallas_kernels.pages import finite, places
+from jaxllm.pallas_kernels.pages import LANES, Lacks, PageUse, finite, places
 
 QUERIES_PER_BLOCK = 32
 PAGES_PER_BLOCK = 16
@@ -56,7 +56,11 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> tuple[Float[Array, "T H D"], tuple[Shaped[Array, "N page_size K*2 _"]]]:
-    """See `kernels.PagedAttention`, over pages laid out `INTERLEAVED`; `tpu_limits` says what it does not take."""
+    """See `kernels.PagedAttention`, over pages laid out `INTERLEAVED`; `lacks` says what it does not take."""
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import (
+        ragged_paged_attention,  # Pallas takes half a second
+    )
+
     (tokens, _, dim), (_, page_size, _, lanes) = q.shape, pages[0].shape
     buffer = pages[0]
     if k.shape[1]:
@@ -81,3 +85,44 @@ def paged_attention(
 def _filled_up(x: Float[Array, "T _ D"], lanes: int) -> Float[Array, "T _ lanes"]:
     """More channels, of zeros."""
     return jnp.pad(x, ((0, 0), (0, 0), (0, lanes - x.shape[-1])))
+
+
+TABLE_BYTES = 896 * 1024
+"""What a page table may take of the 1 MiB of scalar memory that a core has, where the kernel reads it from."""
+TABLE_ROWS = 8
+"""Rows of a table take as much as their next multiple; columns as their next multiple of `LANES`."""
+
+
+def most_sequences(pages_per_seq: int) -> int:
+    """How many rows a page table of so many columns may have; 0 if none."""
+    columns = -(-pages_per_seq // LANES) * LANES
+    return TABLE_BYTES // (4 * columns) // TABLE_ROWS * TABLE_ROWS
+
+
+def lacks(kv_cache_dtype: str, dtype: np.dtype, use: PageUse | None) -> Lacks | None:
+    """What JAX's kernel does not take of these types and, where it is known, of this use; None if it takes all."""
+    if kv_cache_dtype != "auto":
+        return Lacks(f"kv_cache_dtype {kv_cache_dtype!r}", "kv_cache_dtype 'auto'")
+    if dtype not in (jnp.bfloat16, jnp.float32):
+        return Lacks(f"dtype {dtype.name!r}", "dtype 'bfloat16' or 'float32'")
+    if use is None:
+        return None
+    if use.sinks:
+        return Lacks("attention sinks")
+    if use.chunked:
+        return Lacks("attention in chunks")
+    if use.alibi:
+        return Lacks("attention biases by distance (ALiBi)")
+    if len(use.dims) == 1:
+        return Lacks("latent attention")
+    if max(use.dims) > LANES:
+        return Lacks(f"heads of {max(use.dims)} channels")
+    # They lie along the rows of a tile; where float32 ones fill more than one, queries may not.
+    if use.heads not in (1, 2, 4) and (use.heads % 8 or dtype == np.float32):
+        return Lacks(f"{use.heads} KV heads a device in {dtype.name}")
+    if use.sequences > most_sequences(use.pages_per_seq):
+        return Lacks(
+            f"a page table of {use.sequences:,} sequences and {use.pages_per_seq:,} pages of each",
+            "a greater block_size, or less of max_model_len or max_num_seqs",
+        )
+    return None

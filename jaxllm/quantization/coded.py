@@ -1,135 +1,355 @@
-"""Matrices as quantized checkpoints hold them: a code for each number, and what codes stand for."""
+"""Weights kept as codes: integers or floats of a few bits, with scales for rows, groups or blocks of them."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int, Int8
 
-UINT8, FP8 = np.dtype(np.uint8), np.dtype(ml_dtypes.float8_e4m3fn)
+from jaxllm.errors import CheckpointError
+from jaxllm.pallas_kernels.matrices import RUN, KernelMatrix, PackedMatrix, arranged, quantize_runs
+from jaxllm.quantization.stored import FP8, INT8, UINT8, Codes, Coding, Stored, unpacked
+from jaxllm.quantization.weight import Quantized, Weight, WeightKind, product
+from jaxllm.sharding.mesh import Axes, Layout, place
+
+FLOAT16, FLOAT32 = np.dtype(np.float16), np.dtype(np.float32)
+LARGEST = {INT8: 127.0, FP8: float(ml_dtypes.finfo(FP8).max)}
+"""The largest code of each type: it stands for the largest weight of a channel."""
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Coding:
-    """What a checkpoint says of a matrix's codes before any of them is read.
+class Coded(Quantized):
+    """`(code - zero) * scale`, or `levels[code] * scale`.
 
     Attributes:
-        bits: of a code.
-        block: rows and columns that share a scale; those at the edges may be smaller.
-        scale: type of the scales.
-        symmetric: whether `middle` stands for 0; else every block has a code of its own that does.
-        levels: what each code stands for, where that is not the code itself.
-        codes: type of the codes: uint8, or float8_e4m3fn, which stand for themselves.
-        order: the name (`order_name`) of the order that inputs were sorted into before they were cut into blocks
-            (act-order); empty where they were not sorted.
-        activations: whether the checkpoint is made for inputs that are rounded to int8 as well.
+        codes: where whole rows share a scale `[*stack, o, i]`, where blocks of rows do `[*stack, o / rows, rows, i]`;
+            of groups uint8 `[*stack, o, i / group, group * bits / 8]`: of four bits, low ones are a group's first half,
+            high ones its second.
+        scale: floats `[*stack, o]`, `[*stack, o / rows, i / columns]` or `[*stack, o, i / group]`.
+        zero: uint8, as `scale`; None where codes are symmetric, about the middle one.
+        coding: what they are. Blocks of `(1, 0)` are whole rows; only codes of e4m3 may have blocks of rows.
+        dtype: of the numbers that `rows` and `dequantize` give.
     """
 
-    bits: int
-    block: tuple[int, int]
-    scale: np.dtype
-    symmetric: bool = True
-    levels: tuple[float, ...] = ()
-    codes: np.dtype = UINT8
-    order: str = ""
-    activations: bool = False
+    codes: Any
+    scale: Any
+    zero: Any
+    coding: Coding = field(metadata={"static": True})
+    dtype: np.dtype = field(metadata={"static": True})
 
     @property
-    def middle(self) -> int:
-        """The code of 0 in symmetric blocks."""
-        return 0 if self.levels or self.codes == FP8 else 1 << (self.bits - 1)
+    def shape(self) -> tuple[int, ...]:
+        if self.coding.of_rows:
+            return self.codes.shape
+        *lead, groups, size = self.codes.shape
+        if self.coding.of_blocks:
+            return (*lead[:-1], lead[-1] * groups, size)
+        return (*lead, groups * size * 8 // self.coding.bits)
 
+    @property
+    def rows_together(self) -> int:
+        return self.codes.shape[-2] if self.coding.of_blocks else 1
 
-def order_name(order: np.ndarray | None) -> str:
-    """A name that equal orders of inputs share and no others have; empty where there is no order."""
-    return "" if order is None else hashlib.sha256(order.astype("<i4").tobytes()).hexdigest()[:16]
+    def dequantize(self) -> Float[Array, "*stack o i"]:
+        if self.coding.of_blocks:
+            codes = self.codes.astype(jnp.float32)
+            codes = codes.reshape(*self.scale.shape[:-1], self.rows_together, self.scale.shape[-1], -1)
+            return (codes * self.scale[..., None, :, None]).reshape(self.shape).astype(self.dtype)
+        if self.coding.of_rows:
+            return (self.codes.astype(jnp.float32) * self.scale[..., None]).astype(self.dtype)
+        codes = unpacked(self.codes, self.coding.bits).reshape(*self.scale.shape, -1)
+        if self.coding.levels:
+            values = jnp.asarray(self.coding.levels, jnp.float32)[codes]
+        else:
+            zero = self.coding.middle if self.zero is None else self.zero.astype(jnp.float32)[..., None]
+            values = codes.astype(jnp.float32) - zero
+        return (values * self.scale.astype(jnp.float32)[..., None]).reshape(self.shape).astype(self.dtype)
 
+    def axes(self, axes: Axes) -> list[Axes]:
+        if self.coding.of_rows:
+            return [axes, axes[:-1]]
+        codes = (*axes[:-1], None, axes[-1]) if self.coding.of_blocks else (*axes, None)
+        return [codes, axes] if self.zero is None else [codes, axes, axes]
 
-def common_coding(codings: Sequence[Coding | None]) -> Coding | None:
-    """The one coding of tensors that are stacked, each of which may have an order of its own, or none; else None."""
-    first = codings[0]
-    if first is None or any(coding is None or replace(coding, order=first.order) != first for coding in codings):
-        return None
-    orders = [coding.order for coding in codings if coding is not None]
-    if len(set(orders)) == 1:
-        return first
-    return replace(first, order=hashlib.sha256(" ".join(orders).encode()).hexdigest()[:16])
+    @property
+    def kernel_matrices(self) -> tuple[KernelMatrix, ...]:
+        coding, (*outputs, inputs) = self.coding, self.shape
+        scale = self.scale[..., None] if coding.of_rows else self.scale
+        return (
+            KernelMatrix(
+                self.codes if coding.of_rows else self.codes.reshape(*outputs, -1),
+                self.dtype,
+                scale,
+                self.zero,
+                scale_rows=self.rows_together,
+                scale_columns=inputs // scale.shape[-1],
+                bits=coding.bits,
+                middle=coding.middle,
+                levels=coding.levels,
+                rounds=coding.activations,
+            ),
+        )
+
+    def matmul(self, x: Float[Array, "T i"]) -> Float[Array, "T o"]:
+        return self._by_integers(x) if self.coding.activations else super().matmul(x)
+
+    def product(self, x: Float[Array, "T i"]) -> Float[Array, "T o"]:
+        """Codes of whole rows are exact in every float type, so that scales come last, in float32."""
+        return product(x, self.codes.astype(x.dtype)) * self.scale if self.coding.of_rows else super().product(x)
+
+    def rows(self, ids: Int[Array, "T"]) -> Float[Array, "T i"]:
+        if not self.coding.of_blocks:
+            return super().rows(ids)
+        block, row = jnp.divmod(ids, self.rows_together)
+        return replace(self, codes=self.codes[block, row][:, None], scale=self.scale[block]).dequantize()
+
+    def _by_integers(self, x: Float[Array, "T i"]) -> Float[Array, "T o"]:
+        """Inputs are rounded to int8 as well, with a scale for each RUN of a row (W8A8)."""
+        codes, scale = quantize_runs(x)
+
+        def add(run: jax.Array, total: jax.Array) -> jax.Array:
+            return total + self._of_run(codes, scale, run * RUN, RUN)
+
+        whole, rest = divmod(self.shape[-1], RUN)
+        total = jnp.zeros((len(x), self.shape[0]), jnp.float32)
+        if whole:
+            total = lax.fori_loop(0, whole, add, total)
+        if rest:
+            total += self._of_run(codes, scale, whole * RUN, rest)
+        return total * self.scale
+
+    def _of_run(
+        self, codes: Int8[Array, "T i"], scale: Float[Array, "T r"], start: jax.Array | int, size: int
+    ) -> Float[Array, "T o"]:
+        """What the inputs from `start` on add to the sums."""
+        inputs, weights = (lax.dynamic_slice_in_dim(each, start, size, 1) for each in (codes, self.codes))
+        sums = lax.dot_general(inputs, weights, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
+        return sums.astype(jnp.float32) * lax.dynamic_slice_in_dim(scale, start // RUN, 1, 1)
 
 
 @dataclass(frozen=True)
-class Codes:
-    """What the codes `[*stack, o, i]` of a matrix stand for: `(code - zero) * scale`, or `levels[code] * scale`.
-
-    Attributes:
-        scale: `[*stack, ceil(o / rows), ceil(i / columns)]` for blocks of `rows` by `columns`.
-        zero: uint8, likewise; None where blocks are symmetric.
-        order: int32 `[*stack, i]`: column `j` of the codes is input `order[j]`; None where they lie as inputs do.
-    """
+class CodedKind:
+    """Codes as `coding` says, for a model that computes in `dtype`."""
 
     coding: Coding
-    scale: np.ndarray
-    zero: np.ndarray | None = None
-    order: np.ndarray | None = None
+    dtype: np.dtype
+    joins: ClassVar[bool] = True
 
-    def scales(self, shape: tuple[int, ...], block: tuple[int, int]) -> np.ndarray:
-        """The scales of a matrix of `shape` for smaller blocks, which divide the own ones."""
-        return self._spread(self.scale, shape, block)
+    @property
+    def block(self) -> int:
+        return self.coding.block[1] or 1
 
-    def zeros(self, shape: tuple[int, ...], block: tuple[int, int]) -> np.ndarray:
-        """The codes that stand for 0, likewise."""
-        if self.zero is not None:
-            return self._spread(self.zero, shape, block)
-        rows, columns = (-(-size // step) for size, step in zip(shape[-2:], block, strict=True))
-        return np.full((*shape[:-2], rows, columns), self.coding.middle, np.uint8)
-
-    def _spread(self, array: np.ndarray, shape: tuple[int, ...], block: tuple[int, int]) -> np.ndarray:
-        for axis, own, step in zip((-2, -1), self.coding.block, block, strict=True):
-            if own != step:
-                array = array.take(np.arange(0, shape[axis], step) // own, axis)
-        return array
-
-    def values(self, codes: np.ndarray) -> np.ndarray:
-        """The matrix as float32, its columns in the order of inputs."""
-        columns = self.coding.block[1]
-        step = columns if codes.shape[-1] % columns == 0 else 1
-        groups = codes.reshape(*codes.shape[:-1], -1, step)
-        scale = self.scales(codes.shape, (1, step)).astype(np.float32)[..., None]
-        if self.coding.levels:
-            values = np.asarray(self.coding.levels, np.float32)[groups]
+    def abstract(self, shape: tuple[int, ...]) -> Coded:
+        coding, (*stack, outputs, inputs) = self.coding, shape
+        rows, columns = coding.block
+        scale = (*stack, outputs // rows, *([] if coding.of_rows else [inputs // columns]))
+        if coding.of_rows:
+            codes = shape
+        elif coding.of_blocks:
+            codes = (*scale[:-1], rows, inputs)
         else:
-            values = groups.astype(np.float32)
-            values -= self.zeros(codes.shape, (1, step)).astype(np.float32)[..., None]
-        values = (values * scale).reshape(codes.shape)
-        return values if self.order is None else np.take_along_axis(values, _inverse(self.order)[..., None, :], -1)
+            codes = (*scale, columns * coding.bits // 8)
+        zero = None if coding.symmetric else jax.ShapeDtypeStruct(scale, jnp.uint8)
+        arrays = jax.ShapeDtypeStruct(codes, coding.codes), jax.ShapeDtypeStruct(scale, coding.scale), zero
+        return Coded(*arrays, coding, self.dtype)
 
-    def moved(self, transform: Callable[[np.ndarray], np.ndarray]) -> Codes:
-        """Of the same rows elsewhere, of a coding that has scales for each row."""
-        assert self.coding.block[0] == 1 and self.order is None
-        return replace(self, scale=transform(self.scale), zero=None if self.zero is None else transform(self.zero))
+    def pack(self, tensors: Sequence[Stored], layout: Layout | None) -> Coded:
+        """A checkpoint's own codes where they fit; others are encoded."""
+        codes, scales, zeros = zip(*map(self._parts, tensors), strict=True)
+        coding, rows = self.coding, self.coding.block[0]
+        if layout is not None and rows > 1:
+            segments = tuple(replace(segment, rows=segment.rows // rows) for segment in layout.segments)
+            layout = replace(layout, segments=segments, pad_to=layout.pad_to // rows)
+        zero = None if coding.symmetric else place(layout, zeros, UINT8)
+        return Coded(place(layout, codes, coding.codes), place(layout, scales, coding.scale), zero, coding, self.dtype)
 
-    def rows(self, index: slice, axis: int, shape: tuple[int, ...]) -> Codes:
-        """Of some of a matrix's rows, or of some matrices."""
-        block = (1, self.coding.block[1])  # rows need not be whole blocks
-        at = (slice(None),) * axis + (index,)
-        scale = self.scales(shape, block)[at]
-        zero = None if self.zero is None else self._spread(self.zero, shape, block)[at]
-        order = self.order if self.order is None or axis == len(shape) - 2 else self.order[at]
-        return Codes(replace(self.coding, block=block), scale, zero, order)
+    def _parts(self, tensor: Stored) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Codes, scales and zeros of a tensor as a weight has them."""
+        coding, kept = self.coding, tensor.codes
+        if tensor.packed and kept is not None and kept.coding == coding:
+            return tensor.data.reshape(*kept.scale.shape, -1), kept.scale, kept.zero
+        tensor = tensor.unpacked()
+        if kept is not None and self._holds(kept, tensor.shape[-1]):
+            codes, scale, zero = self._taken(tensor.data, kept)
+        else:
+            codes, scale, zero = self._by_rows(tensor) if coding.of_rows else self._by_groups(tensor)
+        if coding.of_rows:
+            return codes, scale[..., 0], None
+        rows, columns = coding.block
+        if coding.of_blocks:
+            return codes.reshape(*codes.shape[:-2], -1, rows, codes.shape[-1]), scale, None
+        parts = np.split(codes.reshape(*codes.shape[:-1], -1, columns), 8 // coding.bits, axis=-1)
+        packed = parts[0]
+        for index, part in enumerate(parts[1:], 1):
+            packed = packed | part << index * coding.bits
+        return packed, scale, zero
+
+    def _holds(self, kept: Codes, inputs: int) -> bool:
+        coding, own = self.coding, kept.coding
+        if kept.order is not None or (coding.symmetric and not own.symmetric):
+            return False
+        if FP8 in (coding.codes, own.codes):
+            return coding.codes == own.codes and (coding.of_blocks or own.block[1] >= inputs)
+        if coding.of_rows:
+            return own.bits == 8 and not own.levels and own.block[1] >= inputs
+        alike = own.codes == UINT8 and (own.levels, own.scale) == (coding.levels, coding.scale)
+        return alike and own.bits <= coding.bits and own.block[1] % coding.block[1] == 0
+
+    def _taken(self, codes: np.ndarray, kept: Codes) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        coding, block = self.coding, (self.coding.block[0], self.coding.block[1] or codes.shape[-1])
+        scale, zero = kept.scales(codes.shape, block), None if coding.symmetric else kept.zeros(codes.shape, block)
+        if coding.codes == INT8 and codes.dtype == UINT8:
+            codes = (codes ^ np.uint8(128)).view(np.int8)
+        elif coding.symmetric and not coding.levels and kept.coding.bits < coding.bits:
+            codes = codes + np.uint8(coding.middle - kept.coding.middle)
+        return codes, scale, zero
+
+    def _by_rows(self, tensor: Stored) -> tuple[np.ndarray, np.ndarray, None]:
+        """Each row's largest weight becomes the largest code."""
+        values = tensor.finite()
+        peak = np.maximum(values.max(axis=-1), -values.min(axis=-1))
+        scale = np.where(peak > 0, peak / np.float32(LARGEST[self.coding.codes]), 1).astype(np.float32)
+        codes = values / scale[..., None]
+        if self.coding.codes == INT8:
+            np.rint(codes, out=codes)
+        return codes.astype(self.coding.codes), scale[..., None], None
+
+    def _by_groups(self, tensor: Stored) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Codes spread over each group's range, made to hold 0."""
+        values, coding = tensor.finite(), self.coding
+        assert not coding.of_blocks, "only checkpoints that have blocks of rows give them"
+        groups = values.reshape(*values.shape[:-1], -1, coding.block[1])
+        high, low = np.maximum(groups.max(-1), 0), np.minimum(groups.min(-1), 0)
+        middle, largest = 1 << (coding.bits - 1), (1 << coding.bits) - 1
+        step = np.maximum(high / (middle - 1), -low / middle) if coding.symmetric else (high - low) / largest
+        scale = step.astype(coding.scale)
+        divisor = np.where(scale > 0, scale, 1).astype(np.float32)
+        zero = np.full(scale.shape, middle, np.float32) if coding.symmetric else np.rint(-low / divisor)
+        zero = np.clip(zero, 0, largest)
+        codes = np.clip(np.rint(groups / divisor[..., None] + zero[..., None]), 0, largest).astype(np.uint8)
+        return codes.reshape(values.shape), scale, zero.astype(np.uint8)
 
 
-def stacked(parts: list[Codes], inputs: int) -> Codes:
-    """Of a stack of matrices of one coding, but for their order."""
-    first = parts[0]
-    zeros = [part.zero for part in parts if part.zero is not None]
-    order = None
-    if any(part.order is not None for part in parts):
-        natural = np.arange(inputs, dtype=np.int32)
-        order = np.stack([natural if part.order is None else part.order for part in parts])
-    return Codes(first.coding, np.stack([part.scale for part in parts]), np.stack(zeros) if zeros else None, order)
+def per_channel(codes: np.dtype, dtype: np.dtype, activations: bool = False) -> CodedKind:
+    """Codes of one type, int8 or float8_e4m3fn, with a scale a row; see `Coding` for `activations`."""
+    return CodedKind(Coding(8, (1, 0), FLOAT32, codes=codes, activations=activations), dtype)
 
 
-def _inverse(order: np.ndarray) -> np.ndarray:
-    return np.argsort(order, axis=-1)
+def groups(
+    dtype: np.dtype, bits: int = 4, block: int = 32, symmetric: bool = False, scale: np.dtype = FLOAT16,
+    levels: tuple[float, ...] = (),
+) -> CodedKind:  # fmt: skip
+    """Codes of 2, 4 or 8 bits with a scale, and a zero unless they are symmetric, for `block` neighbouring inputs."""
+    return CodedKind(Coding(bits, (1, block), scale, symmetric, levels), dtype)
+
+
+def fp8_blocks(dtype: np.dtype, rows: int, block: int) -> CodedKind:
+    """Codes of e4m3 with a scale for each block (DeepSeek-V3, arXiv:2412.19437, section 3.3)."""
+    return CodedKind(Coding(8, (rows, block), FLOAT32, codes=FP8), dtype)
+
+
+def as_stored(weight: Weight, dtype: str, origin: str) -> Stored:
+    """Codes in host memory, in an order of their own or not, as a tensor of a checkpoint; none are copied."""
+    order = weight.order if isinstance(weight, Ordered) else None
+    weight = weight.weight if isinstance(weight, Ordered) else weight
+    assert isinstance(weight, Coded)
+    coding, shape, scale = weight.coding, weight.shape, weight.scale
+    if coding.of_rows:
+        coding, scale = replace(coding, block=(1, shape[-1])), scale[..., None]
+    packed = coding.codes == UINT8
+    data = weight.codes if packed else weight.codes.reshape(shape)
+    return Stored(data, dtype, shape, packed, Codes(coding, scale, weight.zero, order), origin=origin)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Ordered(Weight):
+    """A weight with its columns in another order, in which groups of them lie together.
+
+    Attributes:
+        weight: column `j` is for input `order[j]`.
+        order: int32 `[*stack, i]`.
+        divided: whether devices have a part of the columns each, which may be for inputs of any device.
+    """
+
+    weight: Weight
+    order: Any
+    divided: bool = field(default=False, metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    def dequantize(self) -> Float[Array, "*stack o i"]:
+        """The matrix as floats: the whole of it, where it is divided over devices."""
+        place = jnp.argsort(self.order, axis=-1)[..., None, :]
+        return jnp.take_along_axis(self.weight.dequantize(), place, -1)
+
+    def axes(self, axes: Axes) -> list[Axes]:
+        return [*self.weight.axes(axes), (*axes[:-2], axes[-1])]
+
+    def matmul(self, x: Float[Array, "T i"]) -> Float[Array, "T o"]:
+        """`x @ self.T` in float32: the inputs are brought into the columns' order."""
+        return self.weight.matmul(arranged(x, self.order, self.divided))
+
+    @property
+    def kernel_matrices(self) -> tuple[KernelMatrix | PackedMatrix, ...] | None:
+        found = self.weight.kernel_matrices
+        return None if found is None else tuple(replace(m, order=self.order, divided=self.divided) for m in found)
+
+    def rows(self, ids: Int[Array, "T"]) -> Float[Array, "T i"]:
+        return self.weight.rows(ids)[:, jnp.argsort(self.order)]
+
+    def select(self, index: Int[Array, ""]) -> Ordered:
+        return Ordered(self.weight.select(index), self.order[index], self.divided)
+
+
+@dataclass(frozen=True)
+class OrderedKind:
+    """Another kind with its columns in the checkpoint's order.
+
+    Attributes:
+        kind: what the columns are kept as.
+        order: the name of their order; segments of a product that share it are one weight, whose inputs are brought
+            into that order once. Empty for an order that is not known before it is read.
+        divided: see `Ordered`.
+    """
+
+    kind: WeightKind
+    order: str = ""
+    divided: bool = False
+
+    @property
+    def block(self) -> int:
+        return self.kind.block
+
+    @property
+    def joins(self) -> bool:
+        return bool(self.order)
+
+    def abstract(self, shape: tuple[int, ...]) -> Ordered:
+        order = jax.ShapeDtypeStruct((*shape[:-2], shape[-1]), jnp.int32)
+        return Ordered(self.kind.abstract(shape), order, self.divided)
+
+    def pack(self, tensors: Sequence[Stored], layout: Layout | None) -> Ordered:
+        """Raises CheckpointError where an order names an input twice, or is not that of the other segments."""
+        kept: list[Stored] = []
+        orders: list[np.ndarray] = []
+        for tensor in tensors:
+            assert tensor.codes is not None and tensor.codes.order is not None
+            order = np.asarray(tensor.codes.order, np.int32)
+            if not np.array_equal(np.sort(order), np.broadcast_to(np.arange(order.shape[-1]), order.shape)):
+                raise CheckpointError(f"{tensor.origin}: its order does not name each of {order.shape[-1]} inputs once")
+            if orders and not np.array_equal(order, orders[0]):
+                raise CheckpointError(f"{tensor.origin}: its inputs are not in the order of {tensors[0].origin}")
+            orders.append(order)
+            kept.append(tensor._replace(codes=replace(tensor.codes, order=None)))
+        return Ordered(self.kind.pack(kept, layout), orders[0], self.divided)

@@ -106,20 +106,20 @@ def _q8_0(blocks: Blocks, out: Values) -> None:
     np.multiply(blocks[:, 2:].view(np.int8), _half(blocks, 0), out=out)
 
 
-def _k_scales(packed: UInt8[np.ndarray, "n 12"]) -> tuple[np.ndarray, np.ndarray]:
+def k_scales(packed: UInt8[np.ndarray, "*n 12"]) -> tuple[np.ndarray, np.ndarray]:
     """Eight 6-bit scales and eight 6-bit minima a block.
 
     Bytes 0-3: two high bits of scale 4-7, then scale 0-3; 4-7: the same of the minima;
     8-11: four low bits of minimum 4-7, then of scale 4-7.
     """
-    scale, minimum, low = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
-    scales = np.concatenate([scale & 63, (low & 15) | ((scale >> 2) & 48)], axis=1)
-    minima = np.concatenate([minimum & 63, (low >> 4) | ((minimum >> 2) & 48)], axis=1)
+    scale, minimum, low = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
+    scales = np.concatenate([scale & 63, (low & 15) | ((scale >> 2) & 48)], axis=-1)
+    minima = np.concatenate([minimum & 63, (low >> 4) | ((minimum >> 2) & 48)], axis=-1)
     return scales, minima
 
 
 def _scale_and_shift(blocks: Blocks, groups: Float32[np.ndarray, "n 8 32"]) -> None:
-    scales, minima = _k_scales(blocks[:, 4:16])
+    scales, minima = k_scales(blocks[:, 4:16])
     groups *= (_half(blocks, 0) * scales)[:, :, None]
     groups -= (_half(blocks, 2) * minima)[:, :, None]
 

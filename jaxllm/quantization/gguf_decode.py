@@ -43,26 +43,6 @@ def _five_bits(high: UInt8[Array, "*n 4"], packed: UInt8[Array, "*n 16"]) -> Ele
     return (_flat(_shifted(packed, [0, 4], 15), 2) | (bits << np.uint8(4))).astype(jnp.float32)
 
 
-def _q4_0(blocks: BlockBytes) -> Elements:
-    return (_nibbles(blocks[..., 2:]) - 8) * _half(blocks, 0)
-
-
-def _q4_1(blocks: BlockBytes) -> Elements:
-    return _nibbles(blocks[..., 4:]) * _half(blocks, 0) + _half(blocks, 2)
-
-
-def _q5_0(blocks: BlockBytes) -> Elements:
-    return (_five_bits(blocks[..., 2:6], blocks[..., 6:]) - 16) * _half(blocks, 0)
-
-
-def _q5_1(blocks: BlockBytes) -> Elements:
-    return _five_bits(blocks[..., 4:8], blocks[..., 8:]) * _half(blocks, 0) + _half(blocks, 2)
-
-
-def _q8_0(blocks: BlockBytes) -> Elements:
-    return lax.bitcast_convert_type(blocks[..., 2:], jnp.int8).astype(jnp.float32) * _half(blocks, 0)
-
-
 def _two_bits(packed: UInt8[Array, "*n 64"]) -> UInt8[Array, "*n 8 32"]:
     """Each half of 32 bytes holds four groups of 32, two bits each."""
     pairs = _shifted(packed.reshape(*packed.shape[:-1], 2, 32), [0, 2, 4, 6], 3)
@@ -89,7 +69,7 @@ def _q3_k(blocks: BlockBytes) -> Elements:
 
 
 def _k_scales(packed: UInt8[Array, "*n 12"]) -> tuple[Array, Array]:
-    """Eight 6-bit scales and eight minima, as floats; see `gguf_blocks._k_scales`."""
+    """Eight 6-bit scales and eight minima, as floats; see `gguf_blocks.k_scales`."""
     scale, minimum, low = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
     scales = [scale & np.uint8(63), (low & np.uint8(15)) | ((scale >> np.uint8(2)) & np.uint8(48))]
     minima = [minimum & np.uint8(63), (low >> np.uint8(4)) | ((minimum >> np.uint8(2)) & np.uint8(48))]
@@ -106,10 +86,6 @@ def _paired_nibbles(packed: UInt8[Array, "*n 128"]) -> UInt8[Array, "*n 8 32"]:
     """Every 32 bytes hold two groups of 32: low nibbles, then high ones."""
     groups = _shifted(packed.reshape(*packed.shape[:-1], 4, 32), [0, 4], 15)
     return groups.reshape(*packed.shape[:-1], 8, 32)
-
-
-def _q4_k(blocks: BlockBytes) -> Elements:
-    return _scale_and_shift(blocks, _paired_nibbles(blocks[..., 16:]))
 
 
 def _q5_k(blocks: BlockBytes) -> Elements:
@@ -141,14 +117,16 @@ class DeviceFormat(NamedTuple):
 
 
 FORMATS = {
-    "Q4_0": DeviceFormat(32, 18, _q4_0, (0,)),
-    "Q4_1": DeviceFormat(32, 20, _q4_1, (0, 2)),
-    "Q5_0": DeviceFormat(32, 22, _q5_0, (0,)),
-    "Q5_1": DeviceFormat(32, 24, _q5_1, (0, 2)),
-    "Q8_0": DeviceFormat(32, 34, _q8_0, (0,)),
+    "Q4_0": DeviceFormat(32, 18, lambda b: (_nibbles(b[..., 2:]) - 8) * _half(b, 0), (0,)),
+    "Q4_1": DeviceFormat(32, 20, lambda b: _nibbles(b[..., 4:]) * _half(b, 0) + _half(b, 2), (0, 2)),
+    "Q5_0": DeviceFormat(32, 22, lambda b: (_five_bits(b[..., 2:6], b[..., 6:]) - 16) * _half(b, 0), (0,)),
+    "Q5_1": DeviceFormat(32, 24, lambda b: _five_bits(b[..., 4:8], b[..., 8:]) * _half(b, 0) + _half(b, 2), (0, 2)),
+    "Q8_0": DeviceFormat(
+        32, 34, lambda b: lax.bitcast_convert_type(b[..., 2:], jnp.int8).astype(jnp.float32) * _half(b, 0), (0,)
+    ),
     "Q2_K": DeviceFormat(256, 84, _q2_k, (80, 82)),
     "Q3_K": DeviceFormat(256, 110, _q3_k, (108,)),
-    "Q4_K": DeviceFormat(256, 144, _q4_k, (0, 2)),
+    "Q4_K": DeviceFormat(256, 144, lambda b: _scale_and_shift(b, _paired_nibbles(b[..., 16:])), (0, 2)),
     "Q5_K": DeviceFormat(256, 176, _q5_k, (0, 2)),
     "Q6_K": DeviceFormat(256, 210, _q6_k, (208,)),
 }

@@ -12,70 +12,47 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxllm.pallas_kernels.packed_matrix import E2M1, ROWS, SCALES, PackedFormat, PackedMatrix, block_scale, group_scale
+from jaxllm.pallas_kernels.matrices import E2M1, ROWS, SCALES, PackedFormat, PackedMatrix, block_scale, group_scale
+from jaxllm.quantization.coded import FLOAT16, CodedKind, OrderedKind
 from jaxllm.quantization.gguf_weight import GgufBlocks, GgufKind
-from jaxllm.quantization.groups import FLOAT16, GroupsKind
-from jaxllm.quantization.ordered import OrderedKind
-from jaxllm.quantization.quantized import TILE as EXPANDED
-from jaxllm.quantization.stored import Stored
+from jaxllm.quantization.stored import UINT8, Stored, unpacked
 from jaxllm.quantization.unpacked import block_format, group_format, unpack_blocks, unpack_groups
-from jaxllm.quantization.weight import Weight, WeightKind, product
-from jaxllm.sharding.layout import Layout
-from jaxllm.sharding.mesh import Axes
+from jaxllm.quantization.weight import Quantized, WeightKind
+from jaxllm.sharding.mesh import Axes, Layout
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class GpuTiles(Weight):
+class GpuTiles(PackedMatrix, Quantized):
     """A matrix in tiles of 16 rows."""
 
-    tiles: PackedMatrix
-
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self.tiles.shape
+    def rows_together(self) -> int:
+        return ROWS
 
     def dequantize(self) -> Float[Array, "*stack o i"]:
-        return _expand(_by_row(self.tiles)).astype(self.tiles.dtype)
+        return _expand(_by_row(self)).astype(self.dtype)
 
     def rows(self, ids: Int[Array, "T"]) -> Float[Array, "T i"]:
         """The rows `ids` of a matrix; no other is expanded."""
         tile, lane = jnp.divmod(ids, ROWS)
-        taken = PackedMatrix(
-            self.tiles.low[tile, :, lane],
-            None if self.tiles.high is None else self.tiles.high[tile, :, lane],
-            None if self.tiles.words is None else self.tiles.words[tile, :, :, lane],
-            tuple(half[tile, :, lane] for half in self.tiles.halves),
-            self.tiles.format,
-            self.tiles.dtype,
-            self.tiles.scale,
+        taken = replace(
+            self,
+            low=self.low[tile, :, lane],
+            high=None if self.high is None else self.high[tile, :, lane],
+            words=None if self.words is None else self.words[tile, :, :, lane],
+            halves=tuple(half[tile, :, lane] for half in self.halves),
         )
-        return _expand(taken).astype(self.tiles.dtype)
+        return _expand(taken).astype(self.dtype)
 
     def axes(self, axes: Axes) -> list[Axes]:
-        tiles = [(*axes, None, None)] * (1 if self.tiles.high is None else 2)
-        words = [] if self.tiles.words is None else [(*axes, None, None)]
-        return [*tiles, *words, *[(*axes, None)] * len(self.tiles.halves)]
+        tiles = [(*axes, None, None)] * (1 if self.high is None else 2)
+        words = [] if self.words is None else [(*axes, None, None)]
+        return [*tiles, *words, *[(*axes, None)] * len(self.halves)]
 
     @property
     def kernel_matrices(self) -> tuple[PackedMatrix, ...]:
-        return (self.tiles,)
-
-    def matmul(self, x: Float[Array, "T i"]) -> Float[Array, "T o"]:
-        """`x @ self.T`, accumulated and returned in float32; some tiles are expanded, multiplied and forgotten."""
-        rows, inputs = self.shape
-        count = rows // ROWS
-        some = min(count, max(1, EXPANDED // (ROWS * inputs)))
-        if some == count:
-            return product(x, self.dequantize().astype(x.dtype))
-
-        def body(index: jax.Array, out: jax.Array) -> jax.Array:
-            start = jnp.minimum(index * some, count - some)  # the last turn may do some tiles again
-            part = jax.tree.map(lambda array: lax.dynamic_slice_in_dim(array, start, some), self)
-            found = product(x, part.dequantize().astype(x.dtype))
-            return lax.dynamic_update_slice_in_dim(out, found, start * ROWS, 1)
-
-        return lax.fori_loop(0, -(-count // some), body, jnp.zeros((x.shape[0], rows), jnp.float32))
+        return (self,)
 
 
 @dataclass(frozen=True)
@@ -86,7 +63,7 @@ class GpuTiledKind:
         inputs: of a row that a device has: each device's last tiles are padded where those are no whole ones.
     """
 
-    stored: GgufKind | GroupsKind
+    stored: GgufKind | CodedKind
     format: PackedFormat
     inputs: int
     joins: ClassVar[bool] = True
@@ -112,29 +89,29 @@ class GpuTiledKind:
         types = (np.uint8 if format.scales == "power" else self.scale, np.int8)[: kind.halves]
         halves = tuple(jax.ShapeDtypeStruct((*lead, blocks, ROWS), type_) for type_ in types)
         high = plane(1) if format.high else None
-        return GpuTiles(PackedMatrix(plane(0), high, words, halves, format, self.dtype, self.scale))
+        return GpuTiles(plane(0), high, words, halves, format, self.dtype, self.scale)
 
     @property
     def scale(self) -> np.dtype:
-        return FLOAT16 if isinstance(self.stored, GgufKind) else self.stored.scale
+        return FLOAT16 if isinstance(self.stored, GgufKind) else self.stored.coding.scale
 
     def pack(self, tensors: Sequence[Stored], layout: Layout | None) -> GpuTiles:
         """What the other kind makes of them, moved into tiles."""
         kept = self.stored.pack(tensors, layout)
         format = self.format
         if isinstance(kept, GgufBlocks):
-            unpacked = unpack_blocks(kept.blocks, kept.type, format)
+            apart = unpack_blocks(kept.blocks, kept.type, format)
         else:
-            unpacked = unpack_groups(kept, format)
+            apart = unpack_groups(kept, format)
 
         def plane(index: int, codes: np.ndarray, bits: int) -> np.ndarray:
             return _plane(_padded(codes, self.inputs, format.tile_inputs(index)), bits, format.width)
 
-        low = plane(0, unpacked.codes & np.uint8((1 << format.bits) - 1), format.bits)
-        high = plane(1, unpacked.codes >> np.uint8(format.bits), format.high) if format.high else None
-        words = None if unpacked.words is None else _tiled_words(unpacked.words)
-        halves = tuple(_tiled_halves(half) for half in unpacked.halves)
-        return GpuTiles(PackedMatrix(low, high, words, halves, format, self.dtype, self.scale))
+        low = plane(0, apart.codes & np.uint8((1 << format.bits) - 1), format.bits)
+        high = plane(1, apart.codes >> np.uint8(format.bits), format.high) if format.high else None
+        words = None if apart.words is None else _tiled_words(apart.words)
+        halves = tuple(_tiled_halves(half) for half in apart.halves)
+        return GpuTiles(low, high, words, halves, format, self.dtype, self.scale)
 
 
 def gpu_tiled(kind: WeightKind, rows: Sequence[int], inputs: int) -> WeightKind:
@@ -146,9 +123,9 @@ def gpu_tiled(kind: WeightKind, rows: Sequence[int], inputs: int) -> WeightKind:
     format = None
     if isinstance(kind, GgufKind):
         format = block_format(kind.type, inputs)
-    elif isinstance(kind, GroupsKind) and kind.levels in ((), E2M1):
-        format = group_format(kind.bits, kind.block, kind.scale, symmetric=kind.symmetric, inputs=inputs)
-        if kind.levels and format is not None:
+    elif isinstance(kind, CodedKind) and kind.coding.codes == UINT8 and kind.coding.levels in ((), E2M1):
+        format = group_format(kind.coding, inputs)
+        if kind.coding.levels and format is not None:
             format = replace(format, offset=0, e2m1=True)
     return kind if format is None else GpuTiledKind(kind, format, inputs)  # type: ignore[arg-type]
 
@@ -238,9 +215,7 @@ def _codes(tiles: PackedMatrix) -> Int[Array, "*n i"]:
         return lax.bitcast_convert_type(flat, jnp.int8).astype(jnp.int32)
 
     def of_plane(plane: Any, bits: int) -> Any:
-        shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-        codes = (plane[..., None, :] >> shifts) & np.uint8((1 << bits) - 1)
-        return codes.reshape(*plane.shape[:-2], -1)[..., :inputs].astype(jnp.int32)
+        return unpacked(plane, bits).reshape(*plane.shape[:-2], -1)[..., :inputs].astype(jnp.int32)
 
     low = of_plane(tiles.low, format.bits)
     return low if tiles.high is None else low | (of_plane(tiles.high, format.high) << format.bits)

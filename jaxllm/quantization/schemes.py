@@ -1,15 +1,15 @@
-"""The names of kinds of weight, as `--isq` takes them, and what stands in for a kind that does not fit."""
+"""Which kind a weight is kept as: by the names that `--isq` takes, or by how a checkpoint is coded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxllm.quantization.coded import FP8
-from jaxllm.quantization.gguf_weight import GgufKind
-from jaxllm.quantization.groups import GroupsKind
-from jaxllm.quantization.per_channel import INT8, PerChannelKind
+from jaxllm.quantization.coded import FLOAT16, OrderedKind, fp8_blocks, groups, per_channel
+from jaxllm.quantization.gguf_weight import BLOCK, GgufKind, block_type
+from jaxllm.quantization.stored import FP8, INT8, UINT8, Coding
 from jaxllm.quantization.weight import DenseKind, WeightKind
 
 SCHEMES: dict[str, Callable[[np.dtype], WeightKind]] = {
@@ -23,10 +23,10 @@ SCHEMES: dict[str, Callable[[np.dtype], WeightKind]] = {
     "q4k": lambda dtype: GgufKind("Q4_K", dtype),
     "q5k": lambda dtype: GgufKind("Q5_K", dtype),
     "q6k": lambda dtype: GgufKind("Q6_K", dtype),
-    "int8": lambda dtype: PerChannelKind(INT8, dtype),
-    "int4": lambda dtype: GroupsKind(dtype),
-    "fp8": lambda dtype: PerChannelKind(FP8, dtype),
-    "w8a8": lambda dtype: PerChannelKind(INT8, dtype, activations=True),
+    "int8": lambda dtype: per_channel(INT8, dtype),
+    "int4": lambda dtype: groups(dtype),
+    "fp8": lambda dtype: per_channel(FP8, dtype),
+    "w8a8": lambda dtype: per_channel(INT8, dtype, activations=True),
 }
 """What a weight may be quantized to, made for a model that computes in a type."""
 
@@ -63,3 +63,34 @@ def fitting(scheme: str, inputs: int, dtype: np.dtype) -> WeightKind:
     if inputs % kind.block == 0:
         return kind
     return fitting(SMALLER_BLOCKS[scheme], inputs, dtype) if scheme in SMALLER_BLOCKS else DenseKind(dtype)
+
+
+def coded_kind(
+    coding: Coding, dtype: np.dtype, rows: Sequence[int], inputs: int, *, devices: int = 1, blocks: bool = False
+) -> WeightKind:
+    """What keeps codes of `coding`, for a model that computes in `dtype`.
+
+    Args:
+        rows: of each segment on a device, and as stored: numbers that blocks of rows must divide.
+        inputs: of the matrix, which are divided over `devices`. Where that parts a group, each part has its scale.
+        blocks: whether GGUF's blocks are preferred where they hold the same numbers: the C++ kernels compute on those.
+    """
+    here, whole_rows = inputs // devices, coding.block[1] >= inputs
+    group = here if whole_rows else math.gcd(coding.block[1], here)
+    int8 = whole_rows and coding.codes == UINT8 and coding.bits == 8 and coding.symmetric and not coding.levels
+    kind: WeightKind
+    if coding.codes == FP8 and whole_rows:
+        kind = per_channel(FP8, dtype)
+    elif coding.codes == FP8:
+        kind = fp8_blocks(dtype, math.gcd(coding.block[0], *rows), group)
+    elif int8:
+        kind = per_channel(INT8, dtype, coding.activations)
+    elif blocks and here % BLOCK == 0 and (type_ := block_type(coding)):
+        has_zeros = not (coding.symmetric or coding.levels) and coding.scale == FLOAT16
+        kind = groups(dtype, block=BLOCK) if has_zeros and coding.bits == 4 else GgufKind(type_, dtype)
+    else:
+        bits = 4 if coding.bits == 3 else coding.bits
+        packs = group * bits % 8 == 0  # else the shard that parts a group so is refused
+        symmetric = coding.symmetric or bool(coding.levels)
+        kind = groups(dtype, bits, group if packs else coding.block[1], symmetric, coding.scale, coding.levels)
+    return OrderedKind(kind, coding.order, divided=devices > 1) if coding.order else kind

@@ -1,33 +1,174 @@
-"""A tensor as its file has it."""
+"""A tensor as its file has it, in host memory: numbers, GGUF's blocks, or codes and what they stand for."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 from jaxllm.errors import CheckpointError
-from jaxllm.quantization.coded import Codes, common_coding, stacked
 from jaxllm.quantization.gguf_blocks import dequantize
 
-GGUF_FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-"""GGUF's types that are no blocks."""
+UINT8, INT8 = np.dtype(np.uint8), np.dtype(np.int8)
+FP8, E8M0 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu)
+
+
+@dataclass(frozen=True)
+class Coding:
+    """What a checkpoint says of a matrix's codes before any of them is read.
+
+    Attributes:
+        bits: of a code.
+        block: rows and columns that share a scale; those at the edges may be smaller.
+        scale: type of the scales.
+        symmetric: whether `middle` stands for 0; else every block has a code of its own that does.
+        levels: what each code stands for, where that is not the code itself.
+        codes: type of the codes: uint8, or int8 and float8_e4m3fn, which stand for themselves.
+        order: the name (`order_name`) of the order that inputs were sorted into before they were cut into blocks
+            (act-order); empty where they were not sorted.
+        activations: whether the checkpoint is made for inputs that are rounded to int8 as well.
+    """
+
+    bits: int
+    block: tuple[int, int]
+    scale: np.dtype
+    symmetric: bool = True
+    levels: tuple[float, ...] = ()
+    codes: np.dtype = UINT8
+    order: str = ""
+    activations: bool = False
+
+    @property
+    def middle(self) -> int:
+        """The code of 0 in symmetric blocks."""
+        return 0 if self.levels or self.codes != UINT8 else 1 << (self.bits - 1)
+
+    @property
+    def of_rows(self) -> bool:
+        """Whether each row has one scale, however long it is: a weight's blocks are `(1, 0)` then."""
+        return not self.block[1]
+
+    @property
+    def of_blocks(self) -> bool:
+        """Whether blocks may have several rows, which a weight keeps together."""
+        return self.codes == FP8 and not self.of_rows
+
+
+def order_name(order: np.ndarray | None) -> str:
+    """A name that equal orders of inputs share and no others have; empty where there is no order."""
+    return "" if order is None else hashlib.sha256(order.astype("<i4").tobytes()).hexdigest()[:16]
+
+
+def common_coding(codings: Sequence[Coding | None]) -> Coding | None:
+    """The one coding of tensors that are stacked, each of which may have an order of its own, or none; else None."""
+    first = codings[0]
+    if first is None or any(coding is None or replace(coding, order=first.order) != first for coding in codings):
+        return None
+    orders = [coding.order for coding in codings if coding is not None]
+    if len(set(orders)) == 1:
+        return first
+    return replace(first, order=hashlib.sha256(" ".join(orders).encode()).hexdigest()[:16])
+
+
+@dataclass(frozen=True)
+class Codes:
+    """What the codes `[*stack, o, i]` of a matrix stand for: `(code - zero) * scale`, or `levels[code] * scale`.
+
+    Attributes:
+        scale: `[*stack, ceil(o / rows), ceil(i / columns)]` for blocks of `rows` by `columns`.
+        zero: uint8, likewise; None where blocks are symmetric.
+        order: int32 `[*stack, i]`: column `j` of the codes is input `order[j]`; None where they lie as inputs do.
+    """
+
+    coding: Coding
+    scale: np.ndarray
+    zero: np.ndarray | None = None
+    order: np.ndarray | None = None
+
+    def scales(self, shape: tuple[int, ...], block: tuple[int, int]) -> np.ndarray:
+        """The scales of a matrix of `shape` for smaller blocks, which divide the own ones."""
+        return self._spread(self.scale, shape, block)
+
+    def zeros(self, shape: tuple[int, ...], block: tuple[int, int]) -> np.ndarray:
+        """The codes that stand for 0, likewise."""
+        if self.zero is not None:
+            return self._spread(self.zero, shape, block)
+        rows, columns = (-(-size // step) for size, step in zip(shape[-2:], block, strict=True))
+        return np.full((*shape[:-2], rows, columns), self.coding.middle, np.uint8)
+
+    def _spread(self, array: np.ndarray, shape: tuple[int, ...], block: tuple[int, int]) -> np.ndarray:
+        for axis, own, step in zip((-2, -1), self.coding.block, block, strict=True):
+            if own != step:
+                array = array.take(np.arange(0, shape[axis], step) // own, axis)
+        return array
+
+    def values(self, codes: np.ndarray) -> np.ndarray:
+        """The matrix as float32, its columns in the order of inputs."""
+        columns = self.coding.block[1]
+        step = columns if codes.shape[-1] % columns == 0 else 1
+        groups = codes.reshape(*codes.shape[:-1], -1, step)
+        scale = self.scales(codes.shape, (1, step)).astype(np.float32)[..., None]
+        if self.coding.levels:
+            values = np.asarray(self.coding.levels, np.float32)[groups]
+        else:
+            values = groups.astype(np.float32)
+            values -= self.zeros(codes.shape, (1, step)).astype(np.float32)[..., None]
+        values = (values * scale).reshape(codes.shape)
+        return (
+            values
+            if self.order is None
+            else np.take_along_axis(values, np.argsort(self.order, axis=-1)[..., None, :], -1)
+        )
+
+    def moved(self, transform: Callable[[np.ndarray], np.ndarray]) -> Codes:
+        """Of the same rows elsewhere, of a coding that has scales for each row."""
+        assert self.coding.block[0] == 1 and self.order is None
+        return replace(self, scale=transform(self.scale), zero=None if self.zero is None else transform(self.zero))
+
+    def rows(self, index: slice, axis: int, shape: tuple[int, ...]) -> Codes:
+        """Of some of a matrix's rows, or of some matrices."""
+        block = (1, self.coding.block[1])  # rows need not be whole blocks
+        at = (slice(None),) * axis + (index,)
+        scale = self.scales(shape, block)[at]
+        zero = None if self.zero is None else self._spread(self.zero, shape, block)[at]
+        order = self.order if self.order is None or axis == len(shape) - 2 else self.order[at]
+        return Codes(replace(self.coding, block=block), scale, zero, order)
+
+
+def stacked(parts: list[Codes], inputs: int) -> Codes:
+    """Of a stack of matrices of one coding, but for their order."""
+    first = parts[0]
+    zeros = [part.zero for part in parts if part.zero is not None]
+    order = None
+    if any(part.order is not None for part in parts):
+        natural = np.arange(inputs, dtype=np.int32)
+        order = np.stack([natural if part.order is None else part.order for part in parts])
+    return Codes(first.coding, np.stack([part.scale for part in parts]), np.stack(zeros) if zeros else None, order)
+
+
+def unpacked(codes: Any, bits: int) -> Any:
+    """`[*n, bytes]` -> `[*n, 8 / bits, bytes]`: the lowest bits of all bytes come first."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    return (codes[..., None, :] >> shifts) & np.uint8((1 << bits) - 1)
+
+
+FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+"""Types of floats, as GGUF and safetensors call them; GGUF's others are blocks."""
 
 
 class Stored(NamedTuple):
     """A checkpoint's bytes of one tensor and what they mean; nothing is expanded yet.
 
     Attributes:
-        data: `shape` numbers in their stored type, or codes for them; where they are `packed`, in GGUF's blocks, uint8
-            of any shape.
+        data: `shape` numbers in their stored type, or codes for them; where they are `packed`, uint8 of any shape:
+            GGUF's blocks, or where there are `codes`, several of those in a byte, as a weight of groups has them.
         dtype: the format's own name of the type: `F32`, `Q4_K`, `F8_E4M3`, …
         shape: `[out, in]`, outermost first.
         codes: what `data` stands for, where it is codes.
-        weight: of a kind that is more than one array, the Weight itself, in host memory; `data` is its first array.
         importance: `[i]`, or `[experts, i]`: how much an error of each input counts where it is quantized.
         origin: file and name, for errors.
     """
@@ -37,13 +178,12 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     packed: bool = False
     codes: Codes | None = None
-    weight: Any = None
     importance: np.ndarray | None = None
     origin: str = "a tensor"
 
     @property
     def by_rows(self) -> np.ndarray:
-        """Row by row: uint8 `[*shape[:-1], bytes of a row]` of GGUF's blocks; of anything else the numbers or codes."""
+        """Row by row: uint8 `[*shape[:-1], bytes of a row]` where they are packed; else the numbers or codes."""
         return self.data.reshape(*self.shape[:-1], -1) if self.packed else self.data
 
     def with_rows(self, rows: np.ndarray) -> Stored:
@@ -53,11 +193,6 @@ class Stored(NamedTuple):
     def split(self, sizes: Sequence[int], axis: int) -> list[Stored]:
         """Parts of `sizes` along an axis that is not the inputs', nothing expanded."""
         ends = np.cumsum(sizes)
-        if self.weight is not None:
-            leaves, tree = jax.tree.flatten(self.weight)
-            pieces = zip(*(np.split(leaf, ends[:-1], axis) for leaf in leaves), strict=True)
-            weights = [jax.tree.unflatten(tree, piece) for piece in pieces]
-            return [self._replace(data=jax.tree.leaves(w)[0], shape=w.shape, weight=w) for w in weights]
         parts = []
         for start, end in zip(ends - sizes, ends, strict=True):
             index = slice(int(start), int(end))
@@ -76,16 +211,21 @@ class Stored(NamedTuple):
         Raises:
             CheckpointError: the type is unknown, or the bytes are not as many as the shape asks for.
         """
-        if self.weight is not None:
-            return np.asarray(jax.tree.map(jnp.asarray, self.weight).dequantize())
         if self.codes is not None:
-            return self.codes.values(self.data)
+            return self.codes.values(self.unpacked().data)
         if not self.packed:
             return self.data
         try:
             return dequantize(np.ravel(self.data), self.dtype, self.shape)
         except CheckpointError as error:
             raise CheckpointError(f"{self.origin}: {error}") from None
+
+    def unpacked(self) -> Stored:
+        """The same with each code by itself, where several were in a byte."""
+        if self.codes is None or not self.packed:
+            return self
+        data = self.data.reshape(*self.codes.scale.shape, -1)
+        return self._replace(data=unpacked(data, self.codes.coding.bits).reshape(self.shape), packed=False)
 
     def finite(self) -> np.ndarray:
         """The tensor's numbers as float32, to be quantized.
@@ -117,7 +257,7 @@ def transformed(tensors: Sequence[Stored], transform: Callable[..., np.ndarray],
     """One tensor made of some; still in GGUF's blocks, or codes, where `transform` only moves whole rows of those."""
     first = tensors[0]
     if by_rows and len(tensors) == 1 and first.codes is not None and first.codes.coding.block[0] == 1:
-        rows = first.with_rows(transform(first.data))
+        rows = first.with_rows(transform(first.by_rows))
         return rows._replace(codes=first.codes.moved(transform))
     if not (by_rows and all(t.packed and t.dtype == first.dtype for t in tensors)):
         tensors = [tensor.plain() for tensor in tensors]

@@ -14,15 +14,11 @@ from jaxtyping import Array, Float, Int
 from jaxllm import cpu_kernels
 from jaxllm.cpu_kernels import GROUP
 from jaxllm.errors import CheckpointError
-from jaxllm.quantization.fp8_blocks import Fp8Blocks, Fp8BlocksKind
+from jaxllm.quantization.coded import FLOAT16, Coded, CodedKind, OrderedKind
 from jaxllm.quantization.gguf_weight import GgufKind
-from jaxllm.quantization.groups import FLOAT16, Groups, GroupsKind
-from jaxllm.quantization.ordered import OrderedKind
-from jaxllm.quantization.per_channel import INT8, PerChannel, PerChannelKind
-from jaxllm.quantization.stored import Stored
+from jaxllm.quantization.stored import INT8, UINT8, Stored
 from jaxllm.quantization.weight import DenseKind, Weight, WeightKind
-from jaxllm.sharding.layout import Layout
-from jaxllm.sharding.mesh import Axes
+from jaxllm.sharding.mesh import Axes, Layout
 
 FLOATS = {np.dtype(jnp.bfloat16): "bf16"}
 """Dense weights that lie in tiles. Products of float32 are left to XLA: whoever asks for it wants nothing rounded."""
@@ -87,7 +83,7 @@ class TiledKind:
     result for each.
     """
 
-    stored: GgufKind | DenseKind | GroupsKind | PerChannelKind | Fp8BlocksKind
+    stored: GgufKind | DenseKind | CodedKind
     joins: bool = False
 
     @property
@@ -98,8 +94,13 @@ class TiledKind:
 
     @property
     def block(self) -> int:
-        run = self.stored.block if isinstance(self.stored, Fp8BlocksKind) else 1
-        return max(run, cpu_kernels.tile_inputs(self.format))
+        return max(self._run or 1, cpu_kernels.tile_inputs(self.format))
+
+    @property
+    def _run(self) -> int | None:
+        """Inputs that share a scale beside the tiles, where not all of a row do."""
+        coded = isinstance(self.stored, CodedKind) and self.stored.coding.of_blocks
+        return self.stored.block if coded else None
 
     def abstract(self, shape: tuple[int, ...]) -> Tiled:
         *stack, rows, inputs = shape
@@ -107,8 +108,7 @@ class TiledKind:
         tiles = (*groups, inputs // cpu_kernels.tile_inputs(self.format), cpu_kernels.tile_bytes(self.format))
         scales = None
         if self.format in cpu_kernels.SCALED:
-            runs = inputs // self.stored.block if isinstance(self.stored, Fp8BlocksKind) else 1
-            scales = jax.ShapeDtypeStruct((*groups, runs, GROUP), jnp.float32)
+            scales = jax.ShapeDtypeStruct((*groups, inputs // (self._run or inputs), GROUP), jnp.float32)
         return Tiled(jax.ShapeDtypeStruct(tiles, jnp.uint8), scales, self.format, self.stored.dtype)
 
     def pack(self, tensors: Sequence[Stored], layout: Layout | None) -> Tiled:
@@ -126,15 +126,14 @@ class TiledKind:
 
 def _blocks(kept: Weight) -> tuple[np.ndarray, np.ndarray | None]:
     """What `repack` takes, and scales `[*stack, o, runs]` of weights that have them beside their codes."""
-    if isinstance(kept, Groups):
+    if isinstance(kept, Coded) and kept.coding.codes == UINT8:
         zero = [] if kept.zero is None else [kept.zero[..., None]]
         return np.concatenate([kept.scale[..., None].view(np.uint8), *zero, kept.codes], axis=-1), None
-    if isinstance(kept, PerChannel | Fp8Blocks):
-        codes = np.ascontiguousarray(kept.codes).view(np.uint8)
-        blocks = codes.reshape(*kept.shape[:-1], -1, CODES)
-        if isinstance(kept, PerChannel):
+    if isinstance(kept, Coded):
+        blocks = np.ascontiguousarray(kept.codes).view(np.uint8).reshape(*kept.shape[:-1], -1, CODES)
+        if kept.coding.of_rows:
             return blocks, kept.scale[..., None]
-        return blocks, np.repeat(kept.scale, kept.codes.shape[-2], axis=-2)
+        return blocks, np.repeat(kept.scale, kept.rows_together, axis=-2)
     (array,) = jax.tree.leaves(kept)
     return array, None
 
@@ -143,13 +142,12 @@ def tile_format(kind: WeightKind) -> str | None:
     """The tiles that hold what `kind` keeps, exactly; None if there are none."""
     if isinstance(kind, DenseKind):
         return FLOATS.get(kind.dtype)
-    if isinstance(kind, PerChannelKind):
-        return "i8" if kind.codes == INT8 else "e4m3"
-    if isinstance(kind, Fp8BlocksKind):
-        return "e4m3" if kind.block % CODES == 0 else None
-    if isinstance(kind, GroupsKind):
-        fits = (kind.bits, kind.block, kind.scale, kind.levels) == (4, CODES, FLOAT16, ())
-        return ("q4_0" if kind.symmetric else "u4") if fits else None
+    if isinstance(kind, CodedKind):
+        coding = kind.coding
+        if coding.codes != UINT8:
+            return None if kind.block % CODES and coding.of_blocks else "i8" if coding.codes == INT8 else "e4m3"
+        fits = (coding.bits, kind.block, coding.scale, coding.levels) == (4, CODES, FLOAT16, ())
+        return ("q4_0" if coding.symmetric else "u4") if fits else None
     if isinstance(kind, GgufKind) and kind.type.lower() in cpu_kernels.FORMATS:
         return kind.type.lower()
     return None

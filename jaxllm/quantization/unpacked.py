@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
-import ml_dtypes
 import numpy as np
 from jaxtyping import UInt8
 
-from jaxllm.pallas_kernels.packed_matrix import PackedFormat
-from jaxllm.quantization.groups import Groups
+from jaxllm.pallas_kernels.matrices import PackedFormat
+from jaxllm.quantization.coded import Coded
+from jaxllm.quantization.gguf_blocks import k_scales
+from jaxllm.quantization.stored import E8M0, Coding, unpacked
 
 F16, INT32 = np.dtype(np.float16), np.dtype(np.int32)
-E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 
 BlocksOfRows = UInt8[np.ndarray, "*n bytes"]
 
 
-@dataclass(frozen=True)
-class Unpacked:
+class Unpacked(NamedTuple):
     """A weight's codes, one a byte, and its scales as tiles have them, but row by row.
 
     Attributes:
@@ -30,8 +29,8 @@ class Unpacked:
     """
 
     codes: np.ndarray
-    words: np.ndarray | None
-    halves: tuple[np.ndarray, ...]
+    words: np.ndarray | None = None
+    halves: tuple[np.ndarray, ...] = ()
 
 
 def block_format(type: str, inputs: int) -> PackedFormat:
@@ -44,13 +43,14 @@ def block_format(type: str, inputs: int) -> PackedFormat:
 
 def unpack_blocks(blocks: BlocksOfRows, type: str, format: PackedFormat) -> Unpacked:
     """GGUF's blocks `[*stack, o, blocks, bytes]`, for the format that `block_format` gives."""
-    codes, words, halves = BLOCKS[type].unpack(blocks)
-    codes = codes.reshape(*blocks.shape[:-2], -1)
-    return Unpacked(codes, _pairs(*halves), ()) if format.scales == "pair" else Unpacked(codes, words, halves)
+    found = BLOCKS[type].unpack(blocks)
+    found = found._replace(codes=found.codes.reshape(*blocks.shape[:-2], -1))
+    return found._replace(words=_pairs(*found.halves), halves=()) if format.scales == "pair" else found
 
 
-def group_format(bits: int, group: int, scale: np.dtype, *, symmetric: bool, inputs: int) -> PackedFormat | None:
+def group_format(coding: Coding, inputs: int) -> PackedFormat | None:
     """The format for groups of codes without levels, of rows of that many inputs; None if there is none."""
+    bits, group, scale, symmetric = coding.bits, coding.block[1], coding.scale, coding.symmetric
     powers = scale == E8M0
     parted = group > MOST_GROUP and group % MOST_GROUP > 0
     if bits not in (2, 4, 8) or group % 16 or parted or (powers and not symmetric):
@@ -72,25 +72,20 @@ def _fitting(format: PackedFormat, inputs: int) -> PackedFormat:
     return format if inputs % format.unit == 0 else replace(format, width=16)
 
 
-def unpack_groups(weight: Groups, format: PackedFormat) -> Unpacked:
+def unpack_groups(weight: Coded, format: PackedFormat) -> Unpacked:
     """Groups of codes, for the format that `group_format` gives."""
-    shifts = np.arange(0, 8, weight.bits, dtype=np.uint8)[:, None]
-    codes = (weight.codes[..., None, :] >> shifts) & np.uint8((1 << weight.bits) - 1)
-    codes = codes.reshape(*weight.scale.shape[:-1], -1)
+    bits = weight.coding.bits
+    codes = unpacked(weight.codes, bits).reshape(*weight.scale.shape[:-1], -1)
     repeats = codes.shape[-1] // weight.scale.shape[-1] // format.group
     scale = np.repeat(weight.scale, repeats, axis=-1)
-    if weight.bits == 8:
+    if bits == 8:
         codes = codes ^ np.uint8(128)
     if format.scales == "pair":
-        return Unpacked(codes, _pairs(scale), ())
+        return Unpacked(codes, _pairs(scale))
     if weight.zero is None:
         return Unpacked(codes, None, (scale.view(np.uint8) if format.scales == "power" else scale,))
-    middle = 1 << (weight.bits - 1)
-    zero = (np.repeat(weight.zero, repeats, axis=-1).astype(np.int16) - middle).astype(np.int8)
+    zero = (np.repeat(weight.zero, repeats, axis=-1).astype(np.int16) - (1 << (bits - 1))).astype(np.int8)
     return Unpacked(codes, None, (scale, zero))
-
-
-UnpackedParts = tuple[np.ndarray, np.ndarray | None, tuple[np.ndarray, ...]]
 
 
 def _words(blocks: BlocksOfRows, start: int, stop: int) -> np.ndarray:
@@ -130,85 +125,64 @@ def _flags(packed: BlocksOfRows) -> np.ndarray:
     return np.unpackbits(packed, axis=-1, bitorder="little")
 
 
-def _q4_0(blocks: BlocksOfRows) -> UnpackedParts:
-    return _nibbles(blocks[..., 2:], 16), None, (_half(blocks, 0),)
-
-
-def _q4_1(blocks: BlocksOfRows) -> UnpackedParts:
-    return _nibbles(blocks[..., 4:], 16), _words(blocks, 0, 4), ()
-
-
-def _q5_0(blocks: BlocksOfRows) -> UnpackedParts:
-    return _nibbles(blocks[..., 6:], 16) | _flags(blocks[..., 2:6]) << 4, None, (_half(blocks, 0),)
-
-
-def _q5_1(blocks: BlocksOfRows) -> UnpackedParts:
-    return _nibbles(blocks[..., 8:], 16) | _flags(blocks[..., 4:8]) << 4, _words(blocks, 0, 4), ()
-
-
-def _q8_0(blocks: BlocksOfRows) -> UnpackedParts:
-    return blocks[..., 2:], None, (_half(blocks, 0),)
-
-
-def _q2_k(blocks: BlocksOfRows) -> UnpackedParts:
+def _q2_k(blocks: BlocksOfRows) -> Unpacked:
     words = np.concatenate([_words(blocks, 0, 16), _words(blocks, 80, 84)], axis=-1)
-    return _two_bits(blocks[..., 16:80]), words, ()
+    return Unpacked(_two_bits(blocks[..., 16:80]), words)
 
 
-def _q3_k(blocks: BlocksOfRows) -> UnpackedParts:
+def _q3_k(blocks: BlocksOfRows) -> Unpacked:
     codes = _two_bits(blocks[..., 32:96]) | _bits(blocks[..., :32]) << 2
     packed = blocks[..., 96:108]
     lead = packed.shape[:-1]
     low = _shifted(packed[..., :8], [0, 4], 15).reshape(*lead, 16)
     top = _shifted(packed[..., 8:], [0, 2, 4, 6], 3).reshape(*lead, 16)
-    return codes, _six_bits(low | top << 4), (_half(blocks, 108),)
+    return Unpacked(codes, _six_bits(low | top << 4), (_half(blocks, 108),))
 
 
 def _k_pairs(blocks: BlocksOfRows) -> np.ndarray:
-    """Scales and minima as `SCALES` says; of a file's twelve bytes see `gguf_blocks._k_scales`."""
-    packed = blocks[..., 4:16]
-    scale, minimum, low = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
-    scales = np.concatenate([scale & 63, (low & 15) | ((scale >> 2) & 48)], axis=-1)
-    minima = np.concatenate([minimum & 63, (low >> 4) | ((minimum >> 2) & 48)], axis=-1)
-    both = np.stack([scales, minima], axis=-1).reshape(*packed.shape[:-1], 16)
+    """Scales and minima as `SCALES` says."""
+    both = np.stack(k_scales(blocks[..., 4:16]), axis=-1).reshape(*blocks.shape[:-1], 16)
     return np.concatenate([_six_bits(both), _words(blocks, 0, 4)], axis=-1)
 
 
 def _six_bits(values: UInt8[np.ndarray, "*n 16"]) -> np.ndarray:
-    """Sixteen numbers of six bits as three words; see `packed_matrix.fourth_of_six`."""
+    """Sixteen numbers of six bits as three words; see `matrices.fourth_of_six`."""
     fours = values.reshape(*values.shape[:-1], 4, 4)
     last = (fours[..., 3:, :] >> np.array([0, 2, 4], np.uint8)[:, None]) & np.uint8(3)
     return np.ascontiguousarray(fours[..., :3, :] | last << 6).view(INT32)[..., 0]
 
 
-def _q4_k(blocks: BlocksOfRows) -> UnpackedParts:
-    return _nibbles(blocks[..., 16:], 32), _k_pairs(blocks), ()
-
-
-def _q5_k(blocks: BlocksOfRows) -> UnpackedParts:
-    return _nibbles(blocks[..., 48:], 32) | _bits(blocks[..., 16:48]) << 4, _k_pairs(blocks), ()
-
-
-def _q6_k(blocks: BlocksOfRows) -> UnpackedParts:
+def _q6_k(blocks: BlocksOfRows) -> Unpacked:
     codes = _nibbles(blocks[..., :128], 64) | _two_bits(blocks[..., 128:192]) << 4
-    return codes, _words(blocks, 192, 208), (_half(blocks, 208),)
+    return Unpacked(codes, _words(blocks, 192, 208), (_half(blocks, 208),))
 
 
 class GpuFormat(NamedTuple):
     format: PackedFormat
-    unpack: Callable[[BlocksOfRows], UnpackedParts]
+    unpack: Callable[[BlocksOfRows], Unpacked]
 
 
 BLOCKS = {
-    "Q4_0": GpuFormat(PackedFormat(4, offset=8, scales="pair"), _q4_0),
-    "Q4_1": GpuFormat(PackedFormat(4, scales="minimum"), _q4_1),
-    "Q5_0": GpuFormat(PackedFormat(4, 1, offset=16, scales="pair"), _q5_0),
-    "Q5_1": GpuFormat(PackedFormat(4, 1, scales="minimum"), _q5_1),
-    "Q8_0": GpuFormat(PackedFormat(8, scales="pair"), _q8_0),
+    "Q4_0": GpuFormat(
+        PackedFormat(4, offset=8, scales="pair"), lambda b: Unpacked(_nibbles(b[..., 2:], 16), None, (_half(b, 0),))
+    ),
+    "Q4_1": GpuFormat(PackedFormat(4, scales="minimum"), lambda b: Unpacked(_nibbles(b[..., 4:], 16), _words(b, 0, 4))),
+    "Q5_0": GpuFormat(
+        PackedFormat(4, 1, offset=16, scales="pair"),
+        lambda b: Unpacked(_nibbles(b[..., 6:], 16) | _flags(b[..., 2:6]) << 4, None, (_half(b, 0),)),
+    ),
+    "Q5_1": GpuFormat(
+        PackedFormat(4, 1, scales="minimum"),
+        lambda b: Unpacked(_nibbles(b[..., 8:], 16) | _flags(b[..., 4:8]) << 4, _words(b, 0, 4)),
+    ),
+    "Q8_0": GpuFormat(PackedFormat(8, scales="pair"), lambda b: Unpacked(b[..., 2:], None, (_half(b, 0),))),
     "Q2_K": GpuFormat(PackedFormat(2, width=16, group=16, scales="k_nibbles"), _q2_k),
     "Q3_K": GpuFormat(PackedFormat(2, 1, width=16, group=16, offset=4, scales="k_six"), _q3_k),
-    "Q4_K": GpuFormat(PackedFormat(4, scales="k_pairs"), _q4_k),
-    "Q5_K": GpuFormat(PackedFormat(4, 1, scales="k_pairs"), _q5_k),
+    "Q4_K": GpuFormat(PackedFormat(4, scales="k_pairs"), lambda b: Unpacked(_nibbles(b[..., 16:], 32), _k_pairs(b))),
+    "Q5_K": GpuFormat(
+        PackedFormat(4, 1, scales="k_pairs"),
+        lambda b: Unpacked(_nibbles(b[..., 48:], 32) | _bits(b[..., 16:48]) << 4, _k_pairs(b)),
+    ),
     "Q6_K": GpuFormat(PackedFormat(4, 2, width=16, group=16, offset=32, scales="k_bytes"), _q6_k),
 }
 """GGUF's types as tiles have them, and what takes their blocks apart."""

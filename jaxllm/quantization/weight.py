@@ -14,12 +14,10 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
-from jaxllm.pallas_kernels.ordered_matrix import OrderedMatrix
-from jaxllm.pallas_kernels.packed_matrix import PackedMatrix
+from jaxllm.pallas_kernels.matrices import KernelMatrix, PackedMatrix
+from jaxllm.pallas_kernels.products import dot, precision
 from jaxllm.quantization.stored import Stored
-from jaxllm.sharding.layout import Layout, place
-from jaxllm.sharding.mesh import Axes
+from jaxllm.sharding.mesh import Axes, Layout, place
 
 
 class Weight(ABC):
@@ -56,7 +54,7 @@ class Weight(ABC):
         return None
 
     @property
-    def kernel_matrices(self) -> tuple[KernelMatrix | OrderedMatrix | PackedMatrix, ...] | None:
+    def kernel_matrices(self) -> tuple[KernelMatrix | PackedMatrix, ...] | None:
         """What GPU kernels expand a tile of, a matrix for each part that was not joined; None if there is no such."""
         return None
 
@@ -174,7 +172,7 @@ class Fused(Weight):
         return None if None in found else tuple(m for part in found for m in part)  # type: ignore[union-attr]
 
     @property
-    def kernel_matrices(self) -> tuple[KernelMatrix | OrderedMatrix | PackedMatrix, ...] | None:
+    def kernel_matrices(self) -> tuple[KernelMatrix | PackedMatrix, ...] | None:
         found = [part.kernel_matrices for part in self.parts]
         return None if None in found else tuple(m for part in found for m in part)  # type: ignore[union-attr]
 
@@ -183,6 +181,52 @@ class Fused(Weight):
 
     def select(self, index: Int[Array, ""]) -> Fused:
         return Fused(tuple(part.select(index) for part in self.parts))
+
+
+TILE = 1 << 20
+"""Weights that are expanded at a time: a tile of them stays in a CPU's cache between its expansion and its product."""
+
+
+class Quantized(Weight):
+    """A matrix whose arrays are all `[*stack, o / n, …]`: expanded a few rows at a time, never whole in a product."""
+
+    @property
+    def rows_together(self) -> int:
+        """The `n` rows that are one of the arrays' rows."""
+        return 1
+
+    def matmul(self, x: Float[Array, "T i"]) -> Float[Array, "T o"]:
+        """`x @ self.T`, accumulated and returned in float32; a tile of rows is expanded, multiplied and forgotten."""
+        (rows, inputs), together = self.shape, self.rows_together
+        count = rows // together
+        tile = min(count, max(-(-8 // together), TILE // (together * inputs)))
+        if tile == count:
+            return self.product(x)
+
+        def body(index: jax.Array, out: jax.Array) -> jax.Array:
+            start = jnp.minimum(index * tile, count - tile)  # the last tile may do some rows again
+            part = jax.tree.map(lambda array: lax.dynamic_slice_in_dim(array, start, tile), self)
+            return lax.dynamic_update_slice_in_dim(out, part.product(x), start * together, 1)
+
+        return lax.fori_loop(0, -(-count // tile), body, jnp.zeros((x.shape[0], rows), jnp.float32))
+
+    def product(self, x: Float[Array, "T i"]) -> Float[Array, "T o"]:
+        """`matmul` of a tile that may be expanded at once."""
+        return product(x, self.dequantize().astype(x.dtype))
+
+    def rows(self, ids: Int[Array, "T"]) -> Float[Array, "T i"]:
+        """The rows `ids` of a matrix; no other is expanded."""
+        assert self.rows_together == 1
+        return jax.tree.map(lambda array: array[ids], self).dequantize()
+
+    def _heads(self, per_head: int, rows: slice) -> Float[Array, "H o i"]:
+        if self.rows_together > 1:
+            return super()._heads(per_head, rows)
+
+        def of_heads(array: jax.Array) -> jax.Array:
+            return rearrange(array, "(head row) ... -> head row ...", row=per_head)[:, rows]
+
+        return jax.tree.map(of_heads, self).dequantize()
 
 
 def fuse(parts: list[Weight]) -> Weight:
@@ -195,13 +239,7 @@ def product(x: Float[Array, "T i"], matrix: Float[Array, "o i"]) -> Float[Array,
 
     A float32 result is also what keeps XLA:CPU on its fast path for bfloat16.
     """
-    return lax.dot_general(
-        x.astype(matrix.dtype),
-        matrix,
-        (((1,), (1,)), ((), ())),
-        precision=_precision(matrix),
-        preferred_element_type=jnp.float32,
-    )
+    return dot(x.astype(matrix.dtype), matrix)
 
 
 def _by_head(x: Float[Array, "T H n"], matrix: Float[Array, "H o i"], contract: int) -> Float[Array, "T H m"]:
@@ -213,11 +251,7 @@ def _by_head(x: Float[Array, "T H n"], matrix: Float[Array, "H o i"], contract: 
         x.swapaxes(0, 1).astype(matrix.dtype),
         matrix,
         (((2,), (contract,)), ((0,), (0,))),
-        precision=_precision(matrix),
+        precision=precision(matrix),
         preferred_element_type=jnp.float32,
     )
     return out.swapaxes(0, 1).astype(x.dtype)
-
-
-def _precision(matrix: jax.Array) -> lax.Precision | None:
-    return lax.Precision.HIGHEST if matrix.dtype == jnp.float32 else None

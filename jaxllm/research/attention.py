@@ -18,8 +18,7 @@ from jaxllm.compat import under_own_settings
 from jaxllm.errors import InvalidRequestError
 from jaxllm.models.abstract import abstract_model
 from jaxllm.models.caches import Shared
-from jaxllm.pallas_kernels.watched import WATCHED
-from jaxllm.pallas_kernels.whole import whole_sequences
+from jaxllm.pallas_kernels.whole import WATCHED, whole_sequences
 from jaxllm.requests.captures import integers
 from jaxllm.research.model import ModelArrays, OpenModel
 from jaxllm.sharding.mesh import TENSOR

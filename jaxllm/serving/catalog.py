@@ -13,7 +13,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.folders import in_home
 from jaxllm.serving.candle_vllm import is_candle_vllm, read_candle_vllm
 from jaxllm.setting_values import SERVED_NAME, comma_separated, is_served_name, split_if_text
-from jaxllm.weights.gguf_parts import gguf_models, whole_name
+from jaxllm.weights.folder import gguf_models, whole_name
 from jaxllm.wording import did_you_mean
 from jaxllm.yaml_file import read_mapping
 

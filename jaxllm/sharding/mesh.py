@@ -1,14 +1,20 @@
-"""The device mesh and how a parameter's axes become its sharding."""
+"""The device mesh, how parameters lie on it (from a checkpoint's tensors to shards), and collectives across it."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Shaped
 
 from jaxllm import compat
 from jaxllm.errors import ConfigError
@@ -114,3 +120,137 @@ def named_sharding(mesh: Mesh | AbstractMesh, axes: Axes, *, on_host: bool = Fal
     their devices, which can read it there.
     """
     return NamedSharding(mesh, P(*axes), memory_kind=HOST_MEMORY if on_host else None)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows of one checkpoint tensor inside a fused parameter (channels, where the layout's axis is not the first).
+
+    `rows` are the tensor's own rows; `shards` is how many different pieces they are cut into. With fewer shards than
+    devices each piece is repeated, which is how KV heads are replicated where there are more devices than heads.
+    """
+
+    rows: int
+    shards: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a parameter is laid out from checkpoint tensors along one axis, device by device.
+
+    Worked example, two devices, `q` of 4 rows in 2 shards and `k` of 2 rows in 1 shard:
+
+        device 0: q0 q1 k0 k1      device 1: q2 q3 k0 k1      so the whole parameter has 8 rows
+    """
+
+    segments: tuple[Segment, ...]
+    tp: int
+    axis: int = 0
+    pad_to: int = 0
+    """Rows after zero padding (vocabularies); 0 is no padding."""
+
+    @property
+    def rows(self) -> int:
+        return self.pad_to or sum(self.tp * s.rows // s.shards for s in self.segments)
+
+    @property
+    def stored_rows(self) -> int:
+        """Rows as a checkpoint has them: without padding or replicas."""
+        return sum(s.rows for s in self.segments)
+
+    def assemble(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
+        """The whole parameter from one tensor a segment, or from one that holds them all in their order."""
+        if self.pad_to:
+            (tensor,) = tensors
+            padding = [(0, 0)] * tensor.ndim
+            padding[self.axis] = (0, self.pad_to - tensor.shape[self.axis])
+            return np.pad(tensor, padding) if any(after for _, after in padding) else tensor
+        if self.tp == 1:
+            return tensors[0] if len(tensors) == 1 else np.concatenate(tensors, self.axis)
+        if len(tensors) == 1:
+            tensors = np.split(tensors[0], np.cumsum([s.rows for s in self.segments])[:-1], self.axis)
+        parts = []
+        for device in range(self.tp):
+            for tensor, segment in zip(tensors, self.segments, strict=True):
+                size = segment.rows // segment.shards
+                shard = device * segment.shards // self.tp
+                parts.append(np.take(tensor, range(shard * size, (shard + 1) * size), self.axis))
+        return np.concatenate(parts, self.axis)
+
+
+def split_rows(rows: int, tp: int) -> Layout:
+    """One tensor cut into `tp` equal pieces."""
+    return Layout((Segment(rows, tp),), tp)
+
+
+def padded_rows(rows: int, tp: int, multiple: int = 64) -> Layout:
+    """One tensor padded with zero rows until every device has the same, whole multiple of rows."""
+    unit = multiple * tp
+    return Layout((Segment(rows, tp),), tp, pad_to=math.ceil(rows / unit) * unit)
+
+
+def place(layout: Layout | None, tensors: Iterable[np.ndarray], dtype: np.dtype) -> np.ndarray:
+    """The whole parameter in `dtype`; each tensor is cast by itself, so that nothing wider is ever whole."""
+    cast = [tensor.astype(dtype, copy=False) for tensor in tensors]
+    return cast[0] if layout is None else layout.assemble(cast)
+
+
+def tensor_rank() -> jax.Array:
+    """This device's place along the tensor axis."""
+    return lax.axis_index(TENSOR)
+
+
+def tensor_size() -> int:
+    """The degree of tensor parallelism, a Python int."""
+    return lax.axis_size(TENSOR)
+
+
+def sum_over_tensor(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Add the partial results of every device of the tensor axis."""
+    return lax.psum(x, TENSOR) if tensor_size() > 1 else x
+
+
+def gather_over_tensor(x: Float[Array, "... n"]) -> Float[Array, "... m"]:
+    """Lay the last axes of every device of the tensor axis end to end."""
+    return lax.all_gather(x, TENSOR, axis=x.ndim - 1, tiled=True) if tensor_size() > 1 else x
+
+
+def device_rank() -> jax.Array:
+    """This device's place among all: along the tensor axis first."""
+    return lax.axis_index(EVERY)
+
+
+def data_size() -> int:
+    """How many batches run side by side, a Python int."""
+    return lax.axis_size(DATA)
+
+
+def gather_over_data(tree: Any) -> Any:
+    """Arrays of every batch, one batch after the other along a new first axis: `[n, ...]` becomes `[batches, n, ...]`.
+
+    All arrays travel as bytes in one collective: several that do not wait for each other might begin in another order
+    in another process.
+    """
+    arrays, form = jax.tree.flatten(tree)
+    sent = [lax.bitcast_convert_type(a, jnp.uint8).ravel() for a in arrays]
+    found = lax.all_gather(jnp.concatenate(sent), DATA)
+    parts = jnp.split(found, list(itertools.accumulate(part.size for part in sent))[:-1], axis=1)
+    return jax.tree.unflatten(form, [_of_bytes(part, a) for part, a in zip(parts, arrays, strict=True)])
+
+
+def _of_bytes(part: jax.Array, like: jax.Array) -> jax.Array:
+    """`[batches, bytes]` -> as many arrays as `like`."""
+    size = like.dtype.itemsize
+    shape = (part.shape[0], *like.shape, *([size] if size > 1 else []))
+    return lax.bitcast_convert_type(part.reshape(shape), like.dtype)
+
+
+def share_out_over_data(x: Float[Array, "m ..."]) -> Float[Array, "n ..."]:
+    """Add what the devices of the data axis have for the rows of every batch, and keep those of this one."""
+    return lax.psum_scatter(x, DATA, scatter_dimension=0, tiled=True) if data_size() > 1 else x
+
+
+def own_rows(x: Shaped[Array, "m ..."]) -> Shaped[Array, "n ..."]:
+    """Of the rows of every batch, one batch after the other, those of this one."""
+    count = x.shape[0] // data_size()
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(DATA) * count, count)

@@ -1,8 +1,8 @@
-"""Messages with arrays between the processes of a group, over TCP.
+"""Messages with arrays between the processes of a group, over TCP, and the sockets that they go through.
 
 A frame is the lengths of its two parts, a header in msgpack, and the bytes of its arrays one after the other. What
-comes is bounded before it is read and checked before it is used, and nothing of it is ever run.
-"""
+comes is bounded before it is read and checked before it is used, and nothing of it is ever run. Sockets are used by
+several threads: connections are taken as they come, and what waits at one can be interrupted."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import math
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import ml_dtypes
 import msgspec
 import numpy as np
-
-from jaxllm.sharding.sockets import interrupt
 
 _LENGTHS = struct.Struct("<IQ")
 MOST_HEADER = 2**20
@@ -133,3 +133,49 @@ class Wire(Generic[Message]):
                 raise ConnectionResetError("the connection was closed")
             at += received
         return taken
+
+
+def accept_each(listener: socket.socket, most: int, name: str, serve: Callable[[socket.socket, str], None]) -> None:
+    """Have `serve` called with each connection and the address that it comes from, on a daemon thread of that name.
+
+    At most so many run at a time; further connections are closed at once. Returns when the listener is closed.
+    """
+    free = threading.Semaphore(most)
+
+    def run(connection: socket.socket, source: str) -> None:
+        try:
+            serve(connection, source)
+        finally:
+            free.release()
+
+    while True:
+        try:
+            connection, source = listener.accept()
+        except OSError:
+            return
+        if not free.acquire(blocking=False):
+            connection.close()
+            continue
+        threading.Thread(target=run, args=(connection, source[0]), name=name, daemon=True).start()
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """One that nobody listens on at this moment; an empty address is all of them."""
+    with socket.create_server((address, 0)) as taken:
+        port: int = taken.getsockname()[1]
+        return port
+
+
+def interrupt(waited_at: socket.socket) -> None:
+    """Whoever accepts, receives or sends there stops waiting, with an OSError or at the end of what comes."""
+    with suppress(OSError):  # it has ended meanwhile
+        waited_at.shutdown(socket.SHUT_RDWR)
+
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def machine_name() -> tuple[str, str]:
+    """The host's name, and what no other host of that name says; a container has a name of its own."""
+    host = socket.gethostname()
+    return host, f"{host} {BOOT_ID.read_text().strip()}" if BOOT_ID.exists() else host

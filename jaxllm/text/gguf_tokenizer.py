@@ -22,7 +22,7 @@ from jaxllm.text.gguf_unigram import unigram
 from jaxllm.text.gguf_word_pieces import word_pieces
 from jaxllm.text.patterns import BLOOM, DEEPSEEK3, GPT2, GPT4O, KIMI, LLAMA3, QWEN2, QWEN35, SEED, TEKKEN
 from jaxllm.weights.fields import FLAG, TEXT, FieldKind, FieldKinds, check_fields, many, real, shown, whole
-from jaxllm.weights.gguf_header import GGUFHeader, read_header
+from jaxllm.weights.gguf_file import GGUFHeader, read_header
 
 _REVISION = 4  # part of the cache key: raise it whenever this file builds something different
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4

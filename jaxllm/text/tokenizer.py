@@ -18,9 +18,7 @@ from jaxllm.text.byte_pieces import REPLACEMENT, piece_bytes
 from jaxllm.text.template_process import TemplateProcess
 from jaxllm.text.tiktoken_file import TIKTOKEN_FILE, cached_tiktoken_tokenizer
 from jaxllm.weights.fields import FLAG, NULL, TEXT, FieldKind, FieldKinds, check_fields, either, many, shown
-from jaxllm.weights.folder import model_file, read_object, read_text
-from jaxllm.weights.generation import EOS_FIELDS, read_generation_config
-from jaxllm.weights.gguf_parts import gguf_models
+from jaxllm.weights.folder import EOS_FIELDS, gguf_models, model_file, read_generation_config, read_object, read_text
 
 LONG_TEXT = 16 * 1024
 """Characters, or tokens, from which on other threads go on while the library works: only its batch calls let them."""

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import CheckpointError
-from jaxllm.weights.folder import MANIFEST, NO_PICKLES, PICKLES, is_saved, model_file, pickles
-from jaxllm.weights.gguf_parts import gguf_models
+from jaxllm.weights.folder import MANIFEST, NO_PICKLES, PICKLES, gguf_models, is_saved, model_file, pickles
 
 if TYPE_CHECKING:  # tokenizers read a model's folder too, in servers that need no JAX
     from jaxllm.weights.checkpoint import Checkpoint
@@ -24,7 +23,7 @@ def open_checkpoint(path: Path, load_format: str = "auto", overrides: Mapping[st
     whose keys could be overridden.
     """
     from jaxllm.weights.gguf_file import GGUFCheckpoint
-    from jaxllm.weights.packed_file import PackedCheckpoint, quantization_config
+    from jaxllm.weights.packings import PackedCheckpoint, quantization_config
     from jaxllm.weights.safetensors_file import SafetensorsCheckpoint
     from jaxllm.weights.saved import SavedCheckpoint
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxllm.errors import CheckpointError
@@ -88,6 +90,14 @@ def check_fields(given: Mapping[str, Any], kinds: FieldKinds, inside: str = "") 
 def is_storable(shape: Sequence[int]) -> bool:
     """Whether NumPy takes an array of this shape; one with a 0 in it may say anything of its other axes."""
     return len(shape) <= MAX_RANK and math.prod(max(size, 1) for size in shape) <= MAX_SIZE
+
+
+def check_apart(file: Path, places: Iterable[tuple[int, int, str]]) -> None:
+    """Raises CheckpointError for tensors (offset, bytes, name) that share bytes: much memory of a small file."""
+    stored = sorted(place for place in places if place[1])
+    for (offset, nbytes, name), (begin, _, other) in itertools.pairwise(stored):
+        if offset + nbytes > begin:
+            raise CheckpointError(f"{file}: tensors {shown(name)} and {shown(other)} share bytes from {begin:,} on")
 
 
 def shown(value: Any) -> str:

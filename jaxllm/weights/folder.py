@@ -1,14 +1,24 @@
-"""The files of a model's folder, which whoever published the model has written: nothing here is taken on trust."""
+"""The files of a model's folder, which whoever published the model has written: nothing here is taken on trust.
+
+A GGUF model is one file, or the parts that gguf-split makes of it, NAME-00001-of-00003.gguf and so on, of which the
+first has the metadata. generation_config.json recommends how to sample; modules.json lists the steps that
+sentence-transformers takes with a text.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxllm.errors import CheckpointError, one_line
-from jaxllm.weights.fields import shown
+from jaxllm.machine import memory
+from jaxllm.weights.fields import NULL, TEXT, FieldKinds, check_fields, either, many, real, shown, whole
 from jaxllm.wording import kind_of
 
 MAX_TEXT_BYTES = 2**28
@@ -88,3 +98,148 @@ def is_saved(path: Path) -> bool:
 def pickles(folder: Path) -> list[str]:
     """Names of the folder's pickle files."""
     return sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
+
+
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+
+
+def part_names(name: str) -> list[str]:
+    """The names of all parts of the model that the file `name` is a part of; the name alone if it is none."""
+    found = _PART.fullmatch(name)
+    if found is None or not 1 <= int(found[2]) <= int(found[3]):
+        return [name]
+    return [f"{found[1]}-{number:05}-of-{found[3]}.gguf" for number in range(1, int(found[3]) + 1)]
+
+
+def whole_name(path: Path) -> Path:
+    """Where the model would be if it were not split: NAME.gguf for NAME-00001-of-00003.gguf."""
+    found = _PART.fullmatch(path.name)
+    return path if found is None else path.with_name(f"{found[1]}.gguf")
+
+
+def part_files(path: Path) -> list[Path]:
+    """All parts of a model, the first one first, from any of them.
+
+    Raises:
+        CheckpointError: a part is missing, or lies outside of the folder.
+    """
+    names = part_names(path.name)
+    files = [path if name == path.name else model_file(path.parent, name) for name in names]
+    if missing := [file.name for file in files if not file.is_file()]:
+        others = f" and {len(missing) - 1} more of its {len(files)} parts" if len(missing) > 1 else ""
+        raise CheckpointError(f"{path}: the part {missing[0]}{others} is missing from {path.parent}")
+    return files
+
+
+def gguf_models(folder: Path) -> list[Path]:
+    """The GGUF models in a folder, each as its file or its first part, which may be missing."""
+    return sorted({file.with_name(part_names(file.name)[0]) for file in folder.glob("*.gguf")})
+
+
+TOKEN_ID = whole(0, 2**31 - 1)
+EOS_FIELDS: FieldKinds = {"eos_token_id": either(TOKEN_ID, many(TOKEN_ID, 1024), NULL)}
+"""Of config.json too."""
+SAMPLING_FIELDS: FieldKinds = {
+    "temperature": either(real(0, 1e3), NULL),
+    "top_p": either(real(1e-6, 1), NULL),
+    "top_k": either(whole(-1, 2**31 - 1), NULL),
+    "min_p": either(real(0, 1), NULL),
+    "repetition_penalty": either(real(1e-6, 1e3), NULL),
+}
+"""What is recommended to sample with."""
+GENERATION_FIELDS: FieldKinds = EOS_FIELDS | SAMPLING_FIELDS
+
+
+def generation_config_of(path: Path) -> Path:
+    """Where a GGUF's sampling defaults lie, if anywhere: MODEL.generation_config.json for MODEL.gguf, split or not."""
+    return whole_name(path).with_suffix(".generation_config.json")
+
+
+def read_generation_config(folder: Path, name: str = "generation_config.json") -> dict[str, Any]:
+    """The file's content; empty where there is none. Raises CheckpointError naming a field that is wrong."""
+    if not model_file(folder, name).exists():
+        return {}
+    given = read_object(folder, name)
+    try:
+        check_fields(given, GENERATION_FIELDS)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder / name}: {error}") from None
+    return given
+
+
+SENTENCE_KINDS = ("Transformer", "Pooling", "Dense", "Normalize", "LogitScore")
+
+
+class SentenceModule(NamedTuple):
+    """One step: its class without the module that it is in, and its folder."""
+
+    kind: str
+    folder: str
+
+    @property
+    def weights(self) -> str:
+        """The file with the weights of a step that has some of its own."""
+        return f"{self.folder}/model.safetensors"
+
+
+def sentence_modules(path: Path) -> list[SentenceModule]:
+    """Each step in order; none where the directory is not one of sentence-transformers'.
+
+    Raises:
+        CheckpointError: a step is not supported.
+    """
+    file = model_file(path, "modules.json")
+    if not file.exists():
+        return []
+    given = read_json(path, file.name)
+    if not isinstance(given, list) or not all(
+        isinstance(entry, dict) and TEXT.fits(entry.get("type")) and TEXT.fits(entry.get("path")) for entry in given
+    ):
+        raise CheckpointError(f"{file}: is {shown(given)}; accepted is a list of objects with a type and a path")
+    modules = [SentenceModule(entry["type"].rpartition(".")[2], entry["path"]) for entry in given]
+    for kind, _ in modules:
+        if kind not in SENTENCE_KINDS:
+            raise CheckpointError(f"{file}: has a module {shown(kind)}; supported are {', '.join(SENTENCE_KINDS)}")
+    return modules
+
+
+CHUNK = 2**20
+"""Bytes read at once, into one buffer: it is the system that keeps them."""
+
+
+@contextmanager
+def reading_ahead(path: Path) -> Iterator[None]:
+    """Read a checkpoint's file and its other parts, or all files of its folder, in a thread that ends with the block.
+
+    It stops at half of the memory that is free, so that nothing in use is put out; what it cannot read, it leaves to
+    the loader, which says so.
+    """
+    files = part_files(path) if path.is_file() else sorted(_files_of(path))
+    left, ended = memory().available // 2, threading.Event()
+
+    def read() -> None:
+        buffer, budget = bytearray(CHUNK), left
+        for name in files:
+            try:
+                with open(name, "rb", buffering=0) as file:
+                    while budget > 0 and not ended.is_set() and (count := file.readinto(buffer)):
+                        budget -= count
+            except OSError:  # the loader meets it again and names it
+                continue
+
+    thread = threading.Thread(target=read, name="read ahead", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _files_of(folder: Path) -> Iterator[Path]:
+    for file in folder.rglob("*"):
+        try:
+            if model_file(folder, str(file.relative_to(folder))).is_file():
+                yield file
+        except CheckpointError:  # a link that leads out of the folder is not followed here either
+            continue

@@ -10,14 +10,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from jaxllm.quantization.coded import common_coding
-from jaxllm.quantization.coded_kinds import coded_kind
+from jaxllm.quantization.coded import OrderedKind
 from jaxllm.quantization.gguf_decode import FORMATS
 from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.gpu_tiles import gpu_tiled
-from jaxllm.quantization.ordered import OrderedKind
-from jaxllm.quantization.schemes import AT_THE_ENDS, KEPT, RECODED, RECODED_OTHERS, SCHEMES, fitting
-from jaxllm.quantization.stored import GGUF_FLOATS
+from jaxllm.quantization.schemes import AT_THE_ENDS, KEPT, RECODED, RECODED_OTHERS, SCHEMES, coded_kind, fitting
+from jaxllm.quantization.stored import FLOATS, common_coding
 from jaxllm.quantization.tiles import tiled
 from jaxllm.quantization.weight import WeightKind
 from jaxllm.weights.checkpoint import Checkpoint, TensorInfo
@@ -103,7 +101,7 @@ class KindChooser:
     def _is_packed(self, info: TensorInfo) -> bool:
         if info.coding is not None:
             return True
-        return self.checkpoint.format != "safetensors" and info.dtype not in GGUF_FLOATS
+        return self.checkpoint.format != "safetensors" and info.dtype not in FLOATS
 
     def _of(self, spec: ParamSpec, source: Source) -> WeightKind:
         infos = [self.checkpoint.tensors[name] for name in source.tensors]

@@ -22,8 +22,7 @@ from jaxllm.quantization.gguf_decode import FORMATS
 from jaxllm.quantization.host_stack import HostShare, PartlyOnHost
 from jaxllm.quantization.stored import Stored, stack, transformed, with_moved_blocks
 from jaxllm.quantization.weight import DenseKind, Weight, WeightKind, fuse
-from jaxllm.sharding.layout import Layout, place
-from jaxllm.sharding.mesh import Axes, named_sharding, put
+from jaxllm.sharding.mesh import Axes, Layout, named_sharding, place, put
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.names import NameMap, Source, Sources
 from jaxllm.wording import did_you_mean

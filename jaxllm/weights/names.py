@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxllm.quantization.coded import Coding
+from jaxllm.quantization.stored import Coding
 
 Transform = Callable[..., np.ndarray]
 

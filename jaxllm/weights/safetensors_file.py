@@ -6,7 +6,6 @@ Layout: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from pathlib import Path
@@ -21,6 +20,7 @@ from jaxllm.weights.checkpoint import TensorInfo
 from jaxllm.weights.fields import (
     MAX_RANK,
     MAX_SIZE,
+    check_apart,
     check_fields,
     is_storable,
     many,
@@ -29,9 +29,15 @@ from jaxllm.weights.fields import (
     shown,
     whole,
 )
-from jaxllm.weights.folder import NO_PICKLES, check_no_device, model_file, pickles, read_object
-from jaxllm.weights.generation import read_generation_config
-from jaxllm.weights.sentence_modules import sentence_modules
+from jaxllm.weights.folder import (
+    NO_PICKLES,
+    check_no_device,
+    model_file,
+    pickles,
+    read_generation_config,
+    read_object,
+    sentence_modules,
+)
 
 _DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
@@ -170,7 +176,7 @@ def _read_header(file: Path) -> list[tuple[str, TensorInfo, _Place]]:
         raise CheckpointError(f"{file}: corrupt safetensors header: it is no object")
     header.pop("__metadata__", None)
     found = [_entry(file, size, 8 + length, name, entry) for name, entry in header.items()]
-    _check_apart(file, found)
+    check_apart(file, ((place.offset, place.nbytes, name) for name, _, place in found))
     return found
 
 
@@ -185,11 +191,3 @@ def _entry(file: Path, size: int, start: int, name: str, entry: Any) -> tuple[st
     if start + end > size:
         raise CheckpointError(f"{here}: truncated: it ends at byte {start + end:,} of a file of {size:,}")
     return name, TensorInfo(shape, dtype), _Place(file, start + begin, end - begin)
-
-
-def _check_apart(file: Path, found: list[tuple[str, TensorInfo, _Place]]) -> None:
-    """Tensors that share bytes would make much memory of a small file."""
-    stored = sorted((place.offset, place.nbytes, name) for name, _, place in found if place.nbytes)
-    for (offset, nbytes, name), (begin, _, other) in itertools.pairwise(stored):
-        if offset + nbytes > begin:
-            raise CheckpointError(f"{file}: tensors {shown(name)} and {shown(other)} share bytes from {begin:,} on")

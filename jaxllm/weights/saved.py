@@ -21,13 +21,10 @@ import msgspec
 import numpy as np
 
 from jaxllm.errors import CheckpointError, ConfigError, one_line
-from jaxllm.quantization.fp8_blocks import Fp8BlocksKind
+from jaxllm.quantization.coded import CodedKind, OrderedKind, as_stored, fp8_blocks, groups, per_channel
 from jaxllm.quantization.gguf_decode import FORMATS
 from jaxllm.quantization.gguf_weight import GgufKind
-from jaxllm.quantization.groups import GroupsKind
-from jaxllm.quantization.ordered import OrderedKind
-from jaxllm.quantization.per_channel import PerChannelKind
-from jaxllm.quantization.stored import GGUF_FLOATS, Stored
+from jaxllm.quantization.stored import FLOATS, Stored
 from jaxllm.quantization.weight import DenseKind, Weight, WeightKind
 from jaxllm.weights.checkpoint import TensorInfo
 from jaxllm.weights.fields import (
@@ -44,8 +41,7 @@ from jaxllm.weights.fields import (
     shown,
     whole,
 )
-from jaxllm.weights.folder import MANIFEST, model_file, read_text
-from jaxllm.weights.generation import read_generation_config
+from jaxllm.weights.folder import MANIFEST, model_file, read_generation_config, read_text
 from jaxllm.weights.names import NameMap, Source
 
 ARRAYS = "weights"
@@ -53,16 +49,16 @@ VERSION = 1
 GROUP_BYTES = 256 * 2**20
 """Weights that are read together: few calls, and little in memory besides what is on its way to the devices."""
 
-FLOATS = {np.dtype(dtype).name: label for label, dtype in GGUF_FLOATS.items()}
+LABELS = {np.dtype(dtype).name: label for label, dtype in FLOATS.items()}
 
 SCALES = ("float16", "bfloat16", "float32", "float8_e8m0fnu")
 
-SAVED_KINDS: dict[str, tuple[type[Any], FieldKinds]] = {
-    "dense": (DenseKind, {"dtype": one_of(*FLOATS)}),
+SAVED_KINDS: dict[str, tuple[Callable[..., WeightKind], FieldKinds]] = {
+    "dense": (DenseKind, {"dtype": one_of(*LABELS)}),
     "gguf": (GgufKind, {"type": one_of(*FORMATS)}),
-    "per_channel": (PerChannelKind, {"codes": one_of("int8", "float8_e4m3fn"), "activations": FLAG}),
+    "per_channel": (per_channel, {"codes": one_of("int8", "float8_e4m3fn"), "activations": FLAG}),
     "groups": (
-        GroupsKind,
+        groups,
         {
             "bits": FieldKind("2, 4 or 8", lambda value: type(value) is int and value in (2, 4, 8)),
             "block": whole(2, 2**20),
@@ -71,9 +67,12 @@ SAVED_KINDS: dict[str, tuple[type[Any], FieldKinds]] = {
             "levels": many(real(-1e6, 1e6), 256),
         },
     ),
-    "fp8_blocks": (Fp8BlocksKind, {"rows": whole(1, 2**20), "block": whole(1, 2**20)}),
+    "fp8_blocks": (fp8_blocks, {"rows": whole(1, 2**20), "block": whole(1, 2**20)}),
 }
 """What a manifest calls each kind, and the fields that it has of it; the type to compute in is the reader's."""
+
+TYPES = ("dtype", "codes", "scale")
+"""Fields that are the names of types."""
 
 ORDERED = "ordered"
 """The field that a kind has besides its own where inputs were sorted: their order's name, or true for some order."""
@@ -161,11 +160,10 @@ class SavedCheckpoint:
         arrays = [held[field] for field in self._abstract(name)]  # Orbax gives them by name, in its own order
         info, kind = self.tensors[name], self.kinds[name]
         origin = f"{self.path}: tensor {shown(name)}"
-        data = arrays[0]
         if isinstance(kind, DenseKind | GgufKind):
-            return Stored(data, info.dtype, info.shape, packed=isinstance(kind, GgufKind), origin=origin)
+            return Stored(arrays[0], info.dtype, info.shape, packed=isinstance(kind, GgufKind), origin=origin)
         weight = jax.tree.unflatten(jax.tree.structure(kind.abstract(info.shape)), arrays)
-        return Stored(data, info.dtype, info.shape, weight=weight, origin=origin)
+        return as_stored(weight, info.dtype, origin)
 
     def _abstract(self, name: str) -> dict[str, jax.ShapeDtypeStruct]:
         return arrays_of(self.kinds[name].abstract(self.tensors[name].shape))
@@ -181,12 +179,21 @@ def describe(kind: WeightKind) -> dict[str, Any]:
     """A kind as a manifest has it. Raises ConfigError for one that has no entry."""
     if isinstance(kind, OrderedKind):
         return describe(kind.kind) | {ORDERED: kind.order or True}
-    for name, (cls, known) in SAVED_KINDS.items():
-        if type(kind) is cls:
-            values = {field: getattr(kind, field) for field in known}
-            return {"name": name} | {f: v.name if isinstance(v, np.dtype) else v for f, v in values.items()}
-    known_kinds = ", ".join(SAVED_KINDS)
-    raise ConfigError(f"weights kept as {type(kind).__name__} cannot be saved; those that can are {known_kinds}")
+    if isinstance(kind, DenseKind):
+        return {"name": "dense", "dtype": kind.dtype.name}
+    if isinstance(kind, GgufKind):
+        return {"name": "gguf", "type": kind.type}
+    if not isinstance(kind, CodedKind):
+        known = ", ".join(SAVED_KINDS)
+        raise ConfigError(f"weights kept as {type(kind).__name__} cannot be saved; those that can are {known}")
+    coding, (rows, block) = kind.coding, kind.coding.block
+    if coding.of_rows:
+        return {"name": "per_channel", "codes": coding.codes.name, "activations": coding.activations}
+    if coding.of_blocks:
+        return {"name": "fp8_blocks", "rows": rows, "block": block}
+    return {"name": "groups", "bits": coding.bits, "block": block, "symmetric": coding.symmetric} | {
+        "scale": coding.scale.name, "levels": coding.levels
+    }  # fmt: skip
 
 
 def arrays_of(weight: Weight) -> dict[str, Any]:
@@ -285,22 +292,22 @@ def _kind(given: dict[str, Any], here: str) -> WeightKind:
     order = given.get(ORDERED)
     if order is True or (isinstance(order, str) and _ORDER.fullmatch(order)):
         kind = _kind({name: value for name, value in given.items() if name != ORDERED}, here)
-        return OrderedKind(kind, "" if order is True else order)
+        if isinstance(kind, CodedKind):
+            return OrderedKind(kind, "" if order is True else order)
     check_fields({"name": given.get("name")}, {"name": one_of(*SAVED_KINDS)}, f"{here}kind ")
-    cls, known = SAVED_KINDS[given["name"]]
+    make, known = SAVED_KINDS[given["name"]]
     if given.keys() != known.keys() | {"name"}:
         raise CheckpointError(f"{here}kind is {shown(given)}; accepted are {', '.join(known)}")
     check_fields(given, known, f"{here}kind ")
-    types = {field.name: field.type for field in fields(cls)}
-    values = {name: np.dtype(given[name]) if types[name] == "np.dtype" else given[name] for name in known}
+    values: dict[str, Any] = {name: np.dtype(given[name]) if name in TYPES else given[name] for name in known}
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    return cls(**({"dtype": np.dtype(np.float32)} | values))
+    return make(**({"dtype": np.dtype(np.float32)} | values))
 
 
 def _label(kind: WeightKind) -> str:
     """The name of a kind that `TensorInfo` has: GGML's, of blocks and of floats."""
     if isinstance(kind, DenseKind):
-        return FLOATS[kind.dtype.name]
+        return LABELS[kind.dtype.name]
     return kind.type if isinstance(kind, GgufKind) else describe(kind)["name"]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from jaxllm import cpu_kernels
 from jaxllm.cpu_kernels import ACTIVATIONS, AdapterArrays, AdapterUses, RowNorm
-from jaxllm.pallas_kernels.low_rank import low_rank as reference
+from jaxllm.pallas_kernels.products import low_rank as reference
 from tests.cpu_kernels.weights import ISAS, needs_kernels, random_weights
 
 pytestmark = needs_kernels

@@ -21,7 +21,7 @@ from jaxllm.models.tasks import read_tasks
 from jaxllm.sharding.mesh import build_mesh
 from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm.weights import open_checkpoint
-from jaxllm.weights.gguf_header import read_header
+from jaxllm.weights.gguf_file import read_header
 from jaxllm.weights.loader import load_parameters
 from tests.fuzz.harness import COUNTS, check_message, fuzz
 from tests.fuzz.mutants import JUNK, mutate_bytes, pick

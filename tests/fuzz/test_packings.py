@@ -7,7 +7,7 @@ import json
 import jax
 import numpy as np
 
-from jaxllm.quantization.coded_kinds import coded_kind
+from jaxllm.quantization.schemes import coded_kind
 from jaxllm.weights import open_checkpoint
 from tests.fuzz.harness import COUNTS, fuzz
 from tests.fuzz.mutants import json_bytes, mutate_bytes, mutate_json

@@ -121,7 +121,7 @@ def with_defect(function: Any, defect: str) -> Any:
     import jax.numpy as jnp
 
     from jaxllm.pallas_kernels.gpu import prefill
-    from jaxllm.pallas_kernels.packed_matrix import PackedFormat
+    from jaxllm.pallas_kernels.matrices import PackedFormat
 
     if defect == "copy":
         return jax.jit(function.__wrapped__)

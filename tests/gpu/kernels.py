@@ -27,30 +27,28 @@ from jaxllm.models.layers.mlp import ACTIVATIONS
 from jaxllm.models.layers.rope import Angles
 from jaxllm.pallas_kernels import Mixture, RootMeanSquare, SSDInputs, Unsummed
 from jaxllm.pallas_kernels.gpu import block_scaled, int8
+from jaxllm.pallas_kernels.gpu.attention import rotate_and_store
 from jaxllm.pallas_kernels.gpu.decode import decode_attention
-from jaxllm.pallas_kernels.gpu.delta_rule import delta_rule
-from jaxllm.pallas_kernels.gpu.few_rows import few_rows, grouped_few_rows
-from jaxllm.pallas_kernels.gpu.groups import RowLists, most_tiles
+from jaxllm.pallas_kernels.gpu.few_rows import few_rows
 from jaxllm.pallas_kernels.gpu.latent import absorb_and_store, expand_heads
 from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul
 from jaxllm.pallas_kernels.gpu.norm import add_norm
 from jaxllm.pallas_kernels.gpu.packed import late_matmul
 from jaxllm.pallas_kernels.gpu.prefill import prefill_attention
 from jaxllm.pallas_kernels.gpu.route import route
-from jaxllm.pallas_kernels.gpu.ssd import decode as decode_states
-from jaxllm.pallas_kernels.gpu.store import rotate_and_store
+from jaxllm.pallas_kernels.gpu.rows import RowLists, most_tiles
+from jaxllm.pallas_kernels.gpu.states import delta_rule
+from jaxllm.pallas_kernels.gpu.states import ssd_decode as decode_states
 from jaxllm.pallas_kernels.gpu.tile import AttentionSpec, PerHead
+from jaxllm.pallas_kernels.matrices import E2M1
 from jaxllm.pallas_kernels.metadata import StateRows, StepMetadata
 from jaxllm.pallas_kernels.pages import QUANTIZED, SCALE_BYTES
-from jaxllm.quantization.coded import FP8
-from jaxllm.quantization.fp8_blocks import Fp8Blocks
+from jaxllm.quantization.coded import Coded, CodedKind, fp8_blocks, groups, per_channel
 from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.gpu_tiles import gpu_tiled
-from jaxllm.quantization.groups import GroupsKind
-from jaxllm.quantization.per_channel import INT8, PerChannelKind
+from jaxllm.quantization.stored import E8M0, FP8, INT8
 from jaxllm.quantization.unpacked import BLOCKS
 from jaxllm.quantization.weight import DenseKind, Weight
-from jaxllm.weights.packings.mxfp4 import E8M0, LEVELS
 from tests.gpu.ptx import DUMP, Taken, taken_by_kernels
 from tests.gpu.targets import mesh_of
 
@@ -158,20 +156,21 @@ def experts(weight: Weight, activation: str = "silu") -> Program:
     return run, (weight, *given)
 
 
-def fp8_blocks(count: int, outputs: int, inputs: int) -> Fp8Blocks:
+def in_blocks(count: int, outputs: int, inputs: int) -> Coded:
     codes = array(count, outputs // 128, 128, inputs, dtype=FP8)
-    return Fp8Blocks(codes, array(count, outputs // 128, inputs // 128, dtype=F32), BF16)
+    scale = array(count, outputs // 128, inputs // 128, dtype=F32)
+    return Coded(codes, scale, None, fp8_blocks(BF16, 128, 128).coding, BF16)
 
 
-def packed(kind: GgufKind | GroupsKind, inputs: int = 2048, long_inputs: int = 14336) -> Program:
+def packed(kind: GgufKind | CodedKind, inputs: int = 2048, long_inputs: int = 14336) -> Program:
     """In tiles: few rows of one part and of several, a hundred and more; experts, with few rows and many."""
 
     def run(x: Any, some: Any, many: Any, weight: Any, long_x: Any, long: Any, stack: Any, *arrays: Any) -> Any:
-        found = [late_matmul(each, [weight.tiles]) for each in (x, some, many)]
-        found.append(late_matmul(long_x, [long.tiles]))
+        found = [late_matmul(each, [weight]) for each in (x, some, many)]
+        found.append(late_matmul(long_x, [long]))
         for x, lists in zip(arrays[::2], arrays[1::2], strict=True):
             options = {"activation": ACTIVATIONS["silu"], "dtype": x.dtype}
-            found.append(grouped_matmul(x, stack.tiles, lists, 2 * x.shape[0], **options))
+            found.append(grouped_matmul(x, stack, lists, 2 * x.shape[0], **options))
         return found
 
     def made(*shape: int) -> Any:
@@ -194,11 +193,11 @@ def beside(*types: str) -> Program:
         return [late_matmul(x, matrices) for x in rows]
 
     kinds = [gpu_tiled(GgufKind(type_, BF16), [1024], 4096) for type_ in types]
-    matrices = [kind.abstract((1024, 4096)).tiles for kind in kinds]
+    matrices = [kind.abstract((1024, 4096)) for kind in kinds]
     return run, (matrices, *(array(rows, 4096, dtype=BF16) for rows in (2, 16, 100)))
 
 
-def few(kind: GroupsKind) -> Program:
+def few(kind: CodedKind) -> Program:
     """Rows of one part, and of several; and those of experts, with an activation and without."""
     dtype, (count, _, size) = kind.dtype, EXPERTS
     rows = 32
@@ -210,7 +209,7 @@ def few(kind: GroupsKind) -> Program:
             found.append(few_rows(rows_of, matrix))
         (matrix,) = experts.kernel_matrices or ()
         for activation in (jax.nn.silu, None):
-            found.append(grouped_few_rows(x, matrix, lists, rows, activation=activation, dtype=dtype))
+            found.append(few_rows(x, matrix, lists, rows, activation=activation, dtype=dtype))
         return found
 
     lists = RowLists(array(count * rows), array(most_tiles(rows, count, 16), 3))
@@ -225,7 +224,7 @@ def few_of_blocks(dtype: np.dtype) -> Program:
     """Rows of e4m3 in blocks, of one part and of several, one and 16; and those of experts, with an activation and
     without."""
     short, long = (
-        jax.tree.map(lambda leaf: array(*leaf.shape[1:], dtype=leaf.dtype), fp8_blocks(1, outputs, inputs))
+        jax.tree.map(lambda leaf: array(*leaf.shape[1:], dtype=leaf.dtype), in_blocks(1, outputs, inputs))
         for outputs, inputs in ((65536, 2048), (4096, 14336))
     )
     count, _, size = EXPERTS
@@ -235,31 +234,31 @@ def few_of_blocks(dtype: np.dtype) -> Program:
         found = []
         for rows_of, weight in ((one, short), (many, long)):
             (matrix,) = replace(weight, dtype=dtype).kernel_matrices or ()
-            found.append(block_scaled.few_rows(rows_of, matrix, dtype))
+            found.append(block_scaled.few_rows(rows_of, matrix, dtype=dtype))
         (matrix,) = replace(experts, dtype=dtype).kernel_matrices or ()
         for activation in (jax.nn.silu, None):
-            found.append(block_scaled.grouped_few_rows(x, matrix, lists, rows, activation=activation, dtype=dtype))
+            found.append(block_scaled.few_rows(x, matrix, lists, rows, activation=activation, dtype=dtype))
         return found
 
     lists = RowLists(array(count * rows), array(most_tiles(rows, count, 16), 3))
     return run, (
         array(1, 2048, dtype=dtype), short, array(16, 14336, dtype=dtype), long,
-        array(rows // 2, size, dtype=dtype), fp8_blocks(*EXPERTS), lists,
+        array(rows // 2, size, dtype=dtype), in_blocks(*EXPERTS), lists,
     )  # fmt: skip
 
 
 def integers() -> Program:
     """Tiles of 16 rows in parts, of 64 and 128; and those of experts, with an activation and without."""
-    kind = PerChannelKind(INT8, BF16, activations=True)
+    kind = per_channel(INT8, BF16, activations=True)
     count, _, size = EXPERTS
     rows = 32
 
     def run(weight: Weight, few: Any, some: Any, many: Any, experts: Weight, x: Any, lists: RowLists) -> Any:
         (matrix,) = weight.kernel_matrices or ()
-        found = [int8.matmul(x, matrix, BF16) for x in (few, some, many)]
+        found = [int8.matmul(x, matrix, dtype=BF16) for x in (few, some, many)]
         (matrix,) = experts.kernel_matrices or ()
         for activation in (jax.nn.silu, None):
-            found.append(int8.grouped_matmul(x, matrix, lists, rows, 16, activation=activation, dtype=BF16))
+            found.append(int8.matmul(x, matrix, lists, rows, 16, activation=activation, dtype=BF16))
         return found
 
     lists = RowLists(array(count * rows), array(most_tiles(rows, count, 16), 3))
@@ -371,20 +370,20 @@ CASES: dict[str, Callable[[], Program]] = {
     "experts bf16": lambda: experts(DenseKind(BF16).abstract(EXPERTS)),
     "experts bf16, gelu by tanh": lambda: experts(DenseKind(BF16).abstract(EXPERTS), "gelu_pytorch_tanh"),
     "experts f32": lambda: experts(DenseKind(F32).abstract(EXPERTS)),
-    "experts int8": lambda: experts(PerChannelKind(INT8, BF16).abstract(EXPERTS)),
-    "experts fp8": lambda: experts(PerChannelKind(FP8, BF16).abstract(EXPERTS)),
-    "experts fp8 in blocks": lambda: experts(fp8_blocks(*EXPERTS)),
-    "experts 4 bits": lambda: experts(GroupsKind(BF16).abstract(EXPERTS)),
-    "experts 4 bits, symmetric, by 128": lambda: experts(GroupsKind(BF16, 4, 128, symmetric=True).abstract(EXPERTS)),
-    "experts 4 bits, levels": lambda: experts(GroupsKind(BF16, 4, 32, True, levels=FP4).abstract(EXPERTS)),
-    "experts 2 bits": lambda: experts(GroupsKind(BF16, 2).abstract(EXPERTS)),
-    "experts 8 bits": lambda: experts(GroupsKind(BF16, 8).abstract(EXPERTS)),
-    "few rows, 4 bits": lambda: few(GroupsKind(BF16)),
-    "few rows, 4 bits, symmetric, by 128": lambda: few(GroupsKind(BF16, 4, 128, symmetric=True)),
-    "few rows, 4 bits, levels": lambda: few(GroupsKind(BF16, 4, 32, True, levels=FP4)),
-    "few rows, 4 bits, f32": lambda: few(GroupsKind(F32)),
-    "few rows, 2 bits": lambda: few(GroupsKind(BF16, 2)),
-    "few rows, 8 bits": lambda: few(GroupsKind(BF16, 8)),
+    "experts int8": lambda: experts(per_channel(INT8, BF16).abstract(EXPERTS)),
+    "experts fp8": lambda: experts(per_channel(FP8, BF16).abstract(EXPERTS)),
+    "experts fp8 in blocks": lambda: experts(in_blocks(*EXPERTS)),
+    "experts 4 bits": lambda: experts(groups(BF16).abstract(EXPERTS)),
+    "experts 4 bits, symmetric, by 128": lambda: experts(groups(BF16, 4, 128, symmetric=True).abstract(EXPERTS)),
+    "experts 4 bits, levels": lambda: experts(groups(BF16, 4, 32, True, levels=FP4).abstract(EXPERTS)),
+    "experts 2 bits": lambda: experts(groups(BF16, 2).abstract(EXPERTS)),
+    "experts 8 bits": lambda: experts(groups(BF16, 8).abstract(EXPERTS)),
+    "few rows, 4 bits": lambda: few(groups(BF16)),
+    "few rows, 4 bits, symmetric, by 128": lambda: few(groups(BF16, 4, 128, symmetric=True)),
+    "few rows, 4 bits, levels": lambda: few(groups(BF16, 4, 32, True, levels=FP4)),
+    "few rows, 4 bits, f32": lambda: few(groups(F32)),
+    "few rows, 2 bits": lambda: few(groups(BF16, 2)),
+    "few rows, 8 bits": lambda: few(groups(BF16, 8)),
     "integers": integers,
     "few rows, fp8 in blocks": lambda: few_of_blocks(BF16),
     "few rows, fp8 in blocks, f16": lambda: few_of_blocks(F16),
@@ -395,17 +394,17 @@ CASES: dict[str, Callable[[], Program]] = {
     "in tiles, Q5_0 of 1120 inputs": lambda: packed(GgufKind("Q5_0", BF16), 1120, 14368),
     "in tiles, Q4_0 of 1120 inputs": lambda: packed(GgufKind("Q4_0", BF16), 1120, 14368),
     "in tiles, Q4_1 of 1120 inputs": lambda: packed(GgufKind("Q4_1", BF16), 1120, 14368),
-    "in tiles, 4 bits of 1120 inputs": lambda: packed(GroupsKind(BF16), 1120, 14368),
-    "in tiles, MXFP4 of 1120 inputs": lambda: packed(GroupsKind(BF16, 4, 32, True, E8M0, LEVELS), 1120, 14368),
-    "in tiles, 2 bits of 1120 inputs": lambda: packed(GroupsKind(BF16, 2), 1120, 14368),
+    "in tiles, 4 bits of 1120 inputs": lambda: packed(groups(BF16), 1120, 14368),
+    "in tiles, MXFP4 of 1120 inputs": lambda: packed(groups(BF16, 4, 32, True, E8M0, E2M1), 1120, 14368),
+    "in tiles, 2 bits of 1120 inputs": lambda: packed(groups(BF16, 2), 1120, 14368),
     "in tiles, Q4_K beside Q6_K": lambda: beside("Q4_K", "Q6_K"),
     "in tiles, Q5_K beside Q6_K": lambda: beside("Q5_K", "Q6_K"),
     "in tiles, Q4_K in float16": lambda: packed(GgufKind("Q4_K", F16)),
-    "in tiles, 4 bits": lambda: packed(GroupsKind(BF16)),
-    "in tiles, 4 bits by 128": lambda: packed(GroupsKind(BF16, 4, 128)),
-    "in tiles, 4 bits, symmetric, by 128": lambda: packed(GroupsKind(BF16, 4, 128, symmetric=True)),
-    "in tiles, 8 bits by 128": lambda: packed(GroupsKind(BF16, 8, 128)),
-    "in tiles, MXFP4": lambda: packed(GroupsKind(BF16, 4, 32, True, E8M0, LEVELS)),
+    "in tiles, 4 bits": lambda: packed(groups(BF16)),
+    "in tiles, 4 bits by 128": lambda: packed(groups(BF16, 4, 128)),
+    "in tiles, 4 bits, symmetric, by 128": lambda: packed(groups(BF16, 4, 128, symmetric=True)),
+    "in tiles, 8 bits by 128": lambda: packed(groups(BF16, 8, 128)),
+    "in tiles, MXFP4": lambda: packed(groups(BF16, 4, 32, True, E8M0, E2M1)),
     **{f"latents, {pages or 'plain'}": partial(latents, 128, pages) for pages in PAGES},
     "latents of 16 heads": lambda: latents(16),
     "delta rule of 128": lambda: delta(16, 32, 128),

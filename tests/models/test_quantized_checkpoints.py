@@ -17,10 +17,9 @@ from jaxllm.models.abstract import abstract_model
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import model_spec
 from jaxllm.pallas_kernels.kernels import CPU
-from jaxllm.quantization.coded import Codes, Coding
-from jaxllm.quantization.coded_kinds import coded_kind
-from jaxllm.quantization.groups import GroupsKind
-from jaxllm.quantization.stored import Stored
+from jaxllm.quantization.coded import CodedKind
+from jaxllm.quantization.schemes import coded_kind
+from jaxllm.quantization.stored import Codes, Coding, Stored
 from jaxllm.quantization.tiles import tiled
 from jaxllm.quantization.weight import Dense, DenseKind, Fused, Weight
 from jaxllm.sharding.mesh import TENSOR, build_mesh
@@ -139,7 +138,7 @@ def test_rows_of_gate_and_up_by_turns_stay_packed(tmp_path):
     kinds = chooser(packed)
     _, params = abstract_model(model_spec(open_checkpoint(packed)), BuildOptions(jnp.float32), kinds)
     experts = [param for param in params if ".experts." in param.path and param.path.endswith("weight")]
-    assert len(experts) == 2 * 3 and all(isinstance(param.kinds[0], GroupsKind) for param in experts)
+    assert len(experts) == 2 * 3 and all(isinstance(param.kinds[0], CodedKind) for param in experts)
     assert kinds.notes == []
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxllm.cpu_kernels import available
-from jaxllm.pallas_kernels.causal_conv import causal_conv
 from jaxllm.pallas_kernels.kernels import CPU
+from jaxllm.pallas_kernels.states import causal_conv
 from tests.pallas_kernels.states import STEPS, run_by_token, state_step, used_rows
 
 

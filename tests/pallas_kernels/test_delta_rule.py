@@ -12,7 +12,7 @@ import pytest
 
 from jaxllm.cpu_kernels import available
 from jaxllm.pallas_kernels.delta_rule import delta_rule
-from jaxllm.pallas_kernels.gpu.delta_rule import delta_rule as gpu_delta_rule
+from jaxllm.pallas_kernels.gpu.states import delta_rule as gpu_delta_rule
 from jaxllm.pallas_kernels.kernels import CPU
 from tests.gpu_here import INTERPRET
 from tests.pallas_kernels.states import STEPS, Step, run_by_token, state_step, used_rows

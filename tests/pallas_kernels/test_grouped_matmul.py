@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
 from jaxllm.pallas_kernels import choose_kernels
-from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, tiles
+from jaxllm.pallas_kernels.products import ragged_dot, tiles
 from jaxllm.quantization.weight import Dense
 
 GROUPS, OUT, IN = 5, 24, 16

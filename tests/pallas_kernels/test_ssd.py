@@ -12,7 +12,7 @@ import pytest
 
 from jaxllm import cpu_kernels
 from jaxllm.pallas_kernels import SSDInputs
-from jaxllm.pallas_kernels.gpu.ssd import decode
+from jaxllm.pallas_kernels.gpu.states import ssd_decode
 from jaxllm.pallas_kernels.kernels import CPU
 from jaxllm.pallas_kernels.ssd import CHUNK, chunked, recurrent
 from tests.cpu_kernels.weights import ISAS
@@ -24,7 +24,7 @@ SHAPES = {"three groups": (6, 5, 3, 17), "one group": (4, 8, 1, 32)}
 
 FORMS: dict[str, Callable[..., Any]] = {
     "recurrent": jax.jit(recurrent), "chunked": jax.jit(chunked), "cpu": jax.jit(CPU.ssd),
-    "gpu": jax.jit(partial(decode, interpret=INTERPRET)),
+    "gpu": jax.jit(partial(ssd_decode, interpret=INTERPRET)),
 }  # fmt: skip
 NATIVE = pytest.param("cpu", marks=pytest.mark.skipif(not cpu_kernels.available(), reason="no kernels"))
 

@@ -14,11 +14,11 @@ import pytest
 
 from jaxllm.cpu_kernels import available
 from jaxllm.pallas_kernels import SSDInputs, Tentative, run_states, settle, staying
-from jaxllm.pallas_kernels.causal_conv import causal_conv
 from jaxllm.pallas_kernels.delta_rule import delta_rule
-from jaxllm.pallas_kernels.gpu.delta_rule import delta_rule as gpu_delta_rule
+from jaxllm.pallas_kernels.gpu.states import delta_rule as gpu_delta_rule
 from jaxllm.pallas_kernels.kernels import CPU
 from jaxllm.pallas_kernels.ssd import chunked, recurrent
+from jaxllm.pallas_kernels.states import causal_conv
 from tests.gpu_here import INTERPRET
 from tests.pallas_kernels import test_delta_rule, test_ssd
 from tests.pallas_kernels.states import Chunk, Step, run_by_token, state_step, used_rows

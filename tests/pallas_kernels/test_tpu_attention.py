@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas.ops.tpu import ragged_paged_attention
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as jax_kernel
 
 from jaxllm.pallas_kernels import tpu
@@ -31,7 +32,7 @@ def checked_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         # The kernel leaves in rows without a token what its memory held.
         return jnp.pad(out, ((0, q.shape[0] - out.shape[0]), (0, 0), (0, 0)), constant_values=jnp.nan)
 
-    monkeypatch.setattr(tpu, "ragged_paged_attention", attend)
+    monkeypatch.setattr(ragged_paged_attention, "ragged_paged_attention", attend)
 
 
 def interleaved(pages: tuple[Any, ...]) -> Any:

@@ -15,8 +15,7 @@ from jaxllm import cpu_kernels
 from jaxllm.quantization.schemes import SCHEMES
 from jaxllm.quantization.tiles import TiledKind, tile_format
 from jaxllm.quantization.weight import WeightKind
-from jaxllm.sharding.layout import Layout, Segment
-from jaxllm.sharding.mesh import TENSOR, build_mesh, named_sharding
+from jaxllm.sharding.mesh import TENSOR, Layout, Segment, build_mesh, named_sharding
 from tests.quantization.blocks import stored
 
 ROWS, INPUTS = (64, 64), 1024

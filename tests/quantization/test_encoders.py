@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
-from jaxllm.quantization.coded import FP8
+from jaxllm.quantization.coded import groups, per_channel
 from jaxllm.quantization.gguf_decode import FORMATS
 from jaxllm.quantization.gguf_encode import encode
-from jaxllm.quantization.groups import GroupsKind
-from jaxllm.quantization.per_channel import INT8, PerChannelKind
+from jaxllm.quantization.stored import FP8, INT8
 from jaxllm.quantization.weight import Weight
 from tests.quantization.blocks import gguf_dequantize, stored
 
@@ -76,7 +75,7 @@ def test_one_large_weight_in_a_block_of_zeros(dtype):
 def test_eight_bits_a_channel(codes, step):
     values = samples("heavy")
     values[3] = 0
-    weight = PerChannelKind(codes, FLOAT32).pack([stored(values)], None)
+    weight = per_channel(codes, FLOAT32).pack([stored(values)], None)
     found = expanded(weight)
     limit = step * (np.abs(values).max(axis=1, keepdims=True) if codes == INT8 else np.abs(values))
     assert (np.abs(found - values) <= limit * 1.001 + 2**-9 * np.abs(values).max(axis=1, keepdims=True) / 448).all()
@@ -86,13 +85,13 @@ def test_eight_bits_a_channel(codes, step):
 @pytest.mark.parametrize("group", [32, 128])
 def test_four_bits_a_group(symmetric, group):
     values = samples("normal")
-    weight = GroupsKind(FLOAT32, 4, group, symmetric).pack([stored(values)], None)
-    groups = values.reshape(64, -1, group)
+    weight = groups(FLOAT32, 4, group, symmetric).pack([stored(values)], None)
+    grouped = values.reshape(64, -1, group)
     spread = (
-        np.maximum(groups.max(-1) / 7, -groups.min(-1) / 8) if symmetric else (groups.max(-1) - groups.min(-1)) / 15
+        np.maximum(grouped.max(-1) / 7, -grouped.min(-1) / 8) if symmetric else (grouped.max(-1) - grouped.min(-1)) / 15
     )
     # Half a step, and what rounding the zero point moves the ends of the range by.
-    error = np.abs(expanded(weight).reshape(groups.shape) - groups)
+    error = np.abs(expanded(weight).reshape(grouped.shape) - grouped)
     assert (error <= spread[..., None] * (0.5 if symmetric else 1.01) + 1e-4).all()
     assert weight.shape == values.shape
 

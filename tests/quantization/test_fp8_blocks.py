@@ -8,11 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxllm.quantization import fp8_blocks
-from jaxllm.quantization.coded import FP8, Codes, Coding
-from jaxllm.quantization.fp8_blocks import Fp8Blocks, Fp8BlocksKind
-from jaxllm.quantization.stored import Stored
-from jaxllm.sharding.layout import Layout, Segment
+from jaxllm.quantization import weight as weights
+from jaxllm.quantization.coded import Coded, CodedKind, fp8_blocks
+from jaxllm.quantization.stored import FP8, Codes, Coding, Stored
+from jaxllm.sharding.mesh import Layout, Segment
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -25,7 +24,7 @@ def fp8_tensor(shape: tuple[int, ...], block: tuple[int, int], seed: int = 1) ->
     return Stored(codes, "FP8", shape, codes=Codes(Coding(8, block, FLOAT32, codes=FP8), scale))
 
 
-def packed(tensors: list[Stored], kind: Fp8BlocksKind, layout: Layout | None = None) -> Fp8Blocks:
+def packed(tensors: list[Stored], kind: CodedKind, layout: Layout | None = None) -> Coded:
     return jax.tree.map(jnp.asarray, kind.pack(tensors, layout))
 
 
@@ -43,9 +42,9 @@ def test_every_element_takes_the_scale_of_its_block(shape):
 @pytest.mark.parametrize("tile", [1, 100, 1 << 20])
 def test_products_and_rows_of_ragged_blocks(tile, monkeypatch):
     """Blocks of 8 x 6 over 20 x 16: kept in blocks of 4 x 2, some at a time."""
-    monkeypatch.setattr(fp8_blocks, "TILE", tile)
+    monkeypatch.setattr(weights, "TILE", tile)
     tensor, x = fp8_tensor((20, 16), (8, 6)), np.random.default_rng(2).normal(size=(3, 16)).astype(np.float32)
-    weight = packed([tensor], Fp8BlocksKind(FLOAT32, 4, 2))
+    weight = packed([tensor], fp8_blocks(FLOAT32, 4, 2))
     np.testing.assert_allclose(
         jax.jit(lambda w, x: w.matmul(x))(weight, x), x @ tensor.expand().T, rtol=1e-5, atol=1e-5
     )
@@ -57,18 +56,18 @@ def test_blocks_of_rows_are_laid_out_for_devices():
     """Two devices, two segments: each device has half of both."""
     tensors = [fp8_tensor((16, 12), (4, 4), seed) for seed in (0, 1)]
     layout = Layout((Segment(16, 2), Segment(16, 2)), 2)
-    weight = packed(tensors, Fp8BlocksKind(FLOAT32, 4, 4), layout)
+    weight = packed(tensors, fp8_blocks(FLOAT32, 4, 4), layout)
     first, second = (tensor.expand() for tensor in tensors)
     np.testing.assert_array_equal(weight.dequantize(), np.concatenate([first[:8], second[:8], first[8:], second[8:]]))
 
 
 def test_a_padded_embedding_has_rows_of_zeros():
     tensor = fp8_tensor((6, 4), (4, 4))
-    weight = packed([tensor], Fp8BlocksKind(FLOAT32, 2, 4), Layout((Segment(6, 1),), 1, pad_to=8))
+    weight = packed([tensor], fp8_blocks(FLOAT32, 2, 4), Layout((Segment(6, 1),), 1, pad_to=8))
     np.testing.assert_array_equal(weight.dequantize(), np.pad(tensor.expand(), [(0, 2), (0, 0)]))
 
 
 def test_a_matrix_of_a_stack_is_taken_with_its_scales():
     tensor = fp8_tensor((3, 8, 4), (4, 2))
-    weight = packed([tensor], Fp8BlocksKind(FLOAT32, 4, 2))
+    weight = packed([tensor], fp8_blocks(FLOAT32, 4, 2))
     np.testing.assert_array_equal(weight.select(jnp.int32(2)).dequantize(), tensor.expand()[2])

@@ -11,7 +11,7 @@ from jaxllm.errors import CheckpointError
 from jaxllm.quantization.gguf_decode import FORMATS, decode
 from jaxllm.quantization.gguf_weight import GgufBlocks, GgufKind
 from jaxllm.quantization.stored import Stored
-from jaxllm.sharding.layout import Layout, Segment, padded_rows
+from jaxllm.sharding.mesh import Layout, Segment, padded_rows
 from tests.quantization.blocks import gguf_dequantize, random_blocks, stored
 
 FLOAT32 = np.dtype(np.float32)

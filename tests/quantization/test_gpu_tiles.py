@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.pallas_kernels.matrices import E2M1
+from jaxllm.quantization.coded import CodedKind, groups
 from jaxllm.quantization.gguf_decode import FORMATS
 from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.gpu_tiles import GpuTiles, gpu_tiled
-from jaxllm.quantization.groups import GroupsKind
-from jaxllm.quantization.stored import Stored
+from jaxllm.quantization.stored import E8M0, Coding, Stored
 from jaxllm.quantization.unpacked import BLOCKS, group_format
-from jaxllm.sharding.layout import Layout, Segment
-from jaxllm.weights.packings.mxfp4 import E8M0, LEVELS
+from jaxllm.sharding.mesh import Layout, Segment
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 
@@ -68,14 +68,14 @@ def test_tiles_hold_any_number_of_blocks(type_: str, inputs: int) -> None:
 
 
 GROUPS = (
-    GroupsKind(F32, 2),
-    GroupsKind(F32, 4),
-    GroupsKind(F32, 4, 32, True),
-    GroupsKind(F32, 4, 128, False, F32),
-    GroupsKind(F32, 4, 512, True),
-    GroupsKind(F32, 4, 32, True, E8M0, LEVELS),
-    GroupsKind(F32, 8, 64),
-    GroupsKind(F32, 8, 48, True),
+    groups(F32, 2),
+    groups(F32, 4),
+    groups(F32, 4, 32, True),
+    groups(F32, 4, 128, False, F32),
+    groups(F32, 4, 512, True),
+    groups(F32, 4, 32, True, E8M0, E2M1),
+    groups(F32, 8, 64),
+    groups(F32, 8, 48, True),
 )
 
 
@@ -84,7 +84,7 @@ GROUPS = (
     [(kind, inputs) for kind in GROUPS for inputs in (1536, 4704, 352) if inputs % kind.block == 0],
     ids=str,
 )
-def test_groups_are_the_same_in_tiles(kind: GroupsKind, inputs: int) -> None:
+def test_groups_are_the_same_in_tiles(kind: CodedKind, inputs: int) -> None:
     values = np.random.default_rng().standard_normal((2, 32, inputs)).astype(np.float32)
     tensors = [Stored(values, "F32", values.shape)]
     plain = jax.tree.map(jnp.asarray, kind.pack(tensors, None))
@@ -120,6 +120,6 @@ def test_what_does_not_fit_stays_as_it_is() -> None:
     assert gpu_tiled(kind, [16], 80) is kind
     k_kind = GgufKind("Q4_K", F32)
     assert gpu_tiled(k_kind, [16], 128) is k_kind
-    levels = GroupsKind(F32, 4, 32, True, levels=tuple(map(float, range(16))))
+    levels = groups(F32, 4, 32, True, levels=tuple(map(float, range(16))))
     assert gpu_tiled(levels, [16], 64) is levels
-    assert group_format(4, 8, F16, symmetric=True, inputs=64) is None
+    assert group_format(Coding(4, (1, 8), F16), inputs=64) is None

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.pallas_kernels.grouped_matmul import ragged_dot, tiles
-from jaxllm.quantization import quantized
+from jaxllm.pallas_kernels.products import ragged_dot, tiles
+from jaxllm.quantization import weight as weights
 from jaxllm.quantization.schemes import SCHEMES
 from jaxllm.quantization.weight import Fused, Weight
 from tests.quantization.blocks import random_weight
@@ -28,7 +28,7 @@ def inputs(*shape: int) -> np.ndarray:
 @pytest.mark.parametrize("scheme", EXACT)
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 2), (40, 3), (97, 17)])
 def test_products_go_tile_by_tile(scheme, rows, tokens, monkeypatch):
-    monkeypatch.setattr(quantized, "TILE", 10 * 512)  # 97 rows are nine tiles of 10 and one that overlaps
+    monkeypatch.setattr(weights, "TILE", 10 * 512)  # 97 rows are nine tiles of 10 and one that overlaps
     weight, x = random_weight(scheme, rows, 512), inputs(tokens, 512)
     found = jax.jit(lambda w, x: w.matmul(x))(weight, x)
     assert found.dtype == jnp.float32

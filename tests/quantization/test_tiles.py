@@ -10,13 +10,9 @@ import pytest
 
 from jaxllm import cpu_kernels
 from jaxllm.errors import CheckpointError
-from jaxllm.quantization.coded import FP8, UINT8, Codes, Coding
-from jaxllm.quantization.coded_kinds import coded_kind
-from jaxllm.quantization.fp8_blocks import Fp8BlocksKind
-from jaxllm.quantization.groups import GroupsKind
-from jaxllm.quantization.per_channel import INT8, PerChannelKind
-from jaxllm.quantization.schemes import SCHEMES
-from jaxllm.quantization.stored import Stored
+from jaxllm.quantization.coded import fp8_blocks, groups, per_channel
+from jaxllm.quantization.schemes import SCHEMES, coded_kind
+from jaxllm.quantization.stored import FP8, INT8, UINT8, Codes, Coding, Stored
 from jaxllm.quantization.tiles import TiledKind, tile_format, tiled
 from jaxllm.quantization.weight import DenseKind, WeightKind
 from tests.quantization.blocks import stored
@@ -25,11 +21,11 @@ pytestmark = pytest.mark.skipif(not cpu_kernels.available(), reason=cpu_kernels.
 
 BF16, FLOAT32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
 KINDS: dict[str, WeightKind] = {
-    "int8": PerChannelKind(INT8, FLOAT32),
-    "w8a8": PerChannelKind(INT8, FLOAT32, activations=True),
-    "fp8": PerChannelKind(FP8, FLOAT32),
-    "int4": GroupsKind(FLOAT32),
-    "int4 symmetric": GroupsKind(FLOAT32, symmetric=True),
+    "int8": per_channel(INT8, FLOAT32),
+    "w8a8": per_channel(INT8, FLOAT32, activations=True),
+    "fp8": per_channel(FP8, FLOAT32),
+    "int4": groups(FLOAT32),
+    "int4 symmetric": groups(FLOAT32, symmetric=True),
 }
 
 
@@ -55,7 +51,7 @@ def test_tiles_hold_the_same_numbers(name, shape):
 @pytest.mark.parametrize("rows", [4, 16, 48])
 @pytest.mark.parametrize("run", [32, 64, 192])
 def test_blocks_of_fp8_keep_their_scales(rows, run):
-    assert_holds(Fp8BlocksKind(FLOAT32, rows, run), [fp8_tensor((48, 192), (rows, run))])
+    assert_holds(fp8_blocks(FLOAT32, rows, run), [fp8_tensor((48, 192), (rows, run))])
 
 
 def fp8_tensor(shape: tuple[int, int], block: tuple[int, int]) -> Stored:
@@ -69,7 +65,7 @@ def test_nan_is_refused():
     tensor = fp8_tensor((16, 64), (16, 32))
     tensor.data[3, 7] = np.nan
     with pytest.raises(CheckpointError, match=r"layer\.weight: holds NaN"):
-        TiledKind(Fp8BlocksKind(FLOAT32, 16, 32)).pack([tensor], None)
+        TiledKind(fp8_blocks(FLOAT32, 16, 32)).pack([tensor], None)
 
 
 @pytest.mark.parametrize("bits", [3, 4])
@@ -93,8 +89,8 @@ def test_every_scheme_has_tiles_but_for_those_without_a_kernel():
     without = {name for name, make in SCHEMES.items() if tile_format(make(BF16)) is None}
     assert without == {"q2k", "q3k"}
     assert tile_format(DenseKind(BF16)) == "bf16"
-    assert tile_format(GroupsKind(BF16, block=64)) is None  # its halves of bytes lie otherwise
-    assert tile_format(Fp8BlocksKind(BF16, 16, 48)) is None
+    assert tile_format(groups(BF16, block=64)) is None  # its halves of bytes lie otherwise
+    assert tile_format(fp8_blocks(BF16, 16, 48)) is None
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8", "int4"])
@@ -111,8 +107,8 @@ def test_products(name):
 
 def test_scales_are_divided_as_rows_and_runs_are():
     shape = (32, 128)
-    channel = TiledKind(PerChannelKind(INT8, BF16)).abstract(shape)
+    channel = TiledKind(per_channel(INT8, BF16)).abstract(shape)
     assert channel.axes(("tensor", None)) == [("tensor", None, None), ("tensor", None, None)]
     assert channel.axes((None, "tensor")) == [(None, "tensor", None), (None, None, None)]
-    blocks = TiledKind(Fp8BlocksKind(BF16, 16, 64)).abstract(shape)
+    blocks = TiledKind(fp8_blocks(BF16, 16, 64)).abstract(shape)
     assert blocks.axes((None, "tensor")) == [(None, "tensor", None), (None, "tensor", None)]

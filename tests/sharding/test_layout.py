@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jaxllm.sharding.layout import Layout, Segment, padded_rows, split_rows
+from jaxllm.sharding.mesh import Layout, Segment, padded_rows, split_rows
 
 
 @st.composite

@@ -544,7 +544,7 @@ def test_broken_directories(tmp_path):
 @pytest.mark.slow
 def test_gemma3_encodes_as_transformers_conversion_does(gemma3):
     mapping = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
-    from jaxllm.weights.gguf_header import read_header
+    from jaxllm.weights.gguf_file import read_header
 
     metadata = read_header(real_model("gemma3-270m"), skip=()).metadata
     names = mapping.GGUF_TOKENIZER_MAPPING["tokenizer"]

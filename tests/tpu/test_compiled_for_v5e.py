@@ -13,8 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.pallas_kernels.pages import INTERLEAVED
-from jaxllm.pallas_kernels.tpu import paged_attention
-from jaxllm.pallas_kernels.tpu_limits import most_sequences
+from jaxllm.pallas_kernels.tpu import most_sequences, paged_attention
 from tests.pallas_kernels.oracle import ragged_batch
 from tests.tpu.meshes import compilable
 from tests.tpu.models import blueprint_of, step_of

@@ -7,7 +7,7 @@ from gguf import GGMLQuantizationType
 from jaxllm.errors import CheckpointError
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.checkpoint import TensorInfo
-from jaxllm.weights.gguf_header import read_header
+from jaxllm.weights.gguf_file import read_header
 from tests.weights.models import real_model
 
 

@@ -15,8 +15,8 @@ import pytest
 from jaxllm import LLM, SamplingParams
 from jaxllm.cli.main import main
 from jaxllm.errors import CheckpointError, ModelNotFoundError
-from jaxllm.weights import open_checkpoint, read_ahead
-from jaxllm.weights.read_ahead import reading_ahead
+from jaxllm.weights import folder, open_checkpoint
+from jaxllm.weights.folder import reading_ahead
 from jaxllm.weights.source import resolve_model
 from tests.reference.tiny_gguf import write_gguf
 from tests.sizes import FIELDS
@@ -103,7 +103,7 @@ def test_all_parts_are_read_ahead(parts: list[Path], monkeypatch: pytest.MonkeyP
             whole.set()
         return open(path, *arguments, **options)
 
-    monkeypatch.setattr(read_ahead, "open", opening, raising=False)
+    monkeypatch.setattr(folder, "open", opening, raising=False)
     with reading_ahead(parts[0]):
         assert whole.wait(30)
     assert opened == parts

@@ -19,8 +19,7 @@ from jaxllm.quantization.gguf_encode import encode
 from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.stored import Stored
 from jaxllm.quantization.weight import DenseKind
-from jaxllm.sharding.layout import split_rows
-from jaxllm.sharding.mesh import TENSOR, build_mesh
+from jaxllm.sharding.mesh import TENSOR, build_mesh, split_rows
 from jaxllm.weights.checkpoint import TensorInfo
 from jaxllm.weights.kinds import KindChooser
 from jaxllm.weights.loader import ParamSpec, load_parameters

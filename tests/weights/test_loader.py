@@ -15,8 +15,7 @@ from jaxllm.errors import CheckpointError
 from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.stored import Stored
 from jaxllm.quantization.weight import Dense, DenseKind, Fused
-from jaxllm.sharding.layout import Layout, Segment, padded_rows
-from jaxllm.sharding.mesh import TENSOR, build_mesh
+from jaxllm.sharding.mesh import TENSOR, Layout, Segment, build_mesh, padded_rows
 from jaxllm.weights import loader
 from jaxllm.weights.checkpoint import TensorInfo
 from jaxllm.weights.loader import READ_AHEAD, ParamSpec, dummy_parameters, load_parameters

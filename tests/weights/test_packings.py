@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from jaxllm.quantization.coded_kinds import coded_kind
+from jaxllm.quantization.schemes import coded_kind
 from jaxllm.quantization.stored import Stored
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.checkpoint import Checkpoint

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from jaxllm.machine import Memory
-from jaxllm.weights import read_ahead
-from jaxllm.weights.read_ahead import reading_ahead
+from jaxllm.weights import folder
+from jaxllm.weights.folder import reading_ahead
 
 SIZE = 8 * 2**20
 
@@ -62,7 +62,7 @@ def test_all_files_of_a_folder_are_cached(tmp_path: Path) -> None:
 
 def test_it_leaves_half_of_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [make_uncached(tmp_path / name) for name in ("1", "2")]
-    monkeypatch.setattr(read_ahead, "memory", lambda: Memory(4 * SIZE, 2 * SIZE))
+    monkeypatch.setattr(folder, "memory", lambda: Memory(4 * SIZE, 2 * SIZE))
     with reading_ahead(tmp_path):
         wait_until_done()
     assert cached_pages(paths[0]) == SIZE // mmap.PAGESIZE
@@ -81,7 +81,7 @@ def test_it_ends_with_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             time.sleep(0.001)
             return 1
 
-    monkeypatch.setattr(read_ahead, "open", lambda *given, **how: Endless(), raising=False)
+    monkeypatch.setattr(folder, "open", lambda *given, **how: Endless(), raising=False)
     with reading_ahead(make_uncached(tmp_path / "model.gguf")):
         assert any(thread.name == "read ahead" for thread in threading.enumerate())
     assert not any(thread.name == "read ahead" for thread in threading.enumerate())
@@ -95,7 +95,7 @@ def test_what_cannot_be_read_is_left_to_the_loader(tmp_path: Path, monkeypatch: 
             raise PermissionError(13, "Permission denied", str(name))
         return open(name, *given, **how)
 
-    monkeypatch.setattr(read_ahead, "open", failing, raising=False)
+    monkeypatch.setattr(folder, "open", failing, raising=False)
     with reading_ahead(tmp_path):
         wait_until_done()
     assert [cached_pages(path) for path in paths] == [0, SIZE // mmap.PAGESIZE]

@@ -27,7 +27,7 @@ from jaxllm.quantization.weight import DenseKind
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.kinds import KindChooser
 from jaxllm.weights.loader import read_parameters
-from jaxllm.weights.saved import SAVED_KINDS, SavedCheckpoint
+from jaxllm.weights.saved import SAVED_KINDS, SavedCheckpoint, describe
 from tests.reference.tiny import TINY_MODELS, write_checkpoint
 from tests.reference.tiny_gguf import write_gguf
 
@@ -130,7 +130,7 @@ def test_every_familys_config_survives_json(name, tmp_path):
 
 
 def test_every_kind_that_isq_makes_has_a_name():
-    assert {type(make(np.dtype(np.float32))) for make in SCHEMES.values()} <= {cls for cls, _ in SAVED_KINDS.values()}
+    assert {describe(make(np.dtype(np.float32)))["name"] for make in SCHEMES.values()} <= SAVED_KINDS.keys()
 
 
 @pytest.fixture(scope="module")

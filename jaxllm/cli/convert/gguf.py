@@ -17,11 +17,11 @@ from jaxllm.quantization.gguf_decode import FORMATS
 from jaxllm.quantization.gguf_encode import encode
 from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.schemes import BLOCKS, RECODED, RECODED_OTHERS
-from jaxllm.quantization.stored import GGUF_FLOATS
+from jaxllm.quantization.stored import FLOATS
 from jaxllm.quantization.weight import DenseKind, WeightKind
-from jaxllm.weights.adapters.merged import MergedCheckpoint
-from jaxllm.weights.checkpoint import Checkpoint, TensorInfo
+from jaxllm.weights.checkpoint import Checkpoint, MergedCheckpoint, TensorInfo
 from jaxllm.weights.loader import find_sources
+from jaxllm.weights.saved import describe
 
 FILE_TYPES = {
     "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q2k": 10, "q3k": 11, "q4k": 14, "q5k": 16, "q6k": 18,
@@ -69,7 +69,7 @@ def _merged_types(checkpoint: Checkpoint) -> dict[str, str]:
         return {}
     had = {name: checkpoint.stored_type(name) for name in checkpoint.edited}
     return {
-        name: kind if kind in FORMATS or kind in GGUF_FLOATS else BLOCKS[RECODED.get(kind, RECODED_OTHERS)].type
+        name: kind if kind in FORMATS or kind in FLOATS else BLOCKS[RECODED.get(kind, RECODED_OTHERS)].type
         for name, kind in had.items()
     }
 
@@ -97,10 +97,10 @@ def _type(name: str, info: TensorInfo, kind: WeightKind) -> str:
         return kind.type if info.shape[-1] % kind.block == 0 else info.dtype
     if not isinstance(kind, DenseKind):
         known = ", ".join(BLOCKS)
-        raise ConfigError(f"{name} would be kept as {type(kind).__name__}, which GGUF does not have; it has {known}")
-    if info.dtype in GGUF_FLOATS:
+        raise ConfigError(f"{name} would be kept as {describe(kind)['name']}, which GGUF does not have; it has {known}")
+    if info.dtype in FLOATS:
         return info.dtype
-    return next(label for label, dtype in GGUF_FLOATS.items() if dtype == kind.dtype)
+    return next(label for label, dtype in FLOATS.items() if dtype == kind.dtype)
 
 
 def _file_type(config: EngineConfig, checkpoint: Checkpoint) -> int | None:
@@ -127,7 +127,7 @@ def announce(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...], dtype: 
     elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
     in_bytes = (*shape[:-1], shape[-1] // elements * nbytes)
     size = int(np.prod(in_bytes))
-    if dtype in GGUF_FLOATS:
+    if dtype in FLOATS:
         writer.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype=kind)
     else:
         writer.add_tensor_info(name, in_bytes, np.dtype(np.uint8), size, raw_dtype=kind)
@@ -139,4 +139,4 @@ def _data(checkpoint: Checkpoint, name: str, info: TensorInfo, dtype: str) -> np
         return stored.data
     if dtype in FORMATS:
         return encode(stored.finite(), dtype, stored.importance)
-    return stored.expand().astype(GGUF_FLOATS[dtype])
+    return stored.expand().astype(FLOATS[dtype])

@@ -16,8 +16,7 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.folders import existing, in_home
 from jaxllm.models.registry import ModelSpec, model_spec
 from jaxllm.weights.adapters import Adapter, open_adapter
-from jaxllm.weights.adapters.merged import Edit, MergedCheckpoint
-from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.checkpoint import Checkpoint, Edit, MergedCheckpoint
 from jaxllm.weights.fields import shown
 
 

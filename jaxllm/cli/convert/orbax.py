@@ -19,7 +19,7 @@ from jaxllm.engine.start.build import eos_token_ids
 from jaxllm.models.registry import with_importance
 from jaxllm.models.tasks import read_tasks
 from jaxllm.progress import Progress
-from jaxllm.quantization.ordered import Ordered
+from jaxllm.quantization.coded import Ordered
 from jaxllm.quantization.weight import DenseKind, Fused, Weight, WeightKind
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.folder import MANIFEST

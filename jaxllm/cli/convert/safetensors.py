@@ -24,9 +24,9 @@ from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.progress import Progress
 from jaxllm.quantization.weight import Dense
 from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.folder import sentence_modules
 from jaxllm.weights.loader import ParamSpec, read_parameters
 from jaxllm.weights.names import NameMap, Source, Transform, expand, plus_one
-from jaxllm.weights.sentence_modules import sentence_modules
 
 SHARD_BYTES = 2 * 2**30
 """Of one file: what is in memory at a time."""

@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 from jaxllm.engine.adapters.base_weights import BaseWeights
 from jaxllm.errors import CheckpointError
-from jaxllm.sharding.layout import Segment
+from jaxllm.sharding.mesh import Segment
 from jaxllm.weights.adapters import Adapter, LowRank
 from jaxllm.weights.loader import ParamSpec
 from jaxllm.weights.names import NameMap, Source, Sources, transposed

@@ -18,7 +18,7 @@ from jaxllm.engine.device.sizes import StepSizes
 from jaxllm.engine.device.stage_keys import keys_of, layers_of
 from jaxllm.engine.masks import mask_words
 from jaxllm.models.options import Stage
-from jaxllm.sharding.hand_over import HandOver
+from jaxllm.sharding.processes import HandOver
 
 
 class StageDevice(NamedTuple):

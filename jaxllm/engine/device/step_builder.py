@@ -26,7 +26,7 @@ from jaxllm.models.abstract import AdaptedModel
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.encoder import Encoder
 from jaxllm.models.layers.steering import Steered
-from jaxllm.sharding.collectives import data_size, gather_over_data, own_rows
+from jaxllm.sharding.mesh import data_size, gather_over_data, own_rows
 from jaxllm.weights.loader import ParamSpec, Value
 
 GRAPHED = ("gpu", "cuda")

@@ -19,7 +19,7 @@ from jaxllm.engine.start.leave import leave
 from jaxllm.errors import EngineDeadError, JaxLLMError, one_line
 from jaxllm.logs import LogSettings
 from jaxllm.own_process import PipedProcess
-from jaxllm.sharding.sockets import free_port
+from jaxllm.sharding.wire import free_port
 from jaxllm.weights.source import resolve_model
 
 logger = logging.getLogger(__name__)

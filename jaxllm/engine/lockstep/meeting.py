@@ -27,10 +27,8 @@ from jaxllm.engine.lockstep.messages import (
 from jaxllm.errors import ConfigError, reason
 from jaxllm.progress import tell
 from jaxllm.sharding.clusters import split_address
-from jaxllm.sharding.machine_name import machine_name
 from jaxllm.sharding.secret import admit, group_secret, introduce
-from jaxllm.sharding.sockets import accept_each, free_port, interrupt
-from jaxllm.sharding.wire import Wire, WireError
+from jaxllm.sharding.wire import Wire, WireError, accept_each, free_port, interrupt, machine_name
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ from jaxllm.engine.offload.page_messages import MOST_DIGESTS, AllGiven, NoPages,
 from jaxllm.engine.offload.prefix_digests import Digest
 from jaxllm.errors import ConfigError, reason
 from jaxllm.sharding.secret import admit
-from jaxllm.sharding.sockets import accept_each, interrupt
-from jaxllm.sharding.wire import Wire, WireError, frame
+from jaxllm.sharding.wire import Wire, WireError, accept_each, frame, interrupt
 
 logger = logging.getLogger(__name__)
 

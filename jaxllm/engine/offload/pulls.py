@@ -19,8 +19,7 @@ from jaxllm.engine.offload.page_messages import MOST_DIGESTS, AllGiven, FromGive
 from jaxllm.engine.offload.prefix_digests import Digest
 from jaxllm.errors import JaxLLMError, one_line, reason
 from jaxllm.sharding.secret import introduce
-from jaxllm.sharding.sockets import interrupt
-from jaxllm.sharding.wire import Wire, WireError
+from jaxllm.sharding.wire import Wire, WireError, interrupt
 
 logger = logging.getLogger(__name__)
 

@@ -50,8 +50,8 @@ from jaxllm.sharding.devices import check_free_memory, no_room
 from jaxllm.sharding.mesh import build_meshes, local_device
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.folder import reading_ahead
 from jaxllm.weights.loader import ParamSpec, dummy_parameters, load_parameters
-from jaxllm.weights.read_ahead import reading_ahead
 from jaxllm.weights.source import resolve_model
 
 logger = logging.getLogger(__name__)

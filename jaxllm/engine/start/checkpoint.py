@@ -9,7 +9,7 @@ from jaxllm.engine.start.generation import with_overrides
 from jaxllm.errors import ConfigError
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.checkpoint import Checkpoint
-from jaxllm.weights.packed_file import quantization_config
+from jaxllm.weights.packings import quantization_config
 
 _SAME_METHOD = {
     "awq_marlin": "awq", "gptq_marlin": "gptq", "compressed_tensors": "compressed-tensors", "gpt_oss_mxfp4": "mxfp4",

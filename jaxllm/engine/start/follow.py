@@ -24,7 +24,7 @@ from jaxllm.engine.start.clock import Clock
 from jaxllm.engine.start.leave import die, leave
 from jaxllm.engine.start.prepared import new_follower
 from jaxllm.errors import ConfigError, EngineDeadError, JaxLLMError, one_line
-from jaxllm.weights.read_ahead import reading_ahead
+from jaxllm.weights.folder import reading_ahead
 
 logger = logging.getLogger(__name__)
 

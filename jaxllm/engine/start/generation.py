@@ -8,7 +8,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.folders import in_home
 from jaxllm.weights.fields import check_fields
-from jaxllm.weights.generation import EOS_FIELDS, SAMPLING_FIELDS, read_generation_config
+from jaxllm.weights.folder import EOS_FIELDS, SAMPLING_FIELDS, read_generation_config
 
 
 def generation_eos(config: EngineConfig) -> list[int]:

@@ -16,7 +16,7 @@ from jaxllm.models.abstract import abstract_model
 from jaxllm.models.config import DecoderConfig, MixerKind
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import ModelSpec
-from jaxllm.pallas_kernels.packed_matrix import EXPANDED_BYTES
+from jaxllm.pallas_kernels.matrices import EXPANDED_BYTES
 from jaxllm.quantization.gpu_tiles import GpuTiledKind
 from jaxllm.setting_values import format_bytes
 from jaxllm.sharding.mesh import num_pieces

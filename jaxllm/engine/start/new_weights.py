@@ -21,9 +21,8 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.config import DecoderConfig
 from jaxllm.models.registry import ModelSpec, model_spec, with_importance
 from jaxllm.quantization.weight import DenseKind
-from jaxllm.sharding.layout import Layout
-from jaxllm.weights.arrays import ArrayCheckpoint
-from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.sharding.mesh import Layout
+from jaxllm.weights.checkpoint import ArrayCheckpoint, Checkpoint
 from jaxllm.weights.loader import ParamSpec, read_parameters, whole_parameters
 from jaxllm.weights.names import NameMap
 from jaxllm.weights.source import resolve_model

@@ -52,7 +52,7 @@ from jaxllm.models.options import AdapterSizes, BuildOptions
 from jaxllm.models.parallel import check_parallel
 from jaxllm.models.registry import ModelSpec, model_spec
 from jaxllm.models.tasks import longest_text
-from jaxllm.pallas_kernels.tpu_limits import most_sequences
+from jaxllm.pallas_kernels.tpu import most_sequences
 from jaxllm.requests.logits_processors import LogitsProcessor
 from jaxllm.setting_values import format_bytes
 from jaxllm.weights.checkpoint import Checkpoint

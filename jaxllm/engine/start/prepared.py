@@ -18,7 +18,7 @@ from jaxllm.engine.lockstep.leader import Leader
 from jaxllm.engine.lockstep.leading_device import LeadingDevice, LeadingStages
 from jaxllm.engine.start.clock import Clock
 from jaxllm.engine.start.plan import Blueprint
-from jaxllm.sharding.hand_over import Exchange, hand_over
+from jaxllm.sharding.processes import Exchange, hand_over
 from jaxllm.weights.checkpoint import Checkpoint
 
 Weights = tuple[jax.Array, ...]

@@ -18,9 +18,7 @@ from jaxllm.models.layers.rope import Angles, rotate
 from jaxllm.models.layers.taps import tap
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Late, Norm, Pages, Residual, RootMeanSquare, StepMetadata, Unsummed
-from jaxllm.sharding.collectives import gather_over_tensor, tensor_rank, tensor_size
-from jaxllm.sharding.layout import Layout, Segment, split_rows
-from jaxllm.sharding.mesh import TENSOR
+from jaxllm.sharding.mesh import TENSOR, Layout, Segment, gather_over_tensor, split_rows, tensor_rank, tensor_size
 
 USUAL_STEEPNESS = 8.0
 """Of ALiBi (arXiv:2108.12409): the paper's, and that of almost all models."""

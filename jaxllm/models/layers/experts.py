@@ -23,12 +23,10 @@ from jaxllm.models.layers.mlp import ACTIVATIONS, ClampedSwiglu, gated
 from jaxllm.models.layers.norm import RMSNorm
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Mixture, StepMetadata
-from jaxllm.pallas_kernels.grouped_matmul import sort_by_group
+from jaxllm.pallas_kernels.products import sort_by_group
 from jaxllm.quantization.host_stack import HostShare, PartlyOnHost
 from jaxllm.quantization.weight import Weight
-from jaxllm.sharding.collectives import tensor_rank, tensor_size
-from jaxllm.sharding.layout import Layout, Segment
-from jaxllm.sharding.mesh import EVERY, TENSOR, Axes
+from jaxllm.sharding.mesh import EVERY, TENSOR, Axes, Layout, Segment, tensor_rank, tensor_size
 
 SCORING: dict[str, Callable[[jax.Array], jax.Array]] = {
     "softmax": partial(jax.nn.softmax, axis=-1),

@@ -21,9 +21,16 @@ from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import LATER, Late, Later, Norm, Residual, Unsummed, late_sum
 from jaxllm.quantization.host_stack import HostShare
 from jaxllm.quantization.weight import Dense
-from jaxllm.sharding.collectives import gather_over_tensor, sum_over_tensor, tensor_rank, tensor_size
-from jaxllm.sharding.layout import Layout, padded_rows
-from jaxllm.sharding.mesh import TENSOR, Axes
+from jaxllm.sharding.mesh import (
+    TENSOR,
+    Axes,
+    Layout,
+    gather_over_tensor,
+    padded_rows,
+    sum_over_tensor,
+    tensor_rank,
+    tensor_size,
+)
 
 
 def param(shape: tuple[int, ...], dtype: Any, axes: Axes | None = None, layout: Layout | None = None) -> nnx.Param:

@@ -19,8 +19,7 @@ from jaxtyping import Array, Float
 from jaxllm.models.layers.ambient import holding
 from jaxllm.models.options import AdapterSizes, BuildOptions
 from jaxllm.pallas_kernels import AdapterArrays, AdapterUses, StepMetadata
-from jaxllm.sharding.layout import Layout
-from jaxllm.sharding.mesh import Axes
+from jaxllm.sharding.mesh import Axes, Layout
 
 
 class AdapterTable(nnx.Variable):

@@ -17,8 +17,7 @@ from jaxllm.models.layers.low_rank import adapter_uses
 from jaxllm.models.layers.norm import RMSNorm
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Late, Norm, Residual, StepMetadata
-from jaxllm.sharding.collectives import tensor_size
-from jaxllm.sharding.layout import Layout, Segment, split_rows
+from jaxllm.sharding.mesh import Layout, Segment, split_rows, tensor_size
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,

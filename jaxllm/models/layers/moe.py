@@ -16,7 +16,7 @@ from jaxllm.models.layers.mlp import MLP, GatedMLP
 from jaxllm.models.layers.norm import RMSNorm
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Later, Mixture, Norm, Residual, StepMetadata, late_sum
-from jaxllm.sharding.collectives import (
+from jaxllm.sharding.mesh import (
     data_size,
     device_rank,
     gather_over_data,

@@ -10,9 +10,7 @@ from jaxtyping import Array, Float
 from jaxllm.models.layers.linear import param
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Kernels, Norm, RootMeanSquare
-from jaxllm.sharding.collectives import sum_over_tensor, tensor_rank, tensor_size
-from jaxllm.sharding.layout import Layout, Segment, split_rows
-from jaxllm.sharding.mesh import TENSOR
+from jaxllm.sharding.mesh import TENSOR, Layout, Segment, split_rows, sum_over_tensor, tensor_rank, tensor_size
 
 
 class RMSNorm(nnx.Module):

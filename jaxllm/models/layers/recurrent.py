@@ -19,8 +19,7 @@ from jaxllm.models.layers.norm import GroupRMSNorm, RMSNorm
 from jaxllm.models.layers.rope import Angles
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Late, Norm, Residual, SSDInputs, StepMetadata, run_states
-from jaxllm.sharding.layout import Layout, Segment, split_rows
-from jaxllm.sharding.mesh import TENSOR
+from jaxllm.sharding.mesh import TENSOR, Layout, Segment, split_rows
 
 
 @dataclass(frozen=True)

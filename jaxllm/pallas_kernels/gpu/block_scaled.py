@@ -21,11 +21,10 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jaxllm.compat import triton_compiler_params, triton_load
-from jaxllm.pallas_kernels.gpu.float8 import numbers_of_e4m3
-from jaxllm.pallas_kernels.gpu.groups import RowLists
-from jaxllm.pallas_kernels.gpu.row_tiles import outputs_of_program, rows_of_program, store_sums
-from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
-from jaxllm.pallas_kernels.late import Unsummed
+from jaxllm.pallas_kernels.gpu.expand import numbers_of_e4m3
+from jaxllm.pallas_kernels.gpu.rows import RowLists, given_lists, outputs_of_program, rows_of_program, store_sums
+from jaxllm.pallas_kernels.matrices import KernelMatrix
+from jaxllm.pallas_kernels.products import Unsummed, dot
 
 MOST_ROWS = 16
 """As many as are multiplied at a time; `matmul` is for more."""
@@ -51,56 +50,38 @@ def knows(matrix: KernelMatrix) -> bool:
 
 
 def few_rows(
-    x: Float[Array, "T i"], matrix: KernelMatrix, dtype: Any = jnp.float32, *, interpret: bool = False
-) -> Float[Array, "T o"] | Unsummed:
-    """`x @ matrix.T` of at most MOST_ROWS rows, summed in float32; where rows are walked in parts, what these give."""
-    outputs, inputs = matrix.shape
-    blocks, steps = pl.cdiv(outputs, BLOCK_OUT), inputs // _step(matrix)
-    parts = max(1, min(PROGRAMS // blocks, steps // PART_STEPS))
-    sums = _call(
-        x, matrix, (), x.shape[0], outputs, (blocks, parts), jnp.float32 if parts > 1 else dtype, None, interpret
-    )
-    return sums[0] if parts == 1 else Unsummed(sums)
-
-
-def grouped_few_rows(
     x: Float[Array, "n i"],
     matrix: KernelMatrix,
-    lists: RowLists,
-    rows: int,
+    lists: RowLists | None = None,
+    rows: int = 0,
     *,
     activation: Callable[[jax.Array], jax.Array] | None = None,
     dtype: Any = jnp.float32,
     interpret: bool = False,
-) -> Float[Array, "N o"]:
-    """See `matmul.grouped_matmul`; tiles have at most MOST_ROWS rows."""
-    width = matrix.shape[-2] if activation is None else matrix.shape[-2] // 2
-    grid = (pl.cdiv(matrix.shape[-2], BLOCK_OUT), len(lists.tiles))
-    return _call(x, matrix, (lists.tiles, lists.rows), rows, width, grid, dtype, activation, interpret)[0]
+) -> Float[Array, "N o"] | Unsummed:
+    """`x @ matrix.T` of at most MOST_ROWS rows, summed in float32; where rows are walked in parts, what these give.
 
-
-def _step(matrix: KernelMatrix) -> int:
-    return min(MOST_INPUTS, matrix.scale_columns)
-
-
-def _call(
-    x: jax.Array, matrix: KernelMatrix, lists: tuple[jax.Array, ...], rows: int, width: int, grid: tuple[int, int],
-    dtype: Any, activation: Callable[[jax.Array], jax.Array] | None, interpret: bool,
-) -> jax.Array:  # fmt: skip
+    With `lists` of tiles of at most as many: what `matmul.grouped_matmul` gives.
+    """
     outputs, inputs = matrix.shape[-2:]
+    blocks, step = pl.cdiv(outputs, BLOCK_OUT), min(MOST_INPUTS, matrix.scale_columns)
+    rows = x.shape[0] if lists is None else rows
+    parts = 1 if lists is not None else max(1, min(PROGRAMS // blocks, inputs // step // PART_STEPS))
     codes = lax.bitcast_convert_type(matrix.codes, jnp.uint8).reshape(-1, inputs)
     kernel = functools.partial(
-        _kernel, outputs=outputs, scale_rows=matrix.scale_rows, scale_columns=matrix.scale_columns, step=_step(matrix),
+        _kernel, outputs=outputs, scale_rows=matrix.scale_rows, scale_columns=matrix.scale_columns, step=step,
         share=rows // x.shape[0], activation=activation, plain=interpret,
     )  # fmt: skip
-    return pl.pallas_call(
+    wide = outputs if activation is None else outputs // 2
+    sums = pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((1 if lists else grid[1], rows, width), dtype),
-        grid=grid,
+        out_shape=jax.ShapeDtypeStruct((parts, rows, wide), jnp.float32 if parts > 1 else dtype),
+        grid=(blocks, parts if lists is None else len(lists.tiles)),
         interpret=interpret,
         compiler_params=triton_compiler_params(NUM_WARPS, NUM_STAGES),
         name="block_scaled_few_rows",
-    )(*lists, x.astype(matrix.dtype), codes, matrix.scale.reshape(-1, matrix.scale.shape[-1]))
+    )(*given_lists(lists), x.astype(matrix.dtype), codes, matrix.scale.reshape(-1, matrix.scale.shape[-1]))
+    return sums[0] if parts == 1 else Unsummed(sums)
 
 
 def _kernel(
@@ -124,12 +105,7 @@ def _kernel(
             x_ref.at[x_row[:, None], at[None, :]], mask=jnp.broadcast_to(rows.live[:, None], (size, step)), other=0
         )
         scale = scale_ref[scale_row, jnp.broadcast_to(lax.div(index * step, scale_columns), scale_row.shape)]
-        product = lax.dot_general(
-            numbers_of_e4m3(codes, inputs.dtype, plain=plain),
-            inputs,
-            (((1,), (1,)), ((), ())),
-            preferred_element_type=jnp.float32,
-        )
+        product = dot(numbers_of_e4m3(codes, inputs.dtype, plain=plain), inputs)
         return sums + product * scale[:, None]
 
     @pl.when(rows.there > 0)

@@ -105,16 +105,9 @@ def _split_blocks(blocks: Array) -> Array:
 
 
 def _decode_kernel(
-    num_decodes_ref: Any,
-    context_len_ref: Any,
-    page_table_ref: Any,
-    q_ref: Any,
-    *refs: Any,
-    spec: AttentionSpec,
-    per_head: Sequence[str],
-    rows: int,
-    splits: int,
-) -> None:
+    num_decodes_ref: Any, context_len_ref: Any, page_table_ref: Any, q_ref: Any, *refs: Any, spec: AttentionSpec,
+    per_head: Sequence[str], rows: int, splits: int,
+) -> None:  # fmt: skip
     *inputs, acc_ref, m_ref, l_ref = refs
     page_refs, head_refs = inputs[: spec.buffers], inputs[spec.buffers :]
     head_tile, program = pl.program_id(0), pl.program_id(1)
@@ -166,16 +159,9 @@ def _decode_kernel(
 
 
 def _combine_kernel(
-    num_decodes_ref: Any,
-    context_len_ref: Any,
-    acc_ref: Any,
-    m_ref: Any,
-    l_ref: Any,
-    out_ref: Any,
-    *,
-    spec: AttentionSpec,
-    splits: int,
-) -> None:
+    num_decodes_ref: Any, context_len_ref: Any, acc_ref: Any, m_ref: Any, l_ref: Any, out_ref: Any, *,
+    spec: AttentionSpec, splits: int,
+) -> None:  # fmt: skip
     row, head = pl.program_id(0), pl.program_id(1)
     _, blocks = _blocks(context_len_ref[row], spec)
     count = jnp.where(row < num_decodes_ref[0], cdiv(blocks, _split_blocks(blocks)), 0)

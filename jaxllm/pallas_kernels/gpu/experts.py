@@ -16,22 +16,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxllm.pallas_kernels.gpu import block_scaled, few_rows, int8, packed
-from jaxllm.pallas_kernels.gpu.groups import RowLists, groups_of_rows, list_rows
 from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul
 from jaxllm.pallas_kernels.gpu.route import route
-from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
+from jaxllm.pallas_kernels.gpu.rows import RowLists, groups_of_rows, list_rows
+from jaxllm.pallas_kernels.matrices import KernelMatrix, PackedMatrix
 from jaxllm.pallas_kernels.metadata import StepMetadata
-from jaxllm.pallas_kernels.mixture import Mixture
-from jaxllm.pallas_kernels.ordered_matrix import OrderedMatrix
-from jaxllm.pallas_kernels.packed_matrix import PackedMatrix
+from jaxllm.pallas_kernels.products import Late, Mixture, late_sum
 
 
 def experts(
     x: Float[Array, "T E"],
     logits: Float[Array, "T X"],
     bias: Float[Array, "X"] | None,
-    gate_up: tuple[KernelMatrix | OrderedMatrix | PackedMatrix, ...],
-    down: tuple[KernelMatrix | OrderedMatrix | PackedMatrix, ...],
+    gate_up: tuple[KernelMatrix | PackedMatrix, ...],
+    down: tuple[KernelMatrix | PackedMatrix, ...],
     *,
     first: Int[Array, ""] | int,
     here: int,
@@ -70,35 +68,29 @@ def chosen_experts(
 
 
 def _products(
-    x: Float[Array, "T E"],
-    lists: RowLists,
-    rows: int,
-    tile_rows: int,
-    *,
-    gate_up: tuple[KernelMatrix | OrderedMatrix | PackedMatrix, ...],
-    down: tuple[KernelMatrix | OrderedMatrix | PackedMatrix, ...],
-    activation: Callable[[jax.Array], jax.Array],
-    gate: Callable[[jax.Array], jax.Array] | None,
-    biases: tuple[Float[Array, "X n"], Float[Array, "X E"]] | None,
-    interpret: bool,
-) -> Float[Array, "P E"]:
+    x: Float[Array, "T E"], lists: RowLists, rows: int, tile_rows: int, *,
+    gate_up: tuple[KernelMatrix | PackedMatrix, ...], down: tuple[KernelMatrix | PackedMatrix, ...],
+    activation: Callable[[jax.Array], jax.Array], gate: Callable[[jax.Array], jax.Array] | None,
+    biases: tuple[Float[Array, "X n"], Float[Array, "X E"]] | None, interpret: bool,
+) -> Float[Array, "P E"]:  # fmt: skip
     """What each of `rows` pairs gives, in float32, and anything for those that are on no list."""
-    sorted_ = any(isinstance(matrix, OrderedMatrix) for matrix in (*gate_up, *down))
+    sorted_ = any(matrix.order is not None for matrix in (*gate_up, *down))
     group = groups_of_rows(lists, rows, tile_rows) if sorted_ or biases is not None else None
 
-    def multiply(x: jax.Array, matrix: KernelMatrix | OrderedMatrix | PackedMatrix, **options: Any) -> jax.Array:
-        if isinstance(matrix, OrderedMatrix):
+    def multiply(x: jax.Array, matrix: KernelMatrix | PackedMatrix, **options: Any) -> jax.Array:
+        if matrix.order is not None:
             assert group is not None
-            return multiply(_in_their_order(x, matrix.order, group), matrix.matrix, **options)
-        product: Callable[..., jax.Array] = grouped_matmul
+            x = _in_their_order(x, matrix.order, group)
+        product: Callable[..., Late] = grouped_matmul
         if isinstance(matrix, KernelMatrix):
             if matrix.rounds:
-                return int8.grouped_matmul(x, matrix, lists, rows, tile_rows, interpret=interpret, **options)
-            if tile_rows <= block_scaled.MOST_ROWS and block_scaled.knows(matrix):
-                product = block_scaled.grouped_few_rows
+                options |= {"tile_rows": tile_rows}
+                product = int8.matmul
+            elif tile_rows <= block_scaled.MOST_ROWS and block_scaled.knows(matrix):
+                product = block_scaled.few_rows
             elif tile_rows <= few_rows.MOST_ROWS and few_rows.knows(matrix):
-                product = few_rows.grouped_few_rows
-        return product(x, matrix, lists, rows, interpret=interpret, **options)
+                product = few_rows.few_rows
+        return late_sum(product(x, matrix, lists, rows, interpret=interpret, **options))
 
     if len(gate_up) == 1 and biases is None and gate is None and _is_lowered(activation) and _gates(gate_up[0]):
         hidden = multiply(x, gate_up[0], activation=activation, dtype=down[0].dtype)
@@ -121,10 +113,8 @@ def _gated(both: Float[Array, "N n"], activation: Callable[[jax.Array], jax.Arra
     return activation(gate) * up
 
 
-def _gates(matrix: KernelMatrix | OrderedMatrix | PackedMatrix) -> bool:
+def _gates(matrix: KernelMatrix | PackedMatrix) -> bool:
     """Whether a kernel finds gates and what they are for beside each other."""
-    if isinstance(matrix, OrderedMatrix):
-        return _gates(matrix.matrix)
     return isinstance(matrix, KernelMatrix) or packed.gates(matrix)
 
 

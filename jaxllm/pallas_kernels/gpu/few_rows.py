@@ -18,10 +18,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jaxllm.compat import triton_compiler_params, triton_load
-from jaxllm.pallas_kernels.gpu.groups import RowLists
-from jaxllm.pallas_kernels.gpu.row_tiles import outputs_of_program, rows_of_program, store_sums
-from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
-from jaxllm.pallas_kernels.late import Unsummed
+from jaxllm.pallas_kernels.gpu.rows import RowLists, given_lists, outputs_of_program, rows_of_program, store_sums
+from jaxllm.pallas_kernels.matrices import KernelMatrix
+from jaxllm.pallas_kernels.products import Unsummed, dot
 
 MOST_ROWS = 16
 """As many as the tensor cores multiply by at least; `matmul` is for more."""
@@ -43,58 +42,45 @@ def knows(matrix: KernelMatrix) -> bool:
 
 
 def few_rows(
-    x: Float[Array, "T i"], matrix: KernelMatrix, *, interpret: bool = False
-) -> Float[Array, "T o"] | Unsummed:
-    """`x @ matrix.T` in float32, of at most MOST_ROWS rows; where rows are walked in parts, what these give."""
-    outputs, stored = matrix.codes.shape
-    blocks = pl.cdiv(outputs, BLOCK_OUT)
-    parts = 1 if blocks > MANY_PROGRAMS else pl.cdiv(pl.cdiv(stored, _block_bytes(matrix)), PART_STEPS)
-    sums = _call(x, matrix, (), x.shape[0], outputs, (blocks, parts), jnp.float32, None, interpret)
-    return sums[0] if parts == 1 else Unsummed(sums)
-
-
-def grouped_few_rows(
     x: Float[Array, "n i"],
     matrix: KernelMatrix,
-    lists: RowLists,
-    rows: int,
+    lists: RowLists | None = None,
+    rows: int = 0,
     *,
     activation: Callable[[jax.Array], jax.Array] | None = None,
     dtype: Any = jnp.float32,
     interpret: bool = False,
-) -> Float[Array, "N o"]:
-    """See `matmul.grouped_matmul`; tiles have at most MOST_ROWS rows."""
-    outputs = matrix.shape[-2]
-    grid = (pl.cdiv(outputs, BLOCK_OUT), len(lists.tiles))
-    width = outputs if activation is None else outputs // 2
-    return _call(x, matrix, (lists.tiles, lists.rows), rows, width, grid, dtype, activation, interpret)[0]
+) -> Float[Array, "N o"] | Unsummed:
+    """`x @ matrix.T` of at most MOST_ROWS rows, summed in float32; where rows are walked in parts, what these give.
 
-
-def _block_bytes(matrix: KernelMatrix) -> int:
-    return min(BLOCK_BYTES[jnp.dtype(matrix.dtype).itemsize], pl.next_power_of_2(matrix.codes.shape[-1]))
-
-
-def _call(
-    x: jax.Array, matrix: KernelMatrix, lists: tuple[jax.Array, ...], rows: int, width: int, grid: tuple[int, int],
-    dtype: Any, activation: Callable[[jax.Array], jax.Array] | None, interpret: bool,
-) -> jax.Array:  # fmt: skip
+    With `lists` of tiles of at most as many: what `matmul.grouped_matmul` gives.
+    """
     outputs, stored = matrix.codes.shape[-2:]
+    blocks, nbytes = pl.cdiv(outputs, BLOCK_OUT), _block_bytes(matrix)
+    rows = x.shape[0] if lists is None else rows
+    parts = 1 if lists is not None or blocks > MANY_PROGRAMS else pl.cdiv(pl.cdiv(stored, nbytes), PART_STEPS)
     flat = {"scale": matrix.scale, "zero": matrix.zero}
     given = {name: table.reshape(-1, table.shape[-1]) for name, table in flat.items() if table is not None}
     if matrix.levels_table is not None:
         given["levels"] = matrix.levels_table
     kernel = functools.partial(
-        _kernel, matrix=matrix, names=tuple(given), outputs=outputs, nbytes=_block_bytes(matrix), lists=len(lists),
+        _kernel, matrix=matrix, names=tuple(given), outputs=outputs, nbytes=nbytes, lists=2 * (lists is not None),
         share=rows // x.shape[0], activation=activation,
     )  # fmt: skip
-    return pl.pallas_call(
+    wide = outputs if activation is None else outputs // 2
+    sums = pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((1 if lists else grid[1], rows, width), dtype),
-        grid=grid,
+        out_shape=jax.ShapeDtypeStruct((parts, rows, wide), jnp.float32 if parts > 1 else dtype),
+        grid=(blocks, parts if lists is None else len(lists.tiles)),
         interpret=interpret,
         compiler_params=triton_compiler_params(NUM_WARPS, NUM_STAGES),
         name="few_rows",
-    )(*lists, x.astype(matrix.dtype), matrix.codes.reshape(-1, stored), *given.values())
+    )(*given_lists(lists), x.astype(matrix.dtype), matrix.codes.reshape(-1, stored), *given.values())
+    return sums[0] if parts == 1 else Unsummed(sums)
+
+
+def _block_bytes(matrix: KernelMatrix) -> int:
+    return min(BLOCK_BYTES[jnp.dtype(matrix.dtype).itemsize], pl.next_power_of_2(matrix.codes.shape[-1]))
 
 
 def _kernel(
@@ -138,13 +124,7 @@ def _kernel(
             inputs = triton_load(
                 x_ref.at[x_row[:, None], column[None, :]], mask=rows.live[:, None] & there[None, :], other=0
             )
-            sums += lax.dot_general(
-                inputs,
-                values.astype(matrix.dtype),
-                (((1,), (1,)), ((), ())),
-                precision=lax.Precision.HIGHEST if inputs.dtype == jnp.float32 else None,
-                preferred_element_type=jnp.float32,
-            )
+            sums += dot(inputs, values.astype(matrix.dtype))
         return sums
 
     @pl.when(rows.there > 0)

@@ -18,12 +18,10 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int8
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
-from jaxllm.pallas_kernels.gpu.float8 import round_to_even
-from jaxllm.pallas_kernels.gpu.groups import RowLists
-from jaxllm.pallas_kernels.gpu.row_tiles import outputs_of_program, rows_of_program, store_sums
-from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
-from jaxllm.pallas_kernels.late import Unsummed
-from jaxllm.pallas_kernels.rounded import RUN
+from jaxllm.pallas_kernels.gpu.expand import round_to_even
+from jaxllm.pallas_kernels.gpu.rows import RowLists, given_lists, outputs_of_program, rows_of_program, store_sums
+from jaxllm.pallas_kernels.matrices import RUN, KernelMatrix
+from jaxllm.pallas_kernels.products import Unsummed
 
 FEWEST_ROWS, MOST_ROWS = 16, 128
 """In a tile."""
@@ -55,40 +53,48 @@ ROUNDED_RUNS = 16
 
 
 def matmul(
-    x: Float[Array, "T i"], matrix: KernelMatrix, dtype: Any = jnp.float32, *, interpret: bool = False
-) -> Float[Array, "T o"] | Unsummed:
-    """`x @ matrix.T` with `x` rounded, summed in float32; where rows are walked in parts, what these give."""
-    outputs, inputs = matrix.shape
-    size = min(MOST_ROWS, max(FEWEST_ROWS, pl.next_power_of_2(x.shape[0])))
-    tiling = _tiling(size)
-    tiles, blocks = pl.cdiv(x.shape[0], size), pl.cdiv(outputs, tiling.block_out)
-    steps = pl.cdiv(inputs, RUN * _step_runs(tiling, inputs))
-    parts = 1 if tiles > 1 else max(1, min(tiling.programs // blocks, steps // PART_STEPS))
-    out = jax.ShapeDtypeStruct((parts, x.shape[0], outputs), jnp.float32 if parts > 1 else dtype)
-    sums = _call(x, matrix, (), size, (blocks, max(tiles, parts)), out, None, interpret)
-    return sums[0] if parts == 1 else Unsummed(sums)
-
-
-def grouped_matmul(
     x: Float[Array, "n i"],
     matrix: KernelMatrix,
-    lists: RowLists,
-    rows: int,
-    tile_rows: int,
+    lists: RowLists | None = None,
+    rows: int = 0,
+    tile_rows: int = 0,
     *,
     activation: Callable[[jax.Array], jax.Array] | None = None,
     dtype: Any = jnp.float32,
     interpret: bool = False,
-) -> Float[Array, "N o"]:
-    """See `matmul.grouped_matmul`; `tile_rows` are those of the lists."""
-    outputs = matrix.shape[-2]
-    grid = (pl.cdiv(outputs, _tiling(tile_rows).block_out), len(lists.tiles))
-    out = jax.ShapeDtypeStruct((1, rows, outputs if activation is None else outputs // 2), dtype)
-    return _call(x, matrix, (lists.tiles, lists.rows), tile_rows, grid, out, activation, interpret)[0]
+) -> Float[Array, "N o"] | Unsummed:
+    """`x @ matrix.T` with `x` rounded, summed in float32; where rows are walked in parts, what these give.
+
+    With `lists` of tiles of `tile_rows`: what `matmul.grouped_matmul` gives.
+    """
+    outputs, inputs = matrix.shape[-2:]
+    rows = x.shape[0] if lists is None else rows
+    size = tile_rows or min(MOST_ROWS, max(FEWEST_ROWS, pl.next_power_of_2(rows)))
+    tiling = FEW if size <= 32 else MANY
+    blocks = pl.cdiv(outputs, tiling.block_out)
+    runs = tiling.runs if inputs % (tiling.runs * RUN) == 0 else 1  # with a mask, where rows are no whole steps
+    tiles, parts = pl.cdiv(rows, size) if lists is None else len(lists.tiles), 1
+    if lists is None and tiles == 1:
+        parts = max(1, min(tiling.programs // blocks, pl.cdiv(inputs, RUN * runs) // PART_STEPS))
+    codes, scale = round_runs(x, interpret=interpret)
+    kernel = functools.partial(
+        _kernel, outputs=outputs, size=size, block_out=tiling.block_out, runs=runs, share=rows // x.shape[0],
+        activation=activation,
+    )  # fmt: skip
+    wide = outputs if activation is None else outputs // 2
+    sums = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((parts, rows, wide), jnp.float32 if parts > 1 else dtype),
+        grid=(blocks, max(tiles, parts)),
+        interpret=interpret,
+        compiler_params=triton_compiler_params(tiling.warps if size != 64 else 4, tiling.stages),
+        name="matmul_of_integers",
+    )(*given_lists(lists), codes, scale, matrix.codes.reshape(-1, inputs), matrix.scale.reshape(-1))
+    return sums[0] if parts == 1 else Unsummed(sums)
 
 
 def round_runs(x: Float[Array, "T i"], *, interpret: bool = False) -> tuple[Int8[Array, "T i"], Float[Array, "T r"]]:
-    """See `rounded.quantize_runs`: in one kernel, which the compiler would have as three."""
+    """See `quantize_runs`: in one kernel, which the compiler would have as three."""
     rows, inputs = x.shape
     runs = pl.cdiv(inputs, RUN)
     return pl.pallas_call(
@@ -112,36 +118,6 @@ def _round_kernel(x_ref: Any, codes_ref: Any, scale_ref: Any) -> None:
     codes = round_to_even(x / scale[:, None]).astype(jnp.int32).astype(jnp.int8)
     triton_store(codes_ref.at[row, at], codes, mask=there)
     triton_store(scale_ref.at[row, run], scale, mask=run < scale_ref.shape[1])
-
-
-def _tiling(tile_rows: int) -> IntegerTiling:
-    return FEW if tile_rows <= 32 else MANY
-
-
-def _step_runs(tiling: IntegerTiling, inputs: int) -> int:
-    """One, with a mask, where rows are no whole steps of several."""
-    return tiling.runs if inputs % (tiling.runs * RUN) == 0 else 1
-
-
-def _call(
-    x: jax.Array, matrix: KernelMatrix, lists: tuple[jax.Array, ...], size: int, grid: tuple[int, int],
-    out: jax.ShapeDtypeStruct, activation: Callable[[jax.Array], jax.Array] | None, interpret: bool,
-) -> jax.Array:  # fmt: skip
-    outputs, inputs = matrix.shape[-2:]
-    codes, scale = round_runs(x, interpret=interpret)
-    tiling = _tiling(size)
-    kernel = functools.partial(
-        _kernel, outputs=outputs, size=size, block_out=tiling.block_out, runs=_step_runs(tiling, inputs),
-        share=out.shape[1] // x.shape[0], activation=activation,
-    )  # fmt: skip
-    return pl.pallas_call(
-        kernel,
-        out_shape=out,
-        grid=grid,
-        interpret=interpret,
-        compiler_params=triton_compiler_params(tiling.warps if size != 64 else 4, tiling.stages),
-        name="matmul_of_integers",
-    )(*lists, codes, scale, matrix.codes.reshape(-1, inputs), matrix.scale.reshape(-1))
 
 
 def _kernel(

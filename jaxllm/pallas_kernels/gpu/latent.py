@@ -18,12 +18,11 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
-from jaxllm.pallas_kernels.gpu.attention import attend_to_pages
-from jaxllm.pallas_kernels.gpu.store import rotation_partner, store_token
+from jaxllm.pallas_kernels.gpu.attention import attend_to_pages, rotation_partner, store_token
 from jaxllm.pallas_kernels.gpu.tile import AttentionSpec, Part
 from jaxllm.pallas_kernels.metadata import StepMetadata
-from jaxllm.pallas_kernels.norms import RootMeanSquare
 from jaxllm.pallas_kernels.pages import QUANTIZED, Pages
+from jaxllm.pallas_kernels.products import RootMeanSquare, dot
 
 MAX_TILE_ROWS = 64
 BLOCK = 128
@@ -151,7 +150,7 @@ def _expand_kernel(
             mask=known[:, None] & (at < latents)[None, :],
             other=0,
         )
-        return acc + _dot(x, weights, contract=1)
+        return acc + dot(x.astype(weights.dtype), weights)
 
     acc = lax.fori_loop(0, pl.cdiv(latents, BLOCK), body, jnp.zeros((tile_rows, BLOCK_OUT), jnp.float32))
     triton_store(
@@ -163,35 +162,11 @@ def _tile_rows(tokens: int) -> int:
     return min(MAX_TILE_ROWS, max(16, pl.next_power_of_2(tokens)))
 
 
-def _dot(x: Array, weights: Array, contract: int) -> Array:
-    """In the weights' type, summed in float32 over their axis `contract`."""
-    return lax.dot_general(
-        x.astype(weights.dtype),
-        weights,
-        (((1,), (contract,)), ((), ())),
-        precision=lax.Precision.HIGHEST if weights.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
-
-
 def _kernel(
-    positions_ref: Any,
-    seq_ids_ref: Any,
-    page_table_ref: Any,
-    queries_ref: Any,
-    latent_ref: Any,
-    expand_ref: Any,
-    norm_ref: Any,
-    *refs: Any,
-    spec: AttentionSpec,
-    num_seqs: int,
-    query_dim: int,
-    begin: int,
-    tile_rows: int,
-    absorbing: int,
-    interleaved: bool,
-    eps: float,
-) -> None:
+    positions_ref: Any, seq_ids_ref: Any, page_table_ref: Any, queries_ref: Any, latent_ref: Any, expand_ref: Any,
+    norm_ref: Any, *refs: Any, spec: AttentionSpec, num_seqs: int, query_dim: int, begin: int, tile_rows: int,
+    absorbing: int, interleaved: bool, eps: float,
+) -> None:  # fmt: skip
     *angle_refs, _pages, out_ref, pages_ref = refs
     program = pl.program_id(0)
     tokens = queries_ref.shape[0]
@@ -216,7 +191,7 @@ def _kernel(
             mask=(channel < still)[:, None] & (column < kept.size)[None, :],
             other=0,
         )
-        out = _dot(q, rows, contract=0)
+        out = dot(q.astype(rows.dtype), rows, contract=0)
         at = jnp.where(inside, token * spec.heads + head, out_ref.shape[0])
         mask = inside[:, None] & (column < kept.size)[None, :]
         triton_store(out_ref.at[at[:, None], column[None, :]], out.astype(spec.dtype), mask=mask)

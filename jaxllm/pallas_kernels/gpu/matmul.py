@@ -24,11 +24,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
 from jaxllm.pallas_kernels.gpu import packed
-from jaxllm.pallas_kernels.gpu.float8 import from_e4m3
-from jaxllm.pallas_kernels.gpu.groups import RowLists
-from jaxllm.pallas_kernels.gpu.row_tiles import neighbours
-from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
-from jaxllm.pallas_kernels.packed_matrix import PackedMatrix
+from jaxllm.pallas_kernels.gpu.expand import from_e4m3
+from jaxllm.pallas_kernels.gpu.rows import RowLists, neighbours
+from jaxllm.pallas_kernels.matrices import KernelMatrix, PackedMatrix
+from jaxllm.pallas_kernels.products import dot
 
 MAX_TILE_ROWS = 128
 BLOCK_OUT = 128
@@ -122,17 +121,9 @@ def _multiply(
 
 
 def _kernel(
-    tiles_ref: Any,
-    x_ref: Any,
-    codes_ref: Any,
-    *tables_and_output: Any,
-    matrix: KernelMatrix,
-    names: tuple[str, ...],
-    outputs: int,
-    tile_rows: int,
-    share: int,
-    activation: Callable[[jax.Array], jax.Array] | None,
-) -> None:
+    tiles_ref: Any, x_ref: Any, codes_ref: Any, *tables_and_output: Any, matrix: KernelMatrix, names: tuple[str, ...],
+    outputs: int, tile_rows: int, share: int, activation: Callable[[jax.Array], jax.Array] | None,
+) -> None:  # fmt: skip
     *table_refs, out_ref = tables_and_output
     tables = dict(zip(names, table_refs, strict=True))
     block, tile = pl.program_id(0), pl.program_id(1)
@@ -168,13 +159,7 @@ def _kernel(
                     mask=live[:, None] & (at < stored)[None, :],
                     other=0,
                 )
-                acc += lax.dot_general(
-                    rows,
-                    weights,
-                    (((1,), (1,)), ((), ())),
-                    precision=lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None,
-                    preferred_element_type=jnp.float32,
-                )
+                acc += dot(rows, weights)
             return acc
 
         acc = lax.fori_loop(0, pl.cdiv(stored, step), body, jnp.zeros((tile_rows, BLOCK_OUT), jnp.float32))

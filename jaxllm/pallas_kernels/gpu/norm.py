@@ -12,9 +12,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
-from jaxllm.pallas_kernels.late import Late, Unsummed
-from jaxllm.pallas_kernels.mixture import Mixture
-from jaxllm.pallas_kernels.norms import RootMeanSquare
+from jaxllm.pallas_kernels.products import Late, Mixture, RootMeanSquare, Unsummed
 
 
 def add_norm(

@@ -1,4 +1,4 @@
-"""Products with weights of a few bits in tiles, on NVIDIA GPUs: no number of them is ever written to memory.
+"""Products with weights of a few bits in tiles, on NVIDIA GPUs: those of few rows write no number of them to memory.
 
 One program per (some tiles of outputs, tile of rows, part of the inputs). A program walks its inputs a step at a time
 while the next ones are loaded, and expands codes in registers to small integers, which 16-bit floats hold exactly.
@@ -8,6 +8,9 @@ afterwards, in float32, which is one operation for each row where scaling weight
 rounds nothing. With many rows the tensor cores are the limit: weights are scaled first. The parts of long rows are
 walked side by side, and what they give is added up by the kernel that reads it. Matrices of several formats that have
 the same inputs are one kernel's, some blocks each: a Q4_K_M file has queries and keys in Q4_K, and values in Q6_K.
+
+For hundreds of rows weights are expanded in memory first, large ones in parts: a library multiplies floats at four
+times the rate of a kernel that expands them for each tile of rows, which pays for writing and reading them.
 """
 
 from __future__ import annotations
@@ -24,11 +27,10 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
-from jaxllm.pallas_kernels.gpu import expanded
-from jaxllm.pallas_kernels.gpu.groups import RowLists
+from jaxllm.pallas_kernels.gpu.rows import RowLists
 from jaxllm.pallas_kernels.gpu.walk import Tiling, Walk, arrays_by_name, step_of
-from jaxllm.pallas_kernels.late import Unsummed
-from jaxllm.pallas_kernels.packed_matrix import ROWS, SCALES, PackedMatrix
+from jaxllm.pallas_kernels.matrices import EXPANDED_BYTES, ROWS, SCALES, PackedMatrix
+from jaxllm.pallas_kernels.products import Unsummed, dot
 
 FEW_ROWS = 16
 """As many as one instruction of the tensor cores multiplies by."""
@@ -59,7 +61,7 @@ def late_matmul(
     """`x` times each of some matrices, side by side; where rows are walked in parts, what these give."""
     count = x.shape[0]
     if count >= min(matrix.format.expanded_from for matrix in matrices) and tiling is None:
-        found = [expanded.matmul(x, matrix, dtype=dtype, interpret=interpret) for matrix in matrices]
+        found = [expanded_matmul(x, matrix, dtype=dtype, interpret=interpret) for matrix in matrices]
         return found[0] if len(found) == 1 else jnp.concatenate(found, axis=-1)
     tile_rows = min(MOST_ROWS, max(8, pl.next_power_of_2(count)))
     sums = _multiply(x, matrices, None, count, tile_rows, None, dtype, tiling, interpret)
@@ -251,3 +253,63 @@ def _kernel(
         else:
             mine()
         block, output = block - section.blocks, output + section.outputs
+
+
+EXPANDING = Tiling(warps=4, step=256, stages=1)
+
+
+def expanded_matmul(
+    x: Float[Array, "T i"], matrix: PackedMatrix, *, dtype: Any = jnp.float32, interpret: bool = False
+) -> Float[Array, "T o"]:
+    """`x @ matrix.T`, summed in float32."""
+    outputs, inputs = matrix.shape
+    tiles = outputs // ROWS
+    some = min(tiles, max(1, EXPANDED_BYTES // (ROWS * inputs * matrix.dtype.itemsize)))
+    x = x.astype(matrix.dtype)
+    found = []
+    for first in range(0, tiles, some):
+        weights = expand_tiles(matrix, first, min(some, tiles - first), interpret=interpret)
+        found.append(dot(x, weights, dtype=dtype if dtype == x.dtype else jnp.float32).astype(dtype))
+    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=-1)
+
+
+def expand_tiles(matrix: PackedMatrix, first: int, count: int, *, interpret: bool = False) -> Float[Array, "o i"]:
+    """The rows of `count` tiles in the model's type."""
+    inputs = matrix.shape[-1]
+    step = step_of(inputs, matrix, EXPANDING.step)
+    given = arrays_by_name(matrix)
+    return pl.pallas_call(
+        functools.partial(
+            _expand_kernel, names=tuple(given), matrix=jax.tree.map(lambda _: None, matrix), first=first, step=step,
+            plain=interpret,
+        ),
+        out_shape=jax.ShapeDtypeStruct((count * ROWS, inputs), matrix.dtype),
+        grid=(pl.cdiv(count, EXPANDING.warps), pl.cdiv(inputs, step)),
+        interpret=interpret,
+        compiler_params=triton_compiler_params(EXPANDING.warps, EXPANDING.stages),
+        name="expand_tiles",
+    )(*given.values())  # fmt: skip
+
+
+def _expand_kernel(
+    *refs: Any, names: tuple[str, ...], matrix: PackedMatrix, first: int, step: int, plain: bool
+) -> None:
+    *arrays, out_ref = refs
+    rows, inputs = out_ref.shape
+    block, index = pl.program_id(0), pl.program_id(1)
+    row = block * (ROWS * EXPANDING.warps) + jnp.arange(ROWS * EXPANDING.warps)
+    inside = row < rows
+    place = first + lax.div(jnp.minimum(row, rows - 1), ROWS)
+    walk = Walk(dict(zip(names, arrays, strict=True)), matrix, EXPANDING, step, [place], plain)
+    (scales,) = walk.scales(index)
+    (low,), (high,) = walk.codes("low", index), walk.codes("high", index)
+    width = matrix.format.width
+    for number in range(step // width):
+        begin = index * step + number * width
+        column = begin + jnp.arange(width)
+        there = inside if number * width < (inputs % step or step) else inside & (begin < inputs)
+        triton_store(
+            out_ref.at[row[:, None], column[None, :]],
+            walk.scaled(low, high, scales, number),
+            mask=jnp.broadcast_to(there[:, None], (len(row), width)),
+        )

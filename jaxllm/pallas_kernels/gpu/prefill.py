@@ -118,14 +118,9 @@ def prefill_attention(
 
 
 def _prefill_kernel(
-    tiles_ref: Any,
-    page_table_ref: Any,
-    q_ref: Any,
-    *refs: Any,
-    spec: AttentionSpec,
-    per_head: Sequence[str],
+    tiles_ref: Any, page_table_ref: Any, q_ref: Any, *refs: Any, spec: AttentionSpec, per_head: Sequence[str],
     tile_rows: int,
-) -> None:
+) -> None:  # fmt: skip
     *inputs, out_ref = refs
     page_refs, head_refs = inputs[: spec.buffers], inputs[spec.buffers :]
     tile, head_tile = pl.program_id(0), pl.program_id(1)

@@ -12,15 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
-from jaxllm.pallas_kernels.kernel_matrix import KernelMatrix
-from jaxllm.pallas_kernels.late import Late, Later, Residual, Unsummed, late_sum
-from jaxllm.pallas_kernels.mixture import Mixture
-from jaxllm.pallas_kernels.norms import Norm, RootMeanSquare
-from jaxllm.pallas_kernels.ordered_matrix import OrderedMatrix
-from jaxllm.pallas_kernels.packed_matrix import PackedMatrix
+from jaxllm.pallas_kernels.matrices import KernelMatrix, PackedMatrix, arranged
+from jaxllm.pallas_kernels.products import Late, Later, Mixture, Norm, Residual, RootMeanSquare, Unsummed, dot, late_sum
 from jaxllm.pallas_kernels.products import linear as reference_linear
 
 
@@ -45,7 +40,7 @@ def linear(
     given = dtype if residual is None or isinstance(residual, Later) else residual.dtype
     if len(matrices) == 1:
         out = _product(x, matrices[0], given, interpret)
-    elif all(isinstance(matrix, PackedMatrix) for matrix in matrices):
+    elif all(isinstance(matrix, PackedMatrix) and matrix.order is None for matrix in matrices):
         from jaxllm.pallas_kernels.gpu import packed
 
         out = packed.late_matmul(x, matrices, dtype=given, interpret=interpret)
@@ -90,10 +85,9 @@ def add_norm(
     return kernel.add_norm(x, out if isinstance(out, Mixture | Unsummed) else out.astype(x.dtype), norm)
 
 
-def _product(x: jax.Array, matrix: KernelMatrix | OrderedMatrix | PackedMatrix, dtype: Any, interpret: bool) -> Late:
+def _product(x: jax.Array, matrix: KernelMatrix | PackedMatrix, dtype: Any, interpret: bool) -> Late:
     """May be `Unsummed`."""
-    if isinstance(matrix, OrderedMatrix):
-        return _product(matrix.arranged(x), matrix.matrix, dtype, interpret)
+    x = x if matrix.order is None else arranged(x, matrix.order, matrix.divided)
     if isinstance(matrix, PackedMatrix):
         from jaxllm.pallas_kernels.gpu import packed
 
@@ -101,22 +95,17 @@ def _product(x: jax.Array, matrix: KernelMatrix | OrderedMatrix | PackedMatrix, 
     if matrix.rounds:
         from jaxllm.pallas_kernels.gpu import int8
 
-        return int8.matmul(x, matrix, dtype, interpret=interpret)
+        return int8.matmul(x, matrix, dtype=dtype, interpret=interpret)
     if matrix.planes > 1 or not (matrix.scale is None or matrix.scales_whole_rows):
         from jaxllm.pallas_kernels.gpu import block_scaled, few_rows, matmul
 
         if x.shape[0] <= block_scaled.MOST_ROWS and block_scaled.knows(matrix):
-            return block_scaled.few_rows(x, matrix, dtype, interpret=interpret)
+            return block_scaled.few_rows(x, matrix, dtype=dtype, interpret=interpret)
         if x.shape[0] <= few_rows.MOST_ROWS and few_rows.knows(matrix):
             out = few_rows.few_rows(x, matrix, interpret=interpret)
             return out if isinstance(out, Unsummed) else out.astype(dtype)
         return matmul.matmul(x, matrix, interpret=interpret).astype(dtype)
     factors = matrix.dtype if matrix.scale is None else x.dtype
-    product = lax.dot_general(
-        x.astype(factors),
-        matrix.codes.astype(factors),
-        (((1,), (1,)), ((), ())),
-        precision=lax.Precision.HIGHEST if factors == jnp.float32 else None,
-        preferred_element_type=dtype if matrix.scale is None and dtype == factors else jnp.float32,
-    )
+    given = dtype if matrix.scale is None and dtype == factors else jnp.float32
+    product = dot(x.astype(factors), matrix.codes.astype(factors), dtype=given)
     return (product if matrix.scale is None else product * matrix.scale[:, 0]).astype(dtype)

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from jaxllm.compat import triton_compiler_params, triton_load
-from jaxllm.pallas_kernels.gpu.groups import RowLists, list_rows, most_tiles, scatter, store_tiles
+from jaxllm.pallas_kernels.gpu.rows import RowLists, list_rows, most_tiles, scatter, store_tiles
 from jaxllm.pallas_kernels.metadata import StepMetadata
 
 BLOCK_SCORES = 2048

@@ -13,7 +13,8 @@ from jax.experimental import pallas as pl
 
 from jaxllm.compat import triton_load
 from jaxllm.pallas_kernels.gpu.expand import expand, multiply_add
-from jaxllm.pallas_kernels.packed_matrix import ROWS, SCALES, PackedMatrix, block_scale, group_scale
+from jaxllm.pallas_kernels.matrices import ROWS, SCALES, PackedMatrix, block_scale, group_scale
+from jaxllm.pallas_kernels.products import dot
 
 Array = jax.Array
 
@@ -195,9 +196,9 @@ class Walk:
             end = start + format.width
             rows = load_rows(index, start)
             for place in range(len(found)):
-                product = _product(self._numbers(low[place], high[place], number), rows)
+                product = dot(self._numbers(low[place], high[place], number), rows)
                 if kind.shifts and place == 0:  # behind a product: in front of it, it takes registers that are needed
-                    row_sum = _product(ones, rows) + (0 if start % format.group == 0 else row_sum)
+                    row_sum = dot(ones, rows) + (0 if start % format.group == 0 else row_sum)
                 of_group[place] = product if start % format.group == 0 else of_group[place] + product
                 if end % format.group:
                     continue
@@ -228,7 +229,7 @@ class Walk:
             rows = load_rows(index, number * format.width)
             for place in range(len(found)):
                 weights = self.scaled(low[place], high[place], scales[place], number)
-                found[place] += _product(weights, rows)
+                found[place] += dot(weights, rows)
         return tuple(found)
 
 
@@ -239,13 +240,3 @@ def _in_row(ref: Any, index: Array, count: int, number: int) -> Array:
     """
     at, there = index * count + number, ref.shape[1]
     return jnp.minimum(at, there - 1) if 0 < there % count <= number else at
-
-
-def _product(numbers: Array, rows: Array) -> Array:
-    return lax.dot_general(
-        numbers,
-        rows,
-        (((1,), (1,)), ((), ())),
-        precision=lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )

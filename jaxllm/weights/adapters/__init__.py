@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from jaxllm.errors import CheckpointError, one_line
-from jaxllm.weights.adapters.adapter import Adapter, LowRank
-from jaxllm.weights.adapters.gguf_adapter import read_gguf_adapter
+from jaxllm.weights.adapters.adapter import Adapter, LowRank, read_gguf_adapter
 from jaxllm.weights.adapters.peft_adapter import read_peft_adapter
 from jaxllm.weights.adapters.peft_settings import SETTINGS_FILE
 from jaxllm.weights.folder import NO_PICKLES, PICKLES

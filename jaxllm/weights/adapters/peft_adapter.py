@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 
 from jaxllm.errors import CheckpointError
 from jaxllm.weights.adapters.adapter import Adapter, LowRank
-from jaxllm.weights.adapters.peft_settings import PeftSettings, read_peft_settings
+from jaxllm.weights.adapters.peft_settings import SETTINGS_FILE, PeftSettings, read_peft_settings
 from jaxllm.weights.fields import shown
 from jaxllm.weights.folder import model_file
 from jaxllm.weights.safetensors_file import read_tensors
@@ -135,3 +139,9 @@ def _plain(module: str) -> str:
     if found is None:
         return module
     return found["rest"] if found["rest"].startswith("lm_head") else f"model.{found['rest']}"
+
+
+def save_adapter(folder: Path, tensors: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Write arrays, named as PEFT names them, and what adapter_config.json says of them into a folder that is there."""
+    (folder / SETTINGS_FILE).write_text(json.dumps({"peft_type": "LORA", **config}))
+    save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, folder / TENSORS_FILE)

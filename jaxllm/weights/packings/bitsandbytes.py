@@ -9,7 +9,12 @@
 
     weight int8 [o, i], SCB float32 [o]: the largest number of each row, for the code 127
 
-Published at https://github.com/bitsandbytes-foundation/bitsandbytes
+MXFP4 (OCP Microscaling Formats 1.0) as gpt-oss is published: blocks of 32 four-bit floats that share a power of two.
+
+    NAME_blocks  uint8 [*stack, o, i / 32, 16]   two numbers a byte, the lower bits first
+    NAME_scales  uint8 [*stack, o, i / 32]       exponents, with 127 for 1
+
+Published at https://github.com/bitsandbytes-foundation/bitsandbytes and https://huggingface.co/openai/gpt-oss-20b
 """
 
 from __future__ import annotations
@@ -20,7 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.quantization.coded import Codes, Coding
+from jaxllm.pallas_kernels.matrices import E2M1
+from jaxllm.quantization.stored import E8M0, Codes, Coding
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import FLAG, check_fields, real, several, whole
 from jaxllm.weights.packings.module import Packed, Parts, modules, unpack, unsupported
@@ -38,7 +44,7 @@ STATE_FIELDS = {
 FLOAT32, FLOAT16 = np.dtype(np.float32), np.dtype(np.float16)
 
 
-def find(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed]:
+def find_bitsandbytes(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed]:
     """Every matrix of a bitsandbytes checkpoint by its name."""
     check_fields(config, FIELDS, "quantization_config.")
     kind = config.get("bnb_4bit_quant_type", "nf4")
@@ -119,3 +125,29 @@ def _nested(parts: Parts, state: dict[str, Any]) -> np.ndarray:
     codes = parts.array(".weight.absmax")
     scale = parts.array(".weight.nested_absmax")[np.arange(len(codes)) // state["nested_blocksize"]]
     return parts.array(".weight.nested_quant_map")[codes] * scale + np.float32(state["nested_offset"])
+
+
+BLOCK = 32
+
+
+def find_mxfp4(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed]:
+    """Every MXFP4 matrix, or stack of them, by the name of its codes.
+
+    What has the name without `_blocks` in other files of gpt-oss lies transposed there.
+    """
+    return {f"{name}_blocks": _mxfp4_matrix(Parts(checkpoint, name, name)) for name in modules(checkpoint, "_blocks")}
+
+
+def _mxfp4_matrix(parts: Parts) -> Packed:
+    shape = parts.info("_blocks", ("U8",)).shape
+    if len(shape) < 3 or shape[-1] != BLOCK // 2:
+        raise parts.error(f"is of shape {shape}; accepted is [.., o, i / {BLOCK}, {BLOCK // 2}]", "_blocks")
+    *lead, groups, _ = shape
+    parts.expect("_scales", ("U8",), (*lead, groups))
+    coding = Coding(4, (1, BLOCK), E8M0, levels=E2M1)
+
+    def read() -> tuple[np.ndarray, Codes]:
+        codes = unpack(parts.array("_blocks"), 4).reshape(*lead, groups * BLOCK)
+        return codes, Codes(coding, parts.array("_scales").view(E8M0))
+
+    return parts.packed("MXFP4", (*lead, groups * BLOCK), coding, read)

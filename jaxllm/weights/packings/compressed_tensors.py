@@ -1,4 +1,4 @@
-"""compressed-tensors, which llm-compressor writes.
+"""compressed-tensors, which llm-compressor writes, and FP8 as others write it.
 
     pack-quantized    weight_packed int32 [o, i * bits / 32], without gaps; weight_shape; W4A16, W8A16
     int-quantized     weight int8 [o, i]; W8A8, W8A16
@@ -6,6 +6,14 @@
     weight_scale      [1], [o, 1], [o, i / group], or of FP8 a block's
     weight_zero_point likewise, packed along the outputs with packed weights; only where groups are not symmetric
     weight_g_idx      int32 [i], each input's group (act-order)
+
+FP8 checkpoints of others have e4m3 numbers with a scale a tensor, a row, or a block of rows and columns:
+
+    NAME.weight            float8_e4m3fn [o, i], or a stack of them
+    NAME.weight_scale_inv  a factor, in spite of its name: DeepSeek's, one a block; Mistral's, one a tensor
+    NAME.weight_scale      the same elsewhere
+
+Scales of inputs, which such files may have as well, are not used: products take inputs as they are.
 
 Published at https://github.com/vllm-project/compressed-tensors
 """
@@ -17,11 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.quantization.coded import Codes, Coding, order_name
+from jaxllm.quantization.stored import FLOATS, FP8, Codes, Coding, order_name
 from jaxllm.weights.checkpoint import Checkpoint
-from jaxllm.weights.fields import FLAG, NULL, OBJECT, TEXT, check_fields, either, whole
-from jaxllm.weights.packings.fp8 import ACTIVATIONS, fp8_matrix
-from jaxllm.weights.packings.module import FLOATS, Packed, Parts, modules, sorted_inputs, unpack, unsupported
+from jaxllm.weights.fields import FLAG, NULL, OBJECT, TEXT, check_fields, either, several, shown, whole
+from jaxllm.weights.packings.module import Packed, Parts, modules, sorted_inputs, unpack, unsupported
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
 MIXED = "mixed-precision"
@@ -40,7 +47,7 @@ GROUP_FIELDS = {
 WEIGHT_FIELDS = {"num_bits": whole(1, 32), "symmetric": FLAG, "type": TEXT}
 
 
-def find(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed]:
+def find_compressed_tensors(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed]:
     """Every matrix of such a checkpoint by its name.
 
     What it is made of is read from its tensors; `config_groups` says what may be there, and how inputs are rounded.
@@ -177,3 +184,54 @@ def _scales(parts: Parts, outputs: int, inputs: int) -> tuple[tuple[int, int], i
     parts.ignore(*ACTIVATIONS)
     rows = outputs if math.prod(info.shape) == 1 else 1
     return (rows, inputs // groups), groups, FLOATS[info.dtype]
+
+
+SCALES = ("_scale_inv", "_scale")
+ACTIVATIONS = (".input_scale", ".input_zero_point", ".activation_scale", ".output_scale")
+"""Of inputs, measured beforehand: inputs are rounded by what each of their rows holds, or not at all."""
+FP8_FIELDS = {"weight_block_size": either(several(whole(1, 2**20), 2), NULL)}
+FLOAT32 = np.dtype(np.float32)
+
+
+def find_fp8(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed]:
+    """Every FP8 matrix of a checkpoint by its name."""
+    check_fields(config, FP8_FIELDS, "quantization_config.")
+    rows, columns = config.get("weight_block_size") or (128, 128)
+    found = {}
+    for name, info in checkpoint.tensors.items():
+        if info.dtype == "F8_E4M3":
+            prefix = name.removesuffix(".weight")
+            found[name] = fp8_matrix(Parts(checkpoint, prefix, name), name.removeprefix(prefix), (rows, columns))
+    return found
+
+
+def fp8_matrix(parts: Parts, weight: str, block: tuple[int, int]) -> Packed:
+    """The matrix, or the stack, called so; `block` is what shares a scale where it is neither a tensor nor a row."""
+    shape = parts.info(weight, ("F8_E4M3",)).shape
+    if len(shape) < 2:
+        raise parts.error(f"is FP8 of shape {shape}; accepted is a matrix, or a stack of them", weight)
+    scales = next((weight + suffix for suffix in SCALES if weight + suffix in parts), None)
+    if scales is None:
+        wanted = " or ".join(shown(parts.name + suffix) for suffix in SCALES)
+        raise parts.error(f"is FP8, and {wanted} is missing")
+    *stack, rows, columns = shape
+    info = parts.info(scales, (*FLOATS, "F8_E8M0"))
+    of_blocks = (-(-rows // block[0]), -(-columns // block[1]))
+    ones = (1, 1)[: max(0, len(info.shape) - len(stack))]
+    if info.shape == (*stack, *of_blocks):
+        shares, scale_shape = block, of_blocks
+    elif info.shape == (*stack, rows, 1) or info.shape == (*stack, rows):
+        shares, scale_shape = (1, columns), (rows, 1)
+    elif info.shape == (*stack, *ones):
+        shares, scale_shape = (rows, columns), (1, 1)
+    else:
+        accepted = f"{(*stack, *of_blocks)}, {(*stack, rows, 1)} or {tuple(stack)}"
+        raise parts.error(f"is of shape {info.shape}; accepted is {accepted}, for {shape}", scales)
+    parts.ignore(*ACTIVATIONS, f"{weight}_activation_scale")
+    coding = Coding(8, shares, FLOAT32, codes=FP8)
+
+    def read() -> tuple[np.ndarray, Codes]:
+        factors = parts.array(scales).astype(np.float32).reshape(*stack, *scale_shape)
+        return parts.array(weight), Codes(coding, factors)
+
+    return parts.packed("FP8", shape, coding, read)

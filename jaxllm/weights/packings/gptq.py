@@ -5,7 +5,19 @@
     scales   [i / group, o]
     g_idx    int32 [i]                    each input's group; sorted where there is no act-order
 
-Published at https://github.com/AutoGPTQ/AutoGPTQ and https://github.com/ModelCloud/GPTQModel
+AWQ (arXiv:2306.00978) as AutoAWQ writes it for its GEMM kernel, or in Marlin's order:
+
+    qweight  int32 [i, o / 8]           eight outputs in a word, evens first
+    qzeros   int32 [i / group, o / 8]   likewise
+    scales   [i / group, o]
+
+Marlin's order of four-bit weights, in which a GPU's tensor cores take them (arXiv:2408.11743, section 3.4):
+
+    weights  int32 [i / 16, 2 o]   tiles of 16 inputs by 64 outputs, each in the order below; symmetric about 8
+    scales   float16 [i / group, o]    in an order of their own
+
+Published at https://github.com/AutoGPTQ/AutoGPTQ, https://github.com/ModelCloud/GPTQModel,
+https://github.com/casper-hansen/AutoAWQ and https://github.com/IST-DASLab/marlin
 """
 
 from __future__ import annotations
@@ -14,15 +26,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.quantization.coded import Codes, Coding, order_name
+from jaxllm.quantization.stored import FLOATS, Codes, Coding, order_name
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import FLAG, NULL, OBJECT, TEXT, check_fields, either, one_of, whole
-from jaxllm.weights.packings.marlin import marlin
-from jaxllm.weights.packings.module import FLOATS, Packed, Parts, modules, sorted_inputs, unpack, unsupported
+from jaxllm.weights.packings.module import Packed, Parts, modules, sorted_inputs, unpack, unsupported
 
-BITS = (2, 3, 4, 8)
-FORMATS = ("gptq", "gptq_v2", "marlin")
-FIELDS = {
+GPTQ_BITS = (2, 3, 4, 8)
+GPTQ_FORMATS = ("gptq", "gptq_v2", "marlin")
+GPTQ_FIELDS = {
     "bits": whole(1, 32),
     "group_size": either(whole(1, 2**20), whole(-1, -1)),
     "sym": FLAG,
@@ -34,14 +45,14 @@ FIELDS = {
 }
 
 
-def find(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed]:
+def find_gptq(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed]:
     """Every matrix of a GPTQ checkpoint by its name."""
-    check_fields(config, FIELDS, "quantization_config.")
+    check_fields(config, GPTQ_FIELDS, "quantization_config.")
     bits, form = config.get("bits"), config.get("checkpoint_format") or config.get("format") or "gptq"
-    if bits not in BITS:
+    if bits not in GPTQ_BITS:
         raise unsupported("GPTQ", "bits", bits, "2, 3, 4 or 8")
-    if form not in FORMATS:
-        raise unsupported("GPTQ", "checkpoint_format", form, ", ".join(FORMATS))
+    if form not in GPTQ_FORMATS:
+        raise unsupported("GPTQ", "checkpoint_format", form, ", ".join(GPTQ_FORMATS))
     if any(rule and not pattern.startswith("-:") for pattern, rule in (config.get("dynamic") or {}).items()):
         raise unsupported("GPTQ", "dynamic", config["dynamic"], "one rule for all modules, or modules left out (-:)")
     group = config.get("group_size", 128)
@@ -53,14 +64,14 @@ def find(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed]:
             for prefix in modules(checkpoint, ".B")
         }
     return {
-        f"{prefix}.weight": _matrix(
+        f"{prefix}.weight": _gptq_matrix(
             Parts(checkpoint, prefix, f"{prefix}.weight"), bits, group, config.get("sym", False), v1=form == "gptq"
         )
         for prefix in modules(checkpoint, ".qweight")
     }
 
 
-def _matrix(parts: Parts, bits: int, group_size: int, symmetric: bool, *, v1: bool) -> Packed:
+def _gptq_matrix(parts: Parts, bits: int, group_size: int, symmetric: bool, *, v1: bool) -> Packed:
     words, outputs = parts.info(".qweight", ("I32",), rank=2).shape
     inputs = words * 32 // bits
     group = inputs if group_size == -1 else group_size
@@ -96,3 +107,110 @@ def _zeros(words: np.ndarray, bits: int, v1: bool) -> np.ndarray:
         words = words.view(np.uint32) + np.uint32(ones)
     zeros = unpack(words, bits)
     return (zeros + np.uint8(1)) & np.uint8((1 << bits) - 1) if v1 and 32 % bits else zeros
+
+
+AWQ_BITS, AWQ_IN_WORD = 4, 8
+AWQ_ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])
+"""Which output each nibble of a word is, lowest first."""
+AWQ_VERSIONS = ("gemm", "marlin")
+AWQ_FIELDS = {
+    "bits": whole(1, 32),
+    "group_size": either(whole(1, 2**20), whole(-1, -1)),
+    "version": either(TEXT, NULL),
+    "format": either(TEXT, NULL),
+    "zero_point": FLAG,
+}
+
+
+def find_awq(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed]:
+    """Every matrix of an AWQ checkpoint by its name."""
+    names = {"w_bit": "bits", "q_group_size": "group_size"}  # as AutoAWQ calls them in a file of its own
+    config = {names.get(key, key): value for key, value in config.items()}
+    check_fields(config, AWQ_FIELDS, "quantization_config.")
+    version = (config.get("version") or config.get("format") or "gemm").lower()
+    if config.get("bits", AWQ_BITS) != AWQ_BITS:
+        raise unsupported("AWQ", "bits", config["bits"], "4")
+    if version not in AWQ_VERSIONS:
+        raise unsupported("AWQ", "version", version, " or ".join(AWQ_VERSIONS))
+    group = config.get("group_size", 128)
+    found = {}
+    for prefix in modules(checkpoint, ".qweight"):
+        parts = Parts(checkpoint, prefix, f"{prefix}.weight")
+        found[parts.name] = (
+            marlin(parts, ".qweight", ".scales", group) if version == "marlin" else _awq_matrix(parts, group)
+        )
+    return found
+
+
+def _awq_matrix(parts: Parts, group_size: int) -> Packed:
+    inputs, words = parts.info(".qweight", ("I32",), rank=2).shape
+    outputs, group = words * AWQ_IN_WORD, inputs if group_size == -1 else group_size
+    groups = inputs // group
+    if inputs % group:
+        raise parts.error(f"has {inputs} inputs, which groups of {group} (group_size) do not divide")
+    scale = parts.expect(".scales", tuple(FLOATS), (groups, outputs)).dtype
+    parts.expect(".qzeros", ("I32",), (groups, words))
+    coding = Coding(AWQ_BITS, (1, group), FLOATS[scale], symmetric=False)
+
+    def read() -> tuple[np.ndarray, Codes]:
+        codes, zeros = _outputs(parts.array(".qweight")), _outputs(parts.array(".qzeros"))
+        return codes.T, Codes(coding, parts.array(".scales").T, zeros.T)
+
+    return parts.packed("AWQ 4-bit", (outputs, inputs), coding, read)
+
+
+def _outputs(words: np.ndarray) -> np.ndarray:
+    """`[n, o / 8]` words as `[n, o]` codes."""
+    nibbles = unpack(words, AWQ_BITS).reshape(len(words), -1, AWQ_IN_WORD)
+    return nibbles[..., np.argsort(AWQ_ORDER)].reshape(len(words), -1)
+
+
+MARLIN_TILE, MARLIN_WIDTH = 16, 64
+"""Inputs and outputs of a tile."""
+
+
+def marlin(parts: Parts, weights: str, scales: str, group_size: int) -> Packed:
+    """The matrix whose tensors are called so."""
+    rows, columns = parts.info(weights, ("I32",), rank=2).shape
+    inputs, outputs = rows * MARLIN_TILE, columns // 2
+    if columns % (2 * MARLIN_WIDTH) or not outputs:
+        raise parts.error(f"has {outputs} outputs, in Marlin's order; accepted is a multiple of {MARLIN_WIDTH}")
+    group = inputs if group_size == -1 else group_size
+    if inputs % group:
+        raise parts.error(f"has {inputs} inputs, which groups of {group} (group_size) do not divide")
+    parts.expect(scales, ("F16",), (inputs // group, outputs))
+    parts.ignore(".workspace")
+    coding = Coding(4, (1, group), np.dtype(np.float16))
+
+    def read() -> tuple[np.ndarray, Codes]:
+        order = MARLIN_SCALES if group < inputs else MARLIN_ROW_SCALES
+        scale = _undone(parts.array(scales), order)
+        tiles = _undone(unpack(parts.array(weights), 4), MARLIN_CODES).reshape(
+            rows, outputs // MARLIN_TILE, MARLIN_TILE, MARLIN_TILE
+        )
+        codes = tiles.transpose(1, 3, 0, 2).reshape(outputs, inputs)  # [i / 16, o / 16, 16 i, 16 o] before
+        return codes, Codes(coding, scale.reshape(-1, outputs).T)
+
+    return parts.packed("Marlin 4-bit", (outputs, inputs), coding, read)
+
+
+def _undone(array: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """What was laid out in `order`, chunk by chunk, as it was before."""
+    return array.reshape(-1, len(order))[:, np.argsort(order)]
+
+
+def _marlin_order() -> np.ndarray:
+    """Where a tile's codes come from: eight of a 16 x 16 part for each of a warp's 32 lanes, in turn of four parts.
+
+    A lane holds two rows of each 8 x 8 quarter in a column of each half; a word's nibbles are taken evens first.
+    """
+    lane, part = np.arange(32), np.arange(4)
+    row = 2 * (lane % 4)[:, None, None] + np.array([0, 1, 8, 9])
+    column = (lane // 4)[:, None, None] + np.array([0, 8])[:, None]
+    eight = (MARLIN_TILE * row + column).reshape(32, 1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]]
+    return (eight + MARLIN_TILE * MARLIN_TILE * part[:, None]).ravel()
+
+
+MARLIN_CODES = _marlin_order()
+MARLIN_SCALES = np.arange(64).reshape(8, 8).T.ravel()
+MARLIN_ROW_SCALES = (2 * np.arange(4)[:, None] + np.array([0, 1, 8, 9, 16, 17, 24, 25])).ravel()

@@ -6,17 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from jaxllm.errors import CheckpointError
-from jaxllm.quantization.coded import Codes, Coding
-from jaxllm.quantization.stored import Stored
+from jaxllm.quantization.stored import Codes, Coding, Stored
 from jaxllm.weights.checkpoint import Checkpoint, TensorInfo
 from jaxllm.weights.fields import shown
 
-FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-"""Types that scales have."""
 BYTES = 8
 """Bits in one."""
 

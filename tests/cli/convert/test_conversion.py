@@ -101,7 +101,7 @@ def test_an_order_that_is_none_is_refused(tmp_path):
     checkpoint = open_checkpoint(converted(packed, tmp_path / "saved", "orbax"))
     name = "layers.0.mlp.down.weight"
     kind, tensor = checkpoint.kinds[name], checkpoint.read(name)
-    lying = tensor._replace(weight=replace(tensor.weight, order=np.zeros_like(tensor.weight.order)))
+    lying = tensor._replace(codes=replace(tensor.codes, order=np.zeros_like(tensor.codes.order)))
     with pytest.raises(CheckpointError, match=r"down\.weight': its order does not name each of 256 inputs once"):
         kind.pack([lying], None)
 
@@ -120,8 +120,8 @@ def test_what_is_saved_may_be_saved_again_in_other_kinds(tmp_path):
     twice, once = (converted(path, tmp_path / f"{path.name}-int8", "orbax", isq="int8") for path in (plain, source))
     pairs = zip(open_checkpoint(twice).tensors.items(), open_checkpoint(once).tensors.items(), strict=True)
     assert all(mine == other for mine, other in pairs)
-    read = [open_checkpoint(path).read("head.weight").weight for path in (twice, once)]
-    np.testing.assert_array_equal(read[0].codes, read[1].codes)
+    read = [open_checkpoint(path).read("head.weight") for path in (twice, once)]
+    np.testing.assert_array_equal(read[0].data, read[1].data)
 
 
 def test_tokenizer_and_generation_config_go_along(tmp_path):
@@ -253,7 +253,7 @@ def test_what_a_format_does_not_hold_is_refused(to, fields, message, tmp_path):
 
 def test_a_kind_that_gguf_does_not_have_is_refused(tmp_path):
     source = write_gguf("llama_gqa", tmp_path / "m.gguf")
-    with pytest.raises(ConfigError, match="kept as PerChannelKind, which GGUF does not have; it has q4_0, q4_1"):
+    with pytest.raises(ConfigError, match="kept as per_channel, which GGUF does not have; it has q4_0, q4_1"):
         converted(source, tmp_path / "q.gguf", "gguf", isq="int8")
 
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from jaxllm.pallas_kernels import late_sum
-from jaxllm.pallas_kernels.gpu.block_scaled import MOST_ROWS, few_rows, grouped_few_rows, knows
-from jaxllm.pallas_kernels.gpu.float8 import e4m3_program
-from jaxllm.pallas_kernels.gpu.groups import list_rows
-from jaxllm.quantization.coded import FP8
-from jaxllm.quantization.fp8_blocks import Fp8Blocks
+from jaxllm.pallas_kernels.gpu.block_scaled import MOST_ROWS, few_rows, knows
+from jaxllm.pallas_kernels.gpu.expand import e4m3_program
+from jaxllm.pallas_kernels.gpu.rows import list_rows
+from jaxllm.quantization.coded import Coded, fp8_blocks
+from jaxllm.quantization.stored import FP8
 from tests.gpu_here import INTERPRET
 from tests.pallas_kernels.gpu.ptx_machine import PtxMachine
 from tests.pallas_kernels.gpu.test_experts import silu
@@ -24,16 +24,17 @@ pytestmark = pytest.mark.gpu_kernels
 BF16, F16 = np.dtype(jnp.bfloat16), np.dtype(np.float16)
 
 
-def blocks(*shape: int, rows: int = 128, columns: int = 128, dtype: np.dtype = BF16) -> Fp8Blocks:
+def blocks(*shape: int, rows: int = 128, columns: int = 128, dtype: np.dtype = BF16) -> Coded:
     """Any codes that are numbers, from the smallest to the largest, and scales that differ a hundredfold."""
     random = np.random.default_rng(sum(shape))
     *stack, outputs, inputs = shape
     bits = random.integers(0, 127, (*stack, outputs // rows, rows, inputs)) | random.choice([0, 128], (inputs,))
     scale = np.exp(random.uniform(-8, -3, (*stack, outputs // rows, inputs // columns)))
-    return Fp8Blocks(jnp.asarray(bits.astype(np.uint8).view(FP8)), jnp.asarray(scale, jnp.float32), dtype)
+    codes, coding = jnp.asarray(bits.astype(np.uint8).view(FP8)), fp8_blocks(dtype, rows, columns).coding
+    return Coded(codes, jnp.asarray(scale, jnp.float32), None, coding, dtype)
 
 
-def by_hand(weight: Fp8Blocks) -> np.ndarray:
+def by_hand(weight: Coded) -> np.ndarray:
     """Float64, number by number of a table of what codes stand for."""
     table = np.arange(256, dtype=np.uint8).view(FP8).astype(np.float64)
     codes = table[np.asarray(weight.codes).view(np.uint8)].reshape(weight.shape)
@@ -72,7 +73,7 @@ def test_few_rows(name: str, rows: int) -> None:
 def test_float16_and_the_type_that_is_asked_for() -> None:
     weight = blocks(128, 256, dtype=F16)
     x = jnp.asarray(np.random.default_rng(1).standard_normal((3, 256)), F16)
-    out = few_rows(x, weight.kernel_matrices[0], jnp.float16, interpret=INTERPRET)
+    out = few_rows(x, weight.kernel_matrices[0], dtype=jnp.float16, interpret=INTERPRET)
     assert out.dtype == jnp.float16
     close(out, np.asarray(x, np.float64) @ by_hand(weight).T, 2e-3)
 
@@ -96,7 +97,7 @@ def test_tiles_of_each_groups_rows(sizes: list[int], activated: bool) -> None:
     x = jnp.asarray(x, BF16)
     lists = list_rows(jnp.asarray(group, jnp.int32), 3, total, MOST_ROWS, interpret=INTERPRET)
     options: dict[str, Any] = {"activation": jax.nn.silu} if activated else {}
-    out = grouped_few_rows(x, weight.kernel_matrices[0], lists, total, interpret=INTERPRET, **options)
+    out = few_rows(x, weight.kernel_matrices[0], lists, total, interpret=INTERPRET, **options)
     assert out.shape == (total, 96 if activated else 192)
     matrices = by_hand(weight)
     for row in np.flatnonzero(group != 3):

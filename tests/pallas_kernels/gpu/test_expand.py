@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxllm.pallas_kernels.gpu import expand
-from jaxllm.pallas_kernels.packed_matrix import PackedFormat
+from jaxllm.pallas_kernels.matrices import PackedFormat
 from jaxllm.quantization.unpacked import BLOCKS
 from tests.pallas_kernels.gpu.ptx_machine import PtxMachine
 

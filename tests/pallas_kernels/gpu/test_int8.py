@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from jaxllm.pallas_kernels import late_sum
-from jaxllm.pallas_kernels.gpu.groups import list_rows
-from jaxllm.pallas_kernels.gpu.int8 import grouped_matmul, matmul, round_runs
+from jaxllm.pallas_kernels.gpu.int8 import matmul, round_runs
 from jaxllm.pallas_kernels.gpu.products import linear
-from jaxllm.pallas_kernels.rounded import quantize_runs
-from jaxllm.quantization.per_channel import PerChannel
+from jaxllm.pallas_kernels.gpu.rows import list_rows
+from jaxllm.pallas_kernels.matrices import quantize_runs
+from jaxllm.quantization.coded import Coded, per_channel
+from jaxllm.quantization.stored import INT8
 from tests.gpu_here import INTERPRET
 from tests.pallas_kernels.gpu.test_experts import silu
 
@@ -23,12 +24,13 @@ pytestmark = pytest.mark.gpu_kernels
 F32 = np.dtype(np.float32)
 
 
-def weights(*shape: int) -> PerChannel:
+def weights(*shape: int) -> Coded:
     """All codes that there are, -128 too."""
     random = np.random.default_rng(sum(shape))
     codes = random.integers(-128, 128, shape).astype(np.int8)
     scale = np.exp(random.uniform(-8, -3, shape[:-1])).astype(np.float32)
-    return PerChannel(jnp.asarray(codes), jnp.asarray(scale), F32, activations=True)
+    coding = per_channel(INT8, F32, activations=True).coding
+    return Coded(jnp.asarray(codes), jnp.asarray(scale), None, coding, F32)
 
 
 def inputs(*shape: int) -> np.ndarray:
@@ -49,7 +51,7 @@ def rounded(x: np.ndarray) -> np.ndarray:
     return found
 
 
-def by_hand(weight: PerChannel) -> np.ndarray:
+def by_hand(weight: Coded) -> np.ndarray:
     return np.asarray(weight.codes, np.float64) * np.asarray(weight.scale, np.float64)[..., None]
 
 
@@ -98,9 +100,7 @@ def test_tiles_of_each_groups_rows(activated: bool, tile_rows: int) -> None:
     x[(group == 3).reshape(-1, 2).all(axis=1)] = np.nan
     lists = list_rows(jnp.asarray(group, jnp.int32), 3, total, tile_rows, interpret=INTERPRET)
     options: dict[str, Any] = {"activation": jax.nn.silu} if activated else {}
-    found = grouped_matmul(
-        jnp.asarray(x), weight.kernel_matrices[0], lists, total, tile_rows, interpret=INTERPRET, **options
-    )
+    found = matmul(jnp.asarray(x), weight.kernel_matrices[0], lists, total, tile_rows, interpret=INTERPRET, **options)
     assert found.shape == (total, 72 if activated else 144)
     exact, matrices = rounded(np.nan_to_num(x)), by_hand(weight)
     for row in np.flatnonzero(group != 3):

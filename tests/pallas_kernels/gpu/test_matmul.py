@@ -12,17 +12,14 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jaxllm.pallas_kernels import RootMeanSquare, Unsummed, late_sum
-from jaxllm.pallas_kernels.gpu.few_rows import MOST_ROWS, few_rows, grouped_few_rows, knows
-from jaxllm.pallas_kernels.gpu.float8 import from_e4m3, to_e4m3
-from jaxllm.pallas_kernels.gpu.groups import RowLists, list_rows
+from jaxllm.pallas_kernels.gpu.expand import from_e4m3, to_e4m3
+from jaxllm.pallas_kernels.gpu.few_rows import MOST_ROWS, few_rows, knows
 from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul, matmul
 from jaxllm.pallas_kernels.gpu.norm import add_norm
 from jaxllm.pallas_kernels.gpu.products import linear
-from jaxllm.quantization.coded import FP8
-from jaxllm.quantization.fp8_blocks import Fp8Blocks
-from jaxllm.quantization.groups import Groups, GroupsKind
-from jaxllm.quantization.per_channel import INT8, PerChannelKind
-from jaxllm.quantization.stored import Stored
+from jaxllm.pallas_kernels.gpu.rows import RowLists, list_rows
+from jaxllm.quantization.coded import Coded, fp8_blocks, groups, per_channel
+from jaxllm.quantization.stored import FP8, INT8, Stored
 from jaxllm.quantization.weight import Dense, Weight
 from tests.gpu_here import INTERPRET
 
@@ -36,11 +33,11 @@ def packed(kind: Any, values: np.ndarray) -> Weight:
     return jax.tree.map(jnp.asarray, kind.pack([Stored(values, "F32", values.shape)], None))
 
 
-def fp8_blocks(values: np.ndarray) -> Weight:
+def in_blocks(values: np.ndarray) -> Weight:
     *stack, outputs, inputs = values.shape
     codes = jnp.asarray(values, FP8).reshape(*stack, outputs // 8, 8, inputs)
     scale = np.random.default_rng(1).uniform(0.5, 2, (*stack, outputs // 8, inputs // 32))
-    return Fp8Blocks(codes, jnp.asarray(scale, jnp.float32), F32)
+    return Coded(codes, jnp.asarray(scale, jnp.float32), None, fp8_blocks(F32, 8, 32).coding, F32)
 
 
 def levels(values: np.ndarray) -> Weight:
@@ -48,20 +45,21 @@ def levels(values: np.ndarray) -> Weight:
     random = np.random.default_rng(2)
     codes = random.integers(0, 256, (*lead, inputs // 32, 16), np.uint8)
     scale = random.uniform(0.5, 2, (*lead, inputs // 32))
-    return Groups(jnp.asarray(codes), jnp.asarray(scale, jnp.float16), None, 4, FP4, F32)
+    coding = groups(F32, 4, 32, True, levels=FP4).coding
+    return Coded(jnp.asarray(codes), jnp.asarray(scale, jnp.float16), None, coding, F32)
 
 
 KINDS: dict[str, Any] = {
     "dense": lambda values: Dense(jnp.asarray(values)),
-    "int8": lambda values: packed(PerChannelKind(INT8, F32), values),
-    "fp8": lambda values: packed(PerChannelKind(FP8, F32), values),
-    "fp8 blocks": fp8_blocks,
-    "4 bits": lambda values: packed(GroupsKind(F32), values),
-    "4 bits, symmetric, groups of 96": lambda values: packed(GroupsKind(F32, 4, 96, True), values),
-    "4 bits, symmetric": lambda values: packed(GroupsKind(F32, 4, 32, True), values),
+    "int8": lambda values: packed(per_channel(INT8, F32), values),
+    "fp8": lambda values: packed(per_channel(FP8, F32), values),
+    "fp8 blocks": in_blocks,
+    "4 bits": lambda values: packed(groups(F32), values),
+    "4 bits, symmetric, groups of 96": lambda values: packed(groups(F32, 4, 96, True), values),
+    "4 bits, symmetric": lambda values: packed(groups(F32, 4, 32, True), values),
     "4 bits, levels": levels,
-    "2 bits": lambda values: packed(GroupsKind(F32, 2, 32), values),
-    "8 bits": lambda values: packed(GroupsKind(F32, 8, 32), values),
+    "2 bits": lambda values: packed(groups(F32, 2, 32), values),
+    "8 bits": lambda values: packed(groups(F32, 8, 32), values),
 }
 
 SIZES = {
@@ -171,7 +169,7 @@ def test_few_rows_of_each_group(kind, sizes, activated):
     x[(group == 3).reshape(-1, 2).all(axis=1)] = np.nan
     lists = list_rows(jnp.asarray(group, jnp.int32), 3, total, MOST_ROWS, interpret=INTERPRET)
     options = {"activation": jax.nn.silu} if activated else {}
-    out = grouped_few_rows(jnp.asarray(x), matrix, lists, total, interpret=INTERPRET, **options)
+    out = few_rows(jnp.asarray(x), matrix, lists, total, interpret=INTERPRET, **options)
     assert out.shape == (total, 44 if activated else 88)
     matrices = np.asarray(weight.dequantize(), np.float64)
     for row in np.flatnonzero(group != 3):

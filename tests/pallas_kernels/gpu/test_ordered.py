@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxllm.pallas_kernels.gpu.products import linear
-from jaxllm.quantization.ordered import Ordered
+from jaxllm.quantization.coded import Ordered
 from jaxllm.quantization.weight import Weight, fuse
 from tests.gpu_here import INTERPRET
 from tests.pallas_kernels.gpu.test_experts import EXPERTS, SIZE, check_layer, values

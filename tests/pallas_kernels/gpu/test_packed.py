@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,20 +12,19 @@ import pytest
 
 from jaxllm.models.layers.mlp import ACTIVATIONS
 from jaxllm.pallas_kernels import LATER, late_sum
-from jaxllm.pallas_kernels.gpu import expanded
-from jaxllm.pallas_kernels.gpu.groups import list_rows
+from jaxllm.pallas_kernels.gpu import packed
 from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul
 from jaxllm.pallas_kernels.gpu.packed import late_matmul
 from jaxllm.pallas_kernels.gpu.products import linear
+from jaxllm.pallas_kernels.gpu.rows import list_rows
 from jaxllm.pallas_kernels.gpu.walk import Tiling
-from jaxllm.pallas_kernels.packed_matrix import PackedMatrix
-from jaxllm.quantization.gguf_weight import GgufBlocks, GgufKind
+from jaxllm.pallas_kernels.matrices import E2M1, PackedMatrix
+from jaxllm.quantization.coded import groups
+from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.gpu_tiles import GpuTiles, gpu_tiled
-from jaxllm.quantization.groups import Groups, GroupsKind
-from jaxllm.quantization.stored import Stored
+from jaxllm.quantization.stored import E8M0, Stored
 from jaxllm.quantization.unpacked import BLOCKS
 from jaxllm.quantization.weight import fuse
-from jaxllm.weights.packings.mxfp4 import E8M0, LEVELS
 from tests.gpu_here import INTERPRET
 
 pytestmark = pytest.mark.gpu_kernels
@@ -33,14 +33,14 @@ F32 = np.dtype(np.float32)
 BF16 = np.dtype(jnp.bfloat16)
 KINDS: dict[str, Any] = {
     **{type_: lambda dtype, type_=type_: GgufKind(type_, dtype) for type_ in BLOCKS},
-    "2 bits": lambda dtype: GroupsKind(dtype, 2),
-    "4 bits": lambda dtype: GroupsKind(dtype),
-    "4 bits, symmetric": lambda dtype: GroupsKind(dtype, 4, 32, True),
-    "4 bits by 128": lambda dtype: GroupsKind(dtype, 4, 128, False, F32),
-    "4 bits by 16, bfloat16 scales": lambda dtype: GroupsKind(dtype, 4, 16, True, BF16),
-    "MXFP4": lambda dtype: GroupsKind(dtype, 4, 32, True, E8M0, LEVELS),
-    "8 bits": lambda dtype: GroupsKind(dtype, 8, 64),
-    "8 bits, symmetric": lambda dtype: GroupsKind(dtype, 8, 32, True),
+    "2 bits": lambda dtype: groups(dtype, 2),
+    "4 bits": lambda dtype: groups(dtype),
+    "4 bits, symmetric": lambda dtype: groups(dtype, 4, 32, True),
+    "4 bits by 128": lambda dtype: groups(dtype, 4, 128, False, F32),
+    "4 bits by 16, bfloat16 scales": lambda dtype: groups(dtype, 4, 16, True, BF16),
+    "MXFP4": lambda dtype: groups(dtype, 4, 32, True, E8M0, E2M1),
+    "8 bits": lambda dtype: groups(dtype, 8, 64),
+    "8 bits, symmetric": lambda dtype: groups(dtype, 8, 32, True),
 }
 
 
@@ -52,14 +52,8 @@ def tiles(name: str, *shape: int, dtype: np.dtype = F32) -> tuple[GpuTiles, np.n
     tiled = gpu_tiled(kind, [shape[-2]], shape[-1])
     assert tiled is not kind
     kept = kind.pack(tensors, None)
-    exact = jax.tree.map(jnp.asarray, _in_float32(kept)).dequantize()
+    exact = jax.tree.map(jnp.asarray, replace(kept, dtype=F32)).dequantize()
     return jax.tree.map(jnp.asarray, tiled.pack(tensors, None)), np.asarray(exact, np.float64)
-
-
-def _in_float32(kept: Any) -> Any:
-    if isinstance(kept, GgufBlocks):
-        return GgufBlocks(kept.blocks, kept.type, F32)
-    return Groups(kept.codes, kept.scale, kept.zero, kept.bits, kept.levels, F32)
 
 
 def matmul(x: jax.Array, matrix: PackedMatrix, **options: Any) -> jax.Array:
@@ -116,10 +110,10 @@ def test_rows_end_within_a_tile(name: str, inputs: int) -> None:
 def test_rows_that_end_within_a_tile_are_expanded_exactly(name: str, inputs: int) -> None:
     weight, _ = tiles(name, 48, inputs, dtype=BF16)
     expected = np.asarray(weight.dequantize(), np.float32)
-    found = expanded.expand_tiles(weight.tiles, 0, 3, interpret=INTERPRET)
+    found = packed.expand_tiles(weight, 0, 3, interpret=INTERPRET)
     np.testing.assert_array_equal(np.asarray(found, np.float32), expected)
     x = draw(300, inputs, jnp.bfloat16)
-    assert_near(matmul(x, weight.tiles), np.asarray(x, np.float64) @ expected.astype(np.float64).T, 3e-6)
+    assert_near(matmul(x, weight), np.asarray(x, np.float64) @ expected.astype(np.float64).T, 3e-6)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -127,7 +121,7 @@ def test_rows_that_end_within_a_tile_are_expanded_exactly(name: str, inputs: int
 def test_codes_are_exact_in_16_bits(name: str, dtype: Any) -> None:
     weight, exact = tiles(name, 32, 256, dtype=np.dtype(dtype))
     x = draw(7, 256, dtype)
-    assert_near(matmul(x, weight.tiles), np.asarray(x, np.float64) @ exact.T, 3e-6)
+    assert_near(matmul(x, weight), np.asarray(x, np.float64) @ exact.T, 3e-6)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +138,7 @@ def test_every_way_to_cut_it_gives_the_same(name: str, tiling: Tiling) -> None:
     """Parts of rows, the last with fewer steps; several tiles a program, some of them after the last."""
     weight, exact = tiles(name, 112, 768)
     x = draw(3, 768, F32)
-    found = matmul(x, weight.tiles, tiling=tiling)
+    found = matmul(x, weight, tiling=tiling)
     assert_near(found, np.asarray(x, np.float64) @ exact.T, 3e-6)
 
 
@@ -189,11 +183,11 @@ def test_what_is_expanded_in_memory_is_expanded_exactly(name: str, monkeypatch: 
     """Bit for bit in the model's type; and in parts, the last smaller."""
     weight, _ = tiles(name, 112, 512, dtype=BF16)
     expected = np.asarray(weight.dequantize(), np.float32)
-    found = expanded.expand_tiles(weight.tiles, 2, 5, interpret=INTERPRET)
+    found = packed.expand_tiles(weight, 2, 5, interpret=INTERPRET)
     np.testing.assert_array_equal(np.asarray(found, np.float32), expected[32:])
-    monkeypatch.setattr(expanded, "EXPANDED_BYTES", 3 * 16 * 512 * 2)
+    monkeypatch.setattr(packed, "EXPANDED_BYTES", 3 * 16 * 512 * 2)
     x = draw(300, 512, jnp.bfloat16)
-    out = matmul(x, weight.tiles)
+    out = matmul(x, weight)
     assert_near(out, np.asarray(x, np.float64) @ expected.astype(np.float64).T, 3e-6)
 
 
@@ -222,5 +216,5 @@ def test_experts(name: str, rows: int, share: int, inputs: int) -> None:
     expected = np.einsum("noi,ni->no", exact[np.minimum(group, 2)], np.repeat(x, share, axis=0).astype(np.float64))
     gate, up = np.split(expected, 2, axis=1)
     for activation, wanted in ((None, expected), (ACTIVATIONS["silu"], gate / (1 + np.exp(-gate)) * up)):
-        found = grouped_matmul(jnp.asarray(x), weight.tiles, lists, rows, activation=activation, interpret=INTERPRET)
+        found = grouped_matmul(jnp.asarray(x), weight, lists, rows, activation=activation, interpret=INTERPRET)
         assert_near(np.asarray(found)[~nobody], wanted[~nobody], 1e-5)

@@ -5,7 +5,7 @@ there, and the random number of that position choose a token. As long as that is
 behind the right token. So the tokens are those of a decode without drafts, whatever a request asks of the sampler.
 
 What refused tokens have left in pages is overwritten. States of sequences move on over the tokens that were right, once
-these are known (see `pallas_kernels/tentative.py`).
+these are known (see `pallas_kernels/states.py`).
 """
 
 from __future__ import annotations
