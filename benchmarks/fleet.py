@@ -32,9 +32,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.engine.core.pages import PagePool
 from jaxllm.engine.messages import EngineRequest
-from jaxllm.engine.page_pool import PagePool
-from jaxllm.engine.routing import Policy, PrefixFirst, Replica, RoundRobin, nodes_of
+from jaxllm.engine.scale.routing import Policy, PrefixFirst, Replica, RoundRobin, nodes_of
 
 PAGE_TOKENS = 64
 SYSTEM_PAGES, TURN_PAGES, ANSWER_PAGES = 16, (1, 4), (2, 8)

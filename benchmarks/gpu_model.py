@@ -14,11 +14,10 @@ import numpy as np
 from benchmarks.gpu_bars import ATTENTION_SHARE
 from benchmarks.gpu_slice import QUANTIZED, Slice, model_config, model_folder
 from jaxllm.config import EngineConfig
-from jaxllm.engine.device.executables import COMPILER_OPTIONS
-from jaxllm.engine.device.keys import PLAIN, SAMPLED, Variant
-from jaxllm.engine.device.packing import SETTING_FLOATS, SETTING_INTS, backbone_packing, decode_packing
-from jaxllm.engine.device.step import StepFunctions
-from jaxllm.engine.start.plan import make_blueprint
+from jaxllm.engine.core.executables import COMPILER_OPTIONS
+from jaxllm.engine.core.keys import PLAIN, SAMPLED, Key, Variant
+from jaxllm.engine.core.packing import SETTING_FLOATS, SETTING_INTS
+from jaxllm.engine.start.plan import make_blueprint, step_functions
 from jaxllm.engine.start.platform import Platform
 from jaxllm.pallas_kernels import StepMetadata
 from jaxllm.pallas_kernels.matrices import E2M1
@@ -94,7 +93,7 @@ class Model:
         platform = Platform.of(self.mesh.devices.flat[0])
         self.blueprint = make_blueprint(config, open_checkpoint(folder, "dummy"), platform)
         self.sizes, self.config = self.blueprint.sizes, self.blueprint.spec.config
-        self.functions = StepFunctions(self.blueprint.model, self.blueprint.params, self.mesh, self.sizes)
+        self.functions = step_functions(self.blueprint, self.mesh)
         abstract = self.functions.state.abstract()
         self.state = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract))()
         print(self.blueprint.plan.summary(), flush=True)
@@ -129,20 +128,22 @@ class Model:
                 meta = self._decode_metadata(rows, context)
                 q, kv = (jnp.ones((rows, n, c.head_dim), self.sizes.dtype) for n in (c.num_heads, c.num_kv_heads))
                 step = functools.partial(attend, kv=kv, meta=meta)
-                pages, others = tuple(self.state.caches[:count]), self.state.caches[count:]
+                pages, others = tuple(self.state["caches"][:count]), self.state["caches"][count:]
                 seconds, last = run.timed(step, (q, pages))
                 rate = rows * context * token_bytes * count / seconds
                 row = {"what": "attention", "rows": rows, "context": context, "us_a_layer": seconds / count * 1e6}
                 row |= {"GBs": rate / 1e9, "share": rate / run.bandwidth}
                 if rows >= 8 and row["share"] < ATTENTION_SHARE:
                     row["profile"], last = run.profile(f"attention-{rows}-{context}", step, last)
-                self.state = self.state._replace(caches=(*last[1], *others))
+                self.state |= {"caches": (*last[1], *others)}
                 run.report(**row)
         return None
 
     def decode(self, run: Slice, variant: Variant, contexts: Sequence[int]) -> None:
         """Steps of a token for each row: the device's time, and the host's to dispatch one."""
-        label = {"what": "decode", "variant": str(variant) or "greedy"} | ({"isq": self.isq} if self.isq else {})
+        label = {"what": "decode", "variant": "+".join(sorted(variant)) or "greedy"} | (
+            {"isq": self.isq} if self.isq else {}
+        )
         held = (self.sizes.num_pages - 1) * self.sizes.page_size
         for rows in self.rows:
             for context in contexts:
@@ -157,10 +158,9 @@ class Model:
     def _decode_cell(self, run: Slice, variant: Variant, cell: dict[str, Any], traced: bool) -> None:
         rows, context = cell["rows"], cell["context"]
         bucket = max(rows, 2)  # as in the engine, which has no smaller one
-        step, compile_seconds = self._decode_step(bucket, variant)
-        packing = decode_packing(bucket)
-        ints = np.zeros(packing.size, np.int32)
-        views = packing.views(ints)
+        key = Key("decode", bucket, variant)
+        step, compile_seconds = self._decode_step(key)
+        ints, views = self.functions.features.packing(key, self.sizes).new()
         views["num_decodes"][...], views["num_steps"][...] = rows, 1
         views["tokens"][:], views["slot"][:] = 1, self.sizes.max_num_seqs
         views["slot"][:rows] = np.arange(rows)
@@ -168,11 +168,11 @@ class Model:
 
         def advance(state: Any) -> Any:
             began = time.perf_counter()
-            pages, slots, _ = step(self.weights, state.caches, state.slots, ints)
+            pages, slots, _ = step(self.weights, state["caches"], state["slots"], ints)
             host.append(time.perf_counter() - began)
-            return state._replace(caches=pages, slots=slots)
+            return state | {"caches": pages, "slots": slots}
 
-        self._occupy(rows, context, sampled=variant.sampled)
+        self._occupy(rows, context, sampled="sampled" in variant)
         seconds, self.state = run.timed(advance, self.state)
         floor = (self._read + rows * context * self.blueprint.plan.kv_bytes_per_token) / run.bandwidth
         measured = {"ms": seconds * 1e3, "toks": rows / seconds, "share": floor / seconds}
@@ -195,10 +195,9 @@ class Model:
         if not run.wants(**cell):
             return
         tokens, c = cell["tokens"], self.config
-        step, compile_seconds = self._compiled(self.functions.backbone(tokens))
-        packing = backbone_packing(tokens, self.sizes.max_num_seqs, self.sizes.page_size)
-        ints = np.zeros(packing.size, np.int32)
-        views = packing.views(ints)
+        key = Key("backbone", tokens)
+        step, compile_seconds = self._compiled(self.functions.step(key))
+        ints, views = self.functions.features.packing(key, self.sizes).new()
         views["num_decodes"][...], views["num_seqs"][...], views["tokens"][:] = decodes, decodes + 1, 1
         views["query_start"][:] = np.minimum(np.arange(len(views["query_start"])), decodes)
         views["query_start"][decodes + 1 :] = tokens
@@ -206,10 +205,10 @@ class Model:
         views["new_pages"][:, 0] = self.sizes.max_num_seqs
 
         def advance(state: Any) -> Any:
-            position = jnp.full(state.slots.position.shape, context, jnp.int32).at[decodes].set(0)
-            slots = state.slots._replace(position=position)
-            pages, slots, hidden = step(self.weights, state.caches, slots, state.hidden, ints)
-            return state._replace(caches=pages, slots=slots, hidden=hidden)
+            position = jnp.full(state["slots"].position.shape, context, jnp.int32).at[decodes].set(0)
+            slots = state["slots"]._replace(position=position)
+            pages, slots, hidden = step(self.weights, state["caches"], slots, state["hidden"], ints)
+            return state | {"caches": pages, "slots": slots, "hidden": hidden}
 
         self._occupy(decodes + 1, max(context, tokens))
         seconds, self.state = run.timed(advance, self.state)
@@ -228,12 +227,12 @@ class Model:
     def _read(self) -> int:
         """Bytes of the weights that a decode step reads: of an embedding that is not the head too, its rows alone."""
         tables = [p for p in self.blueprint.params if "embed" in p.path and not self.config.tie_word_embeddings]
-        leaves = [leaf for table in tables for leaf, _ in table.leaves()]
+        leaves = [leaf.array for table in tables for leaf in table.leaves()]
         return self.blueprint.plan.weight_bytes - sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
     @functools.lru_cache(maxsize=1)  # noqa: B019  there is one model
-    def _decode_step(self, rows: int, variant: Variant) -> tuple[Any, float]:
-        return self._compiled(self.functions.decode(rows, variant))
+    def _decode_step(self, key: Key) -> tuple[Any, float]:
+        return self._compiled(self.functions.step(key))
 
     def _compiled(self, built: Any) -> tuple[Any, float]:
         function, arguments = built
@@ -259,19 +258,17 @@ class Model:
 
     def _occupy(self, rows: int, context: int, sampled: bool = False) -> None:
         """Slots as they are when `rows` sequences of `context` tokens run."""
-        slots = self.state.slots
+        slots = self.state["slots"]
         ints, floats = np.zeros(slots.setting_ints.shape, np.int32), np.zeros(slots.setting_floats.shape, np.float32)
         for row in range(rows):
             whole, parts = SETTING_INTS.views(ints[row]), SETTING_FLOATS.views(floats[row])
-            whole["window"][...], whole["top_k"][...], parts["repetition"][...] = 2**30, 50 if sampled else 0, 1
+            whole["top_k"][...] = 50 if sampled else 0
             parts["temperature"][...], parts["top_p"][...] = (1, 0.9) if sampled else (0, 1)
-        self.state = self.state._replace(
-            slots=slots._replace(
-                position=slots.position.at[:rows].set(context - 1),
-                page_table=slots.page_table.at[:rows].set(self._table(rows, context)),
-                setting_ints=jnp.asarray(ints),
-                setting_floats=jnp.asarray(floats),
-            )
+        self.state["slots"] = slots._replace(
+            position=slots.position.at[:rows].set(context - 1),
+            page_table=slots.page_table.at[:rows].set(self._table(rows, context)),
+            setting_ints=jnp.asarray(ints),
+            setting_floats=jnp.asarray(floats),
         )
 
 
@@ -295,6 +292,6 @@ def _random_bits(params: Sequence[ParamSpec], mesh: Any) -> tuple[Any, ...]:
 
     values = []
     for spec, key in zip(params, jax.random.split(jax.random.key(0), len(params)), strict=True):
-        leaves = [drawing(leaf.shape, np.dtype(leaf.dtype), axes)(key) for leaf, axes in spec.leaves()]
+        leaves = [drawing(x.array.shape, np.dtype(x.array.dtype), x.axes)(key) for x in spec.leaves()]
         values.append(jax.tree.unflatten(jax.tree.structure(spec.abstract()), leaves))
     return tuple(values)

@@ -62,7 +62,7 @@ class PacedCore:
 
 def paced_engine(pipe: Connection, config: Any, log: Any, *_: object) -> None:
     """The process of the stand-in; the pace travels in config.seed."""
-    from jaxllm.engine.front.engine_process import FrontDoor, Started, run_loop
+    from jaxllm.engine.doors.engine_process import FrontDoor, Started, run_loop
     from jaxllm.engine.messages import EngineInfo
 
     info = EngineInfo(

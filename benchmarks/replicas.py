@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm import AsyncLLM, EngineConfig, SamplingParams
-from jaxllm.engine.front.launch import start_replicas
-from jaxllm.engine.front.streams import Streams
-from jaxllm.engine.routing import Policy, PrefixFirst, RoundRobin
+from jaxllm.engine.doors.launch import start_replicas
+from jaxllm.engine.doors.streams import Streams
+from jaxllm.engine.scale.routing import Policy, PrefixFirst, RoundRobin
 
 SYSTEM_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 96, 32, 8
 CONVERSATIONS_A_PROMPT = 4

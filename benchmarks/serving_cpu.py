@@ -26,8 +26,8 @@ LIMIT = 0.5
 def serve(port: int, steps_per_second: int) -> None:
     """The API process: the real server over the stand-in."""
     from jaxllm.config import ServeConfig
-    from jaxllm.engine.front.async_llm import AsyncLLM
-    from jaxllm.engine.front.process_client import ProcessClient
+    from jaxllm.engine.doors.async_llm import AsyncLLM
+    from jaxllm.engine.doors.process_client import ProcessClient
     from jaxllm.engine.start.tokenizer import resolve_tokenizer
     from jaxllm.serving.listener import bind
     from jaxllm.serving.registry import single_model
@@ -35,7 +35,7 @@ def serve(port: int, steps_per_second: int) -> None:
 
     config = ServeConfig(model=MODEL, port=port, seed=steps_per_second, log_level="warning")
     engine = (ProcessClient(config, main=paced_engine), resolve_tokenizer(config))
-    with mock.patch("jaxllm.engine.front.async_llm.start_engine", return_value=engine):
+    with mock.patch("jaxllm.engine.doors.async_llm.start_engine", return_value=engine):
         llm = AsyncLLM(config)
     run_server(config.of_server, lambda: single_model(config, llm), bind(config.host, config.port))
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxllm.config import EngineConfig
-    from jaxllm.engine.front.async_llm import AsyncLLM
-    from jaxllm.engine.front.beams import BeamSearchParams
+    from jaxllm.engine.doors.async_llm import AsyncLLM
+    from jaxllm.engine.doors.beams import BeamSearchParams
     from jaxllm.errors import (
         CheckpointError,
         ConfigError,
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 _HOMES = {
     "LLM": "jaxllm.llm",
     "generate": "jaxllm.llm",
-    "AsyncLLM": "jaxllm.engine.front.async_llm",
+    "AsyncLLM": "jaxllm.engine.doors.async_llm",
     "EngineConfig": "jaxllm.config",
     "SamplingParams": "jaxllm.requests.sampling",
-    "BeamSearchParams": "jaxllm.engine.front.beams",
+    "BeamSearchParams": "jaxllm.engine.doors.beams",
     "LoRARequest": "jaxllm.requests.adapters",
     "LogitsState": "jaxllm.requests.logits_processors",
     "PoolingParams": "jaxllm.requests.pooling",

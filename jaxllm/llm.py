@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config import EngineConfig, make_config
-from jaxllm.engine.front.async_llm import AsyncLLM, open_streams
-from jaxllm.engine.front.beams import BeamSearchParams, BeamStream
-from jaxllm.engine.front.controls import Controls
-from jaxllm.engine.front.drive import drive
-from jaxllm.engine.front.limits import check_capture, check_pooling, check_request, refuse_text
-from jaxllm.engine.front.sequences import (
+from jaxllm.engine.doors.async_llm import AsyncLLM, open_streams
+from jaxllm.engine.doors.beams import BeamSearchParams, BeamStream
+from jaxllm.engine.doors.controls import Controls
+from jaxllm.engine.doors.drive import drive
+from jaxllm.engine.doors.limits import check_capture, check_pooling, check_request, refuse_text
+from jaxllm.engine.doors.sequences import (
     Collector,
     Prompt,
     Prompts,
@@ -26,7 +26,7 @@ from jaxllm.engine.front.sequences import (
     prompt_ids,
     prompt_list,
 )
-from jaxllm.engine.front.streams import Stream
+from jaxllm.engine.doors.streams import Stream
 from jaxllm.engine.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
 from jaxllm.errors import InvalidRequestError
 from jaxllm.folders import in_home

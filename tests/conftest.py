@@ -19,7 +19,15 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["JAXLLM_CPU_ISA"] = "all"  # a first start compiles the kernels of one instruction set; here all are tested
 
-CHECKED = ("engine.device", "models", "pallas_kernels", "quantization", "sharding", "weights")
+CORE = (
+    "batch", "device", "device_state", "executables", "handle", "keys", "packing", "runner", "sampler", "saved",
+    "sizes", "slots", "step", "step_weights",
+)  # fmt: skip
+"""What works with arrays; what schedules is tested with stand-ins that are no such types."""
+CHECKED = (
+    *(f"engine.core.{name}" for name in CORE),
+    *("engine.features", "models", "pallas_kernels", "quantization", "sharding", "weights"),
+)
 typecheck.check([f"jaxllm.{name}" for name in CHECKED])  # before any of them is imported
 
 from jaxllm import compat  # noqa: E402

@@ -23,18 +23,18 @@ KEPT: dict[str, dict[str, tuple[str, ...]]] = {
     "cli/convert/test_merging.py": {
         "test_the_merged_model_says_what_peft_says": ("plain", "tied_head"),
     },
-    "engine/device/test_compiled_step.py": {
+    "engine/core/test_compiled_step.py": {
         "test_donated_pages_are_not_copied": ("bfloat16-decode", "bfloat16-sampled", "bfloat16-backbone"),
     },
-    "engine/device/test_device.py": {
+    "engine/core/test_device.py": {
         "test_a_device_that_is_sent_the_same_messages_holds_the_same": ("more0-kinds0",),
     },
-    "engine/front/test_sleep.py": {
+    "engine/doors/test_sleep.py": {
         "test_at_level_1_the_files_of_the_weights_are_not_read_again": ("1",),
         "test_it_answers_the_same_after_a_sleep": ("1-1",),
         "test_weights_of_another_plan_are_refused_and_then_forgotten": ("1",),
     },
-    "engine/test_thinking_budget.py": {
+    "engine/features/grammar/test_thinking_budget.py": {
         "TestModelsOwnMarkers::test_a_marker_that_has_begun_is_finished": ("four steps a dispatch",),
         "TestModelsOwnMarkers::test_an_answer_without_reasoning_is_left_alone": ("four steps a dispatch",),
         "TestModelsOwnMarkers::test_an_earlier_end_is_the_end": ("four steps a dispatch",),

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.engine.core import EngineCore
-from jaxllm.engine.draft_depth import DraftRecord
+from jaxllm.engine.core.loop import EngineCore
+from jaxllm.engine.features.drafts.rules import DraftRecord
 from tests.sizes import FIELDS
 from tests.test_drafts import FEW, assert_equal, told
 from tests.test_drafts_on_states import requests_of

@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 
 from jaxllm.compat import compile_noting_cache
 from jaxllm.config import EngineConfig
-from jaxllm.engine.device import executables
-from jaxllm.engine.device.keys import Key
-from jaxllm.engine.device.saved import SavedExecutables
+from jaxllm.engine.core import executables
+from jaxllm.engine.core.keys import Key
+from jaxllm.engine.core.saved import SavedExecutables
 from jaxllm.engine.start import stage_steps
 from jaxllm.engine.start.plan import Blueprint
 from jaxllm.folders import make_private

@@ -42,13 +42,13 @@ EVERY: dict[str, dict[str, int]] = {
     "cpu_kernels/test_same_bits.py": {
         "test_attention": 14,
     },
-    "engine/device/test_sampler.py": {
+    "engine/core/test_sampler.py": {
         "test_top_tokens_are_those_of_a_full_sort": 4,
     },
-    "engine/device/test_saved.py": {
+    "engine/core/test_saved.py": {
         "test_a_loaded_step_does_what_the_compiled_one_did": 2,
     },
-    "engine/test_grammar.py": {
+    "engine/features/grammar/test_grammar.py": {
         "test_a_model_that_does_not_reason_is_constrained_whatever_the_marks": 3,
         "test_reasoning_may_come_first_whole": 5,
     },

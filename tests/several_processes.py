@@ -125,7 +125,7 @@ def programs(
 
 def _do_wrong(fault: str) -> None:
     """What a process does some steps after its start."""
-    from jaxllm.engine.device.device import Device
+    from jaxllm.engine.core.device import Device
 
     run, steps = Device.run, [0]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from jaxllm.engine.page_pool import PagePool
+from jaxllm.engine.core.pages import PagePool
 from jaxllm.engine.start import cores
 
 PAGE = 8

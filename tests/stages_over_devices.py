@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams, Steer
-from jaxllm.engine.device.device import Device
-from jaxllm.engine.device.keys import Key
-from jaxllm.engine.device.packing import decode_packing
+from jaxllm.engine.core.device import Device
+from jaxllm.engine.core.keys import Key
 from jaxllm.errors import JaxLLMError
 from tests.parallel_answers import SIZES, told
 
@@ -37,10 +36,14 @@ def order_of_stages(llm: LLM) -> list[tuple[str, list[int]]]:
     """What the first of two stages is sent while four requests decode: kinds of steps, and the slots of each."""
     sent: list[tuple[str, list[int]]] = []
     run, nobody = Device.run, SIZES["max_num_seqs"]
+    core: Any = llm._client()
+    sizes = core._loop._core.sizes
 
     def noted(device: Device, key: Key, *vectors: Any) -> Any:
-        if key.kind in ("took", "decode_layers"):
-            slots = vectors[0] if key.kind == "took" else decode_packing(key.size).views(vectors[0])["slot"]
+        decodes = key.kind == "layers" and "decode" in key.variant
+        if key.kind == "took" or decodes:
+            packing = device.features.packing(Key("decode", key.size), sizes)
+            slots = vectors[0] if key.kind == "took" else packing.views(vectors[0])["slot"]
             sent.append((key.kind, sorted({*slots.tolist()} - {nobody})))
         return run(device, key, *vectors)
 

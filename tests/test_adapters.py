@@ -126,7 +126,7 @@ def test_it_is_known_which_adapters_requests_use(given):
 @pytest.mark.parametrize(("index", "rank"), [(0, 8), (1, 3)])
 def test_kernels_read_as_many_rows_as_an_adapter_has(given, index, rank):
     """No row that holds something is behind what the tables say of its rank, and a tensor it leaves alone has none."""
-    store = given.llm._streams.client.ask(lambda core: core._preparation._adapters)
+    store = given.llm._streams.client.ask(lambda core: core.features["adapters"].store)
     reader = store._reader
     rows = dict(zip((table.path for table in reader.tables), reader.read(str(given.adapters[index])), strict=True))
     found = set()

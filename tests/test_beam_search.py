@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxllm import LLM, AsyncLLM, SamplingParams
-from jaxllm.engine.front.beams import BeamSearchParams
+from jaxllm.engine.doors.beams import BeamSearchParams
 from jaxllm.engine.messages import EngineRequest
 from jaxllm.errors import InvalidRequestError
 from tests.reference.tiny import write_checkpoint

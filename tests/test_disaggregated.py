@@ -170,7 +170,7 @@ def test_a_stream_goes_on_while_pages_come_and_a_pull_may_be_cancelled(
                 return found  # leaving aborts the request
 
         assert asyncio.run(run()) == expected(alone, other, GREEDY)
-        pulls = inside(consumer, lambda core: core._tiers.peers.pulls)
+        pulls = inside(consumer, lambda core: core.features["offload"].tiers.peers.pulls)
         wait_for(lambda: not pulls._running)
         assert not may_give.is_set() and stats(consumer).num_failed_pulls == 0
     may_give.set()

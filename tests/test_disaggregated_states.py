@@ -81,7 +81,7 @@ def test_a_producer_that_dies_while_it_gives(
     assert said(found) == expected(alone, prompt, GREEDY) and found[0].num_cached_tokens == 0
     assert said(again) == expected(alone, prompt, SAMPLED) and again[0].num_cached_tokens == 88
     wait_for(lambda: inside(consumer, lambda core: core.load) == (0, 0))
-    inside(consumer, lambda core: core._scheduler.states).check([])
+    inside(consumer, lambda core: core.features["states"].cache).check([])
 
 
 def test_pages_whose_state_is_gone_are_not_fetched(
@@ -91,10 +91,10 @@ def test_pages_whose_state_is_gone_are_not_fetched(
     before = stats(consumer).num_pulled_pages
     with engine(directory, "kv_producer") as producer:
         source = compute(producer, prompt)
-        tiers = inside(producer, lambda core: core._tiers)
+        tiers = inside(producer, lambda core: core.features["offload"].tiers)
         tiers.wait()
         for digest, page in tiers._host.items():
-            if page.nbytes == inside(consumer, lambda core: core._tiers.peers.pulls.state_bytes):
+            if page.nbytes == inside(consumer, lambda core: core.features["offload"].tiers.peers.pulls.state_bytes):
                 del tiers._host._pages[digest]
         found = deltas(consumer, prompt, GREEDY, pages_at=source)
     assert said(found) == expected(alone, prompt, GREEDY) and found[0].num_cached_tokens == 0
@@ -106,7 +106,7 @@ def test_nothing_is_fetched_where_host_memory_has_no_room_for_all_of_it(
 ) -> None:
     prompt = prompt_of(100, seed=10)
     source = compute(producer, prompt)
-    sizes = inside(producer, lambda core: core._runner._copies._blocks)
+    sizes = inside(producer, lambda core: core.features["offload"]._copies._blocks)
     room = 5 * sizes["page"].nbytes + sizes["state"].nbytes
     with engine(directory, "kv_consumer", kv_offload_memory=room) as consumer:
         found = deltas(consumer, prompt, GREEDY, pages_at=source)

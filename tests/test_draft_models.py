@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, ConfigError, EngineConfig, LoRARequest, RequestOutput, SamplingParams, Steer
-from jaxllm.engine.device.slots import Slots
+from jaxllm.engine.core.slots import Slots
 from jaxllm.engine.start.plan import plan_engine
 from jaxllm.errors import ModelNotFoundError
-from tests.engine.device.test_device import device_of
+from tests.engine.core.test_device import device_of
 from tests.reference.adapters import write_adapter
 from tests.reference.tiny import write_checkpoint
 from tests.sizes import FIELDS

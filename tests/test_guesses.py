@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.engine.device.drafts.guesses import Guesses
-from jaxllm.engine.device.drafts.ngrams import ngram_drafts
-from jaxllm.engine.device.sizes import NgramDrafts
+from jaxllm.engine.features.drafts.ngrams import Guesses, ngram_drafts
+from jaxllm.engine.features.drafts.rules import NgramDrafts
 from jaxllm.requests.structured_outputs import StructuredOutputs
 from jaxllm.serving.conversation import Tool
 from jaxllm.serving.parsing.formats import TOOL_FORMATS

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxllm import LLM, ConfigError, SamplingParams
 from jaxllm.config import EngineConfig, ServeConfig, make_config
-from jaxllm.engine.start.host_memory import PROCESS_BYTES, check_host_memory
+from jaxllm.engine.start.offload import PROCESS_BYTES, check_host_memory
 from jaxllm.engine.start.plan import EnginePlan, plan_engine
 from jaxllm.engine.start.platform import Platform
 from jaxllm.speculative_config import SpeculativeConfig

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, AsyncLLM, SamplingParams
-from jaxllm.engine.front.beams import BeamSearchParams
+from jaxllm.engine.doors.beams import BeamSearchParams
 from jaxllm.errors import (
     CheckpointError,
     ConfigError,

@@ -12,8 +12,8 @@ import pytest
 
 from jaxllm import LLM, numa
 from jaxllm.config import ModelConfig, make_config
-from jaxllm.engine.front import engine_process
-from jaxllm.engine.front.share import Share
+from jaxllm.engine.doors import engine_process
+from jaxllm.engine.doors.share import Share
 from jaxllm.errors import ConfigError
 from jaxllm.sharding import nvidia
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, EngineConfig, SamplingParams
-from jaxllm.engine.core import EngineCore
-from jaxllm.engine.offload.disk_pages import CHECKSUM
+from jaxllm.engine.core.loop import EngineCore
+from jaxllm.engine.features.offload.disk_pages import CHECKSUM
 from jaxllm.engine.start.plan import plan_engine
 from jaxllm.errors import ConfigError
 from tests.reference.tiny import tiny_config, write_checkpoint
@@ -69,7 +69,7 @@ def inside(llm: LLM, ask: Callable[[EngineCore], Any]) -> Any:
 
 def wait_until_saved(llm: LLM) -> None:
     """Until all that an idle engine copies to disk is there."""
-    tiers = inside(llm, lambda core: core._tiers)
+    tiers = inside(llm, lambda core: core.features["offload"].tiers)
     wait_for(lambda: not tiers.has_unsaved)
     tiers.wait()
 
@@ -80,7 +80,7 @@ def few_states(directory: Path, count: int, pages: int = 100, **fields: Any) -> 
     with start(directory, pages, state_cache_memory=count * state_bytes(directory), **fields) as llm:
         yield llm
         inside(llm, lambda core: core._pool.check([]))
-        states = inside(llm, lambda core: core._scheduler.states)
+        states = inside(llm, lambda core: core.features["states"].cache)
         states.check([])
         assert states.num_rows == count
 

@@ -24,8 +24,8 @@ PROGRAM = """
 import json, os, sys, time
 from contextlib import nullcontext
 from jaxllm import LLM, SamplingParams, cpu_kernels
-from jaxllm.engine.device import compiling_process
-from jaxllm.engine.device.saved import SavedExecutables
+from jaxllm.engine.core import compiling_process
+from jaxllm.engine.core.saved import SavedExecutables
 from jaxllm.engine.start import stage_steps
 stage_steps.LAYERS_WORTH_A_PROCESS = int(os.environ.get("LAYERS_WORTH_A_PROCESS", "99"))
 load, loaded = SavedExecutables.load, []
@@ -128,10 +128,10 @@ from pathlib import Path
 from jaxllm import cpu_kernels
 from jaxllm.config import EngineConfig
 from jaxllm.engine.start.plan import make_blueprint
-from jaxllm.engine.start.checkpoint import open_model
+from jaxllm.engine.start.tokenizer import open_model
 from jaxllm.engine.start.manifest import step_manifest
 from jaxllm.engine.start.platform import Platform
-from jaxllm.engine.device.saved import SavedExecutables
+from jaxllm.engine.core.saved import SavedExecutables
 from jaxllm.sharding.mesh import build_meshes
 config = EngineConfig(model=sys.argv[1], **json.loads(sys.argv[2]))
 (mesh,) = build_meshes(1, 1, 1)

@@ -11,8 +11,8 @@ import pytest
 
 from jaxllm import LLM, ConfigError
 from jaxllm.config import EngineConfig, make_config
-from jaxllm.engine.device.keys import SAMPLED, Key
-from jaxllm.engine.device.stage_keys import keys_of
+from jaxllm.engine.core.keys import SAMPLED, Key
+from jaxllm.engine.scale.staged_device import keys_of
 from jaxllm.models.caches import Paged, Shared
 from jaxllm.models.parallel import places_to_part, share_layers
 from tests.devices import over_devices, shared_folder
@@ -71,10 +71,10 @@ def test_stages_say_what_one_device_says(
 def test_a_stage_is_told_what_was_sampled_when_it_runs_it_and_not_before(of_stages: dict[str, Any]) -> None:
     """So it runs one half of the requests while the other stage runs the other half."""
     *_, (told_a, a), (ran_a, also_a), (told_b, b), (ran_b, also_b) = of_stages["order"]
-    assert (told_a, ran_a, told_b, ran_b) == ("took", "decode_layers") * 2
+    assert (told_a, ran_a, told_b, ran_b) == ("took", "layers") * 2
     assert a == also_a and b == also_b
     assert len(a) == len(b) == 2 and not {*a} & {*b}
-    halves = [slots for kind, slots in of_stages["order"] if kind == "decode_layers"][-12:]
+    halves = [slots for kind, slots in of_stages["order"] if kind == "layers"][-12:]
     assert halves == [a, b] * 6
 
 
@@ -106,6 +106,9 @@ def test_a_layer_stays_with_the_one_whose_cache_it_reads() -> None:
     assert [stage.end for stage in share_layers([1] * 5, 0, [1, 2], 2)] == [2, 5]
 
 
+ADMIT = Key("put", 0, frozenset({"admit"}))
+
+
 def test_each_stage_has_its_part_of_every_step() -> None:
     first, middle, last = share_layers([1] * 3, 0, [1, 2], 3)
     steps = [
@@ -113,10 +116,11 @@ def test_each_stage_has_its_part_of_every_step() -> None:
         Key("decode", 8, SAMPLED),
         Key("head", 4),
         Key("backbone", 32),
-        Key("admit"),
-        Key("pool"),
+        ADMIT,
+        Key("read", 0, frozenset({"sums"})),
+        Key("put", 0, frozenset({"adjustments"})),
     ]
-    layers = [Key("decode_layers", 8), Key("backbone_layers", 32), Key("admit")]
+    layers = [Key("layers", 8, frozenset({"decode"})), Key("layers", 32, frozenset({"backbone"})), ADMIT]
     assert keys_of(last, steps) == keys_of(None, steps) == steps
     assert keys_of(middle, steps) == layers
     assert {*keys_of(first, steps)} == {*layers, Key("took", 8), Key("took", 4)}

@@ -21,10 +21,10 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "cpu_kernels/test_build.py": {
         "test_a_library_of_few_sets_chooses_among_them": "test_some_instruction_sets_are_compiled_by_themselves",
     },
-    "engine/front/test_process_client.py": {
+    "engine/doors/test_process_client.py": {
         "test_an_engine_that_cannot_fit_does_not_ask": "test_an_engine_without_room_ends",
     },
-    "engine/front/test_sleep.py": {
+    "engine/doors/test_sleep.py": {
         "test_it_asks_for_its_room_again": "test_an_engine_asks_for_room_before_it_takes_any",
     },
     "models/test_baichuan.py": {
@@ -71,7 +71,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     },
     "research/test_logits_processors.py": {
         "test_several_tokens_a_step_and_drafts": "the same test of patches",
-        "test_another_engines_functions_are_not_taken_for_these": "tests/engine/device/test_saved.py",
+        "test_another_engines_functions_are_not_taken_for_these": "tests/engine/core/test_saved.py",
         "test_requests_without_run_what_they_run_in_an_engine_without": "the same test of patches",
     },
     "research/test_new_weights.py": {
@@ -151,7 +151,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "test_a_draft_models_pages_come_along": "test_a_prompt_is_found_again_in_host_memory",
     },
     "test_offload_states.py": {
-        "test_in_other_engines": "tests/engine/test_scheduler.py, over a simulated device",
+        "test_in_other_engines": "tests/engine/core/test_scheduler.py, over a simulated device",
     },
     "test_quantized_pages.py": {
         "test_a_server_says_what_the_library_does": "its other tests",

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, AsyncLLM, SamplingParams
-from jaxllm.engine.core import EngineCore
+from jaxllm.engine.core.loop import EngineCore
+from jaxllm.engine.features.offload import page_listener
 from jaxllm.engine.messages import EngineRequest, EngineStats, PagesAt, TokenDelta
-from jaxllm.engine.offload import page_listener
 from tests.reference.tiny import write_checkpoint
 from tests.sizes import FIELDS, PAGE, few_pages
 
@@ -37,7 +37,7 @@ def engine(directory: Path, role: str, *, kv: dict[str, Any] | None = None, **fi
         yield running
         wait_for(lambda: inside(running, lambda core: core.load == (0, 0) and not core._requests))
         inside(running, lambda core: core._pool.check([]))
-        pulls = inside(running, lambda core: core._tiers.peers.pulls)
+        pulls = inside(running, lambda core: core.features["offload"].tiers.peers.pulls)
         if pulls is not None:
             wait_for(lambda: not pulls._coming and not pulls._running)
     finally:
@@ -118,13 +118,13 @@ def expected(alone: LLM, prompt: list[int], params: SamplingParams) -> list[int]
 
 
 def with_giver(producer: AsyncLLM, give: Callable[..., Iterator[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    listener = inside(producer, lambda core: core._tiers.peers._listener)
+    listener = inside(producer, lambda core: core.features["offload"].tiers.peers._listener)
     monkeypatch.setattr(listener, "_give", give)
 
 
 def with_death(producer: AsyncLLM, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The producer gives a page, or a state, at a time, and is gone when it comes to the one numbered `at`."""
-    listener = inside(producer, lambda core: core._tiers.peers._listener)
+    listener = inside(producer, lambda core: core.features["offload"].tiers.peers._listener)
     give = listener._give
 
     def die(digests: Sequence[bytes]) -> Iterator[Any]:

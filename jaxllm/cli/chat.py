@@ -115,7 +115,7 @@ class EngineBackend:
                 f"{config.model} has no chat template: it is a base model, which continues text; "
                 f"use `jaxllm generate {config.model} TEXT`"
             )
-        from jaxllm.engine.front.async_llm import AsyncLLM
+        from jaxllm.engine.doors.async_llm import AsyncLLM
 
         self.engine = AsyncLLM(config)
         self.name = config.model

@@ -20,7 +20,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError, reason
 
 if TYPE_CHECKING:
-    from jaxllm.engine.front.async_llm import AsyncLLM
+    from jaxllm.engine.doors.async_llm import AsyncLLM
     from jaxllm.requests.outputs import RequestOutput
     from jaxllm.requests.sampling import SamplingParams
 
@@ -62,7 +62,7 @@ def generate(
     config, prompts = _with_model(config, prompts or [], file)
     texts = read_prompts(prompts, file)
 
-    from jaxllm.engine.front.async_llm import AsyncLLM
+    from jaxllm.engine.doors.async_llm import AsyncLLM
 
     engine = AsyncLLM(config)
     try:

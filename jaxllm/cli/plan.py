@@ -30,9 +30,8 @@ def plan(
             what the maker of --gpu states.
         json_output: Print one JSON object instead of tables.
     """
-    from jaxllm.engine.start.gpus import known_gpu
     from jaxllm.engine.start.plan import plan_engine
-    from jaxllm.engine.start.schemes import compare_schemes, measure_bandwidth, table_rows
+    from jaxllm.engine.start.schemes import compare_schemes, known_gpu, measure_bandwidth, table_rows
 
     stated = None if memory_bandwidth is None else _bytes_per_second(memory_bandwidth)
     known = None if gpu is None else known_gpu(gpu)

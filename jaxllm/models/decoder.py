@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,18 +15,15 @@ from jaxtyping import Array, Float, Int
 from jaxllm.models.caches import Cache, PerSlot, Shared, parts_of
 from jaxllm.models.config import DecoderConfig, LayerKind, MixerKind
 from jaxllm.models.layers.attention import Attention, MLAttention, QueryScaling
-from jaxllm.models.layers.gathering import step_gathering
-from jaxllm.models.layers.host_experts import placing_experts, split_places, with_places
+from jaxllm.models.layers.hands import Hand, LayerHand, Told, is_whole, summed, summing, tap, telling
+from jaxllm.models.layers.host_experts import split_places, with_places
 from jaxllm.models.layers.linear import VocabEmbedding, param
-from jaxllm.models.layers.low_rank import adapter_numbers, adapting
+from jaxllm.models.layers.low_rank import adapter_numbers
 from jaxllm.models.layers.mlp import MLP, GatedMLP, PerLayerGate, PerLayerInputs
 from jaxllm.models.layers.moe import DenseBesideMoE, MoE
 from jaxllm.models.layers.norm import LayerNorm, RMSNorm, norm_of_kind
-from jaxllm.models.layers.patching import LayerPatches, patched, patching_layer, step_patches
 from jaxllm.models.layers.recurrent import GatedDeltaNet, ShortConv, StateSpaceDual
 from jaxllm.models.layers.rope import Angles, rope_angles
-from jaxllm.models.layers.steering import LayerSteering, step_steering
-from jaxllm.models.layers.taps import LayerTaps, recorder, summed, summing, tap, tapped, tapping
 from jaxllm.models.options import BuildOptions, Stage
 from jaxllm.models.parallel import check_parallel
 from jaxllm.pallas_kernels import LATER, Kernels, Late, Norm, Residual, StepMetadata, with_late
@@ -76,11 +73,12 @@ class Decoder(nnx.Module):
         caches: tuple[Cache, ...],
         meta: StepMetadata,
         embeddings: Float[Array, "T E"] | None = None,
+        hands: Sequence[Hand] = (),
     ) -> tuple[Float[Array, "T E"], tuple[Cache, ...]]:
         """The last hidden states of `tokens`, and each layer's cache with what it keeps of them in.
 
         `embeddings` take the place of the rows of the table. A stage of the model takes there what the stage before it
-        gave, and gives what its last layer does.
+        gave, and gives what its last layer does. `hands` are what others do to the model meanwhile.
         """
         config, stage = self.config, self.stage
         if self.adapter_gains is not None:
@@ -90,36 +88,34 @@ class Decoder(nnx.Module):
         angles: dict[Any, Angles | None] = {None: None}
         angles |= {rope: rope_angles(rope, meta.positions, meta.rotary_lengths) for rope in config.ropes}
         x = without_padding(x, meta, self.kernels)
-        with adapting(meta):
+        with telling(Told(meta)):
             given = None if self.per_layer is None else self.per_layer(tokens, x)
         specs, late = config.caches, None
         written, places = split_places(caches)
-        taps, steering, patches = recorder(), step_steering(), step_patches()
-        gathered = step_gathering()
+        in_layers = [hand for hand in hands if hand.layers is not None]
         for index in stage.layers:
             graph, weights = nnx.split(self.layers[index])
             spec = specs[index]
             owner = spec.layer if isinstance(spec, Shared) else index
-            if gathered is not None:
-                gathered.pass_by(index, x, late)
+            for hand in hands:
+                hand.before(index, x, late)
+            told = tuple((hand.layers, hand.layer(index, x)) for hand in in_layers)
             with jax.named_scope(f"layer_{index}"):
                 x, late, written[owner], places[index], taken = _run_layer(
-                    graph, weights, x, late, angles[config.layers[index].rope], written[owner], places[index], meta,
-                    None if given is None else given[:, index],
-                    None if steering is None else steering.layer(index),
-                    None if patches is None else patches.layer(index, x),
-                    None if taps is None else taps.layer(index, x),
+                    graph, tuple(kind for kind, _ in told), weights, x, late, angles[config.layers[index].rope],
+                    written[owner], places[index], meta, None if given is None else given[:, index],
+                    tuple(data for _, data in told),
                 )  # fmt: skip
-            if taps is not None:
-                taps.buffer = taken
+            for hand, data in zip(in_layers, taken, strict=True):
+                hand.took(index, data)
         kept = with_places(written, places)
         if not stage.last:
             return with_late(x, late), kept
         if self.kernels.add_norm is not None and late is not None:
             return self.kernels.add_norm(x, late, self.norm.traced)[1], kept
         hidden = self.norm(x)
-        if taps is not None:
-            taps.last(hidden)
+        for hand in hands:
+            hand.last(hidden)
         return hidden, kept
 
     def _begun(
@@ -207,8 +203,8 @@ class DecoderLayer(nnx.Module):
         A kernel that adds and norms at once leaves each sum to the norm behind it, in the next layer as well.
         """
         first = self.attention_norm or self.mlp_norm
-        if self.add_norm is None or first is None or tapped() or patched():
-            assert late is None, "no layer of a step that records or patches leaves anything to the next"
+        if self.add_norm is None or first is None or is_whole():
+            assert late is None, "no layer of a step with such hands leaves anything to the next"
             x, cache = self._whole(x, angles, cache, meta)
             return self._ended(x, given), None, cache
         x, normed = (x, first.traced(x)) if late is None else self.add_norm(x, late, first.traced)
@@ -254,7 +250,7 @@ class DecoderLayer(nnx.Module):
         tap("residual_before", x)
         if self.mixers:
             post = self.attention_post_norm
-            at_once = post is None and self.residual_scale == 1.0 and (self.mixer_scales == (1.0,) or not tapped())
+            at_once = post is None and self.residual_scale == 1.0 and (self.mixer_scales == (1.0,) or not is_whole())
             with summing("attention_out" if at_once else None):  # of several mixers it is the sum
                 norm = _traced(self.attention_norm)
                 out, cache = self._mix(x, angles, cache, meta, norm=norm, residual=x if at_once else None)
@@ -292,20 +288,21 @@ def _added(out: Float[Array, "T E"], post: Norm | None, scale: float) -> Float[A
     return out if scale == 1.0 else (out * scale).astype(out.dtype)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=(0, 1))
 def _run_layer(
-    graph: Any, weights: Any, x: Any, late: Any, angles: Any, cache: Cache, places: Any, meta: StepMetadata, given: Any,
-    steering: LayerSteering | None, patches: LayerPatches | None, taps: LayerTaps | None,
+    graph: Any, kinds: tuple[type[LayerHand], ...], weights: Any, x: Any, late: Any, angles: Any, cache: Cache,
+    places: Any, meta: StepMetadata, given: Any, told: tuple[Any, ...],
 ) -> Any:  # fmt: skip
-    """One layer, and the activations with its own. Being jitted, it is traced once for all layers that differ by
-    nothing but their weights.
+    """One layer with the hands in it, and what has become of their data. Being jitted, it is traced once for all layers
+    that differ by nothing but their weights.
     """
-    with adapting(meta), patching_layer(patches), placing_experts(places) as experts, tapping(taps) as taken:
+    hands = [kind(data) for kind, data in zip(kinds, told, strict=True)]
+    with telling(Told(meta, hands, places)) as layer:
         x, late, cache = nnx.merge(graph, weights)(x, late, angles, cache, meta, given)
-        x = x if steering is None else steering.added(x)
-        x = x if patches is None else patches.put(x)
+        for hand in hands:
+            x = hand.end(x)
         tap("residual", x)
-    return x, late, cache, experts.places, None if taken is None else taken.buffer
+    return x, late, cache, layer.places, tuple(hand.data for hand in hands)
 
 
 def _norm(config: DecoderConfig, options: BuildOptions) -> RMSNorm | LayerNorm:

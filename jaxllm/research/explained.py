@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-from jaxllm.engine.device.ran_step import RanSequence, RanStep, StepKind
-from jaxllm.engine.device.sizes import StepSizes
+from jaxllm.engine.core.handle import RanSequence, RanStep, StepKind
+from jaxllm.engine.core.sizes import StepSizes
 from jaxllm.errors import InvalidRequestError
 from jaxllm.models.abstract import ModelParts
 from jaxllm.research.step_bytes import caches_read, weights_read
@@ -188,8 +188,8 @@ def explain(
         parts[name] = once if name not in parts else _added(parts[name], once)
     variants = [executable.key.variant for executable in found.executables]
     left_out = ["experts beyond those of one token"] * (model.spec.config.moe is not None)
-    left_out += ["the draft model"] * bool(sizes.draft_caches)
-    left_out += ["adapters"] * any(variant.adapted for variant in variants)
+    left_out += ["the draft model"] * bool(sizes.further_caches)
+    left_out += ["adapters"] * any("adapters" in variant for variant in variants)
     return StepExplanation(
         found.kind, list(parts.values()), found.sequences, rate, source, found.seconds, found.waited, left_out
     )
@@ -212,7 +212,7 @@ def _bandwidth(given: Bandwidth) -> tuple[float | None, str]:
                 f"bandwidth is {given!r}; it must be bytes a second, 'measure', or None for what is known", "bandwidth"
             )
         return float(given), "stated"
-    from jaxllm.engine.start.gpus import GPUS
+    from jaxllm.engine.start.schemes import GPUS
     from jaxllm.sharding.devices import find_devices
 
     name = find_devices()[0].device_kind

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
-from jaxllm.engine.front.drive import drive
-from jaxllm.engine.front.limits import check_capture, check_request, refuse_in_stages
-from jaxllm.engine.front.sequences import Prompt, Prompts, failure, prompt_ids, prompt_list
-from jaxllm.engine.front.streams import Stream, Streams
+from jaxllm.engine.doors.drive import drive
+from jaxllm.engine.doors.limits import check_capture, check_request, refuse_in_stages
+from jaxllm.engine.doors.sequences import Prompt, Prompts, failure, prompt_ids, prompt_list
+from jaxllm.engine.doors.streams import Stream, Streams
 from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.requests.captures import FINAL, CaptureRequest, Captures, CapturesInProgress, read_capture
@@ -28,9 +28,9 @@ from jaxllm.research.scores import ScoredCompletion, pairs, scored
 if TYPE_CHECKING:
     import jax
 
-    from jaxllm.engine.data_parallel.core import Core
-    from jaxllm.engine.device.ran_step import StepKind
-    from jaxllm.engine.front.thread_client import ThreadClient
+    from jaxllm.engine.core.handle import StepKind
+    from jaxllm.engine.doors.thread_client import ThreadClient
+    from jaxllm.engine.scale.data_parallel.core import Core
     from jaxllm.models.abstract import LiveModel
     from jaxllm.models.decoder import Decoder
     from jaxllm.research.attention import LayerAttention, Watched
@@ -346,7 +346,7 @@ class Inside:
         return self._client().ask(ask)
 
     def _client(self) -> ThreadClient:
-        from jaxllm.engine.front.thread_client import ThreadClient
+        from jaxllm.engine.doors.thread_client import ThreadClient
 
         self._streams.check_process()
         client = self._streams.client
@@ -364,7 +364,11 @@ def _check_ended(delta: TokenDelta) -> None:
 
 
 def _unembed(states: np.ndarray, normed: bool, core: Core) -> np.ndarray:
-    return core.unembed(states, normed)
+    from jaxllm.engine.features.readout.scores import Scores
+
+    scores = core.features["scores"]
+    assert isinstance(scores, Scores)
+    return scores.unembed(states, normed)
 
 
 def _live(core: Core) -> LiveModel:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxllm.engine.front.sequences import Prompt, Prompts, one_or_many, prompt_ids, prompt_list
+from jaxllm.engine.doors.sequences import Prompt, Prompts, one_or_many, prompt_ids, prompt_list
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.prompt_scores import PromptScores
 from jaxllm.requests.tables import frame

@@ -5,9 +5,10 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Sequence
 
-from jaxllm.engine.device.keys import Kind
-from jaxllm.engine.device.ran_step import RanExecutable, RanSequence
-from jaxllm.engine.device.sizes import StepSizes
+from jaxllm.engine.core.handle import RanExecutable, RanSequence
+from jaxllm.engine.core.keys import Kind
+from jaxllm.engine.core.sizes import StepSizes
+from jaxllm.engine.features.readout.pooling import SUMS
 from jaxllm.engine.start.memory import weight_bytes
 from jaxllm.models.abstract import ModelParts
 from jaxllm.models.caches import CacheSpec, Joined, Paged, Shared, parts_of
@@ -15,16 +16,7 @@ from jaxllm.models.config import DecoderConfig
 from jaxllm.weights.loader import ParamSpec
 
 RUNS_LAYERS: tuple[Kind, ...] = ("decode", "verify", "backbone", "encode")
-RUNS_HEAD: tuple[Kind, ...] = (
-    "decode",
-    "verify",
-    "head",
-    "score",
-    "score_given",
-    "score_all",
-    "token_logits",
-    "unembed",
-)
+RUNS_HEAD: tuple[Kind, ...] = ("decode", "verify", "head", "read")
 _TABLES = ("embed.weight", "*.embed.weight", "positions")
 _EXPERTS = "*.experts.*"
 
@@ -39,7 +31,7 @@ def weights_read(model: ModelParts, executable: RanExecutable) -> int:
     for param in model.params:
         if kind in RUNS_LAYERS and not _is_head(param, model.spec.config, alone=True):
             total += _layers_read(param, model, executable.used or 0)
-        if kind in RUNS_HEAD and _is_head(param, model.spec.config):
+        if kind in RUNS_HEAD and executable.key != SUMS and _is_head(param, model.spec.config):
             total += weight_bytes([param], model.options.tp)
     return total * executable.times
 

@@ -12,7 +12,7 @@ from jaxllm.requests.sampling import SamplingParams
 from jaxllm.serving.adapters import LoadedAdapter
 
 if TYPE_CHECKING:
-    from jaxllm.engine.front.async_llm import AsyncLLM
+    from jaxllm.engine.doors.async_llm import AsyncLLM
 
 
 async def check_adapter(engine: AsyncLLM, adapter: LoadedAdapter) -> None:

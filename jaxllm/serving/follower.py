@@ -21,7 +21,7 @@ from jaxllm.serving.http.tls import make_context, scheme
 from jaxllm.serving.listener import address, bind
 
 if TYPE_CHECKING:
-    from jaxllm.engine.lockstep.meeting import Group
+    from jaxllm.engine.scale.lockstep.meeting import Group
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def serve_as_follower(config: ServeConfig) -> NoReturn:
 
     Raises ConfigError, ModelNotFoundError and CheckpointError as the server of process 0 would.
     """
-    from jaxllm.engine.lockstep.follower import Follower
+    from jaxllm.engine.scale.lockstep.follower import Follower
     from jaxllm.engine.start.follow import follow
     from jaxllm.engine.start.leave import leave
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from jaxllm.engine.front.beams import BeamSearchParams
-from jaxllm.engine.front.streams import Gain, Stream
+from jaxllm.engine.doors.beams import BeamSearchParams
+from jaxllm.engine.doors.streams import Gain, Stream
 from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.errors import EngineDeadError, QueueFullError
 from jaxllm.requests.adapters import AdapterUse

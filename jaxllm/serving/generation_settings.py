@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jaxllm.engine.front.beams import BeamSearchParams
+from jaxllm.engine.doors.beams import BeamSearchParams
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
 from jaxllm.serving.hand_over import HandOver

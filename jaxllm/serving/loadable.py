@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from jaxllm.config import ModelConfig
 from jaxllm.engine.messages import EngineInfo, EngineStats
+from jaxllm.engine.scale.routing import added, counted
 from jaxllm.engine.start.room import MemoryRoom
-from jaxllm.engine.stats import added, counted
 from jaxllm.errors import CheckpointError, ConfigError, Field, InvalidRequestError, ModelNotFoundError
 from jaxllm.machine import return_freed_memory
 from jaxllm.progress import tell, watched_by
@@ -28,7 +28,7 @@ from jaxllm.serving.served_model import ServedModel
 from jaxllm.weights.source import resolve_adapter
 
 if TYPE_CHECKING:
-    from jaxllm.engine.front.async_llm import AsyncLLM
+    from jaxllm.engine.doors.async_llm import AsyncLLM
 
 ModelState = Literal["unloaded", "loading", "loaded", "sleeping", "failed"]
 StartEngine = Callable[[ModelConfig, threading.Event, MemoryRoom], "AsyncLLM"]

@@ -25,7 +25,7 @@ from jaxllm.serving.served_model import ServedModel
 from jaxllm.wording import did_you_mean
 
 if TYPE_CHECKING:
-    from jaxllm.engine.front.async_llm import AsyncLLM
+    from jaxllm.engine.doors.async_llm import AsyncLLM
 
 RELEASE_SECONDS = 5.0
 """How long requests that were cancelled when the server stopped may take to give their models back."""

@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Protocol
 
 from jaxllm.config import ModelConfig
-from jaxllm.engine.detokenizer import special_token_ids
+from jaxllm.engine.core.detokenizer import special_token_ids
 from jaxllm.errors import ConfigError, ContextLengthError, EngineDeadError, Field, InvalidRequestError, reason
 from jaxllm.serving.conversation import Rendering, naming
 from jaxllm.serving.fingerprint import system_fingerprint
@@ -18,7 +18,7 @@ from jaxllm.serving.parsing.output_format import OutputFormats
 from jaxllm.serving.request_metrics import RequestMetrics
 
 if TYPE_CHECKING:
-    from jaxllm.engine.front.async_llm import (
+    from jaxllm.engine.doors.async_llm import (
         AsyncLLM,  # imports JAX, which a command line that is wrong need not wait for
     )
     from jaxllm.text.tokenizer import Tokenizer

@@ -20,7 +20,7 @@ from jaxllm.serving.served_model import read_chat_template
 from jaxllm.setting_values import format_bytes
 
 if TYPE_CHECKING:
-    from jaxllm.engine.front.async_llm import AsyncLLM
+    from jaxllm.engine.doors.async_llm import AsyncLLM
 
 
 class ServerModels:
@@ -102,7 +102,7 @@ def _start_only_engine(config: ModelConfig, given_up: threading.Event, room: Mem
 
 
 def _start_engine(config: ModelConfig, given_up: threading.Event, room: MemoryRoom | None) -> AsyncLLM:
-    from jaxllm.engine.front.async_llm import AsyncLLM  # takes a second, in which probes are answered
+    from jaxllm.engine.doors.async_llm import AsyncLLM  # takes a second, in which probes are answered
 
     engine = AsyncLLM(config, given_up=given_up, room=room)
     try:

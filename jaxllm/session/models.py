@@ -14,7 +14,7 @@ from jaxllm.session.thread import LoopThread
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-    from jaxllm.engine.front.async_llm import AsyncLLM
+    from jaxllm.engine.doors.async_llm import AsyncLLM
     from jaxllm.llm import LLM
     from jaxllm.serving.openai.chat_request import ChatRequest
 
@@ -41,7 +41,7 @@ class EngineModel:
 
     def __init__(self, engine: LLM | AsyncLLM, thread: LoopThread):
         from jaxllm.config import EngineConfig, ModelConfig
-        from jaxllm.engine.front.async_llm import AsyncLLM
+        from jaxllm.engine.doors.async_llm import AsyncLLM
         from jaxllm.mcp.config_file import OFF
         from jaxllm.server_config import ServerConfig
         from jaxllm.serving.loadable import LoadableModel

@@ -25,7 +25,7 @@ from jaxllm.session.tools import SessionTools
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-    from jaxllm.engine.front.async_llm import AsyncLLM
+    from jaxllm.engine.doors.async_llm import AsyncLLM
     from jaxllm.llm import LLM
 
 Messages = Iterable[Mapping[str, Any]]

@@ -136,7 +136,7 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> type[EchoEngine]:
         chat_template: ClassVar[str | None] = "canned"
         recommended: ClassVar[SamplingDefaults] = SamplingDefaults()
 
-    stub_module(monkeypatch, "jaxllm.engine.front.async_llm", AsyncLLM=Engine)
+    stub_module(monkeypatch, "jaxllm.engine.doors.async_llm", AsyncLLM=Engine)
     answers_chats = lambda config: Engine.chat_template is not None  # noqa: E731
     stub_module(monkeypatch, "jaxllm.engine.start.tokenizer", answers_chats=answers_chats)
     return Engine

@@ -241,7 +241,7 @@ def test_chat_refuses_a_model_without_a_template(cli, echo) -> None:
 
 
 def test_a_real_base_model_is_refused_before_it_is_loaded(cli, monkeypatch) -> None:
-    stub_module(monkeypatch, "jaxllm.engine.front.async_llm", AsyncLLM=lambda config: pytest.fail("loaded"))
+    stub_module(monkeypatch, "jaxllm.engine.doors.async_llm", AsyncLLM=lambda config: pytest.fail("loaded"))
     gemma = str(real_model("gemma3-270m"))
     assert "has no chat template" in cli("chat", gemma).err
     assert answers_chats(EngineConfig(model=str(real_model("smollm2-135m"))))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxllm import cpu_kernels
-from jaxllm.engine.device import sampler
+from jaxllm.engine.core import sampler
 from jaxllm.pallas_kernels.softmax import CPU
 from tests.cpu_kernels.weights import ISAS, needs_kernels
 

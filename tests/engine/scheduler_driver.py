@@ -4,20 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from types import SimpleNamespace
+from typing import Any
 
-from jaxllm.engine.adapters.places import AdapterPlaces
-from jaxllm.engine.core import EngineCore
-from jaxllm.engine.draft_depth import DraftDepth
-from jaxllm.engine.messages import EngineRequest
-from jaxllm.engine.offload.tiers import PageTiers
-from jaxllm.engine.page_pool import PagePool
-from jaxllm.engine.request import Request, Status
-from jaxllm.engine.scheduler import Scheduler
-from jaxllm.engine.state_cache import StateCache
-from jaxllm.engine.work import Batch
+from jaxllm.engine.core.feature import Feature, Surroundings
+from jaxllm.engine.core.loop import EngineCore
+from jaxllm.engine.core.pages import PagePool
+from jaxllm.engine.core.registry import Features
+from jaxllm.engine.core.request import Request, Status
+from jaxllm.engine.core.scheduler import Scheduler
+from jaxllm.engine.core.work import Batch
+from jaxllm.engine.features.adapters.adapters import Adapters
+from jaxllm.engine.features.adapters.store import AdapterPlaces
+from jaxllm.engine.features.drafts.feature import Drafts
+from jaxllm.engine.features.drafts.rules import DraftDepth, NgramDrafts
+from jaxllm.engine.features.grammar.feature import Grammar
+from jaxllm.engine.features.offload.tiers import PageTiers
+from jaxllm.engine.features.readout.scores import Scores
+from jaxllm.engine.features.states.states import States
+from jaxllm.engine.messages import EngineRequest, EngineStats
 from jaxllm.requests.adapters import AdapterUse
 from jaxllm.requests.sampling import SamplingParams
-from tests.engine.simulated_device import SimulatedRunner, alone, salted
+from tests.engine.simulated_device import VOCAB, SimulatedOffload, SimulatedRunner, alone, salted
 
 
 def rows_of(use: AdapterUse) -> tuple[str, ...]:
@@ -46,23 +53,37 @@ class Driver:
         """`host_pages` are kept in host memory, states among them; without any, none is. `snapshots` is the number of
         states that can be kept, of a model whose layers have some; None is another.
         """
-        self.states = StateCache(max_num_seqs + 1, snapshots) if snapshots and caching else None
         self.pool = PagePool(num_pages, page_size, caching and snapshots != 0)
         self.max_model_len = (num_pages - 1) * page_size
-        self.scheduler = Scheduler(
-            self.pool,
-            max_num_seqs,
-            budget,
-            self.max_model_len,
-            decode_steps=decode_steps,
-            states=self.states,
-            drafts=DraftDepth(num_drafts),
-            adapters=AdapterPlaces(places),
-            tiers=self._new_tiers(host_pages, snapshots) if host_pages and caching else None,
-        )
         self.runner = SimulatedRunner(num_pages, page_size, has_states=snapshots is not None)
-        stops, store = [] if stop is None else [stop], SimpleNamespace(known=rows_of)
-        self.core = EngineCore(self.scheduler, self.pool, self.runner, None, stops, adapters=store)  # type: ignore[arg-type]
+        listed: list[Feature] = [Grammar(), Adapters(None, places), Scores()]
+        self.num_drafts = num_drafts
+        if num_drafts:
+            listed.append(Drafts(NgramDrafts(num_drafts, 1, 1), DraftDepth(num_drafts)))
+        if snapshots is not None:
+            listed.append(States(max_num_seqs + 1, snapshots if caching else 0))
+        if host_pages and caching:
+            listed.append(SimulatedOffload(["page"]))
+        sizes: Any = SimpleNamespace(
+            max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, vocab_size=VOCAB, buffers_of=lambda paged: []
+        )
+        around = Surroundings(self.runner, sizes, self.pool, None, [])  # type: ignore[arg-type]
+        self.features = Features(listed).attached(around)
+        self.runner.features = self.features
+        around.features = lambda: self.features
+        self.states = self.features["states"].cache if "states" in self.features else None  # type: ignore[attr-defined]
+        self.adapters: AdapterPlaces = self.features["adapters"].places  # type: ignore[attr-defined]
+        self.features["adapters"].store = SimpleNamespace(known=rows_of)  # type: ignore[attr-defined]
+        self.offload = self.features.get("offload")
+        if isinstance(self.offload, SimulatedOffload):
+            self.offload.runner = self.runner
+            self.offload.keep_in(PageTiers(self.pool, host_pages, has_states=snapshots is not None))
+        self.scheduler = Scheduler(
+            self.pool, max_num_seqs, budget, self.max_model_len, decode_steps=decode_steps, features=self.features
+        )
+        around.running, around.prefix_root = (lambda: self.scheduler.running), self.scheduler.prefix_root
+        stops = [] if stop is None else [stop]
+        self.core = EngineCore(self.scheduler, self.pool, self.runner, None, stops, features=self.features)  # type: ignore[arg-type]
         self.stop = stop
         self.requests: list[Request] = []
         self.tokens: dict[str, list[int]] = {}
@@ -70,8 +91,13 @@ class Driver:
         self.done: dict[str, list[int]] = {}
         self.scored: dict[str, set[int]] = {}
 
-    def _new_tiers(self, host_pages: int, snapshots: int | None) -> PageTiers:
-        return PageTiers(self.pool, host_pages, has_states=snapshots is not None)
+    def stats(self) -> EngineStats:
+        """What the features count, and how much of prompts was found."""
+        now = self.scheduler.stats
+        found = EngineStats(prefix_cache_queries=now.prefix_queries, prefix_cache_hits=now.prefix_hits)
+        for feature in self.features:
+            feature.stats(found, [], [])
+        return found
 
     def add(
         self,
@@ -137,11 +163,11 @@ class Driver:
             if delta.finish_reason is not None:
                 self.done[delta.request_id] = self.tokens[delta.request_id]
         self.pool.check([r.pages for r in self.scheduler.running])
-        self.scheduler.adapters.check([r.adapter_ids for r in self.scheduler.running])
-        if self.scheduler.tiers is not None:
-            self.scheduler.tiers.wait()
+        self.adapters.check([r.extras["adapters"].ids for r in self.scheduler.running if "adapters" in r.extras])
+        if isinstance(self.offload, SimulatedOffload):
+            self.offload._kept.wait()
         if self.states is not None:
-            self.states.check([row for r in self.scheduler.running for row in r.reserved_states.rows])
+            self.states.check([row for r in self.scheduler.running for row in r.extras["states"].reserved.rows])
         return batches[0]
 
     def finish(self) -> None:
@@ -162,7 +188,8 @@ class Driver:
         for request in self.requests:
             assert request.status is Status.FINISHED
             prompt = request.token_ids[: request.num_prompt]
-            salt = salted(request.cache_salt, [rows_of(use) for use in request.adapters])
+            asked = request.extras.get("adapters")
+            salt = salted(request.cache_root, [] if asked is None else [rows_of(use) for use in asked.uses])
             expected = alone(prompt, salt, request.max_total, self.stop)
             if request.request_id in self.done:
                 assert self.done[request.request_id] == expected
@@ -187,10 +214,10 @@ class Driver:
         assert batch.num_steps == 1 or (
             batch.decode_only and not (scheduler.waiting and scheduler._free_slots) and not batch.admitted
         )
-        most = 1 + batch.most_drafts if batch.drafts else batch.num_steps
-        assert not batch.drafts or batch.num_steps == 1
-        assert not batch.most_drafts or (batch.decode_only and not batch.admitted)
-        assert batch.drafts or not any(r.num_unsettled for r in running), "the host does not know where it is"
+        most = 1 + batch.most_ahead if batch.tries else batch.num_steps
+        assert not batch.tries or batch.num_steps == 1
+        assert not batch.most_ahead or (batch.decode_only and not batch.admitted)
+        assert batch.tries or not any(r.num_unsettled for r in running), "the host does not know where it is"
         for chunk in batch.chunks:
             request, end = chunk.request, chunk.start + chunk.length
             written = end + max(chunk.num_sampled, 1) - 1
@@ -199,13 +226,13 @@ class Driver:
             assert written < scheduler.max_model_len
             assert end < request.max_total, "the last token is never run: nothing would be sampled from it"
             in_flight = request.num_inflight - chunk.num_sampled
-            assert 0 <= in_flight <= max(scheduler.ahead.decode_steps, 1 + scheduler.ahead.drafts.most)
+            assert 0 <= in_flight <= max(scheduler.ahead.decode_steps, 1 + self.num_drafts)
             total = len(request.token_ids) + in_flight
-            fewest = 1 if batch.drafts else most
+            fewest = 1 if batch.tries else most
             assert end <= total
             assert fewest <= chunk.num_sampled <= most if end == total else chunk.num_sampled == 0
-            assert total + chunk.num_sampled <= request.max_total or not batch.drafts
-            known, needed = self.pool.pages_for(written + scheduler.ahead.drafts.most), self.pool.pages_for(written)
+            assert total + chunk.num_sampled <= request.max_total or not batch.tries
+            known, needed = self.pool.pages_for(written + self.num_drafts), self.pool.pages_for(written)
             assert needed <= len(request.pages) <= known, "those for refused drafts are used next"
             if request.params.prompt_logprobs is not None:
                 self.scored[request.request_id] |= set(range(chunk.start, written))

@@ -7,24 +7,29 @@ wrongly shows as a wrong token.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 
-from jaxllm.engine.device.choice import Sampled, Settled
-from jaxllm.engine.device.executables import Compiles
-from jaxllm.engine.device.handle import Handle, SampledRow
-from jaxllm.engine.device.ran_step import RanStep
-from jaxllm.engine.offload.cache_rows import CacheRow
-from jaxllm.engine.request import Request, Status
-from jaxllm.engine.work import Batch
+from jaxllm.engine.core.executables import Compiles
+from jaxllm.engine.core.feature import Surroundings
+from jaxllm.engine.core.handle import Handle, RanStep, SampledRow
+from jaxllm.engine.core.keys import Key
+from jaxllm.engine.core.registry import Features
+from jaxllm.engine.core.request import Request, Status
+from jaxllm.engine.core.sampler import Sampled, Settled
+from jaxllm.engine.core.work import Batch
+from jaxllm.engine.features.adapters.adapters import PUT_TABLES
+from jaxllm.engine.features.offload.host_pages import CacheRow
+from jaxllm.engine.features.offload.offload import Offload
 
 VOCAB = 3
 
 
-def salted(salt: str | None, adapters: Sequence[Any]) -> str | None:
+def salted(salt: Any, adapters: Sequence[Any]) -> Any:
     """What stands for a salt and what adapters add."""
     return repr((salt, adapters)) if adapters else salt
 
@@ -71,11 +76,29 @@ class SimulatedLeaving(NamedTuple):
         return self.pages
 
 
+class SimulatedOffload(Offload):
+    """Copies what the simulated device holds."""
+
+    runner: SimulatedRunner
+
+    def attach(self, around: Surroundings) -> None:
+        with mock.patch("jaxllm.engine.features.offload.offload.PageCopies"):
+            super().attach(around)
+
+    def _read(self, rows: list[tuple[CacheRow, Any]]) -> Any:
+        return self.runner.read_pages(rows)
+
+    def _write(self, rows: list[tuple[CacheRow, Any]]) -> None:
+        self.runner.write_pages(rows)
+
+
 class SimulatedRunner:
     """Takes the place of Runner. `log` says in which order halves of steps were run."""
 
     def __init__(self, num_pages: int, page_size: int, has_states: bool = False):
         self.page_size = page_size
+        self.features = Features()
+        """Those of the core, once there is one."""
         self.vocab_size = VOCAB
         self._position: dict[int, int] = {}
         """Slot -> the position of its next token, which the host does not know where drafts are under way."""
@@ -83,6 +106,10 @@ class SimulatedRunner:
         self.scheduled_tokens: dict[str, int] = {}
         self.padded_tokens: dict[str, int] = {}
         self.batches: list[Batch] = []
+        self.entered: list[int] = []
+        """The places that adapters have taken before the last step."""
+        self.returned: list[list[CacheRow]] = []
+        """The rows that were filled with what the host has, before each step."""
         self.log: list[str] = []
         self._pages: list[list[tuple[int, int, str | None] | None]] = [[None] * page_size for _ in range(num_pages)]
         self._sampled: dict[tuple[int, int], int] = {}
@@ -94,13 +121,22 @@ class SimulatedRunner:
 
     def salt(self, request: Request) -> str | None:
         """All that the model's answer depends on besides the tokens: the salt, and the adapters that it finds."""
-        return salted(request.cache_salt, [self._adapters[place] for place in request.adapter_places])
+        asked = request.extras.get("adapters")
+        return salted(request.cache_root, [] if asked is None else [self._adapters[place] for place in asked.places])
 
-    def prepare(self, request: Request) -> None:
+    def prepare(self, request: Request, seed: int) -> None:
         pass
 
-    def remember_answer(self, request: Request) -> None:
-        pass
+    def before_step(self) -> None:
+        for feature in self.features:
+            feature.before_step()
+
+    def run(self, key: Key, *vectors: Any) -> None:
+        """As the Device that features have: it takes up adapters."""
+        if key == PUT_TABLES:
+            place, *rows = vectors
+            self._adapters[int(place[0])] = tuple(rows)
+            self.entered.append(int(place[0]))
 
     def missing(self, request: Request) -> list[Any]:
         return []
@@ -111,19 +147,15 @@ class SimulatedRunner:
     def close(self) -> None:
         pass
 
-    def dispatch(self, batch: Batch, fill: object = None) -> SimulatedHandle:
+    def dispatch(self, batch: Batch) -> SimulatedHandle:
         """Every chunk is written before anything is read, as in a layer."""
         self.batches.append(batch)
-        self._adapters |= {place: rows for rows, place in batch.entering}
-        leaving = self.read_pages(batch.leaving)
-        for row, content in batch.returning:
-            if row.kind == "page":
-                self._pages[row.number] = list(content)
-            else:
-                assert self._states is not None
-                self._states[row.number] = tuple(content)  # type: ignore[assignment]
+        self.entered = []
+        self.returned.append([])
+        self.before_step()
         self.log.append("backbone")
-        self._position |= {request.slot: request.num_admitted for request in batch.admitted}
+        starts = {chunk.request.request_id: chunk.start for chunk in batch.chunks}
+        self._position |= {request.slot: starts[request.request_id] for request in batch.admitted}
         begins = [self._position[chunk.request.slot] for chunk in batch.chunks]
         for chunk in batch.chunks:
             request, start = chunk.request, self._position[chunk.request.slot]
@@ -142,19 +174,27 @@ class SimulatedRunner:
         )
         if batch.verifies:
             self._verify(handle, rows, [chunk.num_sampled - 1 for chunk in batch.chunks])
-        elif batch.masked:
+        elif batch.late:
             handle.waiting = rows
         else:
             self._sample(handle, rows)
             self._decode_on(handle, batch.num_steps - 1)
         self._write_states(batch, begins)
-        handle.leaving = leaving  # type: ignore[assignment]
         handle.ran = RanStep.of(batch, [], 0.0)
         return handle
 
     def read_pages(self, rows: Sequence[tuple[CacheRow, bytes]]) -> list[SimulatedLeaving]:
         contents = [SimulatedPage(self._contents(row)) for row, _ in rows]
         return [SimulatedLeaving([digest for _, digest in rows], contents)] if rows else []
+
+    def write_pages(self, rows: Sequence[tuple[CacheRow, Any]]) -> None:
+        self.returned[-1] = [row for row, _ in rows]
+        for row, content in rows:
+            if row.kind == "page":
+                self._pages[row.number] = list(content)
+            else:
+                assert self._states is not None
+                self._states[row.number] = tuple(content)  # type: ignore[assignment]
 
     def _contents(self, row: CacheRow) -> Any:
         if row.kind == "page":
@@ -168,7 +208,7 @@ class SimulatedRunner:
             return
         for chunk, begin in zip(batch.chunks, begins, strict=True):
             request = chunk.request
-            row = chunk.state_read or request.slot
+            row = chunk.extras["states"].read or request.slot
             tokens, salt = self._states[row] if begin else ([], self.salt(request))
             assert salt == self.salt(request), "a foreign state was read"
             assert tokens == self._read(request, begin), "the state of other tokens was read"
@@ -185,11 +225,12 @@ class SimulatedRunner:
             request, end = chunk.request, self._position[chunk.request.slot]
             after = self._read(request, end)
             self._states[request.slot] = after, self.salt(request)
-            kept = end // self.page_size * self.page_size if verifies else chunk.kept_tokens
+            told = chunk.extras["states"]
+            kept = end // self.page_size * self.page_size if verifies else told.tokens
             comes_by = begin < kept <= end
-            assert comes_by or batch.drafts or not chunk.state_kept, "it does not come by the state that it is to keep"
-            if chunk.state_kept and comes_by:
-                self._states[chunk.state_kept] = after[:kept], self.salt(request)
+            assert comes_by or batch.tries or not told.kept, "it does not come by the state that it is to keep"
+            if told.kept and comes_by:
+                self._states[told.kept] = after[:kept], self.salt(request)
 
     def _decode_on(self, handle: SimulatedHandle, steps: int) -> None:
         """Each sampled token is run as well, and the one behind it sampled."""
@@ -228,13 +269,15 @@ class SimulatedRunner:
         settled = Settled(*np.array(counts).T)
         handle.sampled = Sampled(np.array(sampled).reshape(-1), None, settled)  # type: ignore[arg-type]
 
-    def sample_waiting(self, handle: SimulatedHandle, fill: Callable[[list[Request], np.ndarray], None]) -> None:
+    def sample_waiting(self, handle: SimulatedHandle) -> None:
         """The second half; the mask has one bit a token."""
         rows = [row for row in handle.waiting if row.request.status is Status.RUNNING]
         handle.waiting = []
         if rows:
             mask = np.zeros((len(rows), 1), np.int32)
-            fill([row.request for row in rows], mask)
+            for feature in self.features:
+                if feature.late:
+                    feature.fill([row.request for row in rows], {"mask": mask})
             self._sample(handle, rows, mask[:, 0])
 
     def _sample(self, handle: SimulatedHandle, rows: list[SampledRow], mask: np.ndarray | None = None) -> None:

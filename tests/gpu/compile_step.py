@@ -50,10 +50,9 @@ def compiled(given: argparse.Namespace) -> dict[str, Any]:
     import jax
 
     from jaxllm.config import EngineConfig
-    from jaxllm.engine.device.executables import COMPILER_OPTIONS
-    from jaxllm.engine.device.keys import PLAIN, SAMPLED, Key
-    from jaxllm.engine.device.step import StepFunctions
-    from jaxllm.engine.start.plan import make_blueprint
+    from jaxllm.engine.core.executables import COMPILER_OPTIONS
+    from jaxllm.engine.core.keys import PLAIN, SAMPLED, Key
+    from jaxllm.engine.start.plan import make_blueprint, step_functions
     from jaxllm.engine.start.platform import Platform
     from jaxllm.speculative_config import SpeculativeConfig
     from jaxllm.weights import open_checkpoint
@@ -79,7 +78,7 @@ def compiled(given: argparse.Namespace) -> dict[str, Any]:
     mesh = mesh_of(tp=given.tp, dp=given.dp)
 
     def lower(mesh: Any) -> Any:
-        functions = StepFunctions(blueprint.model, blueprint.params, mesh, blueprint.sizes)
+        functions = step_functions(blueprint, mesh)
         function, arguments = functions.step(key)
         if given.defect:
             function = with_defect(function, given.defect)
@@ -93,7 +92,7 @@ def compiled(given: argparse.Namespace) -> dict[str, Any]:
     program = lowered.compile(compiler_options=options | {"xla_dump_to": str(given.directory), **DUMP})
     seconds = time.process_time() - began
     memory, text = program.memory_analysis(), program.as_text()
-    buffers = jax.tree.leaves(functions.state.abstract().caches)
+    buffers = jax.tree.leaves(functions.state.abstract()["caches"])
     taken = taken_by_kernels(given.directory)
     return {
         "seconds": seconds,

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.engine.device.batch import whole_texts
+from jaxllm.engine.core.batch import whole_texts
 from jaxllm.models.abstract import abstract_model
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import model_spec

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxllm import EngineConfig
-from jaxllm.engine.device.sizes import StepSizes
+from jaxllm.engine.core.sizes import StepSizes
 from jaxllm.engine.start.memory import fewer_sequences, plan_caches
 from jaxllm.errors import ConfigError
 from jaxllm.models.caches import CacheLayout, Joined, Paged, PerSlot, Repeated, Shared, parts_of
@@ -82,9 +82,8 @@ def test_steps_have_a_row_for_each_slot_one_for_padding_and_one_for_each_snapsho
     sizes = StepSizes(
         max_num_seqs=4, max_num_batched_tokens=32, decode_steps=1, max_model_len=64, page_size=16, num_pages=10,
         num_snapshots=3, caches=LAYERS, cache_layout=FLOATS, hidden_size=8, vocab_size=9, dtype=np.float32,
-        widest_activation=8,
     )  # fmt: skip
-    assert sizes.has_states and sizes.num_states == 8
+    assert sizes.keeps_by_slot and sizes.num_slot_rows == 8
     assert [len(layer) for layer in sizes.buffers] == [2, 2, 2, 0, 0]
     assert sizes.buffers[2][0].shape == (8, 2, 96)
 

@@ -12,7 +12,8 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.models.layers.host_experts import ExpertPlaces, next_turn, placing_experts
+from jaxllm.models.layers.hands import Told, telling
+from jaxllm.models.layers.host_experts import ExpertPlaces, next_turn
 from jaxllm.models.layers.moe import MoE, places_of_layer
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import REFERENCE, Kernels
@@ -107,8 +108,9 @@ def steps(
     places = jax.tree.map(lambda b: jnp.zeros(b.shape, b.dtype), buffers, is_leaf=lambda b: hasattr(b, "axes"))
 
     def step(filled: Any, places: Any, x: jax.Array) -> Any:
-        with placing_experts(places) as kept:
-            out = nnx.merge(graph, filled)(x, metadata(np.ones(len(x), bool)))
+        meta = metadata(np.ones(len(x), bool))
+        with telling(Told(meta, places=places)) as kept:
+            out = nnx.merge(graph, filled)(x, meta)
         return out, kept.places
 
     run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))

@@ -10,8 +10,8 @@ import jax
 import pytest
 
 from jaxllm import EngineConfig
-from jaxllm.engine.device.keys import PLAIN
-from jaxllm.engine.device.step import StepFunctions
+from jaxllm.engine.core.keys import PLAIN
+from jaxllm.engine.core.step import StepFunctions
 from jaxllm.engine.start.plan import UNPAGED_LENGTH, Blueprint, make_blueprint
 from jaxllm.engine.start.platform import Platform
 from jaxllm.models.caches import CacheSpec, Paged, PerSlot, parts_of

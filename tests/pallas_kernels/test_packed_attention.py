@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.engine.device.batch import whole_texts
+from jaxllm.engine.core.batch import whole_texts
 from jaxllm.pallas_kernels.reference import packed_attention
 
 TOKENS, TEXTS, HEADS, KV_HEADS, DIM, SCALE = 300, 8, 6, 2, 12, 0.3

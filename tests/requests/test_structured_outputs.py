@@ -86,7 +86,7 @@ FOLLOW = """
 import sys, json
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from jaxllm.engine.grammar import Grammars
+from jaxllm.engine.features.grammar.grammar import Grammars
 from jaxllm.requests.structured_outputs import StructuredOutputs
 
 letters = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, ConfigError, InvalidRequestError, SamplingParams
-from jaxllm.engine.device.ran_step import RanSequence
+from jaxllm.engine.core.handle import RanSequence
 from jaxllm.models.caches import Paged
 from jaxllm.research.explained import StepExplanation, StepPart
 from jaxllm.research.step_bytes import _seen

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, CheckpointError, ConfigError, EnginePausedError, InvalidRequestError, SamplingParams
-from jaxllm.engine.core import EngineCore
-from jaxllm.engine.front.async_llm import AsyncLLM
+from jaxllm.engine.core.loop import EngineCore
+from jaxllm.engine.doors.async_llm import AsyncLLM
 from jaxllm.engine.messages import TokenDelta
 from tests.devices import over_devices
 from tests.reference.tiny import save_checkpoint, tiny_config, tiny_prompt, tiny_weights

@@ -28,11 +28,20 @@ from fastapi import FastAPI
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from jaxllm.config import EngineConfig, ModelConfig, ServeConfig
-from jaxllm.engine.detokenizer import Detokenizer
-from jaxllm.engine.front.async_llm import AsyncLLM
-from jaxllm.engine.front.streams import Stream
-from jaxllm.engine.messages import EngineInfo, EngineRequest, EngineStats, LookAt, TokenDelta
-from jaxllm.engine.orders import Order, Pause, Resume, UpdateWeights
+from jaxllm.engine.core.detokenizer import Detokenizer
+from jaxllm.engine.doors.async_llm import AsyncLLM
+from jaxllm.engine.doors.streams import Stream
+from jaxllm.engine.messages import (
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    LookAt,
+    Order,
+    Pause,
+    Resume,
+    TokenDelta,
+    UpdateWeights,
+)
 from jaxllm.engine.start.room import MemoryRoom
 from jaxllm.errors import CheckpointError, EngineDeadError
 from jaxllm.requests.adapters import AdapterUse
@@ -264,7 +273,7 @@ class FakeEngine(AsyncLLM):
         )  # fmt: skip
         self.client = CannedClient(self, info)
         started = self.client, ByteTokenizer() if tokenizer else None
-        with mock.patch("jaxllm.engine.front.async_llm.start_engine", return_value=started):
+        with mock.patch("jaxllm.engine.doors.async_llm.start_engine", return_value=started):
             super().__init__(EngineConfig(model="fake"))
         self.queue_limit = queue_limit
 

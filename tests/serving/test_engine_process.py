@@ -27,9 +27,9 @@ import sys
 from unittest import mock
 
 from jaxllm.config import ServeConfig
-from jaxllm.engine.front import process_client
+from jaxllm.engine.doors import process_client
 from jaxllm.serving import server
-from tests.engine.front import stand_in
+from tests.engine.doors import stand_in
 from tests.serving.fake_engine import ByteTokenizer
 
 def start(config, given_up=None, *rest):
@@ -37,7 +37,7 @@ def start(config, given_up=None, *rest):
 
 if __name__ == "__main__":
     process_client.SILENT_SECONDS = float(sys.argv[1])
-    there = "jaxllm.engine.front.async_llm"
+    there = "jaxllm.engine.doors.async_llm"
     with (
         mock.patch(f"{there}.start_engine", lambda config, given_up, *rest: (start(config, given_up), ByteTokenizer())),
         mock.patch(f"{there}.start_client", start),

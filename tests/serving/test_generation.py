@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from jaxllm.engine.front import async_llm
+from jaxllm.engine.doors import async_llm
 from tests.serving.fake_engine import FakeEngine
 
 

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxllm.cli.main import main
 from jaxllm.engine.messages import EngineStats
-from jaxllm.engine.stats import GAUGES, added, counted
+from jaxllm.engine.scale.routing import GAUGES, added, counted
 from jaxllm.errors import CheckpointError, ConfigError, EngineDeadError
 from tests.serving.batches.running import chat
 from tests.serving.conftest import wait_for

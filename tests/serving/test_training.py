@@ -12,7 +12,7 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from jaxllm.engine.orders import NameWeights, Pause, ResetPrefixCache, Resume, UpdateWeights
+from jaxllm.engine.messages import NameWeights, Pause, ResetPrefixCache, Resume, UpdateWeights
 from tests.serving.access.conftest import key, write_keys
 from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import NEW_WEIGHTS, FakeEngine

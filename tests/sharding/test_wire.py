@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxllm.engine.device.keys import MASKED, Key
-from jaxllm.engine.lockstep.messages import FromLeader, Pulse, RunStep
+from jaxllm.engine.core.keys import SAMPLED, Key
+from jaxllm.engine.scale.lockstep.messages import FromLeader, Pulse, RunStep
 from jaxllm.sharding.wire import MOST_BODY, MOST_HEADER, Wire, WireError, frame
 
 
@@ -36,7 +36,7 @@ def test_a_step_arrives_with_its_arrays(ends: tuple[Wire[Any], socket.socket]) -
         np.zeros((0, 3), np.float32),
         np.array([2**32 - 1], np.uint32),
     ]
-    sent = RunStep(3, Key("head", 8, MASKED))
+    sent = RunStep(3, Key("head", 8, SAMPLED | {"grammar"}))
     theirs.sendall(frame(Pulse()) + frame(sent, arrays))
     assert wire.receive(5) == (Pulse(), [])
     message, received = wire.receive(5)

@@ -10,9 +10,8 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.device.keys import PLAIN
-from jaxllm.engine.device.step import StepFunctions
-from jaxllm.engine.start.plan import Blueprint, make_blueprint
+from jaxllm.engine.core.keys import Key
+from jaxllm.engine.start.plan import Blueprint, make_blueprint, step_functions
 from jaxllm.engine.start.platform import Platform
 from jaxllm.weights import open_checkpoint
 
@@ -29,5 +28,5 @@ def blueprint_of(model: str, directory: Path, tp: int = 1, layers: int = 2, **fi
 
 
 def step_of(blueprint: Blueprint, kind: str, mesh: Mesh | AbstractMesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    steps = StepFunctions(blueprint.model, blueprint.params, mesh, blueprint.sizes)
-    return steps.decode(16, PLAIN) if kind == "decode" else steps.backbone(512)
+    key = Key("decode", 16) if kind == "decode" else Key("backbone", 512)
+    return step_functions(blueprint, mesh).step(key)

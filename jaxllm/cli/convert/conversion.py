@@ -9,7 +9,7 @@ from typing import Literal
 from jaxllm.cli.convert.destination import new_destination
 from jaxllm.compat import under_own_settings
 from jaxllm.config import EngineConfig
-from jaxllm.engine.start.checkpoint import open_model
+from jaxllm.engine.start.tokenizer import open_model
 from jaxllm.errors import ConfigError
 from jaxllm.progress import Progress
 from jaxllm.weights.checkpoint import Checkpoint

@@ -17,10 +17,10 @@ import jax
 
 from jaxllm import compat
 from jaxllm.config import EngineConfig
-from jaxllm.engine.lockstep.follower import Follower
-from jaxllm.engine.lockstep.leader import Leader
-from jaxllm.engine.lockstep.meeting import Group, meet
-from jaxllm.engine.lockstep.messages import (
+from jaxllm.engine.scale.lockstep.follower import Follower
+from jaxllm.engine.scale.lockstep.leader import Leader
+from jaxllm.engine.scale.lockstep.meeting import Group, meet
+from jaxllm.engine.scale.lockstep.messages import (
     Agreed,
     MemberMemory,
     MemberPlan,

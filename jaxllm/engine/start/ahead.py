@@ -8,18 +8,20 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from jaxllm.compat import under_own_settings
 from jaxllm.config import EngineConfig
-from jaxllm.engine.device.executables import Executables, compile_step
-from jaxllm.engine.device.keys import Key
-from jaxllm.engine.device.saved import SavedExecutables
-from jaxllm.engine.jobs import BACKGROUND_NICENESS
-from jaxllm.engine.start.checkpoint import open_model
+from jaxllm.engine.core.executables import Executables, compile_step
+from jaxllm.engine.core.jobs import BACKGROUND_NICENESS
+from jaxllm.engine.core.keys import Key
+from jaxllm.engine.core.saved import SavedExecutables
+from jaxllm.engine.scale.staged_device import keys_of
 from jaxllm.engine.start.manifest import step_manifest
 from jaxllm.engine.start.plan import make_blueprint, step_functions
 from jaxllm.engine.start.platform import Platform
+from jaxllm.engine.start.tokenizer import open_model
 from jaxllm.errors import ConfigError
 from jaxllm.sharding.clusters import settled
 from jaxllm.sharding.mesh import build_meshes
@@ -64,7 +66,7 @@ def compile_ahead(
             raise ValueError(f"the executables would be {saved.name}, and {expected} are wanted")
         functions = step_functions(blueprint, mesh)
         stage = blueprint.options.stage
-        keys = Executables(functions, blueprint.plan.buckets, eager=True, stage=stage).plan()
+        keys = Executables(functions, blueprint.plan.buckets, eager=True, own_of=partial(keys_of, stage)).plan()
         for key in keys:
             on_key(keys, key)
             if not saved.has(key):

@@ -16,28 +16,27 @@ from jax.sharding import Mesh
 from jaxllm import compat, cpu_kernels, machine
 from jaxllm.config import EngineConfig
 from jaxllm.cpu_kernels.huge_pages import use_huge_pages
-from jaxllm.engine.data_parallel.core import Core
-from jaxllm.engine.device.kept_weights import Kept
-from jaxllm.engine.lockstep.leader import Leader
-from jaxllm.engine.lockstep.meeting import Group
+from jaxllm.engine.core.step_weights import Kept
+from jaxllm.engine.features.offload.offload import transfer_of
+from jaxllm.engine.features.processors.processing import processors_of
 from jaxllm.engine.messages import EngineInfo
+from jaxllm.engine.scale.data_parallel.core import Core
+from jaxllm.engine.scale.lockstep.leader import Leader
+from jaxllm.engine.scale.lockstep.meeting import Group
 from jaxllm.engine.start.agreement import agree_on_memory, agree_on_plan, join_group, open_exchange
-from jaxllm.engine.start.checkpoint import open_model
-from jaxllm.engine.start.clock import Clock
 from jaxllm.engine.start.cores import new_core
 from jaxllm.engine.start.draft import check_draft_vocabulary, load_draft
 from jaxllm.engine.start.foresight import foresee
-from jaxllm.engine.start.host_memory import check_host_memory
 from jaxllm.engine.start.leave import die
 from jaxllm.engine.start.manifest import step_manifest
-from jaxllm.engine.start.offload import check_offload
+from jaxllm.engine.start.offload import check_host_memory, check_offload
 from jaxllm.engine.start.options import wants_cpu_kernels
 from jaxllm.engine.start.plan import make_blueprint
 from jaxllm.engine.start.platform import Platform, prepare_backend
-from jaxllm.engine.start.prepared import Prepared, PreparedStage, Weights, new_device
+from jaxllm.engine.start.prepared import Clock, Prepared, PreparedStage, Weights, new_device
 from jaxllm.engine.start.room import MemoryRoom
 from jaxllm.engine.start.stage_steps import prepare_stages
-from jaxllm.engine.start.tokenizer import resolve_tokenizer
+from jaxllm.engine.start.tokenizer import open_model, resolve_tokenizer
 from jaxllm.errors import CheckpointError, ConfigError, one_line
 from jaxllm.folders import unwritable
 from jaxllm.models.registry import with_importance
@@ -232,7 +231,7 @@ def _assemble(
     grammars = None
     encodes = blueprint.plan.buckets.encodes
     if tokenizer is not None and not encodes:
-        from jaxllm.engine.grammar import Grammars
+        from jaxllm.engine.features.grammar.grammar import Grammars
 
         grammars = Grammars(tokenizer.backend, blueprint.spec.config.vocab_size, tokenizer.eos_token_ids)
         if config.engine_process:  # others' streams would stand still while the first grammar reads the vocabulary
@@ -272,8 +271,8 @@ def _assemble(
         default_sampling=_sampling_defaults(checkpoint),
         max_logprobs=config.max_logprobs,
         platform=plan.platform,
-        logits_processors=functions.processors.declared,
-        transfer=core.transfer,
+        logits_processors={} if encodes else processors_of(functions.features).declared,
+        transfer=transfer_of(core.features),
     )
     checkpoint.close()
     logger.info("started: %s", clock)

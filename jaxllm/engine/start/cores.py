@@ -6,34 +6,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.adapters.base_weights import BaseWeights
-from jaxllm.engine.adapters.places import AdapterPlaces
-from jaxllm.engine.adapters.reading import AdapterReader
-from jaxllm.engine.adapters.store import AdapterStore
-from jaxllm.engine.core import EngineCore
-from jaxllm.engine.data_parallel.core import Core, DataParallelCore
-from jaxllm.engine.data_parallel.ranks import RankDevice, Ranks
-from jaxllm.engine.device.device import Device
-from jaxllm.engine.device.encoder_runner import EncoderRunner
-from jaxllm.engine.device.runner import Runner
-from jaxllm.engine.encoder_scheduler import EncoderScheduler
-from jaxllm.engine.kv_events.events import KVEvents
-from jaxllm.engine.kv_events.publisher import EventPublisher
-from jaxllm.engine.page_pool import PagePool
-from jaxllm.engine.scheduler import Scheduler
-from jaxllm.engine.start.checkpoint import open_model
+from jaxllm.engine.core.device import Device
+from jaxllm.engine.core.feature import Surroundings
+from jaxllm.engine.core.loop import EngineCore
+from jaxllm.engine.core.pages import PagePool
+from jaxllm.engine.core.registry import Features
+from jaxllm.engine.core.runner import EncoderRunner, Runner
+from jaxllm.engine.core.scheduler import EncoderScheduler, Scheduler
+from jaxllm.engine.features.adapters.reading import AdapterReader, BaseWeights
+from jaxllm.engine.features.adapters.store import AdapterStore
+from jaxllm.engine.features.offload.offload import Offload
+from jaxllm.engine.scale.data_parallel.core import Core, DataParallelCore
+from jaxllm.engine.scale.data_parallel.ranks import RankDevice, Ranks
+from jaxllm.engine.scale.kv_events.events import KVEvents
+from jaxllm.engine.scale.kv_events.publisher import EventPublisher
 from jaxllm.engine.start.new_weights import WeightReader
 from jaxllm.engine.start.offload import page_tiers
-from jaxllm.engine.start.options import draft_depth
 from jaxllm.engine.start.plan import Blueprint
 from jaxllm.engine.start.prepared import Prepared
-from jaxllm.engine.state_cache import StateCache
+from jaxllm.engine.start.tokenizer import open_model
 from jaxllm.models.abstract import LiveModel, ModelParts
 from jaxllm.models.registry import adapter_names
 from jaxllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from jaxllm.engine.grammar import Grammars
+    from jaxllm.engine.features.grammar.grammar import Grammars
 
 KEPT_ADAPTERS = 4
 """Adapters kept in host memory for each place on the devices, where nothing is said."""
@@ -47,25 +44,38 @@ def new_core(
     parts = ModelParts(blueprint.spec, blueprint.options, blueprint.params, prepared.last.mesh)
     model = LiveModel(parts, lambda: functions.unpack_weights(device.weights)) if not blueprint.stages else None
 
+    config, encodes = prepared.config, blueprint.plan.buckets.encodes
+    store = adapter_store(blueprint, config, prepared.checkpoint.path)
+
     def core(device: Device, rank: int) -> EngineCore:
-        config, checkpoint = prepared.config, prepared.checkpoint
-        scheduler = _new_scheduler(prepared)
-        encodes = blueprint.plan.buckets.encodes
-        return EngineCore(
+        backend = tokenizer.backend if tokenizer else None
+        pool = _new_pool(prepared)
+        around = Surroundings(device, blueprint.sizes, pool, backend, eos)
+        features = functions.features.attached(around)
+        scheduler = _new_scheduler(prepared, pool, features)
+        around.running, around.prefix_root = (lambda: scheduler.running), scheduler.prefix_root
+        if not encodes:
+            features["grammar"].grammars, features["adapters"].store = grammars, store  # type: ignore[attr-defined]
+        if Offload.name in features:
+            tiers = page_tiers(config, blueprint, prepared.last.mesh, prepared.checkpoint.path, pool)
+            assert tiers is not None, "an engine that offloads was told where to"
+            features[Offload.name].keep_in(tiers)  # type: ignore[attr-defined]
+        events = _new_events(config, pool, rank)
+        features = features if events is None else Features([*features, events])
+        around.features = lambda: features
+        found = EngineCore(
             scheduler,
-            scheduler.pool,
-            (EncoderRunner if encodes else Runner)(
-                device, blueprint.sizes, blueprint.spec.config.num_outputs, eos, functions.processors
-            ),
-            tokenizer.backend if tokenizer else None,
+            pool,
+            (EncoderRunner if encodes else Runner)(device, blueprint.sizes, features),
+            backend,
             eos,
             config.seed + rank,
-            grammars,
-            adapter_store(blueprint, config, checkpoint.path),
+            features,
             model,
             WeightReader(config, blueprint, functions, prepared.last.mesh),
-            _new_events(config, scheduler.pool, rank),
         )
+        around.is_paused = lambda: found.is_paused
+        return found
 
     count = prepared.config.num_batches
     if count == 1:
@@ -74,25 +84,18 @@ def new_core(
     return DataParallelCore([core(RankDevice(device, ranks, rank), rank) for rank in range(count)], ranks)
 
 
-def _new_scheduler(prepared: Prepared) -> Scheduler:
-    config, blueprint, plan = prepared.config, prepared.blueprint, prepared.blueprint.plan
-    states = StateCache(plan.num_states - plan.num_snapshots, plan.num_snapshots) if plan.num_snapshots else None
-    shares = config.enable_prefix_caching and (states is not None or not blueprint.sizes.has_states)
-    pool = PagePool(plan.num_pages, plan.page_size, shares)
+def _new_pool(prepared: Prepared) -> PagePool:
+    plan, sizes = prepared.blueprint.plan, prepared.blueprint.sizes
+    shares = prepared.config.enable_prefix_caching and (plan.num_snapshots > 0 or not sizes.keeps_by_slot)
+    return PagePool(plan.num_pages, plan.page_size, shares)
+
+
+def _new_scheduler(prepared: Prepared, pool: PagePool, features: Features) -> Scheduler:
+    blueprint, plan = prepared.blueprint, prepared.blueprint.plan
     limits = (plan.max_num_seqs, plan.max_num_batched_tokens, plan.max_model_len)
     if plan.buckets.encodes:
-        return EncoderScheduler(pool, *limits)
-    tiers = page_tiers(config, blueprint, prepared.last.mesh, prepared.checkpoint.path, pool)
-    return Scheduler(
-        pool,
-        *limits,
-        blueprint.spec.config.length_rule,
-        plan.decode_steps,
-        states,
-        draft_depth(config),
-        AdapterPlaces(plan.adapter_places),
-        tiers,
-    )
+        return EncoderScheduler(pool, *limits, features=features)
+    return Scheduler(pool, *limits, blueprint.spec.config.length_rule, plan.decode_steps, features)
 
 
 def _new_events(config: EngineConfig, pool: PagePool, rank: int) -> KVEvents | None:
@@ -106,7 +109,7 @@ def _new_events(config: EngineConfig, pool: PagePool, rank: int) -> KVEvents | N
 
 def adapter_store(blueprint: Blueprint, config: EngineConfig, path: Path) -> AdapterStore | None:
     """Where the engine of the model at `path` finds adapters; None where it runs without."""
-    adapted, sizes = blueprint.adapted, blueprint.sizes.adapters
+    adapted, sizes = blueprint.adapted, blueprint.adapters
     if adapted is None or sizes is None:
         return None
     weights = {param.path: param for param in blueprint.params}

@@ -9,10 +9,10 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.device.sizes import Drafts, ModuleDrafts
-from jaxllm.engine.start.checkpoint import open_model
+from jaxllm.engine.features.drafts.rules import Drafts, ModuleDrafts
 from jaxllm.engine.start.options import build_options, choose_kinds
 from jaxllm.engine.start.platform import Platform
+from jaxllm.engine.start.tokenizer import open_model
 from jaxllm.errors import CheckpointError, ConfigError, ModelNotFoundError
 from jaxllm.models.abstract import abstract_model
 from jaxllm.models.caches import CacheLayout

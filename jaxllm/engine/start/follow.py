@@ -8,9 +8,9 @@ from typing import NoReturn
 
 from jaxllm import compat
 from jaxllm.config import EngineConfig
-from jaxllm.engine.lockstep.follower import Follower
-from jaxllm.engine.lockstep.meeting import Group
-from jaxllm.engine.lockstep.messages import Follows
+from jaxllm.engine.scale.lockstep.follower import Follower
+from jaxllm.engine.scale.lockstep.meeting import Group
+from jaxllm.engine.scale.lockstep.messages import Follows
 from jaxllm.engine.start.agreement import join_group
 from jaxllm.engine.start.build import (
     closing_at_failure,
@@ -19,10 +19,9 @@ from jaxllm.engine.start.build import (
     load_weights,
     plan_and_compile,
 )
-from jaxllm.engine.start.checkpoint import open_model
-from jaxllm.engine.start.clock import Clock
 from jaxllm.engine.start.leave import die, leave
-from jaxllm.engine.start.prepared import new_follower
+from jaxllm.engine.start.prepared import Clock, new_follower
+from jaxllm.engine.start.tokenizer import open_model
 from jaxllm.errors import ConfigError, EngineDeadError, JaxLLMError, one_line
 from jaxllm.weights.folder import reading_ahead
 

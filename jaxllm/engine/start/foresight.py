@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from jaxllm import compat, machine
 from jaxllm.config import EngineConfig
-from jaxllm.engine.start.host_memory import PROCESS_BYTES, check_host_memory
+from jaxllm.engine.start.offload import PROCESS_BYTES, check_host_memory
 from jaxllm.engine.start.plan import make_blueprint
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import ConfigError

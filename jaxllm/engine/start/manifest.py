@@ -14,8 +14,8 @@ import jaxlib
 from jax.sharding import Mesh
 
 from jaxllm import compat, cpu_kernels, machine
-from jaxllm.engine.device.executables import COMPILER_OPTIONS
-from jaxllm.engine.device.saved import fingerprint
+from jaxllm.engine.core.executables import COMPILER_OPTIONS
+from jaxllm.engine.core.saved import fingerprint
 from jaxllm.engine.start.plan import Blueprint
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ def step_manifest(blueprint: Blueprint, mesh: Mesh) -> dict[str, str]:
     on_cpu = device.platform == "cpu"
     spec, sizes, kernels = blueprint.spec, blueprint.sizes, blueprint.options.kernels
     limits = ("max_num_seqs", "max_num_batched_tokens", "decode_steps", "max_model_len", "page_size", "num_pages")
-    stated = ", ".join(f"{name} {getattr(sizes, name)}" for name in (*limits, "num_snapshots", "drafts", "adapters"))
+    stated = ", ".join(f"{name} {getattr(sizes, name)}" for name in (*limits, "num_snapshots"))
     draft = blueprint.draft
     return {
         "jaxllm": f"sources {sources_digest()}",
@@ -44,6 +44,7 @@ def step_manifest(blueprint: Blueprint, mesh: Mesh) -> dict[str, str]:
         "processor": _processor() if on_cpu else "any",
         "kernels": f"{kernels.name}, {cpu_kernels.isa()}" if kernels.native else kernels.name,
         "model": f"{spec.family.name}, {fingerprint(spec.config)}, {fingerprint(blueprint.params)}",
+        "features": f"drafts {blueprint.drafts}, adapters {blueprint.adapters}",
         "draft": "none" if draft is None else f"{fingerprint(draft.spec.shape)}, {fingerprint(draft.params)}",
         "sizes": f"{stated}, caches {fingerprint((sizes.layers, sizes.hidden_size, sizes.vocab_size))}",
         "dtype": blueprint.plan.dtype,

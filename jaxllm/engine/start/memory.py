@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.device.sizes import Drafts, ModuleDrafts
+from jaxllm.engine.features.drafts.rules import Drafts, ModuleDrafts
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import ConfigError
 from jaxllm.models.abstract import abstract_model
@@ -232,3 +232,6 @@ def cache_budget(config: EngineConfig, platform: Platform, weights: int, workspa
         return min(CPU_KV_BYTES, (platform.free_host_memory - weights) // 4)
     wanted = int((platform.memory or platform.memory_limit) * config.gpu_memory_utilization)
     return min(wanted, platform.memory_limit) - weights - workspace
+
+
+"""What Python, JAX, compiled steps and the tokenizer of a process take besides weights and caches, at least."""

@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 from jaxllm.compat import under_own_settings
 from jaxllm.config import EngineConfig
 from jaxllm.cpu_kernels.huge_pages import use_huge_pages
-from jaxllm.engine.device.step import StepFunctions
-from jaxllm.engine.orders import NewWeights, WeightSource
-from jaxllm.engine.start.checkpoint import open_model
+from jaxllm.engine.core.step import StepFunctions
+from jaxllm.engine.messages import NewWeights, WeightSource
 from jaxllm.engine.start.plan import Blueprint
+from jaxllm.engine.start.tokenizer import open_model
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.config import DecoderConfig
 from jaxllm.models.registry import ModelSpec, model_spec, with_importance

@@ -1,8 +1,9 @@
-"""Where an engine's pages and states go when their place on the devices is given away."""
+"""What an engine keeps in host memory: whether there is room, and where pages and states go that leave the devices."""
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -10,15 +11,14 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.device.page_blocks import PageBlocks
-from jaxllm.engine.device.saved import fingerprint
-from jaxllm.engine.offload.cache_rows import ROW_KINDS
-from jaxllm.engine.offload.disk_pages import DiskPages
-from jaxllm.engine.offload.tiers import PageTiers
-from jaxllm.engine.page_pool import PagePool
+from jaxllm.engine.core.pages import PagePool
+from jaxllm.engine.core.saved import fingerprint
+from jaxllm.engine.features.offload.disk_pages import DiskPages
+from jaxllm.engine.features.offload.page_copies import PageBlocks
+from jaxllm.engine.features.offload.tiers import PageTiers
 from jaxllm.engine.start.agreement import files_digest
 from jaxllm.engine.start.manifest import step_manifest
-from jaxllm.engine.start.plan import Blueprint
+from jaxllm.engine.start.plan import Blueprint, EnginePlan
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import ConfigError
 from jaxllm.folders import in_home
@@ -40,7 +40,7 @@ def check_offload(config: EngineConfig, blueprint: Blueprint, platform: Platform
     size, sizes = format_bytes(config.kv_offload_memory), blueprint.sizes
     if blueprint.plan.buckets.encodes:
         raise ConfigError(f"kv_offload_memory is {size}, and this model keeps no KV pages that it could hold")
-    if sizes.has_states and not sizes.num_snapshots:
+    if sizes.keeps_by_slot and not sizes.num_snapshots:
         raise ConfigError(
             f"kv_offload_memory is {size}, and this model has recurrent layers, of which no state of a prefix is kept "
             "(state_cache_memory): no prompt could go on from a prefix"
@@ -48,7 +48,7 @@ def check_offload(config: EngineConfig, blueprint: Blueprint, platform: Platform
     rooms = {"kv_offload_memory": config.kv_offload_memory}
     if config.kv_offload_dir is not None:
         rooms["kv_offload_disk"] = config.kv_offload_disk
-    state = PageBlocks(sizes.buffers_of("state")).nbytes
+    state = PageBlocks(sizes.buffers_of(paged=False)).nbytes
     for name, room in rooms.items():
         if state > room:
             raise ConfigError(
@@ -70,7 +70,7 @@ def page_tiers(
     if config.kv_offload_memory is None:
         return None
     sizes, disk = blueprint.sizes, None
-    page_bytes, state_bytes = (PageBlocks(buffers).nbytes for buffers in map(sizes.buffers_of, ROW_KINDS))
+    page_bytes, state_bytes = (PageBlocks(sizes.buffers_of(paged)).nbytes for paged in (True, False))
     if config.kv_offload_dir is not None:
         name = contents_digest(config, blueprint, mesh, checkpoint)
         lengths = [length for length in (page_bytes, state_bytes) if length]
@@ -94,7 +94,7 @@ def contents_digest(
     """
     manifest = step_manifest(blueprint, mesh)
     kept = {name: value for name, value in manifest.items() if name not in (*NOT_IN_PAGES, *ignored)}
-    buffers = [buffer for kind in ROW_KINDS for buffer in blueprint.sizes.buffers_of(kind)]
+    buffers = [buffer for paged in (True, False) for buffer in blueprint.sizes.buffers_of(paged)]
     shapes = [(buffer.shape[1:], buffer.dtype.name, buffer.axes) for buffer in buffers]
     kept |= {
         "page": fingerprint((blueprint.sizes.page_size, shapes)),
@@ -102,3 +102,40 @@ def contents_digest(
         "weights": f"random, seed {config.seed}" if config.load_format == "dummy" else "of the files",
     }
     return sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:32]
+
+
+logger = logging.getLogger(__name__)
+
+
+PROCESS_BYTES = 600 * 2**20
+
+
+def check_host_memory(plan: EnginePlan, platform: Platform) -> None:
+    """Raises ConfigError where the plan needs more than this process may ever use of the host: on a CPU all of it, and
+    elsewhere experts that are left in host memory.
+
+    The system would end the process without a word. What is in use now may be given back until then: a warning.
+    """
+    if platform.host_memory is None:
+        return
+    if platform.memory_limit is not None:
+        if plan.host_weight_bytes and PROCESS_BYTES + plan.host_weight_bytes > platform.host_memory:
+            raise ConfigError(
+                f"{plan.model} needs {format_bytes(plan.host_weight_bytes)} of host memory for experts, and this "
+                f"process may have {format_bytes(platform.host_memory)}; lower num_experts_offload_per_rank, or "
+                "quantize the weights (isq)"
+            )
+        return
+    needed = PROCESS_BYTES + plan.planned_bytes + plan.host_weight_bytes
+    weights = format_bytes(plan.weight_bytes + plan.host_weight_bytes)
+    room = f"{format_bytes(PROCESS_BYTES)} for the program itself, {weights} of weights, "
+    room += f"{format_bytes(plan.kv_bytes)} of KV cache and {format_bytes(plan.workspace_bytes)} to compute in"
+    if needed > platform.host_memory:
+        raise ConfigError(
+            f"{plan.model} needs {format_bytes(needed)} of memory ({room}), and this process may have "
+            f"{format_bytes(platform.host_memory)}; raise the container's limit, lower kv_cache_memory, max_model_len "
+            "or max_num_seqs, or quantize the weights (isq)"
+        )
+    if needed > platform.free_host_memory:
+        free = format_bytes(platform.free_host_memory)
+        logger.warning("%s of memory are free, and %s will be needed: %s", free, format_bytes(needed), room)

@@ -11,8 +11,7 @@ import numpy as np
 
 from jaxllm import cpu_kernels
 from jaxllm.config import EngineConfig
-from jaxllm.engine.device.sizes import Drafts, ModelDrafts, ModuleDrafts, NgramDrafts
-from jaxllm.engine.draft_depth import DraftDepth
+from jaxllm.engine.features.drafts.rules import DraftDepth, Drafts, ModelDrafts, ModuleDrafts, NgramDrafts
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import ConfigError
 from jaxllm.models.config import DecoderConfig

@@ -5,21 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxllm.compat import under_own_settings
 from jaxllm.config import EngineConfig
-from jaxllm.engine.device.buckets import Buckets
-from jaxllm.engine.device.drafts.draft_model import AbstractDraft
-from jaxllm.engine.device.processing import Processors
-from jaxllm.engine.device.sizes import Limits, NgramDrafts, StepSizes
-from jaxllm.engine.device.step import StepFunctions
-from jaxllm.engine.start.checkpoint import open_model
+from jaxllm.engine.core.sizes import Buckets, Limits, StepSizes
+from jaxllm.engine.core.step import StepFunctions
+from jaxllm.engine.features import features_of, features_of_encoder
+from jaxllm.engine.features.drafts.draft_model import AbstractDraft
+from jaxllm.engine.features.drafts.feature import Drafts as DraftsFeature
+from jaxllm.engine.features.drafts.rules import DraftDepth, Drafts
+from jaxllm.engine.features.processors.processing import processors_of
 from jaxllm.engine.start.draft import DraftBlueprint, draft_blueprint, mtp_blueprint, with_states
-from jaxllm.engine.start.encoders import text_sizes
 from jaxllm.engine.start.host_experts import expert_places, place_bytes, with_host_experts
 from jaxllm.engine.start.memory import (
     Caches,
@@ -44,6 +44,7 @@ from jaxllm.engine.start.options import (
 )
 from jaxllm.engine.start.platform import Platform
 from jaxllm.engine.start.stages import StagePlan, stage_models
+from jaxllm.engine.start.tokenizer import open_model
 from jaxllm.errors import ConfigError
 from jaxllm.models.abstract import AdaptedModel, abstract_model, adapted_model
 from jaxllm.models.caches import CacheLayout
@@ -113,7 +114,7 @@ class EnginePlan(Limits):
         return max(self._kv_bytes(one) for one in self.stages or [self])
 
     def _kv_bytes(self, one: StagePlan | EnginePlan) -> int:
-        return self.num_pages * self.page_size * one.kv_bytes_per_token + self.num_states * one.state_bytes
+        return self.num_pages * self.page_size * one.kv_bytes_per_token + self.num_slot_rows * one.state_bytes
 
     @property
     def state_cache_bytes(self) -> int:
@@ -196,8 +197,16 @@ class Blueprint:
     model: Any
     params: list[ParamSpec]
     sizes: StepSizes
+    drafts: Drafts | None = None
+    """How a decode looks for tokens to try ahead; it tries none without."""
+    adapters: AdapterSizes | None = None
+    """How many adapters are on the devices at once, and how large; None where there are none."""
     adapted: AdaptedModel | None = None
     """The model with tables of adapters, where there are adapters."""
+    draft_depth: DraftDepth | None = None
+    """How many tokens are tried ahead."""
+    offloads: bool = False
+    """What the devices give away of caches is kept elsewhere."""
     draft: DraftBlueprint | None = None
     """The draft model, or the module that drafts, where there is one."""
     stages: tuple[Blueprint, ...] = ()
@@ -281,7 +290,6 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
             taken = one.weight_bytes, one.kv_bytes_per_token * page, one.state_bytes
             found.append(plan_caches(config, budget, *taken, wanted, max_num_seqs))
         caches = least_caches(found, [one.state_bytes for one in held])
-    offloads = config.kv_offload_memory is not None
     buckets = (
         Buckets.of_encoder(max_num_seqs, batched, config.prefill_buckets, classifies=model_config.num_labels > 0)
         if encodes
@@ -291,13 +299,9 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
             smallest_rows=kernels.smallest_rows,
             decode=config.decode_buckets,
             prefill=config.prefill_buckets,
-            drafts=drafts is not None,
-            adapted=adapters is not None,
-            recalls=isinstance(drafts, NgramDrafts) and drafts.remembered > 0,
-            offloads_pages=offloads and any(one.kv_bytes_per_token for one in held),
-            offloads_states=offloads and any(one.state_bytes for one in held),
         )
     )
+    drafts = room_for_drafts(drafts, draft_depth(config), buckets.decode)
     one_step = encodes or len(models) > 1 or options.dp > 1
     limits = Limits(
         max_num_seqs=max_num_seqs,
@@ -307,8 +311,8 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
         page_size=page,
         num_pages=caches.num_pages,
         num_snapshots=caches.num_snapshots,
-        drafts=room_for_drafts(drafts, draft_depth(config), buckets.decode),
-        adapters=adapters,
+        most_ahead=drafts.num_tokens if drafts is not None else 0,
+        ahead_by_rows=drafts.by_rows if drafts is not None else (),
     )
     sizes = StepSizes(
         **vars(limits),
@@ -316,9 +320,8 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
         cache_layout=layout,
         vocab_size=model_config.num_outputs,
         hidden_size=model_config.vector_size,
-        widest_activation=model_config.layer_shapes.widest,
         dtype=options.dtype,
-        draft_caches=draft_caches,
+        further_caches=draft_caches,
         expert_places=places[0],
     )
     plan = EnginePlan(
@@ -348,7 +351,20 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
         stages=tuple(held) if len(held) > 1 else (),
         data_parallel_size=options.dp,
     )
-    whole = Blueprint(plan, spec, options, model, params, sizes, adapted, draft)
+    whole = Blueprint(
+        plan,
+        spec,
+        options,
+        model,
+        params,
+        sizes,
+        drafts,
+        adapters,
+        adapted,
+        draft_depth(config),
+        config.kv_offload_memory is not None,
+        draft,
+    )
     stages = (
         replace(
             whole,
@@ -370,12 +386,27 @@ def step_functions(
     Raises:
         ConfigError: JAX cannot trace one of the processors, or the model is an encoder.
     """
-    sizes, processors = blueprint.sizes, Processors(logits_processors)
-    if logits_processors and not sizes.num_slots:
+    sizes, config = blueprint.sizes, blueprint.spec.config
+    encodes = config.encoder is not None
+    if logits_processors and encodes:
         raise ConfigError("logits_processors is set, and this model is an encoder, which chooses no tokens")
-    processors.check(sizes.vocab_size, sizes.max_model_len)
+    if encodes:
+        return StepFunctions(blueprint.model, blueprint.params, mesh, sizes, features_of_encoder())
     draft = None if blueprint.draft is None else AbstractDraft(blueprint.draft.model, blueprint.draft.params)
-    return StepFunctions(blueprint.model, blueprint.params, mesh, sizes, blueprint.adapted, draft, processors)
+    features = features_of(
+        sizes,
+        widest_activation=config.layer_shapes.widest,
+        adapted=blueprint.adapted,
+        adapter_places=0 if blueprint.adapters is None else blueprint.adapters.places,
+        processors=logits_processors,
+        drafts=None
+        if blueprint.drafts is None
+        else DraftsFeature(blueprint.drafts, blueprint.draft_depth or DraftDepth(0), draft),
+        offloads=blueprint.offloads,
+    )
+    processors_of(features).trace(sizes.vocab_size, sizes.max_model_len)
+    further = () if draft is None else draft.params
+    return StepFunctions(blueprint.model, blueprint.params, mesh, sizes, features, further)
 
 
 def _default_length(model: DecoderConfig) -> int:
@@ -390,3 +421,51 @@ def _default_num_seqs(platform: Platform, pages_per_seq: int) -> int:
     if platform.memory_limit is None:
         return 32
     return min(256, most_sequences(pages_per_seq) or 256) if platform.name == "tpu" else 256
+
+
+_MEANINGLESS = ("speculative_config", "decode_steps", "decode_buckets", "state_cache_memory", "enable_lora")
+"""Settings of what only models that generate do, or keep."""
+
+
+class TextSizes(NamedTuple):
+    """The longest text, and the tokens that a step has room for."""
+
+    max_model_len: int
+    max_num_batched_tokens: int
+    notes: tuple[str, ...] = ()
+
+
+def text_sizes(config: EngineConfig, model: DecoderConfig, stated: int | None, usual_tokens: int) -> TextSizes:
+    """How long a text may be: as long as its model reads, and as a step has room for.
+
+    Args:
+        stated: what the checkpoint says of the longest text, if anything.
+        usual_tokens: of a step, where no text is longer and nothing is set.
+
+    Raises:
+        ConfigError: a setting is one of models that generate, or a step would have no room for the longest text.
+    """
+    for name in _MEANINGLESS:
+        if getattr(config, name):  # sizes of an engine that is started again may be 0
+            raise ConfigError(f"{name} is set, but this model is an encoder, which generates nothing; leave it out")
+    if config.kv_cache_dtype != "auto":
+        raise ConfigError(
+            f"kv_cache_dtype is {config.kv_cache_dtype!r}, but this model is an encoder, which has no KV cache; "
+            "accepted is 'auto'"
+        )
+    wanted = config.max_model_len or min(stated or model.max_position_embeddings, model.max_position_embeddings)
+    tokens = config.max_num_batched_tokens
+    if tokens is None:
+        return TextSizes(wanted, max(usual_tokens, wanted))
+    if tokens >= wanted:
+        return TextSizes(wanted, tokens)
+    if config.max_model_len is not None:
+        raise ConfigError(
+            f"max_num_batched_tokens is {tokens} and max_model_len is {wanted}; an encoder runs each text whole in one "
+            f"step, so the first must be at least the second"
+        )
+    note = (
+        f"texts have up to {tokens} tokens instead of {wanted}: an encoder runs each whole in one step "
+        "(max_num_batched_tokens)"
+    )
+    return TextSizes(tokens, tokens, (note,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,16 +11,32 @@ import jax
 from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.device.device import Device
-from jaxllm.engine.device.executables import Executables
-from jaxllm.engine.device.staged_device import EarlierStages, StagedDevice, StageDevice, Stages
-from jaxllm.engine.device.step import StepFunctions
-from jaxllm.engine.lockstep.leader import Leader
-from jaxllm.engine.lockstep.leading_device import LeadingDevice, LeadingStages
-from jaxllm.engine.start.clock import Clock
+from jaxllm.engine.core.device import Device
+from jaxllm.engine.core.executables import Executables
+from jaxllm.engine.core.step import StepFunctions
+from jaxllm.engine.scale.lockstep.leader import Leader, LeadingDevice, LeadingStages
+from jaxllm.engine.scale.staged_device import EarlierStages, StagedDevice, StageDevice, Stages
 from jaxllm.engine.start.plan import Blueprint
 from jaxllm.sharding.processes import Exchange, hand_over
 from jaxllm.weights.checkpoint import Checkpoint
+
+
+class Clock:
+    """Laps of the start-up, for the log."""
+
+    def __init__(self) -> None:
+        self._laps: list[str] = []
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """Everything since the last lap was `name`."""
+        now = time.perf_counter()
+        self._laps.append(f"{name} {now - self._last:.1f} s")
+        self._last = now
+
+    def __str__(self) -> str:
+        return ", ".join(self._laps)
+
 
 Weights = tuple[jax.Array, ...]
 """As steps take them."""
@@ -84,4 +101,5 @@ def new_stages(prepared: Prepared, weights: Sequence[Weights]) -> Stages:
     every = [blueprint.options.stage for blueprint in prepared.blueprint.stages]
     earlier = [StageDevice(stage, here.get(stage)) for stage in every[:-1] if stage is not None]
     ways = [hand_over(*pair, exchange) for pair in itertools.pairwise([*meshes, meshes[0]])]
-    return Stages(earlier, ways, prepared.blueprint.sizes, prepared.last.functions.state.hidden_dtype)
+    functions = prepared.last.functions
+    return Stages(earlier, ways, prepared.blueprint.sizes, functions.state.hidden_dtype, functions.features)

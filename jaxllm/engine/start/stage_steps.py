@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -14,13 +14,13 @@ from jax.sharding import Mesh
 
 from jaxllm import compat, cpu_kernels
 from jaxllm.config import CPU_ISA_VARIABLE, EngineConfig, part_of
-from jaxllm.engine.device.compiling_process import CompilingProcess
-from jaxllm.engine.device.executables import Executables
-from jaxllm.engine.device.keys import Key
-from jaxllm.engine.device.saved import SavedExecutables
-from jaxllm.engine.device.stage_keys import keys_of, makes
-from jaxllm.engine.lockstep.follower import Follower
-from jaxllm.engine.lockstep.leader import Leader
+from jaxllm.engine.core.compiling_process import CompilingProcess
+from jaxllm.engine.core.executables import Executables
+from jaxllm.engine.core.keys import Key
+from jaxllm.engine.core.saved import SavedExecutables
+from jaxllm.engine.scale.lockstep.follower import Follower
+from jaxllm.engine.scale.lockstep.leader import Leader
+from jaxllm.engine.scale.staged_device import keys_of, makes
 from jaxllm.engine.start.manifest import step_manifest
 from jaxllm.engine.start.plan import Blueprint, step_functions
 from jaxllm.engine.start.prepared import PreparedStage
@@ -54,7 +54,8 @@ def prepare_stages(
         stage = own.options.stage
         is_last = stage is None or stage.last
         saved = saved_executables(config, own, mesh)
-        options: dict[str, Any] = {"eager": config.enforce_eager, "saved": saved, "stage": stage, **told}
+        options: dict[str, Any] = {"eager": config.enforce_eager, "saved": saved, **told}
+        options["own_of"] = partial(keys_of, stage)
         if is_last:
             options |= {"elsewhere": _made_elsewhere(stages, hold)}
         if stage is None and hold is None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.device.sizes import held_caches
+from jaxllm.engine.core.sizes import held_caches
 from jaxllm.engine.start.memory import weight_bytes
 from jaxllm.errors import ConfigError
 from jaxllm.models.abstract import abstract_model

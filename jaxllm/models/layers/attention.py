@@ -12,10 +12,10 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxllm.models.layers.hands import tap
 from jaxllm.models.layers.linear import ColumnLinear, Linear, RowLinear, param
 from jaxllm.models.layers.norm import HeadLayerNorms, LayerNorm, RMSNorm, UnitRMSNorm, WholeRMSNorm
 from jaxllm.models.layers.rope import Angles, rotate
-from jaxllm.models.layers.taps import tap
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Late, Norm, Pages, Residual, RootMeanSquare, StepMetadata, Unsummed
 from jaxllm.sharding.mesh import TENSOR, Layout, Segment, gather_over_tensor, split_rows, tensor_rank, tensor_size

@@ -8,9 +8,6 @@ stays there between steps, beside the layer's caches.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.models.caches import Buffer, Cache
-from jaxllm.models.layers.ambient import holding
+from jaxllm.models.layers.hands import Told, told
 from jaxllm.quantization.host_stack import PartlyOnHost
 from jaxllm.sharding.mesh import TENSOR, Axes
 
@@ -177,23 +174,8 @@ def with_places(caches: Sequence[Cache], places: Sequence[ExpertPlaces | None]) 
     return tuple(tuple(cache) if there is None else (*cache, there) for cache, there in pairs)
 
 
-@dataclass
-class LayerPlaces:
-    """Those of one layer, while it is traced."""
-
-    places: ExpertPlaces | None
-
-
-_layer: ContextVar[LayerPlaces] = ContextVar("layer_places")
-
-
-def placing_experts(places: ExpertPlaces | None) -> AbstractContextManager[LayerPlaces]:
-    """While this is open, the experts of the layer that is traced find their places, and leave them changed."""
-    return holding(_layer, LayerPlaces(places))
-
-
-def layer_places() -> LayerPlaces:
-    """The places of the layer that is traced."""
-    found = _layer.get()
+def layer_places() -> Told:
+    """What the layer that is traced is told, its places among it."""
+    found = told()
     assert found.places is not None, "a layer with experts in host memory is given places"
     return found

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxllm.models.layers.hands import add_product
 from jaxllm.models.layers.low_rank import AdapterTables, adapter_uses
-from jaxllm.models.layers.taps import add_product
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import LATER, Late, Later, Norm, Residual, Unsummed, late_sum
 from jaxllm.quantization.host_stack import HostShare

@@ -7,8 +7,6 @@ and a step that was compiled without them pays nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -16,9 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxllm.models.layers.ambient import holding
+from jaxllm.models.layers.hands import told
 from jaxllm.models.options import AdapterSizes, BuildOptions
-from jaxllm.pallas_kernels import AdapterArrays, AdapterUses, StepMetadata
+from jaxllm.pallas_kernels import AdapterArrays, AdapterUses
 from jaxllm.sharding.mesh import Axes, Layout
 
 
@@ -26,18 +24,10 @@ class AdapterTable(nnx.Variable):
     """One array of every adapter, `[places, ...]`; it says how it is sharded as a parameter does."""
 
 
-_step: ContextVar[StepMetadata | None] = ContextVar("step", default=None)
-
-
-def adapting(meta: StepMetadata) -> AbstractContextManager[StepMetadata | None]:
-    """While this is open, products add what the adapters of the step's tokens give."""
-    return holding(_step, meta)
-
-
 def adapter_uses() -> AdapterUses:
     """How much of each adapter the step's tokens have."""
-    step = _step.get()
-    assert step is not None and step.adapter_scales is not None, "tables are used inside adapting(), with scales"
+    step = told().meta
+    assert step.adapter_scales is not None, "tables are used in steps that have scales"
     assert step.adapter_gains is not None, "a model with tables knows which of its adapters have gains"
     return AdapterUses(step.adapter_scales, step.adapter_gains)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from jaxllm.engine.front.beams import MAX_BEAM_WIDTH
+from jaxllm.engine.doors.beams import MAX_BEAM_WIDTH
 from jaxllm.requests.sampling import (
     INT32_MAX,
     INT64_MAX,

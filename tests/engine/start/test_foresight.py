@@ -10,11 +10,11 @@ import pytest
 
 from jaxllm import EngineConfig, compat
 from jaxllm.engine.start import foresight
-from jaxllm.engine.start.checkpoint import open_model
 from jaxllm.engine.start.foresight import Foreseen, foresee
-from jaxllm.engine.start.host_memory import PROCESS_BYTES
+from jaxllm.engine.start.offload import PROCESS_BYTES
 from jaxllm.engine.start.plan import plan_engine
 from jaxllm.engine.start.platform import Platform
+from jaxllm.engine.start.tokenizer import open_model
 from jaxllm.errors import ConfigError
 from jaxllm.sharding import devices, nvidia
 from tests.reference.tiny import write_checkpoint
@@ -113,7 +113,7 @@ def test_no_device_is_touched(directory: Path) -> None:
     program = f"""
 from pathlib import Path
 from jaxllm import EngineConfig, compat
-from jaxllm.engine.start.checkpoint import open_model
+from jaxllm.engine.start.tokenizer import open_model
 from jaxllm.engine.start.foresight import foresee
 config = EngineConfig(model={str(directory)!r})
 print(foresee(config, open_model(config, Path(config.model)), 2**30).nbytes > 2**29, compat.backends_run())

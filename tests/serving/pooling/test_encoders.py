@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxllm.config import ServeConfig
-from jaxllm.engine.front.async_llm import AsyncLLM
+from jaxllm.engine.doors.async_llm import AsyncLLM
 from jaxllm.requests.tasks import ModelTasks
 from tests.models.encoder_harness import EncoderHarness
 from tests.reference.tiny import save_checkpoint, tiny_config, tiny_weights, write_checkpoint

@@ -11,7 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from jaxllm.config import ServeConfig
-from jaxllm.engine.front.async_llm import AsyncLLM
+from jaxllm.engine.doors.async_llm import AsyncLLM
 from jaxllm.errors import ConfigError
 from jaxllm.requests.tasks import ModelTasks
 from tests.reference import load_golden

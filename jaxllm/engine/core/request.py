@@ -1,0 +1,118 @@
+"""A request's life inside the engine."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxllm.engine.core.pages import PrefixNode
+from jaxllm.engine.messages import EngineRequest
+from jaxllm.requests.sampling import SamplingParams
+
+
+class Status(enum.Enum):
+    """Where a request is."""
+
+    PREPARING = "preparing"
+    """Its grammar is being built, an executable that only requests like it need, or its pages are being fetched."""
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Settings(NamedTuple):
+    """What a request's slot is told, made when it is added: a value that does not fit ends that request alone."""
+
+    ints: np.ndarray
+    floats: np.ndarray
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence: its tokens, and what of it is on the device.
+
+    `token_ids` are the prompt and every sampled token that the host has seen; `num_inflight` more are being sampled.
+    `num_computed` tokens have their KV in pages, or will have once the dispatched steps have run. Where tokens
+    are tried ahead both are the most that they can be: the device settles how many of them are taken.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt: int
+    params: SamplingParams
+    arrival_time: float
+    priority: int = 0
+    group: str = ""
+    """Requests of different groups take turns, and share what there is."""
+    max_total: int = 0
+    """Prompt and generated tokens at which it must stop."""
+    rotary_len: int = 0
+    """The length that its tokens were, or will be, prefilled at: what length-dependent rotary embeddings go by."""
+
+    status: Status = Status.WAITING
+    num_inflight: int = 0
+    num_unsettled: int = 0
+    """How many of those may turn out not to be tokens: they are tried ahead, and the device takes some."""
+    num_computed: int = 0
+    num_cached: int = -1
+    """Prompt tokens found in the prefix cache when first admitted; -1 before that."""
+    pages: list[int] = field(default_factory=list)
+    num_registered: int = 0
+    """Leading pages that are in the prefix cache."""
+    prefix_node: PrefixNode = None
+    slot: int = -1
+    first_scheduled_time: float | None = None
+    num_preemptions: int = 0
+    padding: float = 0.0
+    """Its share of the padding rows that its steps ran."""
+    settings: Settings | None = None
+    """What its slot will be told of it."""
+    cache_root: PrefixNode = None
+    """Only requests with the same one share cached prefixes."""
+    samples: bool = True
+    """It is given tokens; else something is read of its prompt."""
+    extras: dict[str, Any] = field(default_factory=dict)
+    """What features know of it, by their names: those that it uses."""
+
+    @classmethod
+    def from_message(cls, message: EngineRequest, max_model_len: int) -> Request:
+        """What a front door sends, in a context of `max_model_len`."""
+        params = message.sampling_params
+        prompt = len(message.prompt_token_ids)
+        budget = max_model_len - prompt if params.max_tokens is None else params.max_tokens
+        most = min(prompt + budget, max_model_len)
+        return cls(
+            request_id=message.request_id,
+            token_ids=list(message.prompt_token_ids),
+            num_prompt=prompt,
+            params=params,
+            arrival_time=message.arrival_time,
+            priority=message.priority,
+            group=message.group,
+            max_total=most if message.samples else prompt + 1,  # never sampled: done when the prompt is
+            rotary_len=prompt,
+            samples=message.samples,
+        )
+
+    @property
+    def num_total(self) -> int:
+        """Tokens known and being sampled."""
+        return len(self.token_ids) + self.num_inflight
+
+    @property
+    def num_output(self) -> int:
+        """Sampled tokens that the host has seen."""
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def order(self) -> tuple[int, float, str]:
+        """Who goes first: lower priority value, then earlier arrival."""
+        return (self.priority, self.arrival_time, self.request_id)
+
+
+def root_of(root: PrefixNode, generation: int) -> PrefixNode:
+    """Where cached prefixes begin since the cache was last reset, the `generation`th time."""
+    return (root, "since reset", generation) if generation else root

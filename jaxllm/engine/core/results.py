@@ -1,0 +1,123 @@
+"""What becomes of a step's result: tokens and text up to a stop, log-probabilities, and what features add."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+from jaxllm.engine.core.detokenizer import Detokenizer
+from jaxllm.engine.core.feature import Followed
+from jaxllm.engine.core.handle import Handle, Result
+from jaxllm.engine.core.registry import Features
+from jaxllm.engine.core.request import Request
+from jaxllm.engine.core.sampler import Logprobs
+from jaxllm.engine.messages import TokenDelta
+from jaxllm.requests.outputs import Logprob, RankedLogprobs
+from jaxllm.requests.sampling import SamplingParams
+
+
+class Results:
+    """Turns what was sampled for a request into what its caller is told. It schedules nothing and counts nothing."""
+
+    def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int], features: Features):
+        self._tokenizer = tokenizer
+        self._features = features
+        self._eos = frozenset(eos_token_ids)
+        self._detokenizers: dict[str, Detokenizer] = {}
+
+    def begin(self, request: Request) -> None:
+        """Get ready to write a request's text, where it is to be written here."""
+        params = request.params
+        if self._tokenizer is not None and params.detokenize and request.samples:
+            self._detokenizers[request.request_id] = Detokenizer(
+                self._tokenizer,
+                request.token_ids,
+                stop=params.stop,
+                include_stop=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+                shown_special_token_ids=params.shown_special_token_ids,
+            )
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        self._detokenizers.pop(request.request_id, None)
+
+    def accept(self, result: Result, logprobs: Logprobs | None, pending: Handle | None) -> tuple[TokenDelta, int]:
+        """What a step gave one request, and how many sampled rows that settles.
+
+        `pending` is the step under way: where a feature says what follows, the request's rows are withdrawn from it,
+        and are settled too.
+        """
+        request = result.request
+        delta = TokenDelta(request_id=request.request_id, token_ids=[])
+        if request.num_output == 0:
+            delta.num_cached_tokens = max(request.num_cached, 0)
+            delta.first_scheduled_time = request.first_scheduled_time
+        settled = len(result.tokens)
+        self._take(request, result.tokens, delta)
+        if request.params.logprobs is not None and not request.params.wants_vocabulary and logprobs is not None:
+            delta.logprobs = [
+                _row_logprobs(logprobs, row, token, request.params)
+                for row, token in enumerate(delta.token_ids, result.row)
+            ]
+        for feature, extra in self._features.of(request):
+            feature.said(request, extra, delta)
+            followed = feature.follow(request, extra, delta)
+            settled += self._follow(request, followed, delta, pending)
+        return delta, settled
+
+    def _follow(self, request: Request, followed: Followed, delta: TokenDelta, pending: Handle | None) -> int:
+        """Add what must follow; returns how many rows of the step under way are not sampled for that."""
+        withdrawn = pending.withdraw(request) if followed.forced and pending is not None else 0
+        self._take(request, followed.forced, delta)
+        if followed.complete and delta.finish_reason is None:
+            detokenizer = self._detokenizers.get(request.request_id)
+            delta.finish_reason = "stop"
+            delta.text += detokenizer.flush() if detokenizer is not None else ""
+        return withdrawn
+
+    def _take(self, request: Request, tokens: Sequence[int], delta: TokenDelta) -> None:
+        """Add tokens and their text to `delta`, up to and with the one that ends the request."""
+        for token in tokens:
+            delta.token_ids.append(token)
+            self._detokenize_and_stop(request, token, len(request.token_ids) + len(delta.token_ids), delta)
+            if delta.finish_reason is not None:
+                return
+
+    def _detokenize_and_stop(self, request: Request, token: int, length: int, delta: TokenDelta) -> None:
+        """`length` is that of prompt and tokens up to this one."""
+        params = request.params
+        detokenizer = self._detokenizers.get(request.request_id)
+        enough = length - request.num_prompt >= params.min_tokens
+        is_eos = token in self._eos and not params.ignore_eos
+        if enough and (is_eos or token in params.stop_token_ids):
+            delta.finish_reason = "stop"
+            delta.stop_reason = token if token in params.stop_token_ids else None
+            if detokenizer is not None:
+                shown = detokenizer.add(token, False)[0] if params.include_stop_str_in_output else ""
+                delta.text += shown + detokenizer.flush()
+            return
+        if detokenizer is not None:
+            text, stop = detokenizer.add(token, enough)
+            delta.text += text
+            if stop is not None:
+                delta.finish_reason, delta.stop_reason = "stop", stop
+                return
+        if length >= request.max_total:
+            delta.finish_reason = "length"
+            if detokenizer is not None:
+                delta.text += detokenizer.flush()
+
+
+def _row_logprobs(logprobs: Logprobs, row: int, token: int, params: SamplingParams) -> RankedLogprobs:
+    """The chosen token first, then the most likely, best first, then those that were asked for, in their order."""
+    chosen = (token, Logprob(float(logprobs.chosen[row]), int(logprobs.rank[row])))
+    pairs = list(zip(logprobs.top_ids[row].tolist(), logprobs.top[row].tolist(), strict=True))
+    count, asked = params.logprobs or 0, len(params.logprob_token_ids)
+    found = {i: Logprob(v, rank) for rank, (i, v) in enumerate(pairs[:count], 1)}
+    for i, v in pairs[len(pairs) - asked :]:
+        found.setdefault(i, Logprob(v, None))
+    shown = (entry for entry in found.items() if entry[1].logprob > -math.inf)  # a small vocabulary has fewer
+    return [chosen, *(entry for entry in shown if entry[0] != token)]

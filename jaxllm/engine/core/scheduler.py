@@ -1,0 +1,378 @@
+"""Which tokens run in the next step."""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxllm.engine.core.ahead import Ahead
+from jaxllm.engine.core.fair_queue import FairQueue, Sharers, gives_way, in_turn, preempted_first, prompt_shares
+from jaxllm.engine.core.handle import Result
+from jaxllm.engine.core.pages import PagePool, PrefixNode
+from jaxllm.engine.core.prefix_search import find_prefix
+from jaxllm.engine.core.registry import Features
+from jaxllm.engine.core.request import Request, Status
+from jaxllm.engine.core.work import Batch, Chunk
+from jaxllm.models.config import LengthRule
+
+
+@dataclass
+class SchedulerStats:
+    """Counters since start."""
+
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+
+
+class Scheduler:
+    """Owns the queues. One token budget a step serves running requests in order, then new ones.
+
+    Requests go by priority, then by arrival. When pages run out the last in that order is preempted: its pages go back,
+    and it is recomputed later from the tokens it has. Nothing is ever aborted for lack of pages.
+
+    Where requests of several groups wait or run at one priority, the groups take turns and share a step's prompt
+    tokens, and the one with most running is preempted first, also where another's request finds no slot or no page.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        length_rule: LengthRule | None = None,
+        decode_steps: int = 1,
+        features: Features | None = None,
+    ):
+        self.features = features if features is not None else Features()
+        self.pool = pool
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.ahead = Ahead(pool, max_model_len, self.features, length_rule, decode_steps)
+        self.waiting = FairQueue()
+        self.running: list[Request] = []
+        """In order as well."""
+        self.stats = SchedulerStats()
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.waiting) + len(self.running)
+
+    def add(self, request: Request) -> None:
+        """Queue a request in its place."""
+        self.waiting.add(request)
+
+    def finish(self, request: Request) -> None:
+        """Take a request out, whatever it is doing; its pages are free for the next step."""
+        if request.status is Status.RUNNING:
+            self.running.remove(request)
+            self._release(request)
+        elif request.status is Status.WAITING:
+            self.waiting.remove(request)
+        request.status = Status.FINISHED
+        self.waiting.charge(request, request.num_output)
+
+    def schedule(self, *, admitting: bool = True) -> Batch:
+        """Choose the next step's chunks and give them pages. Empty when there is nothing to run.
+
+        Without `admitting` only requests go on that run; one that is preempted then waits.
+        """
+        for feature in self.features:
+            feature.begin_step()
+        favoured = self._make_way() if admitting else None
+        tries = not self._admits(admitting) and not self.ahead.awaits_text(self.running)
+        most_ahead = self.ahead.most_ahead(self.running) if tries else 0
+        batch = Batch(most_ahead=most_ahead, unsettled=any(r.num_unsettled for r in self.running))
+        batch.num_steps = 1 if batch.tries or self._admits(admitting) else self.ahead.num_steps(self.running)
+        preemptions = self.stats.preemptions
+        budget, shares = self.max_num_batched_tokens, self._shares()
+        index = 0
+        while index < len(self.running) and budget > 0:
+            request = self.running[index]
+            if self.ahead.outgrown(request):
+                request.rotary_len = request.num_total
+                self._preempt(request)
+                continue
+            remaining = self._remaining(request)
+            room = self._room(request, budget, shares) if remaining > 1 else budget
+            length = self._cut(request, request.num_computed, min(remaining, room))
+            if length and not self._make_room(request, length + self.ahead.further(request, batch), index):
+                continue  # the request itself was preempted
+            if length:
+                self._run(request, length, batch)
+                budget -= _taken(request, length, shares)
+            index += 1
+        if admitting and self.stats.preemptions == preemptions:  # else the preempted would come straight back
+            self._admit(batch, budget, shares, favoured)
+        batch.chunks.sort(key=lambda chunk: chunk.length > 1)  # stable: one-token chunks first
+        batch.num_decodes = sum(chunk.length == 1 for chunk in batch.chunks)
+        return batch
+
+    def awaits_text(self, *, admitting: bool = True) -> bool:
+        """Whether the next step could try tokens ahead if the step under way were read before it is scheduled."""
+        return not self._admits(admitting) and self.ahead.awaits_text(self.running)
+
+    def _admits(self, admitting: bool) -> bool:
+        """Whether a request may begin. Those who wait come first: nothing is tried ahead then."""
+        return bool(admitting and self.waiting and self._free_slots)
+
+    def settle(self, result: Result) -> None:
+        """Of the tokens that a step tried ahead with a request, the device has taken all but the last that it gave."""
+        request, tried, refused = result.request, result.num_reserved, result.num_reserved - len(result.tokens) + 1
+        request.num_inflight -= refused
+        request.num_unsettled -= tried
+        if request.status is Status.RUNNING:
+            request.num_computed -= refused
+        for feature, extra in self.features.of(request):
+            feature.settled(request, extra, result)
+
+    def accept(self, request: Request, tokens: Sequence[int], num_sampled: int) -> None:
+        """`tokens` follow those that the host has seen, and `num_sampled` are no longer in flight.
+
+        They may be fewer (a stop among them, a row withdrawn) or more (a grammar forces what follows).
+        """
+        request.num_inflight -= num_sampled
+        request.token_ids += tokens
+        if request.status is Status.RUNNING:
+            self._register_full_pages(request)
+
+    def _remaining(self, request: Request) -> int:
+        """Tokens that could run now; none when the tokens in flight already fill the request's length."""
+        return request.num_total - request.num_computed if request.num_total < request.max_total else 0
+
+    def prefix_root(self, request: Request) -> PrefixNode:
+        """Pages are shared only among requests whose positions are rotated alike."""
+        rule = self.ahead.length_rule
+        if rule is None or request.rotary_len <= rule.original_length:
+            return request.cache_root
+        return (request.cache_root, "long" if rule.all_or_none else request.rotary_len)
+
+    def _make_way(self) -> Request | None:
+        """Preempt requests of a group that has more running for one of another that waits for a slot or for pages.
+
+        Returns the request that they gave way to, which alone is admitted now: they would come straight back. It is the
+        first in turn to which any gives way: whose turn it is may have most running, and cannot begin.
+        """
+        ready = [request for request in self._turns() if not request.num_inflight and self._has_places(request)]
+        if not ready or self._fits(ready[0]):
+            return None
+        for request in ready:
+            victim = gives_way(self.running, request)
+            if victim is None:
+                continue
+            while victim is not None and not self._fits(request):
+                self._preempt(victim)
+                victim = gives_way(self.running, request)
+            return request
+        return None
+
+    def _turns(self) -> Sequence[Request]:
+        """The first waiting request of each group, in the order in which they are admitted."""
+        return in_turn(self.waiting.heads(), self.running)
+
+    def _has_places(self, request: Request) -> bool:
+        """Whether a waiting request can begin, as far as its features know."""
+        return all(feature.fits(request, extra) for feature, extra in self.features.of(request))
+
+    def _fits(self, request: Request) -> bool:
+        """Whether there is a slot for a waiting request, and as many pages as its first chunk may need."""
+        first_chunk = min(len(request.token_ids), self.max_num_batched_tokens)
+        return bool(self._free_slots) and self.pool.pages_for(first_chunk) <= self.pool.num_free
+
+    def _shares(self) -> dict[Sharers, int]:
+        """The most prompt tokens that this step runs of each group; empty where there is one group."""
+        if len(self.waiting.groups | {request.group for request in self.running}) < 2:
+            return {}
+        running = ((request, self._remaining(request)) for request in self.running)
+        first = self.waiting.first(len(self._free_slots), self.max_num_batched_tokens)
+        admissible = [request for request in first if self._has_places(request) and self._fits(request)]
+        return prompt_shares(running, admissible, self.max_num_batched_tokens)
+
+    def _room(self, request: Request, budget: int, shares: dict[Sharers, int]) -> int:
+        """How many more tokens of the request's prompt this step may run."""
+        return min(budget, shares.get((request.priority, request.group), budget))
+
+    def _make_room(self, request: Request, length: int, index: int) -> bool:
+        """Pages for `length` more tokens, preempting from the end. False when `request` itself had to go.
+
+        It is at `index` among those that run; the ones before it have their place in the step.
+        """
+        while True:
+            missing = self.pool.pages_for(request.num_computed + length) - len(request.pages)
+            pages = self.pool.allocate(missing) if missing > 0 else []
+            if pages is not None:
+                request.pages.extend(pages)
+                return True
+            victim = preempted_first(self.running, index)
+            self._preempt(victim)
+            if victim is request:
+                return False
+
+    def _preempt(self, request: Request) -> None:
+        self.stats.preemptions += 1
+        request.num_preemptions += 1
+        self.running.remove(request)
+        self._release(request)
+        request.status = Status.WAITING
+        self.add(request)
+
+    def _release(self, request: Request) -> None:
+        self.pool.release(request.pages)
+        self._free_slots.append(request.slot)
+        request.pages = []
+        request.num_computed = request.num_registered = 0
+        request.prefix_node = None
+        request.slot = -1
+        for feature, extra in self.features.of(request):
+            feature.release(request, extra)
+
+    def _admit(self, batch: Batch, budget: int, shares: dict[Sharers, int], favoured: Request | None) -> None:
+        """Start waiting requests in turn while there is budget, a slot, and pages for their first chunk.
+
+        One that some feature has no place for waits, and those behind it, until another request has ended.
+        """
+        while self.waiting and budget > 0 and self._free_slots:
+            length: int | None = 0
+            for request in self._turns():
+                room = self._room(request, budget, shares)
+                if room > 0 and favoured in (None, request) and not request.num_inflight:
+                    length = self._start(request, room, batch)
+                if length != 0:
+                    break
+            if not length:
+                return
+            budget -= _taken(request, length, shares)
+
+    def _start(self, request: Request, room: int, batch: Batch) -> int | None:
+        """Admit a request with up to `room` tokens, and return how many.
+
+        0 where it had better wait for a step that is under way, None where there are no pages or places for it: others
+        must not take those that become free before it.
+        """
+        if not self._has_places(request):
+            return None
+        found = find_prefix(self.pool, self.features, request, self.prefix_root(request))
+        if found is None:
+            return 0
+        cached, start = found.pages, found.depth * self.pool.page_size
+        length = self._cut(request, start, min(len(request.token_ids) - start, room))
+        pages = self.pool.allocate(self.pool.pages_for(start + length) - len(cached))
+        if pages is None:
+            self.pool.release(cached)
+            return None
+        if not request.num_preemptions:  # it was charged when it was first admitted
+            self.waiting.charge(request, len(request.token_ids) - start)
+        self.waiting.remove(request)
+        if request.num_cached < 0:
+            request.num_cached = start
+            self.stats.prefix_queries += request.num_prompt
+            self.stats.prefix_hits += start
+        request.pages = cached + pages
+        request.num_computed = start
+        request.num_registered, request.prefix_node = len(cached), found.node
+        request.slot = self._free_slots.pop()
+        request.status = Status.RUNNING
+        for feature, extra in self.features.of(request):
+            feature.place(request, extra, found)
+        request.first_scheduled_time = request.first_scheduled_time or time.time()
+        bisect.insort(self.running, request, key=lambda r: r.order)
+        batch.admitted.append(request)
+        self._run(request, length, batch)
+        return length
+
+    def _cut(self, request: Request, start: int, length: int) -> int:
+        """Tokens of a chunk that begins at `start`, and has `length` at most."""
+        for feature, extra in self.features.of(request):
+            length = feature.cut(request, extra, start, length)
+        return length
+
+    def _run(self, request: Request, length: int, batch: Batch) -> None:
+        start, further = request.num_computed, self.ahead.further(request, batch)
+        num_sampled = 1 + further if start + length == request.num_total else 0
+        chunk = Chunk(request, start, length, num_sampled)
+        batch.chunks.append(chunk)
+        for feature, extra in self.features.of(request):
+            feature.scheduled(chunk, extra, further, tries=batch.most_ahead > 0)
+        request.num_computed += length + further
+        request.num_inflight += num_sampled
+        if batch.most_ahead:
+            request.num_unsettled += further
+        if request.extras:
+            chunk.apart = self.features.apart(request, range(start, start + length))
+            batch.late |= num_sampled > 0 and self.features.is_late(request)
+        self._register_full_pages(request)
+
+    def _register_full_pages(self, request: Request) -> None:
+        """Full pages whose tokens are known become findable; steps run in order, so they will be written by then."""
+        size = self.pool.page_size
+        known = min(request.num_computed, len(request.token_ids))
+        while (request.num_registered + 1) * size <= known:
+            index = request.num_registered
+            tokens = request.token_ids[index * size : (index + 1) * size]
+            request.prefix_node = self.pool.register(request.pages[index], request.prefix_node, tokens)
+            request.num_registered += 1
+            for feature, extra in self.features.of(request):
+                feature.registered(request, extra)
+
+
+def _taken(request: Request, length: int, shares: dict[Sharers, int]) -> int:
+    """`length`, which is no longer in its group's share; a decode is outside of it."""
+    kind = (request.priority, request.group)
+    if length > 1 and kind in shares:
+        shares[kind] -= length
+    return length
+
+
+MOST_PASSED = 32
+"""Texts that a step passes over, because they are too long for what is left of it, before it runs as it is."""
+
+
+class EncoderScheduler(Scheduler):
+    """Whole texts share a step's tokens. Nothing of one is kept between steps: there are no pages, slots or chunks.
+
+    Texts go by priority, then by their groups' turns, then by arrival. One too long for what is left of a step is the
+    next one's first, and shorter ones behind it go before it. Those of a step that has not been read are `running`.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        features: Features | None = None,
+    ):
+        """`pool` has no pages. No text is longer than `max_model_len`, which is at most `max_num_batched_tokens`."""
+        super().__init__(pool, max_num_seqs, max_num_batched_tokens, max_model_len, features=features)
+
+    def schedule(self, *, admitting: bool = True) -> Batch:
+        """Choose the next step's texts. Empty when none waits, or without `admitting`."""
+        batch, passed = Batch(), list[Request]()
+        if not admitting:
+            return batch
+        left = self.max_num_batched_tokens
+        while self.waiting and left and len(batch.chunks) < self.max_num_seqs and len(passed) < MOST_PASSED:
+            request = self.waiting.heads()[0]
+            fits = request.num_prompt <= left
+            self.waiting.charge(request, request.num_prompt if fits else 0)
+            self.waiting.remove(request)
+            if not fits:
+                passed.append(request)
+                continue
+            request.status = Status.RUNNING
+            request.num_cached = 0
+            request.first_scheduled_time = time.time()
+            self.running.append(request)
+            batch.chunks.append(Chunk(request, 0, request.num_prompt, 1))
+            left -= request.num_prompt
+        for request in passed:
+            self.waiting.add(request)
+        return batch
+
+    def _release(self, request: Request) -> None:
+        """It holds nothing."""

@@ -1,1 +1,0 @@
-"""What runs on the device, and the host side that feeds it."""

@@ -1,0 +1,203 @@
+"""Several engines of one model behind one front door, each in a process of its own on devices or cores of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from multiprocessing.connection import wait
+
+import msgspec
+
+from jaxllm.engine.doors.process_client import ProcessClient
+from jaxllm.engine.messages import EngineRequest, EngineStats, LookAt, Order, TokenDelta
+from jaxllm.engine.scale.routing import Policy, Replica, ReplicaRouter, counted, together
+from jaxllm.errors import EngineDeadError, JaxLLMError
+
+logger = logging.getLogger(__name__)
+
+RESTART_PAUSES = (0.0, 1.0, 5.0, 30.0, 60.0)
+"""Seconds to wait before each attempt to start an engine that died; the last one is repeated."""
+LOOK_SECONDS = 0.25
+"""How often an engine that has been started again is noticed."""
+
+StartReplica = Callable[[int, threading.Event], ProcessClient]
+"""Starts the engine of a number; the event ends the start."""
+
+
+class Replicas:
+    """An EngineClient of `count` engines. One that dies takes its own requests with it, and is started again.
+
+    Where all have died, `outputs` raises EngineDeadError. `info` is that of one engine with the sequences and the pages
+    of all.
+
+    Raises:
+        JaxLLMError: what kept one from starting; none runs then.
+    """
+
+    def __init__(
+        self, count: int, start: StartReplica, *, given_up: threading.Event | None = None, policy: Policy | None = None
+    ):
+        self._start = start
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._clients: dict[int, ProcessClient] = _start_all(count, start, given_up or threading.Event())
+        one = self._clients[0].info
+        self.info = msgspec.structs.replace(one, max_num_seqs=count * one.max_num_seqs, num_pages=count * one.num_pages)
+        rooms = {"num_pages": one.num_pages, "page_size": one.page_size}
+        step = one.max_num_batched_tokens
+        replicas = [Replica(number, **rooms, step_tokens=step) for number in range(count)]
+        self._router = ReplicaRouter(replicas, policy)
+        self._ended = EngineStats()
+        """What engines counted that have died."""
+
+    @property
+    def loads(self) -> list[float]:
+        """What each engine has to do, see Replica."""
+        return [replica.load for replica in self._router.replicas]
+
+    @property
+    def last_turn(self) -> float:
+        """Of the engine that has work and has said nothing for longest."""
+        with self._lock:
+            busy = [
+                self._clients[number].last_turn
+                for number in set(self._router.owners.values())
+                if number in self._clients
+            ]
+        return min(busy, default=0.0)
+
+    def add(self, request: EngineRequest) -> None:
+        with self._lock:
+            alive = [self._router.replicas[number] for number in self._clients]
+            while alive:
+                chosen = self._router.choose(request, alive)
+                try:
+                    self._clients[chosen.number].add(request)
+                except EngineDeadError:
+                    alive.remove(chosen)  # `outputs` is going to hear of it
+                    continue
+                self._router.begin(request, chosen)
+                return
+        raise EngineDeadError("all engines of the model have stopped")
+
+    def abort(self, request_ids: list[str]) -> None:
+        with self._lock:
+            for number, client in self._clients.items():
+                if mine := self._router.of(number, request_ids):
+                    client.abort(mine)
+            self._router.forget(request_ids)
+
+    def outputs(self, timeout: float) -> list[TokenDelta]:
+        with self._lock:
+            pipes = {client.pipe: number for number, client in self._clients.items()}
+            least = timeout if len(pipes) == len(self._router.replicas) else min(timeout, LOOK_SECONDS)
+        try:
+            ready = wait(list(pipes), least)
+        except OSError:  # one was closed meanwhile; which one is told when it is read
+            ready = list(pipes)
+        deltas: list[TokenDelta] = []
+        for pipe in ready:
+            number = pipes[pipe]  # type: ignore[index]
+            try:
+                deltas += self._clients[number].outputs(0)
+            except EngineDeadError as error:
+                deltas += self._lose(number, error)
+        with self._lock:
+            self._router.note(deltas)
+        return deltas
+
+    @property
+    def each(self) -> list[EngineStats]:
+        """What each engine that runs says of itself."""
+        with self._lock:
+            return [self._clients[number].stats() for number in sorted(self._clients)]
+
+    def stats(self) -> EngineStats:
+        return together(self._ended, self.each)
+
+    def has_begun(self, request_id: str) -> bool:
+        with self._lock:
+            client = self._clients.get(self._router.owners.get(request_id, -1))
+            return client is not None and client.has_begun(request_id)
+
+    @property
+    def processes(self) -> dict[str, LookAt]:
+        with self._lock:
+            return {str(number): client.look for number, client in sorted(self._clients.items())}
+
+    def order(self, order: Order) -> None:
+        with self._lock:
+            clients = list(self._clients.values())
+        with ThreadPoolExecutor(len(clients)) as pool:
+            list(pool.map(lambda client: client.order(order), clients))
+
+    def keep_weights(self) -> None:
+        """One engine leaves the weights, which all have alike; `shutdown` ends the others."""
+        self._closing.set()
+        with self._lock:
+            client = next(iter(self._clients.values()))
+        client.keep_weights()
+
+    def shutdown(self) -> None:
+        self._closing.set()
+        with self._lock:
+            clients = list(self._clients.values())
+        with ThreadPoolExecutor(len(self._router.replicas)) as pool:
+            list(pool.map(lambda client: client.shutdown(), clients))
+
+    def _lose(self, number: int, error: EngineDeadError) -> list[TokenDelta]:
+        """What becomes of the requests of an engine that has died. Raises the error where it was the last one."""
+        with self._lock:
+            if self._closing.is_set():
+                raise error
+            if len(self._clients) == 1:
+                self._closing.set()  # others are started in our place, not by us
+                raise error
+            client = self._clients.pop(number)
+            lost = self._router.lose(number)
+            self._ended = counted(self._ended, client.stats())
+        logger.error("engine %d of %d died: %s", number, len(self._router.replicas), error)
+        threading.Thread(target=self._revive, args=(number,), name=f"revive {number}", daemon=True).start()
+        return [
+            TokenDelta(
+                request_id=name, finish_reason="error", error=str(error), is_dead=True, had_begun=client.has_begun(name)
+            )
+            for name in lost
+        ]
+
+    def _revive(self, number: int) -> None:
+        attempt = 0
+        while not self._closing.wait(RESTART_PAUSES[min(attempt, len(RESTART_PAUSES) - 1)]):
+            attempt += 1
+            logger.warning("starting engine %d again", number)
+            try:
+                client = self._start(number, self._closing)
+            except (JaxLLMError, OSError) as error:
+                logger.error("engine %d did not start: %s", number, error)
+                continue
+            with self._lock:
+                if not self._closing.is_set():
+                    self._clients[number] = client
+                    return
+            client.shutdown()
+            return
+
+
+def _start_all(count: int, start: StartReplica, given_up: threading.Event) -> dict[int, ProcessClient]:
+    """The first one alone: what it compiles the others find. Those start side by side."""
+    started = {0: start(0, given_up)}
+    try:
+        with ThreadPoolExecutor(max(count - 1, 1)) as pool:
+            starting = {number: pool.submit(copy_context().run, start, number, given_up) for number in range(1, count)}
+            failures = [error for one in starting.values() if (error := one.exception()) is not None]
+            started |= {number: one.result() for number, one in starting.items() if one.exception() is None}
+            if failures:
+                raise failures[0]
+    except BaseException:
+        for client in started.values():
+            client.shutdown()
+        raise
+    return started

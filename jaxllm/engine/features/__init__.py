@@ -1,0 +1,71 @@
+"""The abilities of the engine beyond requests, pages, slots, steps and tokens: this is their list."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from jaxllm.engine.core.feature import Feature
+from jaxllm.engine.core.registry import Features
+from jaxllm.engine.core.sizes import StepSizes
+from jaxllm.models.abstract import AdaptedModel
+from jaxllm.requests.logits_processors import LogitsProcessor
+
+if TYPE_CHECKING:
+    from jaxllm.engine.features.drafts.feature import Drafts
+
+
+def features_of(
+    sizes: StepSizes,
+    *,
+    widest_activation: int,
+    adapted: AdaptedModel | None = None,
+    adapter_places: int = 0,
+    processors: Sequence[LogitsProcessor] = (),
+    drafts: Drafts | None = None,
+    offloads: bool = False,
+) -> Features:
+    """Those of an engine that samples, in the order in which they are asked.
+
+    `widest_activation` is how many numbers of a token the largest activation of a layer has; with `offloads` what the
+    devices give away is kept elsewhere.
+    """
+    from jaxllm.engine.features.adapters.adapters import Adapters
+    from jaxllm.engine.features.adapters.steering import Steering
+    from jaxllm.engine.features.adjustments.adjustments import Adjustments
+    from jaxllm.engine.features.grammar.feature import Grammar
+    from jaxllm.engine.features.processors.processing import Processors
+    from jaxllm.engine.features.readout.captures import Captures
+    from jaxllm.engine.features.readout.patching import Patching
+    from jaxllm.engine.features.readout.pooling import Pooling
+    from jaxllm.engine.features.readout.scores import Scores
+    from jaxllm.engine.features.states.states import States
+
+    found: list[Feature] = [
+        Processors(processors),
+        Adjustments(),
+        Grammar(),
+        Adapters(adapted, adapter_places, ("decode", "verify") if drafts is not None else ("decode",)),
+        Steering(),
+        Patching(),
+        Captures(widest_activation),
+        Scores(),
+        Pooling(),
+    ]
+    if drafts is not None:
+        found.append(drafts)
+    if sizes.keeps_by_slot:
+        found.append(States(sizes.max_num_seqs + 1, sizes.num_snapshots))
+    if offloads:
+        from jaxllm.engine.features.offload.host_pages import ROW_KINDS
+        from jaxllm.engine.features.offload.offload import Offload
+
+        found.append(Offload(kind for kind in ROW_KINDS if sizes.buffers_of(paged=kind == "page")))
+    return Features(found)
+
+
+def features_of_encoder() -> Features:
+    """Those of an encoder, which samples nothing."""
+    from jaxllm.engine.features.readout.pooling import Pooling
+
+    return Features([Pooling()])

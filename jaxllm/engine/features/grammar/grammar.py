@@ -1,0 +1,214 @@
+"""Grammars at work: which tokens may come next, for every running request that is constrained.
+
+A matcher follows one request's tokens. Matchers are built off the loop, so that no stream waits for a large grammar.
+They fill their masks together, on threads, while the device runs the step that the masks are for.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import threading
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance.numpy import fill_next_token_bitmask_par
+from tokenizers import Tokenizer
+
+from jaxllm.engine.core.sampler import ALL, forbid
+from jaxllm.engine.features.grammar.thinking_budget import MarkerSearch
+from jaxllm.errors import InvalidRequestError
+from jaxllm.machine import cores
+from jaxllm.requests.compiled_grammars import compile_grammar
+from jaxllm.requests.grammar_process import COMPILE_STACK_BYTES
+from jaxllm.requests.structured_outputs import StructuredOutputs, early_failure, failure, new_matcher
+from jaxllm.threads import call_with_stack
+
+THREADS = min(4, cores().usable)
+BUILD_STACK_BYTES = 2 * COMPILE_STACK_BYTES
+"""For a matcher: a grammar that another process has compiled in half of it does not overflow it."""
+
+
+class GrammarError(InvalidRequestError):
+    """A request's grammar cannot go on; the request fails, and no other."""
+
+
+class Constraint:
+    """One request's place in its grammar.
+
+    Before the grammar there may be a block of reasoning, whole. `opening` follows an answer that may still begin with
+    one, beside `matcher`, which follows the same answer without; both have a say in what comes next.
+    """
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        outputs: StructuredOutputs,
+        tokenizer: Tokenizer,
+        vocabulary: LLTokenizer,
+        opening: LLMatcher | None = None,
+    ):
+        self.matcher = matcher
+        self._vocabulary = vocabulary
+        self.opening = opening
+        self.active = outputs.after is None or opening is not None
+        """The grammar has a say; else the reasoning is open, which anything but the answer's end may continue."""
+        self._direct = True
+        """The grammar allows what there is of the answer, which may still begin with reasoning."""
+        self._opened = [MarkerSearch(tokenizer, text) for text in outputs.openings]
+        self._after = MarkerSearch(tokenizer, outputs.after or "")
+
+    @property
+    def matchers(self) -> list[LLMatcher]:
+        """Each allows some of the tokens that may come next; all may if there are none."""
+        if not self.active:
+            return []
+        return [self.matcher] * self._direct + ([] if self.opening is None else [self.opening])
+
+    @property
+    def complete(self) -> bool:
+        """Nothing can follow: the grammar is satisfied, or has failed, which `check` tells."""
+        return self.active and self._direct and self.opening is None and self.matcher.is_stopped()
+
+    def accept(self, token: int) -> None:
+        """Follow a generated token.
+
+        Raises:
+            GrammarError: the grammar does not allow it, or its limits are exceeded.
+        """
+        if self.opening is not None:
+            self._accept_first(token, self.opening)
+        elif self.active:
+            self.check()
+            self.matcher.consume_token(token)
+            self.check(" (allowed_token_ids, bad_words or min_tokens may forbid all that it allows)")
+        else:
+            self.active = self._after.add(token)
+            if self.active:
+                self._begin()
+
+    def _accept_first(self, token: int, opening: LLMatcher) -> None:
+        """A token of an answer that may begin with reasoning until this one."""
+        ended = self._after.add(token)
+        opened = [search.add(token) for search in self._opened]
+        if opening.try_consume_tokens([token]) == 0:
+            self.opening = None
+            self.accept(token)
+        elif any(opened):
+            self.opening, self.active, self._direct = None, ended, True
+            self.matcher.reset()
+            if ended:
+                self._begin()
+        else:
+            self._direct = self._direct and self.matcher.try_consume_tokens([token]) == 1
+
+    def _begin(self) -> None:
+        """Follow what of the answer is in the token that ended the reasoning, as `{` in `>{`.
+
+        Raises:
+            GrammarError: the grammar does not allow it.
+        """
+        text = self._after.behind.lstrip()
+        tokens = self._vocabulary.tokenize_bytes(text.encode()) if text else []
+        if self.matcher.try_consume_tokens(tokens) < len(tokens):
+            raise GrammarError(
+                f"the token that ended the reasoning begins the answer with {text!r}, which the constraint does not "
+                "allow; another seed may go another way"
+            )
+
+    def after(self, token: int) -> Constraint | None:
+        """The place that `token` would lead to, while this one stays; None where the grammar does not allow the token,
+        or nothing can follow it.
+        """
+        tried = copy.copy(self)
+        tried.matcher = self.matcher.deep_copy()
+        tried.opening = None if self.opening is None else self.opening.deep_copy()
+        tried._opened, tried._after = [search.copy() for search in self._opened], self._after.copy()
+        try:
+            tried.accept(token)
+        except GrammarError:
+            return None
+        return None if tried.complete else tried
+
+    def forced(self) -> list[int]:
+        """Tokens that must follow: there is no choice, so they need no sampling."""
+        settled = self.active and self.opening is None
+        return self.matcher.compute_ff_tokens() if settled and not self.matcher.is_stopped() else []
+
+    def check(self, hint: str = "") -> None:
+        """Raises GrammarError where the matcher has failed."""
+        if problem := failure(self.matcher):
+            raise GrammarError(f"the grammar failed{hint}: {problem}")
+
+
+class Grammars:
+    """Builds constraints and fills masks, for one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]):
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos = list(eos_token_ids)
+        self._lock = threading.Lock()
+
+    def prepare(self) -> None:
+        """Read the vocabulary now: a second or more for a large one, in which Python stands still."""
+        with self._lock:
+            if self._eos:
+                _ = self._vocabulary
+
+    def build(self, outputs: StructuredOutputs) -> Constraint:
+        """A request's constraint; a large grammar takes long, so call it on a thread. Raises GrammarError."""
+        if not self._eos:
+            raise GrammarError("this model names no end-of-sequence token, which ends what follows a grammar")
+        self.prepare()
+        grammar = compile_grammar(outputs)
+        matcher, problem = call_with_stack("grammar", BUILD_STACK_BYTES, lambda: self._tried(grammar))
+        if problem:
+            raise GrammarError(f"the grammar failed: {problem}")
+        return Constraint(matcher, outputs, self._tokenizer, self._vocabulary, self._opening(outputs))
+
+    def fill(self, constraints: Sequence[Constraint | None], mask: np.ndarray) -> None:
+        """Set row i of `mask` [R, V/32] to the tokens that constraint i allows; rows of None allow all."""
+        mask[...] = ALL
+        rows = [(matcher, i) for i, c in enumerate(constraints) if c is not None for matcher in c.matchers]
+        masks = np.zeros((len(rows), mask.shape[1]), mask.dtype)
+        if rows:
+            fill_next_token_bitmask_par(self._executor, [(matcher, at) for at, (matcher, _) in enumerate(rows)], masks)
+        for i in {i for _, i in rows}:
+            mask[i] = 0
+        for allowed, (_, i) in zip(masks, rows, strict=True):
+            mask[i] |= allowed
+        for row, constraint in zip(mask, constraints, strict=True):
+            if constraint is not None and not constraint.active:
+                for token in self._eos:
+                    forbid(row, token)
+
+    def _tried(self, grammar: str) -> tuple[LLMatcher, str]:
+        """A matcher, and why it gives up with this vocabulary, which needs more of it than the compiler's."""
+        matcher = new_matcher(self._vocabulary, grammar)
+        return matcher, early_failure(matcher)
+
+    def _opening(self, outputs: StructuredOutputs) -> LLMatcher | None:
+        """What follows an answer that begins with one of `outputs.openings` and goes on as it likes."""
+        if not outputs.openings:
+            return None
+        added = {token.content: number for number, token in self._tokenizer.get_added_tokens_decoder().items()}
+        marks = "|".join(map(re.escape, sorted(filter(None, added), key=len, reverse=True)))
+        split = re.compile(f"({marks})" if marks else "(?!)")
+        texts = [
+            " ".join(f"<[{added[p]}]>" if p in added else json.dumps(p, ensure_ascii=False) for p in pieces if p)
+            for pieces in map(split.split, outputs.openings)
+        ]
+        grammar = LLMatcher.grammar_from_lark(f"start: ({' | '.join(texts)}) REST\nREST: /(.|\\n)*/")
+        return new_matcher(self._vocabulary, grammar)
+
+    @cached_property
+    def _vocabulary(self) -> LLTokenizer:
+        return LLTokenizer(self._tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=self._eos)
+
+    @cached_property
+    def _executor(self) -> LLExecutor:
+        return LLExecutor(num_threads=THREADS)

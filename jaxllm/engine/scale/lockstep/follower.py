@@ -1,0 +1,199 @@
+"""A process that follows process 0: it runs the steps that it is sent, and says that it lives."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+
+from jaxllm.engine.core.device import Device
+from jaxllm.engine.core.keys import Key
+from jaxllm.engine.scale.lockstep.leader import digest_of, is_there
+from jaxllm.engine.scale.lockstep.messages import (
+    BEAT_SECONDS,
+    CHECKED_STEPS,
+    SILENT_SECONDS,
+    SILENT_START_SECONDS,
+    CompileNow,
+    End,
+    FromLeader,
+    HasExecutable,
+    Leaving,
+    Left,
+    MemberFailed,
+    Pulse,
+    Refused,
+    RunStep,
+    TokenDigest,
+)
+from jaxllm.engine.scale.staged_device import EarlierStages
+from jaxllm.errors import ConfigError, EngineDeadError, one_line
+from jaxllm.sharding.wire import Wire, WireError
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+
+class Follower:
+    """The connection to process 0. A thread says that this process lives, and what its last tokens were."""
+
+    def __init__(self, wire: Wire[FromLeader], leave: Callable[[str], None]):
+        """`leave` ends the process with a reason, in any thread; it is called where process 0 is gone."""
+        self._wire = wire
+        self._leave = leave
+        self._steps = self._sampled = 0
+        self._unchecked: tuple[int, Any] | None = None
+        self._has_ended = False
+        self._leaving = ""
+        self._deadline = float("inf")
+        self._bell = threading.Event()
+        threading.Thread(target=self._beat, name="beat", daemon=True).start()
+
+    @property
+    def own_hosts(self) -> list[str]:
+        """The addresses at which this process can be reached."""
+        return [self._wire.own_host]
+
+    def ask(self, message: Any, kind: type[Answer]) -> Answer:
+        """Say something to process 0, and wait for an answer of this kind.
+
+        Raises:
+            ConfigError: process 0 says that there can be no group.
+            EngineDeadError: the group is over.
+        """
+        self.say(message)
+        while True:
+            answer, _ = self._receive(SILENT_START_SECONDS)
+            match answer:
+                case Pulse():
+                    continue
+                case Refused(reason):
+                    raise ConfigError(reason)
+                case End(reason):
+                    raise EngineDeadError(reason or "process 0 was stopped while the group started")
+            if not isinstance(answer, kind):
+                raise EngineDeadError(f"process 0 sent {type(answer).__name__} where {kind.__name__} was due")
+            return answer
+
+    def say(self, message: Any) -> None:
+        """Tell process 0 something. Any thread may call this."""
+        try:
+            self._wire.send(message)
+        except OSError as error:
+            raise EngineDeadError("process 0 is gone") from error
+
+    def have(self, key: Key) -> None:
+        """This process has an executable. Any thread may call this."""
+        self.say(HasExecutable(key))
+
+    def fail(self, reason: str) -> None:
+        """This process cannot go on, and is about to end."""
+        self.say(MemberFailed(reason))
+
+    def stop_within(self, seconds: float, reason: str) -> None:
+        """This process was told to stop: it leaves when process 0 ends the group, or after that time.
+
+        It may be called in a signal's handler.
+        """
+        self._leaving, self._deadline = reason, time.monotonic() + seconds
+        self._bell.set()
+
+    def follow(self, device: Device | EarlierStages) -> str:
+        """Run the steps that come; returns when process 0 ends the group, with the reason if there is one.
+
+        Raises:
+            EngineDeadError: process 0 is gone or silent, or its steps have a gap.
+        """
+        while True:
+            message, arrays = self._receive(SILENT_SECONDS)
+            match message:
+                case RunStep(number, key):
+                    self._steps += 1
+                    if number != self._steps:
+                        raise EngineDeadError(f"process 0 sent step {number} where step {self._steps} was due")
+                    self._note(device.run(key, *arrays))
+                case CompileNow(key):
+                    threading.Thread(target=self._compile, args=(device, key), name="compile-now", daemon=True).start()
+                case End(reason):
+                    self._has_ended = True
+                    if not reason:
+                        device.wait()
+                        self.say(Left())
+                    return reason
+                case Pulse():
+                    pass
+                case _:
+                    raise EngineDeadError(f"process 0 sent {type(message).__name__} where a step was due")
+
+    def _compile(self, device: Device | EarlierStages, key: Key) -> None:
+        try:
+            device.compile(key)
+        except Exception as error:
+            self._give_up(f"{key} cannot be compiled", error)
+
+    def _give_up(self, what: str, error: Exception) -> None:
+        """End the process for something that went wrong beside its loop."""
+        reason = f"{what}: {type(error).__name__}: {one_line(error)}"
+        with contextlib.suppress(EngineDeadError):  # process 0 is gone too, and this one ends either way
+            self.fail(reason)
+        self._leave(reason)
+
+    def _note(self, output: Any) -> None:
+        tokens = getattr(output, "tokens", None)
+        if tokens is not None:
+            self._sampled += 1
+            if self._sampled % CHECKED_STEPS == 0:
+                self._unchecked = self._steps, tokens
+
+    def _receive(self, silent: float) -> tuple[FromLeader, list[Any]]:
+        try:
+            return self._wire.receive(silent)
+        except TimeoutError:
+            raise EngineDeadError(f"process 0 has said nothing for {silent:g} seconds") from None
+        except OSError:
+            raise EngineDeadError("process 0 is gone") from None
+        except WireError as error:
+            raise EngineDeadError(f"process 0 cannot be understood: {error}") from None
+
+    def _beat(self) -> None:
+        said = False
+        while True:
+            self._bell.wait(BEAT_SECONDS)
+            self._bell.clear()
+            if self._has_ended:
+                return
+            try:
+                if self._leaving and not said:
+                    self.say(Leaving(self._leaving))
+                    said = True
+                if self._unchecked is not None and is_there(self._unchecked[1]):
+                    (number, tokens), self._unchecked = self._unchecked, None
+                    self.say(TokenDigest(number, digest_of(tokens)))
+                self.say(Pulse())
+            except EngineDeadError as error:
+                if not self._has_ended:
+                    self._leave(str(error))
+                return
+            except jax.errors.JaxRuntimeError as error:
+                self._give_up("a step has failed", error)
+                return
+            if time.monotonic() > self._deadline:
+                self._leave(f"told to stop ({self._leaving})")
+
+
+def connected(address: tuple[str, int], deadline: float) -> socket.socket:
+    """A connection to process 0, which may not be there yet. Raises OSError where it does not come in time."""
+    while True:
+        try:
+            return socket.create_connection(address, timeout=10)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)

@@ -1,0 +1,201 @@
+"""How the processes of a group find each other: before JAX starts, so that whatever is wrong is said in one line."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.scale.lockstep.follower import Follower, connected
+from jaxllm.engine.scale.lockstep.leader import Leader, Member
+from jaxllm.engine.scale.lockstep.messages import (
+    MEETING_SECONDS,
+    FromFollower,
+    FromLeader,
+    Hello,
+    Refused,
+    Welcome,
+    difference,
+)
+from jaxllm.errors import ConfigError, reason
+from jaxllm.progress import tell
+from jaxllm.sharding.clusters import split_address
+from jaxllm.sharding.secret import admit, group_secret, introduce
+from jaxllm.sharding.wire import Wire, WireError, accept_each, free_port, interrupt, machine_name
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_SECONDS = 10.0
+MOST_STRANGERS = 64
+"""Connections at a time that have not proved yet that they belong to the group."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process's place among the others, all of whom have come.
+
+    Attributes:
+        hold: on the others; of process 0 a Leader, of the others a Follower.
+        address: where JAX's coordinator is.
+        place: which of the `neighbours` on its machine it is.
+    """
+
+    hold: Leader | Follower
+    number: int
+    count: int
+    address: str
+    place: int
+    neighbours: int
+
+    @property
+    def leader(self) -> Leader | None:
+        """Its hold on the others, where it is process 0."""
+        return self.hold if isinstance(self.hold, Leader) else None
+
+
+def meet(config: EngineConfig, agreement: dict[str, str], on_broken: Callable[[str], None]) -> Group:
+    """Wait until all processes of `config` have come and agree.
+
+    Args:
+        agreement: what must be the same in all, in words, by its name.
+        on_broken: called with a reason where the group is over, in any thread; it ends the process.
+
+    Raises:
+        ConfigError: one does not come in time, has another secret, or differs.
+    """
+    assert config.num_processes is not None and config.coordinator_address is not None
+    if config.process_id == 0:
+        return _Meeting(config, agreement).wait(on_broken)
+    return _join(config, agreement, on_broken)
+
+
+class _Meeting:
+    """Process 0 while it waits for the others: strangers are turned away, and do not disturb it."""
+
+    def __init__(self, config: EngineConfig, agreement: dict[str, str]):
+        assert config.num_processes is not None and config.coordinator_address is not None
+        self._count = config.num_processes
+        self._host, port = split_address(config.coordinator_address)
+        self._agreement = agreement
+        self._secret = group_secret(config.cluster_secret)
+        self._members: dict[int, Member] = {}
+        self._problem: str | None = None
+        self._changed = threading.Condition()
+        self._listener = _listen(self._host, port)
+        self._address = config.coordinator_address
+
+    def wait(self, on_broken: Callable[[str], None]) -> Group:
+        accept = partial(accept_each, self._listener, MOST_STRANGERS, "hello", self._receive)
+        threading.Thread(target=accept, name="meeting", daemon=True).start()
+        logger.info("waiting for %d other processes at %s", self._count - 1, self._address)
+        tell("Waiting for the other processes")
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._problem or len(self._members) == self._count - 1, MEETING_SECONDS)
+        finally:
+            interrupt(self._listener)  # and with it the thread that accepts
+            self._listener.close()
+        missing = [number for number in range(1, self._count) if number not in self._members]
+        if self._problem is None and missing:
+            self._problem = (
+                f"num_processes is {self._count}, and process {missing[0]} has not come to {self._address} within "
+                f"{MEETING_SECONDS:g} seconds"
+            )
+        if self._problem is not None:
+            self._refuse_all(self._problem)
+            raise ConfigError(self._problem)
+        return self._begin(on_broken)
+
+    def _begin(self, on_broken: Callable[[str], None]) -> Group:
+        machine = machine_name()[1]
+        members = [self._members[number] for number in range(1, self._count)]
+        machines = [machine, *(member.machine for member in members)]
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        address = f"{host}:{free_port('')}"
+        for number, member in enumerate(members, 1):
+            place = machines[:number].count(member.machine)
+            with suppress(OSError):  # it has gone meanwhile, as the Leader is about to find out
+                member.wire.send(Welcome(address, place, machines.count(member.machine)))
+        leader = Leader(members, on_broken)
+        return Group(leader, 0, self._count, address, 0, machines.count(machine))
+
+    def _receive(self, connection: socket.socket, source: str) -> None:
+        try:
+            connection.settimeout(HANDSHAKE_SECONDS)
+            if not admit(connection, self._secret):
+                logger.warning("a process at %s was turned away: its cluster_secret is another", source)
+                connection.close()
+                return
+            wire: Wire[FromFollower] = Wire(connection, FromFollower)
+            hello, _ = wire.receive(HANDSHAKE_SECONDS)
+            if isinstance(hello, Hello):
+                self._take(Member(hello, wire), hello)
+        except (OSError, WireError) as error:
+            logger.warning("a connection from %s was closed before it said who it is: %s", source, error)
+            connection.close()
+
+    def _take(self, member: Member, hello: Hello) -> None:
+        with self._changed:
+            if not 0 < member.number < self._count or member.number in self._members:
+                found = (
+                    "there is one already" if member.number in self._members else f"accepted is 1 to {self._count - 1}"
+                )
+                member.wire.send(Refused(f"process_id is {member.number}, and {found}"))
+                member.wire.close()
+                return
+            self._members[member.number] = member
+            problem = difference(self._agreement, hello.agreement, str(member))
+            self._problem = self._problem or problem
+            self._changed.notify_all()
+
+    def _refuse_all(self, problem: str) -> None:
+        for member in self._members.values():
+            with suppress(OSError):
+                member.wire.send(Refused(problem))
+
+
+def _join(config: EngineConfig, agreement: dict[str, str], on_broken: Callable[[str], None]) -> Group:
+    assert config.num_processes is not None and config.process_id is not None
+    assert config.coordinator_address is not None
+    where = f"process 0 at {config.coordinator_address}"
+    secret = group_secret(config.cluster_secret)
+    logger.info("process %d of %d looks for %s", config.process_id, config.num_processes, where)
+    deadline = time.monotonic() + MEETING_SECONDS
+    try:
+        connection = connected(split_address(config.coordinator_address), deadline)
+        connection.settimeout(HANDSHAKE_SECONDS)
+        if not introduce(connection, secret):
+            raise ConfigError(f"cluster_secret is not that of {where}")
+    except OSError as error:
+        raise ConfigError(f"{where} cannot be reached: {reason(error)}") from None
+    wire: Wire[FromLeader] = Wire(connection, FromLeader)
+    host, machine = machine_name()
+    try:
+        wire.send(Hello(config.process_id, host, machine, agreement))
+        answer, _ = wire.receive(max(1.0, deadline - time.monotonic()) + HANDSHAKE_SECONDS)
+    except (OSError, WireError) as error:
+        raise ConfigError(f"{where} has left before all processes came: {error}") from None
+    if isinstance(answer, Refused):
+        raise ConfigError(answer.reason)
+    if not isinstance(answer, Welcome):
+        raise ConfigError(f"{where} sent {type(answer).__name__} where Welcome was due")
+    follower = Follower(wire, on_broken)
+    return Group(follower, config.process_id, config.num_processes, answer.address, answer.place, answer.neighbours)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """On the loopback interface alone where the others are to reach it there."""
+    try:
+        family, _, _, _, (address, *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        loopback = str(address) == "::1" or str(address).startswith("127.")
+        return socket.create_server((str(address) if loopback else "", port), family=family)
+    except OSError as error:
+        why = os.strerror(error.errno).lower() if error.errno and error.errno > 0 else reason(error)
+        raise ConfigError(f"coordinator_address is {host}:{port}, where process 0 cannot listen: {why}") from None

@@ -1,0 +1,140 @@
+"""What something beside the model does to it while it is traced: recording, steering, patching, adapters.
+
+A model knows that there may be hands in it, and not whose. A `Hand` sees the whole stack of layers, a `LayerHand` one
+of them. Layers are jitted, and traced once for all that are alike: so what a hand tells a layer is data, and a step
+without hands is traced without any of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
+
+from jaxllm.pallas_kernels import Late, StepMetadata
+
+Product = Callable[[Float[Array, "T E"] | None], Float[Array, "T E"]]
+"""What a block gives, added to a residual stream where there is one."""
+
+
+class LayerHand:
+    """A hand in one layer. Each method has a default that does nothing."""
+
+    whole = False
+    """The layer leaves nothing to be added to its output by the next one."""
+
+    def __init__(self, data: Any):
+        """`data` is what `Hand.layer` gave."""
+        self.data = data
+
+    def tap(self, point: str, value: Callable[[], jax.Array]) -> None:
+        """The layer has an activation, which `value` computes."""
+
+    def add(self, point: str, product: Product, residual: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        """`product(residual)`, of which the product by itself is the activation `point`."""
+        return product(residual)
+
+    def end(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        """The residual stream [T, E] as it leaves the layer."""
+        return x
+
+
+class Hand:
+    """A hand in the stack of layers."""
+
+    layers: type[LayerHand] | None = None
+    """Its hands in single layers, if it has any."""
+
+    def layer(self, index: int, x: Float[Array, "T E"]) -> Any:
+        """A pytree that the hand in the layer `index` is made of; `x` is the residual stream that it takes."""
+
+    def took(self, index: int, data: Any) -> None:
+        """What the `data` of the hand in that layer have become."""
+
+    def before(self, index: int, x: Float[Array, "T E"], late: Late | None) -> None:
+        """The layer `index` takes `x`, with what is yet to be added to it."""
+
+    def last(self, hidden: Float[Array, "T E"]) -> None:
+        """The hidden states after the last norm."""
+
+
+@dataclass
+class Told:
+    """What the layer that is traced finds without its being handed from call to call."""
+
+    meta: StepMetadata
+    hands: Sequence[LayerHand] = ()
+    places: Any = None
+    """Of its experts in host memory, if it has any; it leaves them changed."""
+    sum: str | None = None
+    """The activation that the next product added to the residual stream is, while `summing` is open."""
+
+
+_told: ContextVar[Told | None] = ContextVar("told", default=None)
+
+
+@contextmanager
+def telling(told: Told) -> Iterator[Told]:
+    """While this is open, what is traced is told this."""
+    token = _told.set(told)
+    try:
+        yield told
+    finally:
+        _told.reset(token)
+
+
+def told() -> Told:
+    """What is traced now is told this."""
+    found = _told.get()
+    assert found is not None, "a layer is traced inside telling()"
+    return found
+
+
+def _hands() -> Sequence[LayerHand]:
+    found = _told.get()
+    return () if found is None else found.hands
+
+
+def is_whole() -> bool:
+    """Whether the layer that is traced must leave its whole output, because of some hand in it."""
+    return any(hand.whole for hand in _hands())
+
+
+def tap(point: str, value: jax.Array | Callable[[], jax.Array]) -> None:
+    """Show the hands an activation of the layer that is traced; a function is called where one wants it."""
+    for hand in _hands():
+        hand.tap(point, value if callable(value) else lambda: value)
+
+
+def summed(point: str, product: Product, residual: Float[Array, "T E"]) -> Float[Array, "T E"]:
+    """`product(residual)`; what the product adds is the activation `point`."""
+    for hand in _hands():
+        product = _through(hand, point, product)
+    return product(residual)
+
+
+def _through(hand: LayerHand, point: str, product: Product) -> Product:
+    return lambda residual: product(None) if residual is None else hand.add(point, product, residual)
+
+
+@contextmanager
+def summing(point: str | None) -> Iterator[None]:
+    """While this is open, the product that `add_product` adds to the residual stream is the activation `point`."""
+    found = _told.get()
+    if found is not None:
+        found.sum = point
+    yield
+    if found is not None:
+        found.sum = None
+
+
+def add_product(product: Product, residual: Float[Array, "T E"]) -> Float[Array, "T E"]:
+    """`product(residual)`, the last of a block, which `summing` says the name of."""
+    found = _told.get()
+    point = None if found is None else found.sum
+    return product(residual) if point is None else summed(point, product, residual)
