@@ -40,8 +40,6 @@ from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.steering import Steer, Steers, steers_of
 from jaxllm.requests.tables import TableList
 from jaxllm.research.inside import Inside
-from jaxllm.text.reasoned_answers import constrained_answer, told_to_think
-from jaxllm.text.reasoning import template_reasoning
 from jaxllm.text.tokenizer import Tokenizer
 
 Item = tuple[str | None, list[int], SamplingParams]
@@ -136,41 +134,74 @@ class LLM(Inside, Controls):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
+        tool_choice: str | dict[str, Any] = "auto",
+        parallel_tool_calls: bool = True,
+        separate_reasoning: bool = False,
         steer: Steers = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, rendered through the model's chat template.
 
-        Where that shows how the model marks its reasoning, a constraint on the answer begins behind the reasoning, and
+        Where that shows how the model marks its reasoning, a constraint on the answer begins after the reasoning, and
         without max_thinking_tokens half of max_tokens is left for it.
+
+        Args:
+            tools: functions that the model may call, as chat completions take them. The calls are the outputs'
+                `tool_calls`, and a text holds none.
+            tool_choice: "auto", "required", "none", or `{"type": "function", "function": {"name": …}}`.
+            parallel_tool_calls: an answer may make several calls.
+            separate_reasoning: the outputs' `reasoning` is told apart from their text. It always is with `tools`.
 
         Raises:
             InvalidRequestError: the model has no chat template, or it refuses the messages.
         """
+        from jaxllm.chat.answer import read_output  # these load jinja2, which prompts do without
+        from jaxllm.chat.conversation import Conversation, Rendering, given_messages, given_tools
+        from jaxllm.chat.model import ChatModel
+        from jaxllm.chat.prompt import prepare_params
+
         self._streams.check_process()
         refuse_text(self.info.tasks)
-        tokenizer = self.get_tokenizer()
+        self.get_tokenizer()
         listed: list[Any] = list(messages)
         one = not listed or isinstance(listed[0], Mapping)
         conversations: list[list[dict]] = [listed] if one else [list(conversation) for conversation in listed]
         params = self._params(sampling_params, len(conversations))
-        requests: list[Item] = []
-        reasoning = template_reasoning(chat_template or tokenizer.chat_template)
-        thinks = told_to_think(chat_template_kwargs or {})
-        for conversation, p in zip(conversations, params, strict=True):
-            text = tokenizer.apply_chat_template(
-                conversation,
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
-                continue_final_message=continue_final_message,
-                chat_template=chat_template,
-                **(chat_template_kwargs or {}),
+        model = ChatModel(self)
+        offered, choice = given_tools(tools or (), tool_choice)
+        variables = dict(chat_template_kwargs or {})
+        rendering = Rendering(
+            chat_template=chat_template,
+            documents=variables.pop("documents", None),
+            variables=variables,
+            opens_answer=add_generation_prompt and not continue_final_message,
+            continues_last=continue_final_message,
+        )
+        reads = bool(tools) or separate_reasoning
+        ready = [
+            prepare_params(
+                model,
+                Conversation(
+                    messages=given_messages(conversation),
+                    tools=offered,
+                    tool_choice=choice,
+                    parallel_tool_calls=parallel_tool_calls,
+                    rendering=rendering,
+                    structured_outputs=asked.structured_outputs,
+                    separate_reasoning=reads,
+                ),
+                asked,
             )
-            continued = conversation[-1].get("content") if continue_final_message else ""
-            continued = continued if isinstance(continued, str) else ""
-            asked = constrained_answer(p, reasoning, text, continued=continued, thinks=thinks)
-            requests.append((text, tokenizer.encode_chat(text), asked))
-        count = len(requests)
+            for conversation, asked in zip(conversations, params, strict=True)
+        ]
+        count = len(ready)
         adapters, steers = _adapters(lora_request, count), steers_of(steer, count)
-        return self._run(requests, use_tqdm, adapters=adapters, steers=steers)
+        requests: list[Item] = [(one.prompt.text, one.prompt.token_ids, one.prompt.params) for one in ready]
+        outputs = self._run(requests, use_tqdm, adapters=adapters, steers=steers)
+        if reads:
+            for prompt, output in zip(ready, outputs, strict=True):
+                read_output(prompt, output)
+        return outputs
 
     def beam_search(self, prompts: Prompts, params: BeamSearchParams) -> list[RequestOutput]:
         """The beam_width most likely completions of each prompt, best first.

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.chat.conversation import Tool
+from jaxllm.chat.parsing.formats import TOOL_FORMATS
+from jaxllm.chat.parsing.grammar import tool_constraint
+from jaxllm.chat.parsing.output_format import OutputFormats
 from jaxllm.engine.features.drafts.ngrams import Guesses, ngram_drafts
 from jaxllm.engine.features.drafts.rules import NgramDrafts
 from jaxllm.requests.structured_outputs import StructuredOutputs
-from jaxllm.serving.conversation import Tool
-from jaxllm.serving.parsing.formats import TOOL_FORMATS
-from jaxllm.serving.parsing.grammar import tool_constraint
-from jaxllm.serving.parsing.output_format import OutputFormats
 from tests.serving.mixed_requests import write_model
 from tests.sizes import FIELDS as SIZES
 from tests.sizes import few_pages

@@ -7,22 +7,21 @@ import json
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 from cyclopts import Parameter
 
-from jaxllm.cli.chat_file import SavedChat, check_setting, load_chat, save_chat
-from jaxllm.cli.chat_input import prepare_terminal, read_message
-from jaxllm.cli.sampling import sampling_params, takes_sampling
+from jaxllm.cli.sampling import sampling_flags, sampling_params, takes_sampling
 from jaxllm.cli.settings import COMMAND_GROUP, takes_settings
 from jaxllm.cli.streams import as_typed
-from jaxllm.config import EngineConfig
-from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError, JaxLLMError
-from jaxllm.folders import in_home
+from jaxllm.config import CACHE_DIR, EngineConfig
+from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError, JaxLLMError, one_line, reason
+from jaxllm.folders import in_home, unwritable
 
 ChatHistory = list[dict[str, str]]
+
 
 HELP = """\
 /system TEXT     set the system prompt (nothing: remove it) and start over
@@ -36,6 +35,13 @@ HELP = """\
 A text of several lines is pasted, or written between two \"\"\"."""
 
 
+class Shown(NamedTuple):
+    """A piece of an answer's text, or of the reasoning before it."""
+
+    text: str
+    is_reasoning: bool = False
+
+
 class Backend(Protocol):
     """Where answers come from."""
 
@@ -45,8 +51,8 @@ class Backend(Protocol):
     num_tokens: int
     """Of the last answer, or of what there is of it."""
 
-    def answer(self, messages: ChatHistory) -> AsyncIterator[str]:
-        """Pieces of the next answer's text; closing the iterator stops it."""
+    def answer(self, messages: ChatHistory) -> AsyncIterator[Shown]:
+        """Pieces of the next answer; closing the iterator stops it."""
 
 
 @takes_settings(EngineConfig)
@@ -122,14 +128,24 @@ class EngineBackend:
         self.sampling = sampling
         self.num_tokens = 0
 
-    async def answer(self, messages: ChatHistory) -> AsyncIterator[str]:
-        from jaxllm.cli.generate import chat_tokens
+    async def answer(self, messages: ChatHistory) -> AsyncIterator[Shown]:
+        from jaxllm.chat.answer import speak
+        from jaxllm.chat.conversation import Conversation, given_messages
+        from jaxllm.chat.model import ChatModel
+        from jaxllm.chat.parsing.events import Content, Reasoning
+        from jaxllm.chat.prompt import prepare_params
 
         params = sampling_params(self.sampling, self.engine.info.default_sampling)
+        conversation = Conversation(messages=given_messages(messages), structured_outputs=params.structured_outputs)
         self.num_tokens = 0
-        async for _, delta in self.engine.stream(chat_tokens(self.engine, messages), params):
-            self.num_tokens += len(delta.token_ids)
-            yield delta.text
+        ready = await asyncio.to_thread(prepare_params, ChatModel(self.engine), conversation, params)
+        self.engine.check(ready.prompt.token_ids, ready.prompt.params)
+        async with aclosing(speak(self.engine, ready)) as pieces:
+            async for piece in pieces:
+                self.num_tokens += len(piece.token_ids)
+                for event in piece.events:
+                    if isinstance(event, Content | Reasoning):
+                        yield Shown(event.text, isinstance(event, Reasoning))
 
     def shutdown(self) -> None:
         self.engine.shutdown()
@@ -142,7 +158,7 @@ class ServerBackend:
         self.client, self.name, self.sampling = client, name, sampling
         self.num_tokens = 0
 
-    async def answer(self, messages: ChatHistory) -> AsyncIterator[str]:
+    async def answer(self, messages: ChatHistory) -> AsyncIterator[Shown]:
         usage = {"stream_options": {"include_usage": True}}
         body = {"model": self.name, "messages": messages, **usage, **self.sampling}
         self.num_tokens = 0
@@ -150,7 +166,9 @@ class ServerBackend:
             if event.get("usage"):
                 self.num_tokens = event["usage"]["completion_tokens"]
             for choice in event["choices"]:
-                yield choice["delta"].get("content") or ""
+                delta = choice["delta"]
+                yield Shown(delta.get("reasoning_content") or "", is_reasoning=True)
+                yield Shown(delta.get("content") or "")
 
 
 class Chat:
@@ -266,9 +284,12 @@ class Chat:
 
         system = [{"role": "system", "content": self.system}] if self.system else []
         with MarkdownStream(self.console) as output:
-            async for piece in self.backend.answer(system + self.messages):
-                pieces.append(piece)
-                output.write(piece)
+            async for said in self.backend.answer(system + self.messages):
+                if said.is_reasoning:
+                    output.think(said.text)
+                elif said.text:
+                    pieces.append(said.text)
+                    output.write(said.text)
 
 
 def _file(command: str, text: str) -> Path:
@@ -283,3 +304,100 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+ROLES = ("user", "assistant")
+NOT_IN_CHATS = {
+    "n", "logprobs", "prompt_logprobs", "logprob_token_ids", "structured_outputs", "thinking_markers",
+    "shown_special_token_ids",
+}  # fmt: skip
+"""A chat shows one answer, as text."""
+
+
+class SavedChat(NamedTuple):
+    system: str | None
+    messages: list[dict[str, str]]
+    settings: dict[str, Any]
+
+
+def save_chat(file: Path, chat: SavedChat) -> None:
+    """Raises ConfigError when the file cannot be written."""
+    try:
+        file.write_text(json.dumps(chat._asdict(), ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror or error}") from None
+
+
+def load_chat(file: Path) -> SavedChat:
+    """Raises ConfigError when the file cannot be read or is no chat that /save has written."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {reason(error)}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} cannot be read, as it is no JSON: {one_line(error)}") from None
+    if not isinstance(found, dict) or found.keys() != set(SavedChat._fields):
+        raise ConfigError(f"{file} is no saved chat: it must be an object with {', '.join(SavedChat._fields)}")
+    system, messages, settings = (found[name] for name in SavedChat._fields)
+    if not (system is None or isinstance(system, str)) or not isinstance(settings, dict):
+        raise ConfigError(f"{file} is no saved chat: system must be text or null, and settings an object")
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
+        raise ConfigError(
+            f"{file} is no saved chat: messages must have a role ({' or '.join(ROLES)}) and a content that is text"
+        )
+    for name in settings:
+        check_setting(settings, name)
+    return SavedChat(system, messages, settings)
+
+
+def check_setting(settings: dict[str, Any], name: str) -> None:
+    """Raises ConfigError for a name that is no setting of a chat, and InvalidRequestError for a value out of range."""
+    names = [*(flag.name for flag in sampling_flags() if flag.name not in NOT_IN_CHATS), "seed"]
+    if name not in names:
+        raise ConfigError(f"no setting {name}; there are {', '.join(names)}")
+    sampling_params(settings)
+
+
+def _is_message(message: Any) -> bool:
+    if not isinstance(message, dict) or message.keys() != {"role", "content"}:
+        return False
+    return message["role"] in ROLES and isinstance(message["content"], str)
+
+
+BLOCK = '"""'
+
+
+def read_message(prompt: str, continuation: str) -> tuple[str, bool]:
+    """The next message, and whether it may be a command, which a text of several lines is not.
+
+    Raises EOFError at the end of the input, and KeyboardInterrupt for Ctrl-C.
+    """
+    line = as_typed(input(prompt)).strip()
+    if not line.startswith(BLOCK):
+        return line, "\n" not in line
+    lines = [line.removeprefix(BLOCK)]
+    while BLOCK not in lines[-1]:
+        try:
+            lines.append(as_typed(input(continuation)))
+        except EOFError:
+            break
+    lines[-1] = lines[-1].partition(BLOCK)[0]
+    return "\n".join(lines).strip(), False
+
+
+def prepare_terminal() -> None:
+    """Arrow keys walk through earlier lines, those of earlier chats included; what is pasted stays one message.
+
+    Where nothing can be written into the cache folder only this chat's lines are kept.
+    """
+    import atexit
+    import readline
+
+    readline.parse_and_bind("set enable-bracketed-paste on")
+    if unwritable(CACHE_DIR) is not None:
+        return
+    file = CACHE_DIR / "chat_history"
+    if file.exists():
+        readline.read_history_file(file)
+    readline.set_history_length(1000)
+    atexit.register(readline.write_history_file, file)

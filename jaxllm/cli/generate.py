@@ -118,18 +118,16 @@ def use_template(engine: AsyncLLM, raw: bool, chat: bool) -> bool:
     return has_template and not raw
 
 
-def chat_tokens(engine: AsyncLLM, messages: list[dict[str, str]]) -> list[int]:
-    """Messages rendered with the model's chat template, ready for its answer."""
-    assert engine.tokenizer is not None
-    return engine.tokenizer.encode_chat(engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True))
-
-
 async def _complete(engine: AsyncLLM, texts: list[str], params: SamplingParams, template: bool, as_json: bool) -> None:
     tokenizer = engine.tokenizer
     assert tokenizer is not None
 
     async def run(text: str, stream: bool) -> RequestOutput:
-        tokens = chat_tokens(engine, [{"role": "user", "content": text}]) if template else tokenizer.encode(text)
+        if template:
+            said = [{"role": "user", "content": text}]
+            tokens = tokenizer.encode_chat(tokenizer.apply_chat_template(said, add_generation_prompt=True))
+        else:
+            tokens = tokenizer.encode(text)
         shown = 0
         async for output in engine.generate({"prompt_token_ids": tokens}, params):
             if stream:

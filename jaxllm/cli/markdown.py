@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.live import Live
 from rich.markdown import Markdown
+from rich.text import Text
 
 
 class MarkdownStream:
@@ -16,6 +17,7 @@ class MarkdownStream:
     def __init__(self, console: Console):
         self.console = console
         self.pending = ""
+        self.thought = ""
         self.live = Live(console=console, auto_refresh=False, vertical_overflow="visible", transient=True)
 
     def __enter__(self) -> MarkdownStream:
@@ -25,6 +27,7 @@ class MarkdownStream:
 
     def __exit__(self, *_: object) -> None:
         if self.console.is_terminal:
+            self._end_thought()
             self.live.stop()
             self._print(self.pending)
         else:
@@ -37,12 +40,27 @@ class MarkdownStream:
             self.console.file.write(text)
             self.console.file.flush()
             return
+        self._end_thought()
         self.pending += text
         end = finished_blocks(self.pending)
         if end:
             self._print(self.pending[:end])
             self.pending = self.pending[end:]
         self.live.update(Markdown(self.pending), refresh=True)
+
+    def think(self, text: str) -> None:
+        """Show reasoning as it is, dimmed; not where the console is no terminal."""
+        if self.console.is_terminal and text:
+            *lines, self.thought = (self.thought + text).split("\n")
+            for line in lines:
+                self.console.print(Text(line, style="dim"))
+            self.live.update(Text(self.thought, style="dim"), refresh=True)
+
+    def _end_thought(self) -> None:
+        if self.thought:
+            self.live.update("", refresh=True)
+            self.console.print(Text(self.thought, style="dim"), end="\n\n")
+            self.thought = ""
 
     def _print(self, text: str) -> None:
         if text.strip():

@@ -28,6 +28,11 @@ def failure(tool: str, server: str, found: Problem) -> ToolResult:
     return ToolResult(f"The tool {tool} of the server {server} failed: {found.message}", found.for_openai())
 
 
+def refused(problem: str) -> ToolResult:
+    """What comes of a call that no tool was given."""
+    return ToolResult(problem, {"type": "mcp_tool_execution_error", "content": [{"type": "text", "text": problem}]})
+
+
 def cut(text: str, limit: int) -> str:
     """Without control characters, and with a note of what is missing."""
     length = len(text)

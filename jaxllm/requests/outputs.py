@@ -43,6 +43,16 @@ class WeightVersionSpan(NamedTuple):
     end: int
 
 
+@dataclass
+class ParsedCall:
+    """A call of a function that an answer makes."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON text of an object; what there is of it where the answer broke off or was malformed inside."""
+
+
 @dataclass(repr=False)
 class CompletionOutput:
     """One completion of a prompt.
@@ -51,6 +61,8 @@ class CompletionOutput:
     "abort"; `stop_reason` is the stop string or stop token id that ended it, None for end-of-sequence. `captures` are
     activations of the prompt's and its tokens, where they were asked for; the last token is not run, and has none.
     `weight_versions` say which weights made which tokens: one span, unless they were exchanged meanwhile.
+    Of a chat with tools, or whose reasoning is told apart, `text` is the content alone, `reasoning` and `tool_calls`
+    are the rest of the answer, and the `finish_reason` of one that calls is "tool_calls".
     """
 
     index: int
@@ -62,6 +74,8 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     captures: Captures | None = None
     weight_versions: list[WeightVersionSpan] = field(default_factory=list)
+    reasoning: str | None = None
+    tool_calls: list[ParsedCall] = field(default_factory=list)
 
     def to_pandas(self) -> pandas.DataFrame:
         """A row for each token, and for each alternative that `logprobs` has: position, token_id, token, logprob, rank,

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
-from jaxllm.engine.doors.beams import BeamSearchParams
+from jaxllm.chat.answer import Step
+from jaxllm.chat.prompt import AnswerSettings, Prompt
 from jaxllm.engine.doors.streams import Gain, Stream
 from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.errors import EngineDeadError, QueueFullError
 from jaxllm.requests.adapters import AdapterUse
-from jaxllm.requests.outputs import Logprob, WeightVersionSpan, extend_versions
+from jaxllm.requests.outputs import WeightVersionSpan, extend_versions
 from jaxllm.requests.prompt_scores import PromptScores
-from jaxllm.requests.sampling import SamplingParams
 from jaxllm.serving.access.meter import Reservation
 from jaxllm.serving.access.usage import Used
-from jaxllm.serving.generation_settings import GenerationSettings
-from jaxllm.serving.hand_over import HandedOn, check_hand_over
+from jaxllm.serving.hand_over import HandedOn, HandOver, check_hand_over
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.records import ModelCall, Record, current_record
 from jaxllm.serving.loadable import Lease
@@ -31,8 +30,24 @@ from jaxllm.serving.served_model import stopped
 OPENING_SECONDS = 0.1
 """How long a stream's first byte may wait, so that a refusal by the engine still gets its own status code."""
 
-Step = Sequence[tuple[int, Logprob]]
-"""One token's candidates as the engine gives them: the chosen token first, then the most likely ones."""
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationSettings(AnswerSettings):
+    """What a request asks of the server besides.
+
+    Attributes:
+        priority: lower runs earlier.
+        request_id: the caller's own, part of the answer's id.
+        cache_salt: only requests with the same salt share cached prefixes.
+        lora: how strongly adapters are used, by their numbers; None where the caller says nothing of them.
+        hand_over: the prompt is computed for another server, or was computed by one.
+    """
+
+    priority: int = 0
+    request_id: str | None = None
+    cache_salt: str | None = None
+    lora: Mapping[int, float] | None = None
+    hand_over: HandOver | None = None
 
 
 @dataclass
@@ -57,19 +72,6 @@ class Usage:
             self.drafted_tokens + other.drafted_tokens,
             self.taken_tokens + other.taken_tokens,
         )
-
-
-@dataclass
-class Prompt:
-    """One tokenized prompt and the parameters of its sequences; `text` is what an echo shows.
-
-    With `beam_search` the sequences are searched for instead of sampled.
-    """
-
-    token_ids: list[int]
-    params: SamplingParams
-    text: str = ""
-    beam_search: BeamSearchParams | None = None
 
 
 def note_version(spans: list[WeightVersionSpan], delta: TokenDelta) -> None:

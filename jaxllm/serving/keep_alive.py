@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from jaxllm.serving.http.request_model import RequestModel, refuse
-from jaxllm.serving.shown import shown
+from jaxllm.wording import shown
 
 FOREVER = sys.float_info.max
 """For as long as nobody needs its place. Infinity is no number of a request's."""

@@ -9,14 +9,14 @@ from typing import Annotated
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
 
+from jaxllm.chat.conversation import Conversation, naming, renaming
+from jaxllm.chat.prompt import render
 from jaxllm.serving.access.tenant import tenant_of
-from jaxllm.serving.conversation import Conversation, naming, renaming
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.openai.messages import FIELD_NAMES, Messages, TemplateFields
 from jaxllm.serving.openai.tools import ToolFields
-from jaxllm.serving.prompts import render
 from jaxllm.serving.registry import leased
 from jaxllm.serving.state import ServerState
 
@@ -80,7 +80,7 @@ async def apply_template(body: ApplyTemplateRequest, request: Request) -> Respon
     state: ServerState = request.app.state.server
     model = (await leased(request, body.model)).model
     with naming(renaming(FIELD_NAMES)):
-        rendered = await render(state, model, body.conversation(), may_be_cut=True)
+        rendered = await state.prepare(render, model, body.conversation(), may_be_cut=True)
     return json_response(AppliedTemplate(rendered.text))
 
 

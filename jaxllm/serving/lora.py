@@ -10,10 +10,10 @@ import pydantic
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 
+from jaxllm.chat.conversation import naming
 from jaxllm.errors import Field, InvalidRequestError, ModelNotFoundError
 from jaxllm.serving.access.tenant import check_admin, tenant_of
 from jaxllm.serving.adapter_check import check_adapter
-from jaxllm.serving.conversation import naming
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.list_route import ListRoute
@@ -23,10 +23,10 @@ from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.loadable import LoadableModel
 from jaxllm.serving.openai.sampling import MAX_ADAPTERS, AdapterScale, adapter_scales
 from jaxllm.serving.registry import ModelName, Registry, leased
-from jaxllm.serving.shown import shown
 from jaxllm.serving.state import ServerState
 from jaxllm.setting_values import SERVED_NAME, is_served_name
 from jaxllm.weights.source import resolve_adapter
+from jaxllm.wording import shown
 
 logger = logging.getLogger(__name__)
 

@@ -2,51 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-from jaxllm.engine.messages import TokenDelta
-from jaxllm.requests.outputs import WeightVersionSpan
-from jaxllm.requests.prompt_scores import PromptScores
-from jaxllm.serving.conversation import Conversation
-from jaxllm.serving.generation import Choice, Generation, Step, Usage
-from jaxllm.serving.generation_settings import GenerationSettings
+from jaxllm.chat.answer import AnswerReader
+from jaxllm.chat.conversation import Conversation
+from jaxllm.chat.prompt import ConversationPrompt, prepare
+from jaxllm.chat.tool_loop import Asked, Told, ToolLoop
+from jaxllm.serving.generation import Generation, GenerationSettings, Usage
+from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.loadable import Lease
-from jaxllm.serving.parsing.events import Content, Event, ToolArguments, ToolCall
-from jaxllm.serving.parsing.parsed import ParsedCall, join_events
-from jaxllm.serving.prompts import ConversationPrompt, conversation_prompt
+from jaxllm.serving.phases import Phases
+from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 
 
-@dataclass
-class Piece:
-    """What one choice gained. `logprobs` and `token_ids` are of the tokens that came, whose text may still be held."""
-
-    index: int
-    events: list[Event]
-    logprobs: Sequence[Step]
-    token_ids: list[int]
-    finish_reason: str | None
-    stop_reason: int | str | None
-
-
-@dataclass
-class Answer:
-    """One finished choice, whole. `finish_reason` is "tool_calls" where it called any."""
-
-    index: int
-    content: str
-    reasoning: str | None
-    tool_calls: list[ParsedCall]
-    finish_reason: str | None
-    stop_reason: int | str | None
-    logprobs: list[Step]
-    prompt_logprobs: PromptScores | None
-    token_ids: list[int]
-    weight_versions: list[WeightVersionSpan]
-
-
-class Reply:
+class Reply(AnswerReader):
     """A conversation's sequences and the parsers of their texts. Entering `generation` starts it.
 
     `name` is what the client calls the model. The lease is the request's, who releases it.
@@ -67,11 +35,7 @@ class Reply:
         self.token_text = model.token_text
         self.token_bytes = model.token_bytes
         self.system_fingerprint = model.system_fingerprint
-        self.must_call = bool(prompt.conversation.tools) and prompt.conversation.tool_choice != "auto"
-        """The answer is made of calls, whatever the model would rather say."""
-        self._parallel_tool_calls = prompt.conversation.parallel_tool_calls
-        self._parsers = [prompt.parser() for _ in range(self.generation.num_choices)]
-        self._reasoning_tokens = 0
+        super().__init__(prompt, self.generation.num_choices)
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -84,54 +48,51 @@ class Reply:
         assert max_tokens is not None
         return max_tokens
 
-    def parse(self, index: int, delta: TokenDelta) -> Piece:
-        """What a delta of one choice means; each delta is to be given once, in order."""
-        parser = self._parsers[index]
-        finish_reason = delta.finish_reason
-        if parser is None:
-            events: list[Event] = [Content(delta.text)] if delta.text else []
-        else:
-            in_reasoning = parser.in_reasoning
-            events = parser.feed(delta.text) if delta.text else []
-            if in_reasoning or parser.in_reasoning:
-                self._reasoning_tokens += len(delta.token_ids)
-            if finish_reason is not None:
-                held = parser.finish(cut=finish_reason == "length")
-                events += [event for event in held if not (self.must_call and isinstance(event, Content))]
-            if finish_reason == "stop" and parser.num_tool_calls:
-                finish_reason = "tool_calls"
-            events = [event for event in events if self._is_allowed(event)]
-        return Piece(index, events, delta.logprobs or (), delta.token_ids, finish_reason, delta.stop_reason)
-
-    def answer(self, choice: Choice) -> Answer:
-        """A choice that nobody streamed."""
-        pieces = [self.parse(choice.index, delta) for delta in choice.deltas]
-        parsed = join_events(event for piece in pieces for event in piece.events)
-        return Answer(
-            index=choice.index,
-            content=parsed.content or "",
-            reasoning=parsed.reasoning,
-            tool_calls=parsed.tool_calls,
-            finish_reason=pieces[-1].finish_reason,
-            stop_reason=choice.stop_reason,
-            logprobs=[step for piece in pieces for step in piece.logprobs],
-            prompt_logprobs=choice.prompt_logprobs,
-            token_ids=choice.token_ids,
-            weight_versions=choice.weight_versions,
-        )
-
     def usage(self) -> Usage:
         """Tokens so far, those of the reasoning among them."""
         usage = self.generation.usage()
-        usage.reasoning_tokens = self._reasoning_tokens
+        usage.reasoning_tokens = self.reasoning_tokens
         return usage
 
-    def _is_allowed(self, event: Event) -> bool:
-        match event:
-            case ToolCall(index=index) | ToolArguments(index=index):
-                return index == 0 or self._parallel_tool_calls
-            case _:
-                return True
+
+class ReplyLoop(ToolLoop[Told, Asked]):
+    """A loop whose answers are replies of one model."""
+
+    def __init__(self, model: ServedModel, most_calls: int, *, parallel: bool = True):
+        super().__init__(most_calls, parallel=parallel)
+        self.model = model
+        self.reply: Reply | None = None
+        """The one under way, or yet to be read."""
+        self._past, self._past_phases = Usage(0, 0), Phases()
+        """Of the replies that are over."""
+
+    def abort(self, error: APIError) -> None:
+        """Stop now; the client gets the error."""
+        self.stop(error)
+        if self.reply is not None:
+            self.reply.generation.abort(error)
+
+    def usage(self) -> Usage:
+        """Of all replies so far."""
+        return self._past if self.reply is None else self._past + self.reply.usage()
+
+    def phases(self) -> Phases:
+        """Where the time of all replies so far has gone."""
+        return self._past_phases if self.reply is None else self._past_phases + self.reply.generation.phases()
+
+    async def enter(self, reply: Reply) -> None:
+        """Start the next one."""
+        await reply.generation.__aenter__()
+        self.reply = reply
+        if isinstance(self.ended_by, APIError):
+            reply.generation.abort(self.ended_by)
+
+    async def leave(self) -> None:
+        """End the one under way, if there is one."""
+        if self.reply is not None:
+            self._past, self._past_phases = self.usage(), self.phases()
+            reply, self.reply = self.reply, None
+            await reply.generation.__aexit__()
 
 
 async def begin_reply(
@@ -150,5 +111,5 @@ async def begin_reply(
     Raises APIError, or InvalidRequestError naming the field.
     """
     lease.model.check_accepting(goes_on=goes_on)
-    prompt = await conversation_prompt(state, lease.model, conversation, settings)
+    prompt = await state.prepare(prepare, lease.model, conversation, settings)
     return Reply(lease, prompt, settings, prefix, goes_on=goes_on)

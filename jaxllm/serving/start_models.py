@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+from jaxllm.chat.parsing.formats import detect_formats
 from jaxllm.config import ModelConfig, ServeConfig
 from jaxllm.engine.start.room import MemoryRoom
 from jaxllm.errors import ConfigError, JaxLLMError
 from jaxllm.serving.catalog import read_catalog
 from jaxllm.serving.loadable import LoadableModel
-from jaxllm.serving.parsing.formats import detect_formats
 from jaxllm.serving.pooling.pairs import score_method
 from jaxllm.serving.registry import Registry
 from jaxllm.serving.served_model import read_chat_template

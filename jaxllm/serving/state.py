@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from typing import ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
+from jaxllm.chat.conversation import Conversation
 from jaxllm.errors import ConfigError
 from jaxllm.machine import cores
 from jaxllm.mcp.config_file import find_settings
@@ -25,13 +26,14 @@ from jaxllm.serving.http.api_error import unavailable
 from jaxllm.serving.http.body_process import BodyProcess
 from jaxllm.serving.http.reading import BodyMemory
 from jaxllm.serving.registry import Registry
-from jaxllm.serving.served_model import Running
-from jaxllm.serving.template_process import TemplateProcesses
+from jaxllm.serving.served_model import Running, ServedModel
 
 logger = logging.getLogger(__name__)
 
 GRAMMAR_THREADS = 2 * MAX_PROCESSES
 """More than can compile at once, so that grammars which have been compiled pass those that have not."""
+TEMPLATE_THREADS = 4
+"""For requests with templates of their own, which may take seconds to render."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,9 +56,6 @@ class ServerState:
         self.limits = RateLimits(config.rate_limit_store)
         self.usage = Ledger()
         self.audit = None if config.audit_log is None else AuditLog(config.audit_log)
-        self.templates = TemplateProcesses()
-        self.clients_templates = TemplateProcesses()
-        """For templates that come with requests: those who wait for one hold up nobody else."""
         self.bodies = BodyProcess(config.max_body_size)
         self.body_memory = BodyMemory(max(config.max_body_memory, config.max_body_size))
         self.tool_servers = ToolServers(find_settings(config.mcp_config)[1], result_limit=config.mcp_result_limit)
@@ -65,6 +64,7 @@ class ServerState:
         self._workers = ThreadPoolExecutor(min(4, cores().usable), thread_name_prefix="jaxllm-tokenize")
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="jaxllm-bodies")
         self._grammar_workers = ThreadPoolExecutor(GRAMMAR_THREADS, thread_name_prefix="jaxllm-grammar")
+        self._template_workers = ThreadPoolExecutor(TEMPLATE_THREADS, thread_name_prefix="jaxllm-templates")
 
     @property
     def running(self) -> set[Running]:
@@ -96,6 +96,22 @@ class ServerState:
         """The same for work that may compile a grammar, which takes seconds: only others like it wait for that."""
         return await self._call(self._grammar_workers, lambda: function(*args, **kwargs))
 
+    async def prepare(
+        self,
+        work: Callable[Concatenate[ServedModel, Conversation, P], R],
+        model: ServedModel,
+        conversation: Conversation,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
+        """Run work that renders a conversation, in one call of a thread: only others like it wait for it."""
+        workers = self._workers
+        if conversation.rendering.chat_template is not None:
+            workers = self._template_workers
+        elif conversation.tools or conversation.structured_outputs is not None:
+            workers = self._grammar_workers
+        return await self._call(workers, lambda: work(model, conversation, *args, **kwargs))
+
     async def read_large(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """The same for what reads a large body, one at a time."""
         context = copy_context()
@@ -125,10 +141,8 @@ class ServerState:
 
     async def close(self) -> None:
         await self.tool_servers.close()
-        await self.templates.close()
-        await self.clients_templates.close()
         self.bodies.close()
-        for workers in (self._workers, self._readers, self._grammar_workers):
+        for workers in (self._workers, self._readers, self._grammar_workers, self._template_workers):
             workers.shutdown(wait=False, cancel_futures=True)
         if self.audit is not None:
             await asyncio.to_thread(self.audit.close)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from jaxllm.chat.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
 from jaxllm.errors import InvalidRequestError
-from jaxllm.serving.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
-from jaxllm.session.thread import LoopThread
+from jaxllm.session.tools import LoopThread
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -26,34 +27,24 @@ class Ended:
     reason: str | None
 
 
-class ChatModel(Protocol):
+class Speaker(Protocol):
     def reply(self, body: Mapping[str, Any]) -> AsyncGenerator[Event | Ended, None]:
         """What the model says to a chat request's body, as it comes; an Ended is the last."""
 
     async def special_tokens(self) -> Sequence[str]:
         """Texts that mean more to the model than their letters."""
 
-    async def aclose(self) -> None: ...
-
 
 class EngineModel:
     """An engine of this process, asked as a chat request asks the server, without HTTP."""
 
     def __init__(self, engine: LLM | AsyncLLM, thread: LoopThread):
-        from jaxllm.config import EngineConfig, ModelConfig
+        from jaxllm.chat.model import ChatModel
         from jaxllm.engine.doors.async_llm import AsyncLLM
-        from jaxllm.mcp.config_file import OFF
-        from jaxllm.server_config import ServerConfig
-        from jaxllm.serving.loadable import LoadableModel
-        from jaxllm.serving.registry import Registry
-        from jaxllm.serving.served_model import ServedModel
-        from jaxllm.serving.state import ServerState
 
-        shared = engine if isinstance(engine, AsyncLLM) else engine.asynchronous()
-        config = ModelConfig(**engine.config.model_dump(include=set(EngineConfig.model_fields)))
+        self._engine = engine if isinstance(engine, AsyncLLM) else engine.asynchronous()
+        self._model = ChatModel(self._engine)
         self._thread = thread
-        self._model = ServedModel(config, shared)
-        self._state = ServerState(ServerConfig(mcp_config=OFF), Registry([LoadableModel.loaded(self._model)]))
 
     async def reply(self, body: Mapping[str, Any]) -> AsyncGenerator[Event | Ended, None]:
         async with aclosing(self._thread.iterate(self._reply(body))) as events:
@@ -63,27 +54,25 @@ class EngineModel:
     async def special_tokens(self) -> Sequence[str]:
         return list(self._model.special_tokens)
 
-    async def aclose(self) -> None:
-        await self._state.close()
-
     async def _reply(self, body: Mapping[str, Any]) -> AsyncGenerator[Event | Ended, None]:
-        from jaxllm.serving.conversation import naming
-        from jaxllm.serving.reply import begin_reply
+        from jaxllm.chat.answer import speak
+        from jaxllm.chat.conversation import naming
+        from jaxllm.chat.prompt import prepare
 
         request = _chat_request(body)
-        with await self._state.registry.lease(None) as lease:
-            with naming(request.own_names()):
-                reply = await begin_reply(
-                    self._state, lease, request.conversation(), request.generation_settings(), prefix="chatcmpl-"
-                )
-            async with reply.generation:
-                async for gained in reply.generation.arrivals():
-                    for index, delta in gained:
-                        piece = reply.parse(index, delta)
-                        for event in piece.events:
-                            yield event
-                        if piece.finish_reason is not None:
-                            yield Ended(piece.finish_reason)
+        settings = request.generation_settings()
+        for name, value in (("lora", settings.lora), ("kv_transfer_params", settings.hand_over)):
+            if value is not None:
+                raise InvalidRequestError(f"{name} is not available in a session with an engine", name)
+        with naming(request.own_names()):
+            ready = await asyncio.to_thread(prepare, self._model, request.conversation(), settings)
+        pieces = speak(self._engine, ready, priority=settings.priority, cache_salt=settings.cache_salt)
+        async with aclosing(pieces):
+            async for piece in pieces:
+                for event in piece.events:
+                    yield event
+                if piece.finish_reason is not None:
+                    yield Ended(piece.finish_reason)
 
 
 class ClientModel:
@@ -108,9 +97,6 @@ class ClientModel:
 
     async def special_tokens(self) -> Sequence[str]:
         return ()
-
-    async def aclose(self) -> None:
-        """The client is its owner's to close."""
 
 
 def _chat_request(body: Mapping[str, Any]) -> ChatRequest:

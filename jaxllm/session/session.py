@@ -5,22 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import weakref
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.errors import ConfigError, Field, InvalidRequestError
+from jaxllm.chat.conversation import known_arguments
+from jaxllm.chat.parsing.events import Content, Event, ParsedOutput, Reasoning, join_events
+from jaxllm.chat.tool_loop import ToolLoop
+from jaxllm.errors import ConfigError
 from jaxllm.mcp.results import as_data
 from jaxllm.mcp.servers import RESULT_LIMIT
 from jaxllm.mcp.tools import ServerTool, ToolResult
-from jaxllm.serving.conversation import parse_arguments
-from jaxllm.serving.parsing.events import Content, Event, Reasoning
-from jaxllm.serving.parsing.parsed import join_events
-from jaxllm.session.models import ChatModel, ClientModel, Ended, EngineModel
+from jaxllm.session.models import ClientModel, Ended, EngineModel, Speaker
 from jaxllm.session.steps import ConversationResult, Said, Step, Thought, ToolCalled, ToolReturned
-from jaxllm.session.thread import LoopThread
-from jaxllm.session.tools import SessionTools
+from jaxllm.session.tools import LoopThread, SessionTools
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -58,9 +57,9 @@ class ResponsesSession:
     ):
         self._thread = LoopThread("jaxllm-session")
         self._tools = SessionTools(self._thread, result_limit)
-        self._model: ChatModel = _model(engine, model, self._thread)
+        self._model: Speaker = _model(engine, model, self._thread)
         self._request = request
-        self._closing = weakref.finalize(self, _close, self._thread, self._tools, self._model)
+        self._closing = weakref.finalize(self, _close, self._thread, self._tools)
 
     @classmethod
     def from_config_path(
@@ -111,34 +110,16 @@ class ResponsesSession:
         self, messages: Messages, *, max_turns: int = MAX_TURNS, allowed_tools: Sequence[str] | None = None
     ) -> AsyncGenerator[Step, None]:
         """The same, step by step; the last is the result."""
-        offered = await self._tools.offered(allowed_tools)
-        said: list[dict[str, Any]] = [dict(message) for message in messages]
-        past: list[ToolReturned] = []
-        turns = 0
-        while True:
-            events: list[Event | Ended] = []
-            async with aclosing(self._model.reply(self._body(said, offered, is_first=not turns))) as reply:
-                async for event in reply:
-                    events.append(event)
-                    if isinstance(event, Content | Reasoning):
-                        yield Said(event.text) if isinstance(event, Content) else Thought(event.text)
-            turns += 1
-            answer = join_events(event for event in events if not isinstance(event, Ended))
-            whole = events[-1] in (Ended("stop"), Ended("tool_calls"))
-            if not answer.tool_calls or not whole or turns >= max_turns:
-                said.append({"role": "assistant", "content": answer.content or ""})
-                completed = whole and not answer.tool_calls
-                yield ConversationResult(answer.content or "", past, turns, completed, said)
-                return
-            calls = [ToolCalled(call.id, call.name, call.arguments) for call in answer.tool_calls]
-            for call in calls:
-                yield call
-            said.append(_message(answer.content, calls))
-            results = await asyncio.gather(*(self._tools.call(call.name, call.arguments, offered) for call in calls))
-            for call, result in zip(calls, results, strict=True):
-                past.append(ToolReturned(call, result.text, result.error))
-                yield past[-1]
-                said.append(await self._told(call, result, offered))
+        loop = _Loop(
+            self._model, self._tools, self._request, messages, await self._tools.offered(allowed_tools), max_turns
+        )
+        try:
+            async with aclosing(loop.turns()) as steps:
+                async for step in steps:
+                    yield step
+        finally:
+            await loop.end_calls()
+        yield loop.result()
 
     def run(
         self, messages: Messages, *, max_turns: int = MAX_TURNS, allowed_tools: Sequence[str] | None = None
@@ -166,20 +147,84 @@ class ResponsesSession:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    def _body(self, said: list[dict[str, Any]], offered: Sequence[ServerTool], *, is_first: bool) -> dict[str, Any]:
-        body = {**self._request, "messages": said}
-        if not is_first:
+
+class _Loop(ToolLoop[Step, ToolCalled]):
+    """One conversation of a session."""
+
+    def __init__(
+        self,
+        model: Speaker,
+        tools: SessionTools,
+        request: Mapping[str, Any],
+        messages: Messages,
+        offered: Sequence[ServerTool],
+        max_turns: int,
+    ):
+        super().__init__()
+        self._model = model
+        self._tools = tools
+        self._request = request
+        self._said: list[dict[str, Any]] = [dict(message) for message in messages]
+        self._offered = offered
+        self._max_turns = max_turns
+        self._num_turns = 0
+        self._answer = ParsedOutput(None, None, [])
+        self._whole = False
+        self._calls: list[ToolCalled] = []
+        self._results: dict[ToolCalled, ToolResult] = {}
+        self._past: list[ToolReturned] = []
+
+    async def begin_answer(self) -> bool:
+        if self._num_turns and not self._calls:
+            return False
+        special = await self._model.special_tokens() if self._calls else ()
+        for call in self._calls:
+            result = self._results[call]
+            self._past.append(ToolReturned(call, result.text, result.error))
+            known = any(tool.full_name == call.name for tool in self._offered)
+            text = as_data(call.name, result, special) if known else result.text  # a tool's own words are data
+            self._said.append({"role": "tool", "tool_call_id": call.id, "content": text})
+        return True
+
+    async def read_answer(self, timeout: float | None) -> AsyncIterator[Step]:
+        events: list[Event | Ended] = []
+        async with aclosing(self._model.reply(self._body())) as reply:
+            async for event in reply:
+                events.append(event)
+                if isinstance(event, Content | Reasoning):
+                    yield Said(event.text) if isinstance(event, Content) else Thought(event.text)
+        self._num_turns += 1
+        self._answer = join_events(event for event in events if not isinstance(event, Ended))
+        self._whole = events[-1] in (Ended("stop"), Ended("tool_calls"))
+        calls = self._answer.tool_calls if self._whole and self._num_turns < self._max_turns else []
+        self._calls = [ToolCalled(call.id, call.name, call.arguments) for call in calls]
+        for call in self._calls:
+            yield call
+        self._said.append(_message(self._answer.content, self._calls))
+
+    def calls(self) -> Iterable[ToolCalled]:
+        return self._calls
+
+    async def call(self, asked: ToolCalled) -> ToolResult:
+        return await self._tools.call(asked.name, asked.arguments, self._offered)
+
+    def ended(self, asked: ToolCalled, result: ToolResult) -> Step:
+        self._results[asked] = result
+        return ToolReturned(asked, result.text, result.error)
+
+    def result(self) -> ConversationResult:
+        """Once the loop has ended."""
+        completed = self._whole and not self._answer.tool_calls
+        return ConversationResult(self._answer.content or "", self._past, self._num_turns, completed, self._said)
+
+    def _body(self) -> dict[str, Any]:
+        body = {**self._request, "messages": self._said}
+        if self._num_turns:
             body.pop("tool_choice", None)  # or the model would have to call for ever
-        return body | ({"tools": [_openai_tool(tool) for tool in offered]} if offered else {})
-
-    async def _told(self, call: ToolCalled, result: ToolResult, offered: Sequence[ServerTool]) -> dict[str, Any]:
-        """The result as the model is told it: a tool's own words are marked as data."""
-        known = any(tool.full_name == call.name for tool in offered)
-        text = result.text if not known else as_data(call.name, result, await self._model.special_tokens())
-        return {"role": "tool", "tool_call_id": call.id, "content": text}
+        return body | ({"tools": [_openai_tool(tool) for tool in self._offered]} if self._offered else {})
 
 
-def _model(engine: LLM | AsyncLLM | AsyncOpenAI, name: str | None, thread: LoopThread) -> ChatModel:
+def _model(engine: LLM | AsyncLLM | AsyncOpenAI, name: str | None, thread: LoopThread) -> Speaker:
     if hasattr(engine, "chat") and hasattr(engine, "base_url"):
         return ClientModel(engine, name)  # type: ignore[arg-type]
     if name is not None:
@@ -187,12 +232,8 @@ def _model(engine: LLM | AsyncLLM | AsyncOpenAI, name: str | None, thread: LoopT
     return EngineModel(engine, thread)  # type: ignore[arg-type]
 
 
-def _close(thread: LoopThread, tools: SessionTools, model: ChatModel) -> None:
-    async def close() -> None:
-        await tools.aclose()
-        await model.aclose()
-
-    thread.close(close())
+def _close(thread: LoopThread, tools: SessionTools) -> None:
+    thread.close(tools.aclose())
 
 
 def _openai_tool(tool: ServerTool) -> dict[str, Any]:
@@ -201,17 +242,8 @@ def _openai_tool(tool: ServerTool) -> dict[str, Any]:
 
 
 def _message(text: str | None, calls: Sequence[ToolCalled]) -> dict[str, Any]:
-    made = [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _object(call.arguments)}}
-        for call in calls
-    ]
-    return {"role": "assistant", "content": text or "", "tool_calls": made}
-
-
-def _object(arguments: str) -> str:
-    """Arguments as a history may have them: where they are no object, the call's result says so."""
-    try:
-        parse_arguments(arguments, Field("arguments"))
-    except InvalidRequestError:
-        return "{}"
-    return arguments or "{}"
+    made = []
+    for call in calls:
+        arguments = call.arguments if known_arguments(call.arguments) else "{}"  # what is malformed, its result says
+        made.append({"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}})
+    return {"role": "assistant", "content": text or ""} | ({"tool_calls": made} if made else {})

@@ -1,4 +1,4 @@
-"""Renders chat templates in a process of their own, which can be stopped.
+"""Renders chat templates of strangers in processes of their own, which can be stopped.
 
 Jinja's sandbox keeps a template from reaching anything, but neither from looping nor from building a text without end.
 `python -m jaxllm.text.template_process` is such a process.
@@ -12,8 +12,9 @@ from typing import Any
 from jaxllm.asked_process import AskedProcesses, Died, TimedOut, answer_questions
 from jaxllm.errors import InvalidRequestError
 
-RENDER_SECONDS = 10.0
+RENDER_SECONDS = 5.0
 """Of processor time that one template may take, the start of its process included."""
+MAX_PROCESSES = 2
 MEMORY_BYTES = 256 * 2**20
 MAX_PROMPT_CHARACTERS = 16 * 2**20
 
@@ -21,48 +22,41 @@ _TEXT, _PROBLEM = b"t", b"p"
 """What an answer begins with. A text is no JSON: to parse a long one would hold up the threads of who asked."""
 
 
-def template_processes(most: int) -> AskedProcesses:
-    """Processes that render templates: `question` says what they are asked, `rendered` reads what they answer."""
-    return AskedProcesses("jaxllm.text.template_process", most=most)
-
-
-def question(values: dict[str, Any]) -> bytes:
-    """To render `jaxllm.text.chat_template.render(**values)`. Raises InvalidRequestError if they are no JSON values."""
+def json_text(values: dict[str, Any]) -> str:
+    """Arguments of `jaxllm.text.chat_template.render`. Raises InvalidRequestError if they are no JSON values."""
     try:
-        return json.dumps(values).encode()
+        return json.dumps(values)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(f"messages are no JSON values: {error}", param="messages") from None
 
 
-def rendered(answer: bytes) -> str:
-    """The text. Raises InvalidRequestError if the template refuses, or makes a text that is too long."""
-    if answer.startswith(_PROBLEM):
-        raise InvalidRequestError(**json.loads(answer[1:]))
-    return answer[1:].decode("utf-8", "surrogatepass")
+class TemplateProcesses:
+    """MAX_PROCESSES, started when they are first needed and again after they were stopped; callers wait for one."""
 
-
-class TemplateProcess:
-    """One process, started when it is first needed and again after it was stopped; callers wait for each other."""
-
-    def __init__(self, seconds: float = RENDER_SECONDS) -> None:
+    def __init__(self, seconds: float | None = None) -> None:
+        """`seconds`, instead of RENDER_SECONDS, is what one template may take."""
         self._seconds = seconds
-        self.processes = template_processes(most=1)
+        self.processes = AskedProcesses("jaxllm.text.template_process", most=MAX_PROCESSES)
 
     def render(self, values: dict[str, Any]) -> str:
         """`jaxllm.text.chat_template.render(**values)` of JSON values.
 
         Raises InvalidRequestError when the template refuses, or needs too much time, memory or text.
         """
+        seconds = RENDER_SECONDS if self._seconds is None else self._seconds
         try:
-            return rendered(self.processes.ask(question(values), processor_seconds=self._seconds))
+            answer = self.processes.ask(json_text(values).encode(), processor_seconds=seconds)
+            if answer.startswith(_PROBLEM):
+                raise InvalidRequestError(**json.loads(answer[1:]))
+            return answer[1:].decode("utf-8", "surrogatepass")
         except TimedOut:
-            limit = f"more than {self._seconds:g} seconds of processor time"
+            limit = f"more than {seconds:g} seconds of processor time"
         except Died:
             limit = f"more than {MEMORY_BYTES:,} bytes of memory"
         raise InvalidRequestError(f"the chat template needs {limit} to render", param="chat_template")
 
     def close(self) -> None:
-        """End the process; a later `render` starts another."""
+        """End them; a later `render` starts another."""
         self.processes.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,7 @@ from jaxllm.folders import cache_or_temporary, user_folder
 from jaxllm.text.added_tokens import ADDED_TOKEN_FIELDS, add_special_tokens, add_stated_tokens, named_extras, text_of
 from jaxllm.text.backend import load_backend, rust_errors
 from jaxllm.text.byte_pieces import REPLACEMENT, piece_bytes
-from jaxllm.text.template_process import TemplateProcess
+from jaxllm.text.template_process import TemplateProcesses, json_text
 from jaxllm.text.tiktoken_file import TIKTOKEN_FILE, cached_tiktoken_tokenizer
 from jaxllm.weights.fields import FLAG, NULL, TEXT, FieldKind, FieldKinds, check_fields, either, many, shown
 from jaxllm.weights.folder import EOS_FIELDS, gguf_models, model_file, read_generation_config, read_object, read_text
@@ -78,7 +79,7 @@ class Tokenizer:
         eos = self._id_of("eos_token")
         self.eos_token_ids = list(dict.fromkeys([*([] if eos is None else [eos]), *extra_eos_token_ids]))
         self._templates = templates or {}
-        self._template_process = TemplateProcess()
+        self._template_processes = TemplateProcesses()
         self.chat_template = self._templates.get("default")
 
     def _id_of(self, name: str) -> int | None:
@@ -166,7 +167,7 @@ class Tokenizer:
         Raises InvalidRequestError when there is no template, it refuses the messages, it needs too much to render, or
         a message holds anything but text.
         """
-        from jaxllm.text.content_format import in_format  # it loads jinja2
+        from jaxllm.text.chat_template import in_format  # it loads jinja2
 
         values = self.chat_template_values(
             messages,
@@ -176,7 +177,7 @@ class Tokenizer:
             **template_kwargs,
         )
         values["messages"] = in_format(values["messages"], values["template"])
-        return self._template_process.render(values)
+        return self._template_processes.render(values)
 
     def chat_template_values(
         self,
@@ -191,7 +192,7 @@ class Tokenizer:
 
         Raises InvalidRequestError as that does, without rendering.
         """
-        from jaxllm.text.content_format import check_text  # it loads jinja2
+        from jaxllm.text.chat_template import check_text  # it loads jinja2
 
         check_text(messages)
         if continue_final_message and add_generation_prompt:
@@ -211,9 +212,20 @@ class Tokenizer:
             **template_kwargs,
         }
 
+    def render(self, values: dict[str, Any], own: str | None = None) -> str:
+        """What a template makes of `chat_template_values`: one of the checkpoint's or `own` here, another in a process.
+
+        Raises InvalidRequestError as `apply_chat_template` does.
+        """
+        if values["template"] != own and values["template"] not in self._templates.values():
+            return self._template_processes.render(values)
+        from jaxllm.text.chat_template import render  # it loads jinja2
+
+        return render(**json.loads(json_text(values)))  # a sandboxed template gets plain values only
+
     def close(self) -> None:
-        """End the process that renders templates, where one was started."""
-        self._template_process.close()
+        """End the processes that render templates, where they were started."""
+        self._template_processes.close()
 
     def _template(self, wanted: str | None, with_tools: bool) -> str:
         if not isinstance(wanted, str | None):

@@ -207,6 +207,7 @@ class Load:
     def _chat(self, client: httpx.Client, prompt: str) -> str:
         body = {
             "messages": [{"role": "user", "content": prompt}],
+            "chat_template": "{{ messages[0].content }}",  # a request's own is rendered in a process
             "max_tokens": 8,
             "temperature": 0,
             "ignore_eos": True,

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jaxllm.cli.chat import Chat, ChatHistory
+from jaxllm.cli.chat import Chat, ChatHistory, Shown
 from jaxllm.cli.markdown import MarkdownStream, finished_blocks
 from jaxllm.config import EngineConfig
 from jaxllm.engine.start.tokenizer import answers_chats
 from jaxllm.errors import EngineDeadError, InvalidRequestError
 from tests.cli.conftest import stub_module
+from tests.serving.fake_engine import REPLY, TEMPLATE, ByteTokenizer, FakeEngine
 from tests.weights.models import real_model
 
 
@@ -27,13 +28,13 @@ class Scripted:
 
     name = "scripted"
 
-    def __init__(self, *answers: list[str | Exception]):
+    def __init__(self, *answers: list[str | Shown | Exception]):
         self.answers = list(answers)
         self.seen: list[ChatHistory] = []
         self.sampling: dict[str, Any] = {}
         self.num_tokens = 0
 
-    async def answer(self, messages: ChatHistory) -> AsyncIterator[str]:
+    async def answer(self, messages: ChatHistory) -> AsyncIterator[Shown]:
         self.seen.append([dict(message) for message in messages])
         for piece in self.answers.pop(0):
             if isinstance(piece, Exception):
@@ -41,7 +42,7 @@ class Scripted:
             if piece == "STOP":
                 signal.raise_signal(signal.SIGINT)
                 await asyncio.sleep(5)
-            yield piece
+            yield piece if isinstance(piece, Shown) else Shown(piece)
 
 
 def talk(backend: Scripted, lines: list[str], monkeypatch: pytest.MonkeyPatch, system: str | None = None) -> Chat:
@@ -113,10 +114,19 @@ def test_settings_are_changed_shown_and_taken_back(monkeypatch, capsys) -> None:
     assert backend.sampling == {"stop": ["x"]}
 
 
-def test_settings_reach_the_engine(cli, echo, monkeypatch) -> None:
+@pytest.fixture
+def engine(monkeypatch) -> FakeEngine:
+    """In AsyncLLM's place."""
+    engine = FakeEngine()
+    stub_module(monkeypatch, "jaxllm.engine.doors.async_llm", AsyncLLM=lambda config: engine)
+    stub_module(monkeypatch, "jaxllm.engine.start.tokenizer", answers_chats=lambda config: True)
+    return engine
+
+
+def test_settings_reach_the_engine(cli, engine, monkeypatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\n/set max_tokens 1\nhi\n"))
     cli("chat", "echo-model", "--temperature", "0")
-    assert [(p.temperature, p.max_tokens) for p in echo.instances[0].params] == [(0, 512), (0, 1)]
+    assert [(params.temperature, params.max_tokens) for _, params, _ in engine.seen] == [(0, 512), (0, 1)]
 
 
 def test_another_answer_to_the_same(monkeypatch, capsys) -> None:
@@ -173,9 +183,9 @@ def test_tokens_a_second_are_told_in_a_terminal(monkeypatch) -> None:
 
 
 PASTING = """
-from jaxllm.cli import chat_input
-chat_input.prepare_terminal()
-print(repr(chat_input.read_message("> ", ". ")), flush=True)
+from jaxllm.cli import chat
+chat.prepare_terminal()
+print(repr(chat.read_message("> ", ". ")), flush=True)
 """
 
 
@@ -224,12 +234,31 @@ def test_a_dead_engine_ends_the_chat(monkeypatch) -> None:
         talk(Scripted([EngineDeadError("the engine has stopped")]), ["hi"], monkeypatch)
 
 
-def test_chat_drives_the_engine(cli, echo, monkeypatch) -> None:
+def test_chat_drives_the_engine(cli, engine, monkeypatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
-    result = cli("chat", "echo-model", "--system", "be brief", "--temperature", "0")
-    assert result.out == "<SYSTEM> BE BRIEF <USER> HI <ASSISTANT> \n"
-    engine = echo.instances[0]
-    assert (engine.config.model, engine.params[0].temperature, engine.is_shut_down) == ("echo-model", 0, True)
+    assert cli("chat", "fake-model", "--system", "be brief", "--temperature", "0").out == f"{REPLY}\n"
+    ((ids, params, _),) = engine.seen
+    assert engine.tokenizer.decode(ids) == "[system]be brief[user]hi[assistant]" and params.temperature == 0
+    assert engine.is_dead
+
+
+def test_reasoning_is_no_part_of_the_answer(cli, engine, monkeypatch) -> None:
+    engine.tokenizer = ByteTokenizer(TEMPLATE + "<think>\n{# </think> #}")
+    engine.reply = "Hm.</think>\n\nYes."
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\nand?\n"))
+    assert cli("chat", "fake-model").out == "Yes.\nYes.\n"
+    assert engine.tokenizer.decode(engine.seen[1][0]) == "[user]hi[assistant]Yes.[user]and?[assistant]\n"
+
+
+def test_a_terminal_shows_reasoning_before_the_answer() -> None:
+    backend = Scripted([Shown("Let me", True), Shown(" see.\nSo it", True), Shown(" is.", True), "**Yes", "**."])
+    screen = io.StringIO()
+    chat = Chat(backend)
+    chat.console = Console(file=screen, force_terminal=True, width=60, height=20, highlight=False, legacy_windows=False)
+    with asyncio.Runner() as runner:
+        chat.turn(runner, "hi")
+    assert visible(screen.getvalue()) == ["Let me see.", "So it is.", "Yes."]
+    assert chat.messages[-1]["content"] == "**Yes**."
 
 
 def test_chat_refuses_a_model_without_a_template(cli, echo) -> None:

@@ -54,7 +54,7 @@ def test_what_an_encoding_lacks_is_written_as_an_escape(command: str) -> None:
 TEXTS = """
 import sys
 from pathlib import Path
-from jaxllm.cli.chat_input import read_message
+from jaxllm.cli.chat import read_message
 from jaxllm.cli.generate import read_prompts
 from jaxllm.cli.sampling import sampling_params
 

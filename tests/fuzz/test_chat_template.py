@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.text.template_process import MAX_PROMPT_CHARACTERS, TemplateProcess
+from jaxllm.text.template_process import MAX_PROMPT_CHARACTERS, TemplateProcesses
 from tests.fuzz.harness import COUNTS, check_message, fuzz
 from tests.fuzz.mutants import JUNK, pick
 
@@ -79,7 +79,7 @@ PIECES = (
 
 @pytest.fixture(scope="module")
 def process():
-    process = TemplateProcess()
+    process = TemplateProcesses()
     yield process
     process.close()
 
@@ -155,7 +155,7 @@ def test_nothing_outside_is_reached(template, process):
     ],
 )
 def test_a_template_without_end_is_stopped_and_the_next_one_renders(template):
-    process = TemplateProcess(seconds=2)
+    process = TemplateProcesses(seconds=2)
     before = sum(os.times()[2:4])
     with pytest.raises(InvalidRequestError) as caught:
         process.render({"template": template, "messages": MESSAGES})
@@ -171,7 +171,7 @@ def test_messages_that_are_no_json(process):
 
 
 def test_the_process_ends_with_its_owner():
-    process = TemplateProcess()
+    process = TemplateProcesses()
     process.render({"template": "", "messages": []})
     [child] = process.processes.processes
     assert child.poll() is None

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from jaxllm.serving import constraints
+from jaxllm.chat import constraint
 from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import FakeEngine
 
@@ -27,7 +27,7 @@ def test_requests_without_a_grammar_do_not_wait_for_slow_grammars(
         compiling.append(outputs)
         may_end.wait(30)
 
-    monkeypatch.setattr(constraints, "compile_grammar", compile_grammar)
+    monkeypatch.setattr(constraint, "compile_grammar", compile_grammar)
     url = listen(engine)
     slow = [
         ("completions", {"prompt": "a", "structured_outputs": {"regex": "a+"}}),

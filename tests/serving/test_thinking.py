@@ -11,9 +11,9 @@ import openai
 import pytest
 from fastapi.testclient import TestClient
 
+from jaxllm.chat.constraint import EFFORT_BUDGETS
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.thinking_markers import ThinkingMarkers
-from jaxllm.serving.thinking import EFFORT_BUDGETS
 from jaxllm.text.reasoning import CHANNELS, REASONING_FORMATS, ReasoningFormat
 from tests.serving.fake_engine import ByteTokenizer, FakeEngine
 from tests.serving.mixed_requests import write_model

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from jaxllm.errors import CheckpointError, InvalidRequestError
-from jaxllm.text.template_process import TemplateProcess
+from jaxllm.text.template_process import TemplateProcesses
 from jaxllm.text.tokenizer import Tokenizer as JaxLLMTokenizer
 from jaxllm.text.tokenizer import has_chat_template, load_tokenizer
 from tests.weights.models import real_model
@@ -521,7 +521,7 @@ def test_texts_reach_the_prompt_however_the_template_reads_contents(tmp_path, te
 def test_a_checkpoints_template_that_never_ends_is_stopped(tmp_path, monkeypatch):
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     tokenizer = load_tokenizer(write_directory(tmp_path, {"chat_template": endless}))
-    monkeypatch.setattr(tokenizer, "_template_process", TemplateProcess(seconds=2))
+    monkeypatch.setattr(tokenizer, "_template_processes", TemplateProcesses(seconds=2))
     with pytest.raises(
         InvalidRequestError, match="the chat template needs more than 2 seconds of processor time to render"
     ):

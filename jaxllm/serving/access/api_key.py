@@ -14,8 +14,7 @@ from pydantic import AfterValidator, Field, ValidationError
 from jaxllm.errors import ConfigError
 from jaxllm.folders import in_home
 from jaxllm.serving.access.tenant import Tenant
-from jaxllm.serving.shown import shown
-from jaxllm.wording import did_you_mean, wrong_setting
+from jaxllm.wording import did_you_mean, shown, wrong_setting
 from jaxllm.yaml_file import read_mapping
 
 FLAG = "--api-key-file"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pydantic_core
 
+from jaxllm.chat.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
 from jaxllm.serving.anthropic.ids import tool_use_id
 from jaxllm.serving.anthropic.response import (
     BlockDelta,
@@ -25,7 +26,6 @@ from jaxllm.serving.anthropic.response import (
     ThinkingDelta,
     ToolUseBlock,
 )
-from jaxllm.serving.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
 
 
 class BlockBuilder:

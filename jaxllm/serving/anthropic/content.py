@@ -8,10 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from jaxllm.serving.conversation import check_pieces
+from jaxllm.chat.conversation import check_pieces
 from jaxllm.serving.http.cache_control import CacheControl
 from jaxllm.serving.http.request_model import RequestModel, refuse, refusing
-from jaxllm.serving.shown import shown
+from jaxllm.wording import shown
 
 UNREADABLE_BLOCKS = frozenset({
     "bash_code_execution_tool_result", "browser_state", "code_execution_tool_result", "container_upload", "document",

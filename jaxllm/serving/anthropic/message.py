@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import msgspec
 from msgspec import UNSET
 
+from jaxllm.chat.answer import Piece
 from jaxllm.engine.messages import TokenDelta
 from jaxllm.serving.anthropic.blocks import BlockBuilder
 from jaxllm.serving.anthropic.errors import error_response
@@ -25,7 +26,7 @@ from jaxllm.serving.anthropic.response import (
 from jaxllm.serving.chunks import ChunkWriter
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.request_model import ignored_fields
-from jaxllm.serving.reply import Piece, Reply
+from jaxllm.serving.reply import Reply
 
 _encode = msgspec.json.Encoder().encode
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from jaxllm.chat.conversation import MAX_TOOLS, TOOL_NAME
 from jaxllm.requests.sampling import MAX_STOP_STRINGS
 from jaxllm.serving.anthropic.content import (
     CacheControl,
@@ -17,10 +18,9 @@ from jaxllm.serving.anthropic.content import (
     check_turns,
     take_turns,
 )
-from jaxllm.serving.conversation import MAX_TOOLS, TOOL_NAME
 from jaxllm.serving.http.request_model import RequestModel, refuse
 from jaxllm.serving.keep_alive import KeepAliveFields
-from jaxllm.serving.shown import shown
+from jaxllm.wording import shown
 
 
 class ToolParam(RequestModel):

@@ -6,18 +6,18 @@ from typing import get_args
 
 from fastapi import APIRouter, Request, Response
 
+from jaxllm.chat.conversation import naming
+from jaxllm.chat.prompt import render
 from jaxllm.serving.anthropic.errors import AnthropicRoute
 from jaxllm.serving.anthropic.message import MessageWriter
 from jaxllm.serving.anthropic.request import CountTokensRequest, MessagesRequest
 from jaxllm.serving.anthropic.response import AnthropicErrorResponse, AnthropicMessage, MessageStreamEvent, TokenCount
 from jaxllm.serving.anthropic.translate import FIELD_NAMES, conversation, generation_settings
 from jaxllm.serving.chunks import chunk_stream
-from jaxllm.serving.conversation import naming
 from jaxllm.serving.generation import Generation
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
 from jaxllm.serving.http.streaming import until_disconnect
-from jaxllm.serving.prompts import render
 from jaxllm.serving.registry import leased
 from jaxllm.serving.reply import begin_reply
 from jaxllm.serving.state import ServerState
@@ -49,7 +49,7 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     state: ServerState = request.app.state.server
     model = (await leased(request, body.model)).model
     with naming(FIELD_NAMES):
-        rendered = await render(state, model, conversation(body), may_be_cut=True)
+        rendered = await state.prepare(render, model, conversation(body), may_be_cut=True)
     return json_response(TokenCount(len(rendered.token_ids)))
 
 

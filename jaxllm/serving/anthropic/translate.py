@@ -4,6 +4,17 @@ from __future__ import annotations
 
 import json
 
+from jaxllm.chat.conversation import (
+    Call,
+    Conversation,
+    Message,
+    NamedTool,
+    Rendering,
+    Tool,
+    ToolChoice,
+    renaming,
+    thinking_variables,
+)
 from jaxllm.errors import Field
 from jaxllm.requests.structured_outputs import StructuredOutputs
 from jaxllm.serving.anthropic.content import ToolResultBlockParam, Turn
@@ -18,18 +29,7 @@ from jaxllm.serving.anthropic.request import (
     ToolChoiceTool,
     ToolParam,
 )
-from jaxllm.serving.conversation import (
-    Call,
-    Conversation,
-    Message,
-    NamedTool,
-    Rendering,
-    Tool,
-    ToolChoice,
-    renaming,
-    thinking_variables,
-)
-from jaxllm.serving.generation_settings import GenerationSettings
+from jaxllm.serving.generation import GenerationSettings
 
 ERROR_PREFIX = "Error: "
 

@@ -25,10 +25,10 @@ from jaxllm.serving.batches.batch_types import (
     RequestCounts,
 )
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.shown import shown
 from jaxllm.serving.store.database import Base, Database
 from jaxllm.serving.store.owned import Owned
 from jaxllm.serving.store.pages import Numbered, page_of
+from jaxllm.wording import shown
 
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 CANCELLABLE = ("validating", "in_progress")

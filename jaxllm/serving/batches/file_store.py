@@ -17,10 +17,10 @@ from sqlalchemy.orm import Mapped, mapped_column
 from jaxllm.folders import in_home
 from jaxllm.serving.batches.file_types import FileList, FileListQuery, FileObject
 from jaxllm.serving.http.api_error import APIError, telling_full
-from jaxllm.serving.shown import shown
 from jaxllm.serving.store.database import Base, Database
 from jaxllm.serving.store.owned import Owned
 from jaxllm.serving.store.pages import Numbered, page_of
+from jaxllm.wording import shown
 
 EXPIRED_AT_ONCE = 1000
 

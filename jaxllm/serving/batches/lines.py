@@ -12,8 +12,7 @@ import pydantic_core
 from jaxllm.serving.batches.batch_types import BatchError
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.body import SMALL_BODY, check_structure
-from jaxllm.serving.shown import shown
-from jaxllm.wording import did_you_mean
+from jaxllm.wording import did_you_mean, shown
 
 MAX_ERRORS = 100
 """Wrong lines that are listed; checking stops there."""

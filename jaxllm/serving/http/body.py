@@ -10,7 +10,7 @@ import pydantic_core
 
 from jaxllm.requests.sampling import INT64_MIN
 from jaxllm.serving.http.api_error import APIError, dotted
-from jaxllm.serving.shown import shown
+from jaxllm.wording import shown
 
 SMALL_BODY = 64 * 1024
 """Bytes up to which a body is taken as it is, whatever it holds."""

@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.shown import shown
+from jaxllm.wording import shown
 
 GZIP = ("gzip", "x-gzip")
 PIECE = 256 * 1024

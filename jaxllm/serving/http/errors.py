@@ -21,8 +21,7 @@ from jaxllm.errors import (
     StorageFullError,
 )
 from jaxllm.serving.http.api_error import RETRY_AFTER_SECONDS, APIError, dotted, unavailable
-from jaxllm.serving.shown import shown
-from jaxllm.wording import must
+from jaxllm.wording import must, shown
 
 logger = logging.getLogger(__name__)
 

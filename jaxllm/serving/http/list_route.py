@@ -13,7 +13,7 @@ from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.body import SMALL_BODY, check_numbers
 from jaxllm.serving.http.reading import read_body
 from jaxllm.serving.http.route import JSONRoute, ParsedRequest, let_in
-from jaxllm.serving.shown import shown
+from jaxllm.wording import shown
 
 
 class ListRoute(JSONRoute):

@@ -14,8 +14,7 @@ from starlette.types import Message, Receive
 from jaxllm.serving.http.api_error import APIError, telling_full
 from jaxllm.serving.http.body import SMALL_BODY
 from jaxllm.serving.http.route import bearer_key, let_in
-from jaxllm.serving.shown import shown
-from jaxllm.wording import did_you_mean
+from jaxllm.wording import did_you_mean, shown
 
 FORM_OVERHEAD = 64 * 1024
 """Bytes that the form may need beside its file."""

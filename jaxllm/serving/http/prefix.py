@@ -8,8 +8,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.errors import error_response
-from jaxllm.serving.shown import shown
 from jaxllm.setting_values import PREFIX
+from jaxllm.wording import shown
 
 HEADER = "X-Forwarded-Prefix"
 

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.errors import error_response
-from jaxllm.serving.shown import shown
+from jaxllm.wording import shown
 
 HEADER = "X-Request-Id"
 _ID = re.compile(r"[!-~]([ -~]{0,254}[!-~])?")

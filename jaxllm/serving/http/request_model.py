@@ -12,8 +12,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.serving.http.packed import Integers
-from jaxllm.serving.shown import shown
-from jaxllm.wording import did_you_mean
+from jaxllm.wording import did_you_mean, shown
 
 MAX_WARNINGS = 32
 MAX_NAME_LENGTH = 64

@@ -17,8 +17,8 @@ from jaxllm.serving.http.openapi import returns
 from jaxllm.serving.http.request_model import RequestModel
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.http.streaming import until_disconnect
-from jaxllm.serving.shown import shown
 from jaxllm.serving.state import ServerState
+from jaxllm.wording import shown
 
 router = APIRouter(route_class=JSONRoute, tags=["tool servers"])
 

@@ -22,8 +22,7 @@ from jaxllm.serving import health
 from jaxllm.serving.http.api_error import APIError, unavailable
 from jaxllm.serving.http.errors import HANDLED, error_response, to_api_error
 from jaxllm.serving.http.json_response import json_response
-from jaxllm.serving.shown import shown
-from jaxllm.wording import did_you_mean
+from jaxllm.wording import did_you_mean, shown
 
 API = "api"
 """The process that answers HTTP. Those of engines are engine/MODEL, or engine/MODEL/NUMBER of several."""

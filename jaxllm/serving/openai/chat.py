@@ -7,12 +7,15 @@ from collections.abc import Iterator, Sequence
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
+from jaxllm.chat.answer import Piece, Step
+from jaxllm.chat.conversation import naming
+from jaxllm.chat.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
+from jaxllm.chat.prompt import render
 from jaxllm.engine.messages import TokenDelta
 from jaxllm.requests.outputs import WeightVersionSpan
 from jaxllm.server_config import ServerConfig
 from jaxllm.serving.chunks import ChunkWriter, chunk_stream, collect_for
-from jaxllm.serving.conversation import naming
-from jaxllm.serving.generation import Step, note_version
+from jaxllm.serving.generation import Choice, note_version
 from jaxllm.serving.http.errors import ErrorResponse
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import DONE, returns
@@ -38,10 +41,8 @@ from jaxllm.serving.openai.logprobs import ChatLogprobs, chat_logprobs, prompt_l
 from jaxllm.serving.openai.timings import timings
 from jaxllm.serving.openai.usage import chunk_usage, stream_options, usage_object
 from jaxllm.serving.openai.weight_spans import weight_spans
-from jaxllm.serving.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
-from jaxllm.serving.prompts import render
 from jaxllm.serving.registry import leased
-from jaxllm.serving.reply import Answer, Piece, Reply, begin_reply
+from jaxllm.serving.reply import Reply, begin_reply
 from jaxllm.serving.state import ServerState
 
 router = APIRouter(route_class=JSONRoute, tags=["chat"])
@@ -67,13 +68,12 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     choices = await collect_for(request, reply.generation)
     first = choices[0].prompt_logprobs
     scored = UNSET if first is None else await state.offload(prompt_logprobs, first, reply.token_text)
-    answers = [reply.answer(choice) for choice in choices]
     completion = ChatCompletion(
         id=reply.generation.id,
         created=reply.generation.created,
         model=reply.name,
         system_fingerprint=reply.system_fingerprint,
-        choices=[_choice(reply, body, answer) for answer in answers],
+        choices=[_choice(reply, body, choice) for choice in choices],
         usage=usage_object(reply.usage()),
         timings=timings(reply.usage(), reply.generation.phases()) if body.timings_per_token else UNSET,
         prompt_logprobs=scored,
@@ -91,7 +91,8 @@ async def render_chat_completion(body: ChatRequest, request: Request) -> Respons
     state: ServerState = request.app.state.server
     model = (await leased(request, body.model, keep_alive=body.keep_alive)).model
     with naming(body.own_names()):
-        rendered = await render(state, model, body.conversation(await tools_for(state, model, body)))
+        conversation = body.conversation(await tools_for(state, model, body))
+        rendered = await state.prepare(render, model, conversation)
     return json_response(
         RenderedPrompt(
             prompt=rendered.text,
@@ -102,23 +103,24 @@ async def render_chat_completion(body: ChatRequest, request: Request) -> Respons
     )
 
 
-def _choice(reply: Reply, body: ChatRequest, answer: Answer) -> ChatChoice:
-    content = body.echoed + answer.content
+def _choice(reply: Reply, body: ChatRequest, choice: Choice) -> ChatChoice:
+    answer, finish_reason = reply.whole(choice.index, choice.deltas)
+    content = body.echoed + (answer.content or "")
     reasoning = UNSET if answer.reasoning is None or not body.include_reasoning else answer.reasoning
     calls = [MadeToolCall(id=call.id, function=CalledFunction(call.name, call.arguments)) for call in answer.tool_calls]
     return ChatChoice(
-        index=answer.index,
+        index=choice.index,
         message=ChatMessage(
             content=None if calls and not content else content,
             reasoning=reasoning,
             reasoning_content=reasoning,
             tool_calls=calls or UNSET,
         ),
-        logprobs=_logprobs(reply, body, answer.logprobs),
-        finish_reason=answer.finish_reason,
-        stop_reason=answer.stop_reason,
-        token_ids=answer.token_ids if body.return_token_ids else UNSET,
-        weight_versions=weight_spans(answer.weight_versions) if body.return_weight_versions else UNSET,
+        logprobs=_logprobs(reply, body, choice.logprobs),
+        finish_reason=finish_reason,
+        stop_reason=choice.stop_reason,
+        token_ids=choice.token_ids if body.return_token_ids else UNSET,
+        weight_versions=weight_spans(choice.weight_versions) if body.return_weight_versions else UNSET,
     )
 
 

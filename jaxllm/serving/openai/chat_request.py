@@ -7,10 +7,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from jaxllm.chat.conversation import MAX_TOOLS, Conversation, Tool, renaming
 from jaxllm.errors import Field as Place
 from jaxllm.requests.sampling import MAX_LOGPROBS
-from jaxllm.serving.conversation import MAX_TOOLS, Conversation, Tool, renaming
-from jaxllm.serving.generation_settings import GenerationSettings
+from jaxllm.serving.generation import GenerationSettings
 from jaxllm.serving.http.request_model import RequestModel, refuse
 from jaxllm.serving.openai.messages import FIELD_NAMES, Messages, TemplateFields, TextPart
 from jaxllm.serving.openai.sampling import UNSUPPORTED_SAMPLING, GenerationRequest, TokenLimit

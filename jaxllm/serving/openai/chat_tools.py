@@ -8,17 +8,16 @@ from typing import Any
 from fastapi import Request, Response
 from msgspec import UNSET
 
+from jaxllm.chat.conversation import Conversation, Tool
+from jaxllm.chat.parsing.events import Content, Reasoning
 from jaxllm.errors import Field
 from jaxllm.server_config import ServerConfig
 from jaxllm.serving.chunks import ChunkWriter, chunk_stream
-from jaxllm.serving.conversation import Conversation, Tool
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.request_model import ignored_fields
 from jaxllm.serving.http.streaming import until_disconnect
 from jaxllm.serving.loadable import Lease
-from jaxllm.serving.mcp.execution import Ended, Execution, Happening
-from jaxllm.serving.mcp.injection import asked_tools, injected_tools
-from jaxllm.serving.mcp.runs import ToolRun
+from jaxllm.serving.mcp.execution import Ended, Execution, Happening, ToolRun, asked_tools, injected_tools
 from jaxllm.serving.openai.chat_request import ChatRequest
 from jaxllm.serving.openai.chat_response import (
     ChatChoice,
@@ -31,7 +30,6 @@ from jaxllm.serving.openai.chat_response import (
     MCPCallDelta,
 )
 from jaxllm.serving.openai.usage import chunk_usage, stream_options, usage_object
-from jaxllm.serving.parsing.events import Content, Reasoning
 from jaxllm.serving.reply import begin_reply
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
@@ -142,7 +140,7 @@ class ExecutionWriter(ChunkWriter[Happening]):
             yield chunk
 
     def _chunk(self, *deltas: ChatDelta) -> ChatCompletionChunk:
-        reply = self._execution.reply
+        reply = self._execution.first
         chunk = ChatCompletionChunk(
             id=self._execution.id,
             created=reply.generation.created,

@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from pydantic import Field, field_validator, model_validator
 
 from jaxllm.requests.sampling import MAX_LOGPROBS
-from jaxllm.serving.generation_settings import GenerationSettings
+from jaxllm.serving.generation import GenerationSettings
 from jaxllm.serving.http.request_model import are_integers, refuse
 from jaxllm.serving.openai.kv_transfer import KVTransferAnswer
 from jaxllm.serving.openai.logprobs import CompletionLogprobs, PromptLogprobs

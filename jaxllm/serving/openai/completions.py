@@ -7,15 +7,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
+from jaxllm.chat.answer import Step
+from jaxllm.chat.constraint import compiled, with_completion_markers
+from jaxllm.chat.prompt import Prompt, fitted, sampling_params
 from jaxllm.engine.messages import TokenDelta
 from jaxllm.errors import Field
 from jaxllm.requests.outputs import WeightVersionSpan
 from jaxllm.requests.prompt_scores import PromptScores
 from jaxllm.server_config import ServerConfig
 from jaxllm.serving.chunks import ChunkWriter, chunk_stream, collect_for
-from jaxllm.serving.constraints import compiled
-from jaxllm.serving.generation import Choice, Generation, Prompt, Step, note_version
-from jaxllm.serving.generation_settings import GenerationSettings
+from jaxllm.serving.generation import Choice, Generation, GenerationSettings, note_version
 from jaxllm.serving.http.errors import ErrorResponse
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import DONE, returns
@@ -23,20 +24,13 @@ from jaxllm.serving.http.request_model import ignored_fields
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.openai.completion_types import Completion, CompletionChoice, CompletionRequest
 from jaxllm.serving.openai.kv_transfer import kv_transfer_answer
-from jaxllm.serving.openai.logprobs import (
-    CompletionLogprobs,
-    CompletionLogprobsBuilder,
-    prompt_logprobs,
-    token_number,
-)
+from jaxllm.serving.openai.logprobs import CompletionLogprobs, CompletionLogprobsBuilder, prompt_logprobs, token_number
 from jaxllm.serving.openai.timings import timings
 from jaxllm.serving.openai.usage import chunk_usage, stream_options, usage_object
 from jaxllm.serving.openai.weight_spans import weight_spans
-from jaxllm.serving.prompts import fitted, sampling_params
 from jaxllm.serving.registry import leased
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
-from jaxllm.serving.thinking import with_completion_markers
 
 router = APIRouter(route_class=JSONRoute, tags=["completions"])
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from jaxllm.chat.answer import Step
 from jaxllm.requests.prompt_scores import PromptScores
-from jaxllm.serving.generation import Step
 from jaxllm.text.byte_pieces import escaped
 
 TokenText = Callable[[int], str]

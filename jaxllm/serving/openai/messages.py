@@ -6,9 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from jaxllm.chat import conversation
+from jaxllm.chat.conversation import Rendering, check_pieces, thinking_variables
 from jaxllm.requests.sampling import INT32_MAX
-from jaxllm.serving import conversation
-from jaxllm.serving.conversation import Rendering, check_pieces, thinking_variables
 from jaxllm.serving.http.cache_control import CacheControl
 from jaxllm.serving.http.request_model import RequestModel, refuse, refusing
 from jaxllm.serving.openai.tools import HistoryToolCall

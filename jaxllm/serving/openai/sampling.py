@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
+from jaxllm.chat.prompt import BeamSearch
 from jaxllm.engine.doors.beams import MAX_BEAM_WIDTH
 from jaxllm.requests.sampling import (
     INT32_MAX,
@@ -19,13 +20,13 @@ from jaxllm.requests.sampling import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
-from jaxllm.serving.generation_settings import BeamSearch, GenerationSettings
+from jaxllm.serving.generation import GenerationSettings
 from jaxllm.serving.http.request_model import MAX_LABEL_LENGTH, Label, RequestModel, refuse
 from jaxllm.serving.keep_alive import KeepAliveFields
 from jaxllm.serving.openai.kv_transfer import KVTransferParams
 from jaxllm.serving.openai.structured import StructuredFields
 from jaxllm.serving.openai.usage import StreamOptions
-from jaxllm.serving.shown import shown
+from jaxllm.wording import shown
 
 UNSUPPORTED_SAMPLING = frozenset({
     "guided_decoding_backend", "guided_whitespace_pattern", "logits_processors", "prompt_embeds", "vllm_xargs",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
+from jaxllm.chat.conversation import naming, renaming
+from jaxllm.chat.prompt import render
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.serving.access.tenant import tenant_of
-from jaxllm.serving.conversation import naming, renaming
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
 from jaxllm.serving.http.route import JSONRoute
@@ -18,7 +19,6 @@ from jaxllm.serving.openai.tokenize_types import (
     TokenizeResponse,
     TokenizerInfo,
 )
-from jaxllm.serving.prompts import render
 from jaxllm.serving.registry import leased
 from jaxllm.serving.state import ServerState
 from jaxllm.text.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     model = (await leased(request, body.model)).model
     if body.messages is not None:
         with naming(renaming(FIELD_NAMES)):
-            tokens = (await render(state, model, body.conversation(), may_be_cut=True)).token_ids
+            tokens = (await state.prepare(render, model, body.conversation(), may_be_cut=True)).token_ids
     else:
         name, text = ("content", body.content) if body.prompt is None else ("prompt", body.prompt)
         tokens = await state.offload(

@@ -7,7 +7,7 @@ from typing import ClassVar
 import msgspec
 from pydantic import model_validator
 
-from jaxllm.serving.conversation import Conversation
+from jaxllm.chat.conversation import Conversation
 from jaxllm.serving.http.request_model import RequestModel, refuse
 from jaxllm.serving.openai.messages import Messages, TemplateFields
 from jaxllm.serving.openai.tools import ToolFields

@@ -7,13 +7,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from jaxllm.chat import conversation
+from jaxllm.chat.conversation import MAX_TOOLS, TOOL_NAME, Call, NamedTool, Tool, parse_arguments
 from jaxllm.errors import Field as Place
 from jaxllm.errors import InvalidRequestError
-from jaxllm.serving import conversation
-from jaxllm.serving.conversation import MAX_TOOLS, TOOL_NAME, Call, NamedTool, Tool, parse_arguments
 from jaxllm.serving.http.cache_control import CacheControl
 from jaxllm.serving.http.request_model import RequestModel, refuse, refusing
-from jaxllm.serving.shown import shown
+from jaxllm.wording import shown
 
 
 class FunctionDefinition(RequestModel):

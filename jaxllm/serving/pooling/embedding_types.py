@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from pydantic import Field, field_validator, model_validator
 
+from jaxllm.chat.conversation import Conversation
 from jaxllm.requests.sampling import INT32_MAX, INT64_MAX, INT64_MIN
-from jaxllm.serving.conversation import Conversation
 from jaxllm.serving.http.request_model import Label, are_integers, refuse
 from jaxllm.serving.keep_alive import KeepAliveFields
 from jaxllm.serving.openai.messages import Messages, TemplateFields

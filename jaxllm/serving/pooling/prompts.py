@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from jaxllm.chat.conversation import naming, renaming
+from jaxllm.chat.prompt import render
 from jaxllm.errors import ContextLengthError, Field, InvalidRequestError
 from jaxllm.requests.tasks import Pooling
-from jaxllm.serving.conversation import naming, renaming
 from jaxllm.serving.openai.messages import FIELD_NAMES
 from jaxllm.serving.pooling.embedding_types import InputFields, PoolingFields
-from jaxllm.serving.prompts import render
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 
@@ -24,7 +24,7 @@ async def input_prompts(state: ServerState, model: ServedModel, body: InputField
         return await state.offload(_input_prompts, model, body)
     with naming(renaming(FIELD_NAMES)):
         may_be_cut = body.truncate_prompt_tokens is not None
-        rendered = await render(state, model, body.conversation(), may_be_cut=may_be_cut)
+        rendered = await state.prepare(render, model, body.conversation(), may_be_cut=may_be_cut)
     return [check_length(model, cut(rendered.token_ids, kept_tokens(model, body), body.truncation_side), "messages")]
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from jaxllm.chat.answer import Piece, Step
+from jaxllm.chat.conversation import parse_arguments
+from jaxllm.chat.parsing.events import Content, Reasoning, ToolArguments, ToolCall
 from jaxllm.errors import Field, InvalidRequestError
-from jaxllm.serving.conversation import parse_arguments
-from jaxllm.serving.generation import Step
 from jaxllm.serving.openai.logprobs import TokenBytes, chat_logprobs
-from jaxllm.serving.parsing.events import Content, Reasoning, ToolArguments, ToolCall
-from jaxllm.serving.reply import Piece
 from jaxllm.serving.responses.events import (
     ArgumentsDelta,
     ArgumentsDone,

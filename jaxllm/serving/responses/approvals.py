@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.serving.responses.items import Item
-from jaxllm.serving.shown import shown
+from jaxllm.wording import shown
 
 
 def approved_calls(context: Sequence[Item], own: Sequence[Item], labels: Collection[str]) -> list[Item]:

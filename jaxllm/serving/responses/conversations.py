@@ -11,11 +11,7 @@ from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.responses.conversation_store import ConversationStore
 from jaxllm.serving.responses.objects import DeletedConversation, ItemList, ListedItem, StoredConversation, listed
 from jaxllm.serving.responses.paging import After, Include, Limit, OrderQuery, page
-from jaxllm.serving.responses.request import (
-    ConversationItemsRequest,
-    ConversationRequest,
-    ConversationUpdate,
-)
+from jaxllm.serving.responses.request import ConversationItemsRequest, ConversationRequest, ConversationUpdate
 from jaxllm.serving.responses.service import Responses
 
 router = APIRouter(route_class=JSONRoute, tags=["conversations"])

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from jaxllm.serving.responses.objects import (
-    OutputItem,
-    OutputText,
-    ReasoningText,
-    Response,
-    SummaryText,
-    TokenLogprob,
-)
+from jaxllm.serving.responses.objects import OutputItem, OutputText, ReasoningText, Response, SummaryText, TokenLogprob
 
 _encode = msgspec.json.Encoder().encode
 

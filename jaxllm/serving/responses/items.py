@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from jaxllm.serving.http.request_model import RequestModel, refuse
 from jaxllm.serving.openai.tools import FunctionCall
-from jaxllm.serving.shown import shown
+from jaxllm.wording import shown
 
 Item = dict[str, Any]
 """An item in OpenAI's form, with id and, where its kind has one, status."""

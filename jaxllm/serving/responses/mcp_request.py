@@ -11,7 +11,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from jaxllm.mcp.settings import LABEL, ServerSettings
 from jaxllm.mcp.tools import ServerTool
 from jaxllm.serving.http.request_model import RequestModel, refuse
-from jaxllm.serving.shown import shown
+from jaxllm.wording import shown
 
 HEADER_NAME = r"^[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}$"
 MAX_HEADERS = 64

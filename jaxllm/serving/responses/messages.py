@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxllm.chat.conversation import Call, Message, parse_arguments
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.mcp.results import as_data
 from jaxllm.mcp.tools import ToolResult, full_name
-from jaxllm.serving.conversation import Call, Message, parse_arguments
 from jaxllm.serving.responses.items import Item
 
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from jaxllm.chat.conversation import MAX_TOOLS, NamedTool, Tool, ToolChoice
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.mcp.tools import ServerTool
-from jaxllm.serving.conversation import MAX_TOOLS, NamedTool, Tool, ToolChoice
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.responses.mcp_request import ChosenServer
 from jaxllm.serving.responses.request import AllowedFunctions, ChosenFunction, FunctionTool, PromptFields
 from jaxllm.serving.responses.toolbox import Toolbox
-from jaxllm.serving.shown import shown
+from jaxllm.wording import shown
 
 
 @dataclass(frozen=True)

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from jaxllm.chat.conversation import naming
+from jaxllm.chat.prompt import sampling_params
 from jaxllm.errors import ContextLengthError
-from jaxllm.serving.conversation import naming
-from jaxllm.serving.generation_settings import GenerationSettings
+from jaxllm.serving.generation import GenerationSettings
 from jaxllm.serving.loadable import Lease
-from jaxllm.serving.prompts import sampling_params
 from jaxllm.serving.reply import Reply, begin_reply
 from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.messages import turns
 from jaxllm.serving.responses.offers import Offer
 from jaxllm.serving.responses.request import ResponseRequest
 from jaxllm.serving.responses.translate import Translation, generation_settings
-from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 
 
@@ -86,7 +85,7 @@ class Replies:
             )
 
     def _translation(self, context: Sequence[Item], offer: Offer) -> Translation:
-        return Translation(self._body, context, self._own, offer, special_tokens(self.model))
+        return Translation(self._body, context, self._own, offer, list(self.model.special_tokens))
 
 
 def _what_is_left(settings: GenerationSettings, num_generated: int) -> GenerationSettings:
@@ -94,11 +93,6 @@ def _what_is_left(settings: GenerationSettings, num_generated: int) -> Generatio
     most = None if settings.max_tokens is None else settings.max_tokens - num_generated
     sampling = {name: value for name, value in settings.sampling.items() if name != "min_tokens"}
     return replace(settings, sampling=sampling, max_tokens=most, cut_to_context=True)
-
-
-def special_tokens(model: ServedModel) -> list[str]:
-    """Texts that mean more to a model than their letters; none where there is no tokenizer."""
-    return [] if model.engine.tokenizer is None else list(model.special_tokens)
 
 
 def _leading_instructions(items: Sequence[Item]) -> list[Item]:

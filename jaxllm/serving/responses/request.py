@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from jaxllm.chat.conversation import MAX_TOOLS
 from jaxllm.requests.sampling import MAX_LOGPROBS
-from jaxllm.serving.conversation import MAX_TOOLS
 from jaxllm.serving.http.request_model import RequestModel, refuse
 from jaxllm.serving.keep_alive import KeepAliveFields
 from jaxllm.serving.openai.sampling import SamplingFields, TokenLimit
@@ -17,7 +17,7 @@ from jaxllm.serving.openai.tools import FunctionDefinition
 from jaxllm.serving.responses.any_item import AnyItem, NewItem
 from jaxllm.serving.responses.items import MAX_ITEMS
 from jaxllm.serving.responses.mcp_request import ChosenServer, McpTool
-from jaxllm.serving.shown import shown
+from jaxllm.wording import shown
 
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64

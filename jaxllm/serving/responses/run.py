@@ -14,7 +14,7 @@ from jaxllm.serving.responses.events import ResponseEvent, server_sent
 from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.objects import Response
 from jaxllm.serving.responses.response_store import ResponseStore
-from jaxllm.serving.responses.tool_loop import ToolLoop
+from jaxllm.serving.responses.tool_loop import ResponseLoop
 from jaxllm.serving.responses.writer import EventWriter
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class ResponseRun:
 
     def __init__(
         self,
-        loop: ToolLoop,
+        loop: ResponseLoop,
         lease: Lease,
         writer: EventWriter,
         input_items: Sequence[Item],

@@ -9,13 +9,13 @@ from typing import Any
 
 from msgspec import UNSET
 
+from jaxllm.chat.conversation import naming
+from jaxllm.chat.prompt import render
 from jaxllm.errors import InvalidRequestError
-from jaxllm.serving.conversation import naming
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.request_model import ignored_fields
 from jaxllm.serving.loadable import Lease
-from jaxllm.serving.mcp.injection import injected_tools
-from jaxllm.serving.prompts import render
+from jaxllm.serving.mcp.execution import injected_tools
 from jaxllm.serving.responses.any_item import ItemReference
 from jaxllm.serving.responses.approvals import approved_calls
 from jaxllm.serving.responses.background import BackgroundRuns
@@ -24,11 +24,11 @@ from jaxllm.serving.responses.items import Item, MessageItem, new_id
 from jaxllm.serving.responses.mcp_request import McpTool
 from jaxllm.serving.responses.objects import ConversationReference, Response
 from jaxllm.serving.responses.offers import as_functions, check_choice, make_offer
-from jaxllm.serving.responses.replies import Replies, special_tokens
+from jaxllm.serving.responses.replies import Replies
 from jaxllm.serving.responses.request import PromptFields, ResponseRequest
 from jaxllm.serving.responses.response_store import ResponseStore
 from jaxllm.serving.responses.run import ResponseRun
-from jaxllm.serving.responses.tool_loop import ToolLoop
+from jaxllm.serving.responses.tool_loop import ResponseLoop
 from jaxllm.serving.responses.toolbox import Toolbox
 from jaxllm.serving.responses.translate import Translation
 from jaxllm.serving.responses.writer import EventWriter
@@ -60,7 +60,7 @@ class Responses:
             token_bytes=replies.model.token_bytes,
             find_tool=toolbox.find,
         )
-        loop = ToolLoop(
+        loop = ResponseLoop(
             body,
             replies,
             toolbox,
@@ -79,9 +79,9 @@ class Responses:
         async with aclosing(toolbox):
             await toolbox.open()
             offer = make_offer(body, toolbox, forces=True, runs=True)
-        translation = Translation(body, context, own, offer, special_tokens(model))
+        translation = Translation(body, context, own, offer, list(model.special_tokens))
         with naming(translation.name):
-            rendered = await render(self._state, model, translation.conversation())
+            rendered = await self._state.prepare(render, model, translation.conversation())
         return len(rendered.token_ids)
 
     async def _toolbox(self, body: PromptFields, model: ServedModel) -> Toolbox:

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
+from jaxllm.chat.conversation import Tool, parse_arguments
 from jaxllm.errors import Field, InvalidRequestError
+from jaxllm.mcp.results import refused
 from jaxllm.mcp.server import ToolServer
 from jaxllm.mcp.tools import ServerTool, ToolResult
-from jaxllm.serving.conversation import Tool, parse_arguments
-from jaxllm.serving.mcp.injection import offered
+from jaxllm.serving.mcp.execution import offered
 from jaxllm.serving.responses.mcp_request import McpTool
 from jaxllm.serving.responses.objects import OutputMcpCall
 from jaxllm.serving.served_model import ServedModel
@@ -106,12 +107,12 @@ class Toolbox:
         try:
             arguments = parse_arguments(call.arguments, Field("arguments"))
         except InvalidRequestError as error:
-            return failed(str(error))
+            return refused(str(error))
         label, name = call.server_label, call.name
         known = [one.tool.name for one in self._by_name.values() if one.tool.server == label]
         if name not in known:
             has = f"it has {', '.join(known)}" if known else "it has none now"
-            return failed(f"server {label!r} has no tool {name!r} here; {has}")
+            return refused(f"server {label!r} has no tool {name!r} here; {has}")
         return await self._servers[label].call(name, arguments)
 
     def _add(self, one: OfferedTool, at: int) -> None:
@@ -123,12 +124,6 @@ class Toolbox:
             problem = f" ({one.tool.server!r}) has a tool that the model would call {name!r}, as one of {other}"
             raise InvalidRequestError([Field("tools", at), problem])
         self._by_name[name] = one
-
-
-def failed(problem: str) -> ToolResult:
-    """A call that never reached its tool."""
-    error = {"type": "mcp_tool_execution_error", "content": [{"type": "text", "text": problem}]}
-    return ToolResult(problem, error)
 
 
 def _configured(state: ServerState, label: str, at: int) -> ToolServer:

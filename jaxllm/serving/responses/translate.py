@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 
+from jaxllm.chat.conversation import Conversation, Message, Rendering, thinking_variables
 from jaxllm.errors import Field
 from jaxllm.requests.structured_outputs import StructuredOutputs
-from jaxllm.serving.conversation import Conversation, Message, Rendering, thinking_variables
-from jaxllm.serving.generation_settings import GenerationSettings
+from jaxllm.serving.generation import GenerationSettings
 from jaxllm.serving.openai.structured import JSONObjectFormat
 from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.messages import spoken

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 
 from msgspec import UNSET
 
+from jaxllm.chat.answer import Piece
 from jaxllm.mcp.tools import ToolResult
 from jaxllm.serving.generation import Usage
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.openai.logprobs import TokenBytes
 from jaxllm.serving.openai.timings import timings
 from jaxllm.serving.phases import Phases
-from jaxllm.serving.reply import Piece
 from jaxllm.serving.responses.answer_writer import AnswerWriter, OutputItems
 from jaxllm.serving.responses.events import (
     Completed,

@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.shown import shown
+from jaxllm.wording import shown
 
 
 class Numbered:

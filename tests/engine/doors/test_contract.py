@@ -301,7 +301,7 @@ def test_shutdown_ends_the_process_that_renders_templates() -> None:
     engine = FakeEngine()
     assert engine.tokenizer is not None
     assert "Hi" in engine.tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
-    [process] = engine.tokenizer._template_process.processes.processes
+    [process] = engine.tokenizer._template_processes.processes.processes
     assert process.poll() is None
     engine.shutdown()
     assert process.poll() is not None

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from jaxllm.chat.conversation import NamedTool, Tool
 from jaxllm.serving.anthropic.request import MessagesRequest
 from jaxllm.serving.anthropic.translate import conversation, messages
-from jaxllm.serving.conversation import NamedTool, Tool
 from tests.serving.sending import HELLO
 
 

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxllm.chat.conversation import Call, Message, NamedTool, Tool
+from jaxllm.chat.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
 from jaxllm.serving.anthropic.blocks import BlockBuilder, parse_input
 from jaxllm.serving.anthropic.ids import template_call_id, tool_use_id
 from jaxllm.serving.anthropic.request import MessagesRequest
@@ -22,8 +24,6 @@ from jaxllm.serving.anthropic.response import (
     ToolUseBlock,
 )
 from jaxllm.serving.anthropic.translate import conversation, generation_settings, messages
-from jaxllm.serving.conversation import Call, Message, NamedTool, Tool
-from jaxllm.serving.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
 
 WEATHER = {"name": "weather", "description": "Weather now", "input_schema": {"type": "object", "properties": {}}}
 CALL = {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Köln"}}

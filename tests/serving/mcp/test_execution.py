@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +12,7 @@ import openai
 import pytest
 from fastapi.testclient import TestClient
 
-from jaxllm.serving.mcp.runs import ToolRun, ToolRuns
-from jaxllm.serving.parsing.parsed import ParsedCall
 from jaxllm.serving.served_model import stopped
-from tests.serving.api_surface import OneTool
 from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import CACHED, FakeEngine
 from tests.serving.mcp.conftest import call
@@ -204,14 +200,14 @@ def test_no_tool_is_run_that_was_not_offered(client: TestClient, engine: FakeEng
     message = post(client, mcp=EXECUTE | {"allowed_tools": ["maths_add"]}).json()["choices"][0]["message"]
     assert message["mcp_calls"] == [] and message["content"] == call("maths_variables")
 
-    async def run() -> ToolRun | None:
-        runs = ToolRuns(OneTool(), offered={"another"}, most=1)
-        runs.begin([ParsedCall("1", "a_tool", "{}")])
-        return await anext(runs.ended(None))
 
-    ended = asyncio.run(run())
-    assert ended is not None and ended.result is not None
-    assert ended.result.text == "The tool was not run: there is no tool 'a_tool'"
+def test_a_tool_that_is_gone_is_told_to_the_model(
+    client: TestClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.script = [SUM, "Never mind."]
+    monkeypatch.setattr(client.app.state.server.tool_servers, "find", lambda name: None)  # type: ignore[attr-defined]
+    (run,) = post(client, mcp=EXECUTE).json()["choices"][0]["message"]["mcp_calls"]
+    assert run["status"] == "failed" and run["output"] == "The tool was not run: there is no tool 'maths_add'"
 
 
 def test_none_may_be_called(client: TestClient, engine: FakeEngine) -> None:

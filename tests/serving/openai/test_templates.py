@@ -27,6 +27,16 @@ def test_render(client: TestClient, engine: FakeEngine) -> None:
     assert not engine.seen
 
 
+def test_only_a_template_that_a_request_brings_is_rendered_in_a_process(client: TestClient, engine: FakeEngine) -> None:
+    assert engine.tokenizer is not None
+    processes = engine.tokenizer._template_processes.processes
+    assert client.post("/v1/chat/completions", json={"messages": HELLO}).status_code == 200
+    assert not processes.processes
+    body = {"messages": HELLO, "chat_template": "T:{{ messages[0].content }}"}
+    assert client.post("/v1/chat/completions/render", json=body).json()["prompt"] == "T:Hi"
+    assert len(processes.processes) == 1
+
+
 class TestOwnTemplates:
     LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     DOUBLING = "{% set t = namespace(x='a') %}{% for i in range(40) %}{% set t.x = t.x ~ t.x %}{% endfor %}{{ t.x }}"
@@ -39,7 +49,7 @@ class TestOwnTemplates:
     @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/chat/completions/render", "/tokenize"])
     def test_are_bounded_in_time(self, client: TestClient, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr("jaxllm.serving.template_process.RENDER_SECONDS", 0.5)
+            patch.setattr("jaxllm.text.template_process.RENDER_SECONDS", 0.5)
             response = self.render(client, self.LOOP, path)
         assert (
             response.status_code == 400
@@ -63,7 +73,7 @@ class TestOwnTemplates:
         assert self.render(client, self.FINE).json()["prompt"] == "T:Hi"
 
     def test_loops_delay_nobody(self, listen: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("jaxllm.serving.template_process.RENDER_SECONDS", 1.5)
+        monkeypatch.setattr("jaxllm.text.template_process.RENDER_SECONDS", 1.5)
         url = listen(engine)
 
         async def run() -> tuple[int, list[int]]:

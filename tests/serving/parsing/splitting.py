@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 
-from jaxllm.serving.conversation import Tool
-from jaxllm.serving.parsing.formats import detect_formats
-from jaxllm.serving.parsing.output_format import Tags, ToolFormat
-from jaxllm.serving.parsing.parsed import ParsedOutput, join_events
-from jaxllm.serving.parsing.parser import OutputParser
+from jaxllm.chat.conversation import Tool
+from jaxllm.chat.parsing.events import ParsedOutput, join_events
+from jaxllm.chat.parsing.formats import detect_formats
+from jaxllm.chat.parsing.output_format import Tags, ToolFormat
+from jaxllm.chat.parsing.parser import OutputParser
 from jaxllm.text.reasoning import CHANNELS
 
 WEATHER = {

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from jaxllm.serving.conversation import Tool
-from jaxllm.serving.parsing.formats import detect_formats
-from jaxllm.serving.parsing.parser import OutputParser
+from jaxllm.chat.conversation import Tool
+from jaxllm.chat.parsing.formats import detect_formats
+from jaxllm.chat.parsing.parser import OutputParser
 from jaxllm.text.reasoning import opens_reasoning
 from tests.serving.parsing.splitting import parse_pieces, parse_whole, seen
 

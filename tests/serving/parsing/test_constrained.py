@@ -7,9 +7,9 @@ from itertools import product
 
 import pytest
 
-from jaxllm.serving.parsing.formats import TOOL_FORMATS
-from jaxllm.serving.parsing.output_format import OutputFormats, ToolFormat
-from jaxllm.serving.parsing.parser import OutputParser
+from jaxllm.chat.parsing.formats import TOOL_FORMATS
+from jaxllm.chat.parsing.output_format import OutputFormats, ToolFormat
+from jaxllm.chat.parsing.parser import OutputParser
 from jaxllm.text.reasoning import CHANNELS, REASONING_FORMATS, ReasoningFormat
 from tests.serving.parsing.splitting import TOOLS, parse_every_way, written
 

@@ -6,9 +6,9 @@ from itertools import permutations
 
 import pytest
 
+from jaxllm.chat.parsing.formats import TOOL_FORMATS, detect_formats
+from jaxllm.chat.parsing.output_format import REASONING_ALIASES, TOOL_ALIASES, UNREAD
 from jaxllm.errors import ConfigError
-from jaxllm.serving.parsing.aliases import REASONING_ALIASES, TOOL_ALIASES, UNREAD
-from jaxllm.serving.parsing.formats import TOOL_FORMATS, detect_formats
 from jaxllm.text.reasoning import CHANNELS, REASONING_FORMATS, opens_reasoning
 
 # What is telling in the families' templates.

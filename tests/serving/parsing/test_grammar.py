@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import tokenizers
 
+from jaxllm.chat.conversation import NamedTool, Tool, ToolChoice
+from jaxllm.chat.parsing.events import ParsedOutput
+from jaxllm.chat.parsing.formats import TOOL_FORMATS, detect_formats
+from jaxllm.chat.parsing.grammar import special_tokens, tool_constraint
+from jaxllm.chat.parsing.output_format import OutputFormats, Tags, ToolFormat
+from jaxllm.chat.parsing.parser import OutputParser
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.compiled_grammars import compile_grammar
 from jaxllm.requests.structured_outputs import StructuredOutputs
-from jaxllm.serving.conversation import NamedTool, Tool, ToolChoice
-from jaxllm.serving.parsing.formats import TOOL_FORMATS, detect_formats
-from jaxllm.serving.parsing.grammar import special_tokens, tool_constraint
-from jaxllm.serving.parsing.output_format import OutputFormats, Tags, ToolFormat
-from jaxllm.serving.parsing.parsed import ParsedOutput
-from jaxllm.serving.parsing.parser import OutputParser
 from jaxllm.text.reasoning import REASONING_FORMATS
 from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm.weights.source import resolve_model

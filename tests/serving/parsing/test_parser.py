@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from jaxllm.serving.parsing.events import Content, Reasoning, ToolArguments, ToolCall
-from jaxllm.serving.parsing.formats import detect_formats
-from jaxllm.serving.parsing.parser import OutputParser
-from jaxllm.serving.parsing.source import Source
+from jaxllm.chat.parsing.events import Content, Reasoning, ToolArguments, ToolCall
+from jaxllm.chat.parsing.formats import detect_formats
+from jaxllm.chat.parsing.parser import OutputParser
+from jaxllm.chat.parsing.source import Source
 from tests.serving.parsing.splitting import (
     JSON_CALL,
     PARIS_CALL,

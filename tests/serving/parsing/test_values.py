@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from jaxllm.serving.conversation import Tool
-from jaxllm.serving.parsing.formats import detect_formats
-from jaxllm.serving.parsing.parser import OutputParser
-from jaxllm.serving.parsing.values import value_types
+from jaxllm.chat.conversation import Tool
+from jaxllm.chat.parsing.formats import detect_formats
+from jaxllm.chat.parsing.parser import OutputParser
+from jaxllm.chat.parsing.values import value_types
 from tests.serving.parsing.splitting import parse_every_way, tool
 
 

@@ -1,0 +1,1 @@
+"""Conversations with a model: prompts, answers and tools, whoever asks."""

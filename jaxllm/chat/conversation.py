@@ -1,0 +1,338 @@
+"""What is said to a model, whichever API it came through: messages, tools, and how they become a prompt.
+
+Each API's room translates its own requests into these and names its own fields in the errors that they raise: a Field
+here is ("messages", 3, "call_id"), which a chat calls messages[3].tool_call_id, and a response input[3].call_id.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from jaxllm.errors import Field, InvalidRequestError
+from jaxllm.requests.structured_outputs import StructuredOutputs
+from jaxllm.wording import shown
+
+MAX_PIECES = 8192
+"""Messages, parts of their contents, and tool calls, together."""
+MAX_TOOLS = 128
+TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+
+ROLES = ("system", "user", "assistant", "tool")
+"""Those that every template is given; others belong to some."""
+
+THINKING_VARIABLES = ("enable_thinking", "thinking")
+"""The names by which templates know the switch: Qwen, GLM and SmolLM the first, DeepSeek and Granite the second."""
+
+EMPTY_PARAMETERS = {"type": "object", "properties": {}}
+"""Those of a function without any."""
+
+RESERVED_VARIABLES = frozenset({
+    "add_generation_prompt", "chat_template", "continue_final_message", "documents", "messages", "self", "template",
+    "tokenize", "tools",
+})  # fmt: skip
+"""Set by the server or by other fields, so chat_template_kwargs may not."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call; `parameters` is a JSON schema of its arguments."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+    """Its arguments follow the schema to the letter whenever the model calls it."""
+    parameters_field: Field = field(default=Field("tools"), compare=False)
+    """Where the request has the schema."""
+
+    def for_template(self) -> dict[str, Any]:
+        """As templates expect it, which write the function's parameters into the prompt."""
+        parameters = EMPTY_PARAMETERS if self.parameters is None else self.parameters
+        function = {"description": self.description or "", "parameters": parameters, "name": self.name}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True)
+class NamedTool:
+    """The choice to call this tool."""
+
+    name: str
+
+
+ToolChoice = Literal["auto", "required"] | NamedTool
+"""Whether the model decides, must call some tool, or one."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that the assistant made."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+    def for_template(self) -> dict[str, Any]:
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+def parse_arguments(text: str, place: Field) -> dict[str, Any]:
+    """The arguments of a call that came as JSON text; an empty one has none. Raises InvalidRequestError of `place`."""
+    try:
+        parsed = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise InvalidRequestError([place, f" is {shown(text)}; it must be the JSON text of an object"])
+    return parsed
+
+
+def known_arguments(text: str) -> dict[str, Any]:
+    """The same for a history, which shows a call that was refused as malformed without any."""
+    try:
+        return parse_arguments(text, Field("arguments"))
+    except InvalidRequestError:
+        return {}
+
+
+@dataclass
+class Message:
+    """What one speaker says. A tool's message has the `call_id` of the call that it answers."""
+
+    role: str
+    """One of ROLES, or another that the template names."""
+    text: str = ""
+    reasoning: str | None = None
+    calls: list[Call] = field(default_factory=list)
+    call_id: str | None = None
+    name: str | None = None
+    """Of the speaker, for templates that show it; a tool's message has the tool's."""
+    given: Mapping[str, Any] | None = None
+    """A notebook's message, which the template gets as it is: it may have what only that template knows."""
+
+    def for_template(self) -> dict[str, Any]:
+        """What a template sees."""
+        if self.given is not None:
+            return dict(self.given)
+        message: dict[str, Any] = {"role": self.role, "content": self.text}
+        if self.calls:
+            message["tool_calls"] = [call.for_template() for call in self.calls]
+        optional = {"name": self.name, "tool_call_id": self.call_id, "reasoning_content": self.reasoning}
+        return message | {name: value for name, value in optional.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendering:
+    """How messages become the text of a prompt.
+
+    Attributes:
+        chat_template: Jinja source, or the name of one of the checkpoint's templates, instead of the model's.
+        variables: of the template, beside its messages and tools; see `thinking_variables`.
+        documents: for templates that know retrieval.
+        opens_answer: the prompt ends with the start of an assistant's turn.
+        continues_last: the last message is left open, so that the model goes on with it.
+        special_tokens: the tokenizer adds its own to the rendered text, whose template usually has them already.
+
+    Raises:
+        InvalidRequestError: a variable has a name that is not the caller's to set.
+    """
+
+    chat_template: str | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    documents: list[dict[str, Any]] | None = None
+    opens_answer: bool = True
+    continues_last: bool = False
+    special_tokens: bool = False
+
+    def __post_init__(self) -> None:
+        reserved = sorted(RESERVED_VARIABLES & self.variables.keys())
+        if reserved:
+            names = ", ".join(sorted(RESERVED_VARIABLES))
+            raise InvalidRequestError([Field("chat_template_kwargs"), f" has {reserved[0]!r}; it may not set {names}"])
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the template was told to let the model think; None where nothing was said."""
+        told = next((self.variables[name] for name in THINKING_VARIABLES if name in self.variables), None)
+        return None if told is None else bool(told)
+
+    @property
+    def effort(self) -> str | None:
+        """How hard the template was told to let the model think."""
+        effort = self.variables.get("reasoning_effort")
+        return effort if isinstance(effort, str) else None
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """How many tokens of reasoning the template was told of."""
+        budget = self.variables.get("thinking_budget")
+        return budget if isinstance(budget, int) and not isinstance(budget, bool) and budget >= 0 else None
+
+    def with_defaults(self, variables: Mapping[str, Any]) -> Rendering:
+        """The same with other variables where it has none; who says to think or not says it by any of its names."""
+        said = set(self.variables)
+        if said & set(THINKING_VARIABLES):
+            said |= set(THINKING_VARIABLES)
+        return replace(self, variables={n: v for n, v in variables.items() if n not in said} | dict(self.variables))
+
+    def template_arguments(self, server_template: str | None) -> dict[str, Any]:
+        """Keyword arguments of Tokenizer.chat_template_values."""
+        documents = {"documents": self.documents} if self.documents is not None else {}
+        return {
+            "add_generation_prompt": self.opens_answer,
+            "continue_final_message": self.continues_last,
+            "chat_template": self.chat_template or server_template,
+            **self.variables,
+            **documents,
+        }
+
+
+def thinking_variables(thinks: bool | None, effort: str | None = None, budget: int | None = None) -> dict[str, Any]:
+    """What tells templates to think or not, how hard, and how long.
+
+    An effort alone turns thinking on, "none" turns it off.
+    """
+    if thinks is None and effort is not None:
+        thinks = effort != "none"
+    told = {} if thinks is None else dict.fromkeys(THINKING_VARIABLES, thinks)
+    asked = {"reasoning_effort": effort, "thinking_budget": budget}
+    return told | {name: value for name, value in asked.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """Messages, oldest first, and what their next one may be.
+
+    Attributes:
+        tools: those that the answer may call; none where it may call none.
+        structured_outputs: what the answer's text must match, wherever it begins.
+        separate_reasoning: whether reasoning is told apart from the answer's text, or stays in it.
+
+    Raises:
+        InvalidRequestError: there are too many messages, or calls and their results do not belong together.
+    """
+
+    messages: list[Message]
+    tools: list[Tool] = field(default_factory=list)
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    rendering: Rendering = Rendering()
+    structured_outputs: StructuredOutputs | None = None
+    separate_reasoning: bool = True
+
+    def __post_init__(self) -> None:
+        if all(message.given is None for message in self.messages):
+            check_pieces(len(self.messages) + sum(len(message.calls) for message in self.messages))
+            _match_calls(self.messages)
+
+
+def given_messages(messages: Sequence[Any]) -> list[Message]:
+    """Messages of a notebook, as chat completions and transformers take them.
+
+    Arguments of calls become objects if they are the JSON text of one. Raises InvalidRequestError for all but text.
+    """
+    from jaxllm.text.chat_template import check_text  # it loads jinja2
+
+    check_text(messages)
+    found = []
+    for message in messages:
+        content = message.get("content") or ""
+        text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+        given = dict(message)
+        if isinstance(calls := message.get("tool_calls"), list):
+            given["tool_calls"] = [_with_object(call) for call in calls]
+        found.append(Message(str(message.get("role")), text, given=given))
+    return found
+
+
+def _with_object(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = parse_arguments(function["arguments"], Field("arguments"))
+    except InvalidRequestError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def given_tools(tools: Sequence[Any], choice: Any = "auto") -> tuple[list[Tool], ToolChoice]:
+    """Tools and a choice of a notebook, as chat completions take them: those that may be called, and how.
+
+    Raises InvalidRequestError where they are something else.
+    """
+    offered = [_given_tool(tool, at) for at, tool in enumerate(tools)]
+    names = [tool.name for tool in offered]
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise InvalidRequestError([Field("tools"), f" has two functions named {shown(repeated)}"])
+    match choice:
+        case "none":
+            return [], "auto"
+        case "auto":
+            return offered, "auto"
+        case "required" if offered:
+            return offered, "required"
+        case {"type": "function", "function": {"name": str(name)}} if name in names:
+            return offered, NamedTool(name)
+    accepted = 'it must be "none" or "auto", or with tools "required" or {"type": "function", "function": {"name": …}}'
+    known = f", where the tools are {', '.join(names)}" if names else ""
+    raise InvalidRequestError([Field("tool_choice"), f" is {shown(choice)}; {accepted}{known}"])
+
+
+def _given_tool(given: Any, at: int) -> Tool:
+    match given:
+        case {"type": "function", "function": {"name": str(name), **rest}} if re.fullmatch(TOOL_NAME, name):
+            known = {"description": (str, type(None)), "parameters": (dict, type(None)), "strict": (bool, type(None))}
+            if all(isinstance(value, known.get(str(key), ())) for key, value in rest.items()):
+                fields: Any = {"strict": False} | rest
+                return Tool(name, **fields, parameters_field=Field("tools", at, "function", "parameters"))
+    accepted = (
+        'it must be {"type": "function", "function": {"name": …, "description": text, "parameters": JSON schema, '
+        f'"strict": true or false}}}}, with a name that matches {TOOL_NAME}'
+    )
+    raise InvalidRequestError([Field("tools", at), f" is {shown(given)}; {accepted}"])
+
+
+def check_pieces(count: int) -> None:
+    """Refuse a conversation of more messages, parts and calls than a server should look through."""
+    if count > MAX_PIECES:
+        message = f" has {count} messages, parts and calls; it may have {MAX_PIECES}"
+        raise InvalidRequestError([Field("messages"), message])
+
+
+def _match_calls(messages: Sequence[Message]) -> None:
+    """Give each tool's message the name of its tool. Raises InvalidRequestError where it answers no open call."""
+    waiting: dict[str, str] = {}
+    for at, message in enumerate(messages):
+        if message.role == "tool":
+            call_id = message.call_id or ""
+            if call_id not in waiting:
+                known = f"open calls are {', '.join(waiting)}" if waiting else "no call is open there"
+                raise InvalidRequestError([Field("messages", at, "call_id"), f" is {shown(call_id)}; {known}"])
+            name = waiting.pop(call_id)
+            message.name = message.name or name
+        elif message.role not in ROLES:
+            waiting.clear()  # a role of the template's own, such as observation, may bring the results
+        elif waiting:
+            problem = f" has role {message.role!r}, but the calls {', '.join(waiting)} await their results"
+            raise InvalidRequestError([Field("messages", at), problem])
+        waiting |= {call.id: call.name for call in message.calls}
+
+
+@contextmanager
+def naming(name: Callable[[Field], Field]) -> Iterator[None]:
+    """Errors from within with a caller's own names of the fields."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise error.named(name) from None
+
+
+def renaming(names: Mapping[str, str]) -> Callable[[Field], Field]:
+    """For `naming`: the same places under other names. A name with dots is several parts of a path."""
+    return lambda place: Field(*(names.get(part, part) if isinstance(part, str) else part for part in place.path))

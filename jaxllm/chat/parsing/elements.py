@@ -1,0 +1,265 @@
+"""Scanners of calls that are elements, with their arguments in elements or attributes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+from xml.sax.saxutils import unescape
+
+from jaxllm.chat.parsing.calls import closing, fenced_calls, tool_name
+from jaxllm.chat.parsing.events import CallWriter
+from jaxllm.chat.parsing.source import (
+    Emit,
+    MalformedError,
+    Scan,
+    Source,
+    any_left,
+    copy_until,
+    expect,
+    literal,
+    next_of,
+    one_of,
+    peek,
+    quoted_text,
+    skip_space,
+    text_until,
+)
+from jaxllm.chat.parsing.values import followed, json_from_raw, parameter_types, properties_of, raw_value, value_types
+
+MAX_NESTING = 64
+"""Of elements, each level of which takes some of Python's stack."""
+MARK = "]<]minimax[>["
+CALLS, CALLS_END = f"{MARK}<tool_call>", f"{MARK}</tool_call>"
+INVOKE, INVOKE_END = f'{MARK}<invoke name="', f"{MARK}</invoke>"
+_TEXT = "$text"
+"""The key of text that stands beside elements."""
+
+_Element = str | list[tuple[str, Any]]
+"""An element's text, or the names and values of those in it."""
+
+
+def element_calls(source: Source, writer: CallWriter, *, inside: bool = False) -> Scan[None]:
+    """MiniMax M3's calls, with elements that may hold others, and the end of the section.
+
+    `inside` is after the first INVOKE. A call is given when it is complete: an element that comes again
+    makes an array of the first.
+    """
+    if not inside:
+        yield from skip_space(source)
+        yield from expect(source, INVOKE)
+    while True:
+        name = yield from tool_name(source, writer)
+        yield from expect(source, '">')
+        found: list[tuple[str, Any]] = []
+        yield from skip_space(source)
+        while (yield from one_of(source, (INVOKE_END, f"{MARK}<"))) != INVOKE_END:
+            found.append((yield from _element(source, 1)))
+            yield from skip_space(source)
+        writer.begin(name)
+        root = writer.schemas[name]
+        writer.write(json.dumps(_object(found, root, root), ensure_ascii=False))
+        yield from skip_space(source)
+        if not ((yield from any_left(source)) and (yield from next_of(source, (INVOKE,)))):
+            break
+        source.take(len(INVOKE))
+    yield from closing(source, writer, CALLS_END)
+
+
+def _element(source: Source, depth: int) -> Scan[tuple[str, _Element]]:
+    """The element whose name comes next."""
+    name = yield from text_until(source, ">")
+    if depth > MAX_NESTING or not name.strip() or name.startswith("/"):
+        raise MalformedError
+    text: list[str] = []
+    inner: list[tuple[str, Any]] = []
+    close = f"{MARK}</{name}>"
+    while True:
+        yield from copy_until(source, (MARK,), text.append)
+        if (yield from one_of(source, (close, f"{MARK}<"))) == close:
+            break
+        inner.append((yield from _element(source, depth + 1)))
+    whole = "".join(text)
+    if not inner:
+        return name, whole
+    if whole.strip():
+        inner.append((_TEXT, whole))
+    return name, inner
+
+
+def _value(element: _Element, schema: Any, root: Any) -> Any:
+    types = value_types(schema, root)
+    if not isinstance(element, str):
+        if "array" in types:
+            items = _of_kind(schema, root, "array").get("items")
+            return [_value(inner, items, root) for _, inner in element]
+        return _object(element, _of_kind(schema, root, "object"), root)
+    if types and "string" not in types and not element.strip():
+        return [] if "array" in types else {} if "object" in types else element
+    return json.loads(json_from_raw(element, types))
+
+
+def _object(elements: list[tuple[str, Any]], schema: Any, root: Any) -> dict[str, Any]:
+    properties = properties_of(schema, root)
+    values: dict[str, list[Any]] = {}
+    for name, element in elements:
+        values.setdefault(name, []).append(_value(element, properties.get(name), root))
+    return {name: found[0] if len(found) == 1 else found for name, found in values.items()}
+
+
+def _of_kind(schema: Any, root: Any, kind: str) -> dict[str, Any]:
+    """The schema itself, or the first of those that it joins, that describes values of this kind."""
+    whole = followed(schema, root)
+    options = [option for union in ("anyOf", "oneOf") for option in whole.get(union) or ()]
+    return next((followed(option, root) for option in options if kind in value_types(option, root)), whole)
+
+
+STEP_CALLS, STEP_CALLS_END = "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"
+STEP_CALL, STEP_CALL_END, STEP_SEPARATOR = "<｜tool_call_begin｜>", "<｜tool_call_end｜>", "<｜tool_sep｜>"
+
+_STATED: dict[str, set[str]] = {'string="true">': {"string"}, 'string="false">': set()}
+"""What a parameter's tag may say of its value: text as it is, or JSON."""
+
+
+def invoked_calls(
+    source: Source,
+    writer: CallWriter,
+    *,
+    prefix: str,
+    end: str,
+    inside: bool = False,
+    doubled: bool = False,
+    after: Sequence[str] = (),
+) -> Scan[None]:
+    """<invoke name="NAME">, <parameter name="KEY">raw value</parameter> …, </invoke>, one call after the other; `end`.
+
+    `prefix` begins the tags' names. `inside` is behind the first <invoke name=". A closing tag may be missing where
+    another tag, or the text's end, says as much. `after` are tags that come after all of this. `doubled` is
+    tool_name's.
+    """
+    opening = f'<{prefix}invoke name="'
+    if not inside:
+        yield from skip_space(source)
+        yield from expect(source, opening)
+    while True:
+        tag = yield from _invocation(source, writer, prefix, end, after, doubled)
+        yield from skip_space(source)
+        if tag != opening and not ((yield from any_left(source)) and (yield from literal(source, opening))):
+            break
+    yield from closing(source, writer, end)
+
+
+def step_calls(source: Source, writer: CallWriter, *, inside: bool = False) -> Scan[None]:
+    """Step's calls: STEP_CALL, and in it one <steptml:invoke>, one call after the other, and the end of the section.
+
+    `inside` is behind the first STEP_CALL. The call's type, function, and separators may be missing.
+    """
+    more = (STEP_SEPARATOR, STEP_CALL)
+    after = (*more, STEP_CALLS_END)
+    if not inside:
+        yield from skip_space(source)
+        yield from expect(source, STEP_CALL)
+    while True:
+        yield from skip_space(source)
+        if (yield from peek(source)) == "f":
+            yield from expect(source, f"function{STEP_SEPARATOR}")
+        yield from skip_space(source)
+        yield from expect(source, '<steptml:invoke name="')
+        if (yield from _invocation(source, writer, "steptml:", STEP_CALL_END, after)) != STEP_CALL_END:
+            yield from closing(source, writer, STEP_CALL_END)
+        yield from skip_space(source)
+        if not ((yield from any_left(source)) and (tag := (yield from next_of(source, more)))):
+            break
+        source.take(len(tag))
+        if tag == STEP_SEPARATOR:
+            yield from skip_space(source)
+            yield from expect(source, STEP_CALL)
+    yield from closing(source, writer, STEP_CALLS_END)
+
+
+def _invocation(
+    source: Source, writer: CallWriter, prefix: str, end: str, after: Sequence[str], doubled: bool = False
+) -> Scan[str]:
+    """The call whose name comes next; the tag that ended it. `after` are tags that no call is ended by."""
+    name = yield from tool_name(source, writer, doubled=doubled)
+    writer.begin(name)
+    if (yield from one_of(source, ('"/>', '">'))) == '"/>':
+        writer.end()
+        return ""
+    opening = f'<{prefix}invoke name="'
+    parameter, finished = f'<{prefix}parameter name="', f"</{prefix}invoke>"
+    unknown = list(properties_of(writer.schemas[name], writer.schemas[name]))
+    yield from skip_space(source)
+    while (tag := (yield from one_of(source, (parameter, finished, end, opening)))) == parameter:
+        key = yield from text_until(source, '"')
+        yield from skip_space(source)
+        stated = yield from one_of(source, (*_STATED, ">"))
+        writer.key(key)
+        types = _STATED[stated] if stated in _STATED else parameter_types(writer, name, key)
+        close = f"</{prefix}parameter>"
+        unknown = [other for other in unknown if other != key]
+        stops = [f'{parameter}{other}"' for other in unknown]
+        stops += [f"{finished}{space}{tag}" for space in ("", "\n") for tag in (end, opening, *after)]
+        stops += [f"\n{stop}" for stop in stops]
+        last = [f"{before}{finished}{behind}" for before in ("", "\n") for behind in ("", "\n")]
+        stop = yield from raw_value(source, types, (close, *stops), writer.write, last)
+        if stop == close:
+            yield from expect(source, close)
+            writer.claim()
+        yield from skip_space(source)
+    writer.end()
+    return tag
+
+
+def action_calls(source: Source, writer: CallWriter) -> Scan[None]:
+    """Behind Action: a fence with JSON calls."""
+    yield from skip_space(source)
+    yield from expect(source, "```")
+    yield from fenced_calls(source, writer)
+
+
+FUNCTION, FUNCTION_END = "<function", "</function>"
+PARAM, PARAM_END = "<param", "</param>"
+CDATA, CDATA_END = "<![CDATA[", "]]>"
+NAMES = (" name=", "name=")
+"""What follows the tags' names; models write the second where <function is a token and the space is lost."""
+_PARAMS = tuple(PARAM + name for name in NAMES)
+_QUOTES = ('"', "'")
+_ENTITIES = {"&quot;": '"', "&apos;": "'"}
+
+
+def function_elements(source: Source, writer: CallWriter) -> Scan[None]:
+    """MiniCPM5's call after <function name=: the name in quotes, >, parameters, and </function>."""
+    quote = yield from one_of(source, _QUOTES)
+    name = yield from tool_name(source, writer)
+    yield from expect(source, f"{quote}>")
+    writer.begin(name)
+    yield from skip_space(source)
+    while (yield from one_of(source, (*_PARAMS, FUNCTION_END))) != FUNCTION_END:
+        quote = yield from one_of(source, _QUOTES)
+        key = yield from text_until(source, quote)
+        yield from expect(source, ">")
+        writer.key(key)
+        yield from _param_value(source, parameter_types(writer, name, key), writer.write)
+        writer.claim()
+        yield from skip_space(source)
+    writer.end()
+
+
+def _param_value(source: Source, types: set[str], write: Emit) -> Scan[None]:
+    """A value and </param>, which may be missing: text as it is in CDATA, or alone, where a string has entities."""
+    start = source.position
+    yield from skip_space(source)
+    if (yield from next_of(source, (CDATA,))):
+        source.take(len(CDATA))
+        stops = [f"{CDATA_END}{space}{PARAM_END}" for space in ("", "\n")]
+        stop = yield from raw_value(source, types, stops, write)
+        yield from expect(source, stop)
+        return
+    source.put_back(source.position - start)
+    pieces: list[str] = []
+    stop = yield from copy_until(source, (PARAM_END, FUNCTION_END, *_PARAMS), pieces.append)
+    text = "".join(pieces)
+    write(f'"{quoted_text(unescape(text, _ENTITIES))}"' if types == {"string"} else json_from_raw(text, types))
+    if stop == PARAM_END:
+        yield from expect(source, stop)

@@ -1,0 +1,334 @@
+"""Scanners of calls written as calls of Python's, whose arguments are its literals or JSON's."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import unicodedata
+from collections.abc import Callable
+from functools import partial
+
+from jaxllm.chat.parsing.calls import BrokenCallError, closing, json_calls, or_leave, tool_name
+from jaxllm.chat.parsing.events import CallWriter
+from jaxllm.chat.parsing.source import (
+    Emit,
+    MalformedError,
+    Scan,
+    Source,
+    UnfinishedError,
+    any_left,
+    copy_until,
+    expect,
+    is_scalar,
+    next_of,
+    one_of,
+    peek,
+    quoted_text,
+    skip_space,
+    text_until,
+)
+
+MAX_NESTING = 64
+"""Of the values of a call, each level of which takes some of Python's stack."""
+MAX_DIGITS = 400
+"""Of a number that JSON writes otherwise. A longer one is no double."""
+_IDENTIFIER = re.compile(r"\w+")
+_FUNCTION = re.compile(r"[\w.-]+")
+_WORD = re.compile(r"[-+.\w]+")
+_HEX = re.compile(r"[0-9A-Fa-f]+")
+_OCTAL = re.compile(r"[0-7]")
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\n": ""}
+_HEX_ESCAPES = {"x": 2, "u": 4, "U": 8}
+_NUMBER = re.compile(
+    r"[-+]?(?:0[xX][0-9a-fA-F_]+|0[oO][0-7_]+|0[bB][01_]+|(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9_]+)?)"
+)
+
+
+def pythonic_calls(source: Source, writer: CallWriter, *, end: str) -> Scan[None]:
+    """[name(key=value, …), …]; then perhaps `end`. One among them that is no call of a known tool is left."""
+    yield from skip_space(source)
+    yield from expect(source, "[")
+    before = writer.count
+    while True:
+        yield from skip_space(source)
+        yield from or_leave(source, writer, python_call(source, writer), _any_call(source))
+        yield from skip_space(source)
+        if (yield from one_of(source, (",", "]"))) == "]":
+            break
+    if writer.count == before:
+        raise MalformedError
+    writer.claim()
+    yield from closing(source, writer, end)
+
+
+def listed_calls(source: Source, writer: CallWriter, *, end: str) -> Scan[None]:
+    """An array of calls as JSON, or a list of calls of Python's; then perhaps `end`."""
+    start = source.position
+    yield from skip_space(source)
+    yield from expect(source, "[")
+    yield from skip_space(source)
+    as_json = (yield from peek(source)) == "{"
+    source.put_back(source.position - start)
+    yield from (json_calls(source, writer, close=end) if as_json else pythonic_calls(source, writer, end=end))
+
+
+def python_lines(source: Source, writer: CallWriter, *, end: str) -> Scan[None]:
+    """name(key=value, …), each on a line; then `end`, which may be missing."""
+    before = writer.count
+    while True:
+        yield from skip_space(source)
+        yield from or_leave(source, writer, python_call(source, writer), _any_call(source))
+        yield from skip_space(source)
+        if not (yield from any_left(source)) or (yield from next_of(source, (end[0],))):
+            break
+    if writer.count == before:
+        raise MalformedError
+    yield from closing(source, writer, end)
+
+
+def python_call(source: Source, writer: CallWriter) -> Scan[None]:
+    """name(key=value, …)."""
+    try:
+        name = yield from tool_name(source, writer)
+        yield from expect(source, "(")
+        writer.begin(name)
+        yield from _keywords(source, writer.key, writer.write)
+        writer.end()
+    except UnfinishedError:
+        raise
+    except MalformedError:
+        raise BrokenCallError from None
+
+
+def _any_call(source: Source) -> Scan[None]:
+    """A call of whatever function, with values that need not have names."""
+    yield from _run(source, _FUNCTION)
+    yield from expect(source, "(")
+    while True:
+        yield from skip_space(source)
+        if (yield from peek(source)) == ")":
+            source.take(1)
+            return
+        if _IDENTIFIER.match(source.text, source.at) and not source.text[source.at].isdecimal():
+            word = yield from _run(source, _IDENTIFIER)
+            yield from skip_space(source)
+            named = (yield from peek(source)) == "="
+            if named:
+                source.take(1)
+                yield from _value(source, _nowhere)
+            elif word not in _WORDS:
+                raise MalformedError
+        else:
+            yield from _value(source, _nowhere)
+        yield from skip_space(source)
+        if (yield from one_of(source, (",", ")"))) == ")":
+            return
+
+
+def _nowhere(text: str) -> None:
+    """Text that is read and not used."""
+
+
+def _keywords(source: Source, key: Emit, write: Emit) -> Scan[None]:
+    """key=value, … )."""
+    while True:
+        yield from skip_space(source)
+        if (yield from peek(source)) == ")":
+            source.take(1)
+            return
+        word = yield from _run(source, _IDENTIFIER)
+        yield from skip_space(source)
+        yield from expect(source, "=")
+        key(word)
+        yield from _value(source, write)
+        yield from skip_space(source)
+        if (yield from one_of(source, (",", ")"))) == ")":
+            return
+
+
+def _value(source: Source, write: Emit, depth: int = 0) -> Scan[None]:
+    yield from skip_space(source)
+    char = yield from peek(source)
+    if depth == MAX_NESTING:
+        raise MalformedError
+    if char in "'\"":
+        yield from _strings(source, write, raw=False)
+    elif char == "[":
+        source.take(1)
+        write("[")
+        yield from _items(source, write, "]]", partial(_value, source, write, depth + 1))
+    elif char == "(":
+        yield from _tuple(source, write, depth + 1)
+    elif char == "{":
+        yield from _dict_or_set(source, write, depth + 1)
+    else:
+        word = yield from _run(source, _WORD)
+        if word in ("r", "R", "u", "U") and (yield from any_left(source)) and source.text[source.at] in "'\"":
+            yield from _strings(source, write, raw=word in "rR")
+        else:
+            write(_scalar(word))
+
+
+def _scalar(word: str) -> str:
+    """A number or a word as JSON has it."""
+    word = _WORDS.get(word, word)
+    if is_scalar(word):
+        return word
+    if len(word) > MAX_DIGITS or not _NUMBER.fullmatch(word):
+        raise MalformedError
+    try:
+        return json.dumps(ast.literal_eval(word), allow_nan=False)
+    except (ValueError, SyntaxError):
+        raise MalformedError from None
+
+
+def _items(source: Source, write: Emit, closes: str, item: Callable[[], Scan[None]], between: str = "") -> Scan[None]:
+    """`item`s with commas between, and perhaps one behind the last. `between` comes before the first.
+
+    `closes` is what ends them here and what ends them in JSON.
+    """
+    close, end = closes[0], closes[1]
+    while True:
+        yield from skip_space(source)
+        if (yield from peek(source)) == close:
+            source.take(1)
+            break
+        write(between)
+        between = ", "
+        yield from item()
+        yield from skip_space(source)
+        if (yield from one_of(source, (",", close))) == close:
+            break
+    write(end)
+
+
+def _tuple(source: Source, write: Emit, depth: int) -> Scan[None]:
+    """(a, b) as an array; one value without a comma is that value."""
+    source.take(1)
+    yield from skip_space(source)
+    if (yield from peek(source)) == ")":
+        source.take(1)
+        write("[]")
+        return
+    first: list[str] = []
+    yield from _value(source, first.append, depth)
+    yield from skip_space(source)
+    if (yield from one_of(source, (",", ")"))) == ")":
+        write("".join(first))
+        return
+    write("[" + "".join(first))
+    yield from _items(source, write, ")]", partial(_value, source, write, depth), ", ")
+
+
+def _dict_or_set(source: Source, write: Emit, depth: int) -> Scan[None]:
+    """{a: b} as an object, {a, b} as an array."""
+    source.take(1)
+    yield from skip_space(source)
+    if (yield from peek(source)) == "}":
+        source.take(1)
+        write("{}")
+        return
+    first: list[str] = []
+    yield from _value(source, first.append, depth)
+    yield from skip_space(source)
+    mark = yield from one_of(source, (":", ",", "}"))
+    if mark == ":":
+        write("{" + _key("".join(first)) + ": ")
+        yield from _value(source, write, depth)
+        yield from skip_space(source)
+        if (yield from one_of(source, (",", "}"))) == "}":
+            write("}")
+        else:
+            yield from _items(source, write, "}}", partial(_member, source, write, depth), ", ")
+        return
+    write("[" + "".join(first))
+    if mark == ",":
+        yield from _items(source, write, "}]", partial(_value, source, write, depth), ", ")
+    else:
+        write("]")
+
+
+def _member(source: Source, write: Emit, depth: int) -> Scan[None]:
+    name: list[str] = []
+    yield from _value(source, name.append, depth)
+    yield from skip_space(source)
+    yield from expect(source, ":")
+    write(_key("".join(name)) + ": ")
+    yield from _value(source, write, depth)
+
+
+def _key(value: str) -> str:
+    """A key, which JSON has as a string."""
+    if value[0] in "[{":
+        raise MalformedError
+    return value if value[0] == '"' else f'"{value}"'
+
+
+def _strings(source: Source, write: Emit, raw: bool) -> Scan[None]:
+    """A string and those that follow without a comma, as one."""
+    write('"')
+    while True:
+        yield from _string(source, write, raw)
+        yield from skip_space(source)
+        if not (yield from any_left(source)) or (char := source.text[source.at]) not in "'\"rRuU":
+            break
+        raw = char in "rR"
+        if char not in "'\"":
+            source.take(1)
+            if (yield from peek(source)) not in "'\"":
+                raise MalformedError
+    write('"')
+
+
+def _string(source: Source, write: Emit, raw: bool) -> Scan[None]:
+    quote = source.take(1)
+    if (yield from next_of(source, (quote * 2,))):
+        source.take(2)
+        quote *= 3
+    elif (yield from next_of(source, (quote,))):
+        source.take(1)
+        return
+    while (yield from copy_until(source, (quote, "\\"), lambda text: write(quoted_text(text)))) == "\\":
+        source.take(1)
+        yield from peek(source)
+        if raw:
+            write(quoted_text("\\" + source.take(1)))
+        else:
+            yield from _escape(source, write)
+    source.take(len(quote))
+
+
+def _escape(source: Source, write: Emit) -> Scan[None]:
+    """What follows a backslash. A surrogate, which JSON writes in pairs, stays an escape."""
+    char = source.take(1)
+    if char == "N":
+        yield from expect(source, "{")
+        try:
+            write(quoted_text(unicodedata.lookup((yield from text_until(source, "}")))))
+        except KeyError:
+            raise MalformedError from None
+    elif _OCTAL.match(char):
+        while len(char) < 3 and _OCTAL.match((yield from peek(source))):
+            char += source.take(1)
+        write(quoted_text(chr(int(char, 8))))
+    elif char not in _HEX_ESCAPES:
+        write(quoted_text(_ESCAPES.get(char, char if char in "'\"\\/" else f"\\{char}")))
+    else:
+        digits = ""
+        while len(digits) < _HEX_ESCAPES[char]:
+            yield from peek(source)
+            digits += source.take(1)
+        if not _HEX.fullmatch(digits) or int(digits, 16) > 0x10FFFF:
+            raise MalformedError
+        write(json.dumps(chr(int(digits, 16)))[1:-1])
+
+
+def _run(source: Source, pattern: re.Pattern[str]) -> Scan[str]:
+    pieces = []
+    while (yield from any_left(source)) and (piece := source.take_run(pattern)):
+        pieces.append(piece)
+    if not pieces:
+        raise MalformedError
+    return "".join(pieces)
