@@ -22,7 +22,7 @@ import numpy as np
 from machine import describe_machine
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.cli.bench.load import offline_llm, random_prompts
+from jaxllm.cli.bench.measuring import offline_llm, random_prompts
 from jaxllm.config import EngineConfig
 from jaxllm.engine.start.schemes import compare_schemes
 from jaxllm.machine import physical_cores

@@ -23,15 +23,16 @@ if TYPE_CHECKING:
         JaxLLMError,
         ModelNotFoundError,
         QueueFullError,
+        StorageFullError,
     )
     from jaxllm.llm import LLM, generate
     from jaxllm.requests.adapters import LoRARequest
     from jaxllm.requests.logits_processors import LogitsState
     from jaxllm.requests.outputs import RequestOutput
-    from jaxllm.requests.pooling import PoolingParams
     from jaxllm.requests.sampling import SamplingParams
     from jaxllm.requests.steering import Steer
     from jaxllm.requests.structured_outputs import StructuredOutputs
+    from jaxllm.requests.tasks import PoolingParams
     from jaxllm.session.session import ResponsesSession
 
     __version__: str
@@ -45,7 +46,7 @@ _HOMES = {
     "BeamSearchParams": "jaxllm.engine.doors.beams",
     "LoRARequest": "jaxllm.requests.adapters",
     "LogitsState": "jaxllm.requests.logits_processors",
-    "PoolingParams": "jaxllm.requests.pooling",
+    "PoolingParams": "jaxllm.requests.tasks",
     "Steer": "jaxllm.requests.steering",
     "StructuredOutputs": "jaxllm.requests.structured_outputs",
     "RequestOutput": "jaxllm.requests.outputs",
@@ -59,6 +60,7 @@ _HOMES = {
     "InvalidRequestError": "jaxllm.errors",
     "ModelNotFoundError": "jaxllm.errors",
     "QueueFullError": "jaxllm.errors",
+    "StorageFullError": "jaxllm.errors",
 }
 
 __all__ = [
@@ -82,6 +84,7 @@ __all__ = [
     "ResponsesSession",
     "SamplingParams",
     "Steer",
+    "StorageFullError",
     "StructuredOutputs",
     "__version__",
     "generate",

@@ -34,11 +34,10 @@ from jaxllm.requests.adapters import AdapterUse, LoRA, LoRARequest, adapter_uses
 from jaxllm.requests.captures import CaptureParams, CaptureRequest, read_capture
 from jaxllm.requests.logits_processors import read_processors
 from jaxllm.requests.outputs import EmbeddingOutput, EmbeddingRequestOutput, PooledOutput, RequestOutput, shape_vector
-from jaxllm.requests.patching import Patch, Patches, patches_of
-from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.sampling import SamplingParams
-from jaxllm.requests.steering import Steer, Steers, steers_of
-from jaxllm.requests.tables import TableList
+from jaxllm.requests.shown import TableList
+from jaxllm.requests.steering import Patch, Patches, Steer, Steers, patches_of, steers_of
+from jaxllm.requests.tasks import PoolingParams
 from jaxllm.research.inside import Inside
 from jaxllm.text.tokenizer import Tokenizer
 

@@ -28,8 +28,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
 from jaxllm.config import ServeConfig
+from jaxllm.config.server import ServerConfig
 from jaxllm.errors import ConfigError, EngineDeadError, QueueFullError, one_line
-from jaxllm.server_config import ServerConfig
 from jaxllm.serving.app import create_app, find_route
 from jaxllm.serving.http.errors import error_response, to_api_error
 from jaxllm.serving.http.multipart import FORM_OVERHEAD

@@ -24,7 +24,7 @@ ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 CORE = (
     "engine/**/*.py", "models/config.py", "models/decoder.py", "models/layers/*.py", "quantization/weight.py",
     "pallas_kernels/kernels.py", "pallas_kernels/metadata.py", "pallas_kernels/pages.py", "pallas_kernels/reference.py",
-    "requests/sampling.py", "requests/outputs.py", "config.py",
+    "requests/sampling.py", "requests/outputs.py", "config/*.py",
 )  # fmt: skip
 """What "Reading the code in an afternoon" begins with."""
 

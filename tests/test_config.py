@@ -9,8 +9,8 @@ import yaml
 from pydantic import ValidationError
 
 from jaxllm.config import EngineConfig, ModelConfig, ServeConfig, make_config
+from jaxllm.config.server import ServerConfig
 from jaxllm.errors import ConfigError
-from jaxllm.server_config import ServerConfig
 from jaxllm.wording import did_you_mean
 
 

@@ -20,7 +20,7 @@ import yaml
 from jaxllm.cli.main import app
 from jaxllm.cli.settings import read_settings
 from jaxllm.config import ServeConfig
-from jaxllm.server_config import ServerConfig
+from jaxllm.config.server import ServerConfig
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 CHART = DEPLOY / "helm" / "jaxllm"

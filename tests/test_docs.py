@@ -16,12 +16,13 @@ from pydantic.fields import FieldInfo
 
 from jaxllm.chat.constraint import EFFORT_BUDGETS
 from jaxllm.chat.parsing.formats import TOOL_FORMATS
+from jaxllm.cli.settings import sections
 from jaxllm.cli.vllm_flags import ALWAYS_SO, REFUSED
-from jaxllm.config import EngineConfig, ServeConfig, sections
+from jaxllm.config import EngineConfig, ServeConfig
+from jaxllm.config.values import Isq
 from jaxllm.engine.start.plan import EnginePlan, plan_engine
 from jaxllm.engine.start.platform import Platform
 from jaxllm.models.registry import FAMILIES
-from jaxllm.setting_values import Isq
 from jaxllm.text.reasoning import REASONING_FORMATS
 from tests.serving.api_tables import fields_tables, routes_table
 

@@ -36,7 +36,7 @@ def nowhere(self):
 pathlib.Path.expanduser = nowhere
 import jaxllm
 from jaxllm.config import CACHE_DIR
-from jaxllm.server_config import DATA_DIR
+from jaxllm.config.server import DATA_DIR
 from jaxllm.text.tokenizer import Tokenizer
 print(CACHE_DIR, DATA_DIR)
 """

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, ConfigError, EngineConfig, cpu_kernels
+from jaxllm.config.parts import MTP_NAMES
 from jaxllm.engine.start.plan import plan_engine
-from jaxllm.speculative_config import MTP_NAMES
 from tests.models.mtp_module import module_hidden, mtp_config, mtp_weights, write_mtp_checkpoint
 from tests.module_drafts import SCHEDULES, Oracle, captured, check_answers, check_bits, check_definition
 from tests.reference.tiny import write_checkpoint

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from jaxllm import LLM, numa
+from jaxllm import LLM, machine
 from jaxllm.config import ModelConfig, make_config
 from jaxllm.engine.doors import engine_process
 from jaxllm.engine.doors.share import Share
 from jaxllm.errors import ConfigError
 from jaxllm.sharding import nvidia
 
-HERE = numa.nodes()
+HERE = machine.nodes()
 needs_nodes = pytest.mark.skipif(not HERE, reason="this system tells of no NUMA nodes")
 
 
-def machine(folder: Path, *lists: str) -> Path:
+def nodes_of(folder: Path, *lists: str) -> Path:
     """Files as Linux has them, a node for each list of cores."""
     for number, cores in enumerate(lists):
         (folder / f"node{number}").mkdir()
@@ -31,18 +31,18 @@ def machine(folder: Path, *lists: str) -> Path:
 
 def test_nodes_have_the_cores_that_this_process_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3, 9, 10})
-    assert numa.nodes(machine(tmp_path, "0-3", "4-7", "", "8-10,15")) == {0: [0, 1, 2, 3], 3: [9, 10]}
-    assert numa.nodes(tmp_path / "nowhere") == {}
+    assert machine.nodes(nodes_of(tmp_path, "0-3", "4-7", "", "8-10,15")) == {0: [0, 1, 2, 3], 3: [9, 10]}
+    assert machine.nodes(tmp_path / "nowhere") == {}
 
 
 def test_engines_take_the_nodes_in_turn() -> None:
     known = {0: [0, 1], 2: [4, 5]}
-    assert [numa.choose_node("auto", number, known) for number in range(5)] == [0, 2, 0, 2, 0]
-    assert numa.choose_node(2, 1, known) == 2
+    assert [machine.choose_node("auto", number, known) for number in range(5)] == [0, 2, 0, 2, 0]
+    assert machine.choose_node(2, 1, known) == 2
     with pytest.raises(ConfigError, match="numa_node is 1; accepted are auto and 0, 2"):
-        numa.choose_node(1, 0, known)
+        machine.choose_node(1, 0, known)
     with pytest.raises(ConfigError, match="tells of no NUMA nodes"):
-        numa.choose_node("auto", 0, {})
+        machine.choose_node("auto", 0, {})
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_engines_on_one_node_share_it(
     monkeypatch: pytest.MonkeyPatch, asked: int | str, number: int | None, count: int, node: int, share: Any
 ) -> None:
     taken: list[int] = []
-    monkeypatch.setattr(numa, "nodes", lambda: {0: [0, 1], 1: [2, 3]})
-    monkeypatch.setattr(numa, "keep_to_node", lambda node, known: taken.append(node))
+    monkeypatch.setattr(machine, "nodes", lambda: {0: [0, 1], 1: [2, 3]})
+    monkeypatch.setattr(machine, "keep_to_node", lambda node, known: taken.append(node))
     found = engine_process.take_node(asked, None if number is None else Share(number, count))
     assert taken == [node]
     assert (None if found is None else (found.number, found.count)) == share
@@ -87,8 +87,8 @@ def test_a_process_keeps_to_a_node() -> None:
     program = (
         "import threading\n"
         "from pathlib import Path\n"
-        "from jaxllm import numa\n"
-        f"numa.keep_to_node({node}, numa.nodes())\n"
+        "from jaxllm import machine\n"
+        f"machine.keep_to_node({node}, machine.nodes())\n"
         "def show():\n"
         "    task = Path(f'/proc/self/task/{threading.get_native_id()}')\n"
         "    print([l.split()[1] for l in (task / 'status').read_text().splitlines() if 'Cpus_allowed_list' in l][0])\n"
@@ -100,5 +100,5 @@ def test_a_process_keeps_to_a_node() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     allowed, policies, of_thread, _ = done.stdout.splitlines()
-    assert allowed == of_thread and set(numa._numbers(allowed)) == set(cores)
+    assert allowed == of_thread and set(machine._numbers(allowed)) == set(cores)
     assert f"prefer:{node}" in policies or f"prefer={node}" in policies

@@ -15,8 +15,7 @@ from jaxllm.chat.parsing.output_format import OutputFormats
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.requests.closed_schema import closed
 from jaxllm.requests.compiled_grammars import compile_grammar
-from jaxllm.requests.number_bounds import UnenforceableError
-from jaxllm.requests.plain_schema import plain
+from jaxllm.requests.plain_schema import UnenforceableError, plain
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.structured_outputs import JSON_OPTIONS, StructuredOutputs, ascii_classes
 from jaxllm.text.reasoning import ReasoningFormat, prompt_markers

@@ -13,9 +13,8 @@ from typing import Annotated, Any, NamedTuple, Protocol
 
 from cyclopts import Parameter
 
-from jaxllm.cli.sampling import sampling_flags, sampling_params, takes_sampling
-from jaxllm.cli.settings import COMMAND_GROUP, takes_settings
-from jaxllm.cli.streams import as_typed
+from jaxllm.cli.settings import COMMAND_GROUP, sampling_flags, sampling_params, takes_sampling, takes_settings
+from jaxllm.cli.terminal import as_typed
 from jaxllm.config import CACHE_DIR, EngineConfig
 from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError, JaxLLMError, one_line, reason
 from jaxllm.folders import in_home, unwritable

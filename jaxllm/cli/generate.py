@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from jaxllm.cli.sampling import sampling_params, takes_sampling
-from jaxllm.cli.settings import COMMAND_GROUP, takes_settings
-from jaxllm.cli.streams import as_typed
+from jaxllm.cli.settings import COMMAND_GROUP, sampling_params, takes_sampling, takes_settings
+from jaxllm.cli.terminal import as_typed
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError, reason
 

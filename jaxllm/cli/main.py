@@ -1,38 +1,38 @@
-"""`jaxllm`: the command line. Each command is a file of this package; nothing here imports jax."""
+"""`jaxllm`: the command line. Its commands are functions of this package; nothing here imports jax."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from cyclopts import App, CycloptsError
 from cyclopts.exceptions import UnusedCliTokensError
+from cyclopts.help import DefaultFormatter
 
 from jaxllm import logs
 from jaxllm.cli.bench import bench
+from jaxllm.cli.bench.offline import profile
 from jaxllm.cli.chat import chat
-from jaxllm.cli.common_help import HELP_ALL, CommonFirst, has_rare, takes_help_all
-from jaxllm.cli.compile import compile
-from jaxllm.cli.completion import completion_of
 from jaxllm.cli.convert import convert
 from jaxllm.cli.generate import generate
-from jaxllm.cli.keys import keys
-from jaxllm.cli.list import list_models
-from jaxllm.cli.models import models
-from jaxllm.cli.plan import plan
-from jaxllm.cli.profile import profile
-from jaxllm.cli.ps import ps
-from jaxllm.cli.pull import pull
-from jaxllm.cli.rm import rm
-from jaxllm.cli.serve import serve
-from jaxllm.cli.show import show
+from jaxllm.cli.models import list_models, models, pull, rm, show
+from jaxllm.cli.plan import compile, plan
+from jaxllm.cli.serve import keys, ps, serve
+from jaxllm.cli.settings import documented
 from jaxllm.cli.store import store
-from jaxllm.cli.streams import OUTPUT, prepare_streams
+from jaxllm.cli.terminal import OUTPUT, prepare_streams
 from jaxllm.cli.vllm_flags import translated
 from jaxllm.cli.wrong_values import in_words
+from jaxllm.config import ServeConfig
 from jaxllm.errors import ConfigError, EngineDeadError, JaxLLMError
+from jaxllm.requests.sampling import SamplingParams
 from jaxllm.threads import note_exit_status
+
+if TYPE_CHECKING:
+    from cyclopts.help import HelpPanel
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,21 @@ FAILED = 1
 USAGE_ERROR = 2
 INTERRUPTED = 130
 PIPE_CLOSED = 141
+
+HELP_ALL = "--help-all"
+
+COMMON = frozenset({
+    "model", "revision", "dtype", "max_model_len", "isq", "max_num_seqs", "gpu_memory_utilization", "kv_cache_memory",
+    "kv_cache_dtype", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "speculative_config",
+    "seed",
+    "host", "port", "api_key", "api_key_file", "served_model_name", "chat_template", "tool_call_parser",
+    "reasoning_parser",
+    "models", "model_directory", "max_loaded_models", "model_memory", "mcp_config", "data_dir", "log_level",
+    "log_format",
+    "temperature", "top_k", "top_p", "max_tokens", "stop",
+})  # fmt: skip
+"""Settings and sampling parameters that --help shows."""
+RARE = frozenset({*ServeConfig.model_fields, *(field.name for field in dataclasses.fields(SamplingParams))} - COMMON)
 
 
 def version() -> str:
@@ -59,8 +74,21 @@ for command in (
     serve, generate, chat, pull, show, rm, ps, convert, compile, models, keys, plan, bench, profile, store,
 ):  # fmt: skip
     app.command(command)
-app.command(completion_of(app))
 app.command(list_models, name="list")
+
+
+@app.command
+@documented
+def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
+    """Print a script that makes a shell complete commands, flags and their choices.
+
+    bash and zsh: put `eval "$(jaxllm completion bash)"` into ~/.bashrc, or the same with zsh into ~/.zshrc.
+    fish: `jaxllm completion fish > ~/.config/fish/completions/jaxllm.fish`.
+
+    Args:
+        shell: Which shell it is for.
+    """
+    print(app.generate_completion(shell=shell))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -111,6 +139,43 @@ def _refuse(error: Exception, status: int = USAGE_ERROR) -> None:
     else:
         print(f"jaxllm: error: {line}", file=sys.stderr)
     sys.exit(status)
+
+
+def takes_help_all(arguments: Sequence[str]) -> tuple[list[str], bool]:
+    """The arguments with --help in the place of --help-all, and whether that was there; after -- it is a text."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    found = HELP_ALL in arguments[:end]
+    flags = ["--help" if argument == HELP_ALL else argument for argument in arguments[:end]]
+    return [*flags, *arguments[end:]], found
+
+
+def has_rare(app: App, arguments: Sequence[str]) -> bool:
+    """Whether the command that is meant takes all settings: of a few, those are what it is about."""
+    _, named, _ = app.parse_commands(arguments)  # --help is one of them
+    return any(getattr(one.default_command, "takes_all_settings", False) for one in named)
+
+
+class CommonFirst(DefaultFormatter):
+    """Leaves rare flags out, unless `everything` is to be shown."""
+
+    def __init__(self, everything: bool):
+        super().__init__()
+        self._everything = everything
+        self.num_left_out = 0
+
+    def __call__(self, console: Any, options: Any, panel: HelpPanel) -> None:
+        if not self._everything and panel.format == "parameter":
+            shown = [entry for entry in panel.entries if not _is_rare(entry.names)]
+            self.num_left_out += len(panel.entries) - len(shown)
+            panel = panel.copy(entries=shown)
+        if panel.entries:
+            super().__call__(console, options, panel)
+
+
+def _is_rare(names: Sequence[str]) -> bool:
+    """Worked example: --stop-token-ids.0 and --no-skip-special-tokens belong to rare fields."""
+    fields = {name.removeprefix("--").partition(".")[0].replace("-", "_") for name in names}
+    return bool(fields & RARE)
 
 
 if __name__ == "__main__":

@@ -1,29 +1,35 @@
-"""How a command gets its configuration: flags over JAXLLM_* variables over a YAML file over the defaults.
+"""The flags of commands: the settings, flags over JAXLLM_* variables over a YAML file over the defaults, and sampling.
 
-Everything here is driven by the fields of the pydantic model in jaxllm/config.py: their names become flags, variables
-and YAML keys, their docstrings the help, their types the accepted values.
+Everything here is driven by the fields of the pydantic models in jaxllm/config/ and of SamplingParams: their names
+become flags, variables and YAML keys, their docstrings the help, their types the accepted values.
 """
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import inspect
 import os
+import re
+import sys
+import textwrap
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from cyclopts import Group, Parameter
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from jaxllm.cli.documentation import documentation
-from jaxllm.cli.yaml_file import read_yaml
-from jaxllm.config import CPU_ISA_VARIABLE, EngineConfig, ServeConfig, sections
+from jaxllm.cli.terminal import as_typed
+from jaxllm.cli.vllm_flags import REFUSED
+from jaxllm.config import CPU_ISA_VARIABLE, EngineConfig, ServeConfig
+from jaxllm.config.server import OTHER_KEY_VARIABLES
+from jaxllm.config.values import parse_bytes, read_mapping
 from jaxllm.errors import ConfigError
 from jaxllm.folders import in_home
-from jaxllm.server_config import OTHER_KEY_VARIABLES
-from jaxllm.setting_values import parse_bytes
+from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
 from jaxllm.wording import did_you_mean, wrong_setting
 
 Config = TypeVar("Config", bound=EngineConfig)
@@ -41,10 +47,31 @@ _METAVARS = {
 }
 """What a value is called in --help, by the type of its setting; objects are given as JSON."""
 
+SECTIONS = {
+    "model": "Model", "dequantize": "Quantization", "max_num_seqs": "Scheduling", "block_size": "Memory",
+    "tensor_parallel_size": "Parallelism", "attention_backend": "Execution", "host": "Server",
+    "api_key": "Access",
+    "served_model_name": "API", "serve_any_model_name": "API", "models": "Several models",
+    "mcp_config": "Tool servers", "data_dir": "Storage", "log_level": "Logging", "monitor_port": "Monitoring",
+    "ray": "Ray",
+}  # fmt: skip
+"""Field -> the section of --help and of docs/configuration.md that it and those after it are in; in their order."""
+
+
+def sections(schema: type[BaseModel]) -> dict[str, list[str]]:
+    """Section -> its fields, in order."""
+    found: dict[str, list[str]] = {title: [] for title in SECTIONS.values()}
+    title = ""
+    for name in schema.model_fields:
+        title = SECTIONS.get(name, title)
+        found[title].append(name)
+    return {title: names for title, names in found.items() if names}
+
+
 COMMAND_GROUP = Group("Command", sort_key=0)
 CONFIG_FLAG = Parameter(help="YAML file whose keys are the settings below.", group=COMMAND_GROUP)
 _SETTINGS_GROUPS = {
-    name: Group(title, sort_key=2 + at)  # behind the command's own flags and those for sampling
+    name: Group(title, sort_key=2 + at)  # after the command's own flags and those for sampling
     for at, (title, names) in enumerate(sections(ServeConfig).items())
     for name in names
 }
@@ -57,8 +84,7 @@ def takes_settings(
 
     The command's first parameter receives the finished configuration; its other parameters stay its own flags.
     With `positional_model` the model may also be given as the first bare argument (and must be, where others that are
-    required follow it); `only` limits the flags to some
-    fields, for a command that uses no others.
+    required follow it); `only` limits the flags to some fields, for a command that uses no others.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -195,3 +221,123 @@ def _members(annotation: Any) -> list[Any]:
     """Annotated[int, …] | None -> [int, NoneType]."""
     members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     return [get_args(member)[0] if get_origin(member) is Annotated else member for member in members]
+
+
+Of = TypeVar("Of", bound=type | Callable[..., Any])
+
+
+def documentation(of: type | Callable[..., Any]) -> str:
+    """The docstring of a class or a function."""
+    return inspect.getdoc(documented(of)) or ""
+
+
+def documented(of: Of) -> Of:
+    """Give a class or a function its docstring back."""
+    left_out = sys.flags.optimize >= 2 and not (inspect.isfunction(of) and of.__doc__)
+    if left_out:
+        definition = ast.parse(textwrap.dedent(inspect.getsource(of))).body[0]
+        assert isinstance(definition, ast.FunctionDef | ast.ClassDef)
+        of.__doc__ = ast.get_docstring(definition)
+    return of
+
+
+def read_yaml(path: Path | None, schema: type[EngineConfig] = ServeConfig) -> dict[str, Any]:
+    """The settings in a file, of a server or of `schema`, whose values are not checked yet; none without a file.
+
+    Raises:
+        ConfigError: it cannot be read, is no mapping, or has a key that is no setting or that it has twice.
+    """
+    document = {} if path is None else read_mapping(path, "--config", "setting: value")
+    known = dict.fromkeys([*ServeConfig.model_fields, *schema.model_fields])
+    for key in document:
+        if reason := REFUSED.get(f"--{str(key).replace('_', '-')}"):
+            raise ConfigError(f"{path}: {key} is not available: {reason}")
+        if key not in known:
+            raise ConfigError(f"{path}: unknown setting {key!r}{did_you_mean(str(key), known)}")
+    return document
+
+
+SAMPLING_GROUP = Group(
+    "Sampling", sort_key=1, help="A flag wins over the model's own recommendation, and that over the default shown."
+)
+
+# Text is what these commands are for; --seed is the engine's own, which unseeded requests draw from; functions of
+# logits are given to an engine in Python.
+_LEFT_OUT = {"detokenize", "logits_processors", *EngineConfig.model_fields}
+_FLAG_TYPES: dict[str, Any] = {
+    "stop": list[str] | None,
+    "stop_token_ids": list[int] | None,
+    "logit_bias": dict[str, float] | None,
+}
+_DEFAULT_MAX_TOKENS = 512
+
+
+def takes_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command every SamplingParams field as a flag; its second parameter receives those that were given."""
+    config, _, *own = inspect.signature(command, eval_str=True).parameters.values()
+    flags = sampling_flags()
+    signature = inspect.Signature(sorted([config, *own, *flags], key=lambda parameter: parameter.kind))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        sampling = {flag.name: given.pop(flag.name) for flag in flags if flag.name in given}
+        return command(given.pop("config"), sampling, **given)
+
+    run.__name__, run.__doc__ = command.__name__, documentation(command)
+    run.__signature__ = signature  # type: ignore[attr-defined]
+    return run
+
+
+def sampling_params(given: Mapping[str, Any], model_defaults: SamplingDefaults = SamplingDefaults()) -> SamplingParams:
+    """Flags over the checkpoint's generation_config over SamplingParams' own defaults.
+
+    Raises:
+        InvalidRequestError: a value is out of range.
+    """
+    typed = {name: _as_typed(value) for name, value in given.items()}
+    return SamplingParams(**{"max_tokens": _DEFAULT_MAX_TOKENS, **model_defaults.fields(), **typed})
+
+
+def _as_typed(value: Any) -> Any:
+    """The texts of a flag, alone or in a list."""
+    if isinstance(value, list):
+        return [_as_typed(entry) for entry in value]
+    return as_typed(value) if isinstance(value, str) else value
+
+
+def sampling_flags() -> list[inspect.Parameter]:
+    """One keyword parameter a field; a flag that is not given leaves the choice to the model."""
+    types = get_type_hints(SamplingParams)
+    for member in (member for annotation in types.values() for member in get_args(annotation)):
+        if dataclasses.is_dataclass(member):  # its fields become flags as well
+            documented(member)  # type: ignore[type-var]
+    texts = _field_texts()
+    flags = []
+    for field in dataclasses.fields(SamplingParams):
+        if field.name in _LEFT_OUT:
+            continue
+        default = _DEFAULT_MAX_TOKENS if field.name == "max_tokens" else field.default
+        shown = isinstance(default, bool | int | float)
+        parameter = Parameter(
+            help=texts[field.name] + (f" [default: {default}]" if shown else ""),
+            group=SAMPLING_GROUP,
+            negative=None if default is True else (),
+            show_default=False,
+            validator=_token_ids if field.name == "logit_bias" else None,
+        )
+        annotation = Annotated[_FLAG_TYPES.get(field.name, types[field.name] | None), parameter]
+        flags.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+    return flags
+
+
+def _token_ids(_: type, logit_bias: dict[str, float] | None) -> None:
+    if not all(token.isdigit() for token in logit_bias or ()):
+        raise ValueError(
+            "it must map token ids to numbers, as in --logit-bias.42 -1.5 or --logit-bias '{\"42\": -1.5}'"
+        )
+
+
+def _field_texts() -> dict[str, str]:
+    """The 'Attributes:' of SamplingParams' docstring: 'a, b: text.' -> {'a': 'text.', 'b': 'text.'}."""
+    attributes = re.findall(r"^ +([a-z_, ]+): (.+)$", documentation(SamplingParams), flags=re.MULTILINE)
+    return {name: text[0].upper() + text[1:] for names, text in attributes for name in names.split(", ")}

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from jaxllm.cli.agreement import agrees
 from jaxllm.cli.settings import COMMAND_GROUP, takes_settings
-from jaxllm.cli.table import print_table
+from jaxllm.cli.terminal import agrees, print_table
 from jaxllm.config import ServeConfig
+from jaxllm.config.values import parse_seconds
 from jaxllm.errors import ConfigError
-from jaxllm.setting_values import parse_seconds
 
 if TYPE_CHECKING:
     from jaxllm.serving.store.database import Database
@@ -58,7 +57,7 @@ async def _info(config: ServeConfig, json_output: bool) -> None:
         kinds = {name: count._asdict() for name, count in counts.items()}
         print(json.dumps({"place": database.place, **layout._asdict(), "file_bytes": nbytes, "kinds": kinds}))
         return
-    from jaxllm.setting_values import format_bytes
+    from jaxllm.config.values import format_bytes
 
     print(f"{database.place}: tables of version {layout.version}, and this jaxllm makes {layout.newest}")
     if layout.version != layout.newest:

@@ -18,13 +18,10 @@ from jaxllm.looking import What
 from jaxllm.requests.adapters import AdapterUse
 from jaxllm.requests.captures import CaptureParams, LayerShapes
 from jaxllm.requests.logits_processors import Declared
-from jaxllm.requests.outputs import RankedLogprobs
-from jaxllm.requests.patching import Patching
-from jaxllm.requests.pooling import PoolingParams
-from jaxllm.requests.prompt_scores import PromptScores
+from jaxllm.requests.outputs import PromptScores, RankedLogprobs
 from jaxllm.requests.sampling import MAX_LOGPROBS, SamplingDefaults, SamplingParams
-from jaxllm.requests.steering import Steering
-from jaxllm.requests.tasks import ModelTasks
+from jaxllm.requests.steering import Patching, Steering
+from jaxllm.requests.tasks import ModelTasks, PoolingParams
 
 if TYPE_CHECKING:
     import jax

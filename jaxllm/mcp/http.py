@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 
 import httpx2
 
-from jaxllm.mcp.problems import failed_statuses
 from jaxllm.mcp.settings import ServerSettings
 from jaxllm.mcp.stdio import MAX_MESSAGE
+from jaxllm.mcp.tools import failed_statuses
 
 READ_SECONDS = 300.0
 """Of silence after which a stream counts as dead; servers send something more often than that."""

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.requests.heat_maps import Axis, heat_map, root_mean_square
-from jaxllm.requests.tables import dataset
+from jaxllm.requests.shown import Axis, dataset, heat_map, root_mean_square
 from jaxllm.wording import did_you_mean
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from typing import Any
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.requests.logits_processors import Chosen, read_chosen
 from jaxllm.requests.structured_outputs import StructuredOutputs
-from jaxllm.requests.thinking_markers import ThinkingMarkers
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
@@ -47,6 +46,23 @@ _TOKEN_IDS = (
     "allowed_token_ids", "stop_token_ids", "shown_special_token_ids", "logprob_token_ids", "predicted_token_ids",
 )  # fmt: skip
 _TEXTS = ("stop", "bad_words")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThinkingMarkers:
+    """The texts around a reasoning block.
+
+    Attributes:
+        open: what begins it: an answer that does not begin with this text has none.
+        close: what ends it.
+        behind: what the model writes right after `close`, such as the lines that set the answer apart.
+        opened: the prompt ends inside the block, so the answer begins there.
+    """
+
+    open: str
+    close: str
+    behind: str = ""
+    opened: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.errors import Field, InvalidRequestError, one_line
 from jaxllm.requests.closed_schema import closed
 from jaxllm.requests.gbnf import gbnf_to_lark, is_gbnf
-from jaxllm.requests.number_bounds import UnenforceableError
-from jaxllm.requests.plain_schema import plain
+from jaxllm.requests.plain_schema import UnenforceableError, plain
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

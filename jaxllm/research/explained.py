@@ -1,22 +1,36 @@
-"""What one step of an engine runs, and how near it comes to the time that reading its bytes takes."""
+"""What one step of an engine runs and how near it comes to the time that reading its bytes takes; traces of steps."""
 
 from __future__ import annotations
 
+import fnmatch
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Literal
+from os import PathLike
+from pathlib import Path
+from typing import Literal, Self
+from urllib.parse import quote
 
-from jaxllm.engine.core.handle import RanSequence, RanStep, StepKind
+from jaxllm.config.values import format_bytes
+from jaxllm.engine.core.handle import RanExecutable, RanSequence, RanStep, StepKind
+from jaxllm.engine.core.keys import Kind
 from jaxllm.engine.core.sizes import StepSizes
-from jaxllm.errors import InvalidRequestError
+from jaxllm.engine.features.readout.pooling import SUMS
+from jaxllm.engine.start.memory import weight_bytes
+from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.models.abstract import ModelParts
-from jaxllm.research.step_bytes import caches_read, weights_read
-from jaxllm.setting_values import format_bytes
+from jaxllm.models.caches import CacheSpec, Joined, Paged, Shared, parts_of
+from jaxllm.models.config import DecoderConfig
+from jaxllm.weights.loader import ParamSpec
 
 Bandwidth = float | Literal["measure"] | None
 """Bytes a second that a device reads of its memory; None: what NVIDIA states of the GPU, where the table has it."""
 
+RUNS_LAYERS: tuple[Kind, ...] = ("decode", "verify", "backbone", "encode")
+RUNS_HEAD: tuple[Kind, ...] = ("decode", "verify", "head", "read")
+_TABLES = ("embed.weight", "*.embed.weight", "positions")
+_EXPERTS = "*.experts.*"
 _HEADINGS = ("executable", "runs", "real", "padded to", "weights read", "caches read")
 
 
@@ -220,3 +234,121 @@ def _bandwidth(given: Bandwidth) -> tuple[float | None, str]:
     if known is None:
         return None, f'give the bandwidth of {name} in bytes a second, or bandwidth="measure"'
     return float(known.bandwidth), f"stated by {known.source}"
+
+
+def weights_read(model: ModelParts, executable: RanExecutable) -> int:
+    """Bytes of weights that an executable reads of a device, each once for every time that it runs the model.
+
+    Of tables of embeddings a row for each token; of experts those of one token, which is the least that any number of
+    tokens need.
+    """
+    kind, total = executable.key.kind, 0
+    for param in model.params:
+        if kind in RUNS_LAYERS and not _is_head(param, model.spec.config, alone=True):
+            total += _layers_read(param, model, executable.used or 0)
+        if kind in RUNS_HEAD and executable.key != SUMS and _is_head(param, model.spec.config):
+            total += weight_bytes([param], model.options.tp)
+    return total * executable.times
+
+
+def _is_head(param: ParamSpec, config: DecoderConfig, *, alone: bool = False) -> bool:
+    """Whether the head reads it; `alone`: and nothing else does."""
+    if config.encoder is not None:
+        return False
+    if param.path == "embed.weight":
+        return config.tie_word_embeddings and not alone
+    return param.path.split(".")[0] in ("head", "norm")
+
+
+def _layers_read(param: ParamSpec, model: ModelParts, tokens: int) -> int:
+    whole = weight_bytes([param], model.options.tp)
+    if any(fnmatch.fnmatchcase(param.path, table) for table in _TABLES):
+        return whole // param.shape[0] * min(tokens, param.shape[0])
+    moe = model.spec.config.moe
+    if moe and fnmatch.fnmatchcase(param.path, _EXPERTS):
+        return whole * moe.top_k // moe.num_experts
+    return whole
+
+
+def caches_read(sizes: StepSizes, executable: RanExecutable, sequences: Sequence[RanSequence]) -> int:
+    """Bytes of keys, values and states that an executable reads of a device's caches, each once a run of the model."""
+    if executable.key.kind not in ("decode", "verify", "backbone"):
+        return 0
+    grown = [RanSequence(each.length, each.context + step) for each in sequences for step in range(executable.times)]
+    return sum(_read(sizes, part, grown) for spec in sizes.caches for part in _parts(sizes.caches, spec))
+
+
+def _parts(specs: Sequence[CacheSpec], spec: CacheSpec) -> list[CacheSpec]:
+    """What a layer reads, of its own or of an earlier layer's."""
+    if isinstance(spec, Shared):
+        return _parts(specs, specs[spec.layer])
+    return list(parts_of([spec])) if isinstance(spec, Joined) else [spec]
+
+
+def _read(sizes: StepSizes, part: CacheSpec, sequences: Sequence[RanSequence]) -> int:
+    layout = sizes.cache_layout
+    if isinstance(part, Paged):
+        return layout.page_bytes([part]) * sum(_seen(part, each) for each in sequences) // sizes.page_size
+    return layout.state_bytes([part]) * len(sequences)
+
+
+def _seen(part: Paged, sequence: RanSequence) -> int:
+    """Tokens whose keys some token of the step's sees."""
+    if part.window is None:
+        return sequence.context
+    first = sequence.context - sequence.length
+    if part.chunked:
+        return sequence.context - first // part.window * part.window
+    return min(sequence.context, part.window + sequence.length - 1)
+
+
+class ProfilerTrace:
+    """What the devices and the host do inside a `with` block, written for Perfetto and XProf; see `LLM.trace`."""
+
+    def __init__(self, folder: str | PathLike[str]):
+        self.folder = Path(folder)
+        """What XProf opens."""
+        self._found: Path | None = None
+
+    @property
+    def path(self) -> Path:
+        """The file to open at https://ui.perfetto.dev.
+
+        Raises:
+            InvalidRequestError: the `with` block has not ended yet.
+        """
+        if self._found is None:
+            raise InvalidRequestError("the trace is written when its with block has ended")
+        return self._found
+
+    def __enter__(self) -> Self:
+        import jax
+
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"folder is {str(self.folder)!r}: {error.strerror}; it must be a folder") from None
+        try:
+            jax.profiler.start_trace(str(self.folder), create_perfetto_trace=True)
+        except RuntimeError as error:
+            raise InvalidRequestError(f"no trace can be begun: {error}") from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        import jax
+
+        jax.profiler.stop_trace()
+        written = self.folder.glob("plugins/profile/*/perfetto_trace.json.gz")
+        self._found = max(written, key=lambda path: path.stat().st_mtime_ns)
+
+    def __repr__(self) -> str:
+        return f"ProfilerTrace({str(self._found or self.folder)!r}{'' if self._found else ', not written yet'})"
+
+    def _repr_html_(self) -> str:
+        if self._found is None:
+            return escape(repr(self))
+        link = quote(os.path.relpath(self._found))
+        return (
+            f'<a href="{link}" download>{escape(str(self._found))}</a>: to be opened at '
+            '<a href="https://ui.perfetto.dev" target="_blank" rel="noopener">ui.perfetto.dev</a>'
+        )

@@ -18,12 +18,10 @@ from jaxllm.engine.doors.streams import Stream, Streams
 from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.requests.captures import FINAL, CaptureRequest, Captures, CapturesInProgress, read_capture
-from jaxllm.requests.patching import Patch, Patches, Patching, patches_of, read_patch
 from jaxllm.requests.sampling import SamplingParams
-from jaxllm.requests.steering import Steer, Steering, read_steering
-from jaxllm.requests.tables import OutputList, TableList
-from jaxllm.research.logits import LogitRows
-from jaxllm.research.scores import ScoredCompletion, pairs, scored
+from jaxllm.requests.shown import OutputList, TableList
+from jaxllm.requests.steering import Patch, Patches, Patching, Steer, Steering, patches_of, read_patch, read_steering
+from jaxllm.research.scores import LogitRows, ScoredCompletion, pairs, scored
 
 if TYPE_CHECKING:
     import jax
@@ -33,10 +31,8 @@ if TYPE_CHECKING:
     from jaxllm.engine.scale.data_parallel.core import Core
     from jaxllm.models.abstract import LiveModel
     from jaxllm.models.decoder import Decoder
-    from jaxllm.research.attention import LayerAttention, Watched
-    from jaxllm.research.explained import StepExplanation
-    from jaxllm.research.model import OpenModel
-    from jaxllm.research.tracing import ProfilerTrace
+    from jaxllm.research.explained import ProfilerTrace, StepExplanation
+    from jaxllm.research.model import LayerAttention, OpenModel, Watched
 
 T = TypeVar("T")
 
@@ -110,7 +106,7 @@ class Inside:
         """
         import jax.numpy as jnp
 
-        from jaxllm.research.attention import Watched
+        from jaxllm.research.model import Watched
 
         info, tokenizer = self._streams.client.info, self._streams.tokenizer
         model, ids = self._model, prompt_ids(prompt, tokenizer)[1]
@@ -288,7 +284,7 @@ class Inside:
             ConfigError: the engine runs in a process of its own, or `folder` cannot be made.
             InvalidRequestError: another trace is being written.
         """
-        from jaxllm.research.tracing import ProfilerTrace
+        from jaxllm.research.explained import ProfilerTrace
 
         self._client()
         return ProfilerTrace(folder)
@@ -364,10 +360,10 @@ def _check_ended(delta: TokenDelta) -> None:
 
 
 def _unembed(states: np.ndarray, normed: bool, core: Core) -> np.ndarray:
-    from jaxllm.engine.features.readout.scores import Scores
+    from jaxllm.engine.features.readout.scores import ScoresFeature
 
     scores = core.features["scores"]
-    assert isinstance(scores, Scores)
+    assert isinstance(scores, ScoresFeature)
     return scores.unembed(states, normed)
 
 

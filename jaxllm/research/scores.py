@@ -1,7 +1,8 @@
-"""Log-probabilities of given completions."""
+"""Log-probabilities of given completions, and whole rows of logits, computed where somebody looks at them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +10,8 @@ import numpy as np
 
 from jaxllm.engine.doors.sequences import Prompt, Prompts, one_or_many, prompt_ids, prompt_list
 from jaxllm.errors import InvalidRequestError
-from jaxllm.requests.prompt_scores import PromptScores
-from jaxllm.requests.tables import frame
+from jaxllm.requests.outputs import PromptScores
+from jaxllm.requests.shown import frame
 from jaxllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -111,3 +112,41 @@ def scored(ids: list[int], count: int, scores: PromptScores, num_cached_tokens: 
     """The result for one of `pairs`, of the scores that the engine gave its completion's tokens."""
     logprobs, ranks = np.frombuffer(scores.logprobs, np.float32), np.frombuffer(scores.ranks, np.int32)
     return ScoredCompletion(ids[:count], ids[count:], logprobs, ranks, num_cached_tokens)
+
+
+CHUNK = 256
+"""Rows that are looked at together while iterating."""
+
+
+class LogitRows:
+    """The logits after each token of a prompt, as if `[T, V]` float32: `rows[5]`, `rows[-3:]`, `np.asarray(rows)`.
+
+    What it keeps are the states that they are made of, `[T, E]`. Iterating gives row after row, and has a few hundred
+    of them in memory at a time.
+    """
+
+    def __init__(self, states: np.ndarray, unembed: Callable[[np.ndarray], np.ndarray], vocab_size: int):
+        self.states = states
+        self.shape = (len(states), vocab_size)
+        self._unembed = unembed
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return self._unembed(self.states[index])
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        for chunk in self.chunks():
+            yield from chunk
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self[:].astype(dtype or np.float32, copy=False)
+
+    def __repr__(self) -> str:
+        return f"LogitRows(shape={self.shape})"
+
+    def chunks(self, rows: int = CHUNK) -> Iterator[np.ndarray]:
+        """`[rows, V]` after `[rows, V]`; the last may be shorter."""
+        for start in range(0, len(self), rows):
+            yield self[start : start + rows]

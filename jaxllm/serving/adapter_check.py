@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from jaxllm.engine.messages import EngineRequest
 from jaxllm.errors import EngineDeadError, InvalidRequestError, JaxLLMError
-from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.sampling import SamplingParams
+from jaxllm.requests.tasks import PoolingParams
 from jaxllm.serving.adapters import LoadedAdapter
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from jaxllm.config import LoRAModule
+from jaxllm.config.parts import LoRAModule
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.requests.adapters import AdapterUse
 

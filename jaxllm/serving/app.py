@@ -15,7 +15,8 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
 
-from jaxllm.server_config import ServerConfig
+from jaxllm.config.server import ServerConfig
+from jaxllm.config.values import comma_separated
 from jaxllm.serving import health, key_usage, llama_cpp, lora, sagemaker, server_info, sleeping, training
 from jaxllm.serving.access.audit import Audited
 from jaxllm.serving.access.usage_store import UsageStore
@@ -49,7 +50,6 @@ from jaxllm.serving.store.retention import Retention
 from jaxllm.serving.stored import deleters
 from jaxllm.serving.telemetry import Telemetry
 from jaxllm.serving.web.routes import make_router as make_web_router
-from jaxllm.setting_values import comma_separated
 
 API_ROUTERS = (
     models.router, chat.router, completions.router, tokenize.router, responses.router, conversations.router,

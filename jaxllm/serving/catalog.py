@@ -8,14 +8,14 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BeforeValidator, Field
 
-from jaxllm.config import ADAPTER_SIZES, LoRAModules, ModelConfig, ServeConfig, make_config, part_of
+from jaxllm.config import ADAPTER_SIZES, ModelConfig, ServeConfig, make_config, part_of
+from jaxllm.config.parts import LoRAModules
+from jaxllm.config.values import SERVED_NAME, comma_separated, is_served_name, read_mapping, split_if_text
 from jaxllm.errors import ConfigError
 from jaxllm.folders import in_home
 from jaxllm.serving.candle_vllm import is_candle_vllm, read_candle_vllm
-from jaxllm.setting_values import SERVED_NAME, comma_separated, is_served_name, split_if_text
 from jaxllm.weights.folder import gguf_models, whole_name
 from jaxllm.wording import did_you_mean
-from jaxllm.yaml_file import read_mapping
 
 PLACE = ("multi_process", "num_processes", "process_id", "coordinator_address", "cluster", "cluster_secret")
 MODELS = "models"

@@ -15,8 +15,7 @@ from jaxllm.engine.doors.streams import Gain, Stream
 from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.errors import EngineDeadError, QueueFullError
 from jaxllm.requests.adapters import AdapterUse
-from jaxllm.requests.outputs import WeightVersionSpan, extend_versions
-from jaxllm.requests.prompt_scores import PromptScores
+from jaxllm.requests.outputs import PromptScores, WeightVersionSpan, extend_versions
 from jaxllm.serving.access.meter import Reservation
 from jaxllm.serving.access.usage import Used
 from jaxllm.serving.hand_over import HandedOn, HandOver, check_hand_over

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from jaxllm.config.parts import is_peer
 from jaxllm.engine.messages import PagesAt, TransferInfo
 from jaxllm.errors import Field, InvalidRequestError
-from jaxllm.kv_transfer_config import is_peer
 from jaxllm.requests.adapters import AdapterUse
 from jaxllm.requests.sampling import SamplingParams
 

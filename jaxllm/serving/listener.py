@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from jaxllm.config.server import ServerConfig
 from jaxllm.errors import ConfigError
 from jaxllm.folders import in_home
-from jaxllm.server_config import ServerConfig
 
 WAITING_CONNECTIONS = 2048
 """That the system keeps while the model loads, or the event loop is busy."""

@@ -16,8 +16,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from jaxllm.config.server import ServerConfig
 from jaxllm.progress import watched_by
-from jaxllm.server_config import ServerConfig
 from jaxllm.serving.app import add_guards, create_app, find_route, make_routes
 from jaxllm.serving.health import Alive, show_version
 from jaxllm.serving.http.api_error import RETRY_AFTER_SECONDS, unavailable

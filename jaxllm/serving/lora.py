@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 
 from jaxllm.chat.conversation import naming
+from jaxllm.config.values import SERVED_NAME, is_served_name
 from jaxllm.errors import Field, InvalidRequestError, ModelNotFoundError
 from jaxllm.serving.access.tenant import check_admin, tenant_of
 from jaxllm.serving.adapter_check import check_adapter
@@ -24,7 +25,6 @@ from jaxllm.serving.loadable import LoadableModel
 from jaxllm.serving.openai.sampling import MAX_ADAPTERS, AdapterScale, adapter_scales
 from jaxllm.serving.registry import ModelName, Registry, leased
 from jaxllm.serving.state import ServerState
-from jaxllm.setting_values import SERVED_NAME, is_served_name
 from jaxllm.weights.source import resolve_adapter
 from jaxllm.wording import shown
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from jaxllm.config.values import format_bytes
 from jaxllm.errors import EngineDeadError, JaxLLMError
 from jaxllm.machine import return_freed_memory
 from jaxllm.serving.http.api_error import APIError, unavailable
 from jaxllm.serving.loadable import LoadableModel, Stage
 from jaxllm.serving.served_model import ServedModel
-from jaxllm.setting_values import format_bytes
 
 logger = logging.getLogger(__name__)
 

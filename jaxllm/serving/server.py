@@ -23,12 +23,12 @@ import uvicorn
 
 from jaxllm import logs, own_process
 from jaxllm.config import ServeConfig
+from jaxllm.config.server import OTHER_KEY_VARIABLES, ServerConfig
 from jaxllm.errors import ConfigError, EngineDeadError
 from jaxllm.folders import in_home, unwritable
 from jaxllm.logs import LogSettings
 from jaxllm.machine import share_one_heap
-from jaxllm.mcp.config_file import find_settings
-from jaxllm.server_config import OTHER_KEY_VARIABLES, ServerConfig
+from jaxllm.mcp.settings import find_settings
 from jaxllm.serving.access.api_key import read_keys
 from jaxllm.serving.access.audit import AuditLog
 from jaxllm.serving.access.rate_limits import RateLimits

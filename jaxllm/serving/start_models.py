@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from jaxllm.chat.parsing.formats import detect_formats
 from jaxllm.config import ModelConfig, ServeConfig
+from jaxllm.config.values import format_bytes
 from jaxllm.engine.start.room import MemoryRoom
 from jaxllm.errors import ConfigError, JaxLLMError
 from jaxllm.serving.catalog import read_catalog
@@ -17,7 +18,6 @@ from jaxllm.serving.loadable import LoadableModel
 from jaxllm.serving.pooling.pairs import score_method
 from jaxllm.serving.registry import Registry
 from jaxllm.serving.served_model import read_chat_template
-from jaxllm.setting_values import format_bytes
 
 if TYPE_CHECKING:
     from jaxllm.engine.doors.async_llm import AsyncLLM

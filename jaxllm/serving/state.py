@@ -11,13 +11,12 @@ from contextvars import copy_context
 from typing import Concatenate, ParamSpec, TypeVar
 
 from jaxllm.chat.conversation import Conversation
+from jaxllm.config.server import ServerConfig
 from jaxllm.errors import ConfigError
 from jaxllm.machine import cores
-from jaxllm.mcp.config_file import find_settings
 from jaxllm.mcp.servers import ToolServers
-from jaxllm.requests.compiled_grammars import end_compiling
-from jaxllm.requests.grammar_process import MAX_PROCESSES
-from jaxllm.server_config import ServerConfig
+from jaxllm.mcp.settings import find_settings
+from jaxllm.requests.compiled_grammars import MAX_PROCESSES, end_compiling
 from jaxllm.serving.access.audit import AuditLog
 from jaxllm.serving.access.keys import Keys
 from jaxllm.serving.access.rate_limits import RateLimits

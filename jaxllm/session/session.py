@@ -14,9 +14,8 @@ from jaxllm.chat.conversation import known_arguments
 from jaxllm.chat.parsing.events import Content, Event, ParsedOutput, Reasoning, join_events
 from jaxllm.chat.tool_loop import ToolLoop
 from jaxllm.errors import ConfigError
-from jaxllm.mcp.results import as_data
 from jaxllm.mcp.servers import RESULT_LIMIT
-from jaxllm.mcp.tools import ServerTool, ToolResult
+from jaxllm.mcp.tools import ServerTool, ToolResult, as_data
 from jaxllm.session.models import ClientModel, Ended, EngineModel, Speaker
 from jaxllm.session.steps import ConversationResult, Said, Step, Thought, ToolCalled, ToolReturned
 from jaxllm.session.tools import LoopThread, SessionTools

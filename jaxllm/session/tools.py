@@ -11,11 +11,9 @@ from typing import Any, TypeVar
 
 from jaxllm.chat.conversation import parse_arguments
 from jaxllm.errors import ConfigError, Field, InvalidRequestError, JaxLLMError
-from jaxllm.mcp.config_file import parse_settings, read_settings, refuse_collisions
-from jaxllm.mcp.results import refused
 from jaxllm.mcp.servers import RESULT_LIMIT, ToolServers
-from jaxllm.mcp.settings import ServerSettings
-from jaxllm.mcp.tools import ServerTool, ToolResult
+from jaxllm.mcp.settings import ServerSettings, parse_settings, read_settings, refuse_collisions
+from jaxllm.mcp.tools import ServerTool, ToolResult, refused
 
 READY_SECONDS = 60.0
 

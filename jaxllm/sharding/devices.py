@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import jax
 
 from jaxllm import compat
+from jaxllm.config.values import format_bytes
 from jaxllm.errors import ConfigError, one_line
-from jaxllm.setting_values import format_bytes
 from jaxllm.sharding import nvidia
 
 logger = logging.getLogger(__name__)

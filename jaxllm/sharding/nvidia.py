@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from jaxllm.setting_values import format_bytes
+from jaxllm.config.values import format_bytes
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 NEEDED_DRIVER = {13: 580, 12: 525}

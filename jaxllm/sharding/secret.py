@@ -9,8 +9,8 @@ import socket
 import stat
 from pathlib import Path
 
+from jaxllm.config.server import DATA_DIR
 from jaxllm.errors import ConfigError, reason
-from jaxllm.server_config import DATA_DIR
 
 SECRET_FILE = DATA_DIR / "cluster-secret"
 _GREETING = b"jaxllm 1"

@@ -1,4 +1,7 @@
-"""tokenizer.json -> a `tokenizers` object, with what its Rust code does to Python kept in bounds."""
+"""tokenizer.json and the tokens that a folder's other files add to it -> a `tokenizers` object.
+
+What its Rust code does to Python is kept in bounds; tokens are added as transformers' AutoTokenizer adds them.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,11 @@ from typing import Any
 
 import msgspec
 import tokenizers
+from tokenizers import AddedToken
 
 from jaxllm.errors import CheckpointError, JaxLLMError, one_line
-from jaxllm.weights.folder import read_text
+from jaxllm.weights.fields import FLAG, NULL, TEXT, FieldKind, FieldKinds, check_fields, either, many
+from jaxllm.weights.folder import model_file, read_object, read_text
 
 MAX_GROWTH = 4096
 """How many times longer the replacements of a tokenizer may make a text, one after the other."""
@@ -20,6 +25,41 @@ KEPT_WORDS = 1000
 """Whose tokens a thread keeps, instead of the ten thousand that are usual: words of 200 letters take 6 KB each, in
 every thread that encodes, and it is strangers who choose them. Texts are encoded 4 % slower."""
 _TRIAL = "Hello  wörld, it's 12345.\n\n世界 🤖\x00 <s></s>"
+
+MOST = 2**20
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_TOKEN = FieldKind(
+    f"an object with content and the flags {', '.join(_FLAGS)}",
+    lambda value: (
+        isinstance(value, dict)
+        and TEXT.fits(value.get("content"))
+        and all(either(FLAG, NULL).fits(value.get(flag)) for flag in _FLAGS)
+    ),
+)
+_TOKEN_OR_TEXT = either(TEXT, _TOKEN)
+ADDED_TOKEN_FIELDS: FieldKinds = {
+    "added_tokens_decoder": FieldKind(
+        f"an object of up to {MOST} entries, from ids to tokens; each token is {_TOKEN.accepted}",
+        lambda value: (
+            isinstance(value, dict)
+            and len(value) <= MOST
+            and all(key.isdecimal() and len(key) < 12 for key in value)
+            and all(map(_TOKEN.fits, value.values()))
+        ),
+    ),
+    "extra_special_tokens": either(
+        many(_TOKEN_OR_TEXT, MOST),
+        FieldKind(
+            "an object of names and tokens",
+            lambda value: (
+                isinstance(value, dict) and len(value) <= MOST and all(map(_TOKEN_OR_TEXT.fits, value.values()))
+            ),
+        ),
+        NULL,
+    ),
+    "additional_special_tokens": either(many(_TOKEN_OR_TEXT, MOST), NULL),
+}
+"""Of tokenizer_config.json."""
 
 
 class _Steps(msgspec.Struct):
@@ -71,3 +111,85 @@ def _growth(step: Any) -> float:
     own = step.get("content") if step.get("type") == "Replace" else ""
     parts = [value for value in step.values() if isinstance(value, (dict, list))]
     return max(len(own) if isinstance(own, str) else 1, 1) * math.prod(map(_growth, parts))
+
+
+def text_of(token: Any) -> str | None:
+    """'</s>' or {'content': '</s>', …}, whichever way the file spells it; None for what is no token."""
+    found = token.get("content") if isinstance(token, dict) else token
+    return found if isinstance(found, str) else None
+
+
+def named_extras(config: dict[str, Any]) -> dict[str, str]:
+    """The `extra_special_tokens` that have names, by which chat templates know them."""
+    extras = config.get("extra_special_tokens")
+    return {name: text_of(token) or "" for name, token in extras.items()} if isinstance(extras, dict) else {}
+
+
+def add_stated_tokens(
+    path: Path, backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, str], rows: int | None
+) -> None:
+    """Add what tokenizer_config.json, or added_tokens.json where that states none, has more than tokenizer.json.
+
+    Tokens that have a name among `special_tokens` are special, whatever tokenizer.json says: `skip_special_tokens`
+    leaves them out. Ids are the next free ones, in the order of those that the files state. Tokens for which a model
+    of `rows` embeddings has none are not added.
+
+    Raises:
+        CheckpointError: the tokenizer refuses one, or added_tokens.json is not of ids by tokens.
+    """
+    stated = config.get("added_tokens_decoder")
+    if stated is not None:
+        by_id = {int(key): _token(value) for key, value in stated.items()}
+    else:
+        special = {*special_tokens.values(), *_unnamed(config)}
+        older = {
+            i: AddedToken(text, normalized=text not in special, special=text in special)
+            for text, i in _older_file(path).items()
+        }
+        by_id = older | backend.get_added_tokens_decoder()
+    tokens = [by_id[i] for i in sorted(by_id)]
+    for token in tokens:
+        token.special = token.special or token.content in special_tokens.values()
+    _add(path, backend, tokens, rows)
+
+
+def add_special_tokens(
+    path: Path, backend: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, str], rows: int | None
+) -> None:
+    """Add the special tokens that no file gives an id. Arguments and errors are as those of `add_stated_tokens`."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    texts = dict.fromkeys([*special_tokens.values(), *_unnamed(config)])
+    _add(path, backend, [AddedToken(text, special=True) for text in texts if text not in known], rows)
+
+
+def _add(path: Path, backend: tokenizers.Tokenizer, tokens: list[AddedToken], rows: int | None) -> None:
+    new = [token for token in tokens if backend.token_to_id(token.content) is None]
+    if rows is not None:
+        left_out = {token.content for token in new[max(rows - backend.get_vocab_size(with_added_tokens=True), 0) :]}
+        tokens = [token for token in tokens if token.content not in left_out]
+    with rust_errors(CheckpointError, f"{path / 'tokenizer_config.json'}: its added tokens: "):
+        backend.add_tokens(tokens)
+
+
+def _unnamed(config: dict[str, Any]) -> list[str]:
+    extras = config.get("extra_special_tokens")
+    listed = extras if isinstance(extras, list) and extras else config.get("additional_special_tokens") or []
+    return [text for token in listed if (text := text_of(token))]
+
+
+def _token(value: dict[str, Any]) -> AddedToken:
+    return AddedToken(value["content"], **{flag: value[flag] for flag in _FLAGS if value.get(flag) is not None})
+
+
+def _older_file(path: Path) -> dict[str, int]:
+    if not model_file(path, "added_tokens.json").exists():
+        return {}
+    given = read_object(path, "added_tokens.json")
+    check_fields({"added_tokens.json": given}, {"added_tokens.json": _IDS}, f"{path}: ")
+    return given
+
+
+_IDS = FieldKind(
+    f"an object of up to {MOST} tokens with their ids",
+    lambda value: len(value) <= MOST and all(type(i) is int and 0 <= i < 2**31 for i in value.values()),
+)

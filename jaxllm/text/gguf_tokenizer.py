@@ -17,10 +17,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from jaxllm.errors import CheckpointError
 from jaxllm.folders import make_once
 from jaxllm.text.backend import rust_errors
-from jaxllm.text.gguf_ends import FIRST, LAST, around_texts, special_token
-from jaxllm.text.gguf_unigram import unigram
-from jaxllm.text.gguf_word_pieces import word_pieces
-from jaxllm.text.patterns import BLOOM, DEEPSEEK3, GPT2, GPT4O, KIMI, LLAMA3, QWEN2, QWEN35, SEED, TEKKEN
+from jaxllm.text.gguf_encoders import FIRST, LAST, around_texts, special_token, unigram, word_pieces
+from jaxllm.text.spellings import BLOOM, DEEPSEEK3, GPT2, GPT4O, KIMI, LLAMA3, QWEN2, QWEN35, SEED, TEKKEN
 from jaxllm.weights.fields import FLAG, TEXT, FieldKind, FieldKinds, check_fields, many, real, shown, whole
 from jaxllm.weights.gguf_file import GGUFHeader, read_header
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from jaxllm.requests.thinking_markers import ThinkingMarkers
+from jaxllm.requests.sampling import ThinkingMarkers
 
 if TYPE_CHECKING:
     from jaxllm.text.tokenizer import Tokenizer

@@ -18,10 +18,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from jaxllm.errors import CheckpointError
 from jaxllm.folders import make_once
-from jaxllm.text.added_tokens import ADDED_TOKEN_FIELDS
-from jaxllm.text.backend import rust_errors
-from jaxllm.text.byte_pieces import byte_level
-from jaxllm.text.patterns import KIMI
+from jaxllm.text.backend import ADDED_TOKEN_FIELDS, rust_errors
+from jaxllm.text.spellings import KIMI, byte_level
 from jaxllm.weights.fields import check_fields, shown
 from jaxllm.weights.folder import model_file, read_object, read_text
 

@@ -13,9 +13,16 @@ from tokenizers import processors
 
 from jaxllm.errors import CheckpointError, InvalidRequestError, one_line
 from jaxllm.folders import cache_or_temporary, user_folder
-from jaxllm.text.added_tokens import ADDED_TOKEN_FIELDS, add_special_tokens, add_stated_tokens, named_extras, text_of
-from jaxllm.text.backend import load_backend, rust_errors
-from jaxllm.text.byte_pieces import REPLACEMENT, piece_bytes
+from jaxllm.text.backend import (
+    ADDED_TOKEN_FIELDS,
+    add_special_tokens,
+    add_stated_tokens,
+    load_backend,
+    named_extras,
+    rust_errors,
+    text_of,
+)
+from jaxllm.text.spellings import REPLACEMENT, piece_bytes
 from jaxllm.text.template_process import TemplateProcesses, json_text
 from jaxllm.text.tiktoken_file import TIKTOKEN_FILE, cached_tiktoken_tokenizer
 from jaxllm.weights.fields import FLAG, NULL, TEXT, FieldKind, FieldKinds, check_fields, either, many, shown

@@ -10,7 +10,7 @@ from importlib.metadata import version
 
 import pytest
 
-from jaxllm.cli.common_help import COMMON, takes_help_all
+from jaxllm.cli.main import COMMON, takes_help_all
 from jaxllm.config import EngineConfig, ServeConfig
 from jaxllm.requests.sampling import SamplingParams
 

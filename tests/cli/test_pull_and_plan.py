@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxllm.config import EngineConfig
-from jaxllm.setting_values import format_bytes
+from jaxllm.config.values import format_bytes
 from tests.cli.conftest import stub_module
 
 

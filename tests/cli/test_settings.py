@@ -13,8 +13,8 @@ import yaml
 
 from jaxllm.cli.settings import read_settings
 from jaxllm.config import EngineConfig, ServeConfig
+from jaxllm.config.values import comma_separated
 from jaxllm.errors import ConfigError
-from jaxllm.setting_values import comma_separated
 
 CONFIGS = sorted(Path(__file__).parents[2].joinpath("configs").glob("*.yaml"))
 

@@ -56,7 +56,7 @@ import sys
 from pathlib import Path
 from jaxllm.cli.chat import read_message
 from jaxllm.cli.generate import read_prompts
-from jaxllm.cli.sampling import sampling_params
+from jaxllm.cli.settings import sampling_params
 
 print(ascii([*read_prompts(sys.argv[1:], None), *sampling_params({"stop": sys.argv[1:]}).stop]))
 print(ascii(read_message("", "")[0]), ascii(read_prompts([], Path("-"))))

@@ -8,7 +8,7 @@ import pytest
 
 import jaxllm.cli
 from jaxllm.cli.main import main
-from jaxllm.cli.table import print_table
+from jaxllm.cli.terminal import print_table
 
 ID = "resp_887b9f33a56d4ca59185a97a2513d7ac"
 
@@ -34,7 +34,7 @@ def test_brackets_are_no_markup(capsys):
 
 
 def test_a_model_in_a_folder_with_brackets_is_shown(capsys, monkeypatch):
-    monkeypatch.setattr("jaxllm.cli.show.describe", lambda config: {"path": "/models/a [/red]/m"})
+    monkeypatch.setattr("jaxllm.cli.models.describe", lambda config: {"path": "/models/a [/red]/m"})
     with pytest.raises(SystemExit) as ended:
         main(["show", "smollm2-135m"])
     assert not ended.value.code and "/models/a [/red]/m" in capsys.readouterr().out
@@ -42,4 +42,4 @@ def test_a_model_in_a_folder_with_brackets_is_shown(capsys, monkeypatch):
 
 def test_every_table_is_printed_in_this_way():
     files = Path(jaxllm.cli.__file__).parent.rglob("*.py")
-    assert [file.name for file in files if "from rich.table import" in file.read_text()] == ["table.py"]
+    assert [file.name for file in files if "from rich.table import" in file.read_text()] == ["terminal.py"]

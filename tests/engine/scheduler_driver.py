@@ -13,14 +13,14 @@ from jaxllm.engine.core.registry import Features
 from jaxllm.engine.core.request import Request, Status
 from jaxllm.engine.core.scheduler import Scheduler
 from jaxllm.engine.core.work import Batch
-from jaxllm.engine.features.adapters.adapters import Adapters
+from jaxllm.engine.features.adapters.adapters import AdaptersFeature
 from jaxllm.engine.features.adapters.store import AdapterPlaces
-from jaxllm.engine.features.drafts.feature import Drafts
+from jaxllm.engine.features.drafts.feature import DraftsFeature
 from jaxllm.engine.features.drafts.rules import DraftDepth, NgramDrafts
-from jaxllm.engine.features.grammar.feature import Grammar
+from jaxllm.engine.features.grammar.feature import GrammarFeature
 from jaxllm.engine.features.offload.tiers import PageTiers
-from jaxllm.engine.features.readout.scores import Scores
-from jaxllm.engine.features.states.states import States
+from jaxllm.engine.features.readout.scores import ScoresFeature
+from jaxllm.engine.features.states.states import StatesFeature
 from jaxllm.engine.messages import EngineRequest, EngineStats
 from jaxllm.requests.adapters import AdapterUse
 from jaxllm.requests.sampling import SamplingParams
@@ -56,12 +56,12 @@ class Driver:
         self.pool = PagePool(num_pages, page_size, caching and snapshots != 0)
         self.max_model_len = (num_pages - 1) * page_size
         self.runner = SimulatedRunner(num_pages, page_size, has_states=snapshots is not None)
-        listed: list[Feature] = [Grammar(), Adapters(None, places), Scores()]
+        listed: list[Feature] = [GrammarFeature(), AdaptersFeature(None, places), ScoresFeature()]
         self.num_drafts = num_drafts
         if num_drafts:
-            listed.append(Drafts(NgramDrafts(num_drafts, 1, 1), DraftDepth(num_drafts)))
+            listed.append(DraftsFeature(NgramDrafts(num_drafts, 1, 1), DraftDepth(num_drafts)))
         if snapshots is not None:
-            listed.append(States(max_num_seqs + 1, snapshots if caching else 0))
+            listed.append(StatesFeature(max_num_seqs + 1, snapshots if caching else 0))
         if host_pages and caching:
             listed.append(SimulatedOffload(["page"]))
         sizes: Any = SimpleNamespace(

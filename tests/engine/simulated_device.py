@@ -24,7 +24,7 @@ from jaxllm.engine.core.sampler import Sampled, Settled
 from jaxllm.engine.core.work import Batch
 from jaxllm.engine.features.adapters.adapters import PUT_TABLES
 from jaxllm.engine.features.offload.host_pages import CacheRow
-from jaxllm.engine.features.offload.offload import Offload
+from jaxllm.engine.features.offload.offload import OffloadFeature
 
 VOCAB = 3
 
@@ -76,7 +76,7 @@ class SimulatedLeaving(NamedTuple):
         return self.pages
 
 
-class SimulatedOffload(Offload):
+class SimulatedOffload(OffloadFeature):
     """Copies what the simulated device holds."""
 
     runner: SimulatedRunner

@@ -50,11 +50,11 @@ def compiled(given: argparse.Namespace) -> dict[str, Any]:
     import jax
 
     from jaxllm.config import EngineConfig
+    from jaxllm.config.parts import SpeculativeConfig
     from jaxllm.engine.core.executables import COMPILER_OPTIONS
     from jaxllm.engine.core.keys import PLAIN, SAMPLED, Key
     from jaxllm.engine.start.plan import make_blueprint, step_functions
     from jaxllm.engine.start.platform import Platform
-    from jaxllm.speculative_config import SpeculativeConfig
     from jaxllm.weights import open_checkpoint
     from tests.gpu import sparse_gguf
 

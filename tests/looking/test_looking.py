@@ -14,9 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.looking.look import look
-from jaxllm.looking.pprof import CodeLine, Sample, ValueKind, encode
-from jaxllm.looking.threads import RATE, profile, stacks
+from jaxllm.looking.look import RATE, CodeLine, Sample, ValueKind, encode, look, profile, stacks
 from tests.looking.decode import Line, decode
 
 

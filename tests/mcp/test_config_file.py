@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.mcp.config_file import find_settings, read_settings
-from jaxllm.mcp.settings import ServerSettings
+from jaxllm.mcp.settings import ServerSettings, find_settings, read_settings
 
 Write = Callable[[Any], Path]
 

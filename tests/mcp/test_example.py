@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxllm.mcp.config_file import read_settings
 from jaxllm.mcp.servers import ToolServers
+from jaxllm.mcp.settings import read_settings
 from tests.mcp.conftest import Loop, settle
 
 pytestmark = pytest.mark.programs

@@ -17,8 +17,7 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 
-from jaxllm.mcp.server import ToolServer
-from jaxllm.mcp.servers import ToolServers
+from jaxllm.mcp.servers import ToolServer, ToolServers
 from jaxllm.mcp.settings import ServerSettings
 from jaxllm.mcp.tools import ToolResult
 from tests.mcp.conftest import (

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxllm.requests.prompt_scores import PromptScores
+from jaxllm.requests.outputs import PromptScores
 
 VOCAB = 11
 

@@ -12,10 +12,8 @@ import pytest
 
 from jaxllm.errors import ConfigError
 from jaxllm.requests.captures import FINAL, Captures
-from jaxllm.requests.heat_maps import Axis, heat_map
 from jaxllm.requests.outputs import CompletionOutput, EmbeddingOutput, Logprob, RequestOutput, WeightVersionSpan
-from jaxllm.requests.shown_tokens import MOST_TOKENS
-from jaxllm.requests.tables import MOST_SHOWN, OutputList, TableList, optional
+from jaxllm.requests.shown import MOST_SHOWN, MOST_TOKENS, Axis, OutputList, TableList, heat_map, optional
 from jaxllm.research.scores import ScoredCompletion
 
 

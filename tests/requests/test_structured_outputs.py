@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.requests.compiled_grammars import compile_grammar
-from jaxllm.requests.grammar_process import GrammarProcesses
+from jaxllm.requests.compiled_grammars import GrammarProcesses, compile_grammar
 from jaxllm.requests.structured_outputs import (
     MAX_GRAMMAR_LENGTH,
     StructuredOutputs,

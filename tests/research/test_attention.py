@@ -108,7 +108,7 @@ def test_what_is_not_there_is_refused(gemma: LLM, tmp_path: Path) -> None:
 
 
 def test_a_text_that_is_too_long_is_refused(gemma: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxllm.research.attention.MOST_TOKENS", 7)
+    monkeypatch.setattr("jaxllm.research.model.MOST_TOKENS", 7)
     with pytest.raises(InvalidRequestError, match="prompt has 8 tokens; accepted are up to 7"):
         gemma.attention([1] * 8)
     assert set(gemma.attention([1] * 7, 0)) == {0}

@@ -16,8 +16,7 @@ import pytest
 from jaxllm import LLM, ConfigError, InvalidRequestError, SamplingParams
 from jaxllm.engine.core.handle import RanSequence
 from jaxllm.models.caches import Paged
-from jaxllm.research.explained import StepExplanation, StepPart
-from jaxllm.research.step_bytes import _seen
+from jaxllm.research.explained import StepExplanation, StepPart, _seen
 from tests.reference.tiny import tiny_config, tiny_prompt, write_checkpoint
 from tests.sizes import FIELDS
 

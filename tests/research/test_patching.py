@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, InvalidRequestError, SamplingParams, Steer
-from jaxllm.requests import patching
+from jaxllm.requests import steering
 from tests.reference import load_golden
 from tests.reference.inside import PATCHED_PLACES, STEERED, load_inside, patches
 from tests.reference.tiny import tiny_prompt, write_checkpoint
@@ -161,6 +161,6 @@ def test_what_is_not_there_is_refused(llama: LLM, patch: Any, said: str) -> None
 
 
 def test_more_than_there_is_room_for_is_refused(llama: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patching, "MOST_BYTES", 2 * 4 * 64)
+    monkeypatch.setattr(steering, "MOST_BYTES", 2 * 4 * 64)
     with pytest.raises(InvalidRequestError, match="patch has 3 entries; accepted are up to 2"):
         llama.generate([[1, 2, 3]], GREEDY, use_tqdm=False, patch={(0, i): ROW for i in range(3)})

@@ -45,11 +45,9 @@ from jaxllm.engine.messages import (
 from jaxllm.engine.start.room import MemoryRoom
 from jaxllm.errors import CheckpointError, EngineDeadError
 from jaxllm.requests.adapters import AdapterUse
-from jaxllm.requests.outputs import Logprob
-from jaxllm.requests.pooling import PoolingParams
-from jaxllm.requests.prompt_scores import PromptScores
+from jaxllm.requests.outputs import Logprob, PromptScores
 from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
-from jaxllm.requests.tasks import ModelTasks
+from jaxllm.requests.tasks import ModelTasks, PoolingParams
 from jaxllm.serving.loadable import LoadableModel
 from jaxllm.text.tokenizer import Tokenizer
 

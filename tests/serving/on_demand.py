@@ -13,11 +13,11 @@ import pytest
 from fastapi import FastAPI
 
 from jaxllm.config import ModelConfig
+from jaxllm.config.server import ServerConfig
 from jaxllm.engine.start.room import MemoryRoom
 from jaxllm.errors import ConfigError, EngineDeadError
-from jaxllm.mcp.config_file import OFF
+from jaxllm.mcp.settings import OFF
 from jaxllm.progress import tell
-from jaxllm.server_config import ServerConfig
 from jaxllm.serving.app import create_app
 from jaxllm.serving.loadable import LoadableModel
 from jaxllm.serving.registry import Registry

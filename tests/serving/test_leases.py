@@ -12,9 +12,9 @@ import pytest
 from fastapi import FastAPI, Request
 
 from jaxllm.config import ModelConfig, ServeConfig
+from jaxllm.config.server import ServerConfig
 from jaxllm.errors import ConfigError
-from jaxllm.mcp.config_file import OFF
-from jaxllm.server_config import ServerConfig
+from jaxllm.mcp.settings import OFF
 from jaxllm.serving import registry as registry_module
 from jaxllm.serving.access.tenant import OTHERS
 from jaxllm.serving.http.api_error import APIError

@@ -17,8 +17,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.semconv._incubating.metrics import gen_ai_metrics
 
+from jaxllm.config.server import ServerConfig
 from jaxllm.errors import ConfigError
-from jaxllm.server_config import ServerConfig
 from jaxllm.serving import telemetry
 from jaxllm.serving.telemetry import HISTOGRAMS, Telemetry, check_telemetry
 from tests.serving.api_surface import BODIES

@@ -12,8 +12,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from jaxllm.chat.constraint import EFFORT_BUDGETS
-from jaxllm.requests.sampling import SamplingParams
-from jaxllm.requests.thinking_markers import ThinkingMarkers
+from jaxllm.requests.sampling import SamplingParams, ThinkingMarkers
 from jaxllm.text.reasoning import CHANNELS, REASONING_FORMATS, ReasoningFormat
 from tests.serving.fake_engine import ByteTokenizer, FakeEngine
 from tests.serving.mixed_requests import write_model

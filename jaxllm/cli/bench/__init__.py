@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from cyclopts import App
 
-from jaxllm.cli.bench.latency import latency
+from jaxllm.cli.bench.offline import latency, throughput
 from jaxllm.cli.bench.perplexity import perplexity
 from jaxllm.cli.bench.serve import serve
 from jaxllm.cli.bench.speculation import speculation
 from jaxllm.cli.bench.startup import startup
-from jaxllm.cli.bench.throughput import throughput
 
 bench = App(
     name="bench",

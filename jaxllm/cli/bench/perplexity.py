@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from jaxllm.cli.bench.flags import LOAD_GROUP, Count, JsonFile
-from jaxllm.cli.bench.report import report
+from jaxllm.cli.bench.measuring import LOAD_GROUP, Count, JsonFile, report
 from jaxllm.cli.settings import takes_settings
 from jaxllm.config import EngineConfig, make_config
 from jaxllm.errors import ConfigError, reason

@@ -1,26 +1,41 @@
-"""`jaxllm bench serve`: what clients of a server see."""
+"""`jaxllm bench serve`: what clients of a server see; and jaxllm in a process of its own, as benchmarks start it."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import subprocess
+import tempfile
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from jaxllm.cli.bench.flags import LOAD_GROUP, Count, JsonFile, Rate
-from jaxllm.cli.bench.load import random_prompts, run_load, send_times
-from jaxllm.cli.bench.report import report
-from jaxllm.cli.bench.stats import Trace, summarize
-from jaxllm.cli.settings import takes_settings
-from jaxllm.config import ServeConfig
+from jaxllm import own_process
+from jaxllm.cli.bench.measuring import (
+    LOAD_GROUP,
+    Count,
+    JsonFile,
+    Rate,
+    Trace,
+    random_prompts,
+    report,
+    run_load,
+    send_times,
+    summarize,
+)
+from jaxllm.cli.settings import names_setting, takes_settings
+from jaxllm.config import EngineConfig, ServeConfig
 from jaxllm.errors import ConfigError, JaxLLMError
 
 if TYPE_CHECKING:
     from jaxllm.cli.client import ServerClient
+
 
 Concurrency = Annotated[
     int | None, Parameter(name=("--max-concurrency", "--num-streams"), group=LOAD_GROUP, validator=Number(gte=1))
@@ -63,7 +78,6 @@ def serve(
         raise ConfigError(f"{refused[0]} cannot be set with --url: that server has its own settings")
     if url is not None:
         url = url.rstrip("/").removesuffix("/v1")
-    from jaxllm.cli.bench.process import server
 
     with nullcontext(url) if url is not None else server(config, ready_timeout) as address:
         source = random.Random(config.seed)
@@ -132,3 +146,76 @@ async def request(client: ServerClient, model: str, prompt: list[int], output_le
     else:
         trace.error = None if trace.arrivals else "the answer was empty"
     return trace
+
+
+_STOP_SECONDS = 20
+_PENDING = "jaxllm:compiles_pending"
+
+
+@contextmanager
+def child(arguments: list[str], config: EngineConfig, stdout: int) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """Run `jaxllm ARGUMENTS` with exactly `config`; yields the process and the file its stderr goes to.
+
+    The configuration travels as a file only its owner can read, and is the child's only source of settings.
+    """
+    import yaml
+
+    with tempfile.TemporaryDirectory(prefix="jaxllm-bench-") as directory:
+        settings, log = Path(directory, "config.yaml"), Path(directory, "stderr.log")
+        settings.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)), encoding="utf-8")
+        environment = {name: value for name, value in os.environ.items() if not names_setting(name)}
+        command = own_process.command("jaxllm.cli.main", *arguments, "--config", str(settings))
+        with log.open("wb") as stderr:
+            process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr)
+        try:
+            yield process, log
+        finally:
+            process.terminate()
+            try:
+                process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def failure(process: subprocess.Popen[bytes], log: Path) -> ConfigError:
+    """The child's own last words."""
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    last = lines[-1].removeprefix("jaxllm: error: ") if lines else "it said nothing"
+    return ConfigError(f"the measured process ended with exit code {process.wait()}: {last}")
+
+
+@contextmanager
+def server(config: EngineConfig, timeout: float) -> Iterator[str]:
+    """Run `jaxllm serve` on a free port and yield its URL once it is ready and has nothing left to compile."""
+    from jaxllm.sharding.wire import free_port
+
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with child(["serve", "--host", "127.0.0.1", "--port", str(port)], config, subprocess.DEVNULL) as (process, log):
+        deadline = time.monotonic() + timeout
+        while not _ready(url):
+            if process.poll() is not None:
+                raise failure(process, log)
+            if time.monotonic() > deadline:
+                raise ConfigError(f"the server was not ready after {timeout:g} s (--ready-timeout)")
+            time.sleep(0.2)
+        yield url
+
+
+def _ready(url: str) -> bool:
+    import httpx
+
+    try:
+        return httpx.get(f"{url}/ready", timeout=5).status_code == 200 and _compiled(url)
+    except httpx.TransportError:
+        return False
+
+
+def _compiled(url: str) -> bool:
+    import httpx
+    from prometheus_client.parser import text_string_to_metric_families
+
+    metrics = text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=5).raise_for_status().text)
+    pending = [sample.value for metric in metrics if metric.name == _PENDING for sample in metric.samples]
+    return bool(pending) and not any(pending)

@@ -12,8 +12,7 @@ import jax
 import msgspec
 import numpy as np
 
-from jaxllm.cli.convert.files import copy_tokenizer
-from jaxllm.cli.convert.plan import plan_conversion
+from jaxllm.cli.convert.plan import copy_tokenizer, plan_conversion
 from jaxllm.config import EngineConfig
 from jaxllm.engine.start.build import eos_token_ids
 from jaxllm.models.registry import with_importance

@@ -12,8 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxllm.cli.convert.files import copy_tokenizer
-from jaxllm.cli.convert.plan import plan_conversion
+from jaxllm.cli.convert.plan import copy_tokenizer, plan_conversion
 from jaxllm.config import EngineConfig
 from jaxllm.engine.start.build import eos_token_ids
 from jaxllm.engine.start.options import DTYPES

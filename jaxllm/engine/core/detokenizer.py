@@ -8,7 +8,7 @@ from functools import lru_cache
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from jaxllm.text.byte_pieces import REPLACEMENT
+from jaxllm.text.spellings import REPLACEMENT
 
 PROMPT_TAIL = 8
 """Prompt tokens that are decoded first, so that the first generated token is spelled as it is after them."""

@@ -70,7 +70,7 @@ class Plan(NamedTuple):
     """The rest."""
 
 
-class Job(NamedTuple):
+class Errand(NamedTuple):
     """What a request waits for before it is scheduled."""
 
     run: Callable[[], None]
@@ -104,7 +104,7 @@ class Reading(NamedTuple):
 
 
 @dataclass
-class Step:
+class TracedStep:
     """One step as features see it while it is traced."""
 
     kind: Kind
@@ -293,7 +293,7 @@ class Feature:
         """The most of it that a step may need for this request."""
         return 1
 
-    def job(self, request: Request, extra: Any) -> Job | None:
+    def job(self, request: Request, extra: Any) -> Errand | None:
         """What has to be made ready for it before it is scheduled."""
 
     def salt(self, extra: Any) -> Any:
@@ -434,7 +434,7 @@ class Feature:
 
     # ------------------------------------------------------------ a step, on the device
 
-    def traced(self, step: Step) -> Traced:
+    def traced(self, step: TracedStep) -> Traced:
         """What it does to the step that is being traced."""
         return Traced()
 

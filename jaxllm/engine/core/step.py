@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm.engine.core.batch import decode_batch, forward, mixed_batch, run, told, whole_texts
 from jaxllm.engine.core.device_state import StateShapes, state_specs
-from jaxllm.engine.core.feature import Built, Feature, Fields, Step, Traced
+from jaxllm.engine.core.feature import Built, Feature, Fields, Traced, TracedStep
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.packing import SETTING_FLOATS, admit_packing
 from jaxllm.engine.core.registry import Features
@@ -43,7 +43,7 @@ from jaxllm.weights.loader import ParamSpec, Value
 GRAPHED = ("gpu", "cuda")
 """Platforms where a step is one CUDA graph, whose arguments cost little."""
 
-Parts = dict[str, Any]
+DeviceParts = dict[str, Any]
 """What a step takes of what lives on the devices, by name."""
 
 
@@ -101,7 +101,7 @@ class StepBuilder:
         """Every array of the model's parameters, of what `pack_weights` made; `further` ones are left out."""
         return self._packing.unpack(weights)[: self._num_leaves]
 
-    def model(self, parts: Parts, hands: Sequence[Traced] = ()) -> Any:
+    def model(self, parts: DeviceParts, hands: Sequence[Traced] = ()) -> Any:
         """The Decoder or Encoder, which steps of its own kind run, as the features of a step want it."""
         parameters = self._parameters(parts["weights"])
         model = nnx.merge(self._graph, parameters)
@@ -109,7 +109,7 @@ class StepBuilder:
             model = hand.model(model, parameters)
         return model
 
-    def hands(self, step: Step) -> list[Traced]:
+    def hands(self, step: TracedStep) -> list[Traced]:
         """What features do to a step that is traced."""
         return [feature.traced(step) for feature in self.features.inside(step.kind, step.variant)]
 
@@ -120,7 +120,7 @@ class StepBuilder:
     def _parameters(self, weights: tuple[jax.Array, ...]) -> Any:
         return jax.tree.unflatten(self._treedef, self.unpack_weights(weights))
 
-    def further(self, parts: Parts) -> list[jax.Array]:
+    def further(self, parts: DeviceParts) -> list[jax.Array]:
         """Every array of the parameters that come after the model's."""
         return self._packing.unpack(parts["weights"])[self._num_leaves :]
 
@@ -193,8 +193,8 @@ class StepFunctions(StepBuilder):
         rows, packing = key.size, self.features.packing(key, self.sizes)
         page_size, most = self.sizes.page_size, self.sizes.decode_steps
 
-        def one(parts: Parts, caches: Any, slots: Slots, x: Fields, *handed: jax.Array) -> Any:
-            before, hands = slots, self.hands(Step(*key[::2], self.sizes, x, parts, self))
+        def one(parts: DeviceParts, caches: Any, slots: Slots, x: Fields, *handed: jax.Array) -> Any:
+            before, hands = slots, self.hands(TracedStep(*key[::2], self.sizes, x, parts, self))
             tokens, meta, slots = decode_batch(x, slots, page_size)
             meta = told(hands, meta, slots)
             model = self.model(parts, hands)
@@ -202,7 +202,7 @@ class StepFunctions(StepBuilder):
             slots, out = choose(model, hidden, x | {"position": meta.positions}, slots, key.variant, hands)
             return caches, slots, out
 
-        def step(parts: Parts, ints: jax.Array, *handed: jax.Array) -> Any:
+        def step(parts: DeviceParts, ints: jax.Array, *handed: jax.Array) -> Any:
             x, caches, slots = packing.unpack(ints), parts["caches"], parts["slots"]
             if most == 1:
                 return one(parts, caches, slots, x, *handed)
@@ -229,9 +229,9 @@ class StepFunctions(StepBuilder):
         sizes, tokens = self.sizes, key.size
         packing, sent, handed = self.features.packing(key, sizes), self._sent(key), self._handed(key.size)
 
-        def step(parts: Parts, ints: jax.Array, *others: jax.Array) -> Any:
+        def step(parts: DeviceParts, ints: jax.Array, *others: jax.Array) -> Any:
             x, before, buffer = packing.unpack(ints), parts["slots"], parts["hidden"]
-            hands = self.hands(Step(*key[::2], sizes, x, parts, self, others[: len(sent)]))
+            hands = self.hands(TracedStep(*key[::2], sizes, x, parts, self, others[: len(sent)]))
             ids, meta, slots = mixed_batch(x, before)
             meta, handed = told(hands, meta, slots), others[len(sent) :]
             model = self.model(parts, hands)
@@ -249,9 +249,9 @@ class StepFunctions(StepBuilder):
         """`(parts, ints) -> (slots, Sampled)`: a token for each of `size` hidden states."""
         packing = self.features.packing(key, self.sizes)
 
-        def step(parts: Parts, ints: jax.Array) -> Any:
+        def step(parts: DeviceParts, ints: jax.Array) -> Any:
             x, slots = packing.unpack(ints), parts["slots"]
-            hands = self.hands(Step(*key[::2], self.sizes, x, parts, self))
+            hands = self.hands(TracedStep(*key[::2], self.sizes, x, parts, self))
             x |= {"position": slots.position[x["slot"]] - 1}
             return choose(self.model(parts), parts["hidden"][x["hidden_row"]], x, slots, key.variant, hands)
 
@@ -261,9 +261,9 @@ class StepFunctions(StepBuilder):
         """`(parts, ints) -> (hidden,)`: `size` tokens of whole texts through an encoder."""
         packing = self.features.packing(key, self.sizes)
 
-        def step(parts: Parts, ints: jax.Array) -> Any:
+        def step(parts: DeviceParts, ints: jax.Array) -> Any:
             x, buffer = packing.unpack(ints), parts["hidden"]
-            hands = self.hands(Step(*key[::2], self.sizes, x, parts, self))
+            hands = self.hands(TracedStep(*key[::2], self.sizes, x, parts, self))
             ids, meta = whole_texts(x)
             hidden, _ = self.model(parts, hands)(ids, (), told(hands, meta, parts["slots"]))
             return (lax.dynamic_update_slice(buffer, hidden.astype(buffer.dtype), (0, 0)),)
@@ -277,9 +277,9 @@ class StepFunctions(StepBuilder):
         packing = self.features.packing(step_of, self.sizes)
         batch = partial(decode_batch, page_size=self.sizes.page_size) if of == "decode" else mixed_batch
 
-        def step(parts: Parts, ints: jax.Array, *handed: jax.Array) -> Any:
+        def step(parts: DeviceParts, ints: jax.Array, *handed: jax.Array) -> Any:
             x = packing.unpack(ints)
-            hands = self.hands(Step(step_of.kind, step_of.variant, self.sizes, x, parts, self))
+            hands = self.hands(TracedStep(step_of.kind, step_of.variant, self.sizes, x, parts, self))
             tokens, meta, slots = batch(x, parts["slots"])
             meta = told(hands, meta, slots)
             hidden, caches = forward(self.model(parts), tokens, parts["caches"], meta, handed=handed)

@@ -25,8 +25,8 @@ from jaxllm.errors import CheckpointError, ConfigError, EngineDeadError
 from jaxllm.requests.adapters import AdapterUse, LoRA, adapter_uses
 from jaxllm.requests.logits_processors import LogitsProcessor, read_processors
 from jaxllm.requests.outputs import PooledOutput, RequestOutput
-from jaxllm.requests.pooling import PoolingParams
 from jaxllm.requests.sampling import SamplingParams
+from jaxllm.requests.tasks import PoolingParams
 from jaxllm.sharding.clusters import settled
 from jaxllm.text.tokenizer import Tokenizer
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 import msgspec
 
-from jaxllm import logs, numa
+from jaxllm import logs, machine
 from jaxllm.config import EngineConfig, ModelConfig
 from jaxllm.engine.doors.share import Share
 from jaxllm.engine.doors.thread_client import Inbox, Question, carry_out
@@ -254,7 +254,7 @@ def leave(reason: str, status: int = 0) -> NoReturn:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ProcessSettings:
     """What an engine's process is told besides its settings.
 
     Attributes:
@@ -270,7 +270,7 @@ class Surroundings:
     budget: int | None = None
 
 
-def main(pipe: Connection, config: EngineConfig, log: LogSettings, around: Surroundings) -> None:
+def main(pipe: Connection, config: EngineConfig, log: LogSettings, around: ProcessSettings) -> None:
     """Build the engine, then turn its loop over until the process is ended."""
     name = process_name(config, around.share)
     logs.configure(log, name)
@@ -323,11 +323,11 @@ def take_node(asked: int | str, share: Share | None) -> Share | None:
     """
     if nvidia.used_cards():
         raise ConfigError(f"numa_node is {asked}, which is for CPUs, and this engine runs on GPUs; leave it out")
-    known = numa.nodes()
+    known = machine.nodes()
     number = 0 if share is None else share.number
-    node = numa.choose_node(asked, number, known)
-    here = [n for n in range(1 if share is None else share.count) if numa.choose_node(asked, n, known) == node]
-    numa.keep_to_node(node, known)
+    node = machine.choose_node(asked, number, known)
+    here = [n for n in range(1 if share is None else share.count) if machine.choose_node(asked, n, known) == node]
+    machine.keep_to_node(node, known)
     logger.info("on the %d cores and the memory of NUMA node %d", len(known[node]), node)
     return Share(here.index(number), len(here), "data_parallel_size") if len(here) > 1 else None
 

@@ -13,13 +13,11 @@ from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.requests.captures import CaptureParams
 from jaxllm.requests.compiled_grammars import compile_grammar
 from jaxllm.requests.logits_processors import check_chosen
-from jaxllm.requests.pooling import PoolingParams
-from jaxllm.requests.prompt_scores import MAX_ENTRIES
-from jaxllm.requests.sampling import MAX_LOGPROBS, SamplingParams
-from jaxllm.requests.tasks import ModelTasks
-from jaxllm.requests.thinking_markers import ThinkingMarkers
-from jaxllm.text.bad_words import check_bad_words
+from jaxllm.requests.outputs import MAX_ENTRIES
+from jaxllm.requests.sampling import MAX_LOGPROBS, SamplingParams, ThinkingMarkers
+from jaxllm.requests.tasks import ModelTasks, PoolingParams
 from jaxllm.text.reasoning import prompt_markers, template_reasoning
+from jaxllm.text.spellings import check_bad_words
 from jaxllm.text.tokenizer import Tokenizer
 
 MAX_ALL_LOGITS = 4096

@@ -31,10 +31,10 @@ from jaxllm.engine.doors.engine_process import (
     Obeyed,
     Outputs,
     Planned,
+    ProcessSettings,
     Seen,
     Started,
     Stop,
-    Surroundings,
     encode,
     from_engine,
     to_engine,
@@ -87,7 +87,7 @@ class ProcessClient:
         For `room` and `keeper` see `start_client`; `share` is the engine's part of the machine.
         """
         kept_in = () if keeper is None else (keeper.fd,)
-        surroundings = Surroundings(
+        surroundings = ProcessSettings(
             share=share,
             kept_in=None if keeper is None else keeper.fd,
             asks=room is not None,

@@ -22,8 +22,8 @@ from jaxllm.requests.outputs import (
     RequestOutput,
     TokenLogprobs,
     extend_versions,
+    of_vocabulary,
 )
-from jaxllm.requests.prompt_scores import of_vocabulary
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.text.tokenizer import Tokenizer
 

@@ -12,7 +12,7 @@ from jaxllm.models.abstract import AdaptedModel
 from jaxllm.requests.logits_processors import LogitsProcessor
 
 if TYPE_CHECKING:
-    from jaxllm.engine.features.drafts.feature import Drafts
+    from jaxllm.engine.features.drafts.feature import DraftsFeature
 
 
 def features_of(
@@ -22,7 +22,7 @@ def features_of(
     adapted: AdaptedModel | None = None,
     adapter_places: int = 0,
     processors: Sequence[LogitsProcessor] = (),
-    drafts: Drafts | None = None,
+    drafts: DraftsFeature | None = None,
     offloads: bool = False,
 ) -> Features:
     """Those of an engine that samples, in the order in which they are asked.
@@ -30,42 +30,42 @@ def features_of(
     `widest_activation` is how many numbers of a token the largest activation of a layer has; with `offloads` what the
     devices give away is kept elsewhere.
     """
-    from jaxllm.engine.features.adapters.adapters import Adapters
-    from jaxllm.engine.features.adapters.steering import Steering
-    from jaxllm.engine.features.adjustments.adjustments import Adjustments
-    from jaxllm.engine.features.grammar.feature import Grammar
-    from jaxllm.engine.features.processors.processing import Processors
-    from jaxllm.engine.features.readout.captures import Captures
-    from jaxllm.engine.features.readout.patching import Patching
-    from jaxllm.engine.features.readout.pooling import Pooling
-    from jaxllm.engine.features.readout.scores import Scores
-    from jaxllm.engine.features.states.states import States
+    from jaxllm.engine.features.adapters.adapters import AdaptersFeature
+    from jaxllm.engine.features.adapters.steering import SteeringFeature
+    from jaxllm.engine.features.adjustments.adjustments import AdjustmentsFeature
+    from jaxllm.engine.features.grammar.feature import GrammarFeature
+    from jaxllm.engine.features.processors.processing import ProcessorsFeature
+    from jaxllm.engine.features.readout.captures import CapturesFeature
+    from jaxllm.engine.features.readout.patching import PatchingFeature
+    from jaxllm.engine.features.readout.pooling import PoolingFeature
+    from jaxllm.engine.features.readout.scores import ScoresFeature
+    from jaxllm.engine.features.states.states import StatesFeature
 
     found: list[Feature] = [
-        Processors(processors),
-        Adjustments(),
-        Grammar(),
-        Adapters(adapted, adapter_places, ("decode", "verify") if drafts is not None else ("decode",)),
-        Steering(),
-        Patching(),
-        Captures(widest_activation),
-        Scores(),
-        Pooling(),
+        ProcessorsFeature(processors),
+        AdjustmentsFeature(),
+        GrammarFeature(),
+        AdaptersFeature(adapted, adapter_places, ("decode", "verify") if drafts is not None else ("decode",)),
+        SteeringFeature(),
+        PatchingFeature(),
+        CapturesFeature(widest_activation),
+        ScoresFeature(),
+        PoolingFeature(),
     ]
     if drafts is not None:
         found.append(drafts)
     if sizes.keeps_by_slot:
-        found.append(States(sizes.max_num_seqs + 1, sizes.num_snapshots))
+        found.append(StatesFeature(sizes.max_num_seqs + 1, sizes.num_snapshots))
     if offloads:
         from jaxllm.engine.features.offload.host_pages import ROW_KINDS
-        from jaxllm.engine.features.offload.offload import Offload
+        from jaxllm.engine.features.offload.offload import OffloadFeature
 
-        found.append(Offload(kind for kind in ROW_KINDS if sizes.buffers_of(paged=kind == "page")))
+        found.append(OffloadFeature(kind for kind in ROW_KINDS if sizes.buffers_of(paged=kind == "page")))
     return Features(found)
 
 
 def features_of_encoder() -> Features:
     """Those of an encoder, which samples nothing."""
-    from jaxllm.engine.features.readout.pooling import Pooling
+    from jaxllm.engine.features.readout.pooling import PoolingFeature
 
-    return Features([Pooling()])
+    return Features([PoolingFeature()])

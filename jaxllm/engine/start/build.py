@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jaxllm import compat, cpu_kernels, machine
 from jaxllm.config import EngineConfig
+from jaxllm.config.values import format_bytes
 from jaxllm.cpu_kernels.huge_pages import use_huge_pages
 from jaxllm.engine.core.step_weights import Kept
 from jaxllm.engine.features.offload.offload import transfer_of
@@ -44,7 +45,6 @@ from jaxllm.models.tasks import read_tasks
 from jaxllm.progress import Progress, progress_bar, tell
 from jaxllm.requests.logits_processors import LogitsProcessor
 from jaxllm.requests.sampling import SamplingDefaults
-from jaxllm.setting_values import format_bytes
 from jaxllm.sharding.devices import check_free_memory, no_room
 from jaxllm.sharding.mesh import build_meshes, local_device
 from jaxllm.text.tokenizer import Tokenizer

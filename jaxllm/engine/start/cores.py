@@ -15,7 +15,7 @@ from jaxllm.engine.core.runner import EncoderRunner, Runner
 from jaxllm.engine.core.scheduler import EncoderScheduler, Scheduler
 from jaxllm.engine.features.adapters.reading import AdapterReader, BaseWeights
 from jaxllm.engine.features.adapters.store import AdapterStore
-from jaxllm.engine.features.offload.offload import Offload
+from jaxllm.engine.features.offload.offload import OffloadFeature
 from jaxllm.engine.scale.data_parallel.core import Core, DataParallelCore
 from jaxllm.engine.scale.data_parallel.ranks import RankDevice, Ranks
 from jaxllm.engine.scale.kv_events.events import KVEvents
@@ -56,10 +56,10 @@ def new_core(
         around.running, around.prefix_root = (lambda: scheduler.running), scheduler.prefix_root
         if not encodes:
             features["grammar"].grammars, features["adapters"].store = grammars, store  # type: ignore[attr-defined]
-        if Offload.name in features:
+        if OffloadFeature.name in features:
             tiers = page_tiers(config, blueprint, prepared.last.mesh, prepared.checkpoint.path, pool)
             assert tiers is not None, "an engine that offloads was told where to"
-            features[Offload.name].keep_in(tiers)  # type: ignore[attr-defined]
+            features[OffloadFeature.name].keep_in(tiers)  # type: ignore[attr-defined]
         events = _new_events(config, pool, rank)
         features = features if events is None else Features([*features, events])
         around.features = lambda: features

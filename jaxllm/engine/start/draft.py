@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.features.drafts.rules import Drafts, ModuleDrafts
+from jaxllm.engine.features.drafts.rules import DraftRule, ModuleDrafts
 from jaxllm.engine.start.options import build_options, choose_kinds
 from jaxllm.engine.start.platform import Platform
 from jaxllm.engine.start.tokenizer import open_model
@@ -138,7 +138,7 @@ def mtp_blueprint(
     return DraftBlueprint(config, checkpoint.path, own, model, params)
 
 
-def with_states(drafts: Drafts | None, draft: DraftBlueprint | None) -> Drafts | None:
+def with_states(drafts: DraftRule | None, draft: DraftBlueprint | None) -> DraftRule | None:
     """Drafts that know which of the model's states the module reads that makes them, if one does."""
     if draft is None or not isinstance(drafts, ModuleDrafts):
         return drafts

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.features.drafts.rules import Drafts, ModuleDrafts
+from jaxllm.config.values import format_bytes
+from jaxllm.engine.features.drafts.rules import DraftRule, ModuleDrafts
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import ConfigError
 from jaxllm.models.abstract import abstract_model
@@ -18,7 +19,6 @@ from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import ModelSpec
 from jaxllm.pallas_kernels.matrices import EXPANDED_BYTES
 from jaxllm.quantization.gpu_tiles import GpuTiledKind
-from jaxllm.setting_values import format_bytes
 from jaxllm.sharding.mesh import num_pieces
 from jaxllm.weights.loader import ParamSpec
 
@@ -194,7 +194,7 @@ def workspace_bytes(
     return layer + states + tentative + logits + tokens * c.hidden_size * (4 if options.kernels.native else itemsize)
 
 
-def read_bytes(drafts: Drafts | None, c: DecoderConfig, options: BuildOptions, tokens: int) -> int:
+def read_bytes(drafts: DraftRule | None, c: DecoderConfig, options: BuildOptions, tokens: int) -> int:
     """What a step keeps of the model's states for a module that reads them: side by side, and joined."""
     if not isinstance(drafts, ModuleDrafts):
         return 0

@@ -11,6 +11,7 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
+from jaxllm.config.values import format_bytes
 from jaxllm.engine.core.pages import PagePool
 from jaxllm.engine.core.saved import fingerprint
 from jaxllm.engine.features.offload.disk_pages import DiskPages
@@ -22,7 +23,6 @@ from jaxllm.engine.start.plan import Blueprint, EnginePlan
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import ConfigError
 from jaxllm.folders import in_home
-from jaxllm.setting_values import format_bytes
 from jaxllm.sharding.secret import group_secret
 
 NOT_IN_PAGES = ("sizes", "process", "compiler", "python")

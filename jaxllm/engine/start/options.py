@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxllm import cpu_kernels
 from jaxllm.config import EngineConfig
-from jaxllm.engine.features.drafts.rules import DraftDepth, Drafts, ModelDrafts, ModuleDrafts, NgramDrafts
+from jaxllm.engine.features.drafts.rules import DraftDepth, DraftRule, ModelDrafts, ModuleDrafts, NgramDrafts
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import ConfigError
 from jaxllm.models.config import DecoderConfig
@@ -86,7 +86,7 @@ def keeps_packed(config: EngineConfig, checkpoint: Checkpoint, kernels: Kernels,
     return not config.dequantize if config.dequantize is not None else kernels.native or platform.name != "cpu"
 
 
-def choose_drafts(config: EngineConfig) -> Drafts | None:
+def choose_drafts(config: EngineConfig) -> DraftRule | None:
     """How decodes look for tokens to try ahead.
 
     Raises:
@@ -116,7 +116,7 @@ def draft_depth(config: EngineConfig) -> DraftDepth:
     return DraftDepth(asked.num_speculative_tokens, asked.num_speculative_tokens_per_batch_size or ())
 
 
-def room_for_drafts(drafts: Drafts | None, depth: DraftDepth, buckets: Sequence[int]) -> Drafts | None:
+def room_for_drafts(drafts: DraftRule | None, depth: DraftDepth, buckets: Sequence[int]) -> DraftRule | None:
     """Drafts with no more room in a step padded to one of these numbers of sequences than are ever tried with so many.
 
     A smaller number of sequences runs in the bucket before, as long as that is ready.

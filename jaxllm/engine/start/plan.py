@@ -12,12 +12,13 @@ from jax.sharding import Mesh
 
 from jaxllm.compat import under_own_settings
 from jaxllm.config import EngineConfig
+from jaxllm.config.values import format_bytes
 from jaxllm.engine.core.sizes import Buckets, Limits, StepSizes
 from jaxllm.engine.core.step import StepFunctions
 from jaxllm.engine.features import features_of, features_of_encoder
 from jaxllm.engine.features.drafts.draft_model import AbstractDraft
-from jaxllm.engine.features.drafts.feature import Drafts as DraftsFeature
-from jaxllm.engine.features.drafts.rules import DraftDepth, Drafts
+from jaxllm.engine.features.drafts.feature import DraftsFeature
+from jaxllm.engine.features.drafts.rules import DraftDepth, DraftRule
 from jaxllm.engine.features.processors.processing import processors_of
 from jaxllm.engine.start.draft import DraftBlueprint, draft_blueprint, mtp_blueprint, with_states
 from jaxllm.engine.start.host_experts import expert_places, place_bytes, with_host_experts
@@ -55,7 +56,6 @@ from jaxllm.models.registry import ModelSpec, model_spec
 from jaxllm.models.tasks import longest_text
 from jaxllm.pallas_kernels.tpu import most_sequences
 from jaxllm.requests.logits_processors import LogitsProcessor
-from jaxllm.setting_values import format_bytes
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.loader import ParamSpec
 from jaxllm.weights.source import resolve_model
@@ -197,7 +197,7 @@ class Blueprint:
     model: Any
     params: list[ParamSpec]
     sizes: StepSizes
-    drafts: Drafts | None = None
+    drafts: DraftRule | None = None
     """How a decode looks for tokens to try ahead; it tries none without."""
     adapters: AdapterSizes | None = None
     """How many adapters are on the devices at once, and how large; None where there are none."""

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import EngineConfig
+from jaxllm.config.values import format_bytes
 from jaxllm.engine.start.memory import weight_bytes
 from jaxllm.engine.start.plan import Blueprint, make_blueprint
 from jaxllm.engine.start.platform import Platform
@@ -21,7 +22,6 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.machine import physical_cores
 from jaxllm.quantization.schemes import SCHEMES
 from jaxllm.quantization.weight import Weight
-from jaxllm.setting_values import format_bytes
 from jaxllm.sharding.devices import find_devices
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.loader import ParamSpec

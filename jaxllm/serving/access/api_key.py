@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, ValidationError
 
+from jaxllm.config.values import read_mapping
 from jaxllm.errors import ConfigError
 from jaxllm.folders import in_home
 from jaxllm.serving.access.tenant import Tenant
 from jaxllm.wording import did_you_mean, shown, wrong_setting
-from jaxllm.yaml_file import read_mapping
 
 FLAG = "--api-key-file"
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"

@@ -7,12 +7,12 @@ import secrets
 from collections.abc import Collection
 from datetime import UTC, datetime
 
+from jaxllm.config.server import ServerConfig
+from jaxllm.config.values import comma_separated
 from jaxllm.errors import ConfigError
-from jaxllm.server_config import ServerConfig
 from jaxllm.serving.access.api_key import ApiKey, digest_of, read_keys
 from jaxllm.serving.access.tenant import OTHERS, Tenant
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.setting_values import comma_separated
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from typing import Annotated
 from fastapi import Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from jaxllm.config.values import split_if_text
 from jaxllm.errors import InvalidRequestError
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.route import TENANT
-from jaxllm.setting_values import split_if_text
 
 Positive = Annotated[int, Field(ge=1)]
 

@@ -16,8 +16,8 @@ import msgspec
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
+from jaxllm.config.server import ServerConfig
 from jaxllm.errors import StorageFullError
-from jaxllm.server_config import ServerConfig
 from jaxllm.serving.access.tenant import Tenant
 from jaxllm.serving.batches.batch_types import LineError, LineResponse, LineResult
 from jaxllm.serving.batches.lines import Line

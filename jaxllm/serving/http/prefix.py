@@ -6,9 +6,9 @@ from starlette.datastructures import Headers
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jaxllm.config.values import PREFIX
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.errors import error_response
-from jaxllm.setting_values import PREFIX
 from jaxllm.wording import shown
 
 HEADER = "X-Forwarded-Prefix"

@@ -7,9 +7,9 @@ import ssl
 from pathlib import Path
 from typing import NoReturn
 
+from jaxllm.config.server import ServerConfig
 from jaxllm.errors import ConfigError, reason
 from jaxllm.folders import in_home
-from jaxllm.server_config import ServerConfig
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ from typing import Literal
 from jaxllm.chat.conversation import MAX_TOOLS, Call, Conversation, Message, Tool, known_arguments, parse_arguments
 from jaxllm.chat.parsing.events import Content, Event, ParsedOutput, Reasoning, join_events
 from jaxllm.errors import ContextLengthError, Field, InvalidRequestError
-from jaxllm.mcp.results import as_data, cut, defused
-from jaxllm.mcp.tools import ServerTool, ToolResult
+from jaxllm.mcp.tools import ServerTool, ToolResult, as_data, cut, defused
 from jaxllm.requests.outputs import ParsedCall
 from jaxllm.serving.generation import GenerationSettings
 from jaxllm.serving.http.api_error import unavailable

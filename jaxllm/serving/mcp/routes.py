@@ -8,7 +8,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from jaxllm.mcp.server import ServerStatus, ToolServer
+from jaxllm.mcp.servers import ServerStatus, ToolServer
 from jaxllm.mcp.settings import Transport
 from jaxllm.mcp.tools import ServerTool
 from jaxllm.serving.http.api_error import APIError

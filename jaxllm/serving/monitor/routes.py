@@ -16,8 +16,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxllm.engine.messages import LookAt
-from jaxllm.looking import What, threads
-from jaxllm.looking.look import look
+from jaxllm.looking import What
+from jaxllm.looking.look import look, stacks
 from jaxllm.serving import health
 from jaxllm.serving.http.api_error import APIError, unavailable
 from jaxllm.serving.http.errors import HANDLED, error_response, to_api_error
@@ -126,7 +126,7 @@ class Monitor:
         return await anyio.to_thread.run_sync(look_at, what, seconds, abandon_on_cancel=True)
 
     def _look_here(self, what: What, seconds: float) -> bytes:
-        return threads.stacks(self._find_loop()).encode() if what == "stacks" else look(what, seconds)
+        return stacks(self._find_loop()).encode() if what == "stacks" else look(what, seconds)
 
     @staticmethod
     def _name(request: Request) -> str:

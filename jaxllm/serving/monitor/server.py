@@ -12,12 +12,12 @@ from contextlib import contextmanager
 import uvicorn
 from fastapi import FastAPI
 
-from jaxllm.server_config import ServerConfig
+from jaxllm.config.server import ServerConfig
+from jaxllm.config.values import comma_separated
 from jaxllm.serving.http.connections import BoundedProtocol
 from jaxllm.serving.http.origins import LOCAL_NAMES, OriginGuard
 from jaxllm.serving.listener import address, bind
 from jaxllm.serving.monitor.routes import Monitor
-from jaxllm.setting_values import comma_separated
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from jaxllm.chat.answer import Piece, Step
 from jaxllm.chat.conversation import naming
 from jaxllm.chat.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
 from jaxllm.chat.prompt import render
+from jaxllm.config.server import ServerConfig
 from jaxllm.engine.messages import TokenDelta
 from jaxllm.requests.outputs import WeightVersionSpan
-from jaxllm.server_config import ServerConfig
 from jaxllm.serving.chunks import ChunkWriter, chunk_stream, collect_for
 from jaxllm.serving.generation import Choice, note_version
 from jaxllm.serving.http.errors import ErrorResponse

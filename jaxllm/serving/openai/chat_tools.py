@@ -10,8 +10,8 @@ from msgspec import UNSET
 
 from jaxllm.chat.conversation import Conversation, Tool
 from jaxllm.chat.parsing.events import Content, Reasoning
+from jaxllm.config.server import ServerConfig
 from jaxllm.errors import Field
-from jaxllm.server_config import ServerConfig
 from jaxllm.serving.chunks import ChunkWriter, chunk_stream
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.request_model import ignored_fields

@@ -10,11 +10,10 @@ from msgspec import UNSET
 from jaxllm.chat.answer import Step
 from jaxllm.chat.constraint import compiled, with_completion_markers
 from jaxllm.chat.prompt import Prompt, fitted, sampling_params
+from jaxllm.config.server import ServerConfig
 from jaxllm.engine.messages import TokenDelta
 from jaxllm.errors import Field
-from jaxllm.requests.outputs import WeightVersionSpan
-from jaxllm.requests.prompt_scores import PromptScores
-from jaxllm.server_config import ServerConfig
+from jaxllm.requests.outputs import PromptScores, WeightVersionSpan
 from jaxllm.serving.chunks import ChunkWriter, chunk_stream, collect_for
 from jaxllm.serving.generation import Choice, Generation, GenerationSettings, note_version
 from jaxllm.serving.http.errors import ErrorResponse

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from jaxllm.chat.answer import Step
-from jaxllm.requests.prompt_scores import PromptScores
-from jaxllm.text.byte_pieces import escaped
+from jaxllm.requests.outputs import PromptScores
+from jaxllm.text.spellings import escaped
 
 TokenText = Callable[[int], str]
 TokenBytes = Callable[[int], bytes]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from jaxllm.server_config import ServerConfig
+from jaxllm.config.server import ServerConfig
 from jaxllm.serving import generation
 from jaxllm.serving.http.request_model import RequestModel
 

@@ -6,7 +6,7 @@ import numpy as np
 from fastapi import Request
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.requests.pooling import PoolingParams
+from jaxllm.requests.tasks import PoolingParams
 from jaxllm.serving.loadable import Lease
 from jaxllm.serving.pooling.embedding_types import InputFields
 from jaxllm.serving.pooling.pairs import activate

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.outputs import shape_vector
-from jaxllm.requests.pooling import PoolingParams
+from jaxllm.requests.tasks import PoolingParams
 from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.http.openapi import returns
 from jaxllm.serving.http.route import JSONRoute

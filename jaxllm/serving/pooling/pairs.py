@@ -9,8 +9,7 @@ from fastapi import Request
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError, Field, InvalidRequestError
-from jaxllm.requests.pooling import PoolingParams
-from jaxllm.requests.tasks import Activation, ModelTasks
+from jaxllm.requests.tasks import Activation, ModelTasks, PoolingParams
 from jaxllm.serving.pooling.prompts import check_length, kept_tokens, pooling_kind, text_prompt
 from jaxllm.serving.pooling.run import PoolingRun
 from jaxllm.serving.pooling.scoring_types import ComparisonFields

@@ -12,7 +12,7 @@ from fastapi import Request
 
 from jaxllm.errors import QueueFullError
 from jaxllm.requests.outputs import PooledOutput
-from jaxllm.requests.pooling import PoolingParams
+from jaxllm.requests.tasks import PoolingParams
 from jaxllm.serving.access.usage import Used
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.records import ModelCall, current_record

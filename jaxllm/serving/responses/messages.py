@@ -9,8 +9,7 @@ from typing import Any
 
 from jaxllm.chat.conversation import Call, Message, parse_arguments
 from jaxllm.errors import Field, InvalidRequestError
-from jaxllm.mcp.results import as_data
-from jaxllm.mcp.tools import ToolResult, full_name
+from jaxllm.mcp.tools import ToolResult, as_data, full_name
 from jaxllm.serving.responses.items import Item
 
 

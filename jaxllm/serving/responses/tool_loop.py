@@ -9,8 +9,7 @@ from contextlib import aclosing
 import msgspec
 
 from jaxllm.errors import ContextLengthError
-from jaxllm.mcp.results import refused
-from jaxllm.mcp.tools import ToolResult
+from jaxllm.mcp.tools import ToolResult, refused
 from jaxllm.serving.reply import ReplyLoop
 from jaxllm.serving.responses.events import ResponseEvent
 from jaxllm.serving.responses.items import Item

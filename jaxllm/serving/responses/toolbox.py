@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 
 from jaxllm.chat.conversation import Tool, parse_arguments
 from jaxllm.errors import Field, InvalidRequestError
-from jaxllm.mcp.results import refused
-from jaxllm.mcp.server import ToolServer
-from jaxllm.mcp.tools import ServerTool, ToolResult
+from jaxllm.mcp.servers import ToolServer
+from jaxllm.mcp.tools import ServerTool, ToolResult, refused
 from jaxllm.serving.mcp.execution import offered
 from jaxllm.serving.responses.mcp_request import McpTool
 from jaxllm.serving.responses.objects import OutputMcpCall

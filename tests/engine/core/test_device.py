@@ -15,7 +15,7 @@ from jaxllm.engine.core.device import Device
 from jaxllm.engine.core.executables import Executables
 from jaxllm.engine.core.keys import SAMPLED, USES, Key
 from jaxllm.engine.features import features_of
-from jaxllm.engine.features.drafts.feature import Drafts
+from jaxllm.engine.features.drafts.feature import DraftsFeature
 from jaxllm.engine.features.drafts.rules import DraftDepth, NgramDrafts
 from jaxllm.models.abstract import AdaptedModel
 from tests.engine.step_sizes import step_sizes
@@ -118,7 +118,7 @@ def test_a_device_that_is_sent_the_same_messages_holds_the_same(
 RULE = NgramDrafts(3, 1, 2, remembered=64)
 FEATURES = features_of(
     step_sizes(), widest_activation=16, adapted=AdaptedModel(None, None, ()), adapter_places=2,
-    drafts=Drafts(RULE, DraftDepth(3)), offloads=True,
+    drafts=DraftsFeature(RULE, DraftDepth(3)), offloads=True,
 )  # fmt: skip
 
 

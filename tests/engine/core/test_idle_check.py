@@ -9,7 +9,7 @@ import pytest
 from jaxllm.engine.core.loop import FULL_CHECK_SECONDS, IdleCheck
 from jaxllm.engine.core.pages import PagePool
 from jaxllm.engine.core.registry import Features
-from jaxllm.engine.features.states.states import States
+from jaxllm.engine.features.states.states import StatesFeature
 from tests.engine.core.test_core import Engine, tokens_of
 
 PAGES = 39
@@ -73,7 +73,7 @@ def test_an_index_that_is_wrong_is_found_within_a_minute(
 
 
 def test_a_row_of_states_that_is_lost_is_found(caplog: pytest.LogCaptureFixture) -> None:
-    states = States(5, 2)
+    states = StatesFeature(5, 2)
     states.cache.reserve()
     IdleCheck(PagePool(PAGES + 1, 4), Features([states])).run()
     [error] = errors(caplog)

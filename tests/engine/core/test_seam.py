@@ -13,7 +13,7 @@ import pytest
 
 from jaxllm import EngineConfig, SamplingParams
 from jaxllm.engine.core.device import Device
-from jaxllm.engine.core.feature import Feature, Fields, Step, Surroundings, Traced
+from jaxllm.engine.core.feature import Feature, Fields, Surroundings, Traced, TracedStep
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.registry import Features
 from jaxllm.engine.core.request import Request
@@ -59,7 +59,7 @@ class Warming(Feature, Traced):
     def seat(self, request: Request, extra: float) -> None:
         self._device.run(self.put, np.array([request.slot], np.int32), np.float32(extra))
 
-    def traced(self, step: Step) -> Traced:
+    def traced(self, step: TracedStep) -> Traced:
         found = copy.copy(self)
         found._warmth = step.parts[self.name]["warmth"]
         return found

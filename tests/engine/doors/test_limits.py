@@ -8,7 +8,7 @@ import pytest
 from jaxllm.engine.doors.limits import check_request
 from jaxllm.engine.messages import EngineInfo
 from jaxllm.errors import InvalidRequestError
-from jaxllm.requests.prompt_scores import MAX_ENTRIES
+from jaxllm.requests.outputs import MAX_ENTRIES
 from jaxllm.requests.sampling import SamplingParams
 
 VOCAB = 50_000

@@ -14,8 +14,8 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
+from jaxllm.config.server import ServerConfig
 from jaxllm.errors import ConfigError
-from jaxllm.server_config import ServerConfig
 from jaxllm.serving.access.audit import AuditLog
 from tests.serving.access.conftest import CHAT, Keyed, key, write_keys
 from tests.serving.batches.running import Running, chat

@@ -17,8 +17,8 @@ import openai
 import pytest
 import trustme
 
+from jaxllm.config.server import ServerConfig
 from jaxllm.errors import ConfigError
-from jaxllm.server_config import ServerConfig
 from jaxllm.serving.http.tls import make_context
 from tests.serving import fake_engine
 from tests.serving.conftest import wait_for

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
+from jaxllm.config.server import ServerConfig
 from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError
-from jaxllm.server_config import ServerConfig
 from jaxllm.serving.listener import bind
 from jaxllm.serving.monitor.routes import Monitor
 from jaxllm.serving.monitor.server import monitoring

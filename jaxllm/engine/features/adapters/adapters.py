@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.engine.core.device_state import StateShapes
-from jaxllm.engine.core.feature import Built, Feature, Job, Plan, Step, Surroundings, Traced
+from jaxllm.engine.core.feature import Built, Errand, Feature, Plan, Surroundings, Traced, TracedStep
 from jaxllm.engine.core.keys import SAMPLED, Key, Kind
 from jaxllm.engine.core.packing import SETTING_INTS
 from jaxllm.engine.core.prefix_search import FoundPrefix
@@ -19,7 +19,7 @@ from jaxllm.engine.core.request import Request
 from jaxllm.engine.core.sizes import Buckets, StepSizes
 from jaxllm.engine.core.slots import Slots
 from jaxllm.engine.core.step import StepFunctions
-from jaxllm.engine.features.adapters.reading import Rows
+from jaxllm.engine.features.adapters.reading import AdapterRows
 from jaxllm.engine.features.adapters.store import AdapterPlaces, AdapterStore, check_adapters
 from jaxllm.engine.messages import EngineRequest, EngineStats
 from jaxllm.models.abstract import AdaptedModel
@@ -34,7 +34,7 @@ class _Asked:
     """What a request asks for, and what has become of it."""
 
     uses: tuple[AdapterUse, ...]
-    rows: tuple[Rows, ...] = ()
+    rows: tuple[AdapterRows, ...] = ()
     """What each of its adapters adds to the model, in host memory."""
     places: list[int] = field(default_factory=list)
     """Where each of them is on the devices while the request runs."""
@@ -45,7 +45,7 @@ class _Asked:
         return [use.id for use in self.uses]
 
 
-class Adapters(Feature):
+class AdaptersFeature(Feature):
     """Tables of the adapters that are on the devices are a part of their own; a slot has how much of each is added."""
 
     name = "adapters"
@@ -62,7 +62,7 @@ class Adapters(Feature):
         self.places = AdapterPlaces(places)
         self.store: AdapterStore | None = None
         """Where they are read, in the process that has requests."""
-        self._entering: list[tuple[Rows, int]] = []
+        self._entering: list[tuple[AdapterRows, int]] = []
 
     # ------------------------------------------------------------ the start
 
@@ -112,7 +112,7 @@ class Adapters(Feature):
     def salt(self, extra: _Asked) -> Any:
         return tuple((use.id, use.scale) for use in extra.uses)
 
-    def job(self, request: Request, extra: _Asked) -> Job | None:
+    def job(self, request: Request, extra: _Asked) -> Errand | None:
         store = self.store
         assert store is not None, "an engine with places reads adapters"
         known = [store.known(use) for use in extra.uses]
@@ -121,7 +121,7 @@ class Adapters(Feature):
         def read() -> None:
             extra.rows = tuple(store.read(use) for use in extra.uses)
 
-        return None if len(extra.rows) == len(extra.uses) else Job(read)
+        return None if len(extra.rows) == len(extra.uses) else Errand(read)
 
     def fits(self, request: Request, extra: _Asked) -> bool:
         return self.places.fits(extra.ids)
@@ -158,7 +158,7 @@ class Adapters(Feature):
             scales[place] = use.scale
         self._device.run(PUT_SCALES, np.array([request.slot], np.int32), scales)
 
-    def traced(self, step: Step) -> Traced:
+    def traced(self, step: TracedStep) -> Traced:
         assert self._adapted is not None, "only an engine with adapters runs adapted steps"
         return _Adapting(self._adapted, step.parts[self.name], self.name, self.bit)
 

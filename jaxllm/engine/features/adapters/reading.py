@@ -182,7 +182,7 @@ class BaseWeights:
             self._checkpoint = None
 
 
-Rows = tuple[np.ndarray, ...]
+AdapterRows = tuple[np.ndarray, ...]
 """What an adapter has in each table, in the order of the tables."""
 
 
@@ -203,7 +203,7 @@ class AdapterReader:
     sizes: AdapterSizes
     base: Callable[[], BaseWeights]
 
-    def read(self, path: str) -> Rows:
+    def read(self, path: str) -> AdapterRows:
         """An adapter's rows, in host memory.
 
         Raises:

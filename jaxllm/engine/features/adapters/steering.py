@@ -14,17 +14,17 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxllm.engine.core.device_state import StateShapes
-from jaxllm.engine.core.feature import Feature, Step, Surroundings, Traced
+from jaxllm.engine.core.feature import Feature, Surroundings, Traced, TracedStep
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.packing import SETTING_INTS
 from jaxllm.engine.core.request import Request
 from jaxllm.engine.messages import EngineRequest
 from jaxllm.models.layers.hands import Hand, LayerHand
 from jaxllm.pallas_kernels import StepMetadata
-from jaxllm.requests.steering import Steering as Steer
+from jaxllm.requests.steering import Steering
 
 
-class Steering(Feature):
+class SteeringFeature(Feature):
     """Its part of the device's state: `vectors` [slots, L, E], and `ranges` [slots, 2]: the first position that is
     steered, and the first after it that is not.
     """
@@ -40,28 +40,28 @@ class Steering(Feature):
     def attach(self, around: Surroundings) -> None:
         self._around = around
 
-    def prepare(self, request: Request, asked: EngineRequest) -> Steer | None:
+    def prepare(self, request: Request, asked: EngineRequest) -> Steering | None:
         return asked.steering
 
-    def needs(self, request: Request, extra: Steer) -> Iterable[Key]:
+    def needs(self, request: Request, extra: Steering) -> Iterable[Key]:
         return [Key("put", 0, frozenset({self.name}))]
 
-    def salt(self, extra: Steer) -> str:
+    def salt(self, extra: Steering) -> str:
         return extra.digest
 
-    def seat(self, request: Request, extra: Steer) -> None:
+    def seat(self, request: Request, extra: Steering) -> None:
         sizes, device = self._around.sizes, self._around.device
         vectors = np.zeros((len(sizes.caches), sizes.hidden_size), device.hidden_dtype)
         vectors[list(extra.layers)] = extra.rows()
         ends = np.array([extra.start, extra.stop], np.int32)
         device.run(Key("put", 0, frozenset({self.name})), np.array([request.slot], np.int32), ends, vectors)
 
-    def traced(self, step: Step) -> Traced:
+    def traced(self, step: TracedStep) -> Traced:
         return _Steering(step, self.name, self.bit)
 
 
 class _Steering(Traced):
-    def __init__(self, step: Step, name: str, bit: int):
+    def __init__(self, step: TracedStep, name: str, bit: int):
         self._state, self._bit = step.parts[name], bit
         self._settings = step.parts["slots"].setting_ints
 

@@ -6,7 +6,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
-from jaxllm.engine.features.adapters.reading import AdapterReader, Rows
+from jaxllm.engine.features.adapters.reading import AdapterReader, AdapterRows
 from jaxllm.errors import CheckpointError, InvalidRequestError
 from jaxllm.requests.adapters import AdapterUse
 
@@ -31,18 +31,18 @@ class AdapterStore:
     def __init__(self, reader: AdapterReader, most: int):
         self._reader = reader
         self._most = most
-        self._rows: OrderedDict[int, Rows] = OrderedDict()
+        self._rows: OrderedDict[int, AdapterRows] = OrderedDict()
         self._lock = threading.Lock()
         self._reading = threading.Lock()
 
-    def known(self, use: AdapterUse) -> Rows | None:
+    def known(self, use: AdapterUse) -> AdapterRows | None:
         """The rows of an adapter, if it has been read."""
         with self._lock:
             if use.id in self._rows:
                 self._rows.move_to_end(use.id)
             return self._rows.get(use.id)
 
-    def read(self, use: AdapterUse) -> Rows:
+    def read(self, use: AdapterUse) -> AdapterRows:
         """The rows of an adapter, which are read now if need be.
 
         Raises:

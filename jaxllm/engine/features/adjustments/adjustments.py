@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxllm.engine.core.feature import Feature, Fields, Plan, Step, Surroundings, Traced
+from jaxllm.engine.core.feature import Feature, Fields, Plan, Surroundings, Traced, TracedStep
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.request import Request
 from jaxllm.engine.core.sampler import ALL, NEGATIVE, SamplingRows, apply_mask, mask_of, mask_words
@@ -21,16 +21,16 @@ from jaxllm.engine.core.sizes import StepSizes
 from jaxllm.engine.core.slots import Slots
 from jaxllm.engine.messages import EngineRequest
 from jaxllm.requests.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
-from jaxllm.text.bad_words import MAX_SPELLING_LENGTH, MAX_SPELLINGS, spellings
+from jaxllm.text.spellings import MAX_SPELLING_LENGTH, MAX_SPELLINGS, spellings
 
 MAX_BLOCKED = MAX_STOP_TOKEN_IDS + 32
 """Stop token ids plus the model's own end-of-sequence ids."""
 
-Rows = dict[str, np.ndarray]
-"""What one slot is told, by the names of `Adjustments.slot`."""
+AdjustmentRows = dict[str, np.ndarray]
+"""What one slot is told, by the names of `AdjustmentsFeature.slot`."""
 
 
-class Adjustments(Feature):
+class AdjustmentsFeature(Feature):
     """Its rows: `bias_ids` [B] and `bias_values` [B], padded with the vocabulary's size, which nothing matches;
     `blocked_ids` [M] that min_tokens holds back while the new token's position is below `blocked_until`; `allowed`
     [V/32] with one bit a token; `bad_words` [W, 16], token sequences that end at the last column, -1 before them;
@@ -60,13 +60,15 @@ class Adjustments(Feature):
     def attach(self, around: Surroundings) -> None:
         self._around = around
 
-    def prepare(self, request: Request, asked: EngineRequest) -> Rows | None:
+    def prepare(self, request: Request, asked: EngineRequest) -> AdjustmentRows | None:
         p, around = request.params, self._around
         if asked.pooling is not None or not p.adjusts_logits:
             return None
         words = () if around.tokenizer is None or not p.bad_words else spellings(around.tokenizer, p.bad_words)
         vocab_size = around.sizes.vocab_size
-        rows: Rows = {name: np.zeros(shape, dtype) for name, (shape, dtype) in self.slot(around.sizes).items()}
+        rows: AdjustmentRows = {
+            name: np.zeros(shape, dtype) for name, (shape, dtype) in self.slot(around.sizes).items()
+        }
         rows["bias_ids"][:], count = vocab_size, len(p.logit_bias)
         rows["bias_ids"][:count], rows["bias_values"][:count] = list(p.logit_bias), list(p.logit_bias.values())
         stops = [*p.stop_token_ids, *(() if p.ignore_eos else around.eos_token_ids)]
@@ -83,11 +85,11 @@ class Adjustments(Feature):
         rows["penalties"][:] = p.presence_penalty, p.frequency_penalty, p.repetition_penalty
         return rows
 
-    def seat(self, request: Request, extra: Rows) -> None:
+    def seat(self, request: Request, extra: AdjustmentRows) -> None:
         values = jax.tree.leaves(extra)
         self._around.device.run(Key("put", 0, frozenset({self.name})), np.array([request.slot], np.int32), *values)
 
-    def traced(self, step: Step) -> Traced:
+    def traced(self, step: TracedStep) -> Traced:
         return _Adjusting(self.name, self.bit)
 
 

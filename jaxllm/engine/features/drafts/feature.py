@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxllm.engine.core.device_state import StateShapes
-from jaxllm.engine.core.feature import Built, Feature, Fields, Plan, RanModel, Step, Surroundings, Traced
+from jaxllm.engine.core.feature import Built, Feature, Fields, Plan, RanModel, Surroundings, Traced, TracedStep
 from jaxllm.engine.core.handle import Result
 from jaxllm.engine.core.keys import Key, Uses
 from jaxllm.engine.core.request import Request
@@ -26,12 +26,12 @@ from jaxllm.engine.features.drafts.ngrams import Guesses, NgramDrafter, Remember
 from jaxllm.engine.features.drafts.rules import (
     DraftDepth,
     DraftRecord,
+    DraftRule,
     ModelDrafts,
     ModuleDrafts,
     NgramDrafts,
     with_rows,
 )
-from jaxllm.engine.features.drafts.rules import Drafts as Rule
 from jaxllm.engine.features.drafts.verify import verify
 from jaxllm.engine.messages import EngineRequest, EngineStats, TokenDelta
 from jaxllm.models.decoder import Decoder
@@ -40,7 +40,7 @@ RECALL = Key("put", 0, frozenset({"recall"}))
 
 
 @dataclass
-class _Extra:
+class _DraftState:
     record: DraftRecord
     is_shared: bool
     """It shares prefixes with requests of others: it brought no salt."""
@@ -51,7 +51,7 @@ class _Extra:
     """How many of those were what the model chose."""
 
 
-class Drafts(Feature):
+class DraftsFeature(Feature):
     """A slot has how many of its tokens a draft model has run (`drafted`), and the model's state of the last token
     (`hidden`) with the number of tokens that it comes after (`hidden_after`; 0 where there is none, as in a sequence
     that goes on from a cached prefix). Texts that drafts are looked for in are a part of their own: a ring of tokens,
@@ -64,7 +64,7 @@ class Drafts(Feature):
     words = ("recall",)
     always = has_part = reads_history = True
 
-    def __init__(self, rule: Rule, depth: DraftDepth, draft: AbstractDraft | None = None):
+    def __init__(self, rule: DraftRule, depth: DraftDepth, draft: AbstractDraft | None = None):
         """`rule` says how they are found, `depth` how many are tried; `draft` is a model or module that makes them."""
         self._rule, self._depth = rule, depth
         self._remembered_size = rule.remembered if isinstance(rule, NgramDrafts) else 0
@@ -115,7 +115,7 @@ class Drafts(Feature):
         packing = maker.features.packing(key, maker.sizes)
 
         def step(parts: dict[str, Any], ints: jax.Array) -> Any:
-            seen = Step(key.kind, key.variant, maker.sizes, packing.unpack(ints), parts, maker)
+            seen = TracedStep(key.kind, key.variant, maker.sizes, packing.unpack(ints), parts, maker)
             drafter = self.drafter(seen, key.size)
 
             def model() -> Any:
@@ -126,7 +126,7 @@ class Drafts(Feature):
 
         return Built(step, [maker.state.ints(packing.size)])
 
-    def drafter(self, step: Step, rows: int) -> Drafter:
+    def drafter(self, step: TracedStep, rows: int) -> Drafter:
         """What makes drafts for `rows` sequences in a step that is traced."""
         rule, count, maker = with_rows(self._rule, rows), len(step.sizes.caches), step.maker
 
@@ -144,7 +144,7 @@ class Drafts(Feature):
         texts = step.parts[self.name]["remembered"] if self.name in step.parts else jnp.zeros(0, jnp.int32)
         return NgramDrafter(rule, texts)
 
-    def traced(self, step: Step) -> Traced:
+    def traced(self, step: TracedStep) -> Traced:
         return _Following(self.drafter(step, 1), step.kind)
 
     # ------------------------------------------------------------ a request
@@ -156,20 +156,22 @@ class Drafts(Feature):
         self._num_drafts = self._num_draft_tokens = 0
         self._accepted = [0] * self._depth.most
 
-    def prepare(self, request: Request, asked: EngineRequest) -> _Extra | None:
-        return None if asked.pooling is not None else _Extra(DraftRecord(self._depth.most), asked.cache_salt is None)
+    def prepare(self, request: Request, asked: EngineRequest) -> _DraftState | None:
+        return (
+            None if asked.pooling is not None else _DraftState(DraftRecord(self._depth.most), asked.cache_salt is None)
+        )
 
-    def seat(self, request: Request, extra: _Extra) -> None:
+    def seat(self, request: Request, extra: _DraftState) -> None:
         if not request.num_preemptions:
             self._recall(extra, request.params.predicted_token_ids)
 
-    def ended(self, request: Request, extra: _Extra, delta: TokenDelta) -> None:
+    def ended(self, request: Request, extra: _DraftState, delta: TokenDelta) -> None:
         """Drafts of later requests may come from the answer of this one, where those are looked through."""
         delta.num_drafted, delta.num_taken = extra.num_drafted, extra.num_taken
         if isinstance(self._rule, NgramDrafts) and self._rule.remembers_answers:
             self._recall(extra, request.token_ids[request.num_prompt :])
 
-    def _recall(self, extra: _Extra, text: Sequence[int]) -> None:
+    def _recall(self, extra: _DraftState, text: Sequence[int]) -> None:
         """Remember a text, unless its request keeps its prefixes to itself: right drafts can be seen in a clock."""
         if extra.is_shared:
             for ints in self._remembered.add(text):
@@ -182,14 +184,14 @@ class Drafts(Feature):
         wanted = most and any(r.extras[self.name].record.depth(most) for r in requests if self.name in r.extras)
         return most if wanted else 0
 
-    def depth(self, request: Request, extra: _Extra, most: int) -> int:
+    def depth(self, request: Request, extra: _DraftState, most: int) -> int:
         return extra.record.depth(most)
 
-    def scheduled(self, chunk: Chunk, extra: _Extra, further: int, tries: bool) -> None:
+    def scheduled(self, chunk: Chunk, extra: _DraftState, further: int, tries: bool) -> None:
         if not further and chunk.num_sampled:
             extra.record.passed()
 
-    def settled(self, request: Request, extra: _Extra, result: Result) -> None:
+    def settled(self, request: Request, extra: _DraftState, result: Result) -> None:
         taken = len(result.tokens) - 1
         if result.num_drafted or self._around.features().course(request) is None:
             extra.record.settle(taken)

@@ -19,7 +19,7 @@ from jaxllm.engine.core.registry import Features
 from jaxllm.engine.core.request import Request
 from jaxllm.engine.core.slots import Slots
 from jaxllm.engine.features.drafts.drafter import Asked
-from jaxllm.engine.features.drafts.rules import Drafts, NgramDrafts
+from jaxllm.engine.features.drafts.rules import DraftRule, NgramDrafts
 
 Anywhere = Array | np.ndarray
 """On the devices, or on the host."""
@@ -149,7 +149,7 @@ SHORTEST, LONGEST = 2, 5
 class Guesses:
     """Fills what a masked step that tries drafts is told of its requests."""
 
-    def __init__(self, drafts: Drafts, remembered: RememberedTexts, features: Callable[[], Features]):
+    def __init__(self, drafts: DraftRule, remembered: RememberedTexts, features: Callable[[], Features]):
         """Drafts are found as `drafts` says if it reads texts, and in a request's own text if a model makes them."""
         of_text = NgramDrafts(drafts.num_tokens, SHORTEST, LONGEST)
         self._rule = drafts if isinstance(drafts, NgramDrafts) else of_text

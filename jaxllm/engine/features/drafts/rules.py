@@ -45,10 +45,10 @@ class ModuleDrafts:
     by_rows: tuple[tuple[int, int], ...] = ()
 
 
-Drafts = NgramDrafts | ModelDrafts | ModuleDrafts
+DraftRule = NgramDrafts | ModelDrafts | ModuleDrafts
 
 
-def with_rows(drafts: Drafts, rows: int) -> Drafts:
+def with_rows(drafts: DraftRule, rows: int) -> DraftRule:
     """Those of a step that is padded to `rows` sequences."""
     return replace(drafts, num_tokens=dict(drafts.by_rows).get(rows, drafts.num_tokens))
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxllm.engine.core.batch import Gathering, between, decode_batch, forward, known_or_sampled, mixed_batch, told
-from jaxllm.engine.core.feature import RanModel, Step, Traced
+from jaxllm.engine.core.feature import RanModel, Traced, TracedStep
 from jaxllm.engine.core.sampler import Sampled, Settled, choose
 from jaxllm.engine.core.slots import Slots
 from jaxllm.engine.features.drafts.drafter import Asked, Drafter, with_own
@@ -28,7 +28,7 @@ from jaxllm.pallas_kernels import StepMetadata, settle, staying
 
 
 def verify(
-    model: Callable[[], Decoder], step: Step, *, drafter: Drafter, hands: Sequence[Traced]
+    model: Callable[[], Decoder], step: TracedStep, *, drafter: Drafter, hands: Sequence[Traced]
 ) -> tuple[Any, Slots, Sampled]:
     """One token of each sequence and as many drafted ones as are right: caches, slots, and what was sampled.
 

@@ -12,7 +12,17 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from jaxllm.engine.core.feature import EVERYTHING, Course, Feature, Fields, Followed, Job, Step, Surroundings, Traced
+from jaxllm.engine.core.feature import (
+    EVERYTHING,
+    Course,
+    Errand,
+    Feature,
+    Fields,
+    Followed,
+    Surroundings,
+    Traced,
+    TracedStep,
+)
 from jaxllm.engine.core.jobs import Jobs
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.request import Request
@@ -27,14 +37,14 @@ THREADS = 4
 
 
 @dataclass
-class _Extra:
+class _GrammarState:
     constraint: Constraint | None = None
     """The request's place in the grammar that its tokens must follow, once that is built."""
     thinking: Thinking | None = None
     """Its reasoning, while that has a budget and is not over."""
 
 
-class Grammar(Feature):
+class GrammarFeature(Feature):
     """What the tokens of a request must follow, or its reasoning must keep to."""
 
     name = "grammar"
@@ -54,15 +64,15 @@ class Grammar(Feature):
     def close(self) -> None:
         self._jobs.close()
 
-    def prepare(self, request: Request, asked: EngineRequest) -> _Extra | None:
+    def prepare(self, request: Request, asked: EngineRequest) -> _GrammarState | None:
         if asked.pooling is not None:
             return None
         tokenizer = self._around.tokenizer
         thinking = None if tokenizer is None else Thinking.of(request.params, tokenizer)
         constrained = request.params.structured_outputs is not None
-        return _Extra(thinking=thinking) if constrained or thinking is not None else None
+        return _GrammarState(thinking=thinking) if constrained or thinking is not None else None
 
-    def job(self, request: Request, extra: _Extra) -> Job | None:
+    def job(self, request: Request, extra: _GrammarState) -> Errand | None:
         outputs = request.params.structured_outputs
         if outputs is None:
             return None
@@ -72,15 +82,15 @@ class Grammar(Feature):
         def build() -> None:
             extra.constraint = grammars.build(outputs)
 
-        return Job(build, self._jobs)
+        return Errand(build, self._jobs)
 
-    def certain(self, request: Request, extra: _Extra) -> int:
+    def certain(self, request: Request, extra: _GrammarState) -> int:
         return EVERYTHING if extra.thinking is None else extra.thinking.left
 
-    def course(self, request: Request, extra: _Extra) -> Course | None:
+    def course(self, request: Request, extra: _GrammarState) -> Course | None:
         return extra.constraint
 
-    def follow(self, request: Request, extra: _Extra, delta: TokenDelta) -> Followed:
+    def follow(self, request: Request, extra: _GrammarState, delta: TokenDelta) -> Followed:
         if extra.thinking is not None:
             for token in delta.token_ids:
                 if not extra.thinking.over:
@@ -102,7 +112,7 @@ class Grammar(Feature):
         constraint.check()
         return Followed(forced, constraint.complete)
 
-    def _forwards(self, request: Request, extra: _Extra) -> bool:
+    def _forwards(self, request: Request, extra: _GrammarState) -> bool:
         """Whether forced tokens need not be sampled: their logits are not asked for, and none is counted."""
         if request.params.logprobs is not None or extra.thinking is not None:
             return False
@@ -119,7 +129,7 @@ class Grammar(Feature):
         x["mask"][:] = ALL
 
     def fill(self, requests: Sequence[Request], x: Fields) -> None:
-        extras = [request.extras.get(self.name, _Extra()) for request in requests]
+        extras = [request.extras.get(self.name, _GrammarState()) for request in requests]
         mask = x["mask"][: len(requests)]
         self.fill_courses([extra.constraint for extra in extras], mask)
         for row, extra in zip(mask, extras, strict=True):
@@ -132,7 +142,7 @@ class Grammar(Feature):
         else:
             self.grammars.fill(courses, mask)  # type: ignore[arg-type]
 
-    def traced(self, step: Step) -> Traced:
+    def traced(self, step: TracedStep) -> Traced:
         return _Masking()
 
 

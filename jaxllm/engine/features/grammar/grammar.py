@@ -22,8 +22,7 @@ from jaxllm.engine.core.sampler import ALL, forbid
 from jaxllm.engine.features.grammar.thinking_budget import MarkerSearch
 from jaxllm.errors import InvalidRequestError
 from jaxllm.machine import cores
-from jaxllm.requests.compiled_grammars import compile_grammar
-from jaxllm.requests.grammar_process import COMPILE_STACK_BYTES
+from jaxllm.requests.compiled_grammars import COMPILE_STACK_BYTES, compile_grammar
 from jaxllm.requests.structured_outputs import StructuredOutputs, early_failure, failure, new_matcher
 from jaxllm.threads import call_with_stack
 

@@ -11,9 +11,8 @@ from dataclasses import replace
 from tokenizers import Tokenizer
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.requests.sampling import SamplingParams
-from jaxllm.requests.thinking_markers import ThinkingMarkers
-from jaxllm.text.byte_pieces import REPLACEMENT
+from jaxllm.requests.sampling import SamplingParams, ThinkingMarkers
+from jaxllm.text.spellings import REPLACEMENT
 
 MARKER_TOKENS = 16
 """How many of the last tokens are searched."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxllm.engine.core.feature import Built, Feature, Job, Plan, Surroundings
+from jaxllm.engine.core.feature import Built, Errand, Feature, Plan, Surroundings
 from jaxllm.engine.core.keys import Key, Kind
 from jaxllm.engine.core.prefix_search import FoundPrefix
 from jaxllm.engine.core.registry import Features
@@ -21,7 +21,7 @@ from jaxllm.engine.messages import EngineRequest, EngineStats, PagesAt, TokenDel
 
 
 @dataclass
-class _Extra:
+class _OffloadState:
     hands_on: bool
     """Another server will fetch the pages of its prompt."""
     pages_at: PagesAt | None
@@ -32,7 +32,7 @@ class _Extra:
     """Pages that it could have gone on after without the host."""
 
 
-class Offload(Feature):
+class OffloadFeature(Feature):
     """Its steps copy rows of the caches, pages or states, to the host and back."""
 
     name = "offload"
@@ -72,10 +72,10 @@ class Offload(Feature):
 
     # ------------------------------------------------------------ a request
 
-    def prepare(self, request: Request, asked: EngineRequest) -> _Extra:
-        return _Extra(asked.hands_on, asked.pages_at)
+    def prepare(self, request: Request, asked: EngineRequest) -> _OffloadState:
+        return _OffloadState(asked.hands_on, asked.pages_at)
 
-    def job(self, request: Request, extra: _Extra) -> Job | None:
+    def job(self, request: Request, extra: _OffloadState) -> Errand | None:
         """Read what is on disk, unless the engine is paused: then it is computed again. Fetch from other servers."""
         around, tiers = self._around, self._kept
         root, tokens = around.prefix_root(request), request.token_ids[: around.features().first_read(request)]
@@ -90,9 +90,9 @@ class Offload(Feature):
             if pull is not None:
                 pull.run()
 
-        return Job(bring, None if pull is None else pull.jobs)
+        return Errand(bring, None if pull is None else pull.jobs)
 
-    def extend(self, request: Request, extra: _Extra, found: FoundPrefix) -> bool:
+    def extend(self, request: Request, extra: _OffloadState, found: FoundPrefix) -> bool:
         """With states as many pages as lead to one, on the devices or in the host; else as there is room for."""
         extra.num_on_device = found.depth
         size, count, tiers = self._around.pool.page_size, len(found.pages), self._kept
@@ -108,7 +108,7 @@ class Offload(Feature):
             found.depth, found.returning, found.snapshot = back.depth, back.pages, back.state
         return not back.awaited
 
-    def place(self, request: Request, extra: _Extra, found: FoundPrefix) -> None:
+    def place(self, request: Request, extra: _OffloadState, found: FoundPrefix) -> None:
         size = self._around.pool.page_size
         pages = request.pages[len(found.pages) :]
         back = zip(pages, found.returning, strict=False)
@@ -119,13 +119,13 @@ class Offload(Feature):
             self._queries += request.num_prompt - extra.num_on_device * size
             self._hits += (found.depth - extra.num_on_device) * size
 
-    def ended(self, request: Request, extra: _Extra, delta: TokenDelta) -> None:
+    def ended(self, request: Request, extra: _OffloadState, delta: TokenDelta) -> None:
         """Copy the full pages of a prompt, and its state, to host memory, where other servers find them."""
         if extra.hands_on:
             prompt, root = request.token_ids[: request.num_prompt], self._around.prefix_root(request)
             self._keep(self._read(self._kept.to_hand_on(root, prompt, request.pages)))
 
-    def forget(self, request: Request, extra: _Extra) -> None:
+    def forget(self, request: Request, extra: _OffloadState) -> None:
         if extra.pull is not None:
             extra.pull.cancel()
 
@@ -175,6 +175,6 @@ class Offload(Feature):
 
 def transfer_of(features: Features) -> TransferInfo | None:
     """How an engine exchanges pages with other servers, if it does."""
-    found = features.get(Offload.name)
-    tiers = found.tiers if isinstance(found, Offload) else None
+    found = features.get(OffloadFeature.name)
+    tiers = found.tiers if isinstance(found, OffloadFeature) else None
     return None if tiers is None or tiers.peers is None else tiers.peers.info

@@ -13,6 +13,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from jaxllm.config.parts import KVTransferConfig
 from jaxllm.engine.core.jobs import Jobs
 from jaxllm.engine.features.offload.host_pages import Digest, HostPages, Page
 from jaxllm.engine.features.offload.page_listener import (
@@ -26,7 +27,6 @@ from jaxllm.engine.features.offload.page_listener import (
 )
 from jaxllm.engine.messages import PagesAt, TransferInfo
 from jaxllm.errors import JaxLLMError, one_line, reason
-from jaxllm.kv_transfer_config import KVTransferConfig
 from jaxllm.sharding.secret import introduce
 from jaxllm.sharding.wire import Wire, WireError, interrupt
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxllm.engine.core.feature import Feature, Fields, Step, Surroundings, Traced
+from jaxllm.engine.core.feature import Feature, Fields, Surroundings, Traced, TracedStep
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.packing import Packing
 from jaxllm.engine.core.registry import Features
@@ -25,7 +25,7 @@ from jaxllm.errors import ConfigError, one_line
 from jaxllm.requests.logits_processors import Chosen, Declared, LogitsProcessor, LogitsState, argument
 
 
-class Processors(Feature):
+class ProcessorsFeature(Feature):
     """Those of an engine. A row of int32 numbers says of each slot which of them its request uses, and with what.
 
     Worked example, of two processors, the second of which has an argument `factor`: `[0, 1, bits of 2.0]` says that the
@@ -100,7 +100,7 @@ class Processors(Feature):
     def seat(self, request: Request, extra: np.ndarray) -> None:
         self._device.run(Key("put", 0, frozenset({self.name})), np.array([request.slot], np.int32), extra)
 
-    def traced(self, step: Step) -> Traced:
+    def traced(self, step: TracedStep) -> Traced:
         return _Processing(self, step.parts[self.name]["rows"])
 
     def row(self, chosen: Chosen) -> np.ndarray:
@@ -135,7 +135,7 @@ class Processors(Feature):
 
 
 class _Processing(Traced):
-    def __init__(self, processors: Processors, table: Int[Array, "slots n"]):
+    def __init__(self, processors: ProcessorsFeature, table: Int[Array, "slots n"]):
         self._processors, self._table = processors, table
 
     def logits(self, logits: jax.Array, rows: SamplingRows, slots: Slots, x: Fields) -> jax.Array:
@@ -157,8 +157,8 @@ def _value(bits: jax.Array, dtype: np.dtype) -> jax.Array:
     return bits != 0 if dtype.kind == "b" else lax.bitcast_convert_type(bits, dtype)
 
 
-def processors_of(features: Features) -> Processors:
+def processors_of(features: Features) -> ProcessorsFeature:
     """Those of an engine that samples."""
-    found = features[Processors.name]
-    assert isinstance(found, Processors)
+    found = features[ProcessorsFeature.name]
+    assert isinstance(found, ProcessorsFeature)
     return found

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxllm.engine.core.feature import Feature, Fields, Ran, Reading, Step, Traced
+from jaxllm.engine.core.feature import Feature, Fields, Ran, Reading, Traced, TracedStep
 from jaxllm.engine.core.keys import Key, room
 from jaxllm.engine.core.request import Request, Status
 from jaxllm.engine.core.sizes import StepSizes
@@ -29,13 +29,13 @@ from jaxllm.requests.captures import FINAL, TAPPED, CaptureParams, Tap
 
 
 @dataclass
-class _Extra:
+class _CaptureState:
     params: CaptureParams
     rows: list[CapturedRows] = field(default_factory=list)
     """What has reached the host, and its caller has not been told."""
 
 
-class Captures(Feature):
+class CapturesFeature(Feature):
     """A step with it is told of each layer, and of the last norm, where in its buffer each activation goes."""
 
     name = "captures"
@@ -48,16 +48,16 @@ class Captures(Feature):
         """`widest` is how many numbers of a token the largest activation has."""
         self._widest = widest
 
-    def prepare(self, request: Request, asked: EngineRequest) -> _Extra | None:
-        return None if asked.capture is None else _Extra(asked.capture)
+    def prepare(self, request: Request, asked: EngineRequest) -> _CaptureState | None:
+        return None if asked.capture is None else _CaptureState(asked.capture)
 
-    def amount(self, extra: _Extra) -> int:
+    def amount(self, extra: _CaptureState) -> int:
         return len(extra.params.taps)
 
-    def first_read(self, request: Request, extra: _Extra) -> int:
+    def first_read(self, request: Request, extra: _CaptureState) -> int:
         return extra.params.first(request.num_prompt)
 
-    def apart(self, request: Request, extra: _Extra, tokens: range) -> bool:
+    def apart(self, request: Request, extra: _CaptureState, tokens: range) -> bool:
         return True
 
     def needed(self, chunks: Sequence[Chunk]) -> int:
@@ -112,10 +112,10 @@ class Captures(Feature):
 
         yield Reading(found, deliver)
 
-    def said(self, request: Request, extra: _Extra, delta: TokenDelta) -> None:
+    def said(self, request: Request, extra: _CaptureState, delta: TokenDelta) -> None:
         delta.captured, extra.rows = extra.rows, []
 
-    def traced(self, step: Step) -> Traced:
+    def traced(self, step: TracedStep) -> Traced:
         return _Recording(_Recorder(step.x["taps"], room(step.variant, self.name), self._widest))
 
 

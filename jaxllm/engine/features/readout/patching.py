@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxllm.engine.core.device_state import StateShapes
-from jaxllm.engine.core.feature import Feature, Fields, Step, Traced
+from jaxllm.engine.core.feature import Feature, Fields, Traced, TracedStep
 from jaxllm.engine.core.keys import Key, room
 from jaxllm.engine.core.request import Request
 from jaxllm.engine.core.sizes import StepSizes
@@ -23,7 +23,7 @@ from jaxllm.engine.core.work import Chunk
 from jaxllm.engine.messages import EngineRequest
 from jaxllm.models.layers.hands import Hand, LayerHand
 from jaxllm.pallas_kernels import StepMetadata
-from jaxllm.requests.patching import Patching as Patches
+from jaxllm.requests.steering import Patching
 
 
 class _RowPatch(NamedTuple):
@@ -34,7 +34,7 @@ class _RowPatch(NamedTuple):
     value: np.ndarray
 
 
-class Patching(Feature):
+class PatchingFeature(Feature):
     """A step with it is sent the layer and the row of each patch, and the values, float32 `[n, E]`."""
 
     name = "patching"
@@ -42,16 +42,16 @@ class Patching(Feature):
     rare = True
     rooms = (4, 32, 256, 2048, 16384, 131072, 1048576)
 
-    def prepare(self, request: Request, asked: EngineRequest) -> Patches | None:
+    def prepare(self, request: Request, asked: EngineRequest) -> Patching | None:
         return asked.patching
 
-    def amount(self, extra: Patches) -> int:
+    def amount(self, extra: Patching) -> int:
         return len(extra.places)
 
-    def salt(self, extra: Patches) -> str:
+    def salt(self, extra: Patching) -> str:
         return extra.digest
 
-    def apart(self, request: Request, extra: Patches, tokens: range) -> bool:
+    def apart(self, request: Request, extra: Patching, tokens: range) -> bool:
         return any(position in tokens for position, _ in extra.places)
 
     def needed(self, chunks: Sequence[Chunk]) -> int:
@@ -88,7 +88,7 @@ class Patching(Feature):
         values[: len(patches)] = [patch.value for patch in patches]
         return (values,)
 
-    def traced(self, step: Step) -> Traced:
+    def traced(self, step: TracedStep) -> Traced:
         return _Patching(step)
 
 
@@ -110,7 +110,7 @@ class _LayerPatching(LayerHand):
 class _Patching(Traced, Hand):
     layers = _LayerPatching
 
-    def __init__(self, step: Step):
+    def __init__(self, step: TracedStep):
         self._layers, self._rows, (self._values,) = step.x["patch_layers"], step.x["patch_rows"], step.sent
 
     def hand(self, meta: StepMetadata) -> Hand:

@@ -18,9 +18,9 @@ from jaxllm.engine.core.feature import (
     Plan,
     Ran,
     Reading,
-    Step,
     Surroundings,
     Traced,
+    TracedStep,
 )
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.packing import Packing
@@ -31,13 +31,13 @@ from jaxllm.engine.core.step import StepFunctions
 from jaxllm.engine.core.work import Chunk
 from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.pallas_kernels import StepMetadata
-from jaxllm.requests.pooling import MAX_TOKEN_IDS, PoolingParams
+from jaxllm.requests.tasks import MAX_TOKEN_IDS, PoolingParams
 
 SUMS = Key("read", 0, frozenset({"sums"}))
 
 
 @dataclass
-class _Extra:
+class _PoolingState:
     params: PoolingParams
     second_text: int
     """Where the second of two texts begins, which an encoder tells from the first; 0 where there is one."""
@@ -69,7 +69,7 @@ class _Row(NamedTuple):
     last: bool
 
 
-class Pooling(Feature):
+class PoolingFeature(Feature):
     """Its requests run backbones only. An encoder is told besides where each of its texts goes on as a second one."""
 
     name = "pooling"
@@ -106,16 +106,16 @@ class Pooling(Feature):
     def attach(self, around: Surroundings) -> None:
         self._device, self._sizes = around.device, around.sizes
 
-    def prepare(self, request: Request, asked: EngineRequest) -> _Extra | None:
-        return None if asked.pooling is None else _Extra(asked.pooling, asked.second_text)
+    def prepare(self, request: Request, asked: EngineRequest) -> _PoolingState | None:
+        return None if asked.pooling is None else _PoolingState(asked.pooling, asked.second_text)
 
-    def needs(self, request: Request, extra: _Extra) -> Iterable[Key]:
+    def needs(self, request: Request, extra: _PoolingState) -> Iterable[Key]:
         return [_logits_key(self._device.most_rows) if extra.params.kind == "logits" else SUMS]
 
-    def first_read(self, request: Request, extra: _Extra) -> int:
+    def first_read(self, request: Request, extra: _PoolingState) -> int:
         return 0 if extra.params.kind in ("mean", "cls") else EVERYTHING
 
-    def apart(self, request: Request, extra: _Extra, tokens: range) -> bool:
+    def apart(self, request: Request, extra: _PoolingState, tokens: range) -> bool:
         return True
 
     def fields(self, key: Key, sizes: StepSizes) -> dict[str, tuple[int, ...]]:
@@ -125,7 +125,7 @@ class Pooling(Feature):
         x["second_text"][: len(chunks)] = [chunk.request.extras[self.name].second_text for chunk in chunks]
         return ()
 
-    def traced(self, step: Step) -> Traced:
+    def traced(self, step: TracedStep) -> Traced:
         return _Texts(step.x["second_text"])
 
     def read(self, ran: Ran) -> Iterable[Reading]:

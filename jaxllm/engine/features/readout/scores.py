@@ -21,7 +21,7 @@ from jaxllm.engine.core.sampler import Logprobs, token_logprobs
 from jaxllm.engine.core.sizes import Buckets
 from jaxllm.engine.core.step import StepFunctions
 from jaxllm.engine.messages import EngineRequest, TokenDelta
-from jaxllm.requests.prompt_scores import PromptScores, ScoresInProgress
+from jaxllm.requests.outputs import PromptScores, ScoresInProgress
 
 SCORING = {-1: "score_all", 0: "score_given"}
 """The steps that score a prompt's tokens by `prompt_logprobs`: all of the vocabulary, nothing but the given ones."""
@@ -32,7 +32,7 @@ def _read_key(word: str, size: int) -> Key:
 
 
 @dataclass
-class _Extra:
+class _ScoreState:
     begin: int
     """The first token of the prompt that the scores are of."""
     scores: ScoresInProgress | None = None
@@ -49,7 +49,7 @@ class Stretch(NamedTuple):
     row: int
 
 
-class Scores(Feature):
+class ScoresFeature(Feature):
     """Its steps read hidden states that a backbone has left; they change nothing on the devices."""
 
     name = "scores"
@@ -90,18 +90,18 @@ class Scores(Feature):
     def attach(self, around: Surroundings) -> None:
         self._around, self._device = around, around.device
 
-    def prepare(self, request: Request, asked: EngineRequest) -> _Extra | None:
+    def prepare(self, request: Request, asked: EngineRequest) -> _ScoreState | None:
         p = request.params
         if asked.pooling is not None or (p.prompt_logprobs is None and not p.wants_vocabulary):
             return None
-        extra = _Extra(asked.scores_from)
+        extra = _ScoreState(asked.scores_from)
         if p.prompt_logprobs is not None:
             whole = p.prompt_logprobs == -1
             width = self._around.sizes.vocab_size if whole else 1 + p.prompt_logprobs
             extra.scores = PromptScores.empty(request.token_ids[extra.begin - 1 :], width, whole=whole)
         return extra
 
-    def needs(self, request: Request, extra: _Extra) -> Iterable[Key]:
+    def needs(self, request: Request, extra: _ScoreState) -> Iterable[Key]:
         keys = [self._key(request)] if extra.scores is not None else []
         return [*keys, *([_read_key("score_all", self._device.most_rows)] if request.params.wants_vocabulary else [])]
 
@@ -109,10 +109,10 @@ class Scores(Feature):
         """The step that scores a prompt's tokens."""
         return _read_key(SCORING.get(request.params.prompt_logprobs or 0, "score"), self._device.most_rows)
 
-    def first_read(self, request: Request, extra: _Extra) -> int:
+    def first_read(self, request: Request, extra: _ScoreState) -> int:
         return EVERYTHING if extra.scores is None else extra.begin - 1
 
-    def apart(self, request: Request, extra: _Extra, tokens: range) -> bool:
+    def apart(self, request: Request, extra: _ScoreState, tokens: range) -> bool:
         return request.params.wants_vocabulary or (extra.scores is not None and tokens.start < request.num_prompt - 1)
 
     def read(self, ran: Ran) -> Iterable[Reading]:
@@ -165,7 +165,7 @@ class Scores(Feature):
 
         return Reading(result, deliver)
 
-    def said(self, request: Request, extra: _Extra, delta: TokenDelta) -> None:
+    def said(self, request: Request, extra: _ScoreState, delta: TokenDelta) -> None:
         if request.num_output == 0:
             delta.prompt_logprobs = None if extra.scores is None else extra.scores.finish()
         if extra.vocabulary:
@@ -190,7 +190,7 @@ def score_packing(rows: int) -> Packing:
     return Packing(hidden_row=(rows,), target=(rows,))
 
 
-def _store(extra: _Extra, positions: range, found: slice, result: Any) -> None:
+def _store(extra: _ScoreState, positions: range, found: slice, result: Any) -> None:
     """Keep a prompt's scores: their first row is of the first token that is scored."""
     scores, rows = extra.scores, slice(positions.start - extra.begin, positions.stop - extra.begin)
     assert scores is not None, "only prompts that are scored have stretches"

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.engine.core.feature import Feature, Fields, Step, Surroundings, Traced
+from jaxllm.engine.core.feature import Feature, Fields, Surroundings, Traced, TracedStep
 from jaxllm.engine.core.handle import Result
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.pages import PrefixNode
@@ -30,7 +30,7 @@ from jaxllm.pallas_kernels import StateRows, StepMetadata
 
 
 @dataclass
-class _Extra:
+class _StateRows:
     row: int = 0
     """Where its first chunk since it was last admitted finds the state of a cached prefix; 0 for nowhere."""
     found: FoundPrefix | None = None
@@ -57,7 +57,7 @@ class _ChunkStates(NamedTuple):
     tokens: int = 0
 
 
-class States(Feature):
+class StatesFeature(Feature):
     """Rows of the layers' buffers: one for each slot, one for padding, and then one for each state of a prefix."""
 
     name = "states"
@@ -78,13 +78,13 @@ class States(Feature):
     def _keeps(self) -> bool:
         return self.cache.num_rows > 0 and self._pool.enable_prefix_caching
 
-    def prepare(self, request: Request, asked: EngineRequest) -> _Extra:
-        return _Extra()
+    def prepare(self, request: Request, asked: EngineRequest) -> _StateRows:
+        return _StateRows()
 
     def begin_step(self) -> None:
         self.cache.begin_step()
 
-    def extend(self, request: Request, extra: _Extra, found: FoundPrefix) -> bool:
+    def extend(self, request: Request, extra: _StateRows, found: FoundPrefix) -> bool:
         """As many of the pages as lead to a state, the longest that there is one for.
 
         A part of the pages would be of no use, so that a request waits for a longer one that a step keeps.
@@ -93,7 +93,7 @@ class States(Feature):
         found.depth, found.at_depths, extra.row, extra.found = kept.depth, True, kept.row, found
         return not kept.awaited
 
-    def place(self, request: Request, extra: _Extra, found: FoundPrefix) -> None:
+    def place(self, request: Request, extra: _StateRows, found: FoundPrefix) -> None:
         """A state that comes back from the host takes a row where others find it as well, or else its slot's."""
         extra.found, extra.branches_at = None, self._branch(found)
         if found.snapshot is None:
@@ -108,7 +108,7 @@ class States(Feature):
             if not found.returning:  # its pages are findable already
                 self._keep(request, extra, request.num_computed)
 
-    def cut(self, request: Request, extra: _Extra, start: int, length: int) -> int:
+    def cut(self, request: Request, extra: _StateRows, start: int, length: int) -> int:
         """So that a chunk ends where a state is wanted and none would be kept."""
         branch = extra.branches_at if extra.found is None else self._branch(extra.found)
         size = self._pool.page_size
@@ -121,7 +121,7 @@ class States(Feature):
         """
         return found.known * self._pool.page_size if found.known > found.depth else 0
 
-    def scheduled(self, chunk: Chunk, extra: _Extra, further: int, tries: bool) -> None:
+    def scheduled(self, chunk: Chunk, extra: _StateRows, further: int, tries: bool) -> None:
         """The chunk's state is kept at the last full page, if it reaches another one.
 
         A prompt that comes again needs its last token's logits, so that of its pages the ones before it count. Where
@@ -140,17 +140,17 @@ class States(Feature):
         elif row:
             extra.reserved.add(row, tokens)
 
-    def settled(self, request: Request, extra: _Extra, result: Result) -> None:
+    def settled(self, request: Request, extra: _StateRows, result: Result) -> None:
         """The step that ran the last known token of a request has taken some of what it tried."""
         if request.status is Status.RUNNING:
             begin, taken = len(request.token_ids) - 1, len(result.tokens) - 1
             for row in extra.reserved.settle(begin, result.num_reserved, taken, self._pool.page_size):
                 self.cache.release(row)
 
-    def registered(self, request: Request, extra: _Extra) -> None:
+    def registered(self, request: Request, extra: _StateRows) -> None:
         self._keep(request, extra, request.num_registered * self._pool.page_size)
 
-    def _keep(self, request: Request, extra: _Extra, num_tokens: int) -> None:
+    def _keep(self, request: Request, extra: _StateRows, num_tokens: int) -> None:
         """The host knows the request's first `num_tokens` tokens, whose pages are full: others find a state there.
 
         Of an answer only the last one is kept.
@@ -160,7 +160,7 @@ class States(Feature):
             self.cache.discard(extra.answer_node)
             extra.answer_node = request.prefix_node
 
-    def release(self, request: Request, extra: _Extra) -> None:
+    def release(self, request: Request, extra: _StateRows) -> None:
         """Of what its steps were to keep nothing will be found."""
         for row in extra.reserved.rows:
             self.cache.release(row)
@@ -189,7 +189,7 @@ class States(Feature):
             x["kept_tokens"][: len(told)] = [one.tokens for one in told]
         return ()
 
-    def traced(self, step: Step) -> Traced:
+    def traced(self, step: TracedStep) -> Traced:
         return _Resuming(step.x, step.sizes.page_size)
 
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from jaxllm.config.parts import KVEventsConfig
 from jaxllm.engine.scale.kv_events.events import KVEvent, as_array, as_map
 from jaxllm.errors import ConfigError
-from jaxllm.kv_events_config import KVEventsConfig
 from jaxllm.threads import start_thread
 
 if TYPE_CHECKING:

@@ -8,20 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.engine.core.feature import Step
+from jaxllm.engine.core.feature import TracedStep
 from jaxllm.engine.core.keys import SAMPLED
 from jaxllm.engine.core.registry import Features
 from jaxllm.engine.core.sampler import SamplingRows, mask_words, sample
 from jaxllm.engine.core.slots import Slots, slot_shapes
-from jaxllm.engine.features.adjustments.adjustments import MAX_BLOCKED, Adjustments
+from jaxllm.engine.features.adjustments.adjustments import MAX_BLOCKED, AdjustmentsFeature
 from jaxllm.requests.sampling import MAX_LOGIT_BIAS
-from jaxllm.text.bad_words import MAX_SPELLING_LENGTH, MAX_SPELLINGS
+from jaxllm.text.spellings import MAX_SPELLING_LENGTH, MAX_SPELLINGS
 from tests.engine.core.test_sampler import VOCAB, bitmask, make_rows, random_logits
 from tests.engine.step_sizes import NoModel, step_sizes
 
 LENGTH = 12
-FEATURES = Features([Adjustments()])
-USED = FEATURES[Adjustments.name].bit
+FEATURES = Features([AdjustmentsFeature()])
+USED = FEATURES[AdjustmentsFeature.name].bit
 
 
 def make_slots(
@@ -67,15 +67,17 @@ def make_slots(
     }  # fmt: skip
     sizes = step_sizes(max_num_seqs=count, max_model_len=LENGTH - 1, vocab_size=VOCAB)
     empty: Slots = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), slot_shapes(sizes, FEATURES))
-    assert {name: a.shape for name, a in empty.of[Adjustments.name].items()} == {n: a.shape for n, a in own.items()}
-    return empty._replace(history=jnp.asarray(tokens), of={Adjustments.name: jax.tree.map(jnp.asarray, own)})
+    assert {name: a.shape for name, a in empty.of[AdjustmentsFeature.name].items()} == {
+        n: a.shape for n, a in own.items()
+    }
+    return empty._replace(history=jnp.asarray(tokens), of={AdjustmentsFeature.name: jax.tree.map(jnp.asarray, own)})
 
 
 @jax.jit
 def adjust_logits(logits: jax.Array, rows: SamplingRows, slots: Slots) -> jax.Array:
     """What a step makes of the logits."""
     sizes = step_sizes()
-    step = Step("head", SAMPLED, sizes, {}, {"slots": slots}, NoModel(sizes, FEATURES))
+    step = TracedStep("head", SAMPLED, sizes, {}, {"slots": slots}, NoModel(sizes, FEATURES))
     (feature,) = FEATURES.inside("head", SAMPLED)
     return feature.traced(step).logits(logits, rows, slots, {})
 

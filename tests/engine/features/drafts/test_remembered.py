@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxllm.engine.core.registry import Features
-from jaxllm.engine.features.drafts.feature import RECALL, Drafts
+from jaxllm.engine.features.drafts.feature import RECALL, DraftsFeature
 from jaxllm.engine.features.drafts.ngrams import RememberedTexts
 from jaxllm.engine.features.drafts.rules import DraftDepth, NgramDrafts
 from tests.engine.step_sizes import NoModel, step_sizes
@@ -19,7 +19,7 @@ LENGTHS = {64: (1, 30, 63, 64, 200, 0, 5), 1500: (511, 512, 513, 3, 1400, 90, 20
 @pytest.mark.parametrize("size", LENGTHS)
 def test_a_new_text_takes_the_place_of_the_oldest(size: int) -> None:
     dice = np.random.default_rng(size)
-    drafts = Drafts(NgramDrafts(2, 1, 2, remembered=size), DraftDepth(2))
+    drafts = DraftsFeature(NgramDrafts(2, 1, 2, remembered=size), DraftDepth(2))
     recall = jax.jit(drafts.build(RECALL, NoModel(step_sizes(), Features())).step)
     own = {"remembered": jnp.zeros(size, jnp.int32)}
     texts, said = RememberedTexts(size), np.zeros(size, np.int32)

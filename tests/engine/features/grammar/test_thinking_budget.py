@@ -13,8 +13,8 @@ from jaxllm.engine.core.sampler import allow_only
 from jaxllm.engine.doors.beams import BeamSearchParams
 from jaxllm.engine.features.grammar.thinking_budget import Thinking
 from jaxllm.errors import InvalidRequestError
+from jaxllm.requests.sampling import ThinkingMarkers
 from jaxllm.requests.structured_outputs import StructuredOutputs
-from jaxllm.requests.thinking_markers import ThinkingMarkers
 from jaxllm.text.reasoning import REASONING_FORMATS
 from tests.engine.real_vocabulary import llm_with_real_vocabulary
 

@@ -13,11 +13,11 @@ import zmq
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.config import EngineConfig, make_config
+from jaxllm.config.parts import KVEventsConfig
 from jaxllm.engine.core.request import root_of
 from jaxllm.engine.scale.kv_events.events import BlockRemoved, BlockStored
 from jaxllm.engine.scale.kv_events.publisher import END, EventPublisher
 from jaxllm.errors import ConfigError
-from jaxllm.kv_events_config import KVEventsConfig
 from tests.engine.scale.kv_events.subscriber import Subscriber
 from tests.engine.scale.kv_events.test_events import prefixes_of
 from tests.reference.tiny import write_checkpoint

@@ -7,9 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from jaxllm.folders import user_folder
-from jaxllm.logs import LogFormat
-from jaxllm.setting_values import (
+from jaxllm.config.values import (
     Bytes,
     Entries,
     NumReplicas,
@@ -20,6 +18,8 @@ from jaxllm.setting_values import (
     SomeOf,
     parse_prefix,
 )
+from jaxllm.folders import user_folder
+from jaxllm.logs import LogFormat
 
 OTHER_KEY_VARIABLES = ("LLAMA_API_KEY", "VLLM_API_KEY")
 """Of llama.cpp and vLLM, honoured as JAXLLM_API_KEY: a server that has moved here must not answer without its key."""

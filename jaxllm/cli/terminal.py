@@ -1,13 +1,15 @@
-"""Standard input, output and error of a command: closed, full, or with an encoding that lacks some characters."""
+"""The terminal: standard streams, tables and a question."""
 
 from __future__ import annotations
 
 import errno
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
+
+from jaxllm.errors import ConfigError
 
 OUTPUT = "standard output"
 """The file that an OSError of these streams names."""
@@ -93,3 +95,37 @@ def _open_at(descriptor: int, flags: int) -> None:
         os.dup2(opened, descriptor)
         os.close(opened)
     os.set_inheritable(descriptor, True)
+
+
+WIDE = 1_000_000
+"""Columns: more than any table has."""
+
+
+def print_table(
+    headings: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, numbers: Sequence[int] = ()
+) -> None:
+    """Print rows under their headings, or without a line for headings where all of them are empty.
+
+    Long values go on in the next line of their cell; where the output is no terminal they stay on one line, so that
+    other programs find them. `numbers` are the columns to align at the right.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=None if title is None else Text(title), title_justify="left", show_header=any(headings))
+    for at, heading in enumerate(headings):
+        table.add_column(Text(heading), overflow="fold", justify="right" if at in numbers else "left")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console = Console()
+    if not console.is_terminal:
+        console.width = WIDE
+    console.print(table)
+
+
+def agrees(command: str, question: str) -> bool:
+    """Whether the user says yes. Raises ConfigError where nobody can be asked."""
+    if not sys.stdin.isatty():
+        raise ConfigError(f"{command} asks before it removes, and standard input is no terminal; say --yes")
+    return input(question).strip().lower() in ("y", "yes")

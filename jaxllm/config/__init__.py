@@ -5,14 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
-from jaxllm.errors import ConfigError
-from jaxllm.folders import user_folder
-from jaxllm.kv_events_config import KVEventsConfig
-from jaxllm.kv_transfer_config import KVTransferConfig
-from jaxllm.server_config import ServerConfig
-from jaxllm.setting_values import (
+from jaxllm.config.parts import ADAPTER_LISTS, KVEventsConfig, KVTransferConfig, LoRAModules, SpeculativeConfig
+from jaxllm.config.server import ServerConfig
+from jaxllm.config.values import (
     Bytes,
     Isq,
     IsqOrNone,
@@ -20,13 +17,12 @@ from jaxllm.setting_values import (
     SettingsGroup,
     Sizes,
     SomeOf,
-    check_served_name,
     comma_separated,
-    parse_named_paths,
     parse_object,
     parse_pairs,
 )
-from jaxllm.speculative_config import SpeculativeConfig
+from jaxllm.errors import ConfigError
+from jaxllm.folders import user_folder
 from jaxllm.wording import did_you_mean, wrong_setting
 
 CACHE_DIR = user_folder("XDG_CACHE_HOME", "~/.cache")
@@ -313,24 +309,6 @@ class EngineConfig(SettingsGroup):
         return (self.num_processes or 1) > 1
 
 
-class LoRAModule(SettingsGroup):
-    """A LoRA adapter that a server has from the start, in vLLM's words."""
-
-    name: Annotated[str, AfterValidator(check_served_name)]
-    """What requests call it, as their model."""
-    path: Annotated[str, Field(min_length=1)]
-    """A folder that PEFT saved, a GGUF adapter, or a hub id."""
-    base_model_name: str | None = None
-    """What listings call its model; by default the model's own name."""
-    scale: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
-    """What its effect is multiplied by."""
-
-
-ADAPTER_LISTS = ("lora_modules", "adapters")
-"""What the adapters of a model are called: by its flag, and in a file of several models."""
-LoRAModules = Annotated[tuple[LoRAModule, ...], BeforeValidator(parse_named_paths)]
-
-
 class ModelConfig(EngineConfig):
     """One served model: its engine, the names it goes by, its adapters, its chat template, its parsers, its pooling."""
 
@@ -398,27 +376,6 @@ Part = TypeVar("Part", bound=BaseModel)
 def part_of(config: BaseModel, schema: type[Part]) -> Part:
     """The fields of `schema`, one of the classes that the class of `config` is made of, which has checked them."""
     return schema.model_construct(**{name: getattr(config, name) for name in schema.model_fields})
-
-
-SECTIONS = {
-    "model": "Model", "dequantize": "Quantization", "max_num_seqs": "Scheduling", "block_size": "Memory",
-    "tensor_parallel_size": "Parallelism", "attention_backend": "Execution", "host": "Server",
-    "api_key": "Access",
-    "served_model_name": "API", "serve_any_model_name": "API", "models": "Several models",
-    "mcp_config": "Tool servers", "data_dir": "Storage", "log_level": "Logging", "monitor_port": "Monitoring",
-    "ray": "Ray",
-}  # fmt: skip
-"""Field -> the section of --help and of docs/configuration.md that it and those after it are in; in their order."""
-
-
-def sections(schema: type[BaseModel]) -> dict[str, list[str]]:
-    """Section -> its fields, in order."""
-    found: dict[str, list[str]] = {title: [] for title in SECTIONS.values()}
-    title = ""
-    for name in schema.model_fields:
-        title = SECTIONS.get(name, title)
-        found[title].append(name)
-    return {title: names for title, names in found.items() if names}
 
 
 def make_config(cls: type[EngineConfig], **fields: Any) -> Any:

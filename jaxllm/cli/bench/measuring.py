@@ -1,0 +1,261 @@
+"""What the benchmarks share: flags, the load of random prompts, statistics, and the report of a result."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import os
+import platform
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Group, Parameter
+from cyclopts.validators import Number
+
+from jaxllm.cli.terminal import print_table
+from jaxllm.config import EngineConfig
+from jaxllm.errors import ConfigError
+from jaxllm.requests.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxllm.llm import LLM
+
+
+LOAD_GROUP = Group("Load", sort_key=0)
+
+
+def _writable(_: type, file: Path | None) -> None:
+    """Refuse at the door a result file that could not be written after minutes of measuring."""
+    if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
+        raise ValueError("it cannot be written to")
+
+
+Count = Annotated[int, Parameter(group=LOAD_GROUP, validator=Number(gte=1))]
+
+
+def counts(*names: str) -> Parameter:
+    """A flag of one number or several, each of at least 1."""
+    return Parameter(name=names, group=LOAD_GROUP, consume_multiple=True, negative=(), validator=Number(gte=1))
+
+
+Rate = Annotated[float, Parameter(group=LOAD_GROUP, validator=Number(gt=0))]
+JsonFile = Annotated[Path | None, Parameter(name="--json", group=LOAD_GROUP, validator=_writable)]
+
+
+_FIRST_ORDINARY_TOKEN = 1000
+"""Special and byte tokens come first in every vocabulary; random prompts stay above them where there is room."""
+
+
+def random_prompts(count: int, length: int, vocab_size: int, source: random.Random) -> list[list[int]]:
+    """`count` prompts of `length` uniformly random token ids; alike in length only, so no prefix is ever shared."""
+    first = min(_FIRST_ORDINARY_TOKEN, vocab_size // 2)
+    return [[source.randrange(first, vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def send_times(count: int, rate: float, source: random.Random) -> list[float]:
+    """When each request is sent, in seconds: a Poisson process of `rate` a second; inf is all at once."""
+    times, now = [], 0.0
+    for _ in range(count):
+        times.append(now)
+        now += source.expovariate(rate) if rate != float("inf") else 0.0
+    return times
+
+
+async def run_load(
+    send: Callable[[list[int]], Awaitable[Trace]],
+    prompts: Sequence[list[int]],
+    times: Sequence[float],
+    concurrency: int | None,
+) -> tuple[list[Trace], float]:
+    """Send each prompt at its time, at most `concurrency` in flight; returns the traces and the seconds it all took."""
+    begin = time.perf_counter()
+    gate = asyncio.Semaphore(concurrency or len(prompts))
+
+    async def one(prompt: list[int], at: float) -> Trace:
+        await asyncio.sleep(begin + at - time.perf_counter())
+        async with gate:
+            return await send(prompt)
+
+    traces = await asyncio.gather(*(one(prompt, at) for prompt, at in zip(prompts, times, strict=True)))
+    return traces, time.perf_counter() - begin
+
+
+def timed_generate(llm: LLM, prompts: Sequence[list[int]], output_len: int) -> float:
+    """Seconds to generate exactly `output_len` tokens for all prompts together, in process."""
+    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
+    begin = time.perf_counter()
+    llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    return time.perf_counter() - begin
+
+
+@contextmanager
+def offline_llm(config: EngineConfig, input_len: int, output_len: int) -> Iterator[LLM]:
+    """An LLM with every planned bucket compiled, so that no compile runs beside a measurement; shut down at the end.
+
+    Raises:
+        ConfigError: requests of these lengths do not fit its context.
+    """
+    from jaxllm.llm import LLM
+
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("jaxllm").setLevel(logging.INFO)
+    llm = LLM(**config.model_dump(exclude_unset=True))
+    try:
+        length, context = input_len + output_len, llm.info.max_model_len
+        if length > context:
+            raise ConfigError(
+                f"--input-len {input_len} and --output-len {output_len} make {length} tokens; "
+                f"the context holds {context}"
+            )
+        while llm.stats().compiles_pending:
+            time.sleep(0.1)
+        yield llm
+    finally:
+        llm.shutdown()
+
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass
+class Trace:
+    """One request as its client saw it; times are seconds on one clock."""
+
+    start: float
+    prompt_tokens: int
+    arrivals: list[float] = field(default_factory=list)
+    """When each piece of the answer arrived."""
+    output_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def time_to_first_token(self) -> float:
+        """TTFT: from sending the request to the first piece of its answer."""
+        return self.arrivals[0] - self.start
+
+    @property
+    def time_per_output_token(self) -> float:
+        """TPOT: mean time of a token after the first; needs at least two tokens."""
+        return (self.arrivals[-1] - self.arrivals[0]) / (self.output_tokens - 1)
+
+    @property
+    def inter_token_latencies(self) -> list[float]:
+        """ITL: gaps between successive pieces."""
+        return [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
+
+    @property
+    def end_to_end(self) -> float:
+        """From sending the request to the last piece of its answer."""
+        return self.arrivals[-1] - self.start
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The `percent`-th percentile with linear interpolation between ranks (Hyndman & Fan 1996, type 7, as in NumPy).
+
+    Raises:
+        ValueError: `values` is empty.
+    """
+    if not values:
+        raise ValueError("no values to take a percentile of")
+    ranked = sorted(values)
+    position = (len(ranked) - 1) * percent / 100
+    below, above = math.floor(position), math.ceil(position)
+    return ranked[below] + (ranked[above] - ranked[below]) * (position - below)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """{'mean', 'p50', 'p90', 'p99', 'max'} of `values`; empty where there are none."""
+    if not values:
+        return {}
+    ranks = {f"p{percent}": percentile(values, percent) for percent in PERCENTILES}
+    return {"mean": sum(values) / len(values), **ranks, "max": max(values)}
+
+
+def summarize(traces: Sequence[Trace], duration: float) -> dict[str, object]:
+    """Rates over `duration` seconds and the spread of each latency in milliseconds, over the requests that finished."""
+    finished = [trace for trace in traces if trace.error is None and trace.arrivals]
+    prompt_tokens = sum(trace.prompt_tokens for trace in finished)
+    output_tokens = sum(trace.output_tokens for trace in finished)
+    return {
+        "duration_s": duration,
+        "completed": len(finished),
+        "failed": len(traces) - len(finished),
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+        "requests_per_s": len(finished) / duration,
+        "prompt_tokens_per_s": prompt_tokens / duration,
+        "output_tokens_per_s": output_tokens / duration,
+        "ttft_ms": _milliseconds([trace.time_to_first_token for trace in finished]),
+        "tpot_ms": _milliseconds([trace.time_per_output_token for trace in finished if trace.output_tokens > 1]),
+        "itl_ms": _milliseconds([gap for trace in finished for gap in trace.inter_token_latencies]),
+        "e2e_ms": _milliseconds([trace.end_to_end for trace in finished]),
+    }
+
+
+def _milliseconds(seconds: Sequence[float]) -> dict[str, float]:
+    return {name: value * 1000 for name, value in spread(seconds).items()}
+
+
+MOST_COLUMNS = 5
+"""Results beside one another; more are shown one below the other."""
+
+_SECRETS = {"api_key"}
+
+
+def report(
+    benchmark: str,
+    config: EngineConfig,
+    load: Mapping[str, Any],
+    results: Sequence[Mapping[str, Any]],
+    file: Path | None,
+) -> None:
+    """Print one column a result, or one row of many, and with `file` write all that is needed to read it later."""
+    _print_table(benchmark, config.model, results)
+    if file is not None:
+        document = {
+            "benchmark": benchmark,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "machine": platform.platform(),
+            "versions": {name: version(name) for name in ("jaxllm", "jax", "flax")},
+            "config": config.model_dump(mode="json", exclude=_SECRETS),
+            "load": dict(load),
+            "results": [dict(result) for result in results],
+        }
+        file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def _print_table(benchmark: str, model: str, results: Sequence[Mapping[str, Any]]) -> None:
+    flat = [flatten(result) for result in results]
+    names = {name: name.replace("_", " ") for name in flat[0]}
+    rows = [[title, *(_number(result.get(name)) for result in flat)] for name, title in names.items()]
+    if wide := len(results) > MOST_COLUMNS:
+        rows = [list(row) for row in zip(*rows, strict=True)]
+    headings = rows.pop(0) if wide else [""] * (1 + len(results))
+    numbers = () if wide else range(1, 1 + len(results))
+    print_table(headings, rows, title=f"{benchmark}: {model}", numbers=numbers)
+
+
+def flatten(result: Mapping[str, Any]) -> dict[str, Any]:
+    """{'ttft_ms': {'p50': 1.0}} -> {'ttft_ms p50': 1.0}."""
+    flat: dict[str, Any] = {}
+    for name, value in result.items():
+        flat.update(
+            {f"{name} {rank}": number for rank, number in value.items()}
+            if isinstance(value, Mapping)
+            else {name: value}
+        )
+    return flat
+
+
+def _number(value: Any) -> str:
+    if value is None or isinstance(value, str):
+        return value or "–"
+    return f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"

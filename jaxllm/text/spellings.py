@@ -1,0 +1,123 @@
+"""How texts are spelled in tokens: how families cut them, the bytes of parts of characters, and bad words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from jaxllm.errors import InvalidRequestError
+from jaxllm.requests.sampling import MAX_BAD_WORDS
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{SPACES}"
+QWEN2 = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{SPACES}"
+QWEN35 = (
+    rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{SPACES}"
+)
+SEED = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{SPACES}"
+TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"
+    rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{SPACES}"
+)
+GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{SPACES}"
+)
+DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{SPACES}"
+)
+BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
+_HAN = r"[\p{Han}]"
+_NOT_HAN = r"&&[^\p{Han}]]"
+KIMI = (
+    rf"{_HAN}+"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{UPPER[:-1]}{_NOT_HAN}*{LOWER[:-1]}{_NOT_HAN}+{CONTRACTIONS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{UPPER[:-1]}{_NOT_HAN}+{LOWER[:-1]}{_NOT_HAN}*{CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{SPACES}"
+)
+
+
+REPLACEMENT = "\ufffd"
+"""What decoders give for bytes that are no whole character."""
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+"""A byte in SentencePiece's vocabularies."""
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The character that stands for each byte in byte-level vocabularies.
+
+    The formula is `bytes_to_unicode` of GPT-2's encoder.py: visible characters of Latin-1 stand for themselves, and the
+    other bytes, in their order, are the characters from U+0100 on.
+    """
+    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_ALPHABET = _byte_alphabet()
+_CHARACTERS = {byte: character for character, byte in _ALPHABET.items()}
+
+
+def piece_bytes(piece: str) -> bytes | None:
+    """The bytes that a vocabulary's entry spells, where it spells any.
+
+    Worked example: `piece_bytes("<0xE2>")` is b"\xe2", `piece_bytes("Ġâ")` is b" \xe2", `piece_bytes("世")` is None.
+    """
+    if found := _BYTE_TOKEN.fullmatch(piece):
+        return bytes.fromhex(found[1])
+    if all(character in _ALPHABET for character in piece):
+        return bytes(_ALPHABET[character] for character in piece)
+    return None
+
+
+def byte_level(token: bytes) -> str:
+    """How a byte-level vocabulary spells these bytes.
+
+    Worked example: `byte_level(b" \xe2")` is "Ġâ".
+    """
+    return "".join(_CHARACTERS[byte] for byte in token)
+
+
+def escaped(token: bytes) -> str | None:
+    """A part of a character as OpenAI names it, bytes that are not ASCII as escapes; None for a token that is text.
+
+    Worked example: `escaped(b" \xe2\x80")` is ' \\xe2\\x80'.
+    """
+    try:
+        token.decode()
+    except UnicodeDecodeError:
+        return "".join(chr(byte) if byte < 0x80 else f"\\x{byte:02x}" for byte in token)
+    return None
+
+
+MAX_SPELLINGS = 2 * MAX_BAD_WORDS
+"""Each word may be behind a space, or not."""
+MAX_SPELLING_LENGTH = 16
+
+
+def spellings(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """The token sequences that each word is: at the start of a text, and behind a space."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word.strip(), " " + word.strip()):
+            found[tuple(tokenizer.encode(text, add_special_tokens=False).ids)] = None
+    return tuple(found)
+
+
+def check_bad_words(tokenizer: Tokenizer, words: Sequence[str]) -> None:
+    """Raises InvalidRequestError for a word of too many tokens."""
+    for word in words:
+        length = max(map(len, spellings(tokenizer, [word])))
+        if length > MAX_SPELLING_LENGTH:
+            raise InvalidRequestError(
+                f"bad_words has {word!r}, which is {length} tokens; a bad word may have {MAX_SPELLING_LENGTH}",
+                param="bad_words",
+            )
