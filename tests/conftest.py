@@ -23,10 +23,12 @@ CORE = (
     "batch", "device", "device_state", "executables", "handle", "keys", "packing", "runner", "sampler", "saved",
     "sizes", "slots", "step", "step_weights",
 )  # fmt: skip
-"""What works with arrays; what schedules is tested with stand-ins that are no such types."""
+FEATURES = ("adapters", "adjustments", "drafts", "grammar", "processors", "readout", "states")
+"""What works with arrays; what schedules, and what keeps pages, is tested with stand-ins that are no such types."""
 CHECKED = (
     *(f"engine.core.{name}" for name in CORE),
-    *("engine.features", "models", "pallas_kernels", "quantization", "sharding", "weights"),
+    *(f"engine.features.{name}" for name in FEATURES),
+    *("models", "pallas_kernels", "quantization", "sharding", "weights"),
 )
 typecheck.check([f"jaxllm.{name}" for name in CHECKED])  # before any of them is imported
 

@@ -75,7 +75,7 @@ def slots_of(llm: LLM) -> Slots:
 
 def run_by_draft_model(llm: LLM) -> np.ndarray:
     """How many tokens of each slot's sequence."""
-    return np.asarray(slots_of(llm).drafted)
+    return np.asarray(slots_of(llm).of["drafts"]["drafted"])
 
 
 def test_a_draft_model_runs_prompts_beside_the_model(drafting):

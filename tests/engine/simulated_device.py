@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -25,6 +25,7 @@ from jaxllm.engine.core.work import Batch
 from jaxllm.engine.features.adapters.adapters import PUT_TABLES
 from jaxllm.engine.features.offload.host_pages import CacheRow
 from jaxllm.engine.features.offload.offload import OffloadFeature
+from jaxllm.engine.features.offload.page_copies import LeavingPages, PageBlocks
 
 VOCAB = 3
 
@@ -66,14 +67,11 @@ class SimulatedPage(list):
     nbytes = 1
 
 
-class SimulatedLeaving(NamedTuple):
+class SimulatedLeaving(LeavingPages):
     """Pages that the host is given."""
 
-    digests: list[bytes]
-    pages: list[SimulatedPage]
-
     def contents(self) -> list[SimulatedPage]:
-        return self.pages
+        return self.arrays
 
 
 class SimulatedOffload(OffloadFeature):
@@ -185,10 +183,11 @@ class SimulatedRunner:
 
     def read_pages(self, rows: Sequence[tuple[CacheRow, bytes]]) -> list[SimulatedLeaving]:
         contents = [SimulatedPage(self._contents(row)) for row, _ in rows]
-        return [SimulatedLeaving([digest for _, digest in rows], contents)] if rows else []
+        return [SimulatedLeaving([digest for _, digest in rows], contents, mock.Mock(spec=PageBlocks))] if rows else []
 
     def write_pages(self, rows: Sequence[tuple[CacheRow, Any]]) -> None:
-        self.returned[-1] = [row for row, _ in rows]
+        if rows:
+            self.returned[-1] = [row for row, _ in rows]
         for row, content in rows:
             if row.kind == "page":
                 self._pages[row.number] = list(content)

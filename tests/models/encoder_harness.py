@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.engine.core.batch import whole_texts
+from jaxllm.engine.features.readout.pooling import with_token_types
 from jaxllm.models.abstract import abstract_model
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import model_spec
@@ -55,7 +56,7 @@ class EncoderHarness:
         def step(weights: Any, fields: dict[str, jax.Array]) -> jax.Array:
             merged = nnx.merge(graph, jax.tree.unflatten(treedef, weights))
             tokens, meta = whole_texts(fields)
-            hidden, _ = merged(tokens, (), meta)
+            hidden, _ = merged(tokens, (), with_token_types(meta, fields["second_text"]))
             return merged.logits(hidden) if classifies else hidden
 
         specs = (tuple(P(*leaf.axes) for p in params for leaf in p.leaves()), P())

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from jaxllm import EngineConfig
-from jaxllm.engine.core.keys import PLAIN
+from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.step import StepFunctions
 from jaxllm.engine.start.plan import UNPAGED_LENGTH, Blueprint, make_blueprint
 from jaxllm.engine.start.platform import Platform
@@ -81,16 +81,16 @@ def test_steps_have_the_shapes_of_the_model(blueprint):
     config, sizes = blueprint.spec.config, blueprint.sizes
     functions = StepFunctions(blueprint.model, blueprint.params, build_mesh(1), sizes)
     if config.encoder is not None:
-        encode, arguments = functions.encode(16)
+        encode, arguments = functions.step(Key("encode", 16))
         (hidden,) = jax.eval_shape(encode, *arguments)
         assert hidden.shape == (sizes.max_num_batched_tokens, config.hidden_size) and not any(sizes.buffers)
         return
-    prefill, prefill_args = functions.backbone(8)
+    prefill, prefill_args = functions.step(Key("backbone", 8))
     caches, _, hidden = jax.eval_shape(prefill, *prefill_args)
     assert hidden.shape == (sizes.max_num_batched_tokens, config.hidden_size)
     kept = [_buffers(spec) for spec in config.caches]
     assert [len(layer) for layer in caches] == kept and len(kept) == config.num_layers
-    decode, decode_args = functions.decode(2, PLAIN)
+    decode, decode_args = functions.step(Key("decode", 2))
     _, _, sampled = jax.eval_shape(decode, *decode_args)
     assert sampled.tokens.shape == (2 * sizes.decode_steps,)
 

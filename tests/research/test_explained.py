@@ -67,8 +67,8 @@ def test_a_prefill_is_told_executable_by_executable(llm: LLM) -> None:
     step = llm.explain_step(bandwidth=1e9)
     assert step.kind == "prefill" and sorted(step.sequences) == [RanSequence(9, 9), RanSequence(20, 20)]
     parts = {part.name: part for part in step.parts}
-    assert list(parts) == ["admit", "backbone-32", "head-8"]
-    assert parts["admit"].runs == 2 and parts["admit"].padded is None and parts["admit"].weight_bytes == 0
+    assert list(parts) == ["put-admit", "backbone-32", "head-8"]
+    assert parts["put-admit"].runs == 2 and parts["put-admit"].padded is None and parts["put-admit"].weight_bytes == 0
     assert (parts["backbone-32"].real, parts["head-8"].real) == (29, 2)
     assert parts["backbone-32"].weight_bytes == bytes_of(llm, layers=True, head=False, rows=29)
     assert parts["head-8"].weight_bytes == bytes_of(llm, layers=False, head=True, rows=0)
@@ -76,7 +76,7 @@ def test_a_prefill_is_told_executable_by_executable(llm: LLM) -> None:
 
 def test_scores_of_a_prompt_are_among_what_ran(llm: LLM) -> None:
     generate(llm, [9], 1, prompt_logprobs=0)
-    assert [part.name for part in llm.explain_step().parts][:3] == ["admit", "backbone-32", "score_given-8"]
+    assert [part.name for part in llm.explain_step().parts][:3] == ["put-admit", "backbone-32", "read-8-score_given"]
 
 
 def test_the_last_step_of_each_kind_is_kept(llm: LLM) -> None:

@@ -235,7 +235,9 @@ class Feature:
         return Plan()
 
     def slot(self, sizes: StepSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
-        """What each slot keeps for it on the device: shapes and dtypes of one row."""
+        """What each slot keeps for it on the device: shapes and dtypes of one row. What `build` puts has at least one
+        axis, as batches that run side by side lie along the first.
+        """
         return {}
 
     def part(self, state: StateShapes) -> Any:

@@ -50,10 +50,10 @@ class AdjustmentsFeature(Feature):
             "bias_ids": ((MAX_LOGIT_BIAS,), jnp.int32),
             "bias_values": ((MAX_LOGIT_BIAS,), jnp.float32),
             "blocked_ids": ((MAX_BLOCKED,), jnp.int32),
-            "blocked_until": ((), jnp.int32),
+            "blocked_until": ((1,), jnp.int32),
             "allowed": ((mask_words(sizes.vocab_size),), jnp.int32),
             "bad_words": ((MAX_SPELLINGS, MAX_SPELLING_LENGTH), jnp.int32),
-            "window": ((), jnp.int32),
+            "window": ((1,), jnp.int32),
             "penalties": ((3,), jnp.float32),
         }
 
@@ -117,7 +117,7 @@ def adjust_logits(
     index = jnp.arange(logits.shape[0])[:, None]
     history = slot_history[rows.slot]
     at = jnp.arange(history.shape[1])
-    known = (at <= rows.position[:, None]) & (at > (rows.position - x["window"])[:, None])
+    known = (at <= rows.position[:, None]) & (at > rows.position[:, None] - x["window"])
     generated = known & (at >= rows.prompt_len[:, None])
 
     def count(mask: jax.Array) -> jax.Array:
@@ -129,7 +129,7 @@ def adjust_logits(
     logits = jnp.where(repeated, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
     logits = logits - frequency * out_counts - presence * (out_counts > 0)
     logits = logits.at[index, x["bias_ids"]].add(x["bias_values"], mode="drop")
-    held_back = (rows.position + 1 < x["blocked_until"])[:, None]
+    held_back = rows.position[:, None] + 1 < x["blocked_until"]
     blocked = jnp.where(held_back, x["blocked_ids"], logits.shape[1])
     logits = logits.at[index, blocked].set(NEGATIVE, mode="drop")
     bad = _bad_tokens(rows, history, x["bad_words"], logits.shape[1])

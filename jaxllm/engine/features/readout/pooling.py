@@ -190,9 +190,13 @@ class _Texts(Traced):
         self._second = second
 
     def metadata(self, meta: StepMetadata, slots: Slots) -> StepMetadata:
-        """Which of two texts each token is of."""
-        second = self._second[jnp.minimum(meta.seq_ids, len(self._second) - 1)]
-        return replace(meta, token_types=((second > 0) & (meta.positions >= second)).astype(jnp.int32))
+        return with_token_types(meta, self._second)
+
+
+def with_token_types(meta: StepMetadata, second: Any) -> StepMetadata:
+    """Which of two texts each token is of: `second` `[S]` is where each sequence's second one begins, 0 for nowhere."""
+    begins = second[jnp.minimum(meta.seq_ids, len(second) - 1)]
+    return replace(meta, token_types=((begins > 0) & (meta.positions >= begins)).astype(jnp.int32))
 
 
 def _logits_key(rows: int) -> Key:

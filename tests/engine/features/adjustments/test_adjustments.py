@@ -62,8 +62,8 @@ def make_slots(
     rules = np.zeros((count + 1, 3), np.float32)
     until[:count], windows[:count], rules[:count] = blocked_until, window, penalties
     own = {
-        "bias_ids": ids, "bias_values": values, "blocked_ids": held, "blocked_until": until, "allowed": bits,
-        "bad_words": words, "window": windows, "penalties": rules,
+        "bias_ids": ids, "bias_values": values, "blocked_ids": held, "blocked_until": until[:, None], "allowed": bits,
+        "bad_words": words, "window": windows[:, None], "penalties": rules,
     }  # fmt: skip
     sizes = step_sizes(max_num_seqs=count, max_model_len=LENGTH - 1, vocab_size=VOCAB)
     empty: Slots = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), slot_shapes(sizes, FEATURES))
