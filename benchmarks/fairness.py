@@ -27,7 +27,7 @@ from pathlib import Path
 
 import httpx
 
-from jaxllm.serving.access.api_key import hash_of, new_key
+from jaxllm.serving.access.keys import hash_of, new_key
 
 WORDS = ("the", "of", "and", "to", "in", "a", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not")
 QUIET_WORDS, FLOOD_WORDS = 30, 500

@@ -29,7 +29,7 @@ def serve(port: int, steps_per_second: int) -> None:
     from jaxllm.engine.doors.async_llm import AsyncLLM
     from jaxllm.engine.doors.process_client import ProcessClient
     from jaxllm.engine.start.tokenizer import resolve_tokenizer
-    from jaxllm.serving.listener import bind
+    from jaxllm.serving.http.listening import bind
     from jaxllm.serving.registry import single_model
     from jaxllm.serving.server import run_server
 

@@ -114,7 +114,7 @@ def test_each_one_waits_for_as_long_as_the_server_may_take_to_stop() -> None:
 
 
 def test_the_probes_ask_for_routes_that_there_are() -> None:
-    from jaxllm.serving.health import router
+    from jaxllm.serving.status import router
 
     paths = {route.path for route in router.routes}  # type: ignore[attr-defined]
     probes = re.findall(r"path: (/\S+z)$", DEPLOYMENT, re.MULTILINE) + re.findall(r":8000(/\w+)'", DOCKERFILE)

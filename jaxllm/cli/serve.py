@@ -72,7 +72,7 @@ def new(name: str, *, json_output: Annotated[bool, Parameter(name="--json", nega
         name: What metrics, logs and the owners of stored objects call the key.
         json_output: Print name, key and hash as one JSON object on standard output instead.
     """
-    from jaxllm.serving.access.api_key import NAME, hash_of, new_key
+    from jaxllm.serving.access.keys import NAME, hash_of, new_key
 
     if not re.fullmatch(NAME, name):
         raise ConfigError(f"NAME is {name!r}: it must have 1 to 64 letters, digits, '.', '_' and '-'")

@@ -45,7 +45,7 @@ def info(config: ServeConfig, *, json_output: Json = False) -> None:
 
 
 async def _info(config: ServeConfig, json_output: bool) -> None:
-    from jaxllm.serving.batches.file_store import files_of
+    from jaxllm.serving.batches.stores import files_of
     from jaxllm.serving.stored import counted
 
     async with _opened(config, checks=False) as database:
@@ -129,8 +129,7 @@ def clean(
 
 
 async def _clean(config: ServeConfig, time_of: int, older_than: str, yes: bool) -> None:
-    from jaxllm.serving.store.retention import delete_old
-    from jaxllm.serving.stored import deleters
+    from jaxllm.serving.stored import delete_old, deleters
 
     async with _opened(config) as database:
         if not yes and not agrees("clean", f"Delete what is older than {older_than} from {database.place}? [y/N] "):

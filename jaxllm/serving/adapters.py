@@ -1,15 +1,25 @@
-"""The LoRA adapters of one model: which there are, and which of them a request uses."""
+"""The LoRA adapters of one model: which there are, which a request uses, and whether the engine can use one."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from jaxllm.config.parts import LoRAModule
-from jaxllm.errors import Field, InvalidRequestError
+from jaxllm.engine.messages import EngineRequest
+from jaxllm.errors import EngineDeadError, Field, InvalidRequestError, JaxLLMError
 from jaxllm.requests.adapters import AdapterUse
+from jaxllm.requests.sampling import SamplingParams
+from jaxllm.requests.tasks import PoolingParams
+
+if TYPE_CHECKING:
+    from jaxllm.engine.doors.async_llm import AsyncLLM
+
+_ids = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -38,9 +48,6 @@ class LoadedAdapter:
     def use(self, scale: float) -> AdapterUse:
         """What tells the engine to use it."""
         return AdapterUse(id=self.id, name=self.name, path=self.source or self.path, scale=scale)
-
-
-_ids = itertools.count(1)
 
 
 class ModelAdapters:
@@ -112,3 +119,31 @@ class ModelAdapters:
             if number not in numbers:
                 known = ", ".join(map(str, sorted(numbers))) or "none: the model has no adapters"
                 raise InvalidRequestError([Field("lora", at, "id"), f" is {number}; GET /lora-adapters lists {known}"])
+
+
+async def check_adapter(engine: AsyncLLM, adapter: LoadedAdapter) -> None:
+    """Have the engine read the adapter, and compute one token with it.
+
+    Raises:
+        InvalidRequestError: it cannot be used with this model.
+        EngineDeadError, JaxLLMError: the engine has failed.
+    """
+    writes = engine.info.tasks.why_no_text is None
+    request = EngineRequest(
+        request_id=f"adapter-{uuid.uuid4().hex}",
+        prompt_token_ids=[0],
+        sampling_params=SamplingParams(max_tokens=1, temperature=0, detokenize=False),
+        pooling=None if writes else PoolingParams(),
+        adapters=(adapter.use(1.0),),
+    )
+    with engine.run([request]) as stream:
+        async for gains in stream.arrivals():
+            for _, delta in gains:
+                if delta.error is not None:
+                    raise _error(adapter, delta.error, invalid=delta.invalid, dead=delta.is_dead)
+
+
+def _error(adapter: LoadedAdapter, message: str, *, invalid: bool, dead: bool) -> Exception:
+    kind = EngineDeadError if dead else InvalidRequestError if invalid else JaxLLMError
+    reason = message.removeprefix(f"adapter {adapter.name!r}: ")  # which the engine's own errors begin with
+    return kind(f"adapter {adapter.name!r} cannot be used: {reason}")

@@ -17,8 +17,7 @@ from starlette.routing import Route
 
 from jaxllm.config import ServeConfig
 from jaxllm.serving.http.connections import BoundedProtocol
-from jaxllm.serving.http.tls import make_context, scheme
-from jaxllm.serving.listener import address, bind
+from jaxllm.serving.http.listening import address, bind, make_context, scheme
 
 if TYPE_CHECKING:
     from jaxllm.engine.scale.lockstep.meeting import Group

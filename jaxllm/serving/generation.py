@@ -16,13 +16,12 @@ from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.errors import EngineDeadError, QueueFullError
 from jaxllm.requests.adapters import AdapterUse
 from jaxllm.requests.outputs import PromptScores, WeightVersionSpan, extend_versions
-from jaxllm.serving.access.meter import Reservation
+from jaxllm.serving.access.limits import Reservation
 from jaxllm.serving.access.usage import Used
 from jaxllm.serving.hand_over import HandedOn, HandOver, check_hand_over
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.records import ModelCall, Record, current_record
+from jaxllm.serving.http.records import Clock, ModelCall, Phases, Record, current_record
 from jaxllm.serving.loadable import Lease
-from jaxllm.serving.phases import Clock, Phases
 from jaxllm.serving.request_metrics import SequenceTimer
 from jaxllm.serving.served_model import stopped
 

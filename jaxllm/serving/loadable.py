@@ -18,10 +18,9 @@ from jaxllm.errors import CheckpointError, ConfigError, Field, InvalidRequestErr
 from jaxllm.machine import return_freed_memory
 from jaxllm.progress import tell, watched_by
 from jaxllm.requests.adapters import AdapterUse
-from jaxllm.serving.access.meter import Meter
-from jaxllm.serving.access.tenant import Tenant
-from jaxllm.serving.adapter_check import check_adapter
-from jaxllm.serving.adapters import LoadedAdapter, ModelAdapters
+from jaxllm.serving.access.keys import Tenant
+from jaxllm.serving.access.limits import Meter
+from jaxllm.serving.adapters import LoadedAdapter, ModelAdapters, check_adapter
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.request_metrics import RequestMetrics
 from jaxllm.serving.served_model import ServedModel

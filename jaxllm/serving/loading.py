@@ -19,12 +19,12 @@ from starlette.types import Receive, Scope, Send
 from jaxllm.config.server import ServerConfig
 from jaxllm.progress import watched_by
 from jaxllm.serving.app import add_guards, create_app, find_route, make_routes
-from jaxllm.serving.health import Alive, show_version
+from jaxllm.serving.http.answers import json_response
 from jaxllm.serving.http.api_error import RETRY_AFTER_SECONDS, unavailable
 from jaxllm.serving.http.errors import error_response
-from jaxllm.serving.http.json_response import json_response
 from jaxllm.serving.registry import Registry
 from jaxllm.serving.state import ServerState
+from jaxllm.serving.status import Alive, show_version
 from jaxllm.serving.web.routes import make_router as make_web_router
 
 

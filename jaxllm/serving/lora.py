@@ -13,14 +13,12 @@ from fastapi.responses import PlainTextResponse
 from jaxllm.chat.conversation import naming
 from jaxllm.config.values import SERVED_NAME, is_served_name
 from jaxllm.errors import Field, InvalidRequestError, ModelNotFoundError
-from jaxllm.serving.access.tenant import check_admin, tenant_of
-from jaxllm.serving.adapter_check import check_adapter
+from jaxllm.serving.access.keys import check_admin, tenant_of
+from jaxllm.serving.adapters import check_adapter
+from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.json_response import json_response
-from jaxllm.serving.http.list_route import ListRoute
-from jaxllm.serving.http.openapi import returns
 from jaxllm.serving.http.request_model import RequestModel
-from jaxllm.serving.http.route import JSONRoute
+from jaxllm.serving.http.route import JSONRoute, ListRoute
 from jaxllm.serving.loadable import LoadableModel
 from jaxllm.serving.openai.sampling import MAX_ADAPTERS, AdapterScale, adapter_scales
 from jaxllm.serving.registry import ModelName, Registry, leased

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from math import ceil
 from typing import Any
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
@@ -250,6 +251,24 @@ def collector_registry(registry: Registry, *, vllm_names: bool) -> CollectorRegi
     collectors = CollectorRegistry(auto_describe=False)
     collectors.register(ServerCollector(registry, vllm_names=vllm_names))
     return collectors
+
+
+def merged(texts: Mapping[str, str]) -> bytes:
+    """What several servers say at /metrics, by their names, in one text: each sample has its server as `replica`."""
+    families: dict[str, Metric] = {}
+    for name, text in texts.items():
+        for metric in text_string_to_metric_families(text):
+            known = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+            known.samples += [sample._replace(labels={**sample.labels, "replica": name}) for sample in metric.samples]
+    return generate_latest(_Families(families.values()))
+
+
+class _Families(Collector):
+    def __init__(self, metrics: Iterable[Metric]):
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics
 
 
 def _used_pages(stats: EngineStats) -> float:

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Annotated, Literal
 
+import msgspec
 from fastapi import Query, Request
+from msgspec import UNSET, UnsetType
 
 from jaxllm.config import ServeConfig
 from jaxllm.errors import ConfigError, EngineDeadError
-from jaxllm.serving.access.meter import Meter
-from jaxllm.serving.access.rate_limits import refused
-from jaxllm.serving.access.tenant import OTHERS, Tenant, tenant_of
-from jaxllm.serving.changes import Changes
+from jaxllm.serving.access.keys import OTHERS, Tenant, tenant_of
+from jaxllm.serving.access.limits import Meter, refused
 from jaxllm.serving.http.api_error import APIError, unavailable
-from jaxllm.serving.http.early_stream import telling
+from jaxllm.serving.http.request_model import FOREVER
 from jaxllm.serving.http.route import ANSWER_HEADERS, YIELDS, early_stream, hold, note
-from jaxllm.serving.http.streaming import until_disconnect
-from jaxllm.serving.keep_alive import FOREVER
-from jaxllm.serving.loadable import Lease, LoadableModel
+from jaxllm.serving.http.streaming import telling, until_disconnect
+from jaxllm.serving.loadable import Lease, LoadableModel, ModelState
 from jaxllm.serving.model_loader import WAITING, ModelLoader
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.wording import did_you_mean
@@ -39,6 +39,8 @@ ModelName = Annotated[str | None, Query(description="A name that /v1/models list
 """The query parameter of routes whose request has no body."""
 
 _TAKEN = "jaxllm.taken"
+
+_encode = msgspec.json.Encoder().encode
 
 
 class Registry:
@@ -244,6 +246,89 @@ async def leased(request: Request, name: str | None, *, keep_alive: float | None
     return await until_disconnect(request.receive, telling(early_stream(request), take(), doing))
 
 
+def single_model(config: ServeConfig, engine: AsyncLLM) -> Registry:
+    """The registry of a server that was started with one model. Raises ConfigError, see ServedModel."""
+    model = LoadableModel.loaded(ServedModel(config.of_model, engine))
+    return Registry([model], any_name=config.serve_any_model_name)
+
+
+class Changes:
+    """Rings the bells of all who watch; any thread, and a signal handler, may ring."""
+
+    def __init__(self) -> None:
+        self._bells: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
+
+    def ring(self) -> None:
+        """Something has changed."""
+        for bell, loop in list(self._bells.items()):
+            with suppress(RuntimeError):  # the loop was closed, and who watched there is gone
+                loop.call_soon_threadsafe(bell.set)
+
+    @contextmanager
+    def watched(self) -> Iterator[asyncio.Event]:
+        """A bell on the running event loop that is set at each change."""
+        bell = asyncio.Event()
+        self._bells[bell] = asyncio.get_running_loop()
+        try:
+            yield bell
+        finally:
+            del self._bells[bell]
+
+
+class LoadProgress(msgspec.Struct, kw_only=True):
+    stages: list[str]
+    """What is known of what a load does: what it does now."""
+    current: str
+    """The same, in words."""
+    value: float
+    """How much of that is done, from 0 to 1; 0 where nothing is counted."""
+
+
+class LoadedInfo(msgspec.Struct, kw_only=True):
+    """What a model was found to be."""
+
+    max_model_len: int
+    has_chat_template: bool | None
+    num_parameters: int
+
+
+class ModelEventData(msgspec.Struct, kw_only=True):
+    status: ModelState
+    progress: LoadProgress | UnsetType = UNSET
+    """While it loads."""
+    info: LoadedInfo | UnsetType = UNSET
+    """Once it is loaded."""
+    error: str | UnsetType = UNSET
+    """Why it could not be loaded."""
+
+
+class ModelEvent(msgspec.Struct, kw_only=True):
+    model: str
+    """A name that /v1/models lists."""
+    event: Literal["model_status"] = "model_status"
+    data: ModelEventData
+
+
+async def model_events(registry: Registry, tenant: Tenant, silence: float) -> AsyncIterator[list[bytes]]:
+    """The state of every listed model that the tenant may use, and from then on each change, until the server stops.
+
+    Changes that come faster than they are read are told together. An empty list stands for `silence` seconds without.
+    """
+    told: dict[str, ModelEventData] = {}
+    with registry.changes.watched() as bell:
+        while not registry.draining:
+            bell.clear()
+            now = {name: _data(registry.find(name)) for name in registry.names_for(tenant)}
+            news = [ModelEvent(model=name, data=data) for name, data in now.items() if told.get(name) != data]
+            told = now
+            if news:
+                yield [b"data: " + _encode(event) + b"\n\n" for event in news]
+            with suppress(TimeoutError):
+                await asyncio.wait_for(bell.wait(), silence)
+                continue
+            yield []
+
+
 def _unknown(name: str | None, names: list[str]) -> APIError:
     """`names` are those that the caller may know."""
     if name is None:
@@ -254,7 +339,17 @@ def _unknown(name: str | None, names: list[str]) -> APIError:
     return APIError(404, message, param="model", code="model_not_found")
 
 
-def single_model(config: ServeConfig, engine: AsyncLLM) -> Registry:
-    """The registry of a server that was started with one model. Raises ConfigError, see ServedModel."""
-    model = LoadableModel.loaded(ServedModel(config.of_model, engine))
-    return Registry([model], any_name=config.serve_any_model_name)
+def _data(model: LoadableModel) -> ModelEventData:
+    data, stage = ModelEventData(status=model.state), model.stage
+    if data.status == "loading" and stage is not None:
+        done = stage.done / stage.total if stage.total else 0.0
+        data.progress = LoadProgress(stages=[stage.doing], current=stage.doing, value=done)
+    elif data.status == "loaded" and model.info is not None:
+        data.info = LoadedInfo(
+            max_model_len=model.info.max_model_len,
+            has_chat_template=model.has_chat_template,
+            num_parameters=model.info.num_parameters,
+        )
+    elif data.status == "failed" and model.error is not None:
+        data.error = model.error
+    return data

@@ -8,8 +8,8 @@ from jaxllm.chat.prompt import ConversationPrompt, prepare
 from jaxllm.chat.tool_loop import Asked, Told, ToolLoop
 from jaxllm.serving.generation import Generation, GenerationSettings, Usage
 from jaxllm.serving.http.api_error import APIError
+from jaxllm.serving.http.records import Phases
 from jaxllm.serving.loadable import Lease
-from jaxllm.serving.phases import Phases
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 

@@ -1,13 +1,15 @@
-"""One model of the server: its engine, its words, and what runs on it now."""
+"""A model as a server uses it: what runs on it now, and the fingerprint of what decides its answers."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import hashlib
+import json
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxllm.chat.model import ChatModel
-from jaxllm.config import ModelConfig
+from jaxllm.config import EngineConfig, ModelConfig
 from jaxllm.errors import ConfigError, EngineDeadError, reason
-from jaxllm.serving.fingerprint import system_fingerprint
 from jaxllm.serving.http.api_error import APIError, unavailable
 from jaxllm.serving.request_metrics import RequestMetrics
 
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
     from jaxllm.engine.doors.async_llm import (
         AsyncLLM,  # imports JAX, which a command line that is wrong need not wait for
     )
+
+OF_THE_MACHINE = frozenset({"download_dir", "compile_cache_dir", "engine_process", "max_num_waiting"})
+"""Settings of the engine that say where and when it runs, not what it answers."""
 
 
 class Running(Protocol):
@@ -74,3 +79,17 @@ def read_chat_template(config: ModelConfig) -> str | None:
         raise ConfigError(
             f"chat_template is {str(config.chat_template)!r}, which cannot be read: {reason(error)}"
         ) from None
+
+
+def engine_settings(config: EngineConfig) -> dict[str, Any]:
+    """Those that may change an answer, as JSON has them."""
+    fields = set(EngineConfig.model_fields) - OF_THE_MACHINE
+    return config.model_dump(mode="json", include=fields)
+
+
+def system_fingerprint(config: ModelConfig, max_model_len: int, chat_template: str | None) -> str:
+    """The same as long as all of these are, over restarts too; `max_model_len` is what the engine settled on."""
+    template = [chat_template, config.default_chat_template_kwargs, config.chat_template_content_format]
+    described = [version("jaxllm"), engine_settings(config), max_model_len, template]
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+    return f"fp_{digest[:12]}"

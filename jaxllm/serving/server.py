@@ -29,23 +29,21 @@ from jaxllm.folders import in_home, unwritable
 from jaxllm.logs import LogSettings
 from jaxllm.machine import share_one_heap
 from jaxllm.mcp.settings import find_settings
-from jaxllm.serving.access.api_key import read_keys
 from jaxllm.serving.access.audit import AuditLog
-from jaxllm.serving.access.rate_limits import RateLimits
+from jaxllm.serving.access.keys import read_keys
+from jaxllm.serving.access.limits import RateLimits
+from jaxllm.serving.catalog import ServerModels
 from jaxllm.serving.follower import serve_as_follower
 from jaxllm.serving.http.connections import BoundedProtocol
-from jaxllm.serving.http.tls import make_context, reload_certificate, scheme
-from jaxllm.serving.listener import address, listening
+from jaxllm.serving.http.listening import address, listening, make_context, reload_certificate, scheme
+from jaxllm.serving.http.records import LOG as REQUEST_LOG
 from jaxllm.serving.loading import Entrance
-from jaxllm.serving.monitor.server import is_local, monitoring
+from jaxllm.serving.monitor import is_local, monitoring
 from jaxllm.serving.registry import Registry
-from jaxllm.serving.request_log import LOG as REQUEST_LOG
-from jaxllm.serving.running import noted
+from jaxllm.serving.running import Watchdog, noted, notify
 from jaxllm.serving.served_model import stopped
-from jaxllm.serving.start_models import ServerModels
 from jaxllm.serving.state import ServerState
 from jaxllm.serving.store.database import Database
-from jaxllm.serving.systemd import Watchdog, notify
 from jaxllm.serving.telemetry import check_telemetry
 from jaxllm.sharding.clusters import settled
 

@@ -19,10 +19,10 @@ from jaxllm.mcp.settings import find_settings
 from jaxllm.requests.compiled_grammars import MAX_PROCESSES, end_compiling
 from jaxllm.serving.access.audit import AuditLog
 from jaxllm.serving.access.keys import Keys
-from jaxllm.serving.access.rate_limits import RateLimits
+from jaxllm.serving.access.limits import RateLimits
 from jaxllm.serving.access.usage import Ledger
 from jaxllm.serving.http.api_error import unavailable
-from jaxllm.serving.http.body_process import BodyProcess
+from jaxllm.serving.http.json_body import BodyProcess
 from jaxllm.serving.http.reading import BodyMemory
 from jaxllm.serving.registry import Registry
 from jaxllm.serving.served_model import Running, ServedModel

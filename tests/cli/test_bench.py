@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxllm.cli.bench import serve
+from jaxllm.cli.bench import server
 from jaxllm.cli.bench.measuring import Trace, percentile, random_prompts, run_load, send_times, spread, summarize
 from jaxllm.cli.bench.perplexity import windows
 from jaxllm.config import EngineConfig
@@ -181,7 +181,7 @@ def test_a_child_process_gets_exactly_the_configuration(tmp_path: Path, monkeypa
     """The file is the only source: the parent's variables are already merged into it, and it may hold an API key."""
     monkeypatch.setenv("JAXLLM_DTYPE", "float16")
     config = EngineConfig(model="/no/such/model", seed=5)
-    with serve.child(["generate", "hi"], config, stdout=-3) as (running, log):
+    with server.child(["generate", "hi"], config, stdout=-3) as (running, log):
         settings = Path(running.args[running.args.index("--config") + 1])
         assert settings.read_text() == "model: /no/such/model\nseed: 5\n"
         assert stat.S_IMODE(settings.parent.stat().st_mode) == 0o700
@@ -192,7 +192,7 @@ def test_a_child_process_gets_exactly_the_configuration(tmp_path: Path, monkeypa
 
 def test_a_child_runs_the_instruction_set_that_is_forced(monkeypatch) -> None:
     monkeypatch.setenv("JAXLLM_CPU_ISA", "avx2")
-    with serve.child(["generate", "hi"], EngineConfig(model="/no/such/model"), stdout=-3) as (running, _):
+    with server.child(["generate", "hi"], EngineConfig(model="/no/such/model"), stdout=-3) as (running, _):
         place = Path(f"/proc/{running.pid}/environ")
         while not (environment := place.read_bytes()):  # it is empty for a moment after the program has begun
             assert running.poll() is None
@@ -202,11 +202,11 @@ def test_a_child_runs_the_instruction_set_that_is_forced(monkeypatch) -> None:
 
 def test_a_child_that_fails_is_quoted(tmp_path: Path) -> None:
     with (
-        serve.child(["generate", "hi", "--port", "1"], EngineConfig(), stdout=-3) as (running, log),
+        server.child(["generate", "hi", "--port", "1"], EngineConfig(), stdout=-3) as (running, log),
         pytest.raises(ConfigError, match="exit code 2: Unknown option: --port"),
     ):
         running.wait()
-        raise serve.failure(running, log)
+        raise server.failure(running, log)
 
 
 @pytest.mark.parametrize(("left", "compiled"), [("0.0", True), ("3.0", False)])
@@ -219,8 +219,8 @@ def test_a_server_of_its_own_is_measured_once_it_has_compiled(
         )
         return httpx.Response(200, text=metrics if url.endswith("/metrics") else "", request=httpx.Request("GET", url))
 
-    monkeypatch.setattr(serve.httpx, "get", answer)
-    assert serve._compiled("http://server") is compiled
+    monkeypatch.setattr(httpx, "get", answer)
+    assert server._compiled("http://server") is compiled
 
 
 class Alphabet:

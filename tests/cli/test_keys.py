@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxllm.serving.access.api_key import digest_of, read_keys
+from jaxllm.serving.access.keys import digest_of, read_keys
 
 
 def test_the_line_for_the_file_holds_the_hash_of_the_key(cli, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from jaxllm.config import EngineConfig
 from jaxllm.config.values import format_bytes
+from jaxllm.engine.start.schemes import known_gpu
 from tests.cli.conftest import stub_module
 
 
@@ -64,6 +65,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
         compare_schemes=lambda config, bandwidth, platform: [
             Row(platform.device if platform else "q4k", bandwidth / 1e6)
         ],
+        known_gpu=known_gpu,
         measure_bandwidth=lambda: 2e9,
         table_rows=lambda rows: [(row.name, "", "", "", "", f"{row.tokens_per_second:g}") for row in rows],
     )

@@ -71,7 +71,7 @@ def test_texts_are_in_utf_8_where_the_locale_knows_ascii_alone() -> None:
 SERVER = """
 from jaxllm.cli.main import app, run
 from jaxllm.config import ServeConfig
-from jaxllm.serving.listener import bind
+from jaxllm.serving.http.listening import bind
 from tests.serving.fake_engine import FakeEngine, serve_engine
 
 def fake(port: int):

@@ -19,7 +19,7 @@ from fastapi.testclient import TestClient
 from jaxllm.config import ServeConfig
 from jaxllm.serving.app import API_ROUTERS
 from jaxllm.serving.http.connections import BoundedProtocol
-from jaxllm.serving.listener import bind
+from jaxllm.serving.http.listening import bind
 from tests.serving.fake_engine import FakeEngine, app_of
 from tests.serving.kept_processes import keeping_processes
 

@@ -498,7 +498,7 @@ def serve_engine(config: ServeConfig, engine: Any, listener: socket.socket) -> N
 
 
 if __name__ == "__main__":
-    from jaxllm.serving.listener import bind
+    from jaxllm.serving.http.listening import bind
 
     port, delay, timeout = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
     tool_servers = Path(sys.argv[4]) if len(sys.argv) > 4 else None

@@ -21,7 +21,7 @@ from fastapi.testclient import TestClient
 from jaxllm import AsyncLLM
 from jaxllm.config import ServeConfig
 from jaxllm.engine.messages import EngineRequest, TransferInfo
-from jaxllm.serving.listener import bind
+from jaxllm.serving.http.listening import bind
 from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import FakeEngine, app_of
 from tests.serving.mixed_requests import write_model

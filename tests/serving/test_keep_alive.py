@@ -10,7 +10,7 @@ import openai
 import pytest
 from pydantic import ValidationError
 
-from jaxllm.serving.keep_alive import FOREVER, KeepAliveFields
+from jaxllm.serving.http.request_model import FOREVER, KeepAliveFields
 from tests.serving.conftest import wait_for
 from tests.serving.on_demand import Serve, Several, Starts, serve, starts
 

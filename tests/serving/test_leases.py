@@ -16,7 +16,7 @@ from jaxllm.config.server import ServerConfig
 from jaxllm.errors import ConfigError
 from jaxllm.mcp.settings import OFF
 from jaxllm.serving import registry as registry_module
-from jaxllm.serving.access.tenant import OTHERS
+from jaxllm.serving.access.keys import OTHERS
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.route import ANSWER_HEADERS, TENANT
 from jaxllm.serving.loadable import LoadableModel

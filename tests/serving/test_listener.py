@@ -14,14 +14,14 @@ import pytest
 
 from jaxllm.config import ServeConfig
 from jaxllm.errors import ConfigError
-from jaxllm.serving.listener import address, bind, bind_file, listening
+from jaxllm.serving.http.listening import address, bind, bind_file, listening
 
 pytestmark = pytest.mark.programs
 
 SERVER = """
 import sys
 from jaxllm.config import ServeConfig
-from jaxllm.serving.listener import listening
+from jaxllm.serving.http.listening import listening
 from tests.serving.fake_engine import FakeEngine, serve_engine
 
 config = ServeConfig(model="fake", uds=sys.argv[1], enable_request_logging=True, log_level="info")

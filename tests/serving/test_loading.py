@@ -13,7 +13,7 @@ import pytest
 from jaxllm.config import ServeConfig
 from jaxllm.errors import ConfigError
 from jaxllm.progress import tell
-from jaxllm.serving.listener import address, bind
+from jaxllm.serving.http.listening import address, bind
 from jaxllm.serving.registry import Registry, single_model
 from jaxllm.serving.server import Server, run_server
 from tests.serving.conftest import wait_for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxllm.serving.merged_metrics import merged
+from jaxllm.serving.metrics import merged
 
 TEXT = """\
 # HELP jaxllm:steps_total Steps run.

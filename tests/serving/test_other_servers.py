@@ -115,7 +115,7 @@ def test_fingerprint_is_of_model_settings_and_version(make_client: Any, monkeypa
     assert fingerprint() == first == fingerprint(port=9, log_level="error", max_num_waiting=5)
     others = {fingerprint(model="other"), fingerprint(seed=1), fingerprint(dtype="float32")}
     others |= {fingerprint(default_chat_template_kwargs={"a": 1}), fingerprint(chat_template_content_format="openai")}
-    monkeypatch.setattr("jaxllm.serving.fingerprint.version", lambda _: "9.9")
+    monkeypatch.setattr("jaxllm.serving.served_model.version", lambda _: "9.9")
     assert len({first, *others, fingerprint()}) == 7
 
 

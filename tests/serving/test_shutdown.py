@@ -18,7 +18,7 @@ import pytest
 
 from jaxllm.config import ServeConfig
 from jaxllm.errors import ConfigError
-from jaxllm.serving.listener import bind
+from jaxllm.serving.http.listening import bind
 from jaxllm.serving.server import serve
 from tests.serving import fake_engine
 from tests.serving.conftest import wait_for
@@ -157,7 +157,7 @@ def test_the_second_of_two_servers_is_refused_while_the_first_loads() -> None:
 def test_one_line_a_request_at_any_log_level() -> None:
     script = (
         "from jaxllm.config import ServeConfig\n"
-        "from jaxllm.serving.listener import bind\nfrom jaxllm.serving.server import configure_logging\n"
+        "from jaxllm.serving.http.listening import bind\nfrom jaxllm.serving.server import configure_logging\n"
         "from tests.serving.fake_engine import FakeEngine, serve_engine\n"
         "config = ServeConfig(port=0, log_level='error', enable_request_logging=True)\n"
         "configure_logging(config)\n"

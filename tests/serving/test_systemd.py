@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from jaxllm.serving import systemd
-from jaxllm.serving.systemd import Watchdog, notify
+from jaxllm.serving import running
+from jaxllm.serving.running import Watchdog, notify
 from tests.serving import fake_engine
 from tests.serving.conftest import wait_for
 
@@ -61,7 +61,7 @@ def test_without_systemd_nothing_is_sent_and_a_broken_socket_is_told(
 
 def test_the_watchdog_is_fed_as_often_as_it_asks_for(told: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(systemd.time, "monotonic", lambda: now)
+    monkeypatch.setattr(running.time, "monotonic", lambda: now)
     monkeypatch.setenv("WATCHDOG_USEC", "4000000")
     fed = Watchdog()
     for now in (100.0, 101.0, 102.1):  # noqa: B007

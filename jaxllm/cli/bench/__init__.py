@@ -6,7 +6,7 @@ from cyclopts import App
 
 from jaxllm.cli.bench.offline import latency, throughput
 from jaxllm.cli.bench.perplexity import perplexity
-from jaxllm.cli.bench.serve import serve
+from jaxllm.cli.bench.server import serve
 from jaxllm.cli.bench.speculation import speculation
 from jaxllm.cli.bench.startup import startup
 

@@ -60,7 +60,7 @@ def time_to_first_token(config: EngineConfig) -> float:
     Raises:
         ConfigError: the process failed; with its message.
     """
-    from jaxllm.cli.bench.serve import child, failure
+    from jaxllm.cli.bench.server import child, failure
 
     begin = time.perf_counter()
     with child(["generate", _PROMPT, "--raw", "--temperature", "0", "--max-tokens", "8"], config, subprocess.PIPE) as (

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxllm.errors import ConfigError, reason
 from jaxllm.folders import in_home
-from jaxllm.serving.http.request_id import HEADER
+from jaxllm.serving.http.middleware import ID_HEADER
 from jaxllm.serving.http.route import NOTED
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class Audited:
         async def send_noted(message: Message) -> None:
             nonlocal status, request_id
             if message["type"] == "http.response.start":
-                status, request_id = message["status"], Headers(raw=message["headers"]).get(HEADER)
+                status, request_id = message["status"], Headers(raw=message["headers"]).get(ID_HEADER)
             await send(message)
 
         try:

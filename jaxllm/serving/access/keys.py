@@ -1,20 +1,36 @@
-"""Who is let in: the keys of `--api-key` and those of `--api-key-file`."""
+"""Who calls: a name by its API key, what it may do, and the file of keys that says so."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import Request
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from jaxllm.config.server import ServerConfig
-from jaxllm.config.values import comma_separated
-from jaxllm.errors import ConfigError
-from jaxllm.serving.access.api_key import ApiKey, digest_of, read_keys
-from jaxllm.serving.access.tenant import OTHERS, Tenant
+from jaxllm.config.values import comma_separated, read_mapping, split_if_text
+from jaxllm.errors import ConfigError, InvalidRequestError
+from jaxllm.folders import in_home
 from jaxllm.serving.http.api_error import APIError
+from jaxllm.serving.http.route import TENANT
+from jaxllm.wording import did_you_mean, shown, wrong_setting
 
 logger = logging.getLogger(__name__)
+
+FLAG = "--api-key-file"
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+_PREFIX = "jaxllm-"
+_HASH = "sha256:"
+_RANDOM_BYTES = 32
+
+Positive = Annotated[int, Field(ge=1)]
 
 
 class Keys:
@@ -77,6 +93,132 @@ class Keys:
                 logger.warning("API key %s may use %s, which is not served here", key.name, ", ".join(unknown))
 
 
+class Tenant(BaseModel):
+    """What requests of one name may do; by default all that a server without a file of keys lets everybody do."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    name: str | None = None
+    """The key's in the file of keys; null for whoever has a key of `--api-key`, or needs none."""
+    models: Annotated[frozenset[str] | None, BeforeValidator(split_if_text)] = None
+    """Names of the models that it may use (default: all). It is not told of others."""
+    priority_ceiling: int | None = None
+    """The lowest `priority` that its requests may ask for: lower runs earlier. Null allows any."""
+    max_concurrency: Positive | None = None
+    """Most of its requests that may be under way at once (default: any number)."""
+    requests_per_minute: Positive | None = None
+    """Most requests that it may send in a minute (default: any number)."""
+    tokens_per_minute: Positive | None = None
+    """Most tokens that its requests may use in a minute, of prompts and answers together (default: any number)."""
+    own_cache: bool = False
+    """Share cached prefixes of prompts only among its own requests, so that times tell nobody what others have sent."""
+    admin: bool = False
+    """Whether it may unload models, put them to sleep, and change adapters and weights. Any request wakes one up."""
+
+    @property
+    def group(self) -> str:
+        """What the engine tells its requests from others' by: see FairQueue."""
+        return self.name or ""
+
+    def may_use(self, names: Iterable[str]) -> bool:
+        """Whether a model of these names is one of its own."""
+        return self.models is None or not self.models.isdisjoint(names)
+
+    def cache_salt(self, asked: str | None) -> str | None:
+        """Of a request that brings one: only requests with the same share cached prefixes."""
+        return asked
+
+    def priority(self, asked: int) -> int:
+        """Of a request that asks for one; 0 is what it asks for that says nothing, which may be less than allowed.
+
+        Raises InvalidRequestError where it asks for more than is allowed.
+        """
+        ceiling = self.priority_ceiling
+        if ceiling is None or asked >= ceiling:
+            return asked
+        if asked:
+            raise InvalidRequestError(
+                f"priority is {asked}; with this API key it must be {ceiling} or more", "priority"
+            )
+        return ceiling
+
+
+OTHERS = Tenant(admin=True)
+"""Whoever calls a server without keys, or with one of `--api-key`."""
+
+
+def tenant_of(request: Request) -> Tenant:
+    """In whose name a request comes that its route has let in."""
+    tenant: Tenant = request.scope[TENANT]
+    return tenant
+
+
+def check_admin(request: Request, what: str = "unload models or put them to sleep") -> None:
+    """Raises 403 where a request may not do `what` only some keys may do."""
+    if not tenant_of(request).admin:
+        message = f"this API key may not {what}; that needs `admin: true` in the file of keys"
+        raise APIError(403, message, type="permission_error", code="not_admin")
+
+
+def _in_utc(value: datetime) -> datetime:
+    """What names no zone is meant in UTC."""
+    return value.replace(tzinfo=UTC) if value.tzinfo is None else value
+
+
+class ApiKey(Tenant):
+    """A key by its hash, and what requests with it may do."""
+
+    name: Annotated[str, Field(pattern=f"^{NAME}$")]
+    """What metrics, logs and the owners of stored objects call it."""
+    hash: Annotated[str, Field(pattern=f"^{_HASH}[0-9a-f]{{64}}$")]
+    """The SHA-256 of the key, as `jaxllm keys new` prints it."""
+    expires: Annotated[datetime, AfterValidator(_in_utc)] | None = None
+    """When the key ends to be taken: a day, at whose beginning in UTC, or a time (default: never)."""
+    priority_ceiling: int | None = 0
+    """The lowest `priority` that its requests may ask for: lower runs earlier. Null allows any."""
+
+    def cache_salt(self, asked: str | None) -> str | None:
+        """With the hash, which no other can send, where the key has a cache of its own."""
+        return f"{self.hash}:{asked or ''}" if self.own_cache else asked
+
+    @cached_property
+    def digest(self) -> bytes:
+        return bytes.fromhex(self.hash.removeprefix(_HASH))
+
+
+def new_key() -> str:
+    """A fresh one, of 256 random bits."""
+    return _PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
+
+
+def digest_of(key: str) -> bytes:
+    """A random key has nothing that could be guessed, so that one fast hash protects it; passwords need slow ones."""
+    return hashlib.sha256(key.encode()).digest()
+
+
+def hash_of(key: str) -> str:
+    """As the file of keys has it."""
+    return _HASH + digest_of(key).hex()
+
+
+def read_keys(path: Path) -> list[ApiKey]:
+    """The keys of a file, in its order.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key in it is wrong; one line says where, and never shows a hash.
+    """
+    keys: list[ApiKey] = []
+    for name, fields in read_mapping(in_home(path), FLAG, "names to keys").items():
+        where = f"{path}: key {shown(name)}"
+        if not isinstance(fields, dict):
+            raise ConfigError(f"{where} must be a mapping of setting: value, and have at least a hash")
+        key = _key(where, {"name": name}, fields)
+        if same := next((other for other in keys if other.digest == key.digest), None):
+            raise ConfigError(f"{where}: its hash is that of key {same.name!r}; each needs a key of its own")
+        keys.append(key)
+    return keys
+
+
 def _unexpired(key: ApiKey) -> ApiKey:
     if key.expires is not None and datetime.now(UTC) >= key.expires:
         raise _refused(f"API key {key.name!r} has expired, at {key.expires.isoformat()}")
@@ -86,3 +228,19 @@ def _unexpired(key: ApiKey) -> ApiKey:
 def _refused(problem: str) -> APIError:
     headers = {"WWW-Authenticate": "Bearer"}
     return APIError(401, problem, type="authentication_error", code="invalid_api_key", headers=headers)
+
+
+def _key(where: str, named: dict[str, Any], fields: dict[Any, Any]) -> ApiKey:
+    settings = [name for name in ApiKey.model_fields if name != "name"]
+    if unknown := next((name for name in fields if name not in settings), None):
+        raise ConfigError(f"{where}: unknown setting {shown(unknown)}{did_you_mean(str(unknown), settings)}")
+    try:
+        return ApiKey(**named, **fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+    setting = str(first["loc"][0])
+    if setting == "name":
+        raise ConfigError(f"{where}: a name must have 1 to 64 letters, digits, '.', '_' and '-'")
+    if setting == "hash":  # somebody may have put the key itself there
+        raise ConfigError(f"{where}: hash must be sha256: and 64 hexadecimal digits, as `jaxllm keys new` prints them")
+    raise ConfigError(f"{where}: {setting} is {shown(first['input'])}: {wrong_setting(first)}")

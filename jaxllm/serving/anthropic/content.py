@@ -9,8 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from jaxllm.chat.conversation import check_pieces
-from jaxllm.serving.http.cache_control import CacheControl
-from jaxllm.serving.http.request_model import RequestModel, refuse, refusing
+from jaxllm.serving.http.request_model import CacheControl, RequestModel, refuse, refusing
 from jaxllm.wording import shown
 
 UNREADABLE_BLOCKS = frozenset({

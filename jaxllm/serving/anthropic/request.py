@@ -18,8 +18,7 @@ from jaxllm.serving.anthropic.content import (
     check_turns,
     take_turns,
 )
-from jaxllm.serving.http.request_model import RequestModel, refuse
-from jaxllm.serving.keep_alive import KeepAliveFields
+from jaxllm.serving.http.request_model import KeepAliveFields, RequestModel, refuse
 from jaxllm.wording import shown
 
 

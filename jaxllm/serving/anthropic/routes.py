@@ -15,8 +15,7 @@ from jaxllm.serving.anthropic.response import AnthropicErrorResponse, AnthropicM
 from jaxllm.serving.anthropic.translate import FIELD_NAMES, conversation, generation_settings
 from jaxllm.serving.chunks import chunk_stream
 from jaxllm.serving.generation import Generation
-from jaxllm.serving.http.json_response import json_response
-from jaxllm.serving.http.openapi import returns
+from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.streaming import until_disconnect
 from jaxllm.serving.registry import leased
 from jaxllm.serving.reply import begin_reply

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import msgspec
 from filelock import FileLock
 
-from jaxllm.serving.batches.batch_types import LineResult
-from jaxllm.serving.batches.file_store import link_or_copy
+from jaxllm.serving.batches.stores import link_or_copy
+from jaxllm.serving.batches.types import LineResult
 from jaxllm.serving.http.api_error import telling_full
 
 _result_decoder = msgspec.json.Decoder(LineResult)

@@ -16,12 +16,19 @@ from typing import TypeVar
 import msgspec
 
 from jaxllm.errors import StorageFullError
-from jaxllm.serving.batches.batch_store import UNFINISHED, BatchRow, BatchStore
-from jaxllm.serving.batches.batch_types import BatchError, LineError, LineResult
-from jaxllm.serving.batches.caller import ALL_PLACES, Caller, Places, Unavailable, line_result
-from jaxllm.serving.batches.file_store import FileRow, FileStore
+from jaxllm.serving.batches.caller import (
+    ALL_PLACES,
+    Caller,
+    Line,
+    Places,
+    Unavailable,
+    check_input,
+    line_result,
+    read_lines,
+)
 from jaxllm.serving.batches.journal import Journal, Tally
-from jaxllm.serving.batches.lines import Line, check_input, read_lines
+from jaxllm.serving.batches.stores import UNFINISHED, BatchRow, BatchStore, FileRow, FileStore
+from jaxllm.serving.batches.types import BatchError, LineError, LineResult
 from jaxllm.serving.loadable import LoadableModel
 from jaxllm.serving.store.database import Database
 

@@ -11,12 +11,11 @@ from fastapi import FastAPI
 from filelock import Timeout
 
 from jaxllm.folders import in_home
-from jaxllm.serving.access.tenant import Tenant
-from jaxllm.serving.batches.batch_store import CANCELLABLE, BatchRow, BatchStore, new_batch_id
-from jaxllm.serving.batches.batch_types import BatchRequest
+from jaxllm.serving.access.keys import Tenant
 from jaxllm.serving.batches.caller import Caller
-from jaxllm.serving.batches.file_store import FileStore, files_of
 from jaxllm.serving.batches.run import BatchRun, Stores, Suspended
+from jaxllm.serving.batches.stores import CANCELLABLE, BatchRow, BatchStore, FileStore, files_of, new_batch_id
+from jaxllm.serving.batches.types import BatchRequest
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.loadable import LoadableModel
 from jaxllm.serving.state import ServerState

@@ -1,19 +1,29 @@
-"""A record of each HTTP request, for its line of the log and its trace: who, what, how long, how many tokens."""
+"""A record of each HTTP request (who, what, how long, how many tokens) and its line of the log."""
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxllm.engine.messages import TokenDelta
+from jaxllm.logs import FIELDS
 from jaxllm.requests.sampling import SamplingParams
-from jaxllm.serving.phases import Clock, Phases
+
+LOG = "jaxllm.requests"
+logger = logging.getLogger(LOG)
+
+PROBES = frozenset({"/livez", "/health", "/ping", "/ready", "/readyz", "/load", "/metrics"})
+"""Routes that are asked every few seconds: a line tells of them only where they fail."""
 
 
 @dataclass(kw_only=True)
@@ -187,3 +197,127 @@ class Records:
                 await self._app(scope, receive_noting, send_noting)
         finally:
             current.reset(before)
+
+
+@dataclass
+class Phases:
+    """How long each took, in seconds; None is what has not been measured yet.
+
+    Attributes:
+        queue: from the request's arrival to the first step that ran it.
+        prefill: from there to its first token.
+        decode: from there to its last token so far.
+        padding: its share of the padding rows that its steps ran, once a sequence of it has ended.
+        num_answers: the sequences that `decode` is of.
+    """
+
+    queue: float | None = None
+    prefill: float | None = None
+    decode: float | None = None
+    padding: float | None = None
+    num_answers: int = 0
+
+    def __add__(self, other: Phases) -> Phases:
+        return Phases(
+            _sum(self.queue, other.queue),
+            _sum(self.prefill, other.prefill),
+            _sum(self.decode, other.decode),
+            _sum(self.padding, other.padding),
+            self.num_answers + other.num_answers,
+        )
+
+
+@dataclass
+class Clock:
+    """When a request came, when its first sequence began to run, and when its first and its last token so far came.
+
+    Seconds since the epoch.
+    """
+
+    arrival: float
+    scheduled: float | None = None
+    first: float | None = None
+    last: float | None = None
+    padding: float | None = None
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        now = time.time()
+        self.scheduled = self.scheduled or delta.first_scheduled_time
+        if delta.token_ids:
+            self.first, self.last = self.first or now, now
+        if delta.finish_reason is not None:
+            self.padding = _sum(self.padding, delta.padding)
+
+    def phases(self, num_answers: int) -> Phases:
+        """Of a request with that many sequences."""
+        return Phases(
+            _between(self.arrival, self.scheduled),
+            _between(self.scheduled, self.first),
+            _between(self.first, self.last),
+            self.padding,
+            num_answers,
+        )
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else max(end - start, 0.0)
+
+
+def _sum(one: float | None, other: float | None) -> float | None:
+    return other if one is None else one if other is None else one + other
+
+
+def log_request(record: Record) -> None:
+    """Write the line, in text or in JSON: prompts and answers are in the latter alone, if the record has them."""
+    if record.path in PROBES and record.status < 400:
+        return
+    line = f'{record.client} "{record.method} {quote(record.path)}" {record.status}, request {record.request_id}'
+    logger.info("%s%s", line, _spent(record), extra={FIELDS: fields(record)})
+
+
+def fields(record: Record) -> dict[str, Any]:
+    """What a log's reader looks for by name; null is what the request has not."""
+    phases, calls = record.phases, record.calls
+    found: dict[str, Any] = {
+        "request_id": record.request_id,
+        "trace_id": record.trace_id,
+        "method": record.method,
+        "endpoint": record.path,
+        "status": record.status,
+        "client": record.client,
+        "client_gone": record.client_gone,
+        "key": record.key_name,
+        "model": record.model,
+        "duration_seconds": round(record.seconds, 6),
+        "input_tokens": sum(call.prompt_tokens for call in calls),
+        "cached_tokens": sum(call.cached_tokens for call in calls),
+        "output_tokens": sum(call.completion_tokens for call in calls),
+        "queue_seconds": _rounded(phases.queue),
+        "prefill_seconds": _rounded(phases.prefill),
+        "decode_seconds": _rounded(phases.decode),
+        "finish_reasons": record.finish_reasons,
+    }
+    if record.keeps_texts:
+        found["prompts"] = [text for call in calls for text in call.prompts]
+        found["answers"] = [text for call in calls for text in call.answers]
+    return found
+
+
+def _spent(record: Record) -> str:
+    """ ", 12 tokens in (3 cached), 5 out, queue 0.001 s, prefill 0.020 s, decode 0.100 s, stop", or nothing"""
+    told = fields(record)
+    parts = []
+    if record.calls:
+        parts.append(f"{told['input_tokens']} tokens in ({told['cached_tokens']} cached)")
+        parts.append(f"{told['output_tokens']} out")
+        for name in ("queue", "prefill", "decode"):
+            seconds = told[f"{name}_seconds"]
+            parts += [] if seconds is None else [f"{name} {seconds:.3f} s"]
+        parts += dict.fromkeys(record.finish_reasons)
+    if record.client_gone:
+        parts.append("the client went away")
+    return "".join(f", {part}" for part in parts)
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)

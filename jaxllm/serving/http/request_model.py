@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidatorFunctionWrapHandler, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidatorFunctionWrapHandler,
+    model_validator,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.serving.http.packed import Integers
+from jaxllm.serving.http.json_body import Integers
 from jaxllm.wording import did_you_mean, shown
 
 MAX_WARNINGS = 32
@@ -27,6 +37,15 @@ SAID_BY_PRESENCE = {"web_search_options"}
 
 ignored_fields: ContextVar[list[str] | None] = ContextVar("ignored_fields", default=None)
 """With `unknown_fields: warn`, what the current request sent in vain; None, the default, refuses such fields."""
+
+_BODIES: list[type[RequestModel]] = []
+"""Those that have a path."""
+FOREVER = sys.float_info.max
+"""For as long as nobody needs its place. Infinity is no number of a request's."""
+_SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_PART = r"(\d+(?:\.\d*)?|\.\d+)(h|ms|m|s|us|µs|ns)"
+_DURATION = re.compile(rf"([+-]?)((?:{_PART})+|0)", re.ASCII)
+_MAX_LENGTH = 64
 
 
 def refuse(message: str, param: str | None = None) -> PydanticCustomError:
@@ -144,5 +163,35 @@ class RequestModel(BaseModel):
         return {field.alias or name: None for name, field in cls.model_fields.items()}
 
 
-_BODIES: list[type[RequestModel]] = []
-"""Those that have a path."""
+class CacheControl(RequestModel):
+    """Accepted, without effect: prefixes are cached by themselves, for as long as there is room."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+    """Accepted, without effect: prefixes are cached by themselves."""
+
+
+def seconds(value: Any) -> Any:
+    """'1h30m' -> 5400.0, 300 -> 300.0, -1 and '-1m' -> FOREVER; a validator, which refuses all else."""
+    match value:
+        case None:
+            return None
+        case bool():
+            pass
+        case int() | float():
+            return FOREVER if value < 0 else float(value)
+        case str() if len(value) <= _MAX_LENGTH and (found := _DURATION.fullmatch(value)):
+            parts = re.findall(_PART, found[2])
+            total = sum(float(number) * _SECONDS[unit] for number, unit in parts)
+            return FOREVER if found[1] == "-" and total else total
+    raise refuse(
+        f'keep_alive is {shown(value)}; it must be seconds, or a time such as "10m" or "1h30m"; 0 unloads the model '
+        "after the request, and what is below 0 never"
+    )
+
+
+class KeepAliveFields(RequestModel):
+    """How long a model stays."""
+
+    keep_alive: Annotated[float | None, BeforeValidator(seconds, json_schema_input_type=float | str | None)] = None
+    """How long the model stays loaded after this request, as "10m", or seconds; 0: not at all, -1: for good."""

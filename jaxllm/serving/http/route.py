@@ -1,7 +1,8 @@
-"""What happens to an API request before its route: the key, the body's size, type and JSON syntax."""
+"""Before an API route runs: the key, the body's size and type, and its syntax as JSON or as a form."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar
@@ -9,14 +10,16 @@ from typing import Any, TypeVar
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from starlette.formparsers import MultiPartParser
 from starlette.types import Message, Receive, Scope, Send
 
-from jaxllm.serving.http.body import SMALL_BODY, check_numbers, may_overflow, parse_object
-from jaxllm.serving.http.body_process import BodyProcess
-from jaxllm.serving.http.early_stream import EarlyStream
+from jaxllm.serving.http.api_error import APIError, telling_full
+from jaxllm.serving.http.json_body import SMALL_BODY, BodyProcess, check_numbers, may_overflow, parse_json, parse_object
 from jaxllm.serving.http.reading import read_body
 from jaxllm.serving.http.records import current_record
 from jaxllm.serving.http.request_model import ignored_fields
+from jaxllm.serving.http.streaming import EarlyStream
+from jaxllm.wording import did_you_mean, shown
 
 Held = TypeVar("Held")
 
@@ -107,18 +110,6 @@ class JSONRoute(APIRoute):
         return validated
 
 
-def _with_headers(send: Send, headers: Mapping[str, str]) -> Send:
-    """Add headers that are known by the time that the answer begins."""
-
-    async def send_more(message: Message) -> None:
-        if message["type"] == "http.response.start" and headers:
-            more = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-            message = {**message, "headers": [*message.get("headers", ()), *more]}
-        await send(message)
-
-    return send_more
-
-
 def early_stream(request: Request) -> EarlyStream:
     """By which a request that waits can be told so, before its route has an answer."""
     stream: EarlyStream = request.scope[_STREAM]
@@ -129,13 +120,6 @@ def hold(request: Request, resource: AbstractContextManager[Held]) -> Held:
     """Enter a context that ends after the last byte of the request's answer."""
     held: ExitStack = request.scope[_HOLDS]
     return held.enter_context(resource)
-
-
-def _parsed(raw: bytes) -> dict[str, Any]:
-    value = parse_object(raw)
-    if may_overflow(raw):
-        check_numbers(value)
-    return value
 
 
 def bearer_key(request: Request) -> str:
@@ -157,3 +141,109 @@ def let_in(request: Request, sent: str) -> None:
 def note(request: Request, **learnt: str | None) -> None:
     """Tell the audit log, where there is one, something of a request."""
     request.scope.get(NOTED, {}).update(learnt)
+
+
+class ListRoute(JSONRoute):
+    """As JSONRoute, but for a list of at most SMALL_BODY bytes."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = APIRoute.get_route_handler(self)
+
+        async def handle(request: Request) -> Response:
+            let_in(request, self.sent_key(request))
+            with request.app.state.server.body_memory.share() as share:
+                value = _parsed_list(b"".join(await read_body(request, SMALL_BODY, share)))
+            return await handler(ParsedRequest(request.scope, request.receive, value))
+
+        return handle
+
+
+FORM_OVERHEAD = 64 * 1024
+"""Bytes that the form may need beside its file."""
+MAX_FIELD_SIZE = 16 * 1024
+MultiPartParser.spool_max_size = SMALL_BODY  # of each upload that stays in memory; the rest goes to disk at once
+
+
+class MultipartRoute(APIRoute):
+    """A route behind the API key whose body is a multipart form with one file of limited size.
+
+    Raises APIError: 401 wrong or missing key, 413 too large, 415 not a form by its Content-Type, 400 when the form is
+    malformed or has a field that the route does not know or has it twice. Raises StorageFullError.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+        fields = [field.alias for field in self.dependant.body_params]
+
+        async def handle(request: Request) -> Response:
+            state = request.app.state.server
+            let_in(request, bearer_key(request))
+            limit = state.config.max_file_size
+            content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if content_type != "multipart/form-data":
+                raise APIError(415, f"Content-Type is {content_type!r}; it must be multipart/form-data")
+            declared = request.headers.get("content-length", "")
+            if declared.isdecimal() and int(declared) > limit + FORM_OVERHEAD:
+                raise too_large(limit)
+            limited = Request(request.scope, _limited(request.receive, limit))
+            with telling_full():
+                async with limited.form(max_files=1, max_fields=16, max_part_size=MAX_FIELD_SIZE) as form:
+                    _check_fields(Counter(name for name, _ in form.multi_items()), fields)
+                    return await handler(limited)
+
+        return handle
+
+
+def too_large(limit: int) -> APIError:
+    message = f"the file is larger than {limit} bytes, the most this server takes"
+    return APIError(413, message, param="file", code="file_too_large", headers={"Connection": "close"})
+
+
+def _with_headers(send: Send, headers: Mapping[str, str]) -> Send:
+    """Add headers that are known by the time that the answer begins."""
+
+    async def send_more(message: Message) -> None:
+        if message["type"] == "http.response.start" and headers:
+            more = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+            message = {**message, "headers": [*message.get("headers", ()), *more]}
+        await send(message)
+
+    return send_more
+
+
+def _parsed(raw: bytes) -> dict[str, Any]:
+    value = parse_object(raw)
+    if may_overflow(raw):
+        check_numbers(value)
+    return value
+
+
+def _parsed_list(raw: bytes) -> list[Any]:
+    """Raises APIError 400 where the JSON is malformed, or no list."""
+    value = parse_json(raw)
+    if not isinstance(value, list):
+        raise APIError(400, f"the body is {shown(value)}; it must be a JSON list", code="invalid_json")
+    check_numbers(value)
+    return value
+
+
+def _limited(receive: Receive, limit: int) -> Receive:
+    size = 0
+
+    async def receive_some() -> Message:
+        nonlocal size
+        message = await receive()
+        size += len(message.get("body", b""))
+        if size > limit + FORM_OVERHEAD:
+            raise too_large(limit)
+        return message
+
+    return receive_some
+
+
+def _check_fields(sent: Counter[str], known: list[str]) -> None:
+    for name, times in sent.items():
+        if name not in known:
+            raise APIError(400, f"unknown field {shown(name)}{did_you_mean(name, known)}", param=name)
+        if times > 1:
+            raise APIError(400, f"{name} is given {times} times; give it once", param=name)

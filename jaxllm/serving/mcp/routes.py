@@ -11,9 +11,8 @@ from pydantic import Field
 from jaxllm.mcp.servers import ServerStatus, ToolServer
 from jaxllm.mcp.settings import Transport
 from jaxllm.mcp.tools import ServerTool
+from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.json_response import json_response
-from jaxllm.serving.http.openapi import returns
 from jaxllm.serving.http.request_model import RequestModel
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.http.streaming import until_disconnect

@@ -13,7 +13,7 @@ from jaxllm.chat.parsing.events import Content, Reasoning
 from jaxllm.config.server import ServerConfig
 from jaxllm.errors import Field
 from jaxllm.serving.chunks import ChunkWriter, chunk_stream
-from jaxllm.serving.http.json_response import json_response
+from jaxllm.serving.http.answers import json_response
 from jaxllm.serving.http.request_model import ignored_fields
 from jaxllm.serving.http.streaming import until_disconnect
 from jaxllm.serving.loadable import Lease

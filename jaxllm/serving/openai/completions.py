@@ -16,9 +16,8 @@ from jaxllm.errors import Field
 from jaxllm.requests.outputs import PromptScores, WeightVersionSpan
 from jaxllm.serving.chunks import ChunkWriter, chunk_stream, collect_for
 from jaxllm.serving.generation import Choice, Generation, GenerationSettings, note_version
+from jaxllm.serving.http.answers import DONE, json_response, returns
 from jaxllm.serving.http.errors import ErrorResponse
-from jaxllm.serving.http.json_response import json_response
-from jaxllm.serving.http.openapi import DONE, returns
 from jaxllm.serving.http.request_model import ignored_fields
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.openai.completion_types import Completion, CompletionChoice, CompletionRequest

@@ -9,8 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from jaxllm.chat import conversation
 from jaxllm.chat.conversation import Rendering, check_pieces, thinking_variables
 from jaxllm.requests.sampling import INT32_MAX
-from jaxllm.serving.http.cache_control import CacheControl
-from jaxllm.serving.http.request_model import RequestModel, refuse, refusing
+from jaxllm.serving.http.request_model import CacheControl, RequestModel, refuse, refusing
 from jaxllm.serving.openai.tools import HistoryToolCall
 
 

@@ -9,14 +9,13 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 
-from jaxllm.serving.access.tenant import Tenant, check_admin, tenant_of
-from jaxllm.serving.http.json_response import json_response
-from jaxllm.serving.http.openapi import returns
+from jaxllm.serving.access.keys import Tenant, check_admin, tenant_of
+from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.request_model import RequestModel
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.http.streaming import EventStream
 from jaxllm.serving.loadable import LoadableModel, ModelState
-from jaxllm.serving.model_events import ModelEvent, model_events
+from jaxllm.serving.registry import ModelEvent, model_events
 from jaxllm.serving.state import ServerState
 
 router = APIRouter(route_class=JSONRoute, tags=["models"])

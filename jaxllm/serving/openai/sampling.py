@@ -21,8 +21,7 @@ from jaxllm.requests.sampling import (
     MAX_STOP_TOKEN_IDS,
 )
 from jaxllm.serving.generation import GenerationSettings
-from jaxllm.serving.http.request_model import MAX_LABEL_LENGTH, Label, RequestModel, refuse
-from jaxllm.serving.keep_alive import KeepAliveFields
+from jaxllm.serving.http.request_model import MAX_LABEL_LENGTH, KeepAliveFields, Label, RequestModel, refuse
 from jaxllm.serving.openai.kv_transfer import KVTransferParams
 from jaxllm.serving.openai.structured import StructuredFields
 from jaxllm.serving.openai.usage import StreamOptions

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from jaxllm.serving.generation import Usage
-from jaxllm.serving.phases import Phases
+from jaxllm.serving.http.records import Phases
 
 
 class Timings(msgspec.Struct, kw_only=True):

@@ -7,9 +7,8 @@ from fastapi import APIRouter, Request, Response
 from jaxllm.chat.conversation import naming, renaming
 from jaxllm.chat.prompt import render
 from jaxllm.errors import Field, InvalidRequestError
-from jaxllm.serving.access.tenant import tenant_of
-from jaxllm.serving.http.json_response import json_response
-from jaxllm.serving.http.openapi import returns
+from jaxllm.serving.access.keys import tenant_of
+from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.openai.messages import FIELD_NAMES
 from jaxllm.serving.openai.tokenize_types import (

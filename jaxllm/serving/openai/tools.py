@@ -11,8 +11,7 @@ from jaxllm.chat import conversation
 from jaxllm.chat.conversation import MAX_TOOLS, TOOL_NAME, Call, NamedTool, Tool, parse_arguments
 from jaxllm.errors import Field as Place
 from jaxllm.errors import InvalidRequestError
-from jaxllm.serving.http.cache_control import CacheControl
-from jaxllm.serving.http.request_model import RequestModel, refuse, refusing
+from jaxllm.serving.http.request_model import CacheControl, RequestModel, refuse, refusing
 from jaxllm.wording import shown
 
 

@@ -15,11 +15,10 @@ from jaxllm.requests.outputs import PooledOutput
 from jaxllm.requests.tasks import PoolingParams
 from jaxllm.serving.access.usage import Used
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.records import ModelCall, current_record
+from jaxllm.serving.http.records import Clock, ModelCall, current_record
 from jaxllm.serving.http.streaming import until_disconnect
 from jaxllm.serving.loadable import Lease
 from jaxllm.serving.openai.usage import PromptTokensDetails
-from jaxllm.serving.phases import Clock
 from jaxllm.serving.pooling.embedding_types import PoolingFields, PoolingUsage
 
 

@@ -8,12 +8,10 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
-from jaxllm.serving.http.json_response import json_response
-from jaxllm.serving.http.openapi import returns
+from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.route import JSONRoute
-from jaxllm.serving.pooling.classes import class_scores
 from jaxllm.serving.pooling.embedding_types import InputFields
-from jaxllm.serving.pooling.pairs import score_pairs
+from jaxllm.serving.pooling.inputs import class_scores, score_pairs
 from jaxllm.serving.pooling.run import PoolingRun
 from jaxllm.serving.pooling.scoring_types import (
     APIVersion,

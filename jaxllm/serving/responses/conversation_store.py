@@ -13,8 +13,7 @@ from sqlalchemy.orm import Mapped, mapped_column
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.responses.items import Item, new_id
 from jaxllm.serving.responses.objects import StoredConversation
-from jaxllm.serving.store.database import Base, Database
-from jaxllm.serving.store.owned import Owned
+from jaxllm.serving.store.database import Base, Database, Owned
 
 _item_decoder = msgspec.json.Decoder(Item)
 _metadata_decoder = msgspec.json.Decoder(dict[str, str])

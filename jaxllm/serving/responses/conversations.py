@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from jaxllm.serving.access.tenant import tenant_of
-from jaxllm.serving.http.json_response import json_response
-from jaxllm.serving.http.openapi import returns
+from jaxllm.serving.access.keys import tenant_of
+from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.responses.conversation_store import ConversationStore
 from jaxllm.serving.responses.objects import DeletedConversation, ItemList, ListedItem, StoredConversation, listed

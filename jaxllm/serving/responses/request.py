@@ -9,8 +9,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from jaxllm.chat.conversation import MAX_TOOLS
 from jaxllm.requests.sampling import MAX_LOGPROBS
-from jaxllm.serving.http.request_model import RequestModel, refuse
-from jaxllm.serving.keep_alive import KeepAliveFields
+from jaxllm.serving.http.request_model import KeepAliveFields, RequestModel, refuse
 from jaxllm.serving.openai.sampling import SamplingFields, TokenLimit
 from jaxllm.serving.openai.structured import JSONObjectFormat, TextFormat
 from jaxllm.serving.openai.tools import FunctionDefinition

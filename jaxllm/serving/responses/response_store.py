@@ -25,8 +25,7 @@ from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.responses.conversation_store import append_items
 from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.objects import RUNNING, STOPPED, Response, ResponseError
-from jaxllm.serving.store.database import Base, Database
-from jaxllm.serving.store.owned import Owned
+from jaxllm.serving.store.database import Base, Database, Owned
 
 LEASE_SECONDS = 60.0
 """A background response whose server has not said for so long that it still runs is failed."""

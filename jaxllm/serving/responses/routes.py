@@ -8,10 +8,9 @@ from typing import Annotated, get_args
 from fastapi import APIRouter, Query, Request
 from fastapi import Response as HTTPResponse
 
-from jaxllm.serving.access.tenant import tenant_of
+from jaxllm.serving.access.keys import tenant_of
+from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.json_response import json_response
-from jaxllm.serving.http.openapi import returns
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.http.streaming import EventStream, until_disconnect
 from jaxllm.serving.registry import leased

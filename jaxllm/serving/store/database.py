@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import URL, event, func, make_url, select
+from sqlalchemy import URL, ColumnElement, String, event, func, make_url, select
 from sqlalchemy.exc import ArgumentError, DBAPIError, InvalidRequestError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_sessionmaker, create_async_engine
-from sqlalchemy.orm import DeclarativeBase
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from jaxllm.errors import ConfigError, one_line
 from jaxllm.folders import in_home
 from jaxllm.serving.http.api_error import APIError, telling_full
+from jaxllm.wording import shown
 
 if TYPE_CHECKING:
     from jaxllm.serving.store.layout import TableLayout
@@ -149,6 +150,41 @@ class Database:
     def _path(self) -> Path | None:
         name = self._url.database
         return None if not name or name == ":memory:" else Path(name)
+
+
+class Owned:
+    """A row that belongs to a key of the file of keys."""
+
+    owner: Mapped[str | None] = mapped_column(String(64), index=True)
+    """The name of that key; null where whoever made it had none, or one of `--api-key`."""
+
+
+class Numbered:
+    """Columns of a table whose rows are listed in the order they came."""
+
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True)
+
+
+async def page_of(
+    session: AsyncSession,
+    table: type[Any],
+    *conditions: ColumnElement[bool],
+    after: str | None,
+    limit: int,
+    descending: bool = True,
+) -> tuple[Sequence[Any], bool]:
+    """Up to `limit` rows of a Numbered table, and whether more follow. Raises APIError when `after` is no row's id."""
+    number = table.number
+    query = select(table).where(*conditions)
+    if after is not None:
+        cursor = await session.scalar(select(number).where(table.id == after, *conditions))
+        if cursor is None:
+            raise APIError(400, f"after is {shown(after)}, which is the id of nothing in this list", param="after")
+        query = query.where(number < cursor if descending else number > cursor)
+    query = query.order_by(number.desc() if descending else number).limit(limit + 1)
+    rows = (await session.scalars(query)).all()
+    return rows[:limit], len(rows) > limit
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from fastapi.testclient import TestClient
 
-from jaxllm.serving.access.api_key import hash_of
+from jaxllm.serving.access.keys import hash_of
 from tests.serving.fake_engine import FakeEngine
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}

@@ -20,9 +20,9 @@ from fastapi.testclient import TestClient
 from jaxllm.cli.settings import read_settings
 from jaxllm.config import ServeConfig
 from jaxllm.errors import ConfigError
-from jaxllm.serving import health
+from jaxllm.serving import status
 from jaxllm.serving.access import keys as keys_module
-from jaxllm.serving.access.api_key import hash_of, read_keys
+from jaxllm.serving.access.keys import hash_of, read_keys
 from tests.serving.access.conftest import CHAT, Keyed, key, write_keys
 from tests.serving.batches.running import Running, chat
 from tests.serving.conftest import wait_for
@@ -58,7 +58,7 @@ def test_sdks_bring_their_keys(listen: Callable[..., str], engine: FakeEngine, t
 
 def test_every_route_but_probes_asks_for_a_key(keyed: Callable[..., Keyed]) -> None:
     server = keyed({"alice": {}})
-    probes = {route.path for route in health.router.routes if isinstance(route, APIRoute)}
+    probes = {route.path for route in status.router.routes if isinstance(route, APIRoute)}
     described = server.client.get("/openapi.json").json()["paths"]
     asked = [
         (method, path.replace("{", "").replace("}", ""))

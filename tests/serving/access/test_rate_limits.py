@@ -19,11 +19,9 @@ import openai
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.serving.access import meter as meter_module
-from jaxllm.serving.access import rate_limits
-from jaxllm.serving.access.meter import Meter
-from jaxllm.serving.access.rate_limits import RateLimits, Window
-from jaxllm.serving.access.tenant import Tenant
+from jaxllm.serving.access import limits
+from jaxllm.serving.access.keys import Tenant
+from jaxllm.serving.access.limits import Meter, RateLimits, Window
 from jaxllm.serving.access.usage import Used
 from jaxllm.serving.http.api_error import APIError
 from tests.serving.access.conftest import CHAT, Keyed, write_keys
@@ -258,7 +256,7 @@ def test_a_redis_that_hangs_is_a_503_and_used_again_when_it_answers(
 ) -> None:
     import redis
 
-    monkeypatch.setattr(rate_limits, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(limits, "ANSWER_SECONDS", 0.2)
     with redis.Redis.from_url(redis_url) as client:
         process = client.info("server")["process_id"]
 
@@ -297,7 +295,7 @@ def test_what_was_reserved_stays_counted_where_the_store_is_gone(
         monkeypatch.setattr(meter._limits, "correct", gone)
         await meter.settle(reservation, "fake", Used(prompt_tokens=2))
 
-    with caplog.at_level(logging.ERROR, meter_module.__name__):
+    with caplog.at_level(logging.ERROR, limits.__name__):
         asyncio.run(main())
     assert "API key alice is counted 6 tokens too many: gone" in caplog.text
 

@@ -19,8 +19,7 @@ from sqlalchemy import URL
 from sqlalchemy.exc import OperationalError
 
 from jaxllm.serving.access import usage as usage_module
-from jaxllm.serving.access.usage import Account, Ledger, Used
-from jaxllm.serving.access.usage_store import UsageStore
+from jaxllm.serving.access.usage import Account, Ledger, UsageStore, Used
 from jaxllm.serving.store.database import Database, sqlite_url
 from tests.serving.access.conftest import CHAT, Keyed, write_keys
 from tests.serving.fake_engine import CACHED, REPLY, FakeEngine

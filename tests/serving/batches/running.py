@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from jaxllm.config import ServeConfig
-from jaxllm.serving.listener import bind
+from jaxllm.serving.http.listening import bind
 from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import FakeEngine, app_of
 

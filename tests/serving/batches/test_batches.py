@@ -13,8 +13,7 @@ import httpx
 import openai
 import pytest
 
-from jaxllm.serving.batches.caller import BATCH_PRIORITY, Places
-from jaxllm.serving.batches.lines import Line
+from jaxllm.serving.batches.caller import BATCH_PRIORITY, Line, Places
 from tests.serving.batches.running import CHAT, Running, chat, questions
 from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import REPLY, FakeEngine

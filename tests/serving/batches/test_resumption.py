@@ -91,7 +91,7 @@ def test_a_signal_in_the_middle_records_no_answer_cut_short(start: Callable[...,
     script = (
         "import sys; from pathlib import Path\n"
         "from jaxllm.config import ServeConfig\n"
-        "from jaxllm.serving.listener import bind\n"
+        "from jaxllm.serving.http.listening import bind\n"
         "from tests.serving.fake_engine import FakeEngine, serve_engine\n"
         "config = ServeConfig(model='fake', port=0, data_dir=Path(sys.argv[1]), shutdown_timeout=0)\n"
         "serve_engine(config, FakeEngine(delay=0.02), bind(config.host, 0))\n"
@@ -178,7 +178,7 @@ def test_a_line_that_kills_the_server_is_tried_twice(start: Callable[..., Runnin
     script = (
         "import sys; from pathlib import Path\n"
         "from jaxllm.config import ServeConfig\n"
-        "from jaxllm.serving.listener import bind\n"
+        "from jaxllm.serving.http.listening import bind\n"
         "from tests.serving.batches.test_resumption import PoisonedProcess\n"
         "from tests.serving.fake_engine import serve_engine\n"
         "config = ServeConfig(model='fake', port=0, data_dir=Path(sys.argv[1]))\n"

@@ -11,7 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.body import MAX_STRUCTURE, MAX_VALUES, check_structure
+from jaxllm.serving.http.json_body import MAX_STRUCTURE, MAX_VALUES, check_structure
 from tests.serving.conftest import quickly
 
 JSON = {"Content-Type": "application/json"}
@@ -102,7 +102,7 @@ def test_a_full_disk_is_507_and_leaves_nothing(
 
     broken = {
         "the temporary file": "starlette.datastructures.UploadFile.write",
-        "the file": "jaxllm.serving.batches.file_store.os.fsync",
+        "the file": "jaxllm.serving.batches.stores.os.fsync",
         "the row": "sqlalchemy.ext.asyncio.AsyncSession.add",
     }[place]
     with monkeypatch.context() as patch:

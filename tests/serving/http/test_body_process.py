@@ -21,9 +21,7 @@ from fastapi.testclient import TestClient
 from pydantic import TypeAdapter, ValidationError
 
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.body import SMALL_BODY
-from jaxllm.serving.http.body_process import BodyProcess
-from jaxllm.serving.http.packed import SLICE, Integers, pack, unpack
+from jaxllm.serving.http.json_body import SLICE, SMALL_BODY, BodyProcess, Integers, pack, unpack
 from jaxllm.serving.openai.tokenize_types import DetokenizeRequest
 
 MANY = list(range(SLICE))
@@ -59,7 +57,7 @@ def test_what_is_packed_comes_back(value: Any, bodies: BodyProcess) -> None:
 
 
 def test_the_process_starts_without_what_only_a_server_needs() -> None:
-    code = "import sys, jaxllm.serving.http.body_process; assert not {'fastapi', 'starlette', 'jax'} & set(sys.modules)"
+    code = "import sys, jaxllm.serving.http.json_body; assert not {'fastapi', 'starlette', 'jax'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from jaxllm.engine.messages import EngineRequest
 from jaxllm.serving.batches.caller import BATCH_PRIORITY
-from jaxllm.serving.http.openapi import RESPONSES
+from jaxllm.serving.http.answers import RESPONSES
 from tests.serving.api_surface import BODIES, EveryTask, Route, addresses, described_app, make_app, models, routes
 
 

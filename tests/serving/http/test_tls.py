@@ -19,7 +19,7 @@ import trustme
 
 from jaxllm.config.server import ServerConfig
 from jaxllm.errors import ConfigError
-from jaxllm.serving.http.tls import make_context
+from jaxllm.serving.http.listening import make_context
 from tests.serving import fake_engine
 from tests.serving.conftest import wait_for
 

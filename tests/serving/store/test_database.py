@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 from sqlalchemy import insert, select
 
 from jaxllm.errors import ConfigError
-from jaxllm.serving.batches.file_store import FileRow
+from jaxllm.serving.batches.stores import FileRow
 from jaxllm.serving.store.database import Database, sqlite_url
 from tests.serving.fake_engine import FakeEngine
 

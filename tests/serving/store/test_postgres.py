@@ -12,8 +12,7 @@ from fastapi.testclient import TestClient
 from sqlalchemy import select
 
 from jaxllm.errors import ConfigError
-from jaxllm.serving.access.usage import Account, Used
-from jaxllm.serving.access.usage_store import UsageRow, addition
+from jaxllm.serving.access.usage import Account, UsageRow, Used, addition
 from jaxllm.serving.store.database import Database
 from tests.serving.batches.running import Running
 from tests.serving.conftest import wait_for

@@ -11,11 +11,10 @@ import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy import Update, update
 
-from jaxllm.serving.batches.batch_store import BatchRow
-from jaxllm.serving.batches.file_store import FileRow
+from jaxllm.serving import stored
+from jaxllm.serving.batches.stores import BatchRow, FileRow
 from jaxllm.serving.responses.conversation_store import ConversationRow
 from jaxllm.serving.responses.response_store import ResponseRow
-from jaxllm.serving.store import retention
 from jaxllm.serving.store.database import Database, sqlite_url
 from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import FakeEngine
@@ -46,9 +45,9 @@ def is_there(client: TestClient, path: str) -> bool:
 
 @pytest.fixture
 def looking_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(retention, "AT_ONCE", 2)
-    monkeypatch.setattr(retention, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(stored, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(stored, "AT_ONCE", 2)
+    monkeypatch.setattr(stored, "PAUSE_SECONDS", 0.0)
 
 
 def test_what_is_old_is_deleted_while_the_server_runs(
@@ -93,7 +92,7 @@ def delete_old(directory: Path, days: int) -> dict[str, int]:
 
     async def main() -> dict[str, int]:
         database = Database(sqlite_url(directory))
-        deleted = await retention.delete_old(deleters(database, directory), int(time.time()) - days * DAY)
+        deleted = await stored.delete_old(deleters(database, directory), int(time.time()) - days * DAY)
         await database.close()
         return deleted
 

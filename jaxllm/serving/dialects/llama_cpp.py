@@ -11,9 +11,8 @@ from fastapi import APIRouter, Query, Request, Response
 
 from jaxllm.chat.conversation import Conversation, naming, renaming
 from jaxllm.chat.prompt import render
-from jaxllm.serving.access.tenant import tenant_of
-from jaxllm.serving.http.json_response import json_response
-from jaxllm.serving.http.openapi import returns
+from jaxllm.serving.access.keys import tenant_of
+from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.openai.messages import FIELD_NAMES, Messages, TemplateFields
 from jaxllm.serving.openai.tools import ToolFields

@@ -1,27 +1,37 @@
-"""What the monitor port answers."""
+"""The monitor port: its answers, and its own event loop on a thread, which answers while the server's is busy."""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import logging
 import math
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import anyio.to_thread
 import msgspec
+import uvicorn
 from fastapi import FastAPI
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from jaxllm.config.server import ServerConfig
+from jaxllm.config.values import comma_separated
 from jaxllm.engine.messages import LookAt
 from jaxllm.looking import What
 from jaxllm.looking.look import look, stacks
-from jaxllm.serving import health
+from jaxllm.serving import status
+from jaxllm.serving.http.answers import json_response
 from jaxllm.serving.http.api_error import APIError, unavailable
+from jaxllm.serving.http.connections import BoundedProtocol
 from jaxllm.serving.http.errors import HANDLED, error_response, to_api_error
-from jaxllm.serving.http.json_response import json_response
+from jaxllm.serving.http.listening import address, bind
+from jaxllm.serving.http.middleware import LOCAL_NAMES, OriginGuard
 from jaxllm.wording import did_you_mean, shown
 
 API = "api"
@@ -32,13 +42,17 @@ PROFILE_SECONDS, TRACE_SECONDS = 30.0, 3.0
 
 Answering = Callable[[Request], Awaitable[Response]]
 _PROBES: dict[str, Answering] = {
-    "/health": health.health,
-    "/ping": health.ping,
-    "/ready": health.ready,
-    "/readyz": health.ready,
-    "/load": health.load,
-    "/metrics": health.metrics,
+    "/health": status.health,
+    "/ping": status.ping,
+    "/ready": status.ready,
+    "/readyz": status.ready,
+    "/load": status.load,
+    "/metrics": status.metrics,
 }
+
+logger = logging.getLogger(__name__)
+END_SECONDS = 3.0
+"""How long the end waits for what is being answered."""
 
 
 class Overview(msgspec.Struct):
@@ -139,16 +153,57 @@ class Monitor:
         return await answer(Request({**request.scope, "app": app}, request.receive))
 
 
+async def refuse(request: Request, error: Exception) -> Response:
+    return error_response(to_api_error(error))
+
+
+@contextmanager
+def monitoring(
+    config: ServerConfig,
+    find_app: Callable[[], FastAPI | None],
+    find_loop: Callable[[], asyncio.AbstractEventLoop | None],
+) -> Iterator[str | None]:
+    """The monitor port is open inside, if the settings name one; yields its address. For the functions see Monitor.
+
+    Raises ConfigError where it cannot be had.
+    """
+    if config.monitor_port is None:
+        yield None
+        return
+    app = Monitor(find_app, find_loop).app
+    hosts = comma_separated(config.allowed_hosts) or ([] if is_local(config.monitor_host) else ["*"])
+    app.add_middleware(OriginGuard, allowed_origins=[], allowed_hosts=hosts, has_key=False)
+    with bind(config.monitor_host, config.monitor_port, "monitor_") as listener:
+        settings = uvicorn.Config(
+            app, http=BoundedProtocol, ws="none", lifespan="off", log_config=None, access_log=False,
+            server_header=False, timeout_graceful_shutdown=1,
+        )  # fmt: skip
+        server = uvicorn.Server(settings)
+        thread = threading.Thread(target=server.run, args=([listener],), name="monitor", daemon=True)
+        thread.start()
+        where = address(listener)
+        logger.info("monitoring on %s/debug/", where)
+        try:
+            yield where
+        finally:
+            server.should_exit = True
+            thread.join(END_SECONDS)
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine can reach it, by whose names alone it is then called."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host in LOCAL_NAMES
+
+
 async def _live(_: Request) -> Response:
-    return await health.livez()
+    return await status.livez()
 
 
 async def _version(_: Request) -> Response:
-    return await health.show_version()
-
-
-async def refuse(request: Request, error: Exception) -> Response:
-    return error_response(to_api_error(error))
+    return await status.show_version()
 
 
 def _check_names(request: Request, known: tuple[str, ...]) -> None:

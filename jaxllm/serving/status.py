@@ -1,9 +1,9 @@
-"""/health, /ping, /ready, /readyz, /livez, /version, /load and /metrics: for probes and dashboards, without a key."""
+"""What a server says of itself, for probes and dashboards without a key, and /server_info with one."""
 
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -11,14 +11,17 @@ from fastapi.responses import PlainTextResponse
 from msgspec import UNSET, UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from jaxllm.serving.access.usage_metrics import usage_by_key
+from jaxllm.serving.access.keys import tenant_of
+from jaxllm.serving.access.usage import usage_by_key
+from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.api_error import unavailable
-from jaxllm.serving.http.json_response import json_response
-from jaxllm.serving.http.openapi import returns
-from jaxllm.serving.http.route import bearer_key
+from jaxllm.serving.http.route import JSONRoute, bearer_key
+from jaxllm.serving.served_model import engine_settings
 from jaxllm.serving.state import ServerState
 
 router = APIRouter(tags=["status"])
+
+info_router = APIRouter(route_class=JSONRoute, tags=["status"])
 
 
 class Health(msgspec.Struct, kw_only=True):
@@ -108,3 +111,42 @@ async def metrics(request: Request) -> Response:
         reader = state.keys.check(sent)
         shown += usage_by_key(state.usage, reader) if state.keys.have_names else b""
     return Response(shown, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+class EngineShown(msgspec.Struct, kw_only=True):
+    """What the engine settled on at its start; null until the default model was loaded for the first time."""
+
+    max_model_len: int | None
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    num_pages: int | None
+    page_size: int | None
+    vocab_size: int | None
+    hidden_size: int | None
+
+
+class ServerInfo(msgspec.Struct, kw_only=True):
+    version: str
+    system_fingerprint: str | None
+    """Null where the default model is not loaded."""
+    models: list[str]
+    settings: dict[str, Any]
+    """Those of the engine that may change an answer; neither keys nor places of the machine."""
+    engine: EngineShown
+
+
+@info_router.get("/server_info", responses=returns(ServerInfo))
+async def server_info(request: Request) -> Response:
+    """The version, the engine's settings and what it made of them."""
+    state: ServerState = request.app.state.server
+    tenant = tenant_of(request)
+    model = state.registry.find(None, tenant)
+    info = model.info
+    shown = ServerInfo(
+        version=version("jaxllm"),
+        system_fingerprint=None if model.served is None else model.served.system_fingerprint,
+        models=state.registry.names_for(tenant),
+        settings=engine_settings(model.config),
+        engine=EngineShown(**{name: getattr(info, name, None) for name in EngineShown.__struct_fields__}),
+    )
+    return json_response(shown)

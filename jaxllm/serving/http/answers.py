@@ -1,8 +1,9 @@
-"""Makes /openapi.json tell the truth about responses, whose types are msgspec structs that FastAPI does not know."""
+"""Answers are msgspec structs: here they are encoded, and described in /openapi.json."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -10,6 +11,28 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 from jaxllm.serving.http.errors import ErrorResponse
+from jaxllm.serving.http.request_model import ignored_fields
+
+
+def json_response(
+    value: msgspec.Struct | Sequence[msgspec.Struct],
+    *,
+    request_id: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """`value` as the answer, with a `warnings` member where fields of the request were ignored.
+
+    A list has no place for members: its warnings are in the header X-Warnings, as JSON.
+    """
+    named = {"X-Request-Id": request_id} if request_id else {}
+    content = msgspec.json.encode(value)
+    warnings = ignored_fields.get()
+    if warnings and isinstance(value, Sequence):
+        named["X-Warnings"] = json.dumps(warnings)
+    elif warnings:
+        content = content[:-1] + b',"warnings":' + msgspec.json.encode(warnings) + b"}"
+    return Response(content, media_type="application/json", headers={**named, **(headers or {})})
+
 
 RESPONSES: list[Any] = []
 """All that the routes said they return."""

@@ -1,1 +1,0 @@
-"""The page at /docs, which shows the API in a browser."""

@@ -1,0 +1,1 @@
+"""Routes and files in other servers' own words, which the application alone knows."""

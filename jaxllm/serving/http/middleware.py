@@ -1,0 +1,176 @@
+"""Layers around all routes: who may call, a request's id, a proxy's prefix, and other spellings of a route."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import RedirectResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxllm.config.values import PREFIX
+from jaxllm.serving.http.api_error import APIError
+from jaxllm.serving.http.errors import error_response
+from jaxllm.wording import shown
+
+LOCAL_NAMES = frozenset({"localhost"})
+
+
+class OriginGuard:
+    """Refuses requests that a foreign page makes a browser send (403), and names that are not this server's (421).
+
+    A request with several names, or in HTTP/1.1 with none, is refused as well (400): others may read another one.
+
+    Without an API key a server trusts whoever reaches it, so a page in a browser on its machine must not. A page has
+    an Origin header that the browser writes: it is let in when it is of this server or in `allowed_origins`. By DNS
+    rebinding a page's own name can lead here: `allowed_hosts` are the names under which the server is called, besides
+    IP addresses and localhost; "*" allows any, as a Unix socket does, which no name in DNS leads to. With an API key,
+    which no foreign page knows, any name is allowed unless `allowed_hosts` says otherwise.
+    """
+
+    def __init__(self, app: ASGIApp, *, allowed_origins: list[str], allowed_hosts: list[str], has_key: bool):
+        self._app = app
+        self._origins = frozenset(allowed_origins)
+        self._hosts = frozenset(host.lower() for host in allowed_hosts) or frozenset({"*"} if has_key else ())
+        self._has_key = has_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            hosts, origin = headers.getlist("host"), headers.get("origin")
+            host = next(iter(hosts), "")
+            if len(hosts) != 1 and (hosts or scope["http_version"] == "1.1"):  # RFC 9112 section 3.2
+                message = f"the request has {len(hosts)} Host headers; it must have one"
+                app = error_response(APIError(400, message, code="invalid_host"))
+            elif not self._is_ours(host):
+                message = f"Host is {shown(host)}, not a name of this server; see --allowed-hosts"
+                app = error_response(APIError(421, message, code="unknown_host"))
+            elif origin is not None and not self._may_call(origin, host):
+                message = f"Origin is {shown(origin)}, whose pages may not call this server; see --allowed-origins"
+                app = error_response(APIError(403, message, type="permission_error", code="foreign_origin"))
+        await app(scope, receive, send)
+
+    def _is_ours(self, host: str) -> bool:
+        if "*" in self._hosts or not host:  # only HTTP/1.0 has none, and no browser speaks it
+            return True
+        name = _name(f"//{host}")
+        return name in self._hosts or name in LOCAL_NAMES or _is_address(name)
+
+    def _may_call(self, origin: str, host: str) -> bool:
+        if self._has_key or "*" in self._origins or origin in self._origins:
+            return True
+        return urlsplit(origin).netloc.lower() == host.lower() != ""
+
+
+ID_HEADER = "X-Request-Id"
+_ID = re.compile(r"[!-~]([ -~]{0,254}[!-~])?")
+
+
+class RequestIds:
+    """Every response has X-Request-Id: what its request had there, else what its route says, else a new one."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        sent = Headers(scope=scope).get(ID_HEADER)
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers[ID_HEADER] = sent or headers.get(ID_HEADER) or uuid.uuid4().hex
+            await send(message)
+
+        app = self._app
+        if sent is not None and not _ID.fullmatch(sent):
+            message = f"{ID_HEADER} is {shown(sent)}; it must be from 1 to 256 printable ASCII characters"
+            app, sent = error_response(APIError(400, message)), None
+        await app(scope, receive, send_named)
+
+
+PREFIX_HEADER = "X-Forwarded-Prefix"
+
+
+class ProxyPrefix:
+    """Lets routes be reached under the prefix as well as without it, whether the proxy cuts it off or not.
+
+    Pages and /openapi.json name addresses with it. `root_path` is the server's own; without one the header of the
+    request says it.
+    """
+
+    def __init__(self, app: ASGIApp, *, root_path: str | None):
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http":
+            prefix = self._root_path or Headers(scope=scope).get(PREFIX_HEADER, "").rstrip("/")
+            if prefix and not PREFIX.fullmatch(prefix):
+                message = (
+                    f"{PREFIX_HEADER} is {shown(prefix)}; it must be a path of letters, digits and -._~, such as /llm"
+                )
+                app = error_response(APIError(400, message))
+            elif prefix and scope["path"] == prefix:  # the page's addresses are relative to /llm/
+                app = RedirectResponse(f"{prefix}/", 308)
+            elif prefix:
+                scope["root_path"] = prefix
+        await app(scope, receive, send)
+
+
+class SameRoute:
+    """Answers HEAD as GET, without the body, and a path with a slash at its end as the path without it."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope = {**scope, "path": _without_slash(scope)}
+            if scope["method"] == "HEAD":
+                scope["method"] = "GET"
+                send = _headers_only(send)
+        await self._app(scope, receive, send)
+
+
+def _name(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _without_slash(scope: Scope) -> str:
+    """Worked example: /llm/v1/models/ becomes /llm/v1/models; /llm/, the page under a proxy's prefix, stays."""
+    path: str = scope["path"]
+    return path.rstrip("/") if path.removeprefix(scope.get("root_path", "")).strip("/") else path
+
+
+def _headers_only(send: Send) -> Send:
+    """The answer ends with its headers: whoever streams more is told that the client is gone."""
+    ended = False
+
+    async def send_headers(message: Message) -> None:
+        nonlocal ended
+        if message["type"] == "http.response.start":
+            await send(message)
+        if not ended:
+            ended = True
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    return send_headers
