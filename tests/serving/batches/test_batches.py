@@ -13,6 +13,8 @@ import httpx
 import openai
 import pytest
 
+from jaxllm.engine.doors.limits import check_request
+from jaxllm.requests.sampling import SamplingParams
 from jaxllm.serving.batches.caller import BATCH_PRIORITY, Line, Places
 from tests.serving.batches.running import CHAT, Running, chat, questions
 from tests.serving.conftest import wait_for
@@ -77,14 +79,13 @@ def test_other_endpoints(start: Callable[..., Running], endpoint: str, body: Any
 
 def test_a_lines_own_failure_is_not_the_batchs(start: Callable[..., Running], monkeypatch: Any) -> None:
     server = start()
-    check = server.engine.check
 
-    def crash(ids: list[int], params: Any) -> None:
+    def crash(info: Any, tokenizer: Any, ids: list[int], params: SamplingParams) -> None:
         if params.seed == 13:
             raise ZeroDivisionError("unforeseen")
-        check(ids, params)
+        check_request(info, tokenizer, ids, params)
 
-    monkeypatch.setattr(server.engine, "check", crash)
+    monkeypatch.setattr("jaxllm.chat.prompt.check_request", crash)
     lines = [chat(0), chat(1, temperature=-5), chat(2, model="other"), chat(3, seed=13), chat(4, unheard_of=1)]
     batch = server.finished(server.submit(lines))
     assert batch.status == "completed"

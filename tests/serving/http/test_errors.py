@@ -352,8 +352,8 @@ def test_a_request_that_is_itself_to_blame_is_told_so(client: TestClient, engine
     assert '"code":"invalid_prompt"' in failed.text
 
 
-def test_bug_is_a_500_without_details(client: TestClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "check", lambda *_: 1 / 0)
+def test_bug_is_a_500_without_details(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxllm.chat.prompt.check_request", lambda *_: 1 / 0)
     error = error_of(client.post("/v1/completions", json={"prompt": "Hi"}), 500)
     assert error["type"] == "server_error" and "division" not in error["message"]
 
