@@ -120,7 +120,7 @@ def measure_serve(run: Slice) -> None:
     if not cells:
         return None
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH")]))
-    from jaxllm.cli.bench.serve import server
+    from jaxllm.cli.bench.server import server
     from jaxllm.config import ServeConfig
 
     folder = model_folder(run.given, "served")
