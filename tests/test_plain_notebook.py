@@ -18,7 +18,7 @@ with progress_bar("Loading") as on_progress:
 """
 GENERATES = """
 from contextlib import nullcontext
-from jaxllm.engine.doors.sequences import drive
+from jaxllm.engine.doors.drive import drive
 
 class Stream(nullcontext):
     def __iter__(self):

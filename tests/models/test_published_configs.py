@@ -11,8 +11,7 @@ import pytest
 
 from jaxllm import EngineConfig
 from jaxllm.engine.core.keys import Key
-from jaxllm.engine.core.step import StepFunctions
-from jaxllm.engine.start.plan import UNPAGED_LENGTH, Blueprint, make_blueprint
+from jaxllm.engine.start.plan import UNPAGED_LENGTH, Blueprint, make_blueprint, step_functions
 from jaxllm.engine.start.platform import Platform
 from jaxllm.models.caches import CacheSpec, Paged, PerSlot, parts_of
 from jaxllm.models.registry import FAMILIES, model_spec
@@ -79,7 +78,7 @@ def test_the_whole_context_is_planned(published, blueprint):
 
 def test_steps_have_the_shapes_of_the_model(blueprint):
     config, sizes = blueprint.spec.config, blueprint.sizes
-    functions = StepFunctions(blueprint.model, blueprint.params, build_mesh(1), sizes)
+    functions = step_functions(blueprint, build_mesh(1))
     if config.encoder is not None:
         encode, arguments = functions.step(Key("encode", 16))
         (hidden,) = jax.eval_shape(encode, *arguments)
