@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jaxllm.engine.core.feature import Feature
-from jaxllm.engine.core.registry import Features
-from jaxllm.engine.core.sizes import StepSizes
-from jaxllm.models.abstract import AdaptedModel
 from jaxllm.requests.logits_processors import LogitsProcessor
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # front doors, which do without JAX, import some features' rules
+    from jaxllm.engine.core.feature import Feature
+    from jaxllm.engine.core.registry import Features
+    from jaxllm.engine.core.sizes import StepSizes
+    from jaxllm.models.abstract import AdaptedModel
     from jaxllm.engine.features.drafts.feature import DraftsFeature
 
 
@@ -30,6 +30,7 @@ def features_of(
     `widest_activation` is how many numbers of a token the largest activation of a layer has; with `offloads` what the
     devices give away is kept elsewhere.
     """
+    from jaxllm.engine.core.registry import Features
     from jaxllm.engine.features.adapters.adapters import AdaptersFeature
     from jaxllm.engine.features.adapters.steering import SteeringFeature
     from jaxllm.engine.features.adjustments.adjustments import AdjustmentsFeature
@@ -66,6 +67,7 @@ def features_of(
 
 def features_of_encoder() -> Features:
     """Those of an encoder, which samples nothing."""
+    from jaxllm.engine.core.registry import Features
     from jaxllm.engine.features.readout.pooling import PoolingFeature
 
     return Features([PoolingFeature()])

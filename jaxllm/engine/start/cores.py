@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,7 +54,9 @@ def new_core(
         around = Surroundings(device, blueprint.sizes, pool, backend, eos)
         features = functions.features.attached(around)
         scheduler = _new_scheduler(prepared, pool, features)
-        around.running, around.prefix_root = (lambda: scheduler.running), scheduler.prefix_root
+        scheduling = weakref.proxy(scheduler)  # what features work with keeps no core: engines end without a collection
+        around.running = lambda: scheduling.running
+        around.prefix_root = lambda request: scheduling.prefix_root(request)
         if not encodes:
             features["grammar"].grammars, features["adapters"].store = grammars, store  # type: ignore[attr-defined]
         if OffloadFeature.name in features:
@@ -62,7 +65,8 @@ def new_core(
             features[OffloadFeature.name].keep_in(tiers)  # type: ignore[attr-defined]
         events = _new_events(config, pool, rank)
         features = features if events is None else Features([*features, events])
-        around.features = lambda: features
+        asked = weakref.proxy(features)
+        around.features = lambda: asked
         found = EngineCore(
             scheduler,
             pool,
@@ -74,7 +78,8 @@ def new_core(
             model,
             WeightReader(config, blueprint, functions, prepared.last.mesh),
         )
-        around.is_paused = lambda: found.is_paused
+        turning = weakref.proxy(found)
+        around.is_paused = lambda: turning.is_paused
         return found
 
     count = prepared.config.num_batches

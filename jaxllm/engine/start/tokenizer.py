@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.folders import in_home
 from jaxllm.text.tokenizer import Tokenizer, has_chat_template, load_tokenizer
 from jaxllm.weights import open_checkpoint, source
-from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import check_fields
 from jaxllm.weights.folder import EOS_FIELDS, SAMPLING_FIELDS, read_generation_config
-from jaxllm.weights.packings import quantization_config
+
+if TYPE_CHECKING:
+    from jaxllm.weights.checkpoint import Checkpoint
 
 
 def resolve_tokenizer(config: EngineConfig) -> Tokenizer | None:
@@ -57,6 +58,8 @@ def open_model(config: EngineConfig, path: Path) -> Checkpoint:
 def _check_quantization(wanted: str | None, checkpoint: Checkpoint) -> None:
     if wanted is None:
         return
+    from jaxllm.weights.packings import quantization_config
+
     stated = (quantization_config(checkpoint) or {}).get("quant_method")
     found = "gguf" if checkpoint.format == "gguf" else stated
     if _SAME_METHOD.get(wanted, wanted) != found:
