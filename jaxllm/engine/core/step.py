@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from inspect import Parameter, Signature
 from operator import itemgetter
 from typing import Any
 
@@ -140,6 +141,9 @@ class StepBuilder:
         if self.state.num_batches > 1:
             traced = partial(_for_each_batch, step, len(sent), uses.output)
             sent = tuple(map(self.state.to_all, sent))
+        names = [Parameter(name, Parameter.POSITIONAL_ONLY) for name in uses.takes]
+        signature = Signature([*names, Parameter("sent", Parameter.VAR_POSITIONAL)])
+        traced.__signature__ = signature  # type: ignore[attr-defined]  # programs call their arguments by these names
         specs = {name: state_specs(parts[name]) for name in {*uses.takes, *uses.gives}}
         inputs = (*(specs[name] for name in uses.takes), *(a.sharding.spec for a in sent))
         output = P() if built.output is None else built.output
