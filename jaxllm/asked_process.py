@@ -16,7 +16,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO, cast
 
 from jaxllm import own_process
@@ -55,7 +54,6 @@ class AskedProcesses:
     def __init__(self, module: str, *arguments: str, most: int = 1) -> None:
         self._module, self._arguments = module, arguments
         self._places = threading.Semaphore(most)
-        self._threads = ThreadPoolExecutor(most, thread_name_prefix=module)  # each starts when it is first needed
         self._lock = threading.Lock()
         self._questions: set[_Question] = set()
         self._idle: list[Process] = []
@@ -80,35 +78,11 @@ class AskedProcesses:
             Died: the process needs too much memory or crashes, or is ended by `close` meanwhile.
             RuntimeError: the process ends in any other way, which is a fault of its program.
         """
-        return self._ask(_Question(), pieces, (seconds, processor_seconds))
-
-    async def ask_from_loop(
-        self, *pieces: bytes, seconds: float = STUCK_SECONDS, processor_seconds: float = 0.0
-    ) -> bytes:
-        """`ask` without holding up the event loop; the process of one that is cancelled is stopped."""
-        import asyncio  # here, as it would double the time in which a process starts
-
         question, limits = _Question(), (seconds, processor_seconds)
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, question, pieces, limits)
-        except asyncio.CancelledError:
-            question.stop()
-            raise
-
-    def close(self) -> None:
-        """End all processes; `Died` is raised for what they are asked now. A later `ask` starts another."""
-        with self._lock:
-            questions, idle = list(self._questions), list(self._idle)
-            self._idle.clear()
-        for question in questions:
-            question.stop()
-        _end_all(idle)
-
-    def _ask(self, question: _Question, pieces: tuple[bytes, ...], limits: tuple[float, float]) -> bytes:
         with self._places:
             with self._lock:
                 self._questions.add(question)
-            timer = threading.Timer(limits[0], question.time_out)
+            timer = threading.Timer(seconds, question.time_out)
             timer.start()
             try:
                 answer, status = self._answer(question, pieces, limits)
@@ -125,6 +99,15 @@ class AskedProcesses:
         if status < 0 or status == OUT_OF_MEMORY:
             raise Died
         raise RuntimeError(f"`-m {' '.join((self._module, *self._arguments))}` ended with status {status}")
+
+    def close(self) -> None:
+        """End all processes; `Died` is raised for what they are asked now. A later `ask` starts another."""
+        with self._lock:
+            questions, idle = list(self._questions), list(self._idle)
+            self._idle.clear()
+        for question in questions:
+            question.stop()
+        _end_all(idle)
 
     def _answer(
         self, question: _Question, pieces: tuple[bytes, ...], limits: tuple[float, float]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -186,23 +185,19 @@ def test_an_answer_that_was_not_waited_for_is_given_to_nobody(
     assert pid(pool) != before
 
 
-def test_the_event_loop_goes_on_meanwhile(pool: AskedProcesses) -> None:
-    async def run() -> None:
-        slow = asyncio.create_task(pool.ask_from_loop(b"sleep 60", seconds=PLENTY))
+def test_others_are_answered_meanwhile(pool: AskedProcesses) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        slow = threads.submit(pool.ask, b"sleep 60", seconds=PLENTY)
         while not pool.processes:  # else the next question could come first, and its process be asked this one too
-            await asyncio.sleep(0.01)
+            time.sleep(0.01)
         [process] = pool.processes
-        assert await pool.ask_from_loop(b"reverse ab", seconds=PLENTY) == b"ba"
+        assert pool.ask(b"reverse ab", seconds=PLENTY) == b"ba"
         assert not slow.done()
-        slow.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await slow
-        while not is_over(process):
-            await asyncio.sleep(0.01)
+        pool.close()
+        with pytest.raises(Died):
+            slow.result(PLENTY)
+        assert is_over(process)
         with pytest.raises(TimedOut):
-            await pool.ask_from_loop(b"sleep 60", seconds=0.2)
-        assert (
-            await asyncio.gather(*(pool.ask_from_loop(b"reverse ab", seconds=PLENTY) for _ in range(4))) == [b"ba"] * 4
-        )
-
-    asyncio.run(asyncio.wait_for(run(), 5 * PLENTY))
+            pool.ask(b"sleep 60", seconds=0.2)
+        asked = [threads.submit(pool.ask, b"reverse ab", seconds=PLENTY) for _ in range(4)]
+        assert [one.result(PLENTY) for one in asked] == [b"ba"] * 4
