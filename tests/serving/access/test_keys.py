@@ -232,7 +232,7 @@ def test_priorities_are_bounded(keyed: Callable[..., Keyed]) -> None:
 
 
 def test_the_engine_tells_keys_apart(keyed: Callable[..., Keyed]) -> None:
-    """So that none keeps another waiting: see tests/engine/test_fair_queue.py."""
+    """So that none keeps another waiting: see tests/engine/core/test_fair_queue.py."""
     engine = FakeEngine()
     server = keyed({"alice": {}, "bob": {}}, engine, api_key="shared")
     server.post("alice", "/v1/completions", {"prompt": ["a", "b"]})
