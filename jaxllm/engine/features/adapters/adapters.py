@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -117,11 +118,10 @@ class AdaptersFeature(Feature):
         assert store is not None, "an engine with places reads adapters"
         known = [store.known(use) for use in extra.uses]
         extra.rows = tuple(rows for rows in known if rows is not None)
+        return None if len(extra.rows) == len(extra.uses) else Errand(partial(self._read, store, extra))
 
-        def read() -> None:
-            extra.rows = tuple(store.read(use) for use in extra.uses)
-
-        return None if len(extra.rows) == len(extra.uses) else Errand(read)
+    def _read(self, store: AdapterStore, extra: _Asked) -> None:
+        extra.rows = tuple(store.read(use) for use in extra.uses)
 
     def fits(self, request: Request, extra: _Asked) -> bool:
         return self.places.fits(extra.ids)
@@ -133,9 +133,6 @@ class AdaptersFeature(Feature):
 
     def release(self, request: Request, extra: _Asked) -> None:
         self.places.release(extra.ids)
-
-    def forget(self, request: Request, extra: _Asked) -> None:
-        extra.rows = ()  # a request may be looked at after its end; megabytes of each adapter are not
 
     def check(self) -> None:
         self.places.check([])
