@@ -100,7 +100,7 @@ PROGRAM = """
 import sys
 from jaxllm.looking.look import look
 def hold():
-    return [bytes(1000) for _ in range(500)]
+    return list(map(bytes, [1000] * 500))  # a comprehension is a function of its own until Python 3.12
 held = hold()
 sys.stdout.buffer.write(look("python_heap", 0))
 """
