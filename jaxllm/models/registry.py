@@ -29,7 +29,7 @@ from jaxllm.models.options import BuildOptions
 from jaxllm.models.tasks import DENSE_MODULES, GGUF_HEAD, class_labels, gguf_pooling, read_sentence_files
 from jaxllm.weights.checkpoint import Checkpoint, MergedCheckpoint
 from jaxllm.weights.fields import shown
-from jaxllm.weights.imatrix import WeighedCheckpoint, read_imatrix
+from jaxllm.weights.gguf_file import WeighedCheckpoint, read_imatrix
 from jaxllm.weights.names import NameMap, Pattern, expand, renamed
 from jaxllm.weights.packings import PackedCheckpoint
 from jaxllm.weights.saved import SavedCheckpoint

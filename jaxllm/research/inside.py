@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,12 +17,14 @@ from jaxllm.engine.doors.limits import check_capture, check_request, refuse_in_s
 from jaxllm.engine.doors.sequences import Prompt, Prompts, failure, prompt_ids, prompt_list
 from jaxllm.engine.doors.streams import Stream, Streams
 from jaxllm.engine.messages import EngineRequest, TokenDelta
-from jaxllm.errors import ConfigError, InvalidRequestError
+from jaxllm.errors import CheckpointError, ConfigError, InvalidRequestError
+from jaxllm.folders import in_home
 from jaxllm.requests.captures import FINAL, CaptureRequest, Captures, CapturesInProgress, read_capture
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.shown import OutputList, TableList
 from jaxllm.requests.steering import Patch, Patches, Patching, Steer, Steering, patches_of, read_patch, read_steering
 from jaxllm.research.scores import LogitRows, ScoredCompletion, pairs, scored
+from jaxllm.weights.gguf_file import GGUFCheckpoint
 
 if TYPE_CHECKING:
     import jax
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from jaxllm.models.decoder import Decoder
     from jaxllm.research.explained import ProfilerTrace, StepExplanation
     from jaxllm.research.model import LayerAttention, OpenModel, Watched
+
 
 T = TypeVar("T")
 
@@ -301,7 +305,6 @@ class Inside:
         Raises:
             CheckpointError: it is no file of control vectors, or has none for these layers.
         """
-        from jaxllm.research.control_vectors import control_vector
 
         return control_vector(Path(source), scale, layers)
 
@@ -371,3 +374,35 @@ def _live(core: Core) -> LiveModel:
     if core.model is None:
         raise ConfigError("pipeline_parallel_size is more than 1: it must be 1 to look at the model as a whole")
     return core.model
+
+
+ARCHITECTURE = "controlvector"
+
+
+def control_vector(path: Path, scale: float, layers: tuple[int, int] | None) -> list[Steer]:
+    """Those of the layers from the first to the last that are asked for: `direction.N` is added as layer N ends.
+
+    Raises:
+        CheckpointError: it is no file of control vectors, or has none for these layers.
+    """
+    path = in_home(path)
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file; accepted is a GGUF file of control vectors")
+    file = GGUFCheckpoint(path)
+    try:
+        kind = file.config.get("general.architecture")
+        if kind != ARCHITECTURE:
+            raise CheckpointError(f"{path}: its general.architecture is {kind!r}; it must be {ARCHITECTURE!r}")
+        found = {}
+        for name in file.tensors:
+            matched = re.fullmatch(r"direction\.(\d+)", name)
+            if matched is None:
+                raise CheckpointError(f"{path}: tensor {name!r}; a file of control vectors has direction.N alone")
+            found[int(matched[1])] = np.array(file.read(name).expand(), np.float32).reshape(-1)
+    finally:
+        file.close()
+    first, last = layers or (0, max(found, default=0))
+    steers = [Steer(layer, found[layer], scale) for layer in sorted(found) if first <= layer <= last]
+    if not steers:
+        raise CheckpointError(f"{path}: has no vector for the layers {first} to {last}")
+    return steers

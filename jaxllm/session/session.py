@@ -7,6 +7,7 @@ import json
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,6 @@ from jaxllm.errors import ConfigError
 from jaxllm.mcp.servers import RESULT_LIMIT
 from jaxllm.mcp.tools import ServerTool, ToolResult, as_data
 from jaxllm.session.models import ClientModel, Ended, EngineModel, Speaker
-from jaxllm.session.steps import ConversationResult, Said, Step, Thought, ToolCalled, ToolReturned
 from jaxllm.session.tools import LoopThread, SessionTools
 
 if TYPE_CHECKING:
@@ -25,6 +25,62 @@ if TYPE_CHECKING:
 
     from jaxllm.engine.doors.async_llm import AsyncLLM
     from jaxllm.llm import LLM
+
+
+@dataclass(frozen=True)
+class Said:
+    """The model says something to the user."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Thought:
+    """The model reasons."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ToolCalled:
+    """The model calls a tool, by the name that it knows it by, with the JSON text of its arguments."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class ToolReturned:
+    """What came of a call; `error` is OpenAI's, None where the tool ran."""
+
+    call: ToolCalled
+    output: str
+    error: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class ConversationResult:
+    """How a conversation ended.
+
+    Attributes:
+        final_message: the text of the model's last message.
+        tool_calls: every call and what came of it, in the order in which they were made.
+        turns_taken: how often the model spoke.
+        completed: the model came to an end by itself; false where max_turns or max_tokens ended it.
+        messages: all that was said, in the form in which it can be gone on with.
+    """
+
+    final_message: str
+    tool_calls: list[ToolReturned]
+    turns_taken: int
+    completed: bool
+    messages: list[dict[str, Any]] = field(repr=False)
+
+
+Step = Said | Thought | ToolCalled | ToolReturned | ConversationResult
+"""The last one is the result."""
+
 
 Messages = Iterable[Mapping[str, Any]]
 """As chat completions take them: {"role": "user", "content": "…"}."""

@@ -17,7 +17,7 @@ from jaxllm.engine.core.step import StepFunctions
 from jaxllm.engine.scale.lockstep.leader import Leader, LeadingDevice, LeadingStages
 from jaxllm.engine.scale.staged_device import EarlierStages, StagedDevice, StageDevice, Stages
 from jaxllm.engine.start.plan import Blueprint
-from jaxllm.sharding.processes import Exchange, hand_over
+from jaxllm.sharding.mesh import Exchange, hand_over
 from jaxllm.weights.checkpoint import Checkpoint
 
 

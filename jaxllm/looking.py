@@ -1,7 +1,6 @@
-"""One way to look at a process, whether it is asked over HTTP or over the pipe of an engine.
+"""What a process can tell of itself while it runs: where its threads are, what holds its memory, what its devices do.
 
-Profiles are in pprof's format, which `go tool pprof`, speedscope and others read:
-https://github.com/google/pprof/blob/main/proto/profile.proto
+Nothing here imports JAX before it is asked for what JAX knows.
 """
 
 from __future__ import annotations
@@ -21,10 +20,13 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.looking import What
+
+What = Literal["profile", "python_heap", "device_heap", "stacks", "trace"]
+"""What a process can be asked for; see look.py."""
+
 
 _NUMBER, _BIG, _TEXT = "int64", "uint64", "string"
 _MESSAGES: Mapping[str, Mapping[str, tuple[int, str, bool]]] = {
