@@ -27,11 +27,10 @@ from jaxllm.models.gguf_names import GGUF_NAMES
 from jaxllm.models.hf_fields import check_hf
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.tasks import DENSE_MODULES, GGUF_HEAD, class_labels, gguf_pooling, read_sentence_files
-from jaxllm.weights.checkpoint import Checkpoint, MergedCheckpoint
+from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import shown
 from jaxllm.weights.gguf_file import WeighedCheckpoint, read_imatrix
 from jaxllm.weights.names import NameMap, Pattern, expand, renamed
-from jaxllm.weights.packings import PackedCheckpoint
 from jaxllm.weights.saved import SavedCheckpoint
 from jaxllm.wording import did_you_mean
 
@@ -184,8 +183,7 @@ def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
         check_decoder(config)
         labels = class_labels(checkpoint)
     ignored += family.ignored
-    if isinstance(checkpoint, PackedCheckpoint | MergedCheckpoint):
-        ignored += checkpoint.zero_biases
+    ignored += checkpoint.zero_biases
     rename = hf_renaming(checkpoint.tensors)
     patterns = hf_names(config) | family.hf_names(config)
     if labels:

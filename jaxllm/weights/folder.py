@@ -136,6 +136,24 @@ def gguf_models(folder: Path) -> list[Path]:
     return sorted({file.with_name(part_names(file.name)[0]) for file in folder.glob("*.gguf")})
 
 
+def the_gguf_file(path: Path) -> Path:
+    """`path` itself if it is a file, else the one GGUF of the directory, its first part if it is split.
+
+    Raises CheckpointError when there is not exactly one.
+    """
+    if path.is_file():
+        return path
+    files = gguf_models(path)
+    if len(files) != 1:
+        held = ", ".join(file.name for file in files) or "none"
+        if not files and (found := pickles(path)):
+            held = f"{', '.join(found[:3])}: {NO_PICKLES}"
+        raise CheckpointError(
+            f"{path}: needs config.json and *.safetensors, or exactly one .gguf file; it holds {held}"
+        )
+    return model_file(path, files[0].name)
+
+
 TOKEN_ID = whole(0, 2**31 - 1)
 EOS_FIELDS: FieldKinds = {"eos_token_id": either(TOKEN_ID, many(TOKEN_ID, 1024), NULL)}
 """Of config.json too."""

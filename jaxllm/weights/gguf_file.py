@@ -1,7 +1,11 @@
-"""A GGUF file, or the parts of a split one, as a Checkpoint; and the head of a file: metadata and the tensor table.
+"""GGUF files, whole or split, as a Checkpoint; the head of a file; and llama.cpp's importance matrices.
 
-gguf.GGUFReader makes a NumPy view of every array element, which takes 20 s for a 262,144-token vocabulary; the parse
-here takes a tenth of a second. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md"""
+gguf.GGUFReader makes a NumPy view of every array element, which takes 20 s for a 262,144-token vocabulary; the parser
+here takes a tenth of a second. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+
+An importance matrix says how much each input of a product matters, measured on a text. There are two forms: GGUF files
+with sums and counts, and the older `.dat` files (tools/imatrix/imatrix.cpp, https://github.com/ggml-org/llama.cpp).
+"""
 
 from __future__ import annotations
 
@@ -19,13 +23,13 @@ from jaxtyping import Float32
 
 from jaxllm.errors import CheckpointError
 from jaxllm.quantization.stored import FLOATS, Stored
-from jaxllm.weights.checkpoint import Checkpoint, TensorInfo
+from jaxllm.weights.checkpoint import Checkpoint, MappedCheckpoint, Place, TensorInfo, WrappedCheckpoint
 from jaxllm.weights.fields import MAX_RANK, TEXT, check_apart, check_fields, is_storable, shown, whole
 from jaxllm.weights.folder import check_no_device, generation_config_of, part_files, read_generation_config
 
 
-class GGUFCheckpoint:
-    """Memory-mapped GGUF files; see `Checkpoint`. Names, shapes `[out, in]` and metadata keys are GGUF's own.
+class GGUFCheckpoint(MappedCheckpoint):
+    """Memory-mapped GGUF files. Names, shapes `[out, in]` and metadata keys are GGUF's own.
 
     `path` is the file, or any part of a split one; the attribute `path` is the first part, which has the metadata.
     """
@@ -33,44 +37,31 @@ class GGUFCheckpoint:
     format = "gguf"
 
     def __init__(self, path: Path):
+        super().__init__()
         files = part_files(path)
         headers = [read_header(file) for file in files]
         _check_parts(files, headers)
         self.path = files[0]
-        self.config: dict[str, Any] = headers[0].metadata
+        self.config = headers[0].metadata
         beside = generation_config_of(self.path)
         self.generation_config = read_generation_config(beside.parent, beside.name)
-        self._places: dict[str, tuple[Path, GGUFTensor]] = {
-            name: (file, tensor)
-            for file, header in zip(files, headers, strict=True)
-            for name, tensor in header.tensors.items()
-        }
-        self.tensors = {name: TensorInfo(tensor.shape, tensor.dtype) for name, (_, tensor) in self._places.items()}
-        self._data: dict[Path, np.ndarray] | None = {file: np.memmap(file, np.uint8, mode="r") for file in files}
+        self.tensors = {}
+        for file, header in zip(files, headers, strict=True):
+            self.map(file)
+            for name, (shape, dtype, offset, nbytes) in header.tensors.items():
+                self.tensors[name], self.places[name] = TensorInfo(shape, dtype), Place(file, offset, nbytes)
 
     def read(self, name: str) -> Stored:
-        """One tensor, a read-only view of its file."""
-        if self._data is None:
-            raise CheckpointError(f"{self.path}: closed")
-        if name not in self._places:
-            raise CheckpointError(f"{self.path}: no tensor {name!r}")
-        file, (shape, dtype, offset, nbytes) = self._places[name]
-        data = self._data[file][offset : offset + nbytes].view(np.ndarray)
-        origin = f"{file}: tensor {name!r}"
+        data = self.bytes_of(name)
+        shape, dtype, _ = self.tensors[name]
+        origin = f"{self.places[name].file}: tensor {name!r}"
         if dtype not in FLOATS:
             return Stored(data, dtype, shape, packed=True, origin=origin)
         return Stored(data.view(FLOATS[dtype]).reshape(shape), dtype, shape, origin=origin)
 
-    def close(self) -> None:
-        """Let go of the maps; arrays already read keep them alive."""
-        self._data = None
-
 
 def _check_parts(files: Sequence[Path], headers: Sequence[GGUFHeader]) -> None:
-    """Each part says which it is (`split.no`, from 0), of how many, and how many tensors all of them have.
-
-    Raises CheckpointError for files that are not the parts of one model, all of them and in this order.
-    """
+    """Raises CheckpointError for files that are not the parts of one model, all of them and in order."""
     tensors = [name for header in headers for name in header.tensors]
     stated = headers[0].metadata.get("split.tensors.count", len(tensors))
     for number, (file, header) in enumerate(zip(files, headers, strict=True)):
@@ -82,6 +73,7 @@ def _check_parts(files: Sequence[Path], headers: Sequence[GGUFHeader]) -> None:
             )
         if len(files) == 1:
             return
+        # Each part has its number, from 0, the number of parts, and the number of tensors in all of them.
         expected = {"split.count": len(files), "split.no": number, "split.tensors.count": stated}
         for key, value in expected.items():
             if (found := header.metadata.get(key)) != value:
@@ -110,7 +102,7 @@ _GENERAL_FIELDS = {
 
 
 class GGUFTensor(NamedTuple):
-    """Shape in NumPy order (outermost first), GGML type name, and where the bytes lie in the file."""
+    """Shape in NumPy order (outermost first), GGML type name, and the place of the bytes in the file."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -129,16 +121,16 @@ class GGUFHeader(NamedTuple):
 def read_header(path: Path, *, skip: Container[str] = VOCABULARY_ARRAYS) -> GGUFHeader:
     """Parse the head of a GGUF file, leaving out the metadata keys in `skip`.
 
-    Raises CheckpointError when the file is not GGUF, truncated (tensor data included), or of unknown version or type.
+    Raises CheckpointError when it is not GGUF, truncated (tensor data included), or of unknown version or type.
     """
     try:
         if path.stat().st_size == 0:
             raise CheckpointError(f"{path}: the file is empty")
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Parser(path, data).header(skip)
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: corrupt GGUF header: {error.reason} in a string") from None
     except (OSError, ValueError) as error:
-        if isinstance(error, UnicodeDecodeError):
-            raise CheckpointError(f"{path}: corrupt GGUF header: {error.reason} in a string") from None
         raise CheckpointError(f"{path}: cannot be read as GGUF: {error}") from None
     except (struct.error, OverflowError):
         raise CheckpointError(f"{path}: truncated or corrupt GGUF header") from None
@@ -262,7 +254,7 @@ MAX_ENTRIES = 2**20
 
 
 def read_imatrix(path: Path) -> dict[str, Importance]:
-    """Importance by the name that GGUF has for the weight; `[experts, i]` where a file has several matrices in one.
+    """Importance by GGUF's name of the weight; `[experts, i]` where a file has several matrices in one.
 
     Raises:
         CheckpointError: no such file, or it is of neither form, or truncated, or has numbers below 0.
@@ -285,17 +277,23 @@ def read_imatrix(path: Path) -> dict[str, Importance]:
 def _read_gguf(path: Path) -> dict[str, Importance]:
     file = GGUFCheckpoint(path)
     found = {}
-    for name in (name for name in file.tensors if name.endswith(SUMS)):
+    for name in [name for name in file.tensors if name.endswith(SUMS)]:
         weight = name.removesuffix(SUMS)
         if weight + COUNTS not in file.tensors:
             raise CheckpointError(f"imatrix {path}: has {shown(name)}, but no {shown(weight + COUNTS)}")
         sums, counts = (np.asarray(file.read(n).expand(), np.float32) for n in (name, weight + COUNTS))
-        found[weight] = _means(path, weight, sums.reshape(-1, sums.shape[-1]), counts.reshape(-1, 1))
+        sums, counts = sums.reshape(-1, sums.shape[-1]), counts.reshape(-1, 1)
+        if len(sums) != len(counts):
+            raise CheckpointError(
+                f"imatrix {path}: {shown(weight)} has {len(sums)} rows of sums and {len(counts)} counts"
+            )
+        means = np.where(counts > 0, sums / np.maximum(counts, 1), 1).astype(np.float32)
+        found[weight] = means[0] if len(means) == 1 else means
     return found
 
 
 def _read_dat(path: Path, data: bytes) -> dict[str, Importance]:
-    """Of each entry: length and text of its name, calls, number of values, and their means times the calls."""
+    """Each entry: length and text of its name, calls, number of values, and their means times the calls."""
     place, found = 0, {}
 
     def number() -> int:
@@ -325,24 +323,16 @@ def _read_dat(path: Path, data: bytes) -> dict[str, Importance]:
     return found
 
 
-def _means(path: Path, name: str, sums: np.ndarray, counts: np.ndarray) -> Importance:
-    if len(sums) != len(counts):
-        raise CheckpointError(f"imatrix {path}: {shown(name)} has {len(sums)} rows of sums and {len(counts)} counts")
-    means = np.where(counts > 0, sums / np.maximum(counts, 1), 1).astype(np.float32)
-    return means[0] if len(means) == 1 else means
-
-
-class WeighedCheckpoint:
-    """A checkpoint whose tensors come with their importance, by its own names for them; see `Checkpoint`."""
+class WeighedCheckpoint(WrappedCheckpoint):
+    """A checkpoint whose tensors come with their importance, by its own names for them."""
 
     def __init__(self, checkpoint: Checkpoint, importance: Mapping[str, Importance]):
-        self.format, self.path, self.tensors = checkpoint.format, checkpoint.path, checkpoint.tensors
-        self.config, self.generation_config = checkpoint.config, checkpoint.generation_config
-        self._checkpoint, self._importance = checkpoint, importance
+        super().__init__(checkpoint)
+        self._importance = importance
 
     def read(self, name: str) -> Stored:
         """One tensor; its importance is `[i]`, or `[experts, i]`."""
-        stored = self._checkpoint.read(name)
+        stored = self._base.read(name)
         found = self._importance.get(name)
         if found is None:
             return stored
@@ -350,7 +340,3 @@ class WeighedCheckpoint:
         if found.size != np.prod(wanted):
             raise CheckpointError(f"{stored.origin}: the imatrix has {found.size:,} values for it; expected {wanted}")
         return stored._replace(importance=found.reshape(wanted))
-
-    def close(self) -> None:
-        """Release the files."""
-        self._checkpoint.close()

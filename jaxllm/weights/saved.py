@@ -26,7 +26,7 @@ from jaxllm.quantization.gguf_decode import FORMATS
 from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.stored import FLOATS, Stored
 from jaxllm.quantization.weight import DenseKind, Weight, WeightKind
-from jaxllm.weights.checkpoint import TensorInfo
+from jaxllm.weights.checkpoint import Checkpoint, TensorInfo
 from jaxllm.weights.fields import (
     FLAG,
     MAX_RANK,
@@ -112,10 +112,11 @@ class Manifest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tensors: dict[str, SavedTensor]
 
 
-class SavedCheckpoint:
-    """A directory with a manifest and Orbax arrays; see `Checkpoint`. Tensors are parameters, or segments of them.
+class SavedCheckpoint(Checkpoint):
+    """A directory with a manifest and Orbax arrays, whose tensors are parameters, or segments of them.
 
-    `kinds` is how each is kept.
+    Attributes:
+        kinds: how each tensor is kept.
     """
 
     format = "orbax"
@@ -123,7 +124,7 @@ class SavedCheckpoint:
     def __init__(self, path: Path):
         self.path = path
         self.manifest = _read_manifest(path)
-        self.config: dict[str, Any] = msgspec.to_builtins(self.manifest)
+        self.config = msgspec.to_builtins(self.manifest)
         self.generation_config = read_generation_config(path)
         self.kinds = _kinds(path, self.manifest)
         shapes = {name: tensor.shape for name, tensor in self.manifest.tensors.items()}

