@@ -1,8 +1,8 @@
-"""A directory that `jaxllm convert` made: weights as the engine keeps them, in Orbax arrays, as a Checkpoint.
+"""Directories that `jaxllm convert` made, as a Checkpoint: weights as the engine keeps them, in Orbax arrays.
 
-`jaxllm.json` says which model it is and how each weight is kept; `weights/` holds the arrays, of one device and not in
-anybody's tiles, so that every machine can take them; tokenizer and configs lie beside them. Nothing is decoded or
-encoded when they are loaded: rows are laid out for the mesh, and on a CPU moved into the tiles of its kernels.
+`jaxllm.json` says which model it is and how each weight is kept; `weights/` holds the arrays, for one device and not
+in tiles, so that every machine can take them; tokenizer and configs lie beside them. Nothing is decoded or encoded
+at loading: rows are laid out for the mesh, and on a CPU moved into the tiles of its kernels.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from jaxllm.weights.names import NameMap, Source
 ARRAYS = "weights"
 VERSION = 1
 GROUP_BYTES = 256 * 2**20
-"""Weights that are read together: few calls, and little in memory besides what is on its way to the devices."""
+"""Weights are read in groups of this size: few calls, and little memory besides what goes to the devices."""
 
 LABELS = {np.dtype(dtype).name: label for label, dtype in FLOATS.items()}
 
@@ -69,13 +69,13 @@ SAVED_KINDS: dict[str, tuple[Callable[..., WeightKind], FieldKinds]] = {
     ),
     "fp8_blocks": (fp8_blocks, {"rows": whole(1, 2**20), "block": whole(1, 2**20)}),
 }
-"""What a manifest calls each kind, and the fields that it has of it; the type to compute in is the reader's."""
+"""The name of each kind in a manifest, and its fields there; the type to compute in is the reader's."""
 
 TYPES = ("dtype", "codes", "scale")
-"""Fields that are the names of types."""
+"""Fields that name types."""
 
 ORDERED = "ordered"
-"""The field that a kind has besides its own where inputs were sorted: their order's name, or true for some order."""
+"""A further field of kinds whose inputs were sorted: their order's name, or true for some order."""
 
 _SEGMENT = re.compile(r"(.*)\.(\d+)")
 _ORDER = re.compile("[0-9a-f]{16}")
@@ -89,7 +89,7 @@ class SavedTensor(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What `jaxllm.json` holds.
+    """The content of `jaxllm.json`.
 
     Attributes:
         version: of this format.
@@ -136,12 +136,11 @@ class SavedCheckpoint(Checkpoint):
 
     @property
     def is_requantized(self) -> bool:
-        """Whether somebody asked for the kinds that its weights have; otherwise their file had them."""
+        """Whether the kinds of its weights were asked for; otherwise they are the source file's."""
         return bool(self.manifest.isq or self.manifest.isq_map)
 
     @property
     def names(self) -> NameMap:
-        """Where each parameter is, for a model's `ModelSpec`."""
         found: dict[str, list[str]] = {}
         for name in self.tensors:
             segment = _SEGMENT.fullmatch(name)
@@ -177,7 +176,7 @@ class SavedCheckpoint(Checkpoint):
 
 
 def describe(kind: WeightKind) -> dict[str, Any]:
-    """A kind as a manifest has it. Raises ConfigError for one that has no entry."""
+    """A kind's entry in a manifest. Raises ConfigError for a kind that has none."""
     if isinstance(kind, OrderedKind):
         return describe(kind.kind) | {ORDERED: kind.order or True}
     if isinstance(kind, DenseKind):
@@ -198,7 +197,7 @@ def describe(kind: WeightKind) -> dict[str, Any]:
 
 
 def arrays_of(weight: Weight) -> dict[str, Any]:
-    """The arrays of a weight by the names that its kind has for them."""
+    """The arrays of a weight by its kind's names for them."""
     found: dict[str, Any] = {}
     for field in fields(weight):  # type: ignore[arg-type]
         value = None if field.metadata.get("static") else getattr(weight, field.name)
@@ -225,8 +224,7 @@ def read_arrays(
 ) -> dict[str, dict[str, np.ndarray]]:
     """Some arrays of an Orbax checkpoint, in host memory.
 
-    Raises:
-        CheckpointError: one is missing, damaged, or of another type or shape than `wanted` says.
+    Raises CheckpointError if one is missing, damaged, or of another type or shape than `wanted` says.
     """
     import orbax.checkpoint as ocp
 
@@ -247,17 +245,17 @@ def read_arrays(
 
 
 def _unless_late(otherwise: Callable[[Any], Any], unraisable: Any) -> None:
-    """Say nothing of the writes that are under way beside one that has failed.
+    """Ignore the failures of writes that are under way beside one that has failed.
 
-    Orbax closes its event loop at the first failure; what tensorstore's threads tell that loop afterwards can reach
-    nobody, and Python would print a traceback for each, also when the save is over.
+    Orbax closes its event loop at the first failure; tensorstore's threads then cannot tell it theirs, and Python would
+    print a traceback for each, also when the save is over.
     """
     if not (isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"):
         otherwise(unraisable)
 
 
 def _orbax() -> Any:
-    """Uncompressed: quantized weights hardly shrink, and are to be read fast."""
+    """A checkpointer without compression: quantized weights hardly shrink, and should be fast to read."""
     import orbax.checkpoint as ocp
 
     return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False))
@@ -306,7 +304,7 @@ def _kind(given: dict[str, Any], here: str) -> WeightKind:
 
 
 def _label(kind: WeightKind) -> str:
-    """The name of a kind that `TensorInfo` has: GGML's, of blocks and of floats."""
+    """The name of a kind in `TensorInfo`: GGML's, of blocks and of floats."""
     if isinstance(kind, DenseKind):
         return LABELS[kind.dtype.name]
     return kind.type if isinstance(kind, GgufKind) else describe(kind)["name"]
