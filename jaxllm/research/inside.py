@@ -24,7 +24,6 @@ from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.shown import OutputList, TableList
 from jaxllm.requests.steering import Patch, Patches, Patching, Steer, Steering, patches_of, read_patch, read_steering
 from jaxllm.research.scores import LogitRows, ScoredCompletion, pairs, scored
-from jaxllm.weights.gguf_file import GGUFCheckpoint
 
 if TYPE_CHECKING:
     import jax
@@ -42,7 +41,13 @@ T = TypeVar("T")
 
 
 class Inside:
-    """What a notebook opens up of an engine. See docs/research.md."""
+    """The Flax NNX module with the engine's weights.
+
+    Its collectives run inside `jax.shard_map`; `model_fn` does that.
+
+    Raises:
+        ConfigError: the engine runs in a process of its own.
+    """
 
     _streams: Streams
     _open: OpenModel | None = None
@@ -63,8 +68,8 @@ class Inside:
     def params(self) -> dict[str, jax.Array]:
         """The weights as arrays, by their paths in `module`, such as "layers.0.mlp.down.weight".
 
-        They are the engine's own arrays, which must not be donated; what it keeps quantized, or in tiles, is expanded
-        anew at each access.
+        They are the engine's own arrays, which must not be donated; quantized or tiled ones are expanded at each
+        access.
 
         Raises:
             ConfigError: the engine runs in a process of its own.
@@ -79,8 +84,8 @@ class Inside:
         Args:
             params: as `params` gives them; also of another type, or changed.
             tokens: integers `[T]`, or `[B, T]` for several sequences; tokens see those before them in their own.
-            embeddings: what takes the place of the tokens' rows of the embedding table, `[T, E]` or `[B, T, E]`: soft
-                prompts, or something to differentiate by.
+            embeddings: replace the tokens' rows of the embedding table, `[T, E]` or `[B, T, E]`: soft prompts, or a
+                variable to differentiate by.
 
         Returns:
             float32 `[T, V]` or `[B, T, V]`.
@@ -95,7 +100,7 @@ class Inside:
         return self._model.logits(params, jnp.asarray(tokens), rows)
 
     def attention(self, prompt: Prompt, layers: int | Sequence[int] | bool = True) -> dict[int, LayerAttention]:
-        """What layers attend by over a text of up to 512 tokens: weights, queries, keys and values, by layer.
+        """Attention over a text of up to 512 tokens: weights, queries, keys and values, by layer.
 
         It is computed anew in plain XLA, in memory that grows with the square of the text's length, and compiled for
         each length. With tensor parallelism no request should run meanwhile.
@@ -120,7 +125,7 @@ class Inside:
         return self._watched.attention(self.params, jnp.array(ids, jnp.int32), layers)
 
     def score(self, prompts: Prompts, completions: Prompts, use_tqdm: bool = True) -> list[ScoredCompletion]:
-        """How likely each completion is after its prompt, in their order; what prompts share is computed once.
+        """How likely each completion is after its prompt, in their order; shared beginnings are computed once.
 
         Args:
             prompts: one for each completion, or one for all: texts, or token ids.
@@ -163,13 +168,13 @@ class Inside:
     ) -> list[Captures]:
         """Activations of one prompt or many, in their order: `llm.capture(prompts, {"residual": [3, 12]})`.
 
-        A captured sequence gives up the prefix cache from its first wanted token on; others in its batch do not.
+        A captured sequence does not use the prefix cache from its first wanted token on; others in its batch do.
 
         Args:
             capture: names of `jaxllm.requests.captures.TAPPED` with a layer, a list of layers, or True for all; and
                 `"final": True`. Or a list of TransformerLens's names, such as "blocks.12.hook_resid_post".
             positions: of which tokens: "prompt" (or "all"), "last", or numbers, which may count from the end.
-            patch: what takes the place of the residual stream, for all prompts, or for each prompt one or None.
+            patch: values that replace the residual stream's, for all prompts, or for each prompt one or None.
 
         Raises:
             InvalidRequestError: a prompt, a name, a layer or a position is not there; nothing is run then.
@@ -218,12 +223,11 @@ class Inside:
             patch: as `capture`.
 
         Returns:
-            For each prompt something like an array `[T, V]` whose rows are computed where they are looked at.
+            For each prompt a view like an array `[T, V]`, whose rows are computed at access.
 
         Raises:
             ConfigError: the engine runs in a process of its own.
-            InvalidRequestError: as `capture`.
-            EngineDeadError: the engine has died.
+            InvalidRequestError, EngineDeadError: as `capture`.
         """
         self._client()
         found = self.capture(prompts, {FINAL: True}, positions, use_tqdm, patch=patch)
@@ -234,7 +238,7 @@ class Inside:
         """The logits that the model's head gives of activations, `[..., E]` -> `[..., V]`, float32: a logit lens.
 
         Args:
-            norm: they pass the model's last norm first, as the residual stream does; False for those behind it.
+            norm: whether they pass the model's last norm first, as the residual stream does; False for those after it.
 
         Raises:
             ConfigError: the engine runs in a process of its own.
@@ -259,13 +263,13 @@ class Inside:
     def explain_step(
         self, kind: StepKind | None = None, bandwidth: float | Literal["measure"] | None = None
     ) -> StepExplanation:
-        """What the last step ran: executables with their padding, the bytes that they read, their floor, and the time.
+        """The executables of the last step with their padding, the bytes that they read, their floor, and the time.
 
         Args:
             kind: "decode" for the last one that gave each of its requests tokens, "prefill" for the last that computed
                 a prompt; by default the last of both.
             bandwidth: bytes a second that a device reads of its memory, or "measure", which reads half a GiB several
-                times; by default what NVIDIA states of the GPU, where `jaxllm plan --gpu` knows it.
+                times; by default NVIDIA's figure for the GPU, if `jaxllm plan --gpu` knows it.
 
         Raises:
             ConfigError: the engine runs in a process of its own.
@@ -277,7 +281,7 @@ class Inside:
         return explain(steps, sizes, parts, kind, bandwidth)
 
     def trace(self, folder: str | PathLike[str] = "jaxllm-traces") -> ProfilerTrace:
-        """Write what the devices and the host do in a `with` block: `with llm.trace() as trace: llm.generate(…)`.
+        """Trace the devices and the host in a `with` block: `with llm.trace() as trace: llm.generate(…)`.
 
         Afterwards `trace.path` is a file for https://ui.perfetto.dev, and a notebook shows a link to it.
 
@@ -305,28 +309,28 @@ class Inside:
         Raises:
             CheckpointError: it is no file of control vectors, or has none for these layers.
         """
-
-        return control_vector(Path(source), scale, layers)
+        path = in_home(source)
+        found = _directions(path)
+        first, last = layers or (0, max(found, default=0))
+        steers = [Steer(layer, found[layer], scale) for layer in sorted(found) if first <= layer <= last]
+        if not steers:
+            raise CheckpointError(f"{path}: has no vector for the layers {first} to {last}")
+        return steers
 
     def _steering(self, steers: Sequence[Steer], num_prompt: int) -> Steering | None:
-        info = self._streams.client.info
-        if steers and info.tasks.encodes:
-            raise InvalidRequestError("this model is an encoder; only decoders are steered", "steer")
-        if steers:
-            refuse_in_stages(info, "steer")
-        return read_steering(
-            steers, num_prompt, num_layers=info.num_layers, width=info.hidden_size, longest=info.max_model_len
-        )
+        return read_steering(steers, num_prompt, **self._sizes("steer", bool(steers)))
 
     def _patching(self, patch: Patch, num_prompt: int) -> Patching | None:
+        return read_patch(patch, num_prompt, **self._sizes("patch", bool(patch)))
+
+    def _sizes(self, name: str, is_set: bool) -> dict[str, int]:
+        """The sizes that a `name` must fit. Raises InvalidRequestError if it is set and the model has no use for it."""
         info = self._streams.client.info
-        if patch and info.tasks.encodes:
-            raise InvalidRequestError("this model is an encoder; only decoders are patched", "patch")
-        if patch:
-            refuse_in_stages(info, "patch")
-        return read_patch(
-            patch, num_prompt, num_layers=info.num_layers, width=info.hidden_size, longest=info.max_model_len
-        )
+        if is_set and info.tasks.encodes:
+            raise InvalidRequestError(f"this model is an encoder; only decoders are {name}ed", name)
+        if is_set:
+            refuse_in_stages(info, name)
+        return {"num_layers": info.num_layers, "width": info.hidden_size, "longest": info.max_model_len}
 
     @property
     def _model(self) -> OpenModel:
@@ -357,7 +361,7 @@ class Inside:
 
 
 def _check_ended(delta: TokenDelta) -> None:
-    """Raises JaxLLMError where a pause has ended the request."""
+    """Raises JaxLLMError if a pause has ended the request."""
     if delta.finish_reason == "abort":
         raise failure(delta)
 
@@ -376,33 +380,23 @@ def _live(core: Core) -> LiveModel:
     return core.model
 
 
-ARCHITECTURE = "controlvector"
+def _directions(path: Path) -> dict[int, np.ndarray]:
+    """The vectors of a file: `direction.N` is added as layer N ends."""
+    from jaxllm.weights.gguf_file import GGUFCheckpoint
 
-
-def control_vector(path: Path, scale: float, layers: tuple[int, int] | None) -> list[Steer]:
-    """Those of the layers from the first to the last that are asked for: `direction.N` is added as layer N ends.
-
-    Raises:
-        CheckpointError: it is no file of control vectors, or has none for these layers.
-    """
-    path = in_home(path)
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; accepted is a GGUF file of control vectors")
     file = GGUFCheckpoint(path)
     try:
         kind = file.config.get("general.architecture")
-        if kind != ARCHITECTURE:
-            raise CheckpointError(f"{path}: its general.architecture is {kind!r}; it must be {ARCHITECTURE!r}")
+        if kind != "controlvector":
+            raise CheckpointError(f"{path}: its general.architecture is {kind!r}; it must be 'controlvector'")
         found = {}
         for name in file.tensors:
             matched = re.fullmatch(r"direction\.(\d+)", name)
             if matched is None:
                 raise CheckpointError(f"{path}: tensor {name!r}; a file of control vectors has direction.N alone")
             found[int(matched[1])] = np.array(file.read(name).expand(), np.float32).reshape(-1)
+        return found
     finally:
         file.close()
-    first, last = layers or (0, max(found, default=0))
-    steers = [Steer(layer, found[layer], scale) for layer in sorted(found) if first <= layer <= last]
-    if not steers:
-        raise CheckpointError(f"{path}: has no vector for the layers {first} to {last}")
-    return steers
