@@ -1,4 +1,4 @@
-"""Who speaks in a session: an engine of this process, or a server somewhere."""
+"""The model of a session: an engine of this process, or a server somewhere."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from jaxllm.chat.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
 from jaxllm.errors import InvalidRequestError
@@ -22,21 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ended:
-    """A reply is over: "stop", "tool_calls", "length" or what else its server says."""
+    """The end of a reply: "stop", "tool_calls", "length" or whatever its server says."""
 
     reason: str | None
 
 
-class Speaker(Protocol):
-    def reply(self, body: Mapping[str, Any]) -> AsyncGenerator[Event | Ended, None]:
-        """What the model says to a chat request's body, as it comes; an Ended is the last."""
-
-    async def special_tokens(self) -> Sequence[str]:
-        """Texts that mean more to the model than their letters."""
-
-
 class EngineModel:
-    """An engine of this process, asked as a chat request asks the server, without HTTP."""
+    """An engine of this process, asked as a chat request asks the server, without HTTP.
+
+    Attributes:
+        special_tokens: texts that mean more to the model than their letters.
+    """
 
     def __init__(self, engine: LLM | AsyncLLM, thread: LoopThread):
         from jaxllm.chat.model import ChatModel
@@ -46,13 +42,13 @@ class EngineModel:
         self._model = ChatModel(self._engine)
         self._thread = thread
 
-    async def reply(self, body: Mapping[str, Any]) -> AsyncGenerator[Event | Ended, None]:
-        async with aclosing(self._thread.iterate(self._reply(body))) as events:
-            async for event in events:
-                yield event
-
-    async def special_tokens(self) -> Sequence[str]:
+    @property
+    def special_tokens(self) -> Sequence[str]:
         return list(self._model.special_tokens)
+
+    def reply(self, body: Mapping[str, Any]) -> AsyncGenerator[Event | Ended, None]:
+        """The model's words to a chat request's body, as they come; an Ended is the last."""
+        return self._thread.iterate(self._reply(body))
 
     async def _reply(self, body: Mapping[str, Any]) -> AsyncGenerator[Event | Ended, None]:
         from jaxllm.chat.answer import speak
@@ -76,13 +72,16 @@ class EngineModel:
 
 
 class ClientModel:
-    """A server behind an AsyncOpenAI client; without a `name` the first model that it lists."""
+    """A server that an AsyncOpenAI client asks; without a `name` for the first model that it lists."""
+
+    special_tokens: Sequence[str] = ()
 
     def __init__(self, client: AsyncOpenAI, name: str | None):
         self._client = client
         self._name = name
 
     async def reply(self, body: Mapping[str, Any]) -> AsyncGenerator[Event | Ended, None]:
+        """As `EngineModel.reply`."""
         if self._name is None:
             self._name = (await self._client.models.list()).data[0].id
         chunks = await self._client.chat.completions.create(model=self._name, stream=True, **body)
@@ -95,8 +94,8 @@ class ClientModel:
                     reason = choice.finish_reason or reason
         yield Ended(reason)
 
-    async def special_tokens(self) -> Sequence[str]:
-        return ()
+
+Speaker = EngineModel | ClientModel
 
 
 def _chat_request(body: Mapping[str, Any]) -> ChatRequest:

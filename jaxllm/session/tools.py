@@ -1,4 +1,4 @@
-"""The tools of a session: MCP servers on a thread of their own, so that they outlive the loops of callers."""
+"""A session's tools: MCP servers on a thread of their own, so that they outlive the loops of callers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ READY_SECONDS = 60.0
 
 
 class SessionTools:
-    """Servers begin when the tools are first asked for; settings that come later begin then."""
+    """Servers start when the tools are first asked for, or later if they are added later."""
 
     def __init__(self, thread: LoopThread, result_limit: int = RESULT_LIMIT):
         self._thread = thread
@@ -27,15 +27,15 @@ class SessionTools:
         self._settings: list[ServerSettings] = []
 
     def add(self, name: str, fields: dict[str, Any]) -> None:
-        """A server with the fields that one in mcp.json has. Raises ConfigError."""
+        """Add a server with the fields of one in mcp.json. Raises ConfigError."""
         self._extend(parse_settings("add_mcp_server", [{"name": name, **fields}]))
 
     def add_file(self, path: Path) -> None:
-        """All servers of a file. Raises ConfigError."""
+        """Add all servers of a file. Raises ConfigError."""
         self._extend(read_settings(path))
 
     async def offered(self, allowed: Sequence[str] | None) -> list[ServerTool]:
-        """The tools, of `allowed` names only. Raises InvalidRequestError where there is no tool of such a name."""
+        """The tools, or those in `allowed` only. Raises InvalidRequestError if there is no tool of such a name."""
         tools = await self._thread.run(self._ready())
         if allowed is None:
             return tools
@@ -50,12 +50,11 @@ class SessionTools:
         return [tool for tool in tools if tool.full_name in allowed]
 
     async def call(self, name: str, arguments: str, offered: Sequence[ServerTool]) -> ToolResult:
-        """Run a tool; one that is not offered, and arguments that are no object, are told in the result."""
+        """Run a tool; a tool that is not offered, and arguments that are no object, become an error in the result."""
         tool = next((tool for tool in offered if tool.full_name == name), None)
         if tool is None:
-            has = (
-                f"those that may be called are {', '.join(one.full_name for one in offered)}" if offered else "none is"
-            )
+            names = ", ".join(one.full_name for one in offered)
+            has = f"those that may be called are {names}" if names else "none is"
             return refused(f"the tool {name!r} may not be called; {has}")
         try:
             parsed = parse_arguments(arguments, Field("arguments"))
@@ -63,9 +62,9 @@ class SessionTools:
             return refused(str(error))
         return await self._thread.run(self._servers.call(tool, parsed))
 
-    async def aclose(self) -> None:
-        """On the servers' own thread."""
-        await self._servers.close()
+    def close(self) -> None:
+        """End the servers and the thread."""
+        self._thread.close(self._servers.close())
 
     def _extend(self, settings: Sequence[ServerSettings]) -> None:
         labels = [one.label for one in (*self._settings, *settings)]
@@ -85,7 +84,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs coroutines of callers in other threads, or on other loops; it begins with the first."""
+    """Runs coroutines of callers in other threads, or on other loops; it starts with the first."""
 
     def __init__(self, name: str):
         self._name = name
@@ -94,7 +93,7 @@ class LoopThread:
         self._closed = False
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin it; cancelling the future cancels it. Raises JaxLLMError once this is closed."""
+        """Start a coroutine; cancelling the future cancels it. Raises JaxLLMError once this is closed."""
         try:
             return asyncio.run_coroutine_threadsafe(work, self._started())
         except JaxLLMError:
@@ -102,7 +101,7 @@ class LoopThread:
             raise
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run it while the calling thread waits; what interrupts that cancels it."""
+        """Run it while the calling thread waits; an interruption of that cancels it."""
         future = self.submit(work)
         try:
             return future.result()
@@ -115,7 +114,7 @@ class LoopThread:
         return await asyncio.wrap_future(self.submit(work))
 
     async def iterate(self, items: AsyncIterator[T]) -> AsyncGenerator[T, None]:
-        """Items that come into being there, here; whoever stops reading ends them."""
+        """Items that are made on the thread, here; ending the reading ends their making."""
         here = asyncio.get_running_loop()
         arrived: asyncio.Queue[T | None] = asyncio.Queue()
 
