@@ -71,7 +71,6 @@ class JaxLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
         return self.tokenizer.eos_token_ids[0]
 
     @property
@@ -82,7 +81,6 @@ class JaxLM(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """Tokens of a context and its continuation together."""
         return self.llm.info.max_model_len
 
     @property
@@ -144,7 +142,6 @@ class JaxLM(TemplateLM):
         return context[-max(room, 1) :]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Generated texts, up to the task's ends."""
         prompts: list[list[int]] = []
         params, stops = [], []
         for text, asked in [request.args for request in requests]:

@@ -94,11 +94,9 @@ class JaxLLMRollout(BaseRollout):
             self.llm.update_weights(arrays)
 
     def pad_id(self) -> int:
-        """The token that fills short prompts and completions."""
         return self.eos_id() if self._tokenizer is None else int(self._tokenizer.pad_id())
 
     def eos_id(self) -> int:
-        """The token that ends a completion."""
         if self._tokenizer is None:
             return self.llm.get_tokenizer().eos_token_ids[0]
         return int(self._tokenizer.eos_id())

@@ -83,14 +83,12 @@ class ToolServers:
                     server.start()
 
     def tools(self) -> list[ServerTool]:
-        """The tools of all servers that are ready."""
         return [tool for server in self.servers.values() if server.status == "ready" for tool in server.tools]
 
     def find(self, full_name: str) -> ServerTool | None:
         return next((tool for tool in self.tools() if tool.full_name == full_name), None)
 
     async def call(self, tool: ServerTool, arguments: dict[str, Any]) -> ToolResult:
-        """See ToolServer.call."""
         server = self.servers.get(tool.server)
         if server is None:
             gone = Problem("mcp_protocol_error", CLOSED, "there is no such server any more")
@@ -162,7 +160,6 @@ class ToolServer:
         return failure(name, self.label, found) if isinstance(found, Problem) else found
 
     def stop(self) -> None:
-        """Begin to disconnect."""
         if self._scope is not None:
             self._scope.cancel()
 

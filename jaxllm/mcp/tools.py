@@ -229,7 +229,6 @@ class Problem:
 
     @property
     def closed(self) -> bool:
-        """Whether the connection is gone."""
         return self.code == CLOSED
 
     @property

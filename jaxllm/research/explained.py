@@ -55,7 +55,6 @@ class StepPart:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The cells of its row in a table."""
         counts = ("–" if count is None else f"{count:,}" for count in (self.real, self.padded))
         sizes = (format_bytes(size) if size else "–" for size in (self.weight_bytes, self.cache_bytes))
         return (self.name, f"{self.runs:,}", *counts, *sizes)
@@ -100,7 +99,6 @@ class StepExplanation:
 
     @property
     def title(self) -> str:
-        """The step in a line."""
         contexts = [sequence.context for sequence in self.sequences]
         least, most = min(contexts, default=0), max(contexts, default=0)
         reach = f"{most:,}" if least == most else f"{least:,} to {most:,}"
@@ -109,7 +107,6 @@ class StepExplanation:
 
     @property
     def summary(self) -> list[str]:
-        """Its bytes, its floor and its time."""
         lines = [
             f"{format_bytes(self.weight_bytes)} of weights and {format_bytes(self.cache_bytes)} of caches are read"
         ]

@@ -60,7 +60,6 @@ class OpenModel:
         return self.merged(self._graph, params)
 
     def merged(self, graph: Any, params: ModelArrays) -> Decoder:
-        """The module with other kernels in the graph."""
         model: Any = nnx.merge(graph, jax.tree.unflatten(self._tree, [params[path] for path in self.axes]))
         return model  # type: ignore[no-any-return]
 
@@ -120,7 +119,6 @@ class OpenModel:
         )
 
     def _plain(self, value: Any, spec: ParamSpec, plain: ParamSpec) -> jax.Array:
-        """A parameter as floats."""
         if not isinstance(value, Weight):
             return value
         if isinstance(value, Dense) and value.array.dtype == plain.dtype:

@@ -38,7 +38,6 @@ class ScoredCompletion:
 
     @property
     def total(self) -> float:
-        """The log-probability of the whole completion."""
         return float(self.logprobs.sum(dtype=np.float64))
 
     @property

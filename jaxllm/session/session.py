@@ -202,8 +202,6 @@ class ResponsesSession:
 
 
 class _Loop(ToolLoop[Step, ToolCalled]):
-    """One conversation of a session."""
-
     def __init__(self, session: ResponsesSession, messages: Messages, offered: Sequence[ServerTool], max_turns: int):
         super().__init__()
         self._model, self._tools, self._request = session._model, session._tools, session._request
@@ -256,7 +254,6 @@ class _Loop(ToolLoop[Step, ToolCalled]):
         return ToolReturned(asked, result.text, result.error)
 
     def result(self) -> ConversationResult:
-        """The result, after the loop has ended."""
         completed = self._whole and not self._answer.tool_calls
         return ConversationResult(self._answer.content or "", self._past, self._num_turns, completed, self._said)
 

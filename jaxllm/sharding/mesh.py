@@ -104,7 +104,6 @@ def processes_of(mesh: Mesh) -> list[int]:
 
 
 def is_here(mesh: Mesh) -> bool:
-    """Whether this process has any of its devices."""
     return jax.process_index() in processes_of(mesh)
 
 
@@ -296,7 +295,6 @@ class Exchange:
         self._connections: dict[int, Any] = {}
 
     def number(self) -> int:
-        """The number of the next array, here and in every other process."""
         return next(self._numbers)
 
     def offer(self, number: int, array: jax.Array) -> None:

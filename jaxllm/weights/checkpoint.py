@@ -166,7 +166,6 @@ class MergedCheckpoint(WrappedCheckpoint):
         return self._base.tensors[self._copies.get(name, name)].dtype
 
     def read(self, name: str) -> Stored:
-        """One tensor: as the base has it, or float32 if it is edited."""
         stored = self._base.read(self._copies.get(name, name))
         if name not in self._edits:
             return stored

@@ -42,7 +42,6 @@ def real(low: float, high: float) -> FieldKind:
 
 
 def one_of(*names: str) -> FieldKind:
-    """One of these strings."""
     return FieldKind(f"one of {', '.join(names)}", lambda value: isinstance(value, str) and value in names)
 
 
@@ -55,12 +54,10 @@ def many(kind: FieldKind, most: int = 2**20, least: int = 0) -> FieldKind:
 
 
 def several(kind: FieldKind, count: int) -> FieldKind:
-    """A list of `count` such values."""
     return many(kind, count, count)
 
 
 def either(*kinds: FieldKind) -> FieldKind:
-    """A value of any of these kinds."""
     accepted = " or ".join(kind.accepted for kind in kinds)
     return FieldKind(accepted, lambda value: any(kind.fits(value) for kind in kinds))
 

@@ -95,7 +95,6 @@ def is_saved(path: Path) -> bool:
 
 
 def pickles(folder: Path) -> list[str]:
-    """Names of the folder's pickle files."""
     return sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
 
 

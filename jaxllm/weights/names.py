@@ -44,13 +44,11 @@ class Source:
 
     @property
     def tensors(self) -> list[str]:
-        """The names of the tensors that are read."""
         if self.stack:
             return [self.name.replace("{}", str(i)) for i in range(self.stack)]
         return [self.name, *self.also]
 
     def renamed(self, rename: Callable[[str], str]) -> Source:
-        """The same with other names."""
         return replace(self, name=rename(self.name), also=tuple(map(rename, self.also)))
 
 

@@ -76,7 +76,6 @@ class SafetensorsCheckpoint(MappedCheckpoint):
         self._check_index()
 
     def _add_file(self, file: Path, before: str = "") -> None:
-        """Add the tensors of a file; `before` goes before their names."""
         for name, info, place in _read_header(file):
             name = before + name
             if name in self.tensors:

@@ -169,7 +169,6 @@ class SavedCheckpoint(Checkpoint):
         return arrays_of(self.kinds[name].abstract(self.tensors[name].shape))
 
     def close(self) -> None:
-        """Let go of what was read ahead."""
         with self._lock:
             self._closed = True
             self._held.clear()

@@ -339,7 +339,6 @@ def _hub_models() -> list[LocalModel]:
 
 
 def _cached_repositories() -> list[CachedRepoInfo]:
-    """The models in the cache of the hub's library."""
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
     try:

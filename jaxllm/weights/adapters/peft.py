@@ -45,7 +45,6 @@ _LAYERS = either(whole(0, 2**16), many(whole(0, 2**16)), NULL)
 
 
 def _pattern_of(kind: FieldKind) -> FieldKind:
-    """An object from patterns of module names to such values."""
     return FieldKind(
         f"an object whose values are {kind.accepted}, or null",
         lambda value: value is None or (isinstance(value, dict) and all(map(kind.fits, value.values()))),
@@ -137,7 +136,6 @@ class LowRank:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the checkpoint's tensor."""
         shape = (self.b.shape[0], self.a.shape[1])
         return shape[::-1] if self.transposed else shape
 

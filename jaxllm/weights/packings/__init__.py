@@ -53,7 +53,6 @@ class PackedCheckpoint(WrappedCheckpoint):
         self.zero_biases = tuple(b for b in biases if b in whole.tensors and not whole.read(b).data.any())
 
     def read(self, name: str) -> Stored:
-        """One tensor: a matrix's codes, or a view of the file."""
         packed = self._packed.get(name)
         return self._base.read(name) if packed is None else packed.read()
 

@@ -57,7 +57,7 @@ def find_bitsandbytes(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[st
 
 def _int8(parts: Parts) -> Packed:
     outputs, inputs = parts.info(".weight", ("I8",), rank=2).shape
-    parts.expect(".SCB", ("F32",), (outputs,))
+    parts.info(".SCB", ("F32",), (outputs,))
     parts.ignore(".weight_format")
     coding = Coding(8, (1, inputs), FLOAT32)
 
@@ -79,11 +79,11 @@ def _four_bits(parts: Parts, type_: str) -> Packed:
     blocks = -(-count // block)
     group = math.gcd(block, inputs)  # blocks of the flattened matrix may go over the ends of rows
     nested = ".weight.nested_absmax" in parts
-    parts.expect(".weight.absmax", ("U8",) if nested else ("F32",), (blocks,))
-    parts.expect(".weight.quant_map", ("F32",), (16,))
+    parts.info(".weight.absmax", ("U8",) if nested else ("F32",), (blocks,))
+    parts.info(".weight.quant_map", ("F32",), (16,))
     if nested:
-        parts.expect(".weight.nested_absmax", ("F32",), (-(-blocks // state["nested_blocksize"]),))
-        parts.expect(".weight.nested_quant_map", ("F32",), (256,))
+        parts.info(".weight.nested_absmax", ("F32",), (-(-blocks // state["nested_blocksize"]),))
+        parts.info(".weight.nested_quant_map", ("F32",), (256,))
     levels = tuple(map(float, parts.array(".weight.quant_map")))
     if not all(map(math.isfinite, levels)) or group % 2:
         problem = f"has {inputs} inputs" if group % 2 else "stands for numbers that are not finite"
@@ -139,7 +139,7 @@ def _mxfp4_matrix(parts: Parts) -> Packed:
     if len(shape) < 3 or shape[-1] != BLOCK // 2:
         raise parts.error(f"is of shape {shape}; accepted is [.., o, i / {BLOCK}, {BLOCK // 2}]", "_blocks")
     *lead, groups, _ = shape
-    parts.expect("_scales", ("U8",), (*lead, groups))
+    parts.info("_scales", ("U8",), (*lead, groups))
     coding = Coding(4, (1, BLOCK), E8M0, levels=E2M1)
 
     def read() -> tuple[np.ndarray, Codes]:

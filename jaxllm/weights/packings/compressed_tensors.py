@@ -31,6 +31,7 @@ from jaxllm.weights.packings.module import Packed, Parts, matrices, sorted_input
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
 MIXED = "mixed-precision"
+PACKED = ".weight_packed"
 BITS = (2, 3, 4, 8)
 FIELDS = {
     "format": TEXT,
@@ -54,12 +55,15 @@ def find_compressed_tensors(checkpoint: Checkpoint, config: dict[str, Any]) -> d
     check_fields(config, FIELDS, "quantization_config.")
     _check_formats(config)
     rounded, accepted = _rounds_inputs(config), _bits(config)
-    found = {parts.name: _packed(parts, accepted) for parts in matrices(checkpoint, ".weight_packed")}
+    found = {parts.name: _integers(parts, *_packed_size(parts, accepted)) for parts in matrices(checkpoint, PACKED)}
     for parts in matrices(checkpoint, ".weight_scale"):
         if parts.name in found:
             continue
-        dtype = parts.info(".weight", ("I8", "F8_E4M3"), rank=2).dtype
-        found[parts.name] = _integers(parts, rounded) if dtype == "I8" else fp8_matrix(parts, ".weight", _block(config))
+        info = parts.info(".weight", ("I8", "F8_E4M3"), rank=2)
+        if info.dtype == "I8":
+            found[parts.name] = _integers(parts, info.shape, rounded=rounded)
+        else:
+            found[parts.name] = fp8_matrix(parts, ".weight", _block(config))
     return found
 
 
@@ -120,46 +124,42 @@ def _block(config: dict[str, Any]) -> tuple[int, int]:
     return 128, 128
 
 
-def _packed(parts: Parts, accepted: list[int]) -> Packed:
-    rows, words = parts.info(".weight_packed", ("I32",), rank=2).shape
-    parts.expect(".weight_shape", ("I64", "I32"), (2,))
+def _packed_size(parts: Parts, accepted: list[int]) -> tuple[tuple[int, int], int]:
+    """Outputs and inputs of a matrix that is packed in words, and the bits of its codes."""
+    rows, words = parts.info(PACKED, ("I32",), rank=2).shape
+    parts.info(".weight_shape", ("I64", "I32"), (2,))
     outputs, inputs = map(int, parts.array(".weight_shape"))
     bits = next((bits for bits in accepted if words == -(-inputs * bits // 32)), None)
     if outputs != rows or inputs < 1 or bits is None:
         held = f"of shape {(rows, words)} holds no {(outputs, inputs)} (weight_shape)"
-        raise parts.error(f"{held} of {' or '.join(map(str, accepted))} bits", ".weight_packed")
+        raise parts.error(f"{held} of {' or '.join(map(str, accepted))} bits", PACKED)
+    return (outputs, inputs), bits
+
+
+def _integers(parts: Parts, shape: tuple[int, ...], bits: int | None = None, *, rounded: bool = False) -> Packed:
+    """A matrix of codes that are packed in words, or without `bits` are int8."""
+    outputs, inputs = shape
     block, groups, scale = _scales(parts, outputs, inputs)
     symmetric = ".weight_zero_point" not in parts
-    if not symmetric:
-        parts.expect(".weight_zero_point", ("I32",), (-(-outputs * bits // 32), groups))
+    if not symmetric and bits is None:
+        parts.info(".weight_zero_point", ("I8",), parts.info(".weight_scale", tuple(FLOATS)).shape)
+    elif not symmetric and bits is not None:
+        parts.info(".weight_zero_point", ("I32",), (-(-outputs * bits // 32), groups))
     order = sorted_inputs(parts, ".weight_g_idx", inputs, groups)
-    coding = Coding(bits, block, scale, symmetric, order=order_name(order))
+    coding = Coding(bits or 8, block, scale, symmetric, order=order_name(order), activations=rounded)
 
     def read() -> tuple[np.ndarray, Codes]:
-        codes = unpack(parts.array(".weight_packed"), bits)[:, :inputs]
-        zeros = None if symmetric else unpack(parts.array(".weight_zero_point").T, bits)[:, :outputs].T
+        zeros = None if symmetric else parts.array(".weight_zero_point")
+        if bits is None:
+            codes = _unsigned(parts.array(".weight"))
+            zeros = None if zeros is None else _unsigned(zeros).reshape(-1, groups)
+        else:
+            codes = unpack(parts.array(PACKED), bits)[:, :inputs]
+            zeros = None if zeros is None else unpack(zeros.T, bits)[:, :outputs].T
         codes = codes if order is None else codes[:, order]
         return codes, Codes(coding, parts.array(".weight_scale").reshape(-1, groups), zeros, order)
 
-    return parts.packed(f"compressed-tensors {bits}-bit", (outputs, inputs), coding, read)
-
-
-def _integers(parts: Parts, rounded: bool) -> Packed:
-    outputs, inputs = parts.info(".weight", ("I8",), rank=2).shape
-    block, groups, scale = _scales(parts, outputs, inputs)
-    symmetric = ".weight_zero_point" not in parts
-    if not symmetric:
-        parts.expect(".weight_zero_point", ("I8",), parts.info(".weight_scale", tuple(FLOATS)).shape)
-    order = sorted_inputs(parts, ".weight_g_idx", inputs, groups)
-    coding = Coding(8, block, scale, symmetric, order=order_name(order), activations=rounded)
-
-    def read() -> tuple[np.ndarray, Codes]:
-        codes = _unsigned(parts.array(".weight"))
-        zeros = None if symmetric else _unsigned(parts.array(".weight_zero_point")).reshape(-1, groups)
-        codes = codes if order is None else codes[:, order]
-        return codes, Codes(coding, parts.array(".weight_scale").reshape(-1, groups), zeros, order)
-
-    return parts.packed("compressed-tensors 8-bit", (outputs, inputs), coding, read)
+    return parts.packed(f"compressed-tensors {bits or 8}-bit", (outputs, inputs), coding, read)
 
 
 def _unsigned(codes: np.ndarray) -> np.ndarray:

@@ -70,8 +70,8 @@ def _gptq_matrix(parts: Parts, bits: int, group_size: int, symmetric: bool, *, v
     inputs = words * 32 // bits
     group = parts.group(inputs, group_size)
     groups = inputs // group
-    scale = parts.expect(".scales", tuple(FLOATS), (groups, outputs)).dtype
-    parts.expect(".qzeros", ("I32",), (groups, -(-outputs * bits // 32)))
+    scale = parts.info(".scales", tuple(FLOATS), (groups, outputs)).dtype
+    parts.info(".qzeros", ("I32",), (groups, -(-outputs * bits // 32)))
     order = sorted_inputs(parts, ".g_idx", inputs, groups)
     coding = Coding(bits, (1, group), FLOATS[scale], symmetric, order=order_name(order))
 
@@ -133,8 +133,8 @@ def _awq_matrix(parts: Parts, group_size: int) -> Packed:
     inputs, words = parts.info(".qweight", ("I32",), rank=2).shape
     outputs, group = words * AWQ_IN_WORD, parts.group(inputs, group_size)
     groups = inputs // group
-    scale = parts.expect(".scales", tuple(FLOATS), (groups, outputs)).dtype
-    parts.expect(".qzeros", ("I32",), (groups, words))
+    scale = parts.info(".scales", tuple(FLOATS), (groups, outputs)).dtype
+    parts.info(".qzeros", ("I32",), (groups, words))
     coding = Coding(AWQ_BITS, (1, group), FLOATS[scale], symmetric=False)
 
     def read() -> tuple[np.ndarray, Codes]:
@@ -155,13 +155,12 @@ MARLIN_TILE, MARLIN_WIDTH = 16, 64
 
 
 def marlin(parts: Parts, weights: str, scales: str, group_size: int) -> Packed:
-    """The matrix whose tensors have these names."""
     rows, columns = parts.info(weights, ("I32",), rank=2).shape
     inputs, outputs = rows * MARLIN_TILE, columns // 2
     if columns % (2 * MARLIN_WIDTH) or not outputs:
         raise parts.error(f"has {outputs} outputs, in Marlin's order; accepted is a multiple of {MARLIN_WIDTH}")
     group = parts.group(inputs, group_size)
-    parts.expect(scales, ("F16",), (inputs // group, outputs))
+    parts.info(scales, ("F16",), (inputs // group, outputs))
     parts.ignore(".workspace")
     coding = Coding(4, (1, group), np.dtype(np.float16))
 

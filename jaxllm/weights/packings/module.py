@@ -44,26 +44,22 @@ class Parts:
     def __contains__(self, suffix: str) -> bool:
         return self.prefix + suffix in self.checkpoint.tensors
 
-    def info(self, suffix: str, dtypes: tuple[str, ...], rank: int | None = None) -> TensorInfo:
-        """A part's header; the part must be of one of these types. Raises CheckpointError if it is not."""
-        info = self._found(suffix)
-        if info.dtype not in dtypes or (rank is not None and len(info.shape) != rank):
-            of_rank = "" if rank is None else f" with {rank} axes"
+    def info(
+        self, suffix: str, dtypes: tuple[str, ...], shape: tuple[int, ...] | None = None, *, rank: int | None = None
+    ) -> TensorInfo:
+        """A part's header. Raises CheckpointError if the part is missing, or has another type, shape or rank."""
+        self.used.add(self.prefix + suffix)
+        if suffix not in self:
+            raise self.error(f"is missing, which {shown(self.name)} is made of", suffix)
+        info = self.checkpoint.tensors[self.prefix + suffix]
+        if info.dtype not in dtypes or shape not in (None, info.shape) or rank not in (None, len(info.shape)):
+            wanted = f" of shape {shape}" if shape is not None else "" if rank is None else f" with {rank} axes"
             raise self.error(
-                f"is {info.dtype} of shape {info.shape}; accepted is {' or '.join(dtypes)}{of_rank}", suffix
+                f"is {info.dtype} of shape {info.shape}; accepted is {' or '.join(dtypes)}{wanted}", suffix
             )
         return info
 
-    def expect(self, suffix: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> TensorInfo:
-        """A part of these types and one of these shapes. Raises CheckpointError if it is not."""
-        info = self._found(suffix)
-        if info.dtype not in dtypes or info.shape not in shapes:
-            accepted = f"{' or '.join(dtypes)} of shape {' or '.join(map(str, shapes))}"
-            raise self.error(f"is {info.dtype} of shape {info.shape}; accepted is {accepted}", suffix)
-        return info
-
     def array(self, suffix: str) -> np.ndarray:
-        """The numbers of a part."""
         return self.checkpoint.read(self.prefix + suffix).data
 
     def ignore(self, *suffixes: str) -> None:
@@ -78,7 +74,6 @@ class Parts:
         return group
 
     def error(self, problem: str, suffix: str | None = None) -> CheckpointError:
-        """An error about a part, or about the matrix."""
         name = self.name if suffix is None else self.prefix + suffix
         return CheckpointError(f"{self.checkpoint.path}: tensor {shown(name)} {problem}")
 
@@ -95,12 +90,6 @@ class Parts:
             return Stored(codes, dtype, shape, codes=meaning, origin=origin)
 
         return Packed(TensorInfo(shape, dtype, coding), frozenset(self.used), checked)
-
-    def _found(self, suffix: str) -> TensorInfo:
-        self.used.add(self.prefix + suffix)
-        if suffix not in self:
-            raise self.error(f"is missing, which {shown(self.name)} is made of", suffix)
-        return self.checkpoint.tensors[self.prefix + suffix]
 
 
 def unpack(words: np.ndarray, bits: int) -> np.ndarray:
@@ -124,7 +113,7 @@ def sorted_inputs(parts: Parts, suffix: str, inputs: int, groups: int) -> np.nda
     """
     if suffix not in parts:
         return None
-    parts.expect(suffix, ("I32", "I64"), (inputs,))
+    parts.info(suffix, ("I32", "I64"), (inputs,))
     group_of = parts.array(suffix)
     if (group_of == -1).all():  # written where nothing was sorted
         return None
@@ -142,5 +131,4 @@ def matrices(checkpoint: Checkpoint, suffix: str, weight: str = ".weight") -> li
 
 
 def unsupported(method: str, key: str, value: Any, accepted: str) -> CheckpointError:
-    """The error for a variant of a method that is not read."""
     return CheckpointError(f"quantization_config.{key} is {shown(value)}, in {method}; accepted is {accepted}")
