@@ -175,10 +175,7 @@ def read_generation_config(folder: Path, name: str = "generation_config.json") -
     if not model_file(folder, name).exists():
         return {}
     given = read_object(folder, name)
-    try:
-        check_fields(given, EOS_FIELDS | SAMPLING_FIELDS)
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder / name}: {error}") from None
+    check_fields(given, EOS_FIELDS | SAMPLING_FIELDS, f"{folder / name}: ")
     return given
 
 

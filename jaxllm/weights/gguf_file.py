@@ -142,13 +142,16 @@ class _Parser:
         self.data = data
         self.position = 0
 
+    def error(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {problem}")
+
     def header(self, skip: Container[str]) -> GGUFHeader:
         if self.data[:4] != b"GGUF":
-            raise CheckpointError(f"{self.path}: not a GGUF file: it begins with {bytes(self.data[:4])!r}, not b'GGUF'")
+            raise self.error(f"not a GGUF file: it begins with {bytes(self.data[:4])!r}, not b'GGUF'")
         self.position = 4
         version = self.unpack("<I")
         if version not in (2, 3):
-            raise CheckpointError(f"{self.path}: GGUF version {version}; versions 2 and 3 (little-endian) are read")
+            raise self.error(f"GGUF version {version}; versions 2 and 3 (little-endian) are read")
         tensor_count, pair_count = self.unpack("<Q"), self.unpack("<Q")
         metadata: dict[str, Any] = {}
         for _ in range(pair_count):
@@ -161,7 +164,7 @@ class _Parser:
         check_fields(metadata, _GENERAL_FIELDS, f"{self.path}: ")
         alignment = metadata.get("general.alignment", 32)
         if alignment & (alignment - 1):
-            raise CheckpointError(f"{self.path}: general.alignment is {alignment!r}; a power of two is expected")
+            raise self.error(f"general.alignment is {alignment!r}; a power of two is expected")
         data_start = -(-self.position // alignment) * alignment
         return GGUFHeader(metadata, self.place(entries, data_start), digest)
 
@@ -170,25 +173,22 @@ class _Parser:
 
         tensors: dict[str, GGUFTensor] = {}
         for name, shape, type_id, offset in entries:
+            here = f"tensor {shown(name)}"
             try:
                 kind = GGMLQuantizationType(type_id)
             except ValueError:
-                raise CheckpointError(f"{self.path}: tensor {shown(name)} has unknown GGML type {type_id}") from None
+                raise self.error(f"{here} has unknown GGML type {type_id}") from None
             if name in tensors:
-                raise CheckpointError(f"{self.path}: tensor {shown(name)} is listed twice")
+                raise self.error(f"{here} is listed twice")
             if not shape or not is_storable(shape):
-                raise CheckpointError(f"{self.path}: tensor {shown(name)} claims the shape {shape}")
+                raise self.error(f"{here} claims the shape {shape}")
             elements, block_bytes = GGML_QUANT_SIZES[kind]
             if shape[-1] % elements:
-                raise CheckpointError(
-                    f"{self.path}: {kind.name} tensor {shown(name)} has rows of {shape[-1]}, no multiple of {elements}"
-                )
+                raise self.error(f"{kind.name} {here} has rows of {shape[-1]}, no multiple of {elements}")
             tensor = GGUFTensor(shape, kind.name, data_start + offset, math.prod(shape) // elements * block_bytes)
-            if tensor.offset + tensor.nbytes > len(self.data):
-                raise CheckpointError(
-                    f"{self.path}: truncated: tensor {shown(name)} ends at byte {tensor.offset + tensor.nbytes:,} "
-                    f"of a file of {len(self.data):,}"
-                )
+            end, size = tensor.offset + tensor.nbytes, len(self.data)
+            if end > size:
+                raise self.error(f"truncated: {here} ends at byte {end:,} of a file of {size:,}")
             tensors[name] = tensor
         check_apart(self.path, ((tensor.offset, tensor.nbytes, name) for name, tensor in tensors.items()))
         return tensors
@@ -197,7 +197,7 @@ class _Parser:
         name = self.string()
         rank = self.unpack("<I")
         if rank > MAX_RANK:
-            raise CheckpointError(f"{self.path}: tensor {shown(name)} claims {rank} dimensions")
+            raise self.error(f"tensor {shown(name)} claims {rank} dimensions")
         dims = tuple(self.unpack("<Q") for _ in range(rank))
         return name, dims[::-1], self.unpack("<I"), self.unpack("<Q")
 
@@ -212,7 +212,7 @@ class _Parser:
     def take(self, length: int) -> bytes:
         start, self.position = self.position, self.position + length
         if self.position > len(self.data):
-            raise CheckpointError(f"{self.path}: truncated or corrupt GGUF header")
+            raise self.error("truncated or corrupt GGUF header")
         return self.data[start : self.position]
 
     def value(self, kind: int, wanted: bool) -> Any:
@@ -221,14 +221,14 @@ class _Parser:
         if kind == _ARRAY:
             return self.array(self.unpack("<I"), self.unpack("<Q"), wanted)
         if kind not in _SCALARS:
-            raise CheckpointError(f"{self.path}: metadata value of unknown type {kind}")
+            raise self.error(f"metadata value of unknown type {kind}")
         return self.unpack(_SCALARS[kind])
 
     def array(self, kind: int, length: int, wanted: bool) -> list[Any] | None:
         if kind == _STRING:
             return self.strings(length, wanted)
         if kind not in _SCALARS:
-            raise CheckpointError(f"{self.path}: metadata array of unsupported element type {kind}")
+            raise self.error(f"metadata array of unsupported element type {kind}")
         width = struct.calcsize(_SCALARS[kind])
         raw = self.take(length * width)
         return list(struct.unpack(f"<{length}{_SCALARS[kind][1]}", raw)) if wanted else None

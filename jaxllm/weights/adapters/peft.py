@@ -205,27 +205,26 @@ def _sorted_by_layer(file: Path, tensors: LayerParts) -> tuple[dict[str, LayerPa
     for stored, tensor in tensors.items():
         if stored.endswith(_UNCHANGED):
             continue
+        here = f"{file}: tensor {shown(stored)}"
         if tensor.dtype.kind not in "fV":  # ml_dtypes' are "V"
-            raise CheckpointError(f"{file}: tensor {shown(stored)} holds {tensor.dtype}; accepted are floats")
+            raise CheckpointError(f"{here} holds {tensor.dtype}; accepted are floats")
         name = stored.removeprefix("base_model.model.")
         if found := _PART.fullmatch(name):
             kept, key = layers.setdefault(found["module"], {}), found["part"]
             if found["kind"] == ".bias":
-                raise CheckpointError(f"{file}: tensor {shown(stored)}: a bias beside B is not supported")
+                raise CheckpointError(f"{here}: a bias beside B is not supported")
             if found["module"].endswith((".base_layer", ".experts")):
-                raise CheckpointError(
-                    f"{file}: tensor {shown(stored)} is of experts that are stored as one stack; accepted are linear "
-                    "layers and embeddings"
-                )
+                accepted = "accepted are linear layers and embeddings"
+                raise CheckpointError(f"{here} is of experts that are stored as one stack; {accepted}")
         elif "lora_" not in name and "token_adapter" not in name and (found := _SAVED.fullmatch(name)):
             kept, key = replaced, f"{_plain(found['module'])}.{found['kind']}"
         else:
             raise CheckpointError(
-                f"{file}: tensor {shown(stored)} is not known; accepted are lora_A, lora_B, lora_embedding_A, "
-                "lora_embedding_B and lora_magnitude_vector of a module, and a module's weight or bias"
+                f"{here} is not known; accepted are lora_A, lora_B, lora_embedding_A, lora_embedding_B and "
+                "lora_magnitude_vector of a module, and a module's weight or bias"
             )
         if key in kept:
-            raise CheckpointError(f"{file}: tensor {shown(stored)} is there twice, under the names of two adapters")
+            raise CheckpointError(f"{here} is there twice, under the names of two adapters")
         kept[key] = tensor
     return layers, replaced
 
@@ -253,17 +252,12 @@ def _low_rank(file: Path, settings: PeftSettings, module: str, parts: LayerParts
 
 
 def _magnitude(file: Path, settings: PeftSettings, module: str, parts: LayerParts, rows: int) -> np.ndarray | None:
-    magnitude = parts.get("lora_magnitude_vector")
+    magnitude, here = parts.get("lora_magnitude_vector"), f"{file}: lora_magnitude_vector of {shown(module)}"
     if (magnitude is not None) != settings.use_dora:
-        found = "missing" if magnitude is None else "there"
-        raise CheckpointError(
-            f"{file}: lora_magnitude_vector of {shown(module)} is {found}, but use_dora is "
-            f"{str(settings.use_dora).lower()} in {settings.path.name}"
-        )
+        found, asked = "missing" if magnitude is None else "there", str(settings.use_dora).lower()
+        raise CheckpointError(f"{here} is {found}, but use_dora is {asked} in {settings.path.name}")
     if magnitude is not None and magnitude.shape != (rows,):
-        raise CheckpointError(
-            f"{file}: lora_magnitude_vector of {shown(module)} is {magnitude.shape}; accepted is ({rows},)"
-        )
+        raise CheckpointError(f"{here} is {magnitude.shape}; accepted is ({rows},)")
     return magnitude
 
 
@@ -329,16 +323,13 @@ class PeftSettings:
 
 def _read_settings(folder: Path) -> PeftSettings:
     given, path = read_object(folder, SETTINGS_FILE), folder / SETTINGS_FILE
-    try:
-        _check_supported(given)
-        check_fields(given, _FIELDS)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
-    fields = {key: value for key in _FIELDS if (value := given.get(key)) is not None}
+    _check_supported(path, given)
+    check_fields(given, _FIELDS, f"{path}: ")
+    read = {key: value for key in _FIELDS if (value := given.get(key)) is not None}
     for key in ("layers_to_transform", "layers_pattern", "modules_to_save"):
-        if key in fields and not isinstance(fields[key], list):
-            fields[key] = [fields[key]]
-    settings = PeftSettings(path, **fields)
+        if key in read and not isinstance(read[key], list):
+            read[key] = [read[key]]
+    settings = PeftSettings(path, **read)
     modules = [text for text in (settings.target_modules, settings.exclude_modules) if isinstance(text, str)]
     for pattern in (*settings.rank_pattern, *settings.alpha_pattern, *modules, *settings.layers_pattern):
         try:
@@ -348,22 +339,20 @@ def _read_settings(folder: Path) -> PeftSettings:
     return settings
 
 
-def _check_supported(given: dict[str, Any]) -> None:
-    kind = given.get("peft_type")
-    if kind != "LORA":
-        raise CheckpointError(f"peft_type is {shown(kind)}; accepted is 'LORA'")
+def _check_supported(path: Path, given: dict[str, Any]) -> None:
+    if (kind := given.get("peft_type")) != "LORA":
+        raise CheckpointError(f"{path}: peft_type is {shown(kind)}; accepted is 'LORA'")
     for key, why in _REFUSED.items():
         if given.get(key):
-            raise CheckpointError(f"{key} is {shown(given[key])}: {why}")
+            raise CheckpointError(f"{path}: {key} is {shown(given[key])}: {why}")
     start = given.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
-        raise CheckpointError(f"init_lora_weights is {shown(start)}: {_CONVERT}")
-    known = _FIELDS.keys() | _REFUSED.keys() | _TRAINING
-    for key in sorted(given.keys() - known):
+        raise CheckpointError(f"{path}: init_lora_weights is {shown(start)}: {_CONVERT}")
+    for key in sorted(given.keys() - _FIELDS.keys() - _REFUSED.keys() - _TRAINING):
         if given[key] not in (None, False, "", [], {}):
             raise CheckpointError(
-                f"{shown(key)} is {shown(given[key])}, a setting that is not known here; if it concerns training "
-                "alone, take it out of the file"
+                f"{path}: {shown(key)} is {shown(given[key])}, a setting that is not known here; if it concerns "
+                "training alone, take it out of the file"
             )
 
 

@@ -61,10 +61,7 @@ def quantization_config(checkpoint: Checkpoint) -> dict[str, Any] | None:
     """What config.json says of quantization, if anything. Raises CheckpointError if it is no object."""
     text = checkpoint.config.get("text_config")
     for config in (checkpoint.config, text if isinstance(text, dict) else {}):
-        try:
-            check_fields(config, {"quantization_config": either(OBJECT, NULL)})
-        except CheckpointError as error:
-            raise CheckpointError(f"{checkpoint.path / 'config.json'}: {error}") from None
+        check_fields(config, {"quantization_config": either(OBJECT, NULL)}, f"{checkpoint.path / 'config.json'}: ")
         if config.get("quantization_config"):
             return config["quantization_config"]
     return None
