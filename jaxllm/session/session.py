@@ -17,8 +17,7 @@ from jaxllm.chat.tool_loop import ToolLoop
 from jaxllm.errors import ConfigError
 from jaxllm.mcp.servers import RESULT_LIMIT
 from jaxllm.mcp.tools import ServerTool, ToolResult, as_data
-from jaxllm.session.models import ClientModel, Ended, EngineModel, Speaker
-from jaxllm.session.tools import LoopThread, SessionTools
+from jaxllm.session.parts import ClientModel, Ended, EngineModel, LoopThread, SessionTools, Speaker
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

@@ -1,19 +1,29 @@
-"""A session's tools: MCP servers on a thread of their own, so that they outlive the loops of callers."""
+"""The model and the tools of a session, and the thread on which its servers outlive the loops of callers."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxllm.chat.conversation import parse_arguments
+from jaxllm.chat.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
 from jaxllm.errors import ConfigError, Field, InvalidRequestError, JaxLLMError
 from jaxllm.mcp.servers import RESULT_LIMIT, ToolServers
 from jaxllm.mcp.settings import ServerSettings, parse_settings, read_settings, refuse_collisions
 from jaxllm.mcp.tools import ServerTool, ToolResult, refused
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+    from jaxllm.engine.doors.async_llm import AsyncLLM
+    from jaxllm.llm import LLM
+    from jaxllm.serving.openai.chat_request import ChatRequest
 
 READY_SECONDS = 60.0
 
@@ -163,3 +173,111 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     loop.run_forever()
     loop.close()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of a reply: "stop", "tool_calls", "length" or whatever its server says."""
+
+    reason: str | None
+
+
+class EngineModel:
+    """An engine of this process, asked as a chat request asks the server, without HTTP.
+
+    Attributes:
+        special_tokens: texts that mean more to the model than their letters.
+    """
+
+    def __init__(self, engine: LLM | AsyncLLM, thread: LoopThread):
+        from jaxllm.chat.model import ChatModel
+        from jaxllm.engine.doors.async_llm import AsyncLLM
+
+        self._engine = engine if isinstance(engine, AsyncLLM) else engine.asynchronous()
+        self._model = ChatModel(self._engine)
+        self._thread = thread
+
+    @property
+    def special_tokens(self) -> Sequence[str]:
+        return list(self._model.special_tokens)
+
+    def reply(self, body: Mapping[str, Any]) -> AsyncGenerator[Event | Ended, None]:
+        """The model's words to a chat request's body, as they come; an Ended is the last."""
+        return self._thread.iterate(self._reply(body))
+
+    async def _reply(self, body: Mapping[str, Any]) -> AsyncGenerator[Event | Ended, None]:
+        from jaxllm.chat.answer import speak
+        from jaxllm.chat.conversation import naming
+        from jaxllm.chat.prompt import prepare
+
+        request = _chat_request(body)
+        settings = request.generation_settings()
+        for name, value in (("lora", settings.lora), ("kv_transfer_params", settings.hand_over)):
+            if value is not None:
+                raise InvalidRequestError(f"{name} is not available in a session with an engine", name)
+        with naming(request.own_names()):
+            ready = await asyncio.to_thread(prepare, self._model, request.conversation(), settings)
+        pieces = speak(self._engine, ready, priority=settings.priority, cache_salt=settings.cache_salt)
+        async with aclosing(pieces):
+            async for piece in pieces:
+                for event in piece.events:
+                    yield event
+                if piece.finish_reason is not None:
+                    yield Ended(piece.finish_reason)
+
+
+class ClientModel:
+    """A server that an AsyncOpenAI client asks; without a `name` for the first model that it lists."""
+
+    special_tokens: Sequence[str] = ()
+
+    def __init__(self, client: AsyncOpenAI, name: str | None):
+        self._client = client
+        self._name = name
+
+    async def reply(self, body: Mapping[str, Any]) -> AsyncGenerator[Event | Ended, None]:
+        """As `EngineModel.reply`."""
+        if self._name is None:
+            self._name = (await self._client.models.list()).data[0].id
+        chunks = await self._client.chat.completions.create(model=self._name, stream=True, **body)
+        reason: str | None = None
+        async with chunks:
+            async for chunk in chunks:
+                for choice in chunk.choices:
+                    for event in _events(choice.delta):
+                        yield event
+                    reason = choice.finish_reason or reason
+        yield Ended(reason)
+
+
+Speaker = EngineModel | ClientModel
+
+
+def _chat_request(body: Mapping[str, Any]) -> ChatRequest:
+    """Raises InvalidRequestError naming the field."""
+    from fastapi.exceptions import RequestValidationError
+    from pydantic import ValidationError
+
+    from jaxllm.serving.http.errors import to_api_error
+    from jaxllm.serving.openai.chat_request import ChatRequest
+
+    try:
+        return ChatRequest.model_validate(body)
+    except ValidationError as error:
+        errors = [{**item, "loc": ("body", *item["loc"])} for item in error.errors()]
+        told = to_api_error(RequestValidationError(errors, body=body))
+        raise InvalidRequestError(str(told), told.body["error"]["param"]) from None
+
+
+def _events(delta: Any) -> list[Event]:
+    events: list[Event] = []
+    if reasoning := getattr(delta, "reasoning_content", None):
+        events.append(Reasoning(reasoning))
+    if delta.content:
+        events.append(Content(delta.content))
+    for call in delta.tool_calls or ():
+        if call.id and call.function and call.function.name:
+            events.append(ToolCall(call.index, call.id, call.function.name))
+        if call.function and call.function.arguments:
+            events.append(ToolArguments(call.index, call.function.arguments))
+    return events
