@@ -84,10 +84,7 @@ _busy = threading.Lock()
 
 
 def look(what: What, seconds: float) -> bytes:
-    """The answer about this process; `profile` and `trace` take `seconds`. Called in a thread.
-
-    Raises InvalidRequestError if it is not available here, or not now.
-    """
+    """The answer about this process; `profile` and `trace` take `seconds`. Raises InvalidRequestError if there is none."""
     match what:
         case "stacks":
             return stacks().encode()
@@ -196,10 +193,7 @@ def _processor_times() -> dict[int, int]:
 
 
 def python_heap() -> bytes:
-    """Python's objects by where they were made, in pprof's format.
-
-    Raises InvalidRequestError if Python does not trace memory in this process.
-    """
+    """Python's objects by where they were made, in pprof's format. Raises InvalidRequestError if untraced."""
     if not tracemalloc.is_tracing():
         raise InvalidRequestError(
             "Python's memory is not traced in this process; start the server with PYTHONTRACEMALLOC=10 in its "

@@ -147,10 +147,7 @@ class ToolServer:
             await self._settled.wait()
 
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        """Run one of its tools, by the server's own name for it.
-
-        Every failure is told in the result; cancelling this cancels the tool.
-        """
+        """Run a tool by the server's name for it. The result tells of failures; cancelling this cancels the tool."""
         found = await self._call(name, arguments)
         if isinstance(found, Problem) and found.forgotten:
             self._in_haste = True

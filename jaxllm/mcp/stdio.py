@@ -102,10 +102,7 @@ class Child:
 
 @contextlib.asynccontextmanager
 async def started(settings: ServerSettings) -> AsyncIterator[tuple[Any, Any, Child]]:
-    """Start the server: streams of its messages and of ours, and the process. Leaving this ends it.
-
-    Raises OSError if it cannot be started.
-    """
+    """Start the server, and end it after the block: its messages, ours, and the process. Raises OSError."""
     assert settings.command is not None
     with anyio.CancelScope(shield=True):  # or a cancelled start would leave a process that is not known
         process = await anyio.open_process(

@@ -41,13 +41,7 @@ T = TypeVar("T")
 
 
 class Inside:
-    """The Flax NNX module with the engine's weights.
-
-    Its collectives run inside `jax.shard_map`; `model_fn` does that.
-
-    Raises:
-        ConfigError: the engine runs in a process of its own.
-    """
+    """The Flax NNX module with the engine's weights, for use inside `jax.shard_map`; `model_fn` does that."""
 
     _streams: Streams
     _open: OpenModel | None = None
@@ -70,9 +64,6 @@ class Inside:
 
         They are the engine's own arrays, which must not be donated; quantized or tiled ones are expanded at each
         access.
-
-        Raises:
-            ConfigError: the engine runs in a process of its own.
         """
         return self._model.params(self._ask(lambda core: _live(core).arrays()))
 
@@ -91,7 +82,6 @@ class Inside:
             float32 `[T, V]` or `[B, T, V]`.
 
         Raises:
-            ConfigError: the engine runs in a process of its own.
             InvalidRequestError: `tokens`, `embeddings` or `params` are of another shape.
         """
         import jax.numpy as jnp
@@ -109,7 +99,6 @@ class Inside:
             layers: one, several, which may count back from the last with -1, or True for all that have attention.
 
         Raises:
-            ConfigError: the engine runs in a process of its own.
             InvalidRequestError: the prompt is too long, a layer is not there or has no attention, or the model attends
                 to latents.
         """
@@ -226,7 +215,6 @@ class Inside:
             For each prompt a view like an array `[T, V]`, whose rows are computed at access.
 
         Raises:
-            ConfigError: the engine runs in a process of its own.
             InvalidRequestError, EngineDeadError: as `capture`.
         """
         self._client()
@@ -241,7 +229,6 @@ class Inside:
             norm: whether they pass the model's last norm first, as the residual stream does; False for those after it.
 
         Raises:
-            ConfigError: the engine runs in a process of its own.
             InvalidRequestError: the model is an encoder, or `activations` are not of its width.
         """
         info = self._streams.client.info
@@ -272,7 +259,6 @@ class Inside:
                 times; by default NVIDIA's figure for the GPU, if `jaxllm plan --gpu` knows it.
 
         Raises:
-            ConfigError: the engine runs in a process of its own.
             InvalidRequestError: no such step has run yet.
         """
         from jaxllm.research.explained import explain
@@ -289,7 +275,7 @@ class Inside:
             folder: made if it is not there; each trace is in a folder of its own in it. XProf opens it too.
 
         Raises:
-            ConfigError: the engine runs in a process of its own, or `folder` cannot be made.
+            ConfigError: `folder` cannot be made.
             InvalidRequestError: another trace is being written.
         """
         from jaxllm.research.explained import ProfilerTrace

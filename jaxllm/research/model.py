@@ -69,9 +69,7 @@ class OpenModel:
     ) -> Float[Array, "*B T V"]:
         """The logits after each token of a sequence, or of several of one length; float32.
 
-        Raises:
-            InvalidRequestError: `tokens` is neither `[T]` nor `[B, T]`, `embeddings` do not go with them, or `params`
-                are not those of this model.
+        Raises InvalidRequestError if `tokens` is neither `[T]` nor `[B, T]`, or `embeddings` or `params` do not fit.
         """
         if tokens.ndim not in (1, 2) or not tokens.size or not jnp.issubdtype(tokens.dtype, jnp.integer):
             kind = f"{tokens.dtype}{list(tokens.shape)}"
@@ -170,9 +168,7 @@ class Watched:
     def attention(self, params: ModelArrays, tokens: Int[Array, "T"], layers: object) -> dict[int, LayerAttention]:
         """The attention of layers, by their numbers.
 
-        Raises:
-            InvalidRequestError: there are too many tokens, a layer is not there or does not attend, or its keys are
-                latents.
+        Raises InvalidRequestError for too many tokens, a layer that is not there or does not attend, or latent keys.
         """
         if len(tokens) > MOST_TOKENS:
             raise InvalidRequestError(f"prompt has {len(tokens)} tokens; accepted are up to {MOST_TOKENS}", "prompt")

@@ -183,11 +183,7 @@ class Ended:
 
 
 class EngineModel:
-    """An engine of this process, asked as a chat request asks the server, without HTTP.
-
-    Attributes:
-        special_tokens: texts that mean more to the model than their letters.
-    """
+    """An engine of this process, asked as a chat request asks the server, without HTTP."""
 
     def __init__(self, engine: LLM | AsyncLLM, thread: LoopThread):
         from jaxllm.chat.model import ChatModel

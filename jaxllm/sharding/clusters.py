@@ -69,9 +69,7 @@ def settled(config: Config, *, looks: bool = False, variables: Variables = os.en
 
     With `looks`, `auto` asks the environment; without it only a named cluster, or the settings, make a group. With
     multi_process the place is not known yet: the engine's own process will start the others.
-
-    Raises:
-        ConfigError: a part of the place is missing, or contradicts the others.
+    Raises ConfigError if a part of the place is missing, or contradicts the others.
     """
     found: dict[str, object] = {}
     if config.cluster in ("mpi4py", "k8s"):

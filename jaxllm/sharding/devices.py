@@ -28,9 +28,8 @@ CPU_THREADS = 16
 def find_devices() -> Sequence[jax.Device]:
     """JAX's devices, the accelerator's where there is one.
 
-    Raises:
-        ConfigError: there is an NVIDIA GPU, JAX's plugin cannot run on it, and no other platform was chosen; or the
-            platform that JAX_PLATFORMS names cannot be started. Without a plugin there is a warning.
+    Raises ConfigError if there is an NVIDIA GPU, JAX's plugin cannot run on it, and no other platform was chosen; or if
+    the platform that JAX_PLATFORMS names cannot be started. Without a plugin there is a warning.
     """
     devices, complaints = compat.start_backends()
     chosen = compat.chosen_platforms()
@@ -93,8 +92,7 @@ def why_unused(complaints: Sequence[str]) -> str:
 def check_free_memory(count: int, utilization: float) -> None:
     """Check before the backend starts that the first `count` GPUs have the memory that will be planned with.
 
-    Raises:
-        ConfigError: other processes take too much; the message names them where they can be seen.
+    Raises ConfigError if other processes take too much; the message names them where they can be seen.
     """
     if compat.chosen_platforms() == "cpu" or not compat.nvidia_gpu_is_here() or compat.backends_run():
         return
@@ -128,10 +126,7 @@ def join_processes(address: str, number: int, count: int, devices: list[int], sh
     """Make this process one of several for JAX; its backends must not have started. Returns when all have come.
 
     `devices` are those of its machine that it uses, see `local_devices`. With `shares_steps` several processes have
-    devices of one mesh.
-
-    Raises:
-        ConfigError: JAX has started already, or its coordinator cannot be reached.
+    devices of one mesh. Raises ConfigError if JAX has started already, or its coordinator cannot be reached.
     """
     if compat.backends_run():
         raise ConfigError(

@@ -41,20 +41,17 @@ def num_pieces(axes: Axes, tp: int, dp: int = 1) -> int:
 
 
 def build_mesh(tensor_parallel_size: int, data_parallel_size: int = 1) -> Mesh:
-    """A `(data_parallel_size, tensor_parallel_size)` mesh over the first devices of the default platform.
+    """A `(data_parallel_size, tensor_parallel_size)` mesh over the first devices, equally many of each process.
 
-    Several processes have equally many devices each.
-
-    Raises:
-        ConfigError: there are fewer devices than asked for, or an NVIDIA GPU that JAX cannot run on.
+    Raises ConfigError if there are fewer devices than asked for, or an NVIDIA GPU that JAX cannot run on.
     """
     return build_meshes(tensor_parallel_size, 1, data_parallel_size)[0]
 
 
 def build_meshes(tensor_parallel_size: int, pipeline_parallel_size: int, data_parallel_size: int = 1) -> list[Mesh]:
-    """One such mesh for each stage, over the next devices each. Raises as `build_mesh`.
+    """One such mesh for each stage, over the next devices each; process 0 has the last, whose results it reads.
 
-    Process 0 has the last stage's, whose results it reads.
+    Raises as `build_mesh`.
     """
     tp, dp = tensor_parallel_size, data_parallel_size
     of_stage, count = dp * tp, dp * tp * pipeline_parallel_size

@@ -188,8 +188,7 @@ _NONCE = _PROOF = 32
 def group_secret(stated: str | None, file: Path = SECRET_FILE) -> bytes:
     """The given `cluster_secret`, or else the content of this user's file, which is made if there is none.
 
-    Raises:
-        ConfigError: the file cannot be made or read, or others may read it.
+    Raises ConfigError if the file cannot be made or read, or others may read it.
     """
     if stated is not None:
         return stated.encode()

@@ -51,10 +51,7 @@ class Checkpoint:
     zero_biases: tuple[str, ...] = ()
 
     def read(self, name: str) -> Stored:
-        """One tensor as it is stored, without a copy if possible; it is not expanded.
-
-        Raises CheckpointError when there is no such tensor, or the file is closed.
-        """
+        """One tensor as it is stored, not expanded. Raises CheckpointError if there is none, or the file is closed."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -140,11 +137,7 @@ Edit = Callable[[np.ndarray], np.ndarray]
 
 
 class MergedCheckpoint(WrappedCheckpoint):
-    """A checkpoint some of whose tensors are edited when they are read, and are float32 then.
-
-    Attributes:
-        edited: the names of those tensors.
-    """
+    """A checkpoint with tensors (`edited`) that are edited when they are read, and are float32 then."""
 
     def __init__(
         self,

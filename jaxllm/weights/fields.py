@@ -71,8 +71,7 @@ NULL = FieldKind("null", lambda value: value is None)
 def check_fields(given: Mapping[str, Any], kinds: FieldKinds, inside: str = "") -> None:
     """Check the fields of `given` that `kinds` knows; `inside` goes before their names.
 
-    Raises:
-        CheckpointError: one is not of its kind; the message names it, its value and what would be accepted.
+    Raises CheckpointError naming a field that is not of its kind, its value and what would be accepted.
     """
     for name, kind in kinds.items():
         if name in given and not kind.fits(given[name]):

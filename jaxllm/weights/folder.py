@@ -34,9 +34,8 @@ MANIFEST = "jaxllm.json"
 def model_file(folder: Path, name: str) -> Path:
     """`folder / name`, which need not exist.
 
-    Raises:
-        CheckpointError: it lies outside of `folder`, by its name or through a symbolic link (links into the `blobs` of
-            the hub's cache are followed), or is neither a file nor a folder, such as a pipe, which may never end.
+    Raises CheckpointError if it lies outside of `folder`, by its name or through a symbolic link (links into the
+    `blobs` of the hub's cache are followed), or is neither a file nor a folder, such as a pipe, which may never end.
     """
     if "\0" in name:
         raise CheckpointError(f"{folder}: {shown(name)} is no name of a file")
@@ -116,11 +115,7 @@ def whole_name(path: Path) -> Path:
 
 
 def part_files(path: Path) -> list[Path]:
-    """All parts of a model in order, from any of them.
-
-    Raises:
-        CheckpointError: a part is missing, or lies outside of the folder.
-    """
+    """All parts of a model in order, from any of them. Raises CheckpointError if one is missing or outside."""
     names = part_names(path.name)
     files = [path if name == path.name else model_file(path.parent, name) for name in names]
     if missing := [file.name for file in files if not file.is_file()]:
@@ -135,9 +130,9 @@ def gguf_models(folder: Path) -> list[Path]:
 
 
 def the_gguf_file(path: Path) -> Path:
-    """`path` itself if it is a file, else the one GGUF model of the directory, by its first part if it is split.
+    """`path` itself if it is a file, else the first part of the one GGUF model in the directory.
 
-    Raises CheckpointError when there is not exactly one.
+    Raises CheckpointError if there is not exactly one.
     """
     if path.is_file():
         return path
@@ -195,11 +190,7 @@ class SentenceModule(NamedTuple):
 
 
 def sentence_modules(path: Path) -> list[SentenceModule]:
-    """Each step in order; none if the directory is not one of sentence-transformers'.
-
-    Raises:
-        CheckpointError: a step is not supported.
-    """
+    """The steps of a sentence-transformers directory, if it is one. Raises CheckpointError for unsupported ones."""
     file = model_file(path, "modules.json")
     if not file.exists():
         return []
@@ -223,8 +214,7 @@ CHUNK = 2**20
 def reading_ahead(path: Path) -> Iterator[None]:
     """Read a checkpoint's file and its other parts, or all files of its folder, in a thread that ends with the block.
 
-    It stops at half of the free memory, so that nothing in use is evicted. It skips files that it cannot read: the
-    loader reports them.
+    It stops at half of the free memory, so that nothing in use is evicted, and skips files that the loader will report.
     """
     files = part_files(path) if path.is_file() else sorted(_files_of(path))
     left, ended = memory().available // 2, threading.Event()

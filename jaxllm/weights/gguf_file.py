@@ -256,8 +256,7 @@ MAX_ENTRIES = 2**20
 def read_imatrix(path: Path) -> dict[str, Importance]:
     """Importance by GGUF's name of the weight; `[experts, i]` where a file has several matrices in one.
 
-    Raises:
-        CheckpointError: no such file, or it is of neither form, or truncated, or has numbers below 0.
+    Raises CheckpointError if there is no such file, or it is of neither form, or truncated, or has numbers below 0.
     """
     check_no_device(path)
     try:

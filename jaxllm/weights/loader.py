@@ -159,10 +159,7 @@ def read_parameters(
 
 
 def read_rows(checkpoint: Checkpoint, spec: ParamSpec, names: NameMap) -> np.ndarray:
-    """A parameter in the order of its tensors, float32: not quantized, and not yet laid out for several devices.
-
-    Raises CheckpointError if a tensor is missing or has the wrong shape.
-    """
+    """A parameter in its tensors' order, float32, not laid out for devices. Raises as `load_parameters`."""
     tensors = _read_segments(checkpoint, spec, find_sources(checkpoint, spec, names))
     axis = spec.layout.axis if spec.layout else 0
     return np.concatenate([np.asarray(tensor.expand(), np.float32) for tensor in tensors], axis)
@@ -295,7 +292,7 @@ def _choose_sources(
 
 
 def whole_parameters(checkpoint: Checkpoint, specs: Sequence[ParamSpec], names: NameMap) -> list[ParamSpec]:
-    """The parameters of which a checkpoint, which need not have all, has every tensor.
+    """The parameters of which an incomplete checkpoint has every tensor.
 
     Raises CheckpointError if it has some tensors of a parameter, and lacks others.
     """

@@ -52,10 +52,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 class SafetensorsCheckpoint(MappedCheckpoint):
-    """A directory with config.json and safetensors files, whole or sharded.
-
-    With `weights=False` only config.json must be there.
-    """
+    """A directory with config.json and, unless `weights` is False, safetensors files, whole or sharded."""
 
     format = "safetensors"
 

@@ -113,11 +113,7 @@ class Manifest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class SavedCheckpoint(Checkpoint):
-    """A directory with a manifest and Orbax arrays, whose tensors are parameters, or segments of them.
-
-    Attributes:
-        kinds: how each tensor is kept.
-    """
+    """A directory with a manifest and Orbax arrays; its tensors are parameters, or segments, kept as `kinds` says."""
 
     format = "orbax"
 
@@ -221,10 +217,7 @@ def save_arrays(directory: Path, tensors: dict[str, dict[str, np.ndarray]]) -> N
 def read_arrays(
     directory: Path, wanted: dict[str, dict[str, jax.ShapeDtypeStruct]]
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Some arrays of an Orbax checkpoint, in host memory.
-
-    Raises CheckpointError if one is missing, damaged, or of another type or shape than `wanted` says.
-    """
+    """Some of an Orbax checkpoint's arrays, in host memory. Raises CheckpointError if one is not as `wanted` says."""
     import orbax.checkpoint as ocp
 
     as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)

@@ -89,12 +89,11 @@ BUILTIN_MODELS = {
 
 
 def resolve_model(model: str, *, revision: str | None = None, download_dir: Path | None = None) -> Path:
-    """The directory or .gguf file that `model` names, fetched if need be.
+    """The directory or .gguf file that `model` names, fetched if need be. Raises ModelNotFoundError.
 
     `model` is a built-in name, a directory (with config.json, or exactly one GGUF), a .gguf file, or a hub id:
     `org/name` for its safetensors, `org/name:file.gguf` for one file. Any part of a split GGUF stands for all of them,
     and its first part is returned. `revision` is for hub ids.
-    Raises ModelNotFoundError.
     """
     if model in BUILTIN_MODELS:
         return _builtin(model, download_dir)
@@ -253,12 +252,7 @@ def _verify(file: Path, sha256: str) -> None:
 
 
 class LocalModel(NamedTuple):
-    """A model on this machine.
-
-    Attributes:
-        nbytes: the size of all its files.
-        path: the file or folder to load; None of a built-in model that is not here yet.
-    """
+    """A model on this machine, and its size; `path` is None of a built-in model that is not here yet."""
 
     name: str
     nbytes: int
@@ -296,10 +290,7 @@ def find_local(name: str, download_dir: Path | None = None) -> LocalModel:
 
 
 def find_removable(name: str, download_dir: Path | None = None) -> LocalModel:
-    """A model that `remove_local` can delete.
-
-    Raises ModelNotFoundError if it is in no cache, or is a file or folder of the user's own.
-    """
+    """A model that `remove_local` can delete. Raises ModelNotFoundError if it is in no cache."""
     model = find_local(name, download_dir)
     if name not in BUILTIN_MODELS and _cached_repository(name.partition(":")[0]) is None:
         raise ModelNotFoundError(f"model {name!r} is a file or folder of yours: only what was downloaded is removed")

@@ -23,13 +23,10 @@ INVOCATION = "adapter.alora.invocation_tokens"
 
 
 def open_adapter(path: Path) -> Adapter:
-    """Read a folder that PEFT saved (adapter_config.json, adapter_model.safetensors) or a GGUF adapter file.
+    """Read a folder that PEFT saved (adapter_config.json, adapter_model.safetensors) or a GGUF adapter into memory.
 
-    All tensors are copied into memory, so that the files may be replaced afterwards.
-
-    Raises:
-        CheckpointError: there is no adapter, it is corrupt, or it uses something that is not supported. The message
-            names the file, the key or tensor, and what is accepted.
+    Raises CheckpointError if there is no adapter, it is corrupt, or it uses something that is not supported. The
+    message names the file, the key or tensor, and what is accepted.
     """
     if path.suffix in PICKLES and path.is_file():
         raise CheckpointError(f"{one_line(path)}: {NO_PICKLES}")

@@ -30,8 +30,7 @@ METHODS: dict[str, Callable[[Checkpoint, dict[str, Any]], dict[str, Packed]]] = 
 class PackedCheckpoint(WrappedCheckpoint):
     """A quantized checkpoint, in which tensors that together make up a matrix appear as that matrix.
 
-    Raises:
-        CheckpointError: the method, or this variant of it, is not read; or the parts of a matrix do not fit.
+    Raises CheckpointError if the method, or this variant of it, is not read; or the parts of a matrix do not fit.
     """
 
     def __init__(self, whole: Checkpoint, config: dict[str, Any]):

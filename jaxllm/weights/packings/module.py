@@ -15,13 +15,7 @@ from jaxllm.weights.fields import shown
 
 
 class Packed(NamedTuple):
-    """A matrix made of several tensors.
-
-    Attributes:
-        info: the matrix as the model sees it.
-        tensors: its parts, which the model does not see.
-        read: its codes. Raises CheckpointError if they make no sense.
-    """
+    """A matrix as the model sees it, the tensors that it hides, and a function that reads its codes."""
 
     info: TensorInfo
     tensors: frozenset[str]
@@ -30,11 +24,7 @@ class Packed(NamedTuple):
 
 @dataclass
 class Parts:
-    """The tensors of one matrix, by what their names add to `prefix`; it notes which were asked for.
-
-    Attributes:
-        name: of the matrix, for the model and in errors.
-    """
+    """The tensors of the matrix `name`, by what their names add to `prefix`; it notes which were asked for."""
 
     checkpoint: Checkpoint
     prefix: str
