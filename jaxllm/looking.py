@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any, Literal, NamedTuple
 
 from jaxllm.errors import InvalidRequestError
@@ -84,7 +84,7 @@ _busy = threading.Lock()
 
 
 def look(what: What, seconds: float) -> bytes:
-    """The answer about this process; `profile` and `trace` take `seconds`. Raises InvalidRequestError if there is none."""
+    """The answer about this process; some take `seconds`. Raises InvalidRequestError if it is not available."""
     match what:
         case "stacks":
             return stacks().encode()
@@ -135,43 +135,32 @@ def profile(seconds: float) -> bytes:
         for ident, frame in sys._current_frames().items():
             if ident == threading.get_ident():
                 continue
-            values = stacks.setdefault((names.get(ident, FOREIGN), tuple(_walk(frame))), [0, 0, 0])
+            stack = tuple((each.f_code, line or 0) for each, line in traceback.walk_stack(frame))
+            values = stacks.setdefault((names.get(ident, FOREIGN), stack), [0, 0, 0])
             values[0] += 1
             values[1] += now - last
             if ident in before and ident in used:
                 values[2] += used[ident] - before[ident]
         last = now
     kinds = [SAMPLES, WALL, CPU] if has_cpu else [SAMPLES, WALL]
-    samples = (
-        Sample([_place(code, line) for code, line in stack], values[: len(kinds)], {"thread": name})
-        for (name, stack), values in stacks.items()
-    )
-    shown = CPU if has_cpu else WALL
-    return encode(
-        kinds, samples, shown=shown, began=began, seconds=(last - start) / 1e9, period=(WALL, int(1e9 / RATE))
-    )
+    samples = []
+    for (name, stack), values in stacks.items():
+        lines = [CodeLine(code.co_qualname, code.co_filename, code.co_firstlineno, line) for code, line in stack]
+        samples.append(Sample(lines, values[: len(kinds)], {"thread": name}))
+    shown, seconds = CPU if has_cpu else WALL, (last - start) / 1e9
+    return encode(kinds, samples, shown=shown, began=began, seconds=seconds, period=(WALL, int(1e9 / RATE)))
 
 
 def stacks(loop: asyncio.AbstractEventLoop | None = None) -> str:
     """The stack of every thread, and of the waiting tasks of an event loop."""
     names, parts = _names(), []
     for ident, frame in sys._current_frames().items():
-        what = "".join(traceback.format_stack(frame))
-        parts.append(f"Thread {names.get(ident, FOREIGN)} ({ident}):\n{what}")
+        runs = "".join(traceback.format_stack(frame))
+        parts.append(f"Thread {names.get(ident, FOREIGN)} ({ident}):\n{runs}")
     for task in asyncio.all_tasks(loop) if loop is not None else ():
-        what = "".join("".join(traceback.format_stack(frame, 1)) for frame in task.get_stack())
-        parts.append(f"Task {task.get_name()}:\n{what}")
+        waits = "".join("".join(traceback.format_stack(frame, 1)) for frame in task.get_stack())
+        parts.append(f"Task {task.get_name()}:\n{waits}")
     return "\n".join(parts)
-
-
-def _walk(frame: FrameType | None) -> Iterable[tuple[CodeType, int]]:
-    while frame is not None:
-        yield frame.f_code, frame.f_lineno or 0
-        frame = frame.f_back
-
-
-def _place(code: CodeType, line: int) -> CodeLine:
-    return CodeLine(code.co_qualname, code.co_filename, code.co_firstlineno, line)
 
 
 def _names() -> dict[int | None, str]:
@@ -241,7 +230,7 @@ def encode(
         began: its start, in seconds since the epoch; it lasted `seconds`.
         period: how much of a kind lies between two samples.
     """
-    profile = _message_class("Profile")()
+    profile = _profile_class()()
     texts = _Table()
     texts.number("")
     for kind in kinds:
@@ -274,8 +263,8 @@ class _Table(dict[Any, int]):
 
 
 @cache
-def _message_class(name: str) -> Any:
-    """protobuf's class of a message, made from the table above."""
+def _profile_class() -> Any:
+    """protobuf's class of a profile, made from the table of messages."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     field = descriptor_pb2.FieldDescriptorProto
@@ -292,4 +281,4 @@ def _message_class(name: str) -> Any:
                 added.type, added.type_name = field.TYPE_MESSAGE, f".perftools.profiles.{kind}"
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"perftools.profiles.{name}"))
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("perftools.profiles.Profile"))

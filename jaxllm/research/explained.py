@@ -210,9 +210,10 @@ def _added(one: StepPart, other: StepPart) -> StepPart:
 
 
 def _bandwidth(given: Bandwidth) -> tuple[float | None, str]:
-    if given == "measure":
-        from jaxllm.engine.start.schemes import measure_bandwidth
+    from jaxllm.engine.start.schemes import GPUS, measure_bandwidth
+    from jaxllm.sharding.devices import find_devices
 
+    if given == "measure":
         return measure_bandwidth(), "measured"
     if given is not None:
         if isinstance(given, bool) or not isinstance(given, (int, float)) or not given > 0:
@@ -220,9 +221,6 @@ def _bandwidth(given: Bandwidth) -> tuple[float | None, str]:
                 f"bandwidth is {given!r}; it must be bytes a second, 'measure', or None for what is known", "bandwidth"
             )
         return float(given), "stated"
-    from jaxllm.engine.start.schemes import GPUS
-    from jaxllm.sharding.devices import find_devices
-
     name = find_devices()[0].device_kind
     known = next((gpu for gpu in GPUS.values() if gpu.device == name), None)
     if known is None:

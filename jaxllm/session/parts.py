@@ -96,8 +96,7 @@ T = TypeVar("T")
 class LoopThread:
     """Runs coroutines of callers in other threads, or on other loops; it starts with the first."""
 
-    def __init__(self, name: str):
-        self._name = name
+    def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -165,7 +164,7 @@ class LoopThread:
                 raise JaxLLMError("the session is closed")
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=_run, args=(self._loop,), name=self._name, daemon=True).start()
+                threading.Thread(target=_run, args=(self._loop,), name="jaxllm-session", daemon=True).start()
             return self._loop
 
 

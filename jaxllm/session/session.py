@@ -109,7 +109,7 @@ class ResponsesSession:
         result_limit: int = RESULT_LIMIT,
         **request: Any,
     ):
-        self._thread = LoopThread("jaxllm-session")
+        self._thread = LoopThread()
         self._tools = SessionTools(self._thread, result_limit)
         self._model: Speaker = _model(engine, model, self._thread)
         self._request = request

@@ -151,7 +151,7 @@ def resolve_tokenizer(tokenizer: str, *, revision: str | None = None, download_d
     return _from_hub(tokenizer, revision, _TOKENIZER_FILES, weights=False)
 
 
-def resolve_adapter(adapter: str, *, revision: str | None = None) -> Path:
+def resolve_adapter(adapter: str) -> Path:
     """The folder or .gguf file of a LoRA adapter, fetched if it is a hub id. Raises ModelNotFoundError."""
     path = _here("adapter", adapter)
     if path is not None and (path.is_dir() or (path.is_file() and path.suffix == ".gguf")):
@@ -160,7 +160,7 @@ def resolve_adapter(adapter: str, *, revision: str | None = None) -> Path:
     if not _HUB_ID.fullmatch(repo) or adapter.startswith((".", "/", "~")) or path is not None:
         raise ModelNotFoundError(f"adapter {adapter[:200]!r} is no folder, .gguf file or hub id org/name")
     try:
-        return hub_file(repo, file, revision) if file else hub_snapshot(repo, revision, _ADAPTER_FILES)
+        return hub_file(repo, file, None) if file else hub_snapshot(repo, None, _ADAPTER_FILES)
     except HubError as error:
         raise ModelNotFoundError(f"adapter {adapter!r}: {error}") from None
 
