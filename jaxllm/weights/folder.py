@@ -130,12 +130,12 @@ def gguf_models(folder: Path) -> list[Path]:
 
 
 def the_gguf_file(path: Path) -> Path:
-    """`path` itself if it is a file, else the first part of the one GGUF model in the directory.
+    """The first part of a GGUF model: of that which the file `path` belongs to, or of the one in the directory `path`.
 
-    Raises CheckpointError if there is not exactly one.
+    Raises CheckpointError if there is not exactly one, or a part is missing.
     """
     if path.is_file():
-        return path
+        return part_files(path)[0]
     files = gguf_models(path)
     if len(files) != 1:
         held = ", ".join(file.name for file in files) or "none"
@@ -144,7 +144,7 @@ def the_gguf_file(path: Path) -> Path:
         raise CheckpointError(
             f"{path}: needs config.json and *.safetensors, or exactly one .gguf file; it holds {held}"
         )
-    return model_file(path, files[0].name)
+    return part_files(model_file(path, files[0].name))[0]
 
 
 TOKEN_ID = whole(0, 2**31 - 1)

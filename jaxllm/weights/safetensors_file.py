@@ -16,19 +16,9 @@ import numpy as np
 
 from jaxllm.errors import CheckpointError
 from jaxllm.quantization.stored import Stored
+from jaxllm.weights import fields
 from jaxllm.weights.checkpoint import MappedCheckpoint, Place, TensorInfo
-from jaxllm.weights.fields import (
-    MAX_RANK,
-    MAX_SIZE,
-    check_apart,
-    check_fields,
-    is_storable,
-    many,
-    one_of,
-    several,
-    shown,
-    whole,
-)
+from jaxllm.weights.fields import MAX_RANK, MAX_SIZE, check_apart, check_fields, is_storable, shown
 from jaxllm.weights.folder import (
     NO_PICKLES,
     check_no_device,
@@ -46,8 +36,12 @@ _DTYPES = {
     "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
 }  # fmt: skip
 _MAX_HEADER = 100_000_000
-_SIZE = whole(0, MAX_SIZE)
-_ENTRY_FIELDS = {"dtype": one_of(*_DTYPES), "shape": many(_SIZE, MAX_RANK), "data_offsets": several(_SIZE, 2)}
+_SIZE = fields.whole(0, MAX_SIZE)
+_ENTRY_FIELDS = {
+    "dtype": fields.one_of(*_DTYPES),
+    "shape": fields.many(_SIZE, MAX_RANK),
+    "data_offsets": fields.several(_SIZE, 2),
+}
 _INDEX = "model.safetensors.index.json"
 
 

