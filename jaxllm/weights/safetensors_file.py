@@ -17,7 +17,7 @@ import numpy as np
 from jaxllm.errors import CheckpointError
 from jaxllm.quantization.stored import Stored
 from jaxllm.weights import fields
-from jaxllm.weights.checkpoint import MappedCheckpoint, Place, TensorInfo
+from jaxllm.weights.checkpoint import ByteRange, MappedCheckpoint, TensorInfo
 from jaxllm.weights.fields import MAX_RANK, MAX_SIZE, check_apart, check_fields, is_storable, shown
 from jaxllm.weights.folder import (
     NO_PICKLES,
@@ -126,7 +126,7 @@ def _index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _read_header(file: Path) -> list[tuple[str, TensorInfo, Place]]:
+def _read_header(file: Path) -> list[tuple[str, TensorInfo, ByteRange]]:
     size = file.stat().st_size
     with open(file, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -144,7 +144,7 @@ def _read_header(file: Path) -> list[tuple[str, TensorInfo, Place]]:
     return found
 
 
-def _entry(file: Path, size: int, start: int, name: str, entry: Any) -> tuple[str, TensorInfo, Place]:
+def _entry(file: Path, size: int, start: int, name: str, entry: Any) -> tuple[str, TensorInfo, ByteRange]:
     here = f"{file}: tensor {shown(name)}"
     if not isinstance(entry, dict) or not entry.keys() >= _ENTRY_FIELDS.keys():
         raise CheckpointError(f"{here}: corrupt safetensors header: accepted are dtype, shape and data_offsets")
@@ -154,4 +154,4 @@ def _entry(file: Path, size: int, start: int, name: str, entry: Any) -> tuple[st
         raise CheckpointError(f"{here}: {end - begin:,} bytes are no {dtype} of shape {shape}")
     if start + end > size:
         raise CheckpointError(f"{here}: truncated: it ends at byte {start + end:,} of a file of {size:,}")
-    return name, TensorInfo(shape, dtype), Place(file, start + begin, end - begin)
+    return name, TensorInfo(shape, dtype), ByteRange(file, start + begin, end - begin)
