@@ -24,7 +24,7 @@ PROGRAM = """
 import json, os, sys, time
 from contextlib import nullcontext
 from jaxllm import LLM, SamplingParams, cpu_kernels
-from jaxllm.engine.core import compiling_process
+from jaxllm.engine.core import saved
 from jaxllm.engine.core.saved import SavedExecutables
 from jaxllm.engine.start import stage_steps
 stage_steps.LAYERS_WORTH_A_PROCESS = int(os.environ.get("LAYERS_WORTH_A_PROCESS", "99"))
@@ -34,7 +34,7 @@ def counted(*arguments):
     loaded.extend([found] if found else [])
     return found
 SavedExecutables.load = counted
-compiling_process.MODULE = os.environ.get("COMPILING_MODULE", compiling_process.MODULE)
+saved.MODULE = os.environ.get("COMPILING_MODULE", saved.MODULE)
 chosen = os.environ.get("CHOSEN_ISA")
 with (
     cpu_kernels.forced(chosen) if chosen else nullcontext(),

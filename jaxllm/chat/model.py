@@ -11,7 +11,7 @@ from jaxllm.chat.conversation import Conversation, Rendering, naming
 from jaxllm.chat.parsing.formats import detect_formats
 from jaxllm.chat.parsing.grammar import special_tokens
 from jaxllm.chat.parsing.output_format import OutputFormats
-from jaxllm.engine.core.detokenizer import special_token_ids
+from jaxllm.engine.core.results import special_token_ids
 from jaxllm.engine.messages import EngineInfo
 from jaxllm.errors import ContextLengthError, Field, InvalidRequestError
 

@@ -10,9 +10,8 @@ from jaxllm.engine.core.feature import Feature, Surroundings
 from jaxllm.engine.core.loop import EngineCore
 from jaxllm.engine.core.pages import PagePool
 from jaxllm.engine.core.registry import Features
-from jaxllm.engine.core.request import Request, Status
+from jaxllm.engine.core.request import Batch, Request, Status
 from jaxllm.engine.core.scheduler import Scheduler
-from jaxllm.engine.core.work import Batch
 from jaxllm.engine.features.adapters.adapters import AdaptersFeature
 from jaxllm.engine.features.adapters.store import AdapterPlaces
 from jaxllm.engine.features.drafts.feature import DraftsFeature

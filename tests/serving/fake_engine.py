@@ -28,7 +28,7 @@ from fastapi import FastAPI
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from jaxllm.config import EngineConfig, ModelConfig, ServeConfig
-from jaxllm.engine.core.detokenizer import Detokenizer
+from jaxllm.engine.core.results import Detokenizer
 from jaxllm.engine.doors.async_llm import AsyncLLM
 from jaxllm.engine.doors.streams import Stream
 from jaxllm.engine.messages import (

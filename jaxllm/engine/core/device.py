@@ -9,10 +9,9 @@ from typing import Any, BinaryIO
 import jax
 import numpy as np
 
-from jaxllm.engine.core.device_state import State
+from jaxllm.engine.core.device_state import State, keep
 from jaxllm.engine.core.executables import Compiles, Executables
 from jaxllm.engine.core.keys import PLAIN, Key, Kind, Variant
-from jaxllm.engine.core.step_weights import keep
 from jaxllm.errors import EngineDeadError, one_line
 from jaxllm.models.layers.host_experts import forgotten
 

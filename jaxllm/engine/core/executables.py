@@ -11,11 +11,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from jaxllm.compat import compile_lowered, compile_to_save
-from jaxllm.engine.core.compiling_process import CompilingProcess
 from jaxllm.engine.core.jobs import Job, Jobs
 from jaxllm.engine.core.keys import PLAIN, SAMPLED, Key, Kind, Variant, room
 from jaxllm.engine.core.registry import SAMPLING
-from jaxllm.engine.core.saved import SavedExecutables
+from jaxllm.engine.core.saved import CompilingProcess, SavedExecutables
 from jaxllm.engine.core.sizes import Buckets, smallest_covering
 from jaxllm.engine.core.step import StepFunctions
 from jaxllm.errors import one_line

@@ -1,7 +1,8 @@
-"""What a dispatched step will give, and to whom."""
+"""A dispatched step: what it will give, and to whom; what it ran, and what is counted of that."""
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,9 +13,9 @@ import numpy as np
 
 from jaxllm.engine.core.feature import Reading
 from jaxllm.engine.core.keys import Key
-from jaxllm.engine.core.request import Request
+from jaxllm.engine.core.request import Batch, Request
 from jaxllm.engine.core.sampler import Logprobs, Sampled
-from jaxllm.engine.core.work import Batch
+from jaxllm.engine.messages import STEP_TOKENS, EngineStats
 
 
 class SampledRow(NamedTuple):
@@ -172,3 +173,38 @@ class RanStep:
     def sequences(self) -> list[RanSequence]:
         """Each request's part of it."""
         return list(map(RanSequence, self.lengths, self.contexts))
+
+
+SHORTEST_WAIT = 5e-5
+"""Seconds: looking at a step that has ended takes less."""
+
+
+class Counting:
+    """`so_far` holds the sums; its gauges are those of no moment."""
+
+    def __init__(self) -> None:
+        self.so_far = EngineStats()
+        self.last_steps: dict[StepKind, RanStep] = {}
+        """The last one of each kind whose results have been read; the newest comes last."""
+        self._read_at = 0.0
+        """When a step's results were last on the host."""
+
+    def step(self, batch: Batch) -> None:
+        """A step was dispatched. A decode of several steps runs its rows as often."""
+        tokens = sum(chunk.length for chunk in batch.chunks)
+        self.so_far.step_tokens += tokens * batch.num_steps
+        self.so_far.steps_by_tokens[bisect.bisect_left(STEP_TOKENS, tokens)] += batch.num_steps
+
+    def note(self, ran: RanStep | None, waited: float) -> None:
+        """A step's results are on the host, which has waited for them for so many seconds."""
+        now = time.perf_counter()
+        if ran is not None:
+            ran.seconds, ran.waited = now - max(ran.dispatched, self._read_at), waited > SHORTEST_WAIT
+            self.last_steps.pop(ran.kind, None)
+            self.last_steps[ran.kind] = ran
+        self._read_at = now
+
+    def prompt(self, request: Request) -> None:
+        """A request's prompt has been computed."""
+        self.so_far.prompt_tokens += request.num_prompt
+        self.so_far.cached_prompt_tokens += max(request.num_cached, 0)

@@ -1,19 +1,24 @@
-"""Work beside the loop: urgent jobs before all others, on threads that nothing waits for in the end."""
+"""Work beside the loop, on threads: compiling, and what a single request waits for before it is scheduled."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import os
+import queue
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from functools import partial
 from typing import Generic, TypeVar
 
 from jaxllm import compat
+from jaxllm.engine.core import feature
+from jaxllm.engine.core.keys import Key
+from jaxllm.engine.core.registry import Features
+from jaxllm.engine.core.request import Request
 from jaxllm.threads import start_thread
 
 T = TypeVar("T")
@@ -157,3 +162,56 @@ def _run(job: Job) -> None:
             job.set_exception(error)
         else:
             job.set_result(result)
+
+
+THREADS = 2
+
+
+class Preparation:
+    """Compiles executables that few requests need, and does what features have to do first."""
+
+    def __init__(
+        self,
+        compile_key: Callable[[Key], object],
+        features: Features,
+    ):
+        self._compile = compile_key
+        self.on_ready: Callable[[], None] = lambda: None
+        """Called on another thread when there is something for `take_ready`."""
+        self._features = features
+        self._jobs = Jobs("prepare", urgent_threads=THREADS)
+        self._ready: queue.SimpleQueue[tuple[Request, Future[None]]] = queue.SimpleQueue()
+
+    @property
+    def has_ready(self) -> bool:
+        """Whether all is ready for some request, or has failed."""
+        return not self._ready.empty()
+
+    def begin(self, request: Request, missing: list[Key]) -> bool:
+        """Make ready what the request waits for, the executables `missing` among it; False where it need not wait."""
+        asked = [job for one, extra in self._features.of(request) if (job := one.job(request, extra)) is not None]
+        if not missing and not asked:
+            return False
+        jobs = next((job.jobs for job in reversed(asked) if job.jobs is not None), self._jobs)
+        begun = jobs.submit(lambda: self._prepare(missing, asked))
+        begun.add_done_callback(lambda ended: self._note(request, ended))
+        return True
+
+    def take_ready(self) -> Iterator[tuple[Request, Future[None]]]:
+        """Requests that wait for nothing more, each with the error that it ends with, if any."""
+        while self.has_ready:
+            yield self._ready.get()
+
+    def close(self) -> None:
+        """Make nothing more ready, and cancel what has begun. Any thread may call this."""
+        self._jobs.close()
+
+    def _prepare(self, missing: list[Key], asked: Sequence[feature.Job]) -> None:
+        for key in missing:
+            self._compile(key)
+        for job in asked:
+            job.run()
+
+    def _note(self, request: Request, ended: Future[None]) -> None:
+        self._ready.put((request, ended))
+        self.on_ready()

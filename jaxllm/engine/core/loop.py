@@ -8,21 +8,20 @@ import time
 from collections.abc import Callable, Sequence
 from typing import BinaryIO
 
+import msgspec
 from tokenizers import Tokenizer
 
-from jaxllm.engine.core.counting import Counting
 from jaxllm.engine.core.fair_queue import RecentGroups
-from jaxllm.engine.core.handle import Handle, RanStep, Result, StepKind
+from jaxllm.engine.core.handle import Counting, Handle, RanStep, Result, StepKind
+from jaxllm.engine.core.jobs import Preparation
 from jaxllm.engine.core.pages import PagePool, PrefixNode
-from jaxllm.engine.core.preparation import Preparation
 from jaxllm.engine.core.registry import Features
-from jaxllm.engine.core.request import Request, Status, root_of
+from jaxllm.engine.core.request import Batch, Request, Status, root_of
 from jaxllm.engine.core.results import Results
 from jaxllm.engine.core.runner import Runner
 from jaxllm.engine.core.sampler import Logprobs
 from jaxllm.engine.core.scheduler import Scheduler
 from jaxllm.engine.core.sizes import StepSizes
-from jaxllm.engine.core.work import Batch
 from jaxllm.engine.messages import (
     INITIAL_VERSION,
     EngineRequest,
@@ -219,8 +218,28 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """A snapshot of counters and gauges."""
-        num_preparing = len(self._requests) - self._scheduler.num_unfinished
-        found = self._counting.snapshot(self._scheduler, self._pool, self._runner, num_preparing)
+        scheduler, runner, so_far = self._scheduler, self._runner, self._counting.so_far
+        compiles = runner.compiles
+        found = msgspec.structs.replace(
+            so_far,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_preparing=len(self._requests) - scheduler.num_unfinished,
+            num_preemptions=scheduler.stats.preemptions,
+            num_pages=self._pool.num_pages - 1,
+            num_free_pages=self._pool.num_free,
+            page_size=self._pool.page_size,
+            prefix_cache_queries=scheduler.stats.prefix_queries,
+            prefix_cache_hits=scheduler.stats.prefix_hits,
+            steps_by_tokens=list(so_far.steps_by_tokens),
+            scheduled_tokens=dict(runner.scheduled_tokens),
+            padded_tokens=dict(runner.padded_tokens),
+            compiles_foreseen=compiles.foreseen,
+            compiles_unforeseen=compiles.unforeseen,
+            compile_seconds=compiles.seconds,
+            compiles_pending=compiles.pending,
+            ready=True,
+        )
         for feature in self.features:
             feature.stats(found, self._scheduler.running, self._scheduler.waiting)
         return found

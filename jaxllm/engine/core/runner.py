@@ -17,10 +17,9 @@ from jaxllm.engine.core.handle import Handle, RanExecutable, RanStep, SampledRow
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.packing import SETTING_FLOATS, SETTING_INTS, admit_packing
 from jaxllm.engine.core.registry import Features
-from jaxllm.engine.core.request import Request, Settings, Status
+from jaxllm.engine.core.request import Batch, Chunk, Request, Settings, Status
 from jaxllm.engine.core.sampler import Sampled
 from jaxllm.engine.core.sizes import StepSizes
-from jaxllm.engine.core.work import Batch, Chunk
 from jaxllm.requests.sampling import MAX_LOGPROBS
 
 ADMIT = Key("put", 0, frozenset({"admit"}))
@@ -291,31 +290,6 @@ def _token_or_device(chunk: Chunk) -> int:
     """The chunk's only token, or -1 when it is still on the device."""
     tokens = chunk.request.token_ids
     return tokens[chunk.start] if chunk.start < len(tokens) else -1
-
-
-class EncoderRunner(Runner):
-    """An encoder's texts have no slots: a step is sent all that it needs."""
-
-    def prepare(self, request: Request, seed: int) -> None:
-        """Nothing is kept of a request, so nothing is laid out."""
-
-    def dispatch(self, batch: Batch) -> Handle:
-        """Enqueue the step for `batch` without waiting for anything. Nothing is sampled."""
-        self._begin()
-        key = self._device.covering("encode", batch.num_tokens, self._features.wanted("encode", batch.chunks))
-        ints, x = self._features.packing(key, self._sizes).new()
-        x["num_seqs"][...] = len(batch.chunks)
-        begins: list[tuple[Chunk, int]] = []
-        row = 0
-        for index, chunk in enumerate(batch.chunks):
-            begins.append((chunk, row))
-            x["tokens"][row : row + chunk.length] = chunk.request.token_ids
-            row += chunk.length
-            x["query_start"][index + 1 :] = row
-        self._features.pack(key, x, batch.chunks)
-        self._count(key, batch.num_tokens, chunks=batch.chunks)
-        self._device.run(key, ints)
-        return self._end(Handle(readings=self._read(begins, [], {})), batch)
 
 
 def settings_of(request: Request, vocab_size: int, uses: int, seed: int) -> Settings:

@@ -1,4 +1,4 @@
-"""Compiled steps kept in files: the next start loads them, and traces, lowers and compiles nothing.
+"""Executables kept in files, which the next start loads without tracing, and the process that makes some of them.
 
 A saved executable is code that runs in this process. So a file is loaded only if nobody but this user, or root, could
 have written it, and whole: its header says what is in it, for which step, and the digest of its content.
@@ -10,14 +10,17 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 
-from jaxllm import compat
+from jaxllm import compat, own_process
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.sampler import Logprobs, Sampled, Settled
 from jaxllm.engine.core.slots import Slots
@@ -219,3 +222,60 @@ def fingerprint(value: Any) -> str:
     if " at 0x" in text:
         raise ValueError(f"{text[:200]} is not the same in every process")
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+MODULE = "jaxllm.engine.start.ahead"
+
+
+class CompilingProcess:
+    """`python -m jaxllm.engine.start.ahead`, which saves what it compiles and says the name of each step."""
+
+    def __init__(self, *arguments: str, environment: Mapping[str, str]):
+        """`environment` is what it has beside our own."""
+        self._command = own_process.command(MODULE, *arguments)
+        self._environment = environment
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self, on_saved: Callable[[str], None], on_end: Callable[[], None]) -> None:
+        """Run it; a thread tells of each step that it has saved, and when it has ended, whatever the reason."""
+        try:
+            said = tempfile.TemporaryFile("w+")  # noqa: SIM115  a pipe that nobody reads meanwhile would fill, and stop it
+            self._process = subprocess.Popen(
+                self._command,
+                stdout=subprocess.PIPE,
+                stderr=said,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                env=os.environ | self._environment,
+            )
+        except OSError as error:
+            logger.warning("no process to compile in (%s): the engine compiles", error)
+            on_end()
+            return
+        threading.Thread(
+            target=self._follow, args=(self._process, said, on_saved, on_end), name="compiling", daemon=True
+        ).start()
+
+    def close(self) -> None:
+        """End it."""
+        if self._process is not None:
+            self._process.kill()
+
+    def _follow(
+        self,
+        process: subprocess.Popen[str],
+        said: TextIO,
+        on_saved: Callable[[str], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        try:
+            with process, said:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    on_saved(line.strip())
+                if process.wait() > 0:
+                    said.seek(0)
+                    reason = said.read().strip().splitlines()[-1:] or [f"exit status {process.returncode}"]
+                    logger.warning("the process that compiles has failed, and the engine compiles: %s", reason[0])
+        finally:
+            on_end()

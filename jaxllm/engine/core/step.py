@@ -26,7 +26,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.engine.core.batch import decode_batch, forward, mixed_batch, run, told, whole_texts
-from jaxllm.engine.core.device_state import StateShapes, state_specs
+from jaxllm.engine.core.device_state import StateShapes, WeightPacking, state_specs
 from jaxllm.engine.core.feature import Built, Feature, Fields, Traced, TracedStep
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.packing import SETTING_FLOATS, admit_packing
@@ -34,7 +34,6 @@ from jaxllm.engine.core.registry import Features
 from jaxllm.engine.core.sampler import choose
 from jaxllm.engine.core.sizes import StepSizes
 from jaxllm.engine.core.slots import Slots, admit, put_history, took
-from jaxllm.engine.core.step_weights import WeightPacking
 from jaxllm.engine.messages import NewWeights
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.encoder import Encoder

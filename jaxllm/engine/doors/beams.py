@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from jaxllm.engine.core.detokenizer import Detokenizer
+from jaxllm.engine.core.results import Detokenizer
 from jaxllm.engine.doors.streams import Gain, Stream, Streams
 from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.errors import InvalidRequestError

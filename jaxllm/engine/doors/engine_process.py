@@ -287,7 +287,7 @@ def main(pipe: Connection, config: EngineConfig, log: LogSettings, around: Proce
 
             config = start_followers(config, name, front_door.fail_to_gather)
         from jaxllm.compat import under_own_settings  # JAX comes with it, which the front door can do without
-        from jaxllm.engine.core.step_weights import Kept
+        from jaxllm.engine.core.device_state import Kept
         from jaxllm.engine.start.build import build_core
 
         kept = None if file is None else Kept(file, shared=around.share is not None)

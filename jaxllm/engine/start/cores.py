@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core.device import Device
+from jaxllm.engine.core.encoder import EncoderRunner, EncoderScheduler
 from jaxllm.engine.core.feature import Surroundings
 from jaxllm.engine.core.loop import EngineCore
 from jaxllm.engine.core.pages import PagePool
 from jaxllm.engine.core.registry import Features
-from jaxllm.engine.core.runner import EncoderRunner, Runner
-from jaxllm.engine.core.scheduler import EncoderScheduler, Scheduler
+from jaxllm.engine.core.runner import Runner
+from jaxllm.engine.core.scheduler import Scheduler
 from jaxllm.engine.features.adapters.reading import AdapterReader, BaseWeights
 from jaxllm.engine.features.adapters.store import AdapterStore
 from jaxllm.engine.features.offload.offload import OffloadFeature

@@ -14,10 +14,9 @@ from jax.sharding import Mesh
 
 from jaxllm import compat, cpu_kernels
 from jaxllm.config import CPU_ISA_VARIABLE, EngineConfig, part_of
-from jaxllm.engine.core.compiling_process import CompilingProcess
 from jaxllm.engine.core.executables import Executables
 from jaxllm.engine.core.keys import Key
-from jaxllm.engine.core.saved import SavedExecutables
+from jaxllm.engine.core.saved import CompilingProcess, SavedExecutables
 from jaxllm.engine.scale.lockstep.follower import Follower
 from jaxllm.engine.scale.lockstep.leader import Leader
 from jaxllm.engine.scale.staged_device import keys_of, makes

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxllm.engine.core.encoder import EncoderScheduler
 from jaxllm.engine.core.pages import PagePool
 from jaxllm.engine.core.request import Request, Status
-from jaxllm.engine.core.scheduler import EncoderScheduler
 from jaxllm.engine.messages import EngineRequest
 from jaxllm.requests.tasks import PoolingParams
 

@@ -15,7 +15,7 @@ from jaxllm.engine.core.device_state import StateShapes
 from jaxllm.engine.core.feature import Built, Errand, Feature, Plan, Surroundings, Traced, TracedStep
 from jaxllm.engine.core.keys import SAMPLED, Key, Kind
 from jaxllm.engine.core.packing import SETTING_INTS
-from jaxllm.engine.core.prefix_search import FoundPrefix
+from jaxllm.engine.core.pages import FoundPrefix
 from jaxllm.engine.core.request import Request
 from jaxllm.engine.core.sizes import Buckets, StepSizes
 from jaxllm.engine.core.slots import Slots
