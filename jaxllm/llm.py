@@ -15,16 +15,18 @@ from jaxllm.config import EngineConfig, make_config
 from jaxllm.engine.doors.async_llm import AsyncLLM, open_streams
 from jaxllm.engine.doors.beams import BeamSearchParams, BeamStream
 from jaxllm.engine.doors.controls import Controls
-from jaxllm.engine.doors.drive import drive
-from jaxllm.engine.doors.limits import check_capture, check_pooling, check_request, refuse_text
 from jaxllm.engine.doors.sequences import (
     Collector,
     Prompt,
     Prompts,
+    check_capture,
+    check_pooling,
+    check_request,
     one_or_many,
     pooled_output,
     prompt_ids,
     prompt_list,
+    refuse_text,
 )
 from jaxllm.engine.doors.streams import Stream
 from jaxllm.engine.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
@@ -390,7 +392,7 @@ class LLM(Inside, Controls):
             stream = Stream(self._streams, requests)
         else:
             stream = BeamStream(self._streams, requests, [search] * len(requests), self.info.eos_token_ids)
-        drive(stream, take, len(items), use_tqdm)
+        stream.drive(take, len(items), use_tqdm)
         return TableList(collector.output for collector in collectors)
 
     def _pooling_requests(
@@ -412,7 +414,7 @@ class LLM(Inside, Controls):
             found[sequence] = pooled_output(delta)
             return True
 
-        drive(Stream(self._streams, requests), take, len(requests), use_tqdm)
+        Stream(self._streams, requests).drive(take, len(requests), use_tqdm)
         return [found[at] for at in range(len(requests))]
 
 

@@ -20,7 +20,8 @@ from jaxllm.cli.settings import sections
 from jaxllm.cli.vllm_flags import ALWAYS_SO, REFUSED
 from jaxllm.config import EngineConfig, ServeConfig
 from jaxllm.config.values import Isq
-from jaxllm.engine.start.plan import EnginePlan, plan_engine
+from jaxllm.engine.start.blueprint import plan_engine
+from jaxllm.engine.start.plan import EnginePlan
 from jaxllm.engine.start.platform import Platform
 from jaxllm.models.registry import FAMILIES
 from jaxllm.text.reasoning import REASONING_FORMATS

@@ -14,7 +14,7 @@ from jaxllm.chat.model import ChatModel
 from jaxllm.chat.parsing.output_format import OutputFormats, ToolFormat
 from jaxllm.chat.parsing.parser import OutputParser
 from jaxllm.engine.doors.beams import BeamSearchParams
-from jaxllm.engine.doors.limits import check_request, refuse_text
+from jaxllm.engine.doors.sequences import check_request, refuse_text
 from jaxllm.errors import ContextLengthError, Field, InvalidRequestError
 from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
 from jaxllm.text.chat_template import in_format

@@ -32,7 +32,7 @@ def plan(
             what the maker of --gpu states.
         json_output: Print one JSON object instead of tables.
     """
-    from jaxllm.engine.start.plan import plan_engine
+    from jaxllm.engine.start.blueprint import plan_engine
     from jaxllm.engine.start.schemes import compare_schemes, known_gpu, measure_bandwidth, table_rows
 
     stated = None if memory_bandwidth is None else _bytes_per_second(memory_bandwidth)

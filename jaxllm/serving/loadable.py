@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from jaxllm.config import ModelConfig
-from jaxllm.engine.messages import EngineInfo, EngineStats
+from jaxllm.engine.messages import EngineInfo, EngineStats, MemoryRoom
 from jaxllm.engine.scale.routing import added, counted
-from jaxllm.engine.start.room import MemoryRoom
 from jaxllm.errors import CheckpointError, ConfigError, Field, InvalidRequestError, ModelNotFoundError
 from jaxllm.machine import return_freed_memory
 from jaxllm.progress import tell, watched_by

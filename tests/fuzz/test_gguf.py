@@ -11,7 +11,7 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from jaxllm import EngineConfig
-from jaxllm.engine.start.plan import make_blueprint
+from jaxllm.engine.start.blueprint import make_blueprint
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import CheckpointError
 from jaxllm.models.abstract import abstract_model

@@ -53,7 +53,8 @@ def compiled(given: argparse.Namespace) -> dict[str, Any]:
     from jaxllm.config.parts import SpeculativeConfig
     from jaxllm.engine.core.executables import COMPILER_OPTIONS
     from jaxllm.engine.core.keys import PLAIN, SAMPLED, Key
-    from jaxllm.engine.start.plan import make_blueprint, step_functions
+    from jaxllm.engine.start.blueprint import make_blueprint
+    from jaxllm.engine.start.plan import step_functions
     from jaxllm.engine.start.platform import Platform
     from jaxllm.weights import open_checkpoint
     from tests.gpu import sparse_gguf

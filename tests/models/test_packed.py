@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.start.plan import make_blueprint
+from jaxllm.engine.start.blueprint import make_blueprint
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.abstract import abstract_model

@@ -209,7 +209,7 @@ def test_what_is_not_there_is_refused(llama: LLM, capture: Any, positions: Any, 
 
 def test_more_than_there_is_room_for_is_refused(llama: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     room = 2 * 4 * llama.info.max_num_batched_tokens * llama.info.hidden_size
-    monkeypatch.setattr("jaxllm.engine.doors.limits.MOST_CAPTURED_BYTES", room)
+    monkeypatch.setattr("jaxllm.engine.doors.sequences.MOST_CAPTURED_BYTES", room)
     with pytest.raises(InvalidRequestError, match="capture asks for 3 activations; accepted are up to 2 at a time"):
         llama.capture([1, 2], {"residual": True}, use_tqdm=False)
     assert len(llama.capture([1, 2], {"residual": [0, 1]}, use_tqdm=False)) == 1

@@ -36,13 +36,13 @@ from jaxllm.engine.messages import (
     EngineRequest,
     EngineStats,
     LookAt,
+    MemoryRoom,
     Order,
     Pause,
     Resume,
     TokenDelta,
     UpdateWeights,
 )
-from jaxllm.engine.start.room import MemoryRoom
 from jaxllm.errors import CheckpointError, EngineDeadError
 from jaxllm.requests.adapters import AdapterUse
 from jaxllm.requests.outputs import Logprob, PromptScores

@@ -14,13 +14,19 @@ from typing import Any
 from jaxllm.config import EngineConfig, make_config
 from jaxllm.engine.doors.beams import BeamSearchParams, BeamStream
 from jaxllm.engine.doors.controls import Controls
-from jaxllm.engine.doors.keeper import Keeper
-from jaxllm.engine.doors.launch import start_client, start_engine
-from jaxllm.engine.doors.limits import check_pooling, check_request
-from jaxllm.engine.doors.sequences import Collector, Prompt, pooled_output, prompt_ids
+from jaxllm.engine.doors.replicas import start_client, start_engine
+from jaxllm.engine.doors.sequences import Collector, Prompt, check_pooling, check_request, pooled_output, prompt_ids
+from jaxllm.engine.doors.share import Keeper
 from jaxllm.engine.doors.streams import Gain, Stream, Streams
-from jaxllm.engine.messages import INITIAL_VERSION, EngineClient, EngineInfo, EngineRequest, EngineStats, LookAt
-from jaxllm.engine.start.room import MemoryRoom
+from jaxllm.engine.messages import (
+    INITIAL_VERSION,
+    EngineClient,
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    LookAt,
+    MemoryRoom,
+)
 from jaxllm.errors import CheckpointError, ConfigError, EngineDeadError
 from jaxllm.requests.adapters import AdapterUse, LoRA, adapter_uses
 from jaxllm.requests.logits_processors import LogitsProcessor, read_processors

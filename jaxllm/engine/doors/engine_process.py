@@ -16,9 +16,8 @@ from jaxllm import logs, machine
 from jaxllm.config import EngineConfig, ModelConfig
 from jaxllm.engine.doors.share import Share
 from jaxllm.engine.doors.thread_client import Inbox, Question, carry_out
-from jaxllm.engine.messages import EngineInfo, EngineRequest, EngineStats, Order, TokenDelta
+from jaxllm.engine.messages import EngineInfo, EngineRequest, EngineStats, MemoryRoom, Order, TokenDelta
 from jaxllm.engine.start.leave import leave as leave_now
-from jaxllm.engine.start.room import MemoryRoom
 from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError, JaxLLMError, one_line
 from jaxllm.logs import LogSettings
 from jaxllm.looking import What

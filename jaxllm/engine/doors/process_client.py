@@ -39,10 +39,8 @@ from jaxllm.engine.doors.engine_process import (
     from_engine,
     to_engine,
 )
-from jaxllm.engine.doors.keeper import Keeper
-from jaxllm.engine.doors.share import Share
-from jaxllm.engine.messages import EngineRequest, EngineStats, LookAt, Order, TokenDelta
-from jaxllm.engine.start.room import MemoryRoom
+from jaxllm.engine.doors.share import Keeper, Share
+from jaxllm.engine.messages import EngineRequest, EngineStats, LookAt, MemoryRoom, Order, TokenDelta
 from jaxllm.errors import EngineDeadError, InvalidRequestError
 from jaxllm.looking import What
 from jaxllm.own_process import PipedProcess

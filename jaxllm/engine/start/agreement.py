@@ -30,8 +30,8 @@ from jaxllm.engine.scale.lockstep.messages import (
     difference,
 )
 from jaxllm.engine.start.draft import draft_config
-from jaxllm.engine.start.manifest import sources_digest
 from jaxllm.engine.start.platform import Platform
+from jaxllm.engine.start.prepared import sources_digest
 from jaxllm.errors import ConfigError
 from jaxllm.sharding import processes
 from jaxllm.sharding.processes import Exchange

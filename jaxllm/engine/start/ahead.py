@@ -18,9 +18,10 @@ from jaxllm.engine.core.jobs import BACKGROUND_NICENESS
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.saved import SavedExecutables
 from jaxllm.engine.scale.staged_device import keys_of
-from jaxllm.engine.start.manifest import step_manifest
-from jaxllm.engine.start.plan import make_blueprint, step_functions
+from jaxllm.engine.start.blueprint import make_blueprint
+from jaxllm.engine.start.plan import step_functions
 from jaxllm.engine.start.platform import Platform
+from jaxllm.engine.start.prepared import step_manifest
 from jaxllm.engine.start.tokenizer import open_model
 from jaxllm.errors import ConfigError
 from jaxllm.sharding.clusters import settled

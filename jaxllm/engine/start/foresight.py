@@ -9,8 +9,8 @@ from typing import NamedTuple
 from jaxllm import compat, machine
 from jaxllm.config import EngineConfig
 from jaxllm.config.values import format_bytes
+from jaxllm.engine.start.blueprint import make_blueprint
 from jaxllm.engine.start.offload import PROCESS_BYTES, check_host_memory
-from jaxllm.engine.start.plan import make_blueprint
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import ConfigError
 from jaxllm.sharding import nvidia

@@ -18,9 +18,9 @@ from jaxllm.engine.features.offload.disk_pages import DiskPages
 from jaxllm.engine.features.offload.page_copies import PageBlocks
 from jaxllm.engine.features.offload.tiers import PageTiers
 from jaxllm.engine.start.agreement import files_digest
-from jaxllm.engine.start.manifest import step_manifest
 from jaxllm.engine.start.plan import Blueprint, EnginePlan
 from jaxllm.engine.start.platform import Platform
+from jaxllm.engine.start.prepared import step_manifest
 from jaxllm.errors import ConfigError
 from jaxllm.folders import in_home
 from jaxllm.sharding.secret import group_secret

@@ -1,11 +1,13 @@
-"""What a model's layers run with and what its weights are kept as: dtype, kernels, kinds."""
+"""From settings to a model's options: dtype, kernels, kinds of weights, drafts, places of experts, lengths of texts."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,7 +16,12 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.features.drafts.rules import DraftDepth, DraftRule, ModelDrafts, ModuleDrafts, NgramDrafts
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import ConfigError
+from jaxllm.models.caches import Buffer
 from jaxllm.models.config import DecoderConfig
+from jaxllm.models.decoder import Decoder
+from jaxllm.models.encoder import Encoder
+from jaxllm.models.layers.host_experts import ExpertPlaces
+from jaxllm.models.layers.moe import places_of_layer
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import ModelSpec
 from jaxllm.pallas_kernels import Kernels, choose_kernels
@@ -159,3 +166,96 @@ def _runs_cpu_kernels() -> bool:
         logger.warning("%s; plain XLA runs, at a fraction of the speed", cpu_kernels.reason())
         return False
     return True
+
+
+CACHED_SHARE = 4
+"""One expert in so many of those in host memory has a place on a device, where nothing else is said."""
+
+
+def with_host_experts(config: EngineConfig, model: DecoderConfig, options: BuildOptions) -> BuildOptions:
+    """`options` with the experts that `config` leaves in host memory.
+
+    Raises:
+        ConfigError: the model has no experts, or a device has not so many.
+    """
+    count = config.num_experts_offload_per_rank
+    if not count:
+        return options
+    stated = f"num_experts_offload_per_rank is {count}"
+    if model.moe is None:
+        raise ConfigError(f"{stated}, and this model has no experts; accepted is 0")
+    devices = options.tp * options.dp if options.expert_parallel else 1
+    here = model.moe.num_experts // devices
+    if count > here:
+        raise ConfigError(f"{stated}, and each device has {here} experts of a layer; accepted are 0 to {here}")
+    cached = config.num_experts_cached_per_rank
+    if cached is not None and cached > count:
+        raise ConfigError(f"num_experts_cached_per_rank is {cached}, and {stated}; accepted are 1 to {count}")
+    return replace(options, host_experts=count)
+
+
+def expert_places(
+    config: EngineConfig, model: Decoder | Encoder, options: BuildOptions
+) -> tuple[ExpertPlaces | None, ...]:
+    """Of each layer the buffers of its places for experts in host memory; empty where there are none of these."""
+    if not options.host_experts or isinstance(model, Encoder):
+        return ()
+    assert model.config.moe is not None
+    wanted = max(model.config.moe.top_k, options.host_experts // CACHED_SHARE)
+    count = config.num_experts_cached_per_rank or min(options.host_experts, wanted)
+    layers = (getattr(layer, "mlp", None) for layer in model.layers)
+    return tuple(places_of_layer(mlp, count, options.tp) for mlp in layers)
+
+
+def place_bytes(places: Sequence[ExpertPlaces | None], tp: int) -> int:
+    """What they take of a device."""
+    buffers: list[Buffer] = jax.tree.leaves(list(places), is_leaf=lambda each: isinstance(each, Buffer))
+    return sum(buffer.bytes_per_device(tp) for buffer in buffers)
+
+
+_MEANINGLESS = ("speculative_config", "decode_steps", "decode_buckets", "state_cache_memory", "enable_lora")
+"""Settings of what only models that generate do, or keep."""
+
+
+class TextSizes(NamedTuple):
+    """The longest text, and the tokens that a step has room for."""
+
+    max_model_len: int
+    max_num_batched_tokens: int
+    notes: tuple[str, ...] = ()
+
+
+def text_sizes(config: EngineConfig, model: DecoderConfig, stated: int | None, usual_tokens: int) -> TextSizes:
+    """How long a text may be: as long as its model reads, and as a step has room for.
+
+    Args:
+        stated: what the checkpoint says of the longest text, if anything.
+        usual_tokens: of a step, where no text is longer and nothing is set.
+
+    Raises:
+        ConfigError: a setting is one of models that generate, or a step would have no room for the longest text.
+    """
+    for name in _MEANINGLESS:
+        if getattr(config, name):  # sizes of an engine that is started again may be 0
+            raise ConfigError(f"{name} is set, but this model is an encoder, which generates nothing; leave it out")
+    if config.kv_cache_dtype != "auto":
+        raise ConfigError(
+            f"kv_cache_dtype is {config.kv_cache_dtype!r}, but this model is an encoder, which has no KV cache; "
+            "accepted is 'auto'"
+        )
+    wanted = config.max_model_len or min(stated or model.max_position_embeddings, model.max_position_embeddings)
+    tokens = config.max_num_batched_tokens
+    if tokens is None:
+        return TextSizes(wanted, max(usual_tokens, wanted))
+    if tokens >= wanted:
+        return TextSizes(wanted, tokens)
+    if config.max_model_len is not None:
+        raise ConfigError(
+            f"max_num_batched_tokens is {tokens} and max_model_len is {wanted}; an encoder runs each text whole in one "
+            f"step, so the first must be at least the second"
+        )
+    note = (
+        f"texts have up to {tokens} tokens instead of {wanted}: an encoder runs each whole in one step "
+        "(max_num_batched_tokens)"
+    )
+    return TextSizes(tokens, tokens, (note,))

@@ -14,8 +14,9 @@ import numpy as np
 
 from jaxllm.config import EngineConfig
 from jaxllm.config.values import format_bytes
+from jaxllm.engine.start.blueprint import make_blueprint
 from jaxllm.engine.start.memory import weight_bytes
-from jaxllm.engine.start.plan import Blueprint, make_blueprint
+from jaxllm.engine.start.plan import Blueprint
 from jaxllm.engine.start.platform import Platform
 from jaxllm.engine.start.tokenizer import open_model
 from jaxllm.errors import CheckpointError, ConfigError
