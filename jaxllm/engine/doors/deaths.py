@@ -72,12 +72,11 @@ class Suspects:
 
     def clear(self, request: EngineRequest) -> None:
         """It has ended, and the engine lives."""
-        if self._deaths:
-            self._deaths.pop(fingerprint_of(request), None)
+        self._deaths.pop(fingerprint_of(request), None)
 
     def check(self, request: EngineRequest) -> None:
         """Raises InvalidRequestError where it is not run again."""
-        if self._deaths and self._deaths.get(fingerprint_of(request), 0) >= MOST_DEATHS:
+        if self._deaths.get(fingerprint_of(request), 0) >= MOST_DEATHS:
             raise InvalidRequestError(
                 f"the engine died {MOST_DEATHS} times while it ran this request, which is not run again until the "
                 "server is started again"

@@ -79,7 +79,8 @@ class Streams:
         self._lock = threading.Lock()
         self._places: dict[str, Place] = {}
         self._busy_since = 0.0
-        self._suspects = Suspects()
+        self._suspects: Suspects | None = None
+        """There are some once an engine has died."""
         self._closing = threading.Event()
         self._begin_reading()
 
@@ -105,8 +106,9 @@ class Streams:
             raise EngineDeadError("the engine is asleep")
         if self.refuses:
             raise EnginePausedError("the engine is paused, and takes no requests until it is told to resume")
-        for _, request in sequences:
-            self._suspects.check(request)
+        if self._suspects is not None:
+            for _, request in sequences:
+                self._suspects.check(request)
         named = [
             msgspec.structs.replace(request, request_id=f"{request.request_id}-{next(self._serials)}")
             for _, request in sequences
@@ -244,10 +246,10 @@ class Streams:
                     continue  # its stream was closed
                 if delta.finish_reason is not None:
                     del self._places[delta.request_id]
-                    if not delta.is_dead:
+                    if delta.is_dead and delta.had_begun:
+                        self._suspect([place.request])
+                    elif not delta.is_dead and self._suspects is not None:
                         self._suspects.clear(place.request)
-                    elif delta.had_begun:
-                        self._suspects.note([place.request])
                 arrivals[place.stream].append((place.sequence, delta))
         _deliver(arrivals)
 
@@ -255,11 +257,15 @@ class Streams:
         self.is_dead, self.death = True, str(error)
         with self._lock:
             streams = {place.stream for place in self._places.values()}
-            self._suspects.note(place.request for name, place in self._places.items() if self.client.has_begun(name))
+            self._suspect([place.request for name, place in self._places.items() if self.client.has_begun(name)])
             self._places.clear()
         for stream in streams:
             stream.failure = error
         _deliver({stream: [] for stream in streams})
+
+    def _suspect(self, requests: Iterable[EngineRequest]) -> None:
+        self._suspects = self._suspects or Suspects()
+        self._suspects.note(requests)
 
     def _revive(self) -> bool:
         """A new engine in place of one that died; False where there is none to be had."""
