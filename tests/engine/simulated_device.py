@@ -100,6 +100,7 @@ class SimulatedRunner:
         self._position: dict[int, int] = {}
         """Slot -> the position of its next token, which the host does not know where drafts are under way."""
         self.compiles = Compiles(0, 0, 0, 0.0)
+        self.device = self
         self.scheduled_tokens: dict[str, int] = {}
         self.padded_tokens: dict[str, int] = {}
         self.batches: list[Batch] = []

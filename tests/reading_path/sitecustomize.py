@@ -1,7 +1,7 @@
 """Python imports this at the start of every process that finds it on its path: it notes which code of jaxllm runs.
 
-The folder that FILES_RUN names starts and ends that: from when there is a file `begin` in it until there is one `end`. The
-process then writes the files of which it ran a function to a file named by its number. Python 3.12 or newer.
+The folder that FILES_RUN names starts and ends that: from when there is a file `begin` in it until there is one `end`.
+The process then writes the files of which it ran a function to a file named by its number. Python 3.12 or newer.
 """
 
 import importlib.util

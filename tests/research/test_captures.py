@@ -148,7 +148,7 @@ def test_steps_without_captures_are_those_of_an_engine_that_knows_none(tmp_path:
     prompt = tiny_prompt("llama_gqa")[:12]
     with LLM(write_checkpoint("llama_gqa", tmp_path), **fields) as llm:
         llm.generate(prompt, GREEDY, use_tqdm=False)
-        executables = llm._client()._loop._core._runner._device._executables  # type: ignore[union-attr]
+        executables = llm._client()._loop._core._runner.device._executables  # type: ignore[union-attr]
         executables.wait()
         assert not any(executables.features.is_rare(key) for key in executables._compiles)
         (captures,) = llm.capture(prompt, {"residual": 0}, use_tqdm=False)

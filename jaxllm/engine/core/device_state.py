@@ -1,4 +1,4 @@
-"""What an engine has on its devices between steps: the weights as they travel to steps, and the state."""
+"""The weights as they travel to steps, and the state that an engine keeps on its devices between steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jaxllm.sharding.mesh import DATA, EVERY, Axes, named_sharding, put
 from jaxllm.weights.loader import ParamSpec, Value
 
 State = dict[str, Any]
-"""What lives on the devices between steps, by name; all of it is donated to the step that changes it.
+"""Everything that lives on the devices between steps, by name; all of it is donated to the step that changes it.
 
 `caches` are what each layer keeps of earlier tokens, in pages or by slot; `slots` what is known of each sequence;
 `hidden` `[max_num_batched_tokens, E]` the backbone's last output, of no rows in a stage that hands its own on. Features
@@ -40,7 +40,7 @@ class StateShapes:
         self._mesh = mesh
         self.sizes = sizes
         self.hidden_dtype = hidden_dtype
-        """Of the states that the head takes, and that one stage hands on to the next."""
+        """The dtype of the states that the head takes, and that one stage hands on to the next."""
         self._features = features
 
     def abstract(self) -> State:
@@ -89,7 +89,7 @@ class StateShapes:
         return self.jit(make, (), state_specs(part), donate=())()
 
     def hidden(self, *rows: int) -> Any:
-        """That many hidden states."""
+        """Abstract hidden states of this shape."""
         return self.replicated((*rows, self.sizes.hidden_size), self.hidden_dtype)
 
     def ints(self, *shape: int) -> jax.ShapeDtypeStruct:
@@ -103,8 +103,8 @@ class StateShapes:
     def sharded(self, shape: tuple[int, ...], dtype: Any, axes: Axes) -> Any:
         """An array of each batch, whose axes the mesh divides by `axes`.
 
-        Where several batches run side by side, theirs lie one after the other along the first axis, so that a batch's
-        devices have an array of this shape, or their part of one. An empty array has no parts.
+        If several batches run side by side, their arrays lie one after the other along the first axis, so that a
+        batch's devices have an array of this shape, or their part of one. An empty array has no parts.
         """
         if self.num_batches > 1 and all(shape):
             first, *others = axes or (None,)
@@ -112,12 +112,12 @@ class StateShapes:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self._mesh, P(*axes)))
 
     def to_all(self, array: jax.ShapeDtypeStruct) -> Any:
-        """What `sharded` gave, of which every device is to have all."""
+        """The same array, of which every device has all."""
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(self._mesh, P()))
 
     @property
     def num_batches(self) -> int:
-        """How many run side by side, each on its own part of the data axis."""
+        """The number of batches side by side, each on its own part of the data axis."""
         return self._mesh.shape[DATA]
 
     def jit(self, step: Callable[..., Any], inputs: Any, outputs: Any, donate: tuple[int, ...]) -> Callable[..., Any]:
@@ -131,14 +131,14 @@ def _filled(part: Any, zeros: Callable[..., jax.Array]) -> Any:
 
 
 def state_specs(state: Any) -> Any:
-    """How each array of a part of the state lies on the mesh."""
+    """The sharding of each array of a part of the state."""
     return jax.tree.map(lambda a: a.sharding.spec, state)
 
 
 class WeightPacking:
     """Fewer arguments, quicker dispatch: all small replicated vectors (norms, biases) travel as one.
 
-    The packed tuple is that vector, then every other array of the parameters in its own order. Where kernels take norms
+    The packed tuple is that vector, then every other array of the parameters in its own order. If kernels take norms
     (`joins` is False), each vector travels by itself: a part of a larger one would be copied out for them.
     """
 
@@ -215,7 +215,7 @@ def keep(file: BinaryIO, weights: Sequence[jax.Array]) -> None:
 class Kept:
     """The file in which a process finds what another has left there.
 
-    Where it is `shared` other processes take the same, at the same time, and whoever started them empties it.
+    If it is `shared`, other processes take the same, at the same time, and whoever started them empties it.
     """
 
     file: BinaryIO
@@ -223,13 +223,14 @@ class Kept:
 
     @property
     def is_there(self) -> bool:
-        """Whether a process has left its weights."""
+        """A process has left its weights."""
         return os.fstat(self.file.fileno()).st_size > 0
 
     def take(self, wanted: Sequence[jax.ShapeDtypeStruct]) -> tuple[jax.Array, ...]:
         """Read them onto the devices, the last one first: the file ends before each that has been read.
 
-        So there is no more than one of them twice, unless it is shared. `wanted` says what they are, and where they go.
+        No more than one array exists twice at a time, unless the file is shared. `wanted` says what they are, and where
+        they go.
 
         Raises:
             CheckpointError: the file has something else; it is empty then, unless it is shared.

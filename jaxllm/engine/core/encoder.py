@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 
 from jaxllm.engine.core.handle import Handle
-from jaxllm.engine.core.pages import PagePool
-from jaxllm.engine.core.registry import Features
 from jaxllm.engine.core.request import Batch, Chunk, Request, Status
 from jaxllm.engine.core.runner import Runner
 from jaxllm.engine.core.scheduler import Scheduler
@@ -19,19 +17,9 @@ class EncoderScheduler(Scheduler):
     """Whole texts share a step's tokens. Nothing of one is kept between steps: there are no pages, slots or chunks.
 
     Texts go by priority, then by their groups' turns, then by arrival. One too long for what is left of a step is the
-    next one's first, and shorter ones behind it go before it. Those of a step that has not been read are `running`.
+    next one's first, and shorter ones after it go before it. The texts of a step that has not been read are `running`.
+    The pool has no pages, and no text is longer than a step has room for.
     """
-
-    def __init__(
-        self,
-        pool: PagePool,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        features: Features | None = None,
-    ):
-        """`pool` has no pages. No text is longer than `max_model_len`, which is at most `max_num_batched_tokens`."""
-        super().__init__(pool, max_num_seqs, max_num_batched_tokens, max_model_len, features=features)
 
     def schedule(self, *, admitting: bool = True) -> Batch:
         """Choose the next step's texts. Empty when none waits, or without `admitting`."""
@@ -70,8 +58,8 @@ class EncoderRunner(Runner):
     def dispatch(self, batch: Batch) -> Handle:
         """Enqueue the step for `batch` without waiting for anything. Nothing is sampled."""
         self._begin()
-        key = self._device.covering("encode", batch.num_tokens, self._features.wanted("encode", batch.chunks))
-        ints, x = self._features.packing(key, self._sizes).new()
+        key = self.device.covering("encode", batch.num_tokens, self._features.wanted("encode", batch.chunks))
+        ints, x = self._features.packing(key, self.sizes).new()
         x["num_seqs"][...] = len(batch.chunks)
         begins: list[tuple[Chunk, int]] = []
         row = 0
@@ -82,5 +70,5 @@ class EncoderRunner(Runner):
             x["query_start"][index + 1 :] = row
         self._features.pack(key, x, batch.chunks)
         self._count(key, batch.num_tokens, chunks=batch.chunks)
-        self._device.run(key, ints)
+        self.device.run(key, ints)
         return self._end(Handle(readings=self._read(begins, [], {})), batch)

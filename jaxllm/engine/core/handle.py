@@ -32,9 +32,9 @@ class Result(NamedTuple):
     row: int
     tokens: list[int]
     num_drafted: int = 0
-    """How many tokens the step tried ahead; all of `tokens` but the last are of them."""
+    """Tokens that the step tried ahead; all of `tokens` but the last are of them."""
     num_reserved: int = 0
-    """How many it might have tried."""
+    """The most tokens that it might have tried."""
 
 
 @dataclass
@@ -44,13 +44,13 @@ class Handle:
     A decode of several tokens has `stride` rows of `sampled` for each of `rows`, of which the first `num_steps` are
     filled, or as many as the device has settled; `reserved` says how many it might have tried ahead with each.
 
-    Where features fill something in late, `waiting` holds the rows that are still to be sampled, once that is known.
+    If features fill something in late, `waiting` holds the rows that are still to be sampled, once that is known.
     """
 
     rows: list[SampledRow] = field(default_factory=list)
     sampled: Sampled | None = None
     readings: list[Reading] = field(default_factory=list)
-    """What features read of its hidden states besides."""
+    """The arrays that features read of its hidden states."""
     waiting: list[SampledRow] = field(default_factory=list)
     num_steps: int = 1
     stride: int = 1
@@ -79,7 +79,7 @@ class Handle:
         return withdrawn
 
     def results(self) -> list[Result]:
-        """What was sampled, request by request; rows are those of `logprobs`."""
+        """The sampled tokens, request by request; rows are those of `logprobs`."""
         found, before = [], 0
         for part in (self, *self.further):
             found += [result._replace(row=result.row + before) for result in part._own_results()]
@@ -127,7 +127,7 @@ class RanExecutable(NamedTuple):
     used: int | None = None
     """Rows or tokens of its bucket that are some request's; None where they are not counted."""
     times: int = 1
-    """How often it runs the model, one token after the other."""
+    """The number of times that it runs the model, one token after the other."""
 
 
 class RanSequence(NamedTuple):
@@ -148,7 +148,7 @@ class RanStep:
     lengths: Sequence[int]
     """Tokens of each request that are computed."""
     contexts: Sequence[int]
-    """Of each request's tokens, those that its attention may see at the end."""
+    """Tokens of each request that its attention may see at the end."""
     dispatched: float
     """When it had been enqueued, on `time.perf_counter`'s clock."""
     seconds: float | None = None
@@ -156,13 +156,13 @@ class RanStep:
     host.
     """
     waited: bool = True
-    """Whether the host waited for it; otherwise it had ended some time before its results were looked at."""
+    """The host waited for it; otherwise it had ended some time before its results were looked at."""
 
     @classmethod
     def of(cls, batch: Batch, executables: Sequence[RanExecutable], dispatched: float) -> RanStep:
         """A step that has just been enqueued, noted in as little time as can be: every step is.
 
-        Of drafts that are still under way only the device knows; those count that are known.
+        Only the device knows of drafts that are still under way; the known ones count.
         """
         kind: StepKind = "decode" if batch.decode_only else "prefill"
         lengths = [chunk.length for chunk in batch.chunks]
@@ -196,7 +196,7 @@ class Counting:
         self.so_far.steps_by_tokens[bisect.bisect_left(STEP_TOKENS, tokens)] += batch.num_steps
 
     def note(self, ran: RanStep | None, waited: float) -> None:
-        """A step's results are on the host, which has waited for them for so many seconds."""
+        """A step's results are on the host, which has waited `waited` seconds for them."""
         now = time.perf_counter()
         if ran is not None:
             ran.seconds, ran.waited = now - max(ran.dispatched, self._read_at), waited > SHORTEST_WAIT

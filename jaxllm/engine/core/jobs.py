@@ -24,7 +24,7 @@ from jaxllm.threads import start_thread
 T = TypeVar("T")
 
 BACKGROUND_NICENESS = 5
-"""How far below the engine's priority work runs while no request waits for it. On a core that something else keeps busy
+"""The niceness, above the engine's own, of work that no request waits for. On a core that something else keeps busy
 Linux gives it a quarter of the time (at 10 a tenth, at 19 a hundredth), so that it ends on a busy machine too."""
 
 _open: weakref.WeakSet[Jobs] = weakref.WeakSet()
@@ -50,7 +50,7 @@ class Jobs:
 
     def __init__(self, name: str, *, urgent_threads: int, background_threads: int = 0):
         self._niceness = os.getpriority(os.PRIO_PROCESS, 0) if sys.platform == "linux" else 0
-        """That of the thread which makes this; Linux counts it per thread."""
+        """The niceness of the thread which makes this; Linux counts it per thread."""
         self._changed = threading.Condition()
         self._waiting: list[Job] = []
         self._running: set[Job] = set()
@@ -83,7 +83,7 @@ class Jobs:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Cancel every job, at once: what is running runs on, but nobody gets to see its result."""
+        """Cancel every job, at once: running jobs run on, and their results are dropped."""
         with self._changed:
             self.closed = True
             dropped = [*self._waiting, *self._running]
@@ -146,7 +146,7 @@ def _close_all() -> None:
 
 
 def _set_niceness(thread: int, niceness: int) -> None:
-    """Of one thread, where the system can tell threads apart (Linux)."""
+    """Set the niceness of one thread, if the system can tell threads apart (Linux)."""
     if sys.platform == "linux":
         with contextlib.suppress(PermissionError, ProcessLookupError):  # root alone may raise a priority; it has ended
             os.setpriority(os.PRIO_PROCESS, thread, niceness)
@@ -184,7 +184,7 @@ class Preparation:
 
     @property
     def has_ready(self) -> bool:
-        """Whether all is ready for some request, or has failed."""
+        """Some request has all that it waited for, or has failed."""
         return not self._ready.empty()
 
     def begin(self, request: Request, missing: list[Key]) -> bool:

@@ -1,4 +1,4 @@
-"""Who owns which KV page, and which pages hold a prefix that a request can go on from. Pages are numbers here."""
+"""The owner of KV pages, and the search for pages that hold a prefix of a request. Pages are numbers here."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class PagePool:
     """Reference-counted pages with prefix sharing.
 
     Full pages are found again by what comes before: a page's key is its parent's node and its own tokens, so a chain of
-    keys spells out the whole prefix, and equal keys are equal tokens, not equal hashes. Pages that nobody holds keep
-    their contents and their key until they are needed, the longest unused first. Page 0 belongs to nobody: padding
-    reads and writes it.
+    keys spells out the whole prefix, and equal keys are equal tokens, not equal hashes. Pages that no sequence holds
+    keep their contents and their key until they are needed, the longest unused first. Page 0 belongs to no sequence:
+    padding reads and writes it.
     """
 
     def __init__(self, num_pages: int, page_size: int, enable_prefix_caching: bool = True):
@@ -58,7 +58,7 @@ class PagePool:
         return len(self._page_of)
 
     def pages_for(self, tokens: int) -> int:
-        """How many pages hold `tokens` tokens."""
+        """The number of pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int] | None:
@@ -93,9 +93,9 @@ class PagePool:
         return pages, node
 
     def register(self, page: int, parent: PrefixNode, tokens: Sequence[int]) -> PrefixNode:
-        """Make a full page findable behind `parent`; returns its node.
+        """Make a full page findable after `parent`; returns its node.
 
-        Where another page already holds the same prefix that one stays the findable one, and its node is returned.
+        If another page already holds the same prefix, that one stays the findable one, and its node is returned.
         """
         if not self.enable_prefix_caching:
             return parent

@@ -22,7 +22,7 @@ from jaxllm.text.spellings import REPLACEMENT
 PROMPT_TAIL = 8
 """Prompt tokens that are decoded first, so that the first generated token is spelled as it is after them."""
 INVALID_PREFIX = "Invalid prefix"
-"""What the message of DecodeStream's error begins with; it has no type of its own."""
+"""The beginning of the message of DecodeStream's error; it has no type of its own."""
 
 
 class Detokenizer:
@@ -69,7 +69,7 @@ class Detokenizer:
         return text, None
 
     def flush(self) -> str:
-        """What was held back for a stop string that did not come."""
+        """The text that was held back for a stop string that did not come."""
         text, self._held = self._held, ""
         return text
 
@@ -148,7 +148,7 @@ class Results:
         self._detokenizers.pop(request.request_id, None)
 
     def accept(self, result: Result, logprobs: Logprobs | None, pending: Handle | None) -> tuple[TokenDelta, int]:
-        """What a step gave one request, and how many sampled rows that settles.
+        """The delta of what a step gave one request, and the number of sampled rows that it settles.
 
         `pending` is the step under way: where a feature says what follows, the request's rows are withdrawn from it,
         and are settled too.

@@ -62,7 +62,7 @@ def allow_only(mask: np.ndarray, token: int) -> None:
 
 
 def allowed(masks: Int[Array, "R words"], vocab_size: int) -> Bool[Array, "R V"]:
-    """Whether each token's bit is set; inside a traced function."""
+    """Each token's bit, as a bool; inside a traced function."""
     token = jnp.arange(vocab_size)
     found: jax.Array = (masks[:, token // MASK_BITS] >> (token % MASK_BITS) & 1) == 1
     return found
@@ -71,7 +71,7 @@ def allowed(masks: Int[Array, "R words"], vocab_size: int) -> Bool[Array, "R V"]
 GROUP = 64
 """Tokens in a group when looking for the most likely ones."""
 TOP = 64
-"""How many of the most likely tokens are found exactly."""
+"""The number of most likely tokens that are found exactly."""
 DRAW_BLOCK = 256
 """Tokens whose probabilities are added up before choosing among them."""
 
@@ -82,7 +82,7 @@ NEGATIVE = float("-inf")
 
 
 class SamplingRows(NamedTuple):
-    """What `R` rows of logits are to be sampled with."""
+    """The settings that `R` rows of logits are sampled with."""
 
     slot: Int[Array, "R"]
     position: Int[Array, "R"]
@@ -123,7 +123,7 @@ def sample(
 ) -> tuple[Int[Array, "R"], Logprobs]:
     """A token for each row out of the `changed` logits, and where it is asked for its log-probability by the raw ones.
 
-    What no row needs is skipped at run time.
+    Work that no row needs is skipped at run time.
     """
     best = greedy(changed)
     random = rows.temperature > 0
@@ -310,12 +310,12 @@ def _no_logprobs(logits: Float[Array, "R V"], tokens: Int[Array, "R"], asked: In
 
 
 class Settled(NamedTuple):
-    """What has become of the tokens that a step tried ahead with each of its sequences."""
+    """The outcome of the tokens that a step tried ahead with each of its sequences."""
 
     drafted: Int[Array, "S"]
-    """How many were tried."""
+    """The number that was tried."""
     taken: Int[Array, "S"]
-    """How many of them, from the first on, were what the model chose."""
+    """The number of them, from the first on, that were the model's choice."""
 
 
 class Sampled(NamedTuple):

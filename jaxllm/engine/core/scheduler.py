@@ -1,4 +1,4 @@
-"""Which tokens run in the next step, and how many more each request may be given before the host is needed."""
+"""The choice of the tokens that run in the next step, and of how many more each request may be given."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from jaxllm.models.config import LengthRule
 
 
 class Ahead:
-    """How many tokens a step can give each request: more than one where all requests decode. Where the host has a say
-    in what the tokens are, they can only be tried, and the host chooses those that are.
+    """The number of tokens that a step can give each request: more than one if all requests decode. If the host has a
+    say in what the tokens are, they can only be tried, and the host chooses among them.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Ahead:
         self.decode_steps = decode_steps
 
     def num_steps(self, requests: Sequence[Request]) -> int:
-        """How many tokens a decode that tries none can give each of these requests.
+        """The number of tokens that a decode that tries none can give each of these requests.
 
         A request may be given more than it will take, when a stop is among them or its length is reached, but not when
         all of them would be.
@@ -52,9 +52,9 @@ class Ahead:
         return steps if fits and free and self._all_decode(running, steps, steps) else 1
 
     def most_ahead(self, requests: Sequence[Request]) -> int:
-        """How many tokens a step may try ahead with each of these requests.
+        """The number of tokens that a step may try ahead with each of these requests.
 
-        Where something is late, such steps are not compiled with features that are rare.
+        If something is late, such steps are not compiled with features that are rare.
         """
         running = _unfilled(requests)
         most = max((feature.ahead(running, len(requests)) for feature in self._features), default=0)
@@ -66,14 +66,14 @@ class Ahead:
         return most if self._all_decode(running, 1, 1 + most) else 0
 
     def awaits_text(self, requests: Sequence[Request]) -> bool:
-        """Whether tokens may be tried ahead with these requests once the host has read what is in flight of them: it
+        """Tokens may be tried ahead with these requests once the host has read what is in flight of them: it
         chooses what is tried of those whose text it knows the course of.
         """
         unread = any(r.num_inflight and self._features.course(r) is not None for r in requests)
         return unread and self.most_ahead(requests) > 0
 
     def further(self, request: Request, batch: Batch) -> int:
-        """How many tokens this step may run of the request after those that are known now."""
+        """The number of tokens that this step may run of the request after those that are known now."""
         if not batch.most_ahead:
             return batch.num_steps - 1
         depths = [feature.depth(request, extra, batch.most_ahead) for feature, extra in self._features.of(request)]
@@ -90,7 +90,7 @@ class Ahead:
         return rule is not None and rule.all_or_none and request.rotary_len <= rule.original_length < length
 
     def _all_decode(self, running: Sequence[Request], certain: int, most: int) -> bool:
-        """Whether one step can give each of these requests `certain` tokens, and up to `most` of them.
+        """One step can give each of these requests `certain` tokens, and up to `most` of them.
 
         It can where all decode, no feature must see their tokens first, and there are pages for the most.
         """
@@ -104,7 +104,7 @@ class Ahead:
 
 
 def _unfilled(requests: Sequence[Request]) -> list[Request]:
-    """Those whose tokens in flight do not fill their length already."""
+    """The requests whose tokens in flight do not fill their length already."""
     return [request for request in requests if request.num_total < request.max_total]
 
 
@@ -123,7 +123,7 @@ class Scheduler:
     Requests go by priority, then by arrival. When pages run out the last in that order is preempted: its pages go back,
     and it is recomputed later from the tokens it has. Nothing is ever aborted for lack of pages.
 
-    Where requests of several groups wait or run at one priority, the groups take turns and share a step's prompt
+    If requests of several groups wait or run at one priority, the groups take turns and share a step's prompt
     tokens, and the one with most running is preempted first, also where another's request finds no slot or no page.
     """
 
@@ -204,15 +204,15 @@ class Scheduler:
         return batch
 
     def awaits_text(self, *, admitting: bool = True) -> bool:
-        """Whether the next step could try tokens ahead if the step under way were read before it is scheduled."""
+        """The next step could try tokens ahead if the step under way were read before it is scheduled."""
         return not self._admits(admitting) and self.ahead.awaits_text(self.running)
 
     def _admits(self, admitting: bool) -> bool:
-        """Whether a request may begin. Those who wait come first: nothing is tried ahead then."""
+        """A request may begin. Waiting requests come first: nothing is tried ahead then."""
         return bool(admitting and self.waiting and self._free_slots)
 
     def settle(self, result: Result) -> None:
-        """Of the tokens that a step tried ahead with a request, the device has taken all but the last that it gave."""
+        """The device has taken all but the last token that it gave of those that a step tried ahead with a request."""
         request, tried, refused = result.request, result.num_reserved, result.num_reserved - len(result.tokens) + 1
         request.num_inflight -= refused
         request.num_unsettled -= tried
@@ -266,11 +266,11 @@ class Scheduler:
         return in_turn(self.waiting.heads(), self.running)
 
     def _has_places(self, request: Request) -> bool:
-        """Whether a waiting request can begin, as far as its features know."""
+        """A waiting request can begin, as far as its features know."""
         return all(feature.fits(request, extra) for feature, extra in self.features.of(request))
 
     def _fits(self, request: Request) -> bool:
-        """Whether there is a slot for a waiting request, and as many pages as its first chunk may need."""
+        """There is a slot for a waiting request, and as many pages as its first chunk may need."""
         first_chunk = min(len(request.token_ids), self.max_num_batched_tokens)
         return bool(self._free_slots) and self.pool.pages_for(first_chunk) <= self.pool.num_free
 
@@ -284,7 +284,7 @@ class Scheduler:
         return prompt_shares(running, admissible, self.max_num_batched_tokens)
 
     def _room(self, request: Request, budget: int, shares: dict[Sharers, int]) -> int:
-        """How many more tokens of the request's prompt this step may run."""
+        """The number of further tokens of the request's prompt that this step may run."""
         return min(budget, shares.get((request.priority, request.group), budget))
 
     def _make_room(self, request: Request, length: int, index: int) -> bool:
@@ -324,7 +324,7 @@ class Scheduler:
     def _admit(self, batch: Batch, budget: int, shares: dict[Sharers, int], favoured: Request | None) -> None:
         """Start waiting requests in turn while there is budget, a slot, and pages for their first chunk.
 
-        One that some feature has no place for waits, and those behind it, until another request has ended.
+        A request that some feature has no place for waits, and all after it, until another request has ended.
         """
         while self.waiting and budget > 0 and self._free_slots:
             length: int | None = 0

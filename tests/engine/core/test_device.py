@@ -27,7 +27,7 @@ Message = tuple[Key, tuple[Any, ...]]
 
 
 def device_of(llm: LLM) -> Device:
-    return llm._streams.client._loop._core._runner._device  # type: ignore[attr-defined]
+    return llm._streams.client._loop._core._runner.device  # type: ignore[attr-defined]
 
 
 def halved(logits: Any, state: Any) -> Any:
