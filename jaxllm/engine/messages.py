@@ -332,7 +332,7 @@ class EngineClient(Protocol):
         """The newest statistics."""
 
     def has_begun(self, request_id: str) -> bool:
-        """Whether the loop has computed something of an unfinished sequence, or died when it began to."""
+        """The loop has computed something of an unfinished sequence, or died when it began to."""
 
     @property
     def processes(self) -> dict[str, LookAt]:

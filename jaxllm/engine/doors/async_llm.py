@@ -88,7 +88,7 @@ class AsyncLLM(Controls):
 
     @property
     def is_dead(self) -> bool:
-        """Whether there is no engine to run requests now."""
+        """There is no engine to run requests now."""
         return self._streams.is_dead
 
     @property
@@ -103,7 +103,7 @@ class AsyncLLM(Controls):
 
     @property
     def is_asleep(self) -> bool:
-        """Whether it was told to sleep, and not to wake up yet."""
+        """It was told to sleep, and not to wake up yet."""
         return self._streams.is_asleep
 
     @property
@@ -113,7 +113,7 @@ class AsyncLLM(Controls):
 
     @property
     def can_sleep(self) -> bool:
-        """Whether its engine has a process of its own, which inherits open files: not on Windows."""
+        """Its engine has a process of its own, which inherits open files: not on Windows."""
         return self._keeper is not None
 
     @property

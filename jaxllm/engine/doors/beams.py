@@ -100,7 +100,7 @@ class BeamSearch:
 
     @property
     def done(self) -> bool:
-        """Whether no further step is needed."""
+        """No further step is needed."""
         if not self.open or self._length >= self._params.max_tokens:
             return True
         width = self._params.beam_width

@@ -18,11 +18,11 @@ class Controls:
 
     _streams: Streams
     _waits_while_paused = False
-    """Whether requests that come while running ones are kept are taken and wait, in place of being refused."""
+    """Requests that come while running ones are kept are taken and wait, in place of being refused."""
 
     @property
     def is_paused(self) -> bool:
-        """Whether it was told to pause, and not to resume yet."""
+        """It was told to pause, and not to resume yet."""
         return self._streams.paused is not None
 
     @property

@@ -152,7 +152,7 @@ class FrontDoor:
         self._sending = threading.Lock()
         self._admitted = threading.Event()
         self.is_to_keep = False
-        """Whether the process is to leave its weights behind, and end."""
+        """The process is to leave its weights behind, and end."""
         self.leader: Leader | None = None
         """Its hold on other processes that run the model with it."""
         for target in (self._beat, self._listen):

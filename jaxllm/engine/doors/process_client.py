@@ -106,7 +106,7 @@ class ProcessClient:
         """Who waits for an answer, by its number."""
         self._starting = True
         self._asking = False
-        """Whether the process waits for us."""
+        """The process waits for us."""
         self._ending, self._ended = threading.Lock(), threading.Event()
         threading.Thread(target=self._write, name="requests", daemon=True).start()
         threading.Thread(target=self._watch, args=(given_up or threading.Event(),), name="watch", daemon=True).start()

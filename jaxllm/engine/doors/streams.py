@@ -62,7 +62,7 @@ class Streams:
         self.paused: str | None = None
         """How the engine was told to pause; see `Controls`."""
         self.refuses = False
-        """Whether no request is taken, because it is paused."""
+        """No request is taken, because it is paused."""
         self.weight_version = INITIAL_VERSION
         self.num_updates = 0
         """How often its weights were exchanged."""

@@ -116,7 +116,7 @@ def choose_drafts(config: EngineConfig) -> DraftRule | None:
 
 
 def draft_depth(config: EngineConfig) -> DraftDepth:
-    """How many tokens are tried ahead."""
+    """The number of tokens that are tried ahead."""
     asked = config.speculative_config
     if asked is None:
         return DraftDepth(0)
@@ -151,7 +151,7 @@ def check_imatrix(config: EngineConfig) -> None:
 
 
 def wants_cpu_kernels(config: EngineConfig, platform: Platform) -> bool:
-    """Whether the C++ kernels are to run, where they can.
+    """The C++ kernels are to run, where they can.
 
     They serve bfloat16. float32 is for those who want nothing rounded and tokens that no batch-mate can change in their
     last bit: plain XLA gives that.
@@ -161,7 +161,7 @@ def wants_cpu_kernels(config: EngineConfig, platform: Platform) -> bool:
 
 
 def _runs_cpu_kernels() -> bool:
-    """Whether there are the C++ kernels, compiled now if need be; the log says what prevents it."""
+    """There are the C++ kernels, compiled now if need be; the log says what prevents it."""
     if not cpu_kernels.available():
         logger.warning("%s; plain XLA runs, at a fraction of the speed", cpu_kernels.reason())
         return False

@@ -71,7 +71,8 @@ class EnginePlan(Limits):
     host_weight_bytes: int = 0
     """What this process has of weights in host memory, for all of its devices."""
     data_parallel_size: int = 1
-    """How many batches run side by side, each of up to `max_num_seqs` sequences, with `num_pages` of its own."""
+    """The number of batches that run side by side, each of up to `max_num_seqs` sequences, with `num_pages` of its own.
+    """
 
     @property
     def kv_tokens(self) -> int:
@@ -170,11 +171,11 @@ class Blueprint:
     drafts: DraftRule | None = None
     """How a decode looks for tokens to try ahead; it tries none without."""
     adapters: AdapterSizes | None = None
-    """How many adapters are on the devices at once, and how large; None where there are none."""
+    """The number of adapters that are on the devices at once, and how large; None where there are none."""
     adapted: AdaptedModel | None = None
     """The model with tables of adapters, where there are adapters."""
     draft_depth: DraftDepth | None = None
-    """How many tokens are tried ahead."""
+    """The number of tokens that are tried ahead."""
     offloads: bool = False
     """What the devices give away of caches is kept elsewhere."""
     draft: DraftBlueprint | None = None

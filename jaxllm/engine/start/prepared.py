@@ -227,7 +227,7 @@ def prepare_stages(
 
 
 def _made_elsewhere(earlier: Sequence[PreparedStage], hold: Leader | Follower | None) -> Callable[[Key], bool]:
-    """Whether the other stages, and the other processes that follow, have made their parts of a step."""
+    """The other stages, and the other processes that follow, have made their parts of a step."""
     made_here = _made_by(earlier)
     if isinstance(hold, Leader):
         return lambda step: made_here(step) and hold.has(step)
@@ -235,7 +235,7 @@ def _made_elsewhere(earlier: Sequence[PreparedStage], hold: Leader | Follower | 
 
 
 def _made_by(earlier: Sequence[PreparedStage]) -> Callable[[Key], bool]:
-    """Whether the stages before the last have made their parts of a step."""
+    """The stages before the last have made their parts of a step."""
     return lambda step: all(
         stage.executables.has(part) for stage in earlier for part in keys_of(stage.blueprint.options.stage, [step])
     )
