@@ -83,7 +83,7 @@ class AsyncLLM(Controls):
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine settled on at its start, the last one."""
+        """The facts that the engine settled on at its last start."""
         return self._streams.client.info
 
     @property
@@ -118,7 +118,7 @@ class AsyncLLM(Controls):
 
     @property
     def kept_bytes(self) -> int:
-        """What it holds of the host's memory while it is asleep."""
+        """Bytes of the host's memory that it holds while it is asleep."""
         return 0 if self._keeper is None else self._keeper.nbytes
 
     def check(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
@@ -251,7 +251,7 @@ class AsyncLLM(Controls):
 
     @property
     def processes(self) -> dict[str, LookAt]:
-        """How to look at the processes of its engines, see EngineClient; none while there is no engine."""
+        """Functions that look at the processes of its engines, see EngineClient; none while there is no engine."""
         return {} if self.is_dead or self.is_asleep else self._streams.client.processes
 
     def sleep(self, level: int = 1) -> None:

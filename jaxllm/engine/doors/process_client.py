@@ -58,7 +58,9 @@ KEEP_SECONDS = 600.0
 """For the weights of a large model to be copied; a process that hangs is ended sooner, when it says nothing."""
 KILL_SECONDS = 5.0
 LOOK_SECONDS = 60.0
-"""How much longer than it was to take an answer about the process may take: a trace is written out after its time."""
+"""Seconds that an answer about the process may take beyond the time that was asked for: a trace is written out after
+its time.
+"""
 
 
 class ProcessClient:
@@ -103,7 +105,7 @@ class ProcessClient:
         self._silent_beats = 0
         self._numbers = itertools.count()
         self._asked: dict[int, queue.SimpleQueue[Seen | Obeyed | None]] = {}
-        """Who waits for an answer, by its number."""
+        """The queues of callers that wait for an answer, by its number."""
         self._starting = True
         self._asking = False
         """The process waits for us."""
@@ -187,7 +189,7 @@ class ProcessClient:
             raise getattr(errors, found.kind)(found.problem)
 
     def _answer(self, ask: Callable[[int], Look | Obey], timeout: float | None) -> Seen | Obeyed:
-        """What the process answers to a message that has a number.
+        """The process's answer to a message that has a number.
 
         Raises EngineDeadError where it has ended, or says nothing for so long.
         """
@@ -248,7 +250,7 @@ class ProcessClient:
         return message
 
     def _dead(self) -> EngineDeadError:
-        """What to raise now that nothing more will come."""
+        """The error to raise now that nothing more will come."""
         self._end(1.0 if self._gone is None else 0)
         code = self._process.exit_code
         self._gone = self._gone or self._killed or f"the engine process is gone (exit code {code})"

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.25
-"""How often an engine that has been started again is noticed."""
+"""Seconds until an engine that has been started again is noticed."""
 
 StartReplica = Callable[[int, threading.Event], ProcessClient]
 """Starts the engine of a number; the event ends the start."""
@@ -41,7 +41,7 @@ StartReplica = Callable[[int, threading.Event], ProcessClient]
 class Replicas:
     """An EngineClient of `count` engines. One that dies takes its own requests with it, and is started again.
 
-    Where all have died, `outputs` raises EngineDeadError. `info` is that of one engine with the sequences and the pages
+    If all have died, `outputs` raises EngineDeadError. `info` is that of one engine with the sequences and the pages
     of all.
 
     Raises:
@@ -62,16 +62,16 @@ class Replicas:
         replicas = [Replica(number, **rooms, step_tokens=step) for number in range(count)]
         self._router = ReplicaRouter(replicas, policy)
         self._ended = EngineStats()
-        """What engines counted that have died."""
+        """The counts of engines that have died."""
 
     @property
     def loads(self) -> list[float]:
-        """What each engine has to do, see Replica."""
+        """The work that each engine has to do, see Replica."""
         return [replica.load for replica in self._router.replicas]
 
     @property
     def last_turn(self) -> float:
-        """Of the engine that has work and has said nothing for longest."""
+        """The last turn of the engine that has work and has said nothing for longest."""
         with self._lock:
             busy = [
                 self._clients[number].last_turn
@@ -122,7 +122,7 @@ class Replicas:
 
     @property
     def each(self) -> list[EngineStats]:
-        """What each engine that runs says of itself."""
+        """The statistics of each engine that runs."""
         with self._lock:
             return [self._clients[number].stats() for number in sorted(self._clients)]
 
@@ -160,7 +160,7 @@ class Replicas:
             list(pool.map(lambda client: client.shutdown(), clients))
 
     def _lose(self, number: int, error: EngineDeadError) -> list[TokenDelta]:
-        """What becomes of the requests of an engine that has died. Raises the error where it was the last one."""
+        """End the requests of an engine that has died, and start it again. Raises the error if it was the last."""
         with self._lock:
             if self._closing.is_set():
                 raise error
@@ -189,7 +189,7 @@ class Replicas:
 
 
 def _start_all(count: int, start: StartReplica, given_up: threading.Event) -> dict[int, ProcessClient]:
-    """The first one alone: what it compiles the others find. Those start side by side."""
+    """The first one alone: what it compiles the others find. The others start side by side."""
     started = {0: start(0, given_up)}
     try:
         with ThreadPoolExecutor(max(count - 1, 1)) as pool:

@@ -101,7 +101,7 @@ def split_request(request: EngineRequest) -> list[EngineRequest]:
 
 
 def failure(delta: TokenDelta) -> JaxLLMError:
-    """What to raise for a delta that ends its request before it is complete."""
+    """The error to raise for a delta that ends its request before it is complete."""
     kind = InvalidRequestError if delta.invalid else JaxLLMError
     return kind(f"request {delta.request_id} failed: {delta.error or delta.finish_reason}")
 
@@ -258,7 +258,7 @@ def refuse_in_stages(info: EngineInfo, name: str) -> None:
 
 
 MOST_CAPTURED_BYTES = 2**30
-"""What a step may give of activations, as float32."""
+"""Bytes of activations that a step may give, as float32."""
 
 
 def check_capture(info: EngineInfo, ids: Sequence[int], capture: CaptureParams) -> None:

@@ -15,7 +15,7 @@ from jaxllm.sharding import nvidia
 
 @dataclass(frozen=True)
 class Share:
-    """Part `number` of `count`, which are numbered from 0; `setting` says that there are so many."""
+    """Part `number` of `count`, which are numbered from 0; `setting` is the setting that asks for `count`."""
 
     number: int
     count: int
@@ -77,7 +77,7 @@ class Keeper:
 
     @property
     def nbytes(self) -> int:
-        """What is kept there now."""
+        """Bytes that are kept there now."""
         return os.fstat(self.fd).st_size
 
     def clear(self) -> None:

@@ -28,7 +28,7 @@ Gain = tuple[int, TokenDelta]
 
 
 class Place(NamedTuple):
-    """Where the deltas of one sequence go."""
+    """The destination of one sequence's deltas."""
 
     stream: Stream
     sequence: int
@@ -60,12 +60,12 @@ class Streams:
         """`start` starts another engine like `client`: its first argument is an event that ends a start under way."""
         self.client = client
         self.paused: str | None = None
-        """How the engine was told to pause; see `Controls`."""
+        """The mode in which the engine was told to pause; see `Controls`."""
         self.refuses = False
         """No request is taken, because it is paused."""
         self.weight_version = INITIAL_VERSION
         self.num_updates = 0
-        """How often its weights were exchanged."""
+        """The number of times that its weights were exchanged."""
         self.tokenizer = tokenizer
         self.limit = limit
         self.is_dead = False
@@ -311,7 +311,7 @@ class Stream:
         """Rung when there is something to read."""
         self.inbox: deque[list[Gain]] = deque()
         self.failure: Exception | None = None
-        """What ends the stream once its inbox is empty."""
+        """The error that ends the stream once its inbox is empty."""
         self.names: list[str] = []
         """The engine's names for its sequences."""
         self.num_unfinished = len(sequences)

@@ -40,8 +40,8 @@ def compile_ahead(
 ) -> list[Path]:
     """Compile every step that an engine of this config plans, and save them in a folder of `output` for each stage.
 
-    Returns those folders. What is there already stays. `on_key` is told of all steps of a stage and of the one whose
-    turn it is, `on_saved` of each that is there. `expected` is the name that the folder must have.
+    Returns those folders. Executables that are there already stay. `on_key` is told of all steps of a stage and of the
+    one whose turn it is, `on_saved` of each that is there. `expected` is the name that the folder must have.
 
     Raises:
         ConfigError, ModelNotFoundError, CheckpointError: as the engine's start would.

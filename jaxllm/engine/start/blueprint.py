@@ -1,4 +1,4 @@
-"""How every size of an engine is chosen: the model, what it takes of memory, buckets, stages. Nothing is allocated."""
+"""The choice of every size of an engine: model, memory, buckets, stages. Nothing is allocated."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class ChosenModel:
 
     Attributes:
         max_model_len: the longest context that is wanted; there may be no memory for it.
-        max_num_seqs: sequences in a step, unless the states of so many take too much memory.
+        max_num_seqs: sequences in a step, unless the states of that many take too much memory.
         draft: the draft model, or the module that drafts, where there is one.
         adapted: the model with tables of adapters, where there are adapters.
         notes: what had to be changed, one sentence each.
@@ -218,7 +218,7 @@ def choose_model(config: EngineConfig, checkpoint: Checkpoint, platform: Platfor
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """What each part of an engine takes of a device, in bytes, and what its caches hold.
+    """The bytes that each part of an engine takes of a device, and the sizes of its caches.
 
     Attributes:
         held: what a device of each stage holds.
@@ -348,7 +348,7 @@ class StageModel(NamedTuple):
     params: list[ParamSpec]
 
     def held(self, layout: CacheLayout, caches: tuple[CacheSpec, ...], draft: tuple[CacheSpec, ...] = ()) -> StagePlan:
-        """What a device of it holds; `draft` are the caches of a draft model."""
+        """The share that a device of it holds; `draft` are the caches of a draft model."""
         own = (*held_caches(caches, self.stage), *draft)
         layers = f"0 to {len(caches) - 1}" if self.stage is None else f"{self.stage.begin} to {self.stage.end - 1}"
         weights, page = weight_bytes(self.params, self.options.tp, self.options.dp), layout.page_bytes(own)
@@ -359,7 +359,7 @@ def stage_models(config: EngineConfig, chosen: ChosenModel) -> list[StageModel]:
     """Each stage of a model.
 
     Raises:
-        ConfigError: it cannot be parted into so many.
+        ConfigError: it cannot be parted into that many.
     """
     count, spec, options, params = config.pipeline_parallel_size, chosen.spec, chosen.options, chosen.params
     if count == 1:

@@ -129,7 +129,7 @@ def build_core(
 
 @contextmanager
 def _telling_the_others(leader: Leader | None) -> Iterator[None]:
-    """What keeps process 0 from starting is an end of the group."""
+    """An error that keeps process 0 from starting ends the group."""
     try:
         yield
     except BaseException as error:
@@ -139,7 +139,7 @@ def _telling_the_others(leader: Leader | None) -> Iterator[None]:
 
 
 def find_model(config: EngineConfig, clock: Clock) -> Path:
-    """Where the model's files are; what is compiled from now on is kept where the config says."""
+    """The path of the model's files; whatever is compiled from now on is kept where the config says."""
     tell(f"Finding {config.model}")
     path = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
     clock.lap("resolve")
@@ -194,7 +194,7 @@ def plan_and_compile(
 
 @contextmanager
 def closing_at_failure(prepared: Prepared) -> Iterator[None]:
-    """What goes on beside a start ends with it; says what was planned where a device refuses memory."""
+    """Work beside a start ends with it; says what was planned where a device refuses memory."""
     try:
         yield
     except BaseException as error:
@@ -250,7 +250,7 @@ def device_line(meshes: Sequence[Mesh], memory: int, planned: int) -> str:
 def _assemble(
     prepared: Prepared, tokenizer: Tokenizer | None, kept: Kept | None, leader: Leader | None
 ) -> tuple[Core, EngineInfo]:
-    """What goes on while the first executables are compiled, and the core that has them."""
+    """Load the weights while the first executables are compiled, and make the core that has both."""
     config, checkpoint, blueprint, stages, _, _, clock = prepared
     functions, executables = prepared.last.functions, prepared.last.executables
     grammars = None
@@ -411,7 +411,7 @@ def _new_scheduler(prepared: Prepared, pool: PagePool, features: Features) -> Sc
 
 
 def _new_events(config: EngineConfig, pool: PagePool, rank: int) -> KVEvents | None:
-    """What tells others of the pool, which has no pages yet."""
+    """The feature that tells others of the pool, which has no pages yet."""
     asked = config.kv_events_config
     if asked is None or not asked.publishes or not pool.enable_prefix_caching:
         return None
@@ -420,7 +420,7 @@ def _new_events(config: EngineConfig, pool: PagePool, rank: int) -> KVEvents | N
 
 
 def adapter_store(blueprint: Blueprint, config: EngineConfig, path: Path) -> AdapterStore | None:
-    """Where the engine of the model at `path` finds adapters; None where it runs without."""
+    """The store in which the engine of the model at `path` finds adapters; None if it runs without."""
     adapted, sizes = blueprint.adapted, blueprint.adapters
     if adapted is None or sizes is None:
         return None

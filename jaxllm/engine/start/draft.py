@@ -1,4 +1,4 @@
-"""What drafts for an engine's model, another one or a module of its own: found, planned beside it, and loaded."""
+"""The draft model or module of an engine's model: found, planned beside it, and loaded."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _OF_THE_MODEL_ALONE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class DraftBlueprint:
-    """What building a draft model needs."""
+    """The facts that building a draft model needs."""
 
     config: EngineConfig
     path: Path

@@ -1,4 +1,4 @@
-"""What an engine will take of memory, found before it touches a device: another engine may still run there."""
+"""The memory that an engine will take, found before it touches a device: another engine may still run there."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def expected() -> Platform | None:
 
 
 def within(platform: Platform, nbytes: int) -> Platform:
-    """A platform of which an engine gets so much."""
+    """A platform of which an engine gets `nbytes`."""
     if platform.memory_limit is None:
         return dataclasses.replace(platform, free_host_memory=min(platform.free_host_memory, nbytes))
     return dataclasses.replace(platform, memory_limit=min(platform.memory_limit, nbytes))

@@ -72,7 +72,7 @@ def build_options(
 def choose_kinds(
     config: EngineConfig, checkpoint: Checkpoint, spec: ModelSpec, options: BuildOptions, platform: Platform
 ) -> KindChooser:
-    """What each weight is kept as in memory."""
+    """The kinds that weights are kept as in memory."""
     kernels = options.kernels
     packed = keeps_packed(config, checkpoint, kernels, platform)
     requantized = config.isq, config.isq_map or {}
@@ -82,7 +82,7 @@ def choose_kinds(
 
 
 def keeps_packed(config: EngineConfig, checkpoint: Checkpoint, kernels: Kernels, platform: Platform) -> bool:
-    """Whether blocks of a quantized checkpoint stay as they are in memory, or are expanded to the model's type.
+    """Blocks of a quantized checkpoint stay as they are in memory, and are not expanded to the model's type.
 
     Plain XLA on a CPU decodes four times faster from expanded weights; everywhere else packed ones are the better deal.
     """
@@ -94,7 +94,7 @@ def keeps_packed(config: EngineConfig, checkpoint: Checkpoint, kernels: Kernels,
 
 
 def choose_drafts(config: EngineConfig) -> DraftRule | None:
-    """How decodes look for tokens to try ahead.
+    """The rule by which decodes look for tokens to try ahead.
 
     Raises:
         ConfigError: the settings exclude it.
@@ -124,7 +124,7 @@ def draft_depth(config: EngineConfig) -> DraftDepth:
 
 
 def room_for_drafts(drafts: DraftRule | None, depth: DraftDepth, buckets: Sequence[int]) -> DraftRule | None:
-    """Drafts with no more room in a step padded to one of these numbers of sequences than are ever tried with so many.
+    """Drafts with no more room in a step padded to one of these numbers of sequences than that many ever try.
 
     A smaller number of sequences runs in the bucket before, as long as that is ready.
     """
@@ -169,14 +169,14 @@ def _runs_cpu_kernels() -> bool:
 
 
 CACHED_SHARE = 4
-"""One expert in so many of those in host memory has a place on a device, where nothing else is said."""
+"""One expert in this many of those in host memory has a place on a device, if nothing else is set."""
 
 
 def with_host_experts(config: EngineConfig, model: DecoderConfig, options: BuildOptions) -> BuildOptions:
     """`options` with the experts that `config` leaves in host memory.
 
     Raises:
-        ConfigError: the model has no experts, or a device has not so many.
+        ConfigError: the model has no experts, or a device has fewer.
     """
     count = config.num_experts_offload_per_rank
     if not count:
@@ -197,7 +197,7 @@ def with_host_experts(config: EngineConfig, model: DecoderConfig, options: Build
 def expert_places(
     config: EngineConfig, model: Decoder | Encoder, options: BuildOptions
 ) -> tuple[ExpertPlaces | None, ...]:
-    """Of each layer the buffers of its places for experts in host memory; empty where there are none of these."""
+    """Each layer's buffers of its places for experts in host memory; empty if there are none of these."""
     if not options.host_experts or isinstance(model, Encoder):
         return ()
     assert model.config.moe is not None
@@ -208,7 +208,7 @@ def expert_places(
 
 
 def place_bytes(places: Sequence[ExpertPlaces | None], tp: int) -> int:
-    """What they take of a device."""
+    """Bytes that they take of a device."""
     buffers: list[Buffer] = jax.tree.leaves(list(places), is_leaf=lambda each: isinstance(each, Buffer))
     return sum(buffer.bytes_per_device(tp) for buffer in buffers)
 
@@ -226,7 +226,7 @@ class TextSizes(NamedTuple):
 
 
 def text_sizes(config: EngineConfig, model: DecoderConfig, stated: int | None, usual_tokens: int) -> TextSizes:
-    """How long a text may be: as long as its model reads, and as a step has room for.
+    """The longest text: as long as its model reads, and as a step has room for.
 
     Args:
         stated: what the checkpoint says of the longest text, if anything.

@@ -28,13 +28,13 @@ from jaxllm.weights.loader import ParamSpec
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What one device of a stage holds."""
+    """The share that one device of a stage holds."""
 
     layers: str
     weight_bytes: int
     kv_bytes_per_token: int
     state_bytes: int
-    """What one sequence takes in layers that keep a state of it."""
+    """Bytes that one sequence takes in layers that keep a state of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,25 +51,25 @@ class EnginePlan(Limits):
     weight_bytes: int
     kv_bytes_per_token: int
     state_bytes: int
-    """What one sequence takes in layers that keep a state of it."""
+    """Bytes that one sequence takes in layers that keep a state of it."""
     workspace_bytes: int
     adapter_bytes: int
-    """What the places of adapters take."""
+    """Bytes that the places of adapters take."""
     draft_bytes: int
-    """What the weights of a draft model take, or of a module that drafts."""
+    """Bytes that the weights of a draft model, or of a module that drafts, take."""
     model_max_len: int
     buckets: Buckets
     notes: list[str] = field(default_factory=list)
-    """What had to be changed to fit, one sentence each."""
+    """Changes that were needed to fit, one sentence each."""
     device: str = ""
-    """What the devices are called."""
+    """The devices' own name."""
     pipeline_parallel_size: int = 1
     stages: tuple[StagePlan, ...] = ()
-    """What each stage holds, where there are several; bytes of weights and caches are those of the fullest."""
+    """The share of each stage, if there are several; bytes of weights and caches are those of the fullest."""
     expert_bytes: int = 0
-    """What the places of experts take that are in host memory."""
+    """Bytes that the places of experts in host memory take."""
     host_weight_bytes: int = 0
-    """What this process has of weights in host memory, for all of its devices."""
+    """Bytes of weights that this process has in host memory, for all of its devices."""
     data_parallel_size: int = 1
     """The number of batches that run side by side, each of up to `max_num_seqs` sequences, with `num_pages` of its own.
     """
@@ -81,7 +81,7 @@ class EnginePlan(Limits):
 
     @property
     def kv_bytes(self) -> int:
-        """What all caches take: pages, and the states of running sequences and of cached prefixes."""
+        """Bytes that all caches take: pages, and the states of running sequences and of cached prefixes."""
         return max(self._kv_bytes(one) for one in self.stages or [self])
 
     def _kv_bytes(self, one: StagePlan | EnginePlan) -> int:
@@ -89,12 +89,12 @@ class EnginePlan(Limits):
 
     @property
     def state_cache_bytes(self) -> int:
-        """What the kept states of cached prefixes take."""
+        """Bytes that the kept states of cached prefixes take."""
         return self.num_snapshots * self.state_bytes
 
     @property
     def planned_bytes(self) -> int:
-        """What the plan takes of a device."""
+        """Bytes that the plan takes of a device."""
         fullest = max(one.weight_bytes + self._kv_bytes(one) for one in self.stages or [self])
         return fullest + self.draft_bytes + self.adapter_bytes + self.expert_bytes + self.workspace_bytes
 
@@ -109,7 +109,7 @@ class EnginePlan(Limits):
         return asdict(self) | derived
 
     def summary(self) -> str:
-        """What runs, what takes memory and which settings change that, and what fits: three lines for the log."""
+        """The model, the memory and the settings that change it, and what fits: three lines for the log."""
         if self.buckets.encodes:
             return self._encoder_summary()
         many = self.kv_tokens / self.max_model_len
@@ -169,7 +169,7 @@ class Blueprint:
     params: list[ParamSpec]
     sizes: StepSizes
     drafts: DraftRule | None = None
-    """How a decode looks for tokens to try ahead; it tries none without."""
+    """The rule by which a decode looks for tokens to try ahead; without one it tries none."""
     adapters: AdapterSizes | None = None
     """The number of adapters that are on the devices at once, and how large; None where there are none."""
     adapted: AdaptedModel | None = None
@@ -177,7 +177,7 @@ class Blueprint:
     draft_depth: DraftDepth | None = None
     """The number of tokens that are tried ahead."""
     offloads: bool = False
-    """What the devices give away of caches is kept elsewhere."""
+    """Pages that the devices give away are kept elsewhere."""
     draft: DraftBlueprint | None = None
     """The draft model, or the module that drafts, where there is one."""
     stages: tuple[Blueprint, ...] = ()

@@ -76,7 +76,7 @@ class Prepared(NamedTuple):
     checkpoint: Checkpoint
     blueprint: Blueprint
     stages: Sequence[PreparedStage]
-    """Those of this process: mostly one, which is the whole engine."""
+    """The stages of this process: mostly one, which is the whole engine."""
     meshes: Sequence[Mesh]
     """The devices of all stages."""
     exchange: Exchange | None
@@ -89,8 +89,8 @@ class Prepared(NamedTuple):
 
 
 def new_device(prepared: Prepared, weights: Sequence[Weights], leader: Leader | None) -> Device:
-    """What runs the engine's steps in the process that has the last stage, with nothing in its caches; `weights` are of
-    each stage that is here.
+    """The Device that runs the engine's steps in the process that has the last stage, with nothing in its caches;
+    `weights` are of each stage that is here.
     """
     last = prepared.last
     parts = last.executables, weights[-1], last.functions.state.new()
@@ -101,7 +101,7 @@ def new_device(prepared: Prepared, weights: Sequence[Weights], leader: Leader | 
 
 
 def new_follower(prepared: Prepared, weights: Sequence[Weights]) -> Device | EarlierStages:
-    """What runs the steps that process 0 sends."""
+    """The Device, or the earlier stages, that run the steps that process 0 sends."""
     own = prepared.last.blueprint.options.stage
     if own is None or own.last:
         return new_device(prepared, weights, leader=None)
@@ -125,7 +125,7 @@ def new_stages(prepared: Prepared, weights: Sequence[Weights]) -> Stages:
 
 ROOT = Path(__file__).parents[2]
 TRACED = ("compat.py", "engine", "models", "quantization", "pallas_kernels", "cpu_kernels", "sharding", "requests")
-"""Where all is that a step is made of."""
+"""The files and folders that a step is made of."""
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 CPU_INFO = Path("/proc/cpuinfo")
 
@@ -162,7 +162,7 @@ def step_manifest(blueprint: Blueprint, mesh: Mesh) -> dict[str, str]:
 
 @cache
 def sources_digest() -> str:
-    """Of the files that steps, layers and kernels are written in."""
+    """The digest of the files that steps, layers and kernels are written in."""
     digest = hashlib.sha256()
     for name in TRACED:
         for file in sorted([ROOT / name] if name.endswith(".py") else (ROOT / name).rglob("*")):
@@ -260,7 +260,9 @@ def _makers_elsewhere(stages: Sequence[Stage | None], meshes: Sequence[Mesh]) ->
 
 
 def _tell_when_made(stages: Sequence[Stage | None], tell: Callable[[Key], None]) -> Callable[[Key], None]:
-    """What to call with each executable that one of a process's `stages` has made: `tell` is called when all have."""
+    """The function to call with each executable that one of a process's `stages` has made: `tell` is called when all
+    have.
+    """
     made: Counter[Key] = Counter()
     lock = threading.Lock()
 
@@ -275,7 +277,7 @@ def _tell_when_made(stages: Sequence[Stage | None], tell: Callable[[Key], None])
 
 
 def saved_executables(config: EngineConfig, blueprint: Blueprint, mesh: Mesh) -> SavedExecutables | None:
-    """Those that were made ahead, and those of earlier starts with all the same, beside XLA's own cache.
+    """The executables that were made ahead, and those of earlier starts of the same engine, beside XLA's own cache.
 
     Raises:
         ConfigError: config.executables is no folder.
@@ -295,8 +297,9 @@ def saved_executables(config: EngineConfig, blueprint: Blueprint, mesh: Mesh) ->
 
 
 def _helper(config: EngineConfig, blueprint: Blueprint, saved: SavedExecutables | None) -> CompilingProcess | None:
-    """A process that compiles what nobody waits for: on a CPU, which two processes can compile for at once, and where
-    there is so much to trace that it is worth another start of Python."""
+    """A process that compiles what no request waits for: on a CPU, which two processes can compile for at once, and if
+    there is enough to trace to be worth another start of Python.
+    """
     large = blueprint.spec.config.num_layers >= LAYERS_WORTH_A_PROCESS
     if saved is None or saved.root is None or blueprint.plan.platform != "cpu" or not large:
         return None

@@ -1,4 +1,4 @@
-"""What each way of keeping the weights would take, and how fast it could decode."""
+"""The memory that each way of keeping the weights would take, and the speed that it could decode at."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _scheme(name: str, config: EngineConfig, checkpoint: Checkpoint, platform: P
 
 
 def _bytes_read(param: ParamSpec, blueprint: Blueprint) -> int:
-    """Of a parameter on a device, for one token: of an embedding a row, of experts those that are chosen."""
+    """Bytes of a parameter that a device reads for one token: a row of an embedding, the chosen experts."""
     held, model = weight_bytes([param], blueprint.options.tp), blueprint.spec.config
     if param.path == "embed.weight" and not model.tie_word_embeddings and isinstance(param.abstract(), Weight):
         return held // param.shape[0]
@@ -143,7 +143,7 @@ def table_rows(schemes: list[Scheme]) -> list[tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class KnownGPU:
-    """What NVIDIA states.
+    """A GPU as NVIDIA states it.
 
     Attributes:
         device: the name in full.
