@@ -22,13 +22,13 @@ from jaxllm.models.caches import Cache
 from jaxllm.models.config import DecoderConfig, check_decoder
 from jaxllm.models.decoder import Decoder, without_padding
 from jaxllm.models.families import llama
-from jaxllm.models.family import hf_names
 from jaxllm.models.hf_fields import check_hf
 from jaxllm.models.layers.attention import Attention
 from jaxllm.models.layers.linear import Linear, VocabEmbedding, param
 from jaxllm.models.layers.mlp import GatedMLP
 from jaxllm.models.layers.norm import RMSNorm
 from jaxllm.models.layers.rope import Angles, rope_angles
+from jaxllm.models.names import hf_names
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.predictor import Head, Predicted
 from jaxllm.models.registry import ModelSpec, read_of

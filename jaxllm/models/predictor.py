@@ -16,9 +16,9 @@ from jaxllm.errors import CheckpointError
 from jaxllm.models.caches import Cache
 from jaxllm.models.config import DecoderConfig
 from jaxllm.models.decoder import Decoder
-from jaxllm.models.family import hf_renaming
 from jaxllm.models.layers.linear import Linear
 from jaxllm.models.layers.norm import norm_of_kind
+from jaxllm.models.names import hf_renaming
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import FAMILIES, ModelSpec
 from jaxllm.pallas_kernels import Kernels, StepMetadata

@@ -21,10 +21,10 @@ from jaxllm.models import families
 from jaxllm.models.config import DecoderConfig, Projection, check_decoder, check_direction
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.encoder import Encoder
-from jaxllm.models.family import Family, hf_linear, hf_names, hf_renaming
+from jaxllm.models.family import Family
 from jaxllm.models.gguf import GgufFile, as_stored, gguf_config
-from jaxllm.models.gguf_names import GGUF_NAMES
 from jaxllm.models.hf_fields import check_hf
+from jaxllm.models.names import hf_renaming, linear
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.tasks import DENSE_MODULES, GGUF_HEAD, class_labels, gguf_pooling, read_sentence_files
 from jaxllm.weights.checkpoint import Checkpoint, MergedCheckpoint
@@ -136,7 +136,7 @@ def _gguf_spec(checkpoint: Checkpoint) -> ModelSpec:
         config = as_stored(file, family.from_hf(gguf_config(file, family.gguf or {})))
         check_decoder(config)
         labels = class_labels(checkpoint)
-    patterns = GGUF_NAMES | family.gguf_names(config)
+    patterns = family.names("gguf", config)
     if labels:
         config = _classifier(config, len(labels))
         patterns |= {"head.weight": GGUF_HEAD} if config.encoder is None else {}
@@ -187,7 +187,7 @@ def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
     if isinstance(checkpoint, PackedCheckpoint | MergedCheckpoint):
         ignored += checkpoint.zero_biases
     rename = hf_renaming(checkpoint.tensors)
-    patterns = hf_names(config) | family.hf_names(config)
+    patterns = family.names("safetensors", config)
     if labels:
         config = _classifier(config, len(labels))
         score = {"head.weight": "score.weight"}
@@ -213,12 +213,9 @@ def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
 
 def adapter_names(spec: ModelSpec) -> dict[str, NameMap]:
     """By the format of an adapter, where a checkpoint of that format has the model's parameters."""
-    config, family = spec.config, spec.family
-    patterns = {
-        "peft": hf_names(config) | family.hf_names(config),
-        "gguf": GGUF_NAMES | family.gguf_names(config),
-    }
-    return {format: expand(found, config.num_layers) for format, found in patterns.items()}
+    config, names = spec.config, spec.family.names
+    formats = {"peft": "safetensors", "gguf": "gguf"}
+    return {kind: expand(names(format, config), config.num_layers) for kind, format in formats.items()}
 
 
 def _classifier(config: DecoderConfig, num_labels: int) -> DecoderConfig:
@@ -243,7 +240,7 @@ def with_projections(config: DecoderConfig, path: Path) -> tuple[DecoderConfig, 
     encoder = replace(config.encoder, pooling=files.pooling, projections=projections)
     names: dict[str, Pattern] = {}
     for index, (folder, _) in enumerate(files.projections):
-        names |= hf_linear(f"projections.products.{index}", f"{folder}.linear")
+        names |= linear(f"projections.products.{index}", f"{folder}.linear")
     return replace(config, encoder=encoder), names
 
 
