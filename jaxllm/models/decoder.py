@@ -13,19 +13,17 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxllm.models.caches import Cache, PerSlot, Shared, parts_of
-from jaxllm.models.config import DecoderConfig, LayerKind, MixerKind
+from jaxllm.models.config import DecoderConfig, LayerKind, MixerKind, check_parallel
 from jaxllm.models.layers.attention import Attention, MLAttention, QueryScaling
 from jaxllm.models.layers.hands import Hand, LayerHand, Told, is_whole, summed, summing, tap, telling
 from jaxllm.models.layers.host_experts import split_places, with_places
-from jaxllm.models.layers.linear import VocabEmbedding, param
-from jaxllm.models.layers.low_rank import adapter_numbers
+from jaxllm.models.layers.linear import VocabEmbedding, adapter_numbers, param
 from jaxllm.models.layers.mlp import MLP, GatedMLP, PerLayerGate, PerLayerInputs
 from jaxllm.models.layers.moe import DenseBesideMoE, MoE
 from jaxllm.models.layers.norm import LayerNorm, RMSNorm, norm_of_kind
 from jaxllm.models.layers.recurrent import GatedDeltaNet, ShortConv, StateSpaceDual
 from jaxllm.models.layers.rope import Angles, rope_angles
 from jaxllm.models.options import BuildOptions, Stage
-from jaxllm.models.parallel import check_parallel
 from jaxllm.pallas_kernels import LATER, Kernels, Late, Norm, Residual, StepMetadata, with_late
 
 Mixer = Attention | MLAttention | ShortConv | GatedDeltaNet | StateSpaceDual

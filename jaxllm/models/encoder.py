@@ -13,14 +13,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxllm.models.caches import Cache
-from jaxllm.models.config import ClassifierConfig, DecoderConfig, EncoderConfig, Projection
+from jaxllm.models.config import ClassifierConfig, DecoderConfig, EncoderConfig, Projection, check_parallel
 from jaxllm.models.decoder import DecoderLayer, Late, without_padding
 from jaxllm.models.layers.linear import Linear, VocabEmbedding, param
 from jaxllm.models.layers.mlp import ACTIVATIONS
 from jaxllm.models.layers.norm import LayerNorm, norm_of_kind
 from jaxllm.models.layers.rope import Angles, rope_angles
 from jaxllm.models.options import BuildOptions
-from jaxllm.models.parallel import check_parallel
 from jaxllm.pallas_kernels import StepMetadata
 from jaxllm.requests.tasks import Pooling
 

@@ -15,8 +15,10 @@ from jaxllm.errors import CheckpointError, InvalidRequestError, one_line
 from jaxllm.folders import cache_or_temporary, user_folder
 from jaxllm.text.backend import (
     ADDED_TOKEN_FIELDS,
+    TIKTOKEN_FILE,
     add_special_tokens,
     add_stated_tokens,
+    cached_tiktoken_tokenizer,
     load_backend,
     named_extras,
     rust_errors,
@@ -24,7 +26,6 @@ from jaxllm.text.backend import (
 )
 from jaxllm.text.spellings import REPLACEMENT, piece_bytes
 from jaxllm.text.template_process import TemplateProcesses, json_text
-from jaxllm.text.tiktoken_file import TIKTOKEN_FILE, cached_tiktoken_tokenizer
 from jaxllm.weights.fields import FLAG, NULL, TEXT, FieldKind, FieldKinds, check_fields, either, many, shown
 from jaxllm.weights.folder import EOS_FIELDS, gguf_models, model_file, read_generation_config, read_object, read_text
 

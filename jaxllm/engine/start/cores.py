@@ -26,8 +26,7 @@ from jaxllm.engine.start.offload import page_tiers
 from jaxllm.engine.start.plan import Blueprint
 from jaxllm.engine.start.prepared import Prepared
 from jaxllm.engine.start.tokenizer import open_model
-from jaxllm.models.abstract import LiveModel, ModelParts
-from jaxllm.models.registry import adapter_names
+from jaxllm.models.registry import LiveModel, ModelParts, adapter_names
 from jaxllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -47,12 +47,10 @@ from jaxllm.engine.start.platform import Platform
 from jaxllm.engine.start.stages import StagePlan, stage_models
 from jaxllm.engine.start.tokenizer import open_model
 from jaxllm.errors import ConfigError
-from jaxllm.models.abstract import AdaptedModel, abstract_model, adapted_model
 from jaxllm.models.caches import CacheLayout
-from jaxllm.models.config import DecoderConfig
+from jaxllm.models.config import DecoderConfig, check_parallel
 from jaxllm.models.options import AdapterSizes, BuildOptions
-from jaxllm.models.parallel import check_parallel
-from jaxllm.models.registry import ModelSpec, model_spec
+from jaxllm.models.registry import AdaptedModel, ModelSpec, abstract_model, adapted_model, model_spec
 from jaxllm.models.tasks import longest_text
 from jaxllm.pallas_kernels.tpu import most_sequences
 from jaxllm.requests.logits_processors import LogitsProcessor

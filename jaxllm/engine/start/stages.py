@@ -9,12 +9,10 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.core.sizes import held_caches
 from jaxllm.engine.start.memory import weight_bytes
 from jaxllm.errors import ConfigError
-from jaxllm.models.abstract import abstract_model
 from jaxllm.models.caches import CacheLayout, CacheSpec
 from jaxllm.models.config import DecoderConfig
-from jaxllm.models.options import BuildOptions, Stage
-from jaxllm.models.parallel import places_to_part, share_layers
-from jaxllm.models.registry import ModelSpec
+from jaxllm.models.options import BuildOptions, Stage, places_to_part, share_layers
+from jaxllm.models.registry import ModelSpec, abstract_model
 from jaxllm.weights.loader import ParamSpec
 
 

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxllm.models.layers.linear import ColumnLinear, Linear, RowLinear, VocabEmbedding
-from jaxllm.models.layers.low_rank import adapter_uses
+from jaxllm.models.layers.linear import ColumnLinear, Linear, RowLinear, VocabEmbedding, adapter_uses
 from jaxllm.models.layers.norm import RMSNorm
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Late, Norm, Residual, StepMetadata
