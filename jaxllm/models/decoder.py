@@ -66,13 +66,9 @@ class Decoder(nnx.Module):
         )
 
     def __call__(
-        self,
-        tokens: Int[Array, "T"],
-        caches: tuple[Cache, ...],
-        meta: StepMetadata,
-        embeddings: Float[Array, "T E"] | None = None,
-        hands: Sequence[Hand] = (),
-    ) -> tuple[Float[Array, "T E"], tuple[Cache, ...]]:
+        self, tokens: Int[Array, "T"], caches: tuple[Cache, ...], meta: StepMetadata,
+        embeddings: Float[Array, "T E"] | None = None, hands: Sequence[Hand] = (),
+    ) -> tuple[Float[Array, "T E"], tuple[Cache, ...]]:  # fmt: skip
         """The last hidden states of `tokens`, and each layer's cache with what it keeps of them in.
 
         `embeddings` take the place of the rows of the table. A stage of the model takes there what the stage before it
@@ -218,15 +214,9 @@ class DecoderLayer(nnx.Module):
         return x, self.mlp(normed, meta, residual=LATER), cache
 
     def _mix(
-        self,
-        x: Float[Array, "T E"],
-        angles: Angles | None,
-        cache: Cache,
-        meta: StepMetadata,
-        *,
-        norm: Norm | None = None,
-        residual: Residual = None,
-    ) -> tuple[Late, Cache]:
+        self, x: Float[Array, "T E"], angles: Angles | None, cache: Cache, meta: StepMetadata, *,
+        norm: Norm | None = None, residual: Residual = None,
+    ) -> tuple[Late, Cache]:  # fmt: skip
         """What the mixers give of `norm(x)`, added to `residual` if there is one; one with a state keeps that first."""
         parts = (cache,) if len(self.mixers) == 1 else (cache[: self.num_states], cache[self.num_states :])
         kept: Cache = ()

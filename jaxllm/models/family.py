@@ -71,12 +71,9 @@ class Family:
 
 
 def hf_decoder(
-    c: dict[str, Any],
-    *,
-    layers: LayerKind | Iterable[LayerKind] | None = None,
-    attention_bias: bool | None = False,
+    c: dict[str, Any], *, layers: LayerKind | Iterable[LayerKind] | None = None, attention_bias: bool | None = False,
     **differences: Any,
-) -> DecoderConfig:
+) -> DecoderConfig:  # fmt: skip
     """The config by the keys of config.json that most families share, and by what the family reads `differences` from.
 
     Args:
@@ -149,14 +146,9 @@ ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 def hf_rope(
-    c: dict[str, Any],
-    head_dim: int | None = None,
-    *,
-    parameters: dict[str, Any] | None = None,
-    theta: float = 10_000.0,
-    partial: float = 1.0,
-    interleaved: bool = False,
-) -> RopeConfig:
+    c: dict[str, Any], head_dim: int | None = None, *, parameters: dict[str, Any] | None = None,
+    theta: float = 10_000.0, partial: float = 1.0, interleaved: bool = False,
+) -> RopeConfig:  # fmt: skip
     """The rotary embedding of a config.json, old spelling (`rope_theta`, `rope_scaling`) or new (`rope_parameters`).
 
     Args:

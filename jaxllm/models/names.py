@@ -57,14 +57,9 @@ def hf_names(config: DecoderConfig) -> dict[str, Pattern]:
 
 
 def hf_expert_names(
-    config: DecoderConfig,
-    block: str = "model.layers.*.mlp",
-    *,
-    gate: str = "gate_proj",
-    up: str = "up_proj",
-    down: str = "down_proj",
-    shared: str = "shared_experts",
-) -> dict[str, Pattern]:
+    config: DecoderConfig, block: str = "model.layers.*.mlp", *, gate: str = "gate_proj", up: str = "up_proj",
+    down: str = "down_proj", shared: str = "shared_experts",
+) -> dict[str, Pattern]:  # fmt: skip
     """Tensors of the sparse MLP `block`: experts one by one, or stacked as transformers 5 keeps them, or as MXFP4."""
     if config.moe is None:
         return {}

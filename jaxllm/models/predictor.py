@@ -64,12 +64,9 @@ class Predictor(Protocol):
         """The embeddings that it reads."""
 
     def predict(
-        self,
-        embeddings: Float[Array, "T E"],
-        hidden: Float[Array, "T E"],
-        caches: tuple[Cache, ...],
+        self, embeddings: Float[Array, "T E"], hidden: Float[Array, "T E"], caches: tuple[Cache, ...],
         meta: StepMetadata,
-    ) -> Predicted:
+    ) -> Predicted:  # fmt: skip
         """What comes after tokens with these `embeddings`, which are behind those whose states are `hidden`; `meta` has
         the positions of the latter.
         """
@@ -94,12 +91,9 @@ class MTPModule(Decoder):
         self.join = Linear(2 * size, size, options, adaptable=False)
 
     def predict(
-        self,
-        embeddings: Float[Array, "T E"],
-        hidden: Float[Array, "T E"],
-        caches: tuple[Cache, ...],
+        self, embeddings: Float[Array, "T E"], hidden: Float[Array, "T E"], caches: tuple[Cache, ...],
         meta: StepMetadata,
-    ) -> Predicted:
+    ) -> Predicted:  # fmt: skip
         """The hidden states of the module, which take the place of the model's as well, and its pages.
 
         `embeddings` are of the tokens behind those whose states are `hidden`; `meta` has the positions of these.
@@ -235,12 +229,9 @@ class Eagle3Head(Decoder):
         return self.embed(tokens) if self.own_embedding else model.embed(tokens)
 
     def predict(
-        self,
-        embeddings: Float[Array, "T E"],
-        hidden: Float[Array, "T E"],
-        caches: tuple[Cache, ...],
+        self, embeddings: Float[Array, "T E"], hidden: Float[Array, "T E"], caches: tuple[Cache, ...],
         meta: StepMetadata,
-    ) -> Predicted:
+    ) -> Predicted:  # fmt: skip
         """`embeddings` are of the tokens behind those whose states are `hidden`; `meta` has the positions of these."""
         (pages,), (rope,) = caches, self.config.ropes
         angles = rope_angles(rope, meta.positions, meta.rotary_lengths)

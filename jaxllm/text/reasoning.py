@@ -141,10 +141,7 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
     ReasoningFormat("longcat", "<longcat_think>", "</longcat_think>", ("<longcat_think>",)),
     ReasoningFormat("apertus", "<|inner_prefix|>", "<|inner_suffix|>", ("<|inner_prefix|>",)),
     ReasoningFormat(
-        "plamo3",
-        "<|plamo:begin_think:plamo|>",
-        "<|plamo:end_think:plamo|>",
-        ("<|plamo:begin_think:plamo|>",),
+        "plamo3", "<|plamo:begin_think:plamo|>", "<|plamo:end_think:plamo|>", ("<|plamo:begin_think:plamo|>",)
     ),
     ReasoningFormat("kimi", "◁think▷", "◁/think▷", ("◁think▷",)),
     ReasoningFormat("exaone", "<thought>", "</thought>", ("<thought>",), behind="\n\n"),

@@ -41,12 +41,7 @@ _NAMED_TEMPLATE = FieldKind(
 _TEMPLATE_FIELDS: FieldKinds = {"chat_template": either(TEXT, many(_NAMED_TEMPLATE, 64), NULL)}
 """Of chat_template.json."""
 _CONFIG_FIELDS: FieldKinds = (
-    ADDED_TOKEN_FIELDS
-    | _TEMPLATE_FIELDS
-    | {
-        "add_bos_token": either(FLAG, NULL),
-        "add_eos_token": either(FLAG, NULL),
-    }
+    ADDED_TOKEN_FIELDS | _TEMPLATE_FIELDS | {"add_bos_token": either(FLAG, NULL), "add_eos_token": either(FLAG, NULL)}
 )
 """Of tokenizer_config.json."""
 
@@ -73,13 +68,9 @@ class Tokenizer:
     """
 
     def __init__(
-        self,
-        backend: tokenizers.Tokenizer,
-        *,
-        special_tokens: dict[str, str],
-        extra_eos_token_ids: Sequence[int] = (),
+        self, backend: tokenizers.Tokenizer, *, special_tokens: dict[str, str], extra_eos_token_ids: Sequence[int] = (),
         templates: dict[str, str] | None = None,
-    ):
+    ):  # fmt: skip
         self.backend = backend
         self.special_tokens = special_tokens
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
@@ -160,14 +151,9 @@ class Tokenizer:
         return text.encode() if part is None else part
 
     def apply_chat_template(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        **template_kwargs: Any,
-    ) -> str:
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True,
+        continue_final_message: bool = False, chat_template: str | None = None, **template_kwargs: Any,
+    ) -> str:  # fmt: skip
         """Render a chat to the prompt text; encode it with `encode_chat`.
 
         `chat_template` is Jinja source, or the name of one of the checkpoint's templates; without it the checkpoint's
@@ -188,14 +174,9 @@ class Tokenizer:
         return self._template_processes.render(values)
 
     def chat_template_values(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        **template_kwargs: Any,
-    ) -> dict[str, Any]:
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True,
+        continue_final_message: bool = False, chat_template: str | None = None, **template_kwargs: Any,
+    ) -> dict[str, Any]:  # fmt: skip
         """The arguments of `chat_template.render` that `apply_chat_template` comes down to, as JSON values.
 
         Raises InvalidRequestError as that does, without rendering.

@@ -74,13 +74,7 @@ def gpt_oss_from_hf(c: dict[str, Any]) -> DecoderConfig:
     rope = hf_rope(c, theta=GPT_OSS_THETA, parameters=hf_rope_parameters(c, GPT_OSS_ROPE))
     swiglu = ClampedSwiglu(float(c.get("swiglu_alpha", SWIGLU.alpha)), float(c.get("swiglu_limit", SWIGLU.limit)))
     moe = hf_experts(
-        c,
-        "num_local_experts",
-        "intermediate_size",
-        renormalize=True,
-        router_bias=True,
-        expert_bias=True,
-        swiglu=swiglu,
+        c, "num_local_experts", "intermediate_size", renormalize=True, router_bias=True, expert_bias=True, swiglu=swiglu
     )
     layers = [LayerKind(rope, window, sparse=True) for window in hf_windows(c, period=2)]
     return hf_decoder(c, layers=layers, moe=moe, attention_bias=c.get("attention_bias", True), attention_sinks=True)

@@ -65,33 +65,13 @@ class Attention(nnx.Module):
     """Multi-head, grouped-query or multi-query attention with what families add to it."""
 
     def __init__(
-        self,
-        size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        options: BuildOptions,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        chunked: bool = False,
-        softcap: float | None = None,
-        bias: bool = False,
-        qkv_clip: float | None = None,
-        output_bias: bool = False,
-        qk_norm: QKNorm | None = None,
-        qk_norm_rotated: bool = False,
-        norm_eps: float = 1e-6,
-        query_scaling: QueryScaling | None = None,
-        sinks: bool = False,
-        alibi: float | None = None,
-        value_norm: bool = False,
-        keys_are_values: bool = False,
-        has_kv: bool = True,
-        gate: bool = False,
-        causal: bool = True,
-        input_size: int | None = None,
-    ):
+        self, size: int, num_heads: int, num_kv_heads: int, head_dim: int, options: BuildOptions, *,
+        scale: float | None = None, window: int | None = None, chunked: bool = False, softcap: float | None = None,
+        bias: bool = False, qkv_clip: float | None = None, output_bias: bool = False, qk_norm: QKNorm | None = None,
+        qk_norm_rotated: bool = False, norm_eps: float = 1e-6, query_scaling: QueryScaling | None = None,
+        sinks: bool = False, alibi: float | None = None, value_norm: bool = False, keys_are_values: bool = False,
+        has_kv: bool = True, gate: bool = False, causal: bool = True, input_size: int | None = None,
+    ):  # fmt: skip
         """Without `causal` a token sees those behind it too: all of a text is in the step, and nothing is kept.
 
         Without keys and values of its own (`has_kv`) it finds those of an earlier layer in the pages. With `qkv_clip`
@@ -126,15 +106,9 @@ class Attention(nnx.Module):
         self.kernels = options.kernels
 
     def __call__(
-        self,
-        x: Float[Array, "T i"],
-        angles: Angles | None,
-        pages: Pages,
-        meta: StepMetadata,
-        *,
-        norm: Norm | None = None,
-        residual: Residual = None,
-    ) -> tuple[Late, Pages]:
+        self, x: Float[Array, "T i"], angles: Angles | None, pages: Pages, meta: StepMetadata, *,
+        norm: Norm | None = None, residual: Residual = None,
+    ) -> tuple[Late, Pages]:  # fmt: skip
         """Attention of `norm(x)`, added to `residual` if there is one, and the pages with the new keys and values."""
         q, k, v, unsummed = self._heads(x, norm)
         q, gate = (q[:, ::2], q[:, 1::2]) if self.gated else (q, None)
@@ -288,18 +262,9 @@ class MLAttention(nnx.Module):
     """
 
     def __init__(
-        self,
-        size: int,
-        num_heads: int,
-        config: MLAConfig,
-        options: BuildOptions,
-        *,
-        scale: float,
-        norm_eps: float,
-        qkv_bias: bool = False,
-        output_bias: bool = False,
-        query_scaling: QueryScaling | None = None,
-    ):
+        self, size: int, num_heads: int, config: MLAConfig, options: BuildOptions, *, scale: float, norm_eps: float,
+        qkv_bias: bool = False, output_bias: bool = False, query_scaling: QueryScaling | None = None,
+    ):  # fmt: skip
         """`qkv_bias` is one on the products that make latents (`q_a`, `kv_a`), `norm_eps` is of the latents' norms."""
         query_rows = split_rows(num_heads * config.qk_head_dim, options.tp)
         if config.q_lora_rank is None:
@@ -322,15 +287,9 @@ class MLAttention(nnx.Module):
         self.kernels = options.kernels
 
     def __call__(
-        self,
-        x: Float[Array, "T E"],
-        angles: Angles | None,
-        pages: Pages,
-        meta: StepMetadata,
-        *,
-        norm: Norm | None = None,
-        residual: Residual = None,
-    ) -> tuple[Late, Pages]:
+        self, x: Float[Array, "T E"], angles: Angles | None, pages: Pages, meta: StepMetadata, *,
+        norm: Norm | None = None, residual: Residual = None,
+    ) -> tuple[Late, Pages]:  # fmt: skip
         """Attention of `norm(x)`, added to `residual` if there is one, and the pages with the new latents."""
         x = x if norm is None else norm(x)
         queries, latent, kv_b = self._queries(x, meta), self.kv_a(x), self.kv_b.weight.get_value()
@@ -358,13 +317,7 @@ class MLAttention(nnx.Module):
         q = jnp.concatenate([absorbed, rotate(q_rope, angles)], axis=-1)
         with jax.named_scope("paged_attention"):
             out, pages = self.kernels.attention(
-                q,
-                self._keys(latent, angles),
-                None,
-                pages,
-                meta,
-                scale=self.scale,
-                value_dim=config.kv_lora_rank,
+                q, self._keys(latent, angles), None, pages, meta, scale=self.scale, value_dim=config.kv_lora_rank
             )
         return kv_b.expand_heads(out, self.expanded, slice(config.qk_nope_head_dim, None)), pages
 

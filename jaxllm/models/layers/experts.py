@@ -366,15 +366,9 @@ class ExpertLinear(nnx.Module):
     """
 
     def __init__(
-        self,
-        shape: tuple[int, int, int],
-        axes: Axes,
-        options: BuildOptions,
-        layout: Layout | None = None,
-        *,
-        bias: bool = False,
-        host: HostShare | None = None,
-    ):
+        self, shape: tuple[int, int, int], axes: Axes, options: BuildOptions, layout: Layout | None = None, *,
+        bias: bool = False, host: HostShare | None = None,
+    ):  # fmt: skip
         self.weight = weight(shape, options.dtype, axes, layout, host)
         self.axes = axes
         self.bias = param(shape[:2], jnp.float32, axes[:2], layout) if bias else None

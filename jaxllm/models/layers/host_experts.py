@@ -104,13 +104,9 @@ def _pick(which: Bool[Array, "m n"], values: Int[Array, "n"]) -> Int[Array, "m"]
 
 
 def run_in_turns(
-    first: PartlyOnHost,
-    down: PartlyOnHost,
-    places: ExpertPlaces,
-    waiting: Bool[Array, "N"],
-    run: Callable[[ExpertPlaces, Int[Array, "N"]], Float[Array, "P E"]],
-    out: Float[Array, "P E"],
-) -> tuple[Float[Array, "P E"], ExpertPlaces]:
+    first: PartlyOnHost, down: PartlyOnHost, places: ExpertPlaces, waiting: Bool[Array, "N"],
+    run: Callable[[ExpertPlaces, Int[Array, "N"]], Float[Array, "P E"]], out: Float[Array, "P E"],
+) -> tuple[Float[Array, "P E"], ExpertPlaces]:  # fmt: skip
     """`out` with what all experts that are `waiting` add to it, and the places as they are then.
 
     `run` is told which experts the places hold, and the place of each expert: it computes those that have one.

@@ -60,14 +60,9 @@ class AdapterTables(nnx.Module):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        options: BuildOptions,
-        axes: Axes,
-        layout: Layout | None,
+        self, in_features: int, out_features: int, options: BuildOptions, axes: Axes, layout: Layout | None,
         bias: bool = False,
-    ):
+    ):  # fmt: skip
         assert options.adapters is not None, "a model without adapters has no tables of them"
         sizes, dtype = options.adapters, options.dtype
         parts = layout.segments if layout is not None else ()
@@ -108,12 +103,9 @@ def param(shape: tuple[int, ...], dtype: Any, axes: Axes | None = None, layout: 
 
 
 def weight(
-    shape: tuple[int, ...],
-    dtype: Any,
-    axes: Axes | None = None,
-    layout: Layout | None = None,
+    shape: tuple[int, ...], dtype: Any, axes: Axes | None = None, layout: Layout | None = None,
     host: HostShare | None = None,
-) -> nnx.Param:
+) -> nnx.Param:  # fmt: skip
     """A matrix `[*stack, o, i]`, likewise. It is declared dense; what it is kept as is decided when it is loaded.
 
     `host` says what part of a stack is to be in host memory.
@@ -126,16 +118,9 @@ class Linear(nnx.Module):
     """A product with an `[o, i]` weight, and a bias or none; every device does it whole unless `axes` divide it."""
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        options: BuildOptions,
-        bias: bool = False,
-        *,
-        axes: Axes = (None, None),
-        layout: Layout | None = None,
-        adaptable: bool = True,
-    ):
+        self, in_features: int, out_features: int, options: BuildOptions, bias: bool = False, *,
+        axes: Axes = (None, None), layout: Layout | None = None, adaptable: bool = True,
+    ):  # fmt: skip
         """One that is not `adaptable` has no tables of adapters: its weight is not only multiplied by."""
         self.weight = weight((out_features, in_features), options.dtype, axes, layout)
         self.bias = param((out_features,), jnp.float32, axes[:1], layout) if bias else None

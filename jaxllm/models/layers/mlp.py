@@ -53,14 +53,9 @@ class GatedMLP(nnx.Module):
     """`down(act(gate_scale * gate(x)) * up(x))`, gate and up in one product (Shazeer 2020, arXiv:2002.05202)."""
 
     def __init__(
-        self,
-        size: int,
-        hidden: int,
-        activation: str,
-        options: BuildOptions,
-        bias: bool = False,
+        self, size: int, hidden: int, activation: str, options: BuildOptions, bias: bool = False,
         gate_scale: float = 1.0,
-    ):
+    ):  # fmt: skip
         half = Segment(hidden, options.tp)
         self.gate_up = ColumnLinear(size, Layout((half, half), options.tp), options, bias)
         self.down = RowLinear(hidden, size, options, bias)
@@ -68,12 +63,7 @@ class GatedMLP(nnx.Module):
         self.gate_scale = gate_scale
 
     def __call__(
-        self,
-        x: Float[Array, "T E"],
-        meta: StepMetadata,
-        *,
-        norm: Norm | None = None,
-        residual: Residual = None,
+        self, x: Float[Array, "T E"], meta: StepMetadata, *, norm: Norm | None = None, residual: Residual = None
     ) -> Late:
         """The block of `norm(x)`, added to `residual` if there is one."""
         if tensor_size() == 1:
@@ -91,11 +81,7 @@ class GatedMLP(nnx.Module):
         return self.down.partial(gated(self.gate_up(x), self.activation, self.gate_scale))
 
     def _at_once(
-        self,
-        x: Float[Array, "T E"],
-        norm: Norm | None = None,
-        residual: Residual = None,
-        dtype: Any = jnp.float32,
+        self, x: Float[Array, "T E"], norm: Norm | None = None, residual: Residual = None, dtype: Any = jnp.float32
     ) -> Late | None:
         """This device's part by one kernel, where there is one."""
         first, second = self.gate_up, self.down
@@ -117,12 +103,7 @@ class MLP(nnx.Module):
         self.activation = activation
 
     def __call__(
-        self,
-        x: Float[Array, "T E"],
-        meta: StepMetadata,
-        *,
-        norm: Norm | None = None,
-        residual: Residual = None,
+        self, x: Float[Array, "T E"], meta: StepMetadata, *, norm: Norm | None = None, residual: Residual = None
     ) -> Late:
         """The block of `norm(x)`, added to `residual` if there is one."""
         up = self.up(x, norm).astype(jnp.float32)

@@ -51,13 +51,9 @@ class MoE(nnx.Module):
         self.config = config
 
     def __call__(
-        self,
-        x: Float[Array, "T E"],
-        meta: StepMetadata,
-        *,
-        norm: Norm | None = None,
+        self, x: Float[Array, "T E"], meta: StepMetadata, *, norm: Norm | None = None,
         residual: Float[Array, "T E"] | None = None,
-    ) -> Float[Array, "T E"]:
+    ) -> Float[Array, "T E"]:  # fmt: skip
         """The layer's output, added to `residual` if there is one. Padding visits no expert: it costs no weights."""
         before, x = x, x if norm is None else norm(x)
         out = self._mixed(x, meta, before)
@@ -126,12 +122,7 @@ class DenseBesideMoE(nnx.Module):
         self.moe_post_norm = RMSNorm(size, norm_eps, options.kernels)
 
     def __call__(
-        self,
-        x: Float[Array, "T E"],
-        meta: StepMetadata,
-        *,
-        norm: Norm | None = None,
-        residual: Residual = None,
+        self, x: Float[Array, "T E"], meta: StepMetadata, *, norm: Norm | None = None, residual: Residual = None
     ) -> Float[Array, "T E"]:
         """Both blocks of `x`, added to `residual` if there is one; `norm` is the dense one's."""
         dense = self.dense_post_norm(self.dense(x, meta, norm=norm))

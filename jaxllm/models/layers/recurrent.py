@@ -50,15 +50,9 @@ class ShortConv(nnx.Module):
         self.causal_conv = options.kernels.causal_conv
 
     def __call__(
-        self,
-        x: Float[Array, "T E"],
-        angles: Angles | None,
-        cache: Cache,
-        meta: StepMetadata,
-        *,
-        norm: Norm | None = None,
-        residual: Residual = None,
-    ) -> tuple[Late, Cache]:
+        self, x: Float[Array, "T E"], angles: Angles | None, cache: Cache, meta: StepMetadata, *,
+        norm: Norm | None = None, residual: Residual = None,
+    ) -> tuple[Late, Cache]:  # fmt: skip
         """The block of `norm(x)`, added to `residual` if there is one, and the state after it; `angles` say nothing."""
         gate_in, gate_out, x = self.input.segments(x, norm)
         bias = None if self.bias is None else self.bias[...]
@@ -115,15 +109,9 @@ class GatedDeltaNet(nnx.Module):
         self.kernels = options.kernels
 
     def __call__(
-        self,
-        x: Float[Array, "T E"],
-        angles: Angles | None,
-        cache: Cache,
-        meta: StepMetadata,
-        *,
-        norm: Norm | None = None,
-        residual: Residual = None,
-    ) -> tuple[Late, Cache]:
+        self, x: Float[Array, "T E"], angles: Angles | None, cache: Cache, meta: StepMetadata, *,
+        norm: Norm | None = None, residual: Residual = None,
+    ) -> tuple[Late, Cache]:  # fmt: skip
         """The block of `norm(x)`, added to `residual` if there is one, and the state after it; `angles` say nothing."""
         inputs, matrices = cache
         qkv = jnp.concatenate(self.qkv.segments(x, norm), axis=-1)
@@ -225,15 +213,9 @@ class StateSpaceDual(nnx.Module):
         self.kernels = options.kernels
 
     def __call__(
-        self,
-        x: Float[Array, "T E"],
-        angles: Angles | None,
-        cache: Cache,
-        meta: StepMetadata,
-        *,
-        norm: Norm | None = None,
-        residual: Residual = None,
-    ) -> tuple[Late, Cache]:
+        self, x: Float[Array, "T E"], angles: Angles | None, cache: Cache, meta: StepMetadata, *,
+        norm: Norm | None = None, residual: Residual = None,
+    ) -> tuple[Late, Cache]:  # fmt: skip
         """The layer of `norm(x)`, added to `residual` if there is one, and the state after it; `angles` say nothing."""
         parts = zip([*self.input.segments(x, norm), self.dt(x, norm)], self.config.scales, strict=True)
         z, *convolved, dt = (part if scale == 1.0 else (part * scale).astype(part.dtype) for part, scale in parts)
