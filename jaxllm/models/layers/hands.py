@@ -1,7 +1,7 @@
-"""What something beside the model does to it while it is traced: recording, steering, patching, adapters.
+"""Hands in a model while it is traced: recording, steering, patching, adapters.
 
 A model knows that there may be hands in it, and not whose. A `Hand` sees the whole stack of layers, a `LayerHand` one
-of them. Layers are jitted, and traced once for all that are alike: so what a hand tells a layer is data, and a step
+of them. Layers are jitted and traced once for all that are alike, so a hand tells a layer things as data. A step
 without hands is traced without any of this.
 """
 
@@ -95,31 +95,29 @@ def told() -> Told:
     return found
 
 
-def _hands() -> Sequence[LayerHand]:
-    found = _told.get()
-    return () if found is None else found.hands
-
-
 def is_whole() -> bool:
     """Whether the layer that is traced must leave its whole output, because of some hand in it."""
-    return any(hand.whole for hand in _hands())
+    found = _told.get()
+    return found is not None and any(hand.whole for hand in found.hands)
 
 
 def tap(point: str, value: jax.Array | Callable[[], jax.Array]) -> None:
     """Show the hands an activation of the layer that is traced; a function is called where one wants it."""
-    for hand in _hands():
+    found = _told.get()
+    for hand in found.hands if found is not None else ():
         hand.tap(point, value if callable(value) else lambda: value)
 
 
 def summed(point: str, product: Product, residual: Float[Array, "T E"]) -> Float[Array, "T E"]:
     """`product(residual)`; what the product adds is the activation `point`."""
-    for hand in _hands():
-        product = _through(hand, point, product)
+
+    def through(hand: LayerHand, inner: Product) -> Product:
+        return lambda residual: inner(None) if residual is None else hand.add(point, inner, residual)
+
+    found = _told.get()
+    for hand in found.hands if found is not None else ():
+        product = through(hand, product)
     return product(residual)
-
-
-def _through(hand: LayerHand, point: str, product: Product) -> Product:
-    return lambda residual: product(None) if residual is None else hand.add(point, product, residual)
 
 
 @contextmanager

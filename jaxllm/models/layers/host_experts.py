@@ -158,7 +158,7 @@ def forgotten(caches: Any) -> Any:
 
 
 def split_places(caches: Sequence[Cache]) -> tuple[list[Cache], list[ExpertPlaces | None]]:
-    """What each layer keeps of tokens, and its places where it has any: those come last in its cache."""
+    """Each layer's cache without its places, and those where it has any: they come last in its cache."""
     places = [cache[-1] if cache and isinstance(cache[-1], ExpertPlaces) else None for cache in caches]
     own = [cache if there is None else cache[:-1] for cache, there in zip(caches, places, strict=True)]
     return own, places
@@ -166,8 +166,7 @@ def split_places(caches: Sequence[Cache]) -> tuple[list[Cache], list[ExpertPlace
 
 def with_places(caches: Sequence[Cache], places: Sequence[ExpertPlaces | None]) -> tuple[Cache, ...]:
     """The two put together again."""
-    pairs = zip(caches, places, strict=True)
-    return tuple(tuple(cache) if there is None else (*cache, there) for cache, there in pairs)
+    return tuple((*cache,) if there is None else (*cache, there) for cache, there in zip(caches, places, strict=True))
 
 
 def layer_places() -> Told:

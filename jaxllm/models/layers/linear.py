@@ -64,9 +64,8 @@ class AdapterTables(nnx.Module):
         bias: bool = False,
     ):  # fmt: skip
         assert options.adapters is not None, "a model without adapters has no tables of them"
-        sizes, dtype = options.adapters, options.dtype
-        parts = layout.segments if layout is not None else ()
-        places, rank, num_parts = sizes.places, sizes.rank, max(1, len(parts))
+        places, rank, dtype = options.adapters.places, options.adapters.rank, options.dtype
+        num_parts = max(1, len(layout.segments)) if layout is not None else 1
         self.a = _table((places, num_parts * rank, in_features), dtype, (None, None, axes[1]))
         self.b = _table((places, rank, out_features), dtype, (None, None, axes[0]), layout)
         self.gain = _table((places, out_features), dtype, (None, axes[0]), layout)
@@ -76,7 +75,7 @@ class AdapterTables(nnx.Module):
 
     @property
     def arrays(self) -> AdapterArrays:
-        """As they are now: what kernels take."""
+        """The tables as they are now, which kernels take."""
         return AdapterArrays(self.a[...], self.b[...], self.gain[...], self.ranks[...])
 
     def biases(self) -> Float[Array, "T o"]:

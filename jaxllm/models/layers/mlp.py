@@ -66,17 +66,14 @@ class GatedMLP(nnx.Module):
         self, x: Float[Array, "T E"], meta: StepMetadata, *, norm: Norm | None = None, residual: Residual = None
     ) -> Late:
         """The block of `norm(x)`, added to `residual` if there is one."""
-        if tensor_size() == 1:
-            out = self._at_once(x, norm, residual, x.dtype)
-            if out is not None:
-                return out
+        if tensor_size() == 1 and (out := self._at_once(x, norm, residual, x.dtype)) is not None:
+            return out
         between = gated(self.gate_up(x, norm), self.activation, self.gate_scale)
         return self.down(between.astype(x.dtype), residual=residual)
 
     def partial(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
         """This device's part of the output, in float32."""
-        out = self._at_once(x)
-        if out is not None:
+        if (out := self._at_once(x)) is not None:
             return out
         return self.down.partial(gated(self.gate_up(x), self.activation, self.gate_scale))
 

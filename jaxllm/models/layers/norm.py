@@ -33,16 +33,13 @@ class RMSNorm(nnx.Module):
         return RootMeanSquare(self.weight[...], self.eps, self.kernels.normalise)
 
 
-class UnitRMSNorm(nnx.Module):
+class UnitRMSNorm(RMSNorm):
     """`RootMeanSquare` without a weight."""
 
     def __init__(self, size: int, eps: float, kernels: Kernels):
         self.size = size
         self.eps = eps
         self.kernels = kernels
-
-    def __call__(self, x: Float[Array, "... n"]) -> Float[Array, "... n"]:
-        return self.traced(x)
 
     @property
     def traced(self) -> Norm:
@@ -119,9 +116,7 @@ class LayerNorm(nnx.Module):
 
 def norm_of_kind(kind: str, size: int, eps: float, kernels: Kernels) -> RMSNorm | LayerNorm:
     """The norm that a config's `norm` names: "rms", "layer" or "layer_unbiased"."""
-    if kind == "rms":
-        return RMSNorm(size, eps, kernels)
-    return LayerNorm(size, eps, kernels, bias=kind == "layer")
+    return RMSNorm(size, eps, kernels) if kind == "rms" else LayerNorm(size, eps, kernels, bias=kind == "layer")
 
 
 class HeadLayerNorms(nnx.Module):
