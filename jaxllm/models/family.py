@@ -120,8 +120,7 @@ def scaled_length(stated: int, layers: tuple[LayerKind, ...]) -> int:
     YaRN's is `factor` times the original length, which is the stated one unless the config has another. Linear and
     dynamic scaling's is `factor` times the stated one. The other kinds state the scaled length.
 
-    Raises:
-        CheckpointError: it is not a length.
+    Raises CheckpointError if it is not a length.
     """
     rope = next((layer.rope for layer in layers if layer.rope is not None), None)
     if rope is None or rope.kind not in ("linear", "dynamic", "yarn"):
@@ -156,8 +155,7 @@ def hf_rope(
         parameters: the entry to read where `c` holds one a layer type.
         theta, partial: the family's defaults for `rope_theta` and `partial_rotary_factor`.
 
-    Raises:
-        CheckpointError: the kind of scaling is unknown.
+    Raises CheckpointError if the kind of scaling is unknown.
     """
     head_dim, given = head_dim or hf_head_dim(c), parameters or hf_rope_parameters(c)
     kind = given.get("rope_type") or given.get("type") or "default"

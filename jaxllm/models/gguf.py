@@ -69,8 +69,7 @@ class GgufFile:
     def by_layer(self, key: str) -> list[Any]:
         """A key's value in each layer, whether the file has one for all or one for each.
 
-        Raises:
-            CheckpointError: there are more or fewer, or one is not as it must be.
+        Raises CheckpointError if there are more or fewer, or one is not as it must be.
         """
         name, count = f"{self.architecture}.{key}", self("block_count")
         value = self._all[name]
@@ -229,8 +228,7 @@ def rope_scaling(file: GgufFile, mscales: Callable[[float], dict[str, float]] | 
     `mscales` makes two keys of config.json of `yarn_log_multiplier`: what part of YaRN's factor is on the logits and
     not on cosine and sine. Without it, files of the architecture have no such key.
 
-    Raises:
-        CheckpointError: the kind of scaling is unknown, or one of its keys has a value that is not supported.
+    Raises CheckpointError if the kind of scaling is unknown, or one of its keys has a value that is not supported.
     """
     kind = file("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn", "longrope"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxllm.errors import CheckpointError
@@ -19,6 +19,7 @@ from jaxllm.weights.fields import (
     one_of,
     real,
     several,
+    shown,
     whole,
 )
 from jaxllm.weights.folder import EOS_FIELDS
@@ -177,3 +178,10 @@ def check_hf(c: dict[str, Any], layer_types: Sequence[str] = LAYER_TYPES, fields
     for name in ("layer_types", "mlp_layer_types", "no_rope_layers"):
         if c.get(name) and len(c[name]) != layers:
             raise CheckpointError(f"{name} has {len(c[name])} entries; accepted is one for each of {layers} layers")
+
+
+def check_only(c: dict[str, Any], only: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises CheckpointError where a key has another value than the accepted ones, of which it names the last."""
+    for key, accepted in only.items():
+        if c.get(key) not in accepted:
+            raise CheckpointError(f"{key} is {shown(c[key])}; accepted is {shown(accepted[-1])}")

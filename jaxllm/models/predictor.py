@@ -16,7 +16,7 @@ from jaxllm.models.caches import Cache
 from jaxllm.models.config import DecoderConfig, check_decoder
 from jaxllm.models.decoder import Decoder, without_padding
 from jaxllm.models.families import llama
-from jaxllm.models.hf_fields import check_hf
+from jaxllm.models.hf_fields import check_hf, check_only
 from jaxllm.models.layers.attention import Attention
 from jaxllm.models.layers.linear import Linear, VocabEmbedding, param
 from jaxllm.models.layers.mlp import GatedMLP
@@ -53,29 +53,33 @@ class Predicted(NamedTuple):
     caches: tuple[Cache, ...]
 
 
-@runtime_checkable
-class Predictor(Protocol):
-    """A module that drafts."""
+class Predictor(Decoder):
+    """A module that drafts. Unless it does otherwise, it has the model's states, embeddings and head."""
 
     def read(self, states: Float[Array, "T n"]) -> Float[Array, "T E"]:
         """What it makes of the model's states of some tokens; it is kept until the token after each is known."""
+        return states
 
     def embed_for(self, model: Decoder, tokens: jax.Array) -> Float[Array, "T E"]:
         """The embeddings that it reads."""
+        return model.embed(tokens)
 
     def predict(
         self, embeddings: Float[Array, "T E"], hidden: Float[Array, "T E"], caches: tuple[Cache, ...],
         meta: StepMetadata,
     ) -> Predicted:  # fmt: skip
-        """What comes after tokens with these `embeddings`, which are behind those whose states are `hidden`; `meta` has
-        the positions of the latter.
+        """What comes after tokens with these `embeddings`.
+
+        They come after those whose states are `hidden`; `meta` has the positions of the latter.
         """
+        raise NotImplementedError
 
     def head_for(self, model: Decoder) -> Head:
         """What scores all tokens of the model's vocabulary."""
+        return model
 
 
-class MTPModule(Decoder):
+class MTPModule(Predictor):
     """`norm(layer(join(norm(embedding), norm(hidden))))`: the hidden state that the head reads, and that can take the
     place of the model's for the token after it.
 
@@ -94,26 +98,11 @@ class MTPModule(Decoder):
         self, embeddings: Float[Array, "T E"], hidden: Float[Array, "T E"], caches: tuple[Cache, ...],
         meta: StepMetadata,
     ) -> Predicted:  # fmt: skip
-        """The hidden states of the module, which take the place of the model's as well, and its pages.
-
-        `embeddings` are of the tokens behind those whose states are `hidden`; `meta` has the positions of these.
-        """
+        """The hidden states of the module, which take the place of the model's as well, and its pages."""
         both = [self.token_norm(embeddings), self.hidden_norm(hidden.astype(embeddings.dtype))]
         joined = self.join(jnp.concatenate(both, axis=-1).astype(embeddings.dtype))
         found, kept = self(meta.positions, caches, meta, joined)
         return Predicted(found, found, kept)
-
-    def read(self, states: Float[Array, "T E"]) -> Float[Array, "T E"]:
-        """The model's hidden states, as they are."""
-        return states
-
-    def embed_for(self, model: Decoder, tokens: Int[Array, "T"]) -> Float[Array, "T E"]:
-        """The model's embeddings."""
-        return model.embed(tokens)
-
-    def head_for(self, model: Decoder) -> Head:
-        """The model's own."""
-        return model
 
 
 @dataclass(frozen=True)
@@ -128,8 +117,7 @@ class MTPSpec(ModelSpec):
 def mtp_spec(checkpoint: Checkpoint, spec: ModelSpec) -> MTPSpec:
     """The module that a checkpoint has beside its model.
 
-    Raises:
-        CheckpointError: it has none, or one that is made otherwise.
+    Raises CheckpointError if it has none, or one that is made otherwise.
     """
     family, config = spec.family, spec.config
     if family.mtp_names is None or checkpoint.format != "safetensors":
@@ -198,7 +186,6 @@ class Eagle3Layer(nnx.Module):
         self, embeddings: Float[Array, "T E"], hidden: Float[Array, "T E"], angles: Angles, pages: Any,
         meta: StepMetadata,
     ) -> tuple[Float[Array, "T E"], Any]:  # fmt: skip
-        """The state behind it, and its pages."""
         normed = self.hidden_norm(hidden)
         both = jnp.concatenate([self.attention_norm(embeddings), normed], axis=-1)
         residual = normed if self.norm_before_residual else hidden
@@ -206,8 +193,13 @@ class Eagle3Layer(nnx.Module):
         return self.mlp(x, meta, norm=self.mlp_norm.traced, residual=x), pages
 
 
-class Eagle3Head(Decoder):
-    """Its layer's state behind each token is normed for its output head, and is the next token's state."""
+class Eagle3Head(Predictor):
+    """A layer that was trained to say what a given model will say next (EAGLE-3, arXiv:2503.01840).
+
+    It reads states from between the model's layers, joined by a product to one of its own size, and the embedding of
+    the token after them. Its layer's state is normed for its output head, and is the next token's state. Its output
+    head has the most frequent tokens alone. Checkpoints are as SpecForge and others publish them, or as speculators.
+    """
 
     def __init__(self, config: DecoderConfig, eagle: Eagle3Config, options: BuildOptions):
         super().__init__(config, options)
@@ -221,18 +213,15 @@ class Eagle3Head(Decoder):
         self.own_embedding = eagle.own_embedding
 
     def read(self, states: Float[Array, "T n"]) -> Float[Array, "T E"]:
-        """What it makes of the model's states, side by side."""
         return self.join(states)
 
     def embed_for(self, model: Decoder, tokens: Int[Array, "T"]) -> Float[Array, "T E"]:
-        """The rows of its own table, or of the model's."""
         return self.embed(tokens) if self.own_embedding else model.embed(tokens)
 
     def predict(
         self, embeddings: Float[Array, "T E"], hidden: Float[Array, "T E"], caches: tuple[Cache, ...],
         meta: StepMetadata,
     ) -> Predicted:  # fmt: skip
-        """`embeddings` are of the tokens behind those whose states are `hidden`; `meta` has the positions of these."""
         (pages,), (rope,) = caches, self.config.ropes
         angles = rope_angles(rope, meta.positions, meta.rotary_lengths)
         hidden = without_padding(hidden.astype(embeddings.dtype), meta, self.kernels)
@@ -241,7 +230,6 @@ class Eagle3Head(Decoder):
         return Predicted(self.norm(state), state, (pages,))
 
     def head_for(self, model: Decoder) -> Head:
-        """Scores of all the model's tokens."""
         return self if self.targets is None else _ReducedHead(self, model.config.num_outputs)
 
 
@@ -259,12 +247,10 @@ class _ReducedHead:
         return self._head.kernels
 
     def most_likely(self, hidden: Any) -> Any:
-        """As `Decoder.most_likely`."""
         found = self._head.most_likely(hidden)
         return None if found is None else self._targets[found]
 
     def logits(self, hidden: Any) -> Any:
-        """As `Decoder.logits`."""
         scores = self._head.logits(hidden)
         everything = jnp.full((len(scores), self._vocab_size), -jnp.inf, scores.dtype)
         return everything.at[:, self._targets].set(scores)
@@ -287,11 +273,12 @@ FIELDS: FieldKinds = {
     "norm_before_residual": either(FLAG, NULL),
     LAYER_IDS: either(_LAYERS, NULL),
 }
-OTHERWISE = {
-    "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
-    "use_mtp_layernorm": False, "norm_before_fc": False, "fc_norm": False, "parallel_draft_step": 1,
+OTHERWISE: dict[str, tuple[Any, ...]] = {
+    "use_aux_hidden_state": (None, True), "use_input_layernorm_in_first_layer": (None, True),
+    "use_last_layernorm": (None, True), "use_mtp_layernorm": (None, False), "norm_before_fc": (None, False),
+    "fc_norm": (None, False), "parallel_draft_step": (None, 1),
 }  # fmt: skip
-"""What some heads do otherwise, by keys of `eagle_config` or of the file itself, and what is supported."""
+"""Keys of `eagle_config` or of the file itself that some heads have other values of than the supported ones."""
 
 
 @dataclass(frozen=True)
@@ -319,14 +306,13 @@ def names_a_head(c: dict[str, Any]) -> bool:
 def eagle3_spec(checkpoint: Checkpoint, model: DecoderConfig) -> Eagle3Spec:
     """The head of a checkpoint, which is to draft for `model`.
 
-    Raises:
-        CheckpointError: it is no such head, one that is made otherwise, or one for another model.
+    Raises CheckpointError if it is no such head, one that is made otherwise, or one for another model.
     """
     with read_of(checkpoint.path, "its config.json has no"):
-        return _spec(checkpoint, model)
+        return _eagle3_spec(checkpoint, model)
 
 
-def _spec(checkpoint: Checkpoint, model: DecoderConfig) -> Eagle3Spec:
+def _eagle3_spec(checkpoint: Checkpoint, model: DecoderConfig) -> Eagle3Spec:
     if checkpoint.format != "safetensors":
         raise CheckpointError(f"is in the format {checkpoint.format}; accepted is an EAGLE-3 head in safetensors")
     c, tensors = _flat(checkpoint.config), checkpoint.tensors
@@ -361,10 +347,7 @@ def _flat(c: dict[str, Any]) -> dict[str, Any]:
         c = {"norm_before_residual": True} | c["transformer_layer_config"] | c
     if c.get("model_type", "llama") not in ("llama", "eagle3"):
         raise CheckpointError(f"model_type is {shown(c['model_type'])}; accepted is llama")
-    stated = c | (c.get("eagle_config") or {})
-    for key, accepted in OTHERWISE.items():
-        if stated.get(key) not in (None, accepted):
-            raise CheckpointError(f"{key} is {shown(stated[key])}; accepted is {shown(accepted)}")
+    check_only(c | (c.get("eagle_config") or {}), OTHERWISE)
     check_hf(c, llama.LLAMA.layer_types, llama.LLAMA.fields)
     if c["num_hidden_layers"] != 1:
         raise CheckpointError(f"num_hidden_layers is {shown(c['num_hidden_layers'])}; accepted is 1")
@@ -372,10 +355,9 @@ def _flat(c: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layers(c: dict[str, Any], count: int) -> tuple[int, ...]:
-    """In front of which layers of the model the states are that a head reads.
+    """The layers of the model before which a head reads states.
 
-    The file's own key names these layers, as vLLM reads it, and the one in `eagle_config` those before them, as
-    SpecForge writes it.
+    The file's own key names these, as vLLM reads it; the one in `eagle_config` the ones before, as SpecForge writes it.
     """
     nested = c.get("eagle_config") or {}
     check_fields(nested, {LAYER_IDS: FIELDS[LAYER_IDS]}, "eagle_config.")

@@ -112,8 +112,7 @@ def read_of(path: Path, lacks: str) -> Iterator[None]:
 def model_spec(checkpoint: Checkpoint) -> ModelSpec:
     """Find the family of a checkpoint and parse its config.
 
-    Raises:
-        CheckpointError: the architecture is unknown (the supported ones are named), or its config lacks a key.
+    Raises CheckpointError if the architecture is unknown (the supported ones are named), or its config lacks a key.
     """
     if isinstance(checkpoint, SavedCheckpoint):
         return _saved_spec(checkpoint)
@@ -234,8 +233,7 @@ def _classifier(config: DecoderConfig, num_labels: int) -> DecoderConfig:
 def with_projections(config: DecoderConfig, path: Path) -> tuple[DecoderConfig, dict[str, Pattern]]:
     """The same model with the Dense modules that sentence-transformers' files put behind it, and their tensors.
 
-    Raises:
-        CheckpointError: it is no encoder.
+    Raises CheckpointError if it is no encoder.
     """
     files = read_sentence_files(path)
     if not files.projections:
@@ -313,8 +311,7 @@ def abstract_model(
 
     `kinds` says what each weight is kept as: one kind, or one a segment; without it all are dense, as declared.
 
-    Raises:
-        CheckpointError: a shard would part numbers that a kind stores together.
+    Raises CheckpointError if a shard would part numbers that a kind stores together.
     """
     model = spec.build(options)
     _, state = nnx.split(model)

@@ -67,8 +67,7 @@ def read_tasks(checkpoint: Checkpoint, encodes: bool = False) -> ModelTasks:
 
     `encodes` says that its model is an encoder, whose texts are pooled by the mean where no file says how.
 
-    Raises:
-        CheckpointError: it is an embedding model with a step that is not supported.
+    Raises CheckpointError if it is an embedding model with a step that is not supported.
     """
     if checkpoint.format == "orbax":
         try:
@@ -187,8 +186,7 @@ class SentenceFiles:
 def read_sentence_files(path: Path) -> SentenceFiles:
     """Of the directory of a checkpoint.
 
-    Raises:
-        CheckpointError: a file says something that is not supported; it is named.
+    Raises CheckpointError if a file says something that is not supported; it is named.
     """
     modules = sentence_modules(path)
     kinds = tuple(module.kind for module in modules)

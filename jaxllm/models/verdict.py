@@ -85,8 +85,7 @@ class ConfigFile:
 def verdict(path: Path) -> Verdict:
     """Of a config.json, a folder with one, or a GGUF file. Weights are not read.
 
-    Raises:
-        CheckpointError: there is none of these, or it cannot be read.
+    Raises CheckpointError if there is none of these, or it cannot be read.
     """
     checkpoint = _opened(path)
     try:

@@ -78,8 +78,7 @@ class _Steps(msgspec.Struct):
 def load_backend(folder: Path) -> tokenizers.Tokenizer:
     """The tokenizer of a folder, without truncation or padding, and tried once on a text.
 
-    Raises:
-        CheckpointError: it is missing, corrupt, or cannot encode and decode a text.
+    Raises CheckpointError if it is missing, corrupt, or cannot encode and decode a text.
     """
     text, file = read_text(folder, "tokenizer.json"), folder / "tokenizer.json"
     with rust_errors(CheckpointError, f"{file}: "):
@@ -140,8 +139,7 @@ def add_stated_tokens(
     leaves them out. Ids are the next free ones, in the order of those that the files state. Tokens for which a model
     of `rows` embeddings has none are not added.
 
-    Raises:
-        CheckpointError: the tokenizer refuses one, or added_tokens.json is not of ids by tokens.
+    Raises CheckpointError if the tokenizer refuses one, or added_tokens.json is not of ids by tokens.
     """
     stated = config.get("added_tokens_decoder")
     if stated is not None:
@@ -219,8 +217,7 @@ def cached_tiktoken_tokenizer(folder: Path, cache_dir: Path) -> Path:
 
     The key is a hash of what it is made of.
 
-    Raises:
-        CheckpointError: a file is corrupt, or the tokenizer is none that this file knows the code of.
+    Raises CheckpointError if a file is corrupt, or the tokenizer is none that this file knows the code of.
     """
     digest = hashlib.sha256()
     for name in (TIKTOKEN_FILE, *_BESIDE):
@@ -276,8 +273,7 @@ def _check_code(folder: Path, config: Mapping[str, Any]) -> None:
 def read_ranks(folder: Path) -> dict[bytes, int]:
     """The tokens of a folder's tiktoken.model and their ranks, which are 0, 1, … and their ids.
 
-    Raises:
-        CheckpointError: a line is no token and rank, a token or rank is there twice or missing.
+    Raises CheckpointError if a line is no token and rank, a token or rank is there twice or missing.
     """
     file, ranks = folder / TIKTOKEN_FILE, dict[bytes, int]()
     for number, line in enumerate(read_text(folder, TIKTOKEN_FILE).splitlines(), 1):

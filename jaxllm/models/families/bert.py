@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import ClassifierConfig, DecoderConfig, EncoderConfig, LayerKind
 from jaxllm.models.family import Family, hf_decoder, hf_rope
 from jaxllm.models.gguf import ABSENT, GgufFile, optional, rows
-from jaxllm.models.hf_fields import LAYER_TYPES
+from jaxllm.models.hf_fields import LAYER_TYPES, check_only
 from jaxllm.models.names import ENCODER_NAMES, in_layers, linear
 from jaxllm.models.tasks import GGUF_HEAD
 from jaxllm.weights.fields import shown
@@ -19,13 +18,6 @@ BERT_LAYERS: dict[str, Any] = {"pre_norms": False, "post_norms": True, "tie_word
 """Norms come after the residual sums."""
 UNUSED = ("*position_ids", "*token_type_ids", "*pooler.*", "cls.*", "lm_head.*", "*.contact_head.*")
 """Heads of the training, and the pooler of a model that does not classify."""
-
-
-def _check_only(c: dict[str, Any], only: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises CheckpointError where a key has another value than the accepted ones, of which it names the last."""
-    for key, accepted in only.items():
-        if c.get(key) not in accepted:
-            raise CheckpointError(f"{key} is {shown(c[key])}; accepted is {shown(accepted[-1])}")
 
 
 def _either(path: str, first: str, second: str, kinds: tuple[str, str] = ("weight", "bias")) -> dict[str, Pattern]:
@@ -47,7 +39,7 @@ def roberta_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 
 def _bert(c: dict[str, Any], first_position: int) -> DecoderConfig:
-    _check_only(c, {"is_decoder": (None, False), "position_embedding_type": (None, "absolute")})
+    check_only(c, {"is_decoder": (None, False), "position_embedding_type": (None, "absolute")})
     positions = c.get("max_position_embeddings", 512)
     encoder = EncoderConfig(
         positions=positions,
@@ -136,7 +128,7 @@ _NOMIC_BERT_ONLY: dict[str, tuple[Any, ...]] = {
 
 def nomic_bert_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """A layer is BERT's but for its MLP and its positions."""
-    _check_only(c, _NOMIC_BERT_ONLY)
+    check_only(c, _NOMIC_BERT_ONLY)
     c = {new: c[old] for old, new in _FIRST_KEYS.items() if old in c} | c
     token_types = c.get("type_vocab_size", 2)
     return hf_decoder(

@@ -22,8 +22,7 @@ from jaxllm.weights.names import AnyOf, Pattern, Source, without_middle_axis
 def hf_time_step_limits(c: dict[str, Any]) -> dict[str, Any]:
     """What `time_step_limit` keeps a step's length within; transformers writes infinity as an object.
 
-    Raises:
-        CheckpointError: it is not two numbers in their order.
+    Raises CheckpointError if it is not two numbers in their order.
     """
     given = c.get("time_step_limit")
     if given is None:

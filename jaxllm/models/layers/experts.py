@@ -65,8 +65,7 @@ class MoEConfig:
         Llama 4                          sigmoid, scale_inputs
         Gemma 4                          softmax, renormalize, expert_scale, beside_dense
 
-    Raises:
-        CheckpointError: groups or top_k that the experts do not allow.
+    Raises CheckpointError for groups or top_k that the experts do not allow.
     """
 
     num_experts: int
