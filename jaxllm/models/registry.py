@@ -68,8 +68,7 @@ IGNORED_TENSORS: tuple[str, ...] = (
 )  # fmt: skip
 """Tensors that say nothing the config does not, or something of quantized keys and values: those are scaled by row.
 
-Those of ERNIE's, Nemotron's and Qwen's modules that predict further tokens are among them, and the masks of GPT-2
-and GPT-NeoX.
+Modules of ERNIE, Nemotron and Qwen that predict further tokens are among them, and the masks of GPT-2 and GPT-NeoX.
 """
 
 IMAGE_TENSORS = (
@@ -120,7 +119,7 @@ def model_spec(checkpoint: Checkpoint) -> ModelSpec:
 
 
 def _saved_spec(checkpoint: SavedCheckpoint) -> ModelSpec:
-    """What `jaxllm convert` saved names its family and has the config whole."""
+    """A checkpoint of `jaxllm convert` names its family and has the config whole."""
     c = checkpoint.config
     family = _find(checkpoint, "family", c["family"], {family.name: family for family in FAMILIES})
     try:
@@ -171,13 +170,13 @@ def _unused(pattern: str, config: DecoderConfig) -> list[str]:
 
 def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
     c, ignored = checkpoint.config, IGNORED_TENSORS
-    kind = c.get("model_type")
+    kind, text = c.get("model_type"), c.get("text_config")
     if "text_config" in c and isinstance(kind, str) and kind in WRAPPERS:
-        if not isinstance(c["text_config"], dict):
-            raise CheckpointError(f"{checkpoint.path}: text_config is {shown(c['text_config'])}; accepted is an object")
+        if not isinstance(text, dict):
+            raise CheckpointError(f"{checkpoint.path}: text_config is {shown(text)}; accepted is an object")
         ignored += IMAGE_TENSORS
         tied = {"tie_word_embeddings": c["tie_word_embeddings"]} if "tie_word_embeddings" in c else {}
-        c = {"model_type": WRAPPERS[kind].model_types[0]} | c["text_config"] | tied
+        c = {"model_type": WRAPPERS[kind].model_types[0]} | text | tied
     known = {name: family for family in FAMILIES for name in family.model_types}
     family = _find(checkpoint, "model_type", c.get("model_type"), known)
     with read_of(checkpoint.path, "its config.json has no"):
@@ -195,17 +194,17 @@ def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
     patterns = family.names("safetensors", config)
     if labels:
         config = _classifier(config, len(labels))
-        score = {"head.weight": "score.weight"}
-        patterns = (
-            patterns | score if config.encoder is None else {"classifier.output.weight": "score.weight"} | patterns
-        )
+        if config.encoder is None:
+            patterns["head.weight"] = "score.weight"
+        else:
+            patterns.setdefault("classifier.output.weight", "score.weight")
     config, more = with_projections(config, checkpoint.path)
     patterns |= more
     names = renamed(expand(patterns, config.num_layers), rename)
-    head = rename("lm_head.weight")
-    if config.tie_word_embeddings and head in checkpoint.tensors:
-        embeddings = [source.name for (source,) in names["embed.weight"] if source.name in checkpoint.tensors]
-        if embeddings and _same(checkpoint, head, embeddings[0]):
+    head, tensors = rename("lm_head.weight"), checkpoint.tensors
+    if config.tie_word_embeddings and head in tensors:
+        embedding = next((source.name for (source,) in names["embed.weight"] if source.name in tensors), None)
+        if embedding is not None and tensors[head] == tensors[embedding] and _same(checkpoint, head, embedding):
             ignored += (head,)
         else:
             config = replace(config, tie_word_embeddings=False)
@@ -231,7 +230,7 @@ def _classifier(config: DecoderConfig, num_labels: int) -> DecoderConfig:
 
 
 def with_projections(config: DecoderConfig, path: Path) -> tuple[DecoderConfig, dict[str, Pattern]]:
-    """The same model with the Dense modules that sentence-transformers' files put behind it, and their tensors.
+    """The same model with the Dense modules that sentence-transformers' files put after it, and their tensors.
 
     Raises CheckpointError if it is no encoder.
     """
@@ -256,10 +255,8 @@ def _find(checkpoint: Checkpoint, key: str, kind: Any, known: dict[str, Family])
     return known[kind]
 
 
-def _same(checkpoint: Checkpoint, a: str, b: str) -> bool:
-    return checkpoint.tensors[a] == checkpoint.tensors[b] and np.array_equal(
-        checkpoint.read(a).expand().view(np.uint8), checkpoint.read(b).expand().view(np.uint8)
-    )
+def _same(checkpoint: Checkpoint, *names: str) -> bool:
+    return np.array_equal(*(checkpoint.read(name).expand().view(np.uint8) for name in names))
 
 
 logger = logging.getLogger(__name__)
@@ -315,10 +312,9 @@ def abstract_model(
     """
     model = spec.build(options)
     _, state = nnx.split(model)
-    leaves, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     specs = []
-    for path, variable in leaves:
-        declared = param_spec(".".join(str(key.key) for key in path), variable)
+    for path, variable in _variables(state):
+        declared = param_spec(path, variable)
         if declared.kinds and (kinds is not None or declared.host is not None):
             declared = replace(declared, kinds=declared.kinds if kinds is None else kinds(declared))
             declared.check_shards(options.tp)
@@ -350,9 +346,12 @@ def adapted_model(spec: ModelSpec, options: BuildOptions, sizes: AdapterSizes) -
     """The model of `abstract_model` with tables of adapters."""
     split: Any = nnx.split  # whose result mypy cannot take apart
     graph, _, tables = split(spec.build(replace(options, adapters=sizes)), nnx.Param, AdapterTable)
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tables, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    specs = tuple(param_spec(".".join(str(key.key) for key in path), variable) for path, variable in leaves)
-    return AdaptedModel(graph, jax.tree.structure(tables), specs)
+    return AdaptedModel(graph, jax.tree.structure(tables), tuple(param_spec(*found) for found in _variables(tables)))
+
+
+def _variables(state: Any) -> Iterator[tuple[str, nnx.Variable]]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return ((".".join(str(key.key) for key in path), variable) for path, variable in leaves)
 
 
 def param_spec(path: str, variable: nnx.Variable) -> ParamSpec:
