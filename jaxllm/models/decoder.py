@@ -303,42 +303,21 @@ def _attention(config: DecoderConfig, kind: LayerKind, options: BuildOptions) ->
     scaling = config.query_scaling
     if config.mla:
         return MLAttention(
-            config.hidden_size,
-            config.num_heads,
-            config.mla,
-            options,
-            scale=config.attention_scale or config.mla.qk_head_dim**-0.5,
-            norm_eps=LATENT_NORM_EPS,
-            qkv_bias=config.qkv_bias,
-            output_bias=config.output_bias,
-            query_scaling=scaling,
-        )
+            config.hidden_size, config.num_heads, config.mla, options,
+            scale=config.attention_scale or config.mla.qk_head_dim**-0.5, norm_eps=LATENT_NORM_EPS,
+            qkv_bias=config.qkv_bias, output_bias=config.output_bias, query_scaling=scaling,
+        )  # fmt: skip
     scales_queries = scaling is not None and not (scaling.unrotated_only and kind.rope is not None)
     return Attention(
-        config.hidden_size,
-        config.num_heads,
-        config.num_kv_heads_of(kind),
-        config.head_dim_of(kind),
-        options,
-        scale=config.attention_scale,
-        window=kind.window,
-        chunked=kind.chunked,
-        softcap=config.attention_softcap,
-        bias=config.qkv_bias,
-        qkv_clip=config.qkv_clip,
-        output_bias=config.output_bias,
+        config.hidden_size, config.num_heads, config.num_kv_heads_of(kind), config.head_dim_of(kind), options,
+        scale=config.attention_scale, window=kind.window, chunked=kind.chunked, softcap=config.attention_softcap,
+        bias=config.qkv_bias, qkv_clip=config.qkv_clip, output_bias=config.output_bias,
         qk_norm=None if config.qk_norm == "unit" and kind.rope is None else config.qk_norm,
-        qk_norm_rotated=config.qk_norm_rotated,
-        norm_eps=config.norm_eps,
-        query_scaling=scaling if scales_queries else None,
-        sinks=config.attention_sinks,
-        alibi=config.alibi,
-        value_norm=config.value_norm,
-        keys_are_values=kind.keys_are_values,
-        has_kv=kind.shares_kv_of is None,
-        gate=config.attention_gate,
-        causal=config.encoder is None,
-    )
+        qk_norm_rotated=config.qk_norm_rotated, norm_eps=config.norm_eps,
+        query_scaling=scaling if scales_queries else None, sinks=config.attention_sinks, alibi=config.alibi,
+        value_norm=config.value_norm, keys_are_values=kind.keys_are_values, has_kv=kind.shares_kv_of is None,
+        gate=config.attention_gate, causal=config.encoder is None,
+    )  # fmt: skip
 
 
 def _mixer_scale(config: DecoderConfig, mixer: MixerKind) -> float:

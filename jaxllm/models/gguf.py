@@ -153,16 +153,12 @@ def as_stored(file: GgufFile, config: DecoderConfig) -> DecoderConfig:
         norm="after_gate" if file.has("blk.*.ssm_norm.weight") else None,
     )
     return replace(
-        config,
-        qkv_bias=file.has("blk.*.attn_q.bias", "blk.*.attn_qkv.bias", "blk.*.attn_kv_a_mqa.bias"),
-        output_bias=file.has("blk.*.attn_output.bias"),
-        mlp_bias=file.has("blk.*.ffn_down.bias"),
-        head_bias=file.has("output.bias"),
-        layer_scale=file.has("blk.*.layer_output_scale.weight"),
+        config, qkv_bias=file.has("blk.*.attn_q.bias", "blk.*.attn_qkv.bias", "blk.*.attn_kv_a_mqa.bias"),
+        output_bias=file.has("blk.*.attn_output.bias"), mlp_bias=file.has("blk.*.ffn_down.bias"),
+        head_bias=file.has("output.bias"), layer_scale=file.has("blk.*.layer_output_scale.weight"),
         conv=config.conv and replace(config.conv, bias=file.has("blk.*.shortconv.in_proj.bias")),
-        moe=config.moe and replace(config.moe, correction_bias=file.has("blk.*.exp_probs_b.bias")),
-        ssd=ssd,
-    )
+        moe=config.moe and replace(config.moe, correction_bias=file.has("blk.*.exp_probs_b.bias")), ssd=ssd,
+    )  # fmt: skip
 
 
 def optional(key: str, default: Any = ABSENT) -> Callable[[GgufFile], Any]:

@@ -169,15 +169,9 @@ class Eagle3Layer(nnx.Module):
         self.attention_norm = RMSNorm(size, eps, kernels)
         self.hidden_norm = RMSNorm(size, eps, kernels)
         self.attention = Attention(
-            size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            options,
-            input_size=2 * size,
-            bias=config.qkv_bias,
-            output_bias=config.output_bias,
-        )
+            size, config.num_heads, config.num_kv_heads, config.head_dim, options, input_size=2 * size,
+            bias=config.qkv_bias, output_bias=config.output_bias,
+        )  # fmt: skip
         self.mlp_norm = RMSNorm(size, eps, kernels)
         self.mlp = GatedMLP(size, config.intermediate_size, config.hidden_act, options, config.mlp_bias)
         self.norm_before_residual = eagle.norm_before_residual
@@ -323,13 +317,11 @@ def _eagle3_spec(checkpoint: Checkpoint, model: DecoderConfig) -> Eagle3Spec:
     check_decoder(config)
     vocab = c.get("draft_vocab_size") or config.vocab_size
     eagle = Eagle3Config(
-        layers=_layers(c, model.num_layers),
-        target_size=model.hidden_size,
-        num_outputs=vocab,
+        layers=_layers(c, model.num_layers), target_size=model.hidden_size, num_outputs=vocab,
         reduced="d2t" in tensors if tensors else vocab != config.vocab_size,
         own_embedding=f"{prefix}embed_tokens.weight" in tensors,
         norm_before_residual=bool(c.get("norm_before_residual")),
-    )
+    )  # fmt: skip
     _check_pair(c, config, eagle, model)
     layer = "layers.0" if f"{prefix}layers.0.hidden_norm.weight" in tensors else "midlayer"
     ignored = ("t2d", "*rotary_emb.inv_freq")

@@ -42,24 +42,15 @@ def _bert(c: dict[str, Any], first_position: int) -> DecoderConfig:
     check_only(c, {"is_decoder": (None, False), "position_embedding_type": (None, "absolute")})
     positions = c.get("max_position_embeddings", 512)
     encoder = EncoderConfig(
-        positions=positions,
-        first_position=first_position,
-        token_types=c.get("type_vocab_size", 2),
-        embedding_norm=True,
-        sum_norms=True,
-        last_norm=False,
-    )
+        positions=positions, first_position=first_position, token_types=c.get("type_vocab_size", 2),
+        embedding_norm=True, sum_norms=True, last_norm=False,
+    )  # fmt: skip
     return hf_decoder(
-        {"hidden_act": "gelu"} | c,
-        layers=LayerKind(None),
+        {"hidden_act": "gelu"} | c, layers=LayerKind(None),
         max_position_embeddings=min(positions - first_position, c.get("model_max_length") or positions),
-        norm_eps=c.get("layer_norm_eps", 1e-12),
-        gated_mlp=False,
-        attention_bias=True,
-        mlp_bias=True,
-        encoder=encoder,
+        norm_eps=c.get("layer_norm_eps", 1e-12), gated_mlp=False, attention_bias=True, mlp_bias=True, encoder=encoder,
         **BERT_LAYERS,
-    )
+    )  # fmt: skip
 
 
 def gguf_token_types(file: GgufFile) -> int:
@@ -132,12 +123,10 @@ def nomic_bert_from_hf(c: dict[str, Any]) -> DecoderConfig:
     c = {new: c[old] for old, new in _FIRST_KEYS.items() if old in c} | c
     token_types = c.get("type_vocab_size", 2)
     return hf_decoder(
-        c,
-        layers=LayerKind(hf_rope(c, theta=1000.0)),
-        norm_eps=c.get("layer_norm_eps", 1e-12),
+        c, layers=LayerKind(hf_rope(c, theta=1000.0)), norm_eps=c.get("layer_norm_eps", 1e-12),
         encoder=EncoderConfig(token_types=token_types, embedding_norm=True, sum_norms=True, last_norm=False),
         **BERT_LAYERS,
-    )
+    )  # fmt: skip
 
 
 _NOMIC, _FIRST = "model.layers.*", "model.encoder.layers.*"
@@ -194,22 +183,15 @@ def modernbert_from_hf(c: dict[str, Any]) -> DecoderConfig:
     near = rope("sliding_attention", c.get("local_rope_theta") or 10_000.0)
     local = LayerKind(near, c["local_attention"] // 2 + 1)
     classifier = ClassifierConfig(
-        pooling=c["classifier_pooling"],
-        activation=c["classifier_activation"],
-        dense_bias=bool(c.get("classifier_bias")),
-        norm=True,
-    )
+        pooling=c["classifier_pooling"], activation=c["classifier_activation"],
+        dense_bias=bool(c.get("classifier_bias")), norm=True,
+    )  # fmt: skip
     return hf_decoder(
-        c,
-        layers=[local if kind == "sliding_attention" else everywhere for kind in kinds],
-        hidden_act=c["hidden_activation"],
-        norm="layer_unbiased",
-        norm_eps=c["norm_eps"],
-        attention_bias=c.get("attention_bias"),
-        mlp_bias=c.get("mlp_bias"),
-        tie_word_embeddings=True,
+        c, layers=[local if kind == "sliding_attention" else everywhere for kind in kinds],
+        hidden_act=c["hidden_activation"], norm="layer_unbiased", norm_eps=c["norm_eps"],
+        attention_bias=c.get("attention_bias"), mlp_bias=c.get("mlp_bias"), tie_word_embeddings=True,
         encoder=EncoderConfig(embedding_norm=True, first_norm=False, classifier=classifier),
-    )
+    )  # fmt: skip
 
 
 def _no_gguf_head(file: GgufFile) -> Any:

@@ -30,15 +30,11 @@ def v2_from_hf(c: dict[str, Any]) -> DecoderConfig:
     c = SHARED | {"n_shared_experts": 2, "n_routed_experts": 64, "moe_intermediate_size": 1407} | c
     limited = c.get("topk_method") == "group_limited_greedy"
     moe = hf_experts(
-        c,
-        "n_routed_experts",
-        "moe_intermediate_size",
-        num_groups=_of_groups(c, "n_group") if limited else 1,
-        top_groups=_of_groups(c, "topk_group") if limited else 1,
-        renormalize=bool(c.get("norm_topk_prob")),
+        c, "n_routed_experts", "moe_intermediate_size", num_groups=_of_groups(c, "n_group") if limited else 1,
+        top_groups=_of_groups(c, "topk_group") if limited else 1, renormalize=bool(c.get("norm_topk_prob")),
         scale=c.get("routed_scaling_factor", 1.0),
         shared_hidden=(c["n_shared_experts"] or 0) * c["moe_intermediate_size"],
-    )
+    )  # fmt: skip
     return latent_config(c, moe, interleaved=True)
 
 
@@ -54,19 +50,11 @@ def v3_from_hf(c: dict[str, Any]) -> DecoderConfig:
 def sigmoid_experts(c: dict[str, Any]) -> MoEConfig:
     """V3's experts, which others have too."""
     return hf_experts(
-        c,
-        "n_routed_experts",
-        "moe_intermediate_size",
-        scoring="sigmoid",
-        num_groups=_of_groups(c, "n_group"),
-        top_groups=_of_groups(c, "topk_group"),
-        group_score="top2_sum",
-        correction_bias=True,
-        renormalize=bool(c["norm_topk_prob"]),
-        renormalize_eps=1e-20,
-        scale=c["routed_scaling_factor"],
+        c, "n_routed_experts", "moe_intermediate_size", scoring="sigmoid", num_groups=_of_groups(c, "n_group"),
+        top_groups=_of_groups(c, "topk_group"), group_score="top2_sum", correction_bias=True,
+        renormalize=bool(c["norm_topk_prob"]), renormalize_eps=1e-20, scale=c["routed_scaling_factor"],
         shared_hidden=(c["n_shared_experts"] or 0) * c["moe_intermediate_size"],
-    )
+    )  # fmt: skip
 
 
 SIGMOID = 2
@@ -81,24 +69,16 @@ def latent_config(
     `sparse` says which layers have experts, where that is not all from `first_k_dense_replace` on.
     """
     mla = MLAConfig(
-        q_lora_rank=c["q_lora_rank"],
-        kv_lora_rank=c["kv_lora_rank"],
-        qk_nope_head_dim=c["qk_nope_head_dim"],
-        qk_rope_head_dim=c["qk_rope_head_dim"],
-        v_head_dim=c["v_head_dim"],
-    )
+        q_lora_rank=c["q_lora_rank"], kv_lora_rank=c["kv_lora_rank"], qk_nope_head_dim=c["qk_nope_head_dim"],
+        qk_rope_head_dim=c["qk_rope_head_dim"], v_head_dim=c["v_head_dim"],
+    )  # fmt: skip
     rope = hf_rope(c, mla.qk_rope_head_dim, interleaved=interleaved)
     return hf_decoder(
-        c,
-        head_dim=mla.qk_head_dim,
+        c, head_dim=mla.qk_head_dim,
         layers=[LayerKind(rope, sparse=is_sparse) for is_sparse in sparse or _after_dense(c)],
-        attention_scale=mla.qk_head_dim**-0.5 * _sharpening(c, rope),
-        attention_bias=c.get("attention_bias", False),
-        mlp_bias=c.get("mlp_bias", False),
-        moe=moe,
-        mla=mla,
-        **differences,
-    )
+        attention_scale=mla.qk_head_dim**-0.5 * _sharpening(c, rope), attention_bias=c.get("attention_bias", False),
+        mlp_bias=c.get("mlp_bias", False), moe=moe, mla=mla, **differences,
+    )  # fmt: skip
 
 
 def _after_dense(c: dict[str, Any]) -> list[bool]:
@@ -242,12 +222,9 @@ def glm4_moe_from_hf(c: dict[str, Any]) -> DecoderConfig:
     c = GLM4_MOE_DEFAULTS | c
     rope = hf_rope(c, partial=0.5)
     return hf_decoder(
-        c,
-        layers=[LayerKind(rope, sparse=sparse) for sparse in _after_dense(c)],
-        moe=sigmoid_experts(c),
-        qkv_bias=c.get("attention_bias", False),
-        qk_norm="rms" if c.get("use_qk_norm") else None,
-    )
+        c, layers=[LayerKind(rope, sparse=sparse) for sparse in _after_dense(c)], moe=sigmoid_experts(c),
+        qkv_bias=c.get("attention_bias", False), qk_norm="rms" if c.get("use_qk_norm") else None,
+    )  # fmt: skip
 
 
 def lite_from_hf(c: dict[str, Any]) -> DecoderConfig:

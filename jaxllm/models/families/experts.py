@@ -219,13 +219,9 @@ def ernie_moe_from_hf(c: dict[str, Any]) -> DecoderConfig:
     if c.get("use_bias"):
         raise CheckpointError(f"use_bias is {shown(c['use_bias'])}; accepted is false in a model with experts")
     moe = MoEConfig(
-        num_experts=c["moe_num_experts"],
-        top_k=c["moe_k"],
-        hidden=c["moe_intermediate_size"],
-        correction_bias=True,
-        renormalize=True,
-        shared_hidden=c["moe_num_shared_experts"] * c["moe_intermediate_size"],
-    )
+        num_experts=c["moe_num_experts"], top_k=c["moe_k"], hidden=c["moe_intermediate_size"], correction_bias=True,
+        renormalize=True, shared_hidden=c["moe_num_shared_experts"] * c["moe_intermediate_size"],
+    )  # fmt: skip
     number, step = c["num_hidden_layers"], c["moe_layer_interval"]
     first, last = c["moe_layer_start_index"], c["moe_layer_end_index"]
     last = number - 1 if last == -1 else last

@@ -68,11 +68,9 @@ def gemma2_from_hf(c: dict[str, Any]) -> DecoderConfig:
     number = c["num_hidden_layers"]
     kinds = c.get("layer_types") or ["full_attention" if i % 2 else "sliding_attention" for i in range(number)]
     return _later(
-        c,
-        sliding_layers(hf_rope(c), c["sliding_window"], kinds),
-        attention_softcap=c.get("attn_logit_softcapping", 50.0),
-        logit_softcap=c.get("final_logit_softcapping", 30.0),
-    )
+        c, sliding_layers(hf_rope(c), c["sliding_window"], kinds),
+        attention_softcap=c.get("attn_logit_softcapping", 50.0), logit_softcap=c.get("final_logit_softcapping", 30.0),
+    )  # fmt: skip
 
 
 def gemma3_from_hf(c: dict[str, Any]) -> DecoderConfig:
@@ -95,26 +93,18 @@ def gemma3_from_hf(c: dict[str, Any]) -> DecoderConfig:
     everywhere = hf_rope(c, theta=1e6, parameters=ropes.get("full_attention") or c.get("rope_scaling"))
     near = hf_rope(c, parameters=local)
     return _later(
-        c,
-        [LayerKind(everywhere if window is None else near, window) for window in hf_windows(c, period=6)],
-        max_position_embeddings=c["max_position_embeddings"],
-        qk_norm="rms",
-        logit_softcap=c.get("final_logit_softcapping"),
-        encoder=encoder,
-    )
+        c, [LayerKind(everywhere if window is None else near, window) for window in hf_windows(c, period=6)],
+        max_position_embeddings=c["max_position_embeddings"], qk_norm="rms",
+        logit_softcap=c.get("final_logit_softcapping"), encoder=encoder,
+    )  # fmt: skip
 
 
 def _later(c: dict[str, Any], layers: Iterable[LayerKind], **differences: Any) -> DecoderConfig:
     return hf_decoder(
-        c,
-        layers=layers,
-        hidden_act=c.get("hidden_activation") or GELU,
-        post_norms=True,
-        embedding_scale=math.sqrt(c["hidden_size"]),
-        attention_scale=c.get("query_pre_attn_scalar", 256) ** -0.5,
-        attention_bias=c.get("attention_bias", False),
-        **differences,
-    )
+        c, layers=layers, hidden_act=c.get("hidden_activation") or GELU, post_norms=True,
+        embedding_scale=math.sqrt(c["hidden_size"]), attention_scale=c.get("query_pre_attn_scalar", 256) ** -0.5,
+        attention_bias=c.get("attention_bias", False), **differences,
+    )  # fmt: skip
 
 
 FOUR_NORMS = NORM | in_layers("model.layers.*", {
@@ -211,21 +201,13 @@ def unified_from_hf(c: dict[str, Any]) -> DecoderConfig:
 def _gemma4(c: dict[str, Any]) -> DecoderConfig:
     width = c["hidden_size_per_layer_input"]
     return hf_decoder(
-        c,
-        layers=_gemma4_layers(c),
-        hidden_act=c.get("hidden_activation") or GELU,
-        max_position_embeddings=c["max_position_embeddings"],
-        logit_softcap=c.get("final_logit_softcapping"),
+        c, layers=_gemma4_layers(c), hidden_act=c.get("hidden_activation") or GELU,
+        max_position_embeddings=c["max_position_embeddings"], logit_softcap=c.get("final_logit_softcapping"),
         attention_bias=c.get("attention_bias", False),
         per_layer=PerLayerConfig(width, c.get("vocab_size_per_layer_input", 262_144)) if width else None,
-        moe=_experts(c) if c.get("enable_moe_block") else None,
-        layer_scale=True,
-        post_norms=True,
-        qk_norm="rms",
-        value_norm=True,
-        attention_scale=1.0,
-        embedding_scale=math.sqrt(c["hidden_size"]),
-    )
+        moe=_experts(c) if c.get("enable_moe_block") else None, layer_scale=True, post_norms=True, qk_norm="rms",
+        value_norm=True, attention_scale=1.0, embedding_scale=math.sqrt(c["hidden_size"]),
+    )  # fmt: skip
 
 
 def _experts(c: dict[str, Any]) -> MoEConfig:
@@ -251,14 +233,11 @@ def _gemma4_layers(c: dict[str, Any]) -> tuple[LayerKind, ...]:
         doubled = index >= number - shared and c.get("use_double_wide_mlp")
         given = ropes.get(kind) or (EVERYWHERE if window is None else LOCAL)
         layer = LayerKind(
-            _rope(given, head_dim, f"rope_parameters.{kind}."),
-            window,
-            sparse=bool(c.get("enable_moe_block")),
-            head_dim=head_dim,
-            num_kv_heads=changes[index].get("num_key_value_heads") or c["num_key_value_heads"],
+            _rope(given, head_dim, f"rope_parameters.{kind}."), window, sparse=bool(c.get("enable_moe_block")),
+            head_dim=head_dim, num_kv_heads=changes[index].get("num_key_value_heads") or c["num_key_value_heads"],
             keys_are_values=bool(window is None and c.get("attention_k_eq_v")),
             intermediate_size=changes[index].get("intermediate_size") or c["intermediate_size"] * (2 if doubled else 1),
-        )
+        )  # fmt: skip
         layers.append(layer)
     return _sharing(layers, shared)
 

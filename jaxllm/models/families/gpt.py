@@ -33,17 +33,11 @@ def gpt2_from_hf(c: dict[str, Any]) -> DecoderConfig:
     if c.get("scale_attn_by_inverse_layer_idx"):
         raise CheckpointError("scale_attn_by_inverse_layer_idx is true; accepted is false")
     return hf_decoder(
-        c | {"intermediate_size": c.get("n_inner") or 4 * c["hidden_size"]},
-        layers=LayerKind(None),
-        hidden_act=c.get("activation_function") or "gelu_new",
-        norm_eps=c.get("layer_norm_epsilon", 1e-5),
-        attention_scale=None if c.get("scale_attn_weights", True) else 1.0,
-        attention_bias=True,
-        mlp_bias=True,
-        norm="layer",
-        gated_mlp=False,
-        learned_positions=True,
-    )
+        c | {"intermediate_size": c.get("n_inner") or 4 * c["hidden_size"]}, layers=LayerKind(None),
+        hidden_act=c.get("activation_function") or "gelu_new", norm_eps=c.get("layer_norm_epsilon", 1e-5),
+        attention_scale=None if c.get("scale_attn_weights", True) else 1.0, attention_bias=True, mlp_bias=True,
+        norm="layer", gated_mlp=False, learned_positions=True,
+    )  # fmt: skip
 
 
 def gpt2_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
@@ -81,16 +75,10 @@ def gpt_neox_from_hf(c: dict[str, Any]) -> DecoderConfig:
     theta, partial = c.get("rotary_emb_base") or 10_000.0, c.get("rotary_pct") or 0.25
     c = {"hidden_act": "gelu", "max_position_embeddings": 2048} | c
     return hf_decoder(
-        c,
-        layers=LayerKind(hf_rope(c, theta=theta, partial=partial)),
-        norm_eps=c.get("layer_norm_eps", 1e-5),
-        attention_bias=c.get("attention_bias", True),
-        mlp_bias=True,
-        norm="layer",
-        gated_mlp=False,
-        parallel_residual=beside,
-        parallel_norms=beside,
-    )
+        c, layers=LayerKind(hf_rope(c, theta=theta, partial=partial)), norm_eps=c.get("layer_norm_eps", 1e-5),
+        attention_bias=c.get("attention_bias", True), mlp_bias=True, norm="layer", gated_mlp=False,
+        parallel_residual=beside, parallel_norms=beside,
+    )  # fmt: skip
 
 
 def gpt_neox_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
@@ -136,17 +124,10 @@ def bloom_from_hf(c: dict[str, Any]) -> DecoderConfig:
         max_position_embeddings="seq_length",
     )  # fmt: skip
     return hf_decoder(
-        {"intermediate_size": 4 * c["hidden_size"]} | c,
-        layers=LayerKind(None),
-        norm_eps=c.get("layer_norm_epsilon", 1e-5),
-        attention_bias=True,
-        mlp_bias=True,
-        norm="layer",
-        embedding_norm=True,
-        gated_mlp=False,
-        hidden_act="gelu_new",
-        alibi=USUAL_STEEPNESS,
-    )
+        {"intermediate_size": 4 * c["hidden_size"]} | c, layers=LayerKind(None),
+        norm_eps=c.get("layer_norm_epsilon", 1e-5), attention_bias=True, mlp_bias=True, norm="layer",
+        embedding_norm=True, gated_mlp=False, hidden_act="gelu_new", alibi=USUAL_STEEPNESS,
+    )  # fmt: skip
 
 
 def bloom_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
@@ -211,16 +192,11 @@ def mpt_from_hf(c: dict[str, Any]) -> DecoderConfig:
     attention = c.get("attn_config") or {}
     check_fields(attention, ATTENTION_FIELDS, "attn_config.")
     return hf_decoder(
-        {"intermediate_size": c["expansion_ratio"] * c["hidden_size"]} | c,
-        layers=LayerKind(None),
-        norm_eps=c.get("layer_norm_epsilon", 1e-5),
-        alibi=float(attention.get("alibi_bias_max", USUAL_STEEPNESS)),
-        attention_scale=attention.get("softmax_scale"),
-        qkv_clip=attention.get("clip_qkv") or None,
-        norm="layer_unbiased",
-        gated_mlp=False,
-        hidden_act="gelu",
-    )
+        {"intermediate_size": c["expansion_ratio"] * c["hidden_size"]} | c, layers=LayerKind(None),
+        norm_eps=c.get("layer_norm_epsilon", 1e-5), alibi=float(attention.get("alibi_bias_max", USUAL_STEEPNESS)),
+        attention_scale=attention.get("softmax_scale"), qkv_clip=attention.get("clip_qkv") or None,
+        norm="layer_unbiased", gated_mlp=False, hidden_act="gelu",
+    )  # fmt: skip
 
 
 def _gguf_attention(file: GgufFile) -> dict[str, Any]:

@@ -59,15 +59,10 @@ def nemotron_from_hf(c: dict[str, Any]) -> DecoderConfig:
     if sparse and c.get("mlp_bias"):
         raise CheckpointError("mlp_bias is True; accepted is false in a model with experts")
     return hf_decoder(
-        c,
-        layers=layers,
-        norm_eps=c.get("layer_norm_epsilon", 1e-5),
-        hidden_act=c["mlp_hidden_act"],
-        gated_mlp=False,
-        mlp_bias=c.get("mlp_bias"),
-        moe=_nemotron_moe(c) if sparse else None,
+        c, layers=layers, norm_eps=c.get("layer_norm_epsilon", 1e-5), hidden_act=c["mlp_hidden_act"], gated_mlp=False,
+        mlp_bias=c.get("mlp_bias"), moe=_nemotron_moe(c) if sparse else None,
         ssd=_nemotron_ssd(c) if STATES in layers else None,
-    )
+    )  # fmt: skip
 
 
 def _json(value: Any) -> str:
@@ -97,16 +92,10 @@ def _nemotron_moe(c: dict[str, Any]) -> MoEConfig:
 def _nemotron_ssd(c: dict[str, Any]) -> SSDConfig:
     bias = bool(c.get("use_bias"))
     return SSDConfig(
-        heads=c["mamba_num_heads"],
-        head_dim=c["mamba_head_dim"],
-        state_size=c["ssm_state_size"],
-        groups=c["n_groups"],
-        kernel=c["conv_kernel"],
-        conv_bias=bool(c["use_conv_bias"]),
-        bias=bias,
-        output_bias=bias,
+        heads=c["mamba_num_heads"], head_dim=c["mamba_head_dim"], state_size=c["ssm_state_size"], groups=c["n_groups"],
+        kernel=c["conv_kernel"], conv_bias=bool(c["use_conv_bias"]), bias=bias, output_bias=bias,
         **hf_time_step_limits(c),
-    )
+    )  # fmt: skip
 
 
 def nemotron_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
@@ -216,15 +205,10 @@ def lfm2_moe_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """The first `num_dense_layers` have no experts. A bias has a say in who is chosen, and none in the weights."""
     c = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792, "num_dense_layers": 2} | c
     moe = hf_experts(
-        c,
-        "num_experts",
-        "moe_intermediate_size",
-        scoring="sigmoid",
-        correction_bias=c.get("use_expert_bias", True),
-        renormalize=bool(c.get("norm_topk_prob", True)),
-        renormalize_eps=1e-6,
+        c, "num_experts", "moe_intermediate_size", scoring="sigmoid", correction_bias=c.get("use_expert_bias", True),
+        renormalize=bool(c.get("norm_topk_prob", True)), renormalize_eps=1e-6,
         scale=c.get("routed_scaling_factor", 1.0),
-    )
+    )  # fmt: skip
     kinds = c.get("layer_types") or ["full_attention"] * c["num_hidden_layers"]
     return _lfm2(c, kinds, c["num_dense_layers"], moe=moe)
 
@@ -238,15 +222,11 @@ def _lfm2(c: dict[str, Any], kinds: list[str], num_dense: int, **differences: An
         for i, kind in enumerate(kinds)
     ]
     return hf_decoder(
-        {"max_position_embeddings": 128_000, "num_key_value_heads": 8} | c,
-        layers=layers,
-        norm_eps=c.get("norm_eps", 1e-5),
-        hidden_act="silu",
-        tie_word_embeddings=c.get("tie_embedding", c.get("tie_word_embeddings", True)),
-        qk_norm="rms",
-        conv=ConvConfig(c.get("conv_L_cache", 3), bias=bool(c.get("conv_bias", False))),
-        **differences,
-    )
+        {"max_position_embeddings": 128_000, "num_key_value_heads": 8} | c, layers=layers,
+        norm_eps=c.get("norm_eps", 1e-5), hidden_act="silu",
+        tie_word_embeddings=c.get("tie_embedding", c.get("tie_word_embeddings", True)), qk_norm="rms",
+        conv=ConvConfig(c.get("conv_L_cache", 3), bias=bool(c.get("conv_bias", False))), **differences,
+    )  # fmt: skip
 
 
 def _mlp_size(c: dict[str, Any]) -> int:

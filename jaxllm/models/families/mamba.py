@@ -68,17 +68,10 @@ def mamba_ssd(c: dict[str, Any], inner: int, *, output_bias: bool, **differences
     head_dim = inner // heads if c["mamba_d_head"] == "auto" else c["mamba_d_head"]
     check_sizes("mamba_d_head", head_dim, heads, inner)
     return SSDConfig(
-        heads=heads,
-        head_dim=head_dim,
-        state_size=c.get("mamba_d_state", 256),
-        groups=c.get("mamba_n_groups", 1),
-        kernel=c.get("mamba_d_conv", 4),
-        conv_bias=bool(c.get("mamba_conv_bias", True)),
-        bias=bool(c.get("mamba_proj_bias")),
-        output_bias=output_bias,
-        **hf_time_step_limits(c),
-        **differences,
-    )
+        heads=heads, head_dim=head_dim, state_size=c.get("mamba_d_state", 256), groups=c.get("mamba_n_groups", 1),
+        kernel=c.get("mamba_d_conv", 4), conv_bias=bool(c.get("mamba_conv_bias", True)),
+        bias=bool(c.get("mamba_proj_bias")), output_bias=output_bias, **hf_time_step_limits(c), **differences,
+    )  # fmt: skip
 
 
 MAMBA_GGUF: Table = {
@@ -157,29 +150,17 @@ def mamba2_from_hf(c: dict[str, Any]) -> DecoderConfig:
     check_sizes("head_dim", c["head_dim"], c["num_heads"], c["expand"] * c["hidden_size"])
     check_activation(c, "hidden_act")
     ssd = SSDConfig(
-        heads=c["num_heads"],
-        head_dim=c["head_dim"],
-        state_size=c.get("state_size", 128),
-        groups=c.get("n_groups", 8),
-        kernel=c.get("conv_kernel", 4),
-        conv_bias=bool(c.get("use_conv_bias", True)),
-        bias=bool(c.get("use_bias", False)),
-        output_bias=bool(c.get("use_bias", False)),
-        **hf_time_step_limits(c),
-    )
+        heads=c["num_heads"], head_dim=c["head_dim"], state_size=c.get("state_size", 128), groups=c.get("n_groups", 8),
+        kernel=c.get("conv_kernel", 4), conv_bias=bool(c.get("use_conv_bias", True)),
+        bias=bool(c.get("use_bias", False)), output_bias=bool(c.get("use_bias", False)), **hf_time_step_limits(c),
+    )  # fmt: skip
     return DecoderConfig(
-        vocab_size=c["vocab_size"],
-        hidden_size=c["hidden_size"],
+        vocab_size=c["vocab_size"], hidden_size=c["hidden_size"],
         layers=(LayerKind(None, mixer="ssd", mlp=False),) * c["num_hidden_layers"],
-        norm_eps=c.get("layer_norm_epsilon", 1e-5),
-        tie_word_embeddings=bool(c.get("tie_word_embeddings", False)),
-        ssd=ssd,
-        max_position_embeddings=c.get("max_position_embeddings", CONTEXT),
-        intermediate_size=0,
-        num_heads=0,
-        num_kv_heads=0,
-        head_dim=0,
-    )
+        norm_eps=c.get("layer_norm_epsilon", 1e-5), tie_word_embeddings=bool(c.get("tie_word_embeddings", False)),
+        ssd=ssd, max_position_embeddings=c.get("max_position_embeddings", CONTEXT), intermediate_size=0, num_heads=0,
+        num_kv_heads=0, head_dim=0,
+    )  # fmt: skip
 
 
 def mamba2_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
@@ -230,18 +211,13 @@ def falcon_h1_from_hf(c: dict[str, Any]) -> DecoderConfig:
     into, bias = factor["attention_in_multiplier"], bool(c.get("attention_bias"))
     _check_bias("attention_in_multiplier", into, "attention_bias", bias)
     return hf_decoder(
-        c,
-        layers=LayerKind(hf_rope(c), mixer="attention_beside_ssd"),
-        attention_bias=bias,
-        mlp_bias=c.get("mlp_bias"),
+        c, layers=LayerKind(hf_rope(c), mixer="attention_beside_ssd"), attention_bias=bias, mlp_bias=c.get("mlp_bias"),
         ssd=_falcon_h1_ssd(c, factor["ssm_in_multiplier"], factor["ssm_out_multiplier"]),
-        embedding_scale=factor["embedding_multiplier"],
-        logit_scale=factor["lm_head_multiplier"],
+        embedding_scale=factor["embedding_multiplier"], logit_scale=factor["lm_head_multiplier"],
         attention_scale=hf_head_dim(c) ** -0.5 * into * into * factor["key_multiplier"],
-        attention_out_scale=into * factor["attention_out_multiplier"],
-        mlp_gate_scale=float(gate),
+        attention_out_scale=into * factor["attention_out_multiplier"], mlp_gate_scale=float(gate),
         mlp_out_scale=float(down),
-    )
+    )  # fmt: skip
 
 
 def _check_bias(factor: str, value: float, flag: str, bias: bool) -> None:
@@ -255,13 +231,9 @@ def _falcon_h1_ssd(c: dict[str, Any], into: float, out: float) -> SSDConfig:
     _check_bias("ssm_in_multiplier", into, "mamba_proj_bias", bool(c.get("mamba_proj_bias")))
     before = "before_gate" if c.get("mamba_norm_before_gate", True) else "after_gate"
     return mamba_ssd(
-        c,
-        inner,
-        output_bias=bool(c.get("projectors_bias")),
-        norm=before if c.get("mamba_rms_norm") else None,
-        scales=tuple(into * factor for factor in c.get("ssm_multipliers") or (1.0,) * 5),
-        out_scale=out,
-    )
+        c, inner, output_bias=bool(c.get("projectors_bias")), norm=before if c.get("mamba_rms_norm") else None,
+        scales=tuple(into * factor for factor in c.get("ssm_multipliers") or (1.0,) * 5), out_scale=out,
+    )  # fmt: skip
 
 
 def falcon_h1_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
@@ -351,14 +323,9 @@ def granite4_from_hf(c: dict[str, Any]) -> DecoderConfig:
     if states in layers:
         ssd = mamba_ssd(c, c["mamba_expand"] * c["hidden_size"], output_bias=bool(c.get("mamba_proj_bias")))
     return hf_decoder(
-        c,
-        layers=layers,
-        intermediate_size=shared,
-        attention_bias=c.get("attention_bias"),
-        moe=moe,
-        ssd=ssd,
+        c, layers=layers, intermediate_size=shared, attention_bias=c.get("attention_bias"), moe=moe, ssd=ssd,
         **hf_scales(c),
-    )
+    )  # fmt: skip
 
 
 def granite4_hf_names(config: DecoderConfig) -> dict[str, Pattern]:

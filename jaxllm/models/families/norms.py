@@ -89,17 +89,10 @@ EXAONE4 = Family(
 def phi_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """Half of each head is rotated unless `partial_rotary_factor` says otherwise."""
     return hf_decoder(
-        {"hidden_act": "gelu_new"} | c,
-        layers=LayerKind(hf_rope(c, partial=0.5)),
-        norm_eps=c.get("layer_norm_eps", 1e-5),
-        qk_norm="layer" if c.get("qk_layernorm") else None,
-        norm="layer",
-        parallel_residual=True,
-        gated_mlp=False,
-        attention_bias=True,
-        mlp_bias=True,
-        head_bias=True,
-    )
+        {"hidden_act": "gelu_new"} | c, layers=LayerKind(hf_rope(c, partial=0.5)),
+        norm_eps=c.get("layer_norm_eps", 1e-5), qk_norm="layer" if c.get("qk_layernorm") else None, norm="layer",
+        parallel_residual=True, gated_mlp=False, attention_bias=True, mlp_bias=True, head_bias=True,
+    )  # fmt: skip
 
 
 PHI = Family(
@@ -122,14 +115,10 @@ def stablelm_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """
     c = {"num_key_value_heads": 32, "max_position_embeddings": 4096} | c | {"head_dim": None}
     return hf_decoder(
-        c,
-        layers=LayerKind(hf_rope(c, partial=0.25)),
-        norm="layer",
-        norm_eps=c.get("layer_norm_eps", 1e-5),
-        qkv_bias=c.get("use_qkv_bias", False),
-        qk_norm="layer_per_head" if c.get("qk_layernorm") else None,
+        c, layers=LayerKind(hf_rope(c, partial=0.25)), norm="layer", norm_eps=c.get("layer_norm_eps", 1e-5),
+        qkv_bias=c.get("use_qkv_bias", False), qk_norm="layer_per_head" if c.get("qk_layernorm") else None,
         parallel_residual=c.get("use_parallel_residual", False),
-    )
+    )  # fmt: skip
 
 
 def stablelm_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
@@ -166,14 +155,9 @@ def starcoder2_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """A window, where there is one, is on every layer."""
     bias = c.get("use_bias", True)
     return hf_decoder(
-        STARCODER2_DEFAULTS | c,
-        layers=LayerKind(hf_rope(c), c.get("sliding_window")),
-        norm="layer",
-        norm_eps=c.get("norm_epsilon", 1e-5),
-        gated_mlp=False,
-        attention_bias=bias,
-        mlp_bias=bias,
-    )
+        STARCODER2_DEFAULTS | c, layers=LayerKind(hf_rope(c), c.get("sliding_window")), norm="layer",
+        norm_eps=c.get("norm_epsilon", 1e-5), gated_mlp=False, attention_bias=bias, mlp_bias=bias,
+    )  # fmt: skip
 
 
 STARCODER2 = Family(
@@ -204,15 +188,10 @@ def cohere2_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 def _cohere(c: dict[str, Any], layers: LayerKind | Iterable[LayerKind], **differences: Any) -> DecoderConfig:
     return hf_decoder(
-        {"tie_word_embeddings": True, "max_position_embeddings": 8192} | c,
-        layers=layers,
-        norm_eps=c.get("layer_norm_eps", 1e-5),
-        logit_scale=float(c.get("logit_scale", 0.0625)),
-        attention_bias=c.get("attention_bias", False),
-        norm="layer_unbiased",
-        parallel_residual=True,
-        **differences,
-    )
+        {"tie_word_embeddings": True, "max_position_embeddings": 8192} | c, layers=layers,
+        norm_eps=c.get("layer_norm_eps", 1e-5), logit_scale=float(c.get("logit_scale", 0.0625)),
+        attention_bias=c.get("attention_bias", False), norm="layer_unbiased", parallel_residual=True, **differences,
+    )  # fmt: skip
 
 
 COHERE_GGUF: Table = {

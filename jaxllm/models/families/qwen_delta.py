@@ -56,12 +56,9 @@ def _from_hf(c: dict[str, Any], sparse: list[bool], moe: MoEConfig | None) -> De
     kinds = c.get("layer_types") or [LAYER_TYPES[(i + 1) % interval != 0] for i in range(count)]
     rope = hf_rope(c, partial=PARTIAL)
     delta = DeltaConfig(
-        key_heads=c["linear_num_key_heads"],
-        value_heads=c["linear_num_value_heads"],
-        key_dim=c["linear_key_head_dim"],
-        value_dim=c["linear_value_head_dim"],
-        kernel=c["linear_conv_kernel_dim"],
-    )
+        key_heads=c["linear_num_key_heads"], value_heads=c["linear_num_value_heads"], key_dim=c["linear_key_head_dim"],
+        value_dim=c["linear_value_head_dim"], kernel=c["linear_conv_kernel_dim"],
+    )  # fmt: skip
     layers = [
         LayerKind(rope, sparse=has) if kind == "full_attention" else LayerKind(None, sparse=has, mixer="delta")
         for kind, has in zip(kinds, sparse, strict=True)
