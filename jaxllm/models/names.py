@@ -68,33 +68,29 @@ def hf_expert_names(
     def each(name: str) -> Source:
         return Source(f"{block}.experts.{{}}.{name}.weight", stack=count)
 
-    def stacked(name: str) -> tuple[str, str]:
-        return f"{block}.experts.{name}", f"{block}.experts.{name}_blocks"
-
+    stack = f"{block}.experts"
     return {
         "layers.*.mlp.router.weight": f"{block}.gate.weight",
         "layers.*.mlp.router.correction_bias": f"{block}.gate.e_score_correction_bias",
-        "layers.*.mlp.experts.gate_up.weight": AnyOf((each(gate), each(up)), *stacked("gate_up_proj")),
-        "layers.*.mlp.experts.down.weight": AnyOf(each(down), *stacked("down_proj")),
+        "layers.*.mlp.experts.gate_up.weight": AnyOf(
+            (each(gate), each(up)), f"{stack}.gate_up_proj", f"{stack}.gate_up_proj_blocks"
+        ),
+        "layers.*.mlp.experts.down.weight": AnyOf(each(down), f"{stack}.down_proj", f"{stack}.down_proj_blocks"),
         **linear("layers.*.mlp.shared.gate_up", f"{block}.{shared}.gate_proj", f"{block}.{shared}.up_proj"),
         **linear("layers.*.mlp.shared.down", f"{block}.{shared}.down_proj"),
         "layers.*.mlp.shared_gate.weight": f"{block}.shared_expert_gate.weight",
     }
 
 
-def hf_mtp_names(config: DecoderConfig, own: dict[str, Pattern], number: int) -> NameMap:
+def hf_mtp_names(config: DecoderConfig, number: int, own: Mapping[str, Pattern] | None = None) -> NameMap:
     """The module that predicts further tokens, in families that keep it as one more layer, with this number.
 
-    `own` is what the family calls its layers' tensors. What else the module has is under the same prefix.
+    `own` is what the family calls its layers' tensors. What else the module has is under the same prefix. Further
+    modules, where a checkpoint has several, are not read.
     """
-    layer = "model.layers.*"
-    beside: dict[str, Pattern] = {
-        "token_norm.weight": f"{layer}.enorm.weight",
-        "hidden_norm.weight": f"{layer}.hnorm.weight",
-        "join.weight": f"{layer}.eh_proj.weight",
-        "norm.weight": f"{layer}.shared_head.norm.weight",
-    }
-    return expand(hf_names(config) | own | beside, 1, first=number)
+    beside = {"token_norm": "enorm", "hidden_norm": "hnorm", "join": "eh_proj", "norm": "shared_head.norm"}
+    names = {f"{path}.weight": f"model.layers.*.{name}.weight" for path, name in beside.items()}
+    return expand({**hf_names(config), **(own or {}), **names}, 1, first=number)
 
 
 _WORD_EMBEDDINGS = ("embed_tokens.weight", "embeddings.word_embeddings.weight", "embeddings.tok_embeddings.weight")

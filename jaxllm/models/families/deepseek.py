@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from jaxllm.errors import CheckpointError
@@ -15,7 +16,6 @@ from jaxllm.models.layers.experts import MoEConfig
 from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.models.names import hf_mtp_names, in_layers
 from jaxllm.weights.fields import one_of
-from jaxllm.weights.names import NameMap
 
 # DeepSeek V2, V2-Lite, V3 and R1: latent attention and fine-grained experts (arXiv:2405.04434, arXiv:2412.19437)
 V2_METHODS = ("greedy", "group_limited_greedy")
@@ -99,11 +99,7 @@ LATENT_NAMES = in_layers("model.layers.*.self_attn", {
     "attention.kv_b": "kv_b_proj",
 })  # fmt: skip
 """The parts of latent attention."""
-
-
-def mtp_names(config: DecoderConfig, num_layers: int) -> NameMap:
-    """The module is the layer after the last; further ones, where a checkpoint has several, are not read."""
-    return hf_mtp_names(config, LATENT_NAMES, num_layers)
+mtp_names = partial(hf_mtp_names, own=LATENT_NAMES)
 
 
 def _of_groups(c: dict[str, Any], key: str) -> int:
@@ -235,15 +231,10 @@ def lite_from_hf(c: dict[str, Any]) -> DecoderConfig:
     return latent_config(c, sigmoid_experts(c), interleaved=bool(c.get("rope_interleave", True)), sparse=sparse)
 
 
-def glm4_moe_mtp_names(config: DecoderConfig, num_layers: int) -> NameMap:
-    """As DeepSeek V3's, of a layer whose tensors have the usual names."""
-    return hf_mtp_names(config, {}, num_layers)
-
-
 GLM4_MOE = Family(
     name="GLM-4.5", models="GLM-4.5, 4.5-Air, 4.6, 4.7",
     architectures=("Glm4MoeForCausalLM",), model_types=("glm4_moe",), gguf_architectures=("glm4moe",),
-    from_hf=glm4_moe_from_hf, mtp_names=glm4_moe_mtp_names,
+    from_hf=glm4_moe_from_hf, mtp_names=hf_mtp_names,
     gguf=ROUTED_GGUF | {
         "use_qk_norm": tensor("blk.0.attn_q_norm.weight"),
         "scoring_func": only("expert_gating_func", SIGMOID, "sigmoid"),

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family, hf_decoder, hf_experts, hf_head_dim, hf_rope, hf_rope_parameters, hf_windows
@@ -232,11 +230,7 @@ def ernie_moe_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 def _bias_row(name: str) -> dict[str, Pattern]:
     """The bias on the choice is a row of a matrix, since one model has text's and images' experts in one tensor."""
-    return {"layers.*.mlp.router.correction_bias": Source(name, _flat)}
-
-
-def _flat(bias: np.ndarray) -> np.ndarray:
-    return bias.reshape(-1)
+    return {"layers.*.mlp.router.correction_bias": Source(name, lambda bias: bias.reshape(-1))}
 
 
 def _gguf_shared_experts(file: GgufFile) -> int:

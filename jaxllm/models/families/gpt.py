@@ -82,29 +82,29 @@ def gpt_neox_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 
 def gpt_neox_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """Queries, keys and values of a head lie one after the other, and then those of the next."""
+    """The layers', and names of its own around them."""
     return {
         "embed.weight": "gpt_neox.embed_in.weight",
         **linear("norm", "gpt_neox.final_layer_norm"),
         **linear("head", "embed_out"),
-        **_by_head(config, "gpt_neox.layers.*.attention.query_key_value"),
-        **in_layers("gpt_neox.layers.*", {
-            "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
-            "attention.output": "attention.dense", "mlp.up": "mlp.dense_h_to_4h", "mlp.down": "mlp.dense_4h_to_h",
-        }),
-    }  # fmt: skip
+        **_layer_names(config, "gpt_neox.layers.*", "attention"),
+    }
 
 
-def _by_head(config: DecoderConfig, fused: str) -> dict[str, Pattern]:
-    """A tensor whose rows are `(head, part, channel)`, as `(part, head, channel)`."""
+def _layer_names(config: DecoderConfig, layer: str, attention: str) -> dict[str, Pattern]:
+    """Queries, keys and values of a head lie one after the other, and then those of the next."""
 
-    def by_part(rows: np.ndarray) -> np.ndarray:
+    def by_part(rows: np.ndarray) -> np.ndarray:  # (head, part, channel) -> (part, head, channel)
         return rows.reshape(-1, 3, config.head_dim, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
 
-    return {
-        f"layers.*.attention.qkv.{kind}": Source(f"{fused}.{kind}", by_part, by_rows=True)
-        for kind in ("weight", "bias")
-    }
+    fused = f"{layer}.{attention}.query_key_value"
+    names = in_layers(layer, {
+        "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
+        "attention.output": f"{attention}.dense", "mlp.up": "mlp.dense_h_to_4h", "mlp.down": "mlp.dense_4h_to_h",
+    })  # fmt: skip
+    for kind in ("weight", "bias"):
+        names[f"layers.*.attention.qkv.{kind}"] = Source(f"{fused}.{kind}", by_part, by_rows=True)
+    return names
 
 
 GPT_NEOX = Family(
@@ -131,17 +131,13 @@ def bloom_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 
 def bloom_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """Queries, keys and values of a head lie one after the other, and then those of the next."""
+    """GPT-NeoX's layers, and names of its own around them."""
     return {
         "embed.weight": "transformer.word_embeddings.weight",
         **linear("embedding_norm", "transformer.word_embeddings_layernorm"),
         **linear("norm", "transformer.ln_f"),
-        **_by_head(config, "transformer.h.*.self_attention.query_key_value"),
-        **in_layers("transformer.h.*", {
-            "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
-            "attention.output": "self_attention.dense", "mlp.up": "mlp.dense_h_to_4h", "mlp.down": "mlp.dense_4h_to_h",
-        }),
-    }  # fmt: skip
+        **_layer_names(config, "transformer.h.*", "self_attention"),
+    }
 
 
 BLOOM = Family(

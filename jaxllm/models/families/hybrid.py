@@ -266,13 +266,9 @@ LFM2_GGUF_NAMES: dict[str, Pattern] = {
 """The last norm is called after the embedding; a file may also have it under the usual name."""
 
 
-def _gguf_layer_types(file: GgufFile) -> list[str]:
-    """A layer without KV heads convolves."""
-    return [LFM2_LAYER_TYPES[heads == 0] for heads in file.by_layer("attention.head_count_kv")]
-
-
 LFM2_GGUF: Table = {
-    "layer_types": _gguf_layer_types,
+    # A layer without KV heads convolves.
+    "layer_types": lambda file: [LFM2_LAYER_TYPES[n == 0] for n in file.by_layer("attention.head_count_kv")],
     "num_key_value_heads": attending_kv_heads,
     "conv_L_cache": optional("shortconv.l_cache", 3),
     "block_auto_adjust_ff_dim": False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,13 +12,14 @@ from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family, hf_decoder, hf_experts, hf_rope, hf_rope_parameters, sliding_layers
 from jaxllm.models.gguf import GGUF_EXPERTS, GgufFile, nonzero
 from jaxllm.models.layers.attention import USUAL_STEEPNESS
+from jaxllm.models.layers.experts import MoEConfig
 from jaxllm.models.names import hf_expert_names, permuted_names
 from jaxllm.weights.names import Pattern, Source
 
 
 # Llama 2, 3 and 3.x, SmolLM2, Yi, and others of their shape (Touvron et al. 2023, arXiv:2302.13971)
 def llama_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """`attention_bias` is on q, k, v and o alike."""
+    """Biases are as two keys say."""
     return hf_decoder(c, attention_bias=c.get("attention_bias", False), mlp_bias=c.get("mlp_bias", False))
 
 
@@ -30,13 +32,9 @@ LLAMA = Family(
 
 
 # SmolLM3: Llama with layers that have no positions (NoPE, Kazemnejad et al. 2023, arXiv:2305.19466)
-NOPE_INTERVAL = 4
-
-
 def smollm3_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """`no_rope_layers` has a 1 for each layer that does rotate."""
-    interval = c.get("no_rope_layer_interval") or NOPE_INTERVAL
-    rotating = c.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(c["num_hidden_layers"])]
+    rotating = rotating_layers(c)
     window = c.get("sliding_window") if c.get("use_sliding_window") else None
     kinds = c.get("layer_types") or ["full_attention" if r else "sliding_attention" for r in rotating]
     rope = hf_rope(c, theta=2e6)
@@ -49,6 +47,12 @@ def smollm3_from_hf(c: dict[str, Any]) -> DecoderConfig:
         attention_bias=c.get("attention_bias", False),
         mlp_bias=c.get("mlp_bias", False),
     )
+
+
+def rotating_layers(c: dict[str, Any]) -> Sequence[Any]:
+    """Which layers have positions: as `no_rope_layers` says, or all but every fourth one, or another interval."""
+    interval = c.get("no_rope_layer_interval") or 4
+    return c.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(c["num_hidden_layers"])]
 
 
 SMOLLM3 = Family(
@@ -137,17 +141,15 @@ def phi3_from_hf(c: dict[str, Any]) -> DecoderConfig:
     return hf_decoder(c, layers=LayerKind(hf_rope(c, parameters=given), c.get("sliding_window")))
 
 
-def _phi3_gguf_original(file: GgufFile) -> int:
-    return file("rope.scaling.original_context_length", file("context_length"))
-
-
 PHI3 = Family(
     name="Phi-3", models="Phi-3, 3.5, 4, 4-mini",
     architectures=("Phi3ForCausalLM",), model_types=("phi3",), gguf_architectures=("phi3",),
     from_hf=phi3_from_hf,
     gguf={
         "sliding_window": nonzero("attention.sliding_window"),
-        "original_max_position_embeddings": _phi3_gguf_original,
+        "original_max_position_embeddings": lambda file: file(
+            "rope.scaling.original_context_length", file("context_length")
+        ),
     },
 )  # fmt: skip
 
@@ -202,12 +204,15 @@ def qwen2_moe_from_hf(c: dict[str, Any]) -> DecoderConfig:
     } | c  # fmt: skip
     first = c.get("max_window_layers", MAX_WINDOW_LAYERS)
     layers = _moe_layers(c, [i % 2 == 0 and i < first for i in range(c["num_hidden_layers"])])
-    shared = c["shared_expert_intermediate_size"]
-    moe = hf_experts(
-        c, "num_experts", "moe_intermediate_size",
-        renormalize=bool(c["norm_topk_prob"]), shared_hidden=shared, shared_gate=True,
-    )  # fmt: skip
+    moe = gated_experts(c, renormalize=bool(c["norm_topk_prob"]))
     return hf_decoder(c, layers=layers, qkv_bias=c.get("qkv_bias", True), moe=moe)
+
+
+def gated_experts(c: dict[str, Any], renormalize: bool) -> MoEConfig:
+    """Experts beside one that every token passes, through a gate."""
+    shared = c["shared_expert_intermediate_size"]
+    more = {"renormalize": renormalize, "shared_hidden": shared, "shared_gate": True}
+    return hf_experts(c, "num_experts", "moe_intermediate_size", **more)
 
 
 def qwen3_moe_from_hf(c: dict[str, Any]) -> DecoderConfig:

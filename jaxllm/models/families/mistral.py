@@ -9,6 +9,7 @@ from typing import Any
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.families import deepseek
+from jaxllm.models.families.llama import rotating_layers
 from jaxllm.models.family import Family, hf_decoder, hf_experts, hf_rope, hf_rope_parameters, sliding_layers
 from jaxllm.models.gguf import GGUF_EXPERTS, GgufFile, only, optional, rope_scaling
 from jaxllm.models.layers.attention import QueryScaling
@@ -144,15 +145,13 @@ MISTRAL4 = Family(
 
 # Llama 4, text: attention in chunks on three of four layers, no positions on the fourth, experts and a shared one
 LLAMA4_THETA = 500_000.0
-INTERVAL = 4
 CHUNK = 8192
-BETA, FLOOR = 0.1, 8192
 WITHOUT_NORM = 128
 """A GGUF file does not say whether queries and keys have a norm: they do not in the model of so many experts."""
 LLAMA4_DEFAULTS: dict[str, Any] = {
     "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072,
     "intermediate_size_mlp": 16_384, "num_local_experts": 16, "num_experts_per_tok": 1, "use_qk_norm": True,
-    "attention_chunk_size": CHUNK, "attn_temperature_tuning": True, "attn_scale": BETA, "floor_scale": FLOOR,
+    "attention_chunk_size": CHUNK, "attn_temperature_tuning": True, "attn_scale": 0.1, "floor_scale": 8192,
 }  # fmt: skip
 
 
@@ -160,8 +159,7 @@ def llama4_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """`intermediate_size` is that of the experts; `no_rope_layers` has a 1 for each layer that does rotate."""
     c = LLAMA4_DEFAULTS | c
     number, step = c["num_hidden_layers"], c.get("interleave_moe_layer_step", 1)
-    interval, chunk = c.get("no_rope_layer_interval") or INTERVAL, c["attention_chunk_size"]
-    rotating = c.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(number)]
+    rotating, chunk = rotating_layers(c), c["attention_chunk_size"]
     sparse = c["moe_layers"] if c.get("moe_layers") is not None else range(step - 1, number, step)
     kinds = c.get("layer_types") or [
         "chunked_attention" if rotates and chunk is not None else "full_attention" for rotates in rotating

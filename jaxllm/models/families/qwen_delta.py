@@ -8,8 +8,8 @@ import numpy as np
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
-from jaxllm.models.families.llama import sparse_steps
-from jaxllm.models.family import Family, hf_decoder, hf_experts, hf_rope
+from jaxllm.models.families.llama import gated_experts, sparse_steps
+from jaxllm.models.family import Family, hf_decoder, hf_rope
 from jaxllm.models.gguf import GGUF_EXPERTS, Table, optional
 from jaxllm.models.layers.experts import MoEConfig
 from jaxllm.models.layers.recurrent import DeltaConfig
@@ -35,7 +35,7 @@ SPARSE_DEFAULTS = DEFAULTS | {
 def next_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """Layers have experts unless `mlp_only_layers` or `decoder_sparse_step` says otherwise."""
     c = SPARSE_DEFAULTS | {"intermediate_size": 5632, "num_experts": 512, "num_experts_per_tok": 10} | c
-    return _from_hf(c, sparse_steps(c), _experts(c, renormalize=bool(c.get("norm_topk_prob", True))))
+    return _from_hf(c, sparse_steps(c), gated_experts(c, renormalize=bool(c.get("norm_topk_prob", True))))
 
 
 def dense_from_hf(c: dict[str, Any]) -> DecoderConfig:
@@ -48,7 +48,7 @@ def moe_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """All layers have experts; no MLP is dense."""
     c = SPARSE_DEFAULTS | {"num_experts": 256, "num_experts_per_tok": 8} | c
     c = c | {"intermediate_size": c["moe_intermediate_size"]}
-    return _from_hf(c, [True] * c["num_hidden_layers"], _experts(c, renormalize=True))
+    return _from_hf(c, [True] * c["num_hidden_layers"], gated_experts(c, renormalize=True))
 
 
 def _from_hf(c: dict[str, Any], sparse: list[bool], moe: MoEConfig | None) -> DecoderConfig:
@@ -65,12 +65,6 @@ def _from_hf(c: dict[str, Any], sparse: list[bool], moe: MoEConfig | None) -> De
     ]
     bias = c.get("attention_bias", False)
     return hf_decoder(c, layers=layers, delta=delta, moe=moe, qk_norm="rms", attention_gate=True, attention_bias=bias)
-
-
-def _experts(c: dict[str, Any], renormalize: bool) -> MoEConfig:
-    shared = c["shared_expert_intermediate_size"]
-    more = {"renormalize": renormalize, "shared_hidden": shared, "shared_gate": True}
-    return hf_experts(c, "num_experts", "moe_intermediate_size", **more)
 
 
 def hf_names(config: DecoderConfig) -> dict[str, Pattern]:
@@ -107,11 +101,7 @@ def mtp_names(config: DecoderConfig, num_layers: int) -> NameMap:
         "join.weight": "mtp.fc.weight",
     }
     as_the_model = expand(standard_names(config) | hf_names(config), 1)
-    return expand(own, 1) | renamed(as_the_model, _in_module)
-
-
-def _in_module(name: str) -> str:
-    return f"mtp.{name.removeprefix('model.')}"
+    return expand(own, 1) | renamed(as_the_model, lambda name: f"mtp.{name.removeprefix('model.')}")
 
 
 def _by_key_heads(config: DecoderConfig, qkvz: str, ba: str) -> dict[str, Source]:
