@@ -66,6 +66,11 @@ ADDED_TOKEN_FIELDS: FieldKinds = {
     "additional_special_tokens": either(many(_TOKEN_OR_TEXT, MOST), NULL),
 }
 """Of tokenizer_config.json."""
+_IDS = FieldKind(
+    f"an object of up to {MOST} tokens with their ids",
+    lambda value: len(value) <= MOST and all(type(i) is int and 0 <= i < 2**31 for i in value.values()),
+)
+"""Of added_tokens.json."""
 
 
 class _Steps(msgspec.Struct):
@@ -146,11 +151,14 @@ def add_stated_tokens(
         by_id = {int(key): _token(value) for key, value in stated.items()}
     else:
         special = {*special_tokens.values(), *_unnamed(config)}
-        older = {
-            i: AddedToken(text, normalized=text not in special, special=text in special)
-            for text, i in _older_file(path).items()
+        older: dict[str, int] = {}
+        if model_file(path, "added_tokens.json").exists():
+            older = read_object(path, "added_tokens.json")
+            check_fields({"added_tokens.json": older}, {"added_tokens.json": _IDS}, f"{path}: ")
+        tokens_of_file = {
+            i: AddedToken(text, normalized=text not in special, special=text in special) for text, i in older.items()
         }
-        by_id = older | backend.get_added_tokens_decoder()
+        by_id = tokens_of_file | backend.get_added_tokens_decoder()
     tokens = [by_id[i] for i in sorted(by_id)]
     for token in tokens:
         token.special = token.special or token.content in special_tokens.values()
@@ -185,20 +193,17 @@ def _token(value: dict[str, Any]) -> AddedToken:
     return AddedToken(value["content"], **{flag: value[flag] for flag in _FLAGS if value.get(flag) is not None})
 
 
-def _older_file(path: Path) -> dict[str, int]:
-    if not model_file(path, "added_tokens.json").exists():
-        return {}
-    given = read_object(path, "added_tokens.json")
-    check_fields({"added_tokens.json": given}, {"added_tokens.json": _IDS}, f"{path}: ")
-    return given
+def split_to_bytes(backend: Tokenizer, *patterns: str) -> None:
+    """Have texts cut by these regexes, one after the other, and their parts into bytes."""
+    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
+    backend.decoder = decoders.ByteLevel()
 
 
-_IDS = FieldKind(
-    f"an object of up to {MOST} tokens with their ids",
-    lambda value: len(value) <= MOST and all(type(i) is int and 0 <= i < 2**31 for i in value.values()),
-)
-
-
+# Kimi's tokenizer, published as a file of tiktoken's and code: the same from the files alone, as a tokenizer.json. The
+# code (tokenization_kimi.py, in Moonlight tokenization_moonshot.py) adds two things to the file's tokens: the pattern
+# that cuts a text before bytes are merged, and further tokens, which have the names that tokenizer_config.json gives.
 TIKTOKEN_FILE = "tiktoken.model"
 _REVISION = 1  # part of the cache key: raise it whenever this file builds something different
 _CODE = ("tokenization_kimi", "tokenization_moonshot")
@@ -213,9 +218,7 @@ _MOST_RESERVED = 4096
 
 
 def cached_tiktoken_tokenizer(folder: Path, cache_dir: Path) -> Path:
-    """The directory with the tokenizer.json made of a folder's tiktoken.model, built on the first call.
-
-    The key is a hash of what it is made of.
+    """The directory with the tokenizer.json made of a folder's tiktoken.model; its name has a hash of what that is of.
 
     Raises CheckpointError if a file is corrupt, or the tokenizer is none that this file knows the code of.
     """
@@ -244,13 +247,7 @@ def _build(folder: Path) -> Tokenizer:
     merges = [(byte_level(left), byte_level(right)) for left, right in merges_of(ranks)]
     with rust_errors(CheckpointError, f"{folder / TIKTOKEN_FILE}: "):
         backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(KIMI), behavior="isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-        backend.decoder = decoders.ByteLevel()
+        split_to_bytes(backend, KIMI)
         added = _reserved(folder, config.get("added_tokens_decoder") or {}, len(ranks))
         backend.add_tokens(list(added.values()))
     for index, token in added.items():
@@ -311,14 +308,13 @@ def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 
 def _reserved(folder: Path, stated: Mapping[str, Any], first: int) -> dict[int, AddedToken]:
-    """The tokens behind the ranks by id: those that are stated, and reserved ones between them."""
+    """The tokens after the ranks by id: those that are stated, and reserved ones between them."""
     named = {int(key): value for key, value in stated.items()}
     last = max(named, default=first - 1)
     if min(named, default=first) < first or last >= first + _MOST_RESERVED:
         raise CheckpointError(
-            f"{folder / 'tokenizer_config.json'}: added_tokens_decoder has ids from {min(named)} to {last}; "
-            "accepted are "
-            f"{first} to {first + _MOST_RESERVED - 1}"
+            f"{folder / 'tokenizer_config.json'}: added_tokens_decoder has ids from {min(named)} to {last}; accepted "
+            f"are {first} to {first + _MOST_RESERVED - 1}"
         )
     return {
         index: AddedToken(

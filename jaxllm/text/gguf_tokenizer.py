@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from jaxllm.errors import CheckpointError
 from jaxllm.folders import make_once
-from jaxllm.text.backend import rust_errors
+from jaxllm.text.backend import rust_errors, split_to_bytes
 from jaxllm.text.spellings import BLOOM, DEEPSEEK3, GPT2, GPT4O, KIMI, LLAMA3, QWEN2, QWEN35, SEED, TEKKEN
 from jaxllm.weights.fields import FLAG, TEXT, FieldKind, FieldKinds, check_fields, many, real, shown, whole
 from jaxllm.weights.gguf_file import read_header
@@ -193,14 +193,11 @@ def _build(file: _Stored) -> tuple[Tokenizer, bool | None]:
         supported = "'gpt2', 'llama', 'gemma4', 'bert' and 't5'"
         raise file.error(f"tokenizer.ggml.model is {shown(model)}; supported are {supported}")
     vocabulary = backend.get_vocab()
-    mask = file.named("mask")  # RoBERTa's takes the space before it
-    backend.add_special_tokens(
-        [
-            AddedToken(token, normalized=False, special=True, lstrip=token == mask)
-            for token in file.of_kind(_UNKNOWN, _CONTROL)
-        ]
-    )
+    special, mask = file.of_kind(_UNKNOWN, _CONTROL), file.named("mask")  # RoBERTa's mask takes the space before it
     plain = [token for token in file.of_kind(_USER_DEFINED) if token in vocabulary]
+    backend.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True, lstrip=token == mask) for token in special]
+    )
     backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in plain])
     return backend, add_bos
 
@@ -211,11 +208,7 @@ def _byte_level(file: _Stored) -> tuple[Tokenizer, bool | None]:
         raise file.error(f"tokenizer.ggml.pre is {shown(pre)}; supported are {', '.join(sorted(_SPLITS))}")
     split = _SPLITS[pre]
     backend = file.bpe(file.merges, ignore_merges=split.whole_words)
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in split.patterns]
-        + [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    backend.decoder = decoders.ByteLevel()
+    split_to_bytes(backend, *split.patterns)
     if (ends := split.ends) is None:
         return backend, split.add_bos
     first = _special_token(file, _FIRST, ends.first) if file.get("add_bos_token", True) else None

@@ -164,12 +164,9 @@ class Tokenizer:
         from jaxllm.text.chat_template import in_format  # it loads jinja2
 
         values = self.chat_template_values(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template=chat_template,
-            **template_kwargs,
-        )
+            messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+            chat_template=chat_template, **template_kwargs,
+        )  # fmt: skip
         values["messages"] = in_format(values["messages"], values["template"])
         return self._template_processes.render(values)
 
@@ -276,12 +273,8 @@ def _from_directory(path: Path) -> Tokenizer:
     add_stated_tokens(path, backend, config, special_tokens, rows)
     _set_added_tokens(path, backend, config, special_tokens)
     add_special_tokens(path, backend, config, special_tokens, rows)
-    return Tokenizer(
-        backend,
-        special_tokens=special_tokens,
-        extra_eos_token_ids=_generation_eos(path),
-        templates=_templates(path, config),
-    )
+    eos, templates = _generation_eos(path), _templates(path, config)
+    return Tokenizer(backend, special_tokens=special_tokens, extra_eos_token_ids=eos, templates=templates)
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
@@ -322,7 +315,7 @@ def _set_added_tokens(
 
 
 def _added_tokens(path: Path, backend: tokenizers.Tokenizer) -> tuple[list[str], list[str]]:
-    """What tokenizer.json's own rule puts before and behind a text."""
+    """What tokenizer.json's own rule puts before and after a text."""
     with rust_errors(CheckpointError, f"{path / 'tokenizer.json'}: "):
         plain, full = (backend.encode("a", add_special_tokens=added).tokens for added in (False, True))
     start = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), None)
@@ -333,10 +326,8 @@ def _added_tokens(path: Path, backend: tokenizers.Tokenizer) -> tuple[list[str],
 
 def _generation_eos(path: Path) -> list[int]:
     """generation_config.json's eos_token_id, or config.json's where there is no generation_config.json."""
-    if model_file(path, "generation_config.json").exists():
-        eos = read_generation_config(path).get("eos_token_id")
-    else:
-        eos = _read(path, "config.json", EOS_FIELDS).get("eos_token_id")
+    has_own = model_file(path, "generation_config.json").exists()
+    eos = (read_generation_config(path) if has_own else _read(path, "config.json", EOS_FIELDS)).get("eos_token_id")
     return eos if isinstance(eos, list) else [] if eos is None else [eos]
 
 
