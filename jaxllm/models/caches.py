@@ -71,8 +71,7 @@ class Joined:
     specs: tuple[Paged | PerSlot, ...]
 
 
-CacheSpec = Paged | PerSlot | Joined | Shared | None
-"""What one layer keeps; None is nothing."""
+CacheSpec = Paged | PerSlot | Joined | Shared | None  # what one layer keeps; None is nothing
 
 
 def parts_of(specs: Iterable[CacheSpec]) -> list[Paged | PerSlot]:
@@ -83,8 +82,7 @@ def parts_of(specs: Iterable[CacheSpec]) -> list[Paged | PerSlot]:
     return found
 
 
-Cache = tuple[Any, ...]
-"""One layer's buffers, as the layer finds them in a step."""
+Cache = tuple[Any, ...]  # one layer's buffers, as the layer finds them in a step
 
 
 class Buffer(NamedTuple):

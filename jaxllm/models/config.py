@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple
 
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.caches import CacheSpec, Joined, Paged, PerSlot, Shared, parts_of
-from jaxllm.models.hf_fields import BIDIRECTIONAL
 from jaxllm.models.layers.attention import MLAConfig, QKNorm, QueryScaling
 from jaxllm.models.layers.experts import MoEConfig
 from jaxllm.models.layers.mlp import ACTIVATIONS, PerLayerConfig
@@ -18,8 +17,7 @@ from jaxllm.requests.tasks import Pooling
 from jaxllm.weights.fields import shown
 
 NormKind = Literal["rms", "layer", "layer_unbiased"]
-MixerKind = Literal["attention", "conv", "delta", "ssd"]
-"""What lets a layer's tokens see those before them."""
+MixerKind = Literal["attention", "conv", "delta", "ssd"]  # what lets a layer's tokens see those before them
 MIXERS_BESIDE: dict[Literal["attention_beside_ssd"], tuple[MixerKind, ...]] = {
     "attention_beside_ssd": ("ssd", "attention")
 }
@@ -350,7 +348,7 @@ def check_decoder(c: DecoderConfig) -> None:
 
 def check_direction(c: dict[str, Any], config: DecoderConfig) -> None:
     """Raises CheckpointError where a config.json asks for attention to later tokens, which its family has none of."""
-    for key, value in BIDIRECTIONAL:
+    for key, value in (("is_causal", False), ("use_bidirectional_attention", True)):
         if c.get(key) is value and config.encoder is None:
             _refuse(key, value, f"{not value} or null, since this family is not served as an encoder")
 

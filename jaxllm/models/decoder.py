@@ -27,8 +27,7 @@ from jaxllm.models.options import BuildOptions, Stage
 from jaxllm.pallas_kernels import LATER, Kernels, Late, Norm, Residual, StepMetadata, with_late
 
 Mixer = Attention | MLAttention | ShortConv | GatedDeltaNet | StateSpaceDual
-LATENT_NORM_EPS = 1e-6
-"""Of the norms inside latent attention, whatever the config says of the others."""
+LATENT_NORM_EPS = 1e-6  # of the norms inside latent attention, whatever the config says of the others
 
 
 class Decoder(nnx.Module):

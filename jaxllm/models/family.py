@@ -9,13 +9,11 @@ from typing import Any
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
-from jaxllm.models.decoder import Decoder
 from jaxllm.models.gguf import GgufFile, Table
 from jaxllm.models.hf_fields import LAYER_TYPES, LENGTH
 from jaxllm.models.layers.experts import MoEConfig
 from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.models.names import GGUF_NAMES, hf_names
-from jaxllm.models.options import BuildOptions
 from jaxllm.weights.fields import FieldKinds, shown
 from jaxllm.weights.names import NameMap, Pattern
 
@@ -39,8 +37,6 @@ class Family:
         gguf: what is read of such a file for the keys of config.json, besides `GGUF_KEYS`; None where another family
             reads it.
         owns: whether a file is of this family, where others have the same architecture.
-        module: what it builds of the config; another than Decoder where its decoder has another shape. Encoders are
-            all built by `Encoder`.
         ignored: tensors that its checkpoints have besides those of the model that is served.
         hf_names, gguf_names: tensors that the standard tables of `names.py` name otherwise.
         mtp_names: tensors of the module that predicts further tokens, of its config and the number of the model's
@@ -58,7 +54,6 @@ class Family:
     gguf_architectures: tuple[str, ...] = ()
     gguf: Table | None = field(default_factory=dict)
     owns: Callable[[GgufFile], bool] | None = None
-    module: Callable[[DecoderConfig, BuildOptions], Decoder] = Decoder
     ignored: tuple[str, ...] = ()
     hf_names: Names = field(default_factory=dict)
     gguf_names: Names = field(default_factory=dict)

@@ -30,8 +30,7 @@ from jaxllm.models.hf_fields import (
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import FLAG, TEXT, FieldKind, FieldKinds, check_fields, either, many, real, shown, whole
 
-REQUIRED, ABSENT = object(), object()
-"""Without a default; and the default of what a config.json would not mention."""
+REQUIRED, ABSENT = object(), object()  # without a default; and the default of what a config.json would not mention
 Table = dict[str, Any]
 
 

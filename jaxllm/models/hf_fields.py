@@ -24,34 +24,24 @@ from jaxllm.weights.fields import (
 )
 from jaxllm.weights.folder import EOS_FIELDS
 
-SIZE = whole(1, 2**24)
-"""Of a layer or a vocabulary."""
-COUNT = whole(1, 2**16)
-"""Of heads or experts."""
+SIZE = whole(1, 2**24)  # of a layer or a vocabulary
+COUNT = whole(1, 2**16)  # of heads or experts
 LAYERS = whole(1, 2**10)
-LENGTH = whole(1, 2**31 - 1)
-"""In tokens: positions are 32-bit integers."""
-ORIGINAL_LENGTH = whole(2, 2**31 - 1)
-"""Its logarithm is divided by."""
+LENGTH = whole(1, 2**31 - 1)  # in tokens: positions are 32-bit integers
+ORIGINAL_LENGTH = whole(2, 2**31 - 1)  # its logarithm is divided by
 EPSILON = real(0, 1)
-THETA = real(1.001, 1e15)
-"""The base of rotary frequencies, whose logarithm is divided by."""
+THETA = real(1.001, 1e15)  # the base of rotary frequencies, whose logarithm is divided by
 FACTOR = real(1e-3, 1e6)
 CAP = real(1e-3, 1e9)
-DIVISOR = real(1e-3, 1e31)
-"""What a rotary frequency is divided by; a huge one says that its channels do not rotate."""
-DIVISORS = 2**16
-"""The most of them: one a pair of a head's channels."""
+DIVISOR = real(1e-3, 1e31)  # what a rotary frequency is divided by; a huge one says that its channels do not rotate
+DIVISORS = 2**16  # the most of them: one a pair of a head's channels
 PATTERN = FieldKind(
     "a text of L and G", lambda value: isinstance(value, str) and 0 < len(value) <= 2**10 and not value.strip("LG")
 )
 """Which layers have a window, L for local, and which have none."""
 MAYBE_FLAG = either(FLAG, NULL)
 OFF = FieldKind("false or null", lambda value: value is None or value is False)
-BIDIRECTIONAL = ("is_causal", False), ("use_bidirectional_attention", True)
-"""What says that attention sees later tokens."""
-LAYER_TYPES = ("full_attention", "sliding_attention")
-"""Of most families."""
+LAYER_TYPES = ("full_attention", "sliding_attention")  # of most families
 
 
 def maybe(kind: FieldKind) -> FieldKind:

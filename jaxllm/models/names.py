@@ -120,10 +120,6 @@ def hf_renaming(tensors: Iterable[str]) -> Callable[[str], str]:
 # GGUF, by src/llama-arch.cpp of llama.cpp
 
 
-def _row(weight: np.ndarray) -> np.ndarray:
-    return weight.reshape(1, -1)
-
-
 def _join_kv_b(k_b: np.ndarray, v_b: np.ndarray) -> np.ndarray:
     """`[H, L, nope]` and `[H, v, L]` -> `[H * (nope + v), L]`, a head's key rows before its value rows."""
     if k_b.ndim != 3 or v_b.ndim != 3 or (k_b.shape[0], k_b.shape[1]) != (v_b.shape[0], v_b.shape[2]):
@@ -159,7 +155,7 @@ GGUF_NAMES: dict[str, Pattern] = {
     **linear(
         "layers.*.mlp.experts.gate_up", "blk.*.ffn_gate_exps", "blk.*.ffn_up_exps", fused="blk.*.ffn_gate_up_exps"
     ),
-    "layers.*.mlp.shared_gate.weight": Source("blk.*.ffn_gate_inp_shexp.weight", _row),
+    "layers.*.mlp.shared_gate.weight": Source("blk.*.ffn_gate_inp_shexp.weight", lambda row: row.reshape(1, -1)),
 }  # fmt: skip
 """Where all architectures keep their tensors."""
 

@@ -251,10 +251,8 @@ class _ReducedHead:
 
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
-JOIN = "fc.weight"
-"""The product that joins the model's states, which no other checkpoint has under this name."""
-PREFIXES = ("", "model.")
-"""Of all names but those of the output head."""
+JOIN = "fc.weight"  # the product that joins the model's states, which no other checkpoint has under this name
+PREFIXES = ("", "model.")  # of all names but those of the output head
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 NUM_STATES = 3
 _SIZE, _LAYERS = whole(1, 2**24), several(whole(0, 2**12), NUM_STATES)

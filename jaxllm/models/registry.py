@@ -89,7 +89,7 @@ class ModelSpec:
 
     def build(self, options: BuildOptions) -> Decoder | Encoder:
         """The module, with abstract weights."""
-        return (self.family.module if self.config.encoder is None else Encoder)(self.config, options)
+        return (Decoder if self.config.encoder is None else Encoder)(self.config, options)
 
     @property
     def shape(self) -> Any:

@@ -19,14 +19,11 @@ from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import FLAG, OBJECT, TEXT, FieldKind, FieldKinds, check_fields, either, many, shown
 from jaxllm.weights.folder import SentenceModule, model_file, read_object, read_text, sentence_modules
 
-CLASSIFIER = "ForSequenceClassification"
-"""How the architecture of a checkpoint with a classification head ends."""
+CLASSIFIER = "ForSequenceClassification"  # how the architecture of a checkpoint with a classification head ends
 
-GGUF_HEAD = "cls.output.weight"
-"""The classification head of a GGUF file."""
+GGUF_HEAD = "cls.output.weight"  # the classification head of a GGUF file
 
-DENSE_MODULES = ("dense_2.weight", "dense_3.weight")
-"""An encoder's projections in one."""
+DENSE_MODULES = ("dense_2.weight", "dense_3.weight")  # an encoder's projections in one
 
 RERANKER = "qwen3-reranker"
 

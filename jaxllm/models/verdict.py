@@ -38,8 +38,7 @@ MECHANISMS: dict[str, tuple[str, ...]] = {
 
 Names that end with a dot begin the names of several keys.
 """
-SHORTEST_LIKENESS = 4
-"""Letters at the beginning that make one name like another."""
+SHORTEST_LIKENESS = 4  # letters at the beginning that make one name like another
 
 
 class Verdict(NamedTuple):

@@ -25,8 +25,7 @@ from jaxllm.text.spellings import KIMI, byte_level
 from jaxllm.weights.fields import FLAG, NULL, TEXT, FieldKind, FieldKinds, check_fields, either, many, shown
 from jaxllm.weights.folder import model_file, read_object, read_text
 
-MAX_GROWTH = 4096
-"""How many times longer the replacements of a tokenizer may make a text, one after the other."""
+MAX_GROWTH = 4096  # how many times longer the replacements of a tokenizer may make a text, one after the other
 KEPT_WORDS = 1000
 """Whose tokens a thread keeps, instead of the ten thousand that are usual: words of 200 letters take 6 KB each, in
 every thread that encodes, and it is strangers who choose them. Texts are encoded 4 % slower."""
@@ -212,8 +211,7 @@ _BESIDE = (
     "chat_template.json",
 )  # fmt: skip
 """Files that a tokenizer's directory has as they are, each where there is one."""
-_LONGEST = 1024
-"""Bytes of a token."""
+_LONGEST = 1024  # bytes of a token
 _MOST_RESERVED = 4096
 
 

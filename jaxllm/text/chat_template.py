@@ -116,8 +116,7 @@ def _cut_at_tag(text: str) -> str:
     return text[:place] if text.startswith(_CONTINUE, place) else text[:place].rstrip()
 
 
-MAX_TEMPLATE = 64 * 1024
-"""Characters of a template that is looked into: a stranger's may have megabytes."""
+MAX_TEMPLATE = 64 * 1024  # characters of a template that is looked into: a stranger's may have megabytes
 _MEDIA = ("audio", "audios", "image", "images", "video", "videos")
 """Keys of messages that some libraries put pictures and sounds into."""
 _OF_TEXT = ("type", "text", "cache_control")

@@ -11,24 +11,20 @@ from jaxllm.requests.sampling import ThinkingMarkers
 if TYPE_CHECKING:
     from jaxllm.text.tokenizer import Tokenizer
 
-PROMPT_TAIL = 16
-"""Tokens at a prompt's end in which an opening marker is looked for."""
+PROMPT_TAIL = 16  # tokens at a prompt's end in which an opening marker is looked for
 
 
 CITATION_END = "</co:"
 """What begins the closing tag of Cohere's citations, `<co>Paris</co: 0:[1]>`; what is cited follows."""
-HARMONY = "harmony"
-"""gpt-oss's messages on channels, which have a parser of their own."""
+HARMONY = "harmony"  # gpt-oss's messages on channels, which have a parser of their own
 HARMONY_TOKENS = (
     "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>",
 )  # fmt: skip
-MUSE = "muse"
-"""Muse's messages to itself, the user and tools, which have a parser of their own too."""
+MUSE = "muse"  # Muse's messages to itself, the user and tools, which have a parser of their own too
 MUSE_TOKENS = ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>")
 FUNCTIONARY = "functionary_v32"
 """functionary v3.2's messages to everybody and to tools, which have a parser of their own, and no reasoning."""
-CHANNELS = (HARMONY, MUSE, FUNCTIONARY)
-"""Formats whose answers are messages, calls among them."""
+CHANNELS = (HARMONY, MUSE, FUNCTIONARY)  # formats whose answers are messages, calls among them
 
 
 @dataclass(frozen=True)

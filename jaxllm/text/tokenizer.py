@@ -38,8 +38,7 @@ _NAMED_TEMPLATE = FieldKind(
     "an object with a name and a template",
     lambda value: isinstance(value, dict) and TEXT.fits(value.get("name")) and TEXT.fits(value.get("template")),
 )
-_TEMPLATE_FIELDS: FieldKinds = {"chat_template": either(TEXT, many(_NAMED_TEMPLATE, 64), NULL)}
-"""Of chat_template.json."""
+_TEMPLATE_FIELDS: FieldKinds = {"chat_template": either(TEXT, many(_NAMED_TEMPLATE, 64), NULL)}  # of chat_template.json
 _CONFIG_FIELDS: FieldKinds = (
     ADDED_TOKEN_FIELDS | _TEMPLATE_FIELDS | {"add_bos_token": either(FLAG, NULL), "add_eos_token": either(FLAG, NULL)}
 )

@@ -29,12 +29,8 @@ def v2_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """
     c = SHARED | {"n_shared_experts": 2, "n_routed_experts": 64, "moe_intermediate_size": 1407} | c
     limited = c.get("topk_method") == "group_limited_greedy"
-    moe = hf_experts(
-        c, "n_routed_experts", "moe_intermediate_size", num_groups=_of_groups(c, "n_group") if limited else 1,
-        top_groups=_of_groups(c, "topk_group") if limited else 1, renormalize=bool(c.get("norm_topk_prob")),
-        scale=c.get("routed_scaling_factor", 1.0),
-        shared_hidden=(c["n_shared_experts"] or 0) * c["moe_intermediate_size"],
-    )  # fmt: skip
+    renormalize, scale = bool(c.get("norm_topk_prob")), c.get("routed_scaling_factor", 1.0)
+    moe = _routed(c, by_groups=limited, renormalize=renormalize, scale=scale)
     return latent_config(c, moe, interleaved=True)
 
 
@@ -49,16 +45,23 @@ def v3_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 def sigmoid_experts(c: dict[str, Any]) -> MoEConfig:
     """V3's experts, which others have too."""
-    return hf_experts(
-        c, "n_routed_experts", "moe_intermediate_size", scoring="sigmoid", num_groups=_of_groups(c, "n_group"),
-        top_groups=_of_groups(c, "topk_group"), group_score="top2_sum", correction_bias=True,
-        renormalize=bool(c["norm_topk_prob"]), renormalize_eps=1e-20, scale=c["routed_scaling_factor"],
-        shared_hidden=(c["n_shared_experts"] or 0) * c["moe_intermediate_size"],
+    return _routed(
+        c, by_groups=True, scoring="sigmoid", group_score="top2_sum", correction_bias=True, renormalize_eps=1e-20,
+        renormalize=bool(c["norm_topk_prob"]), scale=c["routed_scaling_factor"],
     )  # fmt: skip
 
 
-SIGMOID = 2
-"""`expert_gating_func` of GGUF files whose experts have sigmoid scores."""
+def _routed(c: dict[str, Any], by_groups: bool, **differences: Any) -> MoEConfig:
+    groups = {"num_groups": "n_group", "top_groups": "topk_group"} if by_groups else {}
+    for key in groups.values():
+        if c[key] is None:  # as files have it where it is not used
+            raise CheckpointError(f"{key} is null; accepted is a whole number where experts are chosen by groups")
+    differences |= {name: c[key] for name, key in groups.items()}
+    shared = (c["n_shared_experts"] or 0) * c["moe_intermediate_size"]
+    return hf_experts(c, "n_routed_experts", "moe_intermediate_size", shared_hidden=shared, **differences)
+
+
+SIGMOID = 2  # `expert_gating_func` of GGUF files whose experts have sigmoid scores
 
 
 def latent_config(
@@ -100,13 +103,6 @@ LATENT_NAMES = in_layers("model.layers.*.self_attn", {
 })  # fmt: skip
 """The parts of latent attention."""
 mtp_names = partial(hf_mtp_names, own=LATENT_NAMES)
-
-
-def _of_groups(c: dict[str, Any], key: str) -> int:
-    """A number of groups of experts, which files may leave null where it is not used."""
-    if c[key] is None:
-        raise CheckpointError(f"{key} is null; accepted is a whole number where experts are chosen by groups")
-    return c[key]
 
 
 def _gguf_length(part: str) -> Callable[[GgufFile], int]:

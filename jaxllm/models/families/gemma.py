@@ -137,8 +137,7 @@ GEMMA2 = Family(
     },
 )  # fmt: skip
 
-EMBEDDING = "gemma-embedding"
-"""EmbeddingGemma in GGUF."""
+EMBEDDING = "gemma-embedding"  # EmbeddingGemma in GGUF
 
 GEMMA3 = Family(
     name="Gemma 3", models="Gemma 3 270M, 1B, 4B, 12B, 27B (text), EmbeddingGemma",
@@ -166,8 +165,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 LOCAL: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
 EVERYWHERE: dict[str, Any] = {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25}
 GLOBAL_HEAD_DIM = 512
-USUAL_CAP = 30.0
-"""On the output's logits where a GGUF file does not say it, as llama.cpp has it."""
+USUAL_CAP = 30.0  # on the output's logits where a GGUF file does not say it, as llama.cpp has it
 GEMMA4_DEFAULTS: dict[str, Any] = {
     "vocab_size": 262_144, "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
     "tie_word_embeddings": True, "hidden_size_per_layer_input": 256, "sliding_window": 512,
@@ -184,8 +182,7 @@ GEMMA4_FIELDS: FieldKinds = {
         "null or 'vision', which concerns images alone", lambda value: value is None or value == "vision"
     ),
 }
-UNROTATED = 1e20
-"""A GGUF file divides the frequencies of pairs that do not rotate by more than this."""
+UNROTATED = 1e20  # a GGUF file divides the frequencies of pairs that do not rotate by more than this
 
 
 def gemma4_from_hf(c: dict[str, Any]) -> DecoderConfig:

@@ -156,25 +156,14 @@ MPT_DEFAULTS: dict[str, Any] = {
 ALWAYS = FieldKind("true", lambda value: value is True)
 NEVER = FieldKind("false", lambda value: value is False)
 MPT_FIELDS: FieldKinds = {
-    "d_model": SIZE,
-    "n_heads": COUNT,
-    "n_layers": LAYERS,
-    "max_seq_len": LENGTH,
-    "expansion_ratio": whole(1, 2**10),
-    "attn_config": maybe(OBJECT),
-    "no_bias": ALWAYS,
-    "logit_scale": NULL,
+    "d_model": SIZE, "n_heads": COUNT, "n_layers": LAYERS, "max_seq_len": LENGTH, "expansion_ratio": whole(1, 2**10),
+    "attn_config": maybe(OBJECT), "no_bias": ALWAYS, "logit_scale": NULL,
     "norm_type": one_of("low_precision_layernorm", "layernorm"),
-}
-ATTENTION_FIELDS: FieldKinds = {
-    "alibi": ALWAYS,
-    "alibi_bias_max": FACTOR,
-    "softmax_scale": maybe(FACTOR),
-    "attn_type": one_of("multihead_attention"),
-    "clip_qkv": either(NULL, FACTOR, real(0, 0)),
-    "prefix_lm": NEVER,
-    "qk_ln": NEVER,
-}
+}  # fmt: skip
+MPT_ATTENTION_FIELDS: FieldKinds = {
+    "alibi": ALWAYS, "alibi_bias_max": FACTOR, "softmax_scale": maybe(FACTOR), "prefix_lm": NEVER, "qk_ln": NEVER,
+    "attn_type": one_of("multihead_attention"), "clip_qkv": either(NULL, FACTOR, real(0, 0)),
+}  # fmt: skip
 """Of `attn_config`."""
 
 
@@ -186,7 +175,7 @@ def mpt_from_hf(c: dict[str, Any]) -> DecoderConfig:
         max_position_embeddings="max_seq_len",
     )  # fmt: skip
     attention = c.get("attn_config") or {}
-    check_fields(attention, ATTENTION_FIELDS, "attn_config.")
+    check_fields(attention, MPT_ATTENTION_FIELDS, "attn_config.")
     return hf_decoder(
         {"intermediate_size": c["expansion_ratio"] * c["hidden_size"]} | c, layers=LayerKind(None),
         norm_eps=c.get("layer_norm_epsilon", 1e-5), alibi=float(attention.get("alibi_bias_max", USUAL_STEEPNESS)),

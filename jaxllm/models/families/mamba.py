@@ -90,7 +90,7 @@ def hf_ssd_names(config: DecoderConfig, block: str) -> dict[str, Pattern]:
         **_input_names(config, f"{block}.in_proj"),
         "layers.*.ssd.taps": Source(f"{block}.conv1d.weight", without_middle_axis),
         "layers.*.ssd.conv_bias": f"{block}.conv1d.bias",
-        "layers.*.ssd.fade": Source(f"{block}.A_log", _of_logarithm),
+        "layers.*.ssd.fade": Source(f"{block}.A_log", lambda logarithm: np.exp(np.asarray(logarithm, np.float32))),
         "layers.*.ssd.dt_bias": f"{block}.dt_bias",
         "layers.*.ssd.skip": f"{block}.D",
         "layers.*.ssd.norm.weight": f"{block}.norm.weight",
@@ -104,7 +104,7 @@ def gguf_ssd_names(config: DecoderConfig) -> dict[str, Pattern]:
         **_input_names(config, "blk.*.ssm_in"),
         "layers.*.ssd.taps": Source("blk.*.ssm_conv1d.weight", without_middle_axis),
         "layers.*.ssd.conv_bias": "blk.*.ssm_conv1d.bias",
-        "layers.*.ssd.fade": Source("blk.*.ssm_a", _negated),
+        "layers.*.ssd.fade": Source("blk.*.ssm_a", lambda array: -np.asarray(array, np.float32).reshape(-1)),
         "layers.*.ssd.dt_bias": "blk.*.ssm_dt.bias",
         "layers.*.ssd.skip": Source("blk.*.ssm_d", _flat),
         "layers.*.ssd.norm.weight": Source("blk.*.ssm_norm.weight", _flat),
@@ -127,21 +127,12 @@ def _rows(array: np.ndarray, begin: int | None = None, end: int | None = None) -
     return array[begin:end]
 
 
-def _of_logarithm(logarithm: np.ndarray) -> np.ndarray:
-    return np.exp(np.asarray(logarithm, np.float32))
-
-
 def _flat(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1)
 
 
-def _negated(array: np.ndarray) -> np.ndarray:
-    return -np.asarray(array, np.float32).reshape(-1)
-
-
 # Mamba-2: state-space layers alone, without attention or MLPs
-CONTEXT = 2**20
-"""Tokens. A state has no longest context; this is what llama.cpp writes into files."""
+CONTEXT = 2**20  # Tokens. A state has no longest context; this is what llama.cpp writes into files.
 
 
 def mamba2_from_hf(c: dict[str, Any]) -> DecoderConfig:
@@ -298,8 +289,7 @@ GRANITE = Family(
 
 # Granite 4: state-space layers, and attention in every few layers, mostly without positions; dense, or with experts
 ATTENTION = ("attention", "full_attention")
-GRANITE4_LAYER_TYPES = (*ATTENTION, "mamba", "linear_attention")
-"""As checkpoints call them, and as transformers does."""
+GRANITE4_LAYER_TYPES = (*ATTENTION, "mamba", "linear_attention")  # as checkpoints call them, and as transformers does
 GRANITE4_DEFAULTS: dict[str, Any] = {
     "hidden_size": 4096, "intermediate_size": 11_008, "shared_intermediate_size": 1024, "num_local_experts": 8,
     "num_experts_per_tok": 2, "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_expand": 2,

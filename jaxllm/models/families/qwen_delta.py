@@ -18,10 +18,8 @@ from jaxllm.models.names import hf_names as standard_names
 from jaxllm.weights.names import AnyOf, NameMap, Pattern, Source, expand, plus_one, renamed, without_middle_axis
 
 LAYER_TYPES = ("full_attention", "linear_attention")
-PARTIAL = 0.25
-"""Of each head's channels are rotated."""
-INTERVAL = 4
-"""One of that many layers has full attention, where nothing else is said."""
+PARTIAL = 0.25  # of each head's channels are rotated
+INTERVAL = 4  # one of that many layers has full attention, where nothing else is said
 
 DEFAULTS = {
     "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,

@@ -20,8 +20,7 @@ from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Late, Norm, Pages, Residual, StepMetadata, Unsummed
 from jaxllm.sharding.mesh import TENSOR, Layout, Segment, gather_over_tensor, split_rows, tensor_rank, tensor_size
 
-USUAL_STEEPNESS = 8.0
-"""Of ALiBi (arXiv:2108.12409): the paper's, and that of almost all models."""
+USUAL_STEEPNESS = 8.0  # of ALiBi (arXiv:2108.12409): the paper's, and that of almost all models
 
 
 def alibi_slopes(heads: int, steepness: float = USUAL_STEEPNESS) -> Float[np.ndarray, "H"]:
@@ -232,13 +231,10 @@ class MLAttention(nnx.Module):
     comes back through `W_UV`. `kv_b` holds both: a head's `qk_nope_head_dim` rows of `W_UK`, then its `v_head_dim`
     rows of `W_UV`.
 
-    What it costs, with DeepSeek's sizes (latent 512, rotated 64, heads of 128): a decode step reads 576 channels a
-    cached token, whatever the number of heads. A prefilled token pays 2,176 FLOPs a head for each token it sees, where
-    expanded keys and values would take 640, and 262,144 once for every token of the context: chunks of up to about 170
-    tokens over a long context are cheaper as they are here, and the attention of much longer ones costs up to 3.4 times
-    as much.
-
-    Heads are divided over the tensor axis; the latent is computed and cached on every device.
+    With DeepSeek's sizes a decode step reads 576 channels a cached token, whatever the number of heads. Prefills in
+    chunks of up to about 170 tokens over a long context are cheaper than with expanded keys and values; the attention
+    of much longer chunks costs up to 3.4 times as much. Heads are divided over the tensor axis; the latent is computed
+    and cached on every device.
     """
 
     def __init__(

@@ -25,8 +25,7 @@ Product = Callable[[Float[Array, "T E"] | None], Float[Array, "T E"]]
 class LayerHand:
     """A hand in one layer. Each method has a default that does nothing."""
 
-    whole = False
-    """The layer leaves nothing to be added to its output by the next one."""
+    whole = False  # the layer leaves nothing to be added to its output by the next one
 
     def __init__(self, data: Any):
         """`data` is what `Hand.layer` gave."""
@@ -47,8 +46,7 @@ class LayerHand:
 class Hand:
     """A hand in the stack of layers."""
 
-    layers: type[LayerHand] | None = None
-    """Its hands in single layers, if it has any."""
+    layers: type[LayerHand] | None = None  # its hands in single layers, if it has any
 
     def layer(self, index: int, x: Float[Array, "T E"]) -> Any:
         """A pytree that the hand in the layer `index` is made of; `x` is the residual stream that it takes."""
@@ -69,8 +67,7 @@ class Told:
 
     meta: StepMetadata
     hands: Sequence[LayerHand] = ()
-    places: Any = None
-    """Of its experts in host memory, if it has any; it leaves them changed."""
+    places: Any = None  # of its experts in host memory, if it has any; it leaves them changed
     sum: str | None = None
     """The activation that the next product added to the residual stream is, while `summing` is open."""
 

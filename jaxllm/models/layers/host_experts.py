@@ -24,13 +24,11 @@ from jaxllm.sharding.mesh import TENSOR, Axes
 class ExpertPlaces(NamedTuple):
     """A layer's places on a device; as shapes, those of all devices of a batch."""
 
-    first: tuple[Any, ...]
-    """The arrays of a Weight `[C, o, i]`: the gate and the projection up."""
+    first: tuple[Any, ...]  # the arrays of a Weight `[C, o, i]`: the gate and the projection up
     down: tuple[Any, ...]
     expert: Any
     """The number of the expert in each place among those in host memory, and one more; 0 where there is none."""
-    order: Any
-    """The places' order of use: 0 is that of the one unused for longest."""
+    order: Any  # the places' order of use: 0 is that of the one unused for longest
 
 
 class Turn(NamedTuple):

@@ -53,10 +53,9 @@ def adapter_numbers(sizes: AdapterSizes | None) -> AdapterTable | None:
 class AdapterTables(nnx.Module):
     """`sum over adapters of scale * (b.T @ (a @ x) + gain * w @ x)`, for a product `w @ x` with an `[o, i]` weight.
 
-    A product that is fused of several tensors has an `a` for each of them, one after the other; the columns of `b` that
-    belong to a tensor go with its own. What files call B is `b` transposed: so its columns lie side by side. An
-    adapter's own rank for a tensor may be below the tables', and is 0 where it leaves the tensor alone. A product with
-    a bias has a table of what adapters add to that.
+    A product that is fused of several tensors has an `a` for each of them, one after the other, which goes with the
+    tensor's columns of `b` (the transposed B of files). An adapter's own rank for a tensor may be below the tables',
+    and is 0 where it leaves the tensor alone. A product with a bias has a table of what adapters add to that.
     """
 
     def __init__(
