@@ -14,7 +14,7 @@ from jaxllm.config import EngineConfig, make_config
 from jaxllm.engine.core.keys import SAMPLED, Key
 from jaxllm.engine.scale.staged_device import keys_of
 from jaxllm.models.caches import Paged, Shared
-from jaxllm.models.parallel import places_to_part, share_layers
+from jaxllm.models.options import places_to_part, share_layers
 from tests.devices import over_devices, shared_folder
 from tests.parallel_answers import assert_same, told
 from tests.reference.tiny import write_checkpoint

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from jaxllm.engine.core.handle import StepKind
     from jaxllm.engine.doors.thread_client import ThreadClient
     from jaxllm.engine.scale.data_parallel.core import Core
-    from jaxllm.models.abstract import LiveModel
     from jaxllm.models.decoder import Decoder
+    from jaxllm.models.registry import LiveModel
     from jaxllm.research.explained import ProfilerTrace, StepExplanation
     from jaxllm.research.model import LayerAttention, OpenModel, Watched
 

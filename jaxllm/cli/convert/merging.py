@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.folders import existing, in_home
-from jaxllm.models.family import hf_renaming
+from jaxllm.models.names import hf_renaming
 from jaxllm.models.registry import ModelSpec, adapter_names, model_spec
 from jaxllm.weights.adapters import Adapter, LowRank, open_adapter
 from jaxllm.weights.checkpoint import Checkpoint, Edit, MergedCheckpoint

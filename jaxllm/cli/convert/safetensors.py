@@ -18,7 +18,7 @@ from jaxllm.engine.start.build import eos_token_ids
 from jaxllm.engine.start.options import DTYPES
 from jaxllm.errors import ConfigError
 from jaxllm.models.config import DecoderConfig
-from jaxllm.models.family import Family, hf_names
+from jaxllm.models.family import Family
 from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.progress import Progress
 from jaxllm.quantization.weight import Dense
@@ -91,7 +91,7 @@ def _hf_names(config: EngineConfig, checkpoint: Checkpoint) -> tuple[dict[str, A
 
 
 def _names(family: Family, config: DecoderConfig) -> NameMap:
-    return expand(hf_names(config) | family.hf_names(config), config.num_layers)
+    return expand(family.names("safetensors", config), config.num_layers)
 
 
 UNDONE: dict[Transform | None, Transform] = {None: lambda weight: weight, plus_one: lambda weight: weight - 1}

@@ -32,7 +32,7 @@ from jaxllm.engine.messages import (
     TokenDelta,
 )
 from jaxllm.errors import InvalidRequestError
-from jaxllm.models.abstract import LiveModel
+from jaxllm.models.registry import LiveModel
 
 logger = logging.getLogger(__name__)
 

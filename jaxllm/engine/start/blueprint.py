@@ -42,13 +42,11 @@ from jaxllm.engine.start.plan import Blueprint, EnginePlan, StagePlan
 from jaxllm.engine.start.platform import Platform
 from jaxllm.engine.start.tokenizer import open_model
 from jaxllm.errors import ConfigError
-from jaxllm.models.abstract import AdaptedModel, abstract_model, adapted_model
 from jaxllm.models.caches import CacheLayout, CacheSpec
-from jaxllm.models.config import DecoderConfig
+from jaxllm.models.config import DecoderConfig, check_parallel
 from jaxllm.models.layers.host_experts import ExpertPlaces
-from jaxllm.models.options import AdapterSizes, BuildOptions, Stage
-from jaxllm.models.parallel import check_parallel, places_to_part, share_layers
-from jaxllm.models.registry import ModelSpec, model_spec
+from jaxllm.models.options import AdapterSizes, BuildOptions, Stage, places_to_part, share_layers
+from jaxllm.models.registry import AdaptedModel, ModelSpec, abstract_model, adapted_model, model_spec
 from jaxllm.models.tasks import longest_text
 from jaxllm.pallas_kernels.tpu import most_sequences
 from jaxllm.weights.checkpoint import Checkpoint

@@ -60,8 +60,7 @@ from jaxllm.engine.start.prepared import (
 from jaxllm.engine.start.tokenizer import open_model, resolve_tokenizer
 from jaxllm.errors import CheckpointError, ConfigError, one_line
 from jaxllm.folders import unwritable
-from jaxllm.models.abstract import LiveModel, ModelParts
-from jaxllm.models.registry import adapter_names, with_importance
+from jaxllm.models.registry import LiveModel, ModelParts, adapter_names, with_importance
 from jaxllm.models.tasks import read_tasks
 from jaxllm.progress import Progress, progress_bar, tell
 from jaxllm.requests.logits_processors import LogitsProcessor

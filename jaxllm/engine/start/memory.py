@@ -13,10 +13,9 @@ from jaxllm.config.values import format_bytes
 from jaxllm.engine.features.drafts.rules import DraftRule, ModuleDrafts
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import ConfigError
-from jaxllm.models.abstract import abstract_model
 from jaxllm.models.config import DecoderConfig, MixerKind
 from jaxllm.models.options import BuildOptions
-from jaxllm.models.registry import ModelSpec
+from jaxllm.models.registry import ModelSpec, abstract_model
 from jaxllm.pallas_kernels.matrices import EXPANDED_BYTES
 from jaxllm.quantization.gpu_tiles import GpuTiledKind
 from jaxllm.sharding.mesh import num_pieces

@@ -19,9 +19,8 @@ from jaxllm.engine.features.drafts.rules import DraftDepth, DraftRule
 from jaxllm.engine.features.processors.processing import processors_of
 from jaxllm.engine.start.draft import DraftBlueprint
 from jaxllm.errors import ConfigError
-from jaxllm.models.abstract import AdaptedModel
 from jaxllm.models.options import AdapterSizes, BuildOptions
-from jaxllm.models.registry import ModelSpec
+from jaxllm.models.registry import AdaptedModel, ModelSpec
 from jaxllm.requests.logits_processors import LogitsProcessor
 from jaxllm.weights.loader import ParamSpec
 

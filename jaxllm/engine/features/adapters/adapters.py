@@ -23,7 +23,7 @@ from jaxllm.engine.core.step import StepFunctions
 from jaxllm.engine.features.adapters.reading import AdapterRows
 from jaxllm.engine.features.adapters.store import AdapterPlaces, AdapterStore, check_adapters
 from jaxllm.engine.messages import EngineRequest, EngineStats
-from jaxllm.models.abstract import AdaptedModel
+from jaxllm.models.registry import AdaptedModel
 from jaxllm.pallas_kernels import StepMetadata
 from jaxllm.requests.adapters import AdapterUse
 
