@@ -214,7 +214,7 @@ def _signed_scales(scales: Float32[Array, "n 16"], most: int) -> tuple[Array, Ar
 
 
 def _packed_k_scales(sc: Array, mn: Array) -> UInt8[Array, "n 12"]:
-    """See `gguf_blocks.k_scales`."""
+    """See `gguf_decode.k_scales`."""
     low = [sc[:, :4] | (sc[:, 4:] >> 4) << 6, mn[:, :4] | (mn[:, 4:] >> 4) << 6, sc[:, 4:] & 15 | (mn[:, 4:] & 15) << 4]
     return jnp.concatenate(low, axis=1).astype(jnp.uint8)
 

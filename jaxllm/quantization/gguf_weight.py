@@ -71,7 +71,7 @@ class GgufKind:
     def _blocks(self, tensor: Stored) -> np.ndarray:
         if tensor.packed and tensor.dtype == self.type:
             blocks = tensor.by_rows.reshape(*tensor.shape[:-1], -1, FORMATS[self.type].nbytes)
-            for start in FORMATS[self.type].scales:
+            for start in FORMATS[self.type].halves:
                 if not _finite_halves(blocks, start):
                     raise CheckpointError(f"{tensor.origin}: not all scales of its {self.type} blocks are finite")
             return blocks

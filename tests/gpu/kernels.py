@@ -45,9 +45,8 @@ from jaxllm.pallas_kernels.metadata import StateRows, StepMetadata
 from jaxllm.pallas_kernels.pages import QUANTIZED, SCALE_BYTES
 from jaxllm.quantization.coded import Coded, CodedKind, fp8_blocks, groups, per_channel
 from jaxllm.quantization.gguf_weight import GgufKind
-from jaxllm.quantization.gpu_tiles import gpu_tiled
+from jaxllm.quantization.gpu_tiles import BLOCKS, gpu_tiled
 from jaxllm.quantization.stored import E8M0, FP8, INT8
-from jaxllm.quantization.unpacked import BLOCKS
 from jaxllm.quantization.weight import DenseKind, Weight
 from tests.gpu.ptx import DUMP, Taken, taken_by_kernels
 from tests.gpu.targets import mesh_of

@@ -21,9 +21,8 @@ from jaxllm.pallas_kernels.gpu.walk import Tiling
 from jaxllm.pallas_kernels.matrices import E2M1, PackedMatrix
 from jaxllm.quantization.coded import groups
 from jaxllm.quantization.gguf_weight import GgufKind
-from jaxllm.quantization.gpu_tiles import GpuTiles, gpu_tiled
+from jaxllm.quantization.gpu_tiles import BLOCKS, GpuTiles, gpu_tiled
 from jaxllm.quantization.stored import E8M0, Stored
-from jaxllm.quantization.unpacked import BLOCKS
 from jaxllm.quantization.weight import fuse
 from tests.gpu_here import INTERPRET
 
