@@ -19,8 +19,7 @@ from jaxllm.models.layers.hands import add_product
 from jaxllm.models.layers.low_rank import AdapterTables, adapter_uses
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import LATER, Late, Later, Norm, Residual, Unsummed, late_sum
-from jaxllm.quantization.host_stack import HostShare
-from jaxllm.quantization.weight import Dense
+from jaxllm.quantization.weight import Dense, HostShare
 from jaxllm.sharding.mesh import (
     TENSOR,
     Axes,
