@@ -65,9 +65,11 @@ class KernelMatrix:
         return self.scale_columns // self.planes
 
     @property
-    def levels_table(self) -> jax.Array | None:
-        """What each code stands for, where that is not itself."""
-        return jnp.asarray(self.levels, jnp.float32) if self.levels else None
+    def tables(self) -> dict[str, jax.Array]:
+        """The arrays beside the codes that there are, by name."""
+        levels = jnp.asarray(self.levels, jnp.float32) if self.levels else None
+        tables = {"scale": self.scale, "zero": self.zero, "levels": levels}
+        return {name: table for name, table in tables.items() if table is not None}
 
     def columns(self, at: jax.Array, plane: int) -> jax.Array:
         """The inputs that the codes in a plane of stored numbers `at` of a row are for."""

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxllm.pallas_kernels.gpu import block_scaled, few_rows, int8, packed
-from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul
-from jaxllm.pallas_kernels.gpu.route import route
-from jaxllm.pallas_kernels.gpu.rows import RowLists, groups_of_rows, list_rows
+from jaxllm.pallas_kernels.gpu import packed
+from jaxllm.pallas_kernels.gpu.few_rows import code_product
+from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows
+from jaxllm.pallas_kernels.gpu.route import RowLists, groups_of_rows, list_rows, route
 from jaxllm.pallas_kernels.matrices import KernelMatrix, PackedMatrix
 from jaxllm.pallas_kernels.metadata import StepMetadata
-from jaxllm.pallas_kernels.products import Late, Mixture, late_sum
+from jaxllm.pallas_kernels.products import Mixture, late_sum
 
 
 def experts(
@@ -81,16 +81,9 @@ def _products(
         if matrix.order is not None:
             assert group is not None
             x = _in_their_order(x, matrix.order, group)
-        product: Callable[..., Late] = grouped_matmul
-        if isinstance(matrix, KernelMatrix):
-            if matrix.rounds:
-                options |= {"tile_rows": tile_rows}
-                product = int8.matmul
-            elif tile_rows <= block_scaled.MOST_ROWS and block_scaled.knows(matrix):
-                product = block_scaled.few_rows
-            elif tile_rows <= few_rows.MOST_ROWS and few_rows.knows(matrix):
-                product = few_rows.few_rows
-        return late_sum(product(x, matrix, lists, rows, interpret=interpret, **options))
+        if isinstance(matrix, PackedMatrix):
+            return packed.grouped_matmul(x, matrix, lists, rows, tile_rows, interpret=interpret, **options)
+        return late_sum(code_product(x, matrix, lists, rows, tile_rows, interpret=interpret, **options))
 
     if len(gate_up) == 1 and biases is None and gate is None and _is_lowered(activation) and _gates(gate_up[0]):
         hidden = multiply(x, gate_up[0], activation=activation, dtype=down[0].dtype)

@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
-from jaxllm.pallas_kernels.gpu.rows import RowLists
+from jaxllm.pallas_kernels.gpu.route import RowLists
 from jaxllm.pallas_kernels.gpu.walk import Tiling, Walk, arrays_by_name, step_of
 from jaxllm.pallas_kernels.matrices import EXPANDED_BYTES, ROWS, SCALES, PackedMatrix
 from jaxllm.pallas_kernels.products import Unsummed, dot
