@@ -172,7 +172,7 @@ def _gpu_latent_attention(
     q: Any, latent: Any, weight: Any, *arrays: Any, **options: Any
 ) -> tuple[jax.Array, Pages] | None:
     """Where the weight is 16-bit floats: others are expanded and multiplied by XLA, and latents stored by it."""
-    from jaxllm.pallas_kernels.gpu.latent import latent_attention
+    from jaxllm.pallas_kernels.gpu.attention import latent_attention
 
     matrices = weight.kernel_matrices
     if matrices is None or len(matrices) > 1:

@@ -26,14 +26,12 @@ from jaxllm.models.layers.experts import MoEConfig
 from jaxllm.models.layers.mlp import ACTIVATIONS
 from jaxllm.models.layers.rope import Angles
 from jaxllm.pallas_kernels import Mixture, RootMeanSquare, SSDInputs, Unsummed
-from jaxllm.pallas_kernels.gpu.attention import rotate_and_store
-from jaxllm.pallas_kernels.gpu.decode import decode_attention
+from jaxllm.pallas_kernels.gpu.attention import absorb_and_store, expand_heads, rotate_and_store
+from jaxllm.pallas_kernels.gpu.experts import add_norm
 from jaxllm.pallas_kernels.gpu.few_rows import few_rows_of_blocks, few_rows_of_groups
-from jaxllm.pallas_kernels.gpu.latent import absorb_and_store, expand_heads
+from jaxllm.pallas_kernels.gpu.flash import decode_attention, prefill_attention
 from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, integer_matmul, matmul
-from jaxllm.pallas_kernels.gpu.norm import add_norm
 from jaxllm.pallas_kernels.gpu.packed import grouped_matmul, late_matmul
-from jaxllm.pallas_kernels.gpu.prefill import prefill_attention
 from jaxllm.pallas_kernels.gpu.route import RowLists, most_tiles, route
 from jaxllm.pallas_kernels.gpu.states import delta_rule
 from jaxllm.pallas_kernels.gpu.states import ssd_decode as decode_states

@@ -80,7 +80,7 @@ def add_norm(
     x: Float[Array, "T E"], out: Late, norm: RootMeanSquare
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
     """`x + out`, and the norm of it."""
-    from jaxllm.pallas_kernels.gpu import norm as kernel
+    from jaxllm.pallas_kernels.gpu import experts as kernel
 
     return kernel.add_norm(x, out if isinstance(out, Mixture | Unsummed) else out.astype(x.dtype), norm)
 

@@ -13,9 +13,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jaxllm.pallas_kernels import RootMeanSquare, Unsummed, late_sum
 from jaxllm.pallas_kernels.gpu.expand import from_e4m3, to_e4m3
+from jaxllm.pallas_kernels.gpu.experts import add_norm
 from jaxllm.pallas_kernels.gpu.few_rows import MOST_ROWS, few_rows_of_groups, knows_groups
 from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, matmul
-from jaxllm.pallas_kernels.gpu.norm import add_norm
 from jaxllm.pallas_kernels.gpu.products import linear
 from jaxllm.pallas_kernels.gpu.route import RowLists, list_rows
 from jaxllm.quantization.coded import Coded, fp8_blocks, groups, per_channel
