@@ -11,7 +11,6 @@ u4, four bits about a zero of the block's own; i8 and e4m3, whose float32 scales
 """
 
 from jaxllm.cpu_kernels.attention import HeadNorms, Rotary, Runs, attention, causal_conv, delta_rule, ssd
-from jaxllm.cpu_kernels.huge_pages import zeros
 from jaxllm.cpu_kernels.library import available, forced, isa, reason, rounds_to_bf16, runnable_isas, set_threads
 from jaxllm.cpu_kernels.products import (
     ACTIVATIONS,
@@ -29,7 +28,7 @@ from jaxllm.cpu_kernels.products import (
     normalise,
     running_weights,
 )
-from jaxllm.cpu_kernels.tiles import FORMATS, GROUP, SCALED, lanes, repack, tile_bytes, tile_inputs, unpack
+from jaxllm.cpu_kernels.tiles import FORMATS, GROUP, SCALED, lanes, repack, tile_bytes, tile_inputs, unpack, zeros
 
 __all__ = [
     "ACTIVATIONS", "FORMATS", "GROUP", "SCALED", "AdapterArrays", "AdapterUses", "HeadNorms", "Rotary", "RowNorm",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Unpack, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +30,18 @@ from jaxllm.pallas_kernels.pages import (
     stored_as_bits,
     stored_as_is,
 )
-from jaxllm.pallas_kernels.products import Mixture, linear, low_rank, normalise, ragged_dot, tiles
-from jaxllm.pallas_kernels.reference import packed_attention
-from jaxllm.pallas_kernels.softmax import CPU as CPU_SUMS
-from jaxllm.pallas_kernels.softmax import PLAIN, SoftmaxSums
+from jaxllm.pallas_kernels.products import (
+    CPU_SUMS,
+    PLAIN_SUMS,
+    Mixture,
+    SoftmaxSums,
+    linear,
+    low_rank,
+    normalise,
+    ragged_dot,
+    tiles,
+)
+from jaxllm.pallas_kernels.reference import AttentionOptions, packed_attention
 from jaxllm.pallas_kernels.states import causal_conv
 
 logger = logging.getLogger(__name__)
@@ -50,13 +58,7 @@ class PagedAttention(Protocol):
         pages: of the keys and values, or of a latent without `v`, as `Kernels.page_layout` has them; updated in place
             when donated.
         meta: which token belongs where.
-        scale: factor on the logits.
-        window: a token at position `i` sees positions `j` with `i - window < j <= i`.
-        chunked: it sees those from the last multiple of `window` on instead.
-        softcap: logits become `softcap * tanh(logits / softcap)`.
-        sinks: `[H]`, one more logit a head that takes softmax mass and has no value.
-        slopes: `[H]`, what a head's logits fall by with each token between a query and a key, after the cap.
-        value_dim: with latent pages, how many channels of a key are its value; all of them if not given.
+        options: see `AttentionOptions`.
 
     Returns:
         The attention output `[T, H, Dv]` in `q`'s dtype (padding rows are zero) and the new pages. Sums run in float32.
@@ -69,14 +71,7 @@ class PagedAttention(Protocol):
         v: Float[Array, "T K D"] | None,
         pages: Pages,
         meta: StepMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-        chunked: bool = False,
-        softcap: float | None = None,
-        sinks: Float[Array, "H"] | None = None,
-        slopes: Float[Array, "H"] | None = None,
-        value_dim: int | None = None,
+        **options: Unpack[AttentionOptions],
     ) -> tuple[Float[Array, "T H Dv"], Pages]: ...
 
 
@@ -154,7 +149,7 @@ class Kernels:
     adapted: Callable[..., tuple[jax.Array, ...] | None] = lambda x, *rest: None
     packed_attention: Callable[..., jax.Array] = packed_attention
     normalise: Callable[..., jax.Array] = normalise
-    sums: SoftmaxSums = PLAIN
+    sums: SoftmaxSums = PLAIN_SUMS
     native: bool = False
     gpu_tiles: bool = False
     rotates_heads: bool = False

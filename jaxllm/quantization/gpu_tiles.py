@@ -52,11 +52,11 @@ def block_format(type: str, inputs: int) -> PackedFormat:
 def unpack_blocks(blocks: BlocksOfRows, type: str, format: PackedFormat) -> Unpacked:
     """GGUF's blocks `[*stack, o, blocks, bytes]`, for the format that `block_format` gives."""
     codes = FORMATS[type].codes(blocks).reshape(*blocks.shape[:-2], -1)
-    of_type = BLOCKS[type]
-    words = None if of_type.words is None else of_type.words(blocks)
-    halves = () if of_type.half is None else (np.ascontiguousarray(blocks[..., of_type.half :][..., :2]).view(FLOAT16),)
-    halves = tuple(half[..., 0] for half in halves)
-    return Unpacked(codes, _pairs(*halves)) if format.scales == "pair" else Unpacked(codes, words, halves)
+    words, half = BLOCKS[type].words, BLOCKS[type].half
+    halves = () if half is None else (np.ascontiguousarray(blocks[..., half : half + 2]).view(FLOAT16)[..., 0],)
+    if format.scales == "pair":
+        return Unpacked(codes, _pairs(*halves))
+    return Unpacked(codes, None if words is None else words(blocks), halves)
 
 
 def group_format(coding: Coding, inputs: int) -> PackedFormat | None:

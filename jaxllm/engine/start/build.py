@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxllm import compat, cpu_kernels, machine
 from jaxllm.config import EngineConfig
 from jaxllm.config.values import format_bytes
-from jaxllm.cpu_kernels.huge_pages import use_huge_pages
+from jaxllm.cpu_kernels.tiles import use_huge_pages
 from jaxllm.engine.core.step_weights import Kept
 from jaxllm.engine.features.offload.offload import transfer_of
 from jaxllm.engine.features.processors.processing import processors_of

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from jaxllm.pallas_kernels.gpu.tile import AttentionSpec, Part, PerHead
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.pages import LARGEST_CODE, QUANTIZED, SCALE_BYTES, Pages, write_pages
 from jaxllm.pallas_kernels.products import RootMeanSquare, Unsummed, dot
+from jaxllm.pallas_kernels.reference import AttentionOptions, Options
 
 
 def paged_attention(
@@ -38,17 +39,11 @@ def paged_attention(
     pages: Pages,
     meta: StepMetadata,
     *,
-    scale: float,
-    window: int | None = None,
-    chunked: bool = False,
-    softcap: float | None = None,
-    sinks: Float[Array, "H"] | None = None,
-    slopes: Float[Array, "H"] | None = None,
-    value_dim: int | None = None,
     angles: Any = None,
     norms: tuple[RootMeanSquare, RootMeanSquare] | None = None,
     unsummed: Unsummed | None = None,
     interpret: bool = False,
+    **given: Unpack[AttentionOptions],
 ) -> tuple[Float[Array, "T H Dv"], Pages]:
     """Norms and rotates heads where that is asked for, writes the pages, then attends; see `kernels.PagedAttention`.
 
@@ -60,12 +55,13 @@ def paged_attention(
     """
     _, heads, head_dim = q.shape
     _, kv_heads, page_size, _ = pages[0].shape
-    latent_dim = None if v is not None else value_dim or head_dim
-    quantized = pages[0].dtype in QUANTIZED.values()
+    options = Options(**given)
+    latent_dim = None if v is not None else options.value_dim or head_dim
     spec = AttentionSpec(
-        heads, kv_heads, head_dim, page_size, q.dtype, scale, window, softcap, latent_dim, quantized, chunked
-    )
-    per_head = PerHead(sinks, slopes)
+        heads, kv_heads, head_dim, page_size, q.dtype, options.scale, options.window, options.softcap, latent_dim,
+        quantized=pages[0].dtype in QUANTIZED.values(), chunked=options.chunked,
+    )  # fmt: skip
+    per_head = PerHead(options.sinks, options.slopes)
     if v is None:
         pages = write_pages(pages, k, v, meta)
     elif k.shape[1]:

@@ -40,7 +40,7 @@ class Program(NamedTuple):
 
     Attributes:
         group: whose matrix its rows are multiplied by.
-        count: how many rows there are, or 1 where that is not counted; the rest of a tile is not `live`.
+        there: how many rows there are, or 1 where that is not counted; the rest of a tile is not `live`.
         row, x_row: their places in the output, outside it for rows that are not live; and in the inputs.
         part, steps: the part of the output, and the first step over the inputs and the end: several programs may walk
             some of the inputs each.
@@ -50,7 +50,7 @@ class Program(NamedTuple):
     """
 
     group: Array | int
-    count: Array | int
+    there: Array | int
     row: Int[Array, "n"]
     x_row: Int[Array, "n"]
     live: Bool[Array, "n"]
@@ -86,11 +86,14 @@ class Product:
         """This program's share of `steps` steps: with `RowLists` of their second tile, else of all rows or inputs."""
         block, second = pl.program_id(0), pl.program_id(1)
         of_tile, (parts, num_rows, _) = jnp.arange(self.tile_rows), out_ref.shape
-        group, count, part, mine = 0, 1, 0, (0, steps)
+        group: Array | int = 0
+        there: Array | int = 1
+        part: Array | int = 0
+        mine: tuple[Array | int, Array | int] = 0, steps
         if list_refs:
             tiles_ref, rows_ref = list_refs
-            group, first, count = (tiles_ref[second, column] for column in range(3))
-            live = of_tile < count
+            group, first, there = (tiles_ref[second, column] for column in range(3))
+            live = of_tile < there
             row = triton_load(rows_ref.at[first + of_tile], mask=live, other=num_rows)
         elif parts == 1:
             row = second * self.tile_rows + of_tile
@@ -105,7 +108,7 @@ class Product:
         output = jnp.where(inside, output, 0)
         matrix_row = group * self.outputs + output
         x_row = lax.div(row, self.share)
-        return Program(group, count, row, x_row, live, part, mine, block, lane, inside, output, matrix_row)
+        return Program(group, there, row, x_row, live, part, mine, block, lane, inside, output, matrix_row)
 
     def add_up(
         self, program: Program, out_ref: Any, add_step: Callable[[Array, Array], Array], *, axis: int = 0,
@@ -114,7 +117,7 @@ class Product:
         """Stores the sums of a program's steps, and `finish` of them; their outputs lie along an axis."""
         shape = (self.block_out, self.tile_rows) if axis == 0 else (self.tile_rows, self.block_out)
 
-        @pl.when(program.count > 0)
+        @pl.when(program.there > 0)
         def _() -> None:
             sums = lax.fori_loop(*program.steps, add_step, jnp.zeros(shape, jnp.float32))
             self._store(program, out_ref, sums if finish is None else finish(sums), axis)
