@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any, Protocol, Unpack, runtime_checkable
 
 import jax
@@ -157,40 +158,27 @@ class Kernels:
     smallest_rows: int = 2
 
 
-def _gpu_attention(*args: Any, **options: Any) -> tuple[jax.Array, Pages]:
-    from jaxllm.pallas_kernels.gpu.attention import paged_attention  # Pallas takes half a second to import
+def _gpu(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module that imports Pallas, which takes half a second: not before it is called."""
 
-    return paged_attention(*args, **options)
+    def call(*arrays: Any, **options: Any) -> Any:
+        return getattr(import_module(f"jaxllm.pallas_kernels.gpu.{module}"), name)(*arrays, **options)
+
+    return call
 
 
 def _gpu_latent_attention(
     q: Any, latent: Any, weight: Any, *arrays: Any, **options: Any
 ) -> tuple[jax.Array, Pages] | None:
-    """Where the weight is 16-bit floats: others are expanded and multiplied by XLA, and latents stored by it."""
-    from jaxllm.pallas_kernels.gpu.attention import latent_attention
-
+    """For weights of 16-bit floats: others are expanded and multiplied by XLA, which stores latents as well."""
     matrices = weight.kernel_matrices
     if matrices is None or len(matrices) > 1:
         return None
     (matrix,) = matrices
     if not isinstance(matrix, KernelMatrix) or matrix.scale is not None or matrix.dtype.itemsize != 2:
         return None
-    return latent_attention(q, latent, matrix.codes, *arrays, **options)
-
-
-def _gpu_delta_rule(*args: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
-    from jaxllm.pallas_kernels.gpu.states import delta_rule
-
-    return delta_rule(*args, **options)
-
-
-def _gpu_ssd(
-    inputs: ssd.SSDInputs, buffer: jax.Array, meta: StepMetadata, **options: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Decodes by a kernel; chunks are products of matrices, which XLA has kernels for."""
-    from jaxllm.pallas_kernels.gpu.states import ssd_decode
-
-    return ssd_decode(inputs, buffer, meta, **options) if meta.decode_only else ssd.chunked(inputs, buffer, meta)
+    found: tuple[jax.Array, Pages] = _gpu("attention", "latent_attention")(q, latent, matrix.codes, *arrays, **options)
+    return found
 
 
 REFERENCE = Kernels("reference", reference.paged_attention, linear, tiles, stored_as_bits)
@@ -214,10 +202,10 @@ COMPILED_GPU = replace(
 GPU = replace(
     COMPILED_GPU,
     name="gpu",
-    attention=_gpu_attention,
+    attention=_gpu("attention", "paged_attention"),
     latent_attention=_gpu_latent_attention,
-    delta_rule=_gpu_delta_rule,
-    ssd=_gpu_ssd,
+    delta_rule=_gpu("states", "delta_rule"),
+    ssd=_gpu("states", "ssd"),
     rotates_heads=True,
 )
 """Pallas, through its Triton lowering."""

@@ -23,7 +23,7 @@ from jaxllm.pallas_kernels.gpu import packed
 from jaxllm.pallas_kernels.gpu.few_rows import code_product
 from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows
 from jaxllm.pallas_kernels.gpu.route import RowLists, groups_of_rows, list_rows, route
-from jaxllm.pallas_kernels.matrices import KernelMatrix, PackedMatrix
+from jaxllm.pallas_kernels.matrices import ROWS, KernelMatrix, PackedMatrix
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.products import Late, Mixture, RootMeanSquare, Unsummed, late_sum
 
@@ -111,8 +111,8 @@ def _gated(both: Float[Array, "N n"], activation: Callable[[jax.Array], jax.Arra
 
 
 def _gates(matrix: KernelMatrix | PackedMatrix) -> bool:
-    """Whether a kernel finds gates and what they are for beside each other."""
-    return isinstance(matrix, KernelMatrix) or packed.gates(matrix)
+    """A kernel finds gates and what they are for beside each other: in tiles, both halves are whole ones."""
+    return isinstance(matrix, KernelMatrix) or matrix.shape[-2] % (2 * ROWS) == 0
 
 
 def _is_lowered(activation: Callable[[jax.Array], jax.Array]) -> bool:

@@ -83,11 +83,6 @@ def grouped_matmul(
     return _multiply(x, [matrix], lists, rows, tile_rows, activation, dtype, None, interpret)[0]
 
 
-def gates(matrix: PackedMatrix) -> bool:
-    """Whether the halves of a matrix, gates and what they are for, are whole tiles."""
-    return matrix.shape[-2] % (2 * ROWS) == 0
-
-
 @dataclass(frozen=True)
 class Section:
     """A matrix among those of a kernel: some blocks of programs are its.
