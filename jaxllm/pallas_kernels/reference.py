@@ -60,7 +60,7 @@ class Softmax(NamedTuple):
 
 
 class AttentionOptions(TypedDict, total=False):
-    """The keywords of a `PagedAttention`."""
+    """The keywords of `paged_attention` on every platform."""
 
     scale: Required[float]
     """Factor on the logits."""
@@ -136,7 +136,17 @@ def paged_attention(
     meta: StepMetadata,
     **given: Unpack[AttentionOptions],
 ) -> tuple[Float[Array, "T H Dv"], Pages]:
-    """See `kernels.PagedAttention`.
+    """Write new keys and values into their pages, then attend to everything each token may see.
+
+    Args:
+        q, k, v: of the new tokens; query head `h` uses KV head `h // (H // K)`. Without `v` the values are the first
+            `value_dim` channels of the keys, which is how latent attention caches them. With no KV heads in `k` and `v`
+            nothing is new: another layer has written the pages.
+        pages: of the keys and values, or of a latent without `v`, as `Kernels.page_layout` has them; updated in place
+            when donated.
+
+    Returns:
+        The attention output in `q`'s dtype (padding rows are zero) and the new pages. Sums run in float32.
 
     Raises:
         ValueError: `v` and the number of page buffers disagree, or there is a `value_dim` beside `v`.

@@ -48,7 +48,7 @@ def attention(
     meta: StepMetadata,
     **given: Unpack[AttentionOptions],
 ) -> tuple[Float[Array, "T H Dv"], Pages]:
-    """See `kernels.PagedAttention`. Its pages are one, with the step's keys and values: `[1, T, K, D]`."""
+    """See `reference.paged_attention`. Its pages are one, with the step's keys and values: `[1, T, K, D]`."""
     options = Options(**given)
     if k.shape[1]:
         pages = tuple(x[None] for x in (k, v) if x is not None)

@@ -45,7 +45,7 @@ def paged_attention(
     interpret: bool = False,
     **given: Unpack[AttentionOptions],
 ) -> tuple[Float[Array, "T H Dv"], Pages]:
-    """Norms and rotates heads where that is asked for, writes the pages, then attends; see `kernels.PagedAttention`.
+    """Norms and rotates heads where that is asked for, writes the pages, then attends; see `reference.paged_attention`.
 
     Queries that come without new keys are neither normed nor rotated. Where queries, keys and values are one product by
     parts of its inputs, `unsummed`, the kernel that rotates them adds these up.

@@ -32,17 +32,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
-from jaxllm.pallas_kernels.gpu.tile import (
-    MASKED,
-    NOTHING_PER_HEAD,
-    AttentionSpec,
-    Given,
-    PerHead,
-    Tile,
-    attend,
-    cdiv,
-    first_key,
-)
+from jaxllm.pallas_kernels.gpu.tile import MASKED, AttentionSpec, Given, PerHead, Tile, attend, cdiv, first_key
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.pages import Pages
 
@@ -52,7 +42,7 @@ def attend_to_pages(
     pages: Pages,
     meta: StepMetadata,
     spec: AttentionSpec,
-    per_head: PerHead = NOTHING_PER_HEAD,
+    per_head: PerHead = PerHead(),
     *,
     interpret: bool = False,
 ) -> Float[Array, "T H Dv"]:
@@ -90,7 +80,7 @@ def decode_attention(
     pages: Pages,
     meta: StepMetadata,
     spec: AttentionSpec,
-    per_head: PerHead = NOTHING_PER_HEAD,
+    per_head: PerHead = PerHead(),
     *,
     interpret: bool = False,
 ) -> Float[Array, "R H Dv"]:
@@ -251,7 +241,7 @@ def prefill_attention(
     pages: Pages,
     meta: StepMetadata,
     spec: AttentionSpec,
-    per_head: PerHead = NOTHING_PER_HEAD,
+    per_head: PerHead = PerHead(),
     *,
     interpret: bool = False,
 ) -> Float[Array, "T H Dv"]:

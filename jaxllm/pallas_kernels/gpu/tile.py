@@ -147,9 +147,6 @@ class PerHead(NamedTuple):
         return {name: numbers for name, numbers in self._asdict().items() if numbers is not None}
 
 
-NOTHING_PER_HEAD = PerHead()
-
-
 class Given(NamedTuple):
     """What a kernel reads: arrays, or in a kernel their refs; queries and pages are flattened to rows."""
 
