@@ -120,7 +120,7 @@ def with_defect(function: Any, defect: str) -> Any:
     import jax
     import jax.numpy as jnp
 
-    from jaxllm.pallas_kernels.gpu import prefill
+    from jaxllm.pallas_kernels.gpu import flash
     from jaxllm.pallas_kernels.matrices import PackedFormat
 
     if defect == "copy":
@@ -129,7 +129,7 @@ def with_defect(function: Any, defect: str) -> Any:
         PackedFormat.expanded_from = property(lambda format: 1)  # type: ignore[assignment]
         return function
     if defect == "spill":
-        prefill._warps = lambda tile_rows, spec: 2
+        flash._warps = lambda tile_rows, spec: 2
         return function
 
     def step(weights: Any, caches: Any, *rest: Any) -> Any:

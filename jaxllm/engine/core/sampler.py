@@ -22,7 +22,7 @@ from jaxllm.engine.core.feature import Fields, Traced
 from jaxllm.engine.core.keys import Variant
 from jaxllm.engine.core.slots import Slots, settings
 from jaxllm.models.predictor import Head
-from jaxllm.pallas_kernels.softmax import PLAIN, SoftmaxSums
+from jaxllm.pallas_kernels.products import PLAIN_SUMS, SoftmaxSums
 from jaxllm.requests.sampling import MAX_LOGPROBS
 
 MASK_BITS = 32
@@ -119,7 +119,7 @@ def greedy(logits: Float[Array, "R V"]) -> Int[Array, "R"]:
 
 
 def sample(
-    logits: Float[Array, "R V"], changed: Float[Array, "R V"], rows: SamplingRows, sums: SoftmaxSums = PLAIN
+    logits: Float[Array, "R V"], changed: Float[Array, "R V"], rows: SamplingRows, sums: SoftmaxSums = PLAIN_SUMS
 ) -> tuple[Int[Array, "R"], Logprobs]:
     """A token for each row out of the `changed` logits, and where it is asked for its log-probability by the raw ones.
 
@@ -162,7 +162,7 @@ def truncate(
     top_k: Int[Array, "R"],
     top_p: Float[Array, "R"],
     min_p: Float[Array, "R"],
-    sums: SoftmaxSums = PLAIN,
+    sums: SoftmaxSums = PLAIN_SUMS,
 ) -> Float[Array, "R V"]:
     """Logits with everything outside min_p, then top_k, then top_p of what is left, at minus infinity.
 
@@ -249,7 +249,7 @@ def top_tokens(x: Float[Array, "R V"], count: int = TOP) -> tuple[Float[Array, "
     return values, jnp.take_along_axis(chosen, at // GROUP, axis=1) * GROUP + at % GROUP
 
 
-def draw(logits: Float[Array, "R V"], u: Float[Array, "R"], sums: SoftmaxSums = PLAIN) -> Int[Array, "R"]:
+def draw(logits: Float[Array, "R V"], u: Float[Array, "R"], sums: SoftmaxSums = PLAIN_SUMS) -> Int[Array, "R"]:
     """The token at which the cumulative distribution of `softmax(logits)` passes `u`."""
     num_rows, vocab = logits.shape
     most, all_of_them = logits.max(-1), jnp.full(num_rows, NEGATIVE)
@@ -277,7 +277,7 @@ def _first_past(ends: Float[Array, "R n"], adds: Bool[Array, "R n"], target: Flo
 
 
 def token_logprobs(
-    logits: Float[Array, "R V"], tokens: Int[Array, "R"], sums: SoftmaxSums = PLAIN, count: int = MAX_LOGPROBS
+    logits: Float[Array, "R V"], tokens: Int[Array, "R"], sums: SoftmaxSums = PLAIN_SUMS, count: int = MAX_LOGPROBS
 ) -> Logprobs:
     """Log-probabilities of `tokens` and of the `count` most likely ones."""
     norm = sums.log_sum_exp(logits)

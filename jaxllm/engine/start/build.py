@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxllm import compat, cpu_kernels, machine
 from jaxllm.config import EngineConfig
 from jaxllm.config.values import format_bytes
-from jaxllm.cpu_kernels.huge_pages import use_huge_pages
+from jaxllm.cpu_kernels.tiles import use_huge_pages
 from jaxllm.engine.core.device import Device
 from jaxllm.engine.core.device_state import Kept
 from jaxllm.engine.core.encoder import EncoderRunner, EncoderScheduler

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxllm.compat import under_own_settings
 from jaxllm.config import EngineConfig
-from jaxllm.cpu_kernels.huge_pages import use_huge_pages
+from jaxllm.cpu_kernels.tiles import use_huge_pages
 from jaxllm.engine.core.step import StepFunctions
 from jaxllm.engine.messages import NewWeights, WeightSource
 from jaxllm.engine.start.plan import Blueprint

@@ -21,8 +21,7 @@ from jaxllm.models.layers.norm import RMSNorm
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Mixture, StepMetadata
 from jaxllm.pallas_kernels.products import sort_by_group
-from jaxllm.quantization.host_stack import HostShare, PartlyOnHost
-from jaxllm.quantization.weight import Weight
+from jaxllm.quantization.weight import HostShare, PartlyOnHost, Weight
 from jaxllm.sharding.mesh import EVERY, TENSOR, Axes, Layout, Segment, tensor_rank, tensor_size
 
 SCORING: dict[str, Callable[[jax.Array], jax.Array]] = {

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.models.caches import Buffer, Cache
 from jaxllm.models.layers.hands import Told, told
-from jaxllm.quantization.host_stack import PartlyOnHost
+from jaxllm.quantization.weight import PartlyOnHost
 from jaxllm.sharding.mesh import TENSOR, Axes
 
 

@@ -19,8 +19,7 @@ from jaxtyping import Array, Float, Int
 from jaxllm.models.layers.hands import add_product, told
 from jaxllm.models.options import AdapterSizes, BuildOptions
 from jaxllm.pallas_kernels import LATER, AdapterArrays, AdapterUses, Late, Later, Norm, Residual, Unsummed, late_sum
-from jaxllm.quantization.host_stack import HostShare
-from jaxllm.quantization.weight import Dense
+from jaxllm.quantization.weight import Dense, HostShare
 from jaxllm.sharding.mesh import (
     TENSOR,
     Axes,

@@ -10,8 +10,7 @@ import numpy as np
 from jaxtyping import Float, Shaped
 
 from jaxllm.errors import CheckpointError
-from jaxllm.quantization.gguf_blocks import dequantize
-from jaxllm.quantization.stored import FLOATS
+from jaxllm.quantization.stored import FLOATS, dequantize
 from jaxllm.weights.fields import check_fields, real, shown
 from jaxllm.weights.folder import check_no_device
 from jaxllm.weights.gguf_file import GGUFHeader, read_header
