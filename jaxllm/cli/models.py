@@ -157,10 +157,10 @@ def pull(
 
 
 def _list_built_in(config: EngineConfig) -> None:
-    from jaxllm.weights.source import list_builtin_models
+    from jaxllm.weights.source import BUILTIN_MODELS, list_builtin_models
 
     rows = [
-        (row.name, row.about, format_bytes(row.nbytes), row.license, str(row.path or "–"))
+        (row.name, row.about, format_bytes(row.nbytes), BUILTIN_MODELS[row.name].license, str(row.path or "–"))
         for row in list_builtin_models(config.download_dir)
     ]
     print_table(("name", "what", "size", "licence", "downloaded to"), rows)
@@ -247,5 +247,5 @@ def rm(
     if not yes and not agrees("rm", f"Remove {model.name} ({format_bytes(model.nbytes)}) from {model.path}? [y/N] "):
         print("kept")
         return
-    remove_local(config.model, config.download_dir)
+    remove_local(model)
     print(f"removed {model.name}")

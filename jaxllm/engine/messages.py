@@ -307,7 +307,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
 
 
 LookAt = Callable[[What, float], bytes]
-"""Looks at a process, see jaxllm.looking.look. Raises EngineDeadError where it has ended."""
+"""Looks at a process, see jaxllm.looking. Raises EngineDeadError where it has ended."""
 
 
 class EngineClient(Protocol):

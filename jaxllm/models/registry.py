@@ -32,12 +32,11 @@ from jaxllm.models.names import hf_renaming, linear
 from jaxllm.models.options import AdapterSizes, BuildOptions
 from jaxllm.models.tasks import DENSE_MODULES, GGUF_HEAD, class_labels, gguf_pooling, read_sentence_files
 from jaxllm.quantization.weight import DenseKind, Weight, WeightKind
-from jaxllm.weights.checkpoint import Checkpoint, MergedCheckpoint
+from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import shown
-from jaxllm.weights.imatrix import WeighedCheckpoint, read_imatrix
+from jaxllm.weights.gguf_file import WeighedCheckpoint, read_imatrix
 from jaxllm.weights.loader import ParamSpec
 from jaxllm.weights.names import NameMap, Pattern, expand, renamed
-from jaxllm.weights.packings import PackedCheckpoint
 from jaxllm.weights.saved import SavedCheckpoint
 from jaxllm.wording import did_you_mean
 
@@ -188,8 +187,7 @@ def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
         check_decoder(config)
         labels = class_labels(checkpoint)
     ignored += family.ignored
-    if isinstance(checkpoint, PackedCheckpoint | MergedCheckpoint):
-        ignored += checkpoint.zero_biases
+    ignored += checkpoint.zero_biases
     rename = hf_renaming(checkpoint.tensors)
     patterns = family.names("safetensors", config)
     if labels:

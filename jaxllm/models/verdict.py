@@ -62,7 +62,7 @@ class Verdict(NamedTuple):
         return f"not served: {self.reason}{missing}; the nearest family is {self.family.name}"
 
 
-class ConfigFile:
+class ConfigFile(Checkpoint):
     """A config.json of any name by itself, as a Checkpoint without tensors."""
 
     format = "safetensors"
@@ -76,9 +76,6 @@ class ConfigFile:
     def read(self, name: str) -> Stored:
         """There is nothing to read."""
         raise CheckpointError(f"{self.path}: no tensor {name!r}")
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 def verdict(path: Path) -> Verdict:

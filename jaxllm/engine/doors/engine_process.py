@@ -20,7 +20,7 @@ from jaxllm.engine.messages import EngineInfo, EngineRequest, EngineStats, Memor
 from jaxllm.engine.start.leave import leave as leave_now
 from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError, JaxLLMError, one_line
 from jaxllm.logs import LogSettings
-from jaxllm.looking import What
+from jaxllm.looking import What, look
 from jaxllm.progress import watched_by
 from jaxllm.sharding import nvidia
 
@@ -179,8 +179,6 @@ class FrontDoor:
 
     def _look(self, asked: Look) -> None:
         """In a thread of its own, so that it works whatever the loop does."""
-        from jaxllm.looking.look import look
-
         try:
             self.send(Seen(asked.number, look(asked.what, asked.seconds)))
         except InvalidRequestError as error:

@@ -33,8 +33,8 @@ from jaxllm.engine.start.draft import draft_config
 from jaxllm.engine.start.platform import Platform
 from jaxllm.engine.start.prepared import sources_digest
 from jaxllm.errors import ConfigError
-from jaxllm.sharding import processes
-from jaxllm.sharding.processes import Exchange
+from jaxllm.sharding.devices import join_processes, local_devices
+from jaxllm.sharding.mesh import Exchange
 from jaxllm.weights.source import resolve_model
 
 OF_ONE_PROCESS = (
@@ -69,9 +69,9 @@ def join_group(config: EngineConfig, path: Path, on_broken: Callable[[str], None
         agreement |= {"the draft model's files": files_digest(found)}
     group = meet(config, agreement, on_broken)
     each = config.num_devices // config.num_processes
-    devices = processes.local_devices(each, group.place, group.neighbours)
+    devices = local_devices(each, group.place, group.neighbours)
     shares_steps = config.num_processes > config.pipeline_parallel_size
-    processes.join(group.address, group.number, group.count, devices, shares_steps)
+    join_processes(group.address, group.number, group.count, devices, shares_steps)
     return group
 
 

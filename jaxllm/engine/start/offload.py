@@ -23,7 +23,7 @@ from jaxllm.engine.start.platform import Platform
 from jaxllm.engine.start.prepared import step_manifest
 from jaxllm.errors import ConfigError
 from jaxllm.folders import in_home
-from jaxllm.sharding.secret import group_secret
+from jaxllm.sharding.wire import group_secret
 
 NOT_IN_PAGES = ("sizes", "process", "compiler", "python")
 """Parts of a manifest that say nothing of what is in a page: how many there are, and how steps are compiled."""

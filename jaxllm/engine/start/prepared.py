@@ -34,8 +34,7 @@ from jaxllm.engine.start.plan import Blueprint, step_functions
 from jaxllm.errors import ConfigError
 from jaxllm.models.options import Stage
 from jaxllm.requests.logits_processors import LogitsProcessor
-from jaxllm.sharding.mesh import is_here, processes_of
-from jaxllm.sharding.processes import Exchange, hand_over
+from jaxllm.sharding.mesh import Exchange, hand_over, is_here, processes_of
 from jaxllm.weights.checkpoint import Checkpoint
 
 

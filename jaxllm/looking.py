@@ -1,7 +1,7 @@
-"""One way to look at a process, whether it is asked over HTTP or over the pipe of an engine.
+"""What a process tells of itself while it runs: its threads, its memory, its devices, over HTTP or an engine's pipe.
 
-Profiles are in pprof's format, which `go tool pprof`, speedscope and others read:
-https://github.com/google/pprof/blob/main/proto/profile.proto
+JAX is imported only for what JAX knows. Profiles are in pprof's format, which `go tool pprof`, speedscope and others
+read: https://github.com/google/pprof/blob/main/proto/profile.proto
 """
 
 from __future__ import annotations
@@ -20,25 +20,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from types import CodeType
+from typing import Any, Literal, NamedTuple
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.looking import What
+
+What = Literal["profile", "python_heap", "device_heap", "stacks", "trace"]
+"""The questions that a process answers."""
 
 _NUMBER, _BIG, _TEXT = "int64", "uint64", "string"
 _MESSAGES: Mapping[str, Mapping[str, tuple[int, str, bool]]] = {
     "Profile": {
-        "sample_type": (1, "ValueType", True),
-        "sample": (2, "Sample", True),
-        "location": (4, "Location", True),
-        "function": (5, "Function", True),
-        "string_table": (6, _TEXT, True),
-        "time_nanos": (9, _NUMBER, False),
-        "duration_nanos": (10, _NUMBER, False),
-        "period_type": (11, "ValueType", False),
-        "period": (12, _NUMBER, False),
-        "default_sample_type": (14, _NUMBER, False),
+        "sample_type": (1, "ValueType", True), "sample": (2, "Sample", True), "location": (4, "Location", True),
+        "function": (5, "Function", True), "string_table": (6, _TEXT, True), "time_nanos": (9, _NUMBER, False),
+        "duration_nanos": (10, _NUMBER, False), "period_type": (11, "ValueType", False),
+        "period": (12, _NUMBER, False), "default_sample_type": (14, _NUMBER, False),
     },
     "ValueType": {"type": (1, _NUMBER, False), "unit": (2, _NUMBER, False)},
     "Sample": {"location_id": (1, _BIG, True), "value": (2, _NUMBER, True), "label": (3, "Label", True)},
@@ -46,17 +42,15 @@ _MESSAGES: Mapping[str, Mapping[str, tuple[int, str, bool]]] = {
     "Location": {"id": (1, _BIG, False), "line": (4, "Line", True)},
     "Line": {"function_id": (1, _BIG, False), "line": (2, _NUMBER, False)},
     "Function": {
-        "id": (1, _BIG, False),
-        "name": (2, _NUMBER, False),
-        "filename": (4, _NUMBER, False),
+        "id": (1, _BIG, False), "name": (2, _NUMBER, False), "filename": (4, _NUMBER, False),
         "start_line": (5, _NUMBER, False),
     },
-}
+}  # fmt: skip
 """Message -> its fields that are written here: (number, kind, whether it is repeated)."""
 
 
 class CodeLine(NamedTuple):
-    """A line of code that runs, or that has asked for memory."""
+    """A line of code that runs, or that has allocated memory."""
 
     function: str
     file: str
@@ -65,14 +59,14 @@ class CodeLine(NamedTuple):
 
 
 class ValueKind(NamedTuple):
-    """What a value counts, and in which unit: ("cpu", "nanoseconds")."""
+    """A value's meaning and unit: ("cpu", "nanoseconds")."""
 
     type: str
     unit: str
 
 
 class Sample(NamedTuple):
-    """Values of one stack, whose innermost place is the first; one value for each kind."""
+    """Values of one stack, one for each kind; the stack's innermost place is the first."""
 
     stack: Sequence[CodeLine]
     values: Sequence[int]
@@ -82,7 +76,7 @@ class Sample(NamedTuple):
 RATE = 100
 """Samples a second."""
 FOREIGN = "a thread of C++"
-"""The name of those that Python has not started."""
+"""The name of threads that Python has not started."""
 SAMPLES, WALL, CPU = ValueKind("samples", "count"), ValueKind("wall", "nanoseconds"), ValueKind("cpu", "nanoseconds")
 OBJECTS, SPACE = ValueKind("inuse_objects", "count"), ValueKind("inuse_space", "bytes")
 
@@ -90,11 +84,7 @@ _busy = threading.Lock()
 
 
 def look(what: What, seconds: float) -> bytes:
-    """What is asked for, of this process; `profile` and `trace` take so many seconds. It is called in a thread.
-
-    Raises:
-        InvalidRequestError: it cannot be had here, or not now.
-    """
+    """The answer about this process; some take `seconds`. Raises InvalidRequestError if it is not available."""
     match what:
         case "stacks":
             return stacks().encode()
@@ -111,7 +101,7 @@ def look(what: What, seconds: float) -> bytes:
 
 
 def trace(seconds: float) -> bytes:
-    """A zip of what JAX's profiler writes: a trace for Perfetto and one for XProf."""
+    """A zip of the files of JAX's profiler: a trace for Perfetto and one for XProf."""
     check_jax()
     import jax
 
@@ -127,11 +117,11 @@ def trace(seconds: float) -> bytes:
 
 
 def profile(seconds: float) -> bytes:
-    """A profile of all Python threads but the one that calls this, in pprof's format.
+    """A profile of all Python threads but the calling one, in pprof's format.
 
     Each sample says how much time has passed since the one before it (wall) and, on Linux, for how much of that its
-    thread ran on a processor (cpu): most threads wait most of the time. What C++ code does in threads of its own is not
-    seen; the time that a Python thread spends in C++ belongs to the line that has called it.
+    thread ran on a processor (cpu): most threads wait most of the time. C++ code in threads of its own is not seen; the
+    time that a Python thread spends in C++ belongs to the line that called it.
     """
     began, start = time.time(), time.monotonic_ns()
     end, last = start + int(seconds * 1e9), start
@@ -145,43 +135,32 @@ def profile(seconds: float) -> bytes:
         for ident, frame in sys._current_frames().items():
             if ident == threading.get_ident():
                 continue
-            values = stacks.setdefault((names.get(ident, FOREIGN), tuple(_walk(frame))), [0, 0, 0])
+            stack = tuple((each.f_code, line or 0) for each, line in traceback.walk_stack(frame))
+            values = stacks.setdefault((names.get(ident, FOREIGN), stack), [0, 0, 0])
             values[0] += 1
             values[1] += now - last
             if ident in before and ident in used:
                 values[2] += used[ident] - before[ident]
         last = now
     kinds = [SAMPLES, WALL, CPU] if has_cpu else [SAMPLES, WALL]
-    samples = (
-        Sample([_place(code, line) for code, line in stack], values[: len(kinds)], {"thread": name})
-        for (name, stack), values in stacks.items()
-    )
-    shown = CPU if has_cpu else WALL
-    return encode(
-        kinds, samples, shown=shown, began=began, seconds=(last - start) / 1e9, period=(WALL, int(1e9 / RATE))
-    )
+    samples = []
+    for (name, stack), values in stacks.items():
+        lines = [CodeLine(code.co_qualname, code.co_filename, code.co_firstlineno, line) for code, line in stack]
+        samples.append(Sample(lines, values[: len(kinds)], {"thread": name}))
+    shown, seconds = CPU if has_cpu else WALL, (last - start) / 1e9
+    return encode(kinds, samples, shown=shown, began=began, seconds=seconds, period=(WALL, int(1e9 / RATE)))
 
 
 def stacks(loop: asyncio.AbstractEventLoop | None = None) -> str:
-    """What every thread does now, and what the tasks of an event loop wait for."""
+    """The stack of every thread, and of the waiting tasks of an event loop."""
     names, parts = _names(), []
     for ident, frame in sys._current_frames().items():
-        what = "".join(traceback.format_stack(frame))
-        parts.append(f"Thread {names.get(ident, FOREIGN)} ({ident}):\n{what}")
+        runs = "".join(traceback.format_stack(frame))
+        parts.append(f"Thread {names.get(ident, FOREIGN)} ({ident}):\n{runs}")
     for task in asyncio.all_tasks(loop) if loop is not None else ():
-        what = "".join("".join(traceback.format_stack(frame, 1)) for frame in task.get_stack())
-        parts.append(f"Task {task.get_name()}:\n{what}")
+        waits = "".join("".join(traceback.format_stack(frame, 1)) for frame in task.get_stack())
+        parts.append(f"Task {task.get_name()}:\n{waits}")
     return "\n".join(parts)
-
-
-def _walk(frame: FrameType | None) -> Iterable[tuple[CodeType, int]]:
-    while frame is not None:
-        yield frame.f_code, frame.f_lineno or 0
-        frame = frame.f_back
-
-
-def _place(code: CodeType, line: int) -> CodeLine:
-    return CodeLine(code.co_qualname, code.co_filename, code.co_firstlineno, line)
 
 
 def _names() -> dict[int | None, str]:
@@ -189,7 +168,7 @@ def _names() -> dict[int | None, str]:
 
 
 def _processor_times() -> dict[int, int]:
-    """Nanoseconds that each thread has used of a processor; nothing where the system does not tell."""
+    """Nanoseconds that each thread has run on a processor; empty if the system does not tell."""
     if sys.platform != "linux":
         return {}
     found = {}
@@ -203,11 +182,7 @@ def _processor_times() -> dict[int, int]:
 
 
 def python_heap() -> bytes:
-    """Python's objects by where they were made, in pprof's format.
-
-    Raises:
-        InvalidRequestError: Python does not note it in this process.
-    """
+    """Python's objects by where they were made, in pprof's format. Raises InvalidRequestError if untraced."""
     if not tracemalloc.is_tracing():
         raise InvalidRequestError(
             "Python's memory is not traced in this process; start the server with PYTHONTRACEMALLOC=10 in its "
@@ -225,8 +200,7 @@ def python_heap() -> bytes:
 def device_heap() -> bytes:
     """Arrays and executables on the devices by where they were made, in pprof's format, as JAX writes it.
 
-    Raises:
-        InvalidRequestError: this process has no devices.
+    Raises InvalidRequestError if this process has no devices.
     """
     check_jax()
     import jax
@@ -235,7 +209,7 @@ def device_heap() -> bytes:
 
 
 def check_jax() -> None:
-    """Raises InvalidRequestError where this process does not run JAX."""
+    """Raises InvalidRequestError if this process does not run JAX."""
     if "jax" not in sys.modules:
         raise InvalidRequestError("this process does not use JAX; name one that does, as process=MODEL")
 
@@ -249,14 +223,14 @@ def encode(
     seconds: float,
     period: tuple[ValueKind, int] | None = None,
 ) -> bytes:
-    """A profile, compressed as pprof has it.
+    """A compressed profile in pprof's format.
 
     Args:
         shown: the kind that a reader shows first.
-        began: when it was taken, in seconds since the epoch, over so many `seconds`.
+        began: its start, in seconds since the epoch; it lasted `seconds`.
         period: how much of a kind lies between two samples.
     """
-    profile = _message_class("Profile")()
+    profile = _profile_class()()
     texts = _Table()
     texts.number("")
     for kind in kinds:
@@ -289,8 +263,8 @@ class _Table(dict[Any, int]):
 
 
 @cache
-def _message_class(name: str) -> Any:
-    """protobuf's class of a message, made of the table above."""
+def _profile_class() -> Any:
+    """protobuf's class of a profile, made from the table of messages."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     field = descriptor_pb2.FieldDescriptorProto
@@ -307,4 +281,4 @@ def _message_class(name: str) -> Any:
                 added.type, added.type_name = field.TYPE_MESSAGE, f".perftools.profiles.{kind}"
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"perftools.profiles.{name}"))
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("perftools.profiles.Profile"))
