@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple, Protocol
 
 from cyclopts import Parameter
 
-from jaxllm.cli.settings import COMMAND_GROUP, sampling_flags, sampling_params, takes_sampling, takes_settings
+from jaxllm.cli.settings import COMMAND_GROUP, sampling_flags, sampling_params, takes_settings
 from jaxllm.cli.terminal import as_typed
 from jaxllm.config import CACHE_DIR, EngineConfig
 from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError, JaxLLMError, one_line, reason
@@ -54,8 +54,7 @@ class Backend(Protocol):
         """Pieces of the next answer; closing the iterator stops it."""
 
 
-@takes_settings(EngineConfig)
-@takes_sampling
+@takes_settings(EngineConfig, sampling=True)
 def chat(
     config: EngineConfig,
     sampling: dict[str, Any],

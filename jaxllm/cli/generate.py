@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from jaxllm.cli.settings import COMMAND_GROUP, sampling_params, takes_sampling, takes_settings
+from jaxllm.cli.settings import COMMAND_GROUP, sampling_params, takes_settings
 from jaxllm.cli.terminal import as_typed
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError, reason
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 Switch = Parameter(negative=(), group=COMMAND_GROUP)
 
 
-@takes_settings(EngineConfig, positional_model=False)
-@takes_sampling
+@takes_settings(EngineConfig, positional_model=False, sampling=True)
 def generate(
     config: EngineConfig,
     sampling: dict[str, Any],

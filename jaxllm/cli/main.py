@@ -24,9 +24,9 @@ from jaxllm.cli.serve import keys, ps, serve
 from jaxllm.cli.settings import documented
 from jaxllm.cli.store import store
 from jaxllm.cli.terminal import OUTPUT, prepare_streams
-from jaxllm.cli.vllm_flags import translated
 from jaxllm.cli.wrong_values import in_words
 from jaxllm.config import ServeConfig
+from jaxllm.config.sources import translated
 from jaxllm.errors import ConfigError, EngineDeadError, JaxLLMError
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.threads import note_exit_status

@@ -25,7 +25,7 @@ def serve(config: ServeConfig) -> None:
     """
     if config.ray:
         try:
-            from jaxllm.ray_replicas import run_on_ray as run_server
+            from jaxllm.ray import run_on_ray as run_server
         except ImportError as error:
             raise ConfigError(
                 f"ray is true, and Ray Serve cannot be imported ({one_line(error)}): pip install 'jaxllm[ray]'"

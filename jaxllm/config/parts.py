@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from ipaddress import ip_address, ip_network
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
 from jaxllm.config.values import Seconds, SettingsGroup, check_served_name, parse_named_paths, split_if_text
 
@@ -66,30 +67,25 @@ class SpeculativeConfig(SettingsGroup):
         default = 32_768 if self.source == "suffix" else 4_096
         return default if self.remembered_tokens is None else self.remembered_tokens
 
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.source in ("draft_model", "eagle3"):
-            if self.model is None:
-                raise ValueError(f'model is missing: method "{self.source}" takes the name of a model or a folder')
-            meaningless = _OF_TEXTS
-        else:
-            meaningless = ("model", "revision", *(_OF_TEXTS if self.source == "mtp" else ()))
+    def _faults(self) -> Iterator[str]:
+        drafts_by_model = self.source in ("draft_model", "eagle3")
+        if drafts_by_model and self.model is None:
+            yield f'model is missing: method "{self.source}" takes the name of a model or a folder'
+        meaningless: tuple[str, ...] = () if drafts_by_model else ("model", "revision")
+        meaningless += _OF_TEXTS if drafts_by_model or self.source == "mtp" else ()
         for name in meaningless:
             if getattr(self, name) is not None:
-                raise ValueError(f'{name} means nothing with method "{self.source}": leave it out')
+                yield f'{name} means nothing with method "{self.source}": leave it out'
         if self.shortest > self.longest:
-            raise ValueError(
-                f"prompt_lookup_min is {self.shortest}: at most prompt_lookup_max, which is {self.longest}"
-            )
+            yield f"prompt_lookup_min is {self.shortest}: at most prompt_lookup_max, which is {self.longest}"
         before = 0
         for first, last, most in self.num_speculative_tokens_per_batch_size or ():
             if not before < first <= last or not 0 <= most <= self.num_speculative_tokens:
-                raise ValueError(
+                yield (
                     f"num_speculative_tokens_per_batch_size holds {[first, last, most]}: accepted are [first, last, "
                     f"tokens] in ascending order, with 0 to num_speculative_tokens tokens"
                 )
             before = last
-        return self
 
 
 def _check_endpoint(text: str) -> str:

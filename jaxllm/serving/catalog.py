@@ -14,7 +14,8 @@ from pydantic import BeforeValidator, Field
 from jaxllm.chat.parsing.formats import detect_formats
 from jaxllm.config import ADAPTER_SIZES, ModelConfig, ServeConfig, make_config, part_of
 from jaxllm.config.parts import LoRAModules
-from jaxllm.config.values import SERVED_NAME, comma_separated, format_bytes, is_served_name, read_mapping, split_if_text
+from jaxllm.config.sources import read_mapping
+from jaxllm.config.values import SERVED_NAME, comma_separated, format_bytes, is_served_name, split_if_text
 from jaxllm.engine.start.room import MemoryRoom
 from jaxllm.errors import ConfigError, JaxLLMError
 from jaxllm.folders import in_home

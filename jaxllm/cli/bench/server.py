@@ -29,8 +29,9 @@ from jaxllm.cli.bench.measuring import (
     send_times,
     summarize,
 )
-from jaxllm.cli.settings import names_setting, takes_settings
+from jaxllm.cli.settings import takes_settings
 from jaxllm.config import EngineConfig, ServeConfig
+from jaxllm.config.sources import names_setting
 from jaxllm.errors import ConfigError, JaxLLMError
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from fastapi import Request
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from jaxllm.config.server import ServerConfig
-from jaxllm.config.values import comma_separated, read_mapping, split_if_text
+from jaxllm.config.sources import read_mapping
+from jaxllm.config.values import comma_separated, split_if_text
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.folders import in_home
 from jaxllm.serving.http.api_error import APIError
