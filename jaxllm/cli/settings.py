@@ -1,7 +1,7 @@
-"""The flags of commands: the settings, flags over JAXLLM_* variables over a YAML file over the defaults, and sampling.
+"""The flags of commands: those of the settings, those for sampling, and what a wrong value would have to be.
 
-Everything here is driven by the fields of the pydantic models in jaxllm/config/ and of SamplingParams: their names
-become flags, variables and YAML keys, their docstrings the help, their types the accepted values.
+Flags are driven by the fields of the pydantic models in jaxllm/config/ and of SamplingParams: their names become flags,
+variables and YAML keys, their docstrings the help, their types the accepted values.
 """
 
 from __future__ import annotations
@@ -13,11 +13,24 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from cyclopts import Group, Parameter
+from cyclopts import (
+    Argument,
+    CoercionError,
+    CycloptsError,
+    Group,
+    MissingArgumentError,
+    MixedArgumentError,
+    Parameter,
+    RepeatArgumentError,
+    Token,
+    ValidationError,
+)  # fmt: skip
+from cyclopts.validators import Number
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -34,8 +47,7 @@ _METAVARS = {
 
 SECTIONS = {
     "model": "Model", "dequantize": "Quantization", "max_num_seqs": "Scheduling", "block_size": "Memory",
-    "tensor_parallel_size": "Parallelism", "attention_backend": "Execution", "host": "Server",
-    "api_key": "Access",
+    "tensor_parallel_size": "Parallelism", "attention_backend": "Execution", "host": "Server", "api_key": "Access",
     "served_model_name": "API", "serve_any_model_name": "API", "models": "Several models",
     "mcp_config": "Tool servers", "data_dir": "Storage", "log_level": "Logging", "monitor_port": "Monitoring",
     "ray": "Ray",
@@ -215,3 +227,75 @@ def _field_texts() -> dict[str, str]:
     """The 'Attributes:' of SamplingParams' docstring: 'a, b: text.' -> {'a': 'text.', 'b': 'text.'}."""
     attributes = re.findall(r"^ +([a-z_, ]+): (.+)$", documentation(SamplingParams), flags=re.MULTILINE)
     return {name: text[0].upper() + text[1:] for names, text in attributes for name in names.split(", ")}
+
+
+_WORDS: dict[Any, str] = {
+    int: "an integer", float: "a number", bool: "true or false", str: "a text", Path: "a path",
+}  # fmt: skip
+
+
+def in_words(error: CycloptsError) -> str:
+    """One line that names the flag, the value and what is accepted; errors of other kinds are in plain words as is."""
+    argument = error.argument
+    match error:
+        case CoercionError() if argument is not None:
+            given = _given(argument, error.token)
+            annotation = error.target_type if given.keys else argument.hint
+            return f"{given.keyword or argument.name} is {given.value!r}: it must be {_accepted(argument, annotation)}"
+        case ValidationError() if argument is not None:
+            name = next((token.keyword for token in argument.tokens if token.keyword), argument.name)
+            value = " ".join(token.value for token in argument.tokens)
+            return f"{name} is {value!r}: {_within(argument) or error.exception_message}"
+        case MissingArgumentError() if argument is not None:
+            if error.keyword:
+                return f"{error.keyword} requires an argument"
+            has_place = argument.index is not None  # the usage shows it as MODEL, which may be given as --model too
+            return f"{argument.name.lstrip('-').upper() if has_place else argument.name} must be given"
+        case MixedArgumentError() if argument is not None:
+            return f"{argument.name} is given as a whole and by its keys; one of the two is accepted"
+        case RepeatArgumentError():
+            return f"{error.token.keyword} is given more than once"
+    error.verbose = False
+    return str(error)
+
+
+def _given(argument: Argument, wrong: Token | None) -> Token:
+    """The word of the command line that is wrong: a list or an object is taken apart before its parts are judged."""
+    keyword = wrong.keyword if wrong else None
+    same = [token for token in argument.tokens if token.keyword == keyword]
+    return same[-1] if same else wrong or Token(keyword=argument.name)
+
+
+def _accepted(argument: Argument, annotation: Any) -> str:
+    """What a value may be, in words; of a flag whose value is an object, how that is given."""
+    if words := " or ".join(dict.fromkeys(map(_words, _kinds(annotation)))):
+        return words
+    return f"a JSON object, such as {argument.name} '{{\"KEY\": VALUE}}', or {argument.name}.KEY VALUE"
+
+
+def _within(argument: Argument) -> str:
+    """The bounds of a number; "" where something else is checked, which says itself what it wants."""
+    checks = argument.parameter.validator
+    bounds = [one for one in (checks if isinstance(checks, Iterable) else [checks]) if isinstance(one, Number)]
+    wanted = [f"{one.gte} or more" for one in bounds if one.gte is not None]
+    wanted += [f"above {one.gt}" for one in bounds if one.gt is not None]
+    return f"it must be {' and '.join(wanted)}" if wanted else ""
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    """The types that a value may have: of a list, its entries'; none where it is an object."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _kinds(get_args(annotation)[0])
+    if origin in (Union, UnionType, list, tuple, set, frozenset, Sequence):
+        return [kind for member in get_args(annotation) if member not in (NoneType, ...) for kind in _kinds(member)]
+    if origin is dict or annotation is dict or dataclasses.is_dataclass(annotation):
+        return []
+    return [annotation]
+
+
+def _words(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        *others, last = map(repr, get_args(kind))
+        return f"{', '.join(others)} or {last}" if others else last
+    return _WORDS[kind]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from cyclopts import App
 
+from jaxllm.cli.bench.comparing import perplexity, speculation
 from jaxllm.cli.bench.offline import latency, throughput
-from jaxllm.cli.bench.perplexity import perplexity
-from jaxllm.cli.bench.server import serve
-from jaxllm.cli.bench.speculation import speculation
-from jaxllm.cli.bench.startup import startup
+from jaxllm.cli.bench.server import serve, startup
 
 bench = App(
     name="bench",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import os
 import platform
 import random
@@ -75,7 +74,7 @@ async def run_load(
     times: Sequence[float],
     concurrency: int | None,
 ) -> tuple[list[Trace], float]:
-    """Send each prompt at its time, at most `concurrency` in flight; returns the traces and the seconds it all took."""
+    """Send each prompt at its time, at most `concurrency` in flight; returns the traces and the seconds of them all."""
     begin = time.perf_counter()
     gate = asyncio.Semaphore(concurrency or len(prompts))
 
@@ -96,9 +95,15 @@ def timed_generate(llm: LLM, prompts: Sequence[list[int]], output_len: int) -> f
     return time.perf_counter() - begin
 
 
+def wait_until_compiled(llm: LLM) -> None:
+    """Return when nothing is compiled that would run beside a measurement."""
+    while llm.stats().compiles_pending:
+        time.sleep(0.1)
+
+
 @contextmanager
 def offline_llm(config: EngineConfig, input_len: int, output_len: int) -> Iterator[LLM]:
-    """An LLM with every planned bucket compiled, so that no compile runs beside a measurement; shut down at the end.
+    """An LLM with every planned bucket compiled; shut down at the end.
 
     Raises:
         ConfigError: requests of these lengths do not fit its context.
@@ -115,14 +120,10 @@ def offline_llm(config: EngineConfig, input_len: int, output_len: int) -> Iterat
                 f"--input-len {input_len} and --output-len {output_len} make {length} tokens; "
                 f"the context holds {context}"
             )
-        while llm.stats().compiles_pending:
-            time.sleep(0.1)
+        wait_until_compiled(llm)
         yield llm
     finally:
         llm.shutdown()
-
-
-PERCENTILES = (50, 90, 99)
 
 
 @dataclass
@@ -157,25 +158,13 @@ class Trace:
         return self.arrivals[-1] - self.start
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The `percent`-th percentile with linear interpolation between ranks (Hyndman & Fan 1996, type 7, as in NumPy).
-
-    Raises:
-        ValueError: `values` is empty.
-    """
-    if not values:
-        raise ValueError("no values to take a percentile of")
-    ranked = sorted(values)
-    position = (len(ranked) - 1) * percent / 100
-    below, above = math.floor(position), math.ceil(position)
-    return ranked[below] + (ranked[above] - ranked[below]) * (position - below)
-
-
 def spread(values: Sequence[float]) -> dict[str, float]:
     """{'mean', 'p50', 'p90', 'p99', 'max'} of `values`; empty where there are none."""
+    import numpy as np
+
     if not values:
         return {}
-    ranks = {f"p{percent}": percentile(values, percent) for percent in PERCENTILES}
+    ranks = dict(zip(("p50", "p90", "p99"), np.percentile(values, (50, 90, 99)).tolist(), strict=True))
     return {"mean": sum(values) / len(values), **ranks, "max": max(values)}
 
 
@@ -207,8 +196,6 @@ def _milliseconds(seconds: Sequence[float]) -> dict[str, float]:
 MOST_COLUMNS = 5
 """Results beside one another; more are shown one below the other."""
 
-_SECRETS = {"api_key"}
-
 
 def report(
     benchmark: str,
@@ -218,21 +205,6 @@ def report(
     file: Path | None,
 ) -> None:
     """Print one column a result, or one row of many, and with `file` write all that is needed to read it later."""
-    _print_table(benchmark, config.model, results)
-    if file is not None:
-        document = {
-            "benchmark": benchmark,
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "machine": platform.platform(),
-            "versions": {name: version(name) for name in ("jaxllm", "jax", "flax")},
-            "config": config.model_dump(mode="json", exclude=_SECRETS),
-            "load": dict(load),
-            "results": [dict(result) for result in results],
-        }
-        file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-
-
-def _print_table(benchmark: str, model: str, results: Sequence[Mapping[str, Any]]) -> None:
     flat = [flatten(result) for result in results]
     names = {name: name.replace("_", " ") for name in flat[0]}
     rows = [[title, *(_number(result.get(name)) for result in flat)] for name, title in names.items()]
@@ -240,18 +212,28 @@ def _print_table(benchmark: str, model: str, results: Sequence[Mapping[str, Any]
         rows = [list(row) for row in zip(*rows, strict=True)]
     headings = rows.pop(0) if wide else [""] * (1 + len(results))
     numbers = () if wide else range(1, 1 + len(results))
-    print_table(headings, rows, title=f"{benchmark}: {model}", numbers=numbers)
+    print_table(headings, rows, title=f"{benchmark}: {config.model}", numbers=numbers)
+    if file is not None:
+        document = {
+            "benchmark": benchmark,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "machine": platform.platform(),
+            "versions": {name: version(name) for name in ("jaxllm", "jax", "flax")},
+            "config": config.model_dump(mode="json", exclude={"api_key"}),
+            "load": dict(load),
+            "results": [dict(result) for result in results],
+        }
+        file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 def flatten(result: Mapping[str, Any]) -> dict[str, Any]:
     """{'ttft_ms': {'p50': 1.0}} -> {'ttft_ms p50': 1.0}."""
     flat: dict[str, Any] = {}
     for name, value in result.items():
-        flat.update(
-            {f"{name} {rank}": number for rank, number in value.items()}
-            if isinstance(value, Mapping)
-            else {name: value}
-        )
+        if isinstance(value, Mapping):
+            flat |= {f"{name} {rank}": number for rank, number in value.items()}
+        else:
+            flat[name] = value
     return flat
 
 
