@@ -16,9 +16,8 @@ from jaxllm import logs
 from jaxllm.cli.bench import bench
 from jaxllm.cli.bench.offline import profile
 from jaxllm.cli.chat import chat
-from jaxllm.cli.convert import convert
 from jaxllm.cli.generate import generate
-from jaxllm.cli.models import compile, list_models, models, plan, pull, rm, show
+from jaxllm.cli.models import compile, convert, list_models, models, plan, pull, rm, show
 from jaxllm.cli.serve import keys, ps, serve, store
 from jaxllm.cli.settings import documented, in_words
 from jaxllm.cli.terminal import OUTPUT, prepare_streams

@@ -1,4 +1,4 @@
-"""Commands about models: which there are, fetching, showing and removing one, what would fit, compiling ahead."""
+"""Commands about models: which there are, fetching, showing, planning, compiling, converting or removing one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -309,3 +309,32 @@ def compile(
     files = [file for folder in made for file in folder.glob("*.executable")]
     size = format_bytes(sum(file.stat().st_size for file in files))
     print(f"{len(files)} executables, {size}, in {', '.join(map(str, made))}; start with --executables {output}")
+
+
+CONVERTED = (
+    "model", "tokenizer", "revision", "download_dir", "load_format", "dtype", "skip_tokenizer_init", "dequantize",
+    "isq", "isq_map", "imatrix", "tensor_parallel_size",
+)  # fmt: skip
+
+
+@takes_settings(EngineConfig, only=CONVERTED)
+def convert(
+    config: EngineConfig,
+    destination: Annotated[Path, Parameter(group=COMMAND_GROUP)],
+    *,
+    to: Annotated[Literal["orbax", "safetensors", "gguf"], Parameter(group=COMMAND_GROUP)] = "orbax",
+    merge_lora: Annotated[list[str] | None, Parameter(group=COMMAND_GROUP, negative="")] = None,
+) -> None:
+    """Write a model anew: for a faster start, quantized once and for all, or for other programs.
+
+    Args:
+        destination: The directory, or .gguf file, to write. It must not exist.
+        to: orbax is read by jaxllm, in any quantization; safetensors holds floats; gguf takes its block types.
+        merge_lora: PATH or PATH=SCALE of a LoRA adapter that is added to the weights; may be given several times.
+    """
+    from jaxllm.cli.convert.conversion import convert_model
+    from jaxllm.progress import progress_bar
+
+    with progress_bar(f"Loading {config.model}") as on_progress:
+        convert_model(config, in_home(destination), to, on_progress, merge_lora or ())
+    print(destination)

@@ -1,4 +1,4 @@
-"""From one checkpoint to another: quantized, laid out for the engine, or in a format that others read."""
+"""From one checkpoint to another: with adapters merged, quantized, laid out for the engine, or for other programs."""
 
 from __future__ import annotations
 
@@ -6,17 +6,30 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
+from jaxllm.cli.convert.packed import write_gguf, write_orbax
+from jaxllm.cli.convert.safetensors import write_safetensors
 from jaxllm.compat import under_own_settings
 from jaxllm.config import EngineConfig
 from jaxllm.engine.start.tokenizer import open_model
-from jaxllm.errors import ConfigError, one_line
+from jaxllm.errors import CheckpointError, ConfigError, one_line
+from jaxllm.folders import existing, in_home
+from jaxllm.models.family import hf_renaming
+from jaxllm.models.registry import ModelSpec, adapter_names, model_spec
 from jaxllm.progress import Progress
-from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.adapters import Adapter, LowRank, open_adapter
+from jaxllm.weights.checkpoint import Checkpoint, Edit, MergedCheckpoint
+from jaxllm.weights.fields import shown
+from jaxllm.weights.names import NameMap, Source, plus_one, transposed
 from jaxllm.weights.source import resolve_model
 
 TargetFormat = Literal["orbax", "safetensors", "gguf"]
@@ -38,16 +51,7 @@ def convert_model(
         ConfigError: the destination exists or cannot be written, or the format cannot hold what is asked for.
         ModelNotFoundError, CheckpointError: as `LLM` would.
     """
-    from jaxllm.cli.convert.gguf import write_gguf
-    from jaxllm.cli.convert.merging import MergedAdapter, with_adapters
-    from jaxllm.cli.convert.orbax import write_orbax
-    from jaxllm.cli.convert.safetensors import write_safetensors
-
-    writers: dict[TargetFormat, Callable[[EngineConfig, Checkpoint, Path, Progress | None], None]] = {
-        "orbax": write_orbax,
-        "safetensors": write_safetensors,
-        "gguf": write_gguf,
-    }
+    write = {"orbax": write_orbax, "safetensors": write_safetensors, "gguf": write_gguf}[to]
     if to != "gguf" and destination.suffix == ".gguf":
         raise ConfigError(
             f"destination is {str(destination)!r}, and --to {to} writes a directory; --to gguf writes a file"
@@ -57,7 +61,7 @@ def convert_model(
     with new_destination(destination, source) as target:
         checkpoint = open_model(config, source)
         try:
-            writers[to](config, with_adapters(checkpoint, adapters), target, on_progress)
+            write(config, with_adapters(checkpoint, adapters), target, on_progress)
         finally:
             checkpoint.close()
 
@@ -89,6 +93,206 @@ def new_destination(destination: Path, source: Path) -> Iterator[Path]:
 
 
 def _reason(error: OSError) -> str:
-    if error.errno == errno.ENOSPC or os.strerror(errno.ENOSPC) in str(error):
-        return "the disk is full"
-    return one_line(error.strerror or error)
+    is_full = error.errno == errno.ENOSPC or os.strerror(errno.ENOSPC) in str(error)
+    return "the disk is full" if is_full else one_line(error.strerror or error)
+
+
+class MergedAdapter(NamedTuple):
+    """An adapter to merge, and how strongly: 1 is as it was trained."""
+
+    path: Path
+    scale: float = 1.0
+
+    @classmethod
+    def parse(cls, text: str) -> MergedAdapter:
+        """`PATH` or `PATH=SCALE`. Raises ConfigError where the scale is no finite number."""
+        path, equals, scale = text.rpartition("=")
+        if not equals or existing(text) is not None:
+            return cls(in_home(text))
+        try:
+            number = float(scale)
+        except ValueError:
+            number = np.nan
+        if not path or not np.isfinite(number):
+            raise ConfigError(f"merge_lora is {text!r}; accepted is PATH or PATH=SCALE, the scale a finite number")
+        return cls(in_home(path), number)
+
+
+def with_adapters(checkpoint: Checkpoint, adapters: Sequence[MergedAdapter]) -> Checkpoint:
+    """`checkpoint` with adapters merged into its weights one after the other; as it is where there are none.
+
+    A model whose head is its embedding gets a head of its own where an adapter changes one of the two.
+
+    Raises:
+        ConfigError: the checkpoint was made by `jaxllm convert --to orbax`.
+        CheckpointError: as `open_adapter`, or an adapter has a tensor that the model lacks, or has in another shape.
+    """
+    if not adapters:
+        return checkpoint
+    if checkpoint.format not in ("safetensors", "gguf"):
+        raise ConfigError(
+            f"merge_lora takes a model as it was published; {checkpoint.path} was converted already: merge into what "
+            "it was made of"
+        )
+    spec = model_spec(checkpoint)
+    merging = _Merging(checkpoint, spec)
+    for one in adapters:
+        merging.add(open_adapter(one.path), one.scale)
+    return merging.finished()
+
+
+class _Merging:
+    """What becomes of each of a checkpoint's tensors."""
+
+    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec):
+        self._checkpoint, self._spec = checkpoint, spec
+        self._edits: defaultdict[str, list[Edit]] = defaultdict(list)
+        self._embedding = found_sources(checkpoint, spec, "embed.weight")[0].name
+        self._head = found_sources(checkpoint, spec, "head.weight")[0].name if spec.config.tie_word_embeddings else None
+        """The name of a head that the checkpoint does not have, since it is the embedding."""
+
+    def add(self, adapter: Adapter, scale: float) -> None:
+        """What one adapter replaces, and then what it adds."""
+        names = AdapterNames(adapter.format, self._checkpoint, self._spec)
+        for name, tensor in adapter.replaced.items():
+            place = self._find(adapter, names, name)
+            values = place.replacing(tensor)
+            self._check(adapter, name, place, values.shape)
+            self._edits[place.name].append(partial(_replaced, values))
+        for name, update in adapter.updates.items():
+            place = self._find(adapter, names, name)
+            moved = place.adding(update)
+            self._check(adapter, name, place, moved.shape)
+            self._edits[place.name].append(partial(moved.added_to, strength=scale))
+
+    def finished(self) -> MergedCheckpoint:
+        """The checkpoint with everything in it; a head that was the embedding is one of its own if they differ now."""
+        config, copies = self._checkpoint.config, {}
+        if self._head is not None and self._edits.keys() & {self._head, self._embedding}:
+            copies[self._head] = self._embedding
+            config = _untied(config) if self._checkpoint.format == "safetensors" else config
+        return MergedCheckpoint(self._checkpoint, self._edits, copies, config)
+
+    def _find(self, adapter: Adapter, names: AdapterNames, name: str) -> TensorPlace:
+        place = names.place(name)
+        if place is None or (place.name not in self._checkpoint.tensors and place.name != self._head):
+            trained = f"; it was trained on {shown(adapter.base_model)}" if adapter.base_model else ""
+            raise CheckpointError(
+                f"{adapter.path}: changes {shown(name)}, which {self._checkpoint.path} does not have{trained}"
+            )
+        return place
+
+    def _check(self, adapter: Adapter, name: str, place: TensorPlace, shape: tuple[int, ...]) -> None:
+        stored = self._embedding if place.name == self._head else place.name
+        expected = self._checkpoint.tensors[stored].shape
+        if shape != expected:
+            raise CheckpointError(
+                f"{adapter.path}: {shown(name)} is of shape {shape}; expected is {expected}, as "
+                f"{self._checkpoint.path} has it"
+            )
+
+
+def _replaced(values: np.ndarray, _: np.ndarray) -> np.ndarray:
+    return values
+
+
+def _untied(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a model whose head is not its embedding."""
+    inner = config.get("text_config")
+    changed = {"text_config": _untied(inner)} if isinstance(inner, dict) and "tie_word_embeddings" in inner else {}
+    return config | changed | {"tie_word_embeddings": False}
+
+
+Paths = defaultdict[str, list[tuple[str, tuple[Source, ...], int]]]
+"""Tensor name -> the parameters that it may be a part of, each with all its parts, and which of these it is."""
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """A tensor of the checkpoint that an adapter changes.
+
+    Attributes:
+        there, here: how the adapter's format and the checkpoint's keep it; each has a way from there into the engine.
+    """
+
+    name: str
+    there: Source
+    here: Source
+
+    def replacing(self, tensor: np.ndarray) -> np.ndarray:
+        """The adapter's own tensor as the checkpoint would have it, float32."""
+        values = tensor.astype(np.float32)
+        return _undone(self.here, values if self.there.transform is None else self.there.transform(values))
+
+    def adding(self, update: LowRank) -> LowRank:
+        """An adapter's update for the tensor as the checkpoint has it."""
+        magnitude = None if update.magnitude is None else self._rows(update.magnitude)
+        flips = (self.there.transform is transposed) != (self.here.transform is transposed)
+        return replace(update, b=self._rows(update.b), magnitude=magnitude, transposed=update.transposed != flips)
+
+    def _rows(self, values: np.ndarray) -> np.ndarray:
+        """Rows in the order in which the checkpoint has them."""
+        if self.there.by_rows and self.there.transform is not None:
+            values = self.there.transform(values)
+        return _undone(self.here, values) if self.here.by_rows else values
+
+
+class AdapterNames:
+    """Finds the places of one format's tensors in a checkpoint."""
+
+    def __init__(self, adapter_format: str, checkpoint: Checkpoint, spec: ModelSpec):
+        self._checkpoint, self._spec = checkpoint, spec
+        self._of_same_format = (adapter_format == "gguf") == (checkpoint.format == "gguf")
+        self._rename = hf_renaming(checkpoint.tensors) if checkpoint.format == "safetensors" else str
+        self._paths = _paths(adapter_names(spec)[adapter_format])
+
+    def place(self, name: str) -> TensorPlace | None:
+        """The tensor that an adapter calls `name`; None where the model has none such.
+
+        Raises CheckpointError where the checkpoint keeps it together with others, or rearranges more than rows.
+        """
+        if self._of_same_format and (own := self._rename(name)) in self._checkpoint.tensors:
+            return TensorPlace(own, Source(own), Source(own))
+        here: tuple[Source, ...] = ()
+        for path, sources, index in self._paths[name]:
+            here = found_sources(self._checkpoint, self._spec, path)
+            if len(here) == len(sources) and _is_simple(here[index]) and _is_simple(sources[index]):
+                return TensorPlace(here[index].name, sources[index], here[index])
+        if here and here[0].name in self._checkpoint.tensors:
+            raise CheckpointError(
+                f"{self._checkpoint.path}: keeps {shown(name)} in another layout, together with others; merge the "
+                "adapter into the model that it was trained on, and convert the result"
+            )
+        return None
+
+
+def found_sources(checkpoint: Checkpoint, spec: ModelSpec, path: str) -> tuple[Source, ...]:
+    """The tensors of a parameter that the checkpoint has; if it has none, those that it would have first of all."""
+    options = spec.names.get(path, ((),))
+    return next((sources for sources in options if all(s.name in checkpoint.tensors for s in sources)), options[0])
+
+
+def _paths(names: NameMap) -> Paths:
+    paths: Paths = defaultdict(list)
+    for path, options in names.items():
+        for sources in options:
+            for index, source in enumerate(sources):
+                if not source.stack:
+                    paths[source.name].append((path, sources, index))
+    return paths
+
+
+def _is_simple(source: Source) -> bool:
+    """Whether its way into the engine can be taken back."""
+    return not source.stack and not source.also and (source.moves_rows or source.transform in (transposed, plus_one))
+
+
+def _undone(source: Source, values: np.ndarray) -> np.ndarray:
+    """What the source's transform makes `values` of."""
+    if source.transform is None:
+        return values
+    if source.by_rows:
+        rows = np.empty_like(values)
+        rows[source.transform(np.arange(len(values)))] = values
+        return rows
+    return values - 1 if source.transform is plus_one else transposed(values)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.start.options import DTYPES, check_imatrix
@@ -20,17 +20,13 @@ from jaxllm.weights.kinds import KindChooser
 from jaxllm.weights.loader import ParamSpec
 
 
-@dataclass(frozen=True)
-class ConversionPlan:
-    """A model and its parameters.
-
-    Attributes:
-        notes: what is quantized once more, one sentence each.
-    """
+class ConversionPlan(NamedTuple):
+    """A model and its parameters."""
 
     spec: ModelSpec
     params: list[ParamSpec]
     notes: list[str]
+    """What is quantized once more, one sentence each."""
 
 
 def plan_conversion(config: EngineConfig, checkpoint: Checkpoint) -> ConversionPlan:
