@@ -189,11 +189,7 @@ def describe(config: EngineConfig) -> dict[str, Any]:
 
 
 @takes_settings(EngineConfig, only=("model", "download_dir"))
-def rm(
-    config: EngineConfig,
-    *,
-    yes: Annotated[bool, Parameter(negative=(), group=COMMAND_GROUP)] = False,
-) -> None:
+def rm(config: EngineConfig, *, yes: Annotated[bool, Parameter(negative=(), group=COMMAND_GROUP)] = False) -> None:
     """Remove a downloaded model; files and folders of your own are left alone.
 
     Args:
@@ -279,9 +275,7 @@ def readable(name: str, value: Any) -> str:
 
 @takes_settings(EngineConfig)
 def compile(
-    config: EngineConfig,
-    *,
-    output: Annotated[Path, Parameter(name=["--output", "-o"], group=COMMAND_GROUP)],
+    config: EngineConfig, *, output: Annotated[Path, Parameter(name=["--output", "-o"], group=COMMAND_GROUP)]
 ) -> None:
     """Compile every step of a model into a folder, from which --executables starts it without compiling.
 

@@ -76,11 +76,7 @@ _SETTINGS_GROUPS = {
 
 
 def takes_settings(
-    schema: type[Config],
-    *,
-    positional_model: bool = True,
-    only: Collection[str] | None = None,
-    sampling: bool = False,
+    schema: type[Config], *, positional_model: bool = True, only: Collection[str] | None = None, sampling: bool = False
 ) -> Callable[[Callable[..., Any]], Any]:
     """Give a command, which may be a coroutine function, every field of `schema` as a flag, plus --config.
 
