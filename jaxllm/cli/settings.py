@@ -18,18 +18,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from cyclopts import (
-    Argument,
-    CoercionError,
-    CycloptsError,
-    Group,
-    MissingArgumentError,
-    MixedArgumentError,
-    Parameter,
-    RepeatArgumentError,
-    Token,
-    ValidationError,
-)  # fmt: skip
+import cyclopts
+from cyclopts import Argument, CycloptsError, Group, Parameter, Token
 from cyclopts.validators import Number
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -87,13 +77,11 @@ def takes_settings(
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        _, *own = inspect.signature(command, eval_str=True).parameters.values()
+        _, *others = inspect.signature(command, eval_str=True).parameters.values()
+        own = [parameter for parameter in others if parameter.name != "sampling"]
         sampled = sampling_flags() if sampling else []
-        own = [parameter for parameter in own if parameter.name != "sampling"]
         config_file = _keyword("config", None, Path | None, CONFIG_FLAG)
-        fields = [
-            _flag(name, field) for name, field in schema.model_fields.items() if name in (only or schema.model_fields)
-        ]
+        fields = [_flag(name, field) for name, field in schema.model_fields.items() if only is None or name in only]
         if positional_model:
             fields[0] = fields[0].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
         if positional_model and any(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in own):
@@ -149,8 +137,7 @@ def documentation(of: type | Callable[..., Any]) -> str:
 
 def documented(of: Of) -> Of:
     """Give a class or a function its docstring back, which `python -OO` leaves out."""
-    left_out = sys.flags.optimize >= 2 and not (inspect.isfunction(of) and of.__doc__)
-    if left_out:
+    if sys.flags.optimize >= 2 and not (inspect.isfunction(of) and of.__doc__):
         definition = ast.parse(textwrap.dedent(inspect.getsource(of))).body[0]
         assert isinstance(definition, ast.FunctionDef | ast.ClassDef)
         of.__doc__ = ast.get_docstring(definition)
@@ -164,11 +151,7 @@ SAMPLING_GROUP = Group(
 # Text is what these commands are for; --seed is the engine's own, which unseeded requests draw from; functions of
 # logits are given to an engine in Python.
 _LEFT_OUT = {"detokenize", "logits_processors", *EngineConfig.model_fields}
-_FLAG_TYPES: dict[str, Any] = {
-    "stop": list[str] | None,
-    "stop_token_ids": list[int] | None,
-    "logit_bias": dict[str, float] | None,
-}
+_FLAG_TYPES: dict[str, Any] = {"stop": list[str], "stop_token_ids": list[int], "logit_bias": dict[str, float]}
 _DEFAULT_MAX_TOKENS = 512
 
 
@@ -208,7 +191,7 @@ def sampling_flags() -> list[inspect.Parameter]:
             show_default=False,
             validator=_token_ids if field.name == "logit_bias" else None,
         )
-        flags.append(_keyword(field.name, None, _FLAG_TYPES.get(field.name, types[field.name] | None), parameter))
+        flags.append(_keyword(field.name, None, _FLAG_TYPES.get(field.name, types[field.name]) | None, parameter))
     return flags
 
 
@@ -234,22 +217,22 @@ def in_words(error: CycloptsError) -> str:
     """One line that names the flag, the value and what is accepted; errors of other kinds are in plain words as is."""
     argument = error.argument
     match error:
-        case CoercionError() if argument is not None:
+        case cyclopts.CoercionError() if argument is not None:
             given = _given(argument, error.token)
             annotation = error.target_type if given.keys else argument.hint
             return f"{given.keyword or argument.name} is {given.value!r}: it must be {_accepted(argument, annotation)}"
-        case ValidationError() if argument is not None:
+        case cyclopts.ValidationError() if argument is not None:
             name = next((token.keyword for token in argument.tokens if token.keyword), argument.name)
             value = " ".join(token.value for token in argument.tokens)
             return f"{name} is {value!r}: {_within(argument) or error.exception_message}"
-        case MissingArgumentError() if argument is not None:
+        case cyclopts.MissingArgumentError() if argument is not None:
             if error.keyword:
                 return f"{error.keyword} requires an argument"
             has_place = argument.index is not None  # the usage shows it as MODEL, which may be given as --model too
             return f"{argument.name.lstrip('-').upper() if has_place else argument.name} must be given"
-        case MixedArgumentError() if argument is not None:
+        case cyclopts.MixedArgumentError() if argument is not None:
             return f"{argument.name} is given as a whole and by its keys; one of the two is accepted"
-        case RepeatArgumentError():
+        case cyclopts.RepeatArgumentError():
             return f"{error.token.keyword} is given more than once"
     error.verbose = False
     return str(error)

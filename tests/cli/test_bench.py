@@ -115,7 +115,7 @@ def test_throughput_runs_prefill_alone_and_then_everything(cli, counting, tmp_pa
 
 def test_decodes_that_took_no_time_have_no_speed(cli, counting, monkeypatch, tmp_path: Path) -> None:
     module = import_module("jaxllm.cli.bench.offline")
-    monkeypatch.setattr(module, "timed_generate", lambda llm, prompts, length: 0.25)
+    monkeypatch.setattr(module, "timed_generate", lambda *_: 0.25)
     file = tmp_path / "result.json"
     lengths = ("--input-len", "5", "--output-len", "4")
     assert cli("bench", "throughput", "m", "--num-streams", "1", *lengths, "--json", str(file)).code == 0

@@ -8,10 +8,11 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 from cyclopts import Parameter
 
 from jaxllm.cli.bench.measuring import LOAD_GROUP, Count, JsonFile, counts, report, wait_until_compiled
@@ -124,6 +125,9 @@ def windows(llm: LLM, passage: str, window: int, tokens: int) -> Iterator[list[i
             yield begin + piece
 
 
+QUESTIONS = Path(__file__).with_name("questions.json")
+"""Kind of text -> what is asked: to edit short programs, to extract sentences from Alice's Adventures, and freely."""
+
 DRAFTS = {
     "num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 4,
     "num_speculative_tokens_per_batch_size": [(1, 1, 8), (2, 4096, 4)],
@@ -157,21 +161,25 @@ def speculation(
     if "max_num_seqs" in given:
         raise ConfigError(f"max_num_seqs is {config.max_num_seqs}, and here num_streams sets it; leave it out")
     streams = num_streams or [1, 4]
-    asked = given.pop("speculative_config", None) or DRAFTS
-    results = []
+    drafts = given.pop("speculative_config", None) or DRAFTS
+    questions: dict[str, list[str]] = msgspec.json.decode(QUESTIONS.read_bytes())
+    results: list[dict[str, Any]] = []
     for count in streams:
         sizes = given | {"max_num_seqs": count}
-        with LLM(**sizes) as plain, LLM(**sizes, speculative_config=asked) as drafting:
+        with LLM(**sizes) as plain, LLM(**sizes, speculative_config=drafts) as drafting:
             for llm in (plain, drafting):
                 wait_until_compiled(llm)
-            results += [_compare(plain, drafting, kind, count, output_len, num_iters) for kind in TEXTS]
-    results.sort(key=lambda result: list(TEXTS).index(result["text"]))
-    load = {"num_streams": streams, "output_len": output_len, "num_iters": num_iters, "speculative_config": asked}
+            for kind, asked in questions.items():
+                results.append(_compare(plain, drafting, kind, count, asked, output_len, num_iters))
+    results.sort(key=lambda result: list(questions).index(result["text"]))
+    load = {"num_streams": streams, "output_len": output_len, "num_iters": num_iters, "speculative_config": drafts}
     report("speculation", config, load, results, json)
 
 
-def _compare(plain: LLM, drafting: LLM, kind: str, count: int, output_len: int, num_iters: int) -> dict[str, Any]:
-    conversations = [[{"role": "user", "content": question}] for question in TEXTS[kind]()] * count
+def _compare(
+    plain: LLM, drafting: LLM, kind: str, count: int, questions: list[str], output_len: int, num_iters: int
+) -> dict[str, Any]:
+    conversations = [[{"role": "user", "content": question}] for question in questions] * count
     params = SamplingParams(temperature=0, max_tokens=output_len, detokenize=False)
     before, rates = drafting.stats(), list[tuple[float, float]]()
     for iteration in range(num_iters + 1):
@@ -198,40 +206,3 @@ def _rate(llm: LLM, conversations: list[Any], params: SamplingParams) -> tuple[f
     begin = time.perf_counter()
     said = [output.outputs[0].token_ids for output in llm.chat(conversations, params, use_tqdm=False)]
     return sum(map(len, said)) / (time.perf_counter() - begin), said
-
-
-PROGRAMS = Path(__file__).with_name("programs.txt")
-"""Short programs, with two empty lines after each."""
-
-_QUESTIONS = (
-    "Write a short story about a lighthouse keeper and a whale.",
-    "Explain to a child why the sky is blue.",
-    "Give advice to somebody who moves to a city where they know nobody.",
-    "Describe a walk through a market early in the morning.",
-)
-
-
-def _edits() -> list[str]:
-    words = (("total", "amount"), ("values", "entries"), ("counts", "numbers"), ("merged", "result"))
-    programs = PROGRAMS.read_text(encoding="utf-8").strip().split("\n\n\n")
-    return [
-        f"Rewrite this program, with every `{old}` called `{new}`. Answer with the whole program.\n\n"
-        f"```python\n{program}\n```"
-        for program, (old, new) in zip(programs, words, strict=True)
-    ]
-
-
-def _extractions() -> list[str]:
-    paragraphs = [line for line in TEXT.read_text(encoding="utf-8").splitlines() if 300 < len(line) < 900]
-    return [
-        f"Copy out of this text, word by word, all sentences that say what Alice did:\n\n{paragraph}"
-        for paragraph in paragraphs[:4]
-    ]
-
-
-TEXTS: dict[str, Callable[[], list[str]]] = {
-    "code edits": _edits,
-    "extraction": _extractions,
-    "free text": lambda: list(_QUESTIONS),
-}
-"""Kind -> what is asked, four of each."""

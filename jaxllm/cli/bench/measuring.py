@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -87,8 +88,9 @@ async def run_load(
     return traces, time.perf_counter() - begin
 
 
-def timed_generate(llm: LLM, prompts: Sequence[list[int]], output_len: int) -> float:
-    """Seconds to generate exactly `output_len` tokens for all prompts together, in process."""
+def timed_generate(llm: LLM, count: int, input_len: int, output_len: int, source: random.Random) -> float:
+    """Seconds to generate exactly `output_len` tokens for `count` random prompts together, in process."""
+    prompts = random_prompts(count, input_len, llm.info.vocab_size, source)
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     begin = time.perf_counter()
     llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
@@ -137,26 +139,6 @@ class Trace:
     output_tokens: int = 0
     error: str | None = None
 
-    @property
-    def time_to_first_token(self) -> float:
-        """TTFT: from sending the request to the first piece of its answer."""
-        return self.arrivals[0] - self.start
-
-    @property
-    def time_per_output_token(self) -> float:
-        """TPOT: mean time of a token after the first; needs at least two tokens."""
-        return (self.arrivals[-1] - self.arrivals[0]) / (self.output_tokens - 1)
-
-    @property
-    def inter_token_latencies(self) -> list[float]:
-        """ITL: gaps between successive pieces."""
-        return [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
-
-    @property
-    def end_to_end(self) -> float:
-        """From sending the request to the last piece of its answer."""
-        return self.arrivals[-1] - self.start
-
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """{'mean', 'p50', 'p90', 'p99', 'max'} of `values`; empty where there are none."""
@@ -169,10 +151,19 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def summarize(traces: Sequence[Trace], duration: float) -> dict[str, object]:
-    """Rates over `duration` seconds and the spread of each latency in milliseconds, over the requests that finished."""
+    """Rates over `duration` seconds and the spread of each latency in milliseconds, over the requests that finished.
+
+    TTFT is the time to the first piece of an answer, TPOT the mean time of a token after the first, ITL the gap between
+    pieces, and E2E the time to the last piece.
+    """
     finished = [trace for trace in traces if trace.error is None and trace.arrivals]
     prompt_tokens = sum(trace.prompt_tokens for trace in finished)
     output_tokens = sum(trace.output_tokens for trace in finished)
+    times_per_token = [
+        (trace.arrivals[-1] - trace.arrivals[0]) / (trace.output_tokens - 1)
+        for trace in finished
+        if trace.output_tokens > 1
+    ]
     return {
         "duration_s": duration,
         "completed": len(finished),
@@ -182,10 +173,10 @@ def summarize(traces: Sequence[Trace], duration: float) -> dict[str, object]:
         "requests_per_s": len(finished) / duration,
         "prompt_tokens_per_s": prompt_tokens / duration,
         "output_tokens_per_s": output_tokens / duration,
-        "ttft_ms": _milliseconds([trace.time_to_first_token for trace in finished]),
-        "tpot_ms": _milliseconds([trace.time_per_output_token for trace in finished if trace.output_tokens > 1]),
-        "itl_ms": _milliseconds([gap for trace in finished for gap in trace.inter_token_latencies]),
-        "e2e_ms": _milliseconds([trace.end_to_end for trace in finished]),
+        "ttft_ms": _milliseconds([trace.arrivals[0] - trace.start for trace in finished]),
+        "tpot_ms": _milliseconds(times_per_token),
+        "itl_ms": _milliseconds([later - earlier for trace in finished for earlier, later in pairwise(trace.arrivals)]),
+        "e2e_ms": _milliseconds([trace.arrivals[-1] - trace.start for trace in finished]),
     }
 
 

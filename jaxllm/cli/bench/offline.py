@@ -8,17 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from jaxllm.cli.bench.measuring import (
-    LOAD_GROUP,
-    Count,
-    JsonFile,
-    counts,
-    offline_llm,
-    random_prompts,
-    report,
-    spread,
-    timed_generate,
-)
+from jaxllm.cli.bench.measuring import LOAD_GROUP, Count, JsonFile, counts, offline_llm, report, spread, timed_generate
 from jaxllm.cli.settings import COMMAND_GROUP, takes_settings
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
@@ -27,14 +17,11 @@ if TYPE_CHECKING:
     from jaxllm.llm import LLM
 
 
-PromptCounts = Annotated[list[int] | None, counts("--num-prompts", "--num-streams")]
-
-
 @takes_settings(EngineConfig)
 def throughput(
     config: EngineConfig,
     *,
-    num_prompts: PromptCounts = None,
+    num_prompts: Annotated[list[int] | None, counts("--num-prompts", "--num-streams")] = None,
     input_len: Count = 128,
     output_len: Count = 128,
     num_iters: Count = 3,
@@ -69,13 +56,9 @@ def measure(
 
     Decoding is what a run takes longer than its prefill; None where it took no longer, which says nothing of it.
     """
-
-    def seconds(length: int) -> float:
-        return timed_generate(llm, random_prompts(count, input_len, llm.info.vocab_size, source), length)
-
-    seconds(output_len)
-    prefill = min(seconds(1) for _ in range(iterations))
-    total = min(seconds(output_len) for _ in range(iterations))
+    timed_generate(llm, count, input_len, output_len, source)
+    prefill = min(timed_generate(llm, count, input_len, 1, source) for _ in range(iterations))
+    total = min(timed_generate(llm, count, input_len, output_len, source) for _ in range(iterations))
     return {
         "num_prompts": count,
         "duration_s": total,
@@ -110,10 +93,9 @@ def latency(
     """
     with offline_llm(config, input_len, output_len) as llm:
         source = random.Random(config.seed)
-        seconds = [
-            timed_generate(llm, random_prompts(batch_size, input_len, llm.info.vocab_size, source), output_len)
-            for _ in range(num_iters_warmup + num_iters)
-        ][num_iters_warmup:]
+        for _ in range(num_iters_warmup):
+            timed_generate(llm, batch_size, input_len, output_len, source)
+        seconds = [timed_generate(llm, batch_size, input_len, output_len, source) for _ in range(num_iters)]
     load = {"batch_size": batch_size, "input_len": input_len, "output_len": output_len, "num_iters": num_iters}
     report("latency", config, load, [{"latency_s": spread(seconds)}], json)
 
@@ -145,8 +127,7 @@ def profile(
         raise ConfigError(f"--output is {str(output)!r}: {error.strerror}; it must be a folder") from None
     source = random.Random(config.seed)
     with offline_llm(config, input_len, num_steps) as llm:
-        first, traced = (random_prompts(num_prompts, input_len, llm.info.vocab_size, source) for _ in range(2))
-        timed_generate(llm, first, num_steps)
+        timed_generate(llm, num_prompts, input_len, num_steps, source)
         with jax.profiler.trace(str(output), create_perfetto_trace=True):
-            timed_generate(llm, traced, num_steps)
+            timed_generate(llm, num_prompts, input_len, num_steps, source)
     print(max(output.glob("plugins/profile/*/perfetto_trace.json.gz"), key=lambda path: path.stat().st_mtime))

@@ -21,19 +21,8 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from jaxllm import own_process
-from jaxllm.cli.bench.measuring import (
-    LOAD_GROUP,
-    Count,
-    JsonFile,
-    Rate,
-    Trace,
-    random_prompts,
-    report,
-    run_load,
-    send_times,
-    spread,
-    summarize,
-)
+from jaxllm.cli.bench import measuring
+from jaxllm.cli.bench.measuring import LOAD_GROUP, Count, JsonFile, Rate, Trace, report
 from jaxllm.cli.settings import takes_settings
 from jaxllm.config import EngineConfig, ServeConfig
 from jaxllm.config.sources import names_setting
@@ -86,9 +75,9 @@ def serve(
     if url is not None and refused:
         raise ConfigError(f"{refused[0]} cannot be set with --url: that server has its own settings")
     source = random.Random(config.seed)
-    warmups = random_prompts(num_warmups, input_len, vocab_size, source)
-    prompts = random_prompts(num_prompts, input_len, vocab_size, source)
-    times = send_times(num_prompts, request_rate, source)
+    warmups = measuring.random_prompts(num_warmups, input_len, vocab_size, source)
+    prompts = measuring.random_prompts(num_prompts, input_len, vocab_size, source)
+    times = measuring.send_times(num_prompts, request_rate, source)
 
     async def drive(address: str) -> tuple[list[Trace], float]:
         from jaxllm.cli.client import ServerClient
@@ -102,7 +91,7 @@ def serve(
                 return await request(client, model, prompt, output_len)
 
             await asyncio.gather(*(send(prompt) for prompt in warmups))
-            return await run_load(send, prompts, times, max_concurrency)
+            return await measuring.run_load(send, prompts, times, max_concurrency)
 
     with nullcontext(url) if url is not None else server(config, ready_timeout) as address:
         traces, duration = asyncio.run(drive(address))
@@ -110,7 +99,7 @@ def serve(
         "num_prompts": num_prompts, "input_len": input_len, "output_len": output_len,
         "request_rate": str(request_rate), "max_concurrency": max_concurrency,
     }  # fmt: skip
-    report("serve", config, load, [summarize(traces, duration)], json)
+    report("serve", config, load, [measuring.summarize(traces, duration)], json)
     errors = [trace.error for trace in traces if trace.error]
     if errors:
         raise ConfigError(f"{len(errors)} of {len(traces)} requests failed; the first: {errors[0]}")
@@ -229,7 +218,7 @@ def startup(config: EngineConfig, *, num_iters: Count = 3, json: JsonFile = None
         cold["cold_full_speed_s"] = time_to_full_speed(measured)  # and now everything is compiled
         first = [time_to_first_token(measured) for _ in range(num_iters)]
         full = [time_to_full_speed(measured) for _ in range(num_iters)]
-    warm = {"warm_first_token_s": spread(first), "warm_full_speed_s": spread(full)}
+    warm = {"warm_first_token_s": measuring.spread(first), "warm_full_speed_s": measuring.spread(full)}
     report("startup", config, {"num_iters": num_iters}, [cold | warm], json)
 
 
