@@ -32,7 +32,6 @@ from jaxllm.requests.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from jaxllm.cli.client import ServerClient
-    from jaxllm.llm import LLM
 
 
 Concurrency = Annotated[
@@ -189,11 +188,10 @@ def _compiled(url: str) -> bool:
     import httpx
     from prometheus_client.parser import text_string_to_metric_families
 
-    metrics = text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=5).raise_for_status().text)
-    pending = [
-        sample.value for metric in metrics if metric.name == "jaxllm:compiles_pending" for sample in metric.samples
-    ]
-    return bool(pending) and not any(pending)
+    text = httpx.get(f"{url}/metrics", timeout=5).raise_for_status().text
+    metrics = {metric.name: metric.samples for metric in text_string_to_metric_families(text)}
+    pending = metrics.get("jaxllm:compiles_pending", [])
+    return bool(pending) and not any(sample.value for sample in pending)
 
 
 @takes_settings(EngineConfig)
@@ -223,12 +221,7 @@ def startup(config: EngineConfig, *, num_iters: Count = 3, json: JsonFile = None
 
 
 def time_to_first_token(config: EngineConfig) -> float:
-    """Seconds until a fresh process with `config` puts its first byte of text on stdout.
-
-    Raises:
-        ConfigError: the process failed; with its message.
-    """
-
+    """Seconds until a fresh process with `config` puts its first byte of text on stdout. Raises ConfigError."""
     command = ["generate", "The capital of France is", "--raw", "--temperature", "0", "--max-tokens", "8"]
     begin = time.perf_counter()
     with child(command, config, subprocess.PIPE) as (process, log):
@@ -246,9 +239,9 @@ NEAR = 0.95
 MOST = 0.75
 """The part of the answers that follow which must be at full speed too: others' work holds up some."""
 
-ENOUGH_SECONDS, LAST_SECONDS, MOST_SECONDS = 4.0, 4.0, 120.0
-"""How long answers are asked for at least; how long after everything is compiled, which is their full speed; and how
-long at most, as a machine that does other work compiles when that leaves it time."""
+LAST_SECONDS, MOST_SECONDS = 4.0, 120.0
+"""How long answers are asked for after everything is compiled, which is their full speed; and how long at most, as a
+machine that does other work compiles when that leaves it time."""
 
 _PROMPT_TOKENS, _ANSWER_TOKENS = 128, 256
 
@@ -267,8 +260,7 @@ class Answer(NamedTuple):
 def time_to_full_speed(config: EngineConfig) -> float:
     """Seconds from starting a process with `config` until it begins the first answer that is as quick as they stay.
 
-    Raises:
-        ConfigError: the process failed; its own message is on stderr.
+    Raises ConfigError where the process failed, which says why on stderr.
     """
     begin = time.monotonic()  # which is the same clock in every process
     process, answers = PipedProcess(speak, config.model_dump_json(exclude_unset=True)), []
@@ -284,7 +276,7 @@ def time_to_full_speed(config: EngineConfig) -> float:
 
 
 def full_speed_since(answers: Sequence[Answer]) -> float:
-    """When the first answer began from which on they take about as long as in the last seconds, it and most behind it.
+    """When the first answer began from which on they take about as long as in the last seconds, it and most after it.
 
     Worked example, answers of 1.5, 0.8, 0.8, 0.9, 0.8, 0.8 and 0.8 s, one after the other: the last take 0.8 s, the
     first is too slow, and most of those from the second on are not: 1.5 s after the first began.
@@ -303,22 +295,17 @@ def speak(pipe: Connection, settings: str) -> None:
     from jaxllm.llm import LLM
 
     config = EngineConfig.model_validate_json(settings)
-    with LLM(**config.model_dump(exclude_unset=True)) as llm:
-        asyncio.run(_speak(pipe, llm))
-    pipe.send(None)
-
-
-async def _speak(pipe: Connection, llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=_ANSWER_TOKENS, ignore_eos=True, detokenize=False)
-    began, compiled = time.monotonic(), 0.0
-    for number in itertools.count():
-        prompt = [(number + token) % llm.info.vocab_size for token in range(_PROMPT_TOKENS)]
-        begin = time.monotonic()
-        async for _ in llm.asynchronous().stream(prompt, params):
-            pass
-        now = time.monotonic()
-        pipe.send((begin, now))
-        compiled = compiled or (now if not llm.stats().compiles_pending else 0.0)
-        done = compiled and now - compiled >= LAST_SECONDS and now - began >= ENOUGH_SECONDS
-        if done or now - began >= MOST_SECONDS:
-            return
+    with LLM(**config.model_dump(exclude_unset=True)) as llm:
+        began, compiled = time.monotonic(), None
+        for number in itertools.count():
+            prompt = [(number + token) % llm.info.vocab_size for token in range(_PROMPT_TOKENS)]
+            begin = time.monotonic()
+            llm.generate(prompt, params, use_tqdm=False)
+            now = time.monotonic()
+            pipe.send((begin, now))
+            if compiled is None and not llm.stats().compiles_pending:
+                compiled = now
+            if now - (compiled or now) >= LAST_SECONDS or now - began >= MOST_SECONDS:
+                break
+    pipe.send(None)

@@ -24,12 +24,12 @@ from jaxllm.engine.start.tokenizer import open_model
 from jaxllm.errors import CheckpointError, ConfigError, one_line
 from jaxllm.folders import existing, in_home
 from jaxllm.models.family import hf_renaming
-from jaxllm.models.registry import ModelSpec, adapter_names, model_spec
+from jaxllm.models.registry import adapter_names, model_spec
 from jaxllm.progress import Progress
 from jaxllm.weights.adapters import Adapter, LowRank, open_adapter
 from jaxllm.weights.checkpoint import Checkpoint, Edit, MergedCheckpoint
 from jaxllm.weights.fields import shown
-from jaxllm.weights.names import NameMap, Source, plus_one, transposed
+from jaxllm.weights.names import Source, plus_one, transposed
 from jaxllm.weights.source import resolve_model
 
 TargetFormat = Literal["orbax", "safetensors", "gguf"]
@@ -45,7 +45,7 @@ def convert_model(
 ) -> None:
     """Write `config.model`, kept as `config` says, to `destination`: whole, or not at all.
 
-    `merge_lora` are adapters that are merged into its weights first, see `merging`.
+    `merge_lora` are adapters that are merged into its weights first.
 
     Raises:
         ConfigError: the destination exists or cannot be written, or the format cannot hold what is asked for.
@@ -134,36 +134,43 @@ def with_adapters(checkpoint: Checkpoint, adapters: Sequence[MergedAdapter]) -> 
             f"merge_lora takes a model as it was published; {checkpoint.path} was converted already: merge into what "
             "it was made of"
         )
-    spec = model_spec(checkpoint)
-    merging = _Merging(checkpoint, spec)
+    merging = _Merging(checkpoint)
     for one in adapters:
         merging.add(open_adapter(one.path), one.scale)
     return merging.finished()
 
 
+Paths = defaultdict[str, list[tuple[str, tuple[Source, ...], int]]]
+"""Tensor name -> the parameters that it may be a part of, each with all its parts, and which of these it is."""
+
+
 class _Merging:
     """What becomes of each of a checkpoint's tensors."""
 
-    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec):
-        self._checkpoint, self._spec = checkpoint, spec
+    def __init__(self, checkpoint: Checkpoint):
+        self._checkpoint, self._spec = checkpoint, model_spec(checkpoint)
+        self._rename = hf_renaming(checkpoint.tensors) if checkpoint.format == "safetensors" else str
         self._edits: defaultdict[str, list[Edit]] = defaultdict(list)
-        self._embedding = found_sources(checkpoint, spec, "embed.weight")[0].name
-        self._head = found_sources(checkpoint, spec, "head.weight")[0].name if spec.config.tie_word_embeddings else None
+        self._embedding = self._sources("embed.weight")[0].name
+        self._head = self._sources("head.weight")[0].name if self._spec.config.tie_word_embeddings else None
         """The name of a head that the checkpoint does not have, since it is the embedding."""
 
     def add(self, adapter: Adapter, scale: float) -> None:
         """What one adapter replaces, and then what it adds."""
-        names = AdapterNames(adapter.format, self._checkpoint, self._spec)
+        paths: Paths = defaultdict(list)
+        for path, options in adapter_names(self._spec)[adapter.format].items():
+            for sources in options:
+                for index, source in enumerate(sources):
+                    if not source.stack:
+                        paths[source.name].append((path, sources, index))
         for name, tensor in adapter.replaced.items():
-            place = self._find(adapter, names, name)
+            place = self._place(adapter, paths, name)
             values = place.replacing(tensor)
-            self._check(adapter, name, place, values.shape)
-            self._edits[place.name].append(partial(_replaced, values))
+            self._edit(adapter, name, place, values.shape, partial(_replaced, values))
         for name, update in adapter.updates.items():
-            place = self._find(adapter, names, name)
+            place = self._place(adapter, paths, name)
             moved = place.adding(update)
-            self._check(adapter, name, place, moved.shape)
-            self._edits[place.name].append(partial(moved.added_to, strength=scale))
+            self._edit(adapter, name, place, moved.shape, partial(moved.added_to, strength=scale))
 
     def finished(self) -> MergedCheckpoint:
         """The checkpoint with everything in it; a head that was the embedding is one of its own if they differ now."""
@@ -173,16 +180,39 @@ class _Merging:
             config = _untied(config) if self._checkpoint.format == "safetensors" else config
         return MergedCheckpoint(self._checkpoint, self._edits, copies, config)
 
-    def _find(self, adapter: Adapter, names: AdapterNames, name: str) -> TensorPlace:
-        place = names.place(name)
-        if place is None or (place.name not in self._checkpoint.tensors and place.name != self._head):
-            trained = f"; it was trained on {shown(adapter.base_model)}" if adapter.base_model else ""
-            raise CheckpointError(
-                f"{adapter.path}: changes {shown(name)}, which {self._checkpoint.path} does not have{trained}"
-            )
-        return place
+    def _sources(self, path: str) -> tuple[Source, ...]:
+        """The tensors of a parameter that are there; if there are none, those that would be there first of all."""
+        options, there = self._spec.names.get(path, ((),)), self._checkpoint.tensors
+        return next((sources for sources in options if all(s.name in there for s in sources)), options[0])
 
-    def _check(self, adapter: Adapter, name: str, place: TensorPlace, shape: tuple[int, ...]) -> None:
+    def _place(self, adapter: Adapter, paths: Paths, name: str) -> TensorPlace:
+        """The tensor that an adapter calls `name`.
+
+        Raises CheckpointError where there is none, or it is kept together with others, or more than rows is rearranged.
+        """
+        there = self._checkpoint.tensors
+        same_format = (adapter.format == "gguf") == (self._checkpoint.format == "gguf")
+        if same_format and (own := self._rename(name)) in there:
+            return TensorPlace(own, Source(own), Source(own))
+        here: tuple[Source, ...] = ()
+        for path, sources, index in paths[name]:
+            here = self._sources(path)
+            if len(here) == len(sources) and _is_simple(here[index]) and _is_simple(sources[index]):
+                if here[index].name in there or here[index].name == self._head:
+                    return TensorPlace(here[index].name, sources[index], here[index])
+                break
+        else:
+            if here and here[0].name in there:
+                raise CheckpointError(
+                    f"{self._checkpoint.path}: keeps {shown(name)} in another layout, together with others; merge the "
+                    "adapter into the model that it was trained on, and convert the result"
+                )
+        trained = f"; it was trained on {shown(adapter.base_model)}" if adapter.base_model else ""
+        raise CheckpointError(
+            f"{adapter.path}: changes {shown(name)}, which {self._checkpoint.path} does not have{trained}"
+        )
+
+    def _edit(self, adapter: Adapter, name: str, place: TensorPlace, shape: tuple[int, ...], edit: Edit) -> None:
         stored = self._embedding if place.name == self._head else place.name
         expected = self._checkpoint.tensors[stored].shape
         if shape != expected:
@@ -190,6 +220,7 @@ class _Merging:
                 f"{adapter.path}: {shown(name)} is of shape {shape}; expected is {expected}, as "
                 f"{self._checkpoint.path} has it"
             )
+        self._edits[place.name].append(edit)
 
 
 def _replaced(values: np.ndarray, _: np.ndarray) -> np.ndarray:
@@ -197,14 +228,9 @@ def _replaced(values: np.ndarray, _: np.ndarray) -> np.ndarray:
 
 
 def _untied(config: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a model whose head is not its embedding."""
     inner = config.get("text_config")
     changed = {"text_config": _untied(inner)} if isinstance(inner, dict) and "tie_word_embeddings" in inner else {}
     return config | changed | {"tie_word_embeddings": False}
-
-
-Paths = defaultdict[str, list[tuple[str, tuple[Source, ...], int]]]
-"""Tensor name -> the parameters that it may be a part of, each with all its parts, and which of these it is."""
 
 
 @dataclass(frozen=True)
@@ -235,51 +261,6 @@ class TensorPlace:
         if self.there.by_rows and self.there.transform is not None:
             values = self.there.transform(values)
         return _undone(self.here, values) if self.here.by_rows else values
-
-
-class AdapterNames:
-    """Finds the places of one format's tensors in a checkpoint."""
-
-    def __init__(self, adapter_format: str, checkpoint: Checkpoint, spec: ModelSpec):
-        self._checkpoint, self._spec = checkpoint, spec
-        self._of_same_format = (adapter_format == "gguf") == (checkpoint.format == "gguf")
-        self._rename = hf_renaming(checkpoint.tensors) if checkpoint.format == "safetensors" else str
-        self._paths = _paths(adapter_names(spec)[adapter_format])
-
-    def place(self, name: str) -> TensorPlace | None:
-        """The tensor that an adapter calls `name`; None where the model has none such.
-
-        Raises CheckpointError where the checkpoint keeps it together with others, or rearranges more than rows.
-        """
-        if self._of_same_format and (own := self._rename(name)) in self._checkpoint.tensors:
-            return TensorPlace(own, Source(own), Source(own))
-        here: tuple[Source, ...] = ()
-        for path, sources, index in self._paths[name]:
-            here = found_sources(self._checkpoint, self._spec, path)
-            if len(here) == len(sources) and _is_simple(here[index]) and _is_simple(sources[index]):
-                return TensorPlace(here[index].name, sources[index], here[index])
-        if here and here[0].name in self._checkpoint.tensors:
-            raise CheckpointError(
-                f"{self._checkpoint.path}: keeps {shown(name)} in another layout, together with others; merge the "
-                "adapter into the model that it was trained on, and convert the result"
-            )
-        return None
-
-
-def found_sources(checkpoint: Checkpoint, spec: ModelSpec, path: str) -> tuple[Source, ...]:
-    """The tensors of a parameter that the checkpoint has; if it has none, those that it would have first of all."""
-    options = spec.names.get(path, ((),))
-    return next((sources for sources in options if all(s.name in checkpoint.tensors for s in sources)), options[0])
-
-
-def _paths(names: NameMap) -> Paths:
-    paths: Paths = defaultdict(list)
-    for path, options in names.items():
-        for sources in options:
-            for index, source in enumerate(sources):
-                if not source.stack:
-                    paths[source.name].append((path, sources, index))
-    return paths
 
 
 def _is_simple(source: Source) -> bool:

@@ -32,6 +32,8 @@ from jaxllm.weights.folder import MANIFEST
 from jaxllm.weights.loader import ParamSpec, Value, find_sources, read_parameters
 from jaxllm.weights.saved import ARRAYS, VERSION, Manifest, SavedTensor, arrays_of, describe, save_arrays
 
+logger = logging.getLogger(__name__)
+
 FILE_TYPES = {
     "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q2k": 10, "q3k": 11, "q4k": 14, "q5k": 16, "q6k": 18,
 }  # fmt: skip
@@ -141,9 +143,6 @@ def _data(checkpoint: Checkpoint, name: str, info: TensorInfo, dtype: str) -> np
     return stored.expand().astype(FLOATS[dtype])
 
 
-logger = logging.getLogger(__name__)
-
-
 def write_orbax(config: EngineConfig, checkpoint: Checkpoint, target: Path, on_progress: Progress | None) -> None:
     """Weights as one device keeps them, before any tiles; see `weights.saved`. All of them are in memory at the end."""
     plan = plan_conversion(config, checkpoint)
@@ -153,9 +152,8 @@ def write_orbax(config: EngineConfig, checkpoint: Checkpoint, target: Path, on_p
     described: dict[str, SavedTensor] = {}
     arrays: dict[str, dict[str, np.ndarray]] = {}
     target.mkdir()
-    for done, (spec, value) in enumerate(
-        zip(plan.params, read_parameters(weighed, plan.params, plan.spec.names, plan.spec.ignored), strict=True), 1
-    ):
+    values = read_parameters(weighed, plan.params, plan.spec.names, plan.spec.ignored)
+    for done, (spec, value) in enumerate(zip(plan.params, values, strict=True), 1):
         for name, kind, part in _parts(spec, value):
             described[name] = SavedTensor(part.shape, describe(kind))
             arrays[name] = arrays_of(part) if isinstance(part, Weight) else {"array": part}
@@ -182,10 +180,9 @@ def _parts(spec: ParamSpec, value: Value) -> list[tuple[str, WeightKind, Any]]:
     """(name, kind, weight or array) of a parameter; of each segment by itself where they are of several kinds."""
     rows = [segment.rows for segment in spec.layout.segments] if spec.layout else []
     axis = spec.layout.axis if spec.layout else 0
-    if not isinstance(value, Weight):
-        return [(spec.path, DenseKind(np.dtype(spec.dtype)), _rows(value, 0, sum(rows), axis))]
     if not isinstance(value, Fused):
-        return [(spec.path, spec.kinds[0], _rows(value, 0, sum(rows), axis))]
+        kind = spec.kinds[0] if isinstance(value, Weight) else DenseKind(np.dtype(spec.dtype))
+        return [(spec.path, kind, _rows(value, 0, sum(rows), axis))]
     found, segments = [], iter(enumerate(rows))
     for (kind, layout), part in zip(spec.runs, value.parts, strict=True):
         start = 0

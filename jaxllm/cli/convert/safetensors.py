@@ -185,34 +185,19 @@ def hf_config(family: Family, config: DecoderConfig) -> dict[str, Any]:
 
 def _content(family: Family, c: DecoderConfig) -> dict[str, Any]:
     content: dict[str, Any] = {
-        "architectures": [family.architectures[0]],
-        "model_type": family.model_types[0],
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "num_hidden_layers": c.num_layers,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.num_kv_heads,
-        "head_dim": c.head_dim,
-        "max_position_embeddings": c.max_position_embeddings,
-        "hidden_act": c.hidden_act,
-        "hidden_activation": c.hidden_act,
-        "rms_norm_eps": c.norm_eps,
-        "layer_norm_eps": c.norm_eps,
-        "norm_epsilon": c.norm_eps,
-        "tie_word_embeddings": c.tie_word_embeddings,
-        "attention_bias": c.qkv_bias,
-        "attention_out_bias": c.output_bias,
-        "mlp_bias": c.mlp_bias,
-        "use_bias": c.mlp_bias,
-        "use_qk_norm": c.qk_norm is not None,
-        "embedding_multiplier": c.embedding_scale,
-        "residual_multiplier": c.residual_scale,
-        "logits_scaling": 1 / c.logit_scale,
-        "logit_scale": c.logit_scale,
-        "attn_logit_softcapping": c.attention_softcap,
-        "final_logit_softcapping": c.logit_softcap,
-    }
+        "architectures": [family.architectures[0]], "model_type": family.model_types[0],
+        "vocab_size": c.vocab_size, "hidden_size": c.hidden_size, "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": c.num_layers, "num_attention_heads": c.num_heads, "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_dim, "max_position_embeddings": c.max_position_embeddings,
+        "hidden_act": c.hidden_act, "hidden_activation": c.hidden_act,
+        "rms_norm_eps": c.norm_eps, "layer_norm_eps": c.norm_eps, "norm_epsilon": c.norm_eps,
+        "tie_word_embeddings": c.tie_word_embeddings, "use_qk_norm": c.qk_norm is not None,
+        "attention_bias": c.qkv_bias, "attention_out_bias": c.output_bias, "mlp_bias": c.mlp_bias,
+        "use_bias": c.mlp_bias, "embedding_multiplier": c.embedding_scale, "residual_multiplier": c.residual_scale,
+        "logits_scaling": 1 / c.logit_scale, "logit_scale": c.logit_scale,
+        "attn_logit_softcapping": c.attention_softcap, "final_logit_softcapping": c.logit_softcap,
+        "sliding_window": None,
+    }  # fmt: skip
     if c.attention_scale:
         content["query_pre_attn_scalar"] = round(c.attention_scale**-2)
         content["attention_multiplier"] = c.attention_scale
@@ -227,8 +212,6 @@ def _content(family: Family, c: DecoderConfig) -> dict[str, Any]:
         local = next(layer.rope for layer in c.layers if layer.window is not None)
         if local is not None and local != everywhere:
             content["rope_local_base_freq"] = local.theta
-    else:
-        content["sliding_window"] = None
     return content
 
 
