@@ -302,7 +302,7 @@ class RayFront:
 
 
 def _as_ours(error: Exception) -> Exception:
-    """What Ray says of a replica in words of ours; any other exception as it is."""
+    """Ray's exceptions about replicas as errors of ours; any other as it is."""
     match error:
         case RayActorError():
             return EngineDeadError("the replica that ran this request has died; another one takes its place")

@@ -260,13 +260,13 @@ class Chat:
             raise
         except JaxLLMError as error:  # the context is full, say: the chat can go on after /clear
             self._complain(error)
-        if pieces and self.console.is_terminal and self.backend.num_tokens:
+        if not pieces:
+            self.messages.pop()
+            return
+        self.messages.append({"role": "assistant", "content": "".join(pieces)})
+        if self.console.is_terminal and self.backend.num_tokens:
             rate = self.backend.num_tokens / (time.perf_counter() - began)
             self._note(f"{self.backend.num_tokens} tokens, {rate:.1f} tokens/s")
-        if pieces:
-            self.messages.append({"role": "assistant", "content": "".join(pieces)})
-        else:
-            self.messages.pop()
 
     def _complain(self, error: JaxLLMError) -> None:
         self.console.print(f"jaxllm: error: {error}", style="red", markup=False)
