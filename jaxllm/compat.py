@@ -287,8 +287,7 @@ def transfer_server(host: str) -> Any:
 def cluster_place(name: str) -> tuple[str, int, int]:
     """Where process 0 is, how many processes there are, and which this is, as JAX finds out with a package's help.
 
-    Raises:
-        ConfigError: the package is missing, or that cluster is not around this process.
+    Raises ConfigError where the package is missing, or that cluster is not around this process.
     """
     package = {"mpi4py": "mpi4py", "k8s": "kubernetes"}[name]
     if find_spec(package) is None:

@@ -158,9 +158,9 @@ def _statistics(file: Path) -> dict[str, int]:
 
 
 def share_one_heap() -> None:
-    """Have all threads of this process allocate in one heap: glibc gives each of them its own, and what one leaves free
-    in its heap the others do not use. A server that loads one model after the other would grow by that. Heaps that are
-    there already stay in use, so call this before any other thread begins.
+    """Have all threads of this process allocate in one heap; to be called before any other thread begins.
+
+    glibc gives each its own, whose free parts no other uses: a server that loads many models would grow by that.
     """
     if (choose := _of_glibc("mallopt")) is not None:
         choose(-8, 1)  # M_ARENA_MAX of malloc.h: how many heaps there may be
@@ -194,11 +194,7 @@ def nodes(root: Path = _NODES) -> dict[int, list[int]]:
 
 
 def choose_node(asked: int | str, number: int, known: dict[int, list[int]]) -> int:
-    """The node of process `number`; with "auto" the processes take the nodes in turn.
-
-    Raises:
-        ConfigError: there is no such node.
-    """
+    """The node of process `number`; with "auto" they take the nodes in turn. Raises ConfigError without such a node."""
     if not known:
         raise ConfigError(f"numa_node is {asked}, and this machine tells of no NUMA nodes; leave it out")
     if asked == "auto":
@@ -211,8 +207,7 @@ def choose_node(asked: int | str, number: int, known: dict[int, list[int]]) -> i
 def keep_to_node(node: int, known: dict[int, list[int]]) -> None:
     """Run on the cores of a node from now on, with memory of that node as long as it has any. Before threads start.
 
-    Raises:
-        ConfigError: the system does not allow it.
+    Raises ConfigError where the system does not allow it.
     """
     mask = (ctypes.c_ulong * (node // 64 + 1))()
     mask[node // 64] = 1 << node % 64

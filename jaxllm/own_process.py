@@ -162,9 +162,9 @@ class Died(Exception):
 
 
 class AskedProcesses:
-    """At most `most` processes at once, started when they are needed; any thread may ask.
+    """At most `most` processes at once, started when they are needed. Any thread may ask, and waits while all are busy.
 
-    Who asks waits while all of them are busy. The processes end with `close`, with this object and with the program.
+    They end with `close`, with this object and with the program.
     """
 
     def __init__(self, module: str, *arguments: str, most: int = 1) -> None:

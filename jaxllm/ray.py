@@ -78,10 +78,7 @@ def run_on_ray(config: ServeConfig) -> None:
     """Start Ray Serve and the replicas, and wait until SIGINT or SIGTERM; returns when all requests have ended.
 
     Ray is the one that RAY_ADDRESS names, or one of this process's own, which ends with it. A signal gives requests the
-    graceful_shutdown_timeout_s of replica_options; a second one ends them at once.
-
-    Raises:
-        ConfigError: a setting is not for Ray, or what kept the replicas from starting.
+    graceful_shutdown_timeout_s of replica_options; a second one ends them at once. Raises ConfigError.
     """
     configure_logging(config)
     warn_of_open_doors(config)
@@ -108,8 +105,7 @@ def run_on_ray(config: ServeConfig) -> None:
 def application(config: ServeConfig, proxy: Collection[str] = ()) -> serve.Application:
     """The front and its replicas; `proxy` are those settings of a server that listens which are honoured elsewhere.
 
-    Raises:
-        ConfigError: a setting is not for a server on Ray, or Ray does not take an option.
+    Raises ConfigError where a setting is not for a server on Ray, or Ray does not take an option.
     """
     for name in OF_THE_PROXY:
         if name in config.model_fields_set and name not in proxy:

@@ -204,10 +204,7 @@ async def migrate(config: ServeConfig) -> None:
 
 @asynccontextmanager
 async def _opened(config: ServeConfig, *, checks: bool = True) -> AsyncIterator[Database]:
-    """The store that is meant.
-
-    Raises ConfigError where there is none, or `checks` find tables that must be brought forward first.
-    """
+    """The store that is meant. Raises ConfigError where there is none, or `checks` find tables of another version."""
     from jaxllm.serving.store.database import Database, sqlite_url
 
     database = Database(config.database_url or sqlite_url(config.data_dir))

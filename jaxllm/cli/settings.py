@@ -156,11 +156,7 @@ _DEFAULT_MAX_TOKENS = 512
 
 
 def sampling_params(given: Mapping[str, Any], model_defaults: SamplingDefaults = SamplingDefaults()) -> SamplingParams:
-    """Flags over the checkpoint's generation_config over SamplingParams' own defaults.
-
-    Raises:
-        InvalidRequestError: a value is out of range.
-    """
+    """Flags over the checkpoint's generation_config over SamplingParams' own defaults. Raises InvalidRequestError."""
 
     def typed(value: Any) -> Any:
         if isinstance(value, list):

@@ -40,9 +40,7 @@ def read_settings(
     """Merge the sources into a validated `schema`. `as_flag` is how what is in `flags` was written.
 
     Commands that do not serve take the same file and variables as `jaxllm serve` and leave the server's fields alone.
-
-    Raises:
-        ConfigError: a key that does not exist, or a value that its field refuses; the message names the source.
+    Raises ConfigError for a key that does not exist, or a value that its field refuses; the message names the source.
     """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -110,8 +108,7 @@ def members(annotation: Any) -> list[Any]:
 def read_yaml(path: Path | None, schema: type[EngineConfig] = ServeConfig) -> dict[str, Any]:
     """The settings in a file, of a server or of `schema`, whose values are not checked yet; none without a file.
 
-    Raises:
-        ConfigError: it cannot be read, is no mapping, or has a key that is no setting or that it has twice.
+    Raises ConfigError as `read_mapping`, or where a key is no setting.
     """
     document = {} if path is None else read_mapping(path, "--config", "setting: value")
     known = dict.fromkeys([*ServeConfig.model_fields, *schema.model_fields])
@@ -141,12 +138,8 @@ class _Loader(yaml.SafeLoader):
 def read_mapping(path: Path, flag: str, holds: str) -> dict[Any, Any]:
     """What a file holds, not checked any further; an empty file is an empty mapping.
 
-    Args:
-        flag: what named the file, as --config.
-        holds: what the mapping is of, as "setting: value".
-
-    Raises:
-        ConfigError: it cannot be read, is no mapping, or has a key twice.
+    `flag` is what named the file, as --config, and `holds` what the mapping is of, as "setting: value".
+    Raises ConfigError where it cannot be read, is no mapping, or has a key twice.
     """
     try:
         document = yaml.load(path.read_text(encoding="utf-8"), _Loader)

@@ -105,11 +105,7 @@ def wait_until_compiled(llm: LLM) -> None:
 
 @contextmanager
 def offline_llm(config: EngineConfig, input_len: int, output_len: int) -> Iterator[LLM]:
-    """An LLM with every planned bucket compiled; shut down at the end.
-
-    Raises:
-        ConfigError: requests of these lengths do not fit its context.
-    """
+    """An LLM with every planned bucket compiled. Raises ConfigError where such requests do not fit its context."""
     from jaxllm.llm import LLM
 
     logging.basicConfig(format="%(message)s")

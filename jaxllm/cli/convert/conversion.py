@@ -45,11 +45,8 @@ def convert_model(
 ) -> None:
     """Write `config.model`, kept as `config` says, to `destination`: whole, or not at all.
 
-    `merge_lora` are adapters that are merged into its weights first.
-
-    Raises:
-        ConfigError: the destination exists or cannot be written, or the format cannot hold what is asked for.
-        ModelNotFoundError, CheckpointError: as `LLM` would.
+    `merge_lora` are adapters that are merged into its weights first. Raises ConfigError where the destination exists or
+    cannot be written, or the format cannot hold what is asked for; ModelNotFoundError and CheckpointError as `LLM`.
     """
     write = {"orbax": write_orbax, "safetensors": write_safetensors, "gguf": write_gguf}[to]
     if to != "gguf" and destination.suffix == ".gguf":
@@ -70,10 +67,7 @@ def convert_model(
 def new_destination(destination: Path, source: Path) -> Iterator[Path]:
     """Yields a path beside `destination` to write a file or directory to; what is there at the end is renamed to it.
 
-    If anything fails, nothing is left behind.
-
-    Raises:
-        ConfigError: `destination` exists, is `source`, or cannot be written.
+    If anything fails, nothing is left. Raises ConfigError where `destination` exists or cannot be written.
     """
     if destination.exists() or destination.is_symlink():
         what = "the source itself" if destination.resolve() == source.resolve() else "which exists"

@@ -45,8 +45,7 @@ NOT_COPIED = ("GGUF.", "general.architecture", "general.file_type", "split.")
 def write_gguf(config: EngineConfig, checkpoint: Checkpoint, target: Path, on_progress: Progress | None) -> None:
     """Tensor after tensor, encoded where other kinds are asked for and byte for byte where not.
 
-    Raises:
-        ConfigError: the source is no GGUF file, or a kind is asked for that GGUF does not have.
+    Raises ConfigError where the source is no GGUF file, or a kind is asked for that GGUF does not have.
     """
     if checkpoint.format != "gguf":
         raise ConfigError(

@@ -57,8 +57,7 @@ TOKENIZER_FILES = (
 def copy_tokenizer(config: EngineConfig, checkpoint: Checkpoint, target: Path) -> None:
     """Put the tokenizer that an engine would take into `target`, and the generation config beside it.
 
-    Raises:
-        ModelNotFoundError, CheckpointError: there is none; `skip_tokenizer_init` says that none is wanted.
+    Raises ModelNotFoundError or CheckpointError where there is none, unless `skip_tokenizer_init` is set.
     """
     generation = dict(checkpoint.generation_config)
     if not config.skip_tokenizer_init:

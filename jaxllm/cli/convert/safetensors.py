@@ -37,8 +37,7 @@ Tensors = Iterator[tuple[str, np.ndarray]]
 def write_safetensors(config: EngineConfig, checkpoint: Checkpoint, target: Path, on_progress: Progress | None) -> None:
     """Every tensor as `dtype`; vectors as float32 where that does not hold them.
 
-    Raises:
-        ConfigError: other kinds are asked for, or the model cannot be said in Hugging Face's terms.
+    Raises ConfigError where other kinds are asked for, or the model cannot be said in Hugging Face's terms.
     """
     if config.isq or config.isq_map:
         raise ConfigError(
@@ -166,8 +165,7 @@ def _name_tokenizer_class(target: Path) -> None:
 def hf_config(family: Family, config: DecoderConfig) -> dict[str, Any]:
     """What `family.from_hf` reads as `config`; it is tried, so that no file says less than the model needs.
 
-    Raises:
-        ConfigError: something of the model has no place in the keys that are written here; it is named.
+    Raises ConfigError, which names what of the model has no place in the keys that are written here.
     """
     content = _content(family, config)
     try:
