@@ -172,22 +172,18 @@ class LLM(Inside, Controls):
             continues_last=continue_final_message,
         )
         reads = bool(tools) or separate_reasoning
-        ready = [
-            prepare_params(
-                model,
-                Conversation(
-                    messages=given_messages(conversation),
-                    tools=offered,
-                    tool_choice=choice,
-                    parallel_tool_calls=parallel_tool_calls,
-                    rendering=rendering,
-                    structured_outputs=asked.structured_outputs,
-                    separate_reasoning=reads,
-                ),
-                asked,
+        ready = []
+        for conversation, asked in zip(conversations, params, strict=True):
+            given = Conversation(
+                messages=given_messages(conversation),
+                tools=offered,
+                tool_choice=choice,
+                parallel_tool_calls=parallel_tool_calls,
+                rendering=rendering,
+                structured_outputs=asked.structured_outputs,
+                separate_reasoning=reads,
             )
-            for conversation, asked in zip(conversations, params, strict=True)
-        ]
+            ready.append(prepare_params(model, given, asked))
         count = len(ready)
         adapters, steers = _adapters(lora_request, count), steers_of(steer, count)
         requests: list[Item] = [(one.prompt.text, one.prompt.token_ids, one.prompt.params) for one in ready]
@@ -365,8 +361,9 @@ class LLM(Inside, Controls):
             collector.add(choice, delta)
             return collector.output.finished
 
-        stream = Stream(self._streams, requests)
-        if search is not None:
+        if search is None:
+            stream = Stream(self._streams, requests)
+        else:
             stream = BeamStream(self._streams, requests, [search] * len(requests), self.info.eos_token_ids)
         drive(stream, take, len(items), use_tqdm)
         return TableList(collector.output for collector in collectors)

@@ -13,8 +13,7 @@ from cyclopts.exceptions import UnusedCliTokensError
 from cyclopts.help import DefaultFormatter
 
 from jaxllm import logs
-from jaxllm.cli.bench import bench
-from jaxllm.cli.bench.offline import profile
+from jaxllm.cli.bench import bench, profile
 from jaxllm.cli.chat import chat
 from jaxllm.cli.generate import generate
 from jaxllm.cli.models import compile, convert, list_models, models, plan, pull, rm, show

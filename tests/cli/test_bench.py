@@ -114,7 +114,7 @@ def test_throughput_runs_prefill_alone_and_then_everything(cli, counting, tmp_pa
 
 
 def test_decodes_that_took_no_time_have_no_speed(cli, counting, monkeypatch, tmp_path: Path) -> None:
-    module = import_module("jaxllm.cli.bench.offline")
+    module = import_module("jaxllm.cli.bench")
     monkeypatch.setattr(module, "timed_generate", lambda *_: 0.25)
     file = tmp_path / "result.json"
     lengths = ("--input-len", "5", "--output-len", "4")
