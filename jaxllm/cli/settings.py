@@ -27,7 +27,7 @@ from pydantic.fields import FieldInfo
 from jaxllm.cli.terminal import as_typed
 from jaxllm.config import EngineConfig, ServeConfig
 from jaxllm.config.sources import Config, choices, members, read_settings
-from jaxllm.config.values import parse_bytes
+from jaxllm.config.values import Bytes
 from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
 
 _METAVARS = {
@@ -115,7 +115,7 @@ def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
     if types == [bool]:
         return _keyword(name, field.default, bool | None, Parameter(help=text, group=_SETTINGS_GROUPS[name]))
     inner = [one for member in get_args(field.annotation) for one in getattr(member, "__metadata__", ())]
-    is_size = any(getattr(one, "func", None) is parse_bytes for one in (*field.metadata, *inner))
+    is_size = Bytes.__metadata__[0] in (*field.metadata, *inner)
     kind = get_origin(types[0]) or types[0]
     metavar = "CHOICE" if accepted else "SIZE" if is_size else _METAVARS.get(kind, "JSON")
     default = None if field.default is None else str(field.default)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from jaxllm.config.parts import ADAPTER_LISTS, KVEventsConfig, KVTransferConfig, LoRAModules, SpeculativeConfig
 from jaxllm.config.server import ServerConfig
@@ -19,6 +19,7 @@ from jaxllm.config.values import (
     Sizes,
     SomeOf,
     comma_separated,
+    of_text,
     parse_object,
     parse_pairs,
 )
@@ -77,7 +78,7 @@ class EngineConfig(SettingsGroup):
     """Expand quantized weights to dtype at load; by default only where plain XLA runs on a CPU: faster there."""
     isq: Isq | None = None
     """Quantize weights while they are loaded (in situ); embedding and head take six bits or more."""
-    isq_map: Annotated[dict[str, IsqOrNone], BeforeValidator(parse_pairs)] | None = None
+    isq_map: Annotated[dict[str, IsqOrNone], of_text(parse_pairs)] | None = None
     """Other kinds for tensors by their names in the checkpoint, as *.ffn_down.weight=q6k, *.attn_v.weight=none."""
     imatrix: Path | None = None
     """An importance matrix of llama.cpp's: it reduces the error of --isq in GGUF's kinds below 8 bits."""
@@ -88,7 +89,7 @@ class EngineConfig(SettingsGroup):
     """Token budget of one step, prefill chunks and decodes together (default 512 on CPU, 2048 elsewhere)."""
     decode_steps: Annotated[int, Field(ge=1, le=8)] | None = None
     """Most tokens one dispatch decodes for each sequence while no other could begin (default 4 with CPU kernels)."""
-    speculative_config: Annotated[SpeculativeConfig, BeforeValidator(parse_object)] | None = None
+    speculative_config: Annotated[SpeculativeConfig, of_text(parse_object)] | None = None
     """Try tokens ahead, as {"method": "ngram", "num_speculative_tokens": 3}: the same answers in fewer steps."""
     decode_buckets: Sizes | None = None
     """Sequences that decodes are padded to, as 8,32: fewer sizes compile sooner (default: powers of two)."""
@@ -123,9 +124,9 @@ class EngineConfig(SettingsGroup):
     """A folder for what kv_offload_memory has no room for, and for all that an idle engine has: it outlives it."""
     kv_offload_disk: Annotated[Bytes, Field(gt=0)] = 16 * 2**30
     """Bytes that kv_offload_dir may take for one model; what was unused longest is deleted."""
-    kv_transfer_config: Annotated[KVTransferConfig, BeforeValidator(parse_object)] | None = None
+    kv_transfer_config: Annotated[KVTransferConfig, of_text(parse_object)] | None = None
     """Compute prompts for other servers, or go on with theirs, as {"kv_role": "kv_both"}: see docs/scale.md."""
-    kv_events_config: Annotated[KVEventsConfig, BeforeValidator(parse_object)] | None = None
+    kv_events_config: Annotated[KVEventsConfig, of_text(parse_object)] | None = None
     """Tell routers over ZeroMQ which prompts are cached, as {"topic": "kv@10.0.0.5:8000@qwen3"}."""
 
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
@@ -344,9 +345,9 @@ def make_config(cls: type[EngineConfig], **fields: Any) -> Any:
         return cls(**fields)
     except ValidationError as error:
         first = error.errors()[0]
-        if not first["loc"]:  # a rule about several fields at once
-            raise ConfigError(wrong_setting(first)) from None
         name = ".".join(map(str, first["loc"]))
+        if not name:  # a rule about several fields at once
+            raise ConfigError(wrong_setting(first)) from None
         if first["type"] == "extra_forbidden":
             raise ConfigError(f"unknown setting {name!r}{did_you_mean(name, cls.model_fields)}") from None
         if first["type"] == "missing":

@@ -50,9 +50,9 @@ def read_settings(
             values[name] = _from_text(value, schema.model_fields[name]) if isinstance(value, str) else value
             sources[name] = source
 
-    for key, value in read_yaml(config_file, schema).items():
+    for key, value in ({} if config_file is None else _read_yaml(config_file)).items():
         take(key, value, f"{config_file}: {key}")
-    for variable, name in _known_variables(schema, environ).items():
+    for variable, name in _known_variables(environ).items():
         take(name, environ[variable], variable)
     for name, value in flags.items():
         take(name, value, as_flag(name))
@@ -60,12 +60,11 @@ def read_settings(
         return schema(**values)
     except ValidationError as error:
         first = error.errors()[0]
-        accepted = wrong_setting(first)
         if not first["loc"]:  # a rule about several fields at once
-            raise ConfigError(accepted) from None
+            raise ConfigError(wrong_setting(first)) from None
         name, *inside = map(str, first["loc"])
-        accepted = f"{'.'.join(inside)}: {accepted}" if inside else accepted
-        raise ConfigError(f"{sources[name]} is {values[name]!r}: {accepted}") from None
+        where = f"{'.'.join(inside)}: " if inside else ""
+        raise ConfigError(f"{sources[name]} is {values[name]!r}: {where}{wrong_setting(first)}") from None
 
 
 def names_setting(variable: str) -> bool:
@@ -73,10 +72,10 @@ def names_setting(variable: str) -> bool:
     return (variable.startswith(ENV_PREFIX) and variable != CPU_ISA_VARIABLE) or variable in OTHER_KEY_VARIABLES
 
 
-def _known_variables(schema: type[EngineConfig], environ: Mapping[str, str]) -> dict[str, str]:
+def _known_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Variable -> field name for every variable of settings that is set; of two for one field the last wins."""
-    names = dict.fromkeys([*ServeConfig.model_fields, *schema.model_fields])
-    fields = dict.fromkeys(OTHER_KEY_VARIABLES, "api_key") | {f"{ENV_PREFIX}{name.upper()}": name for name in names}
+    fields = dict.fromkeys(OTHER_KEY_VARIABLES, "api_key")
+    fields |= {f"{ENV_PREFIX}{name.upper()}": name for name in ServeConfig.model_fields}
     for variable in filter(names_setting, environ):
         if variable not in fields:
             raise ConfigError(f"unknown variable {variable!r}{did_you_mean(variable, fields)}")
@@ -105,18 +104,14 @@ def members(annotation: Any) -> list[Any]:
     return [get_args(member)[0] if get_origin(member) is Annotated else member for member in members]
 
 
-def read_yaml(path: Path | None, schema: type[EngineConfig] = ServeConfig) -> dict[str, Any]:
-    """The settings in a file, of a server or of `schema`, whose values are not checked yet; none without a file.
-
-    Raises ConfigError as `read_mapping`, or where a key is no setting.
-    """
-    document = {} if path is None else read_mapping(path, "--config", "setting: value")
-    known = dict.fromkeys([*ServeConfig.model_fields, *schema.model_fields])
+def _read_yaml(path: Path) -> dict[str, Any]:
+    """The settings in a file, whose values are not checked yet. Raises ConfigError."""
+    document = read_mapping(path, "--config", "setting: value")
     for key in document:
         if reason := REFUSED.get(f"--{str(key).replace('_', '-')}"):
             raise ConfigError(f"{path}: {key} is not available: {reason}")
-        if key not in known:
-            raise ConfigError(f"{path}: unknown setting {key!r}{did_you_mean(str(key), known)}")
+        if key not in ServeConfig.model_fields:
+            raise ConfigError(f"{path}: unknown setting {key!r}{did_you_mean(str(key), ServeConfig.model_fields)}")
     return document
 
 
@@ -155,16 +150,11 @@ def read_mapping(path: Path, flag: str, holds: str) -> dict[Any, Any]:
 
 
 RENAMED: Mapping[str, str] = {
-    "-tp": "--tensor-parallel-size",
-    "-pp": "--pipeline-parallel-size",
-    "-dp": "--data-parallel-size",
-    "-q": "--quantization",
-    "-ep": "--enable-expert-parallel",
-    "--nnodes": "--num-processes",
-    "--node-rank": "--process-id",
-    "--enable-log-requests": "--enable-request-logging",
+    "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size",
+    "-q": "--quantization", "-ep": "--enable-expert-parallel", "--nnodes": "--num-processes",
+    "--node-rank": "--process-id", "--enable-log-requests": "--enable-request-logging",
     "--kv-cache-memory-bytes": "--kv-cache-memory",
-}
+}  # fmt: skip
 """By the name here. Most flags have vLLM's name, and are not listed."""
 
 ALWAYS_SO: Mapping[str, str] = {

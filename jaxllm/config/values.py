@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
@@ -66,15 +66,18 @@ def _parts(annotation: Any) -> Iterator[Any]:
     yield from (part for one in inner for part in _parts(one)) if inner else (annotation,)
 
 
+def of_text(parse: Callable[[str], Any]) -> BeforeValidator:
+    """Has a text parsed; anything else is left for pydantic to judge."""
+    return BeforeValidator(lambda value: parse(value) if isinstance(value, str) else value)
+
+
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
-def parse_bytes(value: Any) -> Any:
-    """'2GiB', '500 MB' or 1073741824 -> bytes; anything else is left for pydantic to refuse."""
-    if not isinstance(value, str):
-        return value
+def parse_bytes(text: str) -> int:
+    """'2GiB', '500 MB' or '1073741824' -> bytes."""
     try:
-        return int(_amount(value.strip().lower().removesuffix("b"), _UNITS))
+        return int(_amount(text.strip().lower().removesuffix("b"), _UNITS))
     except (ValueError, OverflowError):
         raise ValueError("it must be a number of bytes, such as 4GiB or 500MB") from None
 
@@ -107,19 +110,17 @@ def parse_replicas(value: Any) -> Any:
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
-def parse_seconds(value: Any) -> Any:
-    """'30d', '12h', '90m' or 45 -> seconds; anything else is left for pydantic to refuse."""
-    if not isinstance(value, str):
-        return value
+def parse_seconds(text: str) -> float:
+    """'30d', '12h', '90m' or '45' -> seconds."""
     try:
-        return _amount(value.strip().lower(), _SECONDS)
+        return _amount(text.strip().lower(), _SECONDS)
     except ValueError:
         raise ValueError("it must be a time, such as 30d, 12h, 90m or a number of seconds") from None
 
 
 NumReplicas = Annotated[int | Literal["auto"] | None, BeforeValidator(parse_replicas)]
-Bytes = Annotated[int, BeforeValidator(parse_bytes)]
-Seconds = Annotated[float, BeforeValidator(parse_seconds), AllowInfNan(False)]
+Bytes = Annotated[int, of_text(parse_bytes)]
+Seconds = Annotated[float, of_text(parse_seconds), AllowInfNan(False)]
 Isq = Literal[
     "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2k", "q3k", "q4k", "q5k", "q6k", "int8", "int4", "fp8", "w8a8"
 ]  # fmt: skip
@@ -127,10 +128,8 @@ IsqOrNone = Literal[Isq, "none"]
 
 
 def parse_sizes(value: Any) -> Any:
-    """'8,64' -> [8, 64]; anything else is left for pydantic to judge."""
-    if isinstance(value, int):
-        return [value]
-    return value.split(",") if isinstance(value, str) else value
+    """'8,64' -> ['8', '64'], and 8 -> [8]; anything else is left for pydantic to judge."""
+    return value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else value
 
 
 Sizes = Annotated[frozenset[Annotated[int, Field(ge=1)]], BeforeValidator(parse_sizes)]
@@ -154,11 +153,6 @@ def check_served_name(text: str) -> str:
 def comma_separated(value: str | None) -> list[str]:
     """'a, b' -> ['a', 'b']"""
     return [part for item in (value or "").split(",") if (part := item.strip())]
-
-
-def split_if_text(value: Any) -> Any:
-    """'a, b' -> ['a', 'b']; anything else is left for pydantic to judge."""
-    return comma_separated(value) if isinstance(value, str) else value
 
 
 def _some(value: str) -> str:
@@ -197,11 +191,9 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#*\sA-Z]+")
 Origins = Annotated[Entries, AfterValidator(_origins)]
 
 
-def parse_pairs(value: Any) -> Any:
-    """'a=1,b=2' -> {'a': '1', 'b': '2'}; anything else is left for pydantic to judge."""
-    if not isinstance(value, str):
-        return value
-    pairs = [pair.partition("=") for pair in value.split(",") if pair.strip()]
+def parse_pairs(text: str) -> dict[str, str]:
+    """'a=1,b=2' -> {'a': '1', 'b': '2'}"""
+    pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
     if not all(middle for _, middle, _ in pairs):
         raise ValueError("it must be PATTERN=KIND, several separated by commas")
     names = [name.strip() for name, _, _ in pairs]
@@ -210,11 +202,9 @@ def parse_pairs(value: Any) -> Any:
     return {name.strip(): kind.strip() for name, _, kind in pairs}
 
 
-def parse_object(value: Any) -> Any:
-    """'{"a": 1}' -> {'a': 1}; what is no text is left for pydantic to judge."""
-    if not isinstance(value, str):
-        return value
-    found = _json(value)
+def parse_object(text: str) -> dict[str, Any]:
+    """'{"a": 1}' -> {'a': 1}"""
+    found = _json(text)
     if not isinstance(found, dict):
         raise ValueError('it must be a JSON object, such as {"key": 1}')
     return found
@@ -257,14 +247,12 @@ def _named_path(item: Any) -> Any:
     return {"name": name, "path": path}
 
 
-Object = Annotated[dict[str, Any], BeforeValidator(parse_object)]
+Object = Annotated[dict[str, Any], of_text(parse_object)]
 
 
-def parse_prefix(value: Any) -> Any:
-    """'/llm/' -> '/llm', and '' and '/' -> None; anything else is left for pydantic to judge."""
-    if not isinstance(value, str):
-        return value
-    prefix = value.rstrip("/")
+def parse_prefix(text: str) -> str | None:
+    """'/llm/' -> '/llm', and '' and '/' -> None"""
+    prefix = text.rstrip("/")
     if prefix and not PREFIX.fullmatch(prefix):
         raise ValueError("it must be a path of letters, digits and -._~, such as /llm")
     return prefix or None
