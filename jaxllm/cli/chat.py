@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple, Protocol
 
 from cyclopts import Parameter
 
-from jaxllm.cli.settings import COMMAND_GROUP, sampling_flags, sampling_params, takes_settings
+from jaxllm.cli.settings import sampling_flags, sampling_params, takes_settings
 from jaxllm.cli.terminal import as_typed
 from jaxllm.config import CACHE_DIR, EngineConfig
 from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError, JaxLLMError, one_line, reason
@@ -58,9 +58,9 @@ def chat(
     config: EngineConfig,
     sampling: dict[str, Any],
     *,
-    url: Annotated[str | None, Parameter(group=COMMAND_GROUP)] = None,
-    api_key: Annotated[str | None, Parameter(group=COMMAND_GROUP, env_var="JAXLLM_API_KEY")] = None,
-    system: Annotated[str | None, Parameter(group=COMMAND_GROUP)] = None,
+    url: str | None = None,
+    api_key: Annotated[str | None, Parameter(env_var="JAXLLM_API_KEY")] = None,
+    system: str | None = None,
 ) -> None:
     """Chat with a model. Type /help inside for the commands.
 

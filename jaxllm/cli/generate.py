@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from jaxllm.cli.settings import COMMAND_GROUP, Json, sampling_params, takes_settings
+from jaxllm.cli.settings import Json, Switch, sampling_params, takes_settings
 from jaxllm.cli.terminal import as_typed
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError, reason
@@ -23,18 +23,16 @@ if TYPE_CHECKING:
     from jaxllm.requests.outputs import RequestOutput
     from jaxllm.requests.sampling import SamplingParams
 
-Switch = Parameter(negative=(), group=COMMAND_GROUP)
-
 
 @takes_settings(EngineConfig, positional_model=False, sampling=True)
 def generate(
     config: EngineConfig,
     sampling: dict[str, Any],
-    prompts: Annotated[list[str] | None, Parameter(group=COMMAND_GROUP, negative=())] = None,
+    prompts: Annotated[list[str] | None, Parameter(negative=())] = None,
     *,
-    file: Annotated[Path | None, Parameter(group=COMMAND_GROUP, allow_leading_hyphen=True)] = None,
-    raw: Annotated[bool, Switch] = False,
-    chat: Annotated[bool, Switch] = False,
+    file: Annotated[Path | None, Parameter(allow_leading_hyphen=True)] = None,
+    raw: Switch = False,
+    chat: Switch = False,
     json_output: Json = False,
 ) -> None:
     """Complete one prompt, streamed, or several at once, printed in order: `jaxllm generate [MODEL] PROMPT`.

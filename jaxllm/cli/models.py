@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from jaxllm.cli.settings import COMMAND_GROUP, Json, documented, takes_settings
+from jaxllm.cli.settings import Json, Switch, documented, takes_settings
 from jaxllm.cli.terminal import agrees, print_found, print_table
 from jaxllm.config import EngineConfig
 from jaxllm.config.values import format_bytes, parse_bytes
@@ -29,7 +29,7 @@ def models(
     check: Path | None = None,
     server: str | None = None,
     api_key: Annotated[str | None, Parameter(env_var="JAXLLM_API_KEY")] = None,
-    json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    json_output: Json = False,
 ) -> None:
     """List the model families: what they serve, their Hugging Face classes, and the formats they load from.
 
@@ -117,11 +117,7 @@ def list_models(config: EngineConfig, *, json_output: Json = False) -> None:
 
 
 @takes_settings(EngineConfig, only=("model", "tokenizer", "revision", "download_dir"))
-def pull(
-    config: EngineConfig,
-    *,
-    list_models: Annotated[bool, Parameter(name="--list", negative=(), group=COMMAND_GROUP)] = False,
-) -> None:
+def pull(config: EngineConfig, *, list_models: Annotated[bool, Parameter(name="--list", negative=())] = False) -> None:
     """Download a model and print where it is.
 
     Args:
@@ -189,7 +185,7 @@ def describe(config: EngineConfig) -> dict[str, Any]:
 
 
 @takes_settings(EngineConfig, only=("model", "download_dir"))
-def rm(config: EngineConfig, *, yes: Annotated[bool, Parameter(negative=(), group=COMMAND_GROUP)] = False) -> None:
+def rm(config: EngineConfig, *, yes: Switch = False) -> None:
     """Remove a downloaded model; files and folders of your own are left alone.
 
     Args:
@@ -209,11 +205,7 @@ def rm(config: EngineConfig, *, yes: Annotated[bool, Parameter(negative=(), grou
 
 @takes_settings(EngineConfig)
 def plan(
-    config: EngineConfig,
-    *,
-    gpu: Annotated[str | None, Parameter(group=COMMAND_GROUP)] = None,
-    memory_bandwidth: Annotated[str | None, Parameter(group=COMMAND_GROUP)] = None,
-    json_output: Json = False,
+    config: EngineConfig, *, gpu: str | None = None, memory_bandwidth: str | None = None, json_output: Json = False
 ) -> None:
     """Show what a model would take: weights, KV pages and the tokens they hold, compiled buckets; then every --isq.
 
@@ -274,9 +266,7 @@ def readable(name: str, value: Any) -> str:
 
 
 @takes_settings(EngineConfig)
-def compile(
-    config: EngineConfig, *, output: Annotated[Path, Parameter(name=["--output", "-o"], group=COMMAND_GROUP)]
-) -> None:
+def compile(config: EngineConfig, *, output: Annotated[Path, Parameter(name=["--output", "-o"])]) -> None:
     """Compile every step of a model into a folder, from which --executables starts it without compiling.
 
     Give the settings that it will be served with. The executables are for this version of jaxllm and of JAX, and for
@@ -314,10 +304,10 @@ CONVERTED = (
 @takes_settings(EngineConfig, only=CONVERTED)
 def convert(
     config: EngineConfig,
-    destination: Annotated[Path, Parameter(group=COMMAND_GROUP)],
+    destination: Path,
     *,
-    to: Annotated[Literal["orbax", "safetensors", "gguf"], Parameter(group=COMMAND_GROUP)] = "orbax",
-    merge_lora: Annotated[list[str] | None, Parameter(group=COMMAND_GROUP, negative="")] = None,
+    to: Literal["orbax", "safetensors", "gguf"] = "orbax",
+    merge_lora: Annotated[list[str] | None, Parameter(negative="")] = None,
 ) -> None:
     """Write a model anew: for a faster start, quantized once and for all, or for other programs.
 

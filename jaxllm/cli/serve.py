@@ -9,11 +9,11 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import App
 
-from jaxllm.cli.settings import COMMAND_GROUP, Json, documented, takes_settings
+from jaxllm.cli.settings import Json, Switch, documented, takes_settings
 from jaxllm.cli.terminal import agrees, print_found, print_table
 from jaxllm.config import ServeConfig
 from jaxllm.config.values import format_bytes, parse_seconds
@@ -43,7 +43,7 @@ def serve(config: ServeConfig) -> None:
 
 
 @documented
-def ps(*, json_output: Annotated[bool, Parameter(name="--json", negative=())] = False) -> None:
+def ps(*, json_output: Json = False) -> None:
     """List the jaxllm servers that you run on this machine: process, models, address, memory.
 
     Args:
@@ -62,7 +62,7 @@ keys = App(name="keys", help="Make API keys for `jaxllm serve --api-key-file`.")
 
 @keys.command
 @documented
-def new(name: str, *, json_output: Annotated[bool, Parameter(name="--json", negative=())] = False) -> None:
+def new(name: str, *, json_output: Json = False) -> None:
     """Make a key and print it, this once, and the line that goes into the file of keys, which holds only its hash.
 
     The line is on standard output and the key on standard error: `jaxllm keys new alice >> keys.yaml` adds the one and
@@ -87,7 +87,6 @@ def new(name: str, *, json_output: Annotated[bool, Parameter(name="--json", nega
 WHERE = ("data_dir", "database_url")
 """The settings that say which store is meant."""
 _takes_place = takes_settings(ServeConfig, only=WHERE, positional_model=False)
-StoredName = Literal["responses", "conversations", "batches", "files"]
 
 store = App(name="store", help="Look at what servers have stored, delete what is old, bring its tables forward.")
 
@@ -129,8 +128,8 @@ async def info(config: ServeConfig, *, json_output: Json = False) -> None:
 async def list_stored(
     config: ServeConfig,
     *,
-    kind: Annotated[StoredName, Parameter(group=COMMAND_GROUP)] = "responses",
-    limit: Annotated[int, Parameter(group=COMMAND_GROUP)] = 20,
+    kind: Literal["responses", "conversations", "batches", "files"] = "responses",
+    limit: int = 20,
     json_output: Json = False,
 ) -> None:
     """List the newest stored objects of a kind.
@@ -156,12 +155,7 @@ async def list_stored(
 
 @store.command
 @_takes_place
-async def clean(
-    config: ServeConfig,
-    *,
-    older_than: Annotated[str, Parameter(group=COMMAND_GROUP)],
-    yes: Annotated[bool, Parameter(negative=(), group=COMMAND_GROUP)] = False,
-) -> None:
+async def clean(config: ServeConfig, *, older_than: str, yes: Switch = False) -> None:
     """Delete stored responses, conversations, files and ended batches that are older than a time.
 
     Servers may run meanwhile. A response that a newer one continues stays, and of a conversation its last use counts.

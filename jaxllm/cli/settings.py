@@ -56,7 +56,8 @@ def sections(schema: type[BaseModel]) -> dict[str, list[str]]:
 
 
 COMMAND_GROUP = Group("Command", sort_key=0)
-Json = Annotated[bool, Parameter(name="--json", negative=(), group=COMMAND_GROUP)]
+Json = Annotated[bool, Parameter(name="--json", negative=())]
+Switch = Annotated[bool, Parameter(negative=())]
 CONFIG_FLAG = Parameter(help="YAML file whose keys are the settings below.", group=COMMAND_GROUP)
 _SETTINGS_GROUPS = {
     name: Group(title, sort_key=2 + at)  # after the command's own flags and those for sampling
@@ -78,7 +79,7 @@ def takes_settings(
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         _, *others = inspect.signature(command, eval_str=True).parameters.values()
-        own = [parameter for parameter in others if parameter.name != "sampling"]
+        own = [_of_command(parameter) for parameter in others if parameter.name != "sampling"]
         sampled = sampling_flags() if sampling else []
         config_file = _keyword("config", None, Path | None, CONFIG_FLAG)
         fields = [_flag(name, field) for name, field in schema.model_fields.items() if only is None or name in only]
@@ -104,6 +105,13 @@ def takes_settings(
         return run
 
     return decorate
+
+
+def _of_command(parameter: inspect.Parameter) -> inspect.Parameter:
+    """A command's own flag, in its group of --help unless it names another."""
+    kind = parameter.annotation
+    kind, *said = get_args(kind) if get_origin(kind) is Annotated else (kind,)
+    return parameter.replace(annotation=Annotated[kind, Parameter(group=COMMAND_GROUP), *said])
 
 
 def _flag(name: str, field: FieldInfo) -> inspect.Parameter:

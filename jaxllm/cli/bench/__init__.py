@@ -14,7 +14,7 @@ from cyclopts import App, Parameter
 from jaxllm.cli.bench.comparing import perplexity, speculation
 from jaxllm.cli.bench.measuring import LOAD_GROUP, Count, JsonFile, counts, offline_llm, report, spread, timed_generate
 from jaxllm.cli.bench.server import serve, startup
-from jaxllm.cli.settings import COMMAND_GROUP, takes_settings
+from jaxllm.cli.settings import takes_settings
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
 
@@ -109,7 +109,7 @@ def latency(
 def profile(
     config: EngineConfig,
     *,
-    output: Annotated[Path, Parameter(group=COMMAND_GROUP)],
+    output: Path,
     num_prompts: Annotated[Count, Parameter(name=("--num-prompts", "--num-streams"), group=LOAD_GROUP)] = 1,
     input_len: Count = 128,
     num_steps: Count = 16,
