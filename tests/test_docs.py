@@ -17,8 +17,8 @@ from pydantic.fields import FieldInfo
 from jaxllm.chat.constraint import EFFORT_BUDGETS
 from jaxllm.chat.parsing.formats import TOOL_FORMATS
 from jaxllm.cli.settings import sections
-from jaxllm.cli.vllm_flags import ALWAYS_SO, REFUSED
 from jaxllm.config import EngineConfig, ServeConfig
+from jaxllm.config.sources import ALWAYS_SO, REFUSED
 from jaxllm.config.values import Isq
 from jaxllm.engine.start.blueprint import plan_engine
 from jaxllm.engine.start.plan import EnginePlan

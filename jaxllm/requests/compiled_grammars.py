@@ -17,8 +17,8 @@ from collections import OrderedDict
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.asked_process import AskedProcesses, Died, TimedOut, answer_questions
 from jaxllm.errors import Field, InvalidRequestError
+from jaxllm.own_process import AskedProcesses, Died, TimedOut, answer_questions
 from jaxllm.requests.structured_outputs import (
     StructuredOutputs,
     check_length,
