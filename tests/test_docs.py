@@ -15,7 +15,7 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from jaxllm.chat.constraint import EFFORT_BUDGETS
-from jaxllm.chat.parsing.formats import TOOL_FORMATS
+from jaxllm.chat.formats import TOOL_FORMATS
 from jaxllm.cli.settings import sections
 from jaxllm.cli.vllm_flags import ALWAYS_SO, REFUSED
 from jaxllm.config import EngineConfig, ServeConfig

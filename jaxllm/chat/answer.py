@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jaxllm.chat.parsing.events import Content, Event, ParsedOutput, ToolArguments, ToolCall, join_events
+from jaxllm.chat.events import Content, Event, ParsedOutput, ToolArguments, ToolCall, join_events
 from jaxllm.chat.prompt import ConversationPrompt
 from jaxllm.engine.doors.sequences import failure
 from jaxllm.engine.messages import EngineRequest, TokenDelta

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from jaxllm.chat.conversation import Conversation, Rendering, Tool, ToolChoice
+from jaxllm.chat.grammar import tool_constraint
 from jaxllm.chat.model import ChatModel
-from jaxllm.chat.parsing.grammar import tool_constraint
-from jaxllm.chat.parsing.output_format import OutputFormats
+from jaxllm.chat.output_format import OutputFormats
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.requests.closed_schema import closed
 from jaxllm.requests.compiled_grammars import compile_grammar

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from jaxllm.chat.constraint import answer_constraint, room_for_constraint, thinking_fields
 from jaxllm.chat.conversation import ROLES, Conversation, Message, Tool
 from jaxllm.chat.model import ChatModel
-from jaxllm.chat.parsing.output_format import OutputFormats, ToolFormat
-from jaxllm.chat.parsing.parser import OutputParser
+from jaxllm.chat.output_format import OutputFormats, ToolFormat
+from jaxllm.chat.parser import OutputParser
 from jaxllm.engine.doors.beams import BeamSearchParams
 from jaxllm.engine.doors.limits import check_request, refuse_text
 from jaxllm.errors import ContextLengthError, Field, InvalidRequestError

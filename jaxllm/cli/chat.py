@@ -130,8 +130,8 @@ class EngineBackend:
     async def answer(self, messages: ChatHistory) -> AsyncIterator[Shown]:
         from jaxllm.chat.answer import speak
         from jaxllm.chat.conversation import Conversation, given_messages
+        from jaxllm.chat.events import Content, Reasoning
         from jaxllm.chat.model import ChatModel
-        from jaxllm.chat.parsing.events import Content, Reasoning
         from jaxllm.chat.prompt import prepare_params
 
         params = sampling_params(self.sampling, self.engine.info.default_sampling)

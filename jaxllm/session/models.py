@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jaxllm.chat.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
+from jaxllm.chat.events import Content, Event, Reasoning, ToolArguments, ToolCall
 from jaxllm.errors import InvalidRequestError
 from jaxllm.session.tools import LoopThread
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.chat.conversation import known_arguments
-from jaxllm.chat.parsing.events import Content, Event, ParsedOutput, Reasoning, join_events
+from jaxllm.chat.events import Content, Event, ParsedOutput, Reasoning, join_events
 from jaxllm.chat.tool_loop import ToolLoop
 from jaxllm.errors import ConfigError
 from jaxllm.mcp.servers import RESULT_LIMIT

@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable, Iterable
 
 from jaxllm.chat.conversation import Tool
-from jaxllm.chat.parsing.events import ParsedOutput, join_events
-from jaxllm.chat.parsing.formats import detect_formats
-from jaxllm.chat.parsing.output_format import Tags, ToolFormat
-from jaxllm.chat.parsing.parser import OutputParser
+from jaxllm.chat.events import ParsedOutput, join_events
+from jaxllm.chat.formats import detect_formats
+from jaxllm.chat.output_format import Tags, ToolFormat
+from jaxllm.chat.parser import OutputParser
 from jaxllm.text.reasoning import CHANNELS
 
 WEATHER = {

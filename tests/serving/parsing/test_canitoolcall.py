@@ -8,8 +8,8 @@ import random
 import pytest
 
 from jaxllm.chat.conversation import Tool
-from jaxllm.chat.parsing.formats import detect_formats
-from jaxllm.chat.parsing.parser import OutputParser
+from jaxllm.chat.formats import detect_formats
+from jaxllm.chat.parser import OutputParser
 from jaxllm.text.reasoning import opens_reasoning
 from tests.serving.parsing.splitting import parse_pieces, parse_whole, seen
 

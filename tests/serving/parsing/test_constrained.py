@@ -7,9 +7,9 @@ from itertools import product
 
 import pytest
 
-from jaxllm.chat.parsing.formats import TOOL_FORMATS
-from jaxllm.chat.parsing.output_format import OutputFormats, ToolFormat
-from jaxllm.chat.parsing.parser import OutputParser
+from jaxllm.chat.formats import TOOL_FORMATS
+from jaxllm.chat.output_format import OutputFormats, ToolFormat
+from jaxllm.chat.parser import OutputParser
 from jaxllm.text.reasoning import CHANNELS, REASONING_FORMATS, ReasoningFormat
 from tests.serving.parsing.splitting import TOOLS, parse_every_way, written
 

@@ -6,8 +6,8 @@ from itertools import permutations
 
 import pytest
 
-from jaxllm.chat.parsing.formats import TOOL_FORMATS, detect_formats
-from jaxllm.chat.parsing.output_format import REASONING_ALIASES, TOOL_ALIASES, UNREAD
+from jaxllm.chat.formats import TOOL_FORMATS, detect_formats
+from jaxllm.chat.output_format import REASONING_ALIASES, TOOL_ALIASES, UNREAD
 from jaxllm.errors import ConfigError
 from jaxllm.text.reasoning import CHANNELS, REASONING_FORMATS, opens_reasoning
 

@@ -11,11 +11,11 @@ import pytest
 import tokenizers
 
 from jaxllm.chat.conversation import NamedTool, Tool, ToolChoice
-from jaxllm.chat.parsing.events import ParsedOutput
-from jaxllm.chat.parsing.formats import TOOL_FORMATS, detect_formats
-from jaxllm.chat.parsing.grammar import special_tokens, tool_constraint
-from jaxllm.chat.parsing.output_format import OutputFormats, Tags, ToolFormat
-from jaxllm.chat.parsing.parser import OutputParser
+from jaxllm.chat.events import ParsedOutput
+from jaxllm.chat.formats import TOOL_FORMATS, detect_formats
+from jaxllm.chat.grammar import special_tokens, tool_constraint
+from jaxllm.chat.output_format import OutputFormats, Tags, ToolFormat
+from jaxllm.chat.parser import OutputParser
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.compiled_grammars import compile_grammar
 from jaxllm.requests.structured_outputs import StructuredOutputs

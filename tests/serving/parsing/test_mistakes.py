@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from jaxllm.chat.parsing.events import join_events
-from jaxllm.chat.parsing.formats import detect_formats
-from jaxllm.chat.parsing.parser import OutputParser
+from jaxllm.chat.events import join_events
+from jaxllm.chat.formats import detect_formats
+from jaxllm.chat.parser import OutputParser
 from tests.serving.parsing.splitting import parse_every_way, seen, tool
 
 

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from jaxllm.chat.parsing.events import Content, Reasoning, ToolArguments, ToolCall
-from jaxllm.chat.parsing.formats import detect_formats
-from jaxllm.chat.parsing.parser import OutputParser
-from jaxllm.chat.parsing.source import Source
+from jaxllm.chat.events import Content, Reasoning, ToolArguments, ToolCall
+from jaxllm.chat.formats import detect_formats
+from jaxllm.chat.parser import OutputParser
+from jaxllm.chat.source import Source
 from tests.serving.parsing.splitting import (
     JSON_CALL,
     PARIS_CALL,

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 from xml.sax.saxutils import unescape
 
-from jaxllm.chat.parsing.calls import closing, fenced_calls, tool_name
-from jaxllm.chat.parsing.events import CallWriter
-from jaxllm.chat.parsing.source import (
+from jaxllm.chat.calls import closing, fenced_calls, tool_name
+from jaxllm.chat.events import CallWriter
+from jaxllm.chat.source import (
     Emit,
     MalformedError,
     Scan,
@@ -25,7 +25,7 @@ from jaxllm.chat.parsing.source import (
     skip_space,
     text_until,
 )
-from jaxllm.chat.parsing.values import followed, json_from_raw, parameter_types, properties_of, raw_value, value_types
+from jaxllm.chat.values import followed, json_from_raw, parameter_types, properties_of, raw_value, value_types
 
 MAX_NESTING = 64
 """Of elements, each level of which takes some of Python's stack."""

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from operator import attrgetter
 
+from jaxllm.chat.channels import Functionary, Harmony, MessageReader, Muse
 from jaxllm.chat.conversation import Tool
-from jaxllm.chat.parsing.channels import Functionary, Harmony, MessageReader, Muse
-from jaxllm.chat.parsing.events import CallWriter, Content, Event, Reasoning, ToolArguments, ToolCall
-from jaxllm.chat.parsing.output_format import CallSyntax, OutputFormats
-from jaxllm.chat.parsing.source import (
+from jaxllm.chat.events import CallWriter, Content, Event, Reasoning, ToolArguments, ToolCall
+from jaxllm.chat.output_format import CallSyntax, OutputFormats
+from jaxllm.chat.source import (
     WHITESPACE,
     MalformedError,
     Scan,

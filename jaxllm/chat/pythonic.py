@@ -9,9 +9,9 @@ import unicodedata
 from collections.abc import Callable
 from functools import partial
 
-from jaxllm.chat.parsing.calls import BrokenCallError, closing, json_calls, or_leave, tool_name
-from jaxllm.chat.parsing.events import CallWriter
-from jaxllm.chat.parsing.source import (
+from jaxllm.chat.calls import BrokenCallError, closing, json_calls, or_leave, tool_name
+from jaxllm.chat.events import CallWriter
+from jaxllm.chat.source import (
     Emit,
     MalformedError,
     Scan,

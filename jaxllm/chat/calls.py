@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from jaxllm.chat.parsing.events import CallWriter
-from jaxllm.chat.parsing.source import (
+from jaxllm.chat.events import CallWriter
+from jaxllm.chat.source import (
     Emit,
     MalformedError,
     Scan,

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from jaxllm.chat.parsing.source import Emit, Source, quoted_text
+from jaxllm.chat.source import Emit, Source, quoted_text
 from jaxllm.requests.outputs import ParsedCall
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxllm.chat.parsing.calls import closing, json_calls, named_arguments, tool_name
-from jaxllm.chat.parsing.events import CallWriter
-from jaxllm.chat.parsing.source import (
+from jaxllm.chat.calls import closing, json_calls, named_arguments, tool_name
+from jaxllm.chat.events import CallWriter
+from jaxllm.chat.source import (
     MAX_DEPTH,
     Emit,
     MalformedError,
@@ -25,7 +25,7 @@ from jaxllm.chat.parsing.source import (
     skip_space,
     text_until,
 )
-from jaxllm.chat.parsing.values import followed, json_from_raw, parameter_types, properties_of, raw_value, value_types
+from jaxllm.chat.values import followed, json_from_raw, parameter_types, properties_of, raw_value, value_types
 
 _BARE = re.compile(r"[^,:{}\[\]]+")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from jaxllm.chat.parsing.calls import json_calls, named_objects, sectioned_calls
-from jaxllm.chat.parsing.channels import ATEM, ATEM_CALLS, ATEM_CALLS_END, SEPARATOR
-from jaxllm.chat.parsing.elements import (
+from jaxllm.chat.calls import json_calls, named_objects, sectioned_calls
+from jaxllm.chat.channels import ATEM, ATEM_CALLS, ATEM_CALLS_END, SEPARATOR
+from jaxllm.chat.elements import (
     CALLS,
     CALLS_END,
     CDATA,
@@ -29,10 +29,10 @@ from jaxllm.chat.parsing.elements import (
     invoked_calls,
     step_calls,
 )
-from jaxllm.chat.parsing.notations import KeyedTags, keyed_calls
-from jaxllm.chat.parsing.output_format import CallSyntax, Layout, Tags, ToolFormat
-from jaxllm.chat.parsing.pythonic import listed_calls, python_lines
-from jaxllm.chat.parsing.token_marks import (
+from jaxllm.chat.notations import KeyedTags, keyed_calls
+from jaxllm.chat.output_format import CallSyntax, Layout, Tags, ToolFormat
+from jaxllm.chat.pythonic import listed_calls, python_lines
+from jaxllm.chat.token_marks import (
     SOLAR_ARGUMENT,
     SOLAR_ARGUMENT_END,
     SOLAR_ARGUMENTS,

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxllm.chat.parsing.calls import CallScan
-from jaxllm.chat.parsing.events import long_id
+from jaxllm.chat.calls import CallScan
+from jaxllm.chat.events import long_id
 from jaxllm.text.reasoning import CHANNELS, ReasoningFormat
 
 

@@ -6,10 +6,10 @@ import re
 import secrets
 import string
 
-from jaxllm.chat.parsing.calls import closing, json_arguments, named_arguments, tool_name
-from jaxllm.chat.parsing.events import CallWriter
-from jaxllm.chat.parsing.source import Scan, Source, any_left, expect, next_of, one_of, skip_space, text_until
-from jaxllm.chat.parsing.values import parameter_types, raw_value
+from jaxllm.chat.calls import closing, json_arguments, named_arguments, tool_name
+from jaxllm.chat.events import CallWriter
+from jaxllm.chat.source import Scan, Source, any_left, expect, next_of, one_of, skip_space, text_until
+from jaxllm.chat.values import parameter_types, raw_value
 
 XTML_SEP = "<|sep|>"
 XTML_CALL = '<|open|>call tool="'

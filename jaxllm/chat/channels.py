@@ -7,10 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from jaxllm.chat.parsing.calls import closing, named_arguments
-from jaxllm.chat.parsing.elements import invoked_calls
-from jaxllm.chat.parsing.events import CallWriter, Content, Event, Reasoning
-from jaxllm.chat.parsing.source import (
+from jaxllm.chat.calls import closing, named_arguments
+from jaxllm.chat.elements import invoked_calls
+from jaxllm.chat.events import CallWriter, Content, Event, Reasoning
+from jaxllm.chat.source import (
     MalformedError,
     Scan,
     Source,

@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from jaxllm.chat.parsing.events import CallWriter
-from jaxllm.chat.parsing.source import Emit, Scan, Source, copy_until, quoted_text
+from jaxllm.chat.events import CallWriter
+from jaxllm.chat.source import Emit, Scan, Source, copy_until, quoted_text
 from jaxllm.requests.structured_outputs import ascii_classes
 
 MAX_PARTS = 200

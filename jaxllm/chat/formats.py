@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
-from jaxllm.chat.parsing.calls import fenced_calls, json_calls, line_call, mistral_calls, sectioned_calls
-from jaxllm.chat.parsing.elements import action_calls, invoked_calls
-from jaxllm.chat.parsing.events import short_id
-from jaxllm.chat.parsing.more_formats import MORE_FORMATS
-from jaxllm.chat.parsing.notations import function_tag, gemma_call, keyed_call, wrapped_function_tag
-from jaxllm.chat.parsing.output_format import (
+from jaxllm.chat.calls import fenced_calls, json_calls, line_call, mistral_calls, sectioned_calls
+from jaxllm.chat.elements import action_calls, invoked_calls
+from jaxllm.chat.events import short_id
+from jaxllm.chat.more_formats import MORE_FORMATS
+from jaxllm.chat.notations import function_tag, gemma_call, keyed_call, wrapped_function_tag
+from jaxllm.chat.output_format import (
     REASONING_ALIASES,
     TOOL_ALIASES,
     UNREAD,
@@ -25,8 +25,8 @@ from jaxllm.chat.parsing.output_format import (
     Tags,
     ToolFormat,
 )
-from jaxllm.chat.parsing.pythonic import pythonic_calls
-from jaxllm.chat.parsing.source import Scan
+from jaxllm.chat.pythonic import pythonic_calls
+from jaxllm.chat.source import Scan
 from jaxllm.errors import ConfigError
 from jaxllm.text.reasoning import HARMONY, HARMONY_TOKENS, REASONING_FORMATS, ReasoningFormat, template_reasoning
 

@@ -15,8 +15,8 @@ from typing import Any
 import tokenizers
 
 from jaxllm.chat.conversation import NamedTool, Tool, ToolChoice
-from jaxllm.chat.parsing.output_format import Layout, OutputFormats, Tags
-from jaxllm.chat.parsing.values import followed, text_limits, value_types
+from jaxllm.chat.output_format import Layout, OutputFormats, Tags
+from jaxllm.chat.values import followed, text_limits, value_types
 from jaxllm.requests.closed_schema import closed
 from jaxllm.requests.plain_schema import plain
 from jaxllm.requests.structured_outputs import StructuredOutputs
