@@ -16,16 +16,8 @@ from jaxllm.chat.source import (
     Scan,
     Source,
     UnfinishedError,
-    any_left,
-    expect,
-    json_object,
     json_value,
-    literal,
-    next_of,
     object_in_string,
-    one_of,
-    peek,
-    skip_space,
 )
 
 _NAME_KEYS = ('"name"', '"function"', '"tool_name"')
@@ -42,7 +34,7 @@ def tool_name(source: Source, writer: CallWriter, *, doubled: bool = False) -> S
     known = {f"{name}.{name}": name for name in writer.schemas} if doubled else {}
     known |= {name: name for name in writer.schemas}
     name = ""
-    while (yield from any_left(source)) and (piece := source.take_run(_NAME)):
+    while (yield from source.any_left()) and (piece := source.take_run(_NAME)):
         name += piece
         if not any(other.startswith(name) for other in known):
             raise MalformedError
@@ -57,13 +49,13 @@ class BrokenCallError(MalformedError):
 
 def json_arguments(source: Source, write: Emit) -> Scan[None]:
     """An object, the JSON text of one in a string, or null for an empty one."""
-    char = yield from peek(source)
+    char = yield from source.peek()
     if char == "{":
-        yield from json_object(source, write)
+        yield from json_value(source, write)
     elif char == '"':
         yield from object_in_string(source, write)
     else:
-        yield from expect(source, "null")
+        yield from source.expect("null")
         write("{}")
 
 
@@ -73,7 +65,7 @@ def json_call(source: Source, writer: CallWriter, *, inner: bool = False) -> Sca
     "function" may stand for "name" or hold such an object, "parameters" for "arguments"; without arguments they are {}.
     What follows the arguments in the object is skipped. Raises BrokenCallError behind the first of these keys.
     """
-    yield from expect(source, "{")
+    yield from source.expect("{")
     key = yield from _call_key(source)
     try:
         yield from _json_members(source, writer, key, inner)
@@ -97,19 +89,19 @@ def _json_members(source: Source, writer: CallWriter, key: str, inner: bool) -> 
                 writer.begin(name)
             yield from json_arguments(source, writer.write if name is not None else waiting.append)
             called = name is not None
-        elif key == '"function"' and not inner and (yield from peek(source)) == "{":
+        elif key == '"function"' and not inner and (yield from source.peek()) == "{":
             yield from json_call(source, writer, inner=True)
             called = True
         else:
-            yield from expect(source, '"')
+            yield from source.expect('"')
             name = yield from tool_name(source, writer)
-            yield from expect(source, '"')
+            yield from source.expect('"')
             if waiting:
                 writer.begin(name)
                 writer.write("".join(waiting))
                 called = True
-        yield from skip_space(source)
-        if (yield from one_of(source, (",", "}"))) == "}":
+        yield from source.skip_space()
+        if (yield from source.one_of((",", "}"))) == "}":
             break
         key = yield from _call_key(source, any_key=called)
     if not called:
@@ -123,14 +115,14 @@ def _json_members(source: Source, writer: CallWriter, key: str, inner: bool) -> 
 def _call_key(source: Source, any_key: bool = False) -> Scan[str]:
     """A key and its colon; "" for `any_key`."""
     key = ""
-    yield from skip_space(source)
+    yield from source.skip_space()
     if not any_key:
-        key = yield from one_of(source, (*_NAME_KEYS, *_ARGUMENT_KEYS, *_OTHER_KEYS))
-    elif (yield from peek(source)) == '"':
+        key = yield from source.one_of((*_NAME_KEYS, *_ARGUMENT_KEYS, *_OTHER_KEYS))
+    elif (yield from source.peek()) == '"':
         yield from json_value(source, _nowhere)
-    yield from skip_space(source)
-    yield from expect(source, ":")
-    yield from skip_space(source)
+    yield from source.skip_space()
+    yield from source.expect(":")
+    yield from source.skip_space()
     return key
 
 
@@ -144,21 +136,21 @@ def json_calls(source: Source, writer: CallWriter, *, close: str = "", bare: boo
     An object among them that began as a call and is none of a known tool is left, and the next is read. A `bare` one,
     which no marker tells from other JSON, is not read to its end for that: it may be the answer, which streams.
     """
-    yield from skip_space(source)
-    array = (yield from peek(source)) == "["
+    yield from source.skip_space()
+    array = (yield from source.peek()) == "["
     if array:
         source.take(1)
     before = writer.count
     while True:
-        yield from skip_space(source)
+        yield from source.skip_space()
         call = json_call(source, writer)
         if bare and not array and writer.count == before:
             yield from call
         else:
             yield from or_leave(source, writer, call, json_value(source, _nowhere))
         if array:
-            yield from skip_space(source)
-            if (yield from one_of(source, (",", "]"))) == "]":
+            yield from source.skip_space()
+            if (yield from source.one_of((",", "]"))) == "]":
                 break
         elif not (yield from _another_follows(source)):
             break
@@ -171,14 +163,14 @@ def json_calls(source: Source, writer: CallWriter, *, close: str = "", bare: boo
 
 def named_objects(source: Source, writer: CallWriter, *, close: str) -> Scan[None]:
     """[{"NAME": {…}}, …], and `close`. One among them that is no call of a known tool is left."""
-    yield from skip_space(source)
-    yield from expect(source, "[")
+    yield from source.skip_space()
+    yield from source.expect("[")
     before = writer.count
     while True:
-        yield from skip_space(source)
+        yield from source.skip_space()
         yield from or_leave(source, writer, _named_object(source, writer), json_value(source, _nowhere))
-        yield from skip_space(source)
-        if (yield from one_of(source, (",", "]"))) == "]":
+        yield from source.skip_space()
+        if (yield from source.one_of((",", "]"))) == "]":
             break
     if writer.count == before:
         raise MalformedError
@@ -188,16 +180,16 @@ def named_objects(source: Source, writer: CallWriter, *, close: str) -> Scan[Non
 
 def _named_object(source: Source, writer: CallWriter) -> Scan[None]:
     try:
-        yield from expect(source, "{")
-        yield from skip_space(source)
-        yield from expect(source, '"')
+        yield from source.expect("{")
+        yield from source.skip_space()
+        yield from source.expect('"')
         name = yield from tool_name(source, writer)
-        yield from expect(source, '"')
-        yield from skip_space(source)
-        yield from expect(source, ":")
+        yield from source.expect('"')
+        yield from source.skip_space()
+        yield from source.expect(":")
         yield from named_arguments(source, writer, name)
-        yield from skip_space(source)
-        yield from expect(source, "}")
+        yield from source.skip_space()
+        yield from source.expect("}")
         writer.claim()
     except UnfinishedError:
         raise
@@ -220,8 +212,8 @@ def or_leave(source: Source, writer: CallWriter, call: Scan[None], same: Scan[No
 
 
 def _another_follows(source: Source) -> Scan[bool]:
-    yield from skip_space(source)
-    if not (yield from any_left(source)) or (char := source.text[source.at]) not in ";,{":
+    yield from source.skip_space()
+    if not (yield from source.any_left()) or (char := source.text[source.at]) not in ";,{":
         return False
     if char != "{":
         source.take(1)
@@ -231,31 +223,31 @@ def _another_follows(source: Source) -> Scan[bool]:
 def closing(source: Source, writer: CallWriter, *closers: str) -> Scan[None]:
     """The markers that end a call. Models leave them out, so each may be missing."""
     for closer in filter(None, closers):
-        yield from skip_space(source)
-        if (yield from any_left(source)) and (yield from literal(source, closer)):
+        yield from source.skip_space()
+        if (yield from source.any_left()) and (yield from source.literal(closer)):
             writer.claim()
 
 
 def fenced_calls(source: Source, writer: CallWriter) -> Scan[None]:
     """json_calls in a fence of backticks whose language is json, tool_call or not named."""
-    yield from skip_space(source)
+    yield from source.skip_space()
     for language in ("json", "tool_call"):
-        if (yield from peek(source)) == language[0]:
-            yield from expect(source, language)
+        if (yield from source.peek()) == language[0]:
+            yield from source.expect(language)
     yield from json_calls(source, writer, close="```")
 
 
 def mistral_calls(source: Source, writer: CallWriter) -> Scan[None]:
     """Behind [TOOL_CALLS]: an array of calls, or name[CALL_ID]…[ARGS]{…}, whose markers may be missing."""
-    yield from skip_space(source)
-    if (yield from peek(source)) in "[{":
+    yield from source.skip_space()
+    if (yield from source.peek()) in "[{":
         yield from json_calls(source, writer)
         return
     name = yield from tool_name(source, writer)
-    if (yield from peek(source)) == "[" and (yield from one_of(source, ("[CALL_ID]", "[ARGS]"))) == "[CALL_ID]":
-        while (yield from any_left(source)) and source.take_run(_CALL_ID):
+    if (yield from source.peek()) == "[" and (yield from source.one_of(("[CALL_ID]", "[ARGS]"))) == "[CALL_ID]":
+        while (yield from source.any_left()) and source.take_run(_CALL_ID):
             pass
-        yield from expect(source, "[ARGS]")
+        yield from source.expect("[ARGS]")
     yield from named_arguments(source, writer, name)
 
 
@@ -264,9 +256,9 @@ def named_arguments(
 ) -> Scan[None]:
     """The JSON arguments of a call whose name has been read; nothing before one of `ends` is {}."""
     writer.begin(name, call_id)
-    yield from skip_space(source)
-    if ends and (yield from peek(source)) not in '{"n':
-        yield from one_of(source, ends)
+    yield from source.skip_space()
+    if ends and (yield from source.peek()) not in '{"n':
+        yield from source.one_of(ends)
         writer.end()
     else:
         yield from json_arguments(source, writer.write)
@@ -276,7 +268,7 @@ def named_arguments(
 def line_call(source: Source, writer: CallWriter) -> Scan[None]:
     """name, newline, {…}."""
     name = yield from tool_name(source, writer)
-    if not (yield from literal(source, "\n")):
+    if not (yield from source.literal("\n")):
         raise MalformedError
     yield from named_arguments(source, writer, name)
 
@@ -299,28 +291,28 @@ def sectioned_calls(
     `open`.
     """
     if not inside:
-        yield from skip_space(source)
-        yield from expect(source, open)
+        yield from source.skip_space()
+        yield from source.expect(open)
     while True:
-        yield from skip_space(source)
+        yield from source.skip_space()
         if prefix:
-            yield from literal(source, prefix)
+            yield from source.literal(prefix)
         name = yield from tool_name(source, writer)
         call_id = f"{prefix}{name}{(yield from _number(source))}" if numbered else None
-        yield from skip_space(source)
-        yield from one_of(source, middles)
+        yield from source.skip_space()
+        yield from source.one_of(middles)
         yield from named_arguments(source, writer, name, call_id, closers)
         yield from closing(source, writer, *closers)
-        yield from skip_space(source)
-        if not ((yield from any_left(source)) and (yield from next_of(source, (open,)))):
+        yield from source.skip_space()
+        if not ((yield from source.any_left()) and (yield from source.next_of((open,)))):
             break
         source.take(len(open))
     yield from closing(source, writer, end)
 
 
 def _number(source: Source) -> Scan[str]:
-    yield from expect(source, ":")
+    yield from source.expect(":")
     digits = ""
-    while (yield from any_left(source)) and (piece := source.take_run(_NUMBER)):
+    while (yield from source.any_left()) and (piece := source.take_run(_NUMBER)):
         digits += piece
     return f":{digits}"

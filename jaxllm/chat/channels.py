@@ -10,17 +10,7 @@ from typing import Any, ClassVar
 from jaxllm.chat.calls import closing, named_arguments
 from jaxllm.chat.elements import invoked_calls
 from jaxllm.chat.events import CallWriter, Content, Event, Reasoning
-from jaxllm.chat.source import (
-    MalformedError,
-    Scan,
-    Source,
-    UnfinishedError,
-    any_left,
-    copy_until,
-    literal,
-    next_of,
-    skip_space,
-)
+from jaxllm.chat.source import MalformedError, Scan, Source, UnfinishedError
 
 MESSAGE, START = "<|message|>", "<|start|>"
 
@@ -67,28 +57,28 @@ class MessageReader(ABC):
         If it does, or with one of `openings`, all messages before `constrained_after`, the end of a header, are
         reasoning.
         """
-        if constrained_after and (self.in_analysis or (yield from next_of(self.source, openings))):
+        if constrained_after and (self.in_analysis or (yield from self.source.next_of(openings))):
             self._constrained_after = constrained_after
             self.also_ends += (constrained_after,)
         if self.in_analysis:
             yield from self.body(Reasoning)
-        while (yield from any_left(self.source)):
+        while (yield from self.source.any_left()):
             self.source.kept.clear()
             yield from self.message()
 
     def message(self) -> Scan[None]:
         """A message, or text that has no header: content. Markers in the wrong place are content too."""
         source = self.source
-        yield from skip_space(source)
-        if end := (yield from next_of(source, self.ENDS)):
+        yield from source.skip_space()
+        if end := (yield from source.next_of(self.ENDS)):
             source.take(len(end))
             return
-        if not (yield from next_of(source, self.HEADERS)):
+        if not (yield from source.next_of(self.HEADERS)):
             yield from self.body(Content, self.LATE_HEADERS)
             return
         header: list[str] = []
         try:
-            stop = yield from copy_until(source, (MESSAGE, *self.TEXT_ENDS), header.append)
+            stop = yield from source.copy_until((MESSAGE, *self.TEXT_ENDS), header.append)
         except UnfinishedError:
             if not self.is_cut_header("".join(header).strip()):
                 self.say_kept()
@@ -106,7 +96,7 @@ class MessageReader(ABC):
         source, writer = self.source, self.writer
         before = writer.count
         try:
-            yield from skip_space(source)
+            yield from source.skip_space()
             yield from scan
             yield from closing(source, writer, *self.ENDS)
             source.kept.clear()
@@ -128,7 +118,7 @@ class MessageReader(ABC):
         self._say(kind, "".join(source.kept))
         try:
             ends = (*self.TEXT_ENDS, *self.also_ends, *more_ends)
-            stop = yield from copy_until(source, ends, lambda text: self._say(kind, text))
+            stop = yield from source.copy_until(ends, lambda text: self._say(kind, text))
             if stop in self.TEXT_ENDS:
                 source.take(len(stop))
         except UnfinishedError:
@@ -190,7 +180,7 @@ class Harmony(MessageReader):
 
     def _arguments(self, name: str) -> Scan[None]:
         source, writer = self.source, self.writer
-        if not (yield from any_left(source)) and not source.cut:  # <|call|> ended the answer
+        if not (yield from source.any_left()) and not source.cut:  # <|call|> ended the answer
             writer.begin(name)
             writer.end()
         else:
@@ -226,8 +216,8 @@ class Functionary(MessageReader):
 
     def message(self) -> Scan[None]:
         source = self.source
-        yield from skip_space(source)
-        header = yield from next_of(source, (*self._later_headers, *(self._headers if self._first else ())))
+        yield from source.skip_space()
+        header = yield from source.next_of((*self._later_headers, *(self._headers if self._first else ())))
         rest = source.text[source.at :]
         if header:
             source.take(len(header))
@@ -247,7 +237,7 @@ class Functionary(MessageReader):
             yield from self.body(Content)
         else:
             yield from self.call(named_arguments(source, self.writer, name))
-            yield from skip_space(source)
+            yield from source.skip_space()
             source.kept.clear()
 
 
@@ -292,8 +282,8 @@ class Muse(MessageReader):
 
     def _calls(self) -> Scan[None]:
         source = self.source
-        yield from literal(source, ATEM_CALLS)
-        yield from skip_space(source)
+        yield from source.literal(ATEM_CALLS)
+        yield from source.skip_space()
         yield from invoked_calls(
             source, self.writer, prefix=ATEM, end=ATEM_CALLS_END, doubled=True, after=(*self.ENDS, *self.also_ends)
         )

@@ -9,22 +9,7 @@ from xml.sax.saxutils import unescape
 
 from jaxllm.chat.calls import closing, fenced_calls, tool_name
 from jaxllm.chat.events import CallWriter
-from jaxllm.chat.source import (
-    Emit,
-    MalformedError,
-    Scan,
-    Source,
-    any_left,
-    copy_until,
-    expect,
-    literal,
-    next_of,
-    one_of,
-    peek,
-    quoted_text,
-    skip_space,
-    text_until,
-)
+from jaxllm.chat.source import Emit, MalformedError, Scan, Source, quoted_text
 from jaxllm.chat.values import followed, json_from_raw, parameter_types, properties_of, raw_value, value_types
 
 MAX_NESTING = 64
@@ -46,21 +31,21 @@ def element_calls(source: Source, writer: CallWriter, *, inside: bool = False) -
     makes an array of the first.
     """
     if not inside:
-        yield from skip_space(source)
-        yield from expect(source, INVOKE)
+        yield from source.skip_space()
+        yield from source.expect(INVOKE)
     while True:
         name = yield from tool_name(source, writer)
-        yield from expect(source, '">')
+        yield from source.expect('">')
         found: list[tuple[str, Any]] = []
-        yield from skip_space(source)
-        while (yield from one_of(source, (INVOKE_END, f"{MARK}<"))) != INVOKE_END:
+        yield from source.skip_space()
+        while (yield from source.one_of((INVOKE_END, f"{MARK}<"))) != INVOKE_END:
             found.append((yield from _element(source, 1)))
-            yield from skip_space(source)
+            yield from source.skip_space()
         writer.begin(name)
         root = writer.schemas[name]
         writer.write(json.dumps(_object(found, root, root), ensure_ascii=False))
-        yield from skip_space(source)
-        if not ((yield from any_left(source)) and (yield from next_of(source, (INVOKE,)))):
+        yield from source.skip_space()
+        if not ((yield from source.any_left()) and (yield from source.next_of((INVOKE,)))):
             break
         source.take(len(INVOKE))
     yield from closing(source, writer, CALLS_END)
@@ -68,15 +53,15 @@ def element_calls(source: Source, writer: CallWriter, *, inside: bool = False) -
 
 def _element(source: Source, depth: int) -> Scan[tuple[str, _Element]]:
     """The element whose name comes next."""
-    name = yield from text_until(source, ">")
+    name = yield from source.text_until(">")
     if depth > MAX_NESTING or not name.strip() or name.startswith("/"):
         raise MalformedError
     text: list[str] = []
     inner: list[tuple[str, Any]] = []
     close = f"{MARK}</{name}>"
     while True:
-        yield from copy_until(source, (MARK,), text.append)
-        if (yield from one_of(source, (close, f"{MARK}<"))) == close:
+        yield from source.copy_until((MARK,), text.append)
+        if (yield from source.one_of((close, f"{MARK}<"))) == close:
             break
         inner.append((yield from _element(source, depth + 1)))
     whole = "".join(text)
@@ -139,12 +124,12 @@ def invoked_calls(
     """
     opening = f'<{prefix}invoke name="'
     if not inside:
-        yield from skip_space(source)
-        yield from expect(source, opening)
+        yield from source.skip_space()
+        yield from source.expect(opening)
     while True:
         tag = yield from _invocation(source, writer, prefix, end, after, doubled)
-        yield from skip_space(source)
-        if tag != opening and not ((yield from any_left(source)) and (yield from literal(source, opening))):
+        yield from source.skip_space()
+        if tag != opening and not ((yield from source.any_left()) and (yield from source.literal(opening))):
             break
     yield from closing(source, writer, end)
 
@@ -157,23 +142,23 @@ def step_calls(source: Source, writer: CallWriter, *, inside: bool = False) -> S
     more = (STEP_SEPARATOR, STEP_CALL)
     after = (*more, STEP_CALLS_END)
     if not inside:
-        yield from skip_space(source)
-        yield from expect(source, STEP_CALL)
+        yield from source.skip_space()
+        yield from source.expect(STEP_CALL)
     while True:
-        yield from skip_space(source)
-        if (yield from peek(source)) == "f":
-            yield from expect(source, f"function{STEP_SEPARATOR}")
-        yield from skip_space(source)
-        yield from expect(source, '<steptml:invoke name="')
+        yield from source.skip_space()
+        if (yield from source.peek()) == "f":
+            yield from source.expect(f"function{STEP_SEPARATOR}")
+        yield from source.skip_space()
+        yield from source.expect('<steptml:invoke name="')
         if (yield from _invocation(source, writer, "steptml:", STEP_CALL_END, after)) != STEP_CALL_END:
             yield from closing(source, writer, STEP_CALL_END)
-        yield from skip_space(source)
-        if not ((yield from any_left(source)) and (tag := (yield from next_of(source, more)))):
+        yield from source.skip_space()
+        if not ((yield from source.any_left()) and (tag := (yield from source.next_of(more)))):
             break
         source.take(len(tag))
         if tag == STEP_SEPARATOR:
-            yield from skip_space(source)
-            yield from expect(source, STEP_CALL)
+            yield from source.skip_space()
+            yield from source.expect(STEP_CALL)
     yield from closing(source, writer, STEP_CALLS_END)
 
 
@@ -183,17 +168,17 @@ def _invocation(
     """The call whose name comes next; the tag that ended it. `after` are tags that no call is ended by."""
     name = yield from tool_name(source, writer, doubled=doubled)
     writer.begin(name)
-    if (yield from one_of(source, ('"/>', '">'))) == '"/>':
+    if (yield from source.one_of(('"/>', '">'))) == '"/>':
         writer.end()
         return ""
     opening = f'<{prefix}invoke name="'
     parameter, finished = f'<{prefix}parameter name="', f"</{prefix}invoke>"
     unknown = list(properties_of(writer.schemas[name], writer.schemas[name]))
-    yield from skip_space(source)
-    while (tag := (yield from one_of(source, (parameter, finished, end, opening)))) == parameter:
-        key = yield from text_until(source, '"')
-        yield from skip_space(source)
-        stated = yield from one_of(source, (*_STATED, ">"))
+    yield from source.skip_space()
+    while (tag := (yield from source.one_of((parameter, finished, end, opening)))) == parameter:
+        key = yield from source.text_until('"')
+        yield from source.skip_space()
+        stated = yield from source.one_of((*_STATED, ">"))
         writer.key(key)
         types = _STATED[stated] if stated in _STATED else parameter_types(writer, name, key)
         close = f"</{prefix}parameter>"
@@ -204,17 +189,17 @@ def _invocation(
         last = [f"{before}{finished}{behind}" for before in ("", "\n") for behind in ("", "\n")]
         stop = yield from raw_value(source, types, (close, *stops), writer.write, last)
         if stop == close:
-            yield from expect(source, close)
+            yield from source.expect(close)
             writer.claim()
-        yield from skip_space(source)
+        yield from source.skip_space()
     writer.end()
     return tag
 
 
 def action_calls(source: Source, writer: CallWriter) -> Scan[None]:
     """Behind Action: a fence with JSON calls."""
-    yield from skip_space(source)
-    yield from expect(source, "```")
+    yield from source.skip_space()
+    yield from source.expect("```")
     yield from fenced_calls(source, writer)
 
 
@@ -230,36 +215,36 @@ _ENTITIES = {"&quot;": '"', "&apos;": "'"}
 
 def function_elements(source: Source, writer: CallWriter) -> Scan[None]:
     """MiniCPM5's call after <function name=: the name in quotes, >, parameters, and </function>."""
-    quote = yield from one_of(source, _QUOTES)
+    quote = yield from source.one_of(_QUOTES)
     name = yield from tool_name(source, writer)
-    yield from expect(source, f"{quote}>")
+    yield from source.expect(f"{quote}>")
     writer.begin(name)
-    yield from skip_space(source)
-    while (yield from one_of(source, (*_PARAMS, FUNCTION_END))) != FUNCTION_END:
-        quote = yield from one_of(source, _QUOTES)
-        key = yield from text_until(source, quote)
-        yield from expect(source, ">")
+    yield from source.skip_space()
+    while (yield from source.one_of((*_PARAMS, FUNCTION_END))) != FUNCTION_END:
+        quote = yield from source.one_of(_QUOTES)
+        key = yield from source.text_until(quote)
+        yield from source.expect(">")
         writer.key(key)
         yield from _param_value(source, parameter_types(writer, name, key), writer.write)
         writer.claim()
-        yield from skip_space(source)
+        yield from source.skip_space()
     writer.end()
 
 
 def _param_value(source: Source, types: set[str], write: Emit) -> Scan[None]:
     """A value and </param>, which may be missing: text as it is in CDATA, or alone, where a string has entities."""
     start = source.position
-    yield from skip_space(source)
-    if (yield from next_of(source, (CDATA,))):
+    yield from source.skip_space()
+    if (yield from source.next_of((CDATA,))):
         source.take(len(CDATA))
         stops = [f"{CDATA_END}{space}{PARAM_END}" for space in ("", "\n")]
         stop = yield from raw_value(source, types, stops, write)
-        yield from expect(source, stop)
+        yield from source.expect(stop)
         return
     source.put_back(source.position - start)
     pieces: list[str] = []
-    stop = yield from copy_until(source, (PARAM_END, FUNCTION_END, *_PARAMS), pieces.append)
+    stop = yield from source.copy_until((PARAM_END, FUNCTION_END, *_PARAMS), pieces.append)
     text = "".join(pieces)
     write(f'"{quoted_text(unescape(text, _ENTITIES))}"' if types == {"string"} else json_from_raw(text, types))
     if stop == PARAM_END:
-        yield from expect(source, stop)
+        yield from source.expect(stop)

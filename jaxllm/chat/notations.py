@@ -9,22 +9,7 @@ from typing import Any
 
 from jaxllm.chat.calls import closing, json_calls, named_arguments, tool_name
 from jaxllm.chat.events import CallWriter
-from jaxllm.chat.source import (
-    MAX_DEPTH,
-    Emit,
-    MalformedError,
-    Scan,
-    Source,
-    any_left,
-    copy_until,
-    expect,
-    literal,
-    one_of,
-    peek,
-    quoted_text,
-    skip_space,
-    text_until,
-)
+from jaxllm.chat.source import MAX_DEPTH, Emit, MalformedError, Scan, Source, quoted_text
 from jaxllm.chat.values import followed, json_from_raw, parameter_types, properties_of, raw_value, value_types
 
 _BARE = re.compile(r"[^,:{}\[\]]+")
@@ -32,7 +17,7 @@ _BARE = re.compile(r"[^,:{}\[\]]+")
 
 def keyed_call(source: Source, writer: CallWriter) -> Scan[None]:
     """Behind <tool_call>: name, <arg_key>key</arg_key><arg_value>raw value</arg_value> …, </tool_call>."""
-    yield from skip_space(source)
+    yield from source.skip_space()
     name = yield from tool_name(source, writer)
     writer.begin(name)
     yield from _keyed_arguments(source, writer, name, PLAIN_TAGS)
@@ -63,21 +48,21 @@ def keyed_calls(
     """
     opening, close = tags.open("tool_call"), tags.close("tool_call")
     if not inside:
-        yield from skip_space(source)
-        yield from expect(source, opening)
+        yield from source.skip_space()
+        yield from source.expect(opening)
     while True:
-        yield from skip_space(source)
-        if (yield from peek(source)) == "{":
+        yield from source.skip_space()
+        if (yield from source.peek()) == "{":
             yield from json_calls(source, writer, close=close)
         else:
             name = yield from tool_name(source, writer)
             writer.begin(name)
-            yield from skip_space(source)
+            yield from source.skip_space()
             if separator:
-                yield from literal(source, separator)
+                yield from source.literal(separator)
             yield from _keyed_arguments(source, writer, name, tags)
-        yield from skip_space(source)
-        if not ((yield from any_left(source)) and (yield from literal(source, opening))):
+        yield from source.skip_space()
+        if not ((yield from source.any_left()) and (yield from source.literal(opening))):
             break
     yield from closing(source, writer, tags.close("tool_calls"))
 
@@ -90,21 +75,21 @@ def _keyed_arguments(source: Source, writer: CallWriter, name: str, tags: KeyedT
     key_tag, value_tag, close = tags.open("arg_key"), tags.open("arg_value"), tags.close("tool_call")
     type_tag, end = tags.open("arg_type"), tags.close("arg_value")
     last = [before + close + behind for before in ("", "\n") for behind in ("", "\n")]
-    yield from skip_space(source)
-    while (yield from one_of(source, (key_tag, close))) == key_tag:
-        key = (yield from text_until(source, tags.close("arg_key"))).strip()
-        yield from skip_space(source)
+    yield from source.skip_space()
+    while (yield from source.one_of((key_tag, close))) == key_tag:
+        key = (yield from source.text_until(tags.close("arg_key"))).strip()
+        yield from source.skip_space()
         types = parameter_types(writer, name, key)
-        if (yield from one_of(source, (value_tag, type_tag))) == type_tag:
-            stated = (yield from text_until(source, tags.close("arg_type"))).strip().lower()
+        if (yield from source.one_of((value_tag, type_tag))) == type_tag:
+            stated = (yield from source.text_until(tags.close("arg_type"))).strip().lower()
             types = types or value_types({"type": stated}, {})
-            yield from skip_space(source)
-            yield from expect(source, value_tag)
+            yield from source.skip_space()
+            yield from source.expect(value_tag)
         writer.key(key)
         if (yield from raw_value(source, types, (end,), writer.write, last)) == end:
-            yield from expect(source, end)
+            yield from source.expect(end)
             writer.claim()
-        yield from skip_space(source)
+        yield from source.skip_space()
     writer.end()
 
 
@@ -115,10 +100,10 @@ def function_tag(source: Source, writer: CallWriter, *, wrapper: str = "", verba
     lines of its own is without their newlines.
     """
     name = yield from tool_name(source, writer)
-    yield from expect(source, ">")
-    yield from skip_space(source)
+    yield from source.expect(">")
+    yield from source.skip_space()
     ends = ("</function>", *([f"</{wrapper}>"] if wrapper else []))
-    if (yield from peek(source)) == "{":
+    if (yield from source.peek()) == "{":
         yield from named_arguments(source, writer, name)
     else:
         writer.begin(name)
@@ -128,8 +113,8 @@ def function_tag(source: Source, writer: CallWriter, *, wrapper: str = "", verba
 
 def wrapped_function_tag(source: Source, writer: CallWriter, *, wrapper: str, verbatim: bool = False) -> Scan[None]:
     """Behind <`wrapper`>: function tags."""
-    yield from skip_space(source)
-    yield from expect(source, "<function=")
+    yield from source.skip_space()
+    yield from source.expect("<function=")
     yield from function_tag(source, writer, wrapper=wrapper, verbatim=verbatim)
 
 
@@ -138,27 +123,27 @@ def _parameters(source: Source, writer: CallWriter, name: str, ends: Sequence[st
 
     </parameter> may be missing.
     """
-    while (yield from one_of(source, ("<parameter=", *ends))) not in ends:
-        key = yield from text_until(source, ">")
+    while (yield from source.one_of(("<parameter=", *ends))) not in ends:
+        key = yield from source.text_until(">")
         writer.key(key)
-        line = not verbatim and (yield from peek(source)) == "\n" and (yield from literal(source, "\n"))
+        line = not verbatim and (yield from source.peek()) == "\n" and (yield from source.literal("\n"))
         stops = ["</parameter>", "</function>", "<parameter="]
         if line:
             stops = ["\n" + stop for stop in stops]
         types = parameter_types(writer, name, key) or ({"string"} if verbatim else set())
         stop = yield from raw_value(source, types, stops, writer.write)
         if stop == stops[0]:
-            yield from expect(source, stop)
+            yield from source.expect(stop)
             writer.claim()
-        yield from skip_space(source)
+        yield from source.skip_space()
     writer.end()
 
 
 def gemma_call(source: Source, writer: CallWriter, *, quote: str, close: str) -> Scan[None]:
     """call:name{key:value,…}: keys without quotes, strings between two `quote`s, the rest as in JSON."""
-    yield from expect(source, "call:")
+    yield from source.expect("call:")
     name = yield from tool_name(source, writer)
-    if (yield from peek(source)) != "{":
+    if (yield from source.peek()) != "{":
         raise MalformedError
     writer.begin(name)
     yield from _GemmaObject(source, writer.write, quote, writer.schemas[name]).read()
@@ -180,8 +165,8 @@ class _GemmaObject:
         schemas: list[Any] = [self._root]
         expected = "value"
         while True:
-            yield from skip_space(source)
-            char = yield from peek(source)
+            yield from source.skip_space()
+            char = yield from source.peek()
             if closers and char == closers[-1] and expected in ("first key", "first value", "comma"):
                 source.take(1)
                 write(closers.pop())
@@ -200,8 +185,8 @@ class _GemmaObject:
             elif expected in ("key", "first key"):
                 key = yield from self._key()
                 write(f'"{quoted_text(key)}":')
-                yield from skip_space(source)
-                yield from expect(source, ":")
+                yield from source.skip_space()
+                yield from source.expect(":")
                 schemas[-1] = properties_of(schemas[-2], self._root).get(key)
                 expected = "value"
             elif char == ",":
@@ -214,16 +199,16 @@ class _GemmaObject:
 
     def _key(self) -> Scan[str]:
         source, quote = self._source, self._quote
-        if (yield from peek(source)) == quote[0] and (yield from literal(source, quote)):
-            return (yield from text_until(source, quote))
+        if (yield from source.peek()) == quote[0] and (yield from source.literal(quote)):
+            return (yield from source.text_until(quote))
         return (yield from _bare(source))
 
     def _scalar(self, schema: Any) -> Scan[None]:
         source, write, quote = self._source, self._write, self._quote
-        if (yield from peek(source)) == quote[0] and (yield from literal(source, quote)):
+        if (yield from source.peek()) == quote[0] and (yield from source.literal(quote)):
             write('"')
-            yield from copy_until(source, (quote,), lambda text: write(quoted_text(text)))
-            yield from expect(source, quote)
+            yield from source.copy_until((quote,), lambda text: write(quoted_text(text)))
+            yield from source.expect(quote)
             write('"')
             return
         write(json_from_raw((yield from _bare(source)), value_types(schema, self._root)))
@@ -231,7 +216,7 @@ class _GemmaObject:
 
 def _bare(source: Source) -> Scan[str]:
     pieces = []
-    while (yield from any_left(source)) and (piece := source.take_run(_BARE)):
+    while (yield from source.any_left()) and (piece := source.take_run(_BARE)):
         pieces.append(piece)
     text = "".join(pieces).strip()
     if not text:

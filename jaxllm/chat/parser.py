@@ -11,19 +11,7 @@ from jaxllm.chat.channels import Functionary, Harmony, MessageReader, Muse
 from jaxllm.chat.conversation import Tool
 from jaxllm.chat.events import CallWriter, Content, Event, Reasoning, ToolArguments, ToolCall
 from jaxllm.chat.output_format import CallSyntax, OutputFormats
-from jaxllm.chat.source import (
-    WHITESPACE,
-    MalformedError,
-    Scan,
-    Source,
-    UnfinishedError,
-    any_left,
-    copy_until,
-    expect,
-    next_of,
-    possible_start,
-    skip_space,
-)
+from jaxllm.chat.source import WHITESPACE, MalformedError, Scan, Source, UnfinishedError
 from jaxllm.text.reasoning import CITATION_END, FUNCTIONARY, HARMONY, MUSE, ReasoningFormat
 
 _MESSAGES: dict[str, type[MessageReader]] = {HARMONY: Harmony, MUSE: Muse, FUNCTIONARY: Functionary}
@@ -136,14 +124,14 @@ class OutputParser:
     def _reasoning(self, reasoning: ReasoningFormat) -> Scan[None]:
         """The reasoning block, if the answer begins with one, or what is left of it."""
         source = self._source
-        yield from skip_space(source)
-        opened = yield from next_of(source, reasoning.opens)
+        yield from source.skip_space()
+        opened = yield from source.next_of(reasoning.opens)
         if opened:
             if source.position and not self._in_reasoning:
                 self._constrained_after = ""  # a constraint waits only where the answer begins with the mark
             self._in_reasoning = True
             source.take(len(opened))
-            yield from skip_space(source)
+            yield from source.skip_space()
         if self._in_reasoning and reasoning.in_content:
             yield from self._thinking_aloud(reasoning, opened)
             return
@@ -151,7 +139,7 @@ class OutputParser:
             self._after_block = True
             yield from self._thinking(reasoning)
             self._in_reasoning = False
-        elif (yield from next_of(source, reasoning.closes)):
+        elif (yield from source.next_of(reasoning.closes)):
             self._after_block = True
         else:
             self._content("".join(source.kept))
@@ -162,12 +150,12 @@ class OutputParser:
         """Marks that would close reasoning and come right behind it, or behind a call, are no part of the text."""
         source = self._source
         start = source.position
-        yield from skip_space(source)
+        yield from source.skip_space()
         space = source.position - start
-        while mark := (yield from next_of(source, self._closes)):
+        while mark := (yield from source.next_of(self._closes)):
             space = 0
             source.take(len(mark))
-            yield from skip_space(source)
+            yield from source.skip_space()
         source.put_back(space)
         source.kept.clear()
 
@@ -177,7 +165,7 @@ class OutputParser:
         calls, closes = self._reasoning_ends(reasoning)
         stops = (*closes, *calls, *reasoning.around)
         try:
-            while (stop := (yield from copy_until(source, stops, self._thoughts))) not in closes:
+            while (stop := (yield from source.copy_until(stops, self._thoughts))) not in closes:
                 if stop in reasoning.around:
                     yield from self._mark(stop)
                     continue
@@ -195,7 +183,7 @@ class OutputParser:
         self._content(("" if opened else reasoning.open) + "".join(source.kept))
         calls, closes = self._reasoning_ends(reasoning)
         try:
-            stop = yield from copy_until(source, (*closes, *calls), self._content)
+            stop = yield from source.copy_until((*closes, *calls), self._content)
             if stop in closes:
                 self._content(source.take(len(stop)))
         except UnfinishedError:
@@ -213,7 +201,7 @@ class OutputParser:
         source = self._source
         found = self._begins.search(source)
         if found is None:
-            held = possible_start(source, self._begins.markers)
+            held = source.possible_start(self._begins.markers)
             self._content(source.take(len(source.text) - source.at - held))
             if source.ended:
                 source.text = source.text[: source.at]
@@ -361,8 +349,8 @@ class _TrailingSpaceLeftOut:
 def _comes_again(source: Source, marker: str) -> Scan[bool]:
     """Whether `marker`, which has been read, is next once more; models write some twice."""
     start = source.position
-    yield from skip_space(source)
-    if (yield from next_of(source, (marker,))):
+    yield from source.skip_space()
+    if (yield from source.next_of((marker,))):
         return True
     source.put_back(source.position - start)
     return False
@@ -370,9 +358,9 @@ def _comes_again(source: Source, marker: str) -> Scan[bool]:
 
 def _citation(source: Source) -> Scan[None]:
     """Behind CITATION_END: the numbers of what is cited, and >."""
-    while (yield from any_left(source)) and source.take_run(_CITED):
+    while (yield from source.any_left()) and source.take_run(_CITED):
         pass
-    yield from expect(source, ">")
+    yield from source.expect(">")
 
 
 def _merged(events: Iterable[Event]) -> Iterable[Event]:

@@ -11,23 +11,7 @@ from functools import partial
 
 from jaxllm.chat.calls import BrokenCallError, closing, json_calls, or_leave, tool_name
 from jaxllm.chat.events import CallWriter
-from jaxllm.chat.source import (
-    Emit,
-    MalformedError,
-    Scan,
-    Source,
-    UnfinishedError,
-    any_left,
-    copy_until,
-    expect,
-    is_scalar,
-    next_of,
-    one_of,
-    peek,
-    quoted_text,
-    skip_space,
-    text_until,
-)
+from jaxllm.chat.source import Emit, MalformedError, Scan, Source, UnfinishedError, is_scalar, quoted_text
 
 MAX_NESTING = 64
 """Of the values of a call, each level of which takes some of Python's stack."""
@@ -48,14 +32,14 @@ _NUMBER = re.compile(
 
 def pythonic_calls(source: Source, writer: CallWriter, *, end: str) -> Scan[None]:
     """[name(key=value, …), …]; then perhaps `end`. One among them that is no call of a known tool is left."""
-    yield from skip_space(source)
-    yield from expect(source, "[")
+    yield from source.skip_space()
+    yield from source.expect("[")
     before = writer.count
     while True:
-        yield from skip_space(source)
+        yield from source.skip_space()
         yield from or_leave(source, writer, python_call(source, writer), _any_call(source))
-        yield from skip_space(source)
-        if (yield from one_of(source, (",", "]"))) == "]":
+        yield from source.skip_space()
+        if (yield from source.one_of((",", "]"))) == "]":
             break
     if writer.count == before:
         raise MalformedError
@@ -66,10 +50,10 @@ def pythonic_calls(source: Source, writer: CallWriter, *, end: str) -> Scan[None
 def listed_calls(source: Source, writer: CallWriter, *, end: str) -> Scan[None]:
     """An array of calls as JSON, or a list of calls of Python's; then perhaps `end`."""
     start = source.position
-    yield from skip_space(source)
-    yield from expect(source, "[")
-    yield from skip_space(source)
-    as_json = (yield from peek(source)) == "{"
+    yield from source.skip_space()
+    yield from source.expect("[")
+    yield from source.skip_space()
+    as_json = (yield from source.peek()) == "{"
     source.put_back(source.position - start)
     yield from (json_calls(source, writer, close=end) if as_json else pythonic_calls(source, writer, end=end))
 
@@ -78,10 +62,10 @@ def python_lines(source: Source, writer: CallWriter, *, end: str) -> Scan[None]:
     """name(key=value, …), each on a line; then `end`, which may be missing."""
     before = writer.count
     while True:
-        yield from skip_space(source)
+        yield from source.skip_space()
         yield from or_leave(source, writer, python_call(source, writer), _any_call(source))
-        yield from skip_space(source)
-        if not (yield from any_left(source)) or (yield from next_of(source, (end[0],))):
+        yield from source.skip_space()
+        if not (yield from source.any_left()) or (yield from source.next_of((end[0],))):
             break
     if writer.count == before:
         raise MalformedError
@@ -92,7 +76,7 @@ def python_call(source: Source, writer: CallWriter) -> Scan[None]:
     """name(key=value, …)."""
     try:
         name = yield from tool_name(source, writer)
-        yield from expect(source, "(")
+        yield from source.expect("(")
         writer.begin(name)
         yield from _keywords(source, writer.key, writer.write)
         writer.end()
@@ -105,16 +89,16 @@ def python_call(source: Source, writer: CallWriter) -> Scan[None]:
 def _any_call(source: Source) -> Scan[None]:
     """A call of whatever function, with values that need not have names."""
     yield from _run(source, _FUNCTION)
-    yield from expect(source, "(")
+    yield from source.expect("(")
     while True:
-        yield from skip_space(source)
-        if (yield from peek(source)) == ")":
+        yield from source.skip_space()
+        if (yield from source.peek()) == ")":
             source.take(1)
             return
         if _IDENTIFIER.match(source.text, source.at) and not source.text[source.at].isdecimal():
             word = yield from _run(source, _IDENTIFIER)
-            yield from skip_space(source)
-            named = (yield from peek(source)) == "="
+            yield from source.skip_space()
+            named = (yield from source.peek()) == "="
             if named:
                 source.take(1)
                 yield from _value(source, _nowhere)
@@ -122,8 +106,8 @@ def _any_call(source: Source) -> Scan[None]:
                 raise MalformedError
         else:
             yield from _value(source, _nowhere)
-        yield from skip_space(source)
-        if (yield from one_of(source, (",", ")"))) == ")":
+        yield from source.skip_space()
+        if (yield from source.one_of((",", ")"))) == ")":
             return
 
 
@@ -134,23 +118,23 @@ def _nowhere(text: str) -> None:
 def _keywords(source: Source, key: Emit, write: Emit) -> Scan[None]:
     """key=value, … )."""
     while True:
-        yield from skip_space(source)
-        if (yield from peek(source)) == ")":
+        yield from source.skip_space()
+        if (yield from source.peek()) == ")":
             source.take(1)
             return
         word = yield from _run(source, _IDENTIFIER)
-        yield from skip_space(source)
-        yield from expect(source, "=")
+        yield from source.skip_space()
+        yield from source.expect("=")
         key(word)
         yield from _value(source, write)
-        yield from skip_space(source)
-        if (yield from one_of(source, (",", ")"))) == ")":
+        yield from source.skip_space()
+        if (yield from source.one_of((",", ")"))) == ")":
             return
 
 
 def _value(source: Source, write: Emit, depth: int = 0) -> Scan[None]:
-    yield from skip_space(source)
-    char = yield from peek(source)
+    yield from source.skip_space()
+    char = yield from source.peek()
     if depth == MAX_NESTING:
         raise MalformedError
     if char in "'\"":
@@ -165,7 +149,7 @@ def _value(source: Source, write: Emit, depth: int = 0) -> Scan[None]:
         yield from _dict_or_set(source, write, depth + 1)
     else:
         word = yield from _run(source, _WORD)
-        if word in ("r", "R", "u", "U") and (yield from any_left(source)) and source.text[source.at] in "'\"":
+        if word in ("r", "R", "u", "U") and (yield from source.any_left()) and source.text[source.at] in "'\"":
             yield from _strings(source, write, raw=word in "rR")
         else:
             write(_scalar(word))
@@ -191,15 +175,15 @@ def _items(source: Source, write: Emit, closes: str, item: Callable[[], Scan[Non
     """
     close, end = closes[0], closes[1]
     while True:
-        yield from skip_space(source)
-        if (yield from peek(source)) == close:
+        yield from source.skip_space()
+        if (yield from source.peek()) == close:
             source.take(1)
             break
         write(between)
         between = ", "
         yield from item()
-        yield from skip_space(source)
-        if (yield from one_of(source, (",", close))) == close:
+        yield from source.skip_space()
+        if (yield from source.one_of((",", close))) == close:
             break
     write(end)
 
@@ -207,15 +191,15 @@ def _items(source: Source, write: Emit, closes: str, item: Callable[[], Scan[Non
 def _tuple(source: Source, write: Emit, depth: int) -> Scan[None]:
     """(a, b) as an array; one value without a comma is that value."""
     source.take(1)
-    yield from skip_space(source)
-    if (yield from peek(source)) == ")":
+    yield from source.skip_space()
+    if (yield from source.peek()) == ")":
         source.take(1)
         write("[]")
         return
     first: list[str] = []
     yield from _value(source, first.append, depth)
-    yield from skip_space(source)
-    if (yield from one_of(source, (",", ")"))) == ")":
+    yield from source.skip_space()
+    if (yield from source.one_of((",", ")"))) == ")":
         write("".join(first))
         return
     write("[" + "".join(first))
@@ -225,20 +209,20 @@ def _tuple(source: Source, write: Emit, depth: int) -> Scan[None]:
 def _dict_or_set(source: Source, write: Emit, depth: int) -> Scan[None]:
     """{a: b} as an object, {a, b} as an array."""
     source.take(1)
-    yield from skip_space(source)
-    if (yield from peek(source)) == "}":
+    yield from source.skip_space()
+    if (yield from source.peek()) == "}":
         source.take(1)
         write("{}")
         return
     first: list[str] = []
     yield from _value(source, first.append, depth)
-    yield from skip_space(source)
-    mark = yield from one_of(source, (":", ",", "}"))
+    yield from source.skip_space()
+    mark = yield from source.one_of((":", ",", "}"))
     if mark == ":":
         write("{" + _key("".join(first)) + ": ")
         yield from _value(source, write, depth)
-        yield from skip_space(source)
-        if (yield from one_of(source, (",", "}"))) == "}":
+        yield from source.skip_space()
+        if (yield from source.one_of((",", "}"))) == "}":
             write("}")
         else:
             yield from _items(source, write, "}}", partial(_member, source, write, depth), ", ")
@@ -253,8 +237,8 @@ def _dict_or_set(source: Source, write: Emit, depth: int) -> Scan[None]:
 def _member(source: Source, write: Emit, depth: int) -> Scan[None]:
     name: list[str] = []
     yield from _value(source, name.append, depth)
-    yield from skip_space(source)
-    yield from expect(source, ":")
+    yield from source.skip_space()
+    yield from source.expect(":")
     write(_key("".join(name)) + ": ")
     yield from _value(source, write, depth)
 
@@ -271,28 +255,28 @@ def _strings(source: Source, write: Emit, raw: bool) -> Scan[None]:
     write('"')
     while True:
         yield from _string(source, write, raw)
-        yield from skip_space(source)
-        if not (yield from any_left(source)) or (char := source.text[source.at]) not in "'\"rRuU":
+        yield from source.skip_space()
+        if not (yield from source.any_left()) or (char := source.text[source.at]) not in "'\"rRuU":
             break
         raw = char in "rR"
         if char not in "'\"":
             source.take(1)
-            if (yield from peek(source)) not in "'\"":
+            if (yield from source.peek()) not in "'\"":
                 raise MalformedError
     write('"')
 
 
 def _string(source: Source, write: Emit, raw: bool) -> Scan[None]:
     quote = source.take(1)
-    if (yield from next_of(source, (quote * 2,))):
+    if (yield from source.next_of((quote * 2,))):
         source.take(2)
         quote *= 3
-    elif (yield from next_of(source, (quote,))):
+    elif (yield from source.next_of((quote,))):
         source.take(1)
         return
-    while (yield from copy_until(source, (quote, "\\"), lambda text: write(quoted_text(text)))) == "\\":
+    while (yield from source.copy_until((quote, "\\"), lambda text: write(quoted_text(text)))) == "\\":
         source.take(1)
-        yield from peek(source)
+        yield from source.peek()
         if raw:
             write(quoted_text("\\" + source.take(1)))
         else:
@@ -304,13 +288,13 @@ def _escape(source: Source, write: Emit) -> Scan[None]:
     """What follows a backslash. A surrogate, which JSON writes in pairs, stays an escape."""
     char = source.take(1)
     if char == "N":
-        yield from expect(source, "{")
+        yield from source.expect("{")
         try:
-            write(quoted_text(unicodedata.lookup((yield from text_until(source, "}")))))
+            write(quoted_text(unicodedata.lookup((yield from source.text_until("}")))))
         except KeyError:
             raise MalformedError from None
     elif _OCTAL.match(char):
-        while len(char) < 3 and _OCTAL.match((yield from peek(source))):
+        while len(char) < 3 and _OCTAL.match((yield from source.peek())):
             char += source.take(1)
         write(quoted_text(chr(int(char, 8))))
     elif char not in _HEX_ESCAPES:
@@ -318,7 +302,7 @@ def _escape(source: Source, write: Emit) -> Scan[None]:
     else:
         digits = ""
         while len(digits) < _HEX_ESCAPES[char]:
-            yield from peek(source)
+            yield from source.peek()
             digits += source.take(1)
         if not _HEX.fullmatch(digits) or int(digits, 16) > 0x10FFFF:
             raise MalformedError
@@ -327,7 +311,7 @@ def _escape(source: Source, write: Emit) -> Scan[None]:
 
 def _run(source: Source, pattern: re.Pattern[str]) -> Scan[str]:
     pieces = []
-    while (yield from any_left(source)) and (piece := source.take_run(pattern)):
+    while (yield from source.any_left()) and (piece := source.take_run(pattern)):
         pieces.append(piece)
     if not pieces:
         raise MalformedError

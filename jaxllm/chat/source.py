@@ -31,6 +31,11 @@ class Source:
     """Text not read yet, and what was read since `kept` was last cleared.
 
     Reading consumes, so every character is looked at once, but for a possible marker's beginning at the end.
+
+    Attributes:
+        ended: no more text comes.
+        cut: it ended where more would have come.
+        position: how many characters have been read, those that were put back not counted.
     """
 
     def __init__(self) -> None:
@@ -38,9 +43,7 @@ class Source:
         self.at = 0
         self.ended = False
         self.cut = False
-        """It ended where more would have come."""
         self.position = 0
-        """How many characters have been read, those that were put back not counted."""
         self.kept: list[str] = []
 
     def feed(self, text: str) -> None:
@@ -69,7 +72,7 @@ class Source:
             self.at = 0
 
     def take_run(self, pattern: re.Pattern[str]) -> str:
-        """What matches `pattern` in the text that is there; more of the run may come."""
+        """The text that is there and matches `pattern`; more of the run may come."""
         match = pattern.match(self.text, self.at)
         return self.take(match.end() - self.at) if match else ""
 
@@ -82,132 +85,124 @@ class Source:
             return False
         return None
 
+    def any_left(self) -> Scan[bool]:
+        """Whether any text is left."""
+        while self.at == len(self.text):
+            if self.ended:
+                return False
+            yield
+        return True
 
-def any_left(source: Source) -> Scan[bool]:
-    """Whether any text is left."""
-    while source.at == len(source.text):
-        if source.ended:
-            return False
-        yield
-    return True
-
-
-def peek(source: Source) -> Scan[str]:
-    """The next character."""
-    if not (yield from any_left(source)):
-        raise UnfinishedError
-    return source.text[source.at]
-
-
-def skip_space(source: Source) -> Scan[None]:
-    while (yield from any_left(source)) and source.take_run(_SPACE):
-        pass
-
-
-def literal(source: Source, text: str) -> Scan[bool]:
-    """Consume `text` if it is next. At the end of the source its beginning is enough."""
-    while (found := source.starts_with(text)) is None:
-        if source.ended:
-            source.take(len(source.text) - source.at)
-            return True
-        yield
-    if found:
-        source.take(len(text))
-    return found
-
-
-def next_of(source: Source, texts: Sequence[str]) -> Scan[str]:
-    """Which of `texts` comes next, not consumed; "" if none does."""
-    while True:
-        found = {text: source.starts_with(text) for text in texts}
-        known = next((text for text, is_next in found.items() if is_next), None)
-        if known is not None or source.ended or not any(is_next is None for is_next in found.values()):
-            return known or ""
-        yield
-
-
-def one_of(source: Source, texts: Sequence[str]) -> Scan[str]:
-    """Consume the first of `texts` that is next; of texts that begin alike the longer comes first."""
-    while True:
-        for text in texts:
-            found = source.starts_with(text)
-            if found:
-                source.take(len(text))
-                return text
-            if found is None:
-                break
-        else:
-            raise MalformedError
-        if source.ended:
-            source.take(len(source.text) - source.at)
+    def peek(self) -> Scan[str]:
+        """The next character."""
+        if not (yield from self.any_left()):
             raise UnfinishedError
-        yield
+        return self.text[self.at]
 
+    def run(self, pattern: re.Pattern[str]) -> Scan[str]:
+        """All that comes next and matches `pattern`, character by character."""
+        pieces = []
+        while (yield from self.any_left()) and (piece := self.take_run(pattern)):
+            pieces.append(piece)
+        return "".join(pieces)
 
-def expect(source: Source, text: str) -> Scan[None]:
-    """Consume `text`, which must be next."""
-    yield from one_of(source, (text,))
+    def skip_space(self) -> Scan[None]:
+        yield from self.run(_SPACE)
 
+    def literal(self, text: str) -> Scan[bool]:
+        """Consume `text` if it is next. At the end of the source its beginning is enough."""
+        while (found := self.starts_with(text)) is None:
+            if self.ended:
+                self.take(len(self.text) - self.at)
+                return True
+            yield
+        if found:
+            self.take(len(text))
+        return found
 
-def copy_until(source: Source, stops: Sequence[str], emit: Emit, last: Sequence[str] = ()) -> Scan[str]:
-    """Give `emit` the text before the first of `stops`, as it comes; the stop is not consumed and is returned.
+    def next_of(self, texts: Sequence[str]) -> Scan[str]:
+        """The one of `texts` that comes next, not consumed; "" if none does."""
+        while True:
+            found = {text: self.starts_with(text) for text in texts}
+            known = next((text for text, is_next in found.items() if is_next), None)
+            if known is not None or self.ended or not any(is_next is None for is_next in found.values()):
+                return known or ""
+            yield
 
-    One of `last` is a stop where the text ends with it. The beginning of a stop that the answer's end has cut is left
-    out.
-    """
-    pattern = re.compile("|".join(map(re.escape, stops)))
-    while True:
-        match = pattern.search(source.text, source.at)
-        stop = match.group() if match else _ending(source, last)
-        held = len(stop) or possible_start(source, (*stops, *last))
-        end = match.start() if match else len(source.text) - held
-        if end > source.at:
-            emit(source.take(end - source.at))
-        if stop:
-            return stop
-        if source.ended:
-            source.take(len(source.text) - source.at)
-            raise UnfinishedError
-        yield
+    def one_of(self, texts: Sequence[str]) -> Scan[str]:
+        """Consume the first of `texts` that is next; of texts that begin alike the longer comes first."""
+        while True:
+            for text in texts:
+                found = self.starts_with(text)
+                if found:
+                    self.take(len(text))
+                    return text
+                if found is None:
+                    break
+            else:
+                raise MalformedError
+            if self.ended:
+                self.take(len(self.text) - self.at)
+                raise UnfinishedError
+            yield
 
+    def expect(self, text: str) -> Scan[None]:
+        """Consume `text`, which must be next."""
+        yield from self.one_of((text,))
 
-def _ending(source: Source, texts: Sequence[str]) -> str:
-    """The longest of `texts` that an answer which was not cut ends with; "" if it goes on, or ends otherwise."""
-    if not source.ended or source.cut:
-        return ""
-    return max((text for text in texts if source.text.endswith(text, source.at)), key=len, default="")
+    def copy_until(self, stops: Sequence[str], emit: Emit, last: Sequence[str] = ()) -> Scan[str]:
+        """Give `emit` the text before the first of `stops`, as it comes; the stop is not consumed and is returned.
 
+        One of `last` is a stop where the text ends with it. The beginning of a stop that the answer's end has cut is
+        left out.
+        """
+        pattern = re.compile("|".join(map(re.escape, stops)))
+        while True:
+            match = pattern.search(self.text, self.at)
+            stop = match.group() if match else self._ending(last)
+            held = len(stop) or self.possible_start((*stops, *last))
+            end = match.start() if match else len(self.text) - held
+            if end > self.at:
+                emit(self.take(end - self.at))
+            if stop:
+                return stop
+            if self.ended:
+                self.take(len(self.text) - self.at)
+                raise UnfinishedError
+            yield
 
-def text_until(source: Source, stop: str) -> Scan[str]:
-    """The text before `stop`, which is consumed as well."""
-    pieces: list[str] = []
-    yield from copy_until(source, (stop,), pieces.append)
-    source.take(len(stop))
-    return "".join(pieces)
+    def _ending(self, texts: Sequence[str]) -> str:
+        """The longest of `texts` that an answer which was not cut ends with; "" if it goes on, or ends otherwise."""
+        if not self.ended or self.cut:
+            return ""
+        return max((text for text in texts if self.text.endswith(text, self.at)), key=len, default="")
 
+    def text_until(self, stop: str) -> Scan[str]:
+        """The text before `stop`, which is consumed as well."""
+        pieces: list[str] = []
+        yield from self.copy_until((stop,), pieces.append)
+        self.take(len(stop))
+        return "".join(pieces)
 
-def possible_start(source: Source, markers: Sequence[str]) -> int:
-    """How many characters at the end of the text may become a marker, or would have become one had it not been cut.
+    def possible_start(self, markers: Sequence[str]) -> int:
+        """How many characters at the end of the text may become a marker, or would have had it not been cut.
 
-    Of a text that was cut, a word or one character is taken for its own.
-    """
-    count = begun_marker(source, markers)
-    if source.ended:
-        return count if source.cut and count > 1 and not source.text[-count:].isalnum() else 0
-    return count
+        Of a text that was cut, a word or one character is taken for its own.
+        """
+        count = self._begun_marker(markers)
+        if self.ended:
+            return count if self.cut and count > 1 and not self.text[-count:].isalnum() else 0
+        return count
 
-
-def begun_marker(source: Source, markers: Sequence[str]) -> int:
-    """How many characters at the end of the text are the beginning of a marker, or all of it."""
-    if not markers:
+    def _begun_marker(self, markers: Sequence[str]) -> int:
+        """How many characters at the end of the text are the beginning of a marker, or all of it."""
+        longest = max(map(len, markers), default=0)
+        tail = self.text[max(self.at, len(self.text) - longest) :]
+        first = {marker[0] for marker in markers}
+        for skipped, char in enumerate(tail):
+            if char in first and any(marker.startswith(tail[skipped:]) for marker in markers):
+                return len(tail) - skipped
         return 0
-    longest = max(map(len, markers))
-    tail = source.text[max(source.at, len(source.text) - longest) :]
-    first = {marker[0] for marker in markers}
-    for skipped, char in enumerate(tail):
-        if char in first and any(marker.startswith(tail[skipped:]) for marker in markers):
-            return len(tail) - skipped
-    return 0
 
 
 MAX_DEPTH = 200
@@ -230,6 +225,10 @@ def is_scalar(text: str) -> bool:
     return _SCALAR.fullmatch(text) is not None
 
 
+def nowhere(text: str) -> None:
+    """Text that is read and not used."""
+
+
 def json_value(source: Source, emit: Emit) -> Scan[None]:
     """Consume one JSON value and give `emit` its text, exactly as written but for control characters inside strings:
     JSON forbids them there, models write them, and here they come out escaped."""
@@ -237,17 +236,17 @@ def json_value(source: Source, emit: Emit) -> Scan[None]:
     expected = "value"
     while True:
         yield from _space(source, emit)
-        char = yield from peek(source)
+        char = yield from source.peek()
         if closers and char == closers[-1] and expected in ("first key", "first value", "comma"):
             emit(source.take(1))
             closers.pop()
             expected = "comma"
         elif expected in ("value", "first value"):
-            expected = yield from _value(source, emit, closers)
+            expected = yield from _value(source, emit, char, closers)
         elif expected in ("key", "first key") and char == '"':
             yield from _string(source, emit)
             yield from _space(source, emit)
-            if (yield from peek(source)) != ":":
+            if (yield from source.peek()) != ":":
                 raise MalformedError
             emit(source.take(1))
             expected = "value"
@@ -258,13 +257,6 @@ def json_value(source: Source, emit: Emit) -> Scan[None]:
             raise MalformedError
         if not closers and expected == "comma":
             return
-
-
-def json_object(source: Source, emit: Emit) -> Scan[None]:
-    """`json_value` of an object."""
-    if (yield from peek(source)) != "{":
-        raise MalformedError
-    yield from json_value(source, emit)
 
 
 def object_in_string(source: Source, emit: Emit) -> Scan[None]:
@@ -285,24 +277,25 @@ def object_in_string(source: Source, emit: Emit) -> Scan[None]:
 
 
 def _only_an_object(source: Source, emit: Emit) -> Scan[None]:
-    yield from skip_space(source)
-    if not (yield from any_left(source)):
+    yield from source.skip_space()
+    if not (yield from source.any_left()):
         emit("{}")
         return
-    yield from json_object(source, emit)
-    yield from skip_space(source)
-    if (yield from any_left(source)):
+    if (yield from source.peek()) != "{":
+        raise MalformedError
+    yield from json_value(source, emit)
+    yield from source.skip_space()
+    if (yield from source.any_left()):
         raise MalformedError
 
 
 def _space(source: Source, emit: Emit) -> Scan[None]:
-    while (yield from any_left(source)) and (space := source.take_run(_SPACE)):
+    while (yield from source.any_left()) and (space := source.take_run(_SPACE)):
         emit(space)
 
 
-def _value(source: Source, emit: Emit, closers: list[str]) -> Scan[str]:
-    """A scalar, a string, or the opening of an object or array; what may follow it."""
-    char = yield from peek(source)
+def _value(source: Source, emit: Emit, char: str, closers: list[str]) -> Scan[str]:
+    """A scalar, a string, or the opening of an object or array, which begins with `char`; what may follow it."""
     if char in "{[":
         if len(closers) == MAX_DEPTH:
             raise MalformedError
@@ -311,18 +304,14 @@ def _value(source: Source, emit: Emit, closers: list[str]) -> Scan[str]:
         return "first key" if char == "{" else "first value"
     if char == '"':
         yield from _string(source, emit)
-    else:
-        yield from _scalar(source, emit)
-    return "comma"
-
-
-def _scalar(source: Source, emit: Emit) -> Scan[None]:
+        return "comma"
     pieces = []
-    while (yield from any_left(source)) and (piece := source.take_run(_WORD)):
+    while (yield from source.any_left()) and (piece := source.take_run(_WORD)):
         pieces.append(piece)
         emit(piece)
     if not is_scalar("".join(pieces)):
         raise MalformedError
+    return "comma"
 
 
 def _string(source: Source, emit: Emit, decode: bool = False) -> Scan[None]:
@@ -336,7 +325,7 @@ def _string(source: Source, emit: Emit, decode: bool = False) -> Scan[None]:
             emit(_lone(high) + plain)
             high = ""
             continue
-        char = yield from peek(source)
+        char = yield from source.peek()
         if char == "\\":
             written, meant = yield from _escape(source)
             if not decode:
@@ -360,7 +349,7 @@ def _string(source: Source, emit: Emit, decode: bool = False) -> Scan[None]:
 def _escape(source: Source) -> Scan[tuple[str, str]]:
     r"""An escape as written, and the character it means: \n is a newline."""
     source.take(1)
-    char = yield from peek(source)
+    char = yield from source.peek()
     if char in _ESCAPES:
         return "\\" + source.take(1), _ESCAPES[char]
     if char != "u":
@@ -368,7 +357,7 @@ def _escape(source: Source) -> Scan[tuple[str, str]]:
     digits = ""
     source.take(1)
     while len(digits) < 4:
-        yield from peek(source)
+        yield from source.peek()
         digits += source.take(1)
         if not _HEX.fullmatch(digits.ljust(4, "0")):
             raise MalformedError

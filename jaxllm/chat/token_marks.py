@@ -8,7 +8,7 @@ import string
 
 from jaxllm.chat.calls import closing, json_arguments, named_arguments, tool_name
 from jaxllm.chat.events import CallWriter
-from jaxllm.chat.source import Scan, Source, any_left, expect, next_of, one_of, skip_space, text_until
+from jaxllm.chat.source import Scan, Source
 from jaxllm.chat.values import parameter_types, raw_value
 
 XTML_SEP = "<|sep|>"
@@ -28,12 +28,12 @@ def xtml_calls(source: Source, writer: CallWriter, *, inside: bool = False) -> S
     `inside` is after the first XTML_CALL.
     """
     if not inside:
-        yield from skip_space(source)
-        yield from expect(source, XTML_CALL)
+        yield from source.skip_space()
+        yield from source.expect(XTML_CALL)
     while True:
         yield from _xtml_call(source, writer)
-        yield from skip_space(source)
-        if not ((yield from any_left(source)) and (yield from next_of(source, (XTML_CALL,)))):
+        yield from source.skip_space()
+        if not ((yield from source.any_left()) and (yield from source.next_of((XTML_CALL,)))):
             break
         source.take(len(XTML_CALL))
     yield from closing(source, writer, XTML_TOOLS_END)
@@ -42,18 +42,18 @@ def xtml_calls(source: Source, writer: CallWriter, *, inside: bool = False) -> S
 def _xtml_call(source: Source, writer: CallWriter) -> Scan[None]:
     """The call whose name comes next. A value ends at its closing tag and another tag, so the first may be in it."""
     name = yield from tool_name(source, writer)
-    yield from expect(source, '"')
-    yield from text_until(source, XTML_SEP)
+    yield from source.expect('"')
+    yield from source.text_until(XTML_SEP)
     writer.begin(name)
     stops = [XTML_ARGUMENT_END + behind for behind in _AFTER_XTML_ARGUMENTS]
-    while (tag := (yield from one_of(source, (*_AFTER_XTML_ARGUMENTS, _JSON)))) == XTML_ARGUMENT:
-        key = yield from text_until(source, '"')
-        yield from expect(source, ' type="')
-        kind = yield from text_until(source, '"')
-        yield from expect(source, XTML_SEP)
+    while (tag := (yield from source.one_of((*_AFTER_XTML_ARGUMENTS, _JSON)))) == XTML_ARGUMENT:
+        key = yield from source.text_until('"')
+        yield from source.expect(' type="')
+        kind = yield from source.text_until('"')
+        yield from source.expect(XTML_SEP)
         writer.key(key.replace("&quot;", '"').replace("&amp;", "&"))
         yield from raw_value(source, {"string"} if kind == "string" else set(), stops, writer.write)
-        yield from expect(source, XTML_ARGUMENT_END)
+        yield from source.expect(XTML_ARGUMENT_END)
         writer.claim()
     if tag == _JSON:
         yield from json_arguments(source, writer.write)
@@ -84,18 +84,18 @@ def identified_calls(source: Source, writer: CallWriter, *, inside: bool = False
     `inside` is after the first SOLAR_CALL. An id that the family would not write is replaced.
     """
     if not inside:
-        yield from skip_space(source)
-        yield from expect(source, SOLAR_CALL)
+        yield from source.skip_space()
+        yield from source.expect(SOLAR_CALL)
     while True:
         call_id = yield from _call_id(source)
-        yield from expect(source, SOLAR_NAME)
+        yield from source.expect(SOLAR_NAME)
         name = yield from tool_name(source, writer)
-        yield from skip_space(source)
-        yield from expect(source, SOLAR_ARGUMENTS)
+        yield from source.skip_space()
+        yield from source.expect(SOLAR_ARGUMENTS)
         yield from named_arguments(source, writer, name, call_id if _ID.fullmatch(call_id) else None, (SOLAR_CALL_END,))
         yield from closing(source, writer, SOLAR_CALL_END)
-        yield from skip_space(source)
-        if not ((yield from any_left(source)) and (yield from next_of(source, (SOLAR_CALL,)))):
+        yield from source.skip_space()
+        if not ((yield from source.any_left()) and (yield from source.next_of((SOLAR_CALL,)))):
             break
         source.take(len(SOLAR_CALL))
     yield from closing(source, writer, SOLAR_SECTION_END)
@@ -103,24 +103,24 @@ def identified_calls(source: Source, writer: CallWriter, *, inside: bool = False
 
 def _call_id(source: Source) -> Scan[str]:
     text = ""
-    while (yield from any_left(source)) and (piece := source.take_run(_ID_CHARACTERS)):
+    while (yield from source.any_left()) and (piece := source.take_run(_ID_CHARACTERS)):
         text += piece
     return text
 
 
 def tagged_call(source: Source, writer: CallWriter) -> Scan[None]:
     """After Solar Open 2's SOLAR_CALL_2: the name, keys and raw values, whose SOLAR_ARGUMENT_END may be missing."""
-    yield from skip_space(source)
+    yield from source.skip_space()
     name = yield from tool_name(source, writer)
     writer.begin(name)
-    yield from skip_space(source)
-    while (yield from one_of(source, (SOLAR_ARGUMENT, SOLAR_CALL_2_END))) == SOLAR_ARGUMENT:
-        key = yield from text_until(source, SOLAR_VALUE)
+    yield from source.skip_space()
+    while (yield from source.one_of((SOLAR_ARGUMENT, SOLAR_CALL_2_END))) == SOLAR_ARGUMENT:
+        key = yield from source.text_until(SOLAR_VALUE)
         writer.key(key)
         stops = (SOLAR_ARGUMENT_END, SOLAR_ARGUMENT, SOLAR_CALL_2_END)
         stop = yield from raw_value(source, parameter_types(writer, name, key), stops, writer.write)
         if stop == SOLAR_ARGUMENT_END:
-            yield from expect(source, stop)
+            yield from source.expect(stop)
             writer.claim()
-        yield from skip_space(source)
+        yield from source.skip_space()
     writer.end()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxllm.chat.events import CallWriter
-from jaxllm.chat.source import Emit, Scan, Source, copy_until, quoted_text
+from jaxllm.chat.source import Emit, Scan, Source, quoted_text
 from jaxllm.requests.structured_outputs import ascii_classes
 
 MAX_PARTS = 200
@@ -111,11 +111,11 @@ def raw_value(
     """
     if types == {"string"}:
         write('"')
-        stop = yield from copy_until(source, stops, lambda text: write(quoted_text(text)), last)
+        stop = yield from source.copy_until(stops, lambda text: write(quoted_text(text)), last)
         write('"')
     else:
         pieces: list[str] = []
-        stop = yield from copy_until(source, stops, pieces.append, last)
+        stop = yield from source.copy_until(stops, pieces.append, last)
         write(json_from_raw("".join(pieces), types))
     return stop
 
