@@ -72,8 +72,7 @@ def family_table() -> str:
 def tool_formats_table() -> str:
     rows = [("Name", "A call")]
     for tool_format in TOOL_FORMATS:
-        layout = tool_format.layout
-        text = layout.start + layout.head("NAME") + "…" + layout.end + layout.stop
+        text = tool_format.start + tool_format.head("NAME") + "…" + tool_format.end + tool_format.stop
         rows.append((f"`{tool_format.name}`", verbatim(text)))
     return "".join(f"| {' | '.join(row)} |\n" for row in [rows[0], ("---", "---"), *rows[1:]])
 

@@ -15,7 +15,7 @@ from jaxllm import LLM, SamplingParams
 from jaxllm.chat.conversation import Tool
 from jaxllm.chat.formats import TOOL_FORMATS
 from jaxllm.chat.grammar import tool_constraint
-from jaxllm.chat.output_format import OutputFormats
+from jaxllm.chat.events import OutputFormats
 from jaxllm.engine.features.drafts.ngrams import Guesses, ngram_drafts
 from jaxllm.engine.features.drafts.rules import NgramDrafts
 from jaxllm.requests.structured_outputs import StructuredOutputs

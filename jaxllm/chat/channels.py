@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 from jaxllm.chat.calls import closing, named_arguments
 from jaxllm.chat.elements import invoked_calls
-from jaxllm.chat.events import CallWriter, Content, Event, Reasoning
+from jaxllm.chat.events import CallWriter, Content, Event, Reasoning, Tags, ToolFormat
 from jaxllm.chat.source import MalformedError, Scan, Source, UnfinishedError
+from jaxllm.text.reasoning import FUNCTIONARY, HARMONY, HARMONY_TOKENS, MUSE, MUSE_TOKENS
 
 MESSAGE, START = "<|message|>", "<|start|>"
 
@@ -287,3 +288,28 @@ class Muse(MessageReader):
         yield from invoked_calls(
             source, self.writer, prefix=ATEM, end=ATEM_CALLS_END, doubled=True, after=(*self.ENDS, *self.also_ends)
         )
+
+
+HARMONY_FORMAT = ToolFormat(
+    HARMONY,
+    (),
+    " to=functions.{name}<|channel|>commentary <|constrain|>json<|message|>",
+    between="<|call|><|start|>assistant",
+    thought=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+    detect=(("<|channel|>analysis",),),
+    markers=HARMONY_TOKENS,
+)
+FUNCTIONARY_FORMAT = ToolFormat(
+    FUNCTIONARY, (), "{name}\n", between=SEPARATOR, detect=((f"{SEPARATOR}all", f"{SEPARATOR}${{recipient}}"),)
+)
+MUSE_FORMAT = ToolFormat(
+    MUSE,
+    (),
+    f' to={{name}}<|message|>{ATEM_CALLS}\n<{ATEM}invoke name="{{name}}">\n',
+    f"</{ATEM}invoke>\n{ATEM_CALLS_END}",
+    between="<|eom|><|start|>assistant",
+    thought=(" to=self<|message|>", "<|eom|><|start|>assistant"),
+    arguments=Tags((f'<{ATEM}parameter name="{{key}}">',), f"</{ATEM}parameter>"),
+    detect=((ATEM_CALLS,),),
+    markers=MUSE_TOKENS,
+)

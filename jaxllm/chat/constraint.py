@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from jaxllm.chat.conversation import Conversation, Rendering, Tool, ToolChoice
+from jaxllm.chat.events import OutputFormats
 from jaxllm.chat.grammar import tool_constraint
 from jaxllm.chat.model import ChatModel
-from jaxllm.chat.output_format import OutputFormats
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.requests.closed_schema import closed
 from jaxllm.requests.compiled_grammars import compile_grammar
@@ -90,7 +90,7 @@ def _constraint(
 
     if choice != "auto" or answer is None:
         return _compiled_calls(lambda: calls(choice), tools)
-    if formats.channels or (formats.tools and formats.tools.layout.thought):
+    if formats.channels or (formats.tools and formats.tools.thought):
         raise _needs_choice(answer)
     compiled(answer)
 

@@ -7,10 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 from xml.sax.saxutils import unescape
 
-from jaxllm.chat.calls import closing, fenced_calls, tool_name
-from jaxllm.chat.events import CallWriter
+from jaxllm.chat.calls import closing, either, sections, tool_name
+from jaxllm.chat.events import CallSyntax, CallWriter, Tags, ToolFormat
 from jaxllm.chat.source import Emit, MalformedError, Scan, Source, quoted_text
-from jaxllm.chat.values import followed, json_from_raw, parameter_types, properties_of, raw_value, value_types
+from jaxllm.chat.values import (
+    followed,
+    json_from_raw,
+    parameter_types,
+    properties_of,
+    raw_argument,
+    raw_value,
+    value_types,
+)
 
 MAX_NESTING = 64
 """Of elements, each level of which takes some of Python's stack."""
@@ -24,31 +32,21 @@ _Element = str | list[tuple[str, Any]]
 """An element's text, or the names and values of those in it."""
 
 
-def element_calls(source: Source, writer: CallWriter, *, inside: bool = False) -> Scan[None]:
-    """MiniMax M3's calls, with elements that may hold others, and the end of the section.
+def element_call(source: Source, writer: CallWriter) -> Scan[None]:
+    """MiniMax M3's call after INVOKE, with elements that may hold others.
 
-    `inside` is after the first INVOKE. A call is given when it is complete: an element that comes again
-    makes an array of the first.
+    It is given when it is complete: an element that comes again makes an array of the first.
     """
-    if not inside:
+    name = yield from tool_name(source, writer)
+    yield from source.expect('">')
+    found: list[tuple[str, Any]] = []
+    yield from source.skip_space()
+    while (yield from source.one_of((INVOKE_END, f"{MARK}<"))) != INVOKE_END:
+        found.append((yield from _element(source, 1)))
         yield from source.skip_space()
-        yield from source.expect(INVOKE)
-    while True:
-        name = yield from tool_name(source, writer)
-        yield from source.expect('">')
-        found: list[tuple[str, Any]] = []
-        yield from source.skip_space()
-        while (yield from source.one_of((INVOKE_END, f"{MARK}<"))) != INVOKE_END:
-            found.append((yield from _element(source, 1)))
-            yield from source.skip_space()
-        writer.begin(name)
-        root = writer.schemas[name]
-        writer.write(json.dumps(_object(found, root, root), ensure_ascii=False))
-        yield from source.skip_space()
-        if not ((yield from source.any_left()) and (yield from source.next_of((INVOKE,)))):
-            break
-        source.take(len(INVOKE))
-    yield from closing(source, writer, CALLS_END)
+    writer.begin(name)
+    root = writer.schemas[name]
+    writer.write(json.dumps(_object(found, root, root), ensure_ascii=False))
 
 
 def _element(source: Source, depth: int) -> Scan[tuple[str, _Element]]:
@@ -118,7 +116,7 @@ def invoked_calls(
 ) -> Scan[None]:
     """<invoke name="NAME">, <parameter name="KEY">raw value</parameter> …, </invoke>, one call after the other; `end`.
 
-    `prefix` begins the tags' names. `inside` is behind the first <invoke name=". A closing tag may be missing where
+    `prefix` begins the tags' names. `inside` is after the first <invoke name=". A closing tag may be missing where
     another tag, or the text's end, says as much. `after` are tags that come after all of this. `doubled` is
     tool_name's.
     """
@@ -137,7 +135,7 @@ def invoked_calls(
 def step_calls(source: Source, writer: CallWriter, *, inside: bool = False) -> Scan[None]:
     """Step's calls: STEP_CALL, and in it one <steptml:invoke>, one call after the other, and the end of the section.
 
-    `inside` is behind the first STEP_CALL. The call's type, function, and separators may be missing.
+    `inside` is after the first STEP_CALL. The call's type, function, and separators may be missing.
     """
     more = (STEP_SEPARATOR, STEP_CALL)
     after = (*more, STEP_CALLS_END)
@@ -179,7 +177,6 @@ def _invocation(
         key = yield from source.text_until('"')
         yield from source.skip_space()
         stated = yield from source.one_of((*_STATED, ">"))
-        writer.key(key)
         types = _STATED[stated] if stated in _STATED else parameter_types(writer, name, key)
         close = f"</{prefix}parameter>"
         unknown = [other for other in unknown if other != key]
@@ -187,20 +184,9 @@ def _invocation(
         stops += [f"{finished}{space}{tag}" for space in ("", "\n") for tag in (end, opening, *after)]
         stops += [f"\n{stop}" for stop in stops]
         last = [f"{before}{finished}{behind}" for before in ("", "\n") for behind in ("", "\n")]
-        stop = yield from raw_value(source, types, (close, *stops), writer.write, last)
-        if stop == close:
-            yield from source.expect(close)
-            writer.claim()
-        yield from source.skip_space()
+        yield from raw_argument(source, writer, key, types, (close, *stops), last)
     writer.end()
     return tag
-
-
-def action_calls(source: Source, writer: CallWriter) -> Scan[None]:
-    """Behind Action: a fence with JSON calls."""
-    yield from source.skip_space()
-    yield from source.expect("```")
-    yield from fenced_calls(source, writer)
 
 
 FUNCTION, FUNCTION_END = "<function", "</function>"
@@ -248,3 +234,46 @@ def _param_value(source: Source, types: set[str], write: Emit) -> Scan[None]:
     write(f'"{quoted_text(unescape(text, _ENTITIES))}"' if types == {"string"} else json_from_raw(text, types))
     if stop == PARAM_END:
         yield from source.expect(stop)
+
+
+STEP3 = ToolFormat(
+    "step3",
+    either(step_calls, STEP_CALLS, STEP_CALL),
+    f'{STEP_CALL}function{STEP_SEPARATOR}<steptml:invoke name="{{name}}">\n',
+    f"</steptml:invoke>{STEP_CALL_END}",
+    start=STEP_CALLS,
+    between="\n",
+    stop=STEP_CALLS_END,
+    arguments=Tags(('<steptml:parameter name="{key}">',), "</steptml:parameter>"),
+    detect=(("<steptml:",), (STEP_CALLS,)),
+    markers=(STEP_CALLS, STEP_CALLS_END, STEP_CALL, STEP_CALL_END, STEP_SEPARATOR),
+)
+MINICPM5 = ToolFormat(
+    "minicpm5",
+    tuple(CallSyntax(function_elements, FUNCTION + name, ends_reasoning=True) for name in NAMES),
+    f'{FUNCTION} name="{{name}}">',
+    FUNCTION_END,
+    between="\n",
+    marked=f'{FUNCTION} name="',
+    arguments=Tags(
+        (f'{PARAM} name="{{key}}">',),
+        PARAM_END,
+        exact=True,
+        between="",
+        literal=(CDATA, CDATA_END),
+        markup="<&\n",
+    ),
+    detect=((f"{FUNCTION} name=", f"{PARAM} name="),),
+    markers=(FUNCTION, FUNCTION_END, PARAM, PARAM_END),
+)
+MINIMAX_M3 = ToolFormat(
+    "minimax_m3",
+    sections(CALLS, INVOKE, element_call, CALLS_END),
+    f'{INVOKE}{{name}}">',
+    f"{INVOKE_END}\n",
+    start=f"{CALLS}\n",
+    stop=CALLS_END,
+    arguments=Tags((f"{MARK}<{{key}}>",), f"{MARK}</{{key}}>", exact=True, between=""),
+    detect=((MARK,),),
+    markers=(MARK,),
+)

@@ -1,16 +1,18 @@
-"""What a parser finds in generated text, how scanners write calls, and a whole answer put together."""
+"""Events that a parser finds in an answer, the writer of calls that scanners tell, and what a format of answers is."""
 
 from __future__ import annotations
 
 import secrets
 import string
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import msgspec
 
-from jaxllm.chat.source import Emit, Source, quoted_text
+from jaxllm.chat.source import Emit, Scan, Source, quoted_text
 from jaxllm.requests.outputs import ParsedCall
+from jaxllm.text.reasoning import CHANNELS, ReasoningFormat
 
 
 class Content(msgspec.Struct, frozen=True):
@@ -156,3 +158,121 @@ class CallWriter:
         self._events.append(ToolCall(self.count, call_id, name))
         self.count += 1
         self._next = None
+
+
+CallScan = Callable[[Source, CallWriter], Scan[None]]
+
+
+@dataclass(frozen=True)
+class CallSyntax:
+    """One way in which a format's calls begin.
+
+    Attributes:
+        scan: reads what follows `marker`.
+        marker: text that begins calls anywhere; "" for calls that begin a line without one.
+        first: without a marker, the characters that a call begins with; "" stands for the tools' names.
+        ends_reasoning: a call of it inside open reasoning ends that; its marker is a token that models do not quote.
+    """
+
+    scan: CallScan
+    marker: str = ""
+    first: str = ""
+    ends_reasoning: bool = False
+
+
+@dataclass(frozen=True)
+class Tags:
+    """How raw arguments are written, each between tags of its own.
+
+    Attributes:
+        open: the opening tag, or its parts, between which a newline may come; with {key} in it, and {string} where it
+            says whether the value is text ("true") or JSON ("false"), or {type} where it says which type it has.
+        close: the closing tag, which may have {key} in it.
+        also_ends: a regular expression of other text that ends a value, so that none can have it.
+        exact: newlines are where `open` and `close` have them, and `between` is behind each argument; else they may
+            come.
+        literal: what stands around a text that holds one of the characters in `markup`.
+    """
+
+    open: tuple[str, ...]
+    close: str
+    also_ends: str = ""
+    exact: bool = False
+    between: str = "\n"
+    literal: tuple[str, str] | None = None
+    markup: str = ""
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """One format of tool calls, and how the model writes them: start call end [between call end]… stop.
+
+    Attributes:
+        call: what comes before the arguments, with {name} in it, {index} where calls are numbered, and {id} where the
+            model names them itself.
+        arguments: the notation of the arguments.
+        quote: what stands around strings in Gemma's notation.
+        thought: what opens and closes reasoning that may come before all this, where no text of its own sets it apart.
+        marked: the `mark` where it is not the first marker.
+        detect: it is the format of a template that contains all strings of one of these groups; of one that contains
+            the first marker if there are none.
+        markers: strings that may be special tokens and that the parser must see.
+        variant_of: who asks for the format of that name gets this one where the template speaks it.
+    """
+
+    name: str
+    syntaxes: tuple[CallSyntax, ...]
+    call: str
+    end: str = ""
+    start: str = ""
+    between: str = ""
+    stop: str = ""
+    arguments: Literal["json", "gemma", "pythonic"] | Tags = "json"
+    quote: str = ""
+    thought: tuple[str, str] | None = None
+    marked: str = ""
+    detect: tuple[tuple[str, ...], ...] = ()
+    markers: tuple[str, ...] = ()
+    new_id: Callable[[], str] = long_id
+    variant_of: str = ""
+
+    @property
+    def first_marker(self) -> str:
+        return self.syntaxes[0].marker if self.syntaxes else ""
+
+    @property
+    def mark(self) -> str:
+        """The beginning of start + call that only calls have; "" if text may look alike."""
+        marker = self.first_marker
+        return self.marked or (marker if (self.start + self.call).startswith(marker) else "")
+
+    def head(self, name: str, index: int = 0) -> str:
+        """What comes before the arguments of a call."""
+        written = self.call.replace("{index}", str(index)).replace("{id}", f"call{index:06}")
+        return written.replace("{name}", name)
+
+    def is_spoken(self, template: str) -> bool:
+        """Whether a chat template shows this format."""
+        groups = self.detect or ((self.first_marker,),)
+        return any(all(text in template for text in group) for group in groups)
+
+
+@dataclass(frozen=True)
+class OutputFormats:
+    """What an answer is parsed for; None parses nothing."""
+
+    tools: ToolFormat | None
+    reasoning: ReasoningFormat | None
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Strings that the parser must see in the text, although they may be special tokens."""
+        known = self.reasoning
+        reasoning = (known.open, known.close, *known.special) if known else ()
+        return (*reasoning, *(self.tools.markers if self.tools else ()))
+
+    @property
+    def channels(self) -> str:
+        """The name of the format whose answers are messages; "" where they are one text."""
+        names = {known.name for known in (self.tools, self.reasoning) if known is not None}
+        return next((name for name in CHANNELS if name in names), "")

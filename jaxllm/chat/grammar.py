@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 
 from jaxllm.chat.conversation import NamedTool, Tool, ToolChoice
-from jaxllm.chat.output_format import Layout, OutputFormats, Tags
+from jaxllm.chat.events import OutputFormats, Tags, ToolFormat
 from jaxllm.chat.values import followed, text_limits, value_types
 from jaxllm.requests.closed_schema import closed
 from jaxllm.requests.plain_schema import plain
@@ -66,11 +66,11 @@ def tool_constraint(
     """
     if formats.tools is None:
         return None
-    layout = formats.tools.layout
+    layout = formats.tools
     after = None if layout.thought else after
     writer = _Grammar(layout, special_tokens)
     if choice == "auto":
-        if not layout.marked or not any(tool.strict for tool in tools):
+        if not layout.mark or not any(tool.strict for tool in tools):
             return None
         return StructuredOutputs(grammar=writer.auto(tools, formats, parallel), after=after)
     if isinstance(choice, NamedTool):
@@ -82,7 +82,7 @@ def tool_constraint(
 class _Grammar:
     """The rules of one grammar as they are collected."""
 
-    def __init__(self, layout: Layout, special_tokens: Mapping[str, int]):
+    def __init__(self, layout: ToolFormat, special_tokens: Mapping[str, int]):
         self._layout = layout
         self._special = {text: f"<[{token_id}]>" for text, token_id in special_tokens.items()}
         texts = sorted(filter(None, self._special), key=len, reverse=True)
@@ -105,7 +105,7 @@ class _Grammar:
 
     def auto(self, tools: Sequence[Tool], formats: OutputFormats, parallel: bool) -> str:
         """Free text; behind the mark a call, and behind that free text again."""
-        layout, mark = self._layout, self._layout.marked
+        layout, mark = self._layout, self._layout.mark
         parts = [f"({self._trigger(mark, formats)})"]
         if layout.start:
             self._rules["call"] = " | ".join(self._calls(tools, lenient=False))

@@ -8,9 +8,9 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from jaxllm.chat.conversation import Conversation, Rendering, naming
+from jaxllm.chat.events import OutputFormats
 from jaxllm.chat.formats import detect_formats
 from jaxllm.chat.grammar import special_tokens
-from jaxllm.chat.output_format import OutputFormats
 from jaxllm.engine.core.detokenizer import special_token_ids
 from jaxllm.engine.messages import EngineInfo
 from jaxllm.errors import ContextLengthError, Field, InvalidRequestError

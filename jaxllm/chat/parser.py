@@ -9,8 +9,7 @@ from operator import attrgetter
 
 from jaxllm.chat.channels import Functionary, Harmony, MessageReader, Muse
 from jaxllm.chat.conversation import Tool
-from jaxllm.chat.events import CallWriter, Content, Event, Reasoning, ToolArguments, ToolCall
-from jaxllm.chat.output_format import CallSyntax, OutputFormats
+from jaxllm.chat.events import CallSyntax, CallWriter, Content, Event, OutputFormats, Reasoning, ToolArguments, ToolCall
 from jaxllm.chat.source import WHITESPACE, MalformedError, Scan, Source, UnfinishedError
 from jaxllm.text.reasoning import CITATION_END, FUNCTIONARY, HARMONY, MUSE, ReasoningFormat
 

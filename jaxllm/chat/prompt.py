@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from jaxllm.chat.constraint import answer_constraint, room_for_constraint, thinking_fields
 from jaxllm.chat.conversation import ROLES, Conversation, Message, Tool
+from jaxllm.chat.events import OutputFormats, ToolFormat
 from jaxllm.chat.model import ChatModel
-from jaxllm.chat.output_format import OutputFormats, ToolFormat
 from jaxllm.chat.parser import OutputParser
 from jaxllm.engine.doors.beams import BeamSearchParams
 from jaxllm.engine.doors.limits import check_request, refuse_text
@@ -338,11 +338,10 @@ def _with_tools_as_text(
 
 def _calls_text(calls: Sequence[dict[str, Any]], tool_format: ToolFormat) -> str:
     """Calls as a model of this format writes them."""
-    layout = tool_format.layout
     written = (
-        layout.head(call["function"]["name"], at)
+        tool_format.head(call["function"]["name"], at)
         + json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        + layout.end
+        + tool_format.end
         for at, call in enumerate(calls)
     )
-    return layout.start + layout.between.join(written) + layout.stop
+    return tool_format.start + tool_format.between.join(written) + tool_format.stop

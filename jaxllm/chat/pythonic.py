@@ -9,9 +9,9 @@ import unicodedata
 from collections.abc import Callable
 from functools import partial
 
-from jaxllm.chat.calls import BrokenCallError, closing, json_calls, or_leave, tool_name
+from jaxllm.chat.calls import begun, closing, json_calls, listed_calls, or_leave, tool_name
 from jaxllm.chat.events import CallWriter
-from jaxllm.chat.source import Emit, MalformedError, Scan, Source, UnfinishedError, is_scalar, quoted_text
+from jaxllm.chat.source import Emit, MalformedError, Scan, Source, is_scalar, nowhere, quoted_text
 
 MAX_NESTING = 64
 """Of the values of a call, each level of which takes some of Python's stack."""
@@ -31,23 +31,11 @@ _NUMBER = re.compile(
 
 
 def pythonic_calls(source: Source, writer: CallWriter, *, end: str) -> Scan[None]:
-    """[name(key=value, …), …]; then perhaps `end`. One among them that is no call of a known tool is left."""
-    yield from source.skip_space()
-    yield from source.expect("[")
-    before = writer.count
-    while True:
-        yield from source.skip_space()
-        yield from or_leave(source, writer, python_call(source, writer), _any_call(source))
-        yield from source.skip_space()
-        if (yield from source.one_of((",", "]"))) == "]":
-            break
-    if writer.count == before:
-        raise MalformedError
-    writer.claim()
-    yield from closing(source, writer, end)
+    """[name(key=value, …), …]; then perhaps `end`."""
+    yield from listed_calls(source, writer, _call, _any_call, end)
 
 
-def listed_calls(source: Source, writer: CallWriter, *, end: str) -> Scan[None]:
+def json_or_pythonic_calls(source: Source, writer: CallWriter, *, end: str) -> Scan[None]:
     """An array of calls as JSON, or a list of calls of Python's; then perhaps `end`."""
     start = source.position
     yield from source.skip_space()
@@ -63,7 +51,7 @@ def python_lines(source: Source, writer: CallWriter, *, end: str) -> Scan[None]:
     before = writer.count
     while True:
         yield from source.skip_space()
-        yield from or_leave(source, writer, python_call(source, writer), _any_call(source))
+        yield from or_leave(source, writer, _call(source, writer), _any_call(source))
         yield from source.skip_space()
         if not (yield from source.any_left()) or (yield from source.next_of((end[0],))):
             break
@@ -72,64 +60,42 @@ def python_lines(source: Source, writer: CallWriter, *, end: str) -> Scan[None]:
     yield from closing(source, writer, end)
 
 
-def python_call(source: Source, writer: CallWriter) -> Scan[None]:
+def _call(source: Source, writer: CallWriter) -> Scan[None]:
     """name(key=value, …)."""
-    try:
+    with begun():
         name = yield from tool_name(source, writer)
         yield from source.expect("(")
         writer.begin(name)
-        yield from _keywords(source, writer.key, writer.write)
+        yield from _items(source, ")", partial(_keyword, source, writer))
         writer.end()
-    except UnfinishedError:
-        raise
-    except MalformedError:
-        raise BrokenCallError from None
+
+
+def _keyword(source: Source, writer: CallWriter) -> Scan[None]:
+    key = yield from _run(source, _IDENTIFIER)
+    yield from source.skip_space()
+    yield from source.expect("=")
+    writer.key(key)
+    yield from _value(source, writer.write)
 
 
 def _any_call(source: Source) -> Scan[None]:
     """A call of whatever function, with values that need not have names."""
     yield from _run(source, _FUNCTION)
     yield from source.expect("(")
-    while True:
-        yield from source.skip_space()
-        if (yield from source.peek()) == ")":
-            source.take(1)
-            return
-        if _IDENTIFIER.match(source.text, source.at) and not source.text[source.at].isdecimal():
-            word = yield from _run(source, _IDENTIFIER)
-            yield from source.skip_space()
-            named = (yield from source.peek()) == "="
-            if named:
-                source.take(1)
-                yield from _value(source, _nowhere)
-            elif word not in _WORDS:
-                raise MalformedError
-        else:
-            yield from _value(source, _nowhere)
-        yield from source.skip_space()
-        if (yield from source.one_of((",", ")"))) == ")":
-            return
+    yield from _items(source, ")", partial(_any_argument, source))
 
 
-def _nowhere(text: str) -> None:
-    """Text that is read and not used."""
-
-
-def _keywords(source: Source, key: Emit, write: Emit) -> Scan[None]:
-    """key=value, … )."""
-    while True:
-        yield from source.skip_space()
-        if (yield from source.peek()) == ")":
-            source.take(1)
-            return
-        word = yield from _run(source, _IDENTIFIER)
-        yield from source.skip_space()
-        yield from source.expect("=")
-        key(word)
-        yield from _value(source, write)
-        yield from source.skip_space()
-        if (yield from source.one_of((",", ")"))) == ")":
-            return
+def _any_argument(source: Source) -> Scan[None]:
+    if not _IDENTIFIER.match(source.text, source.at) or source.text[source.at].isdecimal():
+        yield from _value(source, nowhere)
+        return
+    word = yield from _run(source, _IDENTIFIER)
+    yield from source.skip_space()
+    if (yield from source.peek()) == "=":
+        source.take(1)
+        yield from _value(source, nowhere)
+    elif word not in _WORDS:
+        raise MalformedError
 
 
 def _value(source: Source, write: Emit, depth: int = 0) -> Scan[None]:
@@ -142,11 +108,10 @@ def _value(source: Source, write: Emit, depth: int = 0) -> Scan[None]:
     elif char == "[":
         source.take(1)
         write("[")
-        yield from _items(source, write, "]]", partial(_value, source, write, depth + 1))
-    elif char == "(":
-        yield from _tuple(source, write, depth + 1)
-    elif char == "{":
-        yield from _dict_or_set(source, write, depth + 1)
+        yield from _items(source, "]", partial(_value, source, write, depth + 1), write)
+        write("]")
+    elif char in "({":
+        yield from _group(source, write, depth + 1)
     else:
         word = yield from _run(source, _WORD)
         if word in ("r", "R", "u", "U") and (yield from source.any_left()) and source.text[source.at] in "'\"":
@@ -168,69 +133,50 @@ def _scalar(word: str) -> str:
         raise MalformedError from None
 
 
-def _items(source: Source, write: Emit, closes: str, item: Callable[[], Scan[None]], between: str = "") -> Scan[None]:
-    """`item`s with commas between, and perhaps one behind the last. `between` comes before the first.
-
-    `closes` is what ends them here and what ends them in JSON.
-    """
-    close, end = closes[0], closes[1]
+def _items(
+    source: Source, close: str, item: Callable[[], Scan[None]], write: Emit = nowhere, between: str = ""
+) -> Scan[None]:
+    """`item`s with commas between, and perhaps one after the last, and `close`. `between` comes before the first."""
     while True:
         yield from source.skip_space()
         if (yield from source.peek()) == close:
             source.take(1)
-            break
+            return
         write(between)
         between = ", "
         yield from item()
         yield from source.skip_space()
         if (yield from source.one_of((",", close))) == close:
-            break
-    write(end)
+            return
 
 
-def _tuple(source: Source, write: Emit, depth: int) -> Scan[None]:
-    """(a, b) as an array; one value without a comma is that value."""
-    source.take(1)
+def _group(source: Source, write: Emit, depth: int) -> Scan[None]:
+    """(a, b) and {a, b} as an array, {a: b} as an object; one value in parentheses without a comma is that value."""
+    in_braces = source.take(1) == "{"
+    close = "}" if in_braces else ")"
     yield from source.skip_space()
-    if (yield from source.peek()) == ")":
+    if (yield from source.peek()) == close:
         source.take(1)
-        write("[]")
+        write("{}" if in_braces else "[]")
         return
-    first: list[str] = []
-    yield from _value(source, first.append, depth)
+    pieces: list[str] = []
+    yield from _value(source, pieces.append, depth)
+    first = "".join(pieces)
     yield from source.skip_space()
-    if (yield from source.one_of((",", ")"))) == ")":
-        write("".join(first))
-        return
-    write("[" + "".join(first))
-    yield from _items(source, write, ")]", partial(_value, source, write, depth), ", ")
-
-
-def _dict_or_set(source: Source, write: Emit, depth: int) -> Scan[None]:
-    """{a: b} as an object, {a, b} as an array."""
-    source.take(1)
-    yield from source.skip_space()
-    if (yield from source.peek()) == "}":
-        source.take(1)
-        write("{}")
-        return
-    first: list[str] = []
-    yield from _value(source, first.append, depth)
-    yield from source.skip_space()
-    mark = yield from source.one_of((":", ",", "}"))
+    mark = yield from source.one_of((":", ",", "}") if in_braces else (",", ")"))
     if mark == ":":
-        write("{" + _key("".join(first)) + ": ")
+        write("{" + _key(first) + ": ")
         yield from _value(source, write, depth)
         yield from source.skip_space()
-        if (yield from source.one_of((",", "}"))) == "}":
-            write("}")
-        else:
-            yield from _items(source, write, "}}", partial(_member, source, write, depth), ", ")
-        return
-    write("[" + "".join(first))
-    if mark == ",":
-        yield from _items(source, write, "}]", partial(_value, source, write, depth), ", ")
+        if (yield from source.one_of((",", "}"))) == ",":
+            yield from _items(source, "}", partial(_member, source, write, depth), write, ", ")
+        write("}")
+    elif mark == ")":
+        write(first)
     else:
+        write("[" + first)
+        if mark == ",":
+            yield from _items(source, close, partial(_value, source, write, depth), write, ", ")
         write("]")
 
 
@@ -310,9 +256,7 @@ def _escape(source: Source, write: Emit) -> Scan[None]:
 
 
 def _run(source: Source, pattern: re.Pattern[str]) -> Scan[str]:
-    pieces = []
-    while (yield from source.any_left()) and (piece := source.take_run(pattern)):
-        pieces.append(piece)
-    if not pieces:
+    text = yield from source.run(pattern)
+    if not text:
         raise MalformedError
-    return "".join(pieces)
+    return text

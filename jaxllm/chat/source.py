@@ -129,6 +129,12 @@ class Source:
                 return known or ""
             yield
 
+    def follows(self, text: str) -> Scan[bool]:
+        """Consume `text` if all of it is next."""
+        found = yield from self.next_of((text,))
+        self.take(len(found))
+        return found == text
+
     def one_of(self, texts: Sequence[str]) -> Scan[str]:
         """Consume the first of `texts` that is next; of texts that begin alike the longer comes first."""
         while True:
@@ -229,7 +235,7 @@ def nowhere(text: str) -> None:
     """Text that is read and not used."""
 
 
-def json_value(source: Source, emit: Emit) -> Scan[None]:
+def json_value(source: Source, emit: Emit = nowhere) -> Scan[None]:
     """Consume one JSON value and give `emit` its text, exactly as written but for control characters inside strings:
     JSON forbids them there, models write them, and here they come out escaped."""
     closers: list[str] = []

@@ -120,6 +120,17 @@ def raw_value(
     return stop
 
 
+def raw_argument(
+    source: Source, writer: CallWriter, key: str, types: set[str], stops: Sequence[str], last: Sequence[str] = ()
+) -> Scan[None]:
+    """The argument `key`: a raw value, and the first of `stops`, which may be missing where another one comes."""
+    writer.key(key)
+    if (yield from raw_value(source, types, stops, writer.write, last)) == stops[0]:
+        yield from source.expect(stops[0])
+        writer.claim()
+    yield from source.skip_space()
+
+
 def properties_of(schema: Any, root: Any) -> dict[str, Any]:
     """The schemas of an object's properties, by name."""
     properties = followed(schema, root).get("properties")

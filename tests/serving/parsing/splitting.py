@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from jaxllm.chat.conversation import Tool
 from jaxllm.chat.events import ParsedOutput, join_events
 from jaxllm.chat.formats import detect_formats
-from jaxllm.chat.output_format import Tags, ToolFormat
+from jaxllm.chat.events import Tags, ToolFormat
 from jaxllm.chat.parser import OutputParser
 from jaxllm.text.reasoning import CHANNELS
 
@@ -64,22 +64,21 @@ def parse_every_way(fresh: Callable[[], OutputParser], text: str) -> tuple:
 
 
 def written(known: ToolFormat, *calls: tuple[str, dict]) -> str:
-    """Calls as the format's layout has them."""
-    layout = known.layout
+    """Calls as the format has them."""
     texts = []
     for name, arguments in calls:
-        if layout.arguments == "json":
+        if known.arguments == "json":
             body = json.dumps(arguments)
-        elif layout.arguments == "gemma":
+        elif known.arguments == "gemma":
             values = {
-                key: f"{layout.quote}{value}{layout.quote}" if isinstance(value, str) else json.dumps(value)
+                key: f"{known.quote}{value}{known.quote}" if isinstance(value, str) else json.dumps(value)
                 for key, value in arguments.items()
             }
             body = "{" + ",".join(f"{key}:{value}" for key, value in values.items()) + "}"
-        elif layout.arguments == "pythonic":
+        elif known.arguments == "pythonic":
             body = ", ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items())
         else:
-            tags = layout.arguments
+            tags = known.arguments
             assert isinstance(tags, Tags)
             before, behind = tags.literal or ("", "")
             body = "".join(
@@ -92,5 +91,5 @@ def written(known: ToolFormat, *calls: tuple[str, dict]) -> str:
                 + tags.between * tags.exact
                 for key, value in arguments.items()
             )
-        texts.append(layout.head(name, len(texts)) + body + layout.end)
-    return layout.start + layout.between.join(texts) + layout.stop
+        texts.append(known.head(name, len(texts)) + body + known.end)
+    return known.start + known.between.join(texts) + known.stop
