@@ -156,8 +156,7 @@ class LLM(Inside, Controls):
         """
         from jaxllm.chat.answer import read_output  # these load jinja2, which prompts do without
         from jaxllm.chat.conversation import Conversation, Rendering, given_messages, given_tools
-        from jaxllm.chat.model import ChatModel
-        from jaxllm.chat.prompt import prepare_params
+        from jaxllm.chat.prompt import ChatModel, prepare_params
 
         self._streams.check_process()
         refuse_text(self.info.tasks)

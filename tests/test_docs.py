@@ -14,7 +14,7 @@ import pytest
 import yaml
 from pydantic.fields import FieldInfo
 
-from jaxllm.chat.constraint import EFFORT_BUDGETS
+from jaxllm.chat.conversation import EFFORT_BUDGETS
 from jaxllm.chat.formats import TOOL_FORMATS
 from jaxllm.cli.settings import sections
 from jaxllm.cli.vllm_flags import ALWAYS_SO, REFUSED

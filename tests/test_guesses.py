@@ -14,7 +14,7 @@ import pytest
 from jaxllm import LLM, SamplingParams
 from jaxllm.chat.conversation import Tool
 from jaxllm.chat.formats import TOOL_FORMATS
-from jaxllm.chat.grammar import tool_constraint
+from jaxllm.chat.constraint import tool_constraint
 from jaxllm.chat.events import OutputFormats
 from jaxllm.engine.features.drafts.ngrams import Guesses, ngram_drafts
 from jaxllm.engine.features.drafts.rules import NgramDrafts

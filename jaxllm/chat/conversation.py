@@ -13,8 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from jaxllm.chat.events import ToolFormat
 from jaxllm.errors import Field, InvalidRequestError
+from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.structured_outputs import StructuredOutputs
+from jaxllm.text.reasoning import ReasoningFormat
 from jaxllm.wording import shown
 
 MAX_PIECES = 8192
@@ -336,3 +339,120 @@ def naming(name: Callable[[Field], Field]) -> Iterator[None]:
 def renaming(names: Mapping[str, str]) -> Callable[[Field], Field]:
     """For `naming`: the same places under other names. A name with dots is several parts of a path."""
     return lambda place: Field(*(names.get(part, part) if isinstance(part, str) else part for part in place.path))
+
+
+_INSTRUCTIONS = """You can call functions. Each line describes one, with a JSON schema of its arguments:
+{functions}
+To call a function, answer with nothing but its name and arguments, written exactly like this:
+{example}
+When no function helps, answer the user in plain text."""
+"""For models whose template knows no tools, as in llama.cpp's generic format: any instructed model can write JSON that
+its prompt asks for."""
+
+
+def with_tools_as_text(
+    messages: Sequence[dict[str, Any]], tools: Sequence[Tool], tool_format: ToolFormat
+) -> list[dict[str, Any]]:
+    """The conversation with instructions for `tools` in its system message, or else in its first user message.
+
+    Calls become text of the assistant, results text of the user, so that roles alternate as templates want them.
+    """
+    plain: list[dict[str, Any]] = []
+    for message in messages:
+        role, text = message["role"], message["content"]
+        if role == "tool":
+            role, text = "user", f"Result of {message.get('name', 'the function')}: {text}"
+        elif "tool_calls" in message:
+            text = "\n".join(filter(None, (text, _calls_text(message["tool_calls"], tool_format))))
+        if plain and plain[-1]["role"] == role == "user":
+            plain[-1]["content"] += f"\n{text}"
+        else:
+            kept = {name: value for name, value in message.items() if name not in ("tool_calls", "tool_call_id")}
+            plain.append({**kept, "role": role, "content": text})
+    if not tools:
+        return plain
+    functions = "\n".join(json.dumps(tool.for_template()["function"], ensure_ascii=False) for tool in tools)
+    example = {"function": {"name": "function_name", "arguments": {"argument": "value"}}}
+    instructions = _INSTRUCTIONS.format(functions=functions, example=_calls_text([example], tool_format))
+    for message in plain:
+        if message["role"] == "system":
+            message["content"] += f"\n\n{instructions}"
+            return plain
+    for message in plain:
+        if message["role"] == "user":
+            message["content"] = f"{instructions}\n\n{message['content']}"
+            return plain
+    return [{"role": "user", "content": instructions}, *plain]
+
+
+def _calls_text(calls: Sequence[dict[str, Any]], tool_format: ToolFormat) -> str:
+    """Calls as a model of this format writes them."""
+    written = (
+        tool_format.head(call["function"]["name"], at)
+        + json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        + tool_format.end
+        for at, call in enumerate(calls)
+    )
+    return tool_format.start + tool_format.between.join(written) + tool_format.stop
+
+
+EFFORT_BUDGETS: dict[str, int | None] = {
+    "none": 0, "minimal": 512, "low": 2048, "medium": 8192, "high": 32768, "xhigh": None, "max": None,
+}  # fmt: skip
+"""Tokens of reasoning that an effort allows where the chat template knows no efforts; None is any number."""
+EFFORT_VARIABLE = "reasoning_effort"
+
+
+def thinking_fields(
+    conversation: Conversation,
+    reasoning: ReasoningFormat | None,
+    template: str,
+    asked: int | None,
+    *,
+    in_reasoning: bool,
+) -> dict[str, Any]:
+    """The fields of SamplingParams that bound an answer's reasoning.
+
+    `asked` is max_thinking_tokens, which only a model that marks its reasoning can honour; what a request says in other
+    ways leaves a model that does not alone. Raises InvalidRequestError of max_thinking_tokens.
+    """
+    if reasoning is None:
+        if asked is not None:
+            raise unmarked()
+        return {}
+    budget = _budget(conversation.rendering, template, asked, in_reasoning)
+    if budget is None:
+        return {}
+    markers = reasoning.markers(opened=in_reasoning, text_follows=not conversation.tools)
+    return {"max_thinking_tokens": budget, "thinking_markers": markers}
+
+
+def room_for_constraint(
+    params: SamplingParams, conversation: Conversation, reasoning: ReasoningFormat | None, *, in_reasoning: bool
+) -> SamplingParams:
+    """The same parameters; unbounded reasoning leaves half of max_tokens to an answer that must match something."""
+    outputs, asked = params.structured_outputs, conversation.structured_outputs
+    waits = outputs is not None and outputs.after is not None and (asked is None or asked.after is None)
+    free = asked is None and conversation.tool_choice == "auto"
+    if reasoning is None or not waits or free or params.allowed_token_ids is not None:
+        return params
+    if params.max_thinking_tokens is not None or params.max_tokens is None:
+        return params
+    markers = reasoning.markers(opened=in_reasoning, text_follows=bool(reasoning.answer))
+    return replace(params, max_thinking_tokens=params.max_tokens // 2, thinking_markers=markers)
+
+
+def unmarked() -> InvalidRequestError:
+    field = Field("max_thinking_tokens")
+    return InvalidRequestError(
+        [field, " needs a model that marks its reasoning; this one's chat template shows no marks"]
+    )
+
+
+def _budget(rendering: Rendering, template: str, asked: int | None, in_reasoning: bool) -> int | None:
+    if rendering.thinks is False and in_reasoning:
+        return 0  # the template does not know how not to think
+    told = rendering.thinking_budget if asked is None else asked
+    if told is not None or rendering.thinks is False or EFFORT_VARIABLE in template:
+        return told
+    return EFFORT_BUDGETS.get(rendering.effort or "")

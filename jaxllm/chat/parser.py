@@ -1,16 +1,30 @@
-"""One parser for whole answers and for streams."""
+"""One parser for whole answers and for streams, and the reader of all choices of an answer."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 
 from jaxllm.chat.channels import Functionary, Harmony, MessageReader, Muse
-from jaxllm.chat.conversation import Tool
-from jaxllm.chat.events import CallSyntax, CallWriter, Content, Event, OutputFormats, Reasoning, ToolArguments, ToolCall
+from jaxllm.chat.conversation import Conversation, Tool
+from jaxllm.chat.events import (
+    CallSyntax,
+    CallWriter,
+    Content,
+    Event,
+    OutputFormats,
+    ParsedOutput,
+    Reasoning,
+    ToolArguments,
+    ToolCall,
+    join_events,
+)
 from jaxllm.chat.source import WHITESPACE, MalformedError, Scan, Source, UnfinishedError
+from jaxllm.engine.messages import TokenDelta
+from jaxllm.requests.outputs import Logprob
 from jaxllm.text.reasoning import CITATION_END, FUNCTIONARY, HARMONY, MUSE, ReasoningFormat
 
 _MESSAGES: dict[str, type[MessageReader]] = {HARMONY: Harmony, MUSE: Muse, FUNCTIONARY: Functionary}
@@ -45,17 +59,16 @@ class OutputParser:
         self,
         formats: OutputFormats,
         *,
-        tools: Sequence[Tool] | None,
+        tools: Sequence[Tool],
         in_reasoning: bool,
-        parse_tools: bool,
         constrained_after: str = "",
     ):
         self._constrained_after = constrained_after
         self._in_reasoning = in_reasoning and formats.reasoning is not None
         self._source = Source()
         self._events: list[Event] = []
-        self._format = formats.tools if parse_tools and tools else None
-        schemas = {tool.name: tool.parameters or {} for tool in tools or ()}
+        self._format = formats.tools if tools else None
+        schemas = {tool.name: tool.parameters or {} for tool in tools}
         new_id = self._format.new_id if self._format else str
         self._writer = CallWriter(self._source, self._events, schemas, new_id, self._left)
         self._syntaxes = self._format.syntaxes if self._format else ()
@@ -70,7 +83,7 @@ class OutputParser:
         self._calls_seen = 0
         self._space: list[str] = []  # held back
         self._looked_through = 0  # up to this position of the source, for the second time
-        self._thoughts = _TrailingSpaceLeftOut(self._source, self._events)
+        self._thought_space = ""  # whitespace at the end of reasoning is no part of it
         self._messages: MessageReader | None = None
         if formats.channels:
             calls = self._format is not None
@@ -84,7 +97,7 @@ class OutputParser:
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether what comes next is reasoning."""
+        """Whether reasoning comes next."""
         return self._messages.in_analysis if self._messages else self._in_reasoning and not self._writer.count
 
     @property
@@ -164,7 +177,7 @@ class OutputParser:
         calls, closes = self._reasoning_ends(reasoning)
         stops = (*closes, *calls, *reasoning.around)
         try:
-            while (stop := (yield from source.copy_until(stops, self._thoughts))) not in closes:
+            while (stop := (yield from source.copy_until(stops, self._thought))) not in closes:
                 if stop in reasoning.around:
                     yield from self._mark(stop)
                     continue
@@ -266,9 +279,17 @@ class OutputParser:
     def _left(self, text: str) -> None:
         """Text that was read as calls or as a mark and is none."""
         if self._in_reasoning and not self._writer.count:
-            self._thoughts(text)
+            self._thought(text)
         else:
             self._content(text)
+
+    def _thought(self, text: str) -> None:
+        """Reasoning that has been read."""
+        self._source.kept.clear()
+        text = self._thought_space + text
+        body = text.rstrip(WHITESPACE)
+        self._thought_space = text[len(body) :]
+        self._events.append(Reasoning(body))
 
     def _note_calls(self) -> None:
         if self._writer.count > self._calls_seen:
@@ -327,24 +348,6 @@ class _Beginnings:
         return re.compile("|".join(map(re.escape, texts))) if texts else None
 
 
-class _TrailingSpaceLeftOut:
-    """Reasoning, whose whitespace at the end is not part of it."""
-
-    def __init__(self, source: Source, events: list[Event]):
-        self._source = source
-        self._events = events
-        self._space: list[str] = []
-
-    def __call__(self, text: str) -> None:
-        self._source.kept.clear()
-        body = text.rstrip(WHITESPACE)
-        if body:
-            self._events.append(Reasoning("".join(self._space) + body))
-            self._space.clear()
-        if len(body) < len(text):
-            self._space.append(text[len(body) :])
-
-
 def _comes_again(source: Source, marker: str) -> Scan[bool]:
     """Whether `marker`, which has been read, is next once more; models write some twice."""
     start = source.position
@@ -372,3 +375,63 @@ def _merged(events: Iterable[Event]) -> Iterable[Event]:
                 yield ToolArguments(index, "".join(map(attrgetter("text"), fragments)))
         elif text := "".join(map(attrgetter("text"), group)):
             yield kind(text)
+
+
+Step = Sequence[tuple[int, Logprob]]
+"""One token's candidates as the engine gives them: the chosen token first, then the most likely ones."""
+
+
+@dataclass
+class Piece:
+    """What one choice gained. `logprobs` and `token_ids` are of the tokens that came, whose text may still be held."""
+
+    index: int
+    events: list[Event]
+    logprobs: Sequence[Step]
+    token_ids: list[int]
+    finish_reason: str | None
+    """"tool_calls" where it called any."""
+    stop_reason: int | str | None
+
+
+class AnswerReader:
+    """Reads the choices of the answer to a conversation.
+
+    Attributes:
+        must_call: the answer is made of calls, whatever the model would rather say.
+        reasoning_tokens: of all choices, so far.
+    """
+
+    def __init__(self, conversation: Conversation, parsers: list[OutputParser | None]):
+        """One of `parsers` is for each choice."""
+        self.must_call = bool(conversation.tools) and conversation.tool_choice != "auto"
+        self.reasoning_tokens = 0
+        self._parallel_tool_calls = conversation.parallel_tool_calls
+        self._parsers = parsers
+
+    def parse(self, index: int, delta: TokenDelta) -> Piece:
+        """What a delta of one choice means; each delta is to be given once, in order."""
+        parser = self._parsers[index]
+        finish_reason = delta.finish_reason
+        if parser is None:
+            events: list[Event] = [Content(delta.text)] if delta.text else []
+        else:
+            in_reasoning = parser.in_reasoning
+            events = parser.feed(delta.text) if delta.text else []
+            if in_reasoning or parser.in_reasoning:
+                self.reasoning_tokens += len(delta.token_ids)
+            if finish_reason is not None:
+                held = parser.finish(cut=finish_reason == "length")
+                events += [event for event in held if not (self.must_call and isinstance(event, Content))]
+            if finish_reason == "stop" and parser.num_tool_calls:
+                finish_reason = "tool_calls"
+            if not self._parallel_tool_calls:
+                events = [
+                    event for event in events if not (isinstance(event, ToolCall | ToolArguments) and event.index)
+                ]
+        return Piece(index, events, delta.logprobs or (), delta.token_ids, finish_reason, delta.stop_reason)
+
+    def whole(self, index: int, deltas: Iterable[TokenDelta]) -> tuple[ParsedOutput, str | None]:
+        """All of one choice, and its finish reason."""
+        pieces = [self.parse(index, delta) for delta in deltas]
+        return join_events(event for piece in pieces for event in piece.events), pieces[-1].finish_reason

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from jaxllm.chat.answer import Step
+from jaxllm.chat.parser import Step
 from jaxllm.chat.prompt import AnswerSettings, Prompt
 from jaxllm.engine.doors.streams import Gain, Stream
 from jaxllm.engine.messages import EngineRequest, TokenDelta

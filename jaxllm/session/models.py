@@ -39,7 +39,7 @@ class EngineModel:
     """An engine of this process, asked as a chat request asks the server, without HTTP."""
 
     def __init__(self, engine: LLM | AsyncLLM, thread: LoopThread):
-        from jaxllm.chat.model import ChatModel
+        from jaxllm.chat.prompt import ChatModel
         from jaxllm.engine.doors.async_llm import AsyncLLM
 
         self._engine = engine if isinstance(engine, AsyncLLM) else engine.asynchronous()

@@ -36,7 +36,7 @@ TOOLS = [tool("get_weather", WEATHER), tool("get_time")]
 def parser(tools: str, reasoning: str = "", *, in_reasoning: bool = False, parse_tools: bool = True) -> OutputParser:
     reasoning = reasoning or ("auto" if tools in CHANNELS else "think")
     formats = detect_formats(None, tools, reasoning)
-    return OutputParser(formats, tools=TOOLS, in_reasoning=in_reasoning, parse_tools=parse_tools)
+    return OutputParser(formats, tools=TOOLS if parse_tools else [], in_reasoning=in_reasoning)
 
 
 def parse_pieces(fresh: OutputParser, pieces: Iterable[str]) -> ParsedOutput:

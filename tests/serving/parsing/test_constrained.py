@@ -30,9 +30,8 @@ def parsed(
     content, thought, calls = parse_every_way(
         lambda: OutputParser(
             OutputFormats(tools, reasoning),
-            tools=TOOLS if tools else None,
+            tools=TOOLS if tools else [],
             in_reasoning=opened,
-            parse_tools=bool(tools),
             constrained_after=after,
         ),
         text,

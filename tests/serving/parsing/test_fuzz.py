@@ -45,7 +45,7 @@ def splits(draw: st.DrawFn, text: str) -> list[str]:
 
 
 def fresh(chosen: OutputFormats, in_reasoning: bool = False, parse_tools: bool = True) -> OutputParser:
-    return OutputParser(chosen, tools=TOOLS, in_reasoning=in_reasoning, parse_tools=parse_tools)
+    return OutputParser(chosen, tools=TOOLS if parse_tools else [], in_reasoning=in_reasoning)
 
 
 @settings(max_examples=600, deadline=None)

@@ -13,7 +13,8 @@ import tokenizers
 from jaxllm.chat.conversation import NamedTool, Tool, ToolChoice
 from jaxllm.chat.events import ParsedOutput
 from jaxllm.chat.formats import TOOL_FORMATS, detect_formats
-from jaxllm.chat.grammar import special_tokens, tool_constraint
+from jaxllm.chat.constraint import tool_constraint
+from jaxllm.chat.prompt import grammar_tokens
 from jaxllm.chat.events import OutputFormats, Tags, ToolFormat
 from jaxllm.chat.parser import OutputParser
 from jaxllm.errors import InvalidRequestError
@@ -58,7 +59,7 @@ class Vocabulary:
 
 def _vocabulary(backend: tokenizers.Tokenizer) -> Vocabulary:
     masks = llguidance.LLTokenizer(backend.to_str(), n_vocab=backend.get_vocab_size(), eos_token=0)
-    return Vocabulary(backend, masks, special_tokens(backend))
+    return Vocabulary(backend, masks, grammar_tokens(backend))
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,7 @@ def _accepts(vocabulary: Vocabulary, outputs: StructuredOutputs | None, text: st
 
 
 def _parsed(known: ToolFormat, text: str, tools: list[Tool]) -> ParsedOutput:
-    return parse_whole(OutputParser(_formats(known), tools=tools, in_reasoning=False, parse_tools=True), text)
+    return parse_whole(OutputParser(_formats(known), tools=tools, in_reasoning=False), text)
 
 
 each_format = pytest.mark.parametrize("known", TOOL_FORMATS, ids=lambda known: known.name)
@@ -234,7 +235,7 @@ def test_calls_come_after_the_thought_that_the_prompt_has_opened(
         )  # fmt: skip
         assert _accepts(vocabularies[words], outputs, text) is opened
         assert _accepts(vocabularies[words], outputs, written(known, PARIS)) is not opened
-    parser = OutputParser(_formats(known), tools=TOOLS, in_reasoning=True, parse_tools=True)
+    parser = OutputParser(_formats(known), tools=TOOLS, in_reasoning=True)
     content, thought, calls = seen(parse_whole(parser, text))
     assert (content, thought, [json.loads(arguments) for _, arguments in calls]) == (None, "Hm.", [PARIS[1]])
 

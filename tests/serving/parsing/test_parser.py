@@ -240,7 +240,7 @@ def test_work_grows_with_the_text_and_no_faster(
         copied, calls = 0, 0
         text = (HOSTILE[hostile] * length)[:length]
         fresh = OutputParser(
-            detect_formats(None, format_name, "think"), tools=TOOLS, in_reasoning=False, parse_tools=True
+            detect_formats(None, format_name, "think"), tools=TOOLS, in_reasoning=False
         )
 
         def count(frame: object, event: str, argument: object) -> None:

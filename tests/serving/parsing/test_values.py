@@ -17,7 +17,7 @@ from tests.serving.parsing.splitting import parse_every_way, tool
 
 def read(name: str, text: str, known: Tool) -> tuple:
     formats = detect_formats(None, name, "none")
-    return parse_every_way(lambda: OutputParser(formats, tools=[known], in_reasoning=False, parse_tools=True), text)
+    return parse_every_way(lambda: OutputParser(formats, tools=[known], in_reasoning=False), text)
 
 
 LITERALS = (
