@@ -26,13 +26,11 @@ if TYPE_CHECKING:
         StorageFullError,
     )
     from jaxllm.llm import LLM, generate
-    from jaxllm.requests.adapters import LoRARequest
     from jaxllm.requests.logits_processors import LogitsState
-    from jaxllm.requests.outputs import RequestOutput
+    from jaxllm.requests.outputs import PoolingParams, RequestOutput
     from jaxllm.requests.sampling import SamplingParams
-    from jaxllm.requests.steering import Steer
+    from jaxllm.requests.steering import LoRARequest, Steer
     from jaxllm.requests.structured_outputs import StructuredOutputs
-    from jaxllm.requests.tasks import PoolingParams
     from jaxllm.session.session import ResponsesSession
 
     __version__: str
@@ -44,9 +42,9 @@ _HOMES = {
     "EngineConfig": "jaxllm.config",
     "SamplingParams": "jaxllm.requests.sampling",
     "BeamSearchParams": "jaxllm.engine.doors.beams",
-    "LoRARequest": "jaxllm.requests.adapters",
+    "LoRARequest": "jaxllm.requests.steering",
     "LogitsState": "jaxllm.requests.logits_processors",
-    "PoolingParams": "jaxllm.requests.tasks",
+    "PoolingParams": "jaxllm.requests.outputs",
     "Steer": "jaxllm.requests.steering",
     "StructuredOutputs": "jaxllm.requests.structured_outputs",
     "RequestOutput": "jaxllm.requests.outputs",

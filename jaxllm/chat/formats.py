@@ -4,10 +4,35 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
-from jaxllm.chat.events import OutputFormats, ToolFormat
-from jaxllm.chat.tool_formats import TOOL_FORMATS
+from jaxllm.chat.calls import (
+    action_calls,
+    either,
+    fenced_calls,
+    json_calls,
+    line_call,
+    marked,
+    mistral_calls,
+    named_objects,
+    prefixed_call,
+    sections,
+)
+from jaxllm.chat.channels import FUNCTIONARY_FORMAT, HARMONY_FORMAT, MUSE_FORMAT
+from jaxllm.chat.elements import MINICPM5, MINIMAX_M3, STEP3, invoked_calls
+from jaxllm.chat.events import CallSyntax, OutputFormats, Tags, ToolFormat, short_id
+from jaxllm.chat.notations import (
+    KIMI_K3,
+    SOLAR_OPEN,
+    SOLAR_OPEN2,
+    KeyedTags,
+    function_tag,
+    gemma_call,
+    keyed_call,
+    wrapped_function_tag,
+)
+from jaxllm.chat.pythonic import json_or_pythonic_calls, python_lines, pythonic_calls
 from jaxllm.errors import ConfigError
 from jaxllm.text.reasoning import REASONING_FORMATS, ReasoningFormat, template_reasoning
 
@@ -99,3 +124,349 @@ def _unknown(wanted: str, names: Sequence[str], aliases: Mapping[str, str]) -> s
     hint = f"; the nearest is {nearest}" if nearest in (*names, *aliases) else ""
     known = ", a format of vLLM's that jaxllm does not read" if wanted in UNREAD else ""
     return f"{known}; it must be one of {', '.join(names)}, or vLLM's name for one of them{hint}"
+
+
+_BARE_JSON = CallSyntax(partial(json_calls, bare=True), first="{[")
+_NAME_AND_ARGUMENTS = '{"name": "{name}", "arguments": '
+_NAME_AND_PARAMETERS = '{"name": "{name}", "parameters": '
+_TOOL_CALL = CallSyntax(partial(json_calls, close="</tool_call>"), "<tool_call>")
+_DEEPSEEK_MARKERS = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
+_KIMI_MARKERS = tuple(
+    f"<|tool_{part}|>"
+    for part in ("calls_section_begin", "call_begin", "call_argument_begin", "call_end", "calls_section_end")
+)
+_PLAMO = {
+    f"{end} {part}": f"<|plamo:{end}_{part}:plamo|>"
+    for part in ("tool_requests", "tool_request", "tool_name", "tool_arguments")
+    for end in ("begin", "end")
+}
+_PLAMO_NAME = _PLAMO["begin tool_request"] + _PLAMO["begin tool_name"]
+_PLAMO_ARGUMENTS = f"{_PLAMO['end tool_name']}{_PLAMO['begin tool_arguments']}<|plamo:constrain|>json<|plamo:msg|>"
+_PLAMO_ENDS = (_PLAMO["end tool_arguments"], _PLAMO["end tool_request"])
+
+
+def _deepseek(name: str, detect: tuple[str, ...], prefix: str, middle: str, end: str, between: str) -> ToolFormat:
+    begin, call, separator, call_end, stop = _DEEPSEEK_MARKERS
+    scan = partial(prefixed_call, prefix=prefix, middles=("```json", separator), closers=("```", call_end))
+    return ToolFormat(
+        name,
+        sections(begin, call, scan, stop),
+        f"{call}{prefix}{{name}}{middle}",
+        end + call_end,
+        start=begin,
+        between=between,
+        stop=stop,
+        detect=(detect,),
+        markers=_DEEPSEEK_MARKERS,
+    )
+
+
+def _gemma(name: str, open: str, close: str, quote: str) -> ToolFormat:
+    syntaxes = marked(partial(gemma_call, quote=quote, close=close), open)
+    markers = (open, close, quote)
+    return ToolFormat(name, syntaxes, f"{open}call:{{name}}", close, arguments="gemma", quote=quote, markers=markers)
+
+
+def _invoked(name: str, prefix: str, calls: str, *, typed: bool = False, alone: bool = True) -> ToolFormat:
+    """Calls as <invoke> tags within <`calls`>, or `alone`. If `typed`, each argument says if it is text or JSON."""
+    open, close = f"<{calls}>", f"</{calls}>"
+    parameter = f'<{prefix}parameter name="{{key}}"' + (' string="{string}">' if typed else ">")
+    scan = partial(invoked_calls, prefix=prefix, end=close)
+    parts = ((prefix, calls.removeprefix(prefix)),) if prefix and not prefix.endswith(" ") else ()
+    return ToolFormat(
+        name,
+        either(scan, open, f'<{prefix}invoke name="') if alone else marked(scan, open),
+        f'<{prefix}invoke name="{{name}}">\n',
+        f"</{prefix}invoke>\n",
+        start=f"{open}\n",
+        stop=close,
+        arguments=Tags((parameter,), f"</{prefix}parameter>"),
+        detect=((open,), *parts),
+        markers=(prefix.strip(),) if prefix else (open, close),
+    )
+
+
+def _function_tags(name: str, wrapper: str, *detect: str, lines: bool = True, verbatim: bool = False) -> ToolFormat:
+    """Calls as <function=…> tags within <`wrapper`>; values are written on `lines` of their own, or beside tags."""
+    open, close = f"<{wrapper}>", f"</{wrapper}>"
+    line = "\n" if lines else ""
+    ends = rf"{line and chr(92) + 'n'}<(\/function>|parameter=)"
+    tag = partial(function_tag, wrapper=wrapper, verbatim=verbatim)
+    wrapped = partial(wrapped_function_tag, wrapper=wrapper, verbatim=verbatim)
+    return ToolFormat(
+        name,
+        (*marked(wrapped, open), CallSyntax(tag, "<function=")),
+        f"{open}\n<function={{name}}>\n",
+        f"</function>\n{close}",
+        between="\n",
+        arguments=Tags((f"<parameter={{key}}>{line}",), f"{line}</parameter>", also_ends=ends, exact=True),
+        detect=(detect,),
+        markers=(open, close),
+    )
+
+
+def _keyed(name: str, form: str, separator: str, detect: tuple[str, ...] = (), variant_of: str = "") -> ToolFormat:
+    """Names and raw arguments between tags that are called as `form` says, in a section."""
+    tags = KeyedTags(form)
+    scan = partial(keyed_call, tags=tags, separator=separator, as_json=True)
+    start, call, stop = tags.open("tool_calls"), tags.open("tool_call"), tags.close("tool_calls")
+    key = f"{tags.open('arg_key')}{{key}}{tags.close('arg_key')}"
+    names = ("tool_calls", "tool_call", "arg_key", "arg_value")
+    markers = [mark for name in names for mark in (tags.open(name), tags.close(name))]
+    return ToolFormat(
+        name,
+        sections(start, call, scan, stop, part=True),
+        f"{call}{{name}}{separator}",
+        tags.close("tool_call"),
+        start=start,
+        between="\n",
+        stop=stop,
+        arguments=Tags((key, tags.open("arg_value")), tags.close("arg_value")),
+        detect=(detect,) if detect else (),
+        markers=tuple(filter(None, (separator, *markers))),
+        variant_of=variant_of,
+    )
+
+
+def _json_lines(name: str, open: str, close: str, call: str = _NAME_AND_ARGUMENTS) -> ToolFormat:
+    """Each call as JSON between two tags, on lines of its own."""
+    syntax = CallSyntax(partial(json_calls, close=close), open, ends_reasoning=bool(close))
+    markers = tuple(filter(None, (open, close)))
+    return ToolFormat(name, (syntax,), f"{open}\n{call}", f"}}\n{close}", between="\n", markers=markers)
+
+
+def _json_list(
+    name: str,
+    open: str,
+    close: str,
+    *others: CallSyntax,
+    call: str = _NAME_AND_ARGUMENTS,
+    detect: tuple[tuple[str, ...], ...] = (),
+) -> ToolFormat:
+    """A list of calls as JSON between two tags; they may also come in `others` ways."""
+    syntaxes = CallSyntax(partial(json_calls, close=close), open), *others
+    markers = tuple(filter(None, (open, close)))
+    return ToolFormat(
+        name, syntaxes, call, "}", start=f"{open}[", between=", ", stop=f"]{close}", detect=detect, markers=markers
+    )
+
+
+# The first whose strings the template has is the template's, so the more particular come first.
+TOOL_FORMATS: tuple[ToolFormat, ...] = (
+    _keyed("hy_v3", "{}", "<tool_sep>", ("<tool_calls>", "<tool_sep>")),
+    _keyed("hy_v3_opensource", "{}:opensource", "<tool_sep:opensource>", ("<tool_sep", ":opensource"), "hy_v3"),
+    _keyed("k2_horizon", "ifm|{}", ""),
+    STEP3,
+    MUSE_FORMAT,
+    FUNCTIONARY_FORMAT,
+    SOLAR_OPEN,
+    SOLAR_OPEN2,
+    MINICPM5,
+    ToolFormat(
+        "lfm2",
+        marked(partial(json_or_pythonic_calls, end="<|tool_call_end|>"), "<|tool_call_start|>"),
+        "{name}(",
+        ")",
+        start="<|tool_call_start|>[",
+        between=", ",
+        stop="]<|tool_call_end|>",
+        arguments="pythonic",
+        detect=(("<|tool_call_start|>",), ("<|tool_list_start|>",)),
+        markers=("<|tool_call_start|>", "<|tool_call_end|>"),
+    ),
+    ToolFormat(
+        "olmo3",
+        (CallSyntax(partial(python_lines, end="</function_calls>"), "<function_calls>"),),
+        "{name}(",
+        ")",
+        start="<function_calls>",
+        between="\n",
+        stop="</function_calls>",
+        arguments="pythonic",
+        markers=("<function_calls>", "</function_calls>"),
+    ),
+    ToolFormat(
+        "apertus",
+        marked(partial(named_objects, close="<|tools_suffix|>"), "<|tools_prefix|>"),
+        '{"{name}": ',
+        "}",
+        start="<|tools_prefix|>[",
+        between=", ",
+        stop="]<|tools_suffix|>",
+        markers=("<|tools_prefix|>", "<|tools_suffix|>"),
+    ),
+    KIMI_K3,
+    MINIMAX_M3,
+    _invoked("dots", "", "dots_function_call", alone=False),
+    ToolFormat(
+        "plamo3",
+        sections(
+            _PLAMO["begin tool_requests"],
+            _PLAMO_NAME,
+            partial(prefixed_call, middles=(_PLAMO_ARGUMENTS,), closers=_PLAMO_ENDS),
+            _PLAMO["end tool_requests"],
+        )[:1],
+        f"{_PLAMO_NAME}{{name}}{_PLAMO_ARGUMENTS}",
+        "".join(_PLAMO_ENDS),
+        start=_PLAMO["begin tool_requests"],
+        stop=_PLAMO["end tool_requests"],
+        markers=(*_PLAMO.values(), "<|plamo:constrain|>", "<|plamo:msg|>"),
+    ),
+    _json_lines("longcat", "<longcat_tool_call>", "</longcat_tool_call>"),
+    ToolFormat(
+        "internlm",
+        marked(partial(json_calls, close="<|action_end|>"), "<|action_start|><|plugin|>"),
+        f"<|action_start|><|plugin|>\n{_NAME_AND_PARAMETERS}",
+        "}\n<|action_end|>",
+        between="\n",
+        detect=(("<|action_start|>", "<|plugin|>"),),
+        markers=("<|action_start|>", "<|plugin|>", "<|action_end|>"),
+    ),
+    _json_lines("granite-20b-fc", "<function_call>", ""),
+    ToolFormat(
+        "gigachat3",
+        (CallSyntax(json_calls, "<|function_call|>"), CallSyntax(json_calls, "function call<|role_sep|>")),
+        f"<|function_call|>{_NAME_AND_ARGUMENTS}",
+        "}",
+        between="\n",
+        detect=(("<|function_call|>",), ("'function call'", "<|role_sep|>")),
+        markers=("<|function_call|>", "<|role_sep|>"),
+    ),
+    HARMONY_FORMAT,
+    _gemma("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>'),
+    _gemma("functiongemma", "<start_function_call>", "<end_function_call>", "<escape>"),
+    _invoked("deepseek_v32", "｜DSML｜", "｜DSML｜function_calls", typed=True),
+    _invoked("deepseek_v4", "｜DSML｜", "｜DSML｜tool_calls", typed=True),
+    _invoked("deepseek_v41", "｜DSML｜ ", "｜DSML｜ calls", typed=True),
+    _invoked("minimax_m2", "", "minimax:tool_call"),
+    _deepseek(
+        "deepseek_v3",
+        (_DEEPSEEK_MARKERS[0], "```json"),
+        prefix="function<｜tool▁sep｜>",
+        middle="\n```json\n",
+        end="\n```",
+        between="\n",
+    ),
+    _deepseek("deepseek_v31", _DEEPSEEK_MARKERS[:1], prefix="", middle="<｜tool▁sep｜>", end="", between=""),
+    ToolFormat(
+        "kimi_k2",
+        sections(
+            "<|tool_calls_section_begin|>",
+            "<|tool_call_begin|>",
+            partial(
+                prefixed_call,
+                prefix="functions.",
+                middles=("<|tool_call_argument_begin|>",),
+                closers=("<|tool_call_end|>",),
+                numbered=True,
+            ),
+            "<|tool_calls_section_end|>",
+        ),
+        "<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        start="<|tool_calls_section_begin|>",
+        stop="<|tool_calls_section_end|>",
+        markers=_KIMI_MARKERS,
+    ),
+    _json_list(
+        "cohere_command",
+        "<|START_ACTION|>",
+        "<|END_ACTION|>",
+        call='{"tool_call_id": "{index}", "tool_name": "{name}", "parameters": ',
+    ),
+    ToolFormat(
+        "command_r",
+        (CallSyntax(action_calls, "Action:"),),
+        '{"tool_name": "{name}", "parameters": ',
+        "}",
+        start="Action: ```json\n[",
+        between=", ",
+        stop="]\n```",
+        marked="Action: ```json\n[",
+        detect=(("Action:", "tool_name"),),
+    ),
+    ToolFormat(
+        "mistral",
+        (CallSyntax(mistral_calls, "[TOOL_CALLS]"),),
+        "[TOOL_CALLS]{name}[ARGS]",
+        detect=(("[TOOL_CALLS]", "[ARGS]"),),
+        markers=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+        new_id=short_id,
+    ),
+    ToolFormat(
+        "mistral_v3",
+        (CallSyntax(mistral_calls, "[TOOL_CALLS]"),),
+        _NAME_AND_ARGUMENTS,
+        "}",
+        start="[TOOL_CALLS] [",
+        between=", ",
+        stop="]",
+        markers=("[TOOL_CALLS]",),
+        new_id=short_id,
+    ),
+    ToolFormat(
+        "glm45",
+        marked(keyed_call, "<tool_call>"),
+        "<tool_call>{name}",
+        "</tool_call>",
+        between="\n",
+        arguments=Tags(("<arg_key>{key}</arg_key>", "<arg_value>"), "</arg_value>"),
+        detect=(("<arg_key>",),),
+        markers=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    _function_tags("seed_oss", "seed:tool_call", "<seed:tool_call>", lines=False),
+    _function_tags("mimo", "tool_call", "<function=", "<parameter=", "MiMo", lines=False, verbatim=True),
+    _function_tags("qwen3_coder", "tool_call", "<function=", "<parameter="),
+    ToolFormat("llama_function_tag", (CallSyntax(function_tag, "<function="),), "<function={name}>", "</function>"),
+    _json_list("nemotron", "<TOOLCALL>", "</TOOLCALL>"),
+    _json_list("jamba", "<tool_calls>", "</tool_calls>"),
+    _json_list("granite", "<|tool_call|>", "", _TOOL_CALL, detect=(("<|tool_call|>", "<|start_of_role|>"),)),
+    _json_lines("hermes", "<tool_call>", "</tool_call>"),
+    ToolFormat(
+        "llama3_json",
+        (CallSyntax(json_calls, "<|python_tag|>"), _BARE_JSON),
+        _NAME_AND_PARAMETERS,
+        "}",
+        between="; ",
+        detect=(("<|python_tag|>",), ('{"name": function name, "parameters"',)),
+        markers=("<|python_tag|>",),
+    ),
+    ToolFormat(
+        "llama4_pythonic",
+        (
+            CallSyntax(partial(pythonic_calls, end="<|python_end|>"), "<|python_start|>"),
+            CallSyntax(partial(pythonic_calls, end=""), first="["),
+        ),
+        "{name}(",
+        ")",
+        start="[",
+        between=", ",
+        stop="]",
+        arguments="pythonic",
+        detect=(("[func_name1(",), ("<|python_start|>",)),
+        markers=("<|python_start|>", "<|python_end|>"),
+    ),
+    _json_list("functools", "functools", ""),
+    _json_list(
+        "phi4_mini_json",
+        "<|tool_call|>",
+        "<|/tool_call|>",
+        CallSyntax(json_calls, "functools"),
+        detect=(("<|tool_call|>",), ("<|tool|>",)),
+    ),
+    ToolFormat("glm4", (CallSyntax(line_call),), "{name}\n", between="\n", detect=(("<|observation|>",), ("[gMASK]",))),
+    ToolFormat(
+        "json",
+        (CallSyntax(fenced_calls, "```"), _TOOL_CALL, _BARE_JSON),
+        _NAME_AND_ARGUMENTS,
+        "}",
+        between="\n",
+        detect=((),),
+    ),
+)

@@ -56,12 +56,7 @@ class OutputParser:
     """
 
     def __init__(
-        self,
-        formats: OutputFormats,
-        *,
-        tools: Sequence[Tool],
-        in_reasoning: bool,
-        constrained_after: str = "",
+        self, formats: OutputFormats, *, tools: Sequence[Tool], in_reasoning: bool, constrained_after: str = ""
     ):
         self._constrained_after = constrained_after
         self._in_reasoning = in_reasoning and formats.reasoning is not None
@@ -83,7 +78,7 @@ class OutputParser:
         self._calls_seen = 0
         self._space: list[str] = []  # held back
         self._looked_through = 0  # up to this position of the source, for the second time
-        self._thought_space = ""  # whitespace at the end of reasoning is no part of it
+        self._thought_space: list[str] = []  # whitespace at the end of reasoning is no part of it
         self._messages: MessageReader | None = None
         if formats.channels:
             calls = self._format is not None
@@ -286,10 +281,10 @@ class OutputParser:
     def _thought(self, text: str) -> None:
         """Reasoning that has been read."""
         self._source.kept.clear()
-        text = self._thought_space + text
-        body = text.rstrip(WHITESPACE)
-        self._thought_space = text[len(body) :]
-        self._events.append(Reasoning(body))
+        if body := text.rstrip(WHITESPACE):
+            self._events.append(Reasoning("".join(self._thought_space) + body))
+            self._thought_space.clear()
+        self._thought_space.append(text[len(body) :])
 
     def _note_calls(self) -> None:
         if self._writer.count > self._calls_seen:
@@ -426,9 +421,7 @@ class AnswerReader:
             if finish_reason == "stop" and parser.num_tool_calls:
                 finish_reason = "tool_calls"
             if not self._parallel_tool_calls:
-                events = [
-                    event for event in events if not (isinstance(event, ToolCall | ToolArguments) and event.index)
-                ]
+                events = [event for event in events if getattr(event, "index", 0) == 0]
         return Piece(index, events, delta.logprobs or (), delta.token_ids, finish_reason, delta.stop_reason)
 
     def whole(self, index: int, deltas: Iterable[TokenDelta]) -> tuple[ParsedOutput, str | None]:

@@ -22,7 +22,7 @@ from jaxllm.models.layers.rope import Angles, rope_angles
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.parallel import check_parallel
 from jaxllm.pallas_kernels import StepMetadata
-from jaxllm.requests.tasks import Pooling
+from jaxllm.requests.outputs import Pooling
 
 _HEAD_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "identity": lambda x: x, "tanh": jnp.tanh, **ACTIVATIONS

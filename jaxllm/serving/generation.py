@@ -14,8 +14,8 @@ from jaxllm.chat.prompt import AnswerSettings, Prompt
 from jaxllm.engine.doors.streams import Gain, Stream
 from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.errors import EngineDeadError, QueueFullError
-from jaxllm.requests.adapters import AdapterUse
 from jaxllm.requests.outputs import PromptScores, WeightVersionSpan, extend_versions
+from jaxllm.requests.steering import AdapterUse
 from jaxllm.serving.access.limits import Reservation
 from jaxllm.serving.access.usage import Used
 from jaxllm.serving.hand_over import HandedOn, HandOver, check_hand_over

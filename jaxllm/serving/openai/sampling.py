@@ -311,7 +311,7 @@ class GenerationRequest(SamplingFields, StructuredFields, KeepAliveFields):
         beams, sampling = None, self.sampling()
         if self.use_beam_search:
             beams = BeamSearchParams(
-                self.num_generated,
+                beam_width=self.num_generated,
                 length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
                 ignore_eos=bool(sampling.get("ignore_eos")),
                 early_stopping=bool(self.early_stopping),

@@ -6,9 +6,8 @@ import json
 from collections.abc import Callable, Iterable
 
 from jaxllm.chat.conversation import Tool
-from jaxllm.chat.events import ParsedOutput, join_events
+from jaxllm.chat.events import ParsedOutput, Tags, ToolFormat, join_events
 from jaxllm.chat.formats import detect_formats
-from jaxllm.chat.events import Tags, ToolFormat
 from jaxllm.chat.parser import OutputParser
 from jaxllm.text.reasoning import CHANNELS
 

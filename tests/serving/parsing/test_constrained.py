@@ -7,8 +7,8 @@ from itertools import product
 
 import pytest
 
-from jaxllm.chat.formats import TOOL_FORMATS
 from jaxllm.chat.events import OutputFormats, ToolFormat
+from jaxllm.chat.formats import TOOL_FORMATS
 from jaxllm.chat.parser import OutputParser
 from jaxllm.text.reasoning import CHANNELS, REASONING_FORMATS, ReasoningFormat
 from tests.serving.parsing.splitting import TOOLS, parse_every_way, written

@@ -7,8 +7,8 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.chat.formats import TOOL_FORMATS
 from jaxllm.chat.events import OutputFormats, ToolFormat
+from jaxllm.chat.formats import TOOL_FORMATS
 from jaxllm.chat.parser import OutputParser
 from jaxllm.text.reasoning import FUNCTIONARY, HARMONY, REASONING_FORMATS
 from tests.serving.parsing.splitting import TOOLS, parse_pieces, parse_whole, seen, written

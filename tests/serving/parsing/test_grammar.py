@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 import tokenizers
 
-from jaxllm.chat.conversation import NamedTool, Tool, ToolChoice
-from jaxllm.chat.events import ParsedOutput
-from jaxllm.chat.formats import TOOL_FORMATS, detect_formats
 from jaxllm.chat.constraint import tool_constraint
-from jaxllm.chat.prompt import grammar_tokens
-from jaxllm.chat.events import OutputFormats, Tags, ToolFormat
+from jaxllm.chat.conversation import NamedTool, Tool, ToolChoice
+from jaxllm.chat.events import OutputFormats, ParsedOutput, Tags, ToolFormat
+from jaxllm.chat.formats import TOOL_FORMATS, detect_formats
 from jaxllm.chat.parser import OutputParser
+from jaxllm.chat.prompt import grammar_tokens
 from jaxllm.errors import InvalidRequestError
-from jaxllm.requests.compiled_grammars import compile_grammar
-from jaxllm.requests.structured_outputs import StructuredOutputs
+from jaxllm.requests.structured_outputs import StructuredOutputs, compile_grammar
 from jaxllm.text.reasoning import REASONING_FORMATS
 from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm.weights.source import resolve_model

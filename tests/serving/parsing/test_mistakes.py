@@ -329,9 +329,7 @@ def test_a_values_closing_tag_is_missing_where_the_text_ends(name: str, text: st
 
 def test_where_max_tokens_cut_the_text_a_value_without_its_closing_tag_is_unfinished() -> None:
     text = '<invoke name="refund">\n<parameter name="order">A</invoke>'
-    parser = OutputParser(
-        detect_formats(None, "minimax_m2", "none"), tools=[REFUND], in_reasoning=False
-    )
+    parser = OutputParser(detect_formats(None, "minimax_m2", "none"), tools=[REFUND], in_reasoning=False)
     events = [*parser.feed(text), *parser.finish(cut=True)]
     assert seen(join_events(events)) == (None, None, [("refund", '{"order": "A')])
 

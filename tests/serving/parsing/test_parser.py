@@ -239,9 +239,7 @@ def test_work_grows_with_the_text_and_no_faster(
         nonlocal copied
         copied, calls = 0, 0
         text = (HOSTILE[hostile] * length)[:length]
-        fresh = OutputParser(
-            detect_formats(None, format_name, "think"), tools=TOOLS, in_reasoning=False
-        )
+        fresh = OutputParser(detect_formats(None, format_name, "think"), tools=TOOLS, in_reasoning=False)
 
         def count(frame: object, event: str, argument: object) -> None:
             nonlocal calls
