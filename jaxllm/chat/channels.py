@@ -1,4 +1,4 @@
-"""Answers made of messages with headers that say whom each is for: those of gpt-oss, functionary and Muse."""
+"""Answers of gpt-oss, functionary and Muse: messages with headers that say whom each is for."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class MessageReader(ABC):
         LATE_HEADERS: those of them that end text without a header too.
         ENDS: what ends a message, and is no part of it.
         TEXT_ENDS: those of them that end a message which is no call.
+        CUT_HEADER: a header that the answer's end has cut off, which is not shown.
         calls: messages for known tools are calls.
         also_ends: what ends a body besides, and belongs to the next message.
     """
@@ -32,6 +33,7 @@ class MessageReader(ABC):
     LATE_HEADERS: ClassVar[tuple[str, ...]] = ()
     ENDS: ClassVar[tuple[str, ...]]
     TEXT_ENDS: ClassVar[tuple[str, ...]]
+    CUT_HEADER: ClassVar[re.Pattern[str]]
 
     def __init__(self, source: Source, writer: CallWriter, events: list[Event], *, in_analysis: bool, calls: bool):
         self.in_analysis = in_analysis
@@ -47,10 +49,6 @@ class MessageReader(ABC):
     @abstractmethod
     def addressed(self, header: str) -> Scan[None]:
         """The body of a message whose header has been read."""
-
-    @abstractmethod
-    def is_cut_header(self, text: str) -> bool:
-        """Whether the answer's end has cut a header off, which nobody is shown."""
 
     def answer(self, constrained_after: str = "", openings: Sequence[str] = ()) -> Scan[None]:
         """The whole answer; it may begin inside the analysis, or behind `<|start|>assistant`.
@@ -81,7 +79,7 @@ class MessageReader(ABC):
         try:
             stop = yield from source.copy_until((MESSAGE, *self.TEXT_ENDS), header.append)
         except UnfinishedError:
-            if not self.is_cut_header("".join(header).strip()):
+            if not self.CUT_HEADER.fullmatch("".join(header).strip()):
                 self.say_kept()
             return
         if stop != MESSAGE:
@@ -143,9 +141,6 @@ class MessageReader(ABC):
 
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
-_CUT_HEADER = re.compile(
-    r"(<\|start\|>)?\w*( ?to=[^\s<]*)?(<\|channel\|>\w*)?( ?to=[^\s<]*)? ?(<\|constrain\|>\w*)?(<\|?\w*\|?)?"
-)
 _FUNCTIONS = "functions."
 _NOBODY = "assistant"
 """A recipient that is no function; one of this name is functions.assistant."""
@@ -163,9 +158,9 @@ class Harmony(MessageReader):
     LATE_HEADERS = ("<|channel|>",)
     ENDS = ("<|end|>", "<|return|>", "<|call|>")
     TEXT_ENDS = ENDS[:2]
-
-    def is_cut_header(self, text: str) -> bool:
-        return _CUT_HEADER.fullmatch(text) is not None
+    CUT_HEADER = re.compile(
+        r"(<\|start\|>)?\w*( ?to=[^\s<]*)?(<\|channel\|>\w*)?( ?to=[^\s<]*)? ?(<\|constrain\|>\w*)?(<\|?\w*\|?)?"
+    )
 
     def addressed(self, header: str) -> Scan[None]:
         channels, recipients = _CHANNEL.findall(header), _RECIPIENT.findall(header)
@@ -199,35 +194,30 @@ class Functionary(MessageReader):
     `>>>`, so the first message begins without it.
     """
 
-    HEADERS = ()
-    ENDS = ()
-    TEXT_ENDS = ()
+    HEADERS = ENDS = TEXT_ENDS = ()
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         names = (_EVERYBODY, *(self.writer.schemas if self.calls else ()))
-        self._headers = tuple(f"{name}\n" for name in names)
-        self._later_headers = tuple(SEPARATOR + header for header in self._headers)
-        self.also_ends = tuple(space + header for space in ("\n", "") for header in self._later_headers)
+        later_headers = [f"{SEPARATOR}{name}\n" for name in names]
+        self.also_ends = tuple(space + header for space in ("\n", "") for header in later_headers)
+        self._headers = (*later_headers, *(f"{name}\n" for name in names))
         self._first = True
-
-    def is_cut_header(self, text: str) -> bool:
-        headers = (*self._later_headers, *(self._headers if self._first else ()))
-        return any(header.startswith(text) for header in headers)
 
     def message(self) -> Scan[None]:
         source = self.source
         yield from source.skip_space()
-        header = yield from source.next_of((*self._later_headers, *(self._headers if self._first else ())))
+        headers = self._headers if self._first else self._headers[: len(self._headers) // 2]
+        header = yield from source.next_of(headers)
         rest = source.text[source.at :]
+        if not header and source.cut and any(header.startswith(rest) for header in headers):
+            source.take(len(rest))
+            return
+        self._first = False
         if header:
             source.take(len(header))
-            self._first = False
             yield from self.addressed(header)
-        elif source.cut and self.is_cut_header(rest):
-            source.take(len(rest))
         else:
-            self._first = False
             yield from self.body(Content)
 
     def addressed(self, header: str) -> Scan[None]:
@@ -243,9 +233,8 @@ class Functionary(MessageReader):
 
 
 ATEM = "atem:"
-"""What the names of the tags begin with."""
+"""The beginning of the tags' names."""
 ATEM_CALLS, ATEM_CALLS_END = f"<{ATEM}function_calls>", f"</{ATEM}function_calls>"
-_MUSE_CUT_HEADER = re.compile(r"(<\|start\|>)?\w*( ?to=[^\s<]*)?(<\|?\w*\|?)?")
 _KINDS = {"self": Reasoning, "user": Content, "commentary": Content, "developer": None}
 
 
@@ -260,15 +249,13 @@ class Muse(MessageReader):
     HEADERS = (START, MESSAGE, "to=")
     ENDS = ("<|eom|>", "<|eot|>")
     TEXT_ENDS = ENDS
+    CUT_HEADER = re.compile(r"(<\|start\|>)?\w*( ?to=[^\s<]*)?(<\|?\w*\|?)?")
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         tools = [form for name in self.writer.schemas for form in (name, f"{name}.{name}")]
         headers = [f"to={recipient}{MESSAGE}" for recipient in (*_KINDS, *tools)]
         self.also_ends += tuple(space + header for space in (" ", "") for header in headers)
-
-    def is_cut_header(self, text: str) -> bool:
-        return _MUSE_CUT_HEADER.fullmatch(text) is not None
 
     def addressed(self, header: str) -> Scan[None]:
         recipients = _RECIPIENT.findall(header)

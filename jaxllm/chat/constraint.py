@@ -137,7 +137,7 @@ def _needs_choice(answer: StructuredOutputs) -> InvalidRequestError:
     return InvalidRequestError([CONSTRAINT, problem])
 
 
-_Value = Callable[[str, int, Any, dict[str, Any], bool], str]
+_Value = Callable[[str, Any, dict[str, Any], bool], str]
 _MARKER = r"<\|[a-z]+\|>"
 """What may end a message, or begin another, in a thought that comes before calls."""
 _NUMBERS = {"{index}": ("INDEX", "/[0-9]{1,3}/"), "{id}": ("CALL_ID", "/[a-z0-9]{10}/")}
@@ -156,29 +156,26 @@ def tool_constraint(
     special_tokens: Mapping[str, int],
     in_reasoning: bool = False,
 ) -> StructuredOutputs | None:
-    """What makes the model call as asked, in the format of `formats`; OutputParser reads back whatever it allows.
+    """The grammar that makes the model call as asked, in the format of `formats`; OutputParser reads all it allows.
 
     `choice` is "required" for a call of any of `tools`, a NamedTool for one call of that one, and "auto" for the
     model's choice. With `parallel` it may make several calls, but one of a NamedTool. Arguments follow the tools'
     schemas; for a tool that isn't strict, keywords that llguidance does not enforce are ignored. "auto" is constrained
-    if some tool is strict and the format marks its calls: behind the mark the call must be valid; other tools'
-    arguments are any object.
-
-    In formats whose strings are not JSON, a string's enum, or its pattern and length, are enforced by text_limits.py.
+    if some tool is strict and the format marks its calls: after the mark the call must be valid; other tools' arguments
+    are any object. In formats whose strings are not JSON, `text_limits` enforces a string's pattern and length.
 
     `after` is where the constraint begins, such as "</think>"; `special_tokens` are the tokenizer's, with their ids;
-    `in_reasoning` tells that the prompt has opened the thought, where the layout has one.
+    `in_reasoning` tells that the prompt has opened the thought, where the format has one.
     None: nothing needs, or can be, enforced.
     """
     if formats.tools is None:
         return None
-    layout = formats.tools
-    after = None if layout.thought else after
-    writer = _Grammar(layout, special_tokens)
+    after = None if formats.tools.thought else after
+    writer = _Grammar(formats.tools, special_tokens)
     if choice == "auto":
-        if not layout.mark or not any(tool.strict for tool in tools):
+        if not formats.tools.mark or not any(tool.strict for tool in tools):
             return None
-        return StructuredOutputs(grammar=writer.auto(tools, formats, parallel), after=after)
+        return StructuredOutputs(grammar=writer.auto(tools, formats.reasoning, parallel), after=after)
     if isinstance(choice, NamedTool):
         tools, parallel = [tool for tool in tools if tool.name == choice.name], False
     grammar = writer.required(tools, parallel, leading_space=after is not None, in_reasoning=in_reasoning)
@@ -188,8 +185,8 @@ def tool_constraint(
 class _Grammar:
     """The rules of one grammar as they are collected."""
 
-    def __init__(self, layout: ToolFormat, special_tokens: Mapping[str, int]):
-        self._layout = layout
+    def __init__(self, tool_format: ToolFormat, special_tokens: Mapping[str, int]):
+        self._format = tool_format
         self._special = {text: f"<[{token_id}]>" for text, token_id in special_tokens.items()}
         texts = sorted(filter(None, self._special), key=len, reverse=True)
         self._split = re.compile("|".join(map(re.escape, texts))) if texts else None
@@ -197,37 +194,35 @@ class _Grammar:
 
     def required(self, tools: Sequence[Tool], parallel: bool, *, leading_space: bool, in_reasoning: bool) -> str:
         calls = self._calls(tools, lenient=True)
-        repeated = f" ({self._text(self._layout.between)} call)*" if parallel else ""
-        space = "SPACE? " if leading_space else ""
+        repeated = f" ({self._text(self._format.between)} call)*" if parallel else ""
+        before = ""
         if leading_space:
             self._rules["SPACE"] = r"/[ \n]{1,8}/"
-        self._rules["call"] = " | ".join(calls)
-        if self._layout.thought is not None:
-            open, close = self._layout.thought
+            before = "SPACE? "
+        self._rules["call"] = calls
+        if self._format.thought is not None:
+            open, close = self._format.thought
             thinking = self._raw_text("thinking", close, also_ends=_MARKER)
             self._rules["thought"] = thinking if in_reasoning else f"{self._text(open)} {thinking}"
-            space = "thought " if in_reasoning else "thought? "
-        return self._lark(f"{space}{self._text(self._layout.start)} call{repeated} {self._text(self._layout.stop)}")
+            before = "thought " if in_reasoning else "thought? "
+        return self._lark(f"{before}{self._text(self._format.start)} call{repeated} {self._text(self._format.stop)}")
 
-    def auto(self, tools: Sequence[Tool], formats: OutputFormats, parallel: bool) -> str:
-        """Free text; behind the mark a call, and behind that free text again."""
-        layout, mark = self._layout, self._layout.mark
-        parts = [f"({self._trigger(mark, formats)})"]
-        if layout.start:
-            self._rules["call"] = " | ".join(self._calls(tools, lenient=False))
-            parts += [self._text(layout.start.removeprefix(mark)), "call"]
-            parts += [f"({self._text(layout.between)} call)*"] if parallel else []
-            parts.append(self._text(layout.stop))
+    def auto(self, tools: Sequence[Tool], reasoning: ReasoningFormat | None, parallel: bool) -> str:
+        """Free text; after the mark a call, and then free text again."""
+        start, mark = self._format.start, self._format.mark
+        parts = [f"({self._trigger(mark, reasoning)})"]
+        self._rules["call"] = self._calls(tools, lenient=False, skip=0 if start else len(mark))
+        if start:
+            repeated = [f"({self._text(self._format.between)} call)*"] if parallel else []
+            parts += [self._text(start.removeprefix(mark)), "call", *repeated, self._text(self._format.stop)]
         else:
-            self._rules["call"] = " | ".join(self._calls(tools, lenient=False, skip=len(mark)))
             parts.append("call")
         self._rules["calls"] = " ".join(parts)
         return self._lark("calls* prose" if parallel else "calls | prose")
 
-    def _trigger(self, mark: str, formats: OutputFormats) -> str:
+    def _trigger(self, mark: str, known: ReasoningFormat | None) -> str:
         """Free text up to and with `mark`; reasoning's marks, with the special tokens in them, may be in it."""
         self._rules["TEXT"] = r"/(.|\n)*/"
-        known = formats.reasoning
         marks = (*known.opens, *known.closes, *known.around) if known and self._split else ()
         special = {self._text(text): None for text in marks if self._split and self._split.search(text)}
         others = f"({' | '.join(special)})"
@@ -242,19 +237,19 @@ class _Grammar:
         self._rules["BEFORE"] = rf"/(.|\n)*{re.escape(before)}/"
         return f"(TEXT {others})* BEFORE {rest}" if special else f"BEFORE {rest}"
 
-    def _calls(self, tools: Sequence[Tool], lenient: bool, skip: int = 0) -> list[str]:
-        """One alternative for each tool; `skip` leaves out that much of its beginning."""
+    def _calls(self, tools: Sequence[Tool], lenient: bool, skip: int = 0) -> str:
+        """A call, with an alternative for each tool; `skip` leaves out that much of its beginning."""
         alternatives = []
         for at, tool in enumerate(tools):
             parameters = _parameters(tool, any_object=not lenient and not tool.strict)
             head = self._head(tool.name, skip)
             arguments = self._arguments(f"f{at}", parameters, strict=tool.strict)
-            alternatives.append(f"{head} {arguments} {self._text(self._layout.end)}")
-        return alternatives
+            alternatives.append(f"{head} {arguments} {self._text(self._format.end)}")
+        return " | ".join(alternatives)
 
     def _head(self, name: str, skip: int) -> str:
         parts = []
-        for part in _PLACE.split(self._layout.call[skip:].replace("{name}", name)):
+        for part in _PLACE.split(self._format.call[skip:].replace("{name}", name)):
             if part in _NUMBERS:
                 rule, pattern = _NUMBERS[part]
                 self._rules[rule] = pattern
@@ -264,7 +259,7 @@ class _Grammar:
         return " ".join(filter(None, parts))
 
     def _arguments(self, rule: str, parameters: dict[str, Any], strict: bool) -> str:
-        match self._layout.arguments:
+        match self._format.arguments:
             case "json":
                 self._rules[rule] = _json_rule(parameters, strict)
                 return rule
@@ -295,8 +290,7 @@ class _Grammar:
 
     def _raw_value(self, rule: str, schema: Any, root: dict[str, Any], tags: Tags, strict: bool) -> str:
         if value_types(schema, root) != {"string"}:
-            self._rules[f"{rule}_json"] = _json_rule(_subschema(schema, root), strict)
-            return f"{rule}_json {self._text(tags.close)}"
+            return f"{self._json(rule, schema, root, strict)} {self._text(tags.close)}"
         schema = followed(schema, root)
         if tags.literal is not None:
             return self._text_or_literal(rule, schema, tags, tags.literal, strict)
@@ -312,7 +306,7 @@ class _Grammar:
         if values := _allowed_texts(schema):
             marked = {value for value in values if any(char in value for char in tags.markup)}
             texts = (f"{opening}{value}{closing}" if value in marked else value for value in values)
-            return f"({' | '.join(map(_quoted_even_empty, texts))}) {self._text(tags.close)}"
+            return f"({' | '.join(map(_json_text, texts))}) {self._text(tags.close)}"
         limits = text_limits(schema, strict)
         plain_text = self._raw_text(f"{rule}_text", tags.close, limits, also_ends=f"[{tags.markup}]")
         literal = f"{_quoted(opening)} {self._raw_text(f'{rule}_literal', closing, limits)} {self._text(tags.close)}"
@@ -353,7 +347,7 @@ class _Grammar:
         last = f"{rule}_{len(properties)}"
         self._rules[f"{last}_first"] = self._rules[f"{last}_more"] = _quoted(closes) or '""'
         for at, (key, schema) in reversed(list(enumerate(properties))):
-            self._rules[f"{rule}_{at}"] = f"{_quoted(key + colon)} {value(rule, at, schema, parameters, strict)}"
+            self._rules[f"{rule}_{at}"] = f"{_quoted(key + colon)} {value(f'{rule}_{at}', schema, parameters, strict)}"
             optional = key not in parameters.get("required", ())
             for position, before in (("first", ""), ("more", f"{_quoted(comma)} ")):
                 skipped = f" | {rule}_{at + 1}_{position}" if optional else ""
@@ -361,37 +355,39 @@ class _Grammar:
         self._rules[rule] = f"{_quoted(opens)} {rule}_0_first"
         return rule
 
-    def _pythonic_value(self, rule: str, at: int, schema: Any, root: dict[str, Any], strict: bool) -> str:
+    def _pythonic_value(self, rule: str, schema: Any, root: dict[str, Any], strict: bool) -> str:
         """As JSON, but for the words of Python that have others there; a string of JSON is one of Python."""
         types = value_types(schema, root)
         if types in ({"boolean"}, {"null"}):
             return '("True" | "False")' if types == {"boolean"} else '"None"'
-        self._rules[f"{rule}_{at}_json"] = _json_rule(_subschema(schema, root), strict)
-        return f"{rule}_{at}_json"
+        return self._json(rule, schema, root, strict)
 
-    def _gemma_value(self, rule: str, at: int, schema: Any, root: dict[str, Any], strict: bool) -> str:
+    def _gemma_value(self, rule: str, schema: Any, root: dict[str, Any], strict: bool) -> str:
         types = value_types(schema, root)
-        quote = self._text(self._layout.quote)
+        quote = self._text(self._format.quote)
         if types == {"string"}:
             schema = followed(schema, root)
             if choices := _choices(schema):
                 return f"{quote} ({choices}) {quote}"
             limits = text_limits(schema, strict)
-            return f"{quote} {self._raw_text(f'{rule}_{at}_text', self._layout.quote, limits)}"
+            return f"{quote} {self._raw_text(f'{rule}_text', self._format.quote, limits)}"
         if types and not types & {"object", "array", "string"}:
-            self._rules[f"{rule}_{at}_json"] = _json_rule(_subschema(schema, root), strict)
-            return f"{rule}_{at}_json"
-        self._any_gemma_value(quote)
-        kinds = [f"any_{kind}" for kind in ("object", "array") if kind in types]
-        return f"({' | '.join(kinds)})" if kinds and types <= {"object", "array"} else "any_value"
-
-    def _any_gemma_value(self, quote: str) -> None:
+            return self._json(rule, schema, root, strict)
         self._rules["any_value"] = "any_string | any_object | any_array | any_scalar"
-        self._rules["any_string"] = f"{quote} {self._raw_text('any_text', self._layout.quote)}"
+        self._rules["any_string"] = f"{quote} {self._raw_text('any_text', self._format.quote)}"
         self._rules["any_object"] = '"{" (any_member ("," any_member)*)? "}"'
         self._rules["any_member"] = '/[A-Za-z0-9_]+/ ":" any_value'
         self._rules["any_array"] = '"[" (any_value ("," any_value)*)? "]"'
         self._rules["any_scalar"] = _json_rule({"type": ["number", "boolean", "null"]}, strict=True)
+        kinds = [f"any_{kind}" for kind in ("object", "array") if kind in types]
+        return f"({' | '.join(kinds)})" if kinds and types <= {"object", "array"} else "any_value"
+
+    def _json(self, rule: str, schema: Any, root: dict[str, Any], strict: bool) -> str:
+        """A rule for JSON of a property's schema, with the definitions that its references mean."""
+        if isinstance(schema, dict):
+            schema = {**{key: root[key] for key in ("$defs", "definitions") if key in root}, **schema}
+        self._rules[f"{rule}_json"] = _json_rule(schema, strict)
+        return f"{rule}_json"
 
     def _text(self, text: str) -> str:
         """`text` as literals and special tokens."""
@@ -414,17 +410,16 @@ def part_type(types: set[str]) -> str:
     return next(iter(named)).replace("integer", "number") if len(named) == 1 else "object"
 
 
+_json_text = partial(json.dumps, ensure_ascii=False)
+
+
 def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False) if text else ""
-
-
-def _quoted_even_empty(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return _json_text(text) if text else ""
 
 
 def _choices(schema: dict[str, Any]) -> str:
     """A string's allowed values as alternatives; "" if any will do."""
-    return " | ".join(map(_quoted_even_empty, _allowed_texts(schema)))
+    return " | ".join(map(_json_text, _allowed_texts(schema)))
 
 
 def _allowed_texts(schema: dict[str, Any]) -> list[str]:
@@ -445,10 +440,3 @@ def _parameters(tool: Tool, any_object: bool) -> dict[str, Any]:
     if not tool.parameters:
         return _EMPTY_OBJECT
     return {"type": "object", **tool.parameters}
-
-
-def _subschema(schema: Any, root: dict[str, Any]) -> Any:
-    """A property's schema, with the definitions that its references mean."""
-    if not isinstance(schema, dict):
-        return schema
-    return {**{key: root[key] for key in ("$defs", "definitions") if key in root}, **schema}

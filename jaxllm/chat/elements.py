@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from xml.sax.saxutils import unescape
 
-from jaxllm.chat.calls import closing, either, sections, tool_name
+from jaxllm.chat.calls import closing, either, marked, sections, tool_name
 from jaxllm.chat.events import CallSyntax, CallWriter, Tags, ToolFormat
 from jaxllm.chat.source import Emit, MalformedError, Scan, Source, quoted_text
 from jaxllm.chat.values import (
@@ -277,3 +278,22 @@ MINIMAX_M3 = ToolFormat(
     detect=((MARK,),),
     markers=(MARK,),
 )
+
+
+def invoked(name: str, prefix: str, calls: str, *, typed: bool = False, alone: bool = True) -> ToolFormat:
+    """Calls as <invoke> tags within <`calls`>, or `alone`. If `typed`, each argument says if it is text or JSON."""
+    open, close = f"<{calls}>", f"</{calls}>"
+    parameter = f'<{prefix}parameter name="{{key}}"' + (' string="{string}">' if typed else ">")
+    scan = partial(invoked_calls, prefix=prefix, end=close)
+    parts = ((prefix, calls.removeprefix(prefix)),) if prefix and not prefix.endswith(" ") else ()
+    return ToolFormat(
+        name,
+        either(scan, open, f'<{prefix}invoke name="') if alone else marked(scan, open),
+        f'<{prefix}invoke name="{{name}}">\n',
+        f"</{prefix}invoke>\n",
+        start=f"{open}\n",
+        stop=close,
+        arguments=Tags((parameter,), f"</{prefix}parameter>"),
+        detect=((open,), *parts),
+        markers=(prefix.strip(),) if prefix else (open, close),
+    )

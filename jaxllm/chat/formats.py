@@ -9,7 +9,6 @@ from typing import TypeVar
 
 from jaxllm.chat.calls import (
     action_calls,
-    either,
     fenced_calls,
     json_calls,
     line_call,
@@ -20,17 +19,17 @@ from jaxllm.chat.calls import (
     sections,
 )
 from jaxllm.chat.channels import FUNCTIONARY_FORMAT, HARMONY_FORMAT, MUSE_FORMAT
-from jaxllm.chat.elements import MINICPM5, MINIMAX_M3, STEP3, invoked_calls
+from jaxllm.chat.elements import MINICPM5, MINIMAX_M3, STEP3, invoked
 from jaxllm.chat.events import CallSyntax, OutputFormats, Tags, ToolFormat, short_id
 from jaxllm.chat.notations import (
     KIMI_K3,
     SOLAR_OPEN,
     SOLAR_OPEN2,
-    KeyedTags,
     function_tag,
-    gemma_call,
+    function_tags,
+    gemma,
+    keyed,
     keyed_call,
-    wrapped_function_tag,
 )
 from jaxllm.chat.pythonic import json_or_pythonic_calls, python_lines, pythonic_calls
 from jaxllm.errors import ConfigError
@@ -167,73 +166,6 @@ def _deepseek(name: str, detect: tuple[str, ...], prefix: str, middle: str, end:
     )
 
 
-def _gemma(name: str, open: str, close: str, quote: str) -> ToolFormat:
-    syntaxes = marked(partial(gemma_call, quote=quote, close=close), open)
-    markers = (open, close, quote)
-    return ToolFormat(name, syntaxes, f"{open}call:{{name}}", close, arguments="gemma", quote=quote, markers=markers)
-
-
-def _invoked(name: str, prefix: str, calls: str, *, typed: bool = False, alone: bool = True) -> ToolFormat:
-    """Calls as <invoke> tags within <`calls`>, or `alone`. If `typed`, each argument says if it is text or JSON."""
-    open, close = f"<{calls}>", f"</{calls}>"
-    parameter = f'<{prefix}parameter name="{{key}}"' + (' string="{string}">' if typed else ">")
-    scan = partial(invoked_calls, prefix=prefix, end=close)
-    parts = ((prefix, calls.removeprefix(prefix)),) if prefix and not prefix.endswith(" ") else ()
-    return ToolFormat(
-        name,
-        either(scan, open, f'<{prefix}invoke name="') if alone else marked(scan, open),
-        f'<{prefix}invoke name="{{name}}">\n',
-        f"</{prefix}invoke>\n",
-        start=f"{open}\n",
-        stop=close,
-        arguments=Tags((parameter,), f"</{prefix}parameter>"),
-        detect=((open,), *parts),
-        markers=(prefix.strip(),) if prefix else (open, close),
-    )
-
-
-def _function_tags(name: str, wrapper: str, *detect: str, lines: bool = True, verbatim: bool = False) -> ToolFormat:
-    """Calls as <function=…> tags within <`wrapper`>; values are written on `lines` of their own, or beside tags."""
-    open, close = f"<{wrapper}>", f"</{wrapper}>"
-    line = "\n" if lines else ""
-    ends = rf"{line and chr(92) + 'n'}<(\/function>|parameter=)"
-    tag = partial(function_tag, wrapper=wrapper, verbatim=verbatim)
-    wrapped = partial(wrapped_function_tag, wrapper=wrapper, verbatim=verbatim)
-    return ToolFormat(
-        name,
-        (*marked(wrapped, open), CallSyntax(tag, "<function=")),
-        f"{open}\n<function={{name}}>\n",
-        f"</function>\n{close}",
-        between="\n",
-        arguments=Tags((f"<parameter={{key}}>{line}",), f"{line}</parameter>", also_ends=ends, exact=True),
-        detect=(detect,),
-        markers=(open, close),
-    )
-
-
-def _keyed(name: str, form: str, separator: str, detect: tuple[str, ...] = (), variant_of: str = "") -> ToolFormat:
-    """Names and raw arguments between tags that are called as `form` says, in a section."""
-    tags = KeyedTags(form)
-    scan = partial(keyed_call, tags=tags, separator=separator, as_json=True)
-    start, call, stop = tags.open("tool_calls"), tags.open("tool_call"), tags.close("tool_calls")
-    key = f"{tags.open('arg_key')}{{key}}{tags.close('arg_key')}"
-    names = ("tool_calls", "tool_call", "arg_key", "arg_value")
-    markers = [mark for name in names for mark in (tags.open(name), tags.close(name))]
-    return ToolFormat(
-        name,
-        sections(start, call, scan, stop, part=True),
-        f"{call}{{name}}{separator}",
-        tags.close("tool_call"),
-        start=start,
-        between="\n",
-        stop=stop,
-        arguments=Tags((key, tags.open("arg_value")), tags.close("arg_value")),
-        detect=(detect,) if detect else (),
-        markers=tuple(filter(None, (separator, *markers))),
-        variant_of=variant_of,
-    )
-
-
 def _json_lines(name: str, open: str, close: str, call: str = _NAME_AND_ARGUMENTS) -> ToolFormat:
     """Each call as JSON between two tags, on lines of its own."""
     syntax = CallSyntax(partial(json_calls, close=close), open, ends_reasoning=bool(close))
@@ -259,9 +191,9 @@ def _json_list(
 
 # The first whose strings the template has is the template's, so the more particular come first.
 TOOL_FORMATS: tuple[ToolFormat, ...] = (
-    _keyed("hy_v3", "{}", "<tool_sep>", ("<tool_calls>", "<tool_sep>")),
-    _keyed("hy_v3_opensource", "{}:opensource", "<tool_sep:opensource>", ("<tool_sep", ":opensource"), "hy_v3"),
-    _keyed("k2_horizon", "ifm|{}", ""),
+    keyed("hy_v3", "{}", "<tool_sep>", ("<tool_calls>", "<tool_sep>")),
+    keyed("hy_v3_opensource", "{}:opensource", "<tool_sep:opensource>", ("<tool_sep", ":opensource"), "hy_v3"),
+    keyed("k2_horizon", "ifm|{}", ""),
     STEP3,
     MUSE_FORMAT,
     FUNCTIONARY_FORMAT,
@@ -303,7 +235,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ),
     KIMI_K3,
     MINIMAX_M3,
-    _invoked("dots", "", "dots_function_call", alone=False),
+    invoked("dots", "", "dots_function_call", alone=False),
     ToolFormat(
         "plamo3",
         sections(
@@ -339,12 +271,12 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         markers=("<|function_call|>", "<|role_sep|>"),
     ),
     HARMONY_FORMAT,
-    _gemma("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>'),
-    _gemma("functiongemma", "<start_function_call>", "<end_function_call>", "<escape>"),
-    _invoked("deepseek_v32", "｜DSML｜", "｜DSML｜function_calls", typed=True),
-    _invoked("deepseek_v4", "｜DSML｜", "｜DSML｜tool_calls", typed=True),
-    _invoked("deepseek_v41", "｜DSML｜ ", "｜DSML｜ calls", typed=True),
-    _invoked("minimax_m2", "", "minimax:tool_call"),
+    gemma("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>'),
+    gemma("functiongemma", "<start_function_call>", "<end_function_call>", "<escape>"),
+    invoked("deepseek_v32", "｜DSML｜", "｜DSML｜function_calls", typed=True),
+    invoked("deepseek_v4", "｜DSML｜", "｜DSML｜tool_calls", typed=True),
+    invoked("deepseek_v41", "｜DSML｜ ", "｜DSML｜ calls", typed=True),
+    invoked("minimax_m2", "", "minimax:tool_call"),
     _deepseek(
         "deepseek_v3",
         (_DEEPSEEK_MARKERS[0], "```json"),
@@ -420,9 +352,9 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         detect=(("<arg_key>",),),
         markers=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
-    _function_tags("seed_oss", "seed:tool_call", "<seed:tool_call>", lines=False),
-    _function_tags("mimo", "tool_call", "<function=", "<parameter=", "MiMo", lines=False, verbatim=True),
-    _function_tags("qwen3_coder", "tool_call", "<function=", "<parameter="),
+    function_tags("seed_oss", "seed:tool_call", "<seed:tool_call>", lines=False),
+    function_tags("mimo", "tool_call", "<function=", "<parameter=", "MiMo", lines=False, verbatim=True),
+    function_tags("qwen3_coder", "tool_call", "<function=", "<parameter="),
     ToolFormat("llama_function_tag", (CallSyntax(function_tag, "<function="),), "<function={name}>", "</function>"),
     _json_list("nemotron", "<TOOLCALL>", "</TOOLCALL>"),
     _json_list("jamba", "<tool_calls>", "</tool_calls>"),

@@ -6,11 +6,11 @@ import re
 import secrets
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jaxllm.chat.calls import closing, json_arguments, json_calls, marked, named_arguments, sections, tool_name
-from jaxllm.chat.events import CallWriter, Tags, ToolFormat
+from jaxllm.chat.events import CallSyntax, CallWriter, Tags, ToolFormat
 from jaxllm.chat.source import MAX_DEPTH, MalformedError, Scan, Source, quoted_text
 from jaxllm.chat.values import (
     followed,
@@ -25,32 +25,25 @@ from jaxllm.chat.values import (
 _BARE = re.compile(r"[^,:{}\[\]]+")
 
 
-@dataclass(frozen=True)
-class KeyedTags:
-    """The names of a family's tags: `form` has {} where the plain name stands, as in "ifm|{}"."""
-
-    form: str
-
-    def open(self, name: str) -> str:
-        return f"<{self.form.format(name)}>"
-
-    def close(self, name: str) -> str:
-        return f"</{self.form.format(name)}>"
+def _open(form: str, name: str) -> str:
+    return f"<{form.format(name)}>"
 
 
-PLAIN_TAGS = KeyedTags("{}")
+def _close(form: str, name: str) -> str:
+    return f"</{form.format(name)}>"
 
 
 def keyed_call(
-    source: Source, writer: CallWriter, *, tags: KeyedTags = PLAIN_TAGS, separator: str = "", as_json: bool = False
+    source: Source, writer: CallWriter, *, form: str = "{}", separator: str = "", as_json: bool = False
 ) -> Scan[None]:
     """After <tool_call>: name, `separator`, keys and raw values between tags, </tool_call>; or JSON if `as_json`.
 
+    `form` is what the family calls its tags: it has {} where the plain name stands, as in "ifm|{}".
     <arg_key>key</arg_key><arg_value>raw value</arg_value>; a value's type may be between the two. </arg_value> may be
     missing where the text ends with </tool_call>.
     """
-    key_tag, value_tag, close = tags.open("arg_key"), tags.open("arg_value"), tags.close("tool_call")
-    type_tag, end = tags.open("arg_type"), tags.close("arg_value")
+    key_tag, value_tag, close = _open(form, "arg_key"), _open(form, "arg_value"), _close(form, "tool_call")
+    type_tag, end = _open(form, "arg_type"), _close(form, "arg_value")
     last = [before + close + after for before in ("", "\n") for after in ("", "\n")]
     yield from source.skip_space()
     if as_json and (yield from source.peek()) == "{":
@@ -63,11 +56,11 @@ def keyed_call(
         yield from source.literal(separator)
         yield from source.skip_space()
     while (yield from source.one_of((key_tag, close))) == key_tag:
-        key = (yield from source.text_until(tags.close("arg_key"))).strip()
+        key = (yield from source.text_until(_close(form, "arg_key"))).strip()
         yield from source.skip_space()
         types = parameter_types(writer, name, key)
         if (yield from source.one_of((value_tag, type_tag))) == type_tag:
-            stated = (yield from source.text_until(tags.close("arg_type"))).strip().lower()
+            stated = (yield from source.text_until(_close(form, "arg_type"))).strip().lower()
             types = types or value_types({"type": stated}, {})
             yield from source.skip_space()
             yield from source.expect(value_tag)
@@ -75,12 +68,39 @@ def keyed_call(
     writer.end()
 
 
-def function_tag(source: Source, writer: CallWriter, *, wrapper: str = "", verbatim: bool = False) -> Scan[None]:
+def keyed(name: str, form: str, separator: str, detect: tuple[str, ...] = (), variant_of: str = "") -> ToolFormat:
+    """Names and raw arguments between tags that are called as `form` says, in a section."""
+    scan = partial(keyed_call, form=form, separator=separator, as_json=True)
+    start, call, stop = _open(form, "tool_calls"), _open(form, "tool_call"), _close(form, "tool_calls")
+    key = f"{_open(form, 'arg_key')}{{key}}{_close(form, 'arg_key')}"
+    names = ("tool_calls", "tool_call", "arg_key", "arg_value")
+    markers = [mark for name in names for mark in (_open(form, name), _close(form, name))]
+    return ToolFormat(
+        name,
+        sections(start, call, scan, stop, part=True),
+        f"{call}{{name}}{separator}",
+        _close(form, "tool_call"),
+        start=start,
+        between="\n",
+        stop=stop,
+        arguments=Tags((key, _open(form, "arg_value")), _close(form, "arg_value")),
+        detect=(detect,) if detect else (),
+        markers=tuple(filter(None, (separator, *markers))),
+        variant_of=variant_of,
+    )
+
+
+def function_tag(
+    source: Source, writer: CallWriter, *, wrapper: str = "", wrapped: bool = False, verbatim: bool = False
+) -> Scan[None]:
     """After <function=: name>, then {…} or <parameter=key>raw value</parameter> …, then </function>, and </`wrapper`>.
 
-    A value is all the text between the tags if `verbatim`, as a string unless the schema says otherwise; else one on
-    lines of its own is without their newlines.
+    It is after <`wrapper`> if `wrapped`. A value is all the text between the tags if `verbatim`, as a string unless the
+    schema says otherwise; else one on lines of its own is without their newlines.
     """
+    if wrapped:
+        yield from source.skip_space()
+        yield from source.expect("<function=")
     name = yield from tool_name(source, writer)
     yield from source.expect(">")
     yield from source.skip_space()
@@ -91,13 +111,6 @@ def function_tag(source: Source, writer: CallWriter, *, wrapper: str = "", verba
         writer.begin(name)
         yield from _parameters(source, writer, name, ends, verbatim)
     yield from closing(source, writer, *ends)
-
-
-def wrapped_function_tag(source: Source, writer: CallWriter, *, wrapper: str, verbatim: bool = False) -> Scan[None]:
-    """After <`wrapper`>: function tags."""
-    yield from source.skip_space()
-    yield from source.expect("<function=")
-    yield from function_tag(source, writer, wrapper=wrapper, verbatim=verbatim)
 
 
 def _parameters(source: Source, writer: CallWriter, name: str, ends: Sequence[str], verbatim: bool) -> Scan[None]:
@@ -114,6 +127,24 @@ def _parameters(source: Source, writer: CallWriter, name: str, ends: Sequence[st
         types = parameter_types(writer, name, key) or ({"string"} if verbatim else set())
         yield from raw_argument(source, writer, key, types, stops)
     writer.end()
+
+
+def function_tags(name: str, wrapper: str, *detect: str, lines: bool = True, verbatim: bool = False) -> ToolFormat:
+    """Calls as <function=…> tags within <`wrapper`>; values are written on `lines` of their own, or beside tags."""
+    open, close = f"<{wrapper}>", f"</{wrapper}>"
+    line = "\n" if lines else ""
+    ends = rf"{line and chr(92) + 'n'}<(\/function>|parameter=)"
+    tag = partial(function_tag, wrapper=wrapper, verbatim=verbatim)
+    return ToolFormat(
+        name,
+        (*marked(partial(tag, wrapped=True), open), CallSyntax(tag, "<function=")),
+        f"{open}\n<function={{name}}>\n",
+        f"</function>\n{close}",
+        between="\n",
+        arguments=Tags((f"<parameter={{key}}>{line}",), f"{line}</parameter>", also_ends=ends, exact=True),
+        detect=(detect,),
+        markers=(open, close),
+    )
 
 
 def gemma_call(source: Source, writer: CallWriter, *, quote: str, close: str) -> Scan[None]:
@@ -183,6 +214,12 @@ def _bare(source: Source) -> Scan[str]:
     if not text:
         raise MalformedError
     return text
+
+
+def gemma(name: str, open: str, close: str, quote: str) -> ToolFormat:
+    syntaxes = marked(partial(gemma_call, quote=quote, close=close), open)
+    markers = (open, close, quote)
+    return ToolFormat(name, syntaxes, f"{open}call:{{name}}", close, arguments="gemma", quote=quote, markers=markers)
 
 
 XTML_SEP = "<|sep|>"
