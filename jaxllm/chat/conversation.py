@@ -1,4 +1,4 @@
-"""What is said to a model, whichever API it came through: messages, tools, and how they become a prompt.
+"""Messages, tools and how they become a prompt, whichever API they came through; and how long a model may think.
 
 Each API's room translates its own requests into these and names its own fields in the errors that they raise: a Field
 here is ("messages", 3, "call_id"), which a chat calls messages[3].tool_call_id, and a response input[3].call_id.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -31,13 +31,10 @@ ROLES = ("system", "user", "assistant", "tool")
 THINKING_VARIABLES = ("enable_thinking", "thinking")
 """The names by which templates know the switch: Qwen, GLM and SmolLM the first, DeepSeek and Granite the second."""
 
-EMPTY_PARAMETERS = {"type": "object", "properties": {}}
-"""Those of a function without any."""
-
-RESERVED_VARIABLES = frozenset({
+RESERVED_VARIABLES = {
     "add_generation_prompt", "chat_template", "continue_final_message", "documents", "messages", "self", "template",
     "tokenize", "tools",
-})  # fmt: skip
+}  # fmt: skip
 """Set by the server or by other fields, so chat_template_kwargs may not."""
 
 
@@ -55,7 +52,7 @@ class Tool:
 
     def for_template(self) -> dict[str, Any]:
         """As templates expect it, which write the function's parameters into the prompt."""
-        parameters = EMPTY_PARAMETERS if self.parameters is None else self.parameters
+        parameters = {"type": "object", "properties": {}} if self.parameters is None else self.parameters
         function = {"description": self.description or "", "parameters": parameters, "name": self.name}
         return {"type": "function", "function": function}
 
@@ -118,7 +115,6 @@ class Message:
     """A notebook's message, which the template gets as it is: it may have what only that template knows."""
 
     def for_template(self) -> dict[str, Any]:
-        """What a template sees."""
         if self.given is not None:
             return dict(self.given)
         message: dict[str, Any] = {"role": self.role, "content": self.text}
@@ -130,7 +126,7 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Rendering:
-    """How messages become the text of a prompt.
+    """Settings of turning messages into the text of a prompt.
 
     Attributes:
         chat_template: Jinja source, or the name of one of the checkpoint's templates, instead of the model's.
@@ -163,18 +159,6 @@ class Rendering:
         told = next((self.variables[name] for name in THINKING_VARIABLES if name in self.variables), None)
         return None if told is None else bool(told)
 
-    @property
-    def effort(self) -> str | None:
-        """How hard the template was told to let the model think."""
-        effort = self.variables.get("reasoning_effort")
-        return effort if isinstance(effort, str) else None
-
-    @property
-    def thinking_budget(self) -> int | None:
-        """How many tokens of reasoning the template was told of."""
-        budget = self.variables.get("thinking_budget")
-        return budget if isinstance(budget, int) and not isinstance(budget, bool) and budget >= 0 else None
-
     def with_defaults(self, variables: Mapping[str, Any]) -> Rendering:
         """The same with other variables where it has none; who says to think or not says it by any of its names."""
         said = set(self.variables)
@@ -185,17 +169,13 @@ class Rendering:
     def template_arguments(self, server_template: str | None) -> dict[str, Any]:
         """Keyword arguments of Tokenizer.chat_template_values."""
         documents = {"documents": self.documents} if self.documents is not None else {}
-        return {
-            "add_generation_prompt": self.opens_answer,
-            "continue_final_message": self.continues_last,
-            "chat_template": self.chat_template or server_template,
-            **self.variables,
-            **documents,
-        }
+        template = self.chat_template or server_template
+        fixed = {"add_generation_prompt": self.opens_answer, "continue_final_message": self.continues_last}
+        return {**fixed, "chat_template": template, **self.variables, **documents}
 
 
 def thinking_variables(thinks: bool | None, effort: str | None = None, budget: int | None = None) -> dict[str, Any]:
-    """What tells templates to think or not, how hard, and how long.
+    """The variables that tell templates to think or not, how hard, and how long.
 
     An effort alone turns thinking on, "none" turns it off.
     """
@@ -253,14 +233,11 @@ def given_messages(messages: Sequence[Any]) -> list[Message]:
 
 
 def _with_object(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = parse_arguments(function["arguments"], Field("arguments"))
-    except InvalidRequestError:
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
+    match call:
+        case {"function": {"arguments": str(text)} as function}:
+            with suppress(InvalidRequestError):
+                return {**call, "function": {**function, "arguments": parse_arguments(text, Field("arguments"))}}
+    return call
 
 
 def given_tools(tools: Sequence[Any], choice: Any = "auto") -> tuple[list[Tool], ToolChoice]:
@@ -387,12 +364,10 @@ def with_tools_as_text(
 
 def _calls_text(calls: Sequence[dict[str, Any]], tool_format: ToolFormat) -> str:
     """Calls as a model of this format writes them."""
-    written = (
-        tool_format.head(call["function"]["name"], at)
-        + json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        + tool_format.end
-        for at, call in enumerate(calls)
-    )
+    written = []
+    for at, function in enumerate(call["function"] for call in calls):
+        arguments = json.dumps(function["arguments"], ensure_ascii=False)
+        written.append(tool_format.head(function["name"], at) + arguments + tool_format.end)
     return tool_format.start + tool_format.between.join(written) + tool_format.stop
 
 
@@ -400,7 +375,6 @@ EFFORT_BUDGETS: dict[str, int | None] = {
     "none": 0, "minimal": 512, "low": 2048, "medium": 8192, "high": 32768, "xhigh": None, "max": None,
 }  # fmt: skip
 """Tokens of reasoning that an effort allows where the chat template knows no efforts; None is any number."""
-EFFORT_VARIABLE = "reasoning_effort"
 
 
 def thinking_fields(
@@ -413,18 +387,25 @@ def thinking_fields(
 ) -> dict[str, Any]:
     """The fields of SamplingParams that bound an answer's reasoning.
 
-    `asked` is max_thinking_tokens, which only a model that marks its reasoning can honour; what a request says in other
-    ways leaves a model that does not alone. Raises InvalidRequestError of max_thinking_tokens.
+    `asked` is max_thinking_tokens, which only a model that marks its reasoning can honour; other ways of asking have no
+    effect on a model that does not. Raises InvalidRequestError of max_thinking_tokens.
     """
     if reasoning is None:
         if asked is not None:
             raise unmarked()
         return {}
-    budget = _budget(conversation.rendering, template, asked, in_reasoning)
-    if budget is None:
+    thinks, variables = conversation.rendering.thinks, conversation.rendering.variables
+    effort, told = variables.get("reasoning_effort"), variables.get("thinking_budget")
+    if asked is None and isinstance(told, int) and not isinstance(told, bool) and told >= 0:
+        asked = told
+    if thinks is False and in_reasoning:
+        asked = 0  # the template does not know how not to think
+    elif asked is None and thinks is not False and "reasoning_effort" not in template and isinstance(effort, str):
+        asked = EFFORT_BUDGETS.get(effort)
+    if asked is None:
         return {}
     markers = reasoning.markers(opened=in_reasoning, text_follows=not conversation.tools)
-    return {"max_thinking_tokens": budget, "thinking_markers": markers}
+    return {"max_thinking_tokens": asked, "thinking_markers": markers}
 
 
 def room_for_constraint(
@@ -443,16 +424,5 @@ def room_for_constraint(
 
 
 def unmarked() -> InvalidRequestError:
-    field = Field("max_thinking_tokens")
-    return InvalidRequestError(
-        [field, " needs a model that marks its reasoning; this one's chat template shows no marks"]
-    )
-
-
-def _budget(rendering: Rendering, template: str, asked: int | None, in_reasoning: bool) -> int | None:
-    if rendering.thinks is False and in_reasoning:
-        return 0  # the template does not know how not to think
-    told = rendering.thinking_budget if asked is None else asked
-    if told is not None or rendering.thinks is False or EFFORT_VARIABLE in template:
-        return told
-    return EFFORT_BUDGETS.get(rendering.effort or "")
+    problem = " needs a model that marks its reasoning; this one's chat template shows no marks"
+    return InvalidRequestError([Field("max_thinking_tokens"), problem])
