@@ -72,7 +72,8 @@ def family_table() -> str:
 def tool_formats_table() -> str:
     rows = [("Name", "A call")]
     for tool_format in TOOL_FORMATS:
-        text = tool_format.start + tool_format.head("NAME") + "…" + tool_format.end + tool_format.stop
+        around = tool_format.written
+        text = around.start + tool_format.head("NAME") + "…" + around.end + around.stop
         rows.append((f"`{tool_format.name}`", verbatim(text)))
     return "".join(f"| {' | '.join(row)} |\n" for row in [rows[0], ("---", "---"), *rows[1:]])
 

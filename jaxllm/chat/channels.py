@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from jaxllm.chat.calls import closing, named_arguments
 from jaxllm.chat.elements import invoked_calls
-from jaxllm.chat.events import CallWriter, Content, Event, Reasoning, Tags, ToolFormat
+from jaxllm.chat.events import CallWriter, Content, Event, Reasoning, Tags, ToolFormat, Written
 from jaxllm.chat.source import MalformedError, Scan, Source, UnfinishedError
 from jaxllm.text.reasoning import FUNCTIONARY, HARMONY, HARMONY_TOKENS, MUSE, MUSE_TOKENS
 
@@ -280,21 +280,25 @@ class Muse(MessageReader):
 HARMONY_FORMAT = ToolFormat(
     HARMONY,
     (),
-    " to=functions.{name}<|channel|>commentary <|constrain|>json<|message|>",
-    between="<|call|><|start|>assistant",
+    Written(
+        "", " to=functions.{name}<|channel|>commentary <|constrain|>json<|message|>", "", "<|call|><|start|>assistant"
+    ),
     thought=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
     detect=(("<|channel|>analysis",),),
     markers=HARMONY_TOKENS,
 )
 FUNCTIONARY_FORMAT = ToolFormat(
-    FUNCTIONARY, (), "{name}\n", between=SEPARATOR, detect=((f"{SEPARATOR}all", f"{SEPARATOR}${{recipient}}"),)
+    FUNCTIONARY, (), Written("", "{name}\n", "", SEPARATOR), detect=((f"{SEPARATOR}all", f"{SEPARATOR}${{recipient}}"),)
 )
 MUSE_FORMAT = ToolFormat(
     MUSE,
     (),
-    f' to={{name}}<|message|>{ATEM_CALLS}\n<{ATEM}invoke name="{{name}}">\n',
-    f"</{ATEM}invoke>\n{ATEM_CALLS_END}",
-    between="<|eom|><|start|>assistant",
+    Written(
+        "",
+        f' to={{name}}<|message|>{ATEM_CALLS}\n<{ATEM}invoke name="{{name}}">\n',
+        f"</{ATEM}invoke>\n{ATEM_CALLS_END}",
+        "<|eom|><|start|>assistant",
+    ),
     thought=(" to=self<|message|>", "<|eom|><|start|>assistant"),
     arguments=Tags((f'<{ATEM}parameter name="{{key}}">',), f"</{ATEM}parameter>"),
     detect=((ATEM_CALLS,),),

@@ -187,6 +187,7 @@ class _Grammar:
 
     def __init__(self, tool_format: ToolFormat, special_tokens: Mapping[str, int]):
         self._format = tool_format
+        self._written = tool_format.written
         self._special = {text: f"<[{token_id}]>" for text, token_id in special_tokens.items()}
         texts = sorted(filter(None, self._special), key=len, reverse=True)
         self._split = re.compile("|".join(map(re.escape, texts))) if texts else None
@@ -194,7 +195,7 @@ class _Grammar:
 
     def required(self, tools: Sequence[Tool], parallel: bool, *, leading_space: bool, in_reasoning: bool) -> str:
         calls = self._calls(tools, lenient=True)
-        repeated = f" ({self._text(self._format.between)} call)*" if parallel else ""
+        repeated = f" ({self._text(self._written.between)} call)*" if parallel else ""
         before = ""
         if leading_space:
             self._rules["SPACE"] = r"/[ \n]{1,8}/"
@@ -205,16 +206,16 @@ class _Grammar:
             thinking = self._raw_text("thinking", close, also_ends=_MARKER)
             self._rules["thought"] = thinking if in_reasoning else f"{self._text(open)} {thinking}"
             before = "thought " if in_reasoning else "thought? "
-        return self._lark(f"{before}{self._text(self._format.start)} call{repeated} {self._text(self._format.stop)}")
+        return self._lark(f"{before}{self._text(self._written.start)} call{repeated} {self._text(self._written.stop)}")
 
     def auto(self, tools: Sequence[Tool], reasoning: ReasoningFormat | None, parallel: bool) -> str:
         """Free text; after the mark a call, and then free text again."""
-        start, mark = self._format.start, self._format.mark
+        start, mark = self._written.start, self._format.mark
         parts = [f"({self._trigger(mark, reasoning)})"]
         self._rules["call"] = self._calls(tools, lenient=False, skip=0 if start else len(mark))
         if start:
-            repeated = [f"({self._text(self._format.between)} call)*"] if parallel else []
-            parts += [self._text(start.removeprefix(mark)), "call", *repeated, self._text(self._format.stop)]
+            repeated = [f"({self._text(self._written.between)} call)*"] if parallel else []
+            parts += [self._text(start.removeprefix(mark)), "call", *repeated, self._text(self._written.stop)]
         else:
             parts.append("call")
         self._rules["calls"] = " ".join(parts)
@@ -244,12 +245,12 @@ class _Grammar:
             parameters = _parameters(tool, any_object=not lenient and not tool.strict)
             head = self._head(tool.name, skip)
             arguments = self._arguments(f"f{at}", parameters, strict=tool.strict)
-            alternatives.append(f"{head} {arguments} {self._text(self._format.end)}")
+            alternatives.append(f"{head} {arguments} {self._text(self._written.end)}")
         return " | ".join(alternatives)
 
     def _head(self, name: str, skip: int) -> str:
         parts = []
-        for part in _PLACE.split(self._format.call[skip:].replace("{name}", name)):
+        for part in _PLACE.split(self._written.call[skip:].replace("{name}", name)):
             if part in _NUMBERS:
                 rule, pattern = _NUMBERS[part]
                 self._rules[rule] = pattern

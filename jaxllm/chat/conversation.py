@@ -364,11 +364,12 @@ def with_tools_as_text(
 
 def _calls_text(calls: Sequence[dict[str, Any]], tool_format: ToolFormat) -> str:
     """Calls as a model of this format writes them."""
-    written = []
+    around = tool_format.written
+    calls_text = []
     for at, function in enumerate(call["function"] for call in calls):
         arguments = json.dumps(function["arguments"], ensure_ascii=False)
-        written.append(tool_format.head(function["name"], at) + arguments + tool_format.end)
-    return tool_format.start + tool_format.between.join(written) + tool_format.stop
+        calls_text.append(tool_format.head(function["name"], at) + arguments + around.end)
+    return around.start + around.between.join(calls_text) + around.stop
 
 
 EFFORT_BUDGETS: dict[str, int | None] = {

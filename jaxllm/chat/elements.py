@@ -9,7 +9,7 @@ from typing import Any
 from xml.sax.saxutils import unescape
 
 from jaxllm.chat.calls import closing, either, marked, sections, tool_name
-from jaxllm.chat.events import CallSyntax, CallWriter, Tags, ToolFormat
+from jaxllm.chat.events import CallSyntax, CallWriter, Tags, ToolFormat, Written
 from jaxllm.chat.source import Emit, MalformedError, Scan, Source, quoted_text
 from jaxllm.chat.values import (
     followed,
@@ -240,11 +240,13 @@ def _param_value(source: Source, types: set[str], write: Emit) -> Scan[None]:
 STEP3 = ToolFormat(
     "step3",
     either(step_calls, STEP_CALLS, STEP_CALL),
-    f'{STEP_CALL}function{STEP_SEPARATOR}<steptml:invoke name="{{name}}">\n',
-    f"</steptml:invoke>{STEP_CALL_END}",
-    start=STEP_CALLS,
-    between="\n",
-    stop=STEP_CALLS_END,
+    Written(
+        STEP_CALLS,
+        f'{STEP_CALL}function{STEP_SEPARATOR}<steptml:invoke name="{{name}}">\n',
+        f"</steptml:invoke>{STEP_CALL_END}",
+        "\n",
+        STEP_CALLS_END,
+    ),
     arguments=Tags(('<steptml:parameter name="{key}">',), "</steptml:parameter>"),
     detect=(("<steptml:",), (STEP_CALLS,)),
     markers=(STEP_CALLS, STEP_CALLS_END, STEP_CALL, STEP_CALL_END, STEP_SEPARATOR),
@@ -252,9 +254,7 @@ STEP3 = ToolFormat(
 MINICPM5 = ToolFormat(
     "minicpm5",
     tuple(CallSyntax(function_elements, FUNCTION + name, ends_reasoning=True) for name in NAMES),
-    f'{FUNCTION} name="{{name}}">',
-    FUNCTION_END,
-    between="\n",
+    Written("", f'{FUNCTION} name="{{name}}">', FUNCTION_END, "\n"),
     marked=f'{FUNCTION} name="',
     arguments=Tags(
         (f'{PARAM} name="{{key}}">',),
@@ -270,10 +270,7 @@ MINICPM5 = ToolFormat(
 MINIMAX_M3 = ToolFormat(
     "minimax_m3",
     sections(CALLS, INVOKE, element_call, CALLS_END),
-    f'{INVOKE}{{name}}">',
-    f"{INVOKE_END}\n",
-    start=f"{CALLS}\n",
-    stop=CALLS_END,
+    Written(f"{CALLS}\n", f'{INVOKE}{{name}}">', f"{INVOKE_END}\n", "", CALLS_END),
     arguments=Tags((f"{MARK}<{{key}}>",), f"{MARK}</{{key}}>", exact=True, between=""),
     detect=((MARK,),),
     markers=(MARK,),
@@ -289,10 +286,7 @@ def invoked(name: str, prefix: str, calls: str, *, typed: bool = False, alone: b
     return ToolFormat(
         name,
         either(scan, open, f'<{prefix}invoke name="') if alone else marked(scan, open),
-        f'<{prefix}invoke name="{{name}}">\n',
-        f"</{prefix}invoke>\n",
-        start=f"{open}\n",
-        stop=close,
+        Written(f"{open}\n", f'<{prefix}invoke name="{{name}}">\n', f"</{prefix}invoke>\n", "", close),
         arguments=Tags((parameter,), f"</{prefix}parameter>"),
         detect=((open,), *parts),
         markers=(prefix.strip(),) if prefix else (open, close),

@@ -6,7 +6,7 @@ import secrets
 import string
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -203,13 +203,24 @@ class Tags:
     markup: str = ""
 
 
+class Written(NamedTuple):
+    """The text around the arguments of calls: start call end [between call end]… stop.
+
+    `call` has {name} in it, {index} where calls are numbered, and {id} where the model names them itself.
+    """
+
+    start: str
+    call: str
+    end: str = ""
+    between: str = ""
+    stop: str = ""
+
+
 @dataclass(frozen=True)
 class ToolFormat:
-    """One format of tool calls, and how the model writes them: start call end [between call end]… stop.
+    """One format of tool calls.
 
     Attributes:
-        call: what comes before the arguments, with {name} in it, {index} where calls are numbered, and {id} where the
-            model names them itself.
         arguments: the notation of the arguments.
         quote: what stands around strings in Gemma's notation.
         thought: what opens and closes reasoning that may come before all this, where no text of its own sets it apart.
@@ -222,11 +233,7 @@ class ToolFormat:
 
     name: str
     syntaxes: tuple[CallSyntax, ...]
-    call: str
-    end: str = ""
-    start: str = ""
-    between: str = ""
-    stop: str = ""
+    written: Written
     arguments: Literal["json", "gemma", "pythonic"] | Tags = "json"
     quote: str = ""
     thought: tuple[str, str] | None = None
@@ -244,12 +251,12 @@ class ToolFormat:
     def mark(self) -> str:
         """The beginning of start + call that only calls have; "" if text may look alike."""
         marker = self.first_marker
-        return self.marked or (marker if (self.start + self.call).startswith(marker) else "")
+        return self.marked or (marker if (self.written.start + self.written.call).startswith(marker) else "")
 
     def head(self, name: str, index: int = 0) -> str:
         """What comes before the arguments of a call."""
-        written = self.call.replace("{index}", str(index)).replace("{id}", f"call{index:06}")
-        return written.replace("{name}", name)
+        call = self.written.call.replace("{index}", str(index)).replace("{id}", f"call{index:06}")
+        return call.replace("{name}", name)
 
     def is_spoken(self, template: str) -> bool:
         """Whether a chat template shows this format."""

@@ -20,7 +20,7 @@ from jaxllm.chat.calls import (
 )
 from jaxllm.chat.channels import FUNCTIONARY_FORMAT, HARMONY_FORMAT, MUSE_FORMAT
 from jaxllm.chat.elements import MINICPM5, MINIMAX_M3, STEP3, invoked
-from jaxllm.chat.events import CallSyntax, OutputFormats, Tags, ToolFormat, short_id
+from jaxllm.chat.events import CallSyntax, OutputFormats, Tags, ToolFormat, Written, short_id
 from jaxllm.chat.notations import (
     KIMI_K3,
     SOLAR_OPEN,
@@ -156,21 +156,19 @@ def _deepseek(name: str, detect: tuple[str, ...], prefix: str, middle: str, end:
     return ToolFormat(
         name,
         sections(begin, call, scan, stop),
-        f"{call}{prefix}{{name}}{middle}",
-        end + call_end,
-        start=begin,
-        between=between,
-        stop=stop,
+        Written(begin, f"{call}{prefix}{{name}}{middle}", end + call_end, between, stop),
         detect=(detect,),
         markers=_DEEPSEEK_MARKERS,
     )
 
 
-def _json_lines(name: str, open: str, close: str, call: str = _NAME_AND_ARGUMENTS) -> ToolFormat:
+def _json_lines(name: str, open: str, close: str) -> ToolFormat:
     """Each call as JSON between two tags, on lines of its own."""
     syntax = CallSyntax(partial(json_calls, close=close), open, ends_reasoning=bool(close))
     markers = tuple(filter(None, (open, close)))
-    return ToolFormat(name, (syntax,), f"{open}\n{call}", f"}}\n{close}", between="\n", markers=markers)
+    return ToolFormat(
+        name, (syntax,), Written("", f"{open}\n{_NAME_AND_ARGUMENTS}", f"}}\n{close}", "\n"), markers=markers
+    )
 
 
 def _json_list(
@@ -184,9 +182,7 @@ def _json_list(
     """A list of calls as JSON between two tags; they may also come in `others` ways."""
     syntaxes = CallSyntax(partial(json_calls, close=close), open), *others
     markers = tuple(filter(None, (open, close)))
-    return ToolFormat(
-        name, syntaxes, call, "}", start=f"{open}[", between=", ", stop=f"]{close}", detect=detect, markers=markers
-    )
+    return ToolFormat(name, syntaxes, Written(f"{open}[", call, "}", ", ", f"]{close}"), detect=detect, markers=markers)
 
 
 # The first whose strings the template has is the template's, so the more particular come first.
@@ -203,11 +199,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(
         "lfm2",
         marked(partial(json_or_pythonic_calls, end="<|tool_call_end|>"), "<|tool_call_start|>"),
-        "{name}(",
-        ")",
-        start="<|tool_call_start|>[",
-        between=", ",
-        stop="]<|tool_call_end|>",
+        Written("<|tool_call_start|>[", "{name}(", ")", ", ", "]<|tool_call_end|>"),
         arguments="pythonic",
         detect=(("<|tool_call_start|>",), ("<|tool_list_start|>",)),
         markers=("<|tool_call_start|>", "<|tool_call_end|>"),
@@ -215,22 +207,14 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(
         "olmo3",
         (CallSyntax(partial(python_lines, end="</function_calls>"), "<function_calls>"),),
-        "{name}(",
-        ")",
-        start="<function_calls>",
-        between="\n",
-        stop="</function_calls>",
+        Written("<function_calls>", "{name}(", ")", "\n", "</function_calls>"),
         arguments="pythonic",
         markers=("<function_calls>", "</function_calls>"),
     ),
     ToolFormat(
         "apertus",
         marked(partial(named_objects, close="<|tools_suffix|>"), "<|tools_prefix|>"),
-        '{"{name}": ',
-        "}",
-        start="<|tools_prefix|>[",
-        between=", ",
-        stop="]<|tools_suffix|>",
+        Written("<|tools_prefix|>[", '{"{name}": ', "}", ", ", "]<|tools_suffix|>"),
         markers=("<|tools_prefix|>", "<|tools_suffix|>"),
     ),
     KIMI_K3,
@@ -244,19 +228,20 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
             partial(prefixed_call, middles=(_PLAMO_ARGUMENTS,), closers=_PLAMO_ENDS),
             _PLAMO["end tool_requests"],
         )[:1],
-        f"{_PLAMO_NAME}{{name}}{_PLAMO_ARGUMENTS}",
-        "".join(_PLAMO_ENDS),
-        start=_PLAMO["begin tool_requests"],
-        stop=_PLAMO["end tool_requests"],
+        Written(
+            _PLAMO["begin tool_requests"],
+            f"{_PLAMO_NAME}{{name}}{_PLAMO_ARGUMENTS}",
+            "".join(_PLAMO_ENDS),
+            "",
+            _PLAMO["end tool_requests"],
+        ),
         markers=(*_PLAMO.values(), "<|plamo:constrain|>", "<|plamo:msg|>"),
     ),
     _json_lines("longcat", "<longcat_tool_call>", "</longcat_tool_call>"),
     ToolFormat(
         "internlm",
         marked(partial(json_calls, close="<|action_end|>"), "<|action_start|><|plugin|>"),
-        f"<|action_start|><|plugin|>\n{_NAME_AND_PARAMETERS}",
-        "}\n<|action_end|>",
-        between="\n",
+        Written("", f"<|action_start|><|plugin|>\n{_NAME_AND_PARAMETERS}", "}\n<|action_end|>", "\n"),
         detect=(("<|action_start|>", "<|plugin|>"),),
         markers=("<|action_start|>", "<|plugin|>", "<|action_end|>"),
     ),
@@ -264,9 +249,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(
         "gigachat3",
         (CallSyntax(json_calls, "<|function_call|>"), CallSyntax(json_calls, "function call<|role_sep|>")),
-        f"<|function_call|>{_NAME_AND_ARGUMENTS}",
-        "}",
-        between="\n",
+        Written("", f"<|function_call|>{_NAME_AND_ARGUMENTS}", "}", "\n"),
         detect=(("<|function_call|>",), ("'function call'", "<|role_sep|>")),
         markers=("<|function_call|>", "<|role_sep|>"),
     ),
@@ -300,10 +283,13 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
             ),
             "<|tool_calls_section_end|>",
         ),
-        "<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>",
-        "<|tool_call_end|>",
-        start="<|tool_calls_section_begin|>",
-        stop="<|tool_calls_section_end|>",
+        Written(
+            "<|tool_calls_section_begin|>",
+            "<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+            "",
+            "<|tool_calls_section_end|>",
+        ),
         markers=_KIMI_MARKERS,
     ),
     _json_list(
@@ -315,18 +301,14 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(
         "command_r",
         (CallSyntax(action_calls, "Action:"),),
-        '{"tool_name": "{name}", "parameters": ',
-        "}",
-        start="Action: ```json\n[",
-        between=", ",
-        stop="]\n```",
+        Written("Action: ```json\n[", '{"tool_name": "{name}", "parameters": ', "}", ", ", "]\n```"),
         marked="Action: ```json\n[",
         detect=(("Action:", "tool_name"),),
     ),
     ToolFormat(
         "mistral",
         (CallSyntax(mistral_calls, "[TOOL_CALLS]"),),
-        "[TOOL_CALLS]{name}[ARGS]",
+        Written("", "[TOOL_CALLS]{name}[ARGS]"),
         detect=(("[TOOL_CALLS]", "[ARGS]"),),
         markers=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
         new_id=short_id,
@@ -334,20 +316,14 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(
         "mistral_v3",
         (CallSyntax(mistral_calls, "[TOOL_CALLS]"),),
-        _NAME_AND_ARGUMENTS,
-        "}",
-        start="[TOOL_CALLS] [",
-        between=", ",
-        stop="]",
+        Written("[TOOL_CALLS] [", _NAME_AND_ARGUMENTS, "}", ", ", "]"),
         markers=("[TOOL_CALLS]",),
         new_id=short_id,
     ),
     ToolFormat(
         "glm45",
         marked(keyed_call, "<tool_call>"),
-        "<tool_call>{name}",
-        "</tool_call>",
-        between="\n",
+        Written("", "<tool_call>{name}", "</tool_call>", "\n"),
         arguments=Tags(("<arg_key>{key}</arg_key>", "<arg_value>"), "</arg_value>"),
         detect=(("<arg_key>",),),
         markers=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
@@ -355,7 +331,9 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     function_tags("seed_oss", "seed:tool_call", "<seed:tool_call>", lines=False),
     function_tags("mimo", "tool_call", "<function=", "<parameter=", "MiMo", lines=False, verbatim=True),
     function_tags("qwen3_coder", "tool_call", "<function=", "<parameter="),
-    ToolFormat("llama_function_tag", (CallSyntax(function_tag, "<function="),), "<function={name}>", "</function>"),
+    ToolFormat(
+        "llama_function_tag", (CallSyntax(function_tag, "<function="),), Written("", "<function={name}>", "</function>")
+    ),
     _json_list("nemotron", "<TOOLCALL>", "</TOOLCALL>"),
     _json_list("jamba", "<tool_calls>", "</tool_calls>"),
     _json_list("granite", "<|tool_call|>", "", _TOOL_CALL, detect=(("<|tool_call|>", "<|start_of_role|>"),)),
@@ -363,9 +341,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(
         "llama3_json",
         (CallSyntax(json_calls, "<|python_tag|>"), _BARE_JSON),
-        _NAME_AND_PARAMETERS,
-        "}",
-        between="; ",
+        Written("", _NAME_AND_PARAMETERS, "}", "; "),
         detect=(("<|python_tag|>",), ('{"name": function name, "parameters"',)),
         markers=("<|python_tag|>",),
     ),
@@ -375,11 +351,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
             CallSyntax(partial(pythonic_calls, end="<|python_end|>"), "<|python_start|>"),
             CallSyntax(partial(pythonic_calls, end=""), first="["),
         ),
-        "{name}(",
-        ")",
-        start="[",
-        between=", ",
-        stop="]",
+        Written("[", "{name}(", ")", ", ", "]"),
         arguments="pythonic",
         detect=(("[func_name1(",), ("<|python_start|>",)),
         markers=("<|python_start|>", "<|python_end|>"),
@@ -392,13 +364,13 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         CallSyntax(json_calls, "functools"),
         detect=(("<|tool_call|>",), ("<|tool|>",)),
     ),
-    ToolFormat("glm4", (CallSyntax(line_call),), "{name}\n", between="\n", detect=(("<|observation|>",), ("[gMASK]",))),
+    ToolFormat(
+        "glm4", (CallSyntax(line_call),), Written("", "{name}\n", "", "\n"), detect=(("<|observation|>",), ("[gMASK]",))
+    ),
     ToolFormat(
         "json",
         (CallSyntax(fenced_calls, "```"), _TOOL_CALL, _BARE_JSON),
-        _NAME_AND_ARGUMENTS,
-        "}",
-        between="\n",
+        Written("", _NAME_AND_ARGUMENTS, "}", "\n"),
         detect=((),),
     ),
 )

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from jaxllm.chat.calls import closing, json_arguments, json_calls, marked, named_arguments, sections, tool_name
-from jaxllm.chat.events import CallSyntax, CallWriter, Tags, ToolFormat
+from jaxllm.chat.events import CallSyntax, CallWriter, Tags, ToolFormat, Written
 from jaxllm.chat.source import MAX_DEPTH, MalformedError, Scan, Source, quoted_text
 from jaxllm.chat.values import (
     followed,
@@ -78,11 +78,7 @@ def keyed(name: str, form: str, separator: str, detect: tuple[str, ...] = (), va
     return ToolFormat(
         name,
         sections(start, call, scan, stop, part=True),
-        f"{call}{{name}}{separator}",
-        _close(form, "tool_call"),
-        start=start,
-        between="\n",
-        stop=stop,
+        Written(start, f"{call}{{name}}{separator}", _close(form, "tool_call"), "\n", stop),
         arguments=Tags((key, _open(form, "arg_value")), _close(form, "arg_value")),
         detect=(detect,) if detect else (),
         markers=tuple(filter(None, (separator, *markers))),
@@ -138,9 +134,7 @@ def function_tags(name: str, wrapper: str, *detect: str, lines: bool = True, ver
     return ToolFormat(
         name,
         (*marked(partial(tag, wrapped=True), open), CallSyntax(tag, "<function=")),
-        f"{open}\n<function={{name}}>\n",
-        f"</function>\n{close}",
-        between="\n",
+        Written("", f"{open}\n<function={{name}}>\n", f"</function>\n{close}", "\n"),
         arguments=Tags((f"<parameter={{key}}>{line}",), f"{line}</parameter>", also_ends=ends, exact=True),
         detect=(detect,),
         markers=(open, close),
@@ -219,7 +213,9 @@ def _bare(source: Source) -> Scan[str]:
 def gemma(name: str, open: str, close: str, quote: str) -> ToolFormat:
     syntaxes = marked(partial(gemma_call, quote=quote, close=close), open)
     markers = (open, close, quote)
-    return ToolFormat(name, syntaxes, f"{open}call:{{name}}", close, arguments="gemma", quote=quote, markers=markers)
+    return ToolFormat(
+        name, syntaxes, Written("", f"{open}call:{{name}}", close), arguments="gemma", quote=quote, markers=markers
+    )
 
 
 XTML_SEP = "<|sep|>"
@@ -305,9 +301,7 @@ def tagged_call(source: Source, writer: CallWriter) -> Scan[None]:
 SOLAR_OPEN = ToolFormat(
     "solar_open",
     sections(SOLAR_SECTION, SOLAR_CALL, identified_call, SOLAR_SECTION_END),
-    f"{SOLAR_CALL}{{id}}{SOLAR_NAME}{{name}}{SOLAR_ARGUMENTS}",
-    SOLAR_CALL_END,
-    start=SOLAR_SECTION,
+    Written(SOLAR_SECTION, f"{SOLAR_CALL}{{id}}{SOLAR_NAME}{{name}}{SOLAR_ARGUMENTS}", SOLAR_CALL_END),
     thought=("<|think|>", "<|end|><|begin|>assistant"),
     detect=((SOLAR_CALL,),),
     markers=(SOLAR_SECTION, SOLAR_SECTION_END, SOLAR_CALL, SOLAR_NAME, SOLAR_ARGUMENTS, SOLAR_CALL_END),
@@ -316,19 +310,14 @@ SOLAR_OPEN = ToolFormat(
 SOLAR_OPEN2 = ToolFormat(
     "solar_open2",
     marked(tagged_call, SOLAR_CALL_2),
-    f"{SOLAR_CALL_2}{{name}}\n",
-    SOLAR_CALL_2_END,
-    between="\n",
+    Written("", f"{SOLAR_CALL_2}{{name}}\n", SOLAR_CALL_2_END, "\n"),
     arguments=Tags((f"{SOLAR_ARGUMENT}{{key}}{SOLAR_VALUE}",), SOLAR_ARGUMENT_END),
     markers=(SOLAR_CALL_2, SOLAR_CALL_2_END, SOLAR_ARGUMENT, SOLAR_VALUE, SOLAR_ARGUMENT_END),
 )
 KIMI_K3 = ToolFormat(
     "kimi_k3",
     sections(XTML_TOOLS, XTML_CALL, xtml_call, XTML_TOOLS_END),
-    f'{XTML_CALL}{{name}}" index="{{index}}"{XTML_SEP}',
-    XTML_CALL_END,
-    start=XTML_TOOLS,
-    stop=XTML_TOOLS_END,
+    Written(XTML_TOOLS, f'{XTML_CALL}{{name}}" index="{{index}}"{XTML_SEP}', XTML_CALL_END, "", XTML_TOOLS_END),
     arguments=Tags((f'{XTML_ARGUMENT}{{key}}" type="{{type}}"{XTML_SEP}',), XTML_ARGUMENT_END, exact=True, between=""),
     detect=(("'<|open|>'", "'tools'"), (XTML_TOOLS,)),
     markers=("<|open|>", "<|close|>", XTML_SEP),

@@ -90,5 +90,5 @@ def written(known: ToolFormat, *calls: tuple[str, dict]) -> str:
                 + tags.between * tags.exact
                 for key, value in arguments.items()
             )
-        texts.append(known.head(name, len(texts)) + body + known.end)
-    return known.start + known.between.join(texts) + known.stop
+        texts.append(known.head(name, len(texts)) + body + known.written.end)
+    return known.written.start + known.written.between.join(texts) + known.written.stop

@@ -300,7 +300,7 @@ def test_markers_of_one_format_are_told_apart_at_once() -> None:
     for known in TOOL_FORMATS:
         markers = [syntax.marker for syntax in known.syntaxes if syntax.marker]
         assert not [pair for pair in permutations(markers, 2) if pair[0].startswith(pair[1])]
-        assert (known.start or known.call).startswith(known.mark)
+        assert (known.written.start or known.written.call).startswith(known.mark)
 
 
 @pytest.mark.parametrize(
