@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import tokenizers
 
@@ -28,7 +28,6 @@ from jaxllm.chat.parser import AnswerReader, OutputParser
 from jaxllm.engine.core.detokenizer import special_token_ids
 from jaxllm.engine.doors.beams import BeamSearchParams
 from jaxllm.engine.doors.limits import check_request, refuse_text
-from jaxllm.engine.messages import EngineInfo
 from jaxllm.errors import ContextLengthError, Field, InvalidRequestError
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.text.chat_template import in_format
@@ -43,19 +42,14 @@ MAX_KEPT_TEMPLATE = 64 * 1024
 """Characters of a template whose formats are remembered: a stranger's may have megabytes."""
 
 
-class Engine(Protocol):
-    """An LLM or an AsyncLLM."""
-
-    tokenizer: Tokenizer | None
-
-    @property
-    def info(self) -> EngineInfo: ...
+ContentFormat = Literal["auto", "string", "openai"]
 
 
 class ChatModel:
     """An engine that conversations are held with.
 
     Args:
+        engine: an LLM or an AsyncLLM.
         chat_template: instead of the checkpoint's.
         tool_call_parser, reasoning_parser: names of formats, "none", or "auto" for those that the template speaks.
         content_format: how the template is given contents: see `in_format`.
@@ -66,17 +60,17 @@ class ChatModel:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Any,
         *,
         chat_template: str | None = None,
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
-        content_format: Literal["auto", "string", "openai"] = "auto",
+        content_format: ContentFormat = "auto",
         variables: Mapping[str, Any] | None = None,
     ):
-        self.engine: Any = engine
+        self.engine = engine
         self.chat_template = chat_template
-        self.content_format: Literal["auto", "string", "openai"] = content_format
+        self.content_format: ContentFormat = content_format
         self.parsers = tool_call_parser, reasoning_parser
         self.variables = variables or {}
         with naming(lambda _: Field("default_chat_template_kwargs")):

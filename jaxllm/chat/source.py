@@ -326,30 +326,25 @@ def _string(source: Source, emit: Emit, decode: bool = False) -> Scan[None]:
     if not decode:
         emit(quote)
     high = ""  # of a surrogate pair, whose other half must follow
-    while True:
-        if plain := source.take_run(_PLAIN):
-            emit(_lone(high) + plain)
-            high = ""
-            continue
+    char = ""
+    while char != quote:
         char = yield from source.peek()
-        if char == "\\":
+        if plain := source.take_run(_PLAIN):
+            written = meant = plain
+        elif char == "\\":
             written, meant = yield from _escape(source)
-            if not decode:
-                emit(written)
-            elif "\ud800" <= meant <= "\udbff":
-                emit(_lone(high))
-                high = meant
-            else:
-                emit(_joined(high, meant))
-                high = ""
-        elif char == '"':
+        else:
             source.take(1)
-            emit(_lone(high) if decode else char)
-            return
-        elif char < " ":
-            source.take(1)
-            emit(_lone(high) + (char if decode else quoted_text(char)))
-            high = ""
+            written, meant = (char, "") if char == quote else (quoted_text(char), char)
+        if not decode:
+            emit(written)
+            continue
+        is_high, is_low = "\ud800" <= meant <= "\udbff", "\udc00" <= meant <= "\udfff"
+        if high and is_low:
+            emit((high + meant).encode("utf-16", "surrogatepass").decode("utf-16"))
+        else:
+            emit(("\ufffd" if high else "") + ("" if is_high else "\ufffd" if is_low else meant))
+        high = meant if is_high else ""
 
 
 def _escape(source: Source) -> Scan[tuple[str, str]]:
@@ -368,13 +363,3 @@ def _escape(source: Source) -> Scan[tuple[str, str]]:
         if not _HEX.fullmatch(digits.ljust(4, "0")):
             raise MalformedError
     return "\\u" + digits, chr(int(digits, 16))
-
-
-def _lone(high: str) -> str:
-    return "\ufffd" if high else ""
-
-
-def _joined(high: str, meant: str) -> str:
-    if not "\udc00" <= meant <= "\udfff":
-        return _lone(high) + meant
-    return (high + meant).encode("utf-16", "surrogatepass").decode("utf-16") if high else "\ufffd"
