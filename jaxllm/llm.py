@@ -32,14 +32,30 @@ from jaxllm.engine.doors.streams import Stream
 from jaxllm.engine.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
 from jaxllm.errors import InvalidRequestError
 from jaxllm.folders import in_home
-from jaxllm.requests.adapters import AdapterUse, LoRA, LoRARequest, adapter_uses
 from jaxllm.requests.captures import CaptureParams, CaptureRequest, read_capture
 from jaxllm.requests.logits_processors import read_processors
-from jaxllm.requests.outputs import EmbeddingOutput, EmbeddingRequestOutput, PooledOutput, RequestOutput, shape_vector
+from jaxllm.requests.outputs import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PooledOutput,
+    PoolingParams,
+    RequestOutput,
+    shape_vector,
+)
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.shown import TableList
-from jaxllm.requests.steering import Patch, Patches, Steer, Steers, patches_of, steers_of
-from jaxllm.requests.tasks import PoolingParams
+from jaxllm.requests.steering import (
+    AdapterUse,
+    LoRA,
+    LoRARequest,
+    Patch,
+    Patches,
+    Steer,
+    Steers,
+    adapter_uses,
+    patches_of,
+    steers_of,
+)
 from jaxllm.research.inside import Inside
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -153,8 +169,7 @@ class LLM(Inside, Controls):
         """
         from jaxllm.chat.answer import read_output  # these load jinja2, which prompts do without
         from jaxllm.chat.conversation import Conversation, Rendering, given_messages, given_tools
-        from jaxllm.chat.model import ChatModel
-        from jaxllm.chat.prompt import prepare_params
+        from jaxllm.chat.prompt import ChatModel, prepare_params
 
         self._streams.check_process()
         refuse_text(self.info.tasks)

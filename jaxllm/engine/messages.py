@@ -16,13 +16,11 @@ import msgspec
 import numpy as np
 
 from jaxllm.looking import What
-from jaxllm.requests.adapters import AdapterUse
 from jaxllm.requests.captures import CaptureParams, LayerShapes
 from jaxllm.requests.logits_processors import Declared
-from jaxllm.requests.outputs import PromptScores, RankedLogprobs
+from jaxllm.requests.outputs import ModelTasks, PoolingParams, PromptScores, RankedLogprobs
 from jaxllm.requests.sampling import MAX_LOGPROBS, SamplingDefaults, SamplingParams
-from jaxllm.requests.steering import Patching, Steering
-from jaxllm.requests.tasks import ModelTasks, PoolingParams
+from jaxllm.requests.steering import AdapterUse, Patching, Steering
 
 if TYPE_CHECKING:
     import jax

@@ -13,7 +13,7 @@ from jaxllm.models.layers.mlp import ACTIVATIONS, PerLayerConfig
 from jaxllm.models.layers.recurrent import ConvConfig, DeltaConfig, SSDConfig
 from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.requests.captures import LayerShapes
-from jaxllm.requests.tasks import Pooling
+from jaxllm.requests.outputs import Pooling
 from jaxllm.weights.fields import shown
 
 NormKind = Literal["rms", "layer", "layer_unbiased"]

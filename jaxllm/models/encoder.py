@@ -21,7 +21,7 @@ from jaxllm.models.layers.norm import LayerNorm, norm_of_kind
 from jaxllm.models.layers.rope import Angles, rope_angles
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import StepMetadata
-from jaxllm.requests.tasks import Pooling
+from jaxllm.requests.outputs import Pooling
 
 _HEAD_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "identity": lambda x: x, "tanh": jnp.tanh, **ACTIVATIONS

@@ -14,7 +14,7 @@ from jaxllm.errors import CheckpointError
 from jaxllm.models.config import HeadActivation, Projection
 from jaxllm.models.gguf import GgufFile
 from jaxllm.models.hf_fields import COUNT, LENGTH, SIZE, maybe
-from jaxllm.requests.tasks import Activation, ModelTasks, Pooling
+from jaxllm.requests.outputs import Activation, ModelTasks, Pooling
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import FLAG, OBJECT, TEXT, FieldKind, FieldKinds, check_fields, either, many, shown
 from jaxllm.weights.folder import SentenceModule, model_file, read_object, read_text, sentence_modules

@@ -16,7 +16,7 @@ from jaxllm.engine.scale.routing import added, counted
 from jaxllm.errors import CheckpointError, ConfigError, Field, InvalidRequestError, ModelNotFoundError
 from jaxllm.machine import return_freed_memory
 from jaxllm.progress import tell, watched_by
-from jaxllm.requests.adapters import AdapterUse
+from jaxllm.requests.steering import AdapterUse
 from jaxllm.serving.access.keys import Tenant
 from jaxllm.serving.access.limits import Meter
 from jaxllm.serving.adapters import LoadedAdapter, ModelAdapters, check_adapter

@@ -21,8 +21,8 @@ from jaxllm.engine.features.offload.tiers import PageTiers
 from jaxllm.engine.features.readout.scores import ScoresFeature
 from jaxllm.engine.features.states.states import StatesFeature
 from jaxllm.engine.messages import EngineRequest, EngineStats
-from jaxllm.requests.adapters import AdapterUse
 from jaxllm.requests.sampling import SamplingParams
+from jaxllm.requests.steering import AdapterUse
 from tests.engine.simulated_device import VOCAB, SimulatedOffload, SimulatedRunner, alone, salted
 
 

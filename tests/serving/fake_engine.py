@@ -44,10 +44,9 @@ from jaxllm.engine.messages import (
     UpdateWeights,
 )
 from jaxllm.errors import CheckpointError, EngineDeadError
-from jaxllm.requests.adapters import AdapterUse
-from jaxllm.requests.outputs import Logprob, PromptScores
+from jaxllm.requests.outputs import Logprob, ModelTasks, PoolingParams, PromptScores
 from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
-from jaxllm.requests.tasks import ModelTasks, PoolingParams
+from jaxllm.requests.steering import AdapterUse
 from jaxllm.serving.loadable import LoadableModel
 from jaxllm.text.tokenizer import Tokenizer
 

@@ -28,11 +28,10 @@ from jaxllm.engine.messages import (
     MemoryRoom,
 )
 from jaxllm.errors import CheckpointError, ConfigError, EngineDeadError
-from jaxllm.requests.adapters import AdapterUse, LoRA, adapter_uses
 from jaxllm.requests.logits_processors import LogitsProcessor, read_processors
-from jaxllm.requests.outputs import PooledOutput, RequestOutput
+from jaxllm.requests.outputs import PooledOutput, PoolingParams, RequestOutput
 from jaxllm.requests.sampling import SamplingParams
-from jaxllm.requests.tasks import PoolingParams
+from jaxllm.requests.steering import AdapterUse, LoRA, adapter_uses
 from jaxllm.sharding.clusters import settled
 from jaxllm.text.tokenizer import Tokenizer
 

@@ -14,13 +14,14 @@ from jaxllm.engine.features.grammar.thinking_budget import closing_tokens
 from jaxllm.engine.messages import EngineInfo, EngineRequest, TokenDelta
 from jaxllm.errors import Field, InvalidRequestError, JaxLLMError
 from jaxllm.requests.captures import CaptureParams, CapturesInProgress
-from jaxllm.requests.compiled_grammars import compile_grammar
 from jaxllm.requests.logits_processors import check_chosen
 from jaxllm.requests.outputs import (
     MAX_ENTRIES,
     CompletionOutput,
     Logprob,
+    ModelTasks,
     PooledOutput,
+    PoolingParams,
     RankedLogprobs,
     RequestMetrics,
     RequestOutput,
@@ -29,7 +30,7 @@ from jaxllm.requests.outputs import (
     of_vocabulary,
 )
 from jaxllm.requests.sampling import MAX_LOGPROBS, SamplingParams, ThinkingMarkers
-from jaxllm.requests.tasks import ModelTasks, PoolingParams
+from jaxllm.requests.structured_outputs import compile_grammar
 from jaxllm.text.reasoning import prompt_markers, template_reasoning
 from jaxllm.text.spellings import check_bad_words
 from jaxllm.text.tokenizer import Tokenizer
@@ -239,7 +240,8 @@ def check_request(
     for name in ("stop", "bad_words", "structured_outputs"):
         if getattr(params, name) and tokenizer is None:
             raise InvalidRequestError(f"{name} needs a tokenizer, but skip_tokenizer_init is on", param=name)
-    check_chosen(info.logits_processors, params.chosen_processors)
+    if params.processes_logits:
+        check_chosen(info.logits_processors, params.chosen_processors)
     _check_logprobs(info.max_logprobs, params)
     _check_vocabularies(info, len(ids), params)
     if params.structured_outputs is not None:

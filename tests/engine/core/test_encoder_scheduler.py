@@ -9,7 +9,7 @@ from jaxllm.engine.core.encoder import EncoderScheduler
 from jaxllm.engine.core.pages import PagePool
 from jaxllm.engine.core.request import Request, Status
 from jaxllm.engine.messages import EngineRequest
-from jaxllm.requests.tasks import PoolingParams
+from jaxllm.requests.outputs import PoolingParams
 
 SEQS, TOKENS = 4, 32
 

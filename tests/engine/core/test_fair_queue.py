@@ -10,8 +10,8 @@ from jaxllm.engine.core.fair_queue import FairQueue, RecentGroups, divided, give
 from jaxllm.engine.core.pages import PagePool
 from jaxllm.engine.core.request import Request, Status
 from jaxllm.engine.messages import EngineRequest
+from jaxllm.requests.outputs import PoolingParams
 from jaxllm.requests.sampling import SamplingParams
-from jaxllm.requests.tasks import PoolingParams
 from tests.engine.scheduler_driver import Driver
 
 FLOOD, QUIET = "flood", "quiet"

@@ -25,7 +25,7 @@ from jaxllm.engine.features.adapters.store import AdapterPlaces, AdapterStore, c
 from jaxllm.engine.messages import EngineRequest, EngineStats
 from jaxllm.models.registry import AdaptedModel
 from jaxllm.pallas_kernels import StepMetadata
-from jaxllm.requests.adapters import AdapterUse
+from jaxllm.requests.steering import AdapterUse
 
 PUT_TABLES, PUT_SCALES = Key("put", 0, frozenset({"adapters"})), Key("put", 0, frozenset({"scales"}))
 

@@ -30,7 +30,7 @@ from jaxllm.engine.core.slots import Slots
 from jaxllm.engine.core.step import StepFunctions
 from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.pallas_kernels import StepMetadata
-from jaxllm.requests.tasks import MAX_TOKEN_IDS, PoolingParams
+from jaxllm.requests.outputs import MAX_TOKEN_IDS, PoolingParams
 
 SUMS = Key("read", 0, frozenset({"sums"}))
 

@@ -1,4 +1,4 @@
-"""Answers made of messages with headers that say whom each is for: those of gpt-oss, functionary and Muse."""
+"""Answers of gpt-oss, functionary and Muse: messages with headers that say whom each is for."""
 
 from __future__ import annotations
 
@@ -7,20 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from jaxllm.chat.parsing.calls import closing, named_arguments
-from jaxllm.chat.parsing.elements import invoked_calls
-from jaxllm.chat.parsing.events import CallWriter, Content, Event, Reasoning
-from jaxllm.chat.parsing.source import (
-    MalformedError,
-    Scan,
-    Source,
-    UnfinishedError,
-    any_left,
-    copy_until,
-    literal,
-    next_of,
-    skip_space,
-)
+from jaxllm.chat.calls import closing, named_arguments
+from jaxllm.chat.elements import invoked_calls
+from jaxllm.chat.events import CallWriter, Content, Event, Reasoning, Tags, ToolFormat, Written
+from jaxllm.chat.source import MalformedError, Scan, Source, UnfinishedError
+from jaxllm.text.reasoning import FUNCTIONARY, HARMONY, HARMONY_TOKENS, MUSE, MUSE_TOKENS
 
 MESSAGE, START = "<|message|>", "<|start|>"
 
@@ -33,6 +24,7 @@ class MessageReader(ABC):
         LATE_HEADERS: those of them that end text without a header too.
         ENDS: what ends a message, and is no part of it.
         TEXT_ENDS: those of them that end a message which is no call.
+        CUT_HEADER: a header that the answer's end has cut off, which is not shown.
         calls: messages for known tools are calls.
         also_ends: what ends a body besides, and belongs to the next message.
     """
@@ -41,6 +33,7 @@ class MessageReader(ABC):
     LATE_HEADERS: ClassVar[tuple[str, ...]] = ()
     ENDS: ClassVar[tuple[str, ...]]
     TEXT_ENDS: ClassVar[tuple[str, ...]]
+    CUT_HEADER: ClassVar[re.Pattern[str]]
 
     def __init__(self, source: Source, writer: CallWriter, events: list[Event], *, in_analysis: bool, calls: bool):
         self.in_analysis = in_analysis
@@ -57,40 +50,36 @@ class MessageReader(ABC):
     def addressed(self, header: str) -> Scan[None]:
         """The body of a message whose header has been read."""
 
-    @abstractmethod
-    def is_cut_header(self, text: str) -> bool:
-        """Whether the answer's end has cut a header off, which nobody is shown."""
-
     def answer(self, constrained_after: str = "", openings: Sequence[str] = ()) -> Scan[None]:
         """The whole answer; it may begin inside the analysis, or behind `<|start|>assistant`.
 
         If it does, or with one of `openings`, all messages before `constrained_after`, the end of a header, are
         reasoning.
         """
-        if constrained_after and (self.in_analysis or (yield from next_of(self.source, openings))):
+        if constrained_after and (self.in_analysis or (yield from self.source.next_of(openings))):
             self._constrained_after = constrained_after
             self.also_ends += (constrained_after,)
         if self.in_analysis:
             yield from self.body(Reasoning)
-        while (yield from any_left(self.source)):
+        while (yield from self.source.any_left()):
             self.source.kept.clear()
             yield from self.message()
 
     def message(self) -> Scan[None]:
         """A message, or text that has no header: content. Markers in the wrong place are content too."""
         source = self.source
-        yield from skip_space(source)
-        if end := (yield from next_of(source, self.ENDS)):
+        yield from source.skip_space()
+        if end := (yield from source.next_of(self.ENDS)):
             source.take(len(end))
             return
-        if not (yield from next_of(source, self.HEADERS)):
+        if not (yield from source.next_of(self.HEADERS)):
             yield from self.body(Content, self.LATE_HEADERS)
             return
         header: list[str] = []
         try:
-            stop = yield from copy_until(source, (MESSAGE, *self.TEXT_ENDS), header.append)
+            stop = yield from source.copy_until((MESSAGE, *self.TEXT_ENDS), header.append)
         except UnfinishedError:
-            if not self.is_cut_header("".join(header).strip()):
+            if not self.CUT_HEADER.fullmatch("".join(header).strip()):
                 self.say_kept()
             return
         if stop != MESSAGE:
@@ -106,7 +95,7 @@ class MessageReader(ABC):
         source, writer = self.source, self.writer
         before = writer.count
         try:
-            yield from skip_space(source)
+            yield from source.skip_space()
             yield from scan
             yield from closing(source, writer, *self.ENDS)
             source.kept.clear()
@@ -128,7 +117,7 @@ class MessageReader(ABC):
         self._say(kind, "".join(source.kept))
         try:
             ends = (*self.TEXT_ENDS, *self.also_ends, *more_ends)
-            stop = yield from copy_until(source, ends, lambda text: self._say(kind, text))
+            stop = yield from source.copy_until(ends, lambda text: self._say(kind, text))
             if stop in self.TEXT_ENDS:
                 source.take(len(stop))
         except UnfinishedError:
@@ -152,9 +141,6 @@ class MessageReader(ABC):
 
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
-_CUT_HEADER = re.compile(
-    r"(<\|start\|>)?\w*( ?to=[^\s<]*)?(<\|channel\|>\w*)?( ?to=[^\s<]*)? ?(<\|constrain\|>\w*)?(<\|?\w*\|?)?"
-)
 _FUNCTIONS = "functions."
 _NOBODY = "assistant"
 """A recipient that is no function; one of this name is functions.assistant."""
@@ -172,9 +158,9 @@ class Harmony(MessageReader):
     LATE_HEADERS = ("<|channel|>",)
     ENDS = ("<|end|>", "<|return|>", "<|call|>")
     TEXT_ENDS = ENDS[:2]
-
-    def is_cut_header(self, text: str) -> bool:
-        return _CUT_HEADER.fullmatch(text) is not None
+    CUT_HEADER = re.compile(
+        r"(<\|start\|>)?\w*( ?to=[^\s<]*)?(<\|channel\|>\w*)?( ?to=[^\s<]*)? ?(<\|constrain\|>\w*)?(<\|?\w*\|?)?"
+    )
 
     def addressed(self, header: str) -> Scan[None]:
         channels, recipients = _CHANNEL.findall(header), _RECIPIENT.findall(header)
@@ -190,7 +176,7 @@ class Harmony(MessageReader):
 
     def _arguments(self, name: str) -> Scan[None]:
         source, writer = self.source, self.writer
-        if not (yield from any_left(source)) and not source.cut:  # <|call|> ended the answer
+        if not (yield from source.any_left()) and not source.cut:  # <|call|> ended the answer
             writer.begin(name)
             writer.end()
         else:
@@ -208,35 +194,30 @@ class Functionary(MessageReader):
     `>>>`, so the first message begins without it.
     """
 
-    HEADERS = ()
-    ENDS = ()
-    TEXT_ENDS = ()
+    HEADERS = ENDS = TEXT_ENDS = ()
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         names = (_EVERYBODY, *(self.writer.schemas if self.calls else ()))
-        self._headers = tuple(f"{name}\n" for name in names)
-        self._later_headers = tuple(SEPARATOR + header for header in self._headers)
-        self.also_ends = tuple(space + header for space in ("\n", "") for header in self._later_headers)
+        later_headers = [f"{SEPARATOR}{name}\n" for name in names]
+        self.also_ends = tuple(space + header for space in ("\n", "") for header in later_headers)
+        self._headers = (*later_headers, *(f"{name}\n" for name in names))
         self._first = True
-
-    def is_cut_header(self, text: str) -> bool:
-        headers = (*self._later_headers, *(self._headers if self._first else ()))
-        return any(header.startswith(text) for header in headers)
 
     def message(self) -> Scan[None]:
         source = self.source
-        yield from skip_space(source)
-        header = yield from next_of(source, (*self._later_headers, *(self._headers if self._first else ())))
+        yield from source.skip_space()
+        headers = self._headers if self._first else self._headers[: len(self._headers) // 2]
+        header = yield from source.next_of(headers)
         rest = source.text[source.at :]
+        if not header and source.cut and any(header.startswith(rest) for header in headers):
+            source.take(len(rest))
+            return
+        self._first = False
         if header:
             source.take(len(header))
-            self._first = False
             yield from self.addressed(header)
-        elif source.cut and self.is_cut_header(rest):
-            source.take(len(rest))
         else:
-            self._first = False
             yield from self.body(Content)
 
     def addressed(self, header: str) -> Scan[None]:
@@ -247,14 +228,13 @@ class Functionary(MessageReader):
             yield from self.body(Content)
         else:
             yield from self.call(named_arguments(source, self.writer, name))
-            yield from skip_space(source)
+            yield from source.skip_space()
             source.kept.clear()
 
 
 ATEM = "atem:"
-"""What the names of the tags begin with."""
+"""The beginning of the tags' names."""
 ATEM_CALLS, ATEM_CALLS_END = f"<{ATEM}function_calls>", f"</{ATEM}function_calls>"
-_MUSE_CUT_HEADER = re.compile(r"(<\|start\|>)?\w*( ?to=[^\s<]*)?(<\|?\w*\|?)?")
 _KINDS = {"self": Reasoning, "user": Content, "commentary": Content, "developer": None}
 
 
@@ -269,15 +249,13 @@ class Muse(MessageReader):
     HEADERS = (START, MESSAGE, "to=")
     ENDS = ("<|eom|>", "<|eot|>")
     TEXT_ENDS = ENDS
+    CUT_HEADER = re.compile(r"(<\|start\|>)?\w*( ?to=[^\s<]*)?(<\|?\w*\|?)?")
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         tools = [form for name in self.writer.schemas for form in (name, f"{name}.{name}")]
         headers = [f"to={recipient}{MESSAGE}" for recipient in (*_KINDS, *tools)]
         self.also_ends += tuple(space + header for space in (" ", "") for header in headers)
-
-    def is_cut_header(self, text: str) -> bool:
-        return _MUSE_CUT_HEADER.fullmatch(text) is not None
 
     def addressed(self, header: str) -> Scan[None]:
         recipients = _RECIPIENT.findall(header)
@@ -292,8 +270,37 @@ class Muse(MessageReader):
 
     def _calls(self) -> Scan[None]:
         source = self.source
-        yield from literal(source, ATEM_CALLS)
-        yield from skip_space(source)
+        yield from source.literal(ATEM_CALLS)
+        yield from source.skip_space()
         yield from invoked_calls(
             source, self.writer, prefix=ATEM, end=ATEM_CALLS_END, doubled=True, after=(*self.ENDS, *self.also_ends)
         )
+
+
+HARMONY_FORMAT = ToolFormat(
+    HARMONY,
+    (),
+    Written(
+        "", " to=functions.{name}<|channel|>commentary <|constrain|>json<|message|>", "", "<|call|><|start|>assistant"
+    ),
+    thought=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+    detect=(("<|channel|>analysis",),),
+    markers=HARMONY_TOKENS,
+)
+FUNCTIONARY_FORMAT = ToolFormat(
+    FUNCTIONARY, (), Written("", "{name}\n", "", SEPARATOR), detect=((f"{SEPARATOR}all", f"{SEPARATOR}${{recipient}}"),)
+)
+MUSE_FORMAT = ToolFormat(
+    MUSE,
+    (),
+    Written(
+        "",
+        f' to={{name}}<|message|>{ATEM_CALLS}\n<{ATEM}invoke name="{{name}}">\n',
+        f"</{ATEM}invoke>\n{ATEM_CALLS_END}",
+        "<|eom|><|start|>assistant",
+    ),
+    thought=(" to=self<|message|>", "<|eom|><|start|>assistant"),
+    arguments=Tags((f'<{ATEM}parameter name="{{key}}">',), f"</{ATEM}parameter>"),
+    detect=((ATEM_CALLS,),),
+    markers=MUSE_TOKENS,
+)

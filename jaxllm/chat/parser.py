@@ -1,29 +1,30 @@
-"""One parser for whole answers and for streams."""
+"""One parser for whole answers and for streams, and the reader of all choices of an answer."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 
-from jaxllm.chat.conversation import Tool
-from jaxllm.chat.parsing.channels import Functionary, Harmony, MessageReader, Muse
-from jaxllm.chat.parsing.events import CallWriter, Content, Event, Reasoning, ToolArguments, ToolCall
-from jaxllm.chat.parsing.output_format import CallSyntax, OutputFormats
-from jaxllm.chat.parsing.source import (
-    WHITESPACE,
-    MalformedError,
-    Scan,
-    Source,
-    UnfinishedError,
-    any_left,
-    copy_until,
-    expect,
-    next_of,
-    possible_start,
-    skip_space,
+from jaxllm.chat.channels import Functionary, Harmony, MessageReader, Muse
+from jaxllm.chat.conversation import Conversation, Tool
+from jaxllm.chat.events import (
+    CallSyntax,
+    CallWriter,
+    Content,
+    Event,
+    OutputFormats,
+    ParsedOutput,
+    Reasoning,
+    ToolArguments,
+    ToolCall,
+    join_events,
 )
+from jaxllm.chat.source import WHITESPACE, MalformedError, Scan, Source, UnfinishedError
+from jaxllm.engine.messages import TokenDelta
+from jaxllm.requests.outputs import Logprob
 from jaxllm.text.reasoning import CITATION_END, FUNCTIONARY, HARMONY, MUSE, ReasoningFormat
 
 _MESSAGES: dict[str, type[MessageReader]] = {HARMONY: Harmony, MUSE: Muse, FUNCTIONARY: Functionary}
@@ -55,20 +56,14 @@ class OutputParser:
     """
 
     def __init__(
-        self,
-        formats: OutputFormats,
-        *,
-        tools: Sequence[Tool] | None,
-        in_reasoning: bool,
-        parse_tools: bool,
-        constrained_after: str = "",
+        self, formats: OutputFormats, *, tools: Sequence[Tool], in_reasoning: bool, constrained_after: str = ""
     ):
         self._constrained_after = constrained_after
         self._in_reasoning = in_reasoning and formats.reasoning is not None
         self._source = Source()
         self._events: list[Event] = []
-        self._format = formats.tools if parse_tools and tools else None
-        schemas = {tool.name: tool.parameters or {} for tool in tools or ()}
+        self._format = formats.tools if tools else None
+        schemas = {tool.name: tool.parameters or {} for tool in tools}
         new_id = self._format.new_id if self._format else str
         self._writer = CallWriter(self._source, self._events, schemas, new_id, self._left)
         self._syntaxes = self._format.syntaxes if self._format else ()
@@ -83,7 +78,7 @@ class OutputParser:
         self._calls_seen = 0
         self._space: list[str] = []  # held back
         self._looked_through = 0  # up to this position of the source, for the second time
-        self._thoughts = _TrailingSpaceLeftOut(self._source, self._events)
+        self._thought_space: list[str] = []  # whitespace at the end of reasoning is no part of it
         self._messages: MessageReader | None = None
         if formats.channels:
             calls = self._format is not None
@@ -97,7 +92,7 @@ class OutputParser:
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether what comes next is reasoning."""
+        """Whether reasoning comes next."""
         return self._messages.in_analysis if self._messages else self._in_reasoning and not self._writer.count
 
     @property
@@ -136,14 +131,14 @@ class OutputParser:
     def _reasoning(self, reasoning: ReasoningFormat) -> Scan[None]:
         """The reasoning block, if the answer begins with one, or what is left of it."""
         source = self._source
-        yield from skip_space(source)
-        opened = yield from next_of(source, reasoning.opens)
+        yield from source.skip_space()
+        opened = yield from source.next_of(reasoning.opens)
         if opened:
             if source.position and not self._in_reasoning:
                 self._constrained_after = ""  # a constraint waits only where the answer begins with the mark
             self._in_reasoning = True
             source.take(len(opened))
-            yield from skip_space(source)
+            yield from source.skip_space()
         if self._in_reasoning and reasoning.in_content:
             yield from self._thinking_aloud(reasoning, opened)
             return
@@ -151,7 +146,7 @@ class OutputParser:
             self._after_block = True
             yield from self._thinking(reasoning)
             self._in_reasoning = False
-        elif (yield from next_of(source, reasoning.closes)):
+        elif (yield from source.next_of(reasoning.closes)):
             self._after_block = True
         else:
             self._content("".join(source.kept))
@@ -162,12 +157,12 @@ class OutputParser:
         """Marks that would close reasoning and come right behind it, or behind a call, are no part of the text."""
         source = self._source
         start = source.position
-        yield from skip_space(source)
+        yield from source.skip_space()
         space = source.position - start
-        while mark := (yield from next_of(source, self._closes)):
+        while mark := (yield from source.next_of(self._closes)):
             space = 0
             source.take(len(mark))
-            yield from skip_space(source)
+            yield from source.skip_space()
         source.put_back(space)
         source.kept.clear()
 
@@ -177,7 +172,7 @@ class OutputParser:
         calls, closes = self._reasoning_ends(reasoning)
         stops = (*closes, *calls, *reasoning.around)
         try:
-            while (stop := (yield from copy_until(source, stops, self._thoughts))) not in closes:
+            while (stop := (yield from source.copy_until(stops, self._thought))) not in closes:
                 if stop in reasoning.around:
                     yield from self._mark(stop)
                     continue
@@ -195,7 +190,7 @@ class OutputParser:
         self._content(("" if opened else reasoning.open) + "".join(source.kept))
         calls, closes = self._reasoning_ends(reasoning)
         try:
-            stop = yield from copy_until(source, (*closes, *calls), self._content)
+            stop = yield from source.copy_until((*closes, *calls), self._content)
             if stop in closes:
                 self._content(source.take(len(stop)))
         except UnfinishedError:
@@ -213,7 +208,7 @@ class OutputParser:
         source = self._source
         found = self._begins.search(source)
         if found is None:
-            held = possible_start(source, self._begins.markers)
+            held = source.possible_start(self._begins.markers)
             self._content(source.take(len(source.text) - source.at - held))
             if source.ended:
                 source.text = source.text[: source.at]
@@ -279,9 +274,17 @@ class OutputParser:
     def _left(self, text: str) -> None:
         """Text that was read as calls or as a mark and is none."""
         if self._in_reasoning and not self._writer.count:
-            self._thoughts(text)
+            self._thought(text)
         else:
             self._content(text)
+
+    def _thought(self, text: str) -> None:
+        """Reasoning that has been read."""
+        self._source.kept.clear()
+        if body := text.rstrip(WHITESPACE):
+            self._events.append(Reasoning("".join(self._thought_space) + body))
+            self._thought_space.clear()
+        self._thought_space.append(text[len(body) :])
 
     def _note_calls(self) -> None:
         if self._writer.count > self._calls_seen:
@@ -340,29 +343,11 @@ class _Beginnings:
         return re.compile("|".join(map(re.escape, texts))) if texts else None
 
 
-class _TrailingSpaceLeftOut:
-    """Reasoning, whose whitespace at the end is not part of it."""
-
-    def __init__(self, source: Source, events: list[Event]):
-        self._source = source
-        self._events = events
-        self._space: list[str] = []
-
-    def __call__(self, text: str) -> None:
-        self._source.kept.clear()
-        body = text.rstrip(WHITESPACE)
-        if body:
-            self._events.append(Reasoning("".join(self._space) + body))
-            self._space.clear()
-        if len(body) < len(text):
-            self._space.append(text[len(body) :])
-
-
 def _comes_again(source: Source, marker: str) -> Scan[bool]:
     """Whether `marker`, which has been read, is next once more; models write some twice."""
     start = source.position
-    yield from skip_space(source)
-    if (yield from next_of(source, (marker,))):
+    yield from source.skip_space()
+    if (yield from source.next_of((marker,))):
         return True
     source.put_back(source.position - start)
     return False
@@ -370,9 +355,9 @@ def _comes_again(source: Source, marker: str) -> Scan[bool]:
 
 def _citation(source: Source) -> Scan[None]:
     """Behind CITATION_END: the numbers of what is cited, and >."""
-    while (yield from any_left(source)) and source.take_run(_CITED):
+    while (yield from source.any_left()) and source.take_run(_CITED):
         pass
-    yield from expect(source, ">")
+    yield from source.expect(">")
 
 
 def _merged(events: Iterable[Event]) -> Iterable[Event]:
@@ -385,3 +370,61 @@ def _merged(events: Iterable[Event]) -> Iterable[Event]:
                 yield ToolArguments(index, "".join(map(attrgetter("text"), fragments)))
         elif text := "".join(map(attrgetter("text"), group)):
             yield kind(text)
+
+
+Step = Sequence[tuple[int, Logprob]]
+"""One token's candidates as the engine gives them: the chosen token first, then the most likely ones."""
+
+
+@dataclass
+class Piece:
+    """What one choice gained. `logprobs` and `token_ids` are of the tokens that came, whose text may still be held."""
+
+    index: int
+    events: list[Event]
+    logprobs: Sequence[Step]
+    token_ids: list[int]
+    finish_reason: str | None
+    """"tool_calls" where it called any."""
+    stop_reason: int | str | None
+
+
+class AnswerReader:
+    """Reads the choices of the answer to a conversation.
+
+    Attributes:
+        must_call: the answer is made of calls, whatever the model would rather say.
+        reasoning_tokens: of all choices, so far.
+    """
+
+    def __init__(self, conversation: Conversation, parsers: list[OutputParser | None]):
+        """One of `parsers` is for each choice."""
+        self.must_call = bool(conversation.tools) and conversation.tool_choice != "auto"
+        self.reasoning_tokens = 0
+        self._parallel_tool_calls = conversation.parallel_tool_calls
+        self._parsers = parsers
+
+    def parse(self, index: int, delta: TokenDelta) -> Piece:
+        """What a delta of one choice means; each delta is to be given once, in order."""
+        parser = self._parsers[index]
+        finish_reason = delta.finish_reason
+        if parser is None:
+            events: list[Event] = [Content(delta.text)] if delta.text else []
+        else:
+            in_reasoning = parser.in_reasoning
+            events = parser.feed(delta.text) if delta.text else []
+            if in_reasoning or parser.in_reasoning:
+                self.reasoning_tokens += len(delta.token_ids)
+            if finish_reason is not None:
+                held = parser.finish(cut=finish_reason == "length")
+                events += [event for event in held if not (self.must_call and isinstance(event, Content))]
+            if finish_reason == "stop" and parser.num_tool_calls:
+                finish_reason = "tool_calls"
+            if not self._parallel_tool_calls:
+                events = [event for event in events if getattr(event, "index", 0) == 0]
+        return Piece(index, events, delta.logprobs or (), delta.token_ids, finish_reason, delta.stop_reason)
+
+    def whole(self, index: int, deltas: Iterable[TokenDelta]) -> tuple[ParsedOutput, str | None]:
+        """All of one choice, and its finish reason."""
+        pieces = [self.parse(index, delta) for delta in deltas]
+        return join_events(event for piece in pieces for event in piece.events), pieces[-1].finish_reason

@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from jaxllm.chat.parsing.events import CallWriter
-from jaxllm.chat.parsing.source import Emit, Scan, Source, copy_until, quoted_text
+from jaxllm.chat.events import CallWriter
+from jaxllm.chat.source import Emit, Scan, Source, quoted_text
 from jaxllm.requests.structured_outputs import ascii_classes
 
 MAX_PARTS = 200
@@ -111,13 +111,24 @@ def raw_value(
     """
     if types == {"string"}:
         write('"')
-        stop = yield from copy_until(source, stops, lambda text: write(quoted_text(text)), last)
+        stop = yield from source.copy_until(stops, lambda text: write(quoted_text(text)), last)
         write('"')
     else:
         pieces: list[str] = []
-        stop = yield from copy_until(source, stops, pieces.append, last)
+        stop = yield from source.copy_until(stops, pieces.append, last)
         write(json_from_raw("".join(pieces), types))
     return stop
+
+
+def raw_argument(
+    source: Source, writer: CallWriter, key: str, types: set[str], stops: Sequence[str], last: Sequence[str] = ()
+) -> Scan[None]:
+    """The argument `key`: a raw value, and the first of `stops`, which may be missing where another one comes."""
+    writer.key(key)
+    if (yield from raw_value(source, types, stops, writer.write, last)) == stops[0]:
+        yield from source.expect(stops[0])
+        writer.claim()
+    yield from source.skip_space()
 
 
 def properties_of(schema: Any, root: Any) -> dict[str, Any]:

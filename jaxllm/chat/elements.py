@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from xml.sax.saxutils import unescape
 
-from jaxllm.chat.parsing.calls import closing, fenced_calls, tool_name
-from jaxllm.chat.parsing.events import CallWriter
-from jaxllm.chat.parsing.source import (
-    Emit,
-    MalformedError,
-    Scan,
-    Source,
-    any_left,
-    copy_until,
-    expect,
-    literal,
-    next_of,
-    one_of,
-    peek,
-    quoted_text,
-    skip_space,
-    text_until,
+from jaxllm.chat.calls import closing, either, marked, sections, tool_name
+from jaxllm.chat.events import CallSyntax, CallWriter, Tags, ToolFormat, Written
+from jaxllm.chat.source import Emit, MalformedError, Scan, Source, quoted_text
+from jaxllm.chat.values import (
+    followed,
+    json_from_raw,
+    parameter_types,
+    properties_of,
+    raw_argument,
+    raw_value,
+    value_types,
 )
-from jaxllm.chat.parsing.values import followed, json_from_raw, parameter_types, properties_of, raw_value, value_types
 
 MAX_NESTING = 64
 """Of elements, each level of which takes some of Python's stack."""
@@ -39,44 +33,34 @@ _Element = str | list[tuple[str, Any]]
 """An element's text, or the names and values of those in it."""
 
 
-def element_calls(source: Source, writer: CallWriter, *, inside: bool = False) -> Scan[None]:
-    """MiniMax M3's calls, with elements that may hold others, and the end of the section.
+def element_call(source: Source, writer: CallWriter) -> Scan[None]:
+    """MiniMax M3's call after INVOKE, with elements that may hold others.
 
-    `inside` is after the first INVOKE. A call is given when it is complete: an element that comes again
-    makes an array of the first.
+    It is given when it is complete: an element that comes again makes an array of the first.
     """
-    if not inside:
-        yield from skip_space(source)
-        yield from expect(source, INVOKE)
-    while True:
-        name = yield from tool_name(source, writer)
-        yield from expect(source, '">')
-        found: list[tuple[str, Any]] = []
-        yield from skip_space(source)
-        while (yield from one_of(source, (INVOKE_END, f"{MARK}<"))) != INVOKE_END:
-            found.append((yield from _element(source, 1)))
-            yield from skip_space(source)
-        writer.begin(name)
-        root = writer.schemas[name]
-        writer.write(json.dumps(_object(found, root, root), ensure_ascii=False))
-        yield from skip_space(source)
-        if not ((yield from any_left(source)) and (yield from next_of(source, (INVOKE,)))):
-            break
-        source.take(len(INVOKE))
-    yield from closing(source, writer, CALLS_END)
+    name = yield from tool_name(source, writer)
+    yield from source.expect('">')
+    found: list[tuple[str, Any]] = []
+    yield from source.skip_space()
+    while (yield from source.one_of((INVOKE_END, f"{MARK}<"))) != INVOKE_END:
+        found.append((yield from _element(source, 1)))
+        yield from source.skip_space()
+    writer.begin(name)
+    root = writer.schemas[name]
+    writer.write(json.dumps(_object(found, root, root), ensure_ascii=False))
 
 
 def _element(source: Source, depth: int) -> Scan[tuple[str, _Element]]:
     """The element whose name comes next."""
-    name = yield from text_until(source, ">")
+    name = yield from source.text_until(">")
     if depth > MAX_NESTING or not name.strip() or name.startswith("/"):
         raise MalformedError
     text: list[str] = []
     inner: list[tuple[str, Any]] = []
     close = f"{MARK}</{name}>"
     while True:
-        yield from copy_until(source, (MARK,), text.append)
-        if (yield from one_of(source, (close, f"{MARK}<"))) == close:
+        yield from source.copy_until((MARK,), text.append)
+        if (yield from source.one_of((close, f"{MARK}<"))) == close:
             break
         inner.append((yield from _element(source, depth + 1)))
     whole = "".join(text)
@@ -133,18 +117,18 @@ def invoked_calls(
 ) -> Scan[None]:
     """<invoke name="NAME">, <parameter name="KEY">raw value</parameter> …, </invoke>, one call after the other; `end`.
 
-    `prefix` begins the tags' names. `inside` is behind the first <invoke name=". A closing tag may be missing where
+    `prefix` begins the tags' names. `inside` is after the first <invoke name=". A closing tag may be missing where
     another tag, or the text's end, says as much. `after` are tags that come after all of this. `doubled` is
     tool_name's.
     """
     opening = f'<{prefix}invoke name="'
     if not inside:
-        yield from skip_space(source)
-        yield from expect(source, opening)
+        yield from source.skip_space()
+        yield from source.expect(opening)
     while True:
         tag = yield from _invocation(source, writer, prefix, end, after, doubled)
-        yield from skip_space(source)
-        if tag != opening and not ((yield from any_left(source)) and (yield from literal(source, opening))):
+        yield from source.skip_space()
+        if tag != opening and not ((yield from source.any_left()) and (yield from source.literal(opening))):
             break
     yield from closing(source, writer, end)
 
@@ -152,28 +136,28 @@ def invoked_calls(
 def step_calls(source: Source, writer: CallWriter, *, inside: bool = False) -> Scan[None]:
     """Step's calls: STEP_CALL, and in it one <steptml:invoke>, one call after the other, and the end of the section.
 
-    `inside` is behind the first STEP_CALL. The call's type, function, and separators may be missing.
+    `inside` is after the first STEP_CALL. The call's type, function, and separators may be missing.
     """
     more = (STEP_SEPARATOR, STEP_CALL)
     after = (*more, STEP_CALLS_END)
     if not inside:
-        yield from skip_space(source)
-        yield from expect(source, STEP_CALL)
+        yield from source.skip_space()
+        yield from source.expect(STEP_CALL)
     while True:
-        yield from skip_space(source)
-        if (yield from peek(source)) == "f":
-            yield from expect(source, f"function{STEP_SEPARATOR}")
-        yield from skip_space(source)
-        yield from expect(source, '<steptml:invoke name="')
+        yield from source.skip_space()
+        if (yield from source.peek()) == "f":
+            yield from source.expect(f"function{STEP_SEPARATOR}")
+        yield from source.skip_space()
+        yield from source.expect('<steptml:invoke name="')
         if (yield from _invocation(source, writer, "steptml:", STEP_CALL_END, after)) != STEP_CALL_END:
             yield from closing(source, writer, STEP_CALL_END)
-        yield from skip_space(source)
-        if not ((yield from any_left(source)) and (tag := (yield from next_of(source, more)))):
+        yield from source.skip_space()
+        if not ((yield from source.any_left()) and (tag := (yield from source.next_of(more)))):
             break
         source.take(len(tag))
         if tag == STEP_SEPARATOR:
-            yield from skip_space(source)
-            yield from expect(source, STEP_CALL)
+            yield from source.skip_space()
+            yield from source.expect(STEP_CALL)
     yield from closing(source, writer, STEP_CALLS_END)
 
 
@@ -183,18 +167,17 @@ def _invocation(
     """The call whose name comes next; the tag that ended it. `after` are tags that no call is ended by."""
     name = yield from tool_name(source, writer, doubled=doubled)
     writer.begin(name)
-    if (yield from one_of(source, ('"/>', '">'))) == '"/>':
+    if (yield from source.one_of(('"/>', '">'))) == '"/>':
         writer.end()
         return ""
     opening = f'<{prefix}invoke name="'
     parameter, finished = f'<{prefix}parameter name="', f"</{prefix}invoke>"
     unknown = list(properties_of(writer.schemas[name], writer.schemas[name]))
-    yield from skip_space(source)
-    while (tag := (yield from one_of(source, (parameter, finished, end, opening)))) == parameter:
-        key = yield from text_until(source, '"')
-        yield from skip_space(source)
-        stated = yield from one_of(source, (*_STATED, ">"))
-        writer.key(key)
+    yield from source.skip_space()
+    while (tag := (yield from source.one_of((parameter, finished, end, opening)))) == parameter:
+        key = yield from source.text_until('"')
+        yield from source.skip_space()
+        stated = yield from source.one_of((*_STATED, ">"))
         types = _STATED[stated] if stated in _STATED else parameter_types(writer, name, key)
         close = f"</{prefix}parameter>"
         unknown = [other for other in unknown if other != key]
@@ -202,20 +185,9 @@ def _invocation(
         stops += [f"{finished}{space}{tag}" for space in ("", "\n") for tag in (end, opening, *after)]
         stops += [f"\n{stop}" for stop in stops]
         last = [f"{before}{finished}{behind}" for before in ("", "\n") for behind in ("", "\n")]
-        stop = yield from raw_value(source, types, (close, *stops), writer.write, last)
-        if stop == close:
-            yield from expect(source, close)
-            writer.claim()
-        yield from skip_space(source)
+        yield from raw_argument(source, writer, key, types, (close, *stops), last)
     writer.end()
     return tag
-
-
-def action_calls(source: Source, writer: CallWriter) -> Scan[None]:
-    """Behind Action: a fence with JSON calls."""
-    yield from skip_space(source)
-    yield from expect(source, "```")
-    yield from fenced_calls(source, writer)
 
 
 FUNCTION, FUNCTION_END = "<function", "</function>"
@@ -230,36 +202,92 @@ _ENTITIES = {"&quot;": '"', "&apos;": "'"}
 
 def function_elements(source: Source, writer: CallWriter) -> Scan[None]:
     """MiniCPM5's call after <function name=: the name in quotes, >, parameters, and </function>."""
-    quote = yield from one_of(source, _QUOTES)
+    quote = yield from source.one_of(_QUOTES)
     name = yield from tool_name(source, writer)
-    yield from expect(source, f"{quote}>")
+    yield from source.expect(f"{quote}>")
     writer.begin(name)
-    yield from skip_space(source)
-    while (yield from one_of(source, (*_PARAMS, FUNCTION_END))) != FUNCTION_END:
-        quote = yield from one_of(source, _QUOTES)
-        key = yield from text_until(source, quote)
-        yield from expect(source, ">")
+    yield from source.skip_space()
+    while (yield from source.one_of((*_PARAMS, FUNCTION_END))) != FUNCTION_END:
+        quote = yield from source.one_of(_QUOTES)
+        key = yield from source.text_until(quote)
+        yield from source.expect(">")
         writer.key(key)
         yield from _param_value(source, parameter_types(writer, name, key), writer.write)
         writer.claim()
-        yield from skip_space(source)
+        yield from source.skip_space()
     writer.end()
 
 
 def _param_value(source: Source, types: set[str], write: Emit) -> Scan[None]:
     """A value and </param>, which may be missing: text as it is in CDATA, or alone, where a string has entities."""
     start = source.position
-    yield from skip_space(source)
-    if (yield from next_of(source, (CDATA,))):
+    yield from source.skip_space()
+    if (yield from source.next_of((CDATA,))):
         source.take(len(CDATA))
         stops = [f"{CDATA_END}{space}{PARAM_END}" for space in ("", "\n")]
         stop = yield from raw_value(source, types, stops, write)
-        yield from expect(source, stop)
+        yield from source.expect(stop)
         return
     source.put_back(source.position - start)
     pieces: list[str] = []
-    stop = yield from copy_until(source, (PARAM_END, FUNCTION_END, *_PARAMS), pieces.append)
+    stop = yield from source.copy_until((PARAM_END, FUNCTION_END, *_PARAMS), pieces.append)
     text = "".join(pieces)
     write(f'"{quoted_text(unescape(text, _ENTITIES))}"' if types == {"string"} else json_from_raw(text, types))
     if stop == PARAM_END:
-        yield from expect(source, stop)
+        yield from source.expect(stop)
+
+
+STEP3 = ToolFormat(
+    "step3",
+    either(step_calls, STEP_CALLS, STEP_CALL),
+    Written(
+        STEP_CALLS,
+        f'{STEP_CALL}function{STEP_SEPARATOR}<steptml:invoke name="{{name}}">\n',
+        f"</steptml:invoke>{STEP_CALL_END}",
+        "\n",
+        STEP_CALLS_END,
+    ),
+    arguments=Tags(('<steptml:parameter name="{key}">',), "</steptml:parameter>"),
+    detect=(("<steptml:",), (STEP_CALLS,)),
+    markers=(STEP_CALLS, STEP_CALLS_END, STEP_CALL, STEP_CALL_END, STEP_SEPARATOR),
+)
+MINICPM5 = ToolFormat(
+    "minicpm5",
+    tuple(CallSyntax(function_elements, FUNCTION + name, ends_reasoning=True) for name in NAMES),
+    Written("", f'{FUNCTION} name="{{name}}">', FUNCTION_END, "\n"),
+    marked=f'{FUNCTION} name="',
+    arguments=Tags(
+        (f'{PARAM} name="{{key}}">',),
+        PARAM_END,
+        exact=True,
+        between="",
+        literal=(CDATA, CDATA_END),
+        markup="<&\n",
+    ),
+    detect=((f"{FUNCTION} name=", f"{PARAM} name="),),
+    markers=(FUNCTION, FUNCTION_END, PARAM, PARAM_END),
+)
+MINIMAX_M3 = ToolFormat(
+    "minimax_m3",
+    sections(CALLS, INVOKE, element_call, CALLS_END),
+    Written(f"{CALLS}\n", f'{INVOKE}{{name}}">', f"{INVOKE_END}\n", "", CALLS_END),
+    arguments=Tags((f"{MARK}<{{key}}>",), f"{MARK}</{{key}}>", exact=True, between=""),
+    detect=((MARK,),),
+    markers=(MARK,),
+)
+
+
+def invoked(name: str, prefix: str, calls: str, *, typed: bool = False, alone: bool = True) -> ToolFormat:
+    """Calls as <invoke> tags within <`calls`>, or `alone`. If `typed`, each argument says if it is text or JSON."""
+    open, close = f"<{calls}>", f"</{calls}>"
+    parameter = f'<{prefix}parameter name="{{key}}"' + (' string="{string}">' if typed else ">")
+    scan = partial(invoked_calls, prefix=prefix, end=close)
+    parts = ((prefix, calls.removeprefix(prefix)),) if prefix and not prefix.endswith(" ") else ()
+    return ToolFormat(
+        name,
+        either(scan, open, f'<{prefix}invoke name="') if alone else marked(scan, open),
+        Written(f"{open}\n", f'<{prefix}invoke name="{{name}}">\n', f"</{prefix}invoke>\n", "", close),
+        arguments=Tags((parameter,), f"</{prefix}parameter>"),
+        detect=((open,), *parts),
+        markers=(prefix.strip(),) if prefix else (open, close),
+    )
