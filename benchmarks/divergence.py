@@ -24,7 +24,7 @@ from peers.install import HERE, JAXLLM, PEERS, CannotRunError, environment_varia
 from rich.console import Console
 from rich.table import Table
 
-from jaxllm.cli.bench.perplexity import TEXT
+from jaxllm.cli.bench.comparing import TEXT
 from jaxllm.config import CACHE_DIR, EngineConfig
 from jaxllm.engine.start.tokenizer import resolve_tokenizer
 from jaxllm.weights.source import resolve_model

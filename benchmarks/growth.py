@@ -18,8 +18,8 @@ from line_chart import line_chart
 from machine import describe_machine
 
 from jaxllm import SamplingParams
+from jaxllm.cli.bench import measure
 from jaxllm.cli.bench.measuring import offline_llm, random_prompts
-from jaxllm.cli.bench.offline import measure
 from jaxllm.config import EngineConfig
 from jaxllm.engine.start.schemes import STORED, compare_schemes, measure_bandwidth
 

@@ -24,77 +24,46 @@ if TYPE_CHECKING:
         ModelNotFoundError,
         QueueFullError,
         StorageFullError,
-    )
+    )  # fmt: skip
     from jaxllm.llm import LLM, generate
-    from jaxllm.requests.adapters import LoRARequest
     from jaxllm.requests.logits_processors import LogitsState
-    from jaxllm.requests.outputs import RequestOutput
+    from jaxllm.requests.outputs import PoolingParams, RequestOutput
     from jaxllm.requests.sampling import SamplingParams
-    from jaxllm.requests.steering import Steer
+    from jaxllm.requests.steering import LoRARequest, Steer
     from jaxllm.requests.structured_outputs import StructuredOutputs
-    from jaxllm.requests.tasks import PoolingParams
     from jaxllm.session.session import ResponsesSession
 
     __version__: str
 
 _HOMES = {
-    "LLM": "jaxllm.llm",
-    "generate": "jaxllm.llm",
-    "AsyncLLM": "jaxllm.engine.doors.async_llm",
-    "EngineConfig": "jaxllm.config",
-    "SamplingParams": "jaxllm.requests.sampling",
-    "BeamSearchParams": "jaxllm.engine.doors.beams",
-    "LoRARequest": "jaxllm.requests.adapters",
-    "LogitsState": "jaxllm.requests.logits_processors",
-    "PoolingParams": "jaxllm.requests.tasks",
-    "Steer": "jaxllm.requests.steering",
-    "StructuredOutputs": "jaxllm.requests.structured_outputs",
-    "RequestOutput": "jaxllm.requests.outputs",
-    "ResponsesSession": "jaxllm.session.session",
-    "JaxLLMError": "jaxllm.errors",
-    "CheckpointError": "jaxllm.errors",
-    "ConfigError": "jaxllm.errors",
-    "ContextLengthError": "jaxllm.errors",
-    "EngineDeadError": "jaxllm.errors",
-    "EnginePausedError": "jaxllm.errors",
-    "InvalidRequestError": "jaxllm.errors",
-    "ModelNotFoundError": "jaxllm.errors",
-    "QueueFullError": "jaxllm.errors",
-    "StorageFullError": "jaxllm.errors",
-}
+    "jaxllm.llm": ("LLM", "generate"),
+    "jaxllm.config": ("EngineConfig",),
+    "jaxllm.engine.doors.async_llm": ("AsyncLLM",),
+    "jaxllm.engine.doors.beams": ("BeamSearchParams",),
+    "jaxllm.requests.sampling": ("SamplingParams",),
+    "jaxllm.requests.logits_processors": ("LogitsState",),
+    "jaxllm.requests.steering": ("LoRARequest", "Steer"),
+    "jaxllm.requests.structured_outputs": ("StructuredOutputs",),
+    "jaxllm.requests.outputs": ("PoolingParams", "RequestOutput"),
+    "jaxllm.session.session": ("ResponsesSession",),
+    "jaxllm.errors": (
+        "JaxLLMError", "CheckpointError", "ConfigError", "ContextLengthError", "EngineDeadError", "EnginePausedError",
+        "InvalidRequestError", "ModelNotFoundError", "QueueFullError", "StorageFullError",
+    ),
+}  # fmt: skip
 
 __all__ = [
-    "LLM",
-    "AsyncLLM",
-    "BeamSearchParams",
-    "CheckpointError",
-    "ConfigError",
-    "ContextLengthError",
-    "EngineConfig",
-    "EngineDeadError",
-    "EnginePausedError",
-    "InvalidRequestError",
-    "JaxLLMError",
-    "LoRARequest",
-    "LogitsState",
-    "ModelNotFoundError",
-    "PoolingParams",
-    "QueueFullError",
-    "RequestOutput",
-    "ResponsesSession",
-    "SamplingParams",
-    "Steer",
-    "StorageFullError",
-    "StructuredOutputs",
-    "__version__",
-    "generate",
+    "LLM", "AsyncLLM", "BeamSearchParams", "CheckpointError", "ConfigError", "ContextLengthError", "EngineConfig",
+    "EngineDeadError", "EnginePausedError", "InvalidRequestError", "JaxLLMError", "LoRARequest", "LogitsState",
+    "ModelNotFoundError", "PoolingParams", "QueueFullError", "RequestOutput", "ResponsesSession", "SamplingParams",
+    "Steer", "StorageFullError", "StructuredOutputs", "__version__", "generate",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """Public names load their modules (and JAX) when they are first used."""
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+    if (home := next((module for module, names in _HOMES.items() if name in names), None)) is not None:
+        return getattr(import_module(home), name)
     if name == "__version__":
         from importlib.metadata import PackageNotFoundError, version  # takes as long to load as the rest of a process
 

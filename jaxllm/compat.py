@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
@@ -59,27 +60,14 @@ def check_cpu_targets_at_once() -> None:
 
 
 OWN_SETTINGS: dict[str, Any] = {
-    "jax_check_tracer_leaks": False,
-    "jax_debug_infs": False,
-    "jax_debug_key_reuse": False,
-    "jax_debug_nans": False,
-    "jax_default_device": None,
-    "jax_default_matmul_precision": None,
-    "jax_default_prng_impl": "threefry2x32",
-    "jax_disable_jit": False,
-    "jax_enable_checks": False,
-    "jax_enable_custom_prng": False,
-    "jax_enable_x64": False,
-    "jax_no_tracing": False,
-    "jax_numpy_dtype_promotion": "standard",
-    "jax_numpy_rank_promotion": "allow",
-    "jax_random_seed_offset": 0,
-    "jax_softmax_custom_jvp": False,
-    "jax_threefry_partitionable": True,
-    "jax_transfer_guard_device_to_device": "allow",
-    "jax_transfer_guard_device_to_host": "allow",
+    "jax_check_tracer_leaks": False, "jax_debug_infs": False, "jax_debug_key_reuse": False, "jax_debug_nans": False,
+    "jax_default_device": None, "jax_default_matmul_precision": None, "jax_default_prng_impl": "threefry2x32",
+    "jax_disable_jit": False, "jax_enable_checks": False, "jax_enable_custom_prng": False, "jax_enable_x64": False,
+    "jax_no_tracing": False, "jax_numpy_dtype_promotion": "standard", "jax_numpy_rank_promotion": "allow",
+    "jax_random_seed_offset": 0, "jax_softmax_custom_jvp": False, "jax_threefry_partitionable": True,
+    "jax_transfer_guard_device_to_device": "allow", "jax_transfer_guard_device_to_host": "allow",
     "jax_transfer_guard_host_to_device": "allow",
-}
+}  # fmt: skip
 """What an engine is built, traced and run under, whatever the program around it has told JAX."""
 
 P = ParamSpec("P")
@@ -188,39 +176,26 @@ def compile_lowered(lowered: jax.stages.Lowered, options: Mapping[str, Any] | No
             logger.warning("the XLA of JAX %s has no compiler option %s: left out", jax.__version__, refused[1])
 
 
-def known_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `options` that this XLA knows, found by compiling next to nothing with them."""
-    compile_lowered(jax.jit(lambda x: x).lower(0.0), options)
-    return {name: value for name, value in options.items() if name not in _unknown_options}
-
-
-class _Complaints(logging.Handler):
-    """What is logged, each with the text of its exception."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(logging.Formatter("%(message)s").format(record))
-
-
 def start_backends() -> tuple[list[jax.Device], list[str]]:
     """The default platform's devices, and what JAX said of platforms that it could not start.
 
     Where it gives up there are no devices, and its error is the last that it said. A plugin that cannot be initialized
     is logged with its traceback and forgotten, and a CPU takes its place: nothing of that is shown here.
     """
-    log, heard = logging.getLogger(xla_bridge.__name__), _Complaints()
+    log, heard = logging.getLogger(xla_bridge.__name__), BufferingHandler(capacity=10_000)
+    heard.setLevel(logging.WARNING)
     passed_on, log.propagate = log.propagate, False
     log.addHandler(heard)
+    devices: list[jax.Device] = []
+    gave_up: list[str] = []
     try:
-        return jax.devices(), heard.texts
+        devices = jax.devices()
     except RuntimeError as error:
-        return [], [*heard.texts, str(error)]
+        gave_up.append(str(error))
     finally:
         log.removeHandler(heard)
         log.propagate = passed_on
+    return devices, [*map(logging.Formatter("%(message)s").format, heard.buffer), *gave_up]
 
 
 def backends_run() -> bool:
@@ -312,8 +287,7 @@ def transfer_server(host: str) -> Any:
 def cluster_place(name: str) -> tuple[str, int, int]:
     """Where process 0 is, how many processes there are, and which this is, as JAX finds out with a package's help.
 
-    Raises:
-        ConfigError: the package is missing, or that cluster is not around this process.
+    Raises ConfigError where the package is missing, or that cluster is not around this process.
     """
     package = {"mpi4py": "mpi4py", "k8s": "kubernetes"}[name]
     if find_spec(package) is None:

@@ -15,29 +15,47 @@ from jaxllm.config import EngineConfig, make_config
 from jaxllm.engine.doors.async_llm import AsyncLLM, open_streams
 from jaxllm.engine.doors.beams import BeamSearchParams, BeamStream
 from jaxllm.engine.doors.controls import Controls
-from jaxllm.engine.doors.drive import drive
-from jaxllm.engine.doors.limits import check_capture, check_pooling, check_request, refuse_text
 from jaxllm.engine.doors.sequences import (
     Collector,
     Prompt,
     Prompts,
+    check_capture,
+    check_pooling,
+    check_request,
     one_or_many,
     pooled_output,
     prompt_ids,
     prompt_list,
+    refuse_text,
 )
 from jaxllm.engine.doors.streams import Stream
 from jaxllm.engine.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
 from jaxllm.errors import InvalidRequestError
 from jaxllm.folders import in_home
-from jaxllm.requests.adapters import AdapterUse, LoRA, LoRARequest, adapter_uses
 from jaxllm.requests.captures import CaptureParams, CaptureRequest, read_capture
 from jaxllm.requests.logits_processors import read_processors
-from jaxllm.requests.outputs import EmbeddingOutput, EmbeddingRequestOutput, PooledOutput, RequestOutput, shape_vector
+from jaxllm.requests.outputs import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PooledOutput,
+    PoolingParams,
+    RequestOutput,
+    shape_vector,
+)
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.shown import TableList
-from jaxllm.requests.steering import Patch, Patches, Steer, Steers, patches_of, steers_of
-from jaxllm.requests.tasks import PoolingParams
+from jaxllm.requests.steering import (
+    AdapterUse,
+    LoRA,
+    LoRARequest,
+    Patch,
+    Patches,
+    Steer,
+    Steers,
+    adapter_uses,
+    patches_of,
+    steers_of,
+)
 from jaxllm.research.inside import Inside
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -63,11 +81,7 @@ class LLM(Inside, Controls):
     """
 
     def __init__(
-        self,
-        model: str = "smollm2-135m",
-        *,
-        logits_processors: Sequence[Callable[..., Any]] = (),
-        **fields: Any,
+        self, model: str = "smollm2-135m", *, logits_processors: Sequence[Callable[..., Any]] = (), **fields: Any
     ):
         """`logits_processors` are functions of `(logits, state)` that requests may use: see docs/research.md."""
         self.config: EngineConfig = make_config(EngineConfig, model=str(model), **fields)
@@ -116,8 +130,7 @@ class LLM(Inside, Controls):
         items = prompt_list(prompts)
         params = self._params(sampling_params, len(items))
         adapters = _adapters(lora_request, len(items))
-        pairs = [prompt_ids(item, self.tokenizer) for item in items]
-        requests = [(text, ids, p) for (text, ids), p in zip(pairs, params, strict=True)]
+        requests = [(*prompt_ids(item, self.tokenizer), p) for item, p in zip(items, params, strict=True)]
         wanted = None if capture is None else read_capture(capture, positions, self.info.layer_shapes)
         steers, patches = steers_of(steer, len(items)), patches_of(patch, len(items))
         return self._run(requests, use_tqdm, adapters=adapters, capture=wanted, steers=steers, patches=patches)
@@ -156,8 +169,7 @@ class LLM(Inside, Controls):
         """
         from jaxllm.chat.answer import read_output  # these load jinja2, which prompts do without
         from jaxllm.chat.conversation import Conversation, Rendering, given_messages, given_tools
-        from jaxllm.chat.model import ChatModel
-        from jaxllm.chat.prompt import prepare_params
+        from jaxllm.chat.prompt import ChatModel, prepare_params
 
         self._streams.check_process()
         refuse_text(self.info.tasks)
@@ -177,22 +189,18 @@ class LLM(Inside, Controls):
             continues_last=continue_final_message,
         )
         reads = bool(tools) or separate_reasoning
-        ready = [
-            prepare_params(
-                model,
-                Conversation(
-                    messages=given_messages(conversation),
-                    tools=offered,
-                    tool_choice=choice,
-                    parallel_tool_calls=parallel_tool_calls,
-                    rendering=rendering,
-                    structured_outputs=asked.structured_outputs,
-                    separate_reasoning=reads,
-                ),
-                asked,
+        ready = []
+        for conversation, asked in zip(conversations, params, strict=True):
+            given = Conversation(
+                messages=given_messages(conversation),
+                tools=offered,
+                tool_choice=choice,
+                parallel_tool_calls=parallel_tool_calls,
+                rendering=rendering,
+                structured_outputs=asked.structured_outputs,
+                separate_reasoning=reads,
             )
-            for conversation, asked in zip(conversations, params, strict=True)
-        ]
+            ready.append(prepare_params(model, given, asked))
         count = len(ready)
         adapters, steers = _adapters(lora_request, count), steers_of(steer, count)
         requests: list[Item] = [(one.prompt.text, one.prompt.token_ids, one.prompt.params) for one in ready]
@@ -331,16 +339,9 @@ class LLM(Inside, Controls):
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    def _params(self, params: Params, count: int) -> list[SamplingParams]:
-        if params is None or isinstance(params, SamplingParams):
-            return [params or self.get_default_sampling_params()] * count
-        params = list(params)
-        if len(params) != count:
-            raise InvalidRequestError(
-                f"sampling_params has {len(params)} entries for {count} prompts; give one, or one a prompt",
-                param="sampling_params",
-            )
-        return params
+    def _params(self, given: Params, count: int) -> list[SamplingParams]:
+        default = self.get_default_sampling_params()
+        return [asked or default for asked in _of_each("sampling_params", given, SamplingParams, count)]
 
     def _run(
         self,
@@ -352,33 +353,24 @@ class LLM(Inside, Controls):
         steers: Sequence[Sequence[Steer]] = (),
         patches: Sequence[Patch] = (),
     ) -> list[RequestOutput]:
-        for _, ids, params in items:
+        requests: list[EngineRequest] = []
+        collectors: list[Collector] = []
+        for at, (text, ids, params) in enumerate(items):
             check_request(self.info, self.tokenizer, ids, params)
             if capture is not None:
                 check_capture(self.info, ids, capture)
-        given = zip(
-            items,
-            adapters or [()] * len(items),
-            steers or [()] * len(items),
-            patches or [{}] * len(items),
-            strict=True,
-        )
-        requests = [
-            EngineRequest(
+            request = EngineRequest(
                 request_id=uuid.uuid4().hex,
                 prompt_token_ids=ids,
                 sampling_params=params,
-                adapters=uses,
+                adapters=adapters[at] if adapters else (),
                 capture=capture,
-                steering=self._steering(steer, len(ids)),
-                patching=self._patching(patch, len(ids)),
+                steering=self._steering(steers[at] if steers else (), len(ids)),
+                patching=self._patching(patches[at] if patches else {}, len(ids)),
             )
-            for (_, ids, params), uses, steer, patch in given
-        ]
-        collectors = [
-            Collector(request.request_id, text, ids, params, self.tokenizer, capture, self.info.layer_shapes.widest)
-            for request, (text, ids, params) in zip(requests, items, strict=True)
-        ]
+            requests.append(request)
+            widest = self.info.layer_shapes.widest
+            collectors.append(Collector(request.request_id, text, ids, params, self.tokenizer, capture, widest))
         places = [(collector, choice) for collector in collectors for choice in range(len(collector.output.outputs))]
 
         def take(sequence: int, delta: TokenDelta) -> bool:
@@ -390,7 +382,7 @@ class LLM(Inside, Controls):
             stream = Stream(self._streams, requests)
         else:
             stream = BeamStream(self._streams, requests, [search] * len(requests), self.info.eos_token_ids)
-        drive(stream, take, len(items), use_tqdm)
+        stream.drive(take, len(items), use_tqdm)
         return TableList(collector.output for collector in collectors)
 
     def _pooling_requests(
@@ -412,25 +404,27 @@ class LLM(Inside, Controls):
             found[sequence] = pooled_output(delta)
             return True
 
-        drive(Stream(self._streams, requests), take, len(requests), use_tqdm)
+        Stream(self._streams, requests).drive(take, len(requests), use_tqdm)
         return [found[at] for at in range(len(requests))]
 
 
 def _adapters(given: LoRAs, count: int) -> list[tuple[AdapterUse, ...]]:
-    """The adapters of each of `count` prompts."""
-    if given is None or isinstance(given, LoRARequest):
-        return [adapter_uses(given)] * count
+    return [adapter_uses(entry) for entry in _of_each("lora_request", given, LoRARequest, count)]
+
+
+def _of_each(name: str, given: Any, kind: type, count: int) -> list[Any]:
+    """What is given for each of `count` prompts: one for all of them, or an entry for each."""
+    if given is None or isinstance(given, kind):
+        return [given] * count
     given = list(given)
     if len(given) != count:
         raise InvalidRequestError(
-            f"lora_request has {len(given)} entries for {count} prompts; give one, or one a prompt",
-            param="lora_request",
+            f"{name} has {len(given)} entries for {count} prompts; give one, or one a prompt", param=name
         )
-    return [adapter_uses(entry) for entry in given]
+    return given
 
 
 def _preceded(prompt: Prompt, before: str, name: str | None) -> Prompt:
-    """A prompt with `before` in front of its text."""
     if isinstance(prompt, str):
         return before + prompt
     if isinstance(prompt, dict) and isinstance(prompt.get("prompt"), str) and "prompt_token_ids" not in prompt:
@@ -444,11 +438,7 @@ _engines: dict[tuple, LLM] = {}
 
 
 def generate(
-    prompts: Prompts,
-    model: str = "smollm2-135m",
-    *,
-    engine: dict[str, Any] | None = None,
-    **sampling: Any,
+    prompts: Prompts, model: str = "smollm2-135m", *, engine: dict[str, Any] | None = None, **sampling: Any
 ) -> str | list[str]:
     """The one-liner: the completion of a prompt, or of each prompt of a list, as text.
 

@@ -19,8 +19,6 @@ from jaxllm.errors import ConfigError
 _UNLIMITED = 2**60
 """Version 1 writes a number near 2**63 where there is no limit."""
 _ROOT = Path("/")
-_M_ARENA_MAX = -8
-"""Of malloc.h: how many heaps there may be."""
 
 
 class Memory(NamedTuple):
@@ -56,8 +54,7 @@ def memory(root: Path = _ROOT) -> Memory:
             if limit is None or limit >= _UNLIMITED:
                 continue
             free = max(0, min(found.available, limit - max(used, 0)))
-            smaller = limit < found.total
-            found = Memory(min(limit, found.total), free, file if smaller else found.limit)
+            found = Memory(min(limit, found.total), free, file if limit < found.total else found.limit)
     return found
 
 
@@ -70,8 +67,8 @@ def cores(root: Path = _ROOT) -> Cores:
     allowed, quota = allowed_cores(), _quota(root)
     if quota is None:
         return Cores(allowed)
-    usable = max(1, math.ceil(quota.cores / _sharers))
-    return Cores(usable, quota.file) if usable < allowed else Cores(allowed)
+    usable = max(1, math.ceil(quota[0] / _sharers))
+    return Cores(usable, quota[1]) if usable < allowed else Cores(allowed)
 
 
 def share_quota(processes: int) -> None:
@@ -83,15 +80,10 @@ def share_quota(processes: int) -> None:
 _sharers = 1
 
 
-class _Quota(NamedTuple):
-    cores: float
-    file: Path
-
-
 @cache
-def _quota(root: Path) -> _Quota | None:
-    """The smallest quota, read once: the kernels ask for each matrix that is loaded."""
-    found: _Quota | None = None
+def _quota(root: Path) -> tuple[float, Path] | None:
+    """The smallest quota of cores and its file, read once: the kernels ask for each matrix that is loaded."""
+    found: list[tuple[float, Path]] = []
     for group, version in _groups(root, "cpu"):
         if version == 2:
             file = group / "cpu.max"
@@ -100,9 +92,8 @@ def _quota(root: Path) -> _Quota | None:
             file = group / "cpu.cfs_quota_us"
             quota, period = _text(file), _text(group / "cpu.cfs_period_us")
         if quota.isdecimal() and period.isdecimal() and int(period):
-            share = int(quota) / int(period)
-            found = _Quota(share, file) if found is None or share < found.cores else found
-    return found
+            found.append((int(quota) / int(period), file))
+    return min(found, key=lambda one: one[0], default=None)
 
 
 def limits(root: Path = _ROOT) -> list[str]:
@@ -145,17 +136,14 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
         else:
             continue
         top = root / place.lstrip("/")
-        group = top
-        if Path(path).is_relative_to(mounted):
-            group = top / Path(path).relative_to(mounted)
+        group = top / Path(path).relative_to(mounted) if Path(path).is_relative_to(mounted) else top
         yield from ((folder, version) for folder in (group, *group.parents) if folder.is_relative_to(top))
 
 
 def _text(file: Path) -> str:
-    """Empty where there is no such file: another system, or a kernel without that controller."""
     try:
         return file.read_text().strip()
-    except OSError:
+    except OSError:  # another system, or a kernel without that controller
         return ""
 
 
@@ -170,12 +158,12 @@ def _statistics(file: Path) -> dict[str, int]:
 
 
 def share_one_heap() -> None:
-    """Have all threads of this process allocate in one heap: glibc gives each of them its own, and what one leaves free
-    in its heap the others do not use. A server that loads one model after the other would grow by that. Heaps that are
-    there already stay in use, so call this before any other thread begins.
+    """Have all threads of this process allocate in one heap; to be called before any other thread begins.
+
+    glibc gives each its own, whose free parts no other uses: a server that loads many models would grow by that.
     """
     if (choose := _of_glibc("mallopt")) is not None:
-        choose(_M_ARENA_MAX, 1)
+        choose(-8, 1)  # M_ARENA_MAX of malloc.h: how many heaps there may be
 
 
 def return_freed_memory() -> None:
@@ -185,7 +173,6 @@ def return_freed_memory() -> None:
 
 
 def _of_glibc(name: str) -> Callable[..., int] | None:
-    """A function of the C library, where this one has it."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
@@ -207,11 +194,7 @@ def nodes(root: Path = _NODES) -> dict[int, list[int]]:
 
 
 def choose_node(asked: int | str, number: int, known: dict[int, list[int]]) -> int:
-    """The node of process `number`; with "auto" the processes take the nodes in turn.
-
-    Raises:
-        ConfigError: there is no such node.
-    """
+    """The node of process `number`; with "auto" they take the nodes in turn. Raises ConfigError without such a node."""
     if not known:
         raise ConfigError(f"numa_node is {asked}, and this machine tells of no NUMA nodes; leave it out")
     if asked == "auto":
@@ -224,26 +207,20 @@ def choose_node(asked: int | str, number: int, known: dict[int, list[int]]) -> i
 def keep_to_node(node: int, known: dict[int, list[int]]) -> None:
     """Run on the cores of a node from now on, with memory of that node as long as it has any. Before threads start.
 
-    Raises:
-        ConfigError: the system does not allow it.
+    Raises ConfigError where the system does not allow it.
     """
-    try:
-        os.sched_setaffinity(0, known[node])
-        _prefer_memory(node)
-    except OSError as error:
-        raise ConfigError(f"numa_node is {node}, and the system does not allow it: {error.strerror}") from None
-
-
-def _prefer_memory(node: int) -> None:
-    call = _SET_MEMPOLICY.get(platform.machine())
-    if call is None:
-        raise OSError(0, f"jaxllm does not know how to say so on {platform.machine()}")
     mask = (ctypes.c_ulong * (node // 64 + 1))()
     mask[node // 64] = 1 << node % 64
-    c_library = ctypes.CDLL(None, use_errno=True)
-    if c_library.syscall(call, _MPOL_PREFERRED, mask, 64 * len(mask) + 1):
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+    call = _SET_MEMPOLICY.get(platform.machine())
+    try:
+        os.sched_setaffinity(0, known[node])
+        if call is None:
+            raise OSError(0, f"jaxllm does not know how to say so on {platform.machine()}")
+        c_library = ctypes.CDLL(None, use_errno=True)
+        if c_library.syscall(call, _MPOL_PREFERRED, mask, 64 * len(mask) + 1):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    except OSError as error:
+        raise ConfigError(f"numa_node is {node}, and the system does not allow it: {error.strerror}") from None
 
 
 def _numbers(text: str) -> list[int]:

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import FrameType
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 EXIT_SECONDS = 0.2
 """How long an exit waits for threads that are about to end."""
@@ -43,7 +43,10 @@ def start_thread(name: str, target: Callable[[], None], stack_bytes: int = 0) ->
     `stack_bytes` is the size of its stack, of which only what is used takes memory; 0 for the system's own.
     """
     if not _main_frames:
-        _main_frames.append(_outermost_frame())
+        frame = sys._current_frames()[threading.main_thread().ident]  # type: ignore[index]
+        while frame.f_back is not None:
+            frame = frame.f_back
+        _main_frames.append(frame)
     thread = threading.Thread(name=name, target=target, daemon=True)
     _threads.add(thread)
     with _stack_size:  # the size is one for all threads that start meanwhile
@@ -74,22 +77,6 @@ def note_exit_status(status: int) -> None:
     _noted[:] = [status]
 
 
-def _leave(status: int) -> NoReturn:
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # it cannot be written, and nothing is left that could say so
-            if stream is not None:  # the program was started without it
-                stream.flush()
-    os._exit(status)
-
-
-def _outermost_frame() -> FrameType:
-    frame = sys._current_frames()[threading.main_thread().ident]  # type: ignore[index]
-    while frame.f_back is not None:
-        frame = frame.f_back
-    return frame
-
-
 def _exit_status() -> int | None:
     """What the process will exit with; None where nothing says: after a program's own SystemExit, and at a prompt."""
     if _noted:
@@ -113,7 +100,13 @@ def _at_exit() -> None:
     if not any(thread.is_alive() for thread in _threads):
         return
     status = _exit_status()
-    if status is not None:
-        _leave(status)
-    for thread in list(_threads):
-        thread.join()
+    if status is None:
+        for thread in list(_threads):
+            thread.join()
+        return
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # it cannot be written, and nothing is left that could say so
+            if stream is not None:  # the program was started without it
+                stream.flush()
+    os._exit(status)

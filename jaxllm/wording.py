@@ -35,8 +35,6 @@ ACCEPTED: Mapping[str, str] = {
 }  # fmt: skip
 """pydantic's type of an error -> what the value must do, with names out of the error's context."""
 
-_KEYS: Mapping[str, str] = {"missing": "it must be given", "extra_forbidden": "there is no such key"}
-"""What is wrong with a key of a setting that is an object."""
 _CONSTANT = re.compile(r"(?<!')\b(True|False|None)\b(?!')")
 _ONE = re.compile(r"\b(1 )(entries|characters)\b")
 OTHERWISE = "be as docs/api.md describes it"
@@ -44,10 +42,13 @@ OTHERWISE = "be as docs/api.md describes it"
 
 def wrong_setting(error: Mapping[str, Any]) -> str:
     """What a setting would have to be: a whole sentence where a check of our own has refused it."""
-    if error["type"] == "value_error":
-        return str(error["ctx"]["error"])
-    if error["type"] in _KEYS:
-        return _KEYS[error["type"]]
+    match error["type"]:
+        case "value_error":
+            return str(error["ctx"]["error"])
+        case "missing":
+            return "it must be given"
+        case "extra_forbidden":
+            return "there is no such key"
     return f"it must {_accepted(error, 'be as docs/configuration.md describes it')}"
 
 
@@ -63,11 +64,7 @@ def must(errors: Iterable[Mapping[str, Any]]) -> str:
 
 def _accepted(error: Mapping[str, Any], otherwise: str) -> str:
     context = {name: _plain(value) for name, value in error.get("ctx", {}).items()}
-    return _singular(ACCEPTED.get(error["type"], otherwise).format_map(context))
-
-
-def _singular(text: str) -> str:
-    """ "at least 1 entries" as "at least 1 entry"."""
+    text = ACCEPTED.get(error["type"], otherwise).format_map(context)
     return _ONE.sub(lambda found: found[1] + {"entries": "entry", "characters": "character"}[found[2]], text)
 
 

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 
-from jaxllm import asked_process
+from jaxllm import own_process
 
 MEMORY_BYTES = 2**30
 ORPHAN_SECONDS = 0.2
@@ -34,6 +34,6 @@ def obey(asked: bytes) -> bytes:
 
 
 if __name__ == "__main__":
-    asked_process.ORPHAN_SECONDS = ORPHAN_SECONDS
+    own_process.ORPHAN_SECONDS = ORPHAN_SECONDS
     idle = float(sys.argv[1]) if len(sys.argv) > 1 else None
-    asked_process.answer_questions(obey, MEMORY_BYTES, idle_seconds=idle)
+    own_process.answer_questions(obey, MEMORY_BYTES, idle_seconds=idle)

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jaxllm import asked_process
-from jaxllm.asked_process import AskedProcesses, Died, TimedOut
+from jaxllm import own_process
+from jaxllm.own_process import AskedProcesses, Died, TimedOut
 
 WORKER = "tests.asked_worker"
 PLENTY = 60.0
@@ -167,7 +167,7 @@ def test_one_whose_owner_is_gone_ends_by_itself() -> None:
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-m", WORKER], stdin=pipe, stdout=pipe) as process:
         assert process.stdin is not None
-        asked_process._send(process.stdin, (b"sleep 60",), (0.1, 0.0))  # type: ignore[arg-type]
+        own_process._send(process.stdin, (b"sleep 60",), (0.1, 0.0))  # type: ignore[arg-type]
         assert process.wait(30) == -signal.SIGALRM
 
 
@@ -179,7 +179,7 @@ def test_an_answer_that_was_not_waited_for_is_given_to_nobody(
 
     before = pid(pool)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(asked_process, "_receive", interrupted)
+        patch.setattr(own_process, "_receive", interrupted)
         pool.ask(b"reverse ab", seconds=PLENTY)
     assert pool.processes == []
     assert pid(pool) != before

@@ -17,8 +17,8 @@ from fastapi.testclient import TestClient
 
 import jaxllm.cli.settings
 from jaxllm.cli.main import app
-from jaxllm.cli.vllm_flags import translated
 from jaxllm.config import ModelConfig, ServeConfig
+from jaxllm.config.sources import translated
 from jaxllm.serving.loadable import LoadableModel
 from tests.serving.fake_engine import FakeEngine, app_of
 

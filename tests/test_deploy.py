@@ -18,9 +18,9 @@ import pytest
 import yaml
 
 from jaxllm.cli.main import app
-from jaxllm.cli.settings import read_settings
 from jaxllm.config import ServeConfig
 from jaxllm.config.server import ServerConfig
+from jaxllm.config.sources import read_settings
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 CHART = DEPLOY / "helm" / "jaxllm"

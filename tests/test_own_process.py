@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from jaxllm import own_process
-from jaxllm.asked_process import AskedProcesses
-from jaxllm.own_process import PipedProcess, command
+from jaxllm.own_process import AskedProcesses, PipedProcess, command
 from tests.reference.tiny import write_checkpoint
 
 pytestmark = pytest.mark.programs
@@ -32,7 +31,7 @@ llm = LLM(
 print(len(output.outputs[0].token_ids), "tokens")
 """
 WORKER = """
-from jaxllm.asked_process import answer_questions
+from jaxllm.own_process import answer_questions
 
 answer_questions(lambda asked: asked[::-1], 2**30)
 """

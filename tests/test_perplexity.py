@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from jaxllm.cli.bench.perplexity import EXPANDED, STORED, TEXT, measure, scheme_config
+from jaxllm.cli.bench.comparing import EXPANDED, STORED, TEXT, measure, scheme_config
 from jaxllm.config import EngineConfig
 from jaxllm.llm import LLM
 from jaxllm.requests.sampling import SamplingParams

@@ -7,20 +7,19 @@ import json
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, suppress
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Protocol
 
 from cyclopts import Parameter
 
-from jaxllm.cli.settings import COMMAND_GROUP, sampling_flags, sampling_params, takes_sampling, takes_settings
+from jaxllm.cli.settings import sampling_flags, sampling_params, takes_settings
 from jaxllm.cli.terminal import as_typed
 from jaxllm.config import CACHE_DIR, EngineConfig
 from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError, JaxLLMError, one_line, reason
 from jaxllm.folders import in_home, unwritable
 
 ChatHistory = list[dict[str, str]]
-
 
 HELP = """\
 /system TEXT     set the system prompt (nothing: remove it) and start over
@@ -54,15 +53,14 @@ class Backend(Protocol):
         """Pieces of the next answer; closing the iterator stops it."""
 
 
-@takes_settings(EngineConfig)
-@takes_sampling
+@takes_settings(EngineConfig, sampling=True)
 def chat(
     config: EngineConfig,
     sampling: dict[str, Any],
     *,
-    url: Annotated[str | None, Parameter(group=COMMAND_GROUP)] = None,
-    api_key: Annotated[str | None, Parameter(group=COMMAND_GROUP, env_var="JAXLLM_API_KEY")] = None,
-    system: Annotated[str | None, Parameter(group=COMMAND_GROUP)] = None,
+    url: str | None = None,
+    api_key: Annotated[str | None, Parameter(env_var="JAXLLM_API_KEY")] = None,
+    system: str | None = None,
 ) -> None:
     """Chat with a model. Type /help inside for the commands.
 
@@ -91,7 +89,7 @@ async def _open(
     stack = AsyncExitStack()
     if url is None:
         engine = EngineBackend(config, sampling)
-        stack.callback(engine.shutdown)
+        stack.callback(engine.engine.shutdown)
         return engine, stack
     from jaxllm.cli.client import ServerClient
 
@@ -100,7 +98,7 @@ async def _open(
         raise ConfigError(f"{refused[0]} cannot be set with --url: that server has its own settings")
     client = await stack.enter_async_context(ServerClient(url, api_key))
     try:
-        name = config.model if "model" in config.model_fields_set else await client.model()
+        name = config.model if "model" in config.model_fields_set else (await client.models())[0]["id"]
     except JaxLLMError:
         await stack.aclose()
         raise
@@ -111,6 +109,7 @@ class EngineBackend:
     """An engine in this process."""
 
     def __init__(self, config: EngineConfig, sampling: dict[str, Any]):
+        from jaxllm.engine.doors.async_llm import AsyncLLM
         from jaxllm.engine.start.tokenizer import answers_chats
 
         if config.skip_tokenizer_init:
@@ -120,19 +119,15 @@ class EngineBackend:
                 f"{config.model} has no chat template: it is a base model, which continues text; "
                 f"use `jaxllm generate {config.model} TEXT`"
             )
-        from jaxllm.engine.doors.async_llm import AsyncLLM
-
         self.engine = AsyncLLM(config)
-        self.name = config.model
-        self.sampling = sampling
+        self.name, self.sampling = config.model, sampling
         self.num_tokens = 0
 
     async def answer(self, messages: ChatHistory) -> AsyncIterator[Shown]:
         from jaxllm.chat.answer import speak
         from jaxllm.chat.conversation import Conversation, given_messages
-        from jaxllm.chat.model import ChatModel
-        from jaxllm.chat.parsing.events import Content, Reasoning
-        from jaxllm.chat.prompt import prepare_params
+        from jaxllm.chat.events import Content, Reasoning
+        from jaxllm.chat.prompt import ChatModel, prepare_params
 
         params = sampling_params(self.sampling, self.engine.info.default_sampling)
         conversation = Conversation(messages=given_messages(messages), structured_outputs=params.structured_outputs)
@@ -146,9 +141,6 @@ class EngineBackend:
                     if isinstance(event, Content | Reasoning):
                         yield Shown(event.text, isinstance(event, Reasoning))
 
-    def shutdown(self) -> None:
-        self.engine.shutdown()
-
 
 class ServerBackend:
     """A running server; flags that were not given stay the server's choice."""
@@ -158,8 +150,7 @@ class ServerBackend:
         self.num_tokens = 0
 
     async def answer(self, messages: ChatHistory) -> AsyncIterator[Shown]:
-        usage = {"stream_options": {"include_usage": True}}
-        body = {"model": self.name, "messages": messages, **usage, **self.sampling}
+        body = {"model": self.name, "messages": messages, "stream_options": {"include_usage": True}, **self.sampling}
         self.num_tokens = 0
         async for event in self.client.stream("/v1/chat/completions", body):
             if event.get("usage"):
@@ -220,10 +211,12 @@ class Chat:
                 self.set(*text.split(None, 1))
             case "/regenerate":
                 self.regenerate(runner)
+            case "/save" | "/load" if not text:
+                raise ConfigError(f"{name} needs a file: {name} chat.json")
             case "/save":
-                save_chat(_file(name, text), SavedChat(self.system, self.messages, self.backend.sampling))
+                save_chat(in_home(text), SavedChat(self.system, self.messages, self.backend.sampling))
             case "/load":
-                self.system, self.messages, self.backend.sampling = load_chat(_file(name, text))
+                self.system, self.messages, self.backend.sampling = load_chat(in_home(text))
                 self._note(f"{len(self.messages)} messages")
             case "/help":
                 print(HELP)
@@ -236,7 +229,9 @@ class Chat:
         if name:
             changed = {key: kept for key, kept in settings.items() if key != name}
             if value is not None:
-                changed[name] = _value(value)
+                changed[name] = value
+                with suppress(ValueError):  # JSON where it is some, as 0.5, true and ["a"] are; else text
+                    changed[name] = json.loads(value)
             check_setting(changed, name)
             settings = self.backend.sampling = changed
         shown = ", ".join(f"{key} {json.dumps(kept, ensure_ascii=False)}" for key, kept in settings.items())
@@ -264,13 +259,13 @@ class Chat:
             raise
         except JaxLLMError as error:  # the context is full, say: the chat can go on after /clear
             self._complain(error)
-        if pieces and self.console.is_terminal and self.backend.num_tokens:
+        if not pieces:
+            self.messages.pop()
+            return
+        self.messages.append({"role": "assistant", "content": "".join(pieces)})
+        if self.console.is_terminal and self.backend.num_tokens:
             rate = self.backend.num_tokens / (time.perf_counter() - began)
             self._note(f"{self.backend.num_tokens} tokens, {rate:.1f} tokens/s")
-        if pieces:
-            self.messages.append({"role": "assistant", "content": "".join(pieces)})
-        else:
-            self.messages.pop()
 
     def _complain(self, error: JaxLLMError) -> None:
         self.console.print(f"jaxllm: error: {error}", style="red", markup=False)
@@ -291,20 +286,6 @@ class Chat:
                     output.write(said.text)
 
 
-def _file(command: str, text: str) -> Path:
-    if not text:
-        raise ConfigError(f"{command} needs a file: {command} chat.json")
-    return in_home(text)
-
-
-def _value(text: str) -> Any:
-    """JSON where it is some, as 0.5, true and ["a"] are; else text."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
 ROLES = ("user", "assistant")
 NOT_IN_CHATS = {
     "n", "logprobs", "prompt_logprobs", "logprob_token_ids", "structured_outputs", "thinking_markers",
@@ -315,7 +296,7 @@ NOT_IN_CHATS = {
 
 class SavedChat(NamedTuple):
     system: str | None
-    messages: list[dict[str, str]]
+    messages: ChatHistory
     settings: dict[str, Any]
 
 
@@ -340,7 +321,13 @@ def load_chat(file: Path) -> SavedChat:
     system, messages, settings = (found[name] for name in SavedChat._fields)
     if not (system is None or isinstance(system, str)) or not isinstance(settings, dict):
         raise ConfigError(f"{file} is no saved chat: system must be text or null, and settings an object")
-    if not isinstance(messages, list) or not all(map(_is_message, messages)):
+    if not isinstance(messages, list) or not all(
+        isinstance(message, dict)
+        and message.keys() == {"role", "content"}
+        and message["role"] in ROLES
+        and isinstance(message["content"], str)
+        for message in messages
+    ):
         raise ConfigError(
             f"{file} is no saved chat: messages must have a role ({' or '.join(ROLES)}) and a content that is text"
         )
@@ -355,12 +342,6 @@ def check_setting(settings: dict[str, Any], name: str) -> None:
     if name not in names:
         raise ConfigError(f"no setting {name}; there are {', '.join(names)}")
     sampling_params(settings)
-
-
-def _is_message(message: Any) -> bool:
-    if not isinstance(message, dict) or message.keys() != {"role", "content"}:
-        return False
-    return message["role"] in ROLES and isinstance(message["content"], str)
 
 
 BLOCK = '"""'

@@ -34,10 +34,6 @@ class ServerClient:
     async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
 
-    async def model(self) -> str:
-        """Name of the first model the server offers."""
-        return (await self.models())[0]["id"]
-
     async def models(self) -> list[dict[str, Any]]:
         """What /v1/models lists."""
         try:
@@ -75,7 +71,6 @@ class ServerClient:
 
 
 def _refusal(response: httpx.Response) -> ServerError:
-    """OpenAI's error body, or whatever a proxy put in its place, in one line."""
     try:
         reason = response.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from jaxllm.cli.settings import COMMAND_GROUP, sampling_params, takes_sampling, takes_settings
+from jaxllm.cli.settings import Json, Switch, sampling_params, takes_settings
 from jaxllm.cli.terminal import as_typed
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError, reason
@@ -23,20 +23,17 @@ if TYPE_CHECKING:
     from jaxllm.requests.outputs import RequestOutput
     from jaxllm.requests.sampling import SamplingParams
 
-Switch = Parameter(negative=(), group=COMMAND_GROUP)
 
-
-@takes_settings(EngineConfig, positional_model=False)
-@takes_sampling
+@takes_settings(EngineConfig, positional_model=False, sampling=True)
 def generate(
     config: EngineConfig,
     sampling: dict[str, Any],
-    prompts: Annotated[list[str] | None, Parameter(group=COMMAND_GROUP, negative=())] = None,
+    prompts: Annotated[list[str] | None, Parameter(negative=())] = None,
     *,
-    file: Annotated[Path | None, Parameter(group=COMMAND_GROUP, allow_leading_hyphen=True)] = None,
-    raw: Annotated[bool, Switch] = False,
-    chat: Annotated[bool, Switch] = False,
-    json_output: Annotated[bool, Parameter(name="--json", negative=(), group=COMMAND_GROUP)] = False,
+    file: Annotated[Path | None, Parameter(allow_leading_hyphen=True)] = None,
+    raw: Switch = False,
+    chat: Switch = False,
+    json_output: Json = False,
 ) -> None:
     """Complete one prompt, streamed, or several at once, printed in order: `jaxllm generate [MODEL] PROMPT`.
 
@@ -72,10 +69,7 @@ def generate(
 
 
 def _with_model(config: EngineConfig, arguments: list[str], file: Path | None) -> tuple[EngineConfig, list[str]]:
-    """The first argument chooses the model if it names one and a prompt follows, or a file holds the prompts.
-
-    Raises ConfigError where it may be meant either way.
-    """
+    """The first argument chooses the model if it names one and a prompt follows, or a file holds the prompts."""
     from jaxllm.weights.source import is_local_model, names_model
 
     first, *others = arguments or [""]
@@ -174,7 +168,5 @@ def _summary(outputs: list[RequestOutput], seconds: float) -> str:
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     cached = sum(output.num_cached_tokens for output in outputs)
     generated = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
-    return (
-        f"{prompt} prompt tokens ({cached} cached), {generated} generated in {seconds:.2f} s: "
-        f"{generated / seconds:.1f} tok/s"
-    )
+    rate = f"{generated / seconds:.1f} tok/s"
+    return f"{prompt} prompt tokens ({cached} cached), {generated} generated in {seconds:.2f} s: {rate}"

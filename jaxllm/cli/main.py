@@ -13,45 +13,34 @@ from cyclopts.exceptions import UnusedCliTokensError
 from cyclopts.help import DefaultFormatter
 
 from jaxllm import logs
-from jaxllm.cli.bench import bench
-from jaxllm.cli.bench.offline import profile
+from jaxllm.cli.bench import bench, profile
 from jaxllm.cli.chat import chat
-from jaxllm.cli.convert import convert
 from jaxllm.cli.generate import generate
-from jaxllm.cli.models import list_models, models, pull, rm, show
-from jaxllm.cli.plan import compile, plan
-from jaxllm.cli.serve import keys, ps, serve
-from jaxllm.cli.settings import documented
-from jaxllm.cli.store import store
+from jaxllm.cli.models import compile, convert, list_models, models, plan, pull, rm, show
+from jaxllm.cli.serve import keys, ps, serve, store
+from jaxllm.cli.settings import documented, in_words
 from jaxllm.cli.terminal import OUTPUT, prepare_streams
-from jaxllm.cli.vllm_flags import translated
-from jaxllm.cli.wrong_values import in_words
 from jaxllm.config import ServeConfig
-from jaxllm.errors import ConfigError, EngineDeadError, JaxLLMError
+from jaxllm.config.sources import translated
+from jaxllm.errors import EngineDeadError, JaxLLMError
 from jaxllm.requests.sampling import SamplingParams
-from jaxllm.threads import note_exit_status
+from jaxllm.threads import FAILED, INTERRUPTED, note_exit_status
 
 if TYPE_CHECKING:
     from cyclopts.help import HelpPanel
 
 logger = logging.getLogger(__name__)
 
-FAILED = 1
 USAGE_ERROR = 2
-INTERRUPTED = 130
 PIPE_CLOSED = 141
-
 HELP_ALL = "--help-all"
 
 COMMON = frozenset({
     "model", "revision", "dtype", "max_model_len", "isq", "max_num_seqs", "gpu_memory_utilization", "kv_cache_memory",
     "kv_cache_dtype", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "speculative_config",
-    "seed",
-    "host", "port", "api_key", "api_key_file", "served_model_name", "chat_template", "tool_call_parser",
-    "reasoning_parser",
-    "models", "model_directory", "max_loaded_models", "model_memory", "mcp_config", "data_dir", "log_level",
-    "log_format",
-    "temperature", "top_k", "top_p", "max_tokens", "stop",
+    "seed", "host", "port", "api_key", "api_key_file", "served_model_name", "chat_template", "tool_call_parser",
+    "reasoning_parser", "models", "model_directory", "max_loaded_models", "model_memory", "mcp_config", "data_dir",
+    "log_level", "log_format", "temperature", "top_k", "top_p", "max_tokens", "stop",
 })  # fmt: skip
 """Settings and sampling parameters that --help shows."""
 RARE = frozenset({*ServeConfig.model_fields, *(field.name for field in dataclasses.fields(SamplingParams))} - COMMON)
@@ -94,7 +83,9 @@ def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 when all went well, 2 with one line on stderr when the user's input did not."""
     asked, everything = takes_help_all(sys.argv[1:] if arguments is None else arguments)
-    app.help_formatter = help_page = CommonFirst(everything or not has_rare(app, asked))
+    _, meant, _ = app.parse_commands(asked)  # --help is one of them
+    has_rare = any(getattr(one.default_command, "takes_all_settings", False) for one in meant)
+    app.help_formatter = help_page = CommonFirst(everything or not has_rare)
     try:
         try:
             app(translated(asked), exit_on_error=False, print_error=False)
@@ -103,13 +94,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(f"{help_page.num_left_out} more settings are shown by {HELP_ALL}.")
             sys.stdout.flush()
     except UnusedCliTokensError as error:
-        _refuse(ConfigError(f"unexpected argument {(error.unused_tokens or ['?'])[0]!r}; see --help"))
+        _refuse(f"unexpected argument {(error.unused_tokens or ['?'])[0]!r}; see --help")
     except CycloptsError as error:
-        _refuse(ConfigError(in_words(error)))
-    except EngineDeadError as error:
-        _refuse(error, FAILED)
+        _refuse(in_words(error))
     except JaxLLMError as error:
-        _refuse(error)
+        _refuse(error, FAILED if isinstance(error, EngineDeadError) else USAGE_ERROR)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except BrokenPipeError:  # `jaxllm generate … | head -1`: the reader has had enough
@@ -117,11 +106,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as error:
         if error.filename != OUTPUT:
             raise
-        _refuse(ConfigError(f"{OUTPUT} cannot be written: {(error.strerror or str(error)).lower()}"), FAILED)
+        _refuse(f"{OUTPUT} cannot be written: {(error.strerror or str(error)).lower()}", FAILED)
 
 
 def run() -> None:
-    """`main` as a whole process, which then ends at once, whatever is still being compiled for nobody."""
+    """`main` as a whole process, which then ends at once, whatever is still being compiled."""
     prepare_streams()
     try:
         main()
@@ -132,7 +121,7 @@ def run() -> None:
         raise
 
 
-def _refuse(error: Exception, status: int = USAGE_ERROR) -> None:
+def _refuse(error: object, status: int = USAGE_ERROR) -> None:
     line = " ".join(str(error).split())
     if logs.settings().format == "json":
         logger.critical(line)
@@ -144,15 +133,8 @@ def _refuse(error: Exception, status: int = USAGE_ERROR) -> None:
 def takes_help_all(arguments: Sequence[str]) -> tuple[list[str], bool]:
     """The arguments with --help in the place of --help-all, and whether that was there; after -- it is a text."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    found = HELP_ALL in arguments[:end]
     flags = ["--help" if argument == HELP_ALL else argument for argument in arguments[:end]]
-    return [*flags, *arguments[end:]], found
-
-
-def has_rare(app: App, arguments: Sequence[str]) -> bool:
-    """Whether the command that is meant takes all settings: of a few, those are what it is about."""
-    _, named, _ = app.parse_commands(arguments)  # --help is one of them
-    return any(getattr(one.default_command, "takes_all_settings", False) for one in named)
+    return [*flags, *arguments[end:]], HELP_ALL in arguments[:end]
 
 
 class CommonFirst(DefaultFormatter):
@@ -165,17 +147,16 @@ class CommonFirst(DefaultFormatter):
 
     def __call__(self, console: Any, options: Any, panel: HelpPanel) -> None:
         if not self._everything and panel.format == "parameter":
-            shown = [entry for entry in panel.entries if not _is_rare(entry.names)]
+            shown = [entry for entry in panel.entries if not _fields(entry.names) & RARE]
             self.num_left_out += len(panel.entries) - len(shown)
             panel = panel.copy(entries=shown)
         if panel.entries:
             super().__call__(console, options, panel)
 
 
-def _is_rare(names: Sequence[str]) -> bool:
-    """Worked example: --stop-token-ids.0 and --no-skip-special-tokens belong to rare fields."""
-    fields = {name.removeprefix("--").partition(".")[0].replace("-", "_") for name in names}
-    return bool(fields & RARE)
+def _fields(flags: Sequence[str]) -> set[str]:
+    """Worked example: --stop-token-ids.0 is of stop_token_ids."""
+    return {flag.removeprefix("--").partition(".")[0].replace("-", "_") for flag in flags}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Commands about models: which there are, here, built in or on a server, fetching one, what one is, removing one."""
+"""Commands about models: which there are, fetching, showing, planning, compiling, converting or removing one."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import asyncio
 import json
 import math
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from jaxllm.cli.settings import COMMAND_GROUP, documented, takes_settings
-from jaxllm.cli.terminal import agrees, print_table
+from jaxllm.cli.settings import Json, Switch, documented, takes_settings
+from jaxllm.cli.terminal import agrees, print_found, print_table
 from jaxllm.config import EngineConfig
-from jaxllm.config.values import format_bytes
-from jaxllm.errors import ConfigError
+from jaxllm.config.values import format_bytes, parse_bytes
+from jaxllm.errors import ConfigError, reason
 from jaxllm.folders import in_home
 
 FIELDS = ("name", "models", "architectures", "model_types", "layer_types", "gguf_architectures")
@@ -28,7 +29,7 @@ def models(
     check: Path | None = None,
     server: str | None = None,
     api_key: Annotated[str | None, Parameter(env_var="JAXLLM_API_KEY")] = None,
-    json_output: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    json_output: Json = False,
 ) -> None:
     """List the model families: what they serve, their Hugging Face classes, and the formats they load from.
 
@@ -46,10 +47,10 @@ def models(
         raise ConfigError(f"--check is {str(check)!r} and --server is {server!r}; accepted is one of them")
     if check is not None:
         _check(check, json_output)
-    elif server is None:
-        _list_families(json_output)
+    elif server is not None:
+        asyncio.run(_list_served(server, api_key, json_output))
     else:
-        _list_served(asyncio.run(_served(server, api_key)), json_output)
+        _list_families(json_output)
 
 
 def _check(path: Path, json_output: bool) -> None:
@@ -67,34 +68,26 @@ def _check(path: Path, json_output: bool) -> None:
 def _list_families(json_output: bool) -> None:
     from jaxllm.models.registry import FAMILIES
 
-    if json_output:
-        print(json.dumps([{name: getattr(family, name) for name in FIELDS} for family in FAMILIES]))
-        return
     rows = [
         (family.name, family.models, "\n".join(family.architectures), "\n".join(family.gguf_architectures) or "–")
         for family in FAMILIES
     ]
-    print_table(("family", "models", "Hugging Face class", "GGUF architecture"), rows)
+    facts = [{name: getattr(family, name) for name in FIELDS} for family in FAMILIES]
+    print_found(facts, json_output, ("family", "models", "Hugging Face class", "GGUF architecture"), rows)
 
 
-async def _served(url: str, api_key: str | None) -> list[dict[str, Any]]:
+async def _list_served(url: str, api_key: str | None, json_output: bool) -> None:
     from jaxllm.cli.client import ServerClient
 
     async with ServerClient(url, api_key) as client:
-        return await client.models()
-
-
-def _list_served(found: list[dict[str, Any]], json_output: bool) -> None:
-    if json_output:
-        print(json.dumps(found))
-        return
+        found = await client.models()
     rows = []
     for model in found:
         context, parent = model.get("max_model_len"), model.get("parent")
         root = model.get("root") or "–"
         root = f"adapter of {parent}: {root}" if parent else root
         rows.append((model["id"], root, _status(model), "–" if context is None else f"{context:,}"))
-    print_table(("name", "model", "status", "context"), rows)
+    print_found(found, json_output, ("name", "model", "status", "context"), rows)
 
 
 def _status(model: dict[str, Any]) -> str:
@@ -107,11 +100,7 @@ def _status(model: dict[str, Any]) -> str:
 
 
 @takes_settings(EngineConfig, positional_model=False, only=("download_dir",))
-def list_models(
-    config: EngineConfig,
-    *,
-    json_output: Annotated[bool, Parameter(name="--json", negative=(), group=COMMAND_GROUP)] = False,
-) -> None:
+def list_models(config: EngineConfig, *, json_output: Json = False) -> None:
     """List the models on this machine, and the built-in ones that can be fetched.
 
     Args:
@@ -120,68 +109,49 @@ def list_models(
     from jaxllm.weights.source import list_local_models
 
     models = list_local_models(config.download_dir)
-    if json_output:
-        print(json.dumps([model._asdict() for model in models], default=str))
-        return
     rows = [
-        (
-            model.name,
-            format_bytes(model.nbytes),
-            model.about,
-            str(model.path or f"not fetched: jaxllm pull {model.name}"),
-        )
-        for model in models
+        (row.name, format_bytes(row.nbytes), row.about, str(row.path or f"not fetched: jaxllm pull {row.name}"))
+        for row in models
     ]
-    print_table(("name", "size", "what", "where"), rows)
+    print_found([row._asdict() for row in models], json_output, ("name", "size", "what", "where"), rows)
 
 
 @takes_settings(EngineConfig, only=("model", "tokenizer", "revision", "download_dir"))
-def pull(
-    config: EngineConfig,
-    *,
-    list_models: Annotated[bool, Parameter(name="--list", negative=(), group=COMMAND_GROUP)] = False,
-) -> None:
+def pull(config: EngineConfig, *, list_models: Annotated[bool, Parameter(name="--list", negative=())] = False) -> None:
     """Download a model and print where it is.
 
     Args:
         list_models: Show the built-in names and leave.
     """
-    if list_models:
-        _list_built_in(config)
-        return
-    from jaxllm.weights.source import resolve_model, resolve_tokenizer
+    from jaxllm.weights.source import BUILTIN_MODELS, list_builtin_models, resolve_model, resolve_tokenizer
 
+    if list_models:
+        rows = [
+            (row.name, row.about, format_bytes(row.nbytes), BUILTIN_MODELS[row.name].license, str(row.path or "–"))
+            for row in list_builtin_models(config.download_dir)
+        ]
+        print_table(("name", "what", "size", "licence", "downloaded to"), rows)
+        return
     print(resolve_model(config.model, revision=config.revision, download_dir=config.download_dir))
     if config.tokenizer is not None:
         print(resolve_tokenizer(config.tokenizer, revision=config.revision, download_dir=config.download_dir))
 
 
-def _list_built_in(config: EngineConfig) -> None:
-    from jaxllm.weights.source import BUILTIN_MODELS, list_builtin_models
-
-    rows = [
-        (row.name, row.about, format_bytes(row.nbytes), BUILTIN_MODELS[row.name].license, str(row.path or "–"))
-        for row in list_builtin_models(config.download_dir)
-    ]
-    print_table(("name", "what", "size", "licence", "downloaded to"), rows)
-
-
 @takes_settings(EngineConfig, only=("model", "download_dir"))
-def show(
-    config: EngineConfig,
-    *,
-    json_output: Annotated[bool, Parameter(name="--json", negative=(), group=COMMAND_GROUP)] = False,
-) -> None:
+def show(config: EngineConfig, *, json_output: Json = False) -> None:
     """Show what a model is: family, parameters, quantization, context, chat template, licence.
 
     Args:
         json_output: Print one JSON object instead of a table.
     """
     facts = describe(config)
-    if json_output:
-        print(json.dumps(facts, default=str))
-        return
-    print_table(("", ""), [(name.replace("_", " "), _readable(name, value)) for name, value in facts.items()])
+    total = facts["parameters"]
+    in_words = {
+        "weights": ", ".join(f"{kind} {100 * count / total:.3g} %" for kind, count in facts["weights"].items()),
+        "chat_template": "yes" if facts["chat_template"] else "no: it continues text",
+        "licence": facts["licence"] or "not stated in its files",
+    }
+    print_found(facts, json_output, ("", ""), _named_values(facts | in_words))
 
 
 def describe(config: EngineConfig) -> dict[str, Any]:
@@ -214,26 +184,8 @@ def describe(config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def _readable(name: str, value: Any) -> str:
-    match value:
-        case bool():
-            return "yes" if value else "no: it continues text"
-        case int():
-            return format_bytes(value) if name == "size_bytes" else f"{value:,}"
-        case dict():
-            total = sum(value.values())
-            return ", ".join(f"{kind} {100 * count / total:.3g} %" for kind, count in value.items())
-        case None:
-            return "not stated in its files"
-    return str(value)
-
-
 @takes_settings(EngineConfig, only=("model", "download_dir"))
-def rm(
-    config: EngineConfig,
-    *,
-    yes: Annotated[bool, Parameter(negative=(), group=COMMAND_GROUP)] = False,
-) -> None:
+def rm(config: EngineConfig, *, yes: Switch = False) -> None:
     """Remove a downloaded model; files and folders of your own are left alone.
 
     Args:
@@ -249,3 +201,124 @@ def rm(
         return
     remove_local(model)
     print(f"removed {model.name}")
+
+
+@takes_settings(EngineConfig)
+def plan(
+    config: EngineConfig, *, gpu: str | None = None, memory_bandwidth: str | None = None, json_output: Json = False
+) -> None:
+    """Show what a model would take: weights, KV pages and the tokens they hold, compiled buckets; then every --isq.
+
+    Args:
+        gpu: A GPU to plan for in place of this machine, as h100, l40s or rtx-4090; another value lists them.
+        memory_bandwidth: Bytes a second that a device reads of its memory, as 900GB; by default measured here, or
+            what the maker of --gpu states.
+        json_output: Print one JSON object instead of tables.
+    """
+    from jaxllm.engine.start.blueprint import plan_engine
+    from jaxllm.engine.start.schemes import compare_schemes, known_gpu, measure_bandwidth, table_rows
+
+    stated = None if memory_bandwidth is None else _bytes_per_second(memory_bandwidth)
+    known = None if gpu is None else known_gpu(gpu)
+    platform = None if known is None else known.platform(config.num_devices)
+    sizes = plan_engine(config, platform).as_dict()
+    bandwidth = stated or (measure_bandwidth() if known is None else known.bandwidth)
+    schemes = compare_schemes(config, bandwidth, platform)
+    if json_output:
+        more: dict[str, Any] = {"memory_bandwidth": bandwidth, "schemes": [scheme.as_dict() for scheme in schemes]}
+        more |= {} if known is None else {"gpu": known.device, "gpu_source": known.source}
+        print(json.dumps(sizes | more, default=str))
+        return
+    print_table(("", ""), _named_values(sizes), title=f"Plan for {config.model}")
+    how = "measured" if known is None and not stated else "stated"
+    title = f"By --isq, at {bandwidth / 1e9:,.0f} GB/s ({how}); a decode of one sequence reads all weights once a token"
+    headings = ("weights", "memory", "bits", "bytes a token", "longest context", "tokens/s at most")
+    print_table(headings, table_rows(schemes), title=title)
+    if known is not None:
+        print(f"{known.device}: {known.bandwidth / 1e9:,.0f} GB/s, says {known.source}")
+
+
+def _bytes_per_second(text: str) -> int:
+    try:
+        found = parse_bytes(text.strip().removesuffix("/s"))
+    except ValueError:
+        found = 0
+    if not found > 0:
+        raise ConfigError(f"--memory-bandwidth is {text!r}; it must be bytes a second, as 900GB")
+    return int(found)
+
+
+def _named_values(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(name.replace("_", " "), readable(name, value)) for name, value in facts.items()]
+
+
+def readable(name: str, value: Any) -> str:
+    """A size as people read it: bytes in binary units, whole numbers with separators, lists on one line."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return format_bytes(value) if "bytes" in name or "memory" in name else f"{value:,}"
+    if isinstance(value, list | tuple) and value and all(isinstance(item, dict) for item in value):
+        return "\n".join(", ".join(readable(name, item).splitlines()) for item in value)
+    if isinstance(value, list | tuple):
+        return ", ".join(readable("", item) for item in value) or "–"
+    if isinstance(value, dict):
+        return "\n".join(f"{key}: {readable(str(key), item)}" for key, item in value.items())
+    return "–" if value is None else str(value)
+
+
+@takes_settings(EngineConfig)
+def compile(config: EngineConfig, *, output: Annotated[Path, Parameter(name=["--output", "-o"])]) -> None:
+    """Compile every step of a model into a folder, from which --executables starts it without compiling.
+
+    Give the settings that it will be served with. The executables are for this version of jaxllm and of JAX, and for
+    processors or devices like this machine's; anywhere else one line says what differs, and the steps are compiled.
+
+    Args:
+        output: The folder. One may hold the executables of many models and settings.
+    """
+    from rich.progress import Progress
+
+    from jaxllm.engine.start.ahead import compile_ahead
+
+    with Progress(transient=True) as progress:
+        bar = progress.add_task("compiling")
+
+        def show(keys: Iterable[Any], key: Any) -> None:
+            keys = list(keys)
+            progress.update(bar, total=len(keys), completed=keys.index(key), description=f"compiling {key}")
+
+        try:
+            made = compile_ahead(config, output, on_key=show)
+        except OSError as error:
+            raise ConfigError(f"--output is {str(output)!r}: {reason(error)}") from None
+    files = [file for folder in made for file in folder.glob("*.executable")]
+    size = format_bytes(sum(file.stat().st_size for file in files))
+    print(f"{len(files)} executables, {size}, in {', '.join(map(str, made))}; start with --executables {output}")
+
+
+CONVERTED = (
+    "model", "tokenizer", "revision", "download_dir", "load_format", "dtype", "skip_tokenizer_init", "dequantize",
+    "isq", "isq_map", "imatrix", "tensor_parallel_size",
+)  # fmt: skip
+
+
+@takes_settings(EngineConfig, only=CONVERTED)
+def convert(
+    config: EngineConfig,
+    destination: Path,
+    *,
+    to: Literal["orbax", "safetensors", "gguf"] = "orbax",
+    merge_lora: Annotated[list[str] | None, Parameter(negative="")] = None,
+) -> None:
+    """Write a model anew: for a faster start, quantized once and for all, or for other programs.
+
+    Args:
+        destination: The directory, or .gguf file, to write. It must not exist.
+        to: orbax is read by jaxllm, in any quantization; safetensors holds floats; gguf takes its block types.
+        merge_lora: PATH or PATH=SCALE of a LoRA adapter that is added to the weights; may be given several times.
+    """
+    from jaxllm.cli.convert.conversion import convert_model
+    from jaxllm.progress import progress_bar
+
+    with progress_bar(f"Loading {config.model}") as on_progress:
+        convert_model(config, in_home(destination), to, on_progress, merge_lora or ())
+    print(destination)

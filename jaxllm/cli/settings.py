@@ -1,56 +1,43 @@
-"""The flags of commands: the settings, flags over JAXLLM_* variables over a YAML file over the defaults, and sampling.
+"""The flags of commands: those of the settings, those for sampling, and what a wrong value would have to be.
 
-Everything here is driven by the fields of the pydantic models in jaxllm/config/ and of SamplingParams: their names
-become flags, variables and YAML keys, their docstrings the help, their types the accepted values.
+Flags are driven by the fields of the pydantic models in jaxllm/config/ and of SamplingParams: their names become flags,
+variables and YAML keys, their docstrings the help, their types the accepted values.
 """
 
 from __future__ import annotations
 
 import ast
+import asyncio
 import dataclasses
 import inspect
-import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from cyclopts import Group, Parameter
-from pydantic import BaseModel, ValidationError
+import cyclopts
+from cyclopts import Argument, CycloptsError, Group, Parameter, Token
+from cyclopts.validators import Number
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from jaxllm.cli.terminal import as_typed
-from jaxllm.cli.vllm_flags import REFUSED
-from jaxllm.config import CPU_ISA_VARIABLE, EngineConfig, ServeConfig
-from jaxllm.config.server import OTHER_KEY_VARIABLES
-from jaxllm.config.values import parse_bytes, read_mapping
-from jaxllm.errors import ConfigError
-from jaxllm.folders import in_home
+from jaxllm.config import EngineConfig, ServeConfig
+from jaxllm.config.sources import Config, choices, members, read_settings
+from jaxllm.config.values import Bytes
 from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
-from jaxllm.wording import did_you_mean, wrong_setting
-
-Config = TypeVar("Config", bound=EngineConfig)
-
-ENV_PREFIX = "JAXLLM_"
 
 _METAVARS = {
-    str: "TEXT",
-    int: "NUMBER",
-    float: "NUMBER",
-    Path: "PATH",
-    frozenset: "NUMBERS",
-    dict: "JSON",
-    tuple: "NAME=PATH",
-}
+    str: "TEXT", int: "NUMBER", float: "NUMBER", Path: "PATH", frozenset: "NUMBERS", dict: "JSON", tuple: "NAME=PATH",
+}  # fmt: skip
 """What a value is called in --help, by the type of its setting; objects are given as JSON."""
 
 SECTIONS = {
     "model": "Model", "dequantize": "Quantization", "max_num_seqs": "Scheduling", "block_size": "Memory",
-    "tensor_parallel_size": "Parallelism", "attention_backend": "Execution", "host": "Server",
-    "api_key": "Access",
+    "tensor_parallel_size": "Parallelism", "attention_backend": "Execution", "host": "Server", "api_key": "Access",
     "served_model_name": "API", "serve_any_model_name": "API", "models": "Several models",
     "mcp_config": "Tool servers", "data_dir": "Storage", "log_level": "Logging", "monitor_port": "Monitoring",
     "ray": "Ray",
@@ -69,6 +56,8 @@ def sections(schema: type[BaseModel]) -> dict[str, list[str]]:
 
 
 COMMAND_GROUP = Group("Command", sort_key=0)
+Json = Annotated[bool, Parameter(name="--json", negative=())]
+Switch = Annotated[bool, Parameter(negative=())]
 CONFIG_FLAG = Parameter(help="YAML file whose keys are the settings below.", group=COMMAND_GROUP)
 _SETTINGS_GROUPS = {
     name: Group(title, sort_key=2 + at)  # after the command's own flags and those for sampling
@@ -78,33 +67,37 @@ _SETTINGS_GROUPS = {
 
 
 def takes_settings(
-    schema: type[Config], *, positional_model: bool = True, only: Collection[str] | None = None
+    schema: type[Config], *, positional_model: bool = True, only: Collection[str] | None = None, sampling: bool = False
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Give a command every field of `schema` as a flag, plus --config.
+    """Give a command, which may be a coroutine function, every field of `schema` as a flag, plus --config.
 
     The command's first parameter receives the finished configuration; its other parameters stay its own flags.
     With `positional_model` the model may also be given as the first bare argument (and must be, where others that are
-    required follow it); `only` limits the flags to some fields, for a command that uses no others.
+    required follow it); `only` limits the flags to some fields, for a command that uses no others. With `sampling` the
+    fields of SamplingParams are flags too, and the command's parameter of that name receives those that were given.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        _, *own = inspect.signature(command, eval_str=True).parameters.values()
+        _, *others = inspect.signature(command, eval_str=True).parameters.values()
+        own = [_of_command(parameter) for parameter in others if parameter.name != "sampling"]
+        sampled = sampling_flags() if sampling else []
         config_file = _keyword("config", None, Path | None, CONFIG_FLAG)
-        fields = [
-            _flag(name, field) for name, field in schema.model_fields.items() if name in (only or schema.model_fields)
-        ]
+        fields = [_flag(name, field) for name, field in schema.model_fields.items() if only is None or name in only]
         if positional_model:
             fields[0] = fields[0].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
         if positional_model and any(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in own):
             fields[0] = fields[0].replace(default=inspect.Parameter.empty)  # it comes before them: it must be given
-        parameters = sorted([fields[0], *own, config_file, *fields[1:]], key=lambda parameter: parameter.kind)
-        signature = inspect.Signature(parameters)
+        parameters = [fields[0], *own, config_file, *fields[1:], *sampled]
+        signature = inspect.Signature(sorted(parameters, key=lambda parameter: parameter.kind))
 
         def run(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs).arguments
             path = given.pop("config", None)
             flags = {name: given.pop(name) for name in schema.model_fields if name in given}
-            return command(read_settings(schema, flags, path), **given)
+            if sampling:
+                given["sampling"] = {flag.name: given.pop(flag.name) for flag in sampled if flag.name in given}
+            result = command(read_settings(schema, flags, path), **given)
+            return asyncio.run(result) if inspect.iscoroutine(result) else result
 
         run.__name__, run.__doc__ = command.__name__, documentation(command)
         run.__signature__ = signature  # type: ignore[attr-defined]
@@ -114,113 +107,32 @@ def takes_settings(
     return decorate
 
 
-def read_settings(
-    schema: type[Config],
-    flags: Mapping[str, Any],
-    config_file: Path | None = None,
-    environ: Mapping[str, str] = os.environ,
-    *,
-    as_flag: Callable[[str], str] = lambda name: f"--{name.replace('_', '-')}",
-) -> Config:
-    """Merge the sources into a validated `schema`. `as_flag` is how what is in `flags` was written.
-
-    Commands that do not serve take the same file and variables as `jaxllm serve` and leave the server's fields alone.
-
-    Raises:
-        ConfigError: a key that does not exist, or a value that its field refuses; the message names the source.
-    """
-    values: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-
-    def take(name: str, value: Any, source: str) -> None:
-        if name in schema.model_fields:
-            values[name] = _from_text(value, schema.model_fields[name]) if isinstance(value, str) else value
-            sources[name] = source
-
-    for key, value in read_yaml(config_file, schema).items():
-        take(key, value, f"{config_file}: {key}")
-    for variable, name in _known_variables(schema, environ).items():
-        take(name, environ[variable], variable)
-    for name, value in flags.items():
-        take(name, value, as_flag(name))
-    try:
-        return schema(**values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        accepted = wrong_setting(first)
-        if not first["loc"]:  # a rule about several fields at once
-            raise ConfigError(accepted) from None
-        name, *inside = map(str, first["loc"])
-        accepted = f"{'.'.join(inside)}: {accepted}" if inside else accepted
-        raise ConfigError(f"{sources[name]} is {values[name]!r}: {accepted}") from None
-
-
-def names_setting(variable: str) -> bool:
-    """Whether an environment variable is to name a setting: all that begin with JAXLLM_ but one, and other keys."""
-    return (variable.startswith(ENV_PREFIX) and variable != CPU_ISA_VARIABLE) or variable in OTHER_KEY_VARIABLES
-
-
-def _known_variables(schema: type[EngineConfig], environ: Mapping[str, str]) -> dict[str, str]:
-    """Variable -> field name for every variable of settings that is set; of two for one field the last wins."""
-    names = dict.fromkeys([*ServeConfig.model_fields, *schema.model_fields])
-    fields = dict.fromkeys(OTHER_KEY_VARIABLES, "api_key") | {f"{ENV_PREFIX}{name.upper()}": name for name in names}
-    for variable in filter(names_setting, environ):
-        if variable not in fields:
-            raise ConfigError(f"unknown variable {variable!r}{did_you_mean(variable, fields)}")
-    return {variable: name for variable, name in fields.items() if variable in environ}
-
-
-def _from_text(text: str, field: FieldInfo) -> Any:
-    """'null' -> None where the field may be None, '16' -> 16 where the choices are numbers, '~/x' -> '/home/me/x'."""
-    types = _members(field.annotation)
-    if text.lower() in ("null", "none") and type(None) in types:
-        return None
-    if Path in types:
-        return in_home(text)
-    return next((choice for choice in _choices(field.annotation) if str(choice) == text), text)
-
-
-def _choices(annotation: Any) -> tuple[Any, ...]:
-    """Literal["a", "b"] | None -> ("a", "b"); nothing where other values are accepted too."""
-    types = [kind for kind in _members(annotation) if kind is not type(None)]
-    return get_args(types[0]) if len(types) == 1 and get_origin(types[0]) is Literal else ()
+def _of_command(parameter: inspect.Parameter) -> inspect.Parameter:
+    """A command's own flag, in its group of --help unless it names another."""
+    kind = parameter.annotation
+    kind, *said = get_args(kind) if get_origin(kind) is Annotated else (kind,)
+    return parameter.replace(annotation=Annotated[kind, Parameter(group=COMMAND_GROUP), *said])
 
 
 def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
-    """One field as cyclopts sees it. All but booleans stay text, so that pydantic alone judges values,
-    in the same words whether they came from a flag, a variable or YAML."""
-    types = [kind for kind in _members(field.annotation) if kind is not type(None)]
-    choices = _choices(field.annotation)
-    accepted = f" One of: {', '.join(map(str, choices))}." if choices else ""
-    text = f"{field.description}{accepted}"
+    """One field as cyclopts sees it. All but booleans stay text, so that pydantic alone judges values, in the same
+    words whether they came from a flag, a variable or YAML."""
+    types = [kind for kind in members(field.annotation) if kind is not type(None)]
+    accepted = choices(field.annotation)
+    text = f"{field.description} One of: {', '.join(map(str, accepted))}." if accepted else field.description
     if types == [bool]:
         return _keyword(name, field.default, bool | None, Parameter(help=text, group=_SETTINGS_GROUPS[name]))
+    inner = [one for member in get_args(field.annotation) for one in getattr(member, "__metadata__", ())]
+    is_size = Bytes.__metadata__[0] in (*field.metadata, *inner)
     kind = get_origin(types[0]) or types[0]
-    metavar = "CHOICE" if choices else "SIZE" if _is_size(field) else _METAVARS.get(kind, "JSON")
+    metavar = "CHOICE" if accepted else "SIZE" if is_size else _METAVARS.get(kind, "JSON")
     default = None if field.default is None else str(field.default)
     return _keyword(name, default, str | None, Parameter(help=text, group=_SETTINGS_GROUPS[name], metavar=metavar))
-
-
-def _is_size(field: FieldInfo) -> bool:
-    """Whether values are numbers of bytes, as 4GiB."""
-    return any(getattr(one, "func", None) is parse_bytes for one in _metadata(field.annotation, field.metadata))
-
-
-def _metadata(annotation: Any, outer: list[Any]) -> list[Any]:
-    """What an Annotated, alone or in a union with None, says besides its type."""
-    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
-    return [*outer, *(one for member in members if get_origin(member) is Annotated for one in get_args(member)[1:])]
 
 
 def _keyword(name: str, default: Any, annotation: Any, parameter: Parameter) -> inspect.Parameter:
     annotated = Annotated[annotation, parameter]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotated)
-
-
-def _members(annotation: Any) -> list[Any]:
-    """Annotated[int, …] | None -> [int, NoneType]."""
-    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    return [get_args(member)[0] if get_origin(member) is Annotated else member for member in members]
 
 
 Of = TypeVar("Of", bound=type | Callable[..., Any])
@@ -232,29 +144,12 @@ def documentation(of: type | Callable[..., Any]) -> str:
 
 
 def documented(of: Of) -> Of:
-    """Give a class or a function its docstring back."""
-    left_out = sys.flags.optimize >= 2 and not (inspect.isfunction(of) and of.__doc__)
-    if left_out:
+    """Give a class or a function its docstring back, which `python -OO` leaves out."""
+    if sys.flags.optimize >= 2 and not (inspect.isfunction(of) and of.__doc__):
         definition = ast.parse(textwrap.dedent(inspect.getsource(of))).body[0]
         assert isinstance(definition, ast.FunctionDef | ast.ClassDef)
         of.__doc__ = ast.get_docstring(definition)
     return of
-
-
-def read_yaml(path: Path | None, schema: type[EngineConfig] = ServeConfig) -> dict[str, Any]:
-    """The settings in a file, of a server or of `schema`, whose values are not checked yet; none without a file.
-
-    Raises:
-        ConfigError: it cannot be read, is no mapping, or has a key that is no setting or that it has twice.
-    """
-    document = {} if path is None else read_mapping(path, "--config", "setting: value")
-    known = dict.fromkeys([*ServeConfig.model_fields, *schema.model_fields])
-    for key in document:
-        if reason := REFUSED.get(f"--{str(key).replace('_', '-')}"):
-            raise ConfigError(f"{path}: {key} is not available: {reason}")
-        if key not in known:
-            raise ConfigError(f"{path}: unknown setting {key!r}{did_you_mean(str(key), known)}")
-    return document
 
 
 SAMPLING_GROUP = Group(
@@ -264,49 +159,24 @@ SAMPLING_GROUP = Group(
 # Text is what these commands are for; --seed is the engine's own, which unseeded requests draw from; functions of
 # logits are given to an engine in Python.
 _LEFT_OUT = {"detokenize", "logits_processors", *EngineConfig.model_fields}
-_FLAG_TYPES: dict[str, Any] = {
-    "stop": list[str] | None,
-    "stop_token_ids": list[int] | None,
-    "logit_bias": dict[str, float] | None,
-}
+_FLAG_TYPES: dict[str, Any] = {"stop": list[str], "stop_token_ids": list[int], "logit_bias": dict[str, float]}
 _DEFAULT_MAX_TOKENS = 512
 
 
-def takes_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command every SamplingParams field as a flag; its second parameter receives those that were given."""
-    config, _, *own = inspect.signature(command, eval_str=True).parameters.values()
-    flags = sampling_flags()
-    signature = inspect.Signature(sorted([config, *own, *flags], key=lambda parameter: parameter.kind))
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        sampling = {flag.name: given.pop(flag.name) for flag in flags if flag.name in given}
-        return command(given.pop("config"), sampling, **given)
-
-    run.__name__, run.__doc__ = command.__name__, documentation(command)
-    run.__signature__ = signature  # type: ignore[attr-defined]
-    return run
-
-
 def sampling_params(given: Mapping[str, Any], model_defaults: SamplingDefaults = SamplingDefaults()) -> SamplingParams:
-    """Flags over the checkpoint's generation_config over SamplingParams' own defaults.
+    """Flags over the checkpoint's generation_config over SamplingParams' own defaults. Raises InvalidRequestError."""
 
-    Raises:
-        InvalidRequestError: a value is out of range.
-    """
-    typed = {name: _as_typed(value) for name, value in given.items()}
-    return SamplingParams(**{"max_tokens": _DEFAULT_MAX_TOKENS, **model_defaults.fields(), **typed})
+    def typed(value: Any) -> Any:
+        if isinstance(value, list):
+            return [typed(entry) for entry in value]
+        return as_typed(value) if isinstance(value, str) else value
 
-
-def _as_typed(value: Any) -> Any:
-    """The texts of a flag, alone or in a list."""
-    if isinstance(value, list):
-        return [_as_typed(entry) for entry in value]
-    return as_typed(value) if isinstance(value, str) else value
+    given = {name: typed(value) for name, value in given.items()}
+    return SamplingParams(**{"max_tokens": _DEFAULT_MAX_TOKENS, **model_defaults.fields(), **given})
 
 
 def sampling_flags() -> list[inspect.Parameter]:
-    """One keyword parameter a field; a flag that is not given leaves the choice to the model."""
+    """One keyword parameter for each field; a flag that is not given leaves the choice to the model."""
     types = get_type_hints(SamplingParams)
     for member in (member for annotation in types.values() for member in get_args(annotation)):
         if dataclasses.is_dataclass(member):  # its fields become flags as well
@@ -325,8 +195,7 @@ def sampling_flags() -> list[inspect.Parameter]:
             show_default=False,
             validator=_token_ids if field.name == "logit_bias" else None,
         )
-        annotation = Annotated[_FLAG_TYPES.get(field.name, types[field.name] | None), parameter]
-        flags.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+        flags.append(_keyword(field.name, None, _FLAG_TYPES.get(field.name, types[field.name]) | None, parameter))
     return flags
 
 
@@ -341,3 +210,75 @@ def _field_texts() -> dict[str, str]:
     """The 'Attributes:' of SamplingParams' docstring: 'a, b: text.' -> {'a': 'text.', 'b': 'text.'}."""
     attributes = re.findall(r"^ +([a-z_, ]+): (.+)$", documentation(SamplingParams), flags=re.MULTILINE)
     return {name: text[0].upper() + text[1:] for names, text in attributes for name in names.split(", ")}
+
+
+_WORDS: dict[Any, str] = {
+    int: "an integer", float: "a number", bool: "true or false", str: "a text", Path: "a path",
+}  # fmt: skip
+
+
+def in_words(error: CycloptsError) -> str:
+    """One line that names the flag, the value and what is accepted; errors of other kinds are in plain words as is."""
+    argument = error.argument
+    match error:
+        case cyclopts.CoercionError() if argument is not None:
+            given = _given(argument, error.token)
+            annotation = error.target_type if given.keys else argument.hint
+            return f"{given.keyword or argument.name} is {given.value!r}: it must be {_accepted(argument, annotation)}"
+        case cyclopts.ValidationError() if argument is not None:
+            name = next((token.keyword for token in argument.tokens if token.keyword), argument.name)
+            value = " ".join(token.value for token in argument.tokens)
+            return f"{name} is {value!r}: {_within(argument) or error.exception_message}"
+        case cyclopts.MissingArgumentError() if argument is not None:
+            if error.keyword:
+                return f"{error.keyword} requires an argument"
+            has_place = argument.index is not None  # the usage shows it as MODEL, which may be given as --model too
+            return f"{argument.name.lstrip('-').upper() if has_place else argument.name} must be given"
+        case cyclopts.MixedArgumentError() if argument is not None:
+            return f"{argument.name} is given as a whole and by its keys; one of the two is accepted"
+        case cyclopts.RepeatArgumentError():
+            return f"{error.token.keyword} is given more than once"
+    error.verbose = False
+    return str(error)
+
+
+def _given(argument: Argument, wrong: Token | None) -> Token:
+    """The word of the command line that is wrong: a list or an object is taken apart before its parts are judged."""
+    keyword = wrong.keyword if wrong else None
+    same = [token for token in argument.tokens if token.keyword == keyword]
+    return same[-1] if same else wrong or Token(keyword=argument.name)
+
+
+def _accepted(argument: Argument, annotation: Any) -> str:
+    """What a value may be, in words; of a flag whose value is an object, how that is given."""
+    if words := " or ".join(dict.fromkeys(map(_words, _kinds(annotation)))):
+        return words
+    return f"a JSON object, such as {argument.name} '{{\"KEY\": VALUE}}', or {argument.name}.KEY VALUE"
+
+
+def _within(argument: Argument) -> str:
+    """The bounds of a number; "" where something else is checked, which says itself what it wants."""
+    checks = argument.parameter.validator
+    bounds = [one for one in (checks if isinstance(checks, Iterable) else [checks]) if isinstance(one, Number)]
+    wanted = [f"{one.gte} or more" for one in bounds if one.gte is not None]
+    wanted += [f"above {one.gt}" for one in bounds if one.gt is not None]
+    return f"it must be {' and '.join(wanted)}" if wanted else ""
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    """The types that a value may have: of a list, its entries'; none where it is an object."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _kinds(get_args(annotation)[0])
+    if origin in (Union, UnionType, list, tuple, set, frozenset, Sequence):
+        return [kind for member in get_args(annotation) if member not in (NoneType, ...) for kind in _kinds(member)]
+    if origin is dict or annotation is dict or dataclasses.is_dataclass(annotation):
+        return []
+    return [annotation]
+
+
+def _words(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        *others, last = map(repr, get_args(kind))
+        return f"{', '.join(others)} or {last}" if others else last
+    return _WORDS[kind]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
+from typing import Any
 
 from jaxllm.errors import ConfigError
 
@@ -23,13 +25,8 @@ class Output(TextIOWrapper):
     """
 
     def __init__(self, stream: TextIOWrapper):
-        super().__init__(
-            stream.buffer,
-            stream.encoding,
-            errors="backslashreplace",
-            line_buffering=stream.line_buffering,
-            write_through=stream.write_through,
-        )
+        buffering = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+        super().__init__(stream.buffer, stream.encoding, errors="backslashreplace", **buffering)
         self._stream = stream  # which would close the buffer of both when it is forgotten
 
     def write(self, text: str) -> int:
@@ -55,15 +52,11 @@ def prepare_streams() -> None:
     A socket that took the place of a closed descriptor would be mistaken for that stream by whatever the process
     starts. Writing to a standard output that was closed fails, because a command's result must not get lost in silence.
     """
-    closed = [descriptor for descriptor in range(3) if not _is_open(descriptor)]
-    for descriptor in closed:
+    for descriptor in [descriptor for descriptor in range(3) if not _is_open(descriptor)]:
         _open_at(descriptor, os.O_WRONLY if descriptor == 2 else os.O_RDONLY)
-    if sys.stdin is None:
-        sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
-    if sys.stderr is None:
-        sys.stderr = os.fdopen(2, "w", encoding="utf-8", closefd=False)
-    if sys.stdout is None:
-        sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout = Output(sys.stdout)
 
@@ -97,10 +90,6 @@ def _open_at(descriptor: int, flags: int) -> None:
     os.set_inheritable(descriptor, True)
 
 
-WIDE = 1_000_000
-"""Columns: more than any table has."""
-
-
 def print_table(
     headings: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, numbers: Sequence[int] = ()
 ) -> None:
@@ -120,8 +109,20 @@ def print_table(
         table.add_row(*map(Text, row))
     console = Console()
     if not console.is_terminal:
-        console.width = WIDE
+        console.width = 1_000_000  # columns: more than any table has
     console.print(table)
+
+
+def print_found(
+    facts: Any, as_json: bool, headings: Sequence[str], rows: Sequence[Sequence[str]], *, none: str | None = None
+) -> None:
+    """Print `facts` as JSON, or `rows`, which say the same, as a table; `none` is said where there are no rows."""
+    if as_json:
+        print(json.dumps(facts, default=str))
+    elif rows or none is None:
+        print_table(headings, rows)
+    else:
+        print(none)
 
 
 def agrees(command: str, question: str) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from jaxllm.config.parts import ADAPTER_LISTS, KVEventsConfig, KVTransferConfig, LoRAModules, SpeculativeConfig
 from jaxllm.config.server import ServerConfig
@@ -18,6 +19,7 @@ from jaxllm.config.values import (
     Sizes,
     SomeOf,
     comma_separated,
+    of_text,
     parse_object,
     parse_pairs,
 )
@@ -31,7 +33,6 @@ CPU_ISA_VARIABLE = "JAXLLM_CPU_ISA"
 """The environment variable that forces an instruction set of the C++ kernels. It is no setting of a deployment."""
 
 ADAPTER_SIZES = ("max_loras", "max_lora_rank", "max_cpu_loras")
-
 
 WITHOUT_STAGES: dict[str, Any] = {
     "speculative_config": None, "enable_lora": False, "decode_steps": 1, "kv_offload_memory": None,
@@ -77,7 +78,7 @@ class EngineConfig(SettingsGroup):
     """Expand quantized weights to dtype at load; by default only where plain XLA runs on a CPU: faster there."""
     isq: Isq | None = None
     """Quantize weights while they are loaded (in situ); embedding and head take six bits or more."""
-    isq_map: Annotated[dict[str, IsqOrNone], BeforeValidator(parse_pairs)] | None = None
+    isq_map: Annotated[dict[str, IsqOrNone], of_text(parse_pairs)] | None = None
     """Other kinds for tensors by their names in the checkpoint, as *.ffn_down.weight=q6k, *.attn_v.weight=none."""
     imatrix: Path | None = None
     """An importance matrix of llama.cpp's: it reduces the error of --isq in GGUF's kinds below 8 bits."""
@@ -88,7 +89,7 @@ class EngineConfig(SettingsGroup):
     """Token budget of one step, prefill chunks and decodes together (default 512 on CPU, 2048 elsewhere)."""
     decode_steps: Annotated[int, Field(ge=1, le=8)] | None = None
     """Most tokens one dispatch decodes for each sequence while no other could begin (default 4 with CPU kernels)."""
-    speculative_config: Annotated[SpeculativeConfig, BeforeValidator(parse_object)] | None = None
+    speculative_config: Annotated[SpeculativeConfig, of_text(parse_object)] | None = None
     """Try tokens ahead, as {"method": "ngram", "num_speculative_tokens": 3}: the same answers in fewer steps."""
     decode_buckets: Sizes | None = None
     """Sequences that decodes are padded to, as 8,32: fewer sizes compile sooner (default: powers of two)."""
@@ -123,9 +124,9 @@ class EngineConfig(SettingsGroup):
     """A folder for what kv_offload_memory has no room for, and for all that an idle engine has: it outlives it."""
     kv_offload_disk: Annotated[Bytes, Field(gt=0)] = 16 * 2**30
     """Bytes that kv_offload_dir may take for one model; what was unused longest is deleted."""
-    kv_transfer_config: Annotated[KVTransferConfig, BeforeValidator(parse_object)] | None = None
+    kv_transfer_config: Annotated[KVTransferConfig, of_text(parse_object)] | None = None
     """Compute prompts for other servers, or go on with theirs, as {"kv_role": "kv_both"}: see docs/scale.md."""
-    kv_events_config: Annotated[KVEventsConfig, BeforeValidator(parse_object)] | None = None
+    kv_events_config: Annotated[KVEventsConfig, of_text(parse_object)] | None = None
     """Tell routers over ZeroMQ which prompts are cached, as {"topic": "kv@10.0.0.5:8000@qwen3"}."""
 
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
@@ -176,117 +177,78 @@ class EngineConfig(SettingsGroup):
         """Whether the sizes of adapters are used."""
         return self.enable_lora
 
-    @model_validator(mode="after")
-    def _sizes_are_of_adapters(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         for name in ADAPTER_SIZES:
-            value = getattr(self, name)
-            if value != type(self).model_fields[name].default and not self.may_use_adapters:
-                raise ValueError(f"{name} is {value}, and enable_lora is false: no request could use an adapter")
-        return self
-
-    @model_validator(mode="after")
-    def _experts_can_be_cached(self) -> Self:
-        if self.num_experts_cached_per_rank is not None and not self.num_experts_offload_per_rank:
-            raise ValueError(
-                f"num_experts_cached_per_rank is {self.num_experts_cached_per_rank}, which changes nothing without "
-                "num_experts_offload_per_rank"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _pages_can_be_offloaded(self) -> Self:
-        for name, needed in (("kv_offload_dir", "kv_offload_memory"), ("kv_offload_disk", "kv_offload_dir")):
-            value = getattr(self, name)
-            if value != type(self).model_fields[name].default and getattr(self, needed) is None:
-                raise ValueError(f"{name} is {value}, which changes nothing without {needed}")
+            if not self._is_default(name) and not self.may_use_adapters:
+                yield f"{name} is {getattr(self, name)}, and enable_lora is false: no request could use an adapter"
+        yield from self._in_vain({
+            "num_experts_cached_per_rank": "num_experts_offload_per_rank", "kv_offload_dir": "kv_offload_memory",
+            "kv_offload_disk": "kv_offload_dir",
+        })  # fmt: skip
         if self.kv_offload_memory is not None and not self.enable_prefix_caching:
-            raise ValueError("kv_offload_memory is set, and enable_prefix_caching is false: nobody would look there")
-        if self.kv_offload_memory is not None and self.in_group:
-            raise ValueError("kv_offload_memory is set, and num_processes: each process would have to keep its part")
-        if self.kv_offload_memory is not None and self.multi_process:
-            raise ValueError("kv_offload_memory is set, and multi_process: each process would have to keep its part")
-        return self
-
-    @model_validator(mode="after")
-    def _processes_can_be_started(self) -> Self:
-        if not self.multi_process:
-            return self
-        if self.num_devices == 1:
-            raise ValueError(
-                "multi_process is true, and tensor_parallel_size is 1, so that there would be one process: accepted "
-                "are 2 or more, or a pipeline_parallel_size of 2 or more"
-            )
-        for name in ("num_processes", "process_id", "coordinator_address"):
-            if getattr(self, name) is not None:
-                raise ValueError(f"{name} is {getattr(self, name)}, and multi_process is true, which sets it by itself")
-        if self.cluster not in ("auto", "off"):
-            raise ValueError(f"cluster is {self.cluster}, and multi_process is true: it starts the processes itself")
-        if self.num_engines > 1:
-            raise ValueError(
-                f"data_parallel_size is {self.data_parallel_size}, and multi_process is true: it is for one engine"
-            )
-        if self.engine_process is False:
-            raise ValueError("engine_process is false, and multi_process is true: process 0 is the engine's own")
-        return self
-
-    @model_validator(mode="after")
-    def _engines_keep_to_nodes(self) -> Self:
-        if self.numa_node is None:
-            return self
-        if self.multi_process or self.in_group:
-            stated = "multi_process is true" if self.multi_process else f"num_processes is {self.num_processes}"
-            raise ValueError(f"numa_node is {self.numa_node}, and {stated}: it is for engines of one process")
-        if self.engine_process is False:
-            raise ValueError(f"numa_node is {self.numa_node}, and engine_process is false: a process keeps to a node")
-        return self
-
-    @model_validator(mode="after")
-    def _stages_go_with_the_rest(self) -> Self:
+            yield "kv_offload_memory is set, and enable_prefix_caching is false: nobody would look there"
+        for name, several in (("num_processes", self.in_group), ("multi_process", self.multi_process)):
+            if self.kv_offload_memory is not None and several:
+                yield f"kv_offload_memory is set, and {name}: each process would have to keep its part"
+        yield from self._faults_of_processes()
         if self.pipeline_parallel_size > 1:
-            self._go_with(WITHOUT_STAGES, f"pipeline_parallel_size is {self.pipeline_parallel_size}: stages do")
-        return self
-
-    @model_validator(mode="after")
-    def _batches_go_with_the_rest(self) -> Self:
-        if not self.enable_dp_attention:
-            return self
-        if self.data_parallel_size == 1:
-            raise ValueError(
+            yield from self._unfit(
+                WITHOUT_STAGES, f"pipeline_parallel_size is {self.pipeline_parallel_size}: stages do not go with it yet"
+            )
+        if self.enable_dp_attention and self.data_parallel_size == 1:
+            yield (
                 "enable_dp_attention is true, and data_parallel_size is 1, so that there would be one batch: accepted "
                 "are 2 or more"
             )
-        self._go_with(WITHOUT_BATCHES, "enable_dp_attention is true: batches side by side do")
-        return self
+        if self.enable_dp_attention:
+            yield from self._unfit(
+                WITHOUT_BATCHES, "enable_dp_attention is true: batches side by side do not go with it yet"
+            )
+        if self.kv_events_config is not None and not self.enable_prefix_caching:
+            yield "kv_events_config is set, and enable_prefix_caching is false: there is nothing to tell"
+        if self.kv_transfer_config is not None and self.kv_offload_memory is None:
+            yield (
+                "kv_transfer_config is set, and kv_offload_memory is not: pages wait in host memory, of which it says "
+                "how much they may take, as 4GiB"
+            )
+        if self.kv_transfer_config is not None and self.kv_transfer_config.gives and self.num_engines > 1:
+            yield (
+                f"kv_transfer_config has kv_role {self.kv_transfer_config.kv_role}, and data_parallel_size is "
+                f"{self.data_parallel_size}: one engine listens at a port; accepted are kv_consumer, or 1"
+            )
+        yield from super()._faults()
 
-    def _go_with(self, accepted_values: dict[str, Any], stated: str) -> None:
+    def _faults_of_processes(self) -> Iterator[str]:
+        if self.multi_process:
+            if self.num_devices == 1:
+                yield (
+                    "multi_process is true, and tensor_parallel_size is 1, so that there would be one process: "
+                    "accepted are 2 or more, or a pipeline_parallel_size of 2 or more"
+                )
+            for name in ("num_processes", "process_id", "coordinator_address"):
+                if getattr(self, name) is not None:
+                    yield f"{name} is {getattr(self, name)}, and multi_process is true, which sets it by itself"
+            if self.cluster not in ("auto", "off"):
+                yield f"cluster is {self.cluster}, and multi_process is true: it starts the processes itself"
+            if self.num_engines > 1:
+                stated = f"data_parallel_size is {self.data_parallel_size}"
+                yield f"{stated}, and multi_process is true: it is for one engine"
+            if self.engine_process is False:
+                yield "engine_process is false, and multi_process is true: process 0 is the engine's own"
+        if self.numa_node is not None:
+            if self.multi_process or self.in_group:
+                stated = "multi_process is true" if self.multi_process else f"num_processes is {self.num_processes}"
+                yield f"numa_node is {self.numa_node}, and {stated}: it is for engines of one process"
+            if self.engine_process is False:
+                yield f"numa_node is {self.numa_node}, and engine_process is false: a process keeps to a node"
+
+    def _unfit(self, accepted_values: Mapping[str, Any], stated: str) -> Iterator[str]:
         for name, accepted in accepted_values.items():
             value = getattr(self, name)
             if value is not None and value is not False and value != accepted:
                 shown = f"is {value}" if isinstance(value, int) else "is set"
                 rule = "leave it out" if accepted is None else f"accepted is {accepted}"
-                raise ValueError(f"{name} {shown}, and {stated} not go with it yet; {rule}")
-
-    @model_validator(mode="after")
-    def _events_are_of_a_cache(self) -> Self:
-        if self.kv_events_config is not None and not self.enable_prefix_caching:
-            raise ValueError("kv_events_config is set, and enable_prefix_caching is false: there is nothing to tell")
-        return self
-
-    @model_validator(mode="after")
-    def _pages_can_travel(self) -> Self:
-        if self.kv_transfer_config is None:
-            return self
-        if self.kv_offload_memory is None:
-            raise ValueError(
-                "kv_transfer_config is set, and kv_offload_memory is not: pages wait in host memory, of which it says "
-                "how much they may take, as 4GiB"
-            )
-        if self.kv_transfer_config.gives and self.num_engines > 1:
-            raise ValueError(
-                f"kv_transfer_config has kv_role {self.kv_transfer_config.kv_role}, and data_parallel_size is "
-                f"{self.data_parallel_size}: one engine listens at a port; accepted are kv_consumer, or 1"
-            )
-        return self
+                yield f"{name} {shown}, and {stated}; {rule}"
 
     @property
     def num_devices(self) -> int:
@@ -338,12 +300,11 @@ class ModelConfig(EngineConfig):
             return given | {"enable_lora": True}
         return given
 
-    @model_validator(mode="after")
-    def _lora_is_enabled(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         for name in ADAPTER_LISTS:
             if getattr(self, name, None) and not self.enable_lora:
-                raise ValueError(f"{name} is set, and enable_lora is false: adapters need it")
-        return self
+                yield f"{name} is set, and enable_lora is false: adapters need it"
+        yield from super()._faults()
 
     @property
     def names(self) -> list[str]:
@@ -384,9 +345,9 @@ def make_config(cls: type[EngineConfig], **fields: Any) -> Any:
         return cls(**fields)
     except ValidationError as error:
         first = error.errors()[0]
-        if not first["loc"]:  # a rule about several fields at once
-            raise ConfigError(wrong_setting(first)) from None
         name = ".".join(map(str, first["loc"]))
+        if not name:  # a rule about several fields at once
+            raise ConfigError(wrong_setting(first)) from None
         if first["type"] == "extra_forbidden":
             raise ConfigError(f"unknown setting {name!r}{did_you_mean(name, cls.model_fields)}") from None
         if first["type"] == "missing":

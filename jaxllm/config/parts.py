@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from ipaddress import ip_address, ip_network
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
-from jaxllm.config.values import Seconds, SettingsGroup, check_served_name, parse_named_paths, split_if_text
+from jaxllm.config.values import Seconds, SettingsGroup, check_served_name, comma_separated, of_text, parse_named_paths
 
 MTP_NAMES = ("qwen3_next_mtp", "qwen3_5_mtp", "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp")
 """What vLLM also calls the method of the models whose modules are supported."""
@@ -66,30 +67,25 @@ class SpeculativeConfig(SettingsGroup):
         default = 32_768 if self.source == "suffix" else 4_096
         return default if self.remembered_tokens is None else self.remembered_tokens
 
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.source in ("draft_model", "eagle3"):
-            if self.model is None:
-                raise ValueError(f'model is missing: method "{self.source}" takes the name of a model or a folder')
-            meaningless = _OF_TEXTS
-        else:
-            meaningless = ("model", "revision", *(_OF_TEXTS if self.source == "mtp" else ()))
+    def _faults(self) -> Iterator[str]:
+        drafts_by_model = self.source in ("draft_model", "eagle3")
+        if drafts_by_model and self.model is None:
+            yield f'model is missing: method "{self.source}" takes the name of a model or a folder'
+        meaningless: tuple[str, ...] = () if drafts_by_model else ("model", "revision")
+        meaningless += _OF_TEXTS if drafts_by_model or self.source == "mtp" else ()
         for name in meaningless:
             if getattr(self, name) is not None:
-                raise ValueError(f'{name} means nothing with method "{self.source}": leave it out')
+                yield f'{name} means nothing with method "{self.source}": leave it out'
         if self.shortest > self.longest:
-            raise ValueError(
-                f"prompt_lookup_min is {self.shortest}: at most prompt_lookup_max, which is {self.longest}"
-            )
+            yield f"prompt_lookup_min is {self.shortest}: at most prompt_lookup_max, which is {self.longest}"
         before = 0
         for first, last, most in self.num_speculative_tokens_per_batch_size or ():
             if not before < first <= last or not 0 <= most <= self.num_speculative_tokens:
-                raise ValueError(
+                yield (
                     f"num_speculative_tokens_per_batch_size holds {[first, last, most]}: accepted are [first, last, "
                     f"tokens] in ascending order, with 0 to num_speculative_tokens tokens"
                 )
             before = last
-        return self
 
 
 def _check_endpoint(text: str) -> str:
@@ -167,7 +163,7 @@ class KVTransferConfig(SettingsGroup):
     """Seconds after which a request no longer waits for pages from another server."""
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     """What becomes of a request whose pages cannot be fetched: its prompt is computed here, or it fails."""
-    kv_peers: Annotated[tuple[str, ...], BeforeValidator(split_if_text)] = ()
+    kv_peers: Annotated[tuple[str, ...], of_text(comma_separated)] = ()
     """Hosts and networks that requests may have pages fetched from, as prefill-1,10.0.0.0/8 (default: any)."""
 
     @property

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field
 
 from jaxllm.config.values import (
     Bytes,
@@ -16,6 +17,7 @@ from jaxllm.config.values import (
     Seconds,
     SettingsGroup,
     SomeOf,
+    of_text,
     parse_prefix,
 )
 from jaxllm.folders import user_folder
@@ -35,7 +37,7 @@ class ServerConfig(SettingsGroup):
     """Port to listen on; 0 takes a free one and prints it."""
     uds: Path | None = None
     """A Unix domain socket to listen on, instead of host and port."""
-    root_path: Annotated[str | None, BeforeValidator(parse_prefix)] = None
+    root_path: Annotated[str | None, of_text(parse_prefix)] = None
     """The path that a proxy puts before the routes, as /llm; X-Forwarded-Prefix says it by the request."""
     web: bool = True
     """Serve the page at /, where a person talks to the model in a browser; --no-web leaves it out."""
@@ -77,13 +79,6 @@ class ServerConfig(SettingsGroup):
     def asks_for_key(self) -> bool:
         """Whether requests need an API key, also where a file of keys holds none yet."""
         return self.api_key is not None or self.api_key_file is not None
-
-    @model_validator(mode="after")
-    def _one_address(self) -> Self:
-        given = sorted({"host", "port"} & self.model_fields_set)
-        if self.uds is not None and given:
-            raise ValueError(f"uds and {given[0]} exclude each other: the server listens on a file or on an address")
-        return self
 
     serve_any_model_name: bool = False
     """Answer requests that ask for any other model too, by the name that they ask for."""
@@ -158,18 +153,23 @@ class ServerConfig(SettingsGroup):
         """Whether there is a line of the log for each request."""
         return self.log_format == "json" if self.enable_request_logging is None else self.enable_request_logging
 
-    @model_validator(mode="after")
-    def _nothing_is_set_in_vain(self) -> Self:
+    def _faults(self) -> Iterator[str]:
+        given = sorted({"host", "port"} & self.model_fields_set)
+        if self.uds is not None and given:
+            yield f"uds and {given[0]} exclude each other: the server listens on a file or on an address"
         lines = self.log_format == "json" and self.logs_requests
         if self.log_prompts and not (lines or self.otlp_traces_endpoint):
-            raise ValueError(
+            yield (
                 "log_prompts is true, but no request is logged as JSON (log_format, enable_request_logging), "
                 "and no trace is sent (otlp_traces_endpoint)"
             )
-        for name, needed in (("monitor_host", "monitor_port"), ("rate_limit_store", "api_key_file")):
-            if name in self.model_fields_set and getattr(self, name) is not None and getattr(self, needed) is None:
-                raise ValueError(f"{name} is {getattr(self, name)}, which changes nothing without {needed}")
-        return self
+        if "monitor_host" in self.model_fields_set and self.monitor_port is None:
+            yield f"monitor_host is {self.monitor_host}, which changes nothing without monitor_port"
+        yield from self._in_vain({
+            "rate_limit_store": "api_key_file", "num_replicas": "ray", "prefix_affinity": "ray",
+            "replica_options": "ray",
+        })  # fmt: skip
+        yield from super()._faults()
 
     monitor_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """A port of its own for metrics, probes and /debug/, which looks into the processes; 0 takes a free one."""
@@ -190,11 +190,3 @@ class ServerConfig(SettingsGroup):
     """Send a prompt to the replica on Ray that has had the same beginning, by Ray's PrefixCacheAffinityRouter."""
     replica_options: Object | None = None
     """Ray's options of the replicas' deployment, as {"ray_actor_options": {"num_gpus": 1}}."""
-
-    @model_validator(mode="after")
-    def _replicas_are_on_ray(self) -> Self:
-        for name in ("num_replicas", "prefix_affinity", "replica_options"):
-            value = getattr(self, name)
-            if not self.ray and value != type(self).model_fields[name].default:
-                raise ValueError(f"{name} is {value}, which changes nothing without ray")
-        return self

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Hashable, Iterator
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, Literal, Self, get_args
 
-import yaml
 from pydantic import (
     AfterValidator,
     AllowInfNan,
@@ -18,11 +16,9 @@ from pydantic import (
     Field,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 from pydantic_core import PydanticKnownError
-
-from jaxllm.errors import ConfigError
-from jaxllm.wording import kind_of
 
 
 class SettingsGroup(BaseModel):
@@ -39,10 +35,29 @@ class SettingsGroup(BaseModel):
             raise PydanticKnownError("float_type")
         return value
 
+    @model_validator(mode="after")
+    def _go_together(self) -> Self:
+        if (fault := next(self._faults(), None)) is not None:
+            raise ValueError(fault)
+        return self
+
+    def _faults(self) -> Iterator[str]:
+        """Sentences about settings that are right one by one and not together; the first one is raised."""
+        yield from ()
+
+    def _in_vain(self, needed: Mapping[str, str]) -> Iterator[str]:
+        """Faults of settings that change nothing while the one which they need has its default."""
+        for name, other in needed.items():
+            if not self._is_default(name) and self._is_default(other):
+                yield f"{name} is {getattr(self, name)}, which changes nothing without {other}"
+
+    def _is_default(self, name: str) -> bool:
+        return bool(getattr(self, name) == type(self).model_fields[name].default)
+
 
 def _counts(annotation: Any) -> bool:
     """Whether a type is one of numbers, or of several that have no bool among them."""
-    kinds = {kind for part in _parts(annotation) for kind in (part if isinstance(part, type) else type(part),)}
+    kinds = {part if isinstance(part, type) else type(part) for part in _parts(annotation)}
     return bool(kinds & {int, float}) and bool not in kinds
 
 
@@ -51,19 +66,26 @@ def _parts(annotation: Any) -> Iterator[Any]:
     yield from (part for one in inner for part in _parts(one)) if inner else (annotation,)
 
 
+def of_text(parse: Callable[[str], Any]) -> BeforeValidator:
+    """Has a text parsed; anything else is left for pydantic to judge."""
+    return BeforeValidator(lambda value: parse(value) if isinstance(value, str) else value)
+
+
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
-def parse_bytes(value: Any) -> Any:
-    """'2GiB', '500 MB' or 1073741824 -> bytes; anything else is left for pydantic to refuse."""
-    if not isinstance(value, str):
-        return value
-    number = value.strip().lower().removesuffix("b")
-    unit = next((unit for unit in sorted(_UNITS, key=len, reverse=True) if number.endswith(unit)), "")
+def parse_bytes(text: str) -> int:
+    """'2GiB', '500 MB' or '1073741824' -> bytes."""
     try:
-        return int(float(number.removesuffix(unit)) * _UNITS.get(unit, 1))
+        return int(_amount(text.strip().lower().removesuffix("b"), _UNITS))
     except (ValueError, OverflowError):
         raise ValueError("it must be a number of bytes, such as 4GiB or 500MB") from None
+
+
+def _amount(text: str, units: Mapping[str, int]) -> float:
+    """Raises ValueError where `text` is no number with a unit after it, or with none."""
+    unit = next((unit for unit in sorted(units, key=len, reverse=True) if text.endswith(unit)), "")
+    return float(text.removesuffix(unit)) * units.get(unit, 1)
 
 
 def format_bytes(count: int) -> str:
@@ -88,25 +110,17 @@ def parse_replicas(value: Any) -> Any:
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
-def parse_seconds(value: Any) -> Any:
-    """'30d', '12h', '90m' or 45 -> seconds; anything else is left for pydantic to refuse."""
-    if not isinstance(value, str):
-        return value
-    number = value.strip().lower()
-    unit = number[-1:] if number[-1:] in _SECONDS else ""
+def parse_seconds(text: str) -> float:
+    """'30d', '12h', '90m' or '45' -> seconds."""
     try:
-        return float(number.removesuffix(unit)) * _SECONDS.get(unit, 1)
+        return _amount(text.strip().lower(), _SECONDS)
     except ValueError:
         raise ValueError("it must be a time, such as 30d, 12h, 90m or a number of seconds") from None
 
 
 NumReplicas = Annotated[int | Literal["auto"] | None, BeforeValidator(parse_replicas)]
-Bytes = Annotated[int, BeforeValidator(parse_bytes)]
-
-
-Seconds = Annotated[float, BeforeValidator(parse_seconds), AllowInfNan(False)]
-
-
+Bytes = Annotated[int, of_text(parse_bytes)]
+Seconds = Annotated[float, of_text(parse_seconds), AllowInfNan(False)]
 Isq = Literal[
     "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2k", "q3k", "q4k", "q5k", "q6k", "int8", "int4", "fp8", "w8a8"
 ]  # fmt: skip
@@ -114,10 +128,8 @@ IsqOrNone = Literal[Isq, "none"]
 
 
 def parse_sizes(value: Any) -> Any:
-    """'8,64' -> [8, 64]; anything else is left for pydantic to judge."""
-    if isinstance(value, int):
-        return [value]
-    return value.split(",") if isinstance(value, str) else value
+    """'8,64' -> ['8', '64'], and 8 -> [8]; anything else is left for pydantic to judge."""
+    return value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else value
 
 
 Sizes = Annotated[frozenset[Annotated[int, Field(ge=1)]], BeforeValidator(parse_sizes)]
@@ -133,7 +145,6 @@ SERVED_NAME = "printable characters, without a comma and without spaces around t
 
 
 def check_served_name(text: str) -> str:
-    """The text, where `is_served_name` accepts it. Raises ValueError."""
     if not is_served_name(text):
         raise ValueError(f"it must be {SERVED_NAME}")
     return text
@@ -142,11 +153,6 @@ def check_served_name(text: str) -> str:
 def comma_separated(value: str | None) -> list[str]:
     """'a, b' -> ['a', 'b']"""
     return [part for item in (value or "").split(",") if (part := item.strip())]
-
-
-def split_if_text(value: Any) -> Any:
-    """'a, b' -> ['a', 'b']; anything else is left for pydantic to judge."""
-    return comma_separated(value) if isinstance(value, str) else value
 
 
 def _some(value: str) -> str:
@@ -163,10 +169,7 @@ SomeOf = Annotated[str, AfterValidator(_some)]
 def parse_entries(value: Any) -> Any:
     """'["a", "b"]' and ['a', 'b'] -> 'a,b', since vLLM takes JSON; anything else is left for pydantic to judge."""
     if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            value = None
+        value = _json(value)
         if not isinstance(value, list):
             raise ValueError('it must be separated by commas, or a JSON list such as ["*"]')
     return ",".join(value) if isinstance(value, list) and all(isinstance(one, str) for one in value) else value
@@ -188,11 +191,9 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#*\sA-Z]+")
 Origins = Annotated[Entries, AfterValidator(_origins)]
 
 
-def parse_pairs(value: Any) -> Any:
-    """'a=1,b=2' -> {'a': '1', 'b': '2'}; anything else is left for pydantic to judge."""
-    if not isinstance(value, str):
-        return value
-    pairs = [pair.partition("=") for pair in value.split(",") if pair.strip()]
+def parse_pairs(text: str) -> dict[str, str]:
+    """'a=1,b=2' -> {'a': '1', 'b': '2'}"""
+    pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
     if not all(middle for _, middle, _ in pairs):
         raise ValueError("it must be PATTERN=KIND, several separated by commas")
     names = [name.strip() for name, _, _ in pairs]
@@ -201,23 +202,29 @@ def parse_pairs(value: Any) -> Any:
     return {name.strip(): kind.strip() for name, _, kind in pairs}
 
 
-def parse_object(value: Any) -> Any:
-    """'{"a": 1}' -> {'a': 1}; what is no text is left for pydantic to judge."""
-    if not isinstance(value, str):
-        return value
-    try:
-        found = json.loads(value)
-    except (ValueError, RecursionError):
-        found = None
+def parse_object(text: str) -> dict[str, Any]:
+    """'{"a": 1}' -> {'a': 1}"""
+    found = _json(text)
     if not isinstance(found, dict):
         raise ValueError('it must be a JSON object, such as {"key": 1}')
     return found
 
 
+def _json(text: str) -> Any:
+    """None where the text is no JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
 def parse_named_paths(value: Any) -> Any:
     """'a=x,b=y', {'a': 'x'} or ['a=x'] -> [{'name': 'a', 'path': 'x'}, …]; objects stay as they are, JSON is read."""
     if isinstance(value, str):
-        value = _json_or_parts(value)
+        is_json = value.lstrip().startswith(("[", "{"))
+        value = _json(value) if is_json else comma_separated(value)
+        if value is None:
+            raise ValueError('it must be NAME=PATH, or JSON such as {"name": "sql", "path": "/adapters/sql"}')
     if isinstance(value, dict):
         value = [value] if "name" in value else [{"name": name, "path": path} for name, path in value.items()]
     if not isinstance(value, list):
@@ -227,15 +234,6 @@ def parse_named_paths(value: Any) -> Any:
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"{twice!r} is there twice; each needs a name of its own")
     return found
-
-
-def _json_or_parts(text: str) -> Any:
-    if not text.lstrip().startswith(("[", "{")):
-        return comma_separated(text)
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        raise ValueError('it must be NAME=PATH, or JSON such as {"name": "sql", "path": "/adapters/sql"}') from None
 
 
 def _named_path(item: Any) -> Any:
@@ -249,14 +247,12 @@ def _named_path(item: Any) -> Any:
     return {"name": name, "path": path}
 
 
-Object = Annotated[dict[str, Any], BeforeValidator(parse_object)]
+Object = Annotated[dict[str, Any], of_text(parse_object)]
 
 
-def parse_prefix(value: Any) -> Any:
-    """'/llm/' -> '/llm', and '' and '/' -> None; anything else is left for pydantic to judge."""
-    if not isinstance(value, str):
-        return value
-    prefix = value.rstrip("/")
+def parse_prefix(text: str) -> str | None:
+    """'/llm/' -> '/llm', and '' and '/' -> None"""
+    prefix = text.rstrip("/")
     if prefix and not PREFIX.fullmatch(prefix):
         raise ValueError("it must be a path of letters, digits and -._~, such as /llm")
     return prefix or None
@@ -264,41 +260,3 @@ def parse_prefix(value: Any) -> Any:
 
 PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)+", re.ASCII)
 """What a proxy may put before the routes: it gets into pages, so it may hold nothing that means something there."""
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that a mapping has twice, of which PyYAML would take the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        lines: dict[Any, int] = {}
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
-                continue
-            line, name = key.start_mark.line + 1, self.construct_object(key)
-            if name in lines:
-                raise yaml.YAMLError(f"{name!r} is set in line {lines[name]} and again in line {line}")
-            lines[name] = line
-        return super().construct_mapping(node, deep)
-
-
-def read_mapping(path: Path, flag: str, holds: str) -> dict[Any, Any]:
-    """What a file holds, not checked any further; an empty file is an empty mapping.
-
-    Args:
-        flag: what named the file, as --config.
-        holds: what the mapping is of, as "setting: value".
-
-    Raises:
-        ConfigError: it cannot be read, is no mapping, or has a key twice.
-    """
-    try:
-        document = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except OSError as error:
-        raise ConfigError(f"{flag} is {str(path)!r}: {(error.strerror or str(error)).lower()}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    if document is None:
-        return {}
-    if not isinstance(document, dict):
-        raise ConfigError(f"{path} holds {kind_of(document)}; it must be a mapping of {holds}")
-    return document

@@ -19,9 +19,9 @@ from jaxllm.engine.core.sizes import StepSizes
 from jaxllm.engine.features.readout.pooling import SUMS
 from jaxllm.engine.start.memory import weight_bytes
 from jaxllm.errors import ConfigError, InvalidRequestError
-from jaxllm.models.abstract import ModelParts
 from jaxllm.models.caches import CacheSpec, Joined, Paged, Shared, parts_of
 from jaxllm.models.config import DecoderConfig
+from jaxllm.models.registry import ModelParts
 from jaxllm.weights.loader import ParamSpec
 
 Bandwidth = float | Literal["measure"] | None

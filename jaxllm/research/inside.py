@@ -12,9 +12,16 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
-from jaxllm.engine.doors.drive import drive
-from jaxllm.engine.doors.limits import check_capture, check_request, refuse_in_stages
-from jaxllm.engine.doors.sequences import Prompt, Prompts, failure, prompt_ids, prompt_list
+from jaxllm.engine.doors.sequences import (
+    Prompt,
+    Prompts,
+    check_capture,
+    check_request,
+    failure,
+    prompt_ids,
+    prompt_list,
+    refuse_in_stages,
+)
 from jaxllm.engine.doors.streams import Stream, Streams
 from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.errors import CheckpointError, ConfigError, InvalidRequestError
@@ -31,8 +38,8 @@ if TYPE_CHECKING:
     from jaxllm.engine.core.handle import StepKind
     from jaxllm.engine.doors.thread_client import ThreadClient
     from jaxllm.engine.scale.data_parallel.core import Core
-    from jaxllm.models.abstract import LiveModel
     from jaxllm.models.decoder import Decoder
+    from jaxllm.models.registry import LiveModel
     from jaxllm.research.explained import ProfilerTrace, StepExplanation
     from jaxllm.research.model import LayerAttention, OpenModel, Watched
 
@@ -143,7 +150,7 @@ class Inside:
             found[index] = scored(*asked[index], delta.prompt_logprobs, delta.num_cached_tokens)
             return True
 
-        drive(Stream(self._streams, requests), take, len(requests), use_tqdm)
+        Stream(self._streams, requests).drive(take, len(requests), use_tqdm)
         return TableList(found[index] for index in range(len(asked)))
 
     def capture(
@@ -195,7 +202,7 @@ class Inside:
                 found[sequence].add(rows.positions, rows.values)
             return True
 
-        drive(Stream(self._streams, requests), take, len(requests), use_tqdm)
+        Stream(self._streams, requests).drive(take, len(requests), use_tqdm)
         return OutputList(captures.finish() for captures in found)
 
     def logits(

@@ -17,9 +17,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.compat import under_own_settings
 from jaxllm.errors import InvalidRequestError
-from jaxllm.models.abstract import ModelParts, abstract_model
 from jaxllm.models.caches import Buffer, CacheLayout, PerSlot, Shared, parts_of
 from jaxllm.models.decoder import Decoder
+from jaxllm.models.registry import ModelParts, abstract_model
 from jaxllm.pallas_kernels.whole import WATCHED, WHOLE, whole_sequences
 from jaxllm.quantization.weight import Dense, Weight
 from jaxllm.requests.captures import integers

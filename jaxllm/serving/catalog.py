@@ -9,13 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from jaxllm.chat.parsing.formats import detect_formats
+from jaxllm.chat.formats import detect_formats
 from jaxllm.config import ADAPTER_SIZES, ModelConfig, ServeConfig, make_config, part_of
 from jaxllm.config.parts import LoRAModules
-from jaxllm.config.values import SERVED_NAME, comma_separated, format_bytes, is_served_name, read_mapping, split_if_text
-from jaxllm.engine.start.room import MemoryRoom
+from jaxllm.config.sources import read_mapping
+from jaxllm.config.values import SERVED_NAME, comma_separated, format_bytes, is_served_name, of_text
+from jaxllm.engine.messages import MemoryRoom
 from jaxllm.errors import ConfigError, JaxLLMError
 from jaxllm.folders import in_home
 from jaxllm.serving.dialects.candle_vllm import is_candle_vllm, read_candle_vllm
@@ -39,7 +40,7 @@ class CatalogEntry(ModelConfig):
 
     name: str
     """What requests and listings call it."""
-    aliases: Annotated[tuple[str, ...], BeforeValidator(split_if_text)] = ()
+    aliases: Annotated[tuple[str, ...], of_text(comma_separated)] = ()
     """Other names that requests may use."""
     preload: bool = False
     """Load it before the server is ready."""

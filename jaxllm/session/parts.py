@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxllm.chat.conversation import parse_arguments
-from jaxllm.chat.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
+from jaxllm.chat.events import Content, Event, Reasoning, ToolArguments, ToolCall
 from jaxllm.errors import ConfigError, Field, InvalidRequestError, JaxLLMError
 from jaxllm.mcp.servers import RESULT_LIMIT, ToolServers
 from jaxllm.mcp.settings import ServerSettings, parse_settings, read_settings, refuse_collisions
@@ -185,7 +185,7 @@ class EngineModel:
     """An engine of this process, asked as a chat request asks the server, without HTTP."""
 
     def __init__(self, engine: LLM | AsyncLLM, thread: LoopThread):
-        from jaxllm.chat.model import ChatModel
+        from jaxllm.chat.prompt import ChatModel
         from jaxllm.engine.doors.async_llm import AsyncLLM
 
         self._engine = engine if isinstance(engine, AsyncLLM) else engine.asynchronous()

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.chat.answer import ToolLoop
 from jaxllm.chat.conversation import known_arguments
-from jaxllm.chat.parsing.events import Content, Event, ParsedOutput, Reasoning, join_events
-from jaxllm.chat.tool_loop import ToolLoop
+from jaxllm.chat.events import Content, Event, ParsedOutput, Reasoning, join_events
 from jaxllm.errors import ConfigError
 from jaxllm.mcp.servers import RESULT_LIMIT
 from jaxllm.mcp.tools import ServerTool, ToolResult, as_data

@@ -19,9 +19,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxllm.errors import CheckpointError
 from jaxllm.quantization.gguf_decode import FORMATS
-from jaxllm.quantization.host_stack import HostShare, PartlyOnHost
 from jaxllm.quantization.stored import Stored, stack, transformed, with_moved_blocks
-from jaxllm.quantization.weight import DenseKind, Weight, WeightKind, fuse
+from jaxllm.quantization.weight import DenseKind, HostShare, PartlyOnHost, Weight, WeightKind, fuse
 from jaxllm.sharding.mesh import Axes, Layout, named_sharding, place, put
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.names import NameMap, Source, Sources

@@ -48,7 +48,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
     """The configurations that `jaxllm serve` would have served, by itself or on Ray."""
     configs: list[ServeConfig] = []
     stub_module(monkeypatch, "jaxllm.serving.server", serve=configs.append)
-    stub_module(monkeypatch, "jaxllm.ray_replicas", run_on_ray=configs.append)
+    stub_module(monkeypatch, "jaxllm.ray", run_on_ray=configs.append)
     return configs
 
 

@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 
-from jaxllm.cli.bench.startup import Answer, full_speed_since
+from jaxllm.cli.bench.server import Answer, full_speed_since
 
 
 def answers(*seconds: float, begin: float = 3.0) -> list[Answer]:

@@ -9,7 +9,7 @@ import pytest
 
 def test_without_ray_one_line_says_what_to_install(cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "jaxllm.ray_replicas", raising=False)
+    monkeypatch.delitem(sys.modules, "jaxllm.ray", raising=False)
     result = cli("serve", "smollm2-135m", "--ray")
     assert result.code == 2 and result.out == ""
     assert result.err.startswith("jaxllm: error: ray is true, and Ray Serve cannot be imported (import of ray halted")

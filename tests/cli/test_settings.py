@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from jaxllm.cli.settings import read_settings
 from jaxllm.config import EngineConfig, ServeConfig
+from jaxllm.config.sources import read_settings
 from jaxllm.config.values import comma_separated
 from jaxllm.errors import ConfigError
 

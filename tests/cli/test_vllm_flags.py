@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from jaxllm.cli.vllm_flags import ALWAYS_SO, REFUSED, RENAMED
 from jaxllm.config import ServeConfig
+from jaxllm.config.sources import ALWAYS_SO, REFUSED, RENAMED
 from tests.cli.test_errors import check
 
 OURS = {f"--{name.replace('_', '-')}" for name in ServeConfig.model_fields}

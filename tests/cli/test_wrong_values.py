@@ -11,9 +11,9 @@ import pytest
 from cyclopts import App, CycloptsError
 
 from jaxllm.cli.main import app
-from jaxllm.cli.settings import read_settings
-from jaxllm.cli.wrong_values import in_words
+from jaxllm.cli.settings import in_words
 from jaxllm.config import EngineConfig, ServeConfig, make_config
+from jaxllm.config.sources import read_settings
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.requests.sampling import SamplingParams
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import gguf
 
-from jaxllm.cli.convert.gguf import announce
+from jaxllm.cli.convert.packed import announce
 from tests.reference.gguf_keys import llama
 from tests.reference.tiny_gguf import add_key
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from jaxllm import asked_process
-from jaxllm.asked_process import AskedProcesses, Process
+from jaxllm import own_process
+from jaxllm.own_process import AskedProcesses, Process
 
 
 @contextmanager
@@ -41,4 +41,4 @@ def keeping_processes() -> Iterator[None]:
         patch.setattr(AskedProcesses, "close", closed)
         yield
     for processes in kept.values():
-        asked_process._end_all(list(processes))
+        own_process._end_all(list(processes))

@@ -11,7 +11,7 @@ import pytest
 
 from jaxllm.cli.convert.conversion import convert_model
 from jaxllm.config import EngineConfig
-from jaxllm.engine.start.plan import plan_engine
+from jaxllm.engine.start.blueprint import plan_engine
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.registry import model_spec, with_importance
 from jaxllm.quantization.gguf_encode import encode

@@ -13,8 +13,8 @@ import pytest
 
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.families.qwen_delta import tiled_gguf_names
-from jaxllm.models.gguf_names import GGUF_NAMES
 from jaxllm.models.layers.recurrent import DeltaConfig
+from jaxllm.models.names import GGUF_NAMES
 from jaxllm.quantization.gguf_encode import encode
 from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.stored import Stored

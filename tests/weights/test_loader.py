@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.cpu_kernels.huge_pages import Room
+from jaxllm.cpu_kernels.tiles import Room
 from jaxllm.errors import CheckpointError
 from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.stored import Stored

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import os
 import platform
 import random
@@ -14,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -75,7 +75,7 @@ async def run_load(
     times: Sequence[float],
     concurrency: int | None,
 ) -> tuple[list[Trace], float]:
-    """Send each prompt at its time, at most `concurrency` in flight; returns the traces and the seconds it all took."""
+    """Send each prompt at its time, at most `concurrency` in flight; returns the traces and the seconds of them all."""
     begin = time.perf_counter()
     gate = asyncio.Semaphore(concurrency or len(prompts))
 
@@ -88,21 +88,24 @@ async def run_load(
     return traces, time.perf_counter() - begin
 
 
-def timed_generate(llm: LLM, prompts: Sequence[list[int]], output_len: int) -> float:
-    """Seconds to generate exactly `output_len` tokens for all prompts together, in process."""
+def timed_generate(llm: LLM, count: int, input_len: int, output_len: int, source: random.Random) -> float:
+    """Seconds to generate exactly `output_len` tokens for `count` random prompts together, in process."""
+    prompts = random_prompts(count, input_len, llm.info.vocab_size, source)
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     begin = time.perf_counter()
     llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     return time.perf_counter() - begin
 
 
+def wait_until_compiled(llm: LLM) -> None:
+    """Return when nothing is compiled that would run beside a measurement."""
+    while llm.stats().compiles_pending:
+        time.sleep(0.1)
+
+
 @contextmanager
 def offline_llm(config: EngineConfig, input_len: int, output_len: int) -> Iterator[LLM]:
-    """An LLM with every planned bucket compiled, so that no compile runs beside a measurement; shut down at the end.
-
-    Raises:
-        ConfigError: requests of these lengths do not fit its context.
-    """
+    """An LLM with every planned bucket compiled. Raises ConfigError where such requests do not fit its context."""
     from jaxllm.llm import LLM
 
     logging.basicConfig(format="%(message)s")
@@ -115,14 +118,10 @@ def offline_llm(config: EngineConfig, input_len: int, output_len: int) -> Iterat
                 f"--input-len {input_len} and --output-len {output_len} make {length} tokens; "
                 f"the context holds {context}"
             )
-        while llm.stats().compiles_pending:
-            time.sleep(0.1)
+        wait_until_compiled(llm)
         yield llm
     finally:
         llm.shutdown()
-
-
-PERCENTILES = (50, 90, 99)
 
 
 @dataclass
@@ -136,54 +135,31 @@ class Trace:
     output_tokens: int = 0
     error: str | None = None
 
-    @property
-    def time_to_first_token(self) -> float:
-        """TTFT: from sending the request to the first piece of its answer."""
-        return self.arrivals[0] - self.start
-
-    @property
-    def time_per_output_token(self) -> float:
-        """TPOT: mean time of a token after the first; needs at least two tokens."""
-        return (self.arrivals[-1] - self.arrivals[0]) / (self.output_tokens - 1)
-
-    @property
-    def inter_token_latencies(self) -> list[float]:
-        """ITL: gaps between successive pieces."""
-        return [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
-
-    @property
-    def end_to_end(self) -> float:
-        """From sending the request to the last piece of its answer."""
-        return self.arrivals[-1] - self.start
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The `percent`-th percentile with linear interpolation between ranks (Hyndman & Fan 1996, type 7, as in NumPy).
-
-    Raises:
-        ValueError: `values` is empty.
-    """
-    if not values:
-        raise ValueError("no values to take a percentile of")
-    ranked = sorted(values)
-    position = (len(ranked) - 1) * percent / 100
-    below, above = math.floor(position), math.ceil(position)
-    return ranked[below] + (ranked[above] - ranked[below]) * (position - below)
-
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """{'mean', 'p50', 'p90', 'p99', 'max'} of `values`; empty where there are none."""
+    import numpy as np
+
     if not values:
         return {}
-    ranks = {f"p{percent}": percentile(values, percent) for percent in PERCENTILES}
+    ranks = dict(zip(("p50", "p90", "p99"), np.percentile(values, (50, 90, 99)).tolist(), strict=True))
     return {"mean": sum(values) / len(values), **ranks, "max": max(values)}
 
 
 def summarize(traces: Sequence[Trace], duration: float) -> dict[str, object]:
-    """Rates over `duration` seconds and the spread of each latency in milliseconds, over the requests that finished."""
+    """Rates over `duration` seconds and the spread of each latency in milliseconds, over the requests that finished.
+
+    TTFT is the time to the first piece of an answer, TPOT the mean time of a token after the first, ITL the gap between
+    pieces, and E2E the time to the last piece.
+    """
     finished = [trace for trace in traces if trace.error is None and trace.arrivals]
     prompt_tokens = sum(trace.prompt_tokens for trace in finished)
     output_tokens = sum(trace.output_tokens for trace in finished)
+    times_per_token = [
+        (trace.arrivals[-1] - trace.arrivals[0]) / (trace.output_tokens - 1)
+        for trace in finished
+        if trace.output_tokens > 1
+    ]
     return {
         "duration_s": duration,
         "completed": len(finished),
@@ -193,10 +169,10 @@ def summarize(traces: Sequence[Trace], duration: float) -> dict[str, object]:
         "requests_per_s": len(finished) / duration,
         "prompt_tokens_per_s": prompt_tokens / duration,
         "output_tokens_per_s": output_tokens / duration,
-        "ttft_ms": _milliseconds([trace.time_to_first_token for trace in finished]),
-        "tpot_ms": _milliseconds([trace.time_per_output_token for trace in finished if trace.output_tokens > 1]),
-        "itl_ms": _milliseconds([gap for trace in finished for gap in trace.inter_token_latencies]),
-        "e2e_ms": _milliseconds([trace.end_to_end for trace in finished]),
+        "ttft_ms": _milliseconds([trace.arrivals[0] - trace.start for trace in finished]),
+        "tpot_ms": _milliseconds(times_per_token),
+        "itl_ms": _milliseconds([later - earlier for trace in finished for earlier, later in pairwise(trace.arrivals)]),
+        "e2e_ms": _milliseconds([trace.arrivals[-1] - trace.start for trace in finished]),
     }
 
 
@@ -207,8 +183,6 @@ def _milliseconds(seconds: Sequence[float]) -> dict[str, float]:
 MOST_COLUMNS = 5
 """Results beside one another; more are shown one below the other."""
 
-_SECRETS = {"api_key"}
-
 
 def report(
     benchmark: str,
@@ -218,21 +192,6 @@ def report(
     file: Path | None,
 ) -> None:
     """Print one column a result, or one row of many, and with `file` write all that is needed to read it later."""
-    _print_table(benchmark, config.model, results)
-    if file is not None:
-        document = {
-            "benchmark": benchmark,
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "machine": platform.platform(),
-            "versions": {name: version(name) for name in ("jaxllm", "jax", "flax")},
-            "config": config.model_dump(mode="json", exclude=_SECRETS),
-            "load": dict(load),
-            "results": [dict(result) for result in results],
-        }
-        file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-
-
-def _print_table(benchmark: str, model: str, results: Sequence[Mapping[str, Any]]) -> None:
     flat = [flatten(result) for result in results]
     names = {name: name.replace("_", " ") for name in flat[0]}
     rows = [[title, *(_number(result.get(name)) for result in flat)] for name, title in names.items()]
@@ -240,18 +199,28 @@ def _print_table(benchmark: str, model: str, results: Sequence[Mapping[str, Any]
         rows = [list(row) for row in zip(*rows, strict=True)]
     headings = rows.pop(0) if wide else [""] * (1 + len(results))
     numbers = () if wide else range(1, 1 + len(results))
-    print_table(headings, rows, title=f"{benchmark}: {model}", numbers=numbers)
+    print_table(headings, rows, title=f"{benchmark}: {config.model}", numbers=numbers)
+    if file is not None:
+        document = {
+            "benchmark": benchmark,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "machine": platform.platform(),
+            "versions": {name: version(name) for name in ("jaxllm", "jax", "flax")},
+            "config": config.model_dump(mode="json", exclude={"api_key"}),
+            "load": dict(load),
+            "results": [dict(result) for result in results],
+        }
+        file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 def flatten(result: Mapping[str, Any]) -> dict[str, Any]:
     """{'ttft_ms': {'p50': 1.0}} -> {'ttft_ms p50': 1.0}."""
     flat: dict[str, Any] = {}
     for name, value in result.items():
-        flat.update(
-            {f"{name} {rank}": number for rank, number in value.items()}
-            if isinstance(value, Mapping)
-            else {name: value}
-        )
+        if isinstance(value, Mapping):
+            flat |= {f"{name} {rank}": number for rank, number in value.items()}
+        else:
+            flat[name] = value
     return flat
 
 

@@ -1,37 +1,34 @@
-"""`jaxllm bench serve`: what clients of a server see; and jaxllm in a process of its own, as benchmarks start it."""
+"""jaxllm in processes of its own: what clients of a server see, and how long a start takes until it is fast."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
+import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from jaxllm import own_process
-from jaxllm.cli.bench.measuring import (
-    LOAD_GROUP,
-    Count,
-    JsonFile,
-    Rate,
-    Trace,
-    random_prompts,
-    report,
-    run_load,
-    send_times,
-    summarize,
-)
-from jaxllm.cli.settings import names_setting, takes_settings
+from jaxllm.cli.bench import measuring
+from jaxllm.cli.bench.measuring import LOAD_GROUP, Count, JsonFile, Rate, Trace, report
+from jaxllm.cli.settings import takes_settings
 from jaxllm.config import EngineConfig, ServeConfig
+from jaxllm.config.sources import names_setting
 from jaxllm.errors import ConfigError, JaxLLMError
+from jaxllm.own_process import PipedProcess
+from jaxllm.requests.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from jaxllm.cli.client import ServerClient
@@ -76,64 +73,43 @@ def serve(
     refused = sorted(config.model_fields_set - {"model", "api_key", "seed"})
     if url is not None and refused:
         raise ConfigError(f"{refused[0]} cannot be set with --url: that server has its own settings")
-    if url is not None:
-        url = url.rstrip("/").removesuffix("/v1")
+    source = random.Random(config.seed)
+    warmups = measuring.random_prompts(num_warmups, input_len, vocab_size, source)
+    prompts = measuring.random_prompts(num_prompts, input_len, vocab_size, source)
+    times = measuring.send_times(num_prompts, request_rate, source)
+
+    async def drive(address: str) -> tuple[list[Trace], float]:
+        from jaxllm.cli.client import ServerClient
+
+        key = config.api_key.split(",")[0] if config.api_key else None
+        async with ServerClient(address, key) as client:
+            is_named = "model" in config.model_fields_set and not config.served_model_name
+            model = config.model if is_named else (await client.models())[0]["id"]
+
+            async def send(prompt: list[int]) -> Trace:
+                return await request(client, model, prompt, output_len)
+
+            await asyncio.gather(*(send(prompt) for prompt in warmups))
+            return await measuring.run_load(send, prompts, times, max_concurrency)
 
     with nullcontext(url) if url is not None else server(config, ready_timeout) as address:
-        source = random.Random(config.seed)
-        warmups = random_prompts(num_warmups, input_len, vocab_size, source)
-        prompts = random_prompts(num_prompts, input_len, vocab_size, source)
-        times = send_times(num_prompts, request_rate, source)
-        traces, duration = asyncio.run(_drive(address, config, warmups, prompts, times, output_len, max_concurrency))
+        traces, duration = asyncio.run(drive(address))
     load = {
-        "num_prompts": num_prompts,
-        "input_len": input_len,
-        "output_len": output_len,
-        "request_rate": str(request_rate),
-        "max_concurrency": max_concurrency,
-    }
-    report("serve", config, load, [summarize(traces, duration)], json)
+        "num_prompts": num_prompts, "input_len": input_len, "output_len": output_len,
+        "request_rate": str(request_rate), "max_concurrency": max_concurrency,
+    }  # fmt: skip
+    report("serve", config, load, [measuring.summarize(traces, duration)], json)
     errors = [trace.error for trace in traces if trace.error]
     if errors:
         raise ConfigError(f"{len(errors)} of {len(traces)} requests failed; the first: {errors[0]}")
 
 
-async def _drive(
-    url: str,
-    config: ServeConfig,
-    warmups: list[list[int]],
-    prompts: list[list[int]],
-    times: list[float],
-    output_len: int,
-    concurrency: int | None,
-) -> tuple[list[Trace], float]:
-    from jaxllm.cli.client import ServerClient
-
-    key = config.api_key.split(",")[0] if config.api_key else None
-    async with ServerClient(url, key) as client:
-        model = (
-            config.model
-            if "model" in config.model_fields_set and not config.served_model_name
-            else await client.model()
-        )
-
-        async def send(prompt: list[int]) -> Trace:
-            return await request(client, model, prompt, output_len)
-
-        await asyncio.gather(*(send(prompt) for prompt in warmups))
-        return await run_load(send, prompts, times, concurrency)
-
-
 async def request(client: ServerClient, model: str, prompt: list[int], output_len: int) -> Trace:
     """Stream one completion of exactly `output_len` tokens; a failure ends up in the trace."""
     body: dict[str, Any] = {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": output_len,
-        "temperature": 0,
-        "ignore_eos": True,
+        "model": model, "prompt": prompt, "max_tokens": output_len, "temperature": 0, "ignore_eos": True,
         "stream_options": {"include_usage": True},
-    }
+    }  # fmt: skip
     trace = Trace(start=time.perf_counter(), prompt_tokens=len(prompt))
     try:
         async for event in client.stream("/v1/completions", body):
@@ -146,10 +122,6 @@ async def request(client: ServerClient, model: str, prompt: list[int], output_le
     else:
         trace.error = None if trace.arrivals else "the answer was empty"
     return trace
-
-
-_STOP_SECONDS = 20
-_PENDING = "jaxllm:compiles_pending"
 
 
 @contextmanager
@@ -172,7 +144,7 @@ def child(arguments: list[str], config: EngineConfig, stdout: int) -> Iterator[t
         finally:
             process.terminate()
             try:
-                process.wait(_STOP_SECONDS)
+                process.wait(20)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -216,6 +188,124 @@ def _compiled(url: str) -> bool:
     import httpx
     from prometheus_client.parser import text_string_to_metric_families
 
-    metrics = text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=5).raise_for_status().text)
-    pending = [sample.value for metric in metrics if metric.name == _PENDING for sample in metric.samples]
-    return bool(pending) and not any(pending)
+    text = httpx.get(f"{url}/metrics", timeout=5).raise_for_status().text
+    metrics = {metric.name: metric.samples for metric in text_string_to_metric_families(text)}
+    pending = metrics.get("jaxllm:compiles_pending", [])
+    return bool(pending) and not any(sample.value for sample in pending)
+
+
+@takes_settings(EngineConfig)
+def startup(config: EngineConfig, *, num_iters: Count = 3, json: JsonFile = None) -> None:
+    """Seconds from process start to first token and to full speed, with an empty compile cache and then a full one.
+
+    Each start is a process of its own: `jaxllm generate` for the first token, and one stream that goes on until nothing
+    is left to compile for full speed, from when on it is within 5 % of what it stays at. The model has been downloaded
+    before and its file is likely in the system's page cache.
+
+    Args:
+        num_iters: Starts with a full compile cache.
+        json: Write the result to this file.
+    """
+    from jaxllm.weights.source import resolve_model
+
+    resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
+    with tempfile.TemporaryDirectory(prefix="jaxllm-compile-", ignore_cleanup_errors=True) as cache:
+        measured = config.model_copy(update={"compile_cache_dir": Path(cache)})
+        cold = {"cold_first_token_s": time_to_first_token(measured)}
+        shutil.rmtree(cache)
+        cold["cold_full_speed_s"] = time_to_full_speed(measured)  # and now everything is compiled
+        first = [time_to_first_token(measured) for _ in range(num_iters)]
+        full = [time_to_full_speed(measured) for _ in range(num_iters)]
+    warm = {"warm_first_token_s": measuring.spread(first), "warm_full_speed_s": measuring.spread(full)}
+    report("startup", config, {"num_iters": num_iters}, [cold | warm], json)
+
+
+def time_to_first_token(config: EngineConfig) -> float:
+    """Seconds until a fresh process with `config` puts its first byte of text on stdout. Raises ConfigError."""
+    command = ["generate", "The capital of France is", "--raw", "--temperature", "0", "--max-tokens", "8"]
+    begin = time.perf_counter()
+    with child(command, config, subprocess.PIPE) as (process, log):
+        assert process.stdout is not None
+        first = process.stdout.read(1)
+        seconds = time.perf_counter() - begin
+        process.stdout.read()
+        if not first or process.wait() != 0:
+            raise failure(process, log)
+    return seconds
+
+
+NEAR = 0.95
+"""The part of the last speed that counts as full speed."""
+MOST = 0.75
+"""The part of the answers that follow which must be at full speed too: others' work holds up some."""
+
+LAST_SECONDS, MOST_SECONDS = 4.0, 120.0
+"""How long answers are asked for after everything is compiled, which is their full speed; and how long at most, as a
+machine that does other work compiles when that leaves it time."""
+
+_PROMPT_TOKENS, _ANSWER_TOKENS = 128, 256
+
+
+class Answer(NamedTuple):
+    """When an answer began, its prompt's turn included, and when it ended: all of them are equally long."""
+
+    begin: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+def time_to_full_speed(config: EngineConfig) -> float:
+    """Seconds from starting a process with `config` until it begins the first answer that is as quick as they stay.
+
+    Raises ConfigError where the process failed, which says why on stderr.
+    """
+    begin = time.monotonic()  # which is the same clock in every process
+    process, answers = PipedProcess(speak, config.model_dump_json(exclude_unset=True)), []
+    try:
+        while (answer := process.pipe.recv()) is not None:
+            answers.append(Answer(*answer))
+    except EOFError:
+        process.wait(10)
+        raise ConfigError(f"the measured process ended with exit code {process.exit_code}") from None
+    finally:
+        process.kill()
+    return full_speed_since(answers) - begin
+
+
+def full_speed_since(answers: Sequence[Answer]) -> float:
+    """When the first answer began from which on they take about as long as in the last seconds, it and most after it.
+
+    Worked example, answers of 1.5, 0.8, 0.8, 0.9, 0.8, 0.8 and 0.8 s, one after the other: the last take 0.8 s, the
+    first is too slow, and most of those from the second on are not: 1.5 s after the first began.
+    """
+    since = answers[-1].end - LAST_SECONDS
+    final = median(answer.seconds for answer in answers if answer.end > since)
+    for index, answer in enumerate(answers):
+        rest = sorted(later.seconds for later in answers[index:])
+        if max(answer.seconds, rest[int(len(rest) * MOST)]) * NEAR <= final:
+            return answer.begin
+    return answers[-1].begin
+
+
+def speak(pipe: Connection, settings: str) -> None:
+    """In the measured process: one answer after another, and when each began and ended; None ends them."""
+    from jaxllm.llm import LLM
+
+    config = EngineConfig.model_validate_json(settings)
+    params = SamplingParams(temperature=0, max_tokens=_ANSWER_TOKENS, ignore_eos=True, detokenize=False)
+    with LLM(**config.model_dump(exclude_unset=True)) as llm:
+        began, compiled = time.monotonic(), None
+        for number in itertools.count():
+            prompt = [(number + token) % llm.info.vocab_size for token in range(_PROMPT_TOKENS)]
+            begin = time.monotonic()
+            llm.generate(prompt, params, use_tqdm=False)
+            now = time.monotonic()
+            pipe.send((begin, now))
+            if compiled is None and not llm.stats().compiles_pending:
+                compiled = now
+            if now - (compiled or now) >= LAST_SECONDS or now - began >= MOST_SECONDS:
+                break
+    pipe.send(None)

@@ -1,4 +1,4 @@
-"""From one checkpoint to another: quantized, laid out for the engine, or in a format that others read."""
+"""From one checkpoint to another: with adapters merged, quantized, laid out for the engine, or for other programs."""
 
 from __future__ import annotations
 
@@ -6,17 +6,30 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
+from jaxllm.cli.convert.packed import write_gguf, write_orbax
+from jaxllm.cli.convert.safetensors import write_safetensors
 from jaxllm.compat import under_own_settings
 from jaxllm.config import EngineConfig
 from jaxllm.engine.start.tokenizer import open_model
-from jaxllm.errors import ConfigError, one_line
+from jaxllm.errors import CheckpointError, ConfigError, one_line
+from jaxllm.folders import existing, in_home
+from jaxllm.models.names import hf_renaming
+from jaxllm.models.registry import adapter_names, model_spec
 from jaxllm.progress import Progress
-from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.adapters import Adapter, LowRank, open_adapter
+from jaxllm.weights.checkpoint import Checkpoint, Edit, MergedCheckpoint
+from jaxllm.weights.fields import shown
+from jaxllm.weights.names import Source, plus_one, transposed
 from jaxllm.weights.source import resolve_model
 
 TargetFormat = Literal["orbax", "safetensors", "gguf"]
@@ -32,22 +45,10 @@ def convert_model(
 ) -> None:
     """Write `config.model`, kept as `config` says, to `destination`: whole, or not at all.
 
-    `merge_lora` are adapters that are merged into its weights first, see `merging`.
-
-    Raises:
-        ConfigError: the destination exists or cannot be written, or the format cannot hold what is asked for.
-        ModelNotFoundError, CheckpointError: as `LLM` would.
+    `merge_lora` are adapters that are merged into its weights first. Raises ConfigError where the destination exists or
+    cannot be written, or the format cannot hold what is asked for; ModelNotFoundError and CheckpointError as `LLM`.
     """
-    from jaxllm.cli.convert.gguf import write_gguf
-    from jaxllm.cli.convert.merging import MergedAdapter, with_adapters
-    from jaxllm.cli.convert.orbax import write_orbax
-    from jaxllm.cli.convert.safetensors import write_safetensors
-
-    writers: dict[TargetFormat, Callable[[EngineConfig, Checkpoint, Path, Progress | None], None]] = {
-        "orbax": write_orbax,
-        "safetensors": write_safetensors,
-        "gguf": write_gguf,
-    }
+    write = {"orbax": write_orbax, "safetensors": write_safetensors, "gguf": write_gguf}[to]
     if to != "gguf" and destination.suffix == ".gguf":
         raise ConfigError(
             f"destination is {str(destination)!r}, and --to {to} writes a directory; --to gguf writes a file"
@@ -57,7 +58,7 @@ def convert_model(
     with new_destination(destination, source) as target:
         checkpoint = open_model(config, source)
         try:
-            writers[to](config, with_adapters(checkpoint, adapters), target, on_progress)
+            write(config, with_adapters(checkpoint, adapters), target, on_progress)
         finally:
             checkpoint.close()
 
@@ -66,10 +67,7 @@ def convert_model(
 def new_destination(destination: Path, source: Path) -> Iterator[Path]:
     """Yields a path beside `destination` to write a file or directory to; what is there at the end is renamed to it.
 
-    If anything fails, nothing is left behind.
-
-    Raises:
-        ConfigError: `destination` exists, is `source`, or cannot be written.
+    If anything fails, nothing is left. Raises ConfigError where `destination` exists or cannot be written.
     """
     if destination.exists() or destination.is_symlink():
         what = "the source itself" if destination.resolve() == source.resolve() else "which exists"
@@ -89,6 +87,187 @@ def new_destination(destination: Path, source: Path) -> Iterator[Path]:
 
 
 def _reason(error: OSError) -> str:
-    if error.errno == errno.ENOSPC or os.strerror(errno.ENOSPC) in str(error):
-        return "the disk is full"
-    return one_line(error.strerror or error)
+    is_full = error.errno == errno.ENOSPC or os.strerror(errno.ENOSPC) in str(error)
+    return "the disk is full" if is_full else one_line(error.strerror or error)
+
+
+class MergedAdapter(NamedTuple):
+    """An adapter to merge, and how strongly: 1 is as it was trained."""
+
+    path: Path
+    scale: float = 1.0
+
+    @classmethod
+    def parse(cls, text: str) -> MergedAdapter:
+        """`PATH` or `PATH=SCALE`. Raises ConfigError where the scale is no finite number."""
+        path, equals, scale = text.rpartition("=")
+        if not equals or existing(text) is not None:
+            return cls(in_home(text))
+        try:
+            number = float(scale)
+        except ValueError:
+            number = np.nan
+        if not path or not np.isfinite(number):
+            raise ConfigError(f"merge_lora is {text!r}; accepted is PATH or PATH=SCALE, the scale a finite number")
+        return cls(in_home(path), number)
+
+
+def with_adapters(checkpoint: Checkpoint, adapters: Sequence[MergedAdapter]) -> Checkpoint:
+    """`checkpoint` with adapters merged into its weights one after the other; as it is where there are none.
+
+    A model whose head is its embedding gets a head of its own where an adapter changes one of the two.
+
+    Raises:
+        ConfigError: the checkpoint was made by `jaxllm convert --to orbax`.
+        CheckpointError: as `open_adapter`, or an adapter has a tensor that the model lacks, or has in another shape.
+    """
+    if not adapters:
+        return checkpoint
+    if checkpoint.format not in ("safetensors", "gguf"):
+        raise ConfigError(
+            f"merge_lora takes a model as it was published; {checkpoint.path} was converted already: merge into what "
+            "it was made of"
+        )
+    merging = _Merging(checkpoint)
+    for one in adapters:
+        merging.add(open_adapter(one.path), one.scale)
+    return merging.finished()
+
+
+Paths = defaultdict[str, list[tuple[str, tuple[Source, ...], int]]]
+"""Tensor name -> the parameters that it may be a part of, each with all its parts, and which of these it is."""
+
+
+class _Merging:
+    """What becomes of each of a checkpoint's tensors."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        self._checkpoint, self._spec = checkpoint, model_spec(checkpoint)
+        self._rename = hf_renaming(checkpoint.tensors) if checkpoint.format == "safetensors" else str
+        self._edits: defaultdict[str, list[Edit]] = defaultdict(list)
+        self._embedding = self._sources("embed.weight")[0].name
+        self._head = self._sources("head.weight")[0].name if self._spec.config.tie_word_embeddings else None
+        """The name of a head that the checkpoint does not have, since it is the embedding."""
+
+    def add(self, adapter: Adapter, scale: float) -> None:
+        """What one adapter replaces, and then what it adds."""
+        paths: Paths = defaultdict(list)
+        for path, options in adapter_names(self._spec)[adapter.format].items():
+            for sources in options:
+                for index, source in enumerate(sources):
+                    if not source.stack:
+                        paths[source.name].append((path, sources, index))
+        for name, tensor in adapter.replaced.items():
+            place = self._place(adapter, paths, name)
+            values = place.replacing(tensor)
+            self._edit(adapter, name, place, values.shape, partial(_replaced, values))
+        for name, update in adapter.updates.items():
+            place = self._place(adapter, paths, name)
+            moved = place.adding(update)
+            self._edit(adapter, name, place, moved.shape, partial(moved.added_to, strength=scale))
+
+    def finished(self) -> MergedCheckpoint:
+        """The checkpoint with everything in it; a head that was the embedding is one of its own if they differ now."""
+        config, copies = self._checkpoint.config, {}
+        if self._head is not None and self._edits.keys() & {self._head, self._embedding}:
+            copies[self._head] = self._embedding
+            config = _untied(config) if self._checkpoint.format == "safetensors" else config
+        return MergedCheckpoint(self._checkpoint, self._edits, copies, config)
+
+    def _sources(self, path: str) -> tuple[Source, ...]:
+        """The tensors of a parameter that are there; if there are none, those that would be there first of all."""
+        options, there = self._spec.names.get(path, ((),)), self._checkpoint.tensors
+        return next((sources for sources in options if all(s.name in there for s in sources)), options[0])
+
+    def _place(self, adapter: Adapter, paths: Paths, name: str) -> TensorPlace:
+        """The tensor that an adapter calls `name`.
+
+        Raises CheckpointError where there is none, or it is kept together with others, or more than rows is rearranged.
+        """
+        there = self._checkpoint.tensors
+        same_format = (adapter.format == "gguf") == (self._checkpoint.format == "gguf")
+        if same_format and (own := self._rename(name)) in there:
+            return TensorPlace(own, Source(own), Source(own))
+        here: tuple[Source, ...] = ()
+        for path, sources, index in paths[name]:
+            here = self._sources(path)
+            if len(here) == len(sources) and _is_simple(here[index]) and _is_simple(sources[index]):
+                if here[index].name in there or here[index].name == self._head:
+                    return TensorPlace(here[index].name, sources[index], here[index])
+                break
+        else:
+            if here and here[0].name in there:
+                raise CheckpointError(
+                    f"{self._checkpoint.path}: keeps {shown(name)} in another layout, together with others; merge the "
+                    "adapter into the model that it was trained on, and convert the result"
+                )
+        trained = f"; it was trained on {shown(adapter.base_model)}" if adapter.base_model else ""
+        raise CheckpointError(
+            f"{adapter.path}: changes {shown(name)}, which {self._checkpoint.path} does not have{trained}"
+        )
+
+    def _edit(self, adapter: Adapter, name: str, place: TensorPlace, shape: tuple[int, ...], edit: Edit) -> None:
+        stored = self._embedding if place.name == self._head else place.name
+        expected = self._checkpoint.tensors[stored].shape
+        if shape != expected:
+            raise CheckpointError(
+                f"{adapter.path}: {shown(name)} is of shape {shape}; expected is {expected}, as "
+                f"{self._checkpoint.path} has it"
+            )
+        self._edits[place.name].append(edit)
+
+
+def _replaced(values: np.ndarray, _: np.ndarray) -> np.ndarray:
+    return values
+
+
+def _untied(config: dict[str, Any]) -> dict[str, Any]:
+    inner = config.get("text_config")
+    changed = {"text_config": _untied(inner)} if isinstance(inner, dict) and "tie_word_embeddings" in inner else {}
+    return config | changed | {"tie_word_embeddings": False}
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """A tensor of the checkpoint that an adapter changes.
+
+    Attributes:
+        there, here: how the adapter's format and the checkpoint's keep it; each has a way from there into the engine.
+    """
+
+    name: str
+    there: Source
+    here: Source
+
+    def replacing(self, tensor: np.ndarray) -> np.ndarray:
+        """The adapter's own tensor as the checkpoint would have it, float32."""
+        values = tensor.astype(np.float32)
+        return _undone(self.here, values if self.there.transform is None else self.there.transform(values))
+
+    def adding(self, update: LowRank) -> LowRank:
+        """An adapter's update for the tensor as the checkpoint has it."""
+        magnitude = None if update.magnitude is None else self._rows(update.magnitude)
+        flips = (self.there.transform is transposed) != (self.here.transform is transposed)
+        return replace(update, b=self._rows(update.b), magnitude=magnitude, transposed=update.transposed != flips)
+
+    def _rows(self, values: np.ndarray) -> np.ndarray:
+        """Rows in the order in which the checkpoint has them."""
+        if self.there.by_rows and self.there.transform is not None:
+            values = self.there.transform(values)
+        return _undone(self.here, values) if self.here.by_rows else values
+
+
+def _is_simple(source: Source) -> bool:
+    """Whether its way into the engine can be taken back."""
+    return not source.stack and not source.also and (source.moves_rows or source.transform in (transposed, plus_one))
+
+
+def _undone(source: Source, values: np.ndarray) -> np.ndarray:
+    """What the source's transform makes `values` of."""
+    if source.transform is None:
+        return values
+    if source.by_rows:
+        rows = np.empty_like(values)
+        rows[source.transform(np.arange(len(values)))] = values
+        return rows
+    return values - 1 if source.transform is plus_one else transposed(values)

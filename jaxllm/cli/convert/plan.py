@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.start.options import DTYPES, check_imatrix
-from jaxllm.models.abstract import abstract_model
 from jaxllm.models.options import BuildOptions
-from jaxllm.models.registry import ModelSpec, model_spec
+from jaxllm.models.registry import ModelSpec, abstract_model, model_spec
 from jaxllm.text.tokenizer import tokenizer_directory
 from jaxllm.weights import source
 from jaxllm.weights.checkpoint import Checkpoint
@@ -20,17 +19,13 @@ from jaxllm.weights.kinds import KindChooser
 from jaxllm.weights.loader import ParamSpec
 
 
-@dataclass(frozen=True)
-class ConversionPlan:
-    """A model and its parameters.
-
-    Attributes:
-        notes: what is quantized once more, one sentence each.
-    """
+class ConversionPlan(NamedTuple):
+    """A model and its parameters."""
 
     spec: ModelSpec
     params: list[ParamSpec]
     notes: list[str]
+    """What is quantized once more, one sentence each."""
 
 
 def plan_conversion(config: EngineConfig, checkpoint: Checkpoint) -> ConversionPlan:
@@ -61,8 +56,7 @@ TOKENIZER_FILES = (
 def copy_tokenizer(config: EngineConfig, checkpoint: Checkpoint, target: Path) -> None:
     """Put the tokenizer that an engine would take into `target`, and the generation config beside it.
 
-    Raises:
-        ModelNotFoundError, CheckpointError: there is none; `skip_tokenizer_init` says that none is wanted.
+    Raises ModelNotFoundError or CheckpointError where there is none, unless `skip_tokenizer_init` is set.
     """
     generation = dict(checkpoint.generation_config)
     if not config.skip_tokenizer_init:

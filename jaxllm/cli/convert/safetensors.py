@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import fields
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
 
 from jaxllm.cli.convert.plan import copy_tokenizer, plan_conversion
 from jaxllm.config import EngineConfig
@@ -18,7 +19,7 @@ from jaxllm.engine.start.build import eos_token_ids
 from jaxllm.engine.start.options import DTYPES
 from jaxllm.errors import ConfigError
 from jaxllm.models.config import DecoderConfig
-from jaxllm.models.family import Family, hf_names
+from jaxllm.models.family import Family
 from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.progress import Progress
 from jaxllm.quantization.weight import Dense
@@ -36,8 +37,7 @@ Tensors = Iterator[tuple[str, np.ndarray]]
 def write_safetensors(config: EngineConfig, checkpoint: Checkpoint, target: Path, on_progress: Progress | None) -> None:
     """Every tensor as `dtype`; vectors as float32 where that does not hold them.
 
-    Raises:
-        ConfigError: other kinds are asked for, or the model cannot be said in Hugging Face's terms.
+    Raises ConfigError where other kinds are asked for, or the model cannot be said in Hugging Face's terms.
     """
     if config.isq or config.isq_map:
         raise ConfigError(
@@ -50,48 +50,36 @@ def write_safetensors(config: EngineConfig, checkpoint: Checkpoint, target: Path
         raise ConfigError(
             f"{checkpoint.path} has Dense modules, which `--to orbax` keeps and `--to safetensors` does not"
         )
-    if checkpoint.format == "safetensors":
-        content, tensors = _same_names(checkpoint)
-        total = len(checkpoint.tensors)
-    else:
+    content, total = dict(checkpoint.config), len(checkpoint.tensors)
+    tensors: Tensors = ((name, checkpoint.read(name).expand()) for name in checkpoint.tensors)
+    if checkpoint.format != "safetensors":
         content, tensors, total = _hf_names(config, checkpoint)
     content = {k: v for k, v in content.items() if k not in ("quantization_config", "torch_dtype")}
     content["dtype"] = dtype.name
-    _write_shards(target, _watched(((name, _cast(tensor, dtype)) for name, tensor in tensors), total, on_progress))
+    _write_shards(target, dtype, tensors, total, on_progress)
     (target / "config.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
     copy_tokenizer(config, checkpoint, target)
     if checkpoint.format == "gguf":
         _name_tokenizer_class(target)
 
 
-def _same_names(checkpoint: Checkpoint) -> tuple[dict[str, Any], Tensors]:
-    """Tensors that have their names already: what the model leaves unread, an image tower, goes along."""
-    return dict(checkpoint.config), ((name, checkpoint.read(name).expand()) for name in checkpoint.tensors)
-
-
 def _hf_names(config: EngineConfig, checkpoint: Checkpoint) -> tuple[dict[str, Any], Tensors, int]:
     """From GGUF's names, or the engine's own."""
     plan = plan_conversion(config.model_copy(update={"dequantize": True}), checkpoint)
     family, decoder = plan.spec.family, plan.spec.config
-    if decoder.encoder is not None:
-        raise ConfigError(f"{checkpoint.path} is an encoder; `--to safetensors` writes language models")
-    if decoder.num_labels:
-        raise ConfigError(f"{checkpoint.path} is a classifier; `--to safetensors` writes language models")
+    if decoder.encoder is not None or decoder.num_labels:
+        what = "an encoder" if decoder.encoder is not None else "a classifier"
+        raise ConfigError(f"{checkpoint.path} is {what}; `--to safetensors` writes language models")
     content = hf_config(family, decoder) | {"eos_token_id": eos_token_ids(checkpoint)}
-    names = _names(family, decoder)
-    for spec in plan.params:
-        _sources(spec, names)
+    names = expand(family.names("safetensors", decoder), decoder.num_layers)
+    total = sum(len(source.tensors) for spec in plan.params for source in _sources(spec, names))
     values = read_parameters(checkpoint, plan.params, plan.spec.names, plan.spec.ignored)
     pairs = (
         pair
         for spec, value in zip(plan.params, values, strict=True)
         for pair in _taken_apart(spec, np.asarray(value.array if isinstance(value, Dense) else value), names)
     )
-    return content, pairs, sum(len(source.tensors) for spec in plan.params for source in _sources(spec, names))
-
-
-def _names(family: Family, config: DecoderConfig) -> NameMap:
-    return expand(hf_names(config) | family.hf_names(config), config.num_layers)
+    return content, pairs, total
 
 
 UNDONE: dict[Transform | None, Transform] = {None: lambda weight: weight, plus_one: lambda weight: weight - 1}
@@ -129,18 +117,8 @@ def _cast(tensor: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return np.ascontiguousarray(cast)
 
 
-def _watched(tensors: Tensors, total: int, on_progress: Progress | None) -> Tensors:
-    for done, pair in enumerate(tensors, 1):
-        yield pair
-        if on_progress:
-            on_progress(done, total)
-
-
-def _write_shards(target: Path, tensors: Tensors) -> None:
+def _write_shards(target: Path, dtype: np.dtype, tensors: Tensors, count: int, on_progress: Progress | None) -> None:
     """model.safetensors; where that would be too large, shards and the index that names them."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import save_file
-
     files: list[tuple[Path, list[str]]] = []
     held: dict[str, np.ndarray] = {}
     nbytes = total = 0
@@ -154,18 +132,21 @@ def _write_shards(target: Path, tensors: Tensors) -> None:
         files.append((file, list(held)))
         held.clear()
 
-    for name, tensor in tensors:
+    for done, (name, stored) in enumerate(tensors, 1):
+        tensor = _cast(stored, dtype)
         if held and nbytes + tensor.nbytes > SHARD_BYTES:
             flush()
             nbytes = 0
         held[name] = tensor
         nbytes, total = nbytes + tensor.nbytes, total + tensor.nbytes
+        if on_progress:
+            on_progress(done, count)
     flush()
     if len(files) == 1:
         files[0][0].rename(target / "model.safetensors")
         return
     weight_map: dict[str, str] = {}
-    for (file, names), number in zip(files, count(1), strict=False):
+    for number, (file, names) in enumerate(files, 1):
         shard = f"model-{number:05}-of-{len(files):05}.safetensors"
         file.rename(target / shard)
         weight_map |= dict.fromkeys(names, shard)
@@ -184,8 +165,7 @@ def _name_tokenizer_class(target: Path) -> None:
 def hf_config(family: Family, config: DecoderConfig) -> dict[str, Any]:
     """What `family.from_hf` reads as `config`; it is tried, so that no file says less than the model needs.
 
-    Raises:
-        ConfigError: something of the model has no place in the keys that are written here; it is named.
+    Raises ConfigError, which names what of the model has no place in the keys that are written here.
     """
     content = _content(family, config)
     try:
@@ -203,34 +183,19 @@ def hf_config(family: Family, config: DecoderConfig) -> dict[str, Any]:
 
 def _content(family: Family, c: DecoderConfig) -> dict[str, Any]:
     content: dict[str, Any] = {
-        "architectures": [family.architectures[0]],
-        "model_type": family.model_types[0],
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "num_hidden_layers": c.num_layers,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.num_kv_heads,
-        "head_dim": c.head_dim,
-        "max_position_embeddings": c.max_position_embeddings,
-        "hidden_act": c.hidden_act,
-        "hidden_activation": c.hidden_act,
-        "rms_norm_eps": c.norm_eps,
-        "layer_norm_eps": c.norm_eps,
-        "norm_epsilon": c.norm_eps,
-        "tie_word_embeddings": c.tie_word_embeddings,
-        "attention_bias": c.qkv_bias,
-        "attention_out_bias": c.output_bias,
-        "mlp_bias": c.mlp_bias,
-        "use_bias": c.mlp_bias,
-        "use_qk_norm": c.qk_norm is not None,
-        "embedding_multiplier": c.embedding_scale,
-        "residual_multiplier": c.residual_scale,
-        "logits_scaling": 1 / c.logit_scale,
-        "logit_scale": c.logit_scale,
-        "attn_logit_softcapping": c.attention_softcap,
-        "final_logit_softcapping": c.logit_softcap,
-    }
+        "architectures": [family.architectures[0]], "model_type": family.model_types[0],
+        "vocab_size": c.vocab_size, "hidden_size": c.hidden_size, "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": c.num_layers, "num_attention_heads": c.num_heads, "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_dim, "max_position_embeddings": c.max_position_embeddings,
+        "hidden_act": c.hidden_act, "hidden_activation": c.hidden_act,
+        "rms_norm_eps": c.norm_eps, "layer_norm_eps": c.norm_eps, "norm_epsilon": c.norm_eps,
+        "tie_word_embeddings": c.tie_word_embeddings, "use_qk_norm": c.qk_norm is not None,
+        "attention_bias": c.qkv_bias, "attention_out_bias": c.output_bias, "mlp_bias": c.mlp_bias,
+        "use_bias": c.mlp_bias, "embedding_multiplier": c.embedding_scale, "residual_multiplier": c.residual_scale,
+        "logits_scaling": 1 / c.logit_scale, "logit_scale": c.logit_scale,
+        "attn_logit_softcapping": c.attention_softcap, "final_logit_softcapping": c.logit_softcap,
+        "sliding_window": None,
+    }  # fmt: skip
     if c.attention_scale:
         content["query_pre_attn_scalar"] = round(c.attention_scale**-2)
         content["attention_multiplier"] = c.attention_scale
@@ -245,8 +210,6 @@ def _content(family: Family, c: DecoderConfig) -> dict[str, Any]:
         local = next(layer.rope for layer in c.layers if layer.window is not None)
         if local is not None and local != everywhere:
             content["rope_local_base_freq"] = local.theta
-    else:
-        content["sliding_window"] = None
     return content
 
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Request
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from jaxllm.config.server import ServerConfig
-from jaxllm.config.values import comma_separated, read_mapping, split_if_text
+from jaxllm.config.sources import read_mapping
+from jaxllm.config.values import comma_separated, of_text
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.folders import in_home
 from jaxllm.serving.http.api_error import APIError
@@ -100,7 +101,7 @@ class Tenant(BaseModel):
 
     name: str | None = None
     """The key's in the file of keys; null for whoever has a key of `--api-key`, or needs none."""
-    models: Annotated[frozenset[str] | None, BeforeValidator(split_if_text)] = None
+    models: Annotated[frozenset[str] | None, of_text(comma_separated)] = None
     """Names of the models that it may use (default: all). It is not told of others."""
     priority_ceiling: int | None = None
     """The lowest `priority` that its requests may ask for: lower runs earlier. Null allows any."""

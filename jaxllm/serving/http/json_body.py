@@ -18,7 +18,7 @@ from typing import Any
 import pydantic_core
 from msgspec.msgpack import Ext, decode, encode
 
-from jaxllm.asked_process import AskedProcesses, Died, TimedOut, answer_questions
+from jaxllm.own_process import AskedProcesses, Died, TimedOut, answer_questions
 from jaxllm.requests.sampling import INT64_MIN
 from jaxllm.serving.http.api_error import APIError, dotted
 from jaxllm.wording import shown

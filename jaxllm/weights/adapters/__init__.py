@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.errors import CheckpointError, one_line
-from jaxllm.quantization.gguf_blocks import dequantize
-from jaxllm.quantization.stored import FLOATS
+from jaxllm.quantization.stored import FLOATS, dequantize
 from jaxllm.weights.adapters.peft import SETTINGS_FILE, Adapter, LowRank, read_peft_adapter
 from jaxllm.weights.fields import check_fields, real, shown
 from jaxllm.weights.folder import NO_PICKLES, PICKLES, check_no_device

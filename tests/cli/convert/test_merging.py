@@ -10,8 +10,7 @@ import gguf
 import numpy as np
 import pytest
 
-from jaxllm.cli.convert.conversion import TargetFormat, convert_model
-from jaxllm.cli.convert.merging import MergedAdapter
+from jaxllm.cli.convert.conversion import MergedAdapter, TargetFormat, convert_model
 from jaxllm.config import EngineConfig
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.registry import model_spec

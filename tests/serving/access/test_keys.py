@@ -17,8 +17,8 @@ import yaml
 from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
 
-from jaxllm.cli.settings import read_settings
 from jaxllm.config import ServeConfig
+from jaxllm.config.sources import read_settings
 from jaxllm.errors import ConfigError
 from jaxllm.serving import status
 from jaxllm.serving.access import keys as keys_module
