@@ -40,18 +40,11 @@ def num_pieces(axes: Axes, tp: int, dp: int = 1) -> int:
     return math.prod(sizes[name] for name in names)
 
 
-def build_mesh(tensor_parallel_size: int, data_parallel_size: int = 1) -> Mesh:
-    """A `(data_parallel_size, tensor_parallel_size)` mesh over the first devices, equally many of each process.
+def build_meshes(tensor_parallel_size: int, pipeline_parallel_size: int = 1, data_parallel_size: int = 1) -> list[Mesh]:
+    """A `(data_parallel_size, tensor_parallel_size)` mesh for each stage, over the first devices of each process.
 
-    Raises ConfigError if there are fewer devices than asked for, or an NVIDIA GPU that JAX cannot run on.
-    """
-    return build_meshes(tensor_parallel_size, 1, data_parallel_size)[0]
-
-
-def build_meshes(tensor_parallel_size: int, pipeline_parallel_size: int, data_parallel_size: int = 1) -> list[Mesh]:
-    """One such mesh for each stage, over the next devices each; process 0 has the last, whose results it reads.
-
-    Raises as `build_mesh`.
+    Process 0 has the last stage, whose results it reads. Raises ConfigError if there are fewer devices than asked for,
+    or an NVIDIA GPU that JAX cannot run on.
     """
     tp, dp = tensor_parallel_size, data_parallel_size
     of_stage, count = dp * tp, dp * tp * pipeline_parallel_size

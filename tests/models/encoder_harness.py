@@ -19,7 +19,7 @@ from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import abstract_model, model_spec
 from jaxllm.pallas_kernels import REFERENCE, Kernels
 from jaxllm.quantization.weight import WeightKind
-from jaxllm.sharding.mesh import build_mesh
+from jaxllm.sharding.mesh import build_meshes
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.loader import ParamSpec, load_parameters
 
@@ -44,7 +44,7 @@ class EncoderHarness:
         spec = model_spec(checkpoint)
         self.config = spec.config
         model, params = abstract_model(spec, BuildOptions(dtype, tp, kernels), kinds)
-        mesh = build_mesh(tp)
+        mesh = build_meshes(tp)[0]
         loaded = load_parameters(checkpoint, params, spec.names, mesh, ignored=spec.ignored)
         self._weights = tuple(jax.tree.leaves(loaded))
         checkpoint.close()

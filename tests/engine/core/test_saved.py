@@ -26,7 +26,7 @@ from jaxllm.engine.start.blueprint import make_blueprint
 from jaxllm.engine.start.plan import Blueprint, step_functions
 from jaxllm.engine.start.platform import Platform
 from jaxllm.engine.start.prepared import step_manifest
-from jaxllm.sharding.mesh import build_mesh
+from jaxllm.sharding.mesh import build_meshes
 from jaxllm.weights import open_checkpoint
 from tests.reference.tiny import write_checkpoint
 
@@ -67,7 +67,7 @@ def blueprint_of(model: str, **fields: Any) -> Blueprint:
 
 @pytest.fixture(scope="module")
 def functions(model) -> StepFunctions:
-    return step_functions(blueprint_of(model), build_mesh(1))
+    return step_functions(blueprint_of(model), build_meshes(1)[0])
 
 
 def saved_in(root: Path, name: str = "model") -> SavedExecutables:
@@ -230,13 +230,13 @@ CHANGES = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_each_setting_that_a_step_depends_on_makes_another_set(model, what):
     before, after = blueprint_of(model), blueprint_of(model, **CHANGES[what])
-    mesh = build_mesh(1)
+    mesh = build_meshes(1)[0]
     assert step_manifest(before, mesh) != step_manifest(after, mesh)
     assert step_manifest(before, mesh) == step_manifest(blueprint_of(model), mesh)
 
 
 def test_what_surrounds_the_steps_makes_another_set(model, monkeypatch):
-    blueprint, mesh = blueprint_of(model), build_mesh(1)
+    blueprint, mesh = blueprint_of(model), build_meshes(1)[0]
     plain = step_manifest(blueprint, mesh)
     config = blueprint.spec.config
     other = replace(blueprint, spec=replace(blueprint.spec, config=replace(config, norm_eps=0.1)))
