@@ -64,7 +64,9 @@ class SafetensorsCheckpoint(MappedCheckpoint):
         if weights and not self.tensors:
             held = f", but {', '.join(found[:3])}: {NO_PICKLES}" if (found := pickles(path)) else ""
             raise CheckpointError(f"{path}: holds no *.safetensors file{held}")
-        self._check_index()
+        for name, shard in _index(path).items():
+            if name not in self.places or self.places[name].file.name != shard:
+                raise CheckpointError(f"{path / _INDEX}: names tensor {shown(name)} in {shard}, which does not hold it")
 
     def _add_file(self, file: Path, before: str = "") -> None:
         for name, info, place in _read_header(file):
@@ -72,13 +74,6 @@ class SafetensorsCheckpoint(MappedCheckpoint):
             if name in self.tensors:
                 raise CheckpointError(f"{file}: tensor {shown(name)} is also in {self.places[name].file.name}")
             self.tensors[name], self.places[name] = info, place
-
-    def _check_index(self) -> None:
-        for name, file in _index(self.path).items():
-            if name not in self.places or self.places[name].file.name != file:
-                raise CheckpointError(
-                    f"{self.path / _INDEX}: names tensor {shown(name)} in {file}, which does not hold it"
-                )
 
     def read(self, name: str) -> Stored:
         data = self.bytes_of(name)
