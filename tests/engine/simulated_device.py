@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 
 from jaxllm.engine.core.executables import Compiles
-from jaxllm.engine.core.feature import Surroundings
+from jaxllm.engine.core.feature import Feature, Surroundings
 from jaxllm.engine.core.handle import Handle, RanStep, SampledRow
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.registry import Features
@@ -153,6 +153,9 @@ class SimulatedRunner:
         self.before_step()
         self.log.append("backbone")
         starts = {chunk.request.request_id: chunk.start for chunk in batch.chunks}
+        for request in batch.admitted:
+            for feature, extra in self.features.of(request, Feature.seat):
+                feature.seat(request, extra)
         self._position |= {request.slot: starts[request.request_id] for request in batch.admitted}
         begins = [self._position[chunk.request.slot] for chunk in batch.chunks]
         for chunk in batch.chunks:

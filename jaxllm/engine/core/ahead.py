@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxllm.engine.core.feature import EVERYTHING
+from jaxllm.engine.core.feature import EVERYTHING, Feature
 from jaxllm.engine.core.pages import PagePool
 from jaxllm.engine.core.registry import Features
 from jaxllm.engine.core.request import Request
@@ -53,7 +53,8 @@ class Ahead:
         Where something is late, such steps are not compiled with features that are rare.
         """
         running = _unfilled(requests)
-        most = max((feature.ahead(running, len(requests)) for feature in self._features), default=0)
+        found = (feature.ahead(running, len(requests)) for feature in self._features.having(Feature.ahead))
+        most = max(found, default=0)
         if not most:
             return 0
         late = any(self._features.course(r) is not None for r in running)
@@ -72,7 +73,8 @@ class Ahead:
         """How many tokens this step may run of the request after those that are known now."""
         if not batch.most_ahead:
             return batch.num_steps - 1
-        depths = [feature.depth(request, extra, batch.most_ahead) for feature, extra in self._features.of(request)]
+        deep = self._features.of(request, Feature.depth)
+        depths = [feature.depth(request, extra, batch.most_ahead) for feature, extra in deep]
         limits = [max(depths, default=0), request.max_total - request.num_total - 1]
         limits.append(self._features.certain(request) - request.num_inflight - 1)
         rule = self.length_rule

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, runtime_checkable
 
 import jax
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from jaxllm.engine.core.device_state import StateShapes
     from jaxllm.engine.core.handle import Result
     from jaxllm.engine.core.jobs import Jobs
+    from jaxllm.engine.core.loop import EngineCore
     from jaxllm.engine.core.pages import PagePool, PrefixNode
     from jaxllm.engine.core.prefix_search import FoundPrefix
-    from jaxllm.engine.core.registry import Features
     from jaxllm.engine.core.request import Request
     from jaxllm.engine.core.sampler import SamplingRows
     from jaxllm.engine.core.sizes import Buckets, StepSizes
@@ -171,13 +171,8 @@ class Surroundings:
     pool: PagePool
     tokenizer: Tokenizer | None
     eos_token_ids: Sequence[int]
-    running: Callable[[], Sequence[Request]] = tuple
-    """The requests that run, in order."""
-    features: Callable[[], Features] = lambda: _none()
-    """Those of the core, the one itself among them."""
-    prefix_root: Callable[[Request], PrefixNode] = lambda request: None
-    """Where a request's cached prefixes begin."""
-    is_paused: Callable[[], bool] = lambda: False
+    core: EngineCore = field(init=False)
+    """A weak reference to the core, which is there once requests come."""
 
 
 class Built(NamedTuple):
@@ -199,6 +194,9 @@ class Feature:
 
     name: str
     """Its part of `request.extras`, of the slots, of a step's fields and outputs, and its word in a variant."""
+    asked_by: tuple[str, ...] = ()
+    """Fields of an EngineRequest or of its sampling parameters: requests that set none of them do not concern it. Any
+    request may concern a feature that names none."""
     on: tuple[Kind, ...] = ()
     """Kinds of steps that may be compiled with it."""
     rare = False
@@ -281,7 +279,7 @@ class Feature:
     # ------------------------------------------------------------ a request
 
     def prepare(self, request: Request, asked: EngineRequest) -> Any:
-        """What a request brings for it, checked; None if the request does not use it.
+        """What a request that asks for it brings, checked; None if the request does not use it after all.
 
         Raises:
             InvalidRequestError: the request alone fails.
@@ -379,8 +377,8 @@ class Feature:
     # ------------------------------------------------------------ a step, on the host
 
     def needed(self, chunks: Sequence[Chunk]) -> int:
-        """How much of it a step of these chunks needs, some of which use it."""
-        return int(any(self.name in chunk.request.extras for chunk in chunks))
+        """How much of it a step of these chunks needs, some of which use it; asked where it has `rooms`."""
+        return 1
 
     def apart(self, request: Request, extra: Any, tokens: range) -> bool:
         """Whether these tokens need a backbone by itself: more is done with them than choosing the next token."""
@@ -459,9 +457,3 @@ class Followed(NamedTuple):
     """Tokens that must follow, without being sampled."""
     complete: bool = False
     """Nothing can follow: the request ends."""
-
-
-def _none() -> Features:
-    from jaxllm.engine.core.registry import Features
-
-    return Features()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from jaxllm.engine.core.ahead import Ahead
 from jaxllm.engine.core.fair_queue import FairQueue, Sharers, gives_way, in_turn, preempted_first, prompt_shares
+from jaxllm.engine.core.feature import Feature
 from jaxllm.engine.core.handle import Result
 from jaxllm.engine.core.pages import PagePool, PrefixNode
 from jaxllm.engine.core.prefix_search import find_prefix
@@ -82,7 +83,7 @@ class Scheduler:
 
         Without `admitting` only requests go on that run; one that is preempted then waits.
         """
-        for feature in self.features:
+        for feature in self.features.having(Feature.begin_step):
             feature.begin_step()
         favoured = self._make_way() if admitting else None
         tries = not self._admits(admitting) and not self.ahead.awaits_text(self.running)
@@ -128,7 +129,7 @@ class Scheduler:
         request.num_unsettled -= tried
         if request.status is Status.RUNNING:
             request.num_computed -= refused
-        for feature, extra in self.features.of(request):
+        for feature, extra in self.features.of(request, Feature.settled):
             feature.settled(request, extra, result)
 
     def accept(self, request: Request, tokens: Sequence[int], num_sampled: int) -> None:
@@ -177,7 +178,7 @@ class Scheduler:
 
     def _has_places(self, request: Request) -> bool:
         """Whether a waiting request can begin, as far as its features know."""
-        return all(feature.fits(request, extra) for feature, extra in self.features.of(request))
+        return all(feature.fits(request, extra) for feature, extra in self.features.of(request, Feature.fits))
 
     def _fits(self, request: Request) -> bool:
         """Whether there is a slot for a waiting request, and as many pages as its first chunk may need."""
@@ -228,7 +229,7 @@ class Scheduler:
         request.num_computed = request.num_registered = 0
         request.prefix_node = None
         request.slot = -1
-        for feature, extra in self.features.of(request):
+        for feature, extra in self.features.of(request, Feature.release):
             feature.release(request, extra)
 
     def _admit(self, batch: Batch, budget: int, shares: dict[Sharers, int], favoured: Request | None) -> None:
@@ -277,7 +278,7 @@ class Scheduler:
         request.num_registered, request.prefix_node = len(cached), found.node
         request.slot = self._free_slots.pop()
         request.status = Status.RUNNING
-        for feature, extra in self.features.of(request):
+        for feature, extra in self.features.of(request, Feature.place):
             feature.place(request, extra, found)
         request.first_scheduled_time = request.first_scheduled_time or time.time()
         bisect.insort(self.running, request, key=lambda r: r.order)
@@ -287,7 +288,7 @@ class Scheduler:
 
     def _cut(self, request: Request, start: int, length: int) -> int:
         """Tokens of a chunk that begins at `start`, and has `length` at most."""
-        for feature, extra in self.features.of(request):
+        for feature, extra in self.features.of(request, Feature.cut):
             length = feature.cut(request, extra, start, length)
         return length
 
@@ -296,7 +297,7 @@ class Scheduler:
         num_sampled = 1 + further if start + length == request.num_total else 0
         chunk = Chunk(request, start, length, num_sampled)
         batch.chunks.append(chunk)
-        for feature, extra in self.features.of(request):
+        for feature, extra in self.features.of(request, Feature.scheduled):
             feature.scheduled(chunk, extra, further, tries=batch.most_ahead > 0)
         request.num_computed += length + further
         request.num_inflight += num_sampled
@@ -316,7 +317,7 @@ class Scheduler:
             tokens = request.token_ids[index * size : (index + 1) * size]
             request.prefix_node = self.pool.register(request.pages[index], request.prefix_node, tokens)
             request.num_registered += 1
-            for feature, extra in self.features.of(request):
+            for feature, extra in self.features.of(request, Feature.registered):
                 feature.registered(request, extra)
 
 

@@ -9,6 +9,7 @@ from jaxllm.requests.logits_processors import LogitsProcessor
 
 if TYPE_CHECKING:  # front doors, which do without JAX, import some features' rules
     from jaxllm.engine.core.feature import Feature
+    from jaxllm.engine.core.keys import Kind
     from jaxllm.engine.core.registry import Features
     from jaxllm.engine.core.sizes import StepSizes
     from jaxllm.engine.features.drafts.feature import DraftsFeature
@@ -31,7 +32,7 @@ def features_of(
     devices give away is kept elsewhere.
     """
     from jaxllm.engine.core.registry import Features
-    from jaxllm.engine.features.adapters.adapters import AdaptersFeature
+    from jaxllm.engine.features.adapters.adapters import AdaptersFeature, NoAdaptersFeature
     from jaxllm.engine.features.adapters.steering import SteeringFeature
     from jaxllm.engine.features.adjustments.adjustments import AdjustmentsFeature
     from jaxllm.engine.features.grammar.feature import GrammarFeature
@@ -42,11 +43,12 @@ def features_of(
     from jaxllm.engine.features.readout.scores import ScoresFeature
     from jaxllm.engine.features.states.states import StatesFeature
 
+    decodes: tuple[Kind, ...] = ("decode",) if drafts is None else ("decode", "verify")
     found: list[Feature] = [
         ProcessorsFeature(processors),
         AdjustmentsFeature(),
         GrammarFeature(),
-        AdaptersFeature(adapted, adapter_places, ("decode", "verify") if drafts is not None else ("decode",)),
+        NoAdaptersFeature() if adapted is None else AdaptersFeature(adapted, adapter_places, decodes),
         SteeringFeature(),
         PatchingFeature(),
         CapturesFeature(widest_activation),

@@ -41,6 +41,7 @@ class Warming(Feature, Traced):
     name = "warming"
     on = ("decode", "head")
     rare = samples = has_part = True
+    asked_by = ("warmth",)
     put = Key("put", 0, frozenset({name}))
     _warmth: jax.Array
 

@@ -23,6 +23,7 @@ from jaxllm.engine.core.step import StepFunctions
 from jaxllm.engine.features.adapters.reading import AdapterRows
 from jaxllm.engine.features.adapters.store import AdapterPlaces, AdapterStore, check_adapters
 from jaxllm.engine.messages import EngineRequest, EngineStats
+from jaxllm.errors import InvalidRequestError
 from jaxllm.models.abstract import AdaptedModel
 from jaxllm.pallas_kernels import StepMetadata
 from jaxllm.requests.adapters import AdapterUse
@@ -39,6 +40,8 @@ class _Asked:
     """What each of its adapters adds to the model, in host memory."""
     places: list[int] = field(default_factory=list)
     """Where each of them is on the devices while the request runs."""
+    entering: list[tuple[int, AdapterRows]] = field(default_factory=list)
+    """Places, and what is still to be written there."""
 
     @property
     def ids(self) -> list[int]:
@@ -46,40 +49,46 @@ class _Asked:
         return [use.id for use in self.uses]
 
 
+class NoAdaptersFeature(Feature):
+    """Refuses them, in an engine that has no places for any."""
+
+    name = "adapters"
+    asked_by = ("adapters",)
+
+    def prepare(self, request: Request, asked: EngineRequest) -> None:
+        name = asked.adapters[0].name
+        raise InvalidRequestError(f"adapter {name!r}: this engine runs without adapters; see enable_lora")
+
+
 class AdaptersFeature(Feature):
     """Tables of the adapters that are on the devices are a part of their own; a slot has how much of each is added."""
 
     name = "adapters"
-    on: tuple[Kind, ...] = ("decode", "verify", "backbone")
+    asked_by = ("adapters",)
+    on = ("decode", "verify", "backbone")
     has_part = True
     words = ("scales",)
 
-    def __init__(self, adapted: AdaptedModel | None, places: int, decodes: Sequence[Kind] = ("decode",)):
-        """`adapted` is the model with tables; None, and no `places`, where an engine runs without adapters."""
+    def __init__(self, adapted: AdaptedModel, places: int, decodes: Sequence[Kind] = ("decode",)):
+        """`adapted` is the model with tables for `places` adapters."""
         self._decodes = decodes
-        if adapted is None:
-            self.on = ()
         self._adapted = adapted
         self.places = AdapterPlaces(places)
         self.store: AdapterStore | None = None
         """Where they are read, in the process that has requests."""
-        self._entering: list[tuple[AdapterRows, int]] = []
 
     # ------------------------------------------------------------ the start
 
     def plan(self, buckets: Buckets) -> Plan:
-        if self._adapted is None:
-            return Plan()
         largest = [Key("backbone", buckets.prefill[-1], frozenset({self.name}))]
         largest += [Key(kind, buckets.decode[-1], SAMPLED | {self.name}) for kind in self._decodes]
         return Plan(soon=[PUT_TABLES, PUT_SCALES, *largest])
 
     def slot(self, sizes: StepSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
-        return {"scales": ((self.places.count,), jnp.float32)} if self.places.count else {}
+        return {"scales": ((self.places.count,), jnp.float32)}
 
     def part(self, state: StateShapes) -> Any:
-        tables = () if self._adapted is None else self._adapted.tables
-        return tuple(state.sharded(table.shape, table.dtype, table.axes) for table in tables)
+        return tuple(state.sharded(table.shape, table.dtype, table.axes) for table in self._adapted.tables)
 
     def uses(self, key: Key, uses: Any) -> Any:
         return uses if key == PUT_SCALES else super().uses(key, uses)
@@ -97,13 +106,10 @@ class AdaptersFeature(Feature):
     def attach(self, around: Surroundings) -> None:
         self._device = around.device
         self.places = AdapterPlaces(self.places.count)
-        self._entering = []
 
     # ------------------------------------------------------------ a request
 
-    def prepare(self, request: Request, asked: EngineRequest) -> _Asked | None:
-        if not asked.adapters:
-            return None
+    def prepare(self, request: Request, asked: EngineRequest) -> _Asked:
         check_adapters(asked.adapters, self.places.count)
         return _Asked(asked.adapters)
 
@@ -129,7 +135,7 @@ class AdaptersFeature(Feature):
     def place(self, request: Request, extra: _Asked, found: FoundPrefix) -> None:
         extra.places, entering = self.places.take(extra.ids)
         placed = zip(extra.ids, extra.rows, extra.places, strict=True)
-        self._entering += [(rows, place) for adapter, rows, place in placed if adapter in entering]
+        extra.entering = [(place, rows) for adapter, rows, place in placed if adapter in entering]
 
     def release(self, request: Request, extra: _Asked) -> None:
         self.places.release(extra.ids)
@@ -147,19 +153,15 @@ class AdaptersFeature(Feature):
 
     # ------------------------------------------------------------ a step
 
-    def before_step(self) -> None:
-        entering, self._entering = self._entering, []
-        for rows, place in entering:
-            self._device.run(PUT_TABLES, np.array([place], np.int32), *rows)
-
     def seat(self, request: Request, extra: _Asked) -> None:
+        for place, rows in extra.entering:
+            self._device.run(PUT_TABLES, np.array([place], np.int32), *rows)
         scales = np.zeros(self.places.count, np.float32)
         for use, place in zip(extra.uses, extra.places, strict=True):
             scales[place] = use.scale
         self._device.run(PUT_SCALES, np.array([request.slot], np.int32), scales)
 
     def traced(self, step: TracedStep) -> Traced:
-        assert self._adapted is not None, "only an engine with adapters runs adapted steps"
         return _Adapting(self._adapted, step.parts[self.name], self.name, self.bit)
 
 

@@ -32,6 +32,7 @@ class SteeringFeature(Feature):
     name = "steering"
     on = ("decode", "verify", "backbone")
     rare = has_part = True
+    asked_by = ("steering",)
 
     def part(self, state: StateShapes) -> Any:
         rows, layers = state.sizes.num_slots + 1, len(state.sizes.caches)

@@ -13,8 +13,6 @@ from jaxllm.requests.adapters import AdapterUse
 
 def check_adapters(uses: Sequence[AdapterUse], most: int) -> None:
     """Raises InvalidRequestError: an engine with places for `most` adapters cannot run a request with these."""
-    if most == 0:
-        raise InvalidRequestError(f"adapter {uses[0].name!r}: this engine runs without adapters; see enable_lora")
     if len(uses) > most:
         raise InvalidRequestError(
             f"{len(uses)} adapters are asked for at once; accepted are max_loras, which is {most}"

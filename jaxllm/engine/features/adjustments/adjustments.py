@@ -41,6 +41,7 @@ class AdjustmentsFeature(Feature):
     on = ("decode", "verify", "head")
     in_sampler = True
     reads_history = True
+    asked_by = ("adjusts_logits",)
 
     def plan(self, buckets: Any) -> Plan:
         return Plan() if buckets.encodes else Plan(soon=[Key("put", 0, frozenset({self.name}))])
@@ -60,10 +61,8 @@ class AdjustmentsFeature(Feature):
     def attach(self, around: Surroundings) -> None:
         self._around = around
 
-    def prepare(self, request: Request, asked: EngineRequest) -> AdjustmentRows | None:
+    def prepare(self, request: Request, asked: EngineRequest) -> AdjustmentRows:
         p, around = request.params, self._around
-        if asked.pooling is not None or not p.adjusts_logits:
-            return None
         words = () if around.tokenizer is None or not p.bad_words else spellings(around.tokenizer, p.bad_words)
         vocab_size = around.sizes.vocab_size
         rows: AdjustmentRows = {

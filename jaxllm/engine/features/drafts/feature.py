@@ -63,6 +63,7 @@ class DraftsFeature(Feature):
     kinds = ("verify",)
     words = ("recall",)
     always = has_part = reads_history = True
+    asked_by = ("samples",)
 
     def __init__(self, rule: DraftRule, depth: DraftDepth, draft: AbstractDraft | None = None):
         """`rule` says how they are found, `depth` how many are tried; `draft` is a model or module that makes them."""
@@ -152,14 +153,12 @@ class DraftsFeature(Feature):
     def attach(self, around: Surroundings) -> None:
         self._around = around
         self._remembered = RememberedTexts(self._remembered_size)
-        self._guesses = Guesses(self._rule, self._remembered, lambda: around.features())
+        self._guesses = Guesses(self._rule, self._remembered, around)
         self._num_drafts = self._num_draft_tokens = 0
         self._accepted = [0] * self._depth.most
 
-    def prepare(self, request: Request, asked: EngineRequest) -> _DraftState | None:
-        return (
-            None if asked.pooling is not None else _DraftState(DraftRecord(self._depth.most), asked.cache_salt is None)
-        )
+    def prepare(self, request: Request, asked: EngineRequest) -> _DraftState:
+        return _DraftState(DraftRecord(self._depth.most), asked.cache_salt is None)
 
     def seat(self, request: Request, extra: _DraftState) -> None:
         if not request.num_preemptions:
@@ -193,7 +192,7 @@ class DraftsFeature(Feature):
 
     def settled(self, request: Request, extra: _DraftState, result: Result) -> None:
         taken = len(result.tokens) - 1
-        if result.num_drafted or self._around.features().course(request) is None:
+        if result.num_drafted or self._around.core.features.course(request) is None:
             extra.record.settle(taken)
         if result.num_drafted:
             self._num_drafts += 1

@@ -50,6 +50,7 @@ class GrammarFeature(Feature):
     name = "grammar"
     on = ("verify", "head")
     samples = late = True
+    asked_by = ("structured_outputs", "max_thinking_tokens")
 
     def __init__(self) -> None:
         self.grammars: Grammars | None = None
@@ -65,8 +66,6 @@ class GrammarFeature(Feature):
         self._jobs.close()
 
     def prepare(self, request: Request, asked: EngineRequest) -> _GrammarState | None:
-        if asked.pooling is not None:
-            return None
         tokenizer = self._around.tokenizer
         thinking = None if tokenizer is None else Thinking.of(request.params, tokenizer)
         constrained = request.params.structured_outputs is not None
@@ -105,7 +104,7 @@ class GrammarFeature(Feature):
         if delta.finish_reason is not None:
             return Followed()
         forced = constraint.forced() if self._forwards(request, extra) else []
-        if len(forced) <= len(self._around.running()):
+        if len(forced) <= self._around.core.load[0]:
             forced = []  # a step with a chunk in it takes longer, for everyone: more than sampling these would
         for token in forced:
             constraint.accept(token)
@@ -116,7 +115,7 @@ class GrammarFeature(Feature):
         """Whether forced tokens need not be sampled: their logits are not asked for, and none is counted."""
         if request.params.logprobs is not None or extra.thinking is not None:
             return False
-        return not self._around.features().read_history(request)
+        return not self._around.core.features.read_history(request)
 
     def fields(self, key: Key, sizes: StepSizes) -> dict[str, tuple[int, ...]]:
         words = mask_words(sizes.vocab_size)

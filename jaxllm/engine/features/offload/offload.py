@@ -77,9 +77,9 @@ class OffloadFeature(Feature):
 
     def job(self, request: Request, extra: _OffloadState) -> Errand | None:
         """Read what is on disk, unless the engine is paused: then it is computed again. Fetch from other servers."""
-        around, tiers = self._around, self._kept
-        root, tokens = around.prefix_root(request), request.token_ids[: around.features().first_read(request)]
-        on_disk = [] if around.is_paused() else tiers.on_disk(root, tokens)
+        core, tiers = self._around.core, self._kept
+        root, tokens = core.prefix_root(request), request.token_ids[: core.features.first_read(request)]
+        on_disk = [] if core.is_paused else tiers.on_disk(root, tokens)
         pull = extra.pull = tiers.pull(extra.pages_at, root, tokens, on_disk)
         if not on_disk and pull is None:
             return None
@@ -122,7 +122,7 @@ class OffloadFeature(Feature):
     def ended(self, request: Request, extra: _OffloadState, delta: TokenDelta) -> None:
         """Copy the full pages of a prompt, and its state, to host memory, where other servers find them."""
         if extra.hands_on:
-            prompt, root = request.token_ids[: request.num_prompt], self._around.prefix_root(request)
+            prompt, root = request.token_ids[: request.num_prompt], self._around.core.prefix_root(request)
             self._keep(self._read(self._kept.to_hand_on(root, prompt, request.pages)))
 
     def forget(self, request: Request, extra: _OffloadState) -> None:
@@ -175,6 +175,5 @@ class OffloadFeature(Feature):
 
 def transfer_of(features: Features) -> TransferInfo | None:
     """How an engine exchanges pages with other servers, if it does."""
-    found = features.get(OffloadFeature.name)
-    tiers = found.tiers if isinstance(found, OffloadFeature) else None
+    tiers = next((feature.tiers for feature in features if isinstance(feature, OffloadFeature)), None)
     return None if tiers is None or tiers.peers is None else tiers.peers.info

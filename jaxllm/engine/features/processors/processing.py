@@ -35,6 +35,7 @@ class ProcessorsFeature(Feature):
     name = "processors"
     on = ("decode", "verify", "head")
     rare = samples = has_part = reads_history = True
+    asked_by = ("processes_logits",)
     is_saved = False
     """A caller's own functions are in such a step, or their number."""
 
@@ -89,9 +90,7 @@ class ProcessorsFeature(Feature):
     def attach(self, around: Surroundings) -> None:
         self._device = around.device
 
-    def prepare(self, request: Request, asked: EngineRequest) -> np.ndarray | None:
-        if asked.pooling is not None or not request.params.processes_logits:
-            return None
+    def prepare(self, request: Request, asked: EngineRequest) -> np.ndarray:
         return self.row(request.params.chosen_processors)
 
     def needs(self, request: Request, extra: np.ndarray) -> Iterable[Key]:

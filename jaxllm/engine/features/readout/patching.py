@@ -40,6 +40,7 @@ class PatchingFeature(Feature):
     name = "patching"
     on = ("backbone",)
     rare = True
+    asked_by = ("patching",)
     rooms = (4, 32, 256, 2048, 16384, 131072, 1048576)
 
     def prepare(self, request: Request, asked: EngineRequest) -> Patching | None:

@@ -75,6 +75,7 @@ class PoolingFeature(Feature):
     name = "pooling"
     on = ("encode",)
     always = True
+    asked_by = ("pooling",)
     words = ("sums", "token_logits")
 
     def plan(self, buckets: Buckets) -> Plan:
@@ -107,7 +108,7 @@ class PoolingFeature(Feature):
         self._device, self._sizes = around.device, around.sizes
 
     def prepare(self, request: Request, asked: EngineRequest) -> _PoolingState | None:
-        return None if asked.pooling is None else _PoolingState(asked.pooling, asked.second_text)
+        return asked.pooling and _PoolingState(asked.pooling, asked.second_text)
 
     def needs(self, request: Request, extra: _PoolingState) -> Iterable[Key]:
         return [_logits_key(self._device.most_rows) if extra.params.kind == "logits" else SUMS]

@@ -53,6 +53,7 @@ class ScoresFeature(Feature):
     """Its steps read hidden states that a backbone has left; they change nothing on the devices."""
 
     name = "scores"
+    asked_by = ("prompt_logprobs", "wants_vocabulary")
     words = ("score", "score_given", "score_all", "unembed")
 
     def plan(self, buckets: Buckets) -> Plan:
@@ -90,14 +91,11 @@ class ScoresFeature(Feature):
     def attach(self, around: Surroundings) -> None:
         self._around, self._device = around, around.device
 
-    def prepare(self, request: Request, asked: EngineRequest) -> _ScoreState | None:
-        p = request.params
-        if asked.pooling is not None or (p.prompt_logprobs is None and not p.wants_vocabulary):
-            return None
-        extra = _ScoreState(asked.scores_from)
-        if p.prompt_logprobs is not None:
-            whole = p.prompt_logprobs == -1
-            width = self._around.sizes.vocab_size if whole else 1 + p.prompt_logprobs
+    def prepare(self, request: Request, asked: EngineRequest) -> _ScoreState:
+        count, extra = request.params.prompt_logprobs, _ScoreState(asked.scores_from)
+        if count is not None:
+            whole = count == -1
+            width = self._around.sizes.vocab_size if whole else 1 + count
             extra.scores = PromptScores.empty(request.token_ids[extra.begin - 1 :], width, whole=whole)
         return extra
 

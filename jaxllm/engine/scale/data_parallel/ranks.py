@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxllm.engine.core.device import MOST_RECENT, Device
+from jaxllm.engine.core.feature import Feature
 from jaxllm.engine.core.keys import Key, Kind, Variant
 from jaxllm.engine.core.registry import Features
 from jaxllm.engine.core.sizes import StepSizes
@@ -59,7 +60,7 @@ class Joiner:
     def _can_join(self, key: Key, other: Key) -> bool:
         if key == other:
             return True
-        rare = self._features.is_rare(key) or self._features.is_rare(other)
+        rare = any(feature.rare for each in (key, other) for feature in self._features.named(each.variant))
         return key.kind == other.kind and key.kind in BATCHES and not rare
 
     def join(self, asked: Sequence[WantedStep | None]) -> WantedStep:
@@ -96,7 +97,7 @@ class Joiner:
                 fields["new_pages"][:, 0] = self._nobody
             if "num_steps" in fields:
                 fields["num_steps"][...] = 1
-            for feature in self._features.inside(key.kind, key.variant):
+            for feature in self._features.inside(key.kind, key.variant, Feature.padding):
                 feature.padding(key, fields)
         elif key.kind == "put":
             vectors[0][0] = self._nobody
