@@ -14,14 +14,13 @@ from jaxllm.engine.core.registry import Features
 from jaxllm.engine.core.request import Request, Status
 from jaxllm.engine.core.scheduler import Scheduler
 from jaxllm.engine.core.work import Batch
-from jaxllm.engine.features.adapters.adapters import AdaptersFeature
-from jaxllm.engine.features.adapters.store import AdapterPlaces
+from jaxllm.engine.features.adapters.adapters import AdapterPlaces, AdaptersFeature
 from jaxllm.engine.features.drafts.feature import DraftsFeature
 from jaxllm.engine.features.drafts.rules import DraftDepth, NgramDrafts
-from jaxllm.engine.features.grammar.feature import GrammarFeature
+from jaxllm.engine.features.grammar.grammar import GrammarFeature
 from jaxllm.engine.features.offload.tiers import PageTiers
-from jaxllm.engine.features.readout.scores import ScoresFeature
-from jaxllm.engine.features.states.states import StatesFeature
+from jaxllm.engine.features.scores import ScoresFeature
+from jaxllm.engine.features.states import StatesFeature
 from jaxllm.engine.messages import EngineRequest, EngineStats
 from jaxllm.models.abstract import AdaptedModel
 from jaxllm.requests.adapters import AdapterUse

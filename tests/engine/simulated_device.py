@@ -23,9 +23,8 @@ from jaxllm.engine.core.request import Request, Status
 from jaxllm.engine.core.sampler import Sampled, Settled
 from jaxllm.engine.core.work import Batch
 from jaxllm.engine.features.adapters.adapters import PUT_TABLES
-from jaxllm.engine.features.offload.host_pages import CacheRow
-from jaxllm.engine.features.offload.offload import OffloadFeature
-from jaxllm.engine.features.offload.page_copies import LeavingPages, PageBlocks
+from jaxllm.engine.features.offload.offload import LeavingPages, OffloadFeature, PageBlocks
+from jaxllm.engine.features.offload.pages import CacheRow
 
 VOCAB = 3
 

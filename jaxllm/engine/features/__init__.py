@@ -33,15 +33,14 @@ def features_of(
     """
     from jaxllm.engine.core.registry import Features
     from jaxllm.engine.features.adapters.adapters import AdaptersFeature, NoAdaptersFeature
-    from jaxllm.engine.features.adapters.steering import SteeringFeature
-    from jaxllm.engine.features.adjustments.adjustments import AdjustmentsFeature
-    from jaxllm.engine.features.grammar.feature import GrammarFeature
-    from jaxllm.engine.features.processors.processing import ProcessorsFeature
-    from jaxllm.engine.features.readout.captures import CapturesFeature
-    from jaxllm.engine.features.readout.patching import PatchingFeature
-    from jaxllm.engine.features.readout.pooling import PoolingFeature
-    from jaxllm.engine.features.readout.scores import ScoresFeature
-    from jaxllm.engine.features.states.states import StatesFeature
+    from jaxllm.engine.features.adjustments import AdjustmentsFeature
+    from jaxllm.engine.features.captures import CapturesFeature
+    from jaxllm.engine.features.grammar.grammar import GrammarFeature
+    from jaxllm.engine.features.pooling import PoolingFeature
+    from jaxllm.engine.features.processors import ProcessorsFeature
+    from jaxllm.engine.features.scores import ScoresFeature
+    from jaxllm.engine.features.states import StatesFeature
+    from jaxllm.engine.features.steering import PatchingFeature, SteeringFeature
 
     decodes: tuple[Kind, ...] = ("decode",) if drafts is None else ("decode", "verify")
     found: list[Feature] = [
@@ -60,8 +59,8 @@ def features_of(
     if sizes.keeps_by_slot:
         found.append(StatesFeature(sizes.max_num_seqs + 1, sizes.num_snapshots))
     if offloads:
-        from jaxllm.engine.features.offload.host_pages import ROW_KINDS
         from jaxllm.engine.features.offload.offload import OffloadFeature
+        from jaxllm.engine.features.offload.pages import ROW_KINDS
 
         found.append(OffloadFeature(kind for kind in ROW_KINDS if sizes.buffers_of(paged=kind == "page")))
     return Features(found)
@@ -70,6 +69,6 @@ def features_of(
 def features_of_encoder() -> Features:
     """Those of an encoder, which samples nothing."""
     from jaxllm.engine.core.registry import Features
-    from jaxllm.engine.features.readout.pooling import PoolingFeature
+    from jaxllm.engine.features.pooling import PoolingFeature
 
     return Features([PoolingFeature()])

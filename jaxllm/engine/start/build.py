@@ -19,9 +19,9 @@ from jaxllm.config.values import format_bytes
 from jaxllm.cpu_kernels.huge_pages import use_huge_pages
 from jaxllm.engine.core.step_weights import Kept
 from jaxllm.engine.features.offload.offload import transfer_of
-from jaxllm.engine.features.processors.processing import processors_of
+from jaxllm.engine.features.processors import processors_of
 from jaxllm.engine.messages import EngineInfo
-from jaxllm.engine.scale.data_parallel.core import Core
+from jaxllm.engine.scale.data_parallel import Core
 from jaxllm.engine.scale.lockstep.leader import Leader
 from jaxllm.engine.scale.lockstep.meeting import Group
 from jaxllm.engine.start.agreement import agree_on_memory, agree_on_plan, join_group, open_exchange

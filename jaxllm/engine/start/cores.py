@@ -14,13 +14,11 @@ from jaxllm.engine.core.pages import PagePool
 from jaxllm.engine.core.registry import Features
 from jaxllm.engine.core.runner import EncoderRunner, Runner
 from jaxllm.engine.core.scheduler import EncoderScheduler, Scheduler
+from jaxllm.engine.features.adapters.adapters import AdapterStore
 from jaxllm.engine.features.adapters.reading import AdapterReader, BaseWeights
-from jaxllm.engine.features.adapters.store import AdapterStore
 from jaxllm.engine.features.offload.offload import OffloadFeature
-from jaxllm.engine.scale.data_parallel.core import Core, DataParallelCore
-from jaxllm.engine.scale.data_parallel.ranks import RankDevice, Ranks
-from jaxllm.engine.scale.kv_events.events import KVEvents
-from jaxllm.engine.scale.kv_events.publisher import EventPublisher
+from jaxllm.engine.scale.data_parallel import Core, DataParallelCore, RankDevice, Ranks
+from jaxllm.engine.scale.kv_events import EventPublisher, KVEvents
 from jaxllm.engine.start.new_weights import WeightReader
 from jaxllm.engine.start.offload import page_tiers
 from jaxllm.engine.start.plan import Blueprint

@@ -22,7 +22,7 @@ from jaxllm.engine.core.sizes import StepSizes
 from jaxllm.engine.core.slots import Slots
 from jaxllm.engine.features import features_of
 from jaxllm.engine.messages import EngineRequest
-from jaxllm.engine.scale.data_parallel.core import Core
+from jaxllm.engine.scale.data_parallel import Core
 from jaxllm.engine.start import plan, stage_steps
 from jaxllm.engine.start.build import build_core
 from tests.reference.tiny import write_checkpoint

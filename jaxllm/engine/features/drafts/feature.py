@@ -19,9 +19,7 @@ from jaxllm.engine.core.sizes import Buckets, StepSizes
 from jaxllm.engine.core.slots import Slots
 from jaxllm.engine.core.step import StepFunctions
 from jaxllm.engine.core.work import Chunk
-from jaxllm.engine.features.drafts.draft_model import AbstractDraft, ModelDrafter
-from jaxllm.engine.features.drafts.drafter import Drafter
-from jaxllm.engine.features.drafts.module import ModuleDrafter
+from jaxllm.engine.features.drafts.models import AbstractDraft, ModelDrafter, ModuleDrafter
 from jaxllm.engine.features.drafts.ngrams import Guesses, NgramDrafter, RememberedTexts, recall_packing
 from jaxllm.engine.features.drafts.rules import (
     DraftDepth,
@@ -32,7 +30,7 @@ from jaxllm.engine.features.drafts.rules import (
     NgramDrafts,
     with_rows,
 )
-from jaxllm.engine.features.drafts.verify import verify
+from jaxllm.engine.features.drafts.verify import Drafter, verify
 from jaxllm.engine.messages import EngineRequest, EngineStats, TokenDelta
 from jaxllm.models.decoder import Decoder
 

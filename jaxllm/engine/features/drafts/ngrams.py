@@ -17,8 +17,8 @@ from jaxllm.engine.core.keys import Variant
 from jaxllm.engine.core.packing import Packing
 from jaxllm.engine.core.request import Request
 from jaxllm.engine.core.slots import Slots
-from jaxllm.engine.features.drafts.drafter import Asked
 from jaxllm.engine.features.drafts.rules import DraftRule, NgramDrafts
+from jaxllm.engine.features.drafts.verify import Asked
 
 Anywhere = Array | np.ndarray
 """On the devices, or on the host."""

@@ -15,7 +15,6 @@ import numpy as np
 
 from jaxllm.config.parts import KVTransferConfig
 from jaxllm.engine.core.jobs import Jobs
-from jaxllm.engine.features.offload.host_pages import Digest, HostPages, Page
 from jaxllm.engine.features.offload.page_listener import (
     MOST_DIGESTS,
     AllGiven,
@@ -25,6 +24,7 @@ from jaxllm.engine.features.offload.page_listener import (
     PagesWanted,
     SomePages,
 )
+from jaxllm.engine.features.offload.pages import Digest, HostPages, Page
 from jaxllm.engine.messages import PagesAt, TransferInfo
 from jaxllm.errors import JaxLLMError, one_line, reason
 from jaxllm.sharding.secret import introduce

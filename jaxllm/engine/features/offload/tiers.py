@@ -13,8 +13,16 @@ import numpy as np
 from jaxllm.config.parts import KVTransferConfig
 from jaxllm.engine.core.jobs import Jobs
 from jaxllm.engine.core.pages import PagePool, PrefixNode
-from jaxllm.engine.features.offload.disk_pages import DiskPages
-from jaxllm.engine.features.offload.host_pages import CacheRow, Digest, HostPages, Page, PrefixDigests, chain, of_state
+from jaxllm.engine.features.offload.pages import (
+    CacheRow,
+    Digest,
+    DiskPages,
+    HostPages,
+    Page,
+    PrefixDigests,
+    chain,
+    of_state,
+)
 from jaxllm.engine.features.offload.pulls import Peers, Pull
 from jaxllm.engine.messages import PagesAt
 

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from jaxllm.engine.core.pages import PagePool, PrefixNode
-from jaxllm.engine.features.offload.disk_pages import DiskPages
-from jaxllm.engine.features.offload.host_pages import CacheRow, Digest, Page, chain, of_state
+from jaxllm.engine.features.offload.pages import CacheRow, Digest, DiskPages, Page, chain, of_state
 from jaxllm.engine.features.offload.tiers import PageTiers
-from jaxllm.engine.features.states.state_cache import StateCache
+from jaxllm.engine.features.states import StateCache
 
 SIZES = {"page": 100, "state": 250}
 """Bytes."""
