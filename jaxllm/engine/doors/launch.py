@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from jaxllm.config import EngineConfig
 from jaxllm.engine.doors.keeper import Keeper
 from jaxllm.engine.messages import EngineClient
+from jaxllm.engine.scale.routing import Policy, prefix_first
 from jaxllm.engine.start.room import MemoryRoom
 from jaxllm.engine.start.tokenizer import resolve_tokenizer
 from jaxllm.errors import ConfigError
@@ -18,7 +19,6 @@ from jaxllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jaxllm.engine.doors.replicas import Replicas
-    from jaxllm.engine.scale.routing import Policy
 
 
 def start_engine(
@@ -87,7 +87,7 @@ def start_replicas(
     config: EngineConfig,
     given_up: threading.Event | None = None,
     keeper: Keeper | None = None,
-    policy: Policy | None = None,
+    policy: Policy = prefix_first,
 ) -> Replicas:
     """Running engines, config.data_parallel_size of them; `policy` says which request goes where.
 

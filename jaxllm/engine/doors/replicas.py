@@ -13,7 +13,7 @@ import msgspec
 
 from jaxllm.engine.doors.process_client import ProcessClient
 from jaxllm.engine.messages import EngineRequest, EngineStats, LookAt, Order, TokenDelta
-from jaxllm.engine.scale.routing import Policy, Replica, ReplicaRouter, counted, together
+from jaxllm.engine.scale.routing import Policy, Replica, ReplicaRouter, counted, prefix_first, together
 from jaxllm.errors import EngineDeadError, JaxLLMError
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Replicas:
     """
 
     def __init__(
-        self, count: int, start: StartReplica, *, given_up: threading.Event | None = None, policy: Policy | None = None
+        self, count: int, start: StartReplica, *, given_up: threading.Event | None = None, policy: Policy = prefix_first
     ):
         self._start = start
         self._closing = threading.Event()
