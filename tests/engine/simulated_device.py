@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 
 from jaxllm.engine.core.executables import Compiles
-from jaxllm.engine.core.feature import Feature, Surroundings
+from jaxllm.engine.core.feature import Feature
 from jaxllm.engine.core.handle import Handle, RanStep, SampledRow
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.registry import Features
@@ -78,9 +78,9 @@ class SimulatedOffload(OffloadFeature):
 
     runner: SimulatedRunner
 
-    def attach(self, around: Surroundings) -> None:
+    def attach(self) -> None:
         with mock.patch("jaxllm.engine.features.offload.offload.PageCopies"):
-            super().attach(around)
+            super().attach()
 
     def _read(self, rows: list[tuple[CacheRow, Any]]) -> Any:
         return self.runner.read_pages(rows)

@@ -88,11 +88,11 @@ class Features:
     @property
     def decodes(self) -> tuple[Kind, ...]:
         """The kinds of steps that decode."""
-        return ("decode", *(kind for feature in self for kind in feature.kinds if kind == "verify"))
+        return ("decode", "verify") if any("verify" in feature.words for feature in self) else ("decode",)
 
     def builder(self, word: str) -> Feature:
         """Whose steps are called by this word: a feature's name, or what it calls one of several."""
-        return self._by_name.get(word) or next(f for f in self if word in f.words or word in f.kinds)
+        return self._by_name.get(word) or next(f for f in self if word in f.words)
 
     def wanted(
         self, kind: Kind, chunks: Sequence[Chunk | SampledRow], sampled: bool = False, late: bool = False

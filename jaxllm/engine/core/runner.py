@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxllm.engine.core.device import Device
 from jaxllm.engine.core.executables import Compiles
-from jaxllm.engine.core.feature import EVERYTHING, Feature, Fields, Ran, Reading, Row
+from jaxllm.engine.core.feature import EVERYTHING, Feature, Fields, Ran, Reading
 from jaxllm.engine.core.handle import Handle, RanExecutable, RanStep, SampledRow
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.packing import SETTING_FLOATS, SETTING_INTS, admit_packing
@@ -200,7 +200,7 @@ class Runner:
     ) -> list[Reading]:
         """What features read of the hidden states that a backbone has left."""
         names = {name for chunk, _ in begins for name in chunk.request.extras}
-        ran = Ran(begins, [Row(*row) for row in rows], found)
+        ran = Ran(begins, rows, found)
         return [r for f in self._features.having(Feature.read) if f.name in names for r in f.read(ran)]
 
     def _pack_chunks(self, x: Fields, batch: Batch) -> None:

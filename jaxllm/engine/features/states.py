@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.engine.core.feature import Feature, Fields, Surroundings, Traced, TracedStep
+from jaxllm.engine.core.feature import Feature, Fields, Traced, TracedStep
 from jaxllm.engine.core.handle import Result
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.pages import PrefixNode
@@ -263,8 +263,8 @@ class StatesFeature(Feature):
         """`num_rows` states of prefixes can be kept, from `first_row` on."""
         self.cache = StateCache(first_row, num_rows)
 
-    def attach(self, around: Surroundings) -> None:
-        self.cache, self._pool = StateCache(self.cache.first_row, self.cache.num_rows), around.pool
+    def attach(self) -> None:
+        self.cache, self._pool = StateCache(self.cache.first_row, self.cache.num_rows), self.around.pool
         self._pool.on_forget = self.cache.forget
         self.cache.on_keep = lambda row, node: self._pool.on_snapshot(row, node)
         self.cache.on_forget = lambda row, node, is_of_use: self._pool.on_lose_snapshot(row, node, is_of_use)

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxllm.engine.core.device_state import StateShapes
-from jaxllm.engine.core.feature import Feature, Fields, Surroundings, Traced, TracedStep
+from jaxllm.engine.core.feature import Feature, Fields, Traced, TracedStep
 from jaxllm.engine.core.keys import Key, room
 from jaxllm.engine.core.packing import SETTING_INTS
 from jaxllm.engine.core.request import Request
@@ -37,9 +37,6 @@ class SteeringFeature(Feature):
         rows, layers = state.sizes.num_slots + 1, len(state.sizes.caches)
         return {"ranges": state.ints(rows, 2), "vectors": state.hidden(rows, layers)}
 
-    def attach(self, around: Surroundings) -> None:
-        self._around = around
-
     def prepare(self, request: Request, asked: EngineRequest) -> Steering | None:
         return asked.steering
 
@@ -50,7 +47,7 @@ class SteeringFeature(Feature):
         return extra.digest
 
     def seat(self, request: Request, extra: Steering) -> None:
-        sizes, device = self._around.sizes, self._around.device
+        sizes, device = self.around.sizes, self.around.device
         vectors = np.zeros((len(sizes.caches), sizes.hidden_size), device.hidden_dtype)
         vectors[list(extra.layers)] = extra.rows()
         ends = np.array([extra.start, extra.stop], np.int32)

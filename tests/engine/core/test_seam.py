@@ -13,7 +13,7 @@ import pytest
 
 from jaxllm import EngineConfig, SamplingParams
 from jaxllm.engine.core.device import Device
-from jaxllm.engine.core.feature import Feature, Fields, Surroundings, Traced, TracedStep
+from jaxllm.engine.core.feature import Feature, Fields, Traced, TracedStep
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.registry import Features
 from jaxllm.engine.core.request import Request
@@ -48,9 +48,6 @@ class Warming(Feature, Traced):
     def slot(self, sizes: StepSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
         return {"warmth": ((), jnp.float32)}
 
-    def attach(self, around: Surroundings) -> None:
-        self._device = around.device
-
     def prepare(self, request: Request, asked: EngineRequest) -> float | None:
         return asked.warmth if isinstance(asked, Warmed) else None
 
@@ -58,7 +55,7 @@ class Warming(Feature, Traced):
         return [self.put]
 
     def seat(self, request: Request, extra: float) -> None:
-        self._device.run(self.put, np.array([request.slot], np.int32), np.float32(extra))
+        self.around.device.run(self.put, np.array([request.slot], np.int32), np.float32(extra))
 
     def traced(self, step: TracedStep) -> Traced:
         found = copy.copy(self)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.engine.core.device_state import StateShapes
-from jaxllm.engine.core.feature import Built, Errand, Feature, Plan, Surroundings, Traced, TracedStep
+from jaxllm.engine.core.feature import Built, Errand, Feature, Plan, Traced, TracedStep
 from jaxllm.engine.core.keys import SAMPLED, Key, Kind
 from jaxllm.engine.core.packing import SETTING_INTS
 from jaxllm.engine.core.prefix_search import FoundPrefix
@@ -103,8 +103,7 @@ class AdaptersFeature(Feature):
 
         return Built(step, [maker.state.ints(1), *map(maker.state.row_of, tables)])
 
-    def attach(self, around: Surroundings) -> None:
-        self._device = around.device
+    def attach(self) -> None:
         self.places = AdapterPlaces(self.places.count)
 
     # ------------------------------------------------------------ a request
@@ -155,11 +154,11 @@ class AdaptersFeature(Feature):
 
     def seat(self, request: Request, extra: _Asked) -> None:
         for place, rows in extra.entering:
-            self._device.run(PUT_TABLES, np.array([place], np.int32), *rows)
+            self.around.device.run(PUT_TABLES, np.array([place], np.int32), *rows)
         scales = np.zeros(self.places.count, np.float32)
         for use, place in zip(extra.uses, extra.places, strict=True):
             scales[place] = use.scale
-        self._device.run(PUT_SCALES, np.array([request.slot], np.int32), scales)
+        self.around.device.run(PUT_SCALES, np.array([request.slot], np.int32), scales)
 
     def traced(self, step: TracedStep) -> Traced:
         return _Adapting(self._adapted, step.parts[self.name], self.name, self.bit)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxllm.engine.core.device_state import StateShapes
-from jaxllm.engine.core.feature import Built, Feature, Fields, Plan, RanModel, Surroundings, Traced, TracedStep
+from jaxllm.engine.core.feature import Built, Feature, Fields, Plan, RanModel, Traced, TracedStep
 from jaxllm.engine.core.handle import Result
 from jaxllm.engine.core.keys import Key, Uses
 from jaxllm.engine.core.request import Request
@@ -58,8 +58,7 @@ class DraftsFeature(Feature):
 
     name = "drafts"
     on = ("decode", "verify", "backbone")
-    kinds = ("verify",)
-    words = ("recall",)
+    words = ("verify", "recall")
     always = has_part = reads_history = True
     asked_by = ("samples",)
 
@@ -148,10 +147,9 @@ class DraftsFeature(Feature):
 
     # ------------------------------------------------------------ a request
 
-    def attach(self, around: Surroundings) -> None:
-        self._around = around
+    def attach(self) -> None:
         self._remembered = RememberedTexts(self._remembered_size)
-        self._guesses = Guesses(self._rule, self._remembered, around)
+        self._guesses = Guesses(self._rule, self._remembered, self.around)
         self._num_drafts = self._num_draft_tokens = 0
         self._accepted = [0] * self._depth.most
 
@@ -172,7 +170,7 @@ class DraftsFeature(Feature):
         """Remember a text, unless its request keeps its prefixes to itself: right drafts can be seen in a clock."""
         if extra.is_shared:
             for ints in self._remembered.add(text):
-                self._around.device.run(RECALL, ints)
+                self.around.device.run(RECALL, ints)
 
     # ------------------------------------------------------------ a step
 
@@ -190,7 +188,7 @@ class DraftsFeature(Feature):
 
     def settled(self, request: Request, extra: _DraftState, result: Result) -> None:
         taken = len(result.tokens) - 1
-        if result.num_drafted or self._around.core.features.course(request) is None:
+        if result.num_drafted or self.around.core.features.course(request) is None:
             extra.record.settle(taken)
         if result.num_drafted:
             self._num_drafts += 1

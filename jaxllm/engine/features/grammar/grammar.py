@@ -27,7 +27,6 @@ from jaxllm.engine.core.feature import (
     Feature,
     Fields,
     Followed,
-    Surroundings,
     Traced,
     TracedStep,
 )
@@ -71,15 +70,14 @@ class GrammarFeature(Feature):
         self._jobs = Jobs("constrain", urgent_threads=BUILDING)
         """A grammar may take seconds: only other requests with one wait for it."""
 
-    def attach(self, around: Surroundings) -> None:
-        self._around = around
+    def attach(self) -> None:
         self._jobs = Jobs("constrain", urgent_threads=BUILDING)
 
     def close(self) -> None:
         self._jobs.close()
 
     def prepare(self, request: Request, asked: EngineRequest) -> _GrammarState | None:
-        tokenizer = self._around.tokenizer
+        tokenizer = self.around.tokenizer
         thinking = None if tokenizer is None else Thinking.of(request.params, tokenizer)
         constrained = request.params.structured_outputs is not None
         return _GrammarState(thinking=thinking) if constrained or thinking is not None else None
@@ -117,7 +115,7 @@ class GrammarFeature(Feature):
         if delta.finish_reason is not None:
             return Followed()
         forced = constraint.forced() if self._forwards(request, extra) else []
-        if len(forced) <= self._around.core.load[0]:
+        if len(forced) <= self.around.core.load[0]:
             forced = []  # a step with a chunk in it takes longer, for everyone: more than sampling these would
         for token in forced:
             constraint.accept(token)
@@ -128,7 +126,7 @@ class GrammarFeature(Feature):
         """Whether forced tokens need not be sampled: their logits are not asked for, and none is counted."""
         if request.params.logprobs is not None or extra.thinking is not None:
             return False
-        return not self._around.core.features.read_history(request)
+        return not self.around.core.features.read_history(request)
 
     def fields(self, key: Key, sizes: StepSizes) -> dict[str, tuple[int, ...]]:
         words = mask_words(sizes.vocab_size)

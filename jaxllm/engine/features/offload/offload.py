@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.engine.core.device import Device
-from jaxllm.engine.core.feature import Built, Errand, Feature, Plan, Surroundings
+from jaxllm.engine.core.feature import Built, Errand, Feature, Plan
 from jaxllm.engine.core.keys import Key, Kind
 from jaxllm.engine.core.prefix_search import FoundPrefix
 from jaxllm.engine.core.registry import Features
@@ -59,8 +59,8 @@ class OffloadFeature(Feature):
     def build(self, key: Key, maker: StepFunctions) -> Built:
         return copying_step(key, maker)
 
-    def attach(self, around: Surroundings) -> None:
-        self._around, self._returning = around, []
+    def attach(self) -> None:
+        around, self._returning = self.around, []
         self._copies = PageCopies(around.device, around.sizes)
         self._queries = self._hits = 0
         self._spared = around.pool.pages_for(around.sizes.max_num_batched_tokens)
@@ -69,7 +69,7 @@ class OffloadFeature(Feature):
     def keep_in(self, tiers: PageTiers) -> None:
         """Keep pages and states in `tiers` from now on."""
         self.tiers = tiers
-        pool = self._around.pool
+        pool = self.around.pool
         pool.on_snapshot, pool.on_lose_snapshot = tiers.state_kept, tiers.state_forgotten
 
     @property
@@ -84,7 +84,7 @@ class OffloadFeature(Feature):
 
     def job(self, request: Request, extra: _OffloadState) -> Errand | None:
         """Read what is on disk, unless the engine is paused: then it is computed again. Fetch from other servers."""
-        core, tiers = self._around.core, self._kept
+        core, tiers = self.around.core, self._kept
         root, tokens = core.prefix_root(request), request.token_ids[: core.features.first_read(request)]
         on_disk = [] if core.is_paused else tiers.on_disk(root, tokens)
         pull = extra.pull = tiers.pull(extra.pages_at, root, tokens, on_disk)
@@ -102,9 +102,9 @@ class OffloadFeature(Feature):
     def extend(self, request: Request, extra: _OffloadState, found: FoundPrefix) -> bool:
         """With states as many pages as lead to one, on the devices or in the host; else as there is room for."""
         extra.num_on_device = found.depth
-        size, count, tiers = self._around.pool.page_size, len(found.pages), self._kept
+        size, count, tiers = self.around.pool.page_size, len(found.pages), self._kept
         if not found.at_depths:
-            room = max(self._around.pool.num_free - self._spared, 0)
+            room = max(self.around.pool.num_free - self._spared, 0)
             node = found.chain[-1] if found.chain else found.root
             found.returning = tiers.find(node, found.tokens[count * size : (count + room) * size])
             found.depth = found.known = count + len(found.returning)
@@ -116,7 +116,7 @@ class OffloadFeature(Feature):
         return not back.awaited
 
     def place(self, request: Request, extra: _OffloadState, found: FoundPrefix) -> None:
-        size = self._around.pool.page_size
+        size = self.around.pool.page_size
         pages = request.pages[len(found.pages) :]
         back = zip(pages, found.returning, strict=False)
         self._returning += [(CacheRow("page", page), content) for page, content in back if content.nbytes]
@@ -129,7 +129,7 @@ class OffloadFeature(Feature):
     def ended(self, request: Request, extra: _OffloadState, delta: TokenDelta) -> None:
         """Copy the full pages of a prompt, and its state, to host memory, where other servers find them."""
         if extra.hands_on:
-            prompt, root = request.token_ids[: request.num_prompt], self._around.core.prefix_root(request)
+            prompt, root = request.token_ids[: request.num_prompt], self.around.core.prefix_root(request)
             self._keep(self._read(self._kept.to_hand_on(root, prompt, request.pages)))
 
     def forget(self, request: Request, extra: _OffloadState) -> None:
