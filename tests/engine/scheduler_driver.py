@@ -80,7 +80,6 @@ class Driver:
         self.features["adapters"].store = SimpleNamespace(known=rows_of)  # type: ignore[attr-defined]
         self.offload = next((f for f in self.features if isinstance(f, SimulatedOffload)), None)
         if self.offload is not None:
-            self.offload.runner = self.runner
             self.offload.keep_in(PageTiers(self.pool, host_pages, has_states=snapshots is not None))
         self.scheduler = Scheduler(
             self.pool, max_num_seqs, budget, self.max_model_len, decode_steps=decode_steps, features=self.features

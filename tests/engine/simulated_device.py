@@ -76,17 +76,11 @@ class SimulatedLeaving(LeavingPages):
 class SimulatedOffload(OffloadFeature):
     """Copies what the simulated device holds."""
 
-    runner: SimulatedRunner
-
     def attach(self) -> None:
         with mock.patch("jaxllm.engine.features.offload.offload.PageCopies"):
             super().attach()
-
-    def _read(self, rows: list[tuple[CacheRow, Any]]) -> Any:
-        return self.runner.read_pages(rows)
-
-    def _write(self, rows: list[tuple[CacheRow, Any]]) -> None:
-        self.runner.write_pages(rows)
+        runner: Any = self.around.device
+        self.copies.read, self.copies.write = runner.read_pages, runner.write_pages  # type: ignore[method-assign]
 
 
 class SimulatedRunner:

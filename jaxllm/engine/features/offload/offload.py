@@ -32,9 +32,9 @@ class _OffloadState:
     hands_on: bool
     """Another server will fetch the pages of its prompt."""
     pages_at: PagesAt | None
-    """Where another server gives those."""
+    """The server that gives those of its prompt."""
     pull: Pull | None = None
-    """What brings them."""
+    """Brings them."""
     num_on_device: int = 0
     """Pages that it could have gone on after without the host."""
 
@@ -61,7 +61,7 @@ class OffloadFeature(Feature):
 
     def attach(self) -> None:
         around, self._returning = self.around, []
-        self._copies = PageCopies(around.device, around.sizes)
+        self.copies = PageCopies(around.device, around.sizes)
         self._queries = self._hits = 0
         self._spared = around.pool.pages_for(around.sizes.max_num_batched_tokens)
         """Free pages that are not filled with what the host has, where layers keep no states."""
@@ -76,8 +76,6 @@ class OffloadFeature(Feature):
     def _kept(self) -> PageTiers:
         assert self.tiers is not None, "a core that offloads has tiers"
         return self.tiers
-
-    # ------------------------------------------------------------ a request
 
     def prepare(self, request: Request, asked: EngineRequest) -> _OffloadState:
         return _OffloadState(asked.hands_on, asked.pages_at)
@@ -130,28 +128,20 @@ class OffloadFeature(Feature):
         """Copy the full pages of a prompt, and its state, to host memory, where other servers find them."""
         if extra.hands_on:
             prompt, root = request.token_ids[: request.num_prompt], self.around.core.prefix_root(request)
-            self._keep(self._read(self._kept.to_hand_on(root, prompt, request.pages)))
+            self._keep(self._kept.to_hand_on(root, prompt, request.pages))
 
     def forget(self, request: Request, extra: _OffloadState) -> None:
         if extra.pull is not None:
             extra.pull.cancel()
 
-    # ------------------------------------------------------------ between the steps
-
     def before_step(self) -> None:
         """What leaves is copied before anything is written there, and what comes back is written after that."""
         returning, self._returning = self._returning, []
-        self._keep(self._read(self._kept.take_leaving()))
-        self._write(returning)
+        self._keep(self._kept.take_leaving())
+        self.copies.write(returning)
 
-    def _read(self, rows: list[tuple[CacheRow, Any]]) -> list[LeavingPages]:
-        return self._copies.read(rows)
-
-    def _write(self, rows: list[tuple[CacheRow, Page]]) -> None:
-        self._copies.write(rows)
-
-    def _keep(self, leaving: list[LeavingPages]) -> None:
-        for part in leaving:
+    def _keep(self, rows: list[tuple[CacheRow, Digest]]) -> None:
+        for part in self.copies.read(rows):
             self._kept.keep(part.digests, part.contents)
 
     @property
@@ -160,7 +150,7 @@ class OffloadFeature(Feature):
 
     def idle(self) -> None:
         """Copy some pages or a state to disk that are not there yet."""
-        for part in self._read(self._kept.take_unsaved()):
+        for part in self.copies.read(self._kept.take_unsaved()):
             self._kept.save(part.digests, part.contents)
         self._kept.save_from_host()
 
@@ -172,9 +162,9 @@ class OffloadFeature(Feature):
         tiers = self._kept
         stats.offload_queries, stats.offload_hits = self._queries, self._hits
         stats.num_host_pages, stats.num_disk_pages = tiers.num_host, tiers.num_disk
-        pulls = None if tiers.peers is None else tiers.peers.pulls
-        if tiers.peers is not None:
-            stats.num_given_pages = tiers.peers.num_given
+        _, pulls, listener = tiers.peers or (None, None, None)
+        if listener is not None:
+            stats.num_given_pages = listener.num_given
         if pulls is not None:
             stats.num_pulls, stats.num_failed_pulls = pulls.num_pulls, pulls.num_failed
             stats.pull_seconds, stats.num_pulled_pages = pulls.seconds, pulls.num_pages

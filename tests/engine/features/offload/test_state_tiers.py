@@ -117,10 +117,10 @@ def test_a_prompt_goes_on_from_the_last_prefix_with_all_its_pages_and_a_state(be
     host = below.tiers._host
     assert below.tiers.find_state(None, [], TOKENS, 0).depth == 3
     assert len(below.tiers.find_state(None, [], TOKENS, 0).pages) == 3, "the fourth is of no use"
-    host._pages.pop(below.digests[1])
+    host._kept.pop(below.digests[1])
     back = below.tiers.find_state(None, [], TOKENS, 0)
     assert (back.depth, len(back.pages), back.known) == (1, 1, 1)
-    host._pages.pop(of_state(below.digests[0]))
+    host._kept.pop(of_state(below.digests[0]))
     assert below.tiers.find_state(None, [], TOKENS, 0).depth == 0
 
 
