@@ -25,7 +25,7 @@ from jaxllm.progress import watched_by
 from jaxllm.sharding import nvidia
 
 if TYPE_CHECKING:
-    from jaxllm.engine.scale.data_parallel.core import Core
+    from jaxllm.engine.scale.data_parallel import Core
     from jaxllm.engine.scale.lockstep.leader import Leader
     from jaxllm.engine.scale.lockstep.meeting import Group
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxllm.engine.core.feature import Feature, Fields, Surroundings, Traced, TracedStep
+from jaxllm.engine.core.feature import Feature, Fields, Traced, TracedStep
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.packing import Packing
 from jaxllm.engine.core.registry import Features
@@ -35,6 +35,7 @@ class ProcessorsFeature(Feature):
     name = "processors"
     on = ("decode", "verify", "head")
     rare = samples = has_part = reads_history = True
+    asked_by = ("processes_logits",)
     is_saved = False
     """A caller's own functions are in such a step, or their number."""
 
@@ -86,19 +87,14 @@ class ProcessorsFeature(Feature):
     def slot(self, sizes: StepSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
         return {"rows": ((self.width,), jnp.int32)}
 
-    def attach(self, around: Surroundings) -> None:
-        self._device = around.device
-
-    def prepare(self, request: Request, asked: EngineRequest) -> np.ndarray | None:
-        if asked.pooling is not None or not request.params.processes_logits:
-            return None
+    def prepare(self, request: Request, asked: EngineRequest) -> np.ndarray:
         return self.row(request.params.chosen_processors)
 
     def needs(self, request: Request, extra: np.ndarray) -> Iterable[Key]:
         return [Key("put", 0, frozenset({self.name}))]
 
     def seat(self, request: Request, extra: np.ndarray) -> None:
-        self._device.run(Key("put", 0, frozenset({self.name})), np.array([request.slot], np.int32), extra)
+        self.around.device.run(Key("put", 0, frozenset({self.name})), np.array([request.slot], np.int32), extra)
 
     def traced(self, step: TracedStep) -> Traced:
         return _Processing(self, step.parts[self.name]["rows"])

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.engine.core.feature import EVERYTHING, Built, Feature, Plan, Ran, Reading, Row, Surroundings
-from jaxllm.engine.core.handle import on_host
+from jaxllm.engine.core.feature import EVERYTHING, Built, Feature, Plan, Ran, Reading
+from jaxllm.engine.core.handle import SampledRow, on_host
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.packing import Packing
 from jaxllm.engine.core.request import Request, Status
@@ -53,6 +53,7 @@ class ScoresFeature(Feature):
     """Its steps read hidden states that a backbone has left; they change nothing on the devices."""
 
     name = "scores"
+    asked_by = ("prompt_logprobs", "wants_vocabulary")
     words = ("score", "score_given", "score_all", "unembed")
 
     def plan(self, buckets: Buckets) -> Plan:
@@ -87,27 +88,23 @@ class ScoresFeature(Feature):
 
         return Built(step, [maker.state.ints(packing.size)])
 
-    def attach(self, around: Surroundings) -> None:
-        self._around, self._device = around, around.device
-
-    def prepare(self, request: Request, asked: EngineRequest) -> _ScoreState | None:
-        p = request.params
-        if asked.pooling is not None or (p.prompt_logprobs is None and not p.wants_vocabulary):
-            return None
-        extra = _ScoreState(asked.scores_from)
-        if p.prompt_logprobs is not None:
-            whole = p.prompt_logprobs == -1
-            width = self._around.sizes.vocab_size if whole else 1 + p.prompt_logprobs
+    def prepare(self, request: Request, asked: EngineRequest) -> _ScoreState:
+        count, extra = request.params.prompt_logprobs, _ScoreState(asked.scores_from)
+        if count is not None:
+            whole = count == -1
+            width = self.around.sizes.vocab_size if whole else 1 + count
             extra.scores = PromptScores.empty(request.token_ids[extra.begin - 1 :], width, whole=whole)
         return extra
 
     def needs(self, request: Request, extra: _ScoreState) -> Iterable[Key]:
-        keys = [self._key(request)] if extra.scores is not None else []
-        return [*keys, *([_read_key("score_all", self._device.most_rows)] if request.params.wants_vocabulary else [])]
+        if extra.scores is not None:
+            yield self._key(request)
+        if request.params.wants_vocabulary:
+            yield _read_key("score_all", self.around.device.most_rows)
 
     def _key(self, request: Request) -> Key:
         """The step that scores a prompt's tokens."""
-        return _read_key(SCORING.get(request.params.prompt_logprobs or 0, "score"), self._device.most_rows)
+        return _read_key(SCORING.get(request.params.prompt_logprobs or 0, "score"), self.around.device.most_rows)
 
     def first_read(self, request: Request, extra: _ScoreState) -> int:
         return EVERYTHING if extra.scores is None else extra.begin - 1
@@ -130,8 +127,8 @@ class ScoresFeature(Feature):
             for part in together(stretches, key.size):
                 yield self._score(key, part)
         wanted = [row for row in ran.sampled if row.request.params.wants_vocabulary]
-        for start in range(0, len(wanted), self._device.most_rows):
-            yield self._vocabulary(wanted[start : start + self._device.most_rows])
+        for start in range(0, len(wanted), self.around.device.most_rows):
+            yield self._vocabulary(wanted[start : start + self.around.device.most_rows])
 
     def _score(self, key: Key, stretches: list[Stretch]) -> Reading:
         ints, x = score_packing(key.size).new()
@@ -142,7 +139,7 @@ class ScoresFeature(Feature):
             x["target"][rows] = request.token_ids[positions.start : positions.stop]
             places.append(rows)
             at = rows.stop
-        result = self._device.run(key, ints)
+        result = self.around.device.run(key, ints)
 
         def deliver() -> Iterable[TokenDelta]:
             for (request, positions, _), rows in zip(stretches, places, strict=True):
@@ -152,11 +149,11 @@ class ScoresFeature(Feature):
 
         return Reading(result, deliver)
 
-    def _vocabulary(self, wanted: list[Row]) -> Reading:
+    def _vocabulary(self, wanted: list[SampledRow]) -> Reading:
         """Log-probabilities of the whole vocabulary for the rows whose requests want them."""
-        ints, x = score_packing(self._device.most_rows).new()
+        ints, x = score_packing(self.around.device.most_rows).new()
         x["hidden_row"][: len(wanted)] = [row.row for row in wanted]
-        result = self._device.run(_read_key("score_all", self._device.most_rows), ints)
+        result = self.around.device.run(_read_key("score_all", self.around.device.most_rows), ints)
 
         def deliver() -> Iterable[TokenDelta]:
             for (request, _), values in zip(wanted, np.asarray(result), strict=False):
@@ -177,11 +174,11 @@ class ScoresFeature(Feature):
 
         States pass the last norm first unless they are `normed`. Waits for the devices.
         """
-        size = self._device.most_rows
+        size = self.around.device.most_rows
         states = states[:size]
-        padded = np.zeros((size, states.shape[1]), self._device.hidden_dtype)
+        padded = np.zeros((size, states.shape[1]), self.around.device.hidden_dtype)
         padded[: len(states)] = states
-        found = self._device.run(_read_key("unembed", size), padded, np.array([normed], np.int32))
+        found = self.around.device.run(_read_key("unembed", size), padded, np.array([normed], np.int32))
         return np.asarray(found)[: len(states)]
 
 

@@ -40,6 +40,7 @@ class CapturesFeature(Feature):
     name = "captures"
     on = ("backbone",)
     rare = gives = True
+    asked_by = ("capture",)
     rooms = (1, 4, 16, 64, 256, 1024)
     """The most are those of all points of all layers, which requests of one step may want together."""
 
@@ -48,7 +49,7 @@ class CapturesFeature(Feature):
         self._widest = widest
 
     def prepare(self, request: Request, asked: EngineRequest) -> _CaptureState | None:
-        return None if asked.capture is None else _CaptureState(asked.capture)
+        return asked.capture and _CaptureState(asked.capture)
 
     def amount(self, extra: _CaptureState) -> int:
         return len(extra.params.taps)

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxllm.engine.core.feature import Feature, Fields, Plan, Surroundings, Traced, TracedStep
+from jaxllm.engine.core.feature import Feature, Fields, Plan, Traced, TracedStep
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.request import Request
 from jaxllm.engine.core.sampler import ALL, NEGATIVE, SamplingRows, apply_mask, mask_of, mask_words
@@ -41,6 +41,7 @@ class AdjustmentsFeature(Feature):
     on = ("decode", "verify", "head")
     in_sampler = True
     reads_history = True
+    asked_by = ("adjusts_logits",)
 
     def plan(self, buckets: Any) -> Plan:
         return Plan() if buckets.encodes else Plan(soon=[Key("put", 0, frozenset({self.name}))])
@@ -57,13 +58,8 @@ class AdjustmentsFeature(Feature):
             "penalties": ((3,), jnp.float32),
         }
 
-    def attach(self, around: Surroundings) -> None:
-        self._around = around
-
-    def prepare(self, request: Request, asked: EngineRequest) -> AdjustmentRows | None:
-        p, around = request.params, self._around
-        if asked.pooling is not None or not p.adjusts_logits:
-            return None
+    def prepare(self, request: Request, asked: EngineRequest) -> AdjustmentRows:
+        p, around = request.params, self.around
         words = () if around.tokenizer is None or not p.bad_words else spellings(around.tokenizer, p.bad_words)
         vocab_size = around.sizes.vocab_size
         rows: AdjustmentRows = {
@@ -87,7 +83,7 @@ class AdjustmentsFeature(Feature):
 
     def seat(self, request: Request, extra: AdjustmentRows) -> None:
         values = jax.tree.leaves(extra)
-        self._around.device.run(Key("put", 0, frozenset({self.name})), np.array([request.slot], np.int32), *values)
+        self.around.device.run(Key("put", 0, frozenset({self.name})), np.array([request.slot], np.int32), *values)
 
     def traced(self, step: TracedStep) -> Traced:
         return _Adjusting(self.name, self.bit)

@@ -18,7 +18,6 @@ from jaxllm.engine.core.feature import (
     Plan,
     Ran,
     Reading,
-    Surroundings,
     Traced,
     TracedStep,
 )
@@ -74,6 +73,7 @@ class PoolingFeature(Feature):
     name = "pooling"
     on = ("encode",)
     always = True
+    asked_by = ("pooling",)
     words = ("sums", "token_logits")
 
     def plan(self, buckets: Buckets) -> Plan:
@@ -102,14 +102,11 @@ class PoolingFeature(Feature):
 
         return Built(sums, [maker.state.ints(most)]) if key == SUMS else Built(logits, [maker.state.ints(packing.size)])
 
-    def attach(self, around: Surroundings) -> None:
-        self._device, self._sizes = around.device, around.sizes
-
     def prepare(self, request: Request, asked: EngineRequest) -> _PoolingState | None:
-        return None if asked.pooling is None else _PoolingState(asked.pooling, asked.second_text)
+        return asked.pooling and _PoolingState(asked.pooling, asked.second_text)
 
     def needs(self, request: Request, extra: _PoolingState) -> Iterable[Key]:
-        return [_logits_key(self._device.most_rows) if extra.params.kind == "logits" else SUMS]
+        return [_logits_key(self.around.device.most_rows) if extra.params.kind == "logits" else SUMS]
 
     def first_read(self, request: Request, extra: _PoolingState) -> int:
         return 0 if extra.params.kind in ("mean", "cls") else EVERYTHING
@@ -130,7 +127,7 @@ class PoolingFeature(Feature):
     def read(self, ran: Ran) -> Iterable[Reading]:
         sums: list[tuple[_Row, slice]] = []
         logits: list[tuple[Request, int]] = []
-        size = self._sizes.hidden_size
+        size = self.around.sizes.hidden_size
         for chunk, row in ran.chunks:
             request, end = chunk.request, row + chunk.length
             extra = request.extras.get(self.name)
@@ -147,18 +144,18 @@ class PoolingFeature(Feature):
 
     def _sums(self, wanted: list[tuple[_Row, slice]]) -> Iterable[Reading]:
         if wanted:
-            owner = np.full(self._sizes.max_num_batched_tokens, self._sizes.max_num_seqs, np.int32)
+            owner = np.full(self.around.sizes.max_num_batched_tokens, self.around.sizes.max_num_seqs, np.int32)
             for index, (_, rows) in enumerate(wanted):
                 owner[rows] = index
-            yield self._reading([row for row, _ in wanted], self._device.run(SUMS, owner))
+            yield self._reading([row for row, _ in wanted], self.around.device.run(SUMS, owner))
 
     def _logits(self, wanted: list[tuple[Request, int]]) -> Iterable[Reading]:
         """Each request takes as many rows as its token ids fill."""
-        size = self._device.most_rows
+        size = self.around.device.most_rows
         pieces = [
             (_Row(request, len(ids[start:end]), start == 0, end >= len(ids)), row, ids[start:end])
             for request, row in wanted
-            for ids in [request.extras[self.name].params.token_ids or range(self._sizes.vocab_size)]
+            for ids in [request.extras[self.name].params.token_ids or range(self.around.sizes.vocab_size)]
             for start in range(0, len(ids), MAX_TOKEN_IDS)
             for end in [start + MAX_TOKEN_IDS]
         ]
@@ -168,7 +165,7 @@ class PoolingFeature(Feature):
             for index, (_, row, ids) in enumerate(part):
                 x["hidden_row"][index] = row
                 x["token_ids"][index, : len(ids)] = ids
-            yield self._reading([row for row, _, _ in part], self._device.run(_logits_key(size), ints))
+            yield self._reading([row for row, _, _ in part], self.around.device.run(_logits_key(size), ints))
 
     def _reading(self, rows: list[_Row], result: Any) -> Reading:
         def deliver() -> Iterable[TokenDelta]:

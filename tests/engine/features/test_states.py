@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxllm.engine.features.states.state_cache import Found, StateCache
+from jaxllm.engine.features.states import Found, StateCache
 
 
 def kept(cache: StateCache, *nodes: int) -> dict[int, int]:
