@@ -37,7 +37,6 @@ from jaxllm.serving.openai import chat, completions, models, tokenize
 from jaxllm.serving.pooling import embeddings, scoring
 from jaxllm.serving.pooling.inputs import score_method
 from jaxllm.serving.registry import Registry
-from jaxllm.serving.responses import conversations
 from jaxllm.serving.responses import routes as responses
 from jaxllm.serving.responses.service import Responses
 from jaxllm.serving.state import ServerState
@@ -48,7 +47,7 @@ from jaxllm.serving.web.routes import make_router as make_web_router
 from jaxllm.serving.web.routes import make_swagger_router
 
 API_ROUTERS = (
-    models.router, chat.router, completions.router, tokenize.router, responses.router, conversations.router,
+    models.router, chat.router, completions.router, tokenize.router, responses.router, responses.conversations_router,
     anthropic.router, embeddings.router, scoring.router, batches.upload_router, batches.files_router,
     batches.router, mcp.router, llama_cpp.router, status.info_router, sagemaker.router, training.sleeping_router,
     usage.router, lora.router, lora.list_router, training.router,

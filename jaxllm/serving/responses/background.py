@@ -12,8 +12,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from jaxllm.errors import StorageFullError
 from jaxllm.serving.http.records import goes_on
 from jaxllm.serving.responses.objects import STOPPED, Response
-from jaxllm.serving.responses.response_store import LEASE_SECONDS, ResponseStore
 from jaxllm.serving.responses.run import ResponseRun
+from jaxllm.serving.responses.stores import LEASE_SECONDS, ResponseStore
 from jaxllm.serving.served_model import stopped
 
 logger = logging.getLogger(__name__)

@@ -1,10 +1,13 @@
-"""The events of a response's stream, in the order in which a client sees them."""
+"""The events of a response's stream, as a table of their names and fields."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
-from jaxllm.serving.responses.objects import OutputItem, OutputText, ReasoningText, Response, SummaryText, TokenLogprob
+from jaxllm.serving.openai.logprobs import ChatTokenLogprob
+from jaxllm.serving.responses.objects import OutputItem, OutputText, ReasoningText, Response, SummaryText
 
 _encode = msgspec.json.Encoder().encode
 
@@ -14,156 +17,53 @@ class ResponseEvent(msgspec.Struct, kw_only=True, tag_field="type"):
     """Counts the events of a response from 0."""
 
 
-class _OfResponse(ResponseEvent, kw_only=True):
-    response: Response
-
-
-class Created(_OfResponse, kw_only=True, tag="response.created"):
-    pass
-
-
-class Queued(_OfResponse, kw_only=True, tag="response.queued"):
-    pass
-
-
-class InProgress(_OfResponse, kw_only=True, tag="response.in_progress"):
-    pass
-
-
-class Completed(_OfResponse, kw_only=True, tag="response.completed"):
-    pass
-
-
-class Incomplete(_OfResponse, kw_only=True, tag="response.incomplete"):
-    pass
-
-
-class Failed(_OfResponse, kw_only=True, tag="response.failed"):
-    pass
-
-
-class _OfItem(ResponseEvent, kw_only=True):
-    output_index: int
-    item: OutputItem
-
-
-class ItemAdded(_OfItem, kw_only=True, tag="response.output_item.added"):
-    pass
-
-
-class ItemDone(_OfItem, kw_only=True, tag="response.output_item.done"):
-    pass
-
-
-class _InItem(ResponseEvent, kw_only=True):
-    item_id: str
-    output_index: int
-
-
-class _OfContent(_InItem, kw_only=True):
-    content_index: int = 0
-
-
-class PartAdded(_OfContent, kw_only=True, tag="response.content_part.added"):
-    part: OutputText | ReasoningText
-
-
-class PartDone(_OfContent, kw_only=True, tag="response.content_part.done"):
-    part: OutputText | ReasoningText
-
-
-class OutputTextDelta(_OfContent, kw_only=True, tag="response.output_text.delta"):
-    delta: str
-    logprobs: list[TokenLogprob]
-
-
-class OutputTextDone(_OfContent, kw_only=True, tag="response.output_text.done"):
-    text: str
-    logprobs: list[TokenLogprob]
-
-
-class ReasoningDelta(_OfContent, kw_only=True, tag="response.reasoning_text.delta"):
-    delta: str
-
-
-class ReasoningDone(_OfContent, kw_only=True, tag="response.reasoning_text.done"):
-    text: str
-
-
-class _OfSummary(_InItem, kw_only=True):
-    summary_index: int = 0
-
-
-class SummaryPartAdded(_OfSummary, kw_only=True, tag="response.reasoning_summary_part.added"):
-    part: SummaryText
-
-
-class SummaryPartDone(_OfSummary, kw_only=True, tag="response.reasoning_summary_part.done"):
-    part: SummaryText
-
-
-class SummaryDelta(_OfSummary, kw_only=True, tag="response.reasoning_summary_text.delta"):
-    delta: str
-
-
-class SummaryDone(_OfSummary, kw_only=True, tag="response.reasoning_summary_text.done"):
-    text: str
-
-
-class ArgumentsDelta(_InItem, kw_only=True, tag="response.function_call_arguments.delta"):
-    delta: str
-
-
-class ArgumentsDone(_InItem, kw_only=True, tag="response.function_call_arguments.done"):
-    name: str
-    arguments: str
-
-
-class McpListToolsInProgress(_InItem, kw_only=True, tag="response.mcp_list_tools.in_progress"):
-    pass
-
-
-class McpListToolsCompleted(_InItem, kw_only=True, tag="response.mcp_list_tools.completed"):
-    pass
-
-
-class McpListToolsFailed(_InItem, kw_only=True, tag="response.mcp_list_tools.failed"):
-    pass
-
-
-class McpCallInProgress(_InItem, kw_only=True, tag="response.mcp_call.in_progress"):
-    pass
-
-
-class McpArgumentsDelta(_InItem, kw_only=True, tag="response.mcp_call_arguments.delta"):
-    delta: str
-
-
-class McpArgumentsDone(_InItem, kw_only=True, tag="response.mcp_call_arguments.done"):
-    arguments: str
-
-
-class McpCallCompleted(_InItem, kw_only=True, tag="response.mcp_call.completed"):
-    pass
-
-
-class McpCallFailed(_InItem, kw_only=True, tag="response.mcp_call.failed"):
-    pass
-
-
-class StreamError(ResponseEvent, kw_only=True, tag="error"):
-    code: str | None
-    message: str
-    param: str | None
-
-
-ResponseStreamEvent = (
-    Created | Queued | InProgress | Completed | Incomplete | Failed | ItemAdded | ItemDone | PartAdded | PartDone
-    | OutputTextDelta | OutputTextDone | ReasoningDelta | ReasoningDone | SummaryPartAdded | SummaryPartDone
-    | SummaryDelta | SummaryDone | ArgumentsDelta | ArgumentsDone | McpListToolsInProgress | McpListToolsCompleted
-    | McpListToolsFailed | McpCallInProgress | McpArgumentsDelta | McpArgumentsDone | McpCallCompleted | McpCallFailed
-    | StreamError
-)  # fmt: skip
+_RESPONSE = (("response", Response),)
+_ITEM = (("output_index", int), ("item", OutputItem))
+_IN_ITEM = (("item_id", str), ("output_index", int))
+_IN_CONTENT = (*_IN_ITEM, ("content_index", int, 0))
+_IN_SUMMARY = (*_IN_ITEM, ("summary_index", int, 0))
+_PART, _SUMMARY_PART = ("part", OutputText | ReasoningText), ("part", SummaryText)
+_DELTA, _TEXT, _LOGPROBS = ("delta", str), ("text", str), ("logprobs", list[ChatTokenLogprob])
+_NAME, _ARGUMENTS = ("name", str), ("arguments", str)
+
+_EVENTS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
+    ("response.created", "Created", _RESPONSE),
+    ("response.queued", "Queued", _RESPONSE),
+    ("response.in_progress", "InProgress", _RESPONSE),
+    ("response.completed", "Completed", _RESPONSE),
+    ("response.incomplete", "Incomplete", _RESPONSE),
+    ("response.failed", "Failed", _RESPONSE),
+    ("response.output_item.added", "ItemAdded", _ITEM),
+    ("response.output_item.done", "ItemDone", _ITEM),
+    ("response.content_part.added", "PartAdded", (*_IN_CONTENT, _PART)),
+    ("response.content_part.done", "PartDone", (*_IN_CONTENT, _PART)),
+    ("response.output_text.delta", "OutputTextDelta", (*_IN_CONTENT, _DELTA, _LOGPROBS)),
+    ("response.output_text.done", "OutputTextDone", (*_IN_CONTENT, _TEXT, _LOGPROBS)),
+    ("response.reasoning_text.delta", "ReasoningDelta", (*_IN_CONTENT, _DELTA)),
+    ("response.reasoning_text.done", "ReasoningDone", (*_IN_CONTENT, _TEXT)),
+    ("response.reasoning_summary_part.added", "SummaryPartAdded", (*_IN_SUMMARY, _SUMMARY_PART)),
+    ("response.reasoning_summary_part.done", "SummaryPartDone", (*_IN_SUMMARY, _SUMMARY_PART)),
+    ("response.reasoning_summary_text.delta", "SummaryDelta", (*_IN_SUMMARY, _DELTA)),
+    ("response.reasoning_summary_text.done", "SummaryDone", (*_IN_SUMMARY, _TEXT)),
+    ("response.function_call_arguments.delta", "ArgumentsDelta", (*_IN_ITEM, _DELTA)),
+    ("response.function_call_arguments.done", "ArgumentsDone", (*_IN_ITEM, _NAME, _ARGUMENTS)),
+    ("response.mcp_list_tools.in_progress", "McpListToolsInProgress", _IN_ITEM),
+    ("response.mcp_list_tools.completed", "McpListToolsCompleted", _IN_ITEM),
+    ("response.mcp_list_tools.failed", "McpListToolsFailed", _IN_ITEM),
+    ("response.mcp_call.in_progress", "McpCallInProgress", _IN_ITEM),
+    ("response.mcp_call_arguments.delta", "McpArgumentsDelta", (*_IN_ITEM, _DELTA)),
+    ("response.mcp_call_arguments.done", "McpArgumentsDone", (*_IN_ITEM, _ARGUMENTS)),
+    ("response.mcp_call.completed", "McpCallCompleted", _IN_ITEM),
+    ("response.mcp_call.failed", "McpCallFailed", _IN_ITEM),
+    ("error", "StreamError", (("code", str | None), ("message", str), ("param", str | None))),
+)
+"""The name of each event, that of its schema, and its fields after the number."""
+
+EVENTS: dict[str, type[ResponseEvent]] = {
+    name: msgspec.defstruct(schema, fields, bases=(ResponseEvent,), kw_only=True, tag=name)
+    for name, schema, fields in _EVENTS
+}
+"""The events by their names."""
 
 
 def server_sent(event: ResponseEvent) -> bytes:

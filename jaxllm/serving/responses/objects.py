@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from jaxllm.serving.openai.logprobs import ChatTokenLogprob
 from jaxllm.serving.openai.timings import Timings
 from jaxllm.serving.responses.items import CallStatus, Item, ItemStatus
 
@@ -14,23 +15,10 @@ ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "fa
 RUNNING = ("queued", "in_progress")
 
 
-class OutputTopLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[OutputTopLogprob]
-
-
 class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
     text: str
     annotations: list[dict[str, Any]] = []
-    logprobs: list[TokenLogprob] = []
+    logprobs: list[ChatTokenLogprob] = []
 
 
 class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):

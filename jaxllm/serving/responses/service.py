@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -16,20 +16,13 @@ from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.request_model import ignored_fields
 from jaxllm.serving.loadable import Lease
 from jaxllm.serving.mcp.execution import injected_tools
-from jaxllm.serving.responses.any_item import ItemReference
-from jaxllm.serving.responses.approvals import approved_calls
 from jaxllm.serving.responses.background import BackgroundRuns
-from jaxllm.serving.responses.conversation_store import ConversationStore
-from jaxllm.serving.responses.items import Item, MessageItem, new_id
-from jaxllm.serving.responses.mcp_request import McpTool
+from jaxllm.serving.responses.items import Item, ItemReference, MessageItem, new_id
 from jaxllm.serving.responses.objects import ConversationReference, Response
-from jaxllm.serving.responses.offers import as_functions, check_choice, make_offer
-from jaxllm.serving.responses.replies import Replies
-from jaxllm.serving.responses.request import PromptFields, ResponseRequest
-from jaxllm.serving.responses.response_store import ResponseStore
-from jaxllm.serving.responses.run import ResponseRun
-from jaxllm.serving.responses.tool_loop import ResponseLoop
-from jaxllm.serving.responses.toolbox import Toolbox
+from jaxllm.serving.responses.request import McpTool, PromptFields, ResponseRequest
+from jaxllm.serving.responses.run import Replies, ResponseRun
+from jaxllm.serving.responses.stores import ConversationStore, ResponseStore
+from jaxllm.serving.responses.toolbox import Toolbox, approved_calls, as_functions, check_choice, make_offer
 from jaxllm.serving.responses.translate import Translation
 from jaxllm.serving.responses.writer import EventWriter
 from jaxllm.serving.served_model import ServedModel
@@ -52,24 +45,9 @@ class Responses:
         context, own = await self._context(body, lease.tenant.name)
         approved = approved_calls(context, own, body.server_labels.values())
         replies = Replies(self._state, lease, body, context, own)
-        writer = EventWriter(
-            _response(body, replies),
-            summarizes=body.summarizes,
-            logprobs_count=body.logprobs_count,
-            shows_timings=body.timings_per_token,
-            token_bytes=replies.model.token_bytes,
-            find_tool=toolbox.find,
-        )
-        loop = ResponseLoop(
-            body,
-            replies,
-            toolbox,
-            writer,
-            approved=approved,
-            listed=_listed(context),
-            most_calls=self._state.config.mcp_max_calls,
-        )
-        return ResponseRun(loop, lease, writer, own, self.store, keeps_events=body.background and body.stream)
+        writer = EventWriter(_response(body, replies), body, lease.model.token_bytes, toolbox.find)
+        most_calls = self._state.config.mcp_max_calls
+        return ResponseRun(replies, toolbox, writer, self.store, approved=approved, most_calls=most_calls)
 
     async def count_tokens(self, body: PromptFields, lease: Lease) -> int:
         """Tokens of the prompt that a response would have. Raises APIError or InvalidRequestError naming the field."""
@@ -133,13 +111,6 @@ class Responses:
         return found
 
 
-def _listed(context: Sequence[Item]) -> Iterator[str]:
-    """The servers whose tools are listed in the context."""
-    for item in context:
-        if item["type"] == "mcp_list_tools" and item["error"] is None:
-            yield item["server_label"]
-
-
 def _response(body: ResponseRequest, replies: Replies) -> Response:
     conversation = body.conversation_id
     return Response(
@@ -151,7 +122,7 @@ def _response(body: ResponseRequest, replies: Replies) -> Response:
         max_output_tokens=body.max_output_tokens,
         max_tool_calls=body.max_tool_calls,
         metadata=body.metadata or {},
-        model=replies.model_name,
+        model=replies.lease.name,
         output=[],
         parallel_tool_calls=body.parallel_tool_calls,
         previous_response_id=body.previous_response_id,

@@ -1,21 +1,32 @@
-"""The tools of servers that one response may call: found, listed, approved and called."""
+"""The tools of one response: found at servers, offered to the model, approved and called."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
-from jaxllm.chat.conversation import Tool, parse_arguments
+from jaxllm.chat.conversation import MAX_TOOLS, NamedTool, Tool, ToolChoice, parse_arguments
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.mcp.servers import ToolServer
 from jaxllm.mcp.tools import ServerTool, ToolResult, refused
+from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.mcp.execution import offered
-from jaxllm.serving.responses.mcp_request import McpTool
+from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.objects import OutputMcpCall
+from jaxllm.serving.responses.request import (
+    AllowedFunctions,
+    ChosenFunction,
+    ChosenServer,
+    FunctionTool,
+    McpTool,
+    PromptFields,
+)
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
+from jaxllm.wording import shown
 
 READY_SECONDS = 30.0
 """How long a response waits for a server that is not ready."""
@@ -139,3 +150,147 @@ def _check_brought(state: ServerState, count: int, at: int) -> None:
         raise InvalidRequestError([field, " is not accepted by this server (allow_mcp_urls is not set)"])
     if count > MAX_BROUGHT:
         raise InvalidRequestError([field, f" is one more than the {MAX_BROUGHT} that a request may bring"])
+
+
+def approved_calls(context: Sequence[Item], own: Sequence[Item], labels: Collection[str]) -> list[Item]:
+    """The approval requests in `context` that `own`, its end, approves, and that have not been run since.
+
+    Raises InvalidRequestError where an answer has no request before it, is the second one, or approves a call of a
+    server that is not in `labels`.
+    """
+    requests: dict[str, Item] = {}
+    answered: set[str] = set()
+    places = {id(item): at for at, item in enumerate(own)}
+    approved: dict[str, Item] = {}
+    for item in context:
+        match item["type"]:
+            case "mcp_approval_request":
+                requests[item["id"]] = item
+            case "mcp_call":
+                approved.pop(item["approval_request_id"], None)
+            case "mcp_approval_response" if (at := places.get(id(item))) is not None:
+                asked = item["approval_request_id"]
+                _check(item, at, requests, answered, labels)
+                if item["approve"]:
+                    approved[asked] = requests[asked]
+                answered.add(asked)
+            case "mcp_approval_response":
+                answered.add(item["approval_request_id"])
+    return list(approved.values())
+
+
+def _check(
+    answer: Item, at: int, requests: dict[str, Item], answered: Collection[str], labels: Collection[str]
+) -> None:
+    field, asked = Field("input", at, "approval_request_id"), answer["approval_request_id"]
+    if asked not in requests:
+        waiting = [name for name in requests if name not in answered]
+        known = f"those that wait are {', '.join(waiting)}" if waiting else "nothing waits for approval there"
+        raise InvalidRequestError([field, f" is {shown(asked)}, which no mcp_approval_request before it has; {known}"])
+    if asked in answered:
+        raise InvalidRequestError([field, f" is {shown(asked)}, which has been answered already"])
+    label = requests[asked]["server_label"]
+    if answer["approve"] and label not in labels:
+        raise InvalidRequestError([field, f" is of a call of server {shown(label)}, which is not in tools"])
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a conversation has as `tools` and `tool_choice`."""
+
+    tools: list[Tool]
+    choice: ToolChoice
+
+
+def as_functions(tools: Sequence[Tool]) -> list[FunctionTool]:
+    """Servers' tools as functions, which the client runs."""
+    return [
+        FunctionTool(type="function", name=tool.name, description=tool.description, parameters=tool.parameters)
+        for tool in tools
+    ]
+
+
+def check_choice(body: PromptFields) -> None:
+    """Raises InvalidRequestError where tool_choice asks for what is not in tools."""
+    choice = body.tool_choice
+    if choice == "required" and not body.tools:
+        raise InvalidRequestError("tool_choice is 'required', but tools is empty", "tool_choice")
+    chosen: dict[str, ChosenFunction | ChosenServer] = {}
+    if isinstance(choice, ChosenFunction | ChosenServer):
+        chosen = {"tool_choice": choice}
+    elif isinstance(choice, AllowedFunctions):
+        chosen = {f"tool_choice.tools[{at}]": tool for at, tool in enumerate(choice.tools)}
+    for place, tool in chosen.items():
+        if isinstance(tool, ChosenFunction):
+            field, name, known = f"{place}.name", tool.name, body.function_names.values()
+        else:
+            field, name, known = f"{place}.server_label", tool.server_label, body.server_labels.values()
+        if name not in known:
+            has = f"tools has {', '.join(known)}" if known else "tools has none"
+            raise InvalidRequestError(f"{field} is {shown(name)}; {has}", field)
+
+
+def make_offer(body: PromptFields, toolbox: Toolbox, *, forces: bool, runs: bool) -> Offer:
+    """What one turn offers.
+
+    Args:
+        forces: tool_choice still holds where it asks for a call; once servers' tools have run the model decides, or it
+            would call for ever.
+        runs: this server may still call tools; without it only functions are offered.
+
+    Raises:
+        InvalidRequestError, APIError: there are too many tools, or none of those that must be called.
+    """
+    choice = body.tool_choice
+    if choice == "none":
+        return Offer([], "auto")
+    functions = [tool.tool("tools", at) for at, tool in enumerate(body.tools) if isinstance(tool, FunctionTool)]
+    served = list(toolbox.tools()) if runs else []
+    if isinstance(choice, AllowedFunctions):
+        functions = [tool for tool in functions if any(_names(one, tool) for one in choice.tools)]
+        served = [(tool, told) for tool, told in served if any(_has(one, tool) for one in choice.tools)]
+    elif isinstance(choice, ChosenServer) and forces:
+        functions, served = [], [(tool, told) for tool, told in served if _has(choice, tool)]
+    tools = [*functions, *(told for _, told in served)]
+    if len(tools) > MAX_TOOLS:
+        problem = (
+            f" are {len(tools)}, those of servers among them; at most {MAX_TOOLS} can be offered: use allowed_tools"
+        )
+        raise InvalidRequestError([Field("tools"), problem])
+    asked = _asked(body.tool_choice) if forces else "auto"
+    if asked != "auto" and not tools:
+        _refuse_choice(toolbox, runs)
+    if isinstance(choice, ChosenServer) and isinstance(asked, NamedTool):
+        asked = NamedTool(tools[0].name)
+    return Offer(tools, asked)
+
+
+def _refuse_choice(toolbox: Toolbox, runs: bool) -> NoReturn:
+    message = "tool_choice asks for a call, but there is no such tool"
+    for listing in toolbox.listings:
+        if listing.error is not None:
+            message += f": {listing.label}: {listing.error}"
+            raise APIError(424, message, param="tool_choice", code="tool_server_failed")
+    raise InvalidRequestError(message if runs else f"{message} to call where max_tool_calls is 0", "tool_choice")
+
+
+def _asked(choice: object) -> ToolChoice:
+    match choice:
+        case ChosenFunction(name=name) | ChosenServer(name=str(name)):
+            return NamedTool(name)
+        case ChosenServer():
+            return "required"
+        case AllowedFunctions(mode=mode):
+            return mode
+        case "required":
+            return "required"
+        case _:
+            return "auto"
+
+
+def _names(chosen: ChosenFunction | ChosenServer, tool: Tool) -> bool:
+    return isinstance(chosen, ChosenFunction) and chosen.name == tool.name
+
+
+def _has(chosen: ChosenFunction | ChosenServer, tool: ServerTool) -> bool:
+    return isinstance(chosen, ChosenServer) and chosen.server_label == tool.server and chosen.name in (None, tool.name)
