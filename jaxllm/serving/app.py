@@ -23,7 +23,7 @@ from jaxllm.serving.access.audit import Audited
 from jaxllm.serving.access.usage import UsageStore
 from jaxllm.serving.anthropic import routes as anthropic
 from jaxllm.serving.batches import routes as batches
-from jaxllm.serving.batches.runner import Batches
+from jaxllm.serving.batches.run import Batches
 from jaxllm.serving.dialects import llama_cpp, sagemaker
 from jaxllm.serving.http.answers import install_openapi
 from jaxllm.serving.http.errors import install_error_handlers

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from jaxllm.serving.openai.completion_types import CompletionRequest
+from jaxllm.serving.openai.completions import CompletionRequest
 from tests.serving.api_surface import BODIES
 from tests.serving.fake_engine import BOS, FakeEngine
 from tests.serving.sending import HELLO, send

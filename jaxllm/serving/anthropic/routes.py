@@ -4,22 +4,49 @@ from __future__ import annotations
 
 from typing import get_args
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 
 from jaxllm.chat.conversation import naming
 from jaxllm.chat.prompt import render
-from jaxllm.serving.anthropic.errors import AnthropicRoute
-from jaxllm.serving.anthropic.message import MessageWriter
+from jaxllm.serving.anthropic.message import (
+    AnthropicErrorResponse,
+    AnthropicMessage,
+    MessageStreamEvent,
+    MessageWriter,
+    TokenCount,
+    error_response,
+    status_of,
+)
 from jaxllm.serving.anthropic.request import CountTokensRequest, MessagesRequest
-from jaxllm.serving.anthropic.response import AnthropicErrorResponse, AnthropicMessage, MessageStreamEvent, TokenCount
 from jaxllm.serving.anthropic.translate import FIELD_NAMES, conversation, generation_settings
 from jaxllm.serving.chunks import chunk_stream
 from jaxllm.serving.generation import Generation
 from jaxllm.serving.http.answers import json_response, returns
+from jaxllm.serving.http.api_error import APIError
+from jaxllm.serving.http.route import JSONRoute, bearer_key
 from jaxllm.serving.http.streaming import until_disconnect
 from jaxllm.serving.registry import leased
 from jaxllm.serving.reply import begin_reply
 from jaxllm.serving.state import ServerState
+
+
+class AnthropicRoute(JSONRoute):
+    """A route that also takes its key as x-api-key, and whose errors have Anthropic's shape."""
+
+    @staticmethod
+    def sent_key(request: Request) -> str:
+        return request.headers.get("x-api-key") or bearer_key(request)
+
+    @staticmethod
+    def error_event(body: bytes) -> bytes:
+        return b"event: error\ndata: " + body + b"\n\n"
+
+    @staticmethod
+    def error_response(error: APIError) -> Response:
+        body = msgspec.json.encode(error_response(error))
+        return Response(body, status_of(error), error.headers, media_type="application/json")
+
 
 router = APIRouter(route_class=AnthropicRoute, tags=["anthropic"])
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter, File, Form, Query, Request, Response, UploadFile
 from fastapi.responses import FileResponse
 
 from jaxllm.serving.access.keys import tenant_of
-from jaxllm.serving.batches.runner import Batches
+from jaxllm.serving.batches.run import Batches
 from jaxllm.serving.batches.stores import batch_object
 from jaxllm.serving.batches.types import (
     MAX_EXPIRY_SECONDS,

@@ -13,16 +13,15 @@ from jaxllm.serving.http.errors import ErrorResponse
 from jaxllm.serving.http.request_model import RequestModel
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.openai.chat import create_chat_completion
-from jaxllm.serving.openai.chat_request import ChatRequest
-from jaxllm.serving.openai.chat_response import ChatCompletion, ChatCompletionChunk
-from jaxllm.serving.openai.completion_types import Completion, CompletionRequest
-from jaxllm.serving.openai.completions import create_completion
-from jaxllm.serving.pooling.embedding_types import EmbeddingList, EmbeddingRequest
+from jaxllm.serving.openai.chat_types import ChatCompletion, ChatCompletionChunk, ChatRequest
+from jaxllm.serving.openai.completions import Completion, CompletionRequest, create_completion
 from jaxllm.serving.pooling.embeddings import vectors_of
 from jaxllm.serving.pooling.scoring import classes_of, rerank, score
-from jaxllm.serving.pooling.scoring_types import (
+from jaxllm.serving.pooling.types import (
     ClassificationList,
     ClassifyRequest,
+    EmbeddingList,
+    EmbeddingRequest,
     Ranking,
     RerankRequest,
     ScoreList,

@@ -8,11 +8,12 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
 from jaxllm.chat.answer import Piece, Step
-from jaxllm.chat.conversation import naming
+from jaxllm.chat.conversation import Tool, naming
 from jaxllm.chat.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
 from jaxllm.chat.prompt import render
 from jaxllm.config.server import ServerConfig
 from jaxllm.engine.messages import TokenDelta
+from jaxllm.errors import Field
 from jaxllm.requests.outputs import WeightVersionSpan
 from jaxllm.serving.chunks import ChunkWriter, chunk_stream, collect_for
 from jaxllm.serving.generation import Choice, note_version
@@ -20,8 +21,10 @@ from jaxllm.serving.http.answers import DONE, json_response, returns
 from jaxllm.serving.http.errors import ErrorResponse
 from jaxllm.serving.http.request_model import ignored_fields
 from jaxllm.serving.http.route import JSONRoute
-from jaxllm.serving.openai.chat_request import ChatRequest
-from jaxllm.serving.openai.chat_response import (
+from jaxllm.serving.mcp.execution import asked_tools, injected_tools
+from jaxllm.serving.openai.answers import ChatLogprobs, chat_logprobs, prompt_logprobs, timings, weight_spans
+from jaxllm.serving.openai.chat_tools import execute
+from jaxllm.serving.openai.chat_types import (
     CalledFunction,
     ChatChoice,
     ChatChunkChoice,
@@ -29,19 +32,17 @@ from jaxllm.serving.openai.chat_response import (
     ChatCompletionChunk,
     ChatDelta,
     ChatMessage,
+    ChatRequest,
     FunctionDelta,
     MadeToolCall,
     RenderedPrompt,
     ToolCallDelta,
 )
-from jaxllm.serving.openai.chat_tools import execute, tools_for
 from jaxllm.serving.openai.kv_transfer import kv_transfer_answer
-from jaxllm.serving.openai.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs
-from jaxllm.serving.openai.timings import timings
-from jaxllm.serving.openai.usage import chunk_usage, stream_options, usage_object
-from jaxllm.serving.openai.weight_spans import weight_spans
+from jaxllm.serving.openai.sampling import chunk_usage, stream_options, usage_object
 from jaxllm.serving.registry import leased
 from jaxllm.serving.reply import Reply, begin_reply
+from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 
 router = APIRouter(route_class=JSONRoute, tags=["chat"])
@@ -56,7 +57,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     lease = await leased(request, body.model, keep_alive=body.keep_alive, stream=body.stream)
     labels = body.take_labels(request.headers)
     with naming(body.own_names()):
-        conversation = body.conversation(await tools_for(state, lease.model, body))
+        conversation = body.conversation(await _tools(state, lease.model, body))
         if body.executes:
             return await execute(state, lease, body, conversation, request, labels)
         reply = await begin_reply(state, lease, conversation, body.generation_settings(), prefix="chatcmpl-")
@@ -90,7 +91,7 @@ async def render_chat_completion(body: ChatRequest, request: Request) -> Respons
     state: ServerState = request.app.state.server
     model = (await leased(request, body.model, keep_alive=body.keep_alive)).model
     with naming(body.own_names()):
-        conversation = body.conversation(await tools_for(state, model, body))
+        conversation = body.conversation(await _tools(state, model, body))
         rendered = await state.prepare(render, model, conversation)
     return json_response(
         RenderedPrompt(
@@ -100,6 +101,13 @@ async def render_chat_completion(body: ChatRequest, request: Request) -> Respons
             max_model_len=model.engine.info.max_model_len,
         )
     )
+
+
+async def _tools(state: ServerState, model: ServedModel, body: ChatRequest) -> list[Tool]:
+    """The MCP servers' tools, for a request that asks for them, or says nothing of tools."""
+    if body.mcp is not None:
+        return await asked_tools(state, model, body.mcp.allowed_tools, Field("mcp"))
+    return await injected_tools(state, model) if body.takes_tools else []
 
 
 def _choice(reply: Reply, body: ChatRequest, choice: Choice) -> ChatChoice:

@@ -8,38 +8,29 @@ from typing import Any
 from fastapi import Request, Response
 from msgspec import UNSET
 
-from jaxllm.chat.conversation import Conversation, Tool
+from jaxllm.chat.conversation import Conversation
 from jaxllm.chat.parsing.events import Content, Reasoning
 from jaxllm.config.server import ServerConfig
-from jaxllm.errors import Field
 from jaxllm.serving.chunks import ChunkWriter, chunk_stream
 from jaxllm.serving.http.answers import json_response
 from jaxllm.serving.http.request_model import ignored_fields
 from jaxllm.serving.http.streaming import until_disconnect
 from jaxllm.serving.loadable import Lease
-from jaxllm.serving.mcp.execution import Ended, Execution, Happening, ToolRun, asked_tools, injected_tools
-from jaxllm.serving.openai.chat_request import ChatRequest
-from jaxllm.serving.openai.chat_response import (
+from jaxllm.serving.mcp.execution import Ended, Execution, Happening, ToolRun
+from jaxllm.serving.openai.chat_types import (
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionChunk,
     ChatDelta,
     ChatMessage,
+    ChatRequest,
     MCPCall,
     MCPCallDelta,
 )
-from jaxllm.serving.openai.usage import chunk_usage, stream_options, usage_object
+from jaxllm.serving.openai.sampling import chunk_usage, stream_options, usage_object
 from jaxllm.serving.reply import begin_reply
-from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
-
-
-async def tools_for(state: ServerState, model: ServedModel, body: ChatRequest) -> list[Tool]:
-    """The MCP servers' tools, for a request that asks for them, or says nothing of tools."""
-    if body.mcp is not None:
-        return await asked_tools(state, model, body.mcp.allowed_tools, Field("mcp"))
-    return await injected_tools(state, model) if body.takes_tools else []
 
 
 async def execute(

@@ -2,33 +2,159 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
+import msgspec
 from fastapi import APIRouter, Request, Response
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
+from pydantic import Field, field_validator, model_validator
 
 from jaxllm.chat.answer import Step
 from jaxllm.chat.constraint import compiled, with_completion_markers
 from jaxllm.chat.prompt import Prompt, fitted, sampling_params
 from jaxllm.config.server import ServerConfig
 from jaxllm.engine.messages import TokenDelta
-from jaxllm.errors import Field
+from jaxllm.errors import Field as Place
 from jaxllm.requests.outputs import PromptScores, WeightVersionSpan
+from jaxllm.requests.sampling import MAX_LOGPROBS
 from jaxllm.serving.chunks import ChunkWriter, chunk_stream, collect_for
 from jaxllm.serving.generation import Choice, Generation, GenerationSettings, note_version
 from jaxllm.serving.http.answers import DONE, json_response, returns
 from jaxllm.serving.http.errors import ErrorResponse
-from jaxllm.serving.http.request_model import ignored_fields
+from jaxllm.serving.http.request_model import are_integers, ignored_fields, refuse
 from jaxllm.serving.http.route import JSONRoute
-from jaxllm.serving.openai.completion_types import Completion, CompletionChoice, CompletionRequest
-from jaxllm.serving.openai.kv_transfer import kv_transfer_answer
-from jaxllm.serving.openai.logprobs import CompletionLogprobs, CompletionLogprobsBuilder, prompt_logprobs, token_number
-from jaxllm.serving.openai.timings import timings
-from jaxllm.serving.openai.usage import chunk_usage, stream_options, usage_object
-from jaxllm.serving.openai.weight_spans import weight_spans
+from jaxllm.serving.openai.answers import (
+    CompletionLogprobs,
+    CompletionLogprobsBuilder,
+    PromptLogprobs,
+    Timings,
+    WeightSpan,
+    prompt_logprobs,
+    timings,
+    token_number,
+    weight_spans,
+)
+from jaxllm.serving.openai.kv_transfer import KVTransferAnswer, kv_transfer_answer
+from jaxllm.serving.openai.sampling import (
+    NO_LIMIT,
+    UNSUPPORTED_SAMPLING,
+    CompletionUsage,
+    GenerationRequest,
+    chunk_usage,
+    stream_options,
+    usage_object,
+)
 from jaxllm.serving.registry import leased
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
+
+DEFAULT_MAX_TOKENS = 16
+MAX_CHOICES = 1024
+
+
+class CompletionRequest(GenerationRequest):
+    unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_SAMPLING | {"suffix"}
+    path: ClassVar[str] = "/v1/completions"
+    called_here: ClassVar[Mapping[str, str]] = {
+        "max_output_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "input": "prompt",
+        "stop_sequences": "stop", "top_logprobs": "logprobs", "text": "response_format",
+    }  # fmt: skip
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    """One prompt as text or token ids, or a list of either."""
+    echo: bool = False
+    """Begin each choice with its prompt."""
+    logprobs: int | None = Field(default=None, ge=-1, le=MAX_LOGPROBS)
+    """Log-probabilities of this many most likely tokens besides the chosen one's; with echo, of the prompt's too."""
+    max_tokens: int = Field(default=DEFAULT_MAX_TOKENS, ge=NO_LIMIT)
+    """Upper bound on generated tokens; 0 only together with echo, to score a prompt; -1 is what the context leaves."""
+    add_special_tokens: bool = True
+    """Add the tokenizer's special tokens, such as the one that begins a sequence, to text prompts."""
+
+    @field_validator("prompt", mode="wrap")
+    @classmethod
+    def _one_kind(cls, value: Any, validate: Any) -> Any:
+        """Lists of ids are checked here: they may be long, and pydantic would try every branch on every element."""
+        if isinstance(value, list):
+            if not value:
+                raise refuse("prompt is an empty list; it must have at least one entry")
+            if are_integers(value) or all(isinstance(entry, list) and entry and are_integers(entry) for entry in value):
+                return value
+            if not all(isinstance(entry, str) for entry in value):
+                raise refuse("prompt must be a string, a list of strings, of token ids, or of lists of token ids")
+            return value
+        return validate(value)
+
+    @model_validator(mode="after")
+    def _completion_fields(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise refuse("max_tokens is 0; it must be 1 or more, or 0 together with echo", "max_tokens")
+        if self.logprob_token_ids and self.logprobs is None:
+            raise refuse("logprob_token_ids needs logprobs, which may be 0", "logprob_token_ids")
+        choices = len(self.prompts) * self.num_generated
+        if choices > MAX_CHOICES:
+            raise refuse(
+                f"prompt has {len(self.prompts)} entries with {self.num_generated} choices each; "
+                f"at most {MAX_CHOICES} choices",
+                "prompt",
+            )
+        return self
+
+    def generation_settings(self) -> GenerationSettings:
+        unbounded = self.max_tokens == NO_LIMIT
+        return self.settings(
+            max_tokens=max(self.max_tokens, 1) if "max_tokens" in self.model_fields_set and not unbounded else None,
+            default_max_tokens=None if unbounded else DEFAULT_MAX_TOKENS,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs_count,
+        )
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return self.prompt  # type: ignore[return-value]
+
+    @property
+    def prompt_logprobs_count(self) -> int | None:
+        """What the engine must compute: what was asked for, and what an echo with logprobs shows."""
+        echoed = self.logprobs if self.echo else None
+        if self.prompt_logprobs is None or echoed is None:
+            return echoed if self.prompt_logprobs is None else self.prompt_logprobs
+        return -1 if -1 in (self.prompt_logprobs, echoed) else max(self.prompt_logprobs, echoed)
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[WeightSpan] | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    """A whole response, or one chunk of a stream (whose usage may be absent or null)."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: CompletionUsage | UnsetType | None = UNSET
+    timings: Timings | UnsetType = UNSET
+    kv_transfer_params: KVTransferAnswer | UnsetType = UNSET
+    conversation_id: str | UnsetType = UNSET
+    resource_id: str | UnsetType = UNSET
+    warnings: list[str] | UnsetType = UNSET
+
 
 router = APIRouter(route_class=JSONRoute, tags=["completions"])
 
@@ -44,7 +170,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     settings = body.generation_settings()
     field = body.constraint_field
     if field is not None:
-        await state.offload_grammar(lambda: compiled(body.constraint(), Field(field)))
+        await state.offload_grammar(lambda: compiled(body.constraint(), Place(field)))
     prompts = await state.offload(completion_prompts, model, body, settings)
     generation = Generation(lease, prompts, settings, "cmpl-", prompt_only=body.max_tokens == 0)
     shaper = ChoiceShaper(body, generation, lease.name, model)
@@ -70,13 +196,13 @@ def completion_prompts(model: ServedModel, body: CompletionRequest, settings: Ge
             if isinstance(prompt, list)
             else model.encode(
                 prompt,
-                Field("prompt"),
+                Place("prompt"),
                 add_special_tokens=body.add_special_tokens,
                 may_be_cut=body.truncate_prompt_tokens is not None,
             )
         )
         own = with_completion_markers(model, params, token_ids)
-        ready = fitted(model, token_ids, own, settings, Field("prompt"))
+        ready = fitted(model, token_ids, own, settings, Place("prompt"))
         if body.echo and model.engine.tokenizer is not None:  # else all texts are empty
             if isinstance(prompt, str) and len(ready.token_ids) == len(token_ids):
                 ready.text = prompt

@@ -1,13 +1,15 @@
-"""The fields of requests that generate: sampling, stops, log-probabilities, scheduling."""
+"""The fields of requests that generate: sampling, stops, log-probabilities, scheduling; and the tokens they used."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
+import msgspec
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from jaxllm.chat.prompt import BeamSearch
+from jaxllm.config.server import ServerConfig
 from jaxllm.engine.doors.beams import MAX_BEAM_WIDTH
 from jaxllm.requests.sampling import (
     INT32_MAX,
@@ -20,11 +22,11 @@ from jaxllm.requests.sampling import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
+from jaxllm.serving import generation
 from jaxllm.serving.generation import GenerationSettings
 from jaxllm.serving.http.request_model import MAX_LABEL_LENGTH, KeepAliveFields, Label, RequestModel, refuse
 from jaxllm.serving.openai.kv_transfer import KVTransferParams
 from jaxllm.serving.openai.structured import StructuredFields
-from jaxllm.serving.openai.usage import StreamOptions
 from jaxllm.wording import shown
 
 UNSUPPORTED_SAMPLING = frozenset({
@@ -155,6 +157,18 @@ class AdapterScale(RequestModel):
 def adapter_scales(given: Sequence[AdapterScale]) -> dict[int, float]:
     """Scales by number; of one that is there several times the last one, as in llama.cpp."""
     return {one.id: one.scale for one in given}
+
+
+class StreamOptions(RequestModel):
+    include_usage: bool = False
+    """Send a last chunk with the usage and no choices."""
+    continuous_usage_stats: bool = False
+    """Send the usage so far with every chunk."""
+
+    @property
+    def asks(self) -> bool:
+        """Whether it asks for anything."""
+        return self.include_usage or self.continuous_usage_stats
 
 
 class GenerationRequest(SamplingFields, StructuredFields, KeepAliveFields):
@@ -335,3 +349,51 @@ _SAMPLING_FIELDS = (
     "allowed_token_ids", "bad_words", "skip_special_tokens", "logprob_token_ids",
     "max_thinking_tokens",
 )  # fmt: skip
+
+
+def stream_options(asked: StreamOptions | None, config: ServerConfig) -> StreamOptions:
+    """What a stream tells besides: what was asked for, or all of it where the server always sends the usage."""
+    if config.enable_force_include_usage:
+        return StreamOptions(include_usage=True, continuous_usage_stats=True)
+    return asked or StreamOptions()
+
+
+def chunk_usage(
+    options: StreamOptions, usage: Callable[[], generation.Usage]
+) -> CompletionUsage | msgspec.UnsetType | None:
+    """What every chunk but the last says of the usage: what it is so far, that it comes later, or nothing."""
+    if options.continuous_usage_stats:
+        return usage_object(usage())
+    return None if options.include_usage else msgspec.UNSET
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    """Tokens tried ahead that were what the model chose: of a prediction, or from wherever else the engine drafts."""
+    rejected_prediction_tokens: int = 0
+    """Those that were not. They are no part of completion_tokens."""
+
+
+class CompletionUsage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+def usage_object(usage: generation.Usage) -> CompletionUsage:
+    return CompletionUsage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(usage.cached_tokens),
+        completion_tokens_details=CompletionTokensDetails(
+            usage.reasoning_tokens, usage.taken_tokens, usage.drafted_tokens - usage.taken_tokens
+        ),
+    )

@@ -20,8 +20,10 @@ from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.request_model import Label, RequestModel, refuse
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.openai.messages import TextPart
-from jaxllm.serving.pooling.embedding_types import (
+from jaxllm.serving.pooling.inputs import PoolingRun, class_scores, input_prompts, pooling_kind
+from jaxllm.serving.pooling.types import (
     MAX_INPUTS,
+    APIVersion,
     Embedding,
     EmbeddingList,
     EmbeddingRequest,
@@ -30,9 +32,6 @@ from jaxllm.serving.pooling.embedding_types import (
     PoolingRequest,
     VectorFields,
 )
-from jaxllm.serving.pooling.inputs import class_scores, input_prompts, pooling_kind
-from jaxllm.serving.pooling.run import PoolingRun
-from jaxllm.serving.pooling.scoring_types import APIVersion
 from jaxllm.serving.registry import Lease, leased
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+import uuid
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -10,13 +14,17 @@ from fastapi import Request
 from jaxllm.chat.conversation import naming, renaming
 from jaxllm.chat.prompt import render
 from jaxllm.config import ModelConfig
-from jaxllm.errors import ConfigError, ContextLengthError, Field, InvalidRequestError
+from jaxllm.errors import ConfigError, ContextLengthError, Field, InvalidRequestError, QueueFullError
+from jaxllm.requests.outputs import PooledOutput
 from jaxllm.requests.tasks import Activation, ModelTasks, Pooling, PoolingParams
+from jaxllm.serving.access.usage import Used
+from jaxllm.serving.http.api_error import APIError
+from jaxllm.serving.http.records import Clock, ModelCall, current_record
+from jaxllm.serving.http.streaming import until_disconnect
 from jaxllm.serving.loadable import Lease
 from jaxllm.serving.openai.messages import FIELD_NAMES
-from jaxllm.serving.pooling.embedding_types import InputFields, PoolingFields
-from jaxllm.serving.pooling.run import PoolingRun
-from jaxllm.serving.pooling.scoring_types import ComparisonFields
+from jaxllm.serving.openai.sampling import PromptTokensDetails
+from jaxllm.serving.pooling.types import ComparisonFields, InputFields, PoolingFields, PoolingUsage
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 
@@ -302,3 +310,103 @@ def _shorten_pairs(model: ServedModel, pairs: list[Pair], body: ComparisonFields
 def _first_tokens(model: ServedModel, text: str, count: int) -> str:
     ids = model.tokenizer.encode(text, add_special_tokens=False)
     return text if len(ids) <= count else model.tokenizer.decode(ids[:count], skip_special_tokens=False)
+
+
+class PoolingRun:
+    """One HTTP request's prompts, with the adapter that it names. `usage` counts those that `run` was given.
+
+    The lease is the request's, who releases it. Raises InvalidRequestError for a priority that its tenant may not have.
+    """
+
+    def __init__(self, lease: Lease, fields: PoolingFields, kind: str):
+        self.id = f"{kind}-{fields.request_id or uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self._model = lease.model
+        self._adapters = lease.adapter_uses()
+        self._fields = fields
+        self._meter = lease.meter
+        self._priority = lease.tenant.priority(fields.priority)
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+        self._task: asyncio.Task[list[PooledOutput]] | None = None
+        self._ended_by: APIError | None = None
+
+    async def run(
+        self,
+        request: Request,
+        prompts: Sequence[list[int]],
+        params: PoolingParams,
+        second_texts: Sequence[int] = (),
+    ) -> list[np.ndarray]:
+        """The values of every prompt, in order. `second_texts` are `AsyncLLM.pool`'s.
+
+        Raises:
+            ClientDisconnected: the client went away first; the engine stops then.
+            APIError: what it was aborted with, or 429 when the key has fewer tokens left than the prompts have.
+            What the engine raises: InvalidRequestError, QueueFullError, EngineDeadError, JaxLLMError.
+        """
+        self._model.check_accepting()
+        tokens = sum(map(len, prompts))
+        used = Used(prompt_tokens=tokens)
+        reservation = await self._meter.reserve(tokens)
+        self._model.running.add(self)
+        arrival = time.time()
+        try:
+            outputs = await until_disconnect(request.receive, self._run(prompts, params, second_texts))
+            used = used._replace(cached_tokens=sum(output.num_cached_tokens for output in outputs))
+        except QueueFullError:
+            self._model.metrics.count_rejected()
+            used = Used()
+            raise
+        except asyncio.CancelledError:
+            if self._ended_by is not None:
+                raise self._ended_by from None
+            raise
+        finally:
+            self._model.running.discard(self)
+            await self._meter.settle(reservation, self._model.names[0], used)
+        self._prompt_tokens += tokens
+        self._cached_tokens += used.cached_tokens
+        if (record := current_record()) is not None:
+            call = ModelCall(
+                operation="embed",
+                model=self._model.names[0],
+                clock=Clock(arrival),
+                num_answers=0,
+                prompt_tokens=tokens,
+                cached_tokens=used.cached_tokens,
+                ended=time.time(),
+            )
+            record.calls.append(call)
+        return [output.values for output in outputs]
+
+    def abort(self, error: APIError) -> None:
+        """Stop now; the client gets the error."""
+        self._ended_by = error
+        if self._task is not None:
+            self._task.cancel()
+
+    def usage(self) -> PoolingUsage:
+        """Tokens of all prompts run so far."""
+        return PoolingUsage(
+            prompt_tokens=self._prompt_tokens,
+            total_tokens=self._prompt_tokens,
+            prompt_tokens_details=PromptTokensDetails(self._cached_tokens),
+        )
+
+    async def _run(
+        self, prompts: Sequence[list[int]], params: PoolingParams, second_texts: Sequence[int]
+    ) -> list[PooledOutput]:
+        fields = self._fields
+        call = self._model.engine.pool(
+            prompts,
+            params,
+            request_id=self.id,
+            priority=self._priority,
+            cache_salt=self._meter.tenant.cache_salt(fields.cache_salt),
+            group=self._meter.tenant.group,
+            adapters=self._adapters,
+            second_texts=second_texts,
+        )
+        self._task = asyncio.create_task(call)
+        return await self._task

@@ -10,15 +10,14 @@ from msgspec import UNSET
 
 from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.route import JSONRoute
-from jaxllm.serving.pooling.embedding_types import InputFields
-from jaxllm.serving.pooling.inputs import class_scores, score_pairs
-from jaxllm.serving.pooling.run import PoolingRun
-from jaxllm.serving.pooling.scoring_types import (
+from jaxllm.serving.pooling.inputs import PoolingRun, class_scores, score_pairs
+from jaxllm.serving.pooling.types import (
     APIVersion,
     Classification,
     ClassificationList,
     ClassifyRequest,
     DocumentRerankRequest,
+    InputFields,
     Rank,
     RankedDocument,
     Ranking,

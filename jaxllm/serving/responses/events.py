@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from jaxllm.serving.openai.logprobs import ChatTokenLogprob
+from jaxllm.serving.openai.answers import ChatTokenLogprob
 from jaxllm.serving.responses.objects import OutputItem, OutputText, ReasoningText, Response, SummaryText
 
 _encode = msgspec.json.Encoder().encode

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from jaxllm.serving.http.request_model import RequestModel, refuse
-from jaxllm.serving.openai.tools import FunctionCall
+from jaxllm.serving.openai.messages import FunctionCall
 from jaxllm.wording import shown
 
 Item = dict[str, Any]
@@ -90,8 +90,6 @@ OutputPart = Annotated[InputText, one_of("input_text")]
 
 
 class InputItem(RequestModel):
-    """An item as a client sends it; each kind has a `type`."""
-
     not_kept: ClassVar[frozenset[str]] = frozenset()
     """Fields that say nothing of the item."""
 

@@ -7,8 +7,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from jaxllm.serving.openai.logprobs import ChatTokenLogprob
-from jaxllm.serving.openai.timings import Timings
+from jaxllm.serving.openai.answers import ChatTokenLogprob, Timings
 from jaxllm.serving.responses.items import CallStatus, Item, ItemStatus
 
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]

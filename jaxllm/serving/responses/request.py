@@ -14,9 +14,9 @@ from jaxllm.mcp.settings import LABEL, ServerSettings
 from jaxllm.mcp.tools import ServerTool
 from jaxllm.requests.sampling import MAX_LOGPROBS
 from jaxllm.serving.http.request_model import KeepAliveFields, RequestModel, refuse
+from jaxllm.serving.openai.messages import FunctionDefinition
 from jaxllm.serving.openai.sampling import SamplingFields, TokenLimit
 from jaxllm.serving.openai.structured import JSONObjectFormat, TextFormat
-from jaxllm.serving.openai.tools import FunctionDefinition
 from jaxllm.serving.responses.items import MAX_ITEMS, AnyItem, NewItem
 from jaxllm.wording import shown
 

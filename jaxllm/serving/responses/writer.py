@@ -16,8 +16,7 @@ from jaxllm.mcp.tools import ToolResult
 from jaxllm.serving.generation import Usage
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.records import Phases
-from jaxllm.serving.openai.logprobs import ChatTokenLogprob, TokenBytes, chat_logprobs
-from jaxllm.serving.openai.timings import timings
+from jaxllm.serving.openai.answers import ChatTokenLogprob, TokenBytes, chat_logprobs, timings
 from jaxllm.serving.responses.events import EVENTS, ResponseEvent
 from jaxllm.serving.responses.items import Item, ItemStatus, new_id
 from jaxllm.serving.responses.objects import (

@@ -12,18 +12,24 @@ from hypothesis import strategies as st
 
 from jaxllm.chat.conversation import Call, Message, NamedTool, Tool
 from jaxllm.chat.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
-from jaxllm.serving.anthropic.blocks import BlockBuilder, parse_input
-from jaxllm.serving.anthropic.ids import template_call_id, tool_use_id
-from jaxllm.serving.anthropic.request import MessagesRequest
-from jaxllm.serving.anthropic.response import (
+from jaxllm.serving.anthropic.message import (
+    BlockBuilder,
     ContentBlockDelta,
     ContentBlockStart,
     ContentBlockStop,
     TextBlock,
     ThinkingBlock,
     ToolUseBlock,
+    parse_input,
 )
-from jaxllm.serving.anthropic.translate import conversation, generation_settings, messages
+from jaxllm.serving.anthropic.request import MessagesRequest
+from jaxllm.serving.anthropic.translate import (
+    conversation,
+    generation_settings,
+    messages,
+    template_call_id,
+    tool_use_id,
+)
 
 WEATHER = {"name": "weather", "description": "Weather now", "input_schema": {"type": "object", "properties": {}}}
 CALL = {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Köln"}}

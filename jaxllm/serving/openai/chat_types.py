@@ -1,10 +1,12 @@
-"""/v1/chat/completions: the request."""
+"""/v1/chat/completions: the request, the response and the chunks of a stream."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+import msgspec
+from msgspec import UNSET, UnsetType
 from pydantic import Field, model_validator
 
 from jaxllm.chat.conversation import MAX_TOOLS, Conversation, Tool, renaming
@@ -12,9 +14,10 @@ from jaxllm.errors import Field as Place
 from jaxllm.requests.sampling import MAX_LOGPROBS
 from jaxllm.serving.generation import GenerationSettings
 from jaxllm.serving.http.request_model import RequestModel, refuse
-from jaxllm.serving.openai.messages import FIELD_NAMES, Messages, TemplateFields, TextPart
-from jaxllm.serving.openai.sampling import UNSUPPORTED_SAMPLING, GenerationRequest, TokenLimit
-from jaxllm.serving.openai.tools import ToolFields
+from jaxllm.serving.openai.answers import ChatLogprobs, PromptLogprobs, Timings, WeightSpan
+from jaxllm.serving.openai.kv_transfer import KVTransferAnswer
+from jaxllm.serving.openai.messages import FIELD_NAMES, Messages, TemplateFields, TextPart, ToolFields
+from jaxllm.serving.openai.sampling import UNSUPPORTED_SAMPLING, CompletionUsage, GenerationRequest, TokenLimit
 
 MAX_METADATA = 16
 """OpenAI's limit."""
@@ -204,3 +207,127 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
         if not self.echo or (last.role != "assistant" and rendering.opens_answer):
             return ""
         return last.message().text
+
+
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class MadeToolCall(msgspec.Struct, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class MCPCall(msgspec.Struct, kw_only=True):
+    """A tool that the server ran; of what a failed one says to the model, `error` has OpenAI's form."""
+
+    id: str
+    name: str
+    server_label: str
+    arguments: str
+    status: Literal["in_progress", "completed", "failed"]
+    output: str | None
+    error: dict[str, Any] | None
+
+
+class MCPCallDelta(MCPCall, kw_only=True):
+    """The whole call: once as it begins, without output, and once as it has ended."""
+
+    index: int
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """`reasoning` and `reasoning_content` are one thing under vLLM's two names."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[MadeToolCall] | UnsetType = UNSET
+    mcp_calls: list[MCPCall] | UnsetType = UNSET
+    """With mcp.execute: what the server ran before this was said, or while."""
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[WeightSpan] | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: CompletionUsage
+    timings: Timings | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    kv_transfer_params: KVTransferAnswer | UnsetType = UNSET
+    conversation_id: str | UnsetType = UNSET
+    resource_id: str | UnsetType = UNSET
+
+
+class FunctionDelta(msgspec.Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True):
+    """A call's first delta has id, type and name, the others a fragment of the arguments only."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
+
+
+class ChatDelta(msgspec.Struct, kw_only=True):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    """null where a call opens, as at OpenAI's."""
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    mcp_calls: list[MCPCallDelta] | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, kw_only=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[WeightSpan] | UnsetType = UNSET
+
+
+class ChatCompletionChunk(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChunkChoice]
+    usage: CompletionUsage | UnsetType | None = UNSET
+    timings: Timings | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    warnings: list[str] | UnsetType = UNSET
+
+
+class RenderedPrompt(msgspec.Struct, kw_only=True):
+    """What /v1/chat/completions/render answers: the prompt as text and as token ids."""
+
+    prompt: str
+    prompt_token_ids: list[int]
+    count: int
+    max_model_len: int
