@@ -10,7 +10,14 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from jaxllm.chat.conversation import MAX_TOOLS, TOOL_NAME, check_pieces
 from jaxllm.requests.sampling import MAX_STOP_STRINGS
-from jaxllm.serving.http.request_model import CacheControl, KeepAliveFields, RequestModel, refuse, refusing
+from jaxllm.serving.http.request_model import (
+    Cacheable,
+    KeepAliveFields,
+    ModelFields,
+    RequestModel,
+    refuse,
+    refusing,
+)
 from jaxllm.wording import shown
 
 UNREADABLE_BLOCKS = frozenset({
@@ -28,14 +35,12 @@ def _readable(value: Any) -> Any:
     return value
 
 
-class TextBlockParam(RequestModel):
+class TextBlockParam(Cacheable):
     unsupported: ClassVar[frozenset[str]] = frozenset({"citations"})
 
     type: Literal["text"]
     text: str
     """What is said."""
-    cache_control: CacheControl | None = None
-    """Accepted, without effect: prefixes are cached by themselves."""
 
 
 class ThinkingBlockParam(RequestModel):
@@ -52,7 +57,7 @@ class DirectCaller(RequestModel):
     type: Literal["direct"]
 
 
-class ToolUseBlockParam(RequestModel):
+class ToolUseBlockParam(Cacheable):
     """A call that the assistant made; the next message must begin with its tool_result."""
 
     unsupported: ClassVar[frozenset[str]] = frozenset({"toolset_name"})
@@ -66,11 +71,9 @@ class ToolUseBlockParam(RequestModel):
     """What it was called with."""
     caller: DirectCaller | None = None
     """Only direct: there are no other callers."""
-    cache_control: CacheControl | None = None
-    """Accepted, without effect: prefixes are cached by themselves."""
 
 
-class ToolResultBlockParam(RequestModel):
+class ToolResultBlockParam(Cacheable):
     unsupported: ClassVar[frozenset[str]] = frozenset({"toolset_name"})
 
     type: Literal["tool_result"]
@@ -80,8 +83,6 @@ class ToolResultBlockParam(RequestModel):
     """Text, or a list of text blocks."""
     is_error: bool = False
     """The model reads the content behind "Error: "."""
-    cache_control: CacheControl | None = None
-    """Accepted, without effect: prefixes are cached by themselves."""
 
 
 Block = TextBlockParam | ThinkingBlockParam | ToolUseBlockParam | ToolResultBlockParam
@@ -200,7 +201,7 @@ def check_turns(turns: Sequence[Turn]) -> None:
         )
 
 
-class ToolParam(RequestModel):
+class ToolParam(Cacheable):
     unsupported: ClassVar[frozenset[str]] = frozenset({"defer_loading", "input_examples"})
 
     type: Literal["custom"] | None = None
@@ -217,8 +218,6 @@ class ToolParam(RequestModel):
     """Only direct: there are no other callers."""
     eager_input_streaming: Literal[True] | None = None
     """Inputs are always streamed as they are generated."""
-    cache_control: CacheControl | None = None
-    """Accepted, without effect: prefixes are cached by themselves."""
 
     @field_validator("input_schema")
     @classmethod
@@ -309,7 +308,7 @@ class Metadata(RequestModel):
     """Accepted, without effect: nothing is stored."""
 
 
-class CountTokensRequest(RequestModel):
+class CountTokensRequest(ModelFields, Cacheable):
     """What makes up a prompt."""
 
     unsupported: ClassVar[frozenset[str]] = frozenset({
@@ -317,8 +316,6 @@ class CountTokensRequest(RequestModel):
         "workspace_id",
     })  # fmt: skip
 
-    model: str | None = None
-    """A name that /v1/models lists; by default the first."""
     messages: Annotated[list[MessageParam], BeforeValidator(bounded), Field(min_length=1)]
     """Messages in a row of one role are one turn; a last one of role assistant is continued."""
     system: str | list[TextBlockParam] | None = None
@@ -331,8 +328,6 @@ class CountTokensRequest(RequestModel):
     """By default the chat template's own default."""
     output_config: OutputConfig | None = None
     """How much the model thinks, and what its text matches."""
-    cache_control: CacheControl | None = None
-    """Accepted, without effect."""
 
     @model_validator(mode="after")
     def _conversation(self) -> CountTokensRequest:

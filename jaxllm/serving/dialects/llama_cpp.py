@@ -13,6 +13,7 @@ from jaxllm.chat.conversation import Conversation, naming, renaming
 from jaxllm.chat.prompt import render
 from jaxllm.serving.access.keys import tenant_of
 from jaxllm.serving.http.answers import json_response, returns
+from jaxllm.serving.http.request_model import ModelFields
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.openai.messages import FIELD_NAMES, Messages, TemplateFields, ToolFields
 from jaxllm.serving.registry import leased
@@ -21,9 +22,7 @@ from jaxllm.serving.state import ServerState
 router = APIRouter(route_class=JSONRoute, tags=["llama.cpp"])
 
 
-class ApplyTemplateRequest(TemplateFields, ToolFields):
-    model: str | None = None
-    """A name that /v1/models lists; by default the first."""
+class ApplyTemplateRequest(ModelFields, TemplateFields, ToolFields):
     messages: Messages
     """A chat, rendered as /v1/chat/completions does."""
 

@@ -13,7 +13,7 @@ from jaxllm.chat.conversation import MAX_TOOLS, Conversation, Tool, renaming
 from jaxllm.errors import Field as Place
 from jaxllm.requests.sampling import MAX_LOGPROBS
 from jaxllm.serving.generation import GenerationSettings
-from jaxllm.serving.http.request_model import RequestModel, refuse
+from jaxllm.serving.http.request_model import RequestModel, Rule, check_equal, check_rules, refuse
 from jaxllm.serving.openai.answers import ChatLogprobs, PromptLogprobs, Timings, WeightSpan
 from jaxllm.serving.openai.kv_transfer import KVTransferAnswer
 from jaxllm.serving.openai.messages import FIELD_NAMES, Messages, TemplateFields, TextPart, ToolFields
@@ -23,14 +23,24 @@ MAX_METADATA = 16
 """OpenAI's limit."""
 
 
-_NOT_EXECUTED: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "use_beam_search": (False,), "logprobs": (False,), "prompt_logprobs": (),
-    "return_token_ids": (False,), "return_weight_versions": (False,), "echo": (False,),
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,), "truncate_prompt_tokens": (), "timings_per_token": (False,),
-    "separate_reasoning": (True,), "stream_reasoning": (True,), "kv_transfer_params": (),
-}  # fmt: skip
-"""Fields that one completion of several answers cannot honour, and the values that ask nothing of it."""
+_RULES = (
+    Rule(
+        lambda body: not body.logprobs,
+        {"top_logprobs": (0,), "logprob_token_ids": ([],)},
+        "needs logprobs to be true",
+    ),
+    Rule(
+        lambda body: body.executes,  # one completion of several answers
+        {
+            "n": (1,), "best_of": (1,), "use_beam_search": (False,), "logprobs": (False,), "prompt_logprobs": (),
+            "return_token_ids": (False,), "return_weight_versions": (False,), "echo": (False,),
+            "continue_final_message": (False,), "add_generation_prompt": (True,), "truncate_prompt_tokens": (),
+            "timings_per_token": (False,), "separate_reasoning": (True,), "stream_reasoning": (True,),
+            "kv_transfer_params": (),
+        },
+        "is not available with mcp.execute",
+    ),
+)  # fmt: skip
 
 
 class MCPOptions(RequestModel):
@@ -44,6 +54,13 @@ class MCPOptions(RequestModel):
     """With execute: most answers of the model, the last of which may call none; the server has a limit of its own."""
     max_calls: int | None = Field(default=None, ge=1)
     """With execute: most tools that are run; the server has a limit of its own."""
+
+    @model_validator(mode="after")
+    def _only_executed(self) -> MCPOptions:
+        for name in ("max_turns", "max_calls"):
+            if getattr(self, name) is not None and not self.execute:
+                raise refuse(f"mcp.{name} needs mcp.execute to be true", name)
+        return self
 
 
 class Prediction(RequestModel):
@@ -112,43 +129,13 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
 
     @model_validator(mode="after")
     def _chat_fields(self) -> ChatRequest:
-        if self.top_logprobs and not self.logprobs:
-            raise refuse("top_logprobs needs logprobs to be true", "top_logprobs")
-        if self.logprob_token_ids and not self.logprobs:
-            raise refuse("logprob_token_ids needs logprobs to be true", "logprob_token_ids")
-        self._check_mcp()
-        self._check_budget()
-        both = self.max_tokens is not None and self.max_completion_tokens is not None
-        if both and self.max_tokens != self.max_completion_tokens:
-            raise refuse(
-                f"max_tokens is {self.max_tokens} and max_completion_tokens is {self.max_completion_tokens}: "
-                "they are one setting, give one of them",
-                "max_tokens",
-            )
-        return self
-
-    def _check_budget(self) -> None:
-        budgets = {self.max_thinking_tokens, super().thinking_budget} - {None}
-        if len(budgets) > 1:
-            raise refuse(
-                f"max_thinking_tokens is {self.max_thinking_tokens} and thinking.budget_tokens is "
-                f"{super().thinking_budget}: they are one setting, give one of them",
-                "max_thinking_tokens",
-            )
-
-    def _check_mcp(self) -> None:
-        if self.mcp is None:
-            return
-        if self.tools is not None:
+        if self.mcp is not None and self.tools is not None:
             raise refuse("mcp and tools are given; a request's tools are its own, or the MCP servers'", "mcp")
-        if not self.mcp.execute:
-            alone = next((name for name in ("max_turns", "max_calls") if getattr(self.mcp, name) is not None), None)
-            if alone is not None:
-                raise refuse(f"mcp.{alone} needs mcp.execute to be true", f"mcp.{alone}")
-            return
-        for name, neutral in _NOT_EXECUTED.items():
-            if getattr(self, name) not in (None, *neutral):
-                raise refuse(f"{name} is not available with mcp.execute", name)
+        check_rules(self, _RULES)
+        budget = super().thinking_budget
+        check_equal("max_thinking_tokens", self.max_thinking_tokens, "thinking.budget_tokens", budget)
+        check_equal("max_tokens", self.max_tokens, "max_completion_tokens", self.max_completion_tokens)
+        return self
 
     @property
     def executes(self) -> bool:

@@ -22,7 +22,7 @@ from jaxllm.chat.conversation import (
 from jaxllm.errors import Field as Place
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.sampling import INT32_MAX
-from jaxllm.serving.http.request_model import CacheControl, RequestModel, refuse, refusing
+from jaxllm.serving.http.request_model import Cacheable, RequestModel, refuse, refusing
 from jaxllm.wording import shown
 
 
@@ -42,12 +42,10 @@ class FunctionDefinition(RequestModel):
         return Tool(self.name, self.description, self.parameters, bool(self.strict), field)
 
 
-class ChatTool(RequestModel):
+class ChatTool(Cacheable):
     type: Literal["function"]
     function: FunctionDefinition
     """The function."""
-    cache_control: CacheControl | None = None
-    """Accepted, without effect: prefixes are cached by themselves."""
 
 
 class FunctionName(RequestModel):
@@ -184,23 +182,19 @@ class HistoryToolCall(RequestModel):
         return Call(self.id, self.function.name, parse_arguments(self.function.arguments, Place("arguments")))
 
 
-class TextPart(RequestModel):
+class TextPart(Cacheable):
     type: Literal["text"]
     text: str
     """Parts of one message are joined by newlines."""
-    cache_control: CacheControl | None = None
-    """Accepted, without effect: prefixes are cached by themselves."""
 
 
-class RefusalPart(RequestModel):
+class RefusalPart(Cacheable):
     type: Literal["refusal"]
     refusal: str
     """Shown to the model as text."""
-    cache_control: CacheControl | None = None
-    """Accepted, without effect: prefixes are cached by themselves."""
 
 
-class ChatMessageParam(RequestModel):
+class ChatMessageParam(Cacheable):
     unsupported: ClassVar[frozenset[str]] = frozenset({
         "annotations", "audio", "function_call", "images", "phase", "provider_specific_fields", "reasoning_details",
         "thinking_blocks",
@@ -226,8 +220,6 @@ class ChatMessageParam(RequestModel):
     """Accepted, without effect: an answer that the server ran tools for has it, and may be sent back as it came."""
     parsed: Any = None
     """Accepted, without effect: what the openai package has read the content as."""
-    cache_control: CacheControl | None = None
-    """Accepted, without effect: prefixes are cached by themselves."""
 
     @model_validator(mode="after")
     def _fields_of_role(self) -> ChatMessageParam:

@@ -24,7 +24,16 @@ from jaxllm.requests.sampling import (
 )
 from jaxllm.serving import generation
 from jaxllm.serving.generation import GenerationSettings
-from jaxllm.serving.http.request_model import MAX_LABEL_LENGTH, KeepAliveFields, Label, RequestModel, refuse
+from jaxllm.serving.http.request_model import (
+    MAX_LABEL_LENGTH,
+    KeepAliveFields,
+    Label,
+    RequestModel,
+    Rule,
+    check_equal,
+    check_rules,
+    refuse,
+)
 from jaxllm.serving.openai.kv_transfer import KVTransferParams
 from jaxllm.serving.openai.structured import StructuredFields
 from jaxllm.wording import shown
@@ -42,14 +51,6 @@ MAX_ADAPTERS = 256
 """Of one request, or one setting of scales."""
 MAX_SCALE = 1e6
 """Of an adapter: no more than what shows that a number was not meant."""
-
-_NEUTRAL_IN_BEAMS: dict[str, tuple[Any, ...]] = {
-    "temperature": (0, 1), "top_p": (1,), "top_k": (-1, 0), "min_p": (0,), "presence_penalty": (0,),
-    "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},), "allowed_token_ids": (),
-    "bad_words": ([],), "logprob_token_ids": (), "stop": ([],), "stop_token_ids": ([],), "min_tokens": (0,),
-    "include_stop_str_in_output": (False,), "no_stop_trim": (False,), "max_thinking_tokens": (),
-}  # fmt: skip
-"""Fields that a search for the most likely text cannot honour, and the values that ask nothing of it."""
 
 
 def _at_most(limit: int) -> BeforeValidator:
@@ -128,13 +129,8 @@ class SamplingFields(RequestModel):
 
     @model_validator(mode="after")
     def _one_thinking_budget(self) -> Self:
-        budget, own = self.thinking_token_budget, self.max_thinking_tokens
-        if budget is not None and own is not None and budget != own:
-            raise refuse(
-                f"thinking_token_budget is {budget} and max_thinking_tokens is {own}: they are one setting, "
-                "give one of them",
-                "thinking_token_budget",
-            )
+        budget = self.thinking_token_budget
+        check_equal("thinking_token_budget", budget, "max_thinking_tokens", self.max_thinking_tokens)
         if budget is not None and budget >= 0:
             self.max_thinking_tokens = budget
         return self
@@ -165,10 +161,27 @@ class StreamOptions(RequestModel):
     continuous_usage_stats: bool = False
     """Send the usage so far with every chunk."""
 
-    @property
-    def asks(self) -> bool:
-        """Whether it asks for anything."""
-        return self.include_usage or self.continuous_usage_stats
+
+_RULES = (
+    Rule(lambda body: not body.stream, {"stream_options": (StreamOptions(),)}, "needs stream to be true"),
+    Rule(lambda body: body.stream, {"prompt_logprobs": ()}, "is not available in a stream"),
+    Rule(lambda body: body.stream, {"use_beam_search": (False,)}, "is not available in a stream"),
+    Rule(
+        lambda body: body.use_beam_search,
+        {
+            "temperature": (0, 1), "top_p": (1,), "top_k": (-1, 0), "min_p": (0,), "presence_penalty": (0,),
+            "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},), "allowed_token_ids": (),
+            "bad_words": ([],), "logprob_token_ids": (), "stop": ([],), "stop_token_ids": ([],), "min_tokens": (0,),
+            "include_stop_str_in_output": (False,), "no_stop_trim": (False,), "max_thinking_tokens": (),
+        },
+        "is not available with use_beam_search",
+    ),
+    Rule(
+        lambda body: not body.use_beam_search,
+        {"length_penalty": (), "early_stopping": ()},
+        "needs use_beam_search to be true",
+    ),
+)  # fmt: skip
 
 
 class GenerationRequest(SamplingFields, StructuredFields, KeepAliveFields):
@@ -259,20 +272,11 @@ class GenerationRequest(SamplingFields, StructuredFields, KeepAliveFields):
 
     @model_validator(mode="after")
     def _stream_fields(self) -> GenerationRequest:
-        if self.stream_options is not None and self.stream_options.asks and not self.stream:
-            raise refuse("stream_options needs stream to be true", "stream_options")
-        if self.prompt_logprobs is not None and self.stream:
-            raise refuse("prompt_logprobs is not available in a stream", "prompt_logprobs")
+        check_rules(self, _RULES)
         if self.truncate_prompt_tokens == 0:
             raise refuse("truncate_prompt_tokens is 0; it must be -1, or 1 or more", "truncate_prompt_tokens")
         if self.use_beam_search:
             self._check_beams()
-        else:
-            alone = next(
-                (name for name in ("length_penalty", "early_stopping") if getattr(self, name) is not None), None
-            )
-            if alone is not None:
-                raise refuse(f"{alone} needs use_beam_search to be true", alone)
         if self.num_generated < self.n:
             raise refuse(f"best_of is {self.best_of} and n is {self.n}; best_of must be at least n", "best_of")
         if self.stream and self.num_generated > self.n:
@@ -293,14 +297,9 @@ class GenerationRequest(SamplingFields, StructuredFields, KeepAliveFields):
             raise refuse(f"{name} is {self.num_generated}; with kv_transfer_params.do_remote_decode it must be 1", name)
 
     def _check_beams(self) -> None:
-        if self.stream:
-            raise refuse("use_beam_search is not available in a stream", "use_beam_search")
         if self.num_generated > MAX_BEAM_WIDTH:
             name = "n" if self.best_of is None else "best_of"
             raise refuse(f"{name} is {self.num_generated}; with beam search it may be {MAX_BEAM_WIDTH}", name)
-        for name, neutral in _NEUTRAL_IN_BEAMS.items():
-            if getattr(self, name) not in (None, *neutral):
-                raise refuse(f"{name} is not available with use_beam_search", name)
         if self.constraint_field is not None:
             raise refuse(f"{self.constraint_field} is not available with use_beam_search", self.constraint_field)
 

@@ -13,7 +13,7 @@ from jaxllm.chat.prompt import render
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.serving.access.keys import tenant_of
 from jaxllm.serving.http.answers import json_response, returns
-from jaxllm.serving.http.request_model import RequestModel, refuse
+from jaxllm.serving.http.request_model import ModelFields, refuse
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.openai.messages import FIELD_NAMES, Messages, TemplateFields, ToolFields
 from jaxllm.serving.registry import leased
@@ -23,11 +23,9 @@ from jaxllm.text.tokenizer import Tokenizer
 _SOURCES = ("prompt", "messages", "content")
 
 
-class TokenizeRequest(TemplateFields, ToolFields):
+class TokenizeRequest(ModelFields, TemplateFields, ToolFields):
     unsupported: ClassVar[frozenset[str]] = frozenset({"mm_processor_kwargs", "parse_special", "with_pieces"})
 
-    model: str | None = None
-    """A name that /v1/models lists; by default the first."""
     prompt: str | None = None
     """Text; special tokens are added unless add_special_tokens is false."""
     content: str | None = None
@@ -73,9 +71,7 @@ class TokenizeResponse(msgspec.Struct, kw_only=True):
     token_strs: list[str] | None
 
 
-class DetokenizeRequest(RequestModel):
-    model: str | None = None
-    """A name that /v1/models lists; by default the first."""
+class DetokenizeRequest(ModelFields):
     tokens: list[int]
     """Token ids."""
 

@@ -17,7 +17,7 @@ from jaxllm.requests.outputs import shape_vector
 from jaxllm.requests.sampling import INT32_MAX
 from jaxllm.requests.tasks import PoolingParams
 from jaxllm.serving.http.answers import json_response, returns
-from jaxllm.serving.http.request_model import Label, RequestModel, refuse
+from jaxllm.serving.http.request_model import Label, ModelFields, RequestModel, refuse
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.openai.messages import TextPart
 from jaxllm.serving.pooling.inputs import PoolingRun, class_scores, input_prompts, pooling_kind
@@ -50,7 +50,7 @@ class CohereInput(RequestModel):
     """Parts of one text; they are joined by newlines."""
 
 
-class CohereEmbedRequest(RequestModel):
+class CohereEmbedRequest(ModelFields):
     unsupported: ClassVar[frozenset[str]] = frozenset({"images"})
     path: ClassVar[str] = "/v2/embed"
     called_here: ClassVar[Mapping[str, str]] = {
@@ -58,8 +58,6 @@ class CohereEmbedRequest(RequestModel):
         "truncate_prompt_tokens": "truncate",
     }  # fmt: skip
 
-    model: str | None = None
-    """A name that /v1/models lists; by default the first."""
     texts: list[str] | None = Field(default=None, min_length=1, max_length=MAX_INPUTS)
     """What to make vectors of."""
     inputs: list[CohereInput] | None = Field(default=None, min_length=1, max_length=MAX_INPUTS)

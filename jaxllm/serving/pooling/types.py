@@ -14,7 +14,16 @@ from pydantic import Field, field_validator, model_validator
 
 from jaxllm.chat.conversation import Conversation
 from jaxllm.requests.sampling import INT32_MAX, INT64_MAX, INT64_MIN
-from jaxllm.serving.http.request_model import KeepAliveFields, Label, RequestModel, are_integers, refuse
+from jaxllm.serving.http.request_model import (
+    KeepAliveFields,
+    Label,
+    ModelFields,
+    RequestModel,
+    Rule,
+    are_integers,
+    check_rules,
+    refuse,
+)
 from jaxllm.serving.openai.messages import Messages, TemplateFields
 from jaxllm.serving.openai.sampling import PromptTokensDetails
 
@@ -31,11 +40,9 @@ DTYPES: Mapping[EmbedDtype, Any] = {
 }  # fmt: skip
 
 
-class PoolingFields(KeepAliveFields):
+class PoolingFields(ModelFields, KeepAliveFields):
     """Which model, how much of a text, and when."""
 
-    model: str | None = None
-    """A name that /v1/models lists; by default the first."""
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT32_MAX)
     """Cut longer inputs to this many tokens; -1 cuts to the context. Without it they are refused."""
     priority: int = Field(default=0, ge=INT64_MIN, le=INT64_MAX)
@@ -117,6 +124,15 @@ class InputFields(TemplateFields, PoolingFields):
         return self.input  # type: ignore[return-value]
 
 
+_ENCODING_RULES = (
+    Rule(
+        lambda body: body.encoding_format != "base64",
+        {"embed_dtype": (), "endianness": ()},
+        "needs encoding_format to be 'base64'",
+    ),
+)
+
+
 class EncodingFields(RequestModel):
     """How vectors are written."""
 
@@ -129,9 +145,7 @@ class EncodingFields(RequestModel):
 
     @model_validator(mode="after")
     def _bytes_only(self) -> EncodingFields:
-        for name in ("embed_dtype", "endianness"):
-            if getattr(self, name) is not None and self.encoding_format != "base64":
-                raise refuse(f"{name} needs encoding_format to be 'base64'", name)
+        check_rules(self, _ENCODING_RULES)
         return self
 
     def encoded(self, vector: np.ndarray) -> list[float] | str:
@@ -321,6 +335,20 @@ class DocumentRerankRequest(ComparisonFields):
         return _texts(self.documents or [])
 
 
+_RERANK_RULES = (
+    Rule(
+        lambda body: body.texts is not None,
+        {"documents": (), "top_n": (), "return_documents": ()},
+        "does not go with texts, which is TEI's name of documents",
+    ),
+    Rule(
+        lambda body: body.texts is None,
+        {"return_text": (), "raw_scores": (), "truncate": (), "truncation_direction": ()},
+        "goes with texts, TEI's name of documents",
+    ),
+)
+
+
 class RerankRequest(DocumentRerankRequest):
     texts: list[str] | None = Field(default=None, min_length=1, max_length=MAX_INPUTS)
     """TEI's name of documents; the answer is then a list, as TEI's."""
@@ -335,12 +363,7 @@ class RerankRequest(DocumentRerankRequest):
 
     @model_validator(mode="after")
     def _of_one_api(self) -> RerankRequest:
-        for name in ("documents", "top_n", "return_documents") if self.texts is not None else ():
-            if name in self.model_fields_set:
-                raise refuse(f"{name} does not go with texts, which is TEI's name of documents", name)
-        for name in ("return_text", "raw_scores", "truncate", "truncation_direction") if self.texts is None else ():
-            if getattr(self, name) is not None:
-                raise refuse(f"{name} goes with texts, TEI's name of documents", name)
+        check_rules(self, _RERANK_RULES)
         for name, other in (("raw_scores", "use_activation"), ("truncate", "truncate_prompt_tokens")):
             if getattr(self, name) is not None and other in self.model_fields_set:
                 raise refuse(f"{name} and {other} are one setting, give one of them", name)

@@ -13,7 +13,7 @@ from jaxllm.chat.conversation import MAX_TOOLS
 from jaxllm.mcp.settings import LABEL, ServerSettings
 from jaxllm.mcp.tools import ServerTool
 from jaxllm.requests.sampling import MAX_LOGPROBS
-from jaxllm.serving.http.request_model import KeepAliveFields, RequestModel, refuse
+from jaxllm.serving.http.request_model import KeepAliveFields, ModelFields, RequestModel, Rule, check_rules, refuse
 from jaxllm.serving.openai.messages import FunctionDefinition
 from jaxllm.serving.openai.sampling import SamplingFields, TokenLimit
 from jaxllm.serving.openai.structured import JSONObjectFormat, TextFormat
@@ -57,6 +57,15 @@ class ApprovalFilters(RequestModel):
         if self.always is not None and self.always.fits(tool):
             return True
         return self.never is None or not self.never.fits(tool)
+
+
+_URL_RULES = (
+    Rule(
+        lambda body: body.server_url is None,
+        {"authorization": (), "headers": ()},
+        "belongs to server_url; configured servers have their own",
+    ),
+)
 
 
 class McpTool(RequestModel):
@@ -105,9 +114,7 @@ class McpTool(RequestModel):
 
     @model_validator(mode="after")
     def _belongs_to_url(self) -> McpTool:
-        for name in ("authorization", "headers"):
-            if getattr(self, name) is not None and self.server_url is None:
-                raise refuse(f"{name} belongs to server_url; configured servers have their own", name)
+        check_rules(self, _URL_RULES)
         return self
 
     def allows(self, tool: ServerTool) -> bool:
@@ -286,11 +293,9 @@ class ConversationParam(RequestModel):
     """Of a conversation."""
 
 
-class PromptFields(RequestModel):
+class PromptFields(ModelFields):
     """What makes the prompt: the fields that creating a response and counting its input tokens share."""
 
-    model: str | None = None
-    """A name that /v1/models lists; by default the first."""
     input: str | Annotated[list[AnyItem], Field(max_length=MAX_ITEMS)] | None = None
     """A user's message, or items; may be left out when the response continues something."""
     instructions: str | None = None
@@ -358,6 +363,17 @@ class ResponseStreamOptions(RequestModel):
     """Only false: this server pads no events."""
 
 
+_RULES = (
+    Rule(lambda body: not body.stream, {"stream_options": ()}, "needs stream to be true"),
+    Rule(
+        lambda body: not body.store,
+        {"background": (False,)},
+        "needs store to be true: the response is fetched by its id",
+    ),
+    Rule(lambda body: LOGPROBS not in body.include, {"top_logprobs": (0,)}, f"needs include to have {LOGPROBS!r}"),
+)
+
+
 class ResponseRequest(PromptFields, MetadataFields, SamplingFields, KeepAliveFields):
     unsupported: ClassVar[frozenset[str]] = frozenset({
         "access_programs", "context_management", "image", "mm_processor_kwargs", "moderation", "prompt",
@@ -402,12 +418,7 @@ class ResponseRequest(PromptFields, MetadataFields, SamplingFields, KeepAliveFie
 
     @model_validator(mode="after")
     def _response_fields(self) -> ResponseRequest:
-        if self.stream_options is not None and not self.stream:
-            raise refuse("stream_options needs stream to be true", "stream_options")
-        if self.background and not self.store:
-            raise refuse("background needs store to be true: the response is fetched by its id", "background")
-        if self.top_logprobs and LOGPROBS not in self.include:
-            raise refuse(f"top_logprobs needs include to have {LOGPROBS!r}", "top_logprobs")
+        check_rules(self, _RULES)
         return self
 
     @property

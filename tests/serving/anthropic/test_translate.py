@@ -54,7 +54,8 @@ def text(value: str) -> dict[str, Any]:
 @pytest.mark.covers("CountTokensRequest", "messages", "system")
 @pytest.mark.covers("MessageParam", "role", "content")
 @pytest.mark.covers("CacheControl", "ttl")
-@pytest.mark.covers("TextBlockParam", "text", "cache_control")
+@pytest.mark.covers("TextBlockParam", "text")
+@pytest.mark.covers("Cacheable", "cache_control")
 def test_system_and_turns() -> None:
     body = request(user("One"), user([text("Two")]), assistant("Yes"), user("Go"), system=[text("Be"), text("brief")])
     assert messages(body) == [
