@@ -8,6 +8,7 @@ from jaxllm.chat.conversation import naming, renaming
 from jaxllm.chat.prompt import render
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.serving.access.keys import tenant_of
+from jaxllm.serving.call import open_call
 from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.openai.messages import FIELD_NAMES
@@ -18,7 +19,6 @@ from jaxllm.serving.openai.tokenize_types import (
     TokenizeResponse,
     TokenizerInfo,
 )
-from jaxllm.serving.registry import leased
 from jaxllm.serving.state import ServerState
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -29,7 +29,7 @@ router = APIRouter(route_class=JSONRoute, tags=["tokenizer"])
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """The token ids of a text or a chat."""
     state: ServerState = request.app.state.server
-    model = (await leased(request, body.model)).model
+    model = (await open_call(request, body.model)).model
     if body.messages is not None:
         with naming(renaming(FIELD_NAMES)):
             tokens = (await state.prepare(render, model, body.conversation(), may_be_cut=True)).token_ids
@@ -52,7 +52,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids, special tokens included."""
     state: ServerState = request.app.state.server
-    model = (await leased(request, body.model)).model
+    model = (await open_call(request, body.model)).model
     return json_response(DetokenizeResponse(await state.offload(_text, model.tokenizer, body.tokens)))
 
 

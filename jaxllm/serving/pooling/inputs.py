@@ -12,7 +12,7 @@ from jaxllm.chat.prompt import render
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError, ContextLengthError, Field, InvalidRequestError
 from jaxllm.requests.tasks import Activation, ModelTasks, Pooling, PoolingParams
-from jaxllm.serving.loadable import Lease
+from jaxllm.serving.call import Call
 from jaxllm.serving.openai.messages import FIELD_NAMES
 from jaxllm.serving.pooling.embedding_types import InputFields, PoolingFields
 from jaxllm.serving.pooling.run import PoolingRun
@@ -154,7 +154,7 @@ def activate(logits: np.ndarray, activation: Activation) -> np.ndarray:
 
 async def class_scores(
     state: ServerState,
-    lease: Lease,
+    call: Call,
     request: Request,
     body: InputFields,
     run: PoolingRun,
@@ -165,10 +165,10 @@ async def class_scores(
 
     Raises InvalidRequestError when the model has no classification head.
     """
-    model = lease.model
+    model = call.model
     tasks = model.engine.info.tasks
     if not tasks.labels:
-        raise InvalidRequestError(f"model {lease.name!r} has no classification head, so it cannot classify", "model")
+        raise InvalidRequestError(f"model {call.name!r} has no classification head, so it cannot classify", "model")
     prompts = await input_prompts(state, model, body)
     logits = np.stack(await run.run(request, prompts, PoolingParams(kind="logits")))
     return list(activate(logits, "identity" if raw else tasks.activation))

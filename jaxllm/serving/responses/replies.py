@@ -8,15 +8,14 @@ from dataclasses import replace
 from jaxllm.chat.conversation import naming
 from jaxllm.chat.prompt import sampling_params
 from jaxllm.errors import ContextLengthError
+from jaxllm.serving.call import Call
 from jaxllm.serving.generation import GenerationSettings
-from jaxllm.serving.loadable import Lease
 from jaxllm.serving.reply import Reply, begin_reply
 from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.messages import turns
 from jaxllm.serving.responses.offers import Offer
 from jaxllm.serving.responses.request import ResponseRequest
 from jaxllm.serving.responses.translate import Translation, generation_settings
-from jaxllm.serving.state import ServerState
 
 
 class Replies:
@@ -27,18 +26,16 @@ class Replies:
 
     def __init__(
         self,
-        state: ServerState,
-        lease: Lease,
+        call: Call,
         body: ResponseRequest,
         context: Sequence[Item],
         own: Sequence[Item],
     ):
-        self._state = state
-        self._lease = lease
+        self._call = call
         self._body = body
         self._context = context
         self._own = own
-        self.model_name, self.model = lease.name, lease.model
+        self.model_name, self.model = call.name, call.model
         translation = self._translation(context, Offer([], "auto"))
         with naming(translation.name):
             self.params = sampling_params(self.model, generation_settings(body))
@@ -80,9 +77,7 @@ class Replies:
     async def _reply(self, context: Sequence[Item], offer: Offer, settings: GenerationSettings) -> Reply:
         translation = self._translation(context, offer)
         with naming(translation.name):
-            return await begin_reply(
-                self._state, self._lease, translation.conversation(), settings, prefix="resp-", goes_on=True
-            )
+            return await begin_reply(self._call, translation.conversation(), settings, prefix="resp-", goes_on=True)
 
     def _translation(self, context: Sequence[Item], offer: Offer) -> Translation:
         return Translation(self._body, context, self._own, offer, list(self.model.special_tokens))

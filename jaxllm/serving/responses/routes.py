@@ -9,11 +9,11 @@ from fastapi import APIRouter, Query, Request
 from fastapi import Response as HTTPResponse
 
 from jaxllm.serving.access.keys import tenant_of
+from jaxllm.serving.call import open_call
 from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.http.streaming import EventStream, until_disconnect
-from jaxllm.serving.registry import leased
 from jaxllm.serving.responses.events import ResponseStreamEvent
 from jaxllm.serving.responses.objects import RUNNING, DeletedResponse, InputTokens, ItemList, Response
 from jaxllm.serving.responses.paging import After, Include, Limit, OrderQuery, page
@@ -31,7 +31,7 @@ async def create_response(body: ResponseRequest, request: Request) -> HTTPRespon
     responses: Responses = request.app.state.responses
     keep_alive = state.config.sse_keep_alive
     run = await responses.prepare(
-        body, await leased(request, body.model, keep_alive=body.keep_alive, stream=body.stream)
+        body, await open_call(request, body.model, keep_alive=body.keep_alive, stream=body.stream)
     )
     if body.background:
         begun = await responses.background.start(run)
@@ -39,7 +39,8 @@ async def create_response(body: ResponseRequest, request: Request) -> HTTPRespon
             return EventStream(run.response.id, begun.follow(-1, keep_alive))
         return json_response(run.response, request_id=run.response.id)
     if body.stream:
-        return EventStream(run.response.id, run.events(keep_alive), run)
+        await run.call.enter(run)
+        return EventStream(run.response.id, run.events(keep_alive))
     async with run:
         response = await until_disconnect(request.receive, run.to_end())
     return json_response(response, request_id=response.id)
@@ -49,8 +50,8 @@ async def create_response(body: ResponseRequest, request: Request) -> HTTPRespon
 async def count_input_tokens(body: InputTokensRequest, request: Request) -> HTTPResponse:
     """How many tokens the prompt of a response would have."""
     responses: Responses = request.app.state.responses
-    lease = await leased(request, body.model)
-    return json_response(InputTokens(await responses.count_tokens(body, lease)))
+    call = await open_call(request, body.model)
+    return json_response(InputTokens(await responses.count_tokens(body, call)))
 
 
 @router.get("/responses/{response_id}", responses=returns(Response, events=get_args(ResponseStreamEvent)))

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 
+from jaxllm.serving.call import Call
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.errors import to_api_error
-from jaxllm.serving.loadable import Lease
 from jaxllm.serving.responses.events import ResponseEvent, server_sent
 from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.objects import Response
@@ -26,7 +26,7 @@ class ResponseRun:
     def __init__(
         self,
         loop: ResponseLoop,
-        lease: Lease,
+        call: Call,
         writer: EventWriter,
         input_items: Sequence[Item],
         store: ResponseStore,
@@ -36,7 +36,7 @@ class ResponseRun:
         self.keeps_events = keeps_events
         self.sent: list[bytes] = []
         """Every event so far, by its sequence number, with `keeps_events`."""
-        self.lease = lease
+        self.call = call
         """The request's: a run that outlives the request takes one more."""
         self._loop = loop
         self._writer = writer
@@ -57,7 +57,7 @@ class ResponseRun:
 
     async def begin_stored(self) -> None:
         """Keep the response before it has run, as one that will be asked for by its id."""
-        await self._store.begin(self.response, self._input_items, self.lease.tenant.name)
+        await self._store.begin(self.response, self._input_items, self.call.tenant.name)
 
     async def to_end(self) -> Response:
         """The whole response, stored if it is to be. Raises what stops the generation."""
@@ -114,7 +114,7 @@ class ResponseRun:
     async def _save(self, events: bytes | None = None) -> None:
         response = self.response
         if response.store or response.conversation:
-            owner = self.lease.tenant.name
+            owner = self.call.tenant.name
             await self._store.finish(response, self._input_items, owner, begun=response.background, events=events)
 
 

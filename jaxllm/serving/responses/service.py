@@ -12,9 +12,9 @@ from msgspec import UNSET
 from jaxllm.chat.conversation import naming
 from jaxllm.chat.prompt import render
 from jaxllm.errors import InvalidRequestError
+from jaxllm.serving.call import Call
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.request_model import ignored_fields
-from jaxllm.serving.loadable import Lease
 from jaxllm.serving.mcp.execution import injected_tools
 from jaxllm.serving.responses.any_item import ItemReference
 from jaxllm.serving.responses.approvals import approved_calls
@@ -46,12 +46,12 @@ class Responses:
         self.conversations = ConversationStore(database)
         self.background = BackgroundRuns(self.store)
 
-    async def prepare(self, body: ResponseRequest, lease: Lease) -> ResponseRun:
+    async def prepare(self, body: ResponseRequest, call: Call) -> ResponseRun:
         """A run that has yet to be entered. Raises APIError or InvalidRequestError naming the field."""
-        toolbox = await self._toolbox(body, lease.model)
-        context, own = await self._context(body, lease.tenant.name)
+        toolbox = await self._toolbox(body, call.model)
+        context, own = await self._context(body, call.tenant.name)
         approved = approved_calls(context, own, body.server_labels.values())
-        replies = Replies(self._state, lease, body, context, own)
+        replies = Replies(call, body, context, own)
         writer = EventWriter(
             _response(body, replies),
             summarizes=body.summarizes,
@@ -69,13 +69,13 @@ class Responses:
             listed=_listed(context),
             most_calls=self._state.config.mcp_max_calls,
         )
-        return ResponseRun(loop, lease, writer, own, self.store, keeps_events=body.background and body.stream)
+        return ResponseRun(loop, call, writer, own, self.store, keeps_events=body.background and body.stream)
 
-    async def count_tokens(self, body: PromptFields, lease: Lease) -> int:
+    async def count_tokens(self, body: PromptFields, call: Call) -> int:
         """Tokens of the prompt that a response would have. Raises APIError or InvalidRequestError naming the field."""
-        model = lease.model
+        model = call.model
         toolbox = await self._toolbox(body, model)
-        context, own = await self._context(body, lease.tenant.name)
+        context, own = await self._context(body, call.tenant.name)
         async with aclosing(toolbox):
             await toolbox.open()
             offer = make_offer(body, toolbox, forces=True, runs=True)
