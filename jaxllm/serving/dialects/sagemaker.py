@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Discriminator, Tag
 
 from jaxllm.errors import InvalidRequestError
+from jaxllm.serving.call import open_call
 from jaxllm.serving.http.answers import DONE, returns
 from jaxllm.serving.http.errors import ErrorResponse
 from jaxllm.serving.http.request_model import RequestModel
@@ -28,7 +29,6 @@ from jaxllm.serving.pooling.types import (
     ScoreRequest,
     TextRank,
 )
-from jaxllm.serving.registry import leased
 
 router = APIRouter(route_class=JSONRoute, tags=["SageMaker"])
 
@@ -85,10 +85,10 @@ async def invoke(body: Invocation, request: Request) -> Response:
 
 async def _of_input(body: EmbeddingRequest, request: Request) -> Response:
     """Raises InvalidRequestError naming a field that is for vectors where the model tells classes apart."""
-    lease = await leased(request, body.model, keep_alive=body.keep_alive)
-    if not lease.model.engine.info.tasks.labels:
-        return await vectors_of(lease, body, request)
+    call = await open_call(request, body.model, keep_alive=body.keep_alive)
+    if not call.model.engine.info.tasks.labels:
+        return await vectors_of(call, body, request)
     known = ClassifyRequest.model_fields.keys()
     if name := next((name for name in body.model_fields_set if name not in known), None):
-        raise InvalidRequestError(f"{name} is for vectors; model {lease.name!r} classifies", name)
-    return await classes_of(lease, body, request, raw=body.use_activation is False)
+        raise InvalidRequestError(f"{name} is for vectors; model {call.name!r} classifies", name)
+    return await classes_of(call, body, request, raw=body.use_activation is False)

@@ -15,6 +15,7 @@ from jaxllm.config.server import ServerConfig
 from jaxllm.engine.messages import TokenDelta
 from jaxllm.errors import Field
 from jaxllm.requests.outputs import WeightVersionSpan
+from jaxllm.serving.call import open_call
 from jaxllm.serving.chunks import ChunkWriter, chunk_stream, collect_for
 from jaxllm.serving.generation import Choice, note_version
 from jaxllm.serving.http.answers import DONE, json_response, returns
@@ -40,7 +41,6 @@ from jaxllm.serving.openai.chat_types import (
 )
 from jaxllm.serving.openai.kv_transfer import kv_transfer_answer
 from jaxllm.serving.openai.sampling import chunk_usage, stream_options, usage_object
-from jaxllm.serving.registry import leased
 from jaxllm.serving.reply import Reply, begin_reply
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
@@ -54,17 +54,15 @@ router = APIRouter(route_class=JSONRoute, tags=["chat"])
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Continue a conversation."""
     state: ServerState = request.app.state.server
-    lease = await leased(request, body.model, keep_alive=body.keep_alive, stream=body.stream)
+    call = await open_call(request, body.model, keep_alive=body.keep_alive, stream=body.stream)
     labels = body.take_labels(request.headers)
     with naming(body.own_names()):
-        conversation = body.conversation(await _tools(state, lease.model, body))
+        conversation = body.conversation(await _tools(state, call.model, body))
         if body.executes:
-            return await execute(state, lease, body, conversation, request, labels)
-        reply = await begin_reply(state, lease, conversation, body.generation_settings(), prefix="chatcmpl-")
+            return await execute(call, body, conversation, request, labels)
+        reply = await begin_reply(call, conversation, body.generation_settings(), prefix="chatcmpl-")
     if body.stream:
-        return chunk_stream(
-            reply.generation, ChatWriter(reply, body, state.config), state.config.sse_keep_alive, labels
-        )
+        return await chunk_stream(call, reply.generation, ChatWriter(reply, body, state.config), labels)
     choices = await collect_for(request, reply.generation)
     first = choices[0].prompt_logprobs
     scored = UNSET if first is None else await state.offload(prompt_logprobs, first, reply.token_text)
@@ -89,7 +87,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
 async def render_chat_completion(body: ChatRequest, request: Request) -> Response:
     """The prompt that /chat/completions would give the model, as text and token ids; nothing is generated."""
     state: ServerState = request.app.state.server
-    model = (await leased(request, body.model, keep_alive=body.keep_alive)).model
+    model = (await open_call(request, body.model, keep_alive=body.keep_alive)).model
     with naming(body.own_names()):
         conversation = body.conversation(await _tools(state, model, body))
         rendered = await state.prepare(render, model, conversation)

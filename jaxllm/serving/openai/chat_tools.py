@@ -11,11 +11,11 @@ from msgspec import UNSET
 from jaxllm.chat.conversation import Conversation
 from jaxllm.chat.parsing.events import Content, Reasoning
 from jaxllm.config.server import ServerConfig
+from jaxllm.serving.call import Call
 from jaxllm.serving.chunks import ChunkWriter, chunk_stream
 from jaxllm.serving.http.answers import json_response
 from jaxllm.serving.http.request_model import ignored_fields
 from jaxllm.serving.http.streaming import until_disconnect
-from jaxllm.serving.loadable import Lease
 from jaxllm.serving.mcp.execution import Ended, Execution, Happening, ToolRun
 from jaxllm.serving.openai.chat_types import (
     ChatChoice,
@@ -30,12 +30,10 @@ from jaxllm.serving.openai.chat_types import (
 )
 from jaxllm.serving.openai.sampling import chunk_usage, stream_options, usage_object
 from jaxllm.serving.reply import begin_reply
-from jaxllm.serving.state import ServerState
 
 
 async def execute(
-    state: ServerState,
-    lease: Lease,
+    call: Call,
     body: ChatRequest,
     conversation: Conversation,
     request: Request,
@@ -43,20 +41,20 @@ async def execute(
 ) -> Response:
     """The answer, once the model calls no more tools; a client that goes away ends the tool that runs."""
     assert body.mcp is not None
+    config = call.state.config
     settings = body.generation_settings()
-    reply = await begin_reply(state, lease, conversation, settings, prefix="chatcmpl-")
+    reply = await begin_reply(call, conversation, settings, prefix="chatcmpl-")
     execution = Execution(
-        state,
-        lease,
+        call,
         reply,
         conversation,
         settings,
-        max_turns=min(state.config.mcp_max_turns, body.mcp.max_turns or state.config.mcp_max_turns),
-        max_calls=min(state.config.mcp_max_calls, body.mcp.max_calls or state.config.mcp_max_calls),
+        max_turns=min(config.mcp_max_turns, body.mcp.max_turns or config.mcp_max_turns),
+        max_calls=min(config.mcp_max_calls, body.mcp.max_calls or config.mcp_max_calls),
     )
     if body.stream:
-        writer = ExecutionWriter(execution, body, state.config)
-        return chunk_stream(execution, writer, state.config.sse_keep_alive, labels)
+        writer = ExecutionWriter(execution, body, config)
+        return await chunk_stream(call, execution, writer, labels)
     async with execution:
         choice = await until_disconnect(request.receive, _collected(execution, body))
     completion = ChatCompletion(

@@ -18,6 +18,7 @@ from jaxllm.engine.messages import TokenDelta
 from jaxllm.errors import Field as Place
 from jaxllm.requests.outputs import PromptScores, WeightVersionSpan
 from jaxllm.requests.sampling import MAX_LOGPROBS
+from jaxllm.serving.call import open_call
 from jaxllm.serving.chunks import ChunkWriter, chunk_stream, collect_for
 from jaxllm.serving.generation import Choice, Generation, GenerationSettings, note_version
 from jaxllm.serving.http.answers import DONE, json_response, returns
@@ -45,7 +46,6 @@ from jaxllm.serving.openai.sampling import (
     stream_options,
     usage_object,
 )
-from jaxllm.serving.registry import leased
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 
@@ -163,8 +163,8 @@ router = APIRouter(route_class=JSONRoute, tags=["completions"])
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continue one or several prompts."""
     state: ServerState = request.app.state.server
-    lease = await leased(request, body.model, keep_alive=body.keep_alive, stream=body.stream)
-    model = lease.model
+    call = await open_call(request, body.model, keep_alive=body.keep_alive, stream=body.stream)
+    model = call.model
     model.check_accepting()
     labels = body.take_labels(request.headers)
     settings = body.generation_settings()
@@ -172,11 +172,11 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     if field is not None:
         await state.offload_grammar(lambda: compiled(body.constraint(), Place(field)))
     prompts = await state.offload(completion_prompts, model, body, settings)
-    generation = Generation(lease, prompts, settings, "cmpl-", prompt_only=body.max_tokens == 0)
-    shaper = ChoiceShaper(body, generation, lease.name, model)
+    generation = Generation(call, prompts, settings, "cmpl-", prompt_only=body.max_tokens == 0)
+    shaper = ChoiceShaper(body, generation, call.name, model)
     if body.stream:
         writer = CompletionWriter(body, generation, shaper, state.config)
-        return chunk_stream(generation, writer, state.config.sse_keep_alive, labels)
+        return await chunk_stream(call, generation, writer, labels)
     choices = await collect_for(request, generation)
     completion = shaper.completion(await state.offload(lambda: [shaper.whole(choice) for choice in choices]))
     completion.usage = usage_object(generation.usage())

@@ -12,11 +12,11 @@ from jaxllm.chat.conversation import Conversation, naming, renaming
 from jaxllm.chat.prompt import render
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.serving.access.keys import tenant_of
+from jaxllm.serving.call import open_call
 from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.request_model import ModelFields, refuse
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.openai.messages import FIELD_NAMES, Messages, TemplateFields, ToolFields
-from jaxllm.serving.registry import leased
 from jaxllm.serving.state import ServerState
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -102,7 +102,7 @@ router = APIRouter(route_class=JSONRoute, tags=["tokenizer"])
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """The token ids of a text or a chat."""
     state: ServerState = request.app.state.server
-    model = (await leased(request, body.model)).model
+    model = (await open_call(request, body.model)).model
     if body.messages is not None:
         with naming(renaming(FIELD_NAMES)):
             tokens = (await state.prepare(render, model, body.conversation(), may_be_cut=True)).token_ids
@@ -125,7 +125,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids, special tokens included."""
     state: ServerState = request.app.state.server
-    model = (await leased(request, body.model)).model
+    model = (await open_call(request, body.model)).model
     return json_response(DetokenizeResponse(await state.offload(_text, model.tokenizer, body.tokens)))
 
 

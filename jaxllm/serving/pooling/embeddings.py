@@ -16,6 +16,7 @@ from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.outputs import shape_vector
 from jaxllm.requests.sampling import INT32_MAX
 from jaxllm.requests.tasks import PoolingParams
+from jaxllm.serving.call import Call, open_call
 from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.request_model import Label, ModelFields, RequestModel, refuse
 from jaxllm.serving.http.route import JSONRoute
@@ -32,7 +33,6 @@ from jaxllm.serving.pooling.types import (
     PoolingRequest,
     VectorFields,
 )
-from jaxllm.serving.registry import Lease, leased
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 
@@ -145,17 +145,17 @@ class CohereEmbedResponse(msgspec.Struct, kw_only=True):
 @router.post("/embeddings", responses=returns(EmbeddingList))
 async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """A vector for each text."""
-    return await vectors_of(await leased(request, body.model, keep_alive=body.keep_alive), body, request)
+    return await vectors_of(await open_call(request, body.model, keep_alive=body.keep_alive), body, request)
 
 
-async def vectors_of(lease: Lease, body: EmbeddingRequest, request: Request) -> Response:
+async def vectors_of(call: Call, body: EmbeddingRequest, request: Request) -> Response:
     """What /embeddings answers, of a model that has been taken."""
-    run = PoolingRun(lease, body, "embd")
-    vectors = await embed(request.app.state.server, lease.model, request, body, run)
+    run = PoolingRun(call, body, "embd")
+    vectors = await embed(request.app.state.server, call.model, request, body, run)
     embeddings = EmbeddingList(
         id=run.id,
         created=run.created,
-        model=lease.name,
+        model=call.name,
         data=[Embedding(index=index, embedding=body.encoded(vector)) for index, vector in enumerate(vectors)],
         usage=run.usage(),
     )
@@ -166,21 +166,21 @@ async def vectors_of(lease: Lease, body: EmbeddingRequest, request: Request) -> 
 async def pool(body: PoolingRequest, request: Request) -> Response:
     """What the model makes of each text: a vector, or with a classification head the probabilities of its classes."""
     state: ServerState = request.app.state.server
-    lease = await leased(request, body.model, keep_alive=body.keep_alive)
-    model = lease.model
-    run = PoolingRun(lease, body, "pool")
+    call = await open_call(request, body.model, keep_alive=body.keep_alive)
+    model = call.model
+    run = PoolingRun(call, body, "pool")
     classifies = bool(model.engine.info.tasks.labels)
     if body.task == "classify" or (body.task is None and classifies):
         for field in ("dimensions", "normalize"):
             if getattr(body, field) is not None:
                 raise InvalidRequestError(f"{field} is for vectors; task is 'classify'", field)
-        rows = await class_scores(state, lease, request, body, run, raw=body.use_activation is False)
+        rows = await class_scores(state, call, request, body, run, raw=body.use_activation is False)
     else:
         rows = await embed(state, model, request, body, run)
     pooled = PoolingList(
         id=run.id,
         created=run.created,
-        model=lease.name,
+        model=call.name,
         data=[Pooled(index=index, data=body.encoded(row)) for index, row in enumerate(rows)],
         usage=run.usage(),
     )
@@ -191,10 +191,10 @@ async def pool(body: PoolingRequest, request: Request) -> Response:
 async def embed_v2(body: CohereEmbedRequest, request: Request) -> Response:
     """A vector for each text; Cohere's second shape."""
     state: ServerState = request.app.state.server
-    lease = await leased(request, body.model)
-    model = lease.model
+    call = await open_call(request, body.model)
+    model = call.model
     fields = body.as_embeddings(model.engine.info.tasks.prompts)
-    run = PoolingRun(lease, fields, "embd")
+    run = PoolingRun(call, fields, "embd")
     vectors = await embed(state, model, request, fields, run)
     answer = CohereEmbedResponse(
         id=run.id,

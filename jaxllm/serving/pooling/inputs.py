@@ -14,14 +14,13 @@ from fastapi import Request
 from jaxllm.chat.conversation import naming, renaming
 from jaxllm.chat.prompt import render
 from jaxllm.config import ModelConfig
-from jaxllm.errors import ConfigError, ContextLengthError, Field, InvalidRequestError, QueueFullError
+from jaxllm.errors import ConfigError, ContextLengthError, Field, InvalidRequestError
 from jaxllm.requests.outputs import PooledOutput
 from jaxllm.requests.tasks import Activation, ModelTasks, Pooling, PoolingParams
-from jaxllm.serving.access.usage import Used
+from jaxllm.serving.call import Call
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.records import Clock, ModelCall, current_record
+from jaxllm.serving.http.records import Clock, ModelCall
 from jaxllm.serving.http.streaming import until_disconnect
-from jaxllm.serving.loadable import Lease
 from jaxllm.serving.openai.messages import FIELD_NAMES
 from jaxllm.serving.openai.sampling import PromptTokensDetails
 from jaxllm.serving.pooling.types import ComparisonFields, InputFields, PoolingFields, PoolingUsage
@@ -162,7 +161,7 @@ def activate(logits: np.ndarray, activation: Activation) -> np.ndarray:
 
 async def class_scores(
     state: ServerState,
-    lease: Lease,
+    call: Call,
     request: Request,
     body: InputFields,
     run: PoolingRun,
@@ -173,10 +172,10 @@ async def class_scores(
 
     Raises InvalidRequestError when the model has no classification head.
     """
-    model = lease.model
+    model = call.model
     tasks = model.engine.info.tasks
     if not tasks.labels:
-        raise InvalidRequestError(f"model {lease.name!r} has no classification head, so it cannot classify", "model")
+        raise InvalidRequestError(f"model {call.name!r} has no classification head, so it cannot classify", "model")
     prompts = await input_prompts(state, model, body)
     logits = np.stack(await run.run(request, prompts, PoolingParams(kind="logits")))
     return list(activate(logits, "identity" if raw else tasks.activation))
@@ -315,17 +314,17 @@ def _first_tokens(model: ServedModel, text: str, count: int) -> str:
 class PoolingRun:
     """One HTTP request's prompts, with the adapter that it names. `usage` counts those that `run` was given.
 
-    The lease is the request's, who releases it. Raises InvalidRequestError for a priority that its tenant may not have.
+    Raises InvalidRequestError for a priority that its tenant may not have.
     """
 
-    def __init__(self, lease: Lease, fields: PoolingFields, kind: str):
+    def __init__(self, call: Call, fields: PoolingFields, kind: str):
         self.id = f"{kind}-{fields.request_id or uuid.uuid4().hex}"
         self.created = int(time.time())
-        self._model = lease.model
-        self._adapters = lease.adapter_uses()
+        self._model = call.model
+        self._adapters = call.adapter_uses()
         self._fields = fields
-        self._meter = lease.meter
-        self._priority = lease.tenant.priority(fields.priority)
+        self._call = call
+        self._priority = call.tenant.priority(fields.priority)
         self._prompt_tokens = 0
         self._cached_tokens = 0
         self._task: asyncio.Task[list[PooledOutput]] | None = None
@@ -345,39 +344,19 @@ class PoolingRun:
             APIError: what it was aborted with, or 429 when the key has fewer tokens left than the prompts have.
             What the engine raises: InvalidRequestError, QueueFullError, EngineDeadError, JaxLLMError.
         """
-        self._model.check_accepting()
+        asked = ModelCall(operation="embed", model=self._model.names[0], clock=Clock(time.time()))
         tokens = sum(map(len, prompts))
-        used = Used(prompt_tokens=tokens)
-        reservation = await self._meter.reserve(tokens)
-        self._model.running.add(self)
-        arrival = time.time()
-        try:
-            outputs = await until_disconnect(request.receive, self._run(prompts, params, second_texts))
-            used = used._replace(cached_tokens=sum(output.num_cached_tokens for output in outputs))
-        except QueueFullError:
-            self._model.metrics.count_rejected()
-            used = Used()
-            raise
-        except asyncio.CancelledError:
-            if self._ended_by is not None:
-                raise self._ended_by from None
-            raise
-        finally:
-            self._model.running.discard(self)
-            await self._meter.settle(reservation, self._model.names[0], used)
+        async with self._call.asking(self, asked, tokens):
+            asked.prompt_tokens = tokens
+            try:
+                outputs = await until_disconnect(request.receive, self._run(prompts, params, second_texts))
+            except asyncio.CancelledError:
+                if self._ended_by is not None:
+                    raise self._ended_by from None
+                raise
+            asked.cached_tokens = sum(output.num_cached_tokens for output in outputs)
         self._prompt_tokens += tokens
-        self._cached_tokens += used.cached_tokens
-        if (record := current_record()) is not None:
-            call = ModelCall(
-                operation="embed",
-                model=self._model.names[0],
-                clock=Clock(arrival),
-                num_answers=0,
-                prompt_tokens=tokens,
-                cached_tokens=used.cached_tokens,
-                ended=time.time(),
-            )
-            record.calls.append(call)
+        self._cached_tokens += asked.cached_tokens
         return [output.values for output in outputs]
 
     def abort(self, error: APIError) -> None:
@@ -403,8 +382,8 @@ class PoolingRun:
             params,
             request_id=self.id,
             priority=self._priority,
-            cache_salt=self._meter.tenant.cache_salt(fields.cache_salt),
-            group=self._meter.tenant.group,
+            cache_salt=self._call.tenant.cache_salt(fields.cache_salt),
+            group=self._call.tenant.group,
             adapters=self._adapters,
             second_texts=second_texts,
         )

@@ -8,6 +8,7 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
+from jaxllm.serving.call import Call, open_call
 from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.pooling.inputs import PoolingRun, class_scores, score_pairs
@@ -28,7 +29,6 @@ from jaxllm.serving.pooling.types import (
     ScoreRequest,
     TextRank,
 )
-from jaxllm.serving.registry import Lease, leased
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 
@@ -41,14 +41,14 @@ cohere_router = APIRouter(route_class=JSONRoute, tags=["scoring"])
 async def score(body: ScoreRequest, request: Request) -> Response:
     """How well each text goes with the query."""
     state: ServerState = request.app.state.server
-    lease = await leased(request, body.model, keep_alive=body.keep_alive)
-    model = lease.model
-    run = PoolingRun(lease, body, "score")
+    call = await open_call(request, body.model, keep_alive=body.keep_alive)
+    model = call.model
+    run = PoolingRun(call, body, "score")
     scores = await score_pairs(state, model, request, body.pairs, body, run)
     result = ScoreList(
         id=run.id,
         created=run.created,
-        model=lease.name,
+        model=call.name,
         data=[Score(index=index, score=value) for index, value in enumerate(scores)],
         usage=run.usage(),
     )
@@ -73,20 +73,20 @@ async def rerank_v2(body: DocumentRerankRequest, request: Request) -> Response:
 async def classify(body: ClassifyRequest, request: Request) -> Response:
     """The class of each text, for models with a classification head."""
     return await classes_of(
-        await leased(request, body.model, keep_alive=body.keep_alive), body, request, raw=not body.use_activation
+        await open_call(request, body.model, keep_alive=body.keep_alive), body, request, raw=not body.use_activation
     )
 
 
-async def classes_of(lease: Lease, body: InputFields, request: Request, *, raw: bool) -> Response:
+async def classes_of(call: Call, body: InputFields, request: Request, *, raw: bool) -> Response:
     """What /classify answers, of a model that has been taken."""
-    model = lease.model
-    run = PoolingRun(lease, body, "classify")
-    probs = await class_scores(request.app.state.server, lease, request, body, run, raw=raw)
+    model = call.model
+    run = PoolingRun(call, body, "classify")
+    probs = await class_scores(request.app.state.server, call, request, body, run, raw=raw)
     labels = model.engine.info.tasks.labels
     result = ClassificationList(
         id=run.id,
         created=run.created,
-        model=lease.name,
+        model=call.name,
         data=[
             Classification(index=index, label=labels[int(np.argmax(row))], probs=row.tolist(), num_classes=len(labels))
             for index, row in enumerate(probs)
@@ -100,14 +100,14 @@ async def _rank(
     body: DocumentRerankRequest, request: Request, version: Literal["1", "2"], *, return_documents: bool
 ) -> Response:
     state: ServerState = request.app.state.server
-    lease = await leased(request, body.model, keep_alive=body.keep_alive)
-    model = lease.model
-    run = PoolingRun(lease, body, "rerank")
+    call = await open_call(request, body.model, keep_alive=body.keep_alive)
+    model = call.model
+    run = PoolingRun(call, body, "rerank")
     texts = body.candidates
     scores, best_first = await _ranked(state, model, request, body, run)
     result = Ranking(
         id=run.id,
-        model=lease.name,
+        model=call.name,
         results=[
             Rank(
                 index=index,
@@ -124,9 +124,9 @@ async def _rank(
 
 async def _rank_texts(body: RerankRequest, request: Request) -> Response:
     state: ServerState = request.app.state.server
-    lease = await leased(request, body.model, keep_alive=body.keep_alive)
-    model = lease.model
-    run = PoolingRun(lease, body, "rerank")
+    call = await open_call(request, body.model, keep_alive=body.keep_alive)
+    model = call.model
+    run = PoolingRun(call, body, "rerank")
     scores, best_first = await _ranked(state, model, request, body, run)
     ranks = [
         TextRank(index=index, score=scores[index], text=body.candidates[index] if body.return_text else UNSET)

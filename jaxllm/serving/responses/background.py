@@ -10,7 +10,6 @@ from contextlib import AsyncExitStack, suppress
 from sqlalchemy.exc import SQLAlchemyError
 
 from jaxllm.errors import StorageFullError
-from jaxllm.serving.http.records import goes_on
 from jaxllm.serving.responses.objects import STOPPED, Response
 from jaxllm.serving.responses.run import ResponseRun
 from jaxllm.serving.responses.stores import LEASE_SECONDS, ResponseStore
@@ -78,8 +77,7 @@ class BackgroundRuns:
     async def start(self, run: ResponseRun) -> BackgroundRun:
         """Store the response and let it run. Raises what the engine says at once, such as QueueFullError."""
         async with AsyncExitStack() as stack:
-            stack.enter_context(run.lease.again())
-            stack.enter_context(goes_on())
+            await stack.enter_async_context(run.replies.call.again())
             await stack.enter_async_context(run)
             await run.begin_stored()
             active = BackgroundRun(run, stack.pop_all())
@@ -93,7 +91,7 @@ class BackgroundRuns:
     def get(self, response_id: str, owner: str | None) -> BackgroundRun | None:
         """One that runs here and is the owner's."""
         active = self._active.get(response_id)
-        return None if active is None or active.run.lease.tenant.name != owner else active
+        return None if active is None or active.run.replies.call.tenant.name != owner else active
 
     async def cancel(self, response_id: str) -> Response:
         """Stop the response wherever it runs, whoever owns it. Raises 404 for an unknown id."""

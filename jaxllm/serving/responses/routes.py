@@ -9,11 +9,11 @@ from fastapi import APIRouter, Query, Request
 from fastapi import Response as HTTPResponse
 
 from jaxllm.serving.access.keys import tenant_of
+from jaxllm.serving.call import open_call
 from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.http.streaming import EventStream, until_disconnect
-from jaxllm.serving.registry import leased
 from jaxllm.serving.responses.events import EVENTS
 from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.objects import (
@@ -58,16 +58,16 @@ async def create_response(body: ResponseRequest, request: Request) -> HTTPRespon
     state: ServerState = request.app.state.server
     responses = _responses(request)
     keep_alive = state.config.sse_keep_alive
-    run = await responses.prepare(
-        body, await leased(request, body.model, keep_alive=body.keep_alive, stream=body.stream)
-    )
+    call = await open_call(request, body.model, keep_alive=body.keep_alive, stream=body.stream)
+    run = await responses.prepare(body, call)
     if body.background:
         begun = await responses.background.start(run)
         if body.stream:
             return EventStream(run.response.id, begun.follow(-1, keep_alive))
         return json_response(run.response, request_id=run.response.id)
     if body.stream:
-        return EventStream(run.response.id, run.events(keep_alive), run)
+        await call.enter(run)
+        return EventStream(run.response.id, run.events(keep_alive))
     async with run:
         response = await until_disconnect(request.receive, run.to_end())
     return json_response(response, request_id=response.id)
@@ -76,8 +76,8 @@ async def create_response(body: ResponseRequest, request: Request) -> HTTPRespon
 @router.post("/responses/input_tokens", responses=returns(InputTokens))
 async def count_input_tokens(body: InputTokensRequest, request: Request) -> HTTPResponse:
     """How many tokens the prompt of a response would have."""
-    lease = await leased(request, body.model)
-    return json_response(InputTokens(await _responses(request).count_tokens(body, lease)))
+    call = await open_call(request, body.model)
+    return json_response(InputTokens(await _responses(request).count_tokens(body, call)))
 
 
 @router.get("/responses/{response_id}", responses=returns(Response, events=EVENTS.values()))

@@ -14,9 +14,9 @@ from jaxllm.chat.conversation import naming
 from jaxllm.chat.prompt import sampling_params
 from jaxllm.errors import ContextLengthError
 from jaxllm.mcp.tools import ToolResult, refused
+from jaxllm.serving.call import Call
 from jaxllm.serving.generation import GenerationSettings
 from jaxllm.serving.http.errors import to_api_error
-from jaxllm.serving.loadable import Lease
 from jaxllm.serving.reply import Reply, ReplyLoop, begin_reply
 from jaxllm.serving.responses.events import ResponseEvent, server_sent
 from jaxllm.serving.responses.items import Item
@@ -26,7 +26,6 @@ from jaxllm.serving.responses.stores import ResponseStore
 from jaxllm.serving.responses.toolbox import Offer, Toolbox, make_offer
 from jaxllm.serving.responses.translate import Translation, generation_settings, turns
 from jaxllm.serving.responses.writer import EventWriter
-from jaxllm.serving.state import ServerState
 
 logger = logging.getLogger(__name__)
 
@@ -37,18 +36,15 @@ class Replies:
     Raises InvalidRequestError for settings that are out of range.
     """
 
-    def __init__(
-        self, state: ServerState, lease: Lease, body: ResponseRequest, context: Sequence[Item], own: Sequence[Item]
-    ):
-        self._state = state
-        self.lease = lease
+    def __init__(self, call: Call, body: ResponseRequest, context: Sequence[Item], own: Sequence[Item]):
+        self.call = call
         """The request's: a run that outlives the request takes one more."""
         self.body = body
         self.context = context
         self.own = own
         translation = self._translation(context, Offer([], "auto"))
         with naming(translation.name):
-            self.params = sampling_params(lease.model, generation_settings(body))
+            self.params = sampling_params(call.model, generation_settings(body))
 
     async def begin(self, offer: Offer, output: Sequence[Item], num_generated: int) -> Reply:
         """The reply to the request and to what the response has put out since, generating `num_generated` tokens.
@@ -87,12 +83,10 @@ class Replies:
     async def _reply(self, context: Sequence[Item], offer: Offer, settings: GenerationSettings) -> Reply:
         translation = self._translation(context, offer)
         with naming(translation.name):
-            return await begin_reply(
-                self._state, self.lease, translation.conversation(), settings, prefix="resp-", goes_on=True
-            )
+            return await begin_reply(self.call, translation.conversation(), settings, prefix="resp-", goes_on=True)
 
     def _translation(self, context: Sequence[Item], offer: Offer) -> Translation:
-        return Translation(self.body, context, self.own, offer, list(self.lease.model.special_tokens))
+        return Translation(self.body, context, self.own, offer, list(self.call.model.special_tokens))
 
 
 def _what_is_left(settings: GenerationSettings, num_generated: int) -> GenerationSettings:
@@ -128,14 +122,13 @@ class ResponseRun(ReplyLoop[Iterable[ResponseEvent], OutputMcpCall]):
         """`approved` are calls that run before the model is asked."""
         body = replies.body
         most_calls = most_calls if body.max_tool_calls is None else min(body.max_tool_calls, most_calls)
-        super().__init__(replies.lease.model, most_calls, parallel=body.parallel_tool_calls)
-        self.lease = replies.lease
+        super().__init__(replies.call.model, most_calls, parallel=body.parallel_tool_calls)
         self.response = writer.response
         """The response as far as it has come."""
         self.keeps_events = body.background and body.stream
         self.sent: list[bytes] = []
         """Every event so far, by its sequence number, with `keeps_events`."""
-        self._replies = replies
+        self.replies = replies
         self._toolbox = toolbox
         self._writer = writer
         self._store = store
@@ -165,7 +158,7 @@ class ResponseRun(ReplyLoop[Iterable[ResponseEvent], OutputMcpCall]):
 
     async def begin_stored(self) -> None:
         """Keep the response before it has run, as one that will be asked for by its id."""
-        await self._store.begin(self.response, self._replies.own, self.lease.tenant.name)
+        await self._store.begin(self.response, self.replies.own, self.replies.call.tenant.name)
 
     async def to_end(self) -> Response:
         """The whole response, stored if it is to be. Raises what stops the generation."""
@@ -210,7 +203,7 @@ class ResponseRun(ReplyLoop[Iterable[ResponseEvent], OutputMcpCall]):
             raise self.ended_by
         if not self._goes_on or self._writer.asks_client:
             return False
-        limit = self._replies.body.max_output_tokens
+        limit = self.replies.body.max_output_tokens
         try:
             if limit is None or self._past.completion_tokens < limit:
                 await self._begin_reply()
@@ -249,7 +242,7 @@ class ResponseRun(ReplyLoop[Iterable[ResponseEvent], OutputMcpCall]):
 
         Raises what stops the generation.
         """
-        told = [item for item in self._replies.context if item["type"] == "mcp_list_tools" and item["error"] is None]
+        told = [item for item in self.replies.context if item["type"] == "mcp_list_tools" and item["error"] is None]
         listed = {item["server_label"] for item in told}
         for listing in self._toolbox.listings:
             if listing.label not in listed:
@@ -261,10 +254,10 @@ class ResponseRun(ReplyLoop[Iterable[ResponseEvent], OutputMcpCall]):
                 yield events
 
     async def _begin_reply(self) -> None:
-        body, runs = self._replies.body, self.num_calls < self.most_calls
+        body, runs = self.replies.body, self.num_calls < self.most_calls
         offer = make_offer(body, self._toolbox, forces=not self.num_calls, runs=runs)
         output = msgspec.to_builtins(self.response.output)
-        await self.enter(await self._replies.begin(offer, output, self._past.completion_tokens))
+        await self.enter(await self.replies.begin(offer, output, self._past.completion_tokens))
 
     def _failed(self, error: Exception, what: str) -> list[bytes]:
         """The events that tell of an error. The log has the details of one that clients are not told."""
@@ -281,5 +274,5 @@ class ResponseRun(ReplyLoop[Iterable[ResponseEvent], OutputMcpCall]):
     async def _save(self, events: bytes | None = None) -> None:
         response = self.response
         if response.store or response.conversation:
-            owner, own = self.lease.tenant.name, self._replies.own
+            owner, own = self.replies.call.tenant.name, self.replies.own
             await self._store.finish(response, own, owner, begun=response.background, events=events)

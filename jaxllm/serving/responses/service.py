@@ -12,9 +12,9 @@ from msgspec import UNSET
 from jaxllm.chat.conversation import naming
 from jaxllm.chat.prompt import render
 from jaxllm.errors import InvalidRequestError
+from jaxllm.serving.call import Call
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.request_model import ignored_fields
-from jaxllm.serving.loadable import Lease
 from jaxllm.serving.mcp.execution import injected_tools
 from jaxllm.serving.responses.background import BackgroundRuns
 from jaxllm.serving.responses.items import Item, ItemReference, MessageItem, new_id
@@ -39,21 +39,21 @@ class Responses:
         self.conversations = ConversationStore(database)
         self.background = BackgroundRuns(self.store)
 
-    async def prepare(self, body: ResponseRequest, lease: Lease) -> ResponseRun:
+    async def prepare(self, body: ResponseRequest, call: Call) -> ResponseRun:
         """A run that has yet to be entered. Raises APIError or InvalidRequestError naming the field."""
-        toolbox = await self._toolbox(body, lease.model)
-        context, own = await self._context(body, lease.tenant.name)
+        toolbox = await self._toolbox(body, call.model)
+        context, own = await self._context(body, call.tenant.name)
         approved = approved_calls(context, own, body.server_labels.values())
-        replies = Replies(self._state, lease, body, context, own)
-        writer = EventWriter(_response(body, replies), body, lease.model.token_bytes, toolbox.find)
+        replies = Replies(call, body, context, own)
+        writer = EventWriter(_response(body, replies), body, call.model.token_bytes, toolbox.find)
         most_calls = self._state.config.mcp_max_calls
         return ResponseRun(replies, toolbox, writer, self.store, approved=approved, most_calls=most_calls)
 
-    async def count_tokens(self, body: PromptFields, lease: Lease) -> int:
+    async def count_tokens(self, body: PromptFields, call: Call) -> int:
         """Tokens of the prompt that a response would have. Raises APIError or InvalidRequestError naming the field."""
-        model = lease.model
+        model = call.model
         toolbox = await self._toolbox(body, model)
-        context, own = await self._context(body, lease.tenant.name)
+        context, own = await self._context(body, call.tenant.name)
         async with aclosing(toolbox):
             await toolbox.open()
             offer = make_offer(body, toolbox, forces=True, runs=True)
@@ -122,7 +122,7 @@ def _response(body: ResponseRequest, replies: Replies) -> Response:
         max_output_tokens=body.max_output_tokens,
         max_tool_calls=body.max_tool_calls,
         metadata=body.metadata or {},
-        model=replies.lease.name,
+        model=replies.call.name,
         output=[],
         parallel_tool_calls=body.parallel_tool_calls,
         previous_response_id=body.previous_response_id,
