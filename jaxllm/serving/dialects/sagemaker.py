@@ -16,8 +16,7 @@ from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.openai.chat import create_chat_completion
 from jaxllm.serving.openai.chat_types import ChatCompletion, ChatCompletionChunk, ChatRequest
 from jaxllm.serving.openai.completions import Completion, CompletionRequest, create_completion
-from jaxllm.serving.pooling.embeddings import vectors_of
-from jaxllm.serving.pooling.scoring import classes_of, rerank, score
+from jaxllm.serving.pooling.routes import classes_of, rerank, score, vectors_of
 from jaxllm.serving.pooling.types import (
     ClassificationList,
     ClassifyRequest,

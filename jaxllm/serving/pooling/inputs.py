@@ -1,15 +1,16 @@
-"""Texts for a model that embeds or scores, as token ids cut to fit, and how pairs of texts and classes are judged."""
+"""Requests without generation: their texts as token ids cut to fit, run side by side, and judged by pair or class."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
+import msgspec
 import numpy as np
-from fastapi import Request
+from fastapi import Request, Response
 
 from jaxllm.chat.conversation import naming, renaming
 from jaxllm.chat.prompt import render
@@ -18,6 +19,7 @@ from jaxllm.errors import ConfigError, ContextLengthError, Field, InvalidRequest
 from jaxllm.requests.outputs import PooledOutput
 from jaxllm.requests.tasks import Activation, ModelTasks, Pooling, PoolingParams
 from jaxllm.serving.call import Call
+from jaxllm.serving.http.answers import json_response
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.records import Clock, ModelCall
 from jaxllm.serving.http.streaming import until_disconnect
@@ -25,7 +27,6 @@ from jaxllm.serving.openai.messages import FIELD_NAMES
 from jaxllm.serving.openai.sampling import PromptTokensDetails
 from jaxllm.serving.pooling.types import ComparisonFields, InputFields, PoolingFields, PoolingUsage
 from jaxllm.serving.served_model import ServedModel
-from jaxllm.serving.state import ServerState
 
 Method = Literal["yes_no", "cosine", "classifier"]
 Pair = tuple[str, str]
@@ -39,20 +40,100 @@ JUDGE_PROMPT = (
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
 
+class PoolingRun:
+    """One HTTP request's prompts, with the adapter that it names; `run` is called once.
+
+    Raises InvalidRequestError for a priority that its tenant may not have.
+    """
+
+    def __init__(self, request: Request, call: Call, fields: PoolingFields, kind: str):
+        self.id = f"{kind}-{fields.request_id or uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.call = call
+        self.model = call.model
+        self.tasks = call.model.engine.info.tasks
+        self.state = call.state
+        self._request = request
+        self._adapters = call.adapter_uses()
+        self._fields = fields
+        self._priority = call.tenant.priority(fields.priority)
+        self._task: asyncio.Task[list[PooledOutput]] | None = None
+        self._ended_by: APIError | None = None
+        self._usage: ModelCall
+
+    async def run(
+        self, prompts: Sequence[list[int]], params: PoolingParams, second_texts: Sequence[int] = ()
+    ) -> list[np.ndarray]:
+        """The values of every prompt, in order. `second_texts` are `AsyncLLM.pool`'s.
+
+        Raises:
+            ClientDisconnected: the client went away first; the engine stops then.
+            APIError: the error that it was aborted with, or 429 when the key has fewer tokens left than the prompts
+                have.
+            The engine's own errors: InvalidRequestError, QueueFullError, EngineDeadError, JaxLLMError.
+        """
+        asked = self._usage = ModelCall(operation="embed", model=self.model.names[0], clock=Clock(time.time()))
+        tokens = sum(map(len, prompts))
+        async with self.call.asking(self, asked, tokens):
+            asked.prompt_tokens = tokens
+            try:
+                outputs = await until_disconnect(self._request.receive, self._run(prompts, params, second_texts))
+            except asyncio.CancelledError:
+                if self._ended_by is not None:
+                    raise self._ended_by from None
+                raise
+            asked.cached_tokens = sum(output.num_cached_tokens for output in outputs)
+        return [output.values for output in outputs]
+
+    def abort(self, error: APIError) -> None:
+        """Stop now; the client gets the error."""
+        self._ended_by = error
+        if self._task is not None:
+            self._task.cancel()
+
+    def usage(self) -> PoolingUsage:
+        """The tokens of all prompts."""
+        tokens, cached = self._usage.prompt_tokens, PromptTokensDetails(self._usage.cached_tokens)
+        return PoolingUsage(prompt_tokens=tokens, total_tokens=tokens, prompt_tokens_details=cached)
+
+    def listed(self, kind: Callable[..., msgspec.Struct], data: Sequence[msgspec.Struct]) -> Response:
+        """The answer of one entry a prompt, as one of types' lists."""
+        answer = kind(id=self.id, created=self.created, model=self.call.name, data=data, usage=self.usage())
+        return json_response(answer, request_id=self.id)
+
+    async def _run(
+        self, prompts: Sequence[list[int]], params: PoolingParams, second_texts: Sequence[int]
+    ) -> list[PooledOutput]:
+        tenant = self.call.tenant
+        call = self.model.engine.pool(
+            prompts,
+            params,
+            request_id=self.id,
+            priority=self._priority,
+            cache_salt=tenant.cache_salt(self._fields.cache_salt),
+            group=tenant.group,
+            adapters=self._adapters,
+            second_texts=second_texts,
+        )
+        self._task = asyncio.create_task(call)
+        return await self._task
+
+
 def pooling_kind(model: ServedModel) -> Pooling:
     """The server's setting, or what the checkpoint asks for."""
     setting = model.config.pooling
     return model.engine.info.tasks.pooling if setting == "auto" else setting
 
 
-async def input_prompts(state: ServerState, model: ServedModel, body: InputFields) -> list[list[int]]:
+async def input_prompts(run: PoolingRun, body: InputFields) -> list[list[int]]:
     """Tokenize, cut and check every input of a request. Raises InvalidRequestError naming the entry."""
     if body.messages is None:
-        return await state.offload(_input_prompts, model, body)
+        return await run.state.offload(_input_prompts, run.model, body)
     with naming(renaming(FIELD_NAMES)):
         may_be_cut = body.truncate_prompt_tokens is not None
-        rendered = await state.prepare(render, model, body.conversation(), may_be_cut=may_be_cut)
-    return [check_length(model, cut(rendered.token_ids, kept_tokens(model, body), body.truncation_side), "messages")]
+        rendered = await run.state.prepare(render, run.model, body.conversation(), may_be_cut=may_be_cut)
+    kept = cut(rendered.token_ids, kept_tokens(run.model, body), body.truncation_side)
+    return [check_length(run.model, kept, "messages")]
 
 
 def text_prompt(model: ServedModel, text: str, keep: int, source: str, side: str = "right") -> list[int]:
@@ -123,29 +204,27 @@ def score_method(config: ModelConfig, tasks: ModelTasks) -> Method:
     return setting
 
 
-async def score_pairs(
-    state: ServerState, model: ServedModel, request: Request, pairs: list[Pair], body: ComparisonFields, run: PoolingRun
-) -> list[float]:
+async def score_pairs(run: PoolingRun, pairs: list[Pair], body: ComparisonFields) -> list[float]:
     """A score for each pair: a probability, or with cosine a number from -1 to 1.
 
     Raises:
         InvalidRequestError: a field does not suit how this model compares; APIError: a text is too long.
     """
-    method = score_method(model.config, model.engine.info.tasks)
+    model, offload = run.model, run.state.offload
+    method = score_method(model.config, run.tasks)
     _check_fields(model, body, method)
     names = body.named_texts()
-    short = await state.offload(_shorten_pairs, model, pairs, body, names)
+    short = await offload(_shorten_pairs, model, pairs, body, names)
     names = {
         cut: names[text] for pair, cuts in zip(pairs, short, strict=True) for text, cut in zip(pair, cuts, strict=True)
     }
-    pairs = short
     if method == "cosine":
-        return await _cosines(state, model, request, pairs, body, run, names)
+        return await _cosines(run, short, body, names)
     params = PoolingParams(kind="logits", token_ids=_answers(model) if method == "yes_no" else ())
-    found = await state.offload(lambda: [_pair_prompt(model, pair, body, names) for pair in pairs])
+    found = await offload(lambda: [_pair_prompt(model, pair, body, names) for pair in short])
     prompts, second_texts = zip(*found, strict=True)
-    logits = np.stack(await run.run(request, prompts, params, second_texts)).astype(np.float64)
-    return _relevance(logits, model.engine.info.tasks, raw=not body.use_activation).tolist()
+    logits = np.stack(await run.run(prompts, params, second_texts)).astype(np.float64)
+    return _relevance(logits, run.tasks, raw=not body.use_activation).tolist()
 
 
 def activate(logits: np.ndarray, activation: Activation) -> np.ndarray:
@@ -159,26 +238,17 @@ def activate(logits: np.ndarray, activation: Activation) -> np.ndarray:
     return weights / weights.sum(-1, keepdims=True)
 
 
-async def class_scores(
-    state: ServerState,
-    call: Call,
-    request: Request,
-    body: InputFields,
-    run: PoolingRun,
-    *,
-    raw: bool,
-) -> list[np.ndarray]:
-    """Of each input, its classes' probabilities, or with `raw` the head's own scores.
+async def class_scores(run: PoolingRun, body: InputFields, *, raw: bool) -> list[np.ndarray]:
+    """The probabilities of each input's classes, or with `raw` the head's own scores.
 
     Raises InvalidRequestError when the model has no classification head.
     """
-    model = call.model
-    tasks = model.engine.info.tasks
-    if not tasks.labels:
-        raise InvalidRequestError(f"model {call.name!r} has no classification head, so it cannot classify", "model")
-    prompts = await input_prompts(state, model, body)
-    logits = np.stack(await run.run(request, prompts, PoolingParams(kind="logits")))
-    return list(activate(logits, "identity" if raw else tasks.activation))
+    if not run.tasks.labels:
+        name = run.call.name
+        raise InvalidRequestError(f"model {name!r} has no classification head, so it cannot classify", "model")
+    prompts = await input_prompts(run, body)
+    logits = np.stack(await run.run(prompts, PoolingParams(kind="logits")))
+    return list(activate(logits, "identity" if raw else run.tasks.activation))
 
 
 def _input_prompts(model: ServedModel, body: InputFields) -> list[list[int]]:
@@ -214,20 +284,11 @@ def _relevance(logits: np.ndarray, tasks: ModelTasks, *, raw: bool) -> np.ndarra
     return odds if raw else activate(odds, "sigmoid")
 
 
-async def _cosines(
-    state: ServerState,
-    model: ServedModel,
-    request: Request,
-    pairs: list[Pair],
-    body: ComparisonFields,
-    run: PoolingRun,
-    names: dict[str, str],
-) -> list[float]:
-    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-    keep = kept_tokens(model, body)
-    before = model.engine.info.tasks.prompt(None)
-    prompts = await state.offload(lambda: [text_prompt(model, before + text, keep, names[text]) for text in texts])
-    vectors = np.stack(await run.run(request, prompts, PoolingParams(kind=pooling_kind(model)))).astype(np.float64)
+async def _cosines(run: PoolingRun, pairs: list[Pair], body: ComparisonFields, names: dict[str, str]) -> list[float]:
+    texts, model = list(dict.fromkeys(text for pair in pairs for text in pair)), run.model
+    keep, before = kept_tokens(model, body), run.tasks.prompt(None)
+    prompts = await run.state.offload(lambda: [text_prompt(model, before + text, keep, names[text]) for text in texts])
+    vectors = np.stack(await run.run(prompts, PoolingParams(kind=pooling_kind(model)))).astype(np.float64)
     units = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     unit = dict(zip(texts, units, strict=True))
     return [float(unit[first] @ unit[second]) for first, second in pairs]
@@ -309,83 +370,3 @@ def _shorten_pairs(model: ServedModel, pairs: list[Pair], body: ComparisonFields
 def _first_tokens(model: ServedModel, text: str, count: int) -> str:
     ids = model.tokenizer.encode(text, add_special_tokens=False)
     return text if len(ids) <= count else model.tokenizer.decode(ids[:count], skip_special_tokens=False)
-
-
-class PoolingRun:
-    """One HTTP request's prompts, with the adapter that it names. `usage` counts those that `run` was given.
-
-    Raises InvalidRequestError for a priority that its tenant may not have.
-    """
-
-    def __init__(self, call: Call, fields: PoolingFields, kind: str):
-        self.id = f"{kind}-{fields.request_id or uuid.uuid4().hex}"
-        self.created = int(time.time())
-        self._model = call.model
-        self._adapters = call.adapter_uses()
-        self._fields = fields
-        self._call = call
-        self._priority = call.tenant.priority(fields.priority)
-        self._prompt_tokens = 0
-        self._cached_tokens = 0
-        self._task: asyncio.Task[list[PooledOutput]] | None = None
-        self._ended_by: APIError | None = None
-
-    async def run(
-        self,
-        request: Request,
-        prompts: Sequence[list[int]],
-        params: PoolingParams,
-        second_texts: Sequence[int] = (),
-    ) -> list[np.ndarray]:
-        """The values of every prompt, in order. `second_texts` are `AsyncLLM.pool`'s.
-
-        Raises:
-            ClientDisconnected: the client went away first; the engine stops then.
-            APIError: what it was aborted with, or 429 when the key has fewer tokens left than the prompts have.
-            What the engine raises: InvalidRequestError, QueueFullError, EngineDeadError, JaxLLMError.
-        """
-        asked = ModelCall(operation="embed", model=self._model.names[0], clock=Clock(time.time()))
-        tokens = sum(map(len, prompts))
-        async with self._call.asking(self, asked, tokens):
-            asked.prompt_tokens = tokens
-            try:
-                outputs = await until_disconnect(request.receive, self._run(prompts, params, second_texts))
-            except asyncio.CancelledError:
-                if self._ended_by is not None:
-                    raise self._ended_by from None
-                raise
-            asked.cached_tokens = sum(output.num_cached_tokens for output in outputs)
-        self._prompt_tokens += tokens
-        self._cached_tokens += asked.cached_tokens
-        return [output.values for output in outputs]
-
-    def abort(self, error: APIError) -> None:
-        """Stop now; the client gets the error."""
-        self._ended_by = error
-        if self._task is not None:
-            self._task.cancel()
-
-    def usage(self) -> PoolingUsage:
-        """Tokens of all prompts run so far."""
-        return PoolingUsage(
-            prompt_tokens=self._prompt_tokens,
-            total_tokens=self._prompt_tokens,
-            prompt_tokens_details=PromptTokensDetails(self._cached_tokens),
-        )
-
-    async def _run(
-        self, prompts: Sequence[list[int]], params: PoolingParams, second_texts: Sequence[int]
-    ) -> list[PooledOutput]:
-        fields = self._fields
-        call = self._model.engine.pool(
-            prompts,
-            params,
-            request_id=self.id,
-            priority=self._priority,
-            cache_salt=self._call.tenant.cache_salt(fields.cache_salt),
-            group=self._call.tenant.group,
-            adapters=self._adapters,
-            second_texts=second_texts,
-        )
-        self._task = asyncio.create_task(call)
-        return await self._task

@@ -198,6 +198,13 @@ class PoolingRequest(VectorFields):
     """A vector, or the probabilities of the classes; by default what the model is made for."""
 
 
+class _Listed(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+
+
 class PoolingUsage(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     total_tokens: int
@@ -216,20 +223,12 @@ class Pooled(msgspec.Struct, kw_only=True):
     data: list[float] | str
 
 
-class PoolingList(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
+class PoolingList(_Listed, kw_only=True):
     data: list[Pooled]
     usage: PoolingUsage
 
 
-class EmbeddingList(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
+class EmbeddingList(_Listed, kw_only=True):
     data: list[Embedding]
     usage: PoolingUsage
 
@@ -407,11 +406,7 @@ class Score(msgspec.Struct, kw_only=True):
     score: float
 
 
-class ScoreList(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
+class ScoreList(_Listed, kw_only=True):
     data: list[Score]
     usage: PoolingUsage
 
@@ -459,10 +454,6 @@ class Classification(msgspec.Struct, kw_only=True):
     num_classes: int
 
 
-class ClassificationList(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
+class ClassificationList(_Listed, kw_only=True):
     data: list[Classification]
     usage: PoolingUsage

@@ -1,4 +1,4 @@
-"""/embeddings and /pooling"""
+"""/embeddings, /pooling, /score, /rerank, /classify, and Cohere's /v2/embed and /v2/rerank"""
 
 from __future__ import annotations
 
@@ -21,24 +21,37 @@ from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.request_model import Label, ModelFields, RequestModel, refuse
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.openai.messages import TextPart
-from jaxllm.serving.pooling.inputs import PoolingRun, class_scores, input_prompts, pooling_kind
+from jaxllm.serving.pooling.inputs import PoolingRun, class_scores, input_prompts, pooling_kind, score_pairs
 from jaxllm.serving.pooling.types import (
     MAX_INPUTS,
     APIVersion,
+    Classification,
+    ClassificationList,
+    ClassifyRequest,
+    DocumentRerankRequest,
     Embedding,
     EmbeddingList,
     EmbeddingRequest,
+    InputFields,
     Pooled,
     PoolingList,
     PoolingRequest,
+    Rank,
+    RankedDocument,
+    Ranking,
+    RankingMeta,
+    RerankRequest,
+    Score,
+    ScoreList,
+    ScoreRequest,
+    TextRank,
     VectorFields,
 )
-from jaxllm.serving.served_model import ServedModel
-from jaxllm.serving.state import ServerState
 
 router = APIRouter(route_class=JSONRoute, tags=["embeddings"])
-cohere_router = APIRouter(route_class=JSONRoute, tags=["embeddings"])
-"""What has a version of its own in its path."""
+scoring_router = APIRouter(route_class=JSONRoute, tags=["scoring"])
+embed_v2_router = APIRouter(route_class=JSONRoute, tags=["embeddings"])
+rerank_v2_router = APIRouter(route_class=JSONRoute, tags=["scoring"])
 
 EmbeddingType = Literal["float", "base64", "binary", "ubinary"]
 PROMPT_NAMES = {"search_query": "query", "search_document": "document"}
@@ -149,53 +162,35 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
 
 
 async def vectors_of(call: Call, body: EmbeddingRequest, request: Request) -> Response:
-    """What /embeddings answers, of a model that has been taken."""
-    run = PoolingRun(call, body, "embd")
-    vectors = await embed(request.app.state.server, call.model, request, body, run)
-    embeddings = EmbeddingList(
-        id=run.id,
-        created=run.created,
-        model=call.name,
-        data=[Embedding(index=index, embedding=body.encoded(vector)) for index, vector in enumerate(vectors)],
-        usage=run.usage(),
-    )
-    return json_response(embeddings, request_id=run.id)
+    """The answer of /embeddings, of a model that has been taken."""
+    run = PoolingRun(request, call, body, "embd")
+    vectors = await embed(run, body)
+    data = [Embedding(index=index, embedding=body.encoded(vector)) for index, vector in enumerate(vectors)]
+    return run.listed(EmbeddingList, data)
 
 
 @router.post("/pooling", responses=returns(PoolingList))
 async def pool(body: PoolingRequest, request: Request) -> Response:
     """What the model makes of each text: a vector, or with a classification head the probabilities of its classes."""
-    state: ServerState = request.app.state.server
     call = await open_call(request, body.model, keep_alive=body.keep_alive)
-    model = call.model
-    run = PoolingRun(call, body, "pool")
-    classifies = bool(model.engine.info.tasks.labels)
-    if body.task == "classify" or (body.task is None and classifies):
+    run = PoolingRun(request, call, body, "pool")
+    if body.task == "classify" or (body.task is None and run.tasks.labels):
         for field in ("dimensions", "normalize"):
             if getattr(body, field) is not None:
                 raise InvalidRequestError(f"{field} is for vectors; task is 'classify'", field)
-        rows = await class_scores(state, call, request, body, run, raw=body.use_activation is False)
+        rows = await class_scores(run, body, raw=body.use_activation is False)
     else:
-        rows = await embed(state, model, request, body, run)
-    pooled = PoolingList(
-        id=run.id,
-        created=run.created,
-        model=call.name,
-        data=[Pooled(index=index, data=body.encoded(row)) for index, row in enumerate(rows)],
-        usage=run.usage(),
-    )
-    return json_response(pooled, request_id=run.id)
+        rows = await embed(run, body)
+    return run.listed(PoolingList, [Pooled(index=index, data=body.encoded(row)) for index, row in enumerate(rows)])
 
 
-@cohere_router.post("/v2/embed", responses=returns(CohereEmbedResponse))
+@embed_v2_router.post("/v2/embed", responses=returns(CohereEmbedResponse))
 async def embed_v2(body: CohereEmbedRequest, request: Request) -> Response:
     """A vector for each text; Cohere's second shape."""
-    state: ServerState = request.app.state.server
     call = await open_call(request, body.model)
-    model = call.model
-    fields = body.as_embeddings(model.engine.info.tasks.prompts)
-    run = PoolingRun(call, fields, "embd")
-    vectors = await embed(state, model, request, fields, run)
+    fields = body.as_embeddings(call.model.engine.info.tasks.prompts)
+    run = PoolingRun(request, call, fields, "embd")
+    vectors = await embed(run, fields)
     answer = CohereEmbedResponse(
         id=run.id,
         embeddings=written(vectors, body.embedding_types),
@@ -205,19 +200,16 @@ async def embed_v2(body: CohereEmbedRequest, request: Request) -> Response:
     return json_response(answer, request_id=run.id)
 
 
-async def embed(
-    state: ServerState, model: ServedModel, request: Request, body: VectorFields, run: PoolingRun
-) -> list[np.ndarray]:
+async def embed(run: PoolingRun, body: VectorFields) -> list[np.ndarray]:
     """A vector for each input. Raises InvalidRequestError naming the field."""
-    size = model.engine.info.hidden_size
+    size = run.model.engine.info.hidden_size
     if body.dimensions is not None and body.dimensions > size:
         name = body.called.get("dimensions", "dimensions")
         raise InvalidRequestError(f"{name} is {body.dimensions}; this model has {size}", name)
-    prompts = await input_prompts(state, model, body)
-    vectors = await run.run(request, prompts, PoolingParams(kind=pooling_kind(model)))
-    normalize = body.asks_unit_length
-    if normalize is None:
-        normalize = model.engine.info.tasks.normalize
+    prompts = await input_prompts(run, body)
+    vectors = await run.run(prompts, PoolingParams(kind=pooling_kind(run.model)))
+    asked = body.asks_unit_length
+    normalize = run.tasks.normalize if asked is None else asked
     return [shape_vector(vector, body.dimensions, normalize) for vector in vectors]
 
 
@@ -234,3 +226,75 @@ def written(vectors: list[np.ndarray], types: list[EmbeddingType]) -> CohereEmbe
     if "ubinary" in types:
         found.ubinary = [octets.tolist() for octets in bits]
     return found
+
+
+@scoring_router.post("/score", responses=returns(ScoreList))
+async def score(body: ScoreRequest, request: Request) -> Response:
+    """How well each text goes with the query."""
+    call = await open_call(request, body.model, keep_alive=body.keep_alive)
+    run = PoolingRun(request, call, body, "score")
+    scores = await score_pairs(run, body.pairs, body)
+    return run.listed(ScoreList, [Score(index=index, score=value) for index, value in enumerate(scores)])
+
+
+@scoring_router.post("/rerank", responses=returns(Ranking, list[TextRank]))
+async def rerank(body: RerankRequest, request: Request) -> Response:
+    """Documents by their relevance, best first; Jina's shape, and Cohere's first. With `texts` a list, as TEI's."""
+    if body.texts is None:
+        return await _rank(body, request, "1", return_documents=body.return_documents is not False)
+    run, scores, best_first = await _ranked(body, request)
+    ranks = [
+        TextRank(index=index, score=scores[index], text=body.texts[index] if body.return_text else UNSET)
+        for index in best_first
+    ]
+    return json_response(ranks, request_id=run.id)
+
+
+@rerank_v2_router.post("/v2/rerank", responses=returns(Ranking))
+async def rerank_v2(body: DocumentRerankRequest, request: Request) -> Response:
+    """Documents by their relevance, best first; Cohere's second shape."""
+    return await _rank(body, request, "2", return_documents=body.return_documents is True)
+
+
+@scoring_router.post("/classify", responses=returns(ClassificationList))
+async def classify(body: ClassifyRequest, request: Request) -> Response:
+    """The class of each text, for models with a classification head."""
+    call = await open_call(request, body.model, keep_alive=body.keep_alive)
+    return await classes_of(call, body, request, raw=not body.use_activation)
+
+
+async def classes_of(call: Call, body: InputFields, request: Request, *, raw: bool) -> Response:
+    """The answer of /classify, of a model that has been taken."""
+    run = PoolingRun(request, call, body, "classify")
+    probs, labels = await class_scores(run, body, raw=raw), run.tasks.labels
+    data = [
+        Classification(index=index, label=labels[int(np.argmax(row))], probs=row.tolist(), num_classes=len(labels))
+        for index, row in enumerate(probs)
+    ]
+    return run.listed(ClassificationList, data)
+
+
+async def _rank(
+    body: DocumentRerankRequest, request: Request, version: Literal["1", "2"], *, return_documents: bool
+) -> Response:
+    run, scores, best_first = await _ranked(body, request)
+    texts = body.candidates
+    ranks = [
+        Rank(
+            index=index,
+            relevance_score=scores[index],
+            document=RankedDocument(texts[index]) if return_documents else UNSET,
+        )
+        for index in best_first[: body.top_n or None]
+    ]
+    meta = RankingMeta(APIVersion(version))
+    ranking = Ranking(id=run.id, model=run.call.name, results=ranks, usage=run.usage(), meta=meta)
+    return json_response(ranking, request_id=run.id)
+
+
+async def _ranked(body: DocumentRerankRequest, request: Request) -> tuple[PoolingRun, list[float], list[int]]:
+    """The candidates' scores, and their places from the best on."""
+    call = await open_call(request, body.model, keep_alive=body.keep_alive)
+    run = PoolingRun(request, call, body, "rerank")
+    scores = await score_pairs(run, [(body.query, text) for text in body.candidates], body)
+    return run, scores, sorted(range(len(scores)), key=lambda index: -scores[index])
