@@ -6,11 +6,10 @@ import asyncio
 import dataclasses
 import logging
 import time
+import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
-from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -24,7 +23,6 @@ from jaxllm.serving.batches.caller import (
     ALL_PLACES,
     Caller,
     Line,
-    Places,
     Unavailable,
     check_input,
     line_result,
@@ -39,7 +37,6 @@ from jaxllm.serving.batches.stores import (
     FileRow,
     FileStore,
     files_of,
-    new_batch_id,
 )
 from jaxllm.serving.batches.types import BatchError, BatchRequest, LineError, LineResult
 from jaxllm.serving.http.api_error import APIError
@@ -72,41 +69,17 @@ class Suspended(Exception):
         self.models = models
 
 
-@dataclasses.dataclass
-class Stores:
-    """Where batches and files are kept."""
-
-    database: Database
-    batches: BatchStore
-    files: FileStore
-    directory: Path
-    """Holds a journal for each unfinished batch."""
-
-    def journal(self, batch_id: str) -> Journal:
-        return Journal(self.directory / batch_id)
-
-
 class BatchRun:
     """Runs a batch whose journal's lock is held. Never cancelled: `closing` makes it stop by itself, within a tick.
 
     While the disk is full it waits, with what is to be written in memory; what could not even be begun does not run.
     """
 
-    def __init__(
-        self,
-        batch_id: str,
-        stores: Stores,
-        caller: Caller,
-        closing: asyncio.Event,
-        draining: Callable[[], bool],
-    ):
+    def __init__(self, batches: Batches, batch_id: str):
         self._id = batch_id
-        self._stores = stores
-        self._batches = stores.batches
-        self._journal = stores.journal(batch_id)
-        self._caller = caller
-        self._closing = closing
-        self._draining = draining
+        self._of = batches
+        self._batches = batches.store
+        self._journal = batches.journal(batch_id)
         self._tally = Tally()
         self._done: set[str] = set()
         self._crashes: Counter[str] = Counter()
@@ -162,11 +135,11 @@ class BatchRun:
     async def _run_lines(self, batch: BatchRow) -> BatchRow:
         """Run what is not done. Returns the batch in finalizing, or in cancelling. Raises Suspended."""
         feeding = asyncio.create_task(self._feed(batch))
-        closing = asyncio.create_task(self._closing.wait())
+        closing = asyncio.create_task(self._of.closing.wait())
         try:
             while not feeding.done() and batch.status == "in_progress" and time.time() < batch.expires_at:
                 await asyncio.wait({feeding, closing}, timeout=TICK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                if self._closing.is_set() or self._draining():
+                if self._of.closing.is_set() or self._of.draining:
                     raise Suspended
                 batch = await self._record()
             finished = feeding.done()
@@ -199,22 +172,22 @@ class BatchRun:
                         continue
                     # what was running at a crash runs alone, so that the next crash meets the one that is to blame
                     wanted = ALL_PLACES if crashes else line.num_sequences(batch.endpoint)
-                    places = self._caller.places(line)
+                    places = self._of.caller.places(line)
                     await places.take(wanted)
                     task = group.create_task(self._run_line(batch, line))
-                    task.add_done_callback(partial(_give_back, places, wanted))
+                    task.add_done_callback(lambda _, places=places, wanted=wanted: places.give(wanted))
 
     async def _run_line(self, batch: BatchRow, line: Line) -> None:
-        model = self._started[line.custom_id] = self._caller.model_of(line)
+        model = self._started[line.custom_id] = self._of.caller.model_of(line)
         await self._with_room(lambda: _to_its_end(self._journal.start, line.custom_id))
         try:
-            result = await self._with_room(lambda: self._caller.call(batch.endpoint, line, batch.owner))
+            result = await self._with_room(lambda: self._of.caller.call(batch.endpoint, line, batch.owner))
         except (Unavailable, Suspended):
             raise
         except Exception:
             logger.exception("batch %s, line %r", self._id, line.custom_id)
             result = line_result(line, error=FAILED)
-        if model.is_dead or self._draining():  # the answer may be one that was cut short
+        if model.is_dead or self._of.draining:  # the answer may be one that was cut short
             raise Unavailable(model)
         self._results.append(result)
         if self._crashes[line.custom_id]:  # on disk before anything else runs that may crash
@@ -231,7 +204,7 @@ class BatchRun:
 
     def _blameless(self) -> set[str]:
         """Lines without a result that no crash has stopped: the server is stopping, or another model's engine died."""
-        stopping = self._closing.is_set() or self._draining()
+        stopping = self._of.closing.is_set() or self._of.draining
         unfinished = {name: model for name, model in self._started.items() if name not in self._done}
         return {name for name, model in unfinished.items() if stopping or not (model in self._dead or model.is_dead)}
 
@@ -269,7 +242,7 @@ class BatchRun:
                 return written
             with suppress(TimeoutError):
                 async with asyncio.timeout(ROOM_SECONDS):
-                    await self._closing.wait()
+                    await self._of.closing.wait()
                 raise Suspended
 
     async def _end(self, status: str, errors: list[BatchError] | None = None) -> None:
@@ -281,18 +254,18 @@ class BatchRun:
         files: dict[str, FileRow] = {}
         for column, path in (("output_file_id", self._journal.output), ("error_file_id", self._journal.errors)):
             if path.exists():
-                files[column] = await self._stores.files.adopt(
+                files[column] = await self._of.files.adopt(
                     f"file-{self._id.removeprefix('batch_')}-{path.stem}",
                     path,
                     batch.owner,
-                    filename=f"{self._id}_{path.name}",
-                    purpose="batch_output",
-                    expires_after=batch.output_expires_after,
+                    f"{self._id}_{path.name}",
+                    "batch_output",
+                    batch.output_expires_after,
                 )
         values = dataclasses.asdict(self._tally) | {column: row.id for column, row in files.items()}
         if errors is not None:
             values["errors"] = msgspec.to_builtins(errors)
-        async with self._stores.database.transaction() as session:
+        async with self._of.database.transaction() as session:
             session.add_all(files.values())
             batch = await self._batches.change_in(
                 session, self._id, status=status, **values | {f"{status}_at": int(time.time())}
@@ -309,10 +282,6 @@ async def _to_its_end(write: Callable[[str], None], custom_id: str) -> None:
         await writing
 
 
-def _give_back(places: Places, count: int, _: asyncio.Task[None]) -> None:
-    places.give(count)
-
-
 POLL_SECONDS = 0.5
 
 
@@ -321,21 +290,30 @@ class Batches:
 
     def __init__(self, app: FastAPI, state: ServerState, database: Database):
         self._state = state
-        directory = in_home(state.config.data_dir)
         self.files = FileStore(database, files_of(state.config.data_dir))
         self.store = BatchStore(database)
-        self._stores = Stores(database, self.store, self.files, directory / "batches")
-        self._caller = Caller(app, state)
-        self._closing = asyncio.Event()
+        self.database = database
+        self.caller = Caller(app, state)
+        self.closing = asyncio.Event()
+        self._directory = in_home(state.config.data_dir) / "batches"
         self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def draining(self) -> bool:
+        """Whether the server is stopping."""
+        return self._state.draining
+
+    def journal(self, batch_id: str) -> Journal:
+        """The journal of an unfinished batch."""
+        return Journal(self._directory / batch_id)
 
     async def resume(self) -> None:
         """Go on with the unfinished batches of this directory that were made for a model served here."""
-        if not self._stores.database.exists:
+        if not self.database.exists:
             return
         await self.files.delete_expired()
         for batch in await self.store.unfinished():
-            if not self._stores.journal(batch.id).exists:
+            if not self.journal(batch.id).exists:
                 continue  # another server's, which shares the database but not the directory
             settled = batch.status == "cancelling" or batch.expires_at <= time.time()
             if self._state.registry.serves(batch.served_model) or settled:
@@ -357,8 +335,8 @@ class Batches:
         if file.purpose != "batch":
             message = f"input_file_id is {file.id!r}, uploaded with purpose {file.purpose!r}; it must be 'batch'"
             raise APIError(400, message, param="input_file_id", code="invalid_input_file")
-        batch_id = new_batch_id()
-        journal = self._stores.journal(batch_id)
+        batch_id = f"batch_{uuid.uuid4().hex}"
+        journal = self.journal(batch_id)
         try:
             await asyncio.to_thread(journal.begin, path)
             batch = await self.store.add(batch_id, request, self._state.registry.default_name, tenant.name)
@@ -375,17 +353,17 @@ class Batches:
         if batch.status not in ("cancelling", "cancelled"):
             message = f"the batch cannot be cancelled: its status is {batch.status!r}"
             raise APIError(400, message, code="not_cancellable")
-        if self._stores.journal(batch_id).exists:
+        if self.journal(batch_id).exists:
             self._start(batch_id)
         return batch
 
     async def close(self) -> None:
         """Stop every batch where it is; what is unfinished is resumed at the next start."""
-        self._closing.set()
+        self.closing.set()
         await asyncio.gather(*self._tasks.values())
 
     def _start(self, batch_id: str) -> None:
-        if batch_id not in self._tasks and not self._closing.is_set():
+        if batch_id not in self._tasks and not self.closing.is_set():
             task = asyncio.create_task(self._run(batch_id), name=batch_id)
             self._tasks[batch_id] = task
             task.add_done_callback(lambda _: self._tasks.pop(batch_id))
@@ -398,14 +376,14 @@ class Batches:
 
     async def _return(self, models: Collection[LoadableModel]) -> bool:
         """Wait for engines that died to be started again; False when the server ends instead."""
-        while any(model.is_dead for model in models) and not self._closing.is_set():
+        while any(model.is_dead for model in models) and not self.closing.is_set():
             await asyncio.sleep(POLL_SECONDS)
-        return not (self._closing.is_set() or self._state.draining)
+        return not (self.closing.is_set() or self.draining)
 
     async def _advance(self, batch_id: str) -> Suspended | None:
         """Run a batch; what it raised when it had to stop before its end and may go on."""
-        journal = self._stores.journal(batch_id)
-        run = BatchRun(batch_id, self._stores, self._caller, self._closing, self._draining)
+        journal = self.journal(batch_id)
+        run = BatchRun(self, batch_id)
         try:
             with journal.lock():
                 await run.run()
@@ -418,6 +396,3 @@ class Batches:
         else:
             await asyncio.to_thread(journal.remove)
         return None
-
-    def _draining(self) -> bool:
-        return self._state.draining
