@@ -19,25 +19,9 @@ from filelock import Timeout
 from jaxllm.errors import StorageFullError
 from jaxllm.folders import in_home
 from jaxllm.serving.access.keys import Tenant
-from jaxllm.serving.batches.caller import (
-    ALL_PLACES,
-    Caller,
-    Line,
-    Unavailable,
-    check_input,
-    line_result,
-    read_lines,
-)
+from jaxllm.serving.batches.caller import ALL_PLACES, Caller, Line, Unavailable, check_input, line_result, read_lines
 from jaxllm.serving.batches.journal import Journal, Tally
-from jaxllm.serving.batches.stores import (
-    CANCELLABLE,
-    UNFINISHED,
-    BatchRow,
-    BatchStore,
-    FileRow,
-    FileStore,
-    files_of,
-)
+from jaxllm.serving.batches.stores import CANCELLABLE, UNFINISHED, BatchRow, BatchStore, FileRow, FileStore, files_of
 from jaxllm.serving.batches.types import BatchError, BatchRequest, LineError, LineResult
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.loadable import LoadableModel

@@ -61,8 +61,7 @@ ANSWERS = (ChatCompletion, Completion, EmbeddingList, ClassificationList, Rankin
 
 
 @router.post(
-    "/invocations",
-    responses=returns(*ANSWERS, events=(ChatCompletionChunk, Completion, ErrorResponse), done=DONE),
+    "/invocations", responses=returns(*ANSWERS, events=(ChatCompletionChunk, Completion, ErrorResponse), done=DONE)
 )
 async def invoke(body: Invocation, request: Request) -> Response:
     """A chat, a completion, embeddings or classes, a ranking or scores: whichever the body's fields ask for.

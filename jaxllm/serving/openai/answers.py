@@ -59,12 +59,7 @@ PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
 def chat_logprobs(
-    steps: Sequence[Step],
-    count: int,
-    token_bytes: TokenBytes,
-    asked: Sequence[int] = (),
-    *,
-    by_number: bool = False,
+    steps: Sequence[Step], count: int, token_bytes: TokenBytes, asked: Sequence[int] = (), *, by_number: bool = False
 ) -> ChatLogprobs:
     """`count` is the request's top_logprobs: 0 gives the chosen tokens only, -1 all. `asked` are listed as well.
 

@@ -33,11 +33,7 @@ from jaxllm.serving.reply import begin_reply
 
 
 async def execute(
-    call: Call,
-    body: ChatRequest,
-    conversation: Conversation,
-    request: Request,
-    labels: dict[str, str],
+    call: Call, body: ChatRequest, conversation: Conversation, request: Request, labels: dict[str, str]
 ) -> Response:
     """The answer, once the model calls no more tools; a client that goes away ends the tool that runs."""
     assert body.mcp is not None

@@ -179,10 +179,7 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
 
     def own_names(self) -> Callable[[Place], Place]:
         """What the fields of its Conversation and GenerationSettings are called here."""
-        names = {
-            "structured_outputs": self.constraint_field or "structured_outputs",
-            "logprobs": "top_logprobs",
-        }
+        names = {"structured_outputs": self.constraint_field or "structured_outputs", "logprobs": "top_logprobs"}
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         return renaming(FIELD_NAMES | names)

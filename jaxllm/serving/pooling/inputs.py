@@ -298,7 +298,7 @@ def _check_fields(model: ServedModel, body: ComparisonFields, method: Method) ->
     tasks = model.engine.info.tasks
     if method == "classifier" and len(tasks.labels) != 1 and set(tasks.labels) != {"yes", "no"}:
         raise InvalidRequestError(
-            f"this model tells {len(tasks.labels)} classes apart; a score needs one, or yes and no; use /classify",
+            f"this model tells {len(tasks.labels)} classes apart; a score needs one, or yes and no; use /classify"
         )
     if body.instruction is not None and not _judges(model):
         raise InvalidRequestError("instruction has no place in how this model compares texts", "instruction")
