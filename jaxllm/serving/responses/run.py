@@ -274,5 +274,4 @@ class ResponseRun(ReplyLoop[Iterable[ResponseEvent], OutputMcpCall]):
     async def _save(self, events: bytes | None = None) -> None:
         response = self.response
         if response.store or response.conversation:
-            owner, own = self.replies.call.tenant.name, self.replies.own
-            await self._store.finish(response, own, owner, begun=response.background, events=events)
+            await self._store.finish(response, self.replies.own, self.replies.call.tenant.name, events)

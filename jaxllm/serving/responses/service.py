@@ -19,10 +19,10 @@ from jaxllm.serving.mcp.execution import injected_tools
 from jaxllm.serving.responses.background import BackgroundRuns
 from jaxllm.serving.responses.items import Item, ItemReference, MessageItem, new_id
 from jaxllm.serving.responses.objects import ConversationReference, Response
-from jaxllm.serving.responses.request import McpTool, PromptFields, ResponseRequest
+from jaxllm.serving.responses.request import FunctionTool, McpTool, PromptFields, ResponseRequest
 from jaxllm.serving.responses.run import Replies, ResponseRun
 from jaxllm.serving.responses.stores import ConversationStore, ResponseStore
-from jaxllm.serving.responses.toolbox import Toolbox, approved_calls, as_functions, check_choice, make_offer
+from jaxllm.serving.responses.toolbox import Toolbox, approved_calls, check_choice, make_offer
 from jaxllm.serving.responses.translate import Translation
 from jaxllm.serving.responses.writer import EventWriter
 from jaxllm.serving.served_model import ServedModel
@@ -45,7 +45,7 @@ class Responses:
         context, own = await self._context(body, call.tenant.name)
         approved = approved_calls(context, own, body.server_labels.values())
         replies = Replies(call, body, context, own)
-        writer = EventWriter(_response(body, replies), body, call.model.token_bytes, toolbox.find)
+        writer = EventWriter(_response(body, replies), body, call.model.token_bytes, toolbox.by_name)
         most_calls = self._state.config.mcp_max_calls
         return ResponseRun(replies, toolbox, writer, self.store, approved=approved, most_calls=most_calls)
 
@@ -65,10 +65,12 @@ class Responses:
     async def _toolbox(self, body: PromptFields, model: ServedModel) -> Toolbox:
         """The request's tools, settled: without any, those of the configured servers, as functions."""
         if "tools" not in body.model_fields_set:
-            body.tools = list(as_functions(await injected_tools(self._state, model)))
+            body.tools = [
+                FunctionTool(type="function", name=tool.name, description=tool.description, parameters=tool.parameters)
+                for tool in await injected_tools(self._state, model)
+            ]
         check_choice(body)
-        wanted = {at: tool for at, tool in enumerate(body.tools) if isinstance(tool, McpTool)}
-        return Toolbox(self._state, model, wanted, body.function_names)
+        return Toolbox(self._state, model, body)
 
     async def _context(self, body: PromptFields, owner: str | None) -> tuple[list[Item], list[Item]]:
         """All that the response is given, and the part of it that the request itself brings."""

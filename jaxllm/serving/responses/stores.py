@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from sqlalchemy import (
     BigInteger,
-    CursorResult,
     Float,
     ForeignKey,
     LargeBinary,
@@ -32,6 +31,9 @@ LEASE_SECONDS = 60.0
 """A background response whose server has not said for so long that it still runs is failed."""
 
 _response_decoder = msgspec.json.Decoder(Response)
+
+_item_decoder = msgspec.json.Decoder(Item)
+_metadata_decoder = msgspec.json.Decoder(dict[str, str])
 
 
 class ResponseRow(Owned, Base):
@@ -80,28 +82,22 @@ class ResponseStore:
             session.add_all(_item_rows(response.id, input_items, 0, is_output=False))
 
     async def finish(
-        self,
-        response: Response,
-        input_items: Sequence[Item],
-        owner: str | None,
-        *,
-        begun: bool,
-        events: bytes | None = None,
-    ) -> bool:
+        self, response: Response, input_items: Sequence[Item], owner: str | None, events: bytes | None = None
+    ) -> None:
         """Keep a response that has ended, and add its items to its conversation.
 
-        False, and nothing is kept, when it had been kept by `begin` and has been cancelled or deleted since.
+        Nothing is kept when it had been kept by `begin` and has been cancelled or deleted since.
         """
         output = msgspec.to_builtins(response.output)
         async with self._database.transaction() as session:
-            if begun:
-                changed = await session.execute(
+            if response.background:
+                ended = (
                     update(ResponseRow)
                     .where(ResponseRow.id == response.id, ResponseRow.status.in_(RUNNING))
                     .values(status=response.status, body=msgspec.json.encode(response), events=events, alive_until=None)
                 )
-                if not _rowcount(changed):
-                    return False
+                if await session.scalar(ended.returning(ResponseRow.id)) is None:
+                    return
                 session.add_all(_item_rows(response.id, output, len(input_items), is_output=True))
             elif response.store:
                 session.add(_row(response, owner))
@@ -110,7 +106,6 @@ class ResponseStore:
                 session.add_all(_item_rows(response.id, output, len(input_items), is_output=True))
             if response.conversation is not None:
                 await append_items(session, response.conversation.id, [*input_items, *output])
-        return True
 
     async def get(self, response_id: str, owner: str | None) -> Response:
         """Raises 404 for an unknown id."""
@@ -125,7 +120,7 @@ class ResponseStore:
         async with self._database.transaction() as session:
             row = await session.get(ResponseRow, response_id, with_for_update=True)
             if row is None:
-                raise not_found(response_id)
+                raise _not_found(response_id)
             response = _response_decoder.decode(row.body)
             if row.status in RUNNING:
                 response = msgspec.structs.replace(response, status=status, error=error)
@@ -135,9 +130,7 @@ class ResponseStore:
     async def delete(self, response_id: str, owner: str | None) -> None:
         """Raises 404 for an unknown id."""
         async with self._database.transaction() as session:
-            row = await session.get(ResponseRow, response_id)
-            if row is None or row.owner != owner:
-                raise not_found(response_id)
+            row = await _find_response(session, response_id, owner)
             await session.execute(delete(ResponseItemRow).where(ResponseItemRow.response_id == response_id))
             await session.delete(row)
 
@@ -220,7 +213,7 @@ class ResponseStore:
             for row in rows:
                 by_response.setdefault(row.response_id, []).append(row)
         if response_id not in previous:
-            raise not_found(response_id)
+            raise _not_found(response_id)
         newest_first: list[str] = []
         link: str | None = response_id
         while link is not None and link in previous:
@@ -235,16 +228,21 @@ class ResponseStore:
 
     async def _row(self, response_id: str, owner: str | None) -> ResponseRow:
         async with self._database.session() as session:
-            row = await session.get(ResponseRow, response_id)
-        if row is None or row.owner != owner:
-            raise not_found(response_id)
+            row = await _find_response(session, response_id, owner)
         if row.status in RUNNING and (row.alive_until or 0) < time.time():
             await self.end(response_id, "failed", STOPPED)
             return await self._row(response_id, owner)
         return row
 
 
-def not_found(response_id: str) -> APIError:
+async def _find_response(session: AsyncSession, response_id: str, owner: str | None) -> ResponseRow:
+    row = await session.get(ResponseRow, response_id)
+    if row is None or row.owner != owner:
+        raise _not_found(response_id)
+    return row
+
+
+def _not_found(response_id: str) -> APIError:
     return APIError(404, f"no response has the id {response_id!r}", param="response_id", code="response_not_found")
 
 
@@ -268,15 +266,6 @@ def _item_rows(response_id: str, items: Sequence[Item], position: int, *, is_out
             is_output=is_output,
             body=msgspec.json.encode(item),
         )
-
-
-def _rowcount(result: object) -> int:
-    assert isinstance(result, CursorResult)
-    return result.rowcount
-
-
-_item_decoder = msgspec.json.Decoder(Item)
-_metadata_decoder = msgspec.json.Decoder(dict[str, str])
 
 
 class ConversationRow(Owned, Base):
@@ -374,18 +363,12 @@ class ConversationStore:
     async def item_of(self, conversation_id: str, item_id: str, owner: str | None) -> Item:
         async with self._database.session() as session:
             await _find(session, conversation_id, owner)
-            body = await session.scalar(select(ConversationItemRow.body).where(*_named(conversation_id, item_id)))
-        if body is None:
-            raise _no_item(conversation_id, item_id)
-        return _item_decoder.decode(body)
+            return _item_decoder.decode((await _find_item(session, conversation_id, item_id)).body)
 
     async def remove(self, conversation_id: str, item_id: str, owner: str | None) -> StoredConversation:
         async with self._database.transaction() as session:
             row = await _find(session, conversation_id, owner)
-            found = await session.scalar(select(ConversationItemRow).where(*_named(conversation_id, item_id)))
-            if found is None:
-                raise _no_item(conversation_id, item_id)
-            await session.delete(found)
+            await session.delete(await _find_item(session, conversation_id, item_id))
         return _conversation(row)
 
 
@@ -417,10 +400,6 @@ async def append_items(session: AsyncSession, conversation_id: str, items: Seque
     return kept
 
 
-def _named(conversation_id: str, item_id: str) -> tuple:
-    return ConversationItemRow.conversation_id == conversation_id, ConversationItemRow.item_id == item_id
-
-
 async def _find(
     session: AsyncSession, conversation_id: str, owner: str | None, *, to_change: bool = False
 ) -> ConversationRow:
@@ -432,9 +411,13 @@ async def _find(
     return row
 
 
-def _no_item(conversation_id: str, item_id: str) -> APIError:
-    message = f"conversation {conversation_id!r} has no item {item_id!r}"
-    return APIError(404, message, param="item_id", code="item_not_found")
+async def _find_item(session: AsyncSession, conversation_id: str, item_id: str) -> ConversationItemRow:
+    of, named = ConversationItemRow.conversation_id == conversation_id, ConversationItemRow.item_id == item_id
+    row = await session.scalar(select(ConversationItemRow).where(of, named))
+    if row is None:
+        message = f"conversation {conversation_id!r} has no item {item_id!r}"
+        raise APIError(404, message, param="item_id", code="item_not_found")
+    return row
 
 
 def _conversation(row: ConversationRow) -> StoredConversation:

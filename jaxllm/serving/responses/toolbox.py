@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import NoReturn
@@ -37,9 +37,10 @@ MAX_BROUGHT = 16
 
 @dataclass(frozen=True)
 class OfferedTool:
-    """A server's tool, on the terms of one request."""
+    """A server's tool, on the terms of one request; the model is told of it as `told`."""
 
     tool: ServerTool
+    told: Tool
     needs_approval: bool
 
 
@@ -62,24 +63,27 @@ class Toolbox:
         InvalidRequestError: no configured server has the label, or the request may not bring a server of its own.
     """
 
-    def __init__(self, state: ServerState, model: ServedModel, wanted: Mapping[int, McpTool], taken: Mapping[int, str]):
-        """`wanted` and the names of functions, `taken`, are by their places in the request's tools."""
+    def __init__(self, state: ServerState, model: ServedModel, body: PromptFields):
+        self.listings: list[Listing] = []
+        self.by_name: dict[str, OfferedTool] = {}
+        """By the names that the model calls them by."""
         self._state = state
         self._model = model
-        self._wanted = wanted
-        self._taken = taken
-        self.listings: list[Listing] = []
+        self._wanted = {at: tool for at, tool in enumerate(body.tools) if isinstance(tool, McpTool)}
+        self._taken = body.function_names
         self._servers: dict[str, ToolServer] = {}
-        self._by_name: dict[str, OfferedTool] = {}
-        self._told: dict[str, Tool] = {}
         self._stack = AsyncExitStack()
         num_brought = 0
-        for at, asked in wanted.items():
+        for at, asked in self._wanted.items():
             if asked.server_url is None:
                 self._servers[asked.server_label] = _configured(state, asked.server_label, at)
                 continue
             num_brought += 1
-            _check_brought(state, num_brought, at)
+            field = Field("tools", at, "server_url")
+            if not state.config.allow_mcp_urls:
+                raise InvalidRequestError([field, " is not accepted by this server (allow_mcp_urls is not set)"])
+            if num_brought > MAX_BROUGHT:
+                raise InvalidRequestError([field, f" is one more than the {MAX_BROUGHT} that a request may bring"])
 
     async def open(self) -> None:
         """Wait for the servers. Raises InvalidRequestError where the model could not tell two tools apart."""
@@ -96,21 +100,12 @@ class Toolbox:
             error = None if ready else server.error or f"the server {asked.server_label!r} is {server.status}"
             self.listings.append(Listing(asked.server_label, tools, error))
             for tool, told in zip(tools, await self._state.offload(offered, self._model, tools), strict=True):
-                self._add(OfferedTool(tool, asked.asks_approval(tool)), at)
                 described = "\n".join(filter(None, (asked.server_description, told.description)))
-                self._told[told.name] = replace(told, description=described, parameters_field=Field("tools", at))
+                told = replace(told, description=described, parameters_field=Field("tools", at))
+                self._add(OfferedTool(tool, told, asked.asks_approval(tool)), at)
 
     async def aclose(self) -> None:
         await self._stack.aclose()
-
-    def find(self, full_name: str) -> OfferedTool | None:
-        """The tool that the model calls so."""
-        return self._by_name.get(full_name)
-
-    def tools(self) -> Iterator[tuple[ServerTool, Tool]]:
-        """Each tool with what the model is told of it."""
-        for name, one in self._by_name.items():
-            yield one.tool, self._told[name]
 
     async def call(self, call: OutputMcpCall) -> ToolResult:
         """Run a tool. What fails is told in the result, a tool that is not there and wrong arguments too."""
@@ -119,7 +114,7 @@ class Toolbox:
         except InvalidRequestError as error:
             return refused(str(error))
         label, name = call.server_label, call.name
-        known = [one.tool.name for one in self._by_name.values() if one.tool.server == label]
+        known = [one.tool.name for one in self.by_name.values() if one.tool.server == label]
         if name not in known:
             has = f"it has {', '.join(known)}" if known else "it has none now"
             return refused(f"server {label!r} has no tool {name!r} here; {has}")
@@ -128,12 +123,12 @@ class Toolbox:
     def _add(self, one: OfferedTool, at: int) -> None:
         name = one.tool.full_name
         other = next((f"tools[{place}]" for place, taken in self._taken.items() if taken == name), None)
-        if other is None and name in self._by_name:
-            other = f"server {self._by_name[name].tool.server!r}"
+        if other is None and name in self.by_name:
+            other = f"server {self.by_name[name].tool.server!r}"
         if other is not None:
             problem = f" ({one.tool.server!r}) has a tool that the model would call {name!r}, as one of {other}"
             raise InvalidRequestError([Field("tools", at), problem])
-        self._by_name[name] = one
+        self.by_name[name] = one
 
 
 def _configured(state: ServerState, label: str, at: int) -> ToolServer:
@@ -142,14 +137,6 @@ def _configured(state: ServerState, label: str, at: int) -> ToolServer:
         known = f"this server has {', '.join(servers)}" if servers else "this server has none"
         raise InvalidRequestError([Field("tools", at, "server_label"), f" is {label!r}; {known}"])
     return servers[label]
-
-
-def _check_brought(state: ServerState, count: int, at: int) -> None:
-    field = Field("tools", at, "server_url")
-    if not state.config.allow_mcp_urls:
-        raise InvalidRequestError([field, " is not accepted by this server (allow_mcp_urls is not set)"])
-    if count > MAX_BROUGHT:
-        raise InvalidRequestError([field, f" is one more than the {MAX_BROUGHT} that a request may bring"])
 
 
 def approved_calls(context: Sequence[Item], own: Sequence[Item], labels: Collection[str]) -> list[Item]:
@@ -202,14 +189,6 @@ class Offer:
     choice: ToolChoice
 
 
-def as_functions(tools: Sequence[Tool]) -> list[FunctionTool]:
-    """Servers' tools as functions, which the client runs."""
-    return [
-        FunctionTool(type="function", name=tool.name, description=tool.description, parameters=tool.parameters)
-        for tool in tools
-    ]
-
-
 def check_choice(body: PromptFields) -> None:
     """Raises InvalidRequestError where tool_choice asks for what is not in tools."""
     choice = body.tool_choice
@@ -245,13 +224,14 @@ def make_offer(body: PromptFields, toolbox: Toolbox, *, forces: bool, runs: bool
     if choice == "none":
         return Offer([], "auto")
     functions = [tool.tool("tools", at) for at, tool in enumerate(body.tools) if isinstance(tool, FunctionTool)]
-    served = list(toolbox.tools()) if runs else []
+    served = list(toolbox.by_name.values()) if runs else []
     if isinstance(choice, AllowedFunctions):
-        functions = [tool for tool in functions if any(_names(one, tool) for one in choice.tools)]
-        served = [(tool, told) for tool, told in served if any(_has(one, tool) for one in choice.tools)]
+        names = {chosen.name for chosen in choice.tools if isinstance(chosen, ChosenFunction)}
+        functions = [tool for tool in functions if tool.name in names]
+        served = [one for one in served if any(_has(chosen, one.tool) for chosen in choice.tools)]
     elif isinstance(choice, ChosenServer) and forces:
-        functions, served = [], [(tool, told) for tool, told in served if _has(choice, tool)]
-    tools = [*functions, *(told for _, told in served)]
+        functions, served = [], [one for one in served if _has(choice, one.tool)]
+    tools = [*functions, *(one.told for one in served)]
     if len(tools) > MAX_TOOLS:
         problem = (
             f" are {len(tools)}, those of servers among them; at most {MAX_TOOLS} can be offered: use allowed_tools"
@@ -286,10 +266,6 @@ def _asked(choice: object) -> ToolChoice:
             return "required"
         case _:
             return "auto"
-
-
-def _names(chosen: ChosenFunction | ChosenServer, tool: Tool) -> bool:
-    return isinstance(chosen, ChosenFunction) and chosen.name == tool.name
 
 
 def _has(chosen: ChosenFunction | ChosenServer, tool: ServerTool) -> bool:

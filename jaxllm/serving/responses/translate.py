@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,9 +45,9 @@ class Spoken:
             case "reasoning":
                 parts = item.get("content") or item["summary"]
                 if parts:
-                    message.reasoning = _behind(message.reasoning, _text(parts))
+                    message.reasoning = _after(message.reasoning, _text(parts))
             case "message":
-                message.text = _behind(message.text, _text(item["content"]))
+                message.text = _after(message.text, _text(item["content"]))
                 self.has_text = True
             case "function_call":
                 arguments = parse_arguments(item["arguments"], Field("input"))
@@ -64,9 +64,10 @@ def spoken(items: Sequence[Item], special_tokens: Collection[str] = ()) -> list[
     tool. Outputs are told as data, in which the model's `special_tokens` mean nothing.
     Raises InvalidRequestError where calls of functions and their outputs do not belong together.
     """
-    shown = [item for item in items if not _is_cut_off(item)]
+    calls = ("function_call", "mcp_call")  # max_output_tokens may end one in its middle, which no template renders
+    shown = [item for item in items if not (item["type"] in calls and item["status"] == "incomplete")]
     _check_calls(shown)
-    transcript = _Transcript(_Outcomes(shown, special_tokens))
+    transcript = _Transcript(shown, special_tokens)
     for item in shown:
         transcript.add(item)
     transcript.end_answer()
@@ -85,13 +86,16 @@ def turns(items: Sequence[Item]) -> list[int]:
 
 
 class _Transcript:
-    def __init__(self, outcomes: _Outcomes):
+    def __init__(self, items: Sequence[Item], special_tokens: Collection[str]):
         self.spoken: list[Spoken] = []
-        self._outcomes = outcomes
+        self._special_tokens = special_tokens
+        self._made = {item["approval_request_id"] for item in items if item["type"] == "mcp_call"}
+        responses = [item for item in items if item["type"] == "mcp_approval_response"]
+        self._approvals = {item["approval_request_id"]: item for item in responses}
         self._answer: Spoken | None = None
         """The assistant's message that the next item may join."""
         self._results: list[Spoken] = []
-        """Of calls in that message that the server made: they come behind it."""
+        """The results of calls in that message that the server made: they come after it."""
 
     def add(self, item: Item) -> None:
         match item["type"]:
@@ -102,8 +106,7 @@ class _Transcript:
                 text = output if isinstance(output, str) else _text(output)
                 self._other(Message("tool", text, call_id=item["call_id"]), item)
             case "mcp_call" | "mcp_approval_request":
-                told = self._outcomes.told(item)
-                if told is not None:
+                if (told := self._outcome(item)) is not None:
                     self._join(item)
                     self._results.append(Spoken(Message("tool", told, call_id=_call_id(item)), item))
             case "mcp_list_tools" | "mcp_approval_response":
@@ -128,30 +131,15 @@ class _Transcript:
             self.spoken.append(answer)
         answer.join(item)
 
-
-class _Outcomes:
-    """What became of calls that the server made, or was to make."""
-
-    def __init__(self, items: Iterable[Item], special_tokens: Collection[str]):
-        self._special_tokens = special_tokens
-        self._made: set[str] = set()
-        self._answers: dict[str, Item] = {}
-        for item in items:
-            match item["type"]:
-                case "mcp_call":
-                    self._made.add(item["approval_request_id"])
-                case "mcp_approval_response":
-                    self._answers[item["approval_request_id"]] = item
-
-    def told(self, item: Item) -> str | None:
-        """What the model is told; None where a later call tells it."""
+    def _outcome(self, item: Item) -> str | None:
+        """The words in which the model is told of a call's outcome; None where a later call tells it."""
         if item["type"] == "mcp_call":
             error = item["error"]
-            output = item["output"] or "" if error is None else error_text(error)
+            output = item["output"] or "" if error is None else _error_text(error)
             return as_data(full_name(item["server_label"], item["name"]), ToolResult(output), self._special_tokens)
         if item["id"] in self._made:
             return None
-        answer = self._answers.get(item["id"])
+        answer = self._approvals.get(item["id"])
         if answer is None:
             return "The call was not made: the user has not approved it."
         if answer["approve"]:
@@ -160,7 +148,7 @@ class _Outcomes:
         return "The call was not made: the user refused it." + (f" The reason given: {reason}" if reason else "")
 
 
-def error_text(error: dict[str, Any]) -> str:
+def _error_text(error: dict[str, Any]) -> str:
     """OpenAI's error of a call in words."""
     content = error.get("content")
     if isinstance(content, list):
@@ -182,12 +170,7 @@ def _arguments(text: str) -> dict[str, Any]:
         return {}
 
 
-def _is_cut_off(item: Item) -> bool:
-    """Whether max_output_tokens ended a call in its middle: nobody can run it, and no template renders half of one."""
-    return item["type"] in ("function_call", "mcp_call") and item["status"] == "incomplete"
-
-
-def _behind(before: str | None, text: str) -> str:
+def _after(before: str | None, text: str) -> str:
     return f"{before}\n{text}" if before else text
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from msgspec import UNSET
@@ -61,7 +61,7 @@ class EventWriter:
         response: Response,
         body: ResponseRequest,
         token_bytes: TokenBytes,
-        find_tool: Callable[[str], OfferedTool | None],
+        offered: Mapping[str, OfferedTool],
     ):
         self.response = response
         self.calls: list[OutputMcpCall] = []
@@ -69,7 +69,7 @@ class EventWriter:
         self.finish_reason: str | None = None
         self._body = body
         self._token_bytes = token_bytes
-        self._find_tool = find_tool
+        self._offered = offered
         self._num_events = 0
         self._places: dict[str, int] = {}
         """Where each item began, by its id; others may begin before it ends."""
@@ -214,7 +214,7 @@ class EventWriter:
         yield self._within(reasoning, f"response.{kind}.delta", delta=text)
 
     def _add_call(self, call_id: str, name: str) -> Iterator[ResponseEvent]:
-        offered = self._find_tool(name)
+        offered = self._offered.get(name)
         if offered is None:
             yield from self._begin(
                 OutputFunctionCall(id=new_id("fc"), status="in_progress", call_id=call_id, name=name, arguments="")
