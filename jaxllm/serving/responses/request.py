@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, field_validator, model_validator
 
 from jaxllm.chat.conversation import MAX_TOOLS
 from jaxllm.mcp.settings import LABEL, ServerSettings
@@ -186,16 +186,14 @@ def _check_metadata(value: dict[str, str]) -> dict[str, str]:
     return value
 
 
+Metadata = Annotated[dict[str, str], AfterValidator(_check_metadata)]
+
+
 class MetadataFields(RequestModel):
     """What the caller attaches to an object."""
 
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     """Up to 16 strings by name, kept with the object."""
-
-    @field_validator("metadata")
-    @classmethod
-    def _sizes(cls, value: dict[str, str]) -> dict[str, str]:
-        return _check_metadata(value)
 
 
 class TextSchemaFormat(RequestModel):
@@ -436,13 +434,8 @@ class ConversationRequest(MetadataFields):
 
 
 class ConversationUpdate(RequestModel):
-    metadata: dict[str, str]
+    metadata: Metadata
     """Replaces what is there."""
-
-    @field_validator("metadata")
-    @classmethod
-    def _sizes(cls, value: dict[str, str]) -> dict[str, str]:
-        return _check_metadata(value)
 
 
 class ConversationItemsRequest(RequestModel):

@@ -110,7 +110,7 @@ def test_another_server_can_cancel_it(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("jaxllm.serving.responses.background.LEASE_SECONDS", 0.3)
+    monkeypatch.setattr("jaxllm.serving.responses.service.LEASE_SECONDS", 0.3)
     engine = roomy(delay=0.2)
     client, other = make_client(engine, data_dir=tmp_path), make_client(roomy(), data_dir=tmp_path)
     response_id = client.post("/v1/responses", json={"input": "hi", "background": True}).json()["id"]
