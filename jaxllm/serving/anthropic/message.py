@@ -225,7 +225,6 @@ class MessageWriter(ChunkWriter[TokenDelta]):
         yield MessageStop()
 
     def message(self) -> AnthropicMessage:
-        """The finished answer, whole."""
         return self._message(self._usage())
 
     def _message(self, usage: MessageUsage) -> AnthropicMessage:
@@ -336,7 +335,7 @@ class BlockBuilder:
 
 
 def signature(thinking: str) -> str:
-    """What clients keep beside a thinking block: a digest of its text."""
+    """The digest of a thinking block, which clients keep beside its text."""
     return hashlib.sha256(thinking.encode()).hexdigest()
 
 

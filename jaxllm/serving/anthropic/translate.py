@@ -42,7 +42,7 @@ _CODE = re.compile(r"-([0-9a-f]{2})")
 
 
 def tool_use_id(call_id: str) -> str:
-    """What a client gets for a call's id.
+    """The id of a call for the client.
 
     Worked example: `call_5f` becomes `toolu_5f`, Mistral's `aB3dE6gH9` becomes `toolu_aB3dE6gH9`, and Kimi's
     `functions.now:0` becomes `toolu_id-functions-2enow-3a0`.
@@ -53,7 +53,7 @@ def tool_use_id(call_id: str) -> str:
 
 
 def template_call_id(sent: str) -> str:
-    """What a template gets for the id that a client sends back: the model's own, but ours as they are."""
+    """The id for the template of a call that a client sends back: the model's own, but ours as they are."""
     if sent.startswith(SPELLED):
         return _CODE.sub(lambda match: chr(int(match.group(1), 16)), sent.removeprefix(SPELLED))
     bare = sent.removeprefix(PREFIX)
@@ -104,7 +104,6 @@ def messages(body: CountTokensRequest) -> list[Message]:
 
 
 def _request(turn: Turn) -> list[Message]:
-    """A turn of the user, or a system message: results of calls, then text."""
     results = [_result(block) for block in turn.results]
     if not turn.texts:
         return results

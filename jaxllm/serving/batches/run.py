@@ -211,7 +211,7 @@ class BatchRun:
             return await self._with_room(lambda: self._batches.change(self._id, **dataclasses.asdict(self._tally)))
 
     async def _with_room(self, write: Callable[[], Awaitable[T]]) -> T:
-        """What `write` gives, called again until the disk has room. Raises Suspended when the server stops first."""
+        """The result of `write`, called again until the disk has room. Raises Suspended when the server stops first."""
         while True:
             try:
                 written = await write()
@@ -284,11 +284,9 @@ class Batches:
 
     @property
     def draining(self) -> bool:
-        """Whether the server is stopping."""
         return self._state.draining
 
     def journal(self, batch_id: str) -> Journal:
-        """The journal of an unfinished batch."""
         return Journal(self._directory / batch_id)
 
     async def resume(self) -> None:

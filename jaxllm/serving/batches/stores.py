@@ -97,7 +97,7 @@ class FileStore:
         return _object(row)
 
     async def path(self, file_id: str, owner: str | None) -> Path:
-        """Where the bytes of a file are. Raises 404."""
+        """The path of the bytes of a file. Raises 404."""
         await self.get(file_id, owner)
         path = self._directory / file_id
         if not await asyncio.to_thread(path.is_file):
@@ -143,7 +143,7 @@ class FileStore:
 
 
 def files_of(data_dir: Path) -> Path:
-    """Where the bytes of files are."""
+    """The folder of the bytes of files."""
     return in_home(data_dir) / "files"
 
 
@@ -330,5 +330,4 @@ def _object(row: FileRow) -> FileObject:
 
 
 def _ends(rows: Sequence[FileRow] | Sequence[BatchRow]) -> dict[str, str | None]:
-    """The ids between which a page is."""
     return {"first_id": rows[0].id if rows else None, "last_id": rows[-1].id if rows else None}

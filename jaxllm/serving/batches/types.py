@@ -156,7 +156,7 @@ class BatchList(msgspec.Struct, kw_only=True):
 
 
 class LineResponse(msgspec.Struct, kw_only=True):
-    """What the endpoint answered to one line."""
+    """The endpoint's answer to one line."""
 
     status_code: int
     request_id: str | None
@@ -164,8 +164,6 @@ class LineResponse(msgspec.Struct, kw_only=True):
 
 
 class LineError(msgspec.Struct):
-    """Why there is no answer."""
-
     code: str
     message: str
 

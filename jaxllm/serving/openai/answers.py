@@ -162,7 +162,7 @@ def prompt_logprobs(scores: PromptScores, token_text: TokenText) -> PromptLogpro
 
 
 def token_number(token: int) -> str:
-    """How return_tokens_as_token_ids names a token."""
+    """A token's name under return_tokens_as_token_ids."""
     return f"token_id:{token}"
 
 
@@ -232,5 +232,4 @@ class WeightSpan(msgspec.Struct):
 
 
 def weight_spans(spans: Iterable[WeightVersionSpan]) -> list[WeightSpan]:
-    """As clients see them."""
     return [WeightSpan(*span) for span in spans]

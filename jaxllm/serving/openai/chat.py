@@ -184,7 +184,7 @@ class ChatWriter(ChunkWriter[TokenDelta]):
             yield self._chunk(choice)
 
     def _shown(self, index: int, piece: Piece) -> Iterator[Event]:
-        """What is sent now of what the piece means: reasoning as the client wants to have it."""
+        """The events that are sent now, reasoning as the client wants to have it."""
         for event in piece.events:
             if not isinstance(event, Reasoning):
                 yield from self._ended_thoughts(index)
@@ -221,7 +221,6 @@ class ChatWriter(ChunkWriter[TokenDelta]):
         return chunk
 
     def _filled(self, choice: ChatChunkChoice) -> ChatChunkChoice:
-        """The choice with the log-probabilities and ids that waited for it."""
         steps, self._pending[choice.index] = self._pending[choice.index], []
         if steps:
             choice.logprobs = _logprobs(self._reply, self._body, steps)

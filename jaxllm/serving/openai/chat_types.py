@@ -72,7 +72,6 @@ class Prediction(RequestModel):
 
     @property
     def text(self) -> str:
-        """All of it."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
@@ -139,12 +138,12 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
 
     @property
     def executes(self) -> bool:
-        """Whether the server runs the tools that are called."""
+        """True where the server runs the tools that are called."""
         return self.mcp is not None and self.mcp.execute
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the servers' tools may be offered unasked: not where a certain form of answer is expected."""
+        """True where the servers' tools may be offered unasked: not where a certain form of answer is expected."""
         said = self.tools is not None or self.tool_choice == "none"
         formed = self.constraint_field is not None or self.use_beam_search
         return not (said or formed or self.continue_final_message or self.add_generation_prompt is False)
@@ -178,7 +177,7 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
         )
 
     def own_names(self) -> Callable[[Place], Place]:
-        """What the fields of its Conversation and GenerationSettings are called here."""
+        """The names that the fields of its Conversation and GenerationSettings have here."""
         names = {"structured_outputs": self.constraint_field or "structured_outputs", "logprobs": "top_logprobs"}
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
@@ -186,7 +185,7 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
 
     @property
     def echoed(self) -> str:
-        """What each answer begins with."""
+        """The text that each answer begins with."""
         last, rendering = self.messages[-1], self.rendering()
         if not self.echo or (last.role != "assistant" and rendering.opens_answer):
             return ""

@@ -120,7 +120,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompt_logprobs_count(self) -> int | None:
-        """What the engine must compute: what was asked for, and what an echo with logprobs shows."""
+        """The number that the engine must compute, for the field and for an echo with logprobs."""
         echoed = self.logprobs if self.echo else None
         if self.prompt_logprobs is None or echoed is None:
             return echoed if self.prompt_logprobs is None else self.prompt_logprobs
@@ -243,7 +243,6 @@ class ChoiceShaper:
         )
 
     def completion(self, choices: list[CompletionChoice]) -> Completion:
-        """The response, or one chunk of it, around its choices."""
         return Completion(
             id=self._generation.id,
             created=self._generation.created,
@@ -275,7 +274,6 @@ class ChoiceShaper:
         return shaped
 
     def prompt(self, index: int) -> Prompt:
-        """The prompt of a returned choice."""
         return self._generation.prompts[index // self._body.n]
 
     def echo_text(self, index: int) -> str:

@@ -321,7 +321,7 @@ class GenerationRequest(SamplingFields, StructuredFields, KeepAliveFields):
         return self.n if self.best_of is None else self.best_of
 
     def settings(self, **own: Any) -> GenerationSettings:
-        """What is asked of generating; `own` are the fields in which chat and text completions differ."""
+        """The settings of a generation; `own` are the fields in which chat and text completions differ."""
         beams = None
         if self.use_beam_search:
             length_penalty = 1.0 if self.length_penalty is None else self.length_penalty

@@ -81,7 +81,7 @@ class DetokenizeResponse(msgspec.Struct):
 
 
 class TokenizerInfo(msgspec.Struct, kw_only=True):
-    """What a client needs to render and count as this server does."""
+    """The facts with which a client renders and counts as this server does."""
 
     tokenizer_class: str
     vocab_size: int

@@ -154,7 +154,7 @@ def text_prompt(model: ServedModel, text: str, keep: int, source: str, side: str
 
 
 def kept_tokens(model: ServedModel, fields: PoolingFields) -> int:
-    """How many tokens truncate_prompt_tokens leaves; more than any text has where it is not set."""
+    """The number of tokens that truncate_prompt_tokens leaves; more than any text has where it is not set."""
     longest = model.engine.info.max_model_len
     match fields.truncate_prompt_tokens:
         case None:
@@ -307,14 +307,13 @@ def _check_fields(model: ServedModel, body: ComparisonFields, method: Method) ->
 
 
 def _judges(model: ServedModel) -> bool:
-    """Whether pairs are put to the model in JUDGE_PROMPT."""
+    """Say whether pairs are put to the model in JUDGE_PROMPT."""
     tasks = model.engine.info.tasks
     method = score_method(model.config, tasks)
     return method == "yes_no" or (method == "classifier" and tasks.judges_pairs)
 
 
 def _answers(model: ServedModel) -> tuple[int, int]:
-    """The tokens "yes" and "no"."""
     ids = [model.tokenizer.encode(word, add_special_tokens=False) for word in ("yes", "no")]
     if any(len(tokens) != 1 for tokens in ids):
         raise InvalidRequestError("score_method is 'yes_no', but this tokenizer has no single token for 'yes' and 'no'")

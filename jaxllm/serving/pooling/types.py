@@ -326,7 +326,7 @@ class DocumentRerankRequest(ComparisonFields):
 
     @property
     def names_texts(self) -> bool:
-        """Whether the documents come under TEI's name."""
+        """True where the documents come under TEI's name."""
         return False
 
     @property

@@ -134,7 +134,7 @@ class McpTool(RequestModel):
                 return word == "always"
 
     def settings(self) -> ServerSettings:
-        """How server_url is reached."""
+        """The settings with which server_url is reached."""
         assert self.server_url is not None
         headers = {name: text.get_secret_value() for name, text in (self.headers or {}).items()}
         if self.authorization is not None:

@@ -127,7 +127,7 @@ class ResponseRun(ReplyLoop[Iterable[ResponseEvent], OutputMcpCall]):
         """The response as far as it has come."""
         self.keeps_events = body.background and body.stream
         self.sent: list[bytes] = []
-        """Every event so far, by its sequence number, with `keeps_events`."""
+        """Every event so far, by its sequence number, where it `keeps_events`."""
         self.replies = replies
         self._toolbox = toolbox
         self._writer = writer
@@ -238,7 +238,7 @@ class ResponseRun(ReplyLoop[Iterable[ResponseEvent], OutputMcpCall]):
         return refused(f"no call is left: max_tool_calls is {self.most_calls}")
 
     async def _happenings(self, keep_alive: float | None = None) -> AsyncGenerator[Iterable[ResponseEvent], None]:
-        """What happens, as it happens; see EventWriter. Nothing after `keep_alive` seconds of silence.
+        """Events as they happen; see EventWriter. Nothing after `keep_alive` seconds of silence.
 
         Raises what stops the generation.
         """

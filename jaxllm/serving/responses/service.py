@@ -151,8 +151,6 @@ class BackgroundRuns:
 
 
 class Responses:
-    """One server's responses and conversations."""
-
     def __init__(self, state: ServerState, database: Database):
         self._state = state
         self.store = ResponseStore(database)
@@ -193,7 +191,7 @@ class Responses:
         return Toolbox(self._state, model, body)
 
     async def _context(self, body: PromptFields, owner: str | None) -> tuple[list[Item], list[Item]]:
-        """All that the response is given, and the part of it that the request itself brings."""
+        """The whole context of the response, and the part of it that the request itself brings."""
         history = await self._history(body, owner)
         own = await self._own_items(body, history, owner)
         if not history and not own:

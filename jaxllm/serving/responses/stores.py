@@ -52,7 +52,7 @@ class ResponseRow(Owned, Base):
 
 
 class ResponseItemRow(Base):
-    """One item: those of the input first, those of the output at `position`s behind them."""
+    """One item: at the first positions those of the input, then those of the output."""
 
     __tablename__ = "response_items"
 
@@ -64,7 +64,7 @@ class ResponseItemRow(Base):
 
 
 class ResponseStore:
-    """What the responses routes keep; every method is one transaction.
+    """The stored responses; every method is one transaction.
 
     Where a method takes an `owner`, responses of others are not there.
     """
@@ -160,7 +160,7 @@ class ResponseStore:
             return wanted - set(await session.scalars(select(ResponseRow.id).where(running)))
 
     async def input_items(self, response_id: str, owner: str | None) -> list[Item]:
-        """All that the response was given: the items of those it continues, and its own. Raises 404.
+        """The input of a response: the items of those it continues, and its own. Raises 404.
 
         Of a chain from which a response has been deleted, what came after that.
         """
@@ -168,7 +168,7 @@ class ResponseStore:
         return [item for item, own_output in items if not own_output]
 
     async def history(self, response_id: str, owner: str | None) -> list[Item]:
-        """What a response that continues this one begins with.
+        """The items with which a response begins that continues this one.
 
         Raises 404 for an unknown id and 400 when this response, or one that it continues, cannot be continued.
         """
@@ -292,7 +292,7 @@ class ConversationItemRow(Base):
 
 
 class ConversationStore:
-    """What the conversations routes keep; every method is one transaction and raises 404 for an unknown id.
+    """The stored conversations; every method is one transaction and raises 404 for an unknown id.
 
     `owner` is whose conversations are meant: those of others are not there.
     """

@@ -46,7 +46,7 @@ class OfferedTool:
 
 @dataclass(frozen=True)
 class Listing:
-    """What a server offers one request, or why it offers nothing."""
+    """A server's tools for one request, or the reason why there are none."""
 
     label: str
     tools: list[ServerTool]
@@ -183,7 +183,7 @@ def _check(
 
 @dataclass(frozen=True)
 class Offer:
-    """What a conversation has as `tools` and `tool_choice`."""
+    """The `tools` and `tool_choice` of a conversation."""
 
     tools: list[Tool]
     choice: ToolChoice
@@ -210,7 +210,7 @@ def check_choice(body: PromptFields) -> None:
 
 
 def make_offer(body: PromptFields, toolbox: Toolbox, *, forces: bool, runs: bool) -> Offer:
-    """What one turn offers.
+    """The tools that one turn offers, and whether one must be called.
 
     Args:
         forces: tool_choice still holds where it asks for a call; once servers' tools have run the model decides, or it

@@ -29,7 +29,7 @@ class Spoken:
     has_text: bool = False
 
     def begins_anew(self, kind: str, *, answered: bool) -> bool:
-        """Whether an item of the model's starts a message of its own behind this one.
+        """Say whether an item of the model's starts a message of its own after this one.
 
         Reasoning comes before text, text before calls; what follows calls that nobody has `answered` belongs to them.
         """
@@ -149,7 +149,6 @@ class _Transcript:
 
 
 def _error_text(error: dict[str, Any]) -> str:
-    """OpenAI's error of a call in words."""
     content = error.get("content")
     if isinstance(content, list):
         texts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
@@ -239,7 +238,7 @@ class Translation:
         )
 
     def name(self, place: Field) -> Field:
-        """What the request calls a place of its Conversation or GenerationSettings."""
+        """The request's name for a place of its Conversation or GenerationSettings."""
         match place.path:
             case ("messages", int(at), *rest):
                 origin = self._places.get(id(self._origins[at]))

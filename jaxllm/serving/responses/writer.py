@@ -86,7 +86,6 @@ class EventWriter:
         return self.finish_reason in ("stop", "tool_calls")
 
     def open(self) -> Iterator[ResponseEvent]:
-        """The events before anything has happened."""
         yield self._event("response.created", response=self.response)
         if self.response.status == "queued":
             yield self._event("response.queued", response=self.response)
@@ -94,7 +93,6 @@ class EventWriter:
         yield self._event("response.in_progress", response=self.response)
 
     def list_tools(self, listing: Listing) -> Iterator[ResponseEvent]:
-        """The tools of a server."""
         item = OutputMcpListTools(id=new_id("mcpl"), server_label=listing.label, tools=[])
         yield self._begin_item(item)
         yield self._within(item, "response.mcp_list_tools.in_progress")
@@ -114,7 +112,6 @@ class EventWriter:
         yield from self._whole_call(label, name, arguments, approved=request["id"])
 
     def add(self, piece: Piece) -> Iterator[ResponseEvent]:
-        """One piece of a reply."""
         self.finish_reason = piece.finish_reason
         self._steps += piece.logprobs
         for event in piece.events:
