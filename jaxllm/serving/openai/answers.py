@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -81,37 +82,26 @@ def chat_logprobs(
     return ChatLogprobs(content)
 
 
+@dataclass(kw_only=True)
 class CompletionLogprobsBuilder:
-    """Builds one choice's logprobs piece by piece, counting the text offset through them.
+    """Builds one choice's logprobs piece by piece, counting the text offset through them."""
 
-    Attributes:
-        count: how many of the likeliest tokens are listed besides the chosen one; -1 for all.
-        token_bytes: the bytes of a token; they count as text where they complete a character.
-        by_number: name tokens by their ids.
-        special: ids of the special tokens.
-        hidden: those that are left out of generated text, and take up none of it.
-        prompt_ids: of the prompt, where the steps begin with its tokens; else empty.
-        echoed: its text, which may have some special tokens and lack those that the tokenizer added.
-    """
+    count: int
+    """The number of the likeliest tokens that are listed besides the chosen one; -1 for all."""
+    token_bytes: TokenBytes
+    """The bytes of a token; they count as text where they complete a character."""
+    by_number: bool
+    """Name tokens by their ids."""
+    special: Container[int]
+    """The special tokens."""
+    hidden: Container[int]
+    """Those that are left out of generated text, and take up none of it."""
+    prompt_ids: Sequence[int]
+    """The prompt's tokens, where the steps begin with them; else empty."""
+    echoed: str
+    """The prompt's text, which may have some special tokens and lack those that the tokenizer added."""
 
-    def __init__(
-        self,
-        count: int,
-        token_bytes: TokenBytes,
-        *,
-        by_number: bool = False,
-        special: Container[int] = (),
-        hidden: Container[int] = (),
-        prompt_ids: Sequence[int] = (),
-        echoed: str = "",
-    ):
-        self._count = count
-        self._token_bytes = token_bytes
-        self._by_number = by_number
-        self._special = special
-        self._hidden = hidden
-        self._prompt_ids = prompt_ids
-        self._echoed = echoed
+    def __post_init__(self) -> None:
         self._position = 0
         self._offset = 0
         self._decoder = getincrementaldecoder("utf-8")("replace")
@@ -120,8 +110,8 @@ class CompletionLogprobsBuilder:
         """A None step is a prompt's first token, which nothing predicts."""
         out = CompletionLogprobs([], [], [], [])
         for step in steps:
-            token = self._prompt_ids[self._position] if step is None else step[0][0]
-            raw = self._token_bytes(token)
+            token = self.prompt_ids[self._position] if step is None else step[0][0]
+            raw = self.token_bytes(token)
             out.tokens.append(self._name(token, raw))
             out.token_logprobs.append(None if step is None else _finite(step[0][1].logprob))
             out.top_logprobs.append(None if step is None else self._top(step))
@@ -131,21 +121,21 @@ class CompletionLogprobsBuilder:
         return out
 
     def _is_shown(self, token: int, raw: bytes) -> bool:
-        if self._position < len(self._prompt_ids):
-            return token not in self._special or self._echoed.startswith(raw.decode(errors="replace"), self._offset)
-        return token not in self._hidden
+        if self._position < len(self.prompt_ids):
+            return token not in self.special or self.echoed.startswith(raw.decode(errors="replace"), self._offset)
+        return token not in self.hidden
 
     def _name(self, token: int, raw: bytes) -> str:
-        if self._by_number:
+        if self.by_number:
             return token_number(token)
         part = escaped(raw)
         return raw.decode() if part is None else f"bytes:{part}"
 
     def _top(self, step: Step) -> dict[str, float]:
         top: dict[str, float] = {}
-        listed = step if self._count < 0 else step[: self._count + 1]
+        listed = step if self.count < 0 else step[: self.count + 1]
         for token, value in listed:  # two tokens may have the same text: the more likely one stays
-            name = self._name(token, self._token_bytes(token))
+            name = self._name(token, self.token_bytes(token))
             top[name] = max(top.get(name, _LOWEST), _finite(value.logprob))
         return top
 

@@ -101,8 +101,8 @@ router = APIRouter(route_class=JSONRoute, tags=["tokenizer"])
 @router.post("/tokenize", responses=returns(TokenizeResponse))
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """The token ids of a text or a chat."""
-    state: ServerState = request.app.state.server
-    model = (await open_call(request, body.model)).model
+    call = await open_call(request, body.model)
+    state, model = call.state, call.model
     if body.messages is not None:
         with naming(renaming(FIELD_NAMES)):
             tokens = (await state.prepare(render, model, body.conversation(), may_be_cut=True)).token_ids
@@ -124,8 +124,8 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
 @router.post("/detokenize", responses=returns(DetokenizeResponse))
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids, special tokens included."""
-    state: ServerState = request.app.state.server
-    model = (await open_call(request, body.model)).model
+    call = await open_call(request, body.model)
+    state, model = call.state, call.model
     return json_response(DetokenizeResponse(await state.offload(_text, model.tokenizer, body.tokens)))
 
 
