@@ -19,6 +19,7 @@ from jaxllm.serving.anthropic.translate import tool_use_id
 from jaxllm.serving.chunks import ChunkWriter
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.request_model import ignored_fields
+from jaxllm.serving.http.streaming import server_sent
 from jaxllm.serving.reply import Reply
 
 StopReason = Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
@@ -137,18 +138,9 @@ class Ping(msgspec.Struct, tag_field="type", tag="ping"):
 
 
 MessageStreamEvent = (
-    MessageStart
-    | ContentBlockStart
-    | ContentBlockDelta
-    | ContentBlockStop
-    | MessageDelta
-    | MessageStop
-    | Ping
+    MessageStart | ContentBlockStart | ContentBlockDelta | ContentBlockStop | MessageDelta | MessageStop | Ping
     | AnthropicErrorResponse
-)
-
-
-_encode = msgspec.json.Encoder().encode
+)  # fmt: skip
 
 OVERLOADED = 529
 
@@ -172,17 +164,11 @@ def error_response(error: APIError) -> AnthropicErrorResponse:
     return AnthropicErrorResponse(AnthropicError(type=kind, message=message))
 
 
-def encode_event(event: msgspec.Struct) -> bytes:
-    """A server-sent event named as its type."""
-    name = event.__struct_config__.tag
-    return f"event: {name}\ndata: ".encode() + _encode(event) + b"\n\n"
-
-
 class MessageWriter(ChunkWriter[TokenDelta]):
     """Writes the events of one reply's stream; `message()` is what they amount to."""
 
     done = b""
-    keep_alive = encode_event(Ping())
+    keep_alive = server_sent(Ping())
 
     def __init__(self, reply: Reply, body: MessagesRequest):
         self._reply = reply
@@ -194,10 +180,10 @@ class MessageWriter(ChunkWriter[TokenDelta]):
         self._end: MessageEnd | None = None
 
     def encode(self, chunk: msgspec.Struct) -> bytes:
-        return encode_event(chunk)
+        return server_sent(chunk)
 
     def error(self, error: APIError) -> bytes:
-        return encode_event(error_response(error))
+        return server_sent(error_response(error))
 
     def first(self) -> Iterator[msgspec.Struct]:
         """How much of the prompt is cached is known with the first token only, and said at the end."""
@@ -232,8 +218,8 @@ class MessageWriter(ChunkWriter[TokenDelta]):
             id=self._reply.generation.id,
             model=self._reply.name,
             content=self._builder.blocks,
-            stop_reason=self._end.stop_reason if self._end else None,
-            stop_sequence=self._end.stop_sequence if self._end else None,
+            stop_reason=self._end and self._end.stop_reason,
+            stop_sequence=self._end and self._end.stop_sequence,
             usage=usage,
         )
 

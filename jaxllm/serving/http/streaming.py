@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, aclosing
 from typing import Any, TypeVar
 
+import msgspec
 from fastapi import Request, Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -15,11 +16,18 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_encode = msgspec.json.Encoder().encode
+
 KEEP_ALIVE = b": keep-alive\n\n"
 NOTICE_SECONDS = 1.0
 """How long a request waits before its stream begins with a comment: what fails within that has a status of its own."""
 LOOK_SECONDS = 0.5
 """How often what it waits for is looked at, for another comment where that has changed."""
+
+
+def server_sent(event: msgspec.Struct) -> bytes:
+    """b'event: response.created\\ndata: {"type":"response.created",…}\\n\\n': an event that is named as its tag."""
+    return b"event: " + str(event.__struct_config__.tag).encode() + b"\ndata: " + _encode(event) + b"\n\n"
 
 
 class ClientDisconnected(Exception):

@@ -9,8 +9,6 @@ import msgspec
 from jaxllm.serving.openai.answers import ChatTokenLogprob
 from jaxllm.serving.responses.objects import OutputItem, OutputText, ReasoningText, Response, SummaryText
 
-_encode = msgspec.json.Encoder().encode
-
 
 class ResponseEvent(msgspec.Struct, kw_only=True, tag_field="type"):
     sequence_number: int = 0
@@ -64,8 +62,3 @@ EVENTS: dict[str, type[ResponseEvent]] = {
     for name, schema, fields in _EVENTS
 }
 """The events by their names."""
-
-
-def server_sent(event: ResponseEvent) -> bytes:
-    """b'event: response.created\\ndata: {"type":"response.created",…}\\n\\n'"""
-    return b"event: " + str(event.__struct_config__.tag).encode() + b"\ndata: " + _encode(event) + b"\n\n"

@@ -17,8 +17,9 @@ from jaxllm.mcp.tools import ToolResult, refused
 from jaxllm.serving.call import Call
 from jaxllm.serving.generation import GenerationSettings
 from jaxllm.serving.http.errors import to_api_error
+from jaxllm.serving.http.streaming import server_sent
 from jaxllm.serving.reply import Reply, ReplyLoop, begin_reply
-from jaxllm.serving.responses.events import ResponseEvent, server_sent
+from jaxllm.serving.responses.events import ResponseEvent
 from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.objects import OutputMcpCall, Response
 from jaxllm.serving.responses.request import ResponseRequest
@@ -69,7 +70,9 @@ class Replies:
         low, high = 0, len(cuts)
         while low < high:
             middle = (low + high) // 2
-            kept = [*_leading_instructions(context[: cuts[middle]]), *context[cuts[middle] :]]
+            cut, roles = context[: cuts[middle]], ("system", "developer")
+            instructions = [item for item in cut if item["type"] == "message" and item["role"] in roles]
+            kept = [*instructions, *context[cuts[middle] :]]
             try:
                 fitting = await self._reply(kept, offer, settings)
                 high = middle
@@ -94,10 +97,6 @@ def _what_is_left(settings: GenerationSettings, num_generated: int) -> Generatio
     most = None if settings.max_tokens is None else settings.max_tokens - num_generated
     sampling = {name: value for name, value in settings.sampling.items() if name != "min_tokens"}
     return replace(settings, sampling=sampling, max_tokens=most, cut_to_context=True)
-
-
-def _leading_instructions(items: Sequence[Item]) -> list[Item]:
-    return [item for item in items if item["type"] == "message" and item["role"] in ("system", "developer")]
 
 
 class ResponseRun(ReplyLoop[Iterable[ResponseEvent], OutputMcpCall]):

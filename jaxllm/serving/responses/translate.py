@@ -8,7 +8,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxllm.chat.conversation import Call, Conversation, Message, Rendering, parse_arguments, thinking_variables
+from jaxllm.chat.conversation import (
+    Call,
+    Conversation,
+    Message,
+    Rendering,
+    known_arguments,
+    parse_arguments,
+    thinking_variables,
+)
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.mcp.tools import ToolResult, as_data, full_name
 from jaxllm.requests.structured_outputs import StructuredOutputs
@@ -54,7 +62,7 @@ class Spoken:
                 message.calls.append(Call(item["call_id"], item["name"], arguments))
             case "mcp_call" | "mcp_approval_request":
                 name = full_name(item["server_label"], item["name"])
-                message.calls.append(Call(_call_id(item), name, _arguments(item["arguments"])))
+                message.calls.append(Call(_call_id(item), name, known_arguments(item["arguments"])))
 
 
 def spoken(items: Sequence[Item], special_tokens: Collection[str] = ()) -> list[Spoken]:
@@ -159,14 +167,6 @@ def _error_text(error: dict[str, Any]) -> str:
 def _call_id(item: Item) -> str:
     """Nine letters and digits, which every template takes, where OpenAI's items have no id of the call."""
     return hashlib.sha256(item["id"].encode()).hexdigest()[:9]
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """Of a call that the server made; none where they were no object, which its result says."""
-    try:
-        return parse_arguments(text, Field("arguments"))
-    except InvalidRequestError:
-        return {}
 
 
 def _after(before: str | None, text: str) -> str:
