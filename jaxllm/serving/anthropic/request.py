@@ -228,17 +228,9 @@ def _is_custom(value: Any) -> Any:
 
 
 class ToolChoiceAuto(RequestModel):
-    """The model decides."""
+    """auto lets the model decide; any makes it call some tool."""
 
-    type: Literal["auto"]
-    disable_parallel_tool_use: bool = False
-    """One call an answer at most."""
-
-
-class ToolChoiceAny(RequestModel):
-    """Call some tool."""
-
-    type: Literal["any"]
+    type: Literal["auto", "any"]
     disable_parallel_tool_use: bool = False
     """One call an answer at most."""
 
@@ -257,9 +249,7 @@ class ToolChoiceNone(RequestModel):
     type: Literal["none"]
 
 
-ToolChoiceParam = Annotated[
-    ToolChoiceAuto | ToolChoiceAny | ToolChoiceTool | ToolChoiceNone, Field(discriminator="type")
-]
+ToolChoiceParam = Annotated[ToolChoiceAuto | ToolChoiceTool | ToolChoiceNone, Field(discriminator="type")]
 
 
 class ThinkingEnabled(RequestModel):
@@ -341,7 +331,7 @@ class CountTokensRequest(ModelFields, Cacheable):
             if name in names[:at]:
                 raise refuse(f"tools[{at}].name is {name!r}, which an earlier tool has; names must differ", "tools")
         choice = self.tool_choice
-        if isinstance(choice, ToolChoiceAny | ToolChoiceTool) and not names:
+        if choice is not None and choice.type in ("any", "tool") and not names:
             raise refuse(f"tool_choice of type {choice.type!r} needs tools", "tool_choice")
         if isinstance(choice, ToolChoiceTool) and choice.name not in names:
             message = f"tool_choice.name is {shown(choice.name)}; tools has {', '.join(names)}"

@@ -24,7 +24,7 @@ from jaxllm.serving.anthropic.request import (
     OutputConfig,
     ThinkingDisabled,
     ThinkingEnabled,
-    ToolChoiceAny,
+    ToolChoiceAuto,
     ToolChoiceNone,
     ToolChoiceParam,
     ToolChoiceTool,
@@ -130,7 +130,7 @@ def _tool_choice(choice: ToolChoiceParam | None) -> ToolChoice:
     match choice:
         case ToolChoiceTool(name=name):
             return NamedTool(name)
-        case ToolChoiceAny():
+        case ToolChoiceAuto(type="any"):
             return "required"
         case _:
             return "auto"

@@ -16,18 +16,18 @@ from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.openai.chat import create_chat_completion
 from jaxllm.serving.openai.chat_types import ChatCompletion, ChatCompletionChunk, ChatRequest
 from jaxllm.serving.openai.completions import Completion, CompletionRequest, create_completion
-from jaxllm.serving.pooling.routes import classes_of, rerank, score, vectors_of
-from jaxllm.serving.pooling.types import (
+from jaxllm.serving.pooling.routes import (
     ClassificationList,
-    ClassifyRequest,
     EmbeddingList,
-    EmbeddingRequest,
     Ranking,
-    RerankRequest,
     ScoreList,
-    ScoreRequest,
     TextRank,
+    classes_of,
+    rerank,
+    score,
+    vectors_of,
 )
+from jaxllm.serving.pooling.types import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 
 router = APIRouter(route_class=JSONRoute, tags=["SageMaker"])
 

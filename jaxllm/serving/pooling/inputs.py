@@ -25,7 +25,7 @@ from jaxllm.serving.http.records import Clock, ModelCall
 from jaxllm.serving.http.streaming import until_disconnect
 from jaxllm.serving.openai.messages import FIELD_NAMES
 from jaxllm.serving.openai.sampling import PromptTokensDetails
-from jaxllm.serving.pooling.types import ComparisonFields, InputFields, PoolingFields, PoolingUsage
+from jaxllm.serving.pooling.types import ComparisonFields, InputFields, PoolingFields
 from jaxllm.serving.served_model import ServedModel
 
 Method = Literal["yes_no", "cosine", "classifier"]
@@ -38,6 +38,12 @@ JUDGE_PROMPT = (
 )
 """Qwen3-Reranker's (arXiv:2506.05176); it answers with one token."""
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+
+
+class PoolingUsage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class PoolingRun:

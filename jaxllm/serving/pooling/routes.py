@@ -21,30 +21,23 @@ from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.request_model import Label, ModelFields, RequestModel, refuse
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.openai.messages import TextPart
-from jaxllm.serving.pooling.inputs import PoolingRun, class_scores, input_prompts, pooling_kind, score_pairs
+from jaxllm.serving.pooling.inputs import (
+    PoolingRun,
+    PoolingUsage,
+    class_scores,
+    input_prompts,
+    pooling_kind,
+    score_pairs,
+)
 from jaxllm.serving.pooling.types import (
     MAX_INPUTS,
-    APIVersion,
-    Classification,
-    ClassificationList,
     ClassifyRequest,
     DocumentRerankRequest,
-    Embedding,
-    EmbeddingList,
     EmbeddingRequest,
     InputFields,
-    Pooled,
-    PoolingList,
     PoolingRequest,
-    Rank,
-    RankedDocument,
-    Ranking,
-    RankingMeta,
     RerankRequest,
-    Score,
-    ScoreList,
     ScoreRequest,
-    TextRank,
     VectorFields,
 )
 
@@ -52,6 +45,95 @@ router = APIRouter(route_class=JSONRoute, tags=["embeddings"])
 scoring_router = APIRouter(route_class=JSONRoute, tags=["scoring"])
 embed_v2_router = APIRouter(route_class=JSONRoute, tags=["embeddings"])
 rerank_v2_router = APIRouter(route_class=JSONRoute, tags=["scoring"])
+
+
+class _Listed(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+
+
+class Embedding(msgspec.Struct, kw_only=True):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(_Listed, kw_only=True):
+    data: list[Embedding]
+    usage: PoolingUsage
+
+
+class Pooled(msgspec.Struct, kw_only=True):
+    object: Literal["pooling"] = "pooling"
+    index: int
+    data: list[float] | str
+
+
+class PoolingList(_Listed, kw_only=True):
+    data: list[Pooled]
+    usage: PoolingUsage
+
+
+class Score(msgspec.Struct, kw_only=True):
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class ScoreList(_Listed, kw_only=True):
+    data: list[Score]
+    usage: PoolingUsage
+
+
+class Classification(msgspec.Struct, kw_only=True):
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassificationList(_Listed, kw_only=True):
+    data: list[Classification]
+    usage: PoolingUsage
+
+
+class RankedDocument(msgspec.Struct):
+    text: str
+
+
+class Rank(msgspec.Struct, kw_only=True):
+    index: int
+    relevance_score: float
+    document: RankedDocument | UnsetType = UNSET
+
+
+class TextRank(msgspec.Struct, kw_only=True):
+    """TEI's."""
+
+    index: int
+    score: float
+    text: str | UnsetType = UNSET
+
+
+class APIVersion(msgspec.Struct):
+    version: Literal["1", "2"]
+
+
+class RankingMeta(msgspec.Struct):
+    """Cohere's."""
+
+    api_version: APIVersion
+
+
+class Ranking(msgspec.Struct, kw_only=True):
+    id: str
+    model: str
+    results: list[Rank]
+    usage: PoolingUsage
+    meta: RankingMeta
+
 
 EmbeddingType = Literal["float", "base64", "binary", "ubinary"]
 PROMPT_NAMES = {"search_query": "query", "search_document": "document"}

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import ml_dtypes
-import msgspec
 import numpy as np
-from msgspec import UNSET, UnsetType
 from pydantic import Field, field_validator, model_validator
 
 from jaxllm.chat.conversation import Conversation
@@ -25,7 +23,6 @@ from jaxllm.serving.http.request_model import (
     refuse,
 )
 from jaxllm.serving.openai.messages import Messages, TemplateFields
-from jaxllm.serving.openai.sampling import PromptTokensDetails
 
 MAX_INPUTS = 2048
 """Texts of one request, as at OpenAI."""
@@ -198,41 +195,6 @@ class PoolingRequest(VectorFields):
     """A vector, or the probabilities of the classes; by default what the model is made for."""
 
 
-class _Listed(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-
-
-class PoolingUsage(msgspec.Struct, kw_only=True):
-    prompt_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-
-class Embedding(msgspec.Struct, kw_only=True):
-    object: Literal["embedding"] = "embedding"
-    index: int
-    embedding: list[float] | str
-
-
-class Pooled(msgspec.Struct, kw_only=True):
-    object: Literal["pooling"] = "pooling"
-    index: int
-    data: list[float] | str
-
-
-class PoolingList(_Listed, kw_only=True):
-    data: list[Pooled]
-    usage: PoolingUsage
-
-
-class EmbeddingList(_Listed, kw_only=True):
-    data: list[Embedding]
-    usage: PoolingUsage
-
-
 SIDES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 """Names of the two sides of /score: vLLM's first, and its others."""
 
@@ -398,62 +360,3 @@ class ClassifyRequest(InputFields):
 
     use_activation: bool = True
     """False gives the raw scores instead of probabilities."""
-
-
-class Score(msgspec.Struct, kw_only=True):
-    index: int
-    object: Literal["score"] = "score"
-    score: float
-
-
-class ScoreList(_Listed, kw_only=True):
-    data: list[Score]
-    usage: PoolingUsage
-
-
-class RankedDocument(msgspec.Struct):
-    text: str
-
-
-class Rank(msgspec.Struct, kw_only=True):
-    index: int
-    relevance_score: float
-    document: RankedDocument | UnsetType = UNSET
-
-
-class TextRank(msgspec.Struct, kw_only=True):
-    """TEI's."""
-
-    index: int
-    score: float
-    text: str | UnsetType = UNSET
-
-
-class APIVersion(msgspec.Struct):
-    version: Literal["1", "2"]
-
-
-class RankingMeta(msgspec.Struct):
-    """Cohere's."""
-
-    api_version: APIVersion
-
-
-class Ranking(msgspec.Struct, kw_only=True):
-    id: str
-    model: str
-    results: list[Rank]
-    usage: PoolingUsage
-    meta: RankingMeta
-
-
-class Classification(msgspec.Struct, kw_only=True):
-    index: int
-    label: str
-    probs: list[float]
-    num_classes: int
-
-
-class ClassificationList(_Listed, kw_only=True):
-    data: list[Classification]
-    usage: PoolingUsage

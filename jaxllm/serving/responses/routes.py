@@ -14,9 +14,9 @@ from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.http.streaming import EventStream, until_disconnect
-from jaxllm.serving.responses.events import EVENTS
 from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.objects import (
+    EVENTS,
     RUNNING,
     DeletedConversation,
     DeletedResponse,

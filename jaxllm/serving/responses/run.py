@@ -19,9 +19,8 @@ from jaxllm.serving.generation import GenerationSettings
 from jaxllm.serving.http.errors import to_api_error
 from jaxllm.serving.http.streaming import server_sent
 from jaxllm.serving.reply import Reply, ReplyLoop, begin_reply
-from jaxllm.serving.responses.events import ResponseEvent
 from jaxllm.serving.responses.items import Item
-from jaxllm.serving.responses.objects import OutputMcpCall, Response
+from jaxllm.serving.responses.objects import OutputMcpCall, Response, ResponseEvent
 from jaxllm.serving.responses.request import ResponseRequest
 from jaxllm.serving.responses.stores import ResponseStore
 from jaxllm.serving.responses.toolbox import Offer, Toolbox, make_offer

@@ -17,9 +17,9 @@ from jaxllm.serving.generation import Usage
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.records import Phases
 from jaxllm.serving.openai.answers import ChatTokenLogprob, TokenBytes, chat_logprobs, timings
-from jaxllm.serving.responses.events import EVENTS, ResponseEvent
 from jaxllm.serving.responses.items import Item, ItemStatus, new_id
 from jaxllm.serving.responses.objects import (
+    EVENTS,
     STOPPED,
     IncompleteDetails,
     InputTokensDetails,
@@ -36,6 +36,7 @@ from jaxllm.serving.responses.objects import (
     ReasoningText,
     Response,
     ResponseError,
+    ResponseEvent,
     ResponseUsage,
     SummaryText,
 )
