@@ -228,9 +228,8 @@ def _is_custom(value: Any) -> Any:
 
 
 class ToolChoiceAuto(RequestModel):
-    """auto lets the model decide; any makes it call some tool."""
-
     type: Literal["auto", "any"]
+    """auto lets the model decide; any makes it call some tool."""
     disable_parallel_tool_use: bool = False
     """One call an answer at most."""
 

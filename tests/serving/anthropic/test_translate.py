@@ -90,7 +90,7 @@ def test_tool_history() -> None:
 
 
 @pytest.mark.covers("CountTokensRequest", "tool_choice")
-@pytest.mark.covers("ToolChoiceAuto", "disable_parallel_tool_use")
+@pytest.mark.covers("ToolChoiceAuto", "type", "disable_parallel_tool_use")
 @pytest.mark.parametrize(
     ("choice", "tools", "expected", "parallel"),
     [
