@@ -1,33 +1,46 @@
-"""/v1/chat/completions: the request."""
+"""/v1/chat/completions: the request, the response and the chunks of a stream."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+import msgspec
+from msgspec import UNSET, UnsetType
 from pydantic import Field, model_validator
 
 from jaxllm.chat.conversation import MAX_TOOLS, Conversation, Tool, renaming
 from jaxllm.errors import Field as Place
 from jaxllm.requests.sampling import MAX_LOGPROBS
 from jaxllm.serving.generation import GenerationSettings
-from jaxllm.serving.http.request_model import RequestModel, refuse
-from jaxllm.serving.openai.messages import FIELD_NAMES, Messages, TemplateFields, TextPart
-from jaxllm.serving.openai.sampling import UNSUPPORTED_SAMPLING, GenerationRequest, TokenLimit
-from jaxllm.serving.openai.tools import ToolFields
+from jaxllm.serving.http.request_model import RequestModel, Rule, check_equal, check_rules, refuse
+from jaxllm.serving.openai.answers import ChatLogprobs, PromptLogprobs, Timings, WeightSpan
+from jaxllm.serving.openai.kv_transfer import KVTransferAnswer
+from jaxllm.serving.openai.messages import FIELD_NAMES, Messages, TemplateFields, TextPart, ToolFields
+from jaxllm.serving.openai.sampling import UNSUPPORTED_SAMPLING, CompletionUsage, GenerationRequest, TokenLimit
 
 MAX_METADATA = 16
 """OpenAI's limit."""
 
 
-_NOT_EXECUTED: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "use_beam_search": (False,), "logprobs": (False,), "prompt_logprobs": (),
-    "return_token_ids": (False,), "return_weight_versions": (False,), "echo": (False,),
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,), "truncate_prompt_tokens": (), "timings_per_token": (False,),
-    "separate_reasoning": (True,), "stream_reasoning": (True,), "kv_transfer_params": (),
-}  # fmt: skip
-"""Fields that one completion of several answers cannot honour, and the values that ask nothing of it."""
+_RULES = (
+    Rule(
+        lambda body: not body.logprobs,
+        {"top_logprobs": (0,), "logprob_token_ids": ([],)},
+        "needs logprobs to be true",
+    ),
+    Rule(
+        lambda body: body.executes,  # one completion of several answers
+        {
+            "n": (1,), "best_of": (1,), "use_beam_search": (False,), "logprobs": (False,), "prompt_logprobs": (),
+            "return_token_ids": (False,), "return_weight_versions": (False,), "echo": (False,),
+            "continue_final_message": (False,), "add_generation_prompt": (True,), "truncate_prompt_tokens": (),
+            "timings_per_token": (False,), "separate_reasoning": (True,), "stream_reasoning": (True,),
+            "kv_transfer_params": (),
+        },
+        "is not available with mcp.execute",
+    ),
+)  # fmt: skip
 
 
 class MCPOptions(RequestModel):
@@ -42,6 +55,13 @@ class MCPOptions(RequestModel):
     max_calls: int | None = Field(default=None, ge=1)
     """With execute: most tools that are run; the server has a limit of its own."""
 
+    @model_validator(mode="after")
+    def _only_executed(self) -> MCPOptions:
+        for name in ("max_turns", "max_calls"):
+            if getattr(self, name) is not None and not self.execute:
+                raise refuse(f"mcp.{name} needs mcp.execute to be true", name)
+        return self
+
 
 class Prediction(RequestModel):
     """What the answer may well be, or have in it: a text that is to be edited, say."""
@@ -52,7 +72,6 @@ class Prediction(RequestModel):
 
     @property
     def text(self) -> str:
-        """All of it."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
@@ -109,52 +128,22 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
 
     @model_validator(mode="after")
     def _chat_fields(self) -> ChatRequest:
-        if self.top_logprobs and not self.logprobs:
-            raise refuse("top_logprobs needs logprobs to be true", "top_logprobs")
-        if self.logprob_token_ids and not self.logprobs:
-            raise refuse("logprob_token_ids needs logprobs to be true", "logprob_token_ids")
-        self._check_mcp()
-        self._check_budget()
-        both = self.max_tokens is not None and self.max_completion_tokens is not None
-        if both and self.max_tokens != self.max_completion_tokens:
-            raise refuse(
-                f"max_tokens is {self.max_tokens} and max_completion_tokens is {self.max_completion_tokens}: "
-                "they are one setting, give one of them",
-                "max_tokens",
-            )
-        return self
-
-    def _check_budget(self) -> None:
-        budgets = {self.max_thinking_tokens, super().thinking_budget} - {None}
-        if len(budgets) > 1:
-            raise refuse(
-                f"max_thinking_tokens is {self.max_thinking_tokens} and thinking.budget_tokens is "
-                f"{super().thinking_budget}: they are one setting, give one of them",
-                "max_thinking_tokens",
-            )
-
-    def _check_mcp(self) -> None:
-        if self.mcp is None:
-            return
-        if self.tools is not None:
+        if self.mcp is not None and self.tools is not None:
             raise refuse("mcp and tools are given; a request's tools are its own, or the MCP servers'", "mcp")
-        if not self.mcp.execute:
-            alone = next((name for name in ("max_turns", "max_calls") if getattr(self.mcp, name) is not None), None)
-            if alone is not None:
-                raise refuse(f"mcp.{alone} needs mcp.execute to be true", f"mcp.{alone}")
-            return
-        for name, neutral in _NOT_EXECUTED.items():
-            if getattr(self, name) not in (None, *neutral):
-                raise refuse(f"{name} is not available with mcp.execute", name)
+        check_rules(self, _RULES)
+        budget = super().thinking_budget
+        check_equal("max_thinking_tokens", self.max_thinking_tokens, "thinking.budget_tokens", budget)
+        check_equal("max_tokens", self.max_tokens, "max_completion_tokens", self.max_completion_tokens)
+        return self
 
     @property
     def executes(self) -> bool:
-        """Whether the server runs the tools that are called."""
+        """True where the server runs the tools that are called."""
         return self.mcp is not None and self.mcp.execute
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the servers' tools may be offered unasked: not where a certain form of answer is expected."""
+        """True where the servers' tools may be offered unasked: not where a certain form of answer is expected."""
         said = self.tools is not None or self.tool_choice == "none"
         formed = self.constraint_field is not None or self.use_beam_search
         return not (said or formed or self.continue_final_message or self.add_generation_prompt is False)
@@ -188,19 +177,140 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
         )
 
     def own_names(self) -> Callable[[Place], Place]:
-        """What the fields of its Conversation and GenerationSettings are called here."""
-        names = {
-            "structured_outputs": self.constraint_field or "structured_outputs",
-            "logprobs": "top_logprobs",
-        }
+        """The names that the fields of its Conversation and GenerationSettings have here."""
+        names = {"structured_outputs": self.constraint_field or "structured_outputs", "logprobs": "top_logprobs"}
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         return renaming(FIELD_NAMES | names)
 
     @property
     def echoed(self) -> str:
-        """What each answer begins with."""
+        """The text that each answer begins with."""
         last, rendering = self.messages[-1], self.rendering()
         if not self.echo or (last.role != "assistant" and rendering.opens_answer):
             return ""
         return last.message().text
+
+
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class MadeToolCall(msgspec.Struct, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class MCPCall(msgspec.Struct, kw_only=True):
+    """A tool that the server ran; of what a failed one says to the model, `error` has OpenAI's form."""
+
+    id: str
+    name: str
+    server_label: str
+    arguments: str
+    status: Literal["in_progress", "completed", "failed"]
+    output: str | None
+    error: dict[str, Any] | None
+
+
+class MCPCallDelta(MCPCall, kw_only=True):
+    """The whole call: once as it begins, without output, and once as it has ended."""
+
+    index: int
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """`reasoning` and `reasoning_content` are one thing under vLLM's two names."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[MadeToolCall] | UnsetType = UNSET
+    mcp_calls: list[MCPCall] | UnsetType = UNSET
+    """With mcp.execute: what the server ran before this was said, or while."""
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[WeightSpan] | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: CompletionUsage
+    timings: Timings | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    kv_transfer_params: KVTransferAnswer | UnsetType = UNSET
+    conversation_id: str | UnsetType = UNSET
+    resource_id: str | UnsetType = UNSET
+
+
+class FunctionDelta(msgspec.Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True):
+    """A call's first delta has id, type and name, the others a fragment of the arguments only."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
+
+
+class ChatDelta(msgspec.Struct, kw_only=True):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    """null where a call opens, as at OpenAI's."""
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    mcp_calls: list[MCPCallDelta] | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, kw_only=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[WeightSpan] | UnsetType = UNSET
+
+
+class ChatCompletionChunk(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChunkChoice]
+    usage: CompletionUsage | UnsetType | None = UNSET
+    timings: Timings | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    warnings: list[str] | UnsetType = UNSET
+
+
+class RenderedPrompt(msgspec.Struct, kw_only=True):
+    """What /v1/chat/completions/render answers: the prompt as text and as token ids."""
+
+    prompt: str
+    prompt_token_ids: list[int]
+    count: int
+    max_model_len: int

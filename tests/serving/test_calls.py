@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI, Request
+from starlette.datastructures import Headers
 
 from jaxllm.config import ModelConfig, ServeConfig
 from jaxllm.config.server import ServerConfig
@@ -17,10 +18,13 @@ from jaxllm.errors import ConfigError
 from jaxllm.mcp.settings import OFF
 from jaxllm.serving import registry as registry_module
 from jaxllm.serving.access.keys import OTHERS
+from jaxllm.serving.call import Call, open_call
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.route import ANSWER_HEADERS, TENANT
+from jaxllm.serving.http.records import Record
+from jaxllm.serving.http.route import TENANT
+from jaxllm.serving.http.streaming import ANSWER, Answer
 from jaxllm.serving.loadable import LoadableModel
-from jaxllm.serving.registry import Registry, leased
+from jaxllm.serving.registry import Registry
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 from tests.serving.batches.conftest import start
@@ -41,7 +45,7 @@ def make_registry(*names: str, any_name: bool = False) -> Registry:
 
 def held(server: Running) -> int:
     registry: Registry = server.app.state.server.registry
-    return sum(len(model.leases) for model in registry)
+    return sum(len(model.calls) for model in registry)
 
 
 def test_every_kind_of_request_gives_its_model_back(start: Callable[..., Running]) -> None:
@@ -148,47 +152,84 @@ def running(server: Running, response_id: str) -> bool:
     return status in ("queued", "in_progress")
 
 
-def test_a_lease_is_one_of_its_model_until_it_is_released() -> None:
+def state_of(*names: str) -> ServerState:
+    return ServerState(ServerConfig(mcp_config=OFF), make_registry(*names))
+
+
+async def begun(state: ServerState, name: str) -> Call:
+    call = Call(state, *state.registry.called(name))
+    await call.begin()
+    return call
+
+
+def test_a_call_is_one_of_its_model_until_it_ends() -> None:
     async def main() -> None:
-        registry = make_registry("a", "b,c")
-        first, second = list(registry)
-        with await registry.lease("c") as lease:
-            assert (lease.name, lease.model) == ("c", second.served)
-            assert (len(first.leases), len(second.leases)) == (0, 1)
-            again = lease.again()
-            assert len(second.leases) == 2
-            lease.release()
-            lease.release()
-            assert len(second.leases) == 1
-        again.release()
-        assert len(second.leases) == 0
-        await registry.check_released()
-        assert (await registry.lease(None)).name == "a"
+        state = state_of("a", "b,c")
+        first, second = list(state.registry)
+        async with await begun(state, "c") as call:
+            assert (call.name, call.model) == ("c", second.served)
+            assert (len(first.calls), len(second.calls)) == (0, 1)
+            async with call.again():
+                assert len(second.calls) == 2
+            assert len(second.calls) == 1
+        assert len(second.calls) == 0
+        await call.__aexit__()
+        await state.registry.check_released()
 
     asyncio.run(main())
 
 
-def test_a_lease_that_is_never_released_is_told_when_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_ends_what_was_entered_in_it_and_its_record() -> None:
+    async def main() -> None:
+        state = state_of("a")
+        ended: list[str] = []
+        record = Record("POST", "/", "-", Headers(), observers=[lambda _: ended.append("record")])
+
+        @asynccontextmanager
+        async def stream() -> AsyncIterator[None]:
+            try:
+                yield
+            finally:
+                ended.append("stream")
+                raise ValueError("it could not be stopped")
+
+        call = Call(state, *state.registry.called("a"), record=record)
+        await call.begin()
+        with record, pytest.raises(ValueError, match="could not be stopped"):
+            async with call, call.again():
+                await call.enter(stream())
+        assert ended == ["stream", "record"]
+        await state.registry.check_released()
+
+    asyncio.run(main())
+
+
+def test_a_call_that_never_ends_is_told_when_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry_module, "RELEASE_SECONDS", 0.02)
 
     async def main() -> None:
         app = app_of(ServeConfig(model="a", mcp_config=OFF), FakeEngine())
         async with app.router.lifespan_context(app):
-            await app.state.server.registry.lease("a")
+            await begun(app.state.server, "a")
 
-    with pytest.raises(AssertionError, match=r"never released, by model: \{'a': 1\}"):
+    with pytest.raises(AssertionError, match=r"never ended, by model: \{'a': 1\}"):
         asyncio.run(main())
 
 
-def test_a_request_takes_its_model_once() -> None:
+def test_a_request_opens_its_call_once() -> None:
     async def main() -> None:
         app = FastAPI()
-        app.state.server = ServerState(ServerConfig(mcp_config=OFF), make_registry("a"))
-        with ExitStack() as stack:
-            request = Request({"type": "http", "app": app, "jaxllm.holds": stack, TENANT: OTHERS, ANSWER_HEADERS: {}})
-            assert (await leased(request, None)).name == "a"
-            with pytest.raises(AssertionError, match="takes its model once"):
-                await leased(request, None)
+        app.state.server = state_of("a")
+
+        async def nowhere(_: Any) -> None:
+            pass
+
+        answer = Answer(nowhere, bytes, 1.0)
+        async with answer.held:
+            request = Request({"type": "http", "app": app, TENANT: OTHERS, ANSWER: answer})
+            assert (await open_call(request, None)).name == "a"
+            with pytest.raises(AssertionError, match="opens its call once"):
+                await open_call(request, None)
         await app.state.server.registry.check_released()
 
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""Stored responses and their items."""
+"""Stored responses, stored conversations, and the items of both."""
 
 from __future__ import annotations
 
@@ -8,30 +8,32 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from sqlalchemy import (
     BigInteger,
-    CursorResult,
     Float,
     ForeignKey,
     LargeBinary,
     String,
+    UniqueConstraint,
     delete,
     exists,
     or_,
     select,
     update,
 )
+from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, aliased, mapped_column
 
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.responses.conversation_store import append_items
-from jaxllm.serving.responses.items import Item
-from jaxllm.serving.responses.objects import RUNNING, STOPPED, Response, ResponseError
+from jaxllm.serving.responses.items import Item, new_id
+from jaxllm.serving.responses.objects import RUNNING, STOPPED, Response, ResponseError, StoredConversation
 from jaxllm.serving.store.database import Base, Database, Owned
 
 LEASE_SECONDS = 60.0
 """A background response whose server has not said for so long that it still runs is failed."""
 
-_item_decoder = msgspec.json.Decoder(Item)
 _response_decoder = msgspec.json.Decoder(Response)
+
+_item_decoder = msgspec.json.Decoder(Item)
+_metadata_decoder = msgspec.json.Decoder(dict[str, str])
 
 
 class ResponseRow(Owned, Base):
@@ -50,7 +52,7 @@ class ResponseRow(Owned, Base):
 
 
 class ResponseItemRow(Base):
-    """One item: those of the input first, those of the output at `position`s behind them."""
+    """One item: at the first positions those of the input, then those of the output."""
 
     __tablename__ = "response_items"
 
@@ -62,7 +64,7 @@ class ResponseItemRow(Base):
 
 
 class ResponseStore:
-    """What the responses routes keep; every method is one transaction.
+    """The stored responses; every method is one transaction.
 
     Where a method takes an `owner`, responses of others are not there.
     """
@@ -80,28 +82,22 @@ class ResponseStore:
             session.add_all(_item_rows(response.id, input_items, 0, is_output=False))
 
     async def finish(
-        self,
-        response: Response,
-        input_items: Sequence[Item],
-        owner: str | None,
-        *,
-        begun: bool,
-        events: bytes | None = None,
-    ) -> bool:
+        self, response: Response, input_items: Sequence[Item], owner: str | None, events: bytes | None = None
+    ) -> None:
         """Keep a response that has ended, and add its items to its conversation.
 
-        False, and nothing is kept, when it had been kept by `begin` and has been cancelled or deleted since.
+        Nothing is kept when it had been kept by `begin` and has been cancelled or deleted since.
         """
         output = msgspec.to_builtins(response.output)
         async with self._database.transaction() as session:
-            if begun:
-                changed = await session.execute(
+            if response.background:
+                ended = (
                     update(ResponseRow)
                     .where(ResponseRow.id == response.id, ResponseRow.status.in_(RUNNING))
                     .values(status=response.status, body=msgspec.json.encode(response), events=events, alive_until=None)
                 )
-                if not _rowcount(changed):
-                    return False
+                if await session.scalar(ended.returning(ResponseRow.id)) is None:
+                    return
                 session.add_all(_item_rows(response.id, output, len(input_items), is_output=True))
             elif response.store:
                 session.add(_row(response, owner))
@@ -110,7 +106,6 @@ class ResponseStore:
                 session.add_all(_item_rows(response.id, output, len(input_items), is_output=True))
             if response.conversation is not None:
                 await append_items(session, response.conversation.id, [*input_items, *output])
-        return True
 
     async def get(self, response_id: str, owner: str | None) -> Response:
         """Raises 404 for an unknown id."""
@@ -125,7 +120,7 @@ class ResponseStore:
         async with self._database.transaction() as session:
             row = await session.get(ResponseRow, response_id, with_for_update=True)
             if row is None:
-                raise not_found(response_id)
+                raise _not_found(response_id)
             response = _response_decoder.decode(row.body)
             if row.status in RUNNING:
                 response = msgspec.structs.replace(response, status=status, error=error)
@@ -135,9 +130,7 @@ class ResponseStore:
     async def delete(self, response_id: str, owner: str | None) -> None:
         """Raises 404 for an unknown id."""
         async with self._database.transaction() as session:
-            row = await session.get(ResponseRow, response_id)
-            if row is None or row.owner != owner:
-                raise not_found(response_id)
+            row = await _find_response(session, response_id, owner)
             await session.execute(delete(ResponseItemRow).where(ResponseItemRow.response_id == response_id))
             await session.delete(row)
 
@@ -167,7 +160,7 @@ class ResponseStore:
             return wanted - set(await session.scalars(select(ResponseRow.id).where(running)))
 
     async def input_items(self, response_id: str, owner: str | None) -> list[Item]:
-        """All that the response was given: the items of those it continues, and its own. Raises 404.
+        """The input of a response: the items of those it continues, and its own. Raises 404.
 
         Of a chain from which a response has been deleted, what came after that.
         """
@@ -175,7 +168,7 @@ class ResponseStore:
         return [item for item, own_output in items if not own_output]
 
     async def history(self, response_id: str, owner: str | None) -> list[Item]:
-        """What a response that continues this one begins with.
+        """The items with which a response begins that continues this one.
 
         Raises 404 for an unknown id and 400 when this response, or one that it continues, cannot be continued.
         """
@@ -220,7 +213,7 @@ class ResponseStore:
             for row in rows:
                 by_response.setdefault(row.response_id, []).append(row)
         if response_id not in previous:
-            raise not_found(response_id)
+            raise _not_found(response_id)
         newest_first: list[str] = []
         link: str | None = response_id
         while link is not None and link in previous:
@@ -235,16 +228,21 @@ class ResponseStore:
 
     async def _row(self, response_id: str, owner: str | None) -> ResponseRow:
         async with self._database.session() as session:
-            row = await session.get(ResponseRow, response_id)
-        if row is None or row.owner != owner:
-            raise not_found(response_id)
+            row = await _find_response(session, response_id, owner)
         if row.status in RUNNING and (row.alive_until or 0) < time.time():
             await self.end(response_id, "failed", STOPPED)
             return await self._row(response_id, owner)
         return row
 
 
-def not_found(response_id: str) -> APIError:
+async def _find_response(session: AsyncSession, response_id: str, owner: str | None) -> ResponseRow:
+    row = await session.get(ResponseRow, response_id)
+    if row is None or row.owner != owner:
+        raise _not_found(response_id)
+    return row
+
+
+def _not_found(response_id: str) -> APIError:
     return APIError(404, f"no response has the id {response_id!r}", param="response_id", code="response_not_found")
 
 
@@ -270,6 +268,157 @@ def _item_rows(response_id: str, items: Sequence[Item], position: int, *, is_out
         )
 
 
-def _rowcount(result: object) -> int:
-    assert isinstance(result, CursorResult)
-    return result.rowcount
+class ConversationRow(Owned, Base):
+    __tablename__ = "conversations"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    created_at: Mapped[int]
+    used_at: Mapped[int] = mapped_column(BigInteger, index=True, server_default="0")
+    """When it was made, changed, or given its last item."""
+    attached: Mapped[bytes] = mapped_column(LargeBinary)
+    """The metadata, as JSON."""
+
+
+class ConversationItemRow(Base):
+    """One item; `number` is their order."""
+
+    __tablename__ = "conversation_items"
+    __table_args__ = (UniqueConstraint("conversation_id", "item_id"),)
+
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    conversation_id: Mapped[str] = mapped_column(ForeignKey("conversations.id", ondelete="CASCADE"), index=True)
+    item_id: Mapped[str] = mapped_column(String(128), index=True)
+    body: Mapped[bytes] = mapped_column(LargeBinary)
+
+
+class ConversationStore:
+    """The stored conversations; every method is one transaction and raises 404 for an unknown id.
+
+    `owner` is whose conversations are meant: those of others are not there.
+    """
+
+    def __init__(self, database: Database):
+        self._database = database
+
+    async def create(self, metadata: dict[str, str], items: Sequence[Item], owner: str | None) -> StoredConversation:
+        now, attached = int(time.time()), msgspec.json.encode(metadata)
+        row = ConversationRow(id=new_id("conv"), owner=owner, created_at=now, used_at=now, attached=attached)
+        async with self._database.transaction() as session:
+            session.add(row)
+            await session.flush()
+            await append_items(session, row.id, items)
+        return _conversation(row)
+
+    async def get(self, conversation_id: str, owner: str | None) -> StoredConversation:
+        async with self._database.session() as session:
+            return _conversation(await _find(session, conversation_id, owner))
+
+    async def update(self, conversation_id: str, metadata: dict[str, str], owner: str | None) -> StoredConversation:
+        async with self._database.transaction() as session:
+            row = await _find(session, conversation_id, owner, to_change=True)
+            row.attached, row.used_at = msgspec.json.encode(metadata), int(time.time())
+        return _conversation(row)
+
+    async def delete(self, conversation_id: str, owner: str | None) -> None:
+        async with self._database.transaction() as session:
+            await _find(session, conversation_id, owner, to_change=True)
+            await session.execute(
+                delete(ConversationItemRow).where(ConversationItemRow.conversation_id == conversation_id)
+            )
+            await session.execute(delete(ConversationRow).where(ConversationRow.id == conversation_id))
+
+    async def delete_before(self, time_of: int, most: int) -> int:
+        """Forget up to `most` conversations that were last used before that time; how many there were."""
+        async with self._database.transaction() as session:
+            old = select(ConversationRow.id).where(ConversationRow.used_at < time_of).limit(most).with_for_update()
+            ids = (await session.scalars(old)).all()
+            await session.execute(delete(ConversationItemRow).where(ConversationItemRow.conversation_id.in_(ids)))
+            await session.execute(delete(ConversationRow).where(ConversationRow.id.in_(ids)))
+        return len(ids)
+
+    async def add(self, conversation_id: str, items: Sequence[Item], owner: str | None) -> list[Item]:
+        """Put items at the end; returns them as they are kept."""
+        async with self._database.transaction() as session:
+            await _find(session, conversation_id, owner)
+            return await append_items(session, conversation_id, items)
+
+    async def items(self, conversation_id: str, owner: str | None) -> list[Item]:
+        """Oldest first."""
+        async with self._database.session() as session:
+            await _find(session, conversation_id, owner)
+            bodies = await session.scalars(
+                select(ConversationItemRow.body)
+                .where(ConversationItemRow.conversation_id == conversation_id)
+                .order_by(ConversationItemRow.number)
+            )
+            return [_item_decoder.decode(body) for body in bodies]
+
+    async def item(self, item_id: str, owner: str | None) -> Item | None:
+        """The item of that id in any of the owner's conversations."""
+        own = select(ConversationItemRow.body).join(ConversationRow).where(ConversationRow.owner == owner)
+        async with self._database.session() as session:
+            body = await session.scalar(own.where(ConversationItemRow.item_id == item_id).limit(1))
+        return None if body is None else _item_decoder.decode(body)
+
+    async def item_of(self, conversation_id: str, item_id: str, owner: str | None) -> Item:
+        async with self._database.session() as session:
+            await _find(session, conversation_id, owner)
+            return _item_decoder.decode((await _find_item(session, conversation_id, item_id)).body)
+
+    async def remove(self, conversation_id: str, item_id: str, owner: str | None) -> StoredConversation:
+        async with self._database.transaction() as session:
+            row = await _find(session, conversation_id, owner)
+            await session.delete(await _find_item(session, conversation_id, item_id))
+        return _conversation(row)
+
+
+async def append_items(session: AsyncSession, conversation_id: str, items: Sequence[Item]) -> list[Item]:
+    """Put items at a conversation's end; an id that the conversation has already is replaced by a new one.
+
+    Does nothing for a conversation that has been deleted meanwhile.
+    """
+    conversation = await session.get(ConversationRow, conversation_id, with_for_update=True)
+    if conversation is None:
+        return []
+    conversation.used_at = int(time.time())
+    ids = [item["id"] for item in items]
+    known = await session.scalars(
+        select(ConversationItemRow.item_id).where(
+            ConversationItemRow.conversation_id == conversation_id, ConversationItemRow.item_id.in_(ids)
+        )
+    )
+    taken = set(known)
+    kept = []
+    for item in items:
+        fresh = item if item["id"] not in taken else item | {"id": new_id(item["id"].partition("_")[0])}
+        taken.add(fresh["id"])
+        kept.append(fresh)
+        session.add(
+            ConversationItemRow(conversation_id=conversation_id, item_id=fresh["id"], body=msgspec.json.encode(fresh))
+        )
+        await session.flush()  # numbers are given in this order
+    return kept
+
+
+async def _find(
+    session: AsyncSession, conversation_id: str, owner: str | None, *, to_change: bool = False
+) -> ConversationRow:
+    """With `to_change` others who change it, or its items, wait until the transaction ends."""
+    row = await session.get(ConversationRow, conversation_id, with_for_update=to_change)
+    if row is None or row.owner != owner:
+        message = f"no conversation has the id {conversation_id!r}"
+        raise APIError(404, message, param="conversation_id", code="conversation_not_found")
+    return row
+
+
+async def _find_item(session: AsyncSession, conversation_id: str, item_id: str) -> ConversationItemRow:
+    of, named = ConversationItemRow.conversation_id == conversation_id, ConversationItemRow.item_id == item_id
+    row = await session.scalar(select(ConversationItemRow).where(of, named))
+    if row is None:
+        message = f"conversation {conversation_id!r} has no item {item_id!r}"
+        raise APIError(404, message, param="item_id", code="item_not_found")
+    return row
+
+
+def _conversation(row: ConversationRow) -> StoredConversation:
+    return StoredConversation(row.id, row.created_at, _metadata_decoder.decode(row.attached))

@@ -1,4 +1,4 @@
-"""/v1/embeddings and /v1/pooling, and the fields that all requests without generation share."""
+"""Embeddings, scores, rankings and classes: requests and answers."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import ml_dtypes
-import msgspec
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from jaxllm.chat.conversation import Conversation
 from jaxllm.requests.sampling import INT32_MAX, INT64_MAX, INT64_MIN
-from jaxllm.serving.http.request_model import KeepAliveFields, Label, RequestModel, are_integers, refuse
+from jaxllm.serving.http.request_model import (
+    KeepAliveFields,
+    Label,
+    ModelFields,
+    RequestModel,
+    Rule,
+    are_integers,
+    check_rules,
+    refuse,
+)
 from jaxllm.serving.openai.messages import Messages, TemplateFields
-from jaxllm.serving.openai.usage import PromptTokensDetails
 
 MAX_INPUTS = 2048
 """Texts of one request, as at OpenAI."""
@@ -30,11 +37,9 @@ DTYPES: Mapping[EmbedDtype, Any] = {
 }  # fmt: skip
 
 
-class PoolingFields(KeepAliveFields):
+class PoolingFields(ModelFields, KeepAliveFields):
     """Which model, how much of a text, and when."""
 
-    model: str | None = None
-    """A name that /v1/models lists; by default the first."""
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT32_MAX)
     """Cut longer inputs to this many tokens; -1 cuts to the context. Without it they are refused."""
     priority: int = Field(default=0, ge=INT64_MIN, le=INT64_MAX)
@@ -116,6 +121,15 @@ class InputFields(TemplateFields, PoolingFields):
         return self.input  # type: ignore[return-value]
 
 
+_ENCODING_RULES = (
+    Rule(
+        lambda body: body.encoding_format != "base64",
+        {"embed_dtype": (), "endianness": ()},
+        "needs encoding_format to be 'base64'",
+    ),
+)
+
+
 class EncodingFields(RequestModel):
     """How vectors are written."""
 
@@ -128,9 +142,7 @@ class EncodingFields(RequestModel):
 
     @model_validator(mode="after")
     def _bytes_only(self) -> EncodingFields:
-        for name in ("embed_dtype", "endianness"):
-            if getattr(self, name) is not None and self.encoding_format != "base64":
-                raise refuse(f"{name} needs encoding_format to be 'base64'", name)
+        check_rules(self, _ENCODING_RULES)
         return self
 
     def encoded(self, vector: np.ndarray) -> list[float] | str:
@@ -183,37 +195,168 @@ class PoolingRequest(VectorFields):
     """A vector, or the probabilities of the classes; by default what the model is made for."""
 
 
-class PoolingUsage(msgspec.Struct, kw_only=True):
-    prompt_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+SIDES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+"""Names of the two sides of /score: vLLM's first, and its others."""
 
 
-class Embedding(msgspec.Struct, kw_only=True):
-    object: Literal["embedding"] = "embedding"
-    index: int
-    embedding: list[float] | str
+class TextDocument(RequestModel):
+    text: str
+    """The document's text."""
 
 
-class Pooled(msgspec.Struct, kw_only=True):
-    object: Literal["pooling"] = "pooling"
-    index: int
-    data: list[float] | str
+Text = str | TextDocument
 
 
-class PoolingList(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    data: list[Pooled]
-    usage: PoolingUsage
+class ComparisonFields(PoolingFields):
+    """How two texts are compared."""
+
+    unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_POOLING | {
+        "chat_template_kwargs", "max_chunks_per_doc", "rank_fields", "truncation_side",
+    }  # fmt: skip
+
+    instruction: str | None = Field(default=None, min_length=1)
+    """What makes a document relevant, for rerankers that take instructions; by default that it answers a web search."""
+    max_tokens_per_doc: int | None = Field(default=None, ge=0)
+    """Cut documents to this many tokens; 0 leaves them whole."""
+    max_tokens_per_query: int | None = Field(default=None, ge=0)
+    """Cut queries to this many tokens; 0 leaves them whole."""
+    use_activation: bool = True
+    """False gives the raw score, before it is made a probability."""
+
+    def named_texts(self) -> dict[str, str]:
+        """Where each of the texts is in the request, such as documents[2]; of equal ones the first."""
+        raise NotImplementedError
 
 
-class EmbeddingList(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    data: list[Embedding]
-    usage: PoolingUsage
+class ScoreRequest(ComparisonFields):
+    text_1: Text | list[Text]
+    """The query, or one query for each text in text_2."""
+    text_2: Text | list[Text]
+    """The texts to compare with it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _vllms_other_names(cls, data: Any) -> Any:
+        """{"queries": …, "documents": …} -> {"text_1": …, "text_2": …}."""
+        if not isinstance(data, dict):
+            return data
+        for first, second in SIDES[1:]:
+            if first in data and second in data:
+                others = {name: value for name, value in data.items() if name not in (first, second)}
+                return others | {"text_1": data[first], "text_2": data[second]}
+        return data
+
+    @model_validator(mode="after")
+    def _sides_match(self) -> ScoreRequest:
+        first, second = len(_texts(self.text_1)), len(_texts(self.text_2))
+        for name, count in (("text_1", first), ("text_2", second)):
+            if not 1 <= count <= MAX_INPUTS:
+                raise refuse(f"{name} has {count} entries; it must have from 1 to {MAX_INPUTS}", name)
+        if first not in (1, second):
+            raise refuse(
+                f"text_1 has {first} entries and text_2 {second}; give one in text_1, or as many as in text_2", "text_1"
+            )
+        return self
+
+    def named_texts(self) -> dict[str, str]:
+        return _named("text_2", self.text_2) | _named("text_1", self.text_1)
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        first, second = _texts(self.text_1), _texts(self.text_2)
+        return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+
+
+class DocumentRerankRequest(ComparisonFields):
+    query: str
+    """What to look for."""
+    documents: list[Text] | None = Field(default=None, min_length=1, max_length=MAX_INPUTS)
+    """Where to look: texts, or objects with a `text`."""
+    top_n: int = Field(default=0, ge=0)
+    """Return only this many of the best; 0 returns all."""
+    return_documents: bool | None = None
+    """Repeat each document's text in its result; true by default, but not at /v2/rerank."""
+
+    @model_validator(mode="after")
+    def _has_documents(self) -> DocumentRerankRequest:
+        if self.documents is None and not self.names_texts:
+            raise refuse("documents is required", "documents")
+        return self
+
+    def named_texts(self) -> dict[str, str]:
+        return _named("texts" if self.names_texts else "documents", list(self.candidates)) | {self.query: "query"}
+
+    @property
+    def names_texts(self) -> bool:
+        """True where the documents come under TEI's name."""
+        return False
+
+    @property
+    def candidates(self) -> list[str]:
+        return _texts(self.documents or [])
+
+
+_RERANK_RULES = (
+    Rule(
+        lambda body: body.texts is not None,
+        {"documents": (), "top_n": (), "return_documents": ()},
+        "does not go with texts, which is TEI's name of documents",
+    ),
+    Rule(
+        lambda body: body.texts is None,
+        {"return_text": (), "raw_scores": (), "truncate": (), "truncation_direction": ()},
+        "goes with texts, TEI's name of documents",
+    ),
+)
+
+
+class RerankRequest(DocumentRerankRequest):
+    texts: list[str] | None = Field(default=None, min_length=1, max_length=MAX_INPUTS)
+    """TEI's name of documents; the answer is then a list, as TEI's."""
+    return_text: bool | None = None
+    """With texts: repeat each text in its result."""
+    raw_scores: bool | None = None
+    """With texts: the raw scores, before they are made probabilities."""
+    truncate: bool | None = None
+    """With texts: cut those that are longer than the context; without it they are refused."""
+    truncation_direction: Literal["Right", "right"] | None = None
+    """With texts: only right, the end that truncate cuts off."""
+
+    @model_validator(mode="after")
+    def _of_one_api(self) -> RerankRequest:
+        check_rules(self, _RERANK_RULES)
+        for name, other in (("raw_scores", "use_activation"), ("truncate", "truncate_prompt_tokens")):
+            if getattr(self, name) is not None and other in self.model_fields_set:
+                raise refuse(f"{name} and {other} are one setting, give one of them", name)
+        if self.raw_scores:
+            self.use_activation = False
+        if self.truncate:
+            self.truncate_prompt_tokens = -1
+        return self
+
+    @property
+    def names_texts(self) -> bool:
+        return self.texts is not None
+
+    @property
+    def candidates(self) -> list[str]:
+        return super().candidates if self.texts is None else self.texts
+
+
+def _texts(value: Text | list[Text]) -> list[str]:
+    items = value if isinstance(value, list) else [value]
+    return [item.text if isinstance(item, TextDocument) else item for item in items]
+
+
+def _named(field: str, value: Text | list[Text]) -> dict[str, str]:
+    texts = _texts(value)
+    if not isinstance(value, list):
+        return {texts[0]: field}
+    return {text: f"{field}[{index}]" for index, text in reversed(list(enumerate(texts)))}
+
+
+class ClassifyRequest(InputFields):
+    unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_POOLING
+
+    use_activation: bool = True
+    """False gives the raw scores instead of probabilities."""
