@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from jaxllm.engine.doors.async_llm import AsyncLLM
     from jaxllm.llm import LLM
-    from jaxllm.serving.openai.chat_request import ChatRequest
+    from jaxllm.serving.openai.chat_types import ChatRequest
 
 READY_SECONDS = 60.0
 
@@ -248,7 +248,7 @@ def _chat_request(body: Mapping[str, Any]) -> ChatRequest:
     from pydantic import ValidationError
 
     from jaxllm.serving.http.errors import to_api_error
-    from jaxllm.serving.openai.chat_request import ChatRequest
+    from jaxllm.serving.openai.chat_types import ChatRequest
 
     try:
         return ChatRequest.model_validate(body)

@@ -151,7 +151,8 @@ def test_a_step_that_takes_other_arrays_is_another(functions, tmp_path, caplog):
 
 def test_what_depends_on_a_callers_functions_is_not_saved(functions):
     keys = Key("head", 2, SAMPLED | {"processors"}), Key("put", 0, frozenset({"processors"})), Key("head", 2, SAMPLED)
-    assert [functions.features.is_saved(key) for key in keys] == [False, False, True]
+    named = [functions.features.named(key.variant) for key in keys]
+    assert [all(feature.is_saved for feature in features) for features in named] == [False, False, True]
 
 
 def test_what_is_saved_in_a_new_folder_is_loaded_whatever_the_umask(functions, tmp_path):
