@@ -63,7 +63,11 @@ def generate(
     engine = AsyncLLM(config)
     try:
         params = sampling_params(sampling, engine.info.default_sampling)
-        asyncio.run(_complete(engine, texts, params, use_template(engine, raw, chat), json_output))
+        assert engine.tokenizer is not None
+        has_template = engine.tokenizer.chat_template is not None
+        if chat and not has_template:
+            raise ConfigError(f"--chat: {config.model} has no chat template")
+        asyncio.run(_complete(engine, texts, params, has_template and not raw, json_output))
     finally:
         engine.shutdown()
 
@@ -100,15 +104,6 @@ def read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
     if not lines:
         raise ConfigError(f"no prompt: {file or 'standard input'} is empty")
     return lines
-
-
-def use_template(engine: AsyncLLM, raw: bool, chat: bool) -> bool:
-    """Whether prompts go through the chat template: as asked, otherwise whenever the model has one."""
-    assert engine.tokenizer is not None
-    has_template = engine.tokenizer.chat_template is not None
-    if chat and not has_template:
-        raise ConfigError(f"--chat: {engine.config.model} has no chat template")
-    return has_template and not raw
 
 
 async def _complete(engine: AsyncLLM, texts: list[str], params: SamplingParams, template: bool, as_json: bool) -> None:

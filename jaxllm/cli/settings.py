@@ -181,7 +181,9 @@ def sampling_flags() -> list[inspect.Parameter]:
     for member in (member for annotation in types.values() for member in get_args(annotation)):
         if dataclasses.is_dataclass(member):  # its fields become flags as well
             documented(member)  # type: ignore[type-var]
-    texts = _field_texts()
+    # The 'Attributes:' of the docstring: "a, b: text." -> {"a": "Text.", "b": "Text."}.
+    attributes = re.findall(r"^ +([a-z_, ]+): (.+)$", documentation(SamplingParams), flags=re.MULTILINE)
+    texts = {name: text[0].upper() + text[1:] for names, text in attributes for name in names.split(", ")}
     flags = []
     for field in dataclasses.fields(SamplingParams):
         if field.name in _LEFT_OUT:
@@ -204,12 +206,6 @@ def _token_ids(_: type, logit_bias: dict[str, float] | None) -> None:
         raise ValueError(
             "it must map token ids to numbers, as in --logit-bias.42 -1.5 or --logit-bias '{\"42\": -1.5}'"
         )
-
-
-def _field_texts() -> dict[str, str]:
-    """The 'Attributes:' of SamplingParams' docstring: 'a, b: text.' -> {'a': 'text.', 'b': 'text.'}."""
-    attributes = re.findall(r"^ +([a-z_, ]+): (.+)$", documentation(SamplingParams), flags=re.MULTILINE)
-    return {name: text[0].upper() + text[1:] for names, text in attributes for name in names.split(", ")}
 
 
 _WORDS: dict[Any, str] = {

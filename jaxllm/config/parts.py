@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from ipaddress import ip_address, ip_network
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
-from jaxllm.config.values import Seconds, SettingsGroup, check_served_name, comma_separated, of_text, parse_named_paths
+from jaxllm.config.values import (
+    Seconds,
+    ServedName,
+    SettingsGroup,
+    comma_separated,
+    must_be,
+    of_text,
+    parse_named_paths,
+)
 
 MTP_NAMES = ("qwen3_next_mtp", "qwen3_5_mtp", "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp")
 """What vLLM also calls the method of the models whose modules are supported."""
@@ -88,14 +97,8 @@ class SpeculativeConfig(SettingsGroup):
             before = last
 
 
-def _check_endpoint(text: str) -> str:
-    port = text.rpartition(":")[2]
-    if not text.startswith(("tcp://", "ipc://")) or (text.startswith("tcp://") and not port.isdigit()):
-        raise ValueError("it must be an address as tcp://*:5557 or ipc:///run/jaxllm/events")
-    return text
-
-
-Endpoint = Annotated[str, AfterValidator(_check_endpoint)]
+_ENDPOINT = re.compile(r"tcp://.*:\d+|ipc://.*")
+Endpoint = Annotated[str, must_be("be an address as tcp://*:5557 or ipc:///run/jaxllm/events", _ENDPOINT.fullmatch)]
 
 
 class KVEventsConfig(SettingsGroup):
@@ -141,10 +144,13 @@ class KVEventsConfig(SettingsGroup):
         return f"{host}:{int(port) + self.data_parallel_rank}"
 
 
-def _one_address(text: str) -> str:
-    if text in ("", "0.0.0.0", "::", "*"):
-        raise ValueError("it must be an address at which other servers reach this machine, such as 10.0.0.5")
-    return text
+Address = Annotated[
+    str,
+    must_be(
+        "be an address at which other servers reach this machine, such as 10.0.0.5",
+        lambda text: text not in ("", "0.0.0.0", "::", "*"),
+    ),
+]
 
 
 class KVTransferConfig(SettingsGroup):
@@ -155,7 +161,7 @@ class KVTransferConfig(SettingsGroup):
     kv_role: Literal["kv_producer", "kv_consumer", "kv_both"]
     """kv_producer: other servers fetch the pages of prompts that were computed here. kv_consumer: this server fetches
     pages from others. kv_both: either, by the request."""
-    kv_ip: Annotated[str, AfterValidator(_one_address)] = "127.0.0.1"
+    kv_ip: Address = "127.0.0.1"
     """The address of this machine at which a producer listens, and that others are told to fetch pages from."""
     kv_port: Annotated[int, Field(ge=0, le=65535)] = 14579
     """The port for that; 0 takes a free one."""
@@ -192,7 +198,7 @@ def _contains(peer: str, host: str) -> bool:
 class LoRAModule(SettingsGroup):
     """A LoRA adapter that a server has from the start, in vLLM's words."""
 
-    name: Annotated[str, AfterValidator(check_served_name)]
+    name: ServedName
     """What requests call it, as their model."""
     path: Annotated[str, Field(min_length=1)]
     """A folder that PEFT saved, a GGUF adapter, or a hub id."""

@@ -71,6 +71,17 @@ def of_text(parse: Callable[[str], Any]) -> BeforeValidator:
     return BeforeValidator(lambda value: parse(value) if isinstance(value, str) else value)
 
 
+def must_be(accepted: str, check: Callable[[str], object]) -> AfterValidator:
+    """Refuses a text that does not pass `check`, with what is accepted in words."""
+
+    def checked(text: str) -> str:
+        if not check(text):
+            raise ValueError(f"it must {accepted}")
+        return text
+
+    return AfterValidator(checked)
+
+
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -142,12 +153,7 @@ def is_served_name(text: str) -> bool:
 
 SERVED_NAME = "printable characters, without a comma and without spaces around them"
 """What `is_served_name` accepts, in words."""
-
-
-def check_served_name(text: str) -> str:
-    if not is_served_name(text):
-        raise ValueError(f"it must be {SERVED_NAME}")
-    return text
+ServedName = Annotated[str, must_be(f"be {SERVED_NAME}", is_served_name)]
 
 
 def comma_separated(value: str | None) -> list[str]:
@@ -155,15 +161,8 @@ def comma_separated(value: str | None) -> list[str]:
     return [part for item in (value or "").split(",") if (part := item.strip())]
 
 
-def _some(value: str) -> str:
-    """An empty text is a mistake: a key that a variable was to hold, and without which anybody may call."""
-    if not comma_separated(value):
-        raise ValueError("it must have at least one entry; leave it out, or say null, for none")
-    return value
-
-
-SomeOf = Annotated[str, AfterValidator(_some)]
-"""Entries separated by commas."""
+SomeOf = Annotated[str, must_be("have at least one entry; leave it out, or say null, for none", comma_separated)]
+"""Entries separated by commas. None is a mistake: a key that a variable was to hold, without which anybody may call."""
 
 
 def parse_entries(value: Any) -> Any:
