@@ -16,7 +16,7 @@ import numpy as np
 from cpu_kernels import best, memory_bandwidth
 
 from jaxllm import cpu_kernels
-from jaxllm.cpu_kernels.huge_pages import use_huge_pages
+from jaxllm.cpu_kernels.tiles import use_huge_pages
 from jaxllm.machine import physical_cores
 from jaxllm.pallas_kernels.pages import QUANTIZED, to_storage
 

@@ -17,7 +17,8 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.core.executables import COMPILER_OPTIONS
 from jaxllm.engine.core.keys import PLAIN, SAMPLED, Key, Variant
 from jaxllm.engine.core.packing import SETTING_FLOATS, SETTING_INTS
-from jaxllm.engine.start.plan import make_blueprint, step_functions
+from jaxllm.engine.start.blueprint import make_blueprint
+from jaxllm.engine.start.plan import step_functions
 from jaxllm.engine.start.platform import Platform
 from jaxllm.pallas_kernels import StepMetadata
 from jaxllm.pallas_kernels.matrices import E2M1

@@ -21,32 +21,6 @@ TINY_STEP_SECONDS = 0.05
 """About how long one of three runs of a step is timed; with --tiny."""
 QUANTIZED = ("int4", "q4_0", "q4k", "q4_k_m", "gptq128", "mxfp4", "fp8")
 """Slices of decode steps with other weights."""
-UNFINISHED = 3
-"""Exit code of a slice that has more to measure."""
-
-
-def run_slice(name: str, given: argparse.Namespace) -> None:
-    """Measure what the slice lacks, and end the process with UNFINISHED where time ran out."""
-    run = Slice(name, given)
-    if name in ("attention", "decode", "sampled", "prefill", *QUANTIZED):
-        run.peaks()
-        from benchmarks.gpu_model import measure_model
-
-        measure_model(run)
-    elif name == "torch":
-        from benchmarks.gpu_torch import measure_torch
-
-        measure_torch(run)
-    elif name == "peaks":
-        run.peaks()
-    else:
-        from benchmarks import gpu_end_to_end
-
-        getattr(gpu_end_to_end, f"measure_{name}")(run)
-    run.write(complete=not run.left)
-    if run.left:
-        print(f"{name}: no time for {run.left} more; call it again")
-        sys.exit(UNFINISHED)
 
 
 def model_config(given: argparse.Namespace, default: Path = LLAMA_8B) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def measure(model: str, isq: str | None, kernels: str, cache: str) -> dict[str, 
 
     from jaxllm import cpu_kernels
     from jaxllm.config import EngineConfig
-    from jaxllm.engine.start.plan import make_blueprint
+    from jaxllm.engine.start.blueprint import make_blueprint
     from jaxllm.engine.start.platform import Platform
     from jaxllm.sharding.mesh import build_mesh
     from jaxllm.weights import open_checkpoint

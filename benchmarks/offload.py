@@ -20,7 +20,7 @@ import numpy as np
 from machine import describe_machine
 
 from jaxllm import LLM, EngineConfig, SamplingParams
-from jaxllm.engine.start.plan import plan_engine
+from jaxllm.engine.start.blueprint import plan_engine
 
 ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm import AsyncLLM, EngineConfig, SamplingParams
-from jaxllm.engine.doors.launch import start_replicas
+from jaxllm.engine.doors.replicas import start_replicas
 from jaxllm.engine.doors.streams import Streams
 from jaxllm.engine.scale.routing import Policy, PrefixFirst, RoundRobin
 

@@ -10,7 +10,7 @@ import asyncio
 from pathlib import Path
 
 from jaxllm import LLM, ResponsesSession
-from jaxllm.session.steps import ConversationResult, Said, ToolCalled, ToolReturned
+from jaxllm.session.session import ConversationResult, Said, ToolCalled, ToolReturned
 
 CONFIG = Path(__file__).parent / "mcp" / "mcp.json"
 QUESTION = [{"role": "user", "content": "What is 6 times 7? Use the tool."}]

@@ -26,13 +26,11 @@ if TYPE_CHECKING:
         StorageFullError,
     )  # fmt: skip
     from jaxllm.llm import LLM, generate
-    from jaxllm.requests.adapters import LoRARequest
     from jaxllm.requests.logits_processors import LogitsState
-    from jaxllm.requests.outputs import RequestOutput
+    from jaxllm.requests.outputs import PoolingParams, RequestOutput
     from jaxllm.requests.sampling import SamplingParams
-    from jaxllm.requests.steering import Steer
+    from jaxllm.requests.steering import LoRARequest, Steer
     from jaxllm.requests.structured_outputs import StructuredOutputs
-    from jaxllm.requests.tasks import PoolingParams
     from jaxllm.session.session import ResponsesSession
 
     __version__: str
@@ -43,12 +41,10 @@ _HOMES = {
     "jaxllm.engine.doors.async_llm": ("AsyncLLM",),
     "jaxllm.engine.doors.beams": ("BeamSearchParams",),
     "jaxllm.requests.sampling": ("SamplingParams",),
-    "jaxllm.requests.adapters": ("LoRARequest",),
     "jaxllm.requests.logits_processors": ("LogitsState",),
-    "jaxllm.requests.tasks": ("PoolingParams",),
-    "jaxllm.requests.steering": ("Steer",),
+    "jaxllm.requests.steering": ("LoRARequest", "Steer"),
     "jaxllm.requests.structured_outputs": ("StructuredOutputs",),
-    "jaxllm.requests.outputs": ("RequestOutput",),
+    "jaxllm.requests.outputs": ("PoolingParams", "RequestOutput"),
     "jaxllm.session.session": ("ResponsesSession",),
     "jaxllm.errors": (
         "JaxLLMError", "CheckpointError", "ConfigError", "ContextLengthError", "EngineDeadError", "EnginePausedError",

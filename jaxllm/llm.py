@@ -15,29 +15,47 @@ from jaxllm.config import EngineConfig, make_config
 from jaxllm.engine.doors.async_llm import AsyncLLM, open_streams
 from jaxllm.engine.doors.beams import BeamSearchParams, BeamStream
 from jaxllm.engine.doors.controls import Controls
-from jaxllm.engine.doors.drive import drive
-from jaxllm.engine.doors.limits import check_capture, check_pooling, check_request, refuse_text
 from jaxllm.engine.doors.sequences import (
     Collector,
     Prompt,
     Prompts,
+    check_capture,
+    check_pooling,
+    check_request,
     one_or_many,
     pooled_output,
     prompt_ids,
     prompt_list,
+    refuse_text,
 )
 from jaxllm.engine.doors.streams import Stream
 from jaxllm.engine.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
 from jaxllm.errors import InvalidRequestError
 from jaxllm.folders import in_home
-from jaxllm.requests.adapters import AdapterUse, LoRA, LoRARequest, adapter_uses
 from jaxllm.requests.captures import CaptureParams, CaptureRequest, read_capture
 from jaxllm.requests.logits_processors import read_processors
-from jaxllm.requests.outputs import EmbeddingOutput, EmbeddingRequestOutput, PooledOutput, RequestOutput, shape_vector
+from jaxllm.requests.outputs import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PooledOutput,
+    PoolingParams,
+    RequestOutput,
+    shape_vector,
+)
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.shown import TableList
-from jaxllm.requests.steering import Patch, Patches, Steer, Steers, patches_of, steers_of
-from jaxllm.requests.tasks import PoolingParams
+from jaxllm.requests.steering import (
+    AdapterUse,
+    LoRA,
+    LoRARequest,
+    Patch,
+    Patches,
+    Steer,
+    Steers,
+    adapter_uses,
+    patches_of,
+    steers_of,
+)
 from jaxllm.research.inside import Inside
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -151,8 +169,7 @@ class LLM(Inside, Controls):
         """
         from jaxllm.chat.answer import read_output  # these load jinja2, which prompts do without
         from jaxllm.chat.conversation import Conversation, Rendering, given_messages, given_tools
-        from jaxllm.chat.model import ChatModel
-        from jaxllm.chat.prompt import prepare_params
+        from jaxllm.chat.prompt import ChatModel, prepare_params
 
         self._streams.check_process()
         refuse_text(self.info.tasks)
@@ -275,7 +292,7 @@ class LLM(Inside, Controls):
             InvalidRequestError: it cannot be read, or not be used with this model.
         """
         if isinstance(source, Mapping):
-            from jaxllm.weights.adapters.peft_adapter import save_adapter  # imports JAX, which takes half a second
+            from jaxllm.weights.adapters.peft import save_adapter  # imports JAX, which takes half a second
 
             folder = tempfile.TemporaryDirectory(prefix="jaxllm-adapter-")
             self._adapter_folders.append(folder)
@@ -365,7 +382,7 @@ class LLM(Inside, Controls):
             stream = Stream(self._streams, requests)
         else:
             stream = BeamStream(self._streams, requests, [search] * len(requests), self.info.eos_token_ids)
-        drive(stream, take, len(items), use_tqdm)
+        stream.drive(take, len(items), use_tqdm)
         return TableList(collector.output for collector in collectors)
 
     def _pooling_requests(
@@ -387,7 +404,7 @@ class LLM(Inside, Controls):
             found[sequence] = pooled_output(delta)
             return True
 
-        drive(Stream(self._streams, requests), take, len(requests), use_tqdm)
+        Stream(self._streams, requests).drive(take, len(requests), use_tqdm)
         return [found[at] for at in range(len(requests))]
 
 

@@ -21,7 +21,7 @@ os.environ["JAXLLM_CPU_ISA"] = "all"  # a first start compiles the kernels of on
 
 CORE = (
     "batch", "device", "device_state", "executables", "handle", "keys", "packing", "runner", "sampler", "saved",
-    "sizes", "slots", "step", "step_weights",
+    "sizes", "slots", "step",
 )  # fmt: skip
 FEATURES = ("adapters", "adjustments", "drafts", "grammar", "processors", "readout", "states")
 """What works with arrays; what schedules, and what keeps pages, is tested with stand-ins that are no such types."""

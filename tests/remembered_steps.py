@@ -19,7 +19,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.core import executables
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.saved import SavedExecutables
-from jaxllm.engine.start import stage_steps
+from jaxllm.engine.start import prepared
 from jaxllm.engine.start.plan import Blueprint
 from jaxllm.folders import make_private
 
@@ -60,13 +60,13 @@ def remembering_steps(root: Path, passes: str) -> Iterator[None]:
     `passes` says how they are compiled; what was compiled otherwise is another executable.
     """
     steps: dict[tuple[str, Key], Any] = {}
-    saved_executables, compile_step = stage_steps.saved_executables, executables.compile_step
+    saved_executables, compile_step = prepared.saved_executables, executables.compile_step
 
     def remembered(config: EngineConfig, blueprint: Blueprint, mesh: Mesh) -> SavedExecutables:
         found = saved_executables(config, blueprint, mesh)
         if found is not None:
             return found
-        return Remembered(root, stage_steps.step_manifest(blueprint, mesh) | {"passes": passes}, mesh, steps)
+        return Remembered(root, prepared.step_manifest(blueprint, mesh) | {"passes": passes}, mesh, steps)
 
     def compiled(lowered: Any, key: Key, platform: str, saved: SavedExecutables | None) -> Any:
         if not isinstance(saved, Remembered):
@@ -78,6 +78,6 @@ def remembering_steps(root: Path, passes: str) -> Iterator[None]:
         return made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stage_steps, "saved_executables", remembered)
+        patch.setattr(prepared, "saved_executables", remembered)
         patch.setattr(executables, "compile_step", compiled)
         yield

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from jaxllm.engine.core.pages import PagePool
-from jaxllm.engine.start import cores
+from jaxllm.engine.start import build
 
 PAGE = 8
 """Tokens."""
@@ -36,5 +36,5 @@ def few_pages(count: int) -> Iterator[None]:
         return PagePool(min(count, num_pages), page_size, shares)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cores, "PagePool", pool)
+        patch.setattr(build, "PagePool", pool)
         yield

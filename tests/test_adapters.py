@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxllm import LLM, AsyncLLM, InvalidRequestError, LoRARequest, RequestOutput, SamplingParams
-from jaxllm.requests.adapters import AdapterUse
+from jaxllm.requests.steering import AdapterUse
 from tests.adapters_over_devices import DENSE, GREEDY, MODELS, answers, prompts
 from tests.devices import over_devices
 from tests.reference.adapters import merge, write_adapter

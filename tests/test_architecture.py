@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import itertools
 import re
-import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType
-
-import pytest
-from fastapi.testclient import TestClient
 
 import jaxllm
-from jaxllm import AsyncLLM
-from jaxllm.config import ServeConfig
 from jaxllm.engine.core.request import Request
-from jaxllm.serving.app import create_app
-from jaxllm.serving.registry import single_model
-from tests.serving.mixed_requests import write_model
-from tests.sizes import FIELDS
 
 PACKAGE = Path(jaxllm.__file__).parent
 ROOT = PACKAGE.parent
@@ -55,33 +45,18 @@ def test_the_code_is_about_as_long_as_it_says() -> None:
     check(said("The server around it has about # "), lines("serving/**/*.py"))
 
 
-@pytest.mark.skipif(sys.version_info < (3, 12), reason="sys.monitoring is of Python 3.12")
-def test_a_chat_request_passes_about_as_many_files_as_it_says(tmp_path: Path) -> None:
-    files: set[str] = set()
-
-    def begins(code: CodeType, offset: int) -> object:
-        if Path(code.co_filename).is_relative_to(PACKAGE) and code.co_name != "<module>":
-            files.add(code.co_filename)
-        return sys.monitoring.DISABLE
-
-    settings = FIELDS | {"model": str(write_model(tmp_path)), "skip_tokenizer_init": False}
-    engine = AsyncLLM(**settings)
-    config = ServeConfig(data_dir=tmp_path / "data", **settings)
-    app = create_app(config.of_server, single_model(config, engine))
-    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "stream": True}
-    events, tool = sys.monitoring.events, sys.monitoring.PROFILER_ID
-    with TestClient(app, base_url="http://localhost") as client:
-        client.post("/v1/chat/completions", json=body).raise_for_status()  # its steps are compiled for it
-        sys.monitoring.use_tool_id(tool, "files")
-        try:
-            sys.monitoring.register_callback(tool, events.PY_START, begins)
-            sys.monitoring.set_events(tool, events.PY_START)
-            client.post("/v1/chat/completions", json=body).raise_for_status()
-        finally:
-            sys.monitoring.set_events(tool, 0)
-            sys.monitoring.free_tool_id(tool)
-            engine.shutdown()
-    check(said("runs code of about # files"), len(files))
+def test_the_package_is_small_and_so_are_its_functions() -> None:
+    files = [*PACKAGE.rglob("*.py")]
+    assert 300 < len(files) <= 450
+    assert 50_000 < lines("**/*.py") <= 75_000
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    long = [
+        f"{path.relative_to(PACKAGE)}: {node.name}"
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, functions) and (node.end_lineno or 0) - node.lineno >= 80
+    ]
+    assert not long
 
 
 def test_the_tree_of_the_house_is_the_packages_and_stands_once() -> None:

@@ -13,7 +13,8 @@ import yaml
 
 from jaxllm import LLM, ConfigError
 from jaxllm.config import EngineConfig, ServeConfig, make_config
-from jaxllm.engine.start.plan import EnginePlan, plan_engine
+from jaxllm.engine.start.blueprint import plan_engine
+from jaxllm.engine.start.plan import EnginePlan
 from jaxllm.engine.start.platform import Platform
 from tests.batches_over_devices import EVERY_KIND, LAYOUTS, parallel, seen_inside
 from tests.devices import over_devices, shared_folder

@@ -14,13 +14,14 @@ import pytest
 import yaml
 from pydantic.fields import FieldInfo
 
-from jaxllm.chat.constraint import EFFORT_BUDGETS
-from jaxllm.chat.parsing.formats import TOOL_FORMATS
+from jaxllm.chat.conversation import EFFORT_BUDGETS
+from jaxllm.chat.formats import TOOL_FORMATS
 from jaxllm.cli.settings import sections
 from jaxllm.config import EngineConfig, ServeConfig
 from jaxllm.config.sources import ALWAYS_SO, REFUSED
 from jaxllm.config.values import Isq
-from jaxllm.engine.start.plan import EnginePlan, plan_engine
+from jaxllm.engine.start.blueprint import plan_engine
+from jaxllm.engine.start.plan import EnginePlan
 from jaxllm.engine.start.platform import Platform
 from jaxllm.models.registry import FAMILIES
 from jaxllm.text.reasoning import REASONING_FORMATS
@@ -72,8 +73,8 @@ def family_table() -> str:
 def tool_formats_table() -> str:
     rows = [("Name", "A call")]
     for tool_format in TOOL_FORMATS:
-        layout = tool_format.layout
-        text = layout.start + layout.head("NAME") + "…" + layout.end + layout.stop
+        around = tool_format.written
+        text = around.start + tool_format.head("NAME") + "…" + around.end + around.stop
         rows.append((f"`{tool_format.name}`", verbatim(text)))
     return "".join(f"| {' | '.join(row)} |\n" for row in [rows[0], ("---", "---"), *rows[1:]])
 

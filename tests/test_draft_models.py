@@ -12,7 +12,7 @@ import pytest
 
 from jaxllm import LLM, ConfigError, EngineConfig, LoRARequest, RequestOutput, SamplingParams, Steer
 from jaxllm.engine.core.slots import Slots
-from jaxllm.engine.start.plan import plan_engine
+from jaxllm.engine.start.blueprint import plan_engine
 from jaxllm.errors import ModelNotFoundError
 from tests.engine.core.test_device import device_of
 from tests.reference.adapters import write_adapter

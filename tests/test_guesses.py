@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.chat.constraint import tool_constraint
 from jaxllm.chat.conversation import Tool
-from jaxllm.chat.parsing.formats import TOOL_FORMATS
-from jaxllm.chat.parsing.grammar import tool_constraint
-from jaxllm.chat.parsing.output_format import OutputFormats
+from jaxllm.chat.events import OutputFormats
+from jaxllm.chat.formats import TOOL_FORMATS
 from jaxllm.engine.features.drafts.ngrams import Guesses, ngram_drafts
 from jaxllm.engine.features.drafts.rules import NgramDrafts
 from jaxllm.requests.structured_outputs import StructuredOutputs

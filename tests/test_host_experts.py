@@ -14,8 +14,9 @@ from safetensors.numpy import load_file, save_file
 from jaxllm import LLM, ConfigError, SamplingParams
 from jaxllm.config import EngineConfig, ServeConfig, make_config
 from jaxllm.config.parts import SpeculativeConfig
+from jaxllm.engine.start.blueprint import plan_engine
 from jaxllm.engine.start.offload import PROCESS_BYTES, check_host_memory
-from jaxllm.engine.start.plan import EnginePlan, plan_engine
+from jaxllm.engine.start.plan import EnginePlan
 from jaxllm.engine.start.platform import Platform
 from tests.devices import over_devices, shared_folder
 from tests.experts_over_devices import LAYOUTS

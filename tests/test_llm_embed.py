@@ -9,7 +9,7 @@ import pytest
 
 from jaxllm import LLM
 from jaxllm.errors import InvalidRequestError
-from jaxllm.requests.tasks import PoolingParams
+from jaxllm.requests.outputs import PoolingParams
 from tests.reference import load_golden
 from tests.reference.tiny import tiny_weights, write_checkpoint
 from tests.sizes import FIELDS

@@ -13,9 +13,9 @@ from safetensors.numpy import save_file
 
 from jaxllm import LLM
 from jaxllm.config import EngineConfig
-from jaxllm.engine.start.plan import plan_engine
+from jaxllm.engine.start.blueprint import plan_engine
 from jaxllm.errors import CheckpointError, ConfigError, InvalidRequestError
-from jaxllm.requests.tasks import PoolingParams
+from jaxllm.requests.outputs import PoolingParams
 from tests.reference import load_golden
 from tests.reference.tiny import write_checkpoint
 from tests.reference.tiny_configs.encoders import SECOND_TEXT

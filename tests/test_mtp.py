@@ -11,7 +11,7 @@ import pytest
 
 from jaxllm import LLM, ConfigError, EngineConfig, cpu_kernels
 from jaxllm.config.parts import MTP_NAMES
-from jaxllm.engine.start.plan import plan_engine
+from jaxllm.engine.start.blueprint import plan_engine
 from tests.models.mtp_module import module_hidden, mtp_config, mtp_weights, write_mtp_checkpoint
 from tests.module_drafts import SCHEDULES, Oracle, captured, check_answers, check_bits, check_definition
 from tests.reference.tiny import write_checkpoint

@@ -26,7 +26,7 @@ SECONDS = 60
 def bytes_of(directory: Path, pages: int, **fields: Any) -> str:
     """So much memory as that many pages take, and a little."""
     from jaxllm.config import EngineConfig
-    from jaxllm.engine.start.plan import plan_engine
+    from jaxllm.engine.start.blueprint import plan_engine
 
     plan = plan_engine(EngineConfig(model=str(directory), **FIELDS | fields))
     return str(plan.kv_bytes_per_token * PAGE * pages + 100)

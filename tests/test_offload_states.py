@@ -17,7 +17,7 @@ import pytest
 from jaxllm import LLM, EngineConfig, SamplingParams
 from jaxllm.engine.core.loop import EngineCore
 from jaxllm.engine.features.offload.disk_pages import CHECKSUM
-from jaxllm.engine.start.plan import plan_engine
+from jaxllm.engine.start.blueprint import plan_engine
 from jaxllm.errors import ConfigError
 from tests.reference.tiny import tiny_config, write_checkpoint
 from tests.sizes import FIELDS, PAGE

@@ -18,13 +18,13 @@ with progress_bar("Loading") as on_progress:
 """
 GENERATES = """
 from contextlib import nullcontext
-from jaxllm.engine.doors.drive import drive
+from jaxllm.engine.doors.streams import Stream
 
-class Stream(nullcontext):
+class Empty(nullcontext):
     def __iter__(self):
         return iter(())
 
-drive(Stream(), lambda sequence, delta: True, 3, True)
+Stream.drive(Empty(), lambda sequence, delta: True, 3, True)
 """
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxllm import EngineConfig, SamplingParams, cpu_kernels
-from jaxllm.engine.start.plan import plan_engine
+from jaxllm.engine.start.blueprint import plan_engine
 from tests.reference.tiny import tiny_config, write_checkpoint
 from tests.serving.real_server import served
 from tests.sizes import few_pages

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams, cpu_kernels
+from jaxllm.engine.core.request import Batch
 from jaxllm.engine.core.scheduler import Scheduler
-from jaxllm.engine.core.work import Batch
 from tests.real_models import first_layers
 from tests.reference import load_golden
 from tests.reference.tiny import draw_weights, save_checkpoint, tiny_config, tiny_weights, write_checkpoint

@@ -14,7 +14,7 @@ import pytest
 
 from jaxllm.config import EngineConfig, ModelConfig
 from jaxllm.cpu_kernels import runnable_isas
-from jaxllm.engine.start import stage_steps
+from jaxllm.engine.start import prepared
 from tests.cpu_kernels.weights import needs_kernels
 from tests.reference.tiny import write_checkpoint
 
@@ -24,17 +24,17 @@ PROGRAM = """
 import json, os, sys, time
 from contextlib import nullcontext
 from jaxllm import LLM, SamplingParams, cpu_kernels
-from jaxllm.engine.core import compiling_process
+from jaxllm.engine.core import saved
 from jaxllm.engine.core.saved import SavedExecutables
 from jaxllm.engine.start import stage_steps
-stage_steps.LAYERS_WORTH_A_PROCESS = int(os.environ.get("LAYERS_WORTH_A_PROCESS", "99"))
+prepared.LAYERS_WORTH_A_PROCESS = int(os.environ.get("LAYERS_WORTH_A_PROCESS", "99"))
 load, loaded = SavedExecutables.load, []
 def counted(*arguments):
     found = load(*arguments)
     loaded.extend([found] if found else [])
     return found
 SavedExecutables.load = counted
-compiling_process.MODULE = os.environ.get("COMPILING_MODULE", compiling_process.MODULE)
+saved.MODULE = os.environ.get("COMPILING_MODULE", saved.MODULE)
 chosen = os.environ.get("CHOSEN_ISA")
 with (
     cpu_kernels.forced(chosen) if chosen else nullcontext(),
@@ -127,9 +127,9 @@ import json, sys
 from pathlib import Path
 from jaxllm import cpu_kernels
 from jaxllm.config import EngineConfig
-from jaxllm.engine.start.plan import make_blueprint
+from jaxllm.engine.start.blueprint import make_blueprint
 from jaxllm.engine.start.tokenizer import open_model
-from jaxllm.engine.start.manifest import step_manifest
+from jaxllm.engine.start.prepared import step_manifest
 from jaxllm.engine.start.platform import Platform
 from jaxllm.engine.core.saved import SavedExecutables
 from jaxllm.sharding.mesh import build_meshes
@@ -162,7 +162,7 @@ def test_that_process_is_told_the_engines_settings_alone(tmp_path):
     plan = SimpleNamespace(platform="cpu", kv_bytes=5, state_cache_bytes=6)
     options = SimpleNamespace(kernels=SimpleNamespace(native=False))
     blueprint = SimpleNamespace(spec=SimpleNamespace(config=SimpleNamespace(num_layers=99)), plan=plan, options=options)
-    helper = stage_steps._helper(config, blueprint, SimpleNamespace(root=tmp_path, name="set"))  # type: ignore[arg-type]
+    helper = prepared._helper(config, blueprint, SimpleNamespace(root=tmp_path, name="set"))  # type: ignore[arg-type]
     assert helper is not None
     told = EngineConfig.model_validate_json(helper._command[-3])
     assert told == EngineConfig(model="m", max_model_len=64, kv_cache_memory=5, state_cache_memory=6)

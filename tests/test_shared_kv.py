@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxllm import LLM, EngineConfig, SamplingParams
-from jaxllm.engine.start.plan import plan_engine
+from jaxllm.engine.start.blueprint import plan_engine
 from tests.reference import load_golden
 from tests.reference.tiny import write_checkpoint
 from tests.sizes import FIELDS

@@ -14,7 +14,7 @@ from jaxllm.config import EngineConfig, make_config
 from jaxllm.engine.core.keys import SAMPLED, Key
 from jaxllm.engine.scale.staged_device import keys_of
 from jaxllm.models.caches import Paged, Shared
-from jaxllm.models.parallel import places_to_part, share_layers
+from jaxllm.models.options import places_to_part, share_layers
 from tests.devices import over_devices, shared_folder
 from tests.parallel_answers import assert_same, told
 from tests.reference.tiny import write_checkpoint
@@ -151,7 +151,7 @@ def test_what_stages_do_not_go_with_is_refused_in_a_line(fields: dict[str, Any],
     ],
 )
 def test_a_model_that_cannot_be_parted_is_refused(tmp_path: Path, name: str, count: int, said: str) -> None:
-    from jaxllm.engine.start.plan import plan_engine
+    from jaxllm.engine.start.blueprint import plan_engine
 
     model = write_checkpoint(name, tmp_path)
     with pytest.raises(ConfigError, match=f"^pipeline_parallel_size is {count}, and {said}"):
@@ -165,7 +165,7 @@ def test_too_few_devices_are_said_at_the_start(tmp_path: Path) -> None:
 
 
 def test_a_plan_shows_what_each_stage_holds(tmp_path: Path) -> None:
-    from jaxllm.engine.start.plan import plan_engine
+    from jaxllm.engine.start.blueprint import plan_engine
 
     model = str(write_checkpoint("llama_gqa", tmp_path))
     fields: dict[str, Any] = {**FIELDS, "model": model}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, EngineConfig, SamplingParams
-from jaxllm.engine.start.plan import plan_engine
+from jaxllm.engine.start.blueprint import plan_engine
 from tests.reference import load_golden
 from tests.reference.tiny import save_checkpoint, tiny_config, tiny_weights, write_checkpoint
 from tests.sizes import FIELDS

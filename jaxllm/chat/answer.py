@@ -1,88 +1,32 @@
-"""What the texts of a conversation's answers mean: content, reasoning and calls, as they come."""
+"""Answers of a conversation as they come, and the loop that runs their calls and asks again."""
 
 from __future__ import annotations
 
+import asyncio
+import math
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from jaxllm.chat.parsing.events import Content, Event, ParsedOutput, ToolArguments, ToolCall, join_events
-from jaxllm.chat.prompt import ConversationPrompt
-from jaxllm.engine.doors.sequences import failure
-from jaxllm.engine.messages import EngineRequest, TokenDelta
-from jaxllm.requests.outputs import Logprob, RequestOutput
+from jaxllm.mcp.tools import ToolResult
 
 if TYPE_CHECKING:
+    from jaxllm.chat.parser import Piece
+    from jaxllm.chat.prompt import ConversationPrompt
     from jaxllm.engine.doors.async_llm import AsyncLLM
+    from jaxllm.requests.outputs import RequestOutput
 
-Step = Sequence[tuple[int, Logprob]]
-"""One token's candidates as the engine gives them: the chosen token first, then the most likely ones."""
-
-
-@dataclass
-class Piece:
-    """What one choice gained. `logprobs` and `token_ids` are of the tokens that came, whose text may still be held."""
-
-    index: int
-    events: list[Event]
-    logprobs: Sequence[Step]
-    token_ids: list[int]
-    finish_reason: str | None
-    """"tool_calls" where it called any."""
-    stop_reason: int | str | None
-
-
-class AnswerReader:
-    """Reads the choices of the answer to a conversation.
-
-    Attributes:
-        must_call: the answer is made of calls, whatever the model would rather say.
-        reasoning_tokens: of all choices, so far.
-    """
-
-    def __init__(self, prompt: ConversationPrompt, num_choices: int):
-        conversation = prompt.conversation
-        self.must_call = bool(conversation.tools) and conversation.tool_choice != "auto"
-        self.reasoning_tokens = 0
-        self._parallel_tool_calls = conversation.parallel_tool_calls
-        self._parsers = [prompt.parser() for _ in range(num_choices)]
-
-    def parse(self, index: int, delta: TokenDelta) -> Piece:
-        """What a delta of one choice means; each delta is to be given once, in order."""
-        parser = self._parsers[index]
-        finish_reason = delta.finish_reason
-        if parser is None:
-            events: list[Event] = [Content(delta.text)] if delta.text else []
-        else:
-            in_reasoning = parser.in_reasoning
-            events = parser.feed(delta.text) if delta.text else []
-            if in_reasoning or parser.in_reasoning:
-                self.reasoning_tokens += len(delta.token_ids)
-            if finish_reason is not None:
-                held = parser.finish(cut=finish_reason == "length")
-                events += [event for event in held if not (self.must_call and isinstance(event, Content))]
-            if finish_reason == "stop" and parser.num_tool_calls:
-                finish_reason = "tool_calls"
-            events = [event for event in events if self._is_allowed(event)]
-        return Piece(index, events, delta.logprobs or (), delta.token_ids, finish_reason, delta.stop_reason)
-
-    def whole(self, index: int, deltas: Iterable[TokenDelta]) -> tuple[ParsedOutput, str | None]:
-        """All of one choice, and its finish reason."""
-        pieces = [self.parse(index, delta) for delta in deltas]
-        return join_events(event for piece in pieces for event in piece.events), pieces[-1].finish_reason
-
-    def _is_allowed(self, event: Event) -> bool:
-        match event:
-            case ToolCall(index=index) | ToolArguments(index=index):
-                return index == 0 or self._parallel_tool_calls
-            case _:
-                return True
+Told = TypeVar("Told")
+Asked = TypeVar("Asked")
 
 
 def read_output(ready: ConversationPrompt, output: RequestOutput) -> None:
-    """Part the texts of a finished request into content, reasoning and calls."""
-    reader = AnswerReader(ready, len(output.outputs))
+    """Divide the texts of a finished request into content, reasoning and calls."""
+    from jaxllm.engine.messages import TokenDelta
+
+    reader = ready.reader(len(output.outputs))
     for at, choice in enumerate(output.outputs):
         delta = TokenDelta(request_id=output.request_id, text=choice.text, finish_reason=choice.finish_reason)
         answer, choice.finish_reason = reader.whole(at, [delta])
@@ -96,6 +40,9 @@ async def speak(
 
     Raises QueueFullError, EngineDeadError, or what `failure` makes of a request that fails.
     """
+    from jaxllm.engine.doors.sequences import failure
+    from jaxllm.engine.messages import EngineRequest
+
     prompt = ready.prompt
     request = EngineRequest(
         request_id=uuid.uuid4().hex,
@@ -105,10 +52,95 @@ async def speak(
         cache_salt=cache_salt,
     )
     searches = [] if prompt.beam_search is None else [prompt.beam_search]
-    reader = AnswerReader(ready, prompt.params.n)
+    reader = ready.reader(prompt.params.n)
     with engine.run([request], searches=searches) as stream:
         async for gains in stream.arrivals():
             for index, delta in gains:
                 if delta.error is not None:
                     raise failure(delta)
                 yield reader.parse(index, delta)
+
+
+class ToolLoop(ABC, Generic[Told, Asked]):
+    """The loop; whoever tells of it says how an answer is begun and read, and what its calls are.
+
+    Attributes:
+        silence: what is told after a time without anything else.
+        num_calls: tools that have been run, `most_calls` at most; further calls are refused.
+        ended_by: why it was told to stop, once it was.
+    """
+
+    silence: Told
+
+    def __init__(self, most_calls: float = math.inf, *, parallel: bool = True):
+        """Without `parallel` each call waits for the one before."""
+        self.most_calls = most_calls
+        self.num_calls = 0
+        self.ended_by: Exception | None = None
+        self._parallel = parallel
+        self._running: dict[asyncio.Task[ToolResult], Asked] = {}
+
+    @abstractmethod
+    async def begin_answer(self) -> bool:
+        """Begin the next answer, to what the calls gave; false where there is to be none."""
+
+    @abstractmethod
+    def read_answer(self, timeout: float | None) -> AsyncIterator[Told]:
+        """The answer as it comes, and the calls that it ends with."""
+
+    @abstractmethod
+    def calls(self) -> Iterable[Asked]:
+        """Those that are to be run before the next answer."""
+
+    @abstractmethod
+    async def call(self, asked: Asked) -> ToolResult:
+        """Run one. What fails is told in the result."""
+
+    @abstractmethod
+    def ended(self, asked: Asked, result: ToolResult) -> Told:
+        """What came of one."""
+
+    def no_call_left(self) -> ToolResult:
+        """What comes of calls beyond the most."""
+        raise NotImplementedError
+
+    async def turns(self, timeout: float | None = None) -> AsyncGenerator[Told, None]:
+        """All that happens, in order; `silence` after `timeout` seconds without anything. Calls may come first."""
+        async for told in self._run_calls(timeout):
+            yield told
+        while await self.begin_answer():
+            async for told in self.read_answer(timeout):
+                yield told
+            async for told in self._run_calls(timeout):
+                yield told
+
+    def stop(self, error: Exception) -> None:
+        """Run no more calls, and end those that run."""
+        self.ended_by = error
+        for task in self._running:
+            task.cancel()
+
+    async def end_calls(self) -> None:
+        """End the calls that run, and wait for that."""
+        tasks, self._running = self._running, {}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run_calls(self, timeout: float | None) -> AsyncIterator[Told]:
+        waiting = deque(self.calls())
+        while waiting and self.ended_by is None:
+            for asked in [waiting.popleft() for _ in range(len(waiting) if self._parallel else 1)]:
+                if self.num_calls < self.most_calls:
+                    self.num_calls += 1
+                    self._running[asyncio.create_task(self.call(asked))] = asked
+                else:
+                    yield self.ended(asked, self.no_call_left())
+            while self._running:
+                done, _ = await asyncio.wait(self._running, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    yield self.silence
+                for task in [task for task in self._running if task in done]:
+                    asked = self._running.pop(task)
+                    if not task.cancelled():
+                        yield self.ended(asked, task.result())

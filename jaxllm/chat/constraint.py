@@ -1,27 +1,29 @@
-"""What an answer must match, and how long its reasoning may be, from what a conversation asks."""
+"""The text that an answer must match, from what a conversation asks, and grammars that make a model call tools.
+
+The grammars are in llguidance's Lark dialect (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md). Text
+in them matches ordinary tokens only, so a marker that is a special token of the model's is written as that token's id.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from jaxllm.chat.conversation import Conversation, Rendering, Tool, ToolChoice
-from jaxllm.chat.model import ChatModel
-from jaxllm.chat.parsing.grammar import tool_constraint
-from jaxllm.chat.parsing.output_format import OutputFormats
+from jaxllm.chat.conversation import Conversation, NamedTool, Tool, ToolChoice
+from jaxllm.chat.events import OutputFormats, Tags, ToolFormat
+from jaxllm.chat.values import followed, text_limits, value_types
 from jaxllm.errors import Field, InvalidRequestError
-from jaxllm.requests.closed_schema import closed
-from jaxllm.requests.compiled_grammars import compile_grammar
-from jaxllm.requests.plain_schema import UnenforceableError, plain
-from jaxllm.requests.sampling import SamplingParams
-from jaxllm.requests.structured_outputs import JSON_OPTIONS, StructuredOutputs, ascii_classes
-from jaxllm.text.reasoning import ReasoningFormat, prompt_markers
+from jaxllm.requests.schema import UnenforceableError, closed, plain
+from jaxllm.requests.structured_outputs import JSON_OPTIONS, StructuredOutputs, ascii_classes, compile_grammar
+from jaxllm.text.reasoning import ReasoningFormat
 
 CONSTRAINT = Field("structured_outputs")
-"""What the request itself asks of the text."""
+"""The field of what the request itself asks of the text."""
 TOOLS = Field("tools")
 BLAME_SECONDS = 10.0
 """How long the one of several tools that cannot be enforced is looked for."""
@@ -35,24 +37,41 @@ def answer_constraint(
     in_reasoning: bool,
     special_tokens: Mapping[str, int],
 ) -> StructuredOutputs | None:
-    """The constraint on a conversation's answers, from behind their reasoning on; None where anything may come.
+    """The constraint on a conversation's answers after their reasoning; None where anything may come.
 
     With tools and a constraint on the text, an answer that may call is either; one that must call only calls.
     Raises InvalidRequestError naming the field.
     """
-    asked = conversation.structured_outputs
-    if asked is not None and asked.after is not None and not conversation.tools:
+    tools, choice, asked = conversation.tools, conversation.tool_choice, conversation.structured_outputs
+    if asked is not None and asked.after is not None and not tools:
         return compiled(asked)  # it says itself what comes before it
-    thinks = conversation.rendering.thinks
-    after = _reasoning_end(formats.reasoning, prompt_text, in_reasoning=in_reasoning, thinks=thinks)
-    constraint = _constraint(conversation, formats, after, special_tokens, in_reasoning=in_reasoning)
+    after = _reasoning_end(formats.reasoning, prompt_text, in_reasoning, conversation.rendering.thinks)
+    answer = asked and replace(asked, after=after)
+    calls = partial(
+        tool_constraint,
+        formats,
+        tools,
+        parallel=conversation.parallel_tool_calls,
+        after=after,
+        special_tokens=special_tokens,
+        in_reasoning=in_reasoning,
+    )
+    if not tools:
+        constraint = compiled(answer)
+    elif choice != "auto" or answer is None:
+        constraint = _compiled_calls(lambda: calls(choice), tools)
+    elif formats.channels or (formats.tools and formats.tools.thought):
+        raise _needs_choice(answer)
+    else:
+        compiled(answer)
+        constraint = _compiled_calls(lambda: _either(calls("required"), answer), tools)
     if constraint is None or constraint.after is None or in_reasoning or formats.reasoning is None:
         return constraint
     return replace(constraint, openings=formats.reasoning.openings)
 
 
 def _reasoning_end(
-    reasoning: ReasoningFormat | None, prompt_text: str, *, in_reasoning: bool, thinks: bool | None
+    reasoning: ReasoningFormat | None, prompt_text: str, in_reasoning: bool, thinks: bool | None
 ) -> str | None:
     """The text that ends the reasoning which the answer to a prompt may begin with; None where it has none."""
     if reasoning is None:
@@ -61,45 +80,6 @@ def _reasoning_end(
         return reasoning.answer
     none_left = prompt_text.rstrip().endswith(reasoning.close) or thinks is False
     return reasoning.close if in_reasoning or not none_left else None
-
-
-def _constraint(
-    conversation: Conversation,
-    formats: OutputFormats,
-    after: str | None,
-    special_tokens: Mapping[str, int],
-    *,
-    in_reasoning: bool,
-) -> StructuredOutputs | None:
-    tools, choice = conversation.tools, conversation.tool_choice
-    answer = conversation.structured_outputs and replace(conversation.structured_outputs, after=after)
-    if not tools:
-        return compiled(answer)
-
-    def calls(choice: ToolChoice) -> StructuredOutputs | None:
-        parallel = conversation.parallel_tool_calls
-        return tool_constraint(
-            formats,
-            tools,
-            choice,
-            parallel=parallel,
-            after=after,
-            special_tokens=special_tokens,
-            in_reasoning=in_reasoning,
-        )
-
-    if choice != "auto" or answer is None:
-        return _compiled_calls(lambda: calls(choice), tools)
-    if formats.channels or (formats.tools and formats.tools.layout.thought):
-        raise _needs_choice(answer)
-    compiled(answer)
-
-    def either() -> StructuredOutputs:
-        required = calls("required")
-        assert required is not None
-        return _either(required, answer)
-
-    return _compiled_calls(either, tools)
 
 
 def compiled(constraint: StructuredOutputs | None, field: Field = CONSTRAINT) -> StructuredOutputs | None:
@@ -133,8 +113,9 @@ def _check_parameters(tool: Tool) -> None:
         raise InvalidRequestError([tool.parameters_field, f" (of {tool.name!r}){problem}"]) from None
 
 
-def _either(calls: StructuredOutputs, answer: StructuredOutputs) -> StructuredOutputs:
+def _either(calls: StructuredOutputs | None, answer: StructuredOutputs) -> StructuredOutputs:
     """Calls, or a text that matches `answer`: one Lark grammar with two beginnings."""
+    assert calls is not None
     match answer.kind:
         case "json" | "json_object":
             schema = json.loads(answer.json) if answer.json is not None else {"type": "object"}
@@ -156,74 +137,307 @@ def _needs_choice(answer: StructuredOutputs) -> InvalidRequestError:
     return InvalidRequestError([CONSTRAINT, problem])
 
 
-EFFORT_BUDGETS: dict[str, int | None] = {
-    "none": 0, "minimal": 512, "low": 2048, "medium": 8192, "high": 32768, "xhigh": None, "max": None,
-}  # fmt: skip
-"""Tokens of reasoning that an effort allows where the chat template knows no efforts; None is any number."""
-EFFORT_VARIABLE = "reasoning_effort"
+_Value = Callable[[str, Any, dict[str, Any], bool], str]
+_MARKER = r"<\|[a-z]+\|>"
+"""What may end a message, or begin another, in a thought that comes before calls."""
+_NUMBERS = {"{index}": ("INDEX", "/[0-9]{1,3}/"), "{id}": ("CALL_ID", "/[a-z0-9]{10}/")}
+"""How calls are numbered and named where the model does it: the rule, and what it allows."""
+_PLACE = re.compile(f"({'|'.join(map(re.escape, _NUMBERS))})")
+_EMPTY_OBJECT = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def thinking_fields(
-    conversation: Conversation,
-    reasoning: ReasoningFormat | None,
-    template: str,
-    asked: int | None,
+def tool_constraint(
+    formats: OutputFormats,
+    tools: Sequence[Tool],
+    choice: ToolChoice,
     *,
-    in_reasoning: bool,
-) -> dict[str, Any]:
-    """The fields of SamplingParams that bound an answer's reasoning.
+    parallel: bool,
+    after: str | None,
+    special_tokens: Mapping[str, int],
+    in_reasoning: bool = False,
+) -> StructuredOutputs | None:
+    """The grammar that makes the model call as asked, in the format of `formats`; OutputParser reads all it allows.
 
-    `asked` is max_thinking_tokens, which only a model that marks its reasoning can honour; what a request says in other
-    ways leaves a model that does not alone. Raises InvalidRequestError of max_thinking_tokens.
+    `choice` is "required" for a call of any of `tools`, a NamedTool for one call of that one, and "auto" for the
+    model's choice. With `parallel` it may make several calls, but one of a NamedTool. Arguments follow the tools'
+    schemas; for a tool that isn't strict, keywords that llguidance does not enforce are ignored. "auto" is constrained
+    if some tool is strict and the format marks its calls: after the mark the call must be valid; other tools' arguments
+    are any object. In formats whose strings are not JSON, `text_limits` enforces a string's pattern and length.
+
+    `after` is where the constraint begins, such as "</think>"; `special_tokens` are the tokenizer's, with their ids;
+    `in_reasoning` tells that the prompt has opened the thought, where the format has one.
+    None: nothing needs, or can be, enforced.
     """
-    if reasoning is None:
-        if asked is not None:
-            raise unmarked()
-        return {}
-    budget = _budget(conversation.rendering, template, asked, in_reasoning)
-    if budget is None:
-        return {}
-    markers = reasoning.markers(opened=in_reasoning, text_follows=not conversation.tools)
-    return {"max_thinking_tokens": budget, "thinking_markers": markers}
+    if formats.tools is None:
+        return None
+    after = None if formats.tools.thought else after
+    writer = _Grammar(formats.tools, special_tokens)
+    if choice == "auto":
+        if not formats.tools.mark or not any(tool.strict for tool in tools):
+            return None
+        return StructuredOutputs(grammar=writer.auto(tools, formats.reasoning, parallel), after=after)
+    if isinstance(choice, NamedTool):
+        tools, parallel = [tool for tool in tools if tool.name == choice.name], False
+    grammar = writer.required(tools, parallel, leading_space=after is not None, in_reasoning=in_reasoning)
+    return StructuredOutputs(grammar=grammar, after=after)
 
 
-def room_for_constraint(
-    params: SamplingParams, conversation: Conversation, reasoning: ReasoningFormat | None, *, in_reasoning: bool
-) -> SamplingParams:
-    """The same parameters; unbounded reasoning leaves half of max_tokens to an answer that must match something."""
-    outputs, asked = params.structured_outputs, conversation.structured_outputs
-    waits = outputs is not None and outputs.after is not None and (asked is None or asked.after is None)
-    free = asked is None and conversation.tool_choice == "auto"
-    if reasoning is None or not waits or free or params.allowed_token_ids is not None:
-        return params
-    if params.max_thinking_tokens is not None or params.max_tokens is None:
-        return params
-    markers = reasoning.markers(opened=in_reasoning, text_follows=bool(reasoning.answer))
-    return replace(params, max_thinking_tokens=params.max_tokens // 2, thinking_markers=markers)
+class _Grammar:
+    """The rules of one grammar as they are collected."""
+
+    def __init__(self, tool_format: ToolFormat, special_tokens: Mapping[str, int]):
+        self._format = tool_format
+        self._written = tool_format.written
+        self._special = {text: f"<[{token_id}]>" for text, token_id in special_tokens.items()}
+        texts = sorted(filter(None, self._special), key=len, reverse=True)
+        self._split = re.compile("|".join(map(re.escape, texts))) if texts else None
+        self._rules: dict[str, str] = {}
+
+    def required(self, tools: Sequence[Tool], parallel: bool, *, leading_space: bool, in_reasoning: bool) -> str:
+        calls = self._calls(tools, lenient=True)
+        repeated = f" ({self._text(self._written.between)} call)*" if parallel else ""
+        before = ""
+        if leading_space:
+            self._rules["SPACE"] = r"/[ \n]{1,8}/"
+            before = "SPACE? "
+        self._rules["call"] = calls
+        if self._format.thought is not None:
+            open, close = self._format.thought
+            thinking = self._raw_text("thinking", close, also_ends=_MARKER)
+            self._rules["thought"] = thinking if in_reasoning else f"{self._text(open)} {thinking}"
+            before = "thought " if in_reasoning else "thought? "
+        return self._lark(f"{before}{self._text(self._written.start)} call{repeated} {self._text(self._written.stop)}")
+
+    def auto(self, tools: Sequence[Tool], reasoning: ReasoningFormat | None, parallel: bool) -> str:
+        """Free text; after the mark a call, and then free text again."""
+        start, mark = self._written.start, self._format.mark
+        parts = [f"({self._trigger(mark, reasoning)})"]
+        self._rules["call"] = self._calls(tools, lenient=False, skip=0 if start else len(mark))
+        if start:
+            repeated = [f"({self._text(self._written.between)} call)*"] if parallel else []
+            parts += [self._text(start.removeprefix(mark)), "call", *repeated, self._text(self._written.stop)]
+        else:
+            parts.append("call")
+        self._rules["calls"] = " ".join(parts)
+        return self._lark("calls* prose" if parallel else "calls | prose")
+
+    def _trigger(self, mark: str, known: ReasoningFormat | None) -> str:
+        """Free text up to and with `mark`; reasoning's marks, with the special tokens in them, may be in it."""
+        self._rules["TEXT"] = r"/(.|\n)*/"
+        marks = (*known.opens, *known.closes, *known.around) if known and self._split else ()
+        special = {self._text(text): None for text in marks if self._split and self._split.search(text)}
+        others = f"({' | '.join(special)})"
+        self._rules["prose"] = f"TEXT ({others} TEXT)*" if special else "TEXT"
+        first = self._split.search(mark) if self._split else None
+        if first is None:
+            self._rules["trigger[lazy]"] = f"TEXT {_quoted(mark)}"
+            return f"prose {others} trigger | trigger" if special else "trigger"
+        before, rest = mark[: first.start()], self._text(mark[first.start() :])
+        if not before:
+            return f"prose {rest}"
+        self._rules["BEFORE"] = rf"/(.|\n)*{re.escape(before)}/"
+        return f"(TEXT {others})* BEFORE {rest}" if special else f"BEFORE {rest}"
+
+    def _calls(self, tools: Sequence[Tool], lenient: bool, skip: int = 0) -> str:
+        """A call, with an alternative for each tool; `skip` leaves out that much of its beginning."""
+        alternatives = []
+        for at, tool in enumerate(tools):
+            parameters = _parameters(tool, any_object=not lenient and not tool.strict)
+            head = self._head(tool.name, skip)
+            arguments = self._arguments(f"f{at}", parameters, strict=tool.strict)
+            alternatives.append(f"{head} {arguments} {self._text(self._written.end)}")
+        return " | ".join(alternatives)
+
+    def _head(self, name: str, skip: int) -> str:
+        parts = []
+        for part in _PLACE.split(self._written.call[skip:].replace("{name}", name)):
+            if part in _NUMBERS:
+                rule, pattern = _NUMBERS[part]
+                self._rules[rule] = pattern
+                parts.append(rule)
+            else:
+                parts.append(self._text(part))
+        return " ".join(filter(None, parts))
+
+    def _arguments(self, rule: str, parameters: dict[str, Any], strict: bool) -> str:
+        match self._format.arguments:
+            case "json":
+                self._rules[rule] = _json_rule(parameters, strict)
+                return rule
+            case "gemma":
+                return self._members(rule, parameters, strict, ("{", ":", ",", "}"), self._gemma_value)
+            case "pythonic":
+                return self._members(rule, parameters, strict, ("", "=", ", ", ""), self._pythonic_value)
+            case tags:
+                return self._tagged_arguments(rule, parameters, strict, tags)
+
+    def _tagged_arguments(self, rule: str, parameters: dict[str, Any], strict: bool, tags: Tags) -> str:
+        """Properties in the schema's order, each as key and raw value."""
+        newline = _quoted(tags.between) if tags.exact else r'"\n"?'
+        parts = [] if tags.exact else [newline]
+        for at, (key, schema) in enumerate(parameters.get("properties", {}).items()):
+            types = value_types(schema, parameters)
+            is_text = "true" if types == {"string"} else "false"
+            stated = part_type(types)
+            opening = (
+                part.replace("{string}", is_text).replace("{type}", stated).replace("{key}", key) for part in tags.open
+            )
+            own = replace(tags, close=tags.close.replace("{key}", key))
+            value = self._raw_value(f"{rule}_{at}", schema, parameters, own, strict)
+            self._rules[f"{rule}_{at}"] = f"{f' {newline} '.join(map(self._text, opening))} {value} {newline}"
+            parts.append(f"{rule}_{at}" + ("" if key in parameters.get("required", ()) else "?"))
+        self._rules[rule] = " ".join(parts) or '""'
+        return rule
+
+    def _raw_value(self, rule: str, schema: Any, root: dict[str, Any], tags: Tags, strict: bool) -> str:
+        if value_types(schema, root) != {"string"}:
+            return f"{self._json(rule, schema, root, strict)} {self._text(tags.close)}"
+        schema = followed(schema, root)
+        if tags.literal is not None:
+            return self._text_or_literal(rule, schema, tags, tags.literal, strict)
+        if choices := _choices(schema):
+            return f"({choices}) {self._text(tags.close)}"
+        return self._raw_text(f"{rule}_text", tags.close, text_limits(schema, strict), tags.also_ends)
+
+    def _text_or_literal(
+        self, rule: str, schema: dict[str, Any], tags: Tags, around: tuple[str, str], strict: bool
+    ) -> str:
+        """Text without markup, or any text with `around` around it."""
+        opening, closing = around
+        if values := _allowed_texts(schema):
+            marked = {value for value in values if any(char in value for char in tags.markup)}
+            texts = (f"{opening}{value}{closing}" if value in marked else value for value in values)
+            return f"({' | '.join(map(_json_text, texts))}) {self._text(tags.close)}"
+        limits = text_limits(schema, strict)
+        plain_text = self._raw_text(f"{rule}_text", tags.close, limits, also_ends=f"[{tags.markup}]")
+        literal = f"{_quoted(opening)} {self._raw_text(f'{rule}_literal', closing, limits)} {self._text(tags.close)}"
+        self._rules[f"{rule}_either"] = f"{plain_text} | {literal}"
+        return f"{rule}_either"
+
+    def _raw_text(self, rule: str, close: str, limits: Sequence[str] = (), also_ends: str = "") -> str:
+        """Text within `limits`, regular expressions that all of it matches, up to `close`; and `close`.
+
+        The text cannot have `close` in it: a lexeme ends there, or at a special token, which no lexeme matches.
+        """
+        name = rule.upper()
+        special = self._split.search(close) if self._split else None
+        ends = [also_ends] if also_ends else []
+        if special is None and limits:  # what they allow may go on behind `close`
+            ends.append(re.escape(close).replace("/", r"\/").replace("\\\n", r"\n"))
+        for at, limit in enumerate(limits or [r"(.|\n)*"]):
+            self._rules[f"{name}_L{at}"] = f"/{limit}/"
+        parts = [f"{name}_L{at}" for at in range(max(len(limits), 1))]
+        parts += [f"~/(?s:.*)({end})(?s:.*)/" for end in ends]
+        self._rules[f"{name}_VALUE"] = " & ".join(parts)
+        before = close if special is None else close[: special.start()]
+        self._rules[name] = f"{name}_VALUE {_quoted(before)}"
+        if special is not None:
+            return f"{name} {self._text(close[special.start() :])}"
+        self._rules[f"{rule}[lazy]"] = name
+        return rule
+
+    def _members(
+        self, rule: str, parameters: dict[str, Any], strict: bool, marks: tuple[str, str, str, str], value: _Value
+    ) -> str:
+        """Properties in the schema's order; `marks` are what opens, follows a key, stands between members, and closes.
+
+        Commas come only between those that are there.
+        """
+        opens, colon, comma, closes = marks
+        properties = list(parameters.get("properties", {}).items())
+        last = f"{rule}_{len(properties)}"
+        self._rules[f"{last}_first"] = self._rules[f"{last}_more"] = _quoted(closes) or '""'
+        for at, (key, schema) in reversed(list(enumerate(properties))):
+            self._rules[f"{rule}_{at}"] = f"{_quoted(key + colon)} {value(f'{rule}_{at}', schema, parameters, strict)}"
+            optional = key not in parameters.get("required", ())
+            for position, before in (("first", ""), ("more", f"{_quoted(comma)} ")):
+                skipped = f" | {rule}_{at + 1}_{position}" if optional else ""
+                self._rules[f"{rule}_{at}_{position}"] = f"{before}{rule}_{at} {rule}_{at + 1}_more{skipped}"
+        self._rules[rule] = f"{_quoted(opens)} {rule}_0_first"
+        return rule
+
+    def _pythonic_value(self, rule: str, schema: Any, root: dict[str, Any], strict: bool) -> str:
+        """As JSON, but for the words of Python that have others there; a string of JSON is one of Python."""
+        types = value_types(schema, root)
+        if types in ({"boolean"}, {"null"}):
+            return '("True" | "False")' if types == {"boolean"} else '"None"'
+        return self._json(rule, schema, root, strict)
+
+    def _gemma_value(self, rule: str, schema: Any, root: dict[str, Any], strict: bool) -> str:
+        types = value_types(schema, root)
+        quote = self._text(self._format.quote)
+        if types == {"string"}:
+            schema = followed(schema, root)
+            if choices := _choices(schema):
+                return f"{quote} ({choices}) {quote}"
+            limits = text_limits(schema, strict)
+            return f"{quote} {self._raw_text(f'{rule}_text', self._format.quote, limits)}"
+        if types and not types & {"object", "array", "string"}:
+            return self._json(rule, schema, root, strict)
+        self._rules["any_value"] = "any_string | any_object | any_array | any_scalar"
+        self._rules["any_string"] = f"{quote} {self._raw_text('any_text', self._format.quote)}"
+        self._rules["any_object"] = '"{" (any_member ("," any_member)*)? "}"'
+        self._rules["any_member"] = '/[A-Za-z0-9_]+/ ":" any_value'
+        self._rules["any_array"] = '"[" (any_value ("," any_value)*)? "]"'
+        self._rules["any_scalar"] = _json_rule({"type": ["number", "boolean", "null"]}, strict=True)
+        kinds = [f"any_{kind}" for kind in ("object", "array") if kind in types]
+        return f"({' | '.join(kinds)})" if kinds and types <= {"object", "array"} else "any_value"
+
+    def _json(self, rule: str, schema: Any, root: dict[str, Any], strict: bool) -> str:
+        """A rule for JSON of a property's schema, with the definitions that its references mean."""
+        if isinstance(schema, dict):
+            schema = {**{key: root[key] for key in ("$defs", "definitions") if key in root}, **schema}
+        self._rules[f"{rule}_json"] = _json_rule(schema, strict)
+        return f"{rule}_json"
+
+    def _text(self, text: str) -> str:
+        """`text` as literals and special tokens."""
+        parts = []
+        at = 0
+        for match in self._split.finditer(text) if self._split else ():
+            parts += [_quoted(text[at : match.start()]), self._special[match.group()]]
+            at = match.end()
+        parts.append(_quoted(text[at:]))
+        return " ".join(filter(None, parts))
+
+    def _lark(self, start: str) -> str:
+        rules = "".join(f"{name}: {body}\n" for name, body in self._rules.items())
+        return f"%llguidance {{}}\nstart: {start}\n{rules}"
 
 
-def with_completion_markers(model: ChatModel, params: SamplingParams, prompt: list[int]) -> SamplingParams:
-    """The parameters of a completion; its prompt was rendered by the caller. Raises InvalidRequestError."""
-    if params.max_thinking_tokens is None:
-        return params
-    template = model.chat_template or model.tokenizer.chat_template or ""
-    reasoning = model.formats(template).reasoning
-    if reasoning is None:
-        raise unmarked()
-    return replace(params, thinking_markers=prompt_markers(reasoning, model.tokenizer, prompt))
+def part_type(types: set[str]) -> str:
+    """What a tag says of a value that may be of `types`: of several that none of them is text."""
+    named = types - {"integer"} if "number" in types else types
+    return next(iter(named)).replace("integer", "number") if len(named) == 1 else "object"
 
 
-def unmarked() -> InvalidRequestError:
-    field = Field("max_thinking_tokens")
-    return InvalidRequestError(
-        [field, " needs a model that marks its reasoning; this one's chat template shows no marks"]
-    )
+_json_text = partial(json.dumps, ensure_ascii=False)
 
 
-def _budget(rendering: Rendering, template: str, asked: int | None, in_reasoning: bool) -> int | None:
-    if rendering.thinks is False and in_reasoning:
-        return 0  # the template does not know how not to think
-    told = rendering.thinking_budget if asked is None else asked
-    if told is not None or rendering.thinks is False or EFFORT_VARIABLE in template:
-        return told
-    return EFFORT_BUDGETS.get(rendering.effort or "")
+def _quoted(text: str) -> str:
+    return _json_text(text) if text else ""
+
+
+def _choices(schema: dict[str, Any]) -> str:
+    """A string's allowed values as alternatives; "" if any will do."""
+    return " | ".join(map(_json_text, _allowed_texts(schema)))
+
+
+def _allowed_texts(schema: dict[str, Any]) -> list[str]:
+    """A string's allowed values; none if any will do."""
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
+    return [value for value in values if isinstance(value, str)]
+
+
+def _json_rule(schema: Any, strict: bool) -> str:
+    options = {"whitespace_pattern": r"[ \n\t]{1,32}", "lenient": not strict}
+    schema = plain(schema) if isinstance(schema, bool) else schema
+    return "%json " + json.dumps(closed(plain({**schema, "x-guidance": options})))
+
+
+def _parameters(tool: Tool, any_object: bool) -> dict[str, Any]:
+    if any_object:
+        return {"type": "object"}
+    if not tool.parameters:
+        return _EMPTY_OBJECT
+    return {"type": "object", **tool.parameters}

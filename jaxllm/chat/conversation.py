@@ -1,4 +1,4 @@
-"""What is said to a model, whichever API it came through: messages, tools, and how they become a prompt.
+"""Messages, tools and how they become a prompt, whichever API they came through; and how long a model may think.
 
 Each API's room translates its own requests into these and names its own fields in the errors that they raise: a Field
 here is ("messages", 3, "call_id"), which a chat calls messages[3].tool_call_id, and a response input[3].call_id.
@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from jaxllm.chat.events import ToolFormat
 from jaxllm.errors import Field, InvalidRequestError
+from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.structured_outputs import StructuredOutputs
+from jaxllm.text.reasoning import ReasoningFormat
 from jaxllm.wording import shown
 
 MAX_PIECES = 8192
@@ -28,13 +31,10 @@ ROLES = ("system", "user", "assistant", "tool")
 THINKING_VARIABLES = ("enable_thinking", "thinking")
 """The names by which templates know the switch: Qwen, GLM and SmolLM the first, DeepSeek and Granite the second."""
 
-EMPTY_PARAMETERS = {"type": "object", "properties": {}}
-"""Those of a function without any."""
-
-RESERVED_VARIABLES = frozenset({
+RESERVED_VARIABLES = {
     "add_generation_prompt", "chat_template", "continue_final_message", "documents", "messages", "self", "template",
     "tokenize", "tools",
-})  # fmt: skip
+}  # fmt: skip
 """Set by the server or by other fields, so chat_template_kwargs may not."""
 
 
@@ -52,7 +52,7 @@ class Tool:
 
     def for_template(self) -> dict[str, Any]:
         """As templates expect it, which write the function's parameters into the prompt."""
-        parameters = EMPTY_PARAMETERS if self.parameters is None else self.parameters
+        parameters = {"type": "object", "properties": {}} if self.parameters is None else self.parameters
         function = {"description": self.description or "", "parameters": parameters, "name": self.name}
         return {"type": "function", "function": function}
 
@@ -115,7 +115,6 @@ class Message:
     """A notebook's message, which the template gets as it is: it may have what only that template knows."""
 
     def for_template(self) -> dict[str, Any]:
-        """What a template sees."""
         if self.given is not None:
             return dict(self.given)
         message: dict[str, Any] = {"role": self.role, "content": self.text}
@@ -127,7 +126,7 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Rendering:
-    """How messages become the text of a prompt.
+    """Settings of turning messages into the text of a prompt.
 
     Attributes:
         chat_template: Jinja source, or the name of one of the checkpoint's templates, instead of the model's.
@@ -160,18 +159,6 @@ class Rendering:
         told = next((self.variables[name] for name in THINKING_VARIABLES if name in self.variables), None)
         return None if told is None else bool(told)
 
-    @property
-    def effort(self) -> str | None:
-        """How hard the template was told to let the model think."""
-        effort = self.variables.get("reasoning_effort")
-        return effort if isinstance(effort, str) else None
-
-    @property
-    def thinking_budget(self) -> int | None:
-        """How many tokens of reasoning the template was told of."""
-        budget = self.variables.get("thinking_budget")
-        return budget if isinstance(budget, int) and not isinstance(budget, bool) and budget >= 0 else None
-
     def with_defaults(self, variables: Mapping[str, Any]) -> Rendering:
         """The same with other variables where it has none; who says to think or not says it by any of its names."""
         said = set(self.variables)
@@ -182,17 +169,13 @@ class Rendering:
     def template_arguments(self, server_template: str | None) -> dict[str, Any]:
         """Keyword arguments of Tokenizer.chat_template_values."""
         documents = {"documents": self.documents} if self.documents is not None else {}
-        return {
-            "add_generation_prompt": self.opens_answer,
-            "continue_final_message": self.continues_last,
-            "chat_template": self.chat_template or server_template,
-            **self.variables,
-            **documents,
-        }
+        template = self.chat_template or server_template
+        fixed = {"add_generation_prompt": self.opens_answer, "continue_final_message": self.continues_last}
+        return {**fixed, "chat_template": template, **self.variables, **documents}
 
 
 def thinking_variables(thinks: bool | None, effort: str | None = None, budget: int | None = None) -> dict[str, Any]:
-    """What tells templates to think or not, how hard, and how long.
+    """The variables that tell templates to think or not, how hard, and how long.
 
     An effort alone turns thinking on, "none" turns it off.
     """
@@ -250,14 +233,11 @@ def given_messages(messages: Sequence[Any]) -> list[Message]:
 
 
 def _with_object(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = parse_arguments(function["arguments"], Field("arguments"))
-    except InvalidRequestError:
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
+    match call:
+        case {"function": {"arguments": str(text)} as function}:
+            with suppress(InvalidRequestError):
+                return {**call, "function": {**function, "arguments": parse_arguments(text, Field("arguments"))}}
+    return call
 
 
 def given_tools(tools: Sequence[Any], choice: Any = "auto") -> tuple[list[Tool], ToolChoice]:
@@ -336,3 +316,114 @@ def naming(name: Callable[[Field], Field]) -> Iterator[None]:
 def renaming(names: Mapping[str, str]) -> Callable[[Field], Field]:
     """For `naming`: the same places under other names. A name with dots is several parts of a path."""
     return lambda place: Field(*(names.get(part, part) if isinstance(part, str) else part for part in place.path))
+
+
+_INSTRUCTIONS = """You can call functions. Each line describes one, with a JSON schema of its arguments:
+{functions}
+To call a function, answer with nothing but its name and arguments, written exactly like this:
+{example}
+When no function helps, answer the user in plain text."""
+"""For models whose template knows no tools, as in llama.cpp's generic format: any instructed model can write JSON that
+its prompt asks for."""
+
+
+def with_tools_as_text(
+    messages: Sequence[dict[str, Any]], tools: Sequence[Tool], tool_format: ToolFormat
+) -> list[dict[str, Any]]:
+    """The conversation with instructions for `tools` in its system message, or else in its first user message.
+
+    Calls become text of the assistant, results text of the user, so that roles alternate as templates want them.
+    """
+    plain: list[dict[str, Any]] = []
+    for message in messages:
+        role, text = message["role"], message["content"]
+        if role == "tool":
+            role, text = "user", f"Result of {message.get('name', 'the function')}: {text}"
+        elif "tool_calls" in message:
+            text = "\n".join(filter(None, (text, _calls_text(message["tool_calls"], tool_format))))
+        if plain and plain[-1]["role"] == role == "user":
+            plain[-1]["content"] += f"\n{text}"
+        else:
+            kept = {name: value for name, value in message.items() if name not in ("tool_calls", "tool_call_id")}
+            plain.append({**kept, "role": role, "content": text})
+    if not tools:
+        return plain
+    functions = "\n".join(json.dumps(tool.for_template()["function"], ensure_ascii=False) for tool in tools)
+    example = {"function": {"name": "function_name", "arguments": {"argument": "value"}}}
+    instructions = _INSTRUCTIONS.format(functions=functions, example=_calls_text([example], tool_format))
+    for message in plain:
+        if message["role"] == "system":
+            message["content"] += f"\n\n{instructions}"
+            return plain
+    for message in plain:
+        if message["role"] == "user":
+            message["content"] = f"{instructions}\n\n{message['content']}"
+            return plain
+    return [{"role": "user", "content": instructions}, *plain]
+
+
+def _calls_text(calls: Sequence[dict[str, Any]], tool_format: ToolFormat) -> str:
+    """Calls as a model of this format writes them."""
+    around = tool_format.written
+    calls_text = []
+    for at, function in enumerate(call["function"] for call in calls):
+        arguments = json.dumps(function["arguments"], ensure_ascii=False)
+        calls_text.append(tool_format.head(function["name"], at) + arguments + around.end)
+    return around.start + around.between.join(calls_text) + around.stop
+
+
+EFFORT_BUDGETS: dict[str, int | None] = {
+    "none": 0, "minimal": 512, "low": 2048, "medium": 8192, "high": 32768, "xhigh": None, "max": None,
+}  # fmt: skip
+"""Tokens of reasoning that an effort allows where the chat template knows no efforts; None is any number."""
+
+
+def thinking_fields(
+    conversation: Conversation,
+    reasoning: ReasoningFormat | None,
+    template: str,
+    asked: int | None,
+    *,
+    in_reasoning: bool,
+) -> dict[str, Any]:
+    """The fields of SamplingParams that bound an answer's reasoning.
+
+    `asked` is max_thinking_tokens, which only a model that marks its reasoning can honour; other ways of asking have no
+    effect on a model that does not. Raises InvalidRequestError of max_thinking_tokens.
+    """
+    if reasoning is None:
+        if asked is not None:
+            raise unmarked()
+        return {}
+    thinks, variables = conversation.rendering.thinks, conversation.rendering.variables
+    effort, told = variables.get("reasoning_effort"), variables.get("thinking_budget")
+    if asked is None and isinstance(told, int) and not isinstance(told, bool) and told >= 0:
+        asked = told
+    if thinks is False and in_reasoning:
+        asked = 0  # the template does not know how not to think
+    elif asked is None and thinks is not False and "reasoning_effort" not in template and isinstance(effort, str):
+        asked = EFFORT_BUDGETS.get(effort)
+    if asked is None:
+        return {}
+    markers = reasoning.markers(opened=in_reasoning, text_follows=not conversation.tools)
+    return {"max_thinking_tokens": asked, "thinking_markers": markers}
+
+
+def room_for_constraint(
+    params: SamplingParams, conversation: Conversation, reasoning: ReasoningFormat | None, *, in_reasoning: bool
+) -> SamplingParams:
+    """The same parameters; unbounded reasoning leaves half of max_tokens to an answer that must match something."""
+    outputs, asked = params.structured_outputs, conversation.structured_outputs
+    waits = outputs is not None and outputs.after is not None and (asked is None or asked.after is None)
+    free = asked is None and conversation.tool_choice == "auto"
+    if reasoning is None or not waits or free or params.allowed_token_ids is not None:
+        return params
+    if params.max_thinking_tokens is not None or params.max_tokens is None:
+        return params
+    markers = reasoning.markers(opened=in_reasoning, text_follows=bool(reasoning.answer))
+    return replace(params, max_thinking_tokens=params.max_tokens // 2, thinking_markers=markers)
+
+
+def unmarked() -> InvalidRequestError:
+    problem = " needs a model that marks its reasoning; this one's chat template shows no marks"
+    return InvalidRequestError([Field("max_thinking_tokens"), problem])

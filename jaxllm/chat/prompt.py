@@ -1,40 +1,159 @@
-"""From a conversation to token ids and sampling parameters that fit the context, in one call for one thread."""
+"""A model that conversations are held with, and from a conversation to token ids and sampling parameters."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, Literal
 
-from jaxllm.chat.constraint import answer_constraint, room_for_constraint, thinking_fields
-from jaxllm.chat.conversation import ROLES, Conversation, Message, Tool
-from jaxllm.chat.model import ChatModel
-from jaxllm.chat.parsing.output_format import OutputFormats, ToolFormat
-from jaxllm.chat.parsing.parser import OutputParser
+import tokenizers
+
+from jaxllm.chat.constraint import answer_constraint
+from jaxllm.chat.conversation import (
+    ROLES,
+    Conversation,
+    Message,
+    Rendering,
+    naming,
+    room_for_constraint,
+    thinking_fields,
+    unmarked,
+    with_tools_as_text,
+)
+from jaxllm.chat.events import OutputFormats
+from jaxllm.chat.formats import detect_formats
+from jaxllm.chat.parser import AnswerReader, OutputParser
+from jaxllm.engine.core.results import special_token_ids
 from jaxllm.engine.doors.beams import BeamSearchParams
-from jaxllm.engine.doors.limits import check_request, refuse_text
+from jaxllm.engine.doors.sequences import check_request, refuse_text
 from jaxllm.errors import ContextLengthError, Field, InvalidRequestError
-from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
+from jaxllm.requests.sampling import SamplingParams
 from jaxllm.text.chat_template import in_format
-from jaxllm.text.reasoning import opens_reasoning
+from jaxllm.text.reasoning import opens_reasoning, prompt_markers
 
-_INSTRUCTIONS = """You can call functions. Each line describes one, with a JSON schema of its arguments:
-{functions}
-To call a function, answer with nothing but its name and arguments, written exactly like this:
-{example}
-When no function helps, answer the user in plain text."""
-"""For models whose template knows no tools, as in llama.cpp's generic format: any instructed model can write JSON that
-its prompt asks for."""
+if TYPE_CHECKING:
+    from jaxllm.text.tokenizer import Tokenizer
+
+MAX_TEXT_TOKENS = 2**18
+"""Of a text that need not fit the context: one that is cut or only tokenized. The context's length if that is more."""
+MAX_KEPT_TEMPLATE = 64 * 1024
+"""Characters of a template whose formats are remembered: a stranger's may have megabytes."""
 
 
-@dataclass(frozen=True)
-class BeamSearch:
-    """A search for the most likely texts instead of sampling."""
+ContentFormat = Literal["auto", "string", "openai"]
 
-    length_penalty: float = 1.0
-    early_stopping: bool = False
+
+class ChatModel:
+    """An engine that conversations are held with.
+
+    Args:
+        engine: an LLM or an AsyncLLM.
+        chat_template: instead of the checkpoint's.
+        tool_call_parser, reasoning_parser: names of formats, "none", or "auto" for those that the template speaks.
+        content_format: how the template is given contents: see `in_format`.
+        variables: of the template, where a conversation says nothing of them.
+
+    Raises ConfigError when a parser's name is unknown, and InvalidRequestError when `variables` has a reserved name.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        chat_template: str | None = None,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
+        content_format: ContentFormat = "auto",
+        variables: Mapping[str, Any] | None = None,
+    ):
+        self.engine = engine
+        self.chat_template = chat_template
+        self.content_format: ContentFormat = content_format
+        self.parsers = tool_call_parser, reasoning_parser
+        self.variables = variables or {}
+        with naming(lambda _: Field("default_chat_template_kwargs")):
+            Rendering(variables=self.variables)  # refuses names that are not the caller's
+        detect_formats(None, *self.parsers)  # refuses unknown names at the start
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises InvalidRequestError when the engine was started without one."""
+        tokenizer: Tokenizer | None = self.engine.tokenizer
+        if tokenizer is None:
+            accepted = "only completions of token ids are possible"
+            raise InvalidRequestError(f"the engine runs without a tokenizer (skip_tokenizer_init): {accepted}")
+        return tokenizer
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether it answers chats; a base model only continues text."""
+        tokenizer = self.engine.tokenizer
+        return self.chat_template is not None or (tokenizer is not None and tokenizer.chat_template is not None)
+
+    def encode(
+        self, text: str, source: Field, *, add_special_tokens: bool = True, may_be_cut: bool = False
+    ) -> list[int]:
+        """Token ids of a text. Raises ContextLengthError of `source`, see `check_length`."""
+        self.check_length(text, source, may_be_cut=may_be_cut)
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    def check_length(self, text: str, source: Field, *, may_be_cut: bool) -> None:
+        """Refuse a text that surely does not fit the context, or with `may_be_cut` one beyond MAX_TEXT_TOKENS.
+
+        Raises ContextLengthError of `source`, without encoding all of the text.
+        """
+        context = self.engine.info.max_model_len
+        most = max(context, MAX_TEXT_TOKENS) if may_be_cut else context
+        if self.tokenizer.exceeds(text, most):
+            reason = "the most that is encoded" if may_be_cut else "and the context holds no more"
+            raise ContextLengthError([source, f" has more than {most} tokens, {reason}"])
+
+    def token_text(self, token_id: int) -> str:
+        """One token's text; its number when there is no tokenizer."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token's bytes for log-probabilities; its number's when there is no tokenizer."""
+        tokenizer = self.engine.tokenizer
+        return f"token_id:{token_id}".encode() if tokenizer is None else tokenizer.token_bytes(token_id)
+
+    def formats(self, chat_template: str) -> OutputFormats:
+        """How tool calls and reasoning look in answers to prompts of this template."""
+        detect = _detect if len(chat_template) <= MAX_KEPT_TEMPLATE else detect_formats
+        return detect(chat_template, *self.parsers)
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """The tokenizer's `grammar_tokens`; none where there is no tokenizer."""
+        return {} if self.engine.tokenizer is None else grammar_tokens(self.tokenizer.backend)
+
+    @cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        """What skip_special_tokens leaves out of a text; nothing where there is no tokenizer."""
+        tokenizer = self.engine.tokenizer
+        return frozenset() if tokenizer is None else special_token_ids(tokenizer.backend)
+
+    def marker_ids(self, formats: OutputFormats, *, with_tools: bool) -> list[int]:
+        """Special tokens that a parser must see in the text."""
+        if not with_tools:
+            formats = dataclasses.replace(formats, tools=None)
+        ids = map(self.tokenizer.backend.token_to_id, formats.markers)
+        return [token for token in ids if token in self.special_token_ids]
+
+
+_detect = lru_cache(maxsize=32)(detect_formats)
+
+
+def grammar_tokens(tokenizer: tokenizers.Tokenizer) -> dict[str, int]:
+    """The tokens, with their ids, that llguidance takes for special: those marked so and those added as <…>."""
+    added = tokenizer.get_added_tokens_decoder()
+    return {
+        token.content: token_id
+        for token_id, token in added.items()
+        if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +165,7 @@ class AnswerSettings:
         max_tokens: upper bound on generated tokens; None is `default_max_tokens`, or what is left of the context.
         cut_to_context: a max_tokens that the context has no room for is cut to it, not refused.
         n: choices to return for each prompt, the best of `num_generated`.
+        beam_search: searches for the most likely texts instead of sampling, up to a length that is settled later.
         truncate_prompt_tokens: keep only this many prompt tokens; -1 keeps what leaves room for max_tokens.
         truncation_side: the end of the prompt that is cut off.
         prediction: what the answer may well be, or have in it.
@@ -59,39 +179,10 @@ class AnswerSettings:
     prompt_logprobs: int | None = None
     n: int = 1
     num_generated: int = 1
-    beam_search: BeamSearch | None = None
+    beam_search: BeamSearchParams | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] = "left"
     prediction: str = ""
-
-    def beam_search_params(self, max_tokens: int) -> BeamSearchParams | None:
-        """The search that is asked for; None to sample."""
-        if self.beam_search is None:
-            return None
-        return BeamSearchParams(
-            beam_width=self.num_generated,
-            max_tokens=max_tokens,
-            length_penalty=self.beam_search.length_penalty,
-            ignore_eos=bool(self.sampling.get("ignore_eos")),
-            early_stopping=self.beam_search.early_stopping,
-        )
-
-    def sampling_params(self, defaults: SamplingDefaults, **derived: Any) -> SamplingParams:
-        """The caller's values, else the model's `defaults`, else OpenAI's; `derived` are ours.
-
-        Raises InvalidRequestError when a value is out of range.
-        """
-        fields = {**defaults.fields(), **self.sampling}
-        fields |= {"max_tokens": self.max_tokens, "logprobs": self.logprobs, "prompt_logprobs": self.prompt_logprobs}
-        if self.beam_search is not None and self.logprobs == -1:
-            raise InvalidRequestError(
-                [Field("logprobs"), " is -1, the whole vocabulary, which beam search cannot give"]
-            )
-        if self.beam_search is not None:  # the search ranks its own beams and returns n
-            return SamplingParams(**fields | {"n": self.n} | derived)
-        if self.num_generated > self.n and self.logprobs is None:
-            fields["logprobs"] = 0  # what the choices are ranked by
-        return SamplingParams(**fields | {"n": self.num_generated} | derived)
 
 
 @dataclass
@@ -127,8 +218,12 @@ class ConversationPrompt:
     conversation: Conversation
     in_reasoning: bool
 
-    def parser(self) -> OutputParser | None:
-        """A parser for one answer; None where there is nothing to find but text."""
+    def reader(self, num_choices: int) -> AnswerReader:
+        """A reader of the answer."""
+        return AnswerReader(self.conversation, self.parsers(num_choices))
+
+    def parsers(self, num_choices: int) -> list[OutputParser | None]:
+        """A parser for each choice; None where there is nothing to find but text."""
         tools, formats = self.conversation.tools, self.formats
         outputs = self.prompt.params.structured_outputs
         after = (outputs and outputs.after) or ""
@@ -136,10 +231,11 @@ class ConversationPrompt:
             known = formats.reasoning if tools and after else None
             formats = dataclasses.replace(formats, reasoning=known and known.as_content(opened=self.in_reasoning))
         if formats.reasoning is None and not tools:
-            return None
-        return OutputParser(
-            formats, tools=tools, in_reasoning=self.in_reasoning, parse_tools=bool(tools), constrained_after=after
-        )
+            return [None] * num_choices
+        return [
+            OutputParser(formats, tools=tools, in_reasoning=self.in_reasoning, constrained_after=after)
+            for _ in range(num_choices)
+        ]
 
 
 def prepare(model: ChatModel, conversation: Conversation, settings: AnswerSettings) -> ConversationPrompt:
@@ -148,7 +244,8 @@ def prepare(model: ChatModel, conversation: Conversation, settings: AnswerSettin
     Raises InvalidRequestError naming the field.
     """
     refuse_text(model.engine.info.tasks)
-    conversation = model.with_defaults(conversation)
+    rendering = conversation.rendering.with_defaults(model.variables)
+    conversation = dataclasses.replace(conversation, rendering=rendering)
     rendered = render(model, conversation, may_be_cut=settings.truncate_prompt_tokens is not None)
     formats = rendered.formats
     if formats.channels and formats.reasoning and not conversation.separate_reasoning:
@@ -196,7 +293,7 @@ def render(model: ChatModel, conversation: Conversation, *, may_be_cut: bool = F
     Raises InvalidRequestError where the template or a setting refuses.
     """
     values = _template_values(model, conversation, may_be_cut=may_be_cut)
-    text, template = model.render(values), values["template"]
+    text, template = model.tokenizer.render(values, own=model.chat_template), values["template"]
     special = conversation.rendering.special_tokens
     token_ids = model.encode(text, Field("messages"), add_special_tokens=special, may_be_cut=may_be_cut)
     return Rendered(text, token_ids, model.formats(template), template)
@@ -234,13 +331,35 @@ def fitted(
     except InvalidRequestError as error:
         of_prompt = error.param in (None, "prompt")
         raise InvalidRequestError(error.pieces, source if of_prompt else error.field) from None
-    return Prompt(token_ids, params, beam_search=settings.beam_search_params(max_tokens))
+    search = settings.beam_search and dataclasses.replace(settings.beam_search, max_tokens=max_tokens)
+    return Prompt(token_ids, params, beam_search=search)
 
 
 def sampling_params(model: ChatModel, settings: AnswerSettings, **derived: Any) -> SamplingParams:
-    """What the settings ask of this model's sampler. Raises InvalidRequestError when a value is out of range."""
-    detokenize = model.engine.tokenizer is not None
-    return settings.sampling_params(model.engine.info.default_sampling, detokenize=detokenize, **derived)
+    """The caller's values, else the model's own defaults, else OpenAI's; `derived` are ours.
+
+    Raises InvalidRequestError when a value is out of range.
+    """
+    info, logprobs = model.engine.info, settings.logprobs
+    num_generated = settings.num_generated
+    if settings.beam_search is not None:
+        if logprobs == -1:
+            raise InvalidRequestError(
+                [Field("logprobs"), " is -1, the whole vocabulary, which beam search cannot give"]
+            )
+        num_generated = settings.n  # the search ranks its own beams and returns n
+    elif num_generated > settings.n and logprobs is None:
+        logprobs = 0  # what the choices are ranked by
+    fields = {
+        **info.default_sampling.fields(),
+        **settings.sampling,
+        "max_tokens": settings.max_tokens,
+        "logprobs": logprobs,
+        "prompt_logprobs": settings.prompt_logprobs,
+        "n": num_generated,
+        "detokenize": model.engine.tokenizer is not None,
+    }
+    return SamplingParams(**fields | derived)
 
 
 def _derived(
@@ -268,7 +387,7 @@ def _template_values(model: ChatModel, conversation: Conversation, *, may_be_cut
         model.check_length(message.text, Field("messages"), may_be_cut=may_be_cut)
     tools = conversation.tools
     messages = [message.for_template() for message in conversation.messages]
-    arguments = model.with_defaults(conversation).rendering.template_arguments(model.chat_template)
+    arguments = conversation.rendering.with_defaults(model.variables).template_arguments(model.chat_template)
     if tools:
         arguments["tools"] = [tool.for_template() for tool in tools]
     values = model.tokenizer.chat_template_values(messages, **arguments)
@@ -278,7 +397,7 @@ def _template_values(model: ChatModel, conversation: Conversation, *, may_be_cut
     if tools and tool_format is None:
         raise InvalidRequestError([Field("tools"), " are turned off (tool_call_parser is none)"])
     if tool_format is not None and "tools" not in template and (tools or _has_tool_turns(conversation, messages)):
-        values["messages"] = _with_tools_as_text(messages, tools, tool_format)
+        values["messages"] = with_tools_as_text(messages, tools, tool_format)
         values["tools"] = None
     values["messages"] = in_format(values["messages"], template, model.content_format)
     return values
@@ -301,48 +420,12 @@ def _check_roles(messages: Sequence[Message], template: str) -> None:
             raise InvalidRequestError([Field("messages", at, "role"), f" is {message.role!r}; it {accepted}"])
 
 
-def _with_tools_as_text(
-    messages: Sequence[dict[str, Any]], tools: Sequence[Tool], tool_format: ToolFormat
-) -> list[dict[str, Any]]:
-    """The conversation with instructions for `tools` in its system message, or else in its first user message.
-
-    Calls become text of the assistant, results text of the user, so that roles alternate as templates want them.
-    """
-    plain: list[dict[str, Any]] = []
-    for message in messages:
-        role, text = message["role"], message["content"]
-        if role == "tool":
-            role, text = "user", f"Result of {message.get('name', 'the function')}: {text}"
-        elif "tool_calls" in message:
-            text = "\n".join(filter(None, (text, _calls_text(message["tool_calls"], tool_format))))
-        if plain and plain[-1]["role"] == role == "user":
-            plain[-1]["content"] += f"\n{text}"
-        else:
-            kept = {name: value for name, value in message.items() if name not in ("tool_calls", "tool_call_id")}
-            plain.append({**kept, "role": role, "content": text})
-    if not tools:
-        return plain
-    functions = "\n".join(json.dumps(tool.for_template()["function"], ensure_ascii=False) for tool in tools)
-    example = {"function": {"name": "function_name", "arguments": {"argument": "value"}}}
-    instructions = _INSTRUCTIONS.format(functions=functions, example=_calls_text([example], tool_format))
-    for message in plain:
-        if message["role"] == "system":
-            message["content"] += f"\n\n{instructions}"
-            return plain
-    for message in plain:
-        if message["role"] == "user":
-            message["content"] = f"{instructions}\n\n{message['content']}"
-            return plain
-    return [{"role": "user", "content": instructions}, *plain]
-
-
-def _calls_text(calls: Sequence[dict[str, Any]], tool_format: ToolFormat) -> str:
-    """Calls as a model of this format writes them."""
-    layout = tool_format.layout
-    written = (
-        layout.head(call["function"]["name"], at)
-        + json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        + layout.end
-        for at, call in enumerate(calls)
-    )
-    return layout.start + layout.between.join(written) + layout.stop
+def with_completion_markers(model: ChatModel, params: SamplingParams, prompt: list[int]) -> SamplingParams:
+    """The parameters of a completion; its prompt was rendered by the caller. Raises InvalidRequestError."""
+    if params.max_thinking_tokens is None:
+        return params
+    template = model.chat_template or model.tokenizer.chat_template or ""
+    reasoning = model.formats(template).reasoning
+    if reasoning is None:
+        raise unmarked()
+    return dataclasses.replace(params, thinking_markers=prompt_markers(reasoning, model.tokenizer, prompt))

@@ -126,9 +126,8 @@ class EngineBackend:
     async def answer(self, messages: ChatHistory) -> AsyncIterator[Shown]:
         from jaxllm.chat.answer import speak
         from jaxllm.chat.conversation import Conversation, given_messages
-        from jaxllm.chat.model import ChatModel
-        from jaxllm.chat.parsing.events import Content, Reasoning
-        from jaxllm.chat.prompt import prepare_params
+        from jaxllm.chat.events import Content, Reasoning
+        from jaxllm.chat.prompt import ChatModel, prepare_params
 
         params = sampling_params(self.sampling, self.engine.info.default_sampling)
         conversation = Conversation(messages=given_messages(messages), structured_outputs=params.structured_outputs)

@@ -123,11 +123,11 @@ def pull(config: EngineConfig, *, list_models: Annotated[bool, Parameter(name="-
     Args:
         list_models: Show the built-in names and leave.
     """
-    from jaxllm.weights.source import list_builtin_models, resolve_model, resolve_tokenizer
+    from jaxllm.weights.source import BUILTIN_MODELS, list_builtin_models, resolve_model, resolve_tokenizer
 
     if list_models:
         rows = [
-            (row.name, row.about, format_bytes(row.nbytes), row.license, str(row.path or "–"))
+            (row.name, row.about, format_bytes(row.nbytes), BUILTIN_MODELS[row.name].license, str(row.path or "–"))
             for row in list_builtin_models(config.download_dir)
         ]
         print_table(("name", "what", "size", "licence", "downloaded to"), rows)
@@ -199,7 +199,7 @@ def rm(config: EngineConfig, *, yes: Switch = False) -> None:
     if not yes and not agrees("rm", f"Remove {model.name} ({format_bytes(model.nbytes)}) from {model.path}? [y/N] "):
         print("kept")
         return
-    remove_local(config.model, config.download_dir)
+    remove_local(model)
     print(f"removed {model.name}")
 
 
@@ -215,7 +215,7 @@ def plan(
             what the maker of --gpu states.
         json_output: Print one JSON object instead of tables.
     """
-    from jaxllm.engine.start.plan import plan_engine
+    from jaxllm.engine.start.blueprint import plan_engine
     from jaxllm.engine.start.schemes import compare_schemes, known_gpu, measure_bandwidth, table_rows
 
     stated = None if memory_bandwidth is None else _bytes_per_second(memory_bandwidth)

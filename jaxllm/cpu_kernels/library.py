@@ -1,27 +1,141 @@
-"""The compiled library: loaded once, its FFI targets registered, its ISA and threads chosen."""
+"""The compiled library: the wheel's, or compiled on first use; loaded once, its ISA and threads chosen."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import hashlib
 import logging
 import os
 import platform
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jaxlib
+from filelock import FileLock
 
 from jaxllm.compat import check_cpu_targets_at_once
-from jaxllm.config import CPU_ISA_VARIABLE
-from jaxllm.cpu_kernels.build import compiled_path, packaged_path
-from jaxllm.cpu_kernels.compiler import ISAS, BuildError
-from jaxllm.cpu_kernels.processor import runnable_here, wanted_here
-from jaxllm.machine import physical_cores
+from jaxllm.config import CACHE_DIR, CPU_ISA_VARIABLE
+from jaxllm.cpu_kernels.compiler import (
+    ISAS,
+    LIBRARY,
+    BuildError,
+    compile_library,
+    find_compiler,
+    output_of,
+    sources_version,
+)
+from jaxllm.folders import cache_or_temporary
+from jaxllm.machine import cores, memory, physical_cores
+from jaxllm.progress import progress_bar
 
 logger = logging.getLogger(__name__)
+
+CPUINFO = Path("/proc/cpuinfo")
+
+_AVX2 = {"avx2", "fma", "f16c", "bmi2"}
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}
+_NEEDS: dict[str, set[str]] = {
+    "avx2": _AVX2,
+    "avxvnni": _AVX2 | {"avx_vnni"},
+    "avx512": _AVX512,
+    "avx512bf16": _AVX512 | {"avx512_bf16"},
+    "amx": _AVX512 | {"avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"},
+    "neon": {"asimddp"},
+    "neon_i8mm": {"asimddp", "i8mm"},
+}
+"""Linux's names of what each set is made of."""
+
+
+def runnable_here(isas: list[str], cpuinfo: Path = CPUINFO) -> list[str] | None:
+    """Those of `isas` that this processor has, in their order; None where the system does not say."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return None
+    features = next(
+        (set(line.partition(":")[2].split()) for line in lines if line.startswith(("flags", "Features"))), None
+    )
+    return None if features is None else [isa for isa in isas if features >= _NEEDS[isa]]
+
+
+def wanted_here(isas: list[str], machine: str) -> list[str] | None:
+    """Those of a machine's sets, the best last, that this processor may choose; None: no telling, so all of them.
+
+    A system may refuse AMX's registers to a process, which then takes the set before it.
+    """
+    found = runnable_here(isas) if machine == platform.machine() else None
+    if found is None:
+        return None
+    return found[-2:] if found[-1:] == ["amx"] else found[-1:]
+
+
+COMPILER_BYTES = 2**29
+"""What a compiler may need for one of the files."""
+
+PACKAGED = Path(__file__).parent / "packaged"
+"""Where a wheel has it (`hatch_build.py` at the root of the checkout)."""
+
+
+def packaged_path() -> Path | None:
+    """The library that came with the wheel; None where there is none of these sources for this machine."""
+    path = PACKAGED / sources_version(platform.machine()) / LIBRARY
+    return path if path.exists() else None
+
+
+def compiled_path(
+    cache: Path = CACHE_DIR / "cpu_kernels",
+    compiler: str | None = None,
+    machine: str = platform.machine(),
+    isas: Sequence[str] | None = None,
+) -> Path:
+    """The shared library of these sources with `isas`, or all there are, compiled now if `cache` has none with them.
+
+    For another `machine` (as `platform.machine()` names it) with a `compiler` for that.
+
+    Raises:
+        BuildError: there is no compiler, or it failed.
+    """
+    compiler = compiler or find_compiler()
+    version, own = _version(compiler, machine), "" if isas is None else "-" + "-".join(isas)
+    for name in (version, version + own):
+        if (path := cache / name / LIBRARY).exists():
+            return path
+    folder = cache_or_temporary(cache, "the CPU kernels", "set XDG_CACHE_HOME")
+    path = folder / f"{version}{own}" / LIBRARY
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(str(path) + ".lock"):
+        if not path.exists():
+            _compile(compiler, machine, path, isas)
+    return path
+
+
+def _version(compiler: str, machine: str) -> str:
+    """What the result depends on, as a name."""
+    parts = sources_version(machine), output_of([compiler, "--version"]), jaxlib.__version__
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+
+
+def _compile(compiler: str, machine: str, path: Path, isas: Sequence[str] | None) -> None:
+    what = "the CPU kernels" if isas is None else f"the CPU kernels for {', '.join(isas) or 'any processor'}"
+    logger.warning("compiling %s with %s, once for this version; it takes up to a minute", what, compiler)
+    begin = time.perf_counter()
+    with progress_bar("Compiling the CPU kernels") as on_progress:
+        compile_library(compiler, machine, Path(jax.ffi.include_dir()), path, on_progress, _at_once(), isas)
+    logger.info("compiled the CPU kernels in %.0f s", time.perf_counter() - begin)
+
+
+def _at_once() -> int:
+    """Compilers that run at a time: one a core, each with the memory that it needs."""
+    return max(1, min(cores().usable, memory().available // COMPILER_BYTES))
+
 
 TARGETS = (
     "jaxllm_linear",
@@ -50,7 +164,6 @@ class Loaded(NamedTuple):
     reason: str
 
 
-_loaded: list[Loaded] = []
 _loading = threading.Lock()
 
 
@@ -60,13 +173,11 @@ def load() -> Loaded:
     `$JAXLLM_CPU_ISA` forces an instruction set; `all` compiles every one, and takes the best.
     Threads: one a physical core that this process may keep busy.
     """
-    if not _loaded:
-        with _loading:
-            if not _loaded:
-                _loaded.append(_load())
-    return _loaded[0]
+    with _loading:
+        return _load()
 
 
+@functools.cache
 def _load() -> Loaded:
     asked = os.environ.get(CPU_ISA_VARIABLE, "")
     known = list(ISAS.get(platform.machine(), {}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,25 +45,6 @@ class RowNorm(NamedTuple):
     weight_offset: float = 0.0
 
 
-def linear(
-    x: Float[Array, "... i"],
-    tiles: UInt8[Array, "groups blocks bytes"],
-    format: str,
-    rows: int,
-    *,
-    norm: RowNorm | None = None,
-    residual: Float[Array, "... o"] | None = None,
-) -> Float[Array, "... o"]:
-    """`x @ w.T`, float32 `[..., rows]`; of the normalised `x` with `norm`, and added to `residual` if there is one.
-
-    `x` is float32 or bfloat16. With integer formats activations are quantized to int8 with a scale per 32 inputs; with
-    bf16 weights they are rounded to bf16 where the CPU multiplies those. Sums are float32, and a row's result does not
-    depend on the other rows. A row that holds a NaN or an infinity comes out NaN. Rows of zeros at the end, which pad a
-    batch, are not multiplied: their products are zeros, whatever the weights hold.
-    """
-    return linears(x, (Tiles(tiles, format, rows),), norm=norm, residual=residual)[0]
-
-
 def linears(
     x: Float[Array, "... i"],
     weights: Sequence[Tiles],
@@ -72,26 +53,38 @@ def linears(
     residual: Float[Array, "... o"] | None = None,
     adapters: tuple[AdapterArrays, AdapterUses] | None = None,
 ) -> tuple[Float[Array, "... o"], ...]:
-    """`linear` with several matrices of any formats in one call: a result for each. `residual` is for one alone.
+    """`x @ w.T` for each of some matrices of any formats, float32 `[..., rows]`; of the normalised `x` with `norm`.
 
-    What the tokens' `adapters` give for the normalised `x` is added, as `low_rank` would: the matrices are the parts.
+    `x` is float32 or bfloat16. With integer formats activations are quantized to int8 with a scale per 32 inputs; with
+    bf16 weights they are rounded to bf16 where the CPU multiplies those. Sums are float32, and a row's result does not
+    depend on the other rows. A row that holds a NaN or an infinity comes out NaN. Rows of zeros at the end, which pad a
+    batch, are not multiplied: their products are zeros, whatever the weights hold.
+
+    One matrix alone may have a `residual`, to which its product is added. What the tokens' `adapters` give for the
+    normalised `x` is added, as `low_rank` would: the matrices are the parts.
     """
     if residual is not None and len(weights) != 1:
         raise ValueError(f"a residual goes with one matrix, not {len(weights)}")
     shapes = tuple(ShapeDtypeStruct((*x.shape[:-1], w.rows), jnp.float32) for w in weights)
+    return tuple(_products("jaxllm_linear", shapes, x, weights, norm, residual, adapters))
+
+
+def _products(
+    target: str, shapes: Any, x: jax.Array, weights: Sequence[Tiles], norm: RowNorm | None,
+    residual: jax.Array | None, adapters: Sequence[Sequence[jax.Array]] | None, **attributes: Any,
+) -> Any:  # fmt: skip
     more = () if residual is None else (residual.astype(jnp.float32),)
-    return tuple(
-        call("jaxllm_linear", shapes)(
-            x,
-            *(operand for w in weights for operand in w.operands),
-            *_norm_arguments(norm),
-            *more,
-            *(array for arrays in adapters or () for array in arrays),
-            formats=np.array([number(w.format) for w in weights], np.int64),
-            residual=residual is not None,
-            adapters=adapters is not None,
-            **_norm_attributes(norm),
-        )
+    return call(target, shapes)(
+        x,
+        *(operand for w in weights for operand in w.operands),
+        *_norm_arguments(norm),
+        *more,
+        *(array for arrays in adapters or () for array in arrays),
+        formats=np.array([number(w.format) for w in weights], np.int64),
+        residual=residual is not None,
+        adapters=adapters is not None,
+        **_norm_attributes(norm),
+        **attributes,
     )
 
 
@@ -106,7 +99,7 @@ def mlp(
     residual: Float[Array, "... o"] | None = None,
     adapters: tuple[AdapterArrays, AdapterArrays, AdapterUses] | None = None,
 ) -> Float[Array, "... o"]:
-    """`(activation(x @ gate.T) * (x @ up.T)) @ down.T + residual`, float32, as two calls of `linear` would have it.
+    """`(activation(x @ gate.T) * (x @ up.T)) @ down.T + residual`, float32, as two calls of `linears` would have it.
 
     `activation` is one of `ACTIVATIONS`. What is between the products lies in memory as `down` takes it: with integer
     formats as codes, a quarter of the floats. `adapters` add to gate and up, with the first tables, and to down, with
@@ -118,20 +111,10 @@ def mlp(
         )
     if down.inputs != gate.rows:
         raise ValueError(f"down takes {down.inputs} inputs, and gate and up have {gate.rows} rows")
-    more = () if residual is None else (residual.astype(jnp.float32),)
-    return call("jaxllm_mlp", ShapeDtypeStruct((*x.shape[:-1], down.rows), jnp.float32))(
-        x,
-        *(operand for w in (gate, up, down) for operand in w.operands),
-        *_norm_arguments(norm),
-        *more,
-        *(array for arrays in adapters or () for array in arrays),
-        formats=np.array([number(w.format) for w in (gate, up, down)], np.int64),
-        hidden=np.int64(gate.rows),
-        activation=np.int64(ACTIVATIONS.index(activation)),
-        residual=residual is not None,
-        adapters=adapters is not None,
-        **_norm_attributes(norm),
-    )
+    shape = ShapeDtypeStruct((*x.shape[:-1], down.rows), jnp.float32)
+    hidden, kind = np.int64(gate.rows), np.int64(ACTIVATIONS.index(activation))
+    weights = (gate, up, down)
+    return _products("jaxllm_mlp", shape, x, weights, norm, residual, adapters, hidden=hidden, activation=kind)
 
 
 def grouped_matmul(x: Float[Array, "N i"], weights: Tiles, group_sizes: Int[Array, "X"]) -> Float[Array, "N o"]:

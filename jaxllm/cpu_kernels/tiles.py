@@ -1,19 +1,111 @@
-"""From checkpoint blocks to tiles and back, on the host."""
+"""Weights in tiles, made and read on the host, and memory for what every step reads, in pages of 2 MiB.
+
+Looking up the addresses of small pages takes up to a third of a step.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
+import mmap
+import sys
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Float32, UInt8
 
-from jaxllm.cpu_kernels.huge_pages import Room
-from jaxllm.cpu_kernels.library import library
+from jaxllm.cpu_kernels.library import call, library
 from jaxllm.machine import physical_cores
+
+logger = logging.getLogger(__name__)
+
+HUGE = 2 * 2**20
+SMALL = 2**16
+"""Bytes of an array that is not worth it."""
+
+MADV_COLLAPSE = 25
+"""`madvise(2)`: gather memory into huge pages now; since Linux 6.1, whatever /sys says of transparent ones."""
+
+ALIGNMENT = 64
+"""Bytes, of the address of a buffer that XLA takes as it is on a CPU."""
+
+CHUNK = 64 * 2**20
+"""Bytes that arrays share, and that the system puts into huge pages when they are first written."""
+
+
+class Room:
+    """Memory for arrays that stay, side by side in chunks: nothing is left to gather afterwards.
+
+    A chunk lives as long as the last array in it. What is not written of it takes no memory.
+    """
+
+    def __init__(self) -> None:
+        self._chunk: weakref.ref[np.ndarray] | None = None
+        self._end = 0
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> UInt8[np.ndarray, "bytes"]:
+        """Bytes that were not written yet, where XLA's buffers may begin."""
+        if nbytes > CHUNK // 4:
+            return _aligned(_fresh(nbytes + ALIGNMENT), 0, nbytes)
+        with self._lock:
+            chunk = self._chunk() if self._chunk else None
+            if chunk is None or self._end + ALIGNMENT + nbytes > CHUNK:
+                chunk, self._end = _fresh(CHUNK), 0
+                self._chunk = weakref.ref(chunk)
+            taken = _aligned(chunk, self._end, nbytes)
+            self._end = taken.ctypes.data + nbytes - chunk.ctypes.data
+            return taken
+
+
+def _fresh(nbytes: int) -> UInt8[np.ndarray, "bytes"]:
+    """Memory that nothing was in before: what an allocator has left over lies in small pages already, and stays."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
+
+
+def _aligned(room: np.ndarray, start: int, nbytes: int) -> np.ndarray:
+    start += -(room.ctypes.data + start) % ALIGNMENT
+    return room[start : start + nbytes]
+
+
+def zeros(shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
+    """`jnp.zeros`, while tracing: on the device that runs it, in huge pages where the system has them."""
+    return call("jaxllm_zeros", jax.ShapeDtypeStruct(tuple(shape), dtype))()
+
+
+def use_huge_pages(arrays: Iterable[jax.Array]) -> int:
+    """Gather what the arrays occupy on this host into huge pages, where the system can: bytes that it did so for.
+
+    It is advice, which changes no result. Elsewhere than on Linux nothing is done.
+    """
+    if sys.platform != "linux":
+        return 0
+    libc = ctypes.CDLL(None, use_errno=True)
+    found = {page for array in arrays for page in _pages(array)}
+    # One by one: where there is no memory around an array, a page cannot be gathered.
+    gathered = [libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(HUGE), MADV_COLLAPSE) == 0 for at in sorted(found)]
+    logger.debug("%.0f MiB lie in huge pages", sum(gathered) * HUGE / 2**20)
+    return sum(gathered) * HUGE
+
+
+def _pages(array: jax.Array) -> Iterator[int]:
+    """The addresses of the huge pages that an array has a part of, unless it is small."""
+    for shard in array.addressable_shards:
+        if shard.data.nbytes >= SMALL:
+            begin = shard.data.unsafe_buffer_pointer()
+            yield from range(begin // HUGE * HUGE, begin + shard.data.nbytes, HUGE)
+
 
 GROUP = 16
 """Output rows in a tile."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -15,20 +16,18 @@ import msgspec
 import numpy as np
 
 from jaxllm.looking import What
-from jaxllm.requests.adapters import AdapterUse
 from jaxllm.requests.captures import CaptureParams, LayerShapes
 from jaxllm.requests.logits_processors import Declared
-from jaxllm.requests.outputs import PromptScores, RankedLogprobs
+from jaxllm.requests.outputs import ModelTasks, PoolingParams, PromptScores, RankedLogprobs
 from jaxllm.requests.sampling import MAX_LOGPROBS, SamplingDefaults, SamplingParams
-from jaxllm.requests.steering import Patching, Steering
-from jaxllm.requests.tasks import ModelTasks, PoolingParams
+from jaxllm.requests.steering import AdapterUse, Patching, Steering
 
 if TYPE_CHECKING:
     import jax
 
 
 PauseMode = Literal["keep", "wait"]
-"""What becomes of running requests: they stop where they are, or run to their ends."""
+"""The fate of running requests: they stop where they are, or run to their ends."""
 
 
 class Pause(msgspec.Struct, tag=True, frozen=True):
@@ -71,7 +70,7 @@ class ReadsWeights(Protocol):
     """Reads other weights for an engine, and exchanges them on its devices."""
 
     def read(self, source: WeightSource) -> NewWeights:
-        """Those of `source`, as the engine keeps them. Any thread may call this; the engine runs on meanwhile.
+        """The weights of `source`, as the engine keeps them. Any thread may call this; the engine runs on meanwhile.
 
         Raises:
             ConfigError: this engine cannot exchange its weights.
@@ -83,7 +82,7 @@ class ReadsWeights(Protocol):
 
 
 class PagesAt(msgspec.Struct, frozen=True):
-    """Where another server gives the pages of a prompt's beginning, and how many; None where it has not said."""
+    """The place where another server gives the pages of a prompt's beginning, and their count, if it has said."""
 
     host: str
     port: int
@@ -91,13 +90,13 @@ class PagesAt(msgspec.Struct, frozen=True):
 
 
 class TransferInfo(msgspec.Struct, frozen=True):
-    """How an engine exchanges pages with those of other servers: see KVTransferConfig."""
+    """An engine's exchange of pages with engines of other servers: see KVTransferConfig."""
 
     engine_id: str
     role: Literal["kv_producer", "kv_consumer", "kv_both"]
     host: str
     port: int
-    """Where it gives pages."""
+    """The port at which it gives pages."""
     peers: tuple[str, ...] = ()
     """From where it fetches some; from anywhere, where there are none."""
 
@@ -116,24 +115,24 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     pooling: PoolingParams | None = None
     second_text: int = 0
-    """Where the second of two texts begins, which an encoder tells from the first; 0 where there is one."""
+    """The token at which the second of two texts begins, which an encoder tells from the first; 0 if there is one."""
     group: str = ""
-    """What it belongs to, such as an API key: where several wait or run, groups get alike of the engine."""
+    """The group that it belongs to, such as an API key: if several wait or run, each gets alike of the engine."""
     adapters: tuple[AdapterUse, ...] = ()
-    """What is added to the model's weights for this request."""
+    """Adapters that are added to the model's weights for this request."""
     scores_from: int = 1
     """The first token of the prompt whose log-probability is wanted, where `prompt_logprobs` asks for any. The tokens
     before it may come from the prefix cache."""
     capture: CaptureParams | None = None
     """Activations that are wanted of it."""
     steering: Steering | None = None
-    """What is added to its residual stream."""
+    """Vectors that are added to its residual stream."""
     patching: Patching | None = None
-    """What takes the place of its residual stream, at single layers and tokens."""
+    """Vectors that replace its residual stream, at single layers and tokens."""
     hands_on: bool = False
     """Another server goes on with it, and fetches the pages of its prompt from host memory."""
     pages_at: PagesAt | None = None
-    """Where the pages of its prompt may be fetched."""
+    """The place where the pages of its prompt may be fetched."""
 
     @property
     def samples(self) -> bool:
@@ -149,19 +148,19 @@ class CapturedRows(msgspec.Struct):
 
 
 INITIAL_VERSION = "initial"
-"""What the weights are called that an engine starts with."""
+"""The name of the weights that an engine starts with."""
 
 
 class TokenDelta(msgspec.Struct, kw_only=True):
-    """What one turn of the loop added to one request.
+    """One turn's addition to one request.
 
     `text` holds back anything that may still become a stop string or an unfinished character. `logprobs` has one
     entry a new token, each a list of (token id, Logprob) with the chosen token first; those of the whole vocabulary
     travel as `vocabulary`, float32 rows by token id, of which the front door makes `logprobs`. `prompt_logprobs` and
     `num_cached_tokens` arrive with the first delta. The delta with a `finish_reason` is the last, and has the
     `num_preemptions` and the `padding`: the request's share of the padding rows that its steps ran; and how many tokens
-    were `num_drafted`, and `num_taken` of those. That of one that
-    failed has the `error`, and is `invalid` where the request itself is to blame. `pooled` are float32 values,
+    were `num_drafted`, and `num_taken` of those. The last delta of a request that
+    failed has the `error`, and is `invalid` if the request itself is to blame. `pooled` are float32 values,
     little-endian, of a request with pooling. `captured` are activations of tokens that were run since the last delta;
     those of a token may come again, and take the place of the earlier ones.
     """
@@ -185,7 +184,7 @@ class TokenDelta(msgspec.Struct, kw_only=True):
     num_drafted: int = 0
     num_taken: int = 0
     weight_version: str = ""
-    """What the weights are called that made the tokens."""
+    """The name of the weights that made the tokens."""
     is_dead: bool = False
     """With an `error`: its engine has died, and others go on."""
     had_begun: bool = False
@@ -220,7 +219,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     offload_queries: int = 0
     """Prompt tokens that were not on the devices and were looked up in host memory, where pages are kept there."""
     offload_hits: int = 0
-    """Those of them that were found."""
+    """Prompt tokens of those that were found."""
     num_host_pages: int = 0
     """KV pages and states of prefixes kept in host memory."""
     num_disk_pages: int = 0
@@ -228,22 +227,22 @@ class EngineStats(msgspec.Struct, kw_only=True):
     num_pulls: int = 0
     """Requests whose pages were fetched from another server, or were to be."""
     num_failed_pulls: int = 0
-    """Those of them that did not get all."""
+    """Requests of those that did not get all."""
     pull_seconds: float = 0.0
-    """That they waited for them."""
+    """Seconds that they waited for them."""
     num_pulled_pages: int = 0
     """KV pages and states that have come from other servers."""
     num_given_pages: int = 0
     """KV pages and states that other servers were sent."""
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
-    """Those of them that the prefix cache held."""
+    """Prompt tokens that the prefix cache held."""
     generation_tokens: int = 0
     num_drafts: int = 0
-    """How often tokens were tried ahead with a sequence."""
+    """The number of times that tokens were tried ahead with a sequence."""
     num_draft_tokens: int = 0
     accepted_by_position: list[int] = []
-    """How often the first of them was the model's choice, the first two, and so on."""
+    """The number of times that the first of them was the model's choice, the first two, and so on."""
     num_steps: int = 0
     steps_by_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
     """See STEP_TOKENS."""
@@ -266,7 +265,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
 
 
 class EngineInfo(msgspec.Struct, kw_only=True):
-    """What the engine settled on at start, for front doors."""
+    """The facts that the engine settled on at its start, for front doors."""
 
     model_name: str
     vocab_size: int
@@ -284,29 +283,29 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     num_stages: int = 1
     """Into how many parts its layers are divided, each on devices of its own."""
     kv_heads: tuple[tuple[int, int] | None, ...] = ()
-    """Of each layer with keys and values of its own: how many heads they have, and their size."""
+    """For each layer with keys and values of its own: the number of their heads, and a head's size."""
     num_parameters: int = 0
     tasks: ModelTasks = ModelTasks()
-    """What the model is made for besides text, and its classes."""
+    """The tasks that the model is made for besides text, and its classes."""
     default_sampling: SamplingDefaults = SamplingDefaults()
     """The checkpoint's generation_config."""
     max_logprobs: int = MAX_LOGPROBS
     """Most that a request may ask for at a position; -1 for the whole vocabulary."""
     platform: str = ""
-    """Of its devices, as JAX calls it."""
+    """The platform of its devices, as JAX calls it."""
     logits_processors: Declared = msgspec.field(default_factory=dict)
-    """Those that it was given, with the shapes and dtypes of their arguments."""
+    """The processors that it was given, with the shapes and dtypes of their arguments."""
     transfer: TransferInfo | None = None
-    """How it exchanges pages with other servers, if it does."""
+    """Its exchange of pages with other servers, if there is one."""
 
     @property
     def layer_shapes(self) -> LayerShapes:
-        """What its layers have of each token."""
+        """The sizes of what its layers hold of each token."""
         return LayerShapes(self.hidden_size, self.kv_heads)
 
 
 LookAt = Callable[[What, float], bytes]
-"""Looks at a process, see jaxllm.looking.look. Raises EngineDeadError where it has ended."""
+"""Looks at a process, see jaxllm.looking. Raises EngineDeadError where it has ended."""
 
 
 class EngineClient(Protocol):
@@ -325,17 +324,19 @@ class EngineClient(Protocol):
         """Drop requests and free their pages within a step; never waits. Unknown ids are ignored."""
 
     def outputs(self, timeout: float) -> list[TokenDelta]:
-        """What the loop says within `timeout` seconds; may be empty. Raises EngineDeadError when it died."""
+        """The loop's deltas within `timeout` seconds; may be empty. Raises EngineDeadError when it died."""
 
     def stats(self) -> EngineStats:
         """The newest statistics."""
 
     def has_begun(self, request_id: str) -> bool:
-        """Whether the loop has computed something of an unfinished sequence, or died when it began to."""
+        """The loop has computed something of an unfinished sequence, or died when it began to."""
 
     @property
     def processes(self) -> dict[str, LookAt]:
-        """How to look at each process of its own, by its number among several; none where the loop is a thread."""
+        """A function that looks at each process of its own, by its number among several; none where the loop is a
+        thread.
+        """
 
     def order(self, order: Order) -> None:
         """Have something done between two steps; waits until it is.
@@ -354,3 +355,26 @@ class EngineClient(Protocol):
 
     def shutdown(self) -> None:
         """Stop the loop and release the device; idempotent."""
+
+
+def _at_once(nbytes: int | None) -> None:
+    """Room is there already."""
+
+
+@dataclass(frozen=True)
+class MemoryRoom:
+    """The room that an engine started beside others is given.
+
+    Attributes:
+        budget: bytes that it may plan with, of each device or of the host; None: as without others.
+        ask: called once with the bytes that it will take, or None where only its devices could tell, before it touches
+            those; returns when they are free, and raises what keeps it from starting.
+    """
+
+    budget: int | None = None
+    ask: Callable[[int | None], None] = _at_once
+
+    @property
+    def taken(self) -> MemoryRoom:
+        """The same place for another start of the same engine, which need not ask."""
+        return replace(self, ask=_at_once)

@@ -28,18 +28,18 @@ from jaxllm.requests.sampling import SamplingParams
 logger = logging.getLogger(__name__)
 
 ScoredPair = tuple[tuple[str, str] | None, list[int], list[int]]
-"""A context and a continuation: their texts, which a cache knows them by, and their tokens."""
+"""A context and a continuation: their texts, by which a cache knows them, and their tokens."""
 
 
 @register_model("jaxllm")
 class JaxLM(TemplateLM):
-    """`--model jaxllm`: requests are batched by the engine, and what contexts share is computed once.
+    """`--model jaxllm`: the engine batches the requests, and computes shared contexts once.
 
     Args:
         model: as `LLM` takes it; `pretrained` is another name for it.
-        max_gen_toks: tokens to generate where a task does not say.
-        prefix_token_id: what stands before a text without a context; by default the tokenizer's beginning of a
-            sequence, or its end where it has none.
+        max_gen_toks: tokens to generate if a task does not say.
+        prefix_token_id: the token before a text without a context; by default the tokenizer's beginning of a sequence,
+            or its end if it has none.
         think_end_token: text up to its last occurrence is no part of an answer.
         fields: those of EngineConfig, such as dtype, max_model_len, tensor_parallel_size.
     """
@@ -71,27 +71,25 @@ class JaxLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
         return self.tokenizer.eos_token_ids[0]
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that stands before a text without a context."""
+        """The token before a text without a context."""
         found = self.tokenizer.bos_token_id if self._prefix_token_id is None else self._prefix_token_id
         return self.eot_token_id if found is None else found
 
     @property
     def max_length(self) -> int:
-        """Tokens of a context and what follows it together."""
         return self.llm.info.max_model_len
 
     @property
     def tokenizer_name(self) -> str:
-        """What caches of requests know the chat template by."""
+        """The chat template's name for caches of requests."""
         return self.llm.info.model_name.replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A rendered chat; the last message goes on where no generation prompt is added."""
+        """A rendered chat; the last message is continued if no generation prompt is added."""
         return self.tokenizer.apply_chat_template(
             chat_history, add_generation_prompt=add_generation_prompt, continue_final_message=not add_generation_prompt
         )
@@ -106,7 +104,7 @@ class JaxLM(TemplateLM):
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-probability of whole texts; long ones in windows that fit the context, each token once.
 
-        As the harness's own models do, a beginning of a sequence that the tokenizer adds is scored too.
+        As in the harness's own models, a beginning of a sequence that the tokenizer adds is scored too.
         """
         windows: list[ScoredPair] = []
         counts = []
@@ -136,7 +134,7 @@ class JaxLM(TemplateLM):
         return answers
 
     def _shortened(self, context: list[int], continuation: list[int]) -> list[int]:
-        """The end of a context that fits; the engine wants room for one more token."""
+        """The end of a context that fits; the engine needs room for one more token."""
         room = self.max_length - 1 - len(continuation)
         if len(context) <= room:
             return context
@@ -144,7 +142,6 @@ class JaxLM(TemplateLM):
         return context[-max(room, 1) :]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Texts up to what a task ends them with."""
         prompts: list[list[int]] = []
         params, stops = [], []
         for text, asked in [request.args for request in requests]:
@@ -169,7 +166,7 @@ class JaxLM(TemplateLM):
 
 
 def _sampling(settings: dict[str, Any], **own: Any) -> SamplingParams:
-    """Raises InvalidRequestError for a setting of a task that SamplingParams has none of."""
+    """Raises InvalidRequestError for a setting of a task that SamplingParams does not have."""
     known = {field.name for field in fields(SamplingParams)}
     unknown = sorted(set(settings) - known)
     if unknown:

@@ -1,4 +1,4 @@
-"""An engine as the rollout of tunix's trainers: it samples, and is given the weights of each training step.
+"""An engine as the rollout of tunix's trainers: it samples with the weights of each training step.
 
 ClusterConfig(rollout_engine=functools.partial(JaxLLMRollout, llm=llm, to_checkpoint=…), …)
 """
@@ -19,13 +19,13 @@ from jaxllm.llm import LLM
 from jaxllm.requests.sampling import SamplingParams
 
 ToCheckpoint = Callable[[Any], Mapping[str, Any]]
-"""From a trainer's parameters to arrays by the names that `LLM.update_weights` takes."""
+"""A trainer's parameters -> arrays by the names that `LLM.update_weights` takes."""
 
 
 class JaxLLMRollout(BaseRollout):
     """tunix's rollout interface over an `LLM` in the same process.
 
-    `logprobs` of outputs are those of the model's raw distribution, which tokens are sampled by at temperature 1
+    `logprobs` of outputs are those of the model's raw distribution, from which tokens are sampled at temperature 1
     without top_p and top_k. Completions keep the token that ended them.
     """
 
@@ -39,16 +39,15 @@ class JaxLLMRollout(BaseRollout):
         mesh: Any = None,
         rollout_config: RolloutConfig | None = None,
     ):
-        """What comes after `to_checkpoint` is given by tunix, of which `tokenizer` is read: its pad_id and eos_id."""
+        """tunix gives the arguments after `to_checkpoint`, of which `tokenizer` is read: its pad_id and eos_id."""
         self.llm = llm
         self._to_checkpoint = to_checkpoint
         self._tokenizer = tokenizer
 
     def generate(self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any) -> RolloutOutput:
-        """A completion of each prompt; with a seed, prompts that are alike have different ones.
+        """A completion of each prompt; with a seed, equal prompts have different ones.
 
-        Raises:
-            InvalidRequestError: `kwargs` holds something, which would be for another engine.
+        Raises InvalidRequestError if there are `kwargs`, which are for other engines.
         """
         if kwargs:
             raise InvalidRequestError(f"generate has {', '.join(sorted(kwargs))}; it takes prompts and a RolloutConfig")
@@ -87,11 +86,7 @@ class JaxLLMRollout(BaseRollout):
         return jnp.asarray(found)
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-        """Sample with other weights from the next step on.
-
-        Raises:
-            ConfigError: only a LoRA's weights are given.
-        """
+        """Sample with other weights from the next step on. Raises ConfigError for a LoRA's weights alone."""
         if filter_types is not None and nnx.Param not in filter_types:
             raise ConfigError("only a LoRA is trained; JaxLLMRollout takes whole weights: merge it in to_checkpoint")
         arrays = self._to_checkpoint(params)
@@ -99,11 +94,9 @@ class JaxLLMRollout(BaseRollout):
             self.llm.update_weights(arrays)
 
     def pad_id(self) -> int:
-        """What short prompts and completions are filled up with."""
         return self.eos_id() if self._tokenizer is None else int(self._tokenizer.pad_id())
 
     def eos_id(self) -> int:
-        """What ends a completion."""
         if self._tokenizer is None:
             return self.llm.get_tokenizer().eos_token_ids[0]
         return int(self._tokenizer.eos_id())

@@ -14,7 +14,7 @@ from jaxllm.mcp.stdio import MAX_MESSAGE
 from jaxllm.mcp.tools import failed_statuses
 
 READ_SECONDS = 300.0
-"""Of silence after which a stream counts as dead; servers send something more often than that."""
+"""A stream counts as dead after this silence; servers send something more often than that."""
 
 
 def http_client(settings: ServerSettings) -> httpx2.AsyncClient:
@@ -29,7 +29,7 @@ def http_client(settings: ServerSettings) -> httpx2.AsyncClient:
 
 
 class PublicOnly(httpx2.AsyncBaseTransport):
-    """Connects by https, to addresses of the public internet: those that were checked, whatever a second look-up says.
+    """Connects by https, to public internet addresses: those that were checked, whatever a second look-up says.
 
     Raises httpx2.UnsupportedProtocol or httpx2.ConnectError otherwise, for redirects too.
     """
@@ -58,7 +58,7 @@ class PublicOnly(httpx2.AsyncBaseTransport):
 
 
 async def public_address(host: str, port: int) -> str:
-    """The address to connect to. Raises OSError where the name has none, or any that is not public."""
+    """The address to connect to. Raises OSError if the name has none, or any that is not public."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = [str(entry[4][0]) for entry in found]
     for text in addresses:
@@ -76,7 +76,7 @@ async def _note(response: httpx2.Response) -> None:
 
 
 async def _limit(response: httpx2.Response) -> None:
-    """A stream of events may go on; each event's size is the SDK's to limit."""
+    """Bound an answer's size; a stream of events may go on, and the SDK limits each event's size."""
     if response.headers.get("Content-Encoding", "identity") != "identity":
         raise httpx2.StreamError("the answer is compressed, although it was asked not to be")
     if not response.headers.get("Content-Type", "").lower().startswith("text/event-stream"):

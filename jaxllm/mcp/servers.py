@@ -36,77 +36,67 @@ logger = logging.getLogger(__name__)
 
 ServerStatus = Literal["starting", "ready", "failed", "stopped"]
 FIRST_DELAY = 0.5
-"""Seconds before a further attempt to connect; each one waits twice as long. A connection that was steady is tried anew
-at once."""
+"""Seconds before a further attempt to connect, doubled each time; a connection that was steady is retried at once."""
 STEADY_SECONDS = 5.0
 LOST_SECONDS = 5.0
-"""How long a call waits to hear why its connection was lost."""
+"""The time that a call waits to hear why its connection was lost."""
 LONGEST_DELAY = 60.0
 LISTING_PAUSE = 1.0
 """Seconds between two listings, however often a server says that its tools have changed."""
 RESULT_LIMIT: int = ServerConfig.model_fields["mcp_result_limit"].default
 STARTING_SECONDS = 3.0
-"""That a request waits for servers which are only just starting, so that it is not without tools for that alone."""
+"""The time that a request waits for servers which are just starting, so that it gets their tools."""
 
 
 class ToolServers:
+    """All tool servers; `servers` has them by label, in the order of the configuration."""
+
     def __init__(self, settings: Sequence[ServerSettings] = (), *, result_limit: int = RESULT_LIMIT):
         self._result_limit = result_limit
         self._reloading = asyncio.Lock()
-        self._servers = {one.label: self._server(one) for one in settings}
-
-    @property
-    def servers(self) -> Mapping[str, ToolServer]:
-        """By label, in the order of the configuration."""
-        return self._servers
+        self.servers = {one.label: self._server(one) for one in settings}
 
     async def start(self) -> None:
         """Begin to connect to all of them; waits for none: see ToolServer.ready."""
-        for server in self._servers.values():
+        for server in self.servers.values():
             server.start()
 
     async def ready(self, timeout: float = STARTING_SECONDS) -> None:
-        """Return once it is known of each how its start went, or after `timeout` seconds."""
-        await asyncio.gather(*(server.ready(timeout) for server in self._servers.values()))
+        """Return once the start of each has succeeded or failed, or after `timeout` seconds."""
+        await asyncio.gather(*(server.ready(timeout) for server in self.servers.values()))
 
     async def close(self) -> None:
         """End all of them; see ToolServer.close. Once begun they end, even if this is cancelled."""
-        for server in self._servers.values():
+        for server in self.servers.values():
             server.stop()
-        await asyncio.gather(*(server.close() for server in self._servers.values()))
+        await asyncio.gather(*(server.close() for server in self.servers.values()))
 
     async def reload(self, settings: Sequence[ServerSettings]) -> None:
-        """Have these servers from now on; those whose settings are the same go on as they are."""
+        """Change to these servers; those whose settings are the same go on as they are."""
         async with self._reloading:
-            await self._replace(settings)
-
-    async def _replace(self, settings: Sequence[ServerSettings]) -> None:
-        before = self._servers
-        kept = {label: server for label, server in before.items() if server.settings in settings}
-        self._servers = {one.label: kept.get(one.label) or self._server(one) for one in settings}
-        await asyncio.gather(*(server.close() for label, server in before.items() if label not in kept))
-        for label, server in self._servers.items():
-            if label not in kept:
-                server.start()
+            before = self.servers
+            kept = {label: server for label, server in before.items() if server.settings in settings}
+            self.servers = {one.label: kept.get(one.label) or self._server(one) for one in settings}
+            await asyncio.gather(*(server.close() for label, server in before.items() if label not in kept))
+            for label, server in self.servers.items():
+                if label not in kept:
+                    server.start()
 
     def tools(self) -> list[ServerTool]:
-        """Of all servers that are ready."""
-        return [tool for server in self._servers.values() if server.status == "ready" for tool in server.tools]
+        return [tool for server in self.servers.values() if server.status == "ready" for tool in server.tools]
 
     def find(self, full_name: str) -> ServerTool | None:
         return next((tool for tool in self.tools() if tool.full_name == full_name), None)
 
     async def call(self, tool: ServerTool, arguments: dict[str, Any]) -> ToolResult:
-        """See ToolServer.call."""
-        server = self._servers.get(tool.server)
+        server = self.servers.get(tool.server)
         if server is None:
-            return failure(
-                tool.name, tool.server, Problem("mcp_protocol_error", CLOSED, "there is no such server any more")
-            )
+            gone = Problem("mcp_protocol_error", CLOSED, "there is no such server any more")
+            return failure(tool.name, tool.server, gone)
         return await server.call(tool.name, arguments)
 
     async def connect(self, settings: ServerSettings) -> ToolServer:
-        """One server more, which is in no list of this: the caller waits until it is ready, and closes it."""
+        """A further server, which is not listed here: the caller waits until it is ready, and closes it."""
         server = self._server(settings)
         server.start()
         return server
@@ -124,7 +114,7 @@ class ToolServer:
         self.description = settings.description
         self.status: ServerStatus = "starting"
         self.error: str | None = None
-        """What went wrong last, while status is failed."""
+        """The last problem, while status is failed."""
         self.tools: Sequence[ServerTool] = ()
         self.refused: Mapping[str, str] = {}
         """Names of tools that cannot be offered, and why."""
@@ -133,18 +123,18 @@ class ToolServer:
         self._task: asyncio.Task[None] | None = None
         self._scope: anyio.CancelScope | None = None
         self._settled = asyncio.Event()
-        """Whether it is known how the last attempt went."""
+        """The last attempt has succeeded or failed."""
         self._problem: Problem | None = None
-        """What ended the connection before."""
+        """The end of the connection before."""
         self._ready_at: float | None = None
         """When the present connection was made."""
         self._in_haste = False
-        """Whether the next attempt is not to wait: the server is there, and has only forgotten us."""
+        """Whether the next attempt does not wait: the server is there, and has only forgotten us."""
         self._changed = asyncio.Event()
         self._lost = asyncio.Event()
-        """Of the present connection: it is to be left."""
+        """The present connection should be left."""
         self._attempted = asyncio.Event()
-        """Of the present connection: it has been left, and `error` says why."""
+        """The present connection has been left, and `error` says why."""
 
     def start(self) -> None:
         """Begin to connect, on the running event loop."""
@@ -157,10 +147,7 @@ class ToolServer:
             await self._settled.wait()
 
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        """Run one of its tools, by the server's own name for it.
-
-        Whatever the server does is told in the result; cancelling this cancels the tool.
-        """
+        """Run a tool by the server's name for it. The result tells of failures; cancelling this cancels the tool."""
         found = await self._call(name, arguments)
         if isinstance(found, Problem) and found.forgotten:
             self._in_haste = True
@@ -170,12 +157,11 @@ class ToolServer:
         return failure(name, self.label, found) if isinstance(found, Problem) else found
 
     def stop(self) -> None:
-        """Begin to disconnect."""
         if self._scope is not None:
             self._scope.cancel()
 
     async def close(self) -> None:
-        """Disconnect; a stdio server and all it has started are gone when this returns."""
+        """Disconnect; a stdio server and all its processes are gone when this returns."""
         self.stop()
         if self._task is not None:
             await asyncio.wait({self._task})
@@ -197,7 +183,7 @@ class ToolServer:
             failed_statuses.reset(statuses)
 
     async def _why_lost(self, found: Problem) -> Problem:
-        """What the supervisor learns of the end that a call has noticed, if it does so soon."""
+        """The supervisor's reason for the end that a call has noticed, if it comes soon."""
         attempt, self._problem = self._attempted, None
         self._lost.set()
         with anyio.move_on_after(LOST_SECONDS):
@@ -225,7 +211,7 @@ class ToolServer:
                 delay = min(max(2 * delay, FIRST_DELAY), LONGEST_DELAY)
 
     async def _attempt(self) -> Problem:
-        """Connect and stay so; returns what ended it."""
+        """Connect and stay connected; returns what ended it."""
         self._lost, self._attempted = asyncio.Event(), asyncio.Event()
         failed_statuses.set([])
         connection = Connection(self.settings)
@@ -264,7 +250,7 @@ class ToolServer:
             await anyio.sleep(LISTING_PAUSE)
 
     async def _subscribe(self, client: Client) -> None:
-        """Servers of MCP's newer versions tell of changes only those who ask."""
+        """Ask to be told of changes: servers of MCP's newer versions tell only those who ask."""
         from mcp.client.subscriptions import ListenNotSupportedError, SubscriptionLost
         from mcp.shared.exceptions import MCPError
 
@@ -298,7 +284,7 @@ class ToolServer:
 
 
 class Connection:
-    """To be opened once, and left by the task that opened it; any task may call meanwhile."""
+    """Opened once, and left by the task that opened it; any task may call meanwhile."""
 
     def __init__(self, settings: ServerSettings):
         self._settings = settings
@@ -306,9 +292,9 @@ class Connection:
 
     @asynccontextmanager
     async def open(self, *, ended: Callable[[], None], changed: Callable[[], None]) -> AsyncIterator[Client]:
-        """A client that has shaken hands. `ended` is told when nothing more will be heard, `changed` of new tools.
+        """A client that has shaken hands. Calls `ended` when nothing more will be heard, and `changed` for new tools.
 
-        Raises whatever the transport does: see `why`.
+        Raises the transport's errors: see `why`.
         """
         from mcp import Client
         from mcp_types import Implementation, ToolListChangedNotification
@@ -319,7 +305,7 @@ class Connection:
 
         async with AsyncExitStack() as stack:
             client = Client(
-                _Watched(await self._transport(stack), ended),
+                _watched(await self._transport(stack), ended),
                 read_timeout_seconds=self._settings.timeout,
                 client_info=Implementation(name="jaxllm", version=version("jaxllm")),
                 message_handler=hear,
@@ -329,7 +315,7 @@ class Connection:
             yield client
 
     def why(self, error: BaseException) -> Problem:
-        """What ended it; to be asked once it is left."""
+        """The reason for its end, to be asked once it is left."""
         found = problem(error, self._settings)
         if self._child is not None and found.closed:
             found.message = self._child.last_words()
@@ -358,19 +344,11 @@ class Connection:
         return streamable_http_client(settings.url, http_client=http, max_sse_event_size=MAX_MESSAGE)
 
 
-class _Watched:
+@asynccontextmanager
+async def _watched(transport: Any, ended: Callable[[], None]) -> AsyncIterator[tuple[Any, Any]]:
     """A transport that tells when its messages end."""
-
-    def __init__(self, transport: Any, ended: Callable[[], None]):
-        self._transport = transport
-        self._ended = ended
-
-    async def __aenter__(self) -> tuple[Any, Any]:
-        messages, outbox = await self._transport.__aenter__()
-        return _Messages(messages, self._ended), outbox
-
-    async def __aexit__(self, *raised: Any) -> Any:
-        return await self._transport.__aexit__(*raised)
+    async with transport as (messages, outbox):
+        yield _Messages(messages, ended), outbox
 
 
 class _Messages:

@@ -1,4 +1,4 @@
-"""How tool servers are reached, and mcp.json, which says it in the three shapes that others have made usual.
+"""How tool servers are reached, and mcp.json, which has one of three shapes.
 
 {"mcpServers": {"files": {"command": "…", "args": ["…"], "env": {…}}}}     Claude's, Cursor's, LM Studio's
 {"servers": [{"name": "weather", "url": "https://…", "auth": "Bearer …"}]}   vLLM's relatives
@@ -29,18 +29,18 @@ logger = logging.getLogger(__name__)
 Transport = Literal["stdio", "http", "sse"]
 
 LABEL = r"[a-zA-Z0-9_-]{1,48}"
-"""Leaves room for a tool's own name in the 64 characters of a function's."""
+"""It leaves room for a tool's own name in the 64 characters of a function's."""
 
 _SHORTEST_SECRET = 6
-"""Shorter values, as "1" or "true", are no secrets, and striking them out would garble everything."""
+"""Shorter values, as "1" or "true", are no secrets, and removing them would garble everything."""
 
 DEFAULT_PATH = Path("mcp.json")
-"""What others call such a file; here it has to be named."""
+"""The usual name of such a file, which has to be named here."""
 OFF = Path("off")
-"""Given instead of a file: no servers, whatever lies here."""
+"""Given instead of a file for no servers."""
 
 PYTHONS = ("python", "python3")
-"""Commands that mean the interpreter that runs jaxllm, for which its tool servers' packages are installed."""
+"""Commands that stand for the interpreter that runs jaxllm, in which tool servers' packages are installed."""
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _LISTS = ("mcpServers", "servers")
@@ -48,21 +48,21 @@ _TRANSPORTS: Mapping[str, Transport] = {
     "stdio": "stdio", "http": "http", "streamable-http": "http", "streamable_http": "http", "streamableHttp": "http",
     "sse": "sse",
 }  # fmt: skip
-"""By what `type` may say."""
+"""The transport for each `type`."""
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """One server. What may hold a secret is not in its repr."""
+    """One server. Fields that may hold a secret are not in its repr."""
 
     label: str
-    """What its tools' names begin with; matches LABEL."""
+    """The beginning of its tools' names; matches LABEL."""
     transport: Transport
     command: str | None = None
     """The program of a stdio server: a path, or a name that is looked up in PATH."""
     args: tuple[str, ...] = field(default=(), repr=False)
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Variables of a stdio server's, besides the few that it inherits."""
+    """Variables of a stdio server, besides the few that it inherits."""
     cwd: str | None = None
     url: str | None = field(default=None, repr=False)
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -70,13 +70,13 @@ class ServerSettings:
     timeout: float = 30.0
     """Seconds that starting, listing and each call may take."""
     description: str | None = None
-    """What the server is for, in the operator's words."""
+    """The server's purpose, in the operator's words."""
     allowed_tools: tuple[str, ...] | None = None
-    """The server's own names of those that may be used; by default all."""
+    """The server's own names of the tools that may be used; by default all."""
     public_only: bool = False
     """Reach url only by https and at public addresses: for urls that came in requests."""
     secrets: frozenset[str] = field(default=frozenset(), repr=False)
-    """Further values that are nobody's to read, such as those that variables gave."""
+    """Further secret values, such as those of variables."""
 
     def shown(self, text: object) -> str:
         """Words about this server, or by it, on one line and without its secrets."""
@@ -118,9 +118,9 @@ class Entry(BaseModel):
 
 
 def find_settings(path: Path | None) -> tuple[Path | None, list[ServerSettings]]:
-    """The file that is meant, and its servers; None and OFF mean none.
+    """The file to use, and its servers; None and OFF mean none.
 
-    A ./mcp.json that nobody has named starts nothing: a folder of somebody else's would run its programs here.
+    A ./mcp.json that was not named starts nothing: a folder of somebody else's would run its programs here.
     Raises ConfigError: see `read_settings`.
     """
     if path is None and DEFAULT_PATH.is_file():
@@ -131,10 +131,9 @@ def find_settings(path: Path | None) -> tuple[Path | None, list[ServerSettings]]
 
 
 def read_settings(path: Path, environ: Mapping[str, str] = os.environ) -> list[ServerSettings]:
-    """The servers of a file, in its order; those that are disabled are left out. Paths in it begin at its folder.
+    """The servers of a file, in its order, without disabled ones. Paths in it begin at its folder.
 
-    Raises:
-        ConfigError: the file cannot be read, or a server in it cannot be used; one line says where and why.
+    Raises ConfigError if the file cannot be read, or a server in it cannot be used; one line says where and why.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repetition)
@@ -148,7 +147,7 @@ def read_settings(path: Path, environ: Mapping[str, str] = os.environ) -> list[S
 def parse_settings(
     source: str, document: Any, environ: Mapping[str, str] = os.environ, *, folder: Path | None = None
 ) -> list[ServerSettings]:
-    """The servers of what a file has, or would have; `source` is what errors call it. Raises ConfigError.
+    """The servers of a parsed file; `source` is its name in errors. Raises ConfigError.
 
     Programs run in `folder` unless they have a cwd, which begins there; by default in the working directory.
     """
@@ -168,7 +167,7 @@ def parse_settings(
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """json would keep the last of several."""
+    """json would keep the last of several fields of one name."""
     for at, (name, _) in enumerate(pairs):
         if any(name == other for other, _ in pairs[:at]):
             raise ValueError(f"{name!r} is there twice")
@@ -176,7 +175,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entries(source: str, document: Any) -> Iterator[tuple[str, str, Any]]:
-    """Where each server is, its name, and what is there."""
+    """Each server's place, its name, and its fields."""
     servers = document
     if isinstance(document, dict):
         given = [key for key in _LISTS if key in document]
@@ -276,7 +275,7 @@ def _directory(cwd: str | None, folder: Path | None) -> str | None:
 
 
 def _transport(place: str, entry: Entry) -> Transport:
-    """As `type` says, or as the fields do: a command is started, a url is asked by streamable HTTP."""
+    """The transport by `type`, or by the fields: a command is started, a url is asked by streamable HTTP."""
     if (entry.command is None) == (entry.url is None):
         problem = "neither command nor url" if entry.url is None else "both command and url"
         raise ConfigError(f"{place}: has {problem}; it must have one of them")
@@ -284,17 +283,15 @@ def _transport(place: str, entry: Entry) -> Transport:
     needed = "command" if transport == "stdio" else "url"
     if getattr(entry, needed) is None:
         raise ConfigError(f"{place}: type is {entry.type!r}, which needs a {needed}")
-    foreign = ("auth", "headers") if transport == "stdio" else ("args", "env", "cwd")
+    foreign, other = (("auth", "headers"), "url") if transport == "stdio" else (("args", "env", "cwd"), "command")
     for name in foreign:
         if getattr(entry, name):
-            raise ConfigError(
-                f"{place}: {name} belongs to servers with a {'url' if transport == 'stdio' else 'command'}"
-            )
+            raise ConfigError(f"{place}: {name} belongs to servers with a {other}")
     return transport
 
 
 def refuse_collisions(source: str, labels: list[str]) -> None:
-    """`a` with its tool `b_c`, and `a_b` with its tool `c`, would both have an `a_b_c`."""
+    """Raises ConfigError for names like `a`, whose tool `b_c` would have the same name as the tool `c` of `a_b`."""
     for short, long in itertools.permutations(labels, 2):
         if long.startswith(f"{short}_"):
             better = long.replace(f"{short}_", f"{short}-", 1)

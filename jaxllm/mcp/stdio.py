@@ -1,7 +1,7 @@
-"""A tool server as a process of ours, spoken to through its stdin and stdout.
+"""A tool server as a process of ours, which is spoken to through its stdin and stdout.
 
-The SDK's own transport lets grandchildren live on when the server itself ends as it should, reads lines of any length,
-and shows nobody what the server complained of.
+The SDK's own transport lets grandchildren live on when the server itself ends properly, reads lines of any length, and
+hides the server's complaints.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ INHERITED = (
     "APPDATA", "COMSPEC", "HOMEDRIVE", "HOMEPATH", "LOCALAPPDATA", "PATHEXT", "PROCESSOR_ARCHITECTURE", "SYSTEMDRIVE",
     "SYSTEMROOT", "TEMP", "USERNAME", "USERPROFILE",
 )  # fmt: skip
-"""Variables that every server gets: whatever else is in our environment, such as keys, is none of its business."""
+"""Variables that every server gets; the rest of our environment, such as keys, is kept from it."""
 
 MAX_MESSAGE = 16 * 2**20
-"""Bytes of one message: it is parsed in one go, on the event loop."""
+"""Bytes of one message: it is parsed at once, on the event loop."""
 GRACE_SECONDS = 2.0
-"""That a server gets to end by itself once its stdin is closed, and again once it was told to."""
+"""The time for a server to end by itself once its stdin is closed, and again once it was told to."""
 _LAST_WORDS_SECONDS = 0.2
 _KEPT_COMPLAINTS = 20
 _COMPLAINT = 2000
 
 
 class ProcessFailed(Exception):
-    """The process is gone, or is of no more use; says why."""
+    """The process is gone, or of no more use; says why."""
 
 
 class Child:
@@ -55,17 +55,16 @@ class Child:
         self._heard_all = anyio.Event()
         self.read_all = anyio.Event()
         self.problem: str | None = None
-        """Why we gave up on it, where it did not simply end."""
+        """The reason for giving it up, if it did not simply end."""
 
     def last_words(self) -> str:
-        """What became of it, for people."""
+        """How it ended, for people."""
         status = self._process.returncode
         what = self.problem or f"the program ended with status {status}"
         complaint = next((line for line in reversed(self._complaints) if line.strip()), None)
         return what if complaint is None else f"{what}: {complaint}"
 
     async def listen(self) -> None:
-        """Take in its stderr."""
         assert self._process.stderr is not None
         async for line in _lines(self._process.stderr, _COMPLAINT, cut=True):
             shown = self._settings.shown(line.decode(errors="replace"))
@@ -74,7 +73,7 @@ class Child:
         self._heard_all.set()
 
     async def stop(self) -> None:
-        """Ask it to end by closing its stdin, then tell it, then make it; nothing that it started survives."""
+        """Ask it to end by closing its stdin, then tell it, then force it; nothing that it started survives."""
         family = _descendants(self._process.pid)
         if self._process.stdin is not None:
             with contextlib.suppress(OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):
@@ -95,7 +94,7 @@ class Child:
             await self._heard_all.wait()
 
     async def _gone(self, family: list[psutil.Process], seconds: float) -> None:
-        """Wait until the process, and its family, have ended, but no longer than that."""
+        """Wait until the process, and its family, have ended, but no longer than `seconds`."""
         with anyio.move_on_after(seconds):
             while self._process.returncode is None or (family and (_alive(family) or _group_lives(self._process.pid))):
                 await anyio.sleep(0.02)
@@ -103,12 +102,9 @@ class Child:
 
 @contextlib.asynccontextmanager
 async def started(settings: ServerSettings) -> AsyncIterator[tuple[Any, Any, Child]]:
-    """Start the server: streams of its messages and of ours, and the process. Leaving this ends it.
-
-    Raises OSError when it cannot be started.
-    """
+    """Start the server, and end it after the block: its messages, ours, and the process. Raises OSError."""
     assert settings.command is not None
-    with anyio.CancelScope(shield=True):  # who is cancelled half way has no process to end
+    with anyio.CancelScope(shield=True):  # or a cancelled start would leave a process that is not known
         process = await anyio.open_process(
             [settings.command, *settings.args],
             env={name: os.environ[name] for name in INHERITED if name in os.environ} | dict(settings.env),
@@ -159,7 +155,7 @@ async def _read(child: Child, process: Process, heard: Any) -> None:
             except ProcessFailed as error:
                 child.problem = str(error)
     async for _ in _chunks(process.stdout):
-        pass  # who waits for us to read cannot end
+        pass  # a process that waits for us to read cannot end
     child.read_all.set()
 
 
@@ -171,7 +167,7 @@ async def _write(process: Process, to_send: Any, heard: Any) -> None:
                 text = message.message.model_dump_json(by_alias=True, exclude_unset=True)
                 await process.stdin.send(text.encode() + b"\n")
     except (OSError, anyio.ClosedResourceError, anyio.BrokenResourceError):
-        await heard.aclose()  # it may live, but does not listen: those who wait for an answer must know
+        await heard.aclose()  # it may live, but does not listen: tell those who wait for an answer
 
 
 async def _lines(stream: ByteReceiveStream, most: int, *, cut: bool = False) -> AsyncIterator[bytes]:
@@ -215,7 +211,7 @@ def _alive(family: list[psutil.Process]) -> bool:
 
 
 def _group_lives(pid: int) -> bool:
-    """Whether anybody is left in the group that the process led; those whom nobody buries do not count."""
+    """Whether a process of the group that this one led is alive; zombies do not count."""
     try:
         os.killpg(pid, 0)
     except (ProcessLookupError, PermissionError, AttributeError):
@@ -231,7 +227,7 @@ def _group(process: psutil.Process) -> int | None:
 
 
 def _signal(pid: int, family: list[psutil.Process], kind: int) -> None:
-    """Those who left the group are told one by one."""
+    """Signal the group, and one by one the processes that have left it."""
     with contextlib.suppress(ProcessLookupError, PermissionError, AttributeError):
         os.killpg(pid, kind)
     for one in family:

@@ -71,8 +71,7 @@ class Joined:
     specs: tuple[Paged | PerSlot, ...]
 
 
-CacheSpec = Paged | PerSlot | Joined | Shared | None
-"""What one layer keeps; None is nothing."""
+CacheSpec = Paged | PerSlot | Joined | Shared | None  # what one layer keeps; None is nothing
 
 
 def parts_of(specs: Iterable[CacheSpec]) -> list[Paged | PerSlot]:
@@ -83,8 +82,7 @@ def parts_of(specs: Iterable[CacheSpec]) -> list[Paged | PerSlot]:
     return found
 
 
-Cache = tuple[Any, ...]
-"""One layer's buffers, as the layer finds them in a step."""
+Cache = tuple[Any, ...]  # one layer's buffers, as the layer finds them in a step
 
 
 class Buffer(NamedTuple):
@@ -126,11 +124,16 @@ class CacheLayout:
             return tuple(Buffer(shape, self.page_dtype, axes) for shape in shapes)
         if isinstance(spec, PerSlot):
             repeated = spec.repeated or (None,) * len(spec.shapes)
-            return tuple(
-                Buffer((num_states, *self._shape(*array)), np.dtype(jnp.float32), _sharded(len(array[0]), array[1]))
-                for array in zip(spec.shapes, spec.sharded, repeated, strict=True)
-            )
+            arrays = zip(spec.shapes, spec.sharded, repeated, strict=True)
+            return tuple(self._states(num_states, *array) for array in arrays)
         return ()
+
+    def _states(self, count: int, shape: tuple[int, ...], axis: int | None, repeated: Repeated | None) -> Buffer:
+        """The arrays of `count` sequences over all devices, divided along `axis`."""
+        further = 0 if repeated is None else repeated.further(self.tp)
+        sizes = [size + further * (i == axis) for i, size in enumerate(shape)]
+        axes = (TENSOR if axis == i else None for i in range(len(shape)))
+        return Buffer((count, *sizes), np.dtype(jnp.float32), (None, *axes))
 
     def page_bytes(self, specs: Sequence[CacheSpec]) -> int:
         """What one page takes in all layers of a device."""
@@ -140,16 +143,6 @@ class CacheLayout:
         """What the states of one sequence take in all layers of a device."""
         return self._bytes(specs, 0, 1)
 
-    def _shape(self, shape: tuple[int, ...], axis: int | None, repeated: Repeated | None) -> tuple[int, ...]:
-        """Of one sequence's array over all devices, with what several of them have."""
-        further = 0 if repeated is None else repeated.further(self.tp)
-        return tuple(size + further * (i == axis) for i, size in enumerate(shape))
-
     def _bytes(self, specs: Sequence[CacheSpec], num_pages: int, num_states: int) -> int:
         found = (buffer for spec in specs for buffer in self.buffers(spec, num_pages, num_states))
         return sum(buffer.bytes_per_device(self.tp) for buffer in found)
-
-
-def _sharded(rank: int, axis: int | None) -> Axes:
-    """Mesh axes of a buffer with one row for each sequence, whose rows are divided along `axis`."""
-    return (None, *(TENSOR if axis == i else None for i in range(rank)))

@@ -1,25 +1,23 @@
-"""What tells one decoder-only model from another, as data, and whether its sizes go together."""
+"""What tells one decoder-only model from another, as data, whether its sizes go together, and what divides them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from jaxllm.errors import CheckpointError
+from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.caches import CacheSpec, Joined, Paged, PerSlot, Shared, parts_of
-from jaxllm.models.hf_fields import BIDIRECTIONAL
 from jaxllm.models.layers.attention import MLAConfig, QKNorm, QueryScaling
 from jaxllm.models.layers.experts import MoEConfig
 from jaxllm.models.layers.mlp import ACTIVATIONS, PerLayerConfig
 from jaxllm.models.layers.recurrent import ConvConfig, DeltaConfig, SSDConfig
 from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.requests.captures import LayerShapes
-from jaxllm.requests.tasks import Pooling
+from jaxllm.requests.outputs import Pooling
 from jaxllm.weights.fields import shown
 
 NormKind = Literal["rms", "layer", "layer_unbiased"]
-MixerKind = Literal["attention", "conv", "delta", "ssd"]
-"""What lets a layer's tokens see those before them."""
+MixerKind = Literal["attention", "conv", "delta", "ssd"]  # what lets a layer's tokens see those before them
 MIXERS_BESIDE: dict[Literal["attention_beside_ssd"], tuple[MixerKind, ...]] = {
     "attention_beside_ssd": ("ssd", "attention")
 }
@@ -350,7 +348,7 @@ def check_decoder(c: DecoderConfig) -> None:
 
 def check_direction(c: dict[str, Any], config: DecoderConfig) -> None:
     """Raises CheckpointError where a config.json asks for attention to later tokens, which its family has none of."""
-    for key, value in BIDIRECTIONAL:
+    for key, value in (("is_causal", False), ("use_bidirectional_attention", True)):
         if c.get(key) is value and config.encoder is None:
             _refuse(key, value, f"{not value} or null, since this family is not served as an encoder")
 
@@ -380,3 +378,67 @@ def _check_rope(rope: RopeConfig, head_dim: int) -> None:
 
 def _refuse(what: str, value: object, accepted: str) -> None:
     raise CheckpointError(f"{what} is {value}; accepted is {accepted}")
+
+
+class Divided(NamedTuple):
+    """Something that is shared out among devices; what is `replicable` may also be on several of them."""
+
+    label: str
+    size: int
+    replicable: bool = False
+
+    def fits(self, degree: int) -> bool:
+        """Whether `degree` devices can share it."""
+        return self.size % degree == 0 or (self.replicable and degree % self.size == 0)
+
+
+def allowed_degrees(config: DecoderConfig, expert_parallel: bool = False, most: int = 64) -> list[int]:
+    """The degrees up to `most` at which every head and every MLP row, or expert, has a device of its own."""
+    return [degree for degree in range(1, most + 1) if all(d.fits(degree) for d in _divided(config, expert_parallel))]
+
+
+def check_parallel(config: DecoderConfig, tp: int, expert_parallel: bool = False, dp: int = 1) -> None:
+    """Raises ConfigError naming the allowed degrees when `tp` does not divide the model.
+
+    With `expert_parallel` the devices of `dp` batches share the experts.
+    """
+    if expert_parallel and config.moe is None:
+        raise ConfigError("enable_expert_parallel is true, but this model has no experts; accepted is false")
+    allowed = allowed_degrees(config, expert_parallel, max(tp, 64))
+    if tp not in allowed:
+        sizes = ", ".join(d.label for d in _divided(config, expert_parallel))
+        raise ConfigError(
+            f"tensor_parallel_size is {tp}, which does not divide this model ({sizes}); accepted are "
+            f"{', '.join(map(str, allowed))}"
+        )
+    if expert_parallel and config.moe is not None and config.moe.num_experts % (tp * dp):
+        raise ConfigError(
+            f"data_parallel_size is {dp} and tensor_parallel_size is {tp}, with enable_dp_attention and "
+            f"enable_expert_parallel: {config.moe.num_experts} experts are not shared equally by {tp * dp} devices"
+        )
+
+
+def _divided(config: DecoderConfig, expert_parallel: bool) -> list[Divided]:
+    found = [Divided(f"{config.num_heads} heads", config.num_heads)] if config.attends else []
+    if config.conv:
+        found.append(Divided(f"{config.hidden_size} channels", config.hidden_size))
+    if config.delta:
+        found.append(Divided(f"{config.delta.key_heads} key heads of linear attention", config.delta.key_heads))
+    if ssd := config.ssd:
+        found.append(Divided(f"{ssd.heads} state-space heads", ssd.heads))
+        found.append(Divided(f"{ssd.groups} state-space groups", ssd.groups, replicable=True))
+    if config.attends and not config.mla:
+        counts = dict.fromkeys(config.num_kv_heads_of(layer) for layer in config.layers if layer.attends)
+        found += [Divided(f"{count} KV heads", count, replicable=True) for count in counts]
+    beside_experts = config.moe is not None and config.moe.beside_dense
+    dense = [layer for layer in config.layers if layer.dense or beside_experts]
+    found += [Divided(f"MLP size {size}", size) for size in dict.fromkeys(map(config.intermediate_size_of, dense))]
+    if moe := config.moe:
+        found.append(
+            Divided(f"{moe.num_experts} experts", moe.num_experts)
+            if expert_parallel
+            else Divided(f"expert size {moe.hidden}", moe.hidden)
+        )
+        if moe.shared_hidden:
+            found.append(Divided(f"shared expert size {moe.shared_hidden}", moe.shared_hidden))
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,24 +13,21 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxllm.models.caches import Cache, PerSlot, Shared, parts_of
-from jaxllm.models.config import DecoderConfig, LayerKind, MixerKind
-from jaxllm.models.layers.attention import Attention, MLAttention, QueryScaling
+from jaxllm.models.config import DecoderConfig, LayerKind, MixerKind, check_parallel
+from jaxllm.models.layers.attention import Attention, MLAttention
 from jaxllm.models.layers.hands import Hand, LayerHand, Told, is_whole, summed, summing, tap, telling
 from jaxllm.models.layers.host_experts import split_places, with_places
-from jaxllm.models.layers.linear import VocabEmbedding, param
-from jaxllm.models.layers.low_rank import adapter_numbers
+from jaxllm.models.layers.linear import VocabEmbedding, adapter_numbers, param
 from jaxllm.models.layers.mlp import MLP, GatedMLP, PerLayerGate, PerLayerInputs
 from jaxllm.models.layers.moe import DenseBesideMoE, MoE
 from jaxllm.models.layers.norm import LayerNorm, RMSNorm, norm_of_kind
 from jaxllm.models.layers.recurrent import GatedDeltaNet, ShortConv, StateSpaceDual
 from jaxllm.models.layers.rope import Angles, rope_angles
 from jaxllm.models.options import BuildOptions, Stage
-from jaxllm.models.parallel import check_parallel
 from jaxllm.pallas_kernels import LATER, Kernels, Late, Norm, Residual, StepMetadata, with_late
 
 Mixer = Attention | MLAttention | ShortConv | GatedDeltaNet | StateSpaceDual
-LATENT_NORM_EPS = 1e-6
-"""Of the norms inside latent attention, whatever the config says of the others."""
+LATENT_NORM_EPS = 1e-6  # of the norms inside latent attention, whatever the config says of the others
 
 
 class Decoder(nnx.Module):
@@ -38,7 +35,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, options: BuildOptions):
         check_parallel(config, options.tp, options.expert_parallel, options.dp)
-        vocab, size = config.vocab_size, config.hidden_size
+        vocab, size, per_layer = config.vocab_size, config.hidden_size, config.per_layer
         stage = options.stage or Stage(0, 1, 0, config.num_layers)
         self.config = config
         self.kernels = options.kernels
@@ -49,33 +46,20 @@ class Decoder(nnx.Module):
         self.layers: Any = nnx.List(
             [DecoderLayer(config, i, options) if i in stage.layers else _elsewhere() for i in range(config.num_layers)]
         )
-        self.positions = (
-            param((config.max_position_embeddings, size), options.dtype)
-            if config.learned_positions and stage.first
-            else None
-        )
-        self.per_layer = (
-            PerLayerInputs(config.per_layer, size, config.num_layers, config.norm_eps, options)
-            if config.per_layer
-            else None
-        )
+        learned = config.learned_positions and stage.first
+        self.positions = param((config.max_position_embeddings, size), options.dtype) if learned else None
+        count, eps = config.num_layers, config.norm_eps
+        self.per_layer = PerLayerInputs(per_layer, size, count, eps, options) if per_layer else None
         self.adapter_gains = adapter_numbers(options.adapters)
         self.norm: RMSNorm | LayerNorm = _norm(config, options) if stage.last else _elsewhere()
-        self.head: VocabEmbedding | None = (
-            None
-            if config.tie_word_embeddings or not stage.last
-            else VocabEmbedding(config.num_outputs, size, options, config.head_bias)
-        )
+        has_head = stage.last and not config.tie_word_embeddings
+        self.head = VocabEmbedding(config.num_outputs, size, options, config.head_bias) if has_head else None
 
     def __call__(
-        self,
-        tokens: Int[Array, "T"],
-        caches: tuple[Cache, ...],
-        meta: StepMetadata,
-        embeddings: Float[Array, "T E"] | None = None,
-        hands: Sequence[Hand] = (),
-    ) -> tuple[Float[Array, "T E"], tuple[Cache, ...]]:
-        """The last hidden states of `tokens`, and each layer's cache with what it keeps of them in.
+        self, tokens: Int[Array, "T"], caches: tuple[Cache, ...], meta: StepMetadata,
+        embeddings: Float[Array, "T E"] | None = None, hands: Sequence[Hand] = (),
+    ) -> tuple[Float[Array, "T E"], tuple[Cache, ...]]:  # fmt: skip
+        """The last hidden states of `tokens`, and each layer's cache with what it keeps of them.
 
         `embeddings` take the place of the rows of the table. A stage of the model takes there what the stage before it
         gave, and gives what its last layer does. `hands` are what others do to the model meanwhile.
@@ -121,7 +105,6 @@ class Decoder(nnx.Module):
     def _begun(
         self, tokens: Int[Array, "T"], meta: StepMetadata, embeddings: Float[Array, "T E"] | None
     ) -> Float[Array, "T E"]:
-        """What the first layer takes."""
         x = self.embed(tokens) if embeddings is None else embeddings
         if self.config.embedding_scale != 1.0:
             x = (x * self.config.embedding_scale).astype(x.dtype)
@@ -162,16 +145,15 @@ class DecoderLayer(nnx.Module):
     """`x + mixer(norm(x))`, then `x + mlp(norm(x))`: in turn, or both from one norm. One of the two may be missing.
 
     There may be norms on the outputs too, or only there, and a factor on what is added. A layer may end with a gate for
-    an input of its own, and with a factor on all that it gives.
-
-    The mixer, which lets tokens see those before them, is one of `MIXERS`; there may be two, whose outputs are added.
+    an input of its own, and with a factor on all that it gives. The mixer lets tokens see those before them; there may
+    be two, whose outputs are added. The layer has each under the name of its kind.
     """
 
     def __init__(self, config: DecoderConfig, index: int, options: BuildOptions):
         self.mixers = config.layers[index].mixers
         self.attention_norm = _norm(config, options) if config.pre_norms and self.mixers else None
         for mixer in self.mixers:
-            setattr(self, mixer, MIXERS[mixer](config, index, options))
+            setattr(self, mixer, _mixer(config, mixer, index, options))
         self.mixer_scales = tuple(_mixer_scale(config, mixer) for mixer in self.mixers)
         self.num_states = sum(len(s.shapes) for s in parts_of([config.caches[index]]) if isinstance(s, PerSlot))
         self.parallel = config.parallel_residual
@@ -183,16 +165,12 @@ class DecoderLayer(nnx.Module):
         self.mlp_post_norm = _norm(config, options) if has_mlp and config.post_norms else None
         self.residual_scale = config.residual_scale
         self.mlp_scale = config.residual_scale * config.mlp_out_scale
-        self.per_layer = (
-            PerLayerGate(config.per_layer, config.hidden_size, config.hidden_act, config.norm_eps, options)
-            if config.per_layer
-            else None
-        )
+        size, act, eps, inputs = config.hidden_size, config.hidden_act, config.norm_eps, config.per_layer
+        self.per_layer = PerLayerGate(inputs, size, act, eps, options) if inputs else None
         self.scale = param((1,), jnp.float32) if config.layer_scale else None
-        plain = config.norm == "rms" and config.pre_norms and not config.parallel_residual and not config.post_norms
-        plain = plain and self.residual_scale == self.mlp_scale == 1.0
-        plain = plain and not config.layer_scale and config.per_layer is None
-        self.add_norm = options.kernels.add_norm if plain else None
+        own_norms = config.norm != "rms" or not config.pre_norms or config.parallel_residual or config.post_norms
+        scaled = not self.residual_scale == self.mlp_scale == 1.0 or config.layer_scale or config.per_layer is not None
+        self.add_norm = None if own_norms or scaled else options.kernels.add_norm
 
     def __call__(
         self, x: Float[Array, "T E"], late: Late | None, angles: Angles | None, cache: Cache,
@@ -200,7 +178,7 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Float[Array, "T E"], Late | None, Cache]:  # fmt: skip
         """The layer's output in two parts, the second of which is to be added; None where the first is all of it.
 
-        A kernel that adds and norms at once leaves each sum to the norm behind it, in the next layer as well.
+        A kernel that adds and norms at once leaves each sum to the norm after it, in the next layer as well.
         """
         first = self.attention_norm or self.mlp_norm
         if self.add_norm is None or first is None or is_whole():
@@ -220,15 +198,9 @@ class DecoderLayer(nnx.Module):
         return x, self.mlp(normed, meta, residual=LATER), cache
 
     def _mix(
-        self,
-        x: Float[Array, "T E"],
-        angles: Angles | None,
-        cache: Cache,
-        meta: StepMetadata,
-        *,
-        norm: Norm | None = None,
-        residual: Residual = None,
-    ) -> tuple[Late, Cache]:
+        self, x: Float[Array, "T E"], angles: Angles | None, cache: Cache, meta: StepMetadata, *,
+        norm: Norm | None = None, residual: Residual = None,
+    ) -> tuple[Late, Cache]:  # fmt: skip
         """What the mixers give of `norm(x)`, added to `residual` if there is one; one with a state keeps that first."""
         parts = (cache,) if len(self.mixers) == 1 else (cache[: self.num_states], cache[self.num_states :])
         kept: Cache = ()
@@ -259,8 +231,7 @@ class DecoderLayer(nnx.Module):
         if self.mlp is None:
             return x, cache
         norm, source = (self.mlp_norm or self.attention_norm, before) if self.parallel else (self.mlp_norm, x)
-        post = self.mlp_post_norm
-        block = self.mlp
+        post, block = self.mlp_post_norm, self.mlp
 
         def mlp(residual: Float[Array, "T E"] | None) -> Float[Array, "T E"]:
             return block(source, meta, norm=_traced(norm), residual=residual)
@@ -313,75 +284,39 @@ def _traced(norm: RMSNorm | LayerNorm | None) -> Norm | None:
     return None if norm is None else norm.traced
 
 
-def _attention(config: DecoderConfig, index: int, options: BuildOptions) -> Attention | MLAttention:
-    kind = config.layers[index]
+def _mixer(config: DecoderConfig, mixer: MixerKind, index: int, options: BuildOptions) -> Mixer:
+    size, eps = config.hidden_size, config.norm_eps
+    if mixer == "conv":
+        assert config.conv is not None
+        return ShortConv(size, config.conv, options)
+    if mixer == "delta":
+        assert config.delta is not None
+        return GatedDeltaNet(size, config.delta, options, activation=config.hidden_act, norm_eps=eps)
+    if mixer == "ssd":
+        assert config.ssd is not None
+        return StateSpaceDual(size, config.ssd, eps, options)
+    return _attention(config, config.layers[index], options)
+
+
+def _attention(config: DecoderConfig, kind: LayerKind, options: BuildOptions) -> Attention | MLAttention:
+    scaling = config.query_scaling
     if config.mla:
         return MLAttention(
-            config.hidden_size,
-            config.num_heads,
-            config.mla,
-            options,
-            scale=config.attention_scale or config.mla.qk_head_dim**-0.5,
-            norm_eps=LATENT_NORM_EPS,
-            qkv_bias=config.qkv_bias,
-            output_bias=config.output_bias,
-            query_scaling=config.query_scaling,
-        )
+            config.hidden_size, config.num_heads, config.mla, options,
+            scale=config.attention_scale or config.mla.qk_head_dim**-0.5, norm_eps=LATENT_NORM_EPS,
+            qkv_bias=config.qkv_bias, output_bias=config.output_bias, query_scaling=scaling,
+        )  # fmt: skip
+    scales_queries = scaling is not None and not (scaling.unrotated_only and kind.rope is not None)
     return Attention(
-        config.hidden_size,
-        config.num_heads,
-        config.num_kv_heads_of(kind),
-        config.head_dim_of(kind),
-        options,
-        scale=config.attention_scale,
-        window=kind.window,
-        chunked=kind.chunked,
-        softcap=config.attention_softcap,
-        bias=config.qkv_bias,
-        qkv_clip=config.qkv_clip,
-        output_bias=config.output_bias,
+        config.hidden_size, config.num_heads, config.num_kv_heads_of(kind), config.head_dim_of(kind), options,
+        scale=config.attention_scale, window=kind.window, chunked=kind.chunked, softcap=config.attention_softcap,
+        bias=config.qkv_bias, qkv_clip=config.qkv_clip, output_bias=config.output_bias,
         qk_norm=None if config.qk_norm == "unit" and kind.rope is None else config.qk_norm,
-        qk_norm_rotated=config.qk_norm_rotated,
-        norm_eps=config.norm_eps,
-        query_scaling=_query_scaling(config, kind),
-        sinks=config.attention_sinks,
-        alibi=config.alibi,
-        value_norm=config.value_norm,
-        keys_are_values=kind.keys_are_values,
-        has_kv=kind.shares_kv_of is None,
-        gate=config.attention_gate,
-        causal=config.encoder is None,
-    )
-
-
-def _query_scaling(config: DecoderConfig, kind: LayerKind) -> QueryScaling | None:
-    scaling = config.query_scaling
-    return None if scaling is None or (scaling.unrotated_only and kind.rope is not None) else scaling
-
-
-def _conv(config: DecoderConfig, index: int, options: BuildOptions) -> ShortConv:
-    assert config.conv is not None
-    return ShortConv(config.hidden_size, config.conv, options)
-
-
-def _delta(config: DecoderConfig, index: int, options: BuildOptions) -> GatedDeltaNet:
-    assert config.delta is not None
-    activation, eps = config.hidden_act, config.norm_eps
-    return GatedDeltaNet(config.hidden_size, config.delta, options, activation=activation, norm_eps=eps)
-
-
-def _ssd(config: DecoderConfig, index: int, options: BuildOptions) -> StateSpaceDual:
-    assert config.ssd is not None
-    return StateSpaceDual(config.hidden_size, config.ssd, config.norm_eps, options)
-
-
-MIXERS: dict[MixerKind, Callable[[DecoderConfig, int, BuildOptions], Mixer]] = {
-    "attention": _attention,
-    "conv": _conv,
-    "delta": _delta,
-    "ssd": _ssd,
-}
-"""What builds a layer's mixer, which the layer has under the name of its kind."""
+        qk_norm_rotated=config.qk_norm_rotated, norm_eps=config.norm_eps,
+        query_scaling=scaling if scales_queries else None, sinks=config.attention_sinks, alibi=config.alibi,
+        value_norm=config.value_norm, keys_are_values=kind.keys_are_values, has_kv=kind.shares_kv_of is None,
+        gate=config.attention_gate, causal=config.encoder is None,
+    )  # fmt: skip
 
 
 def _mixer_scale(config: DecoderConfig, mixer: MixerKind) -> float:

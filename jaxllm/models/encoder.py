@@ -13,16 +13,15 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxllm.models.caches import Cache
-from jaxllm.models.config import ClassifierConfig, DecoderConfig, EncoderConfig, Projection
+from jaxllm.models.config import ClassifierConfig, DecoderConfig, EncoderConfig, Projection, check_parallel
 from jaxllm.models.decoder import DecoderLayer, Late, without_padding
 from jaxllm.models.layers.linear import Linear, VocabEmbedding, param
 from jaxllm.models.layers.mlp import ACTIVATIONS
 from jaxllm.models.layers.norm import LayerNorm, norm_of_kind
 from jaxllm.models.layers.rope import Angles, rope_angles
 from jaxllm.models.options import BuildOptions
-from jaxllm.models.parallel import check_parallel
 from jaxllm.pallas_kernels import StepMetadata
-from jaxllm.requests.tasks import Pooling
+from jaxllm.requests.outputs import Pooling
 
 _HEAD_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "identity": lambda x: x, "tanh": jnp.tanh, **ACTIVATIONS
@@ -72,10 +71,12 @@ class Encoder(nnx.Module):
         encoder = config.encoder
         assert encoder is not None
         if self.classifier is not None:
-            x = at_each_token(pool_texts(x, meta, encoder.classifier.pooling), meta.seq_ids)
+            pooled = pool_texts(x, meta, encoder.classifier.pooling)
         elif self.projections is not None:
-            x = at_each_token(self.projections(pool_texts(x, meta, encoder.pooling)), meta.seq_ids)
-        return x, caches
+            pooled = self.projections(pool_texts(x, meta, encoder.pooling))
+        else:
+            return x, caches
+        return pooled.at[meta.seq_ids].get(mode="clip"), caches  # in the row of each of a text's tokens
 
     def logits(self, hidden: Float[Array, "R E"]) -> Float[Array, "R n"]:
         """float32 scores of the classes, of what stands for a text. Only a model that classifies has them."""
@@ -104,7 +105,7 @@ class SumNormLayer(DecoderLayer):
         self, x: Float[Array, "T E"], late: Late | None, angles: Angles | None, cache: Cache,
         meta: StepMetadata, given: Float[Array, "T p"] | None = None,
     ) -> tuple[Float[Array, "T E"], Late | None, Cache]:  # fmt: skip
-        """The layer's output. There is nothing `late`, and no input is `given` besides."""
+        """Nothing is `late`, and no input is `given` besides."""
         assert self.attention_post_norm is not None and self.mlp_post_norm is not None and self.mlp is not None
         x, cache = self._mix(x, angles, cache, meta, residual=x)
         x = without_padding(self.attention_post_norm(x), meta, self.kernels)  # which biases have filled
@@ -174,8 +175,3 @@ def pool_texts(x: Float[Array, "T E"], meta: StepMetadata, pooling: Pooling) -> 
     seqs = meta.context_len.shape[0]
     sums = jax.ops.segment_sum(x.astype(jnp.float32), meta.seq_ids, seqs + 1)[:-1]
     return sums / jnp.maximum(jnp.diff(meta.query_start), 1)[:, None]
-
-
-def at_each_token(pooled: Float[Array, "S E"], seq_ids: Int[Array, "T"]) -> Float[Array, "T E"]:
-    """What its text pools to, in the row of each of its tokens."""
-    return pooled.at[seq_ids].get(mode="clip")

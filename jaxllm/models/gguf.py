@@ -30,8 +30,7 @@ from jaxllm.models.hf_fields import (
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import FLAG, TEXT, FieldKind, FieldKinds, check_fields, either, many, real, shown, whole
 
-REQUIRED, ABSENT = object(), object()
-"""Without a default; and the default of what a config.json would not mention."""
+REQUIRED, ABSENT = object(), object()  # without a default; and the default of what a config.json would not mention
 Table = dict[str, Any]
 
 
@@ -69,8 +68,7 @@ class GgufFile:
     def by_layer(self, key: str) -> list[Any]:
         """A key's value in each layer, whether the file has one for all or one for each.
 
-        Raises:
-            CheckpointError: there are more or fewer, or one is not as it must be.
+        Raises CheckpointError if there are more or fewer, or one is not as it must be.
         """
         name, count = f"{self.architecture}.{key}", self("block_count")
         value = self._all[name]
@@ -154,16 +152,12 @@ def as_stored(file: GgufFile, config: DecoderConfig) -> DecoderConfig:
         norm="after_gate" if file.has("blk.*.ssm_norm.weight") else None,
     )
     return replace(
-        config,
-        qkv_bias=file.has("blk.*.attn_q.bias", "blk.*.attn_qkv.bias", "blk.*.attn_kv_a_mqa.bias"),
-        output_bias=file.has("blk.*.attn_output.bias"),
-        mlp_bias=file.has("blk.*.ffn_down.bias"),
-        head_bias=file.has("output.bias"),
-        layer_scale=file.has("blk.*.layer_output_scale.weight"),
+        config, qkv_bias=file.has("blk.*.attn_q.bias", "blk.*.attn_qkv.bias", "blk.*.attn_kv_a_mqa.bias"),
+        output_bias=file.has("blk.*.attn_output.bias"), mlp_bias=file.has("blk.*.ffn_down.bias"),
+        head_bias=file.has("output.bias"), layer_scale=file.has("blk.*.layer_output_scale.weight"),
         conv=config.conv and replace(config.conv, bias=file.has("blk.*.shortconv.in_proj.bias")),
-        moe=config.moe and replace(config.moe, correction_bias=file.has("blk.*.exp_probs_b.bias")),
-        ssd=ssd,
-    )
+        moe=config.moe and replace(config.moe, correction_bias=file.has("blk.*.exp_probs_b.bias")), ssd=ssd,
+    )  # fmt: skip
 
 
 def optional(key: str, default: Any = ABSENT) -> Callable[[GgufFile], Any]:
@@ -229,8 +223,7 @@ def rope_scaling(file: GgufFile, mscales: Callable[[float], dict[str, float]] | 
     `mscales` makes two keys of config.json of `yarn_log_multiplier`: what part of YaRN's factor is on the logits and
     not on cosine and sine. Without it, files of the architecture have no such key.
 
-    Raises:
-        CheckpointError: the kind of scaling is unknown, or one of its keys has a value that is not supported.
+    Raises CheckpointError if the kind of scaling is unknown, or one of its keys has a value that is not supported.
     """
     kind = file("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn", "longrope"):
@@ -303,73 +296,50 @@ def or_zero(kind: FieldKind, zero: FieldKind = whole(0, 0)) -> FieldKind:
 
 
 GGUF_FIELDS: FieldKinds = {
-    "block_count": LAYERS,
+    **dict.fromkeys(("block_count", "interleave_moe_layer_step", "full_attention_interval"), LAYERS),
+    **dict.fromkeys((
+        "embedding_length", "feed_forward_length", "attention.value_length", "attention.key_length_swa",
+        "attention.key_length_mla", "attention.value_length_mla", "attention.kv_lora_rank", "rope.dimension_count_swa",
+        "expert_feed_forward_length", "ssm.state_size", "ssm.inner_size",
+    ), SIZE),
+    **dict.fromkeys(("embedding_length_per_layer_input", "expert_shared_feed_forward_length"), whole(0, 2**24)),
+    **dict.fromkeys((
+        "attention.causal", "rope.scaling.finetuned", "expert_weights_norm", "use_parallel_residual",
+    ), FLAG),
+    **dict.fromkeys((
+        "attention.head_count", "attention.head_count_kv", "ssm.time_step_rank", "ssm.group_count",
+    ), COUNT),
+    **dict.fromkeys((
+        "attention.key_length", "attention.q_lora_rank", "rope.dimension_count", "moe_latent_size",
+    ), or_zero(SIZE)),
+    **dict.fromkeys((
+        "attention.shared_kv_layers", "expert_shared_count", "expert_gating_func", "nextn_predict_layers",
+        "leading_dense_block_count", "pooling_type",
+    ), whole(0, 2**10)),
+    **dict.fromkeys(("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"), EPSILON),
+    **dict.fromkeys((
+        "attention.scale", "attention.clamp_kqv", "embedding_scale", "residual_scale", "rope.scale_linear",
+        "rope.scaling.factor",
+    ), or_zero(FACTOR, real(0, 0))),
+    **dict.fromkeys((
+        "attention.max_alibi_bias", "logit_scale", "rope.scaling.attn_factor", "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow",
+    ), FACTOR),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), CAP),
+    **dict.fromkeys(("rope.freq_base", "rope.freq_base_swa"), THETA),
+    **dict.fromkeys(("rope.scaling.yarn_ext_factor", "expert_weights_scale"), real(-1e6, 1e6)),
+    **dict.fromkeys((
+        "expert_count", "expert_used_count", "expert_group_count", "expert_group_used_count",
+    ), or_zero(COUNT)),
+    **dict.fromkeys(("shortconv.l_cache", "ssm.conv_kernel"), whole(2, 2**10)),
     "context_length": LENGTH,
-    "embedding_length": SIZE,
-    "embedding_length_per_layer_input": whole(0, 2**24),
-    "feed_forward_length": SIZE,
-    "attention.causal": FLAG,
-    "attention.head_count": COUNT,
-    "attention.head_count_kv": COUNT,
-    "attention.key_length": or_zero(SIZE),
-    "attention.value_length": SIZE,
-    "attention.key_length_swa": SIZE,
-    "attention.shared_kv_layers": whole(0, 2**10),
-    "attention.key_length_mla": SIZE,
-    "attention.value_length_mla": SIZE,
-    "attention.layer_norm_epsilon": EPSILON,
-    "attention.layer_norm_rms_epsilon": EPSILON,
     "attention.sliding_window": or_zero(LENGTH),
     "attention.sliding_window_pattern": either(FLAG, LAYERS),
-    "attention.scale": or_zero(FACTOR, real(0, 0)),
     "attention.temperature_scale": real(0, 1e3),
-    "attention.max_alibi_bias": FACTOR,
-    "attention.clamp_kqv": or_zero(FACTOR, real(0, 0)),
-    "attention.kv_lora_rank": SIZE,
-    "attention.q_lora_rank": or_zero(SIZE),
-    "attn_logit_softcapping": CAP,
-    "final_logit_softcapping": CAP,
-    "embedding_scale": or_zero(FACTOR, real(0, 0)),
-    "residual_scale": or_zero(FACTOR, real(0, 0)),
-    "logit_scale": FACTOR,
-    "rope.dimension_count": or_zero(SIZE),
-    "rope.dimension_count_swa": SIZE,
-    "rope.freq_base": THETA,
-    "rope.freq_base_swa": THETA,
-    "rope.scale_linear": or_zero(FACTOR, real(0, 0)),
     "rope.scaling.type": TEXT,
-    "rope.scaling.factor": or_zero(FACTOR, real(0, 0)),
-    "rope.scaling.attn_factor": FACTOR,
     "rope.scaling.original_context_length": ORIGINAL_LENGTH,
-    "rope.scaling.finetuned": FLAG,
     "rope.scaling.yarn_attn_factor": FieldKind("1", lambda value: value == 1 and not isinstance(value, bool)),
-    "rope.scaling.yarn_ext_factor": real(-1e6, 1e6),
-    "rope.scaling.yarn_beta_fast": FACTOR,
-    "rope.scaling.yarn_beta_slow": FACTOR,
     "rope.scaling.yarn_log_multiplier": real(0, 1e2),
-    "expert_count": or_zero(COUNT),
-    "expert_used_count": or_zero(COUNT),
-    "expert_group_count": or_zero(COUNT),
-    "expert_group_used_count": or_zero(COUNT),
-    "expert_shared_count": whole(0, 2**10),
-    "expert_feed_forward_length": SIZE,
-    "expert_shared_feed_forward_length": whole(0, 2**24),
-    "moe_latent_size": or_zero(SIZE),
-    "expert_gating_func": whole(0, 2**10),
-    "expert_weights_norm": FLAG,
-    "expert_weights_scale": real(-1e6, 1e6),
-    "interleave_moe_layer_step": LAYERS,
-    "nextn_predict_layers": whole(0, 2**10),
-    "use_parallel_residual": FLAG,
-    "leading_dense_block_count": whole(0, 2**10),
-    "shortconv.l_cache": whole(2, 2**10),
-    "full_attention_interval": LAYERS,
-    "ssm.conv_kernel": whole(2, 2**10),
-    "ssm.state_size": SIZE,
-    "ssm.inner_size": SIZE,
-    "ssm.time_step_rank": COUNT,
-    "ssm.group_count": COUNT,
-    "pooling_type": whole(0, 2**10),
     "classifier.output_labels": many(TEXT, 2**16),
-}
+}  # fmt: skip
 """By their names without the architecture's in front."""

@@ -1,29 +1,34 @@
-"""Modules that predict further tokens of the model's own states, and those of checkpoints (MTP, arXiv:2412.19437).
-
-From the model's hidden state of one token and the embedding of the next, such a module says what comes after that.
-"""
+"""Modules that predict further tokens of a model: those in checkpoints (MTP) and EAGLE-3 heads."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.caches import Cache
-from jaxllm.models.config import DecoderConfig
-from jaxllm.models.decoder import Decoder
-from jaxllm.models.family import hf_renaming
-from jaxllm.models.layers.linear import Linear
-from jaxllm.models.layers.norm import norm_of_kind
+from jaxllm.models.config import DecoderConfig, check_decoder
+from jaxllm.models.decoder import Decoder, without_padding
+from jaxllm.models.families import llama
+from jaxllm.models.hf_fields import check_hf, check_only
+from jaxllm.models.layers.attention import Attention
+from jaxllm.models.layers.linear import Linear, VocabEmbedding, param
+from jaxllm.models.layers.mlp import GatedMLP
+from jaxllm.models.layers.norm import RMSNorm, norm_of_kind
+from jaxllm.models.layers.rope import Angles, rope_angles
+from jaxllm.models.names import hf_names, hf_renaming
 from jaxllm.models.options import BuildOptions
-from jaxllm.models.registry import FAMILIES, ModelSpec
+from jaxllm.models.registry import FAMILIES, ModelSpec, read_of
 from jaxllm.pallas_kernels import Kernels, StepMetadata
 from jaxllm.weights.checkpoint import Checkpoint
-from jaxllm.weights.names import renamed
+from jaxllm.weights.fields import FLAG, NULL, OBJECT, FieldKinds, check_fields, either, several, shown, whole
+from jaxllm.weights.names import NameMap, Source, Transform, expand, renamed
 
 
 @runtime_checkable
@@ -48,32 +53,33 @@ class Predicted(NamedTuple):
     caches: tuple[Cache, ...]
 
 
-@runtime_checkable
-class Predictor(Protocol):
-    """A module that drafts."""
+class Predictor(Decoder):
+    """A module that drafts. Unless it does otherwise, it has the model's states, embeddings and head."""
 
     def read(self, states: Float[Array, "T n"]) -> Float[Array, "T E"]:
         """What it makes of the model's states of some tokens; it is kept until the token after each is known."""
+        return states
 
     def embed_for(self, model: Decoder, tokens: jax.Array) -> Float[Array, "T E"]:
         """The embeddings that it reads."""
+        return model.embed(tokens)
 
     def predict(
-        self,
-        embeddings: Float[Array, "T E"],
-        hidden: Float[Array, "T E"],
-        caches: tuple[Cache, ...],
+        self, embeddings: Float[Array, "T E"], hidden: Float[Array, "T E"], caches: tuple[Cache, ...],
         meta: StepMetadata,
-    ) -> Predicted:
-        """What comes after tokens with these `embeddings`, which are behind those whose states are `hidden`; `meta` has
-        the positions of the latter.
+    ) -> Predicted:  # fmt: skip
+        """What comes after tokens with these `embeddings`.
+
+        They come after those whose states are `hidden`; `meta` has the positions of the latter.
         """
+        raise NotImplementedError
 
     def head_for(self, model: Decoder) -> Head:
         """What scores all tokens of the model's vocabulary."""
+        return model
 
 
-class MTPModule(Decoder):
+class MTPModule(Predictor):
     """`norm(layer(join(norm(embedding), norm(hidden))))`: the hidden state that the head reads, and that can take the
     place of the model's for the token after it.
 
@@ -89,32 +95,14 @@ class MTPModule(Decoder):
         self.join = Linear(2 * size, size, options, adaptable=False)
 
     def predict(
-        self,
-        embeddings: Float[Array, "T E"],
-        hidden: Float[Array, "T E"],
-        caches: tuple[Cache, ...],
+        self, embeddings: Float[Array, "T E"], hidden: Float[Array, "T E"], caches: tuple[Cache, ...],
         meta: StepMetadata,
-    ) -> Predicted:
-        """The hidden states of the module, which take the place of the model's as well, and its pages.
-
-        `embeddings` are of the tokens behind those whose states are `hidden`; `meta` has the positions of these.
-        """
+    ) -> Predicted:  # fmt: skip
+        """The hidden states of the module, which take the place of the model's as well, and its pages."""
         both = [self.token_norm(embeddings), self.hidden_norm(hidden.astype(embeddings.dtype))]
         joined = self.join(jnp.concatenate(both, axis=-1).astype(embeddings.dtype))
         found, kept = self(meta.positions, caches, meta, joined)
         return Predicted(found, found, kept)
-
-    def read(self, states: Float[Array, "T E"]) -> Float[Array, "T E"]:
-        """The model's hidden states, as they are."""
-        return states
-
-    def embed_for(self, model: Decoder, tokens: Int[Array, "T"]) -> Float[Array, "T E"]:
-        """The model's embeddings."""
-        return model.embed(tokens)
-
-    def head_for(self, model: Decoder) -> Head:
-        """The model's own."""
-        return model
 
 
 @dataclass(frozen=True)
@@ -129,8 +117,7 @@ class MTPSpec(ModelSpec):
 def mtp_spec(checkpoint: Checkpoint, spec: ModelSpec) -> MTPSpec:
     """The module that a checkpoint has beside its model.
 
-    Raises:
-        CheckpointError: it has none, or one that is made otherwise.
+    Raises CheckpointError if it has none, or one that is made otherwise.
     """
     family, config = spec.family, spec.config
     if family.mtp_names is None or checkpoint.format != "safetensors":
@@ -151,3 +138,258 @@ def mtp_spec(checkpoint: Checkpoint, spec: ModelSpec) -> MTPSpec:
             "further tokens"
         )
     return MTPSpec(family, own, names, ("*",))
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """What a head has besides a Llama of one layer.
+
+    Attributes:
+        layers: it reads the states in front of these layers of the model, in ascending order.
+        target_size: of the model's states.
+        num_outputs: how many tokens its output head has.
+        reduced: these are not all tokens, so that it says which they are.
+        own_embedding: it has one, and does not use the model's.
+        norm_before_residual: what attention is added to is the normed state.
+    """
+
+    layers: tuple[int, ...]
+    target_size: int
+    num_outputs: int
+    reduced: bool
+    own_embedding: bool
+    norm_before_residual: bool
+
+
+class Eagle3Layer(nnx.Module):
+    """Llama's layer, but for attention, which reads the norms of an embedding and of a state side by side."""
+
+    def __init__(self, config: DecoderConfig, eagle: Eagle3Config, options: BuildOptions):
+        size, eps, kernels = config.hidden_size, config.norm_eps, options.kernels
+        self.attention_norm = RMSNorm(size, eps, kernels)
+        self.hidden_norm = RMSNorm(size, eps, kernels)
+        self.attention = Attention(
+            size, config.num_heads, config.num_kv_heads, config.head_dim, options, input_size=2 * size,
+            bias=config.qkv_bias, output_bias=config.output_bias,
+        )  # fmt: skip
+        self.mlp_norm = RMSNorm(size, eps, kernels)
+        self.mlp = GatedMLP(size, config.intermediate_size, config.hidden_act, options, config.mlp_bias)
+        self.norm_before_residual = eagle.norm_before_residual
+
+    def __call__(
+        self, embeddings: Float[Array, "T E"], hidden: Float[Array, "T E"], angles: Angles, pages: Any,
+        meta: StepMetadata,
+    ) -> tuple[Float[Array, "T E"], Any]:  # fmt: skip
+        normed = self.hidden_norm(hidden)
+        both = jnp.concatenate([self.attention_norm(embeddings), normed], axis=-1)
+        residual = normed if self.norm_before_residual else hidden
+        x, pages = self.attention(both, angles, pages, meta, residual=residual)
+        return self.mlp(x, meta, norm=self.mlp_norm.traced, residual=x), pages
+
+
+class Eagle3Head(Predictor):
+    """A layer that was trained to say what a given model will say next (EAGLE-3, arXiv:2503.01840).
+
+    It reads states from between the model's layers, joined by a product to one of its own size, and the embedding of
+    the token after them. Its layer's state is normed for its output head, and is the next token's state. Its output
+    head has the most frequent tokens alone. Checkpoints are as SpecForge and others publish them, or as speculators.
+    """
+
+    def __init__(self, config: DecoderConfig, eagle: Eagle3Config, options: BuildOptions):
+        super().__init__(config, options)
+        del self.layers
+        if not eagle.own_embedding:
+            del self.embed
+        self.layer = Eagle3Layer(config, eagle, options)
+        self.join = Linear(len(eagle.layers) * eagle.target_size, config.hidden_size, options, adaptable=False)
+        self.head = VocabEmbedding(eagle.num_outputs, config.hidden_size, options)
+        self.targets = param((eagle.num_outputs,), jnp.int32) if eagle.reduced else None
+        self.own_embedding = eagle.own_embedding
+
+    def read(self, states: Float[Array, "T n"]) -> Float[Array, "T E"]:
+        return self.join(states)
+
+    def embed_for(self, model: Decoder, tokens: Int[Array, "T"]) -> Float[Array, "T E"]:
+        return self.embed(tokens) if self.own_embedding else model.embed(tokens)
+
+    def predict(
+        self, embeddings: Float[Array, "T E"], hidden: Float[Array, "T E"], caches: tuple[Cache, ...],
+        meta: StepMetadata,
+    ) -> Predicted:  # fmt: skip
+        (pages,), (rope,) = caches, self.config.ropes
+        angles = rope_angles(rope, meta.positions, meta.rotary_lengths)
+        hidden = without_padding(hidden.astype(embeddings.dtype), meta, self.kernels)
+        embeddings = without_padding(embeddings, meta, self.kernels)
+        state, pages = self.layer(embeddings, hidden, angles, pages, meta)
+        return Predicted(self.norm(state), state, (pages,))
+
+    def head_for(self, model: Decoder) -> Head:
+        return self if self.targets is None else _ReducedHead(self, model.config.num_outputs)
+
+
+class _ReducedHead:
+    """A head that has some of a vocabulary's tokens; the others are impossible."""
+
+    def __init__(self, head: Eagle3Head, vocab_size: int):
+        assert head.targets is not None
+        self._head = head
+        self._targets = head.targets[...]
+        self._vocab_size = vocab_size
+
+    @property
+    def kernels(self) -> Kernels:
+        return self._head.kernels
+
+    def most_likely(self, hidden: Any) -> Any:
+        found = self._head.most_likely(hidden)
+        return None if found is None else self._targets[found]
+
+    def logits(self, hidden: Any) -> Any:
+        scores = self._head.logits(hidden)
+        everything = jnp.full((len(scores), self._vocab_size), -jnp.inf, scores.dtype)
+        return everything.at[:, self._targets].set(scores)
+
+
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
+JOIN = "fc.weight"  # the product that joins the model's states, which no other checkpoint has under this name
+PREFIXES = ("", "model.")  # of all names but those of the output head
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+NUM_STATES = 3
+_SIZE, _LAYERS = whole(1, 2**24), several(whole(0, 2**12), NUM_STATES)
+
+FIELDS: FieldKinds = {
+    "transformer_layer_config": OBJECT,
+    "eagle_config": either(OBJECT, NULL),
+    "draft_vocab_size": either(_SIZE, NULL),
+    "target_hidden_size": either(_SIZE, NULL),
+    "norm_before_residual": either(FLAG, NULL),
+    LAYER_IDS: either(_LAYERS, NULL),
+}
+OTHERWISE: dict[str, tuple[Any, ...]] = {
+    "use_aux_hidden_state": (None, True), "use_input_layernorm_in_first_layer": (None, True),
+    "use_last_layernorm": (None, True), "use_mtp_layernorm": (None, False), "norm_before_fc": (None, False),
+    "fc_norm": (None, False), "parallel_draft_step": (None, 1),
+}  # fmt: skip
+"""Keys of `eagle_config` or of the file itself that some heads have other values of than the supported ones."""
+
+
+@dataclass(frozen=True)
+class Eagle3Spec(ModelSpec):
+    """A head's checkpoint."""
+
+    eagle: Eagle3Config
+
+    def build(self, options: BuildOptions) -> Eagle3Head:
+        """The head, with abstract weights."""
+        return Eagle3Head(self.config, self.eagle, options)
+
+    @property
+    def shape(self) -> Any:
+        """All that it builds depends on."""
+        return self.config, self.eagle
+
+
+def names_a_head(c: dict[str, Any]) -> bool:
+    """Whether a config.json is that of such a head."""
+    named = c.get("architectures")
+    return isinstance(named, list) and any(name in ARCHITECTURES for name in named)
+
+
+def eagle3_spec(checkpoint: Checkpoint, model: DecoderConfig) -> Eagle3Spec:
+    """The head of a checkpoint, which is to draft for `model`.
+
+    Raises CheckpointError if it is no such head, one that is made otherwise, or one for another model.
+    """
+    with read_of(checkpoint.path, "its config.json has no"):
+        return _eagle3_spec(checkpoint, model)
+
+
+def _eagle3_spec(checkpoint: Checkpoint, model: DecoderConfig) -> Eagle3Spec:
+    if checkpoint.format != "safetensors":
+        raise CheckpointError(f"is in the format {checkpoint.format}; accepted is an EAGLE-3 head in safetensors")
+    c, tensors = _flat(checkpoint.config), checkpoint.tensors
+    prefix = next((before for before in PREFIXES if f"{before}{JOIN}" in tensors), "")
+    if tensors and f"{prefix}{JOIN}" not in tensors:  # a head of random weights has none
+        raise CheckpointError(f"has no tensor {JOIN!r}; accepted is an EAGLE-3 head")
+    config = llama.llama_from_hf(c | {"tie_word_embeddings": False})
+    check_decoder(config)
+    vocab = c.get("draft_vocab_size") or config.vocab_size
+    eagle = Eagle3Config(
+        layers=_layers(c, model.num_layers), target_size=model.hidden_size, num_outputs=vocab,
+        reduced="d2t" in tensors if tensors else vocab != config.vocab_size,
+        own_embedding=f"{prefix}embed_tokens.weight" in tensors,
+        norm_before_residual=bool(c.get("norm_before_residual")),
+    )  # fmt: skip
+    _check_pair(c, config, eagle, model)
+    layer = "layers.0" if f"{prefix}layers.0.hidden_norm.weight" in tensors else "midlayer"
+    ignored = ("t2d", "*rotary_emb.inv_freq")
+    return Eagle3Spec(llama.LLAMA, config, _names(config, prefix, f"{prefix}{layer}"), ignored, eagle)
+
+
+def _flat(c: dict[str, Any]) -> dict[str, Any]:
+    """One table of all that a config.json says, looked at."""
+    if not names_a_head(c):
+        raise CheckpointError(
+            f"architectures is {shown(c.get('architectures'))}; accepted are {', '.join(ARCHITECTURES)}"
+        )
+    check_fields(c, FIELDS)
+    if "transformer_layer_config" in c:  # speculators'
+        c = {"norm_before_residual": True} | c["transformer_layer_config"] | c
+    if c.get("model_type", "llama") not in ("llama", "eagle3"):
+        raise CheckpointError(f"model_type is {shown(c['model_type'])}; accepted is llama")
+    check_only(c | (c.get("eagle_config") or {}), OTHERWISE)
+    check_hf(c, llama.LLAMA.layer_types, llama.LLAMA.fields)
+    if c["num_hidden_layers"] != 1:
+        raise CheckpointError(f"num_hidden_layers is {shown(c['num_hidden_layers'])}; accepted is 1")
+    return c
+
+
+def _layers(c: dict[str, Any], count: int) -> tuple[int, ...]:
+    """The layers of the model before which a head reads states.
+
+    The file's own key names these, as vLLM reads it; the one in `eagle_config` the ones before, as SpecForge writes it.
+    """
+    nested = c.get("eagle_config") or {}
+    check_fields(nested, {LAYER_IDS: FIELDS[LAYER_IDS]}, "eagle_config.")
+    found = c.get(LAYER_IDS) or [layer + 1 for layer in nested.get(LAYER_IDS) or ()] or [2, count // 2, count - 3]
+    layers = tuple(sorted(set(found)))
+    if len(layers) != NUM_STATES or layers[0] < 0 or layers[-1] >= count:
+        raise CheckpointError(
+            f"reads states in front of the layers {', '.join(map(str, found))}; accepted are {NUM_STATES} of the "
+            f"{count} layers of the model"
+        )
+    return layers
+
+
+def _check_pair(c: dict[str, Any], config: DecoderConfig, eagle: Eagle3Config, model: DecoderConfig) -> None:
+    """Raises CheckpointError where the head is for another model."""
+    size = c.get("target_hidden_size") or (model.hidden_size if eagle.own_embedding else config.hidden_size)
+    if size != model.hidden_size:
+        raise CheckpointError(f"is a head for a model with states of {size} channels; accepted is {model.hidden_size}")
+    if config.vocab_size != model.vocab_size:
+        raise CheckpointError(f"vocab_size is {config.vocab_size}; accepted is the model's, {model.vocab_size}")
+
+
+def _names(config: DecoderConfig, prefix: str, layer: str) -> NameMap:
+    def rename(name: str) -> str:
+        for ours, theirs in (("model.layers.0.", f"{layer}."), ("model.", prefix)):
+            if name.startswith(ours):
+                return theirs + name.removeprefix(ours)
+        return name
+
+    own = {"join.weight": f"model.{JOIN}", "layers.*.hidden_norm.weight": "model.layers.*.hidden_norm.weight"}
+    names = {path.replace("layers.0.", "layer."): ways for path, ways in expand(hf_names(config) | own, 1).items()}
+    return renamed(names, rename) | {"targets": ((Source("d2t", _tokens(config.vocab_size)),),)}
+
+
+def _tokens(vocab_size: int) -> Transform:
+    """What the output head's rows are, of how much is added to the number of each."""
+
+    def transform(offsets: np.ndarray) -> np.ndarray:
+        tokens: np.ndarray = offsets + np.arange(len(offsets))
+        first, last = int(np.min(tokens)), int(np.max(tokens))
+        if not 0 <= first <= last < vocab_size:
+            raise CheckpointError(f"tensor 'd2t' names tokens {first} … {last}; accepted are 0 … {vocab_size - 1}")
+        return tokens
+
+    return transform

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import msgspec
 import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
 
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.folders import in_home
@@ -21,17 +24,19 @@ from jaxllm.models import families
 from jaxllm.models.config import DecoderConfig, Projection, check_decoder, check_direction
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.encoder import Encoder
-from jaxllm.models.family import Family, hf_linear, hf_names, hf_renaming
+from jaxllm.models.family import Family
 from jaxllm.models.gguf import GgufFile, as_stored, gguf_config
-from jaxllm.models.gguf_names import GGUF_NAMES
 from jaxllm.models.hf_fields import check_hf
-from jaxllm.models.options import BuildOptions
+from jaxllm.models.layers.linear import AdapterTable
+from jaxllm.models.names import hf_renaming, linear
+from jaxllm.models.options import AdapterSizes, BuildOptions
 from jaxllm.models.tasks import DENSE_MODULES, GGUF_HEAD, class_labels, gguf_pooling, read_sentence_files
-from jaxllm.weights.checkpoint import Checkpoint, MergedCheckpoint
+from jaxllm.quantization.weight import DenseKind, Weight, WeightKind
+from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import shown
-from jaxllm.weights.imatrix import WeighedCheckpoint, read_imatrix
+from jaxllm.weights.gguf_file import WeighedCheckpoint, read_imatrix
+from jaxllm.weights.loader import ParamSpec
 from jaxllm.weights.names import NameMap, Pattern, expand, renamed
-from jaxllm.weights.packings import PackedCheckpoint
 from jaxllm.weights.saved import SavedCheckpoint
 from jaxllm.wording import did_you_mean
 
@@ -62,8 +67,7 @@ IGNORED_TENSORS: tuple[str, ...] = (
 )  # fmt: skip
 """Tensors that say nothing the config does not, or something of quantized keys and values: those are scaled by row.
 
-Those of ERNIE's, Nemotron's and Qwen's modules that predict further tokens are among them, and the masks of GPT-2
-and GPT-NeoX.
+Modules of ERNIE, Nemotron and Qwen that predict further tokens are among them, and the masks of GPT-2 and GPT-NeoX.
 """
 
 IMAGE_TENSORS = (
@@ -84,7 +88,7 @@ class ModelSpec:
 
     def build(self, options: BuildOptions) -> Decoder | Encoder:
         """The module, with abstract weights."""
-        return (self.family.module if self.config.encoder is None else Encoder)(self.config, options)
+        return (Decoder if self.config.encoder is None else Encoder)(self.config, options)
 
     @property
     def shape(self) -> Any:
@@ -106,8 +110,7 @@ def read_of(path: Path, lacks: str) -> Iterator[None]:
 def model_spec(checkpoint: Checkpoint) -> ModelSpec:
     """Find the family of a checkpoint and parse its config.
 
-    Raises:
-        CheckpointError: the architecture is unknown (the supported ones are named), or its config lacks a key.
+    Raises CheckpointError if the architecture is unknown (the supported ones are named), or its config lacks a key.
     """
     if isinstance(checkpoint, SavedCheckpoint):
         return _saved_spec(checkpoint)
@@ -115,7 +118,7 @@ def model_spec(checkpoint: Checkpoint) -> ModelSpec:
 
 
 def _saved_spec(checkpoint: SavedCheckpoint) -> ModelSpec:
-    """What `jaxllm convert` saved names its family and has the config whole."""
+    """A checkpoint of `jaxllm convert` names its family and has the config whole."""
     c = checkpoint.config
     family = _find(checkpoint, "family", c["family"], {family.name: family for family in FAMILIES})
     try:
@@ -136,7 +139,7 @@ def _gguf_spec(checkpoint: Checkpoint) -> ModelSpec:
         config = as_stored(file, family.from_hf(gguf_config(file, family.gguf or {})))
         check_decoder(config)
         labels = class_labels(checkpoint)
-    patterns = GGUF_NAMES | family.gguf_names(config)
+    patterns = family.names("gguf", config)
     if labels:
         config = _classifier(config, len(labels))
         patterns |= {"head.weight": GGUF_HEAD} if config.encoder is None else {}
@@ -166,13 +169,13 @@ def _unused(pattern: str, config: DecoderConfig) -> list[str]:
 
 def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
     c, ignored = checkpoint.config, IGNORED_TENSORS
-    kind = c.get("model_type")
+    kind, text = c.get("model_type"), c.get("text_config")
     if "text_config" in c and isinstance(kind, str) and kind in WRAPPERS:
-        if not isinstance(c["text_config"], dict):
-            raise CheckpointError(f"{checkpoint.path}: text_config is {shown(c['text_config'])}; accepted is an object")
+        if not isinstance(text, dict):
+            raise CheckpointError(f"{checkpoint.path}: text_config is {shown(text)}; accepted is an object")
         ignored += IMAGE_TENSORS
         tied = {"tie_word_embeddings": c["tie_word_embeddings"]} if "tie_word_embeddings" in c else {}
-        c = {"model_type": WRAPPERS[kind].model_types[0]} | c["text_config"] | tied
+        c = {"model_type": WRAPPERS[kind].model_types[0]} | text | tied
     known = {name: family for family in FAMILIES for name in family.model_types}
     family = _find(checkpoint, "model_type", c.get("model_type"), known)
     with read_of(checkpoint.path, "its config.json has no"):
@@ -184,23 +187,22 @@ def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
         check_decoder(config)
         labels = class_labels(checkpoint)
     ignored += family.ignored
-    if isinstance(checkpoint, PackedCheckpoint | MergedCheckpoint):
-        ignored += checkpoint.zero_biases
+    ignored += checkpoint.zero_biases
     rename = hf_renaming(checkpoint.tensors)
-    patterns = hf_names(config) | family.hf_names(config)
+    patterns = family.names("safetensors", config)
     if labels:
         config = _classifier(config, len(labels))
-        score = {"head.weight": "score.weight"}
-        patterns = (
-            patterns | score if config.encoder is None else {"classifier.output.weight": "score.weight"} | patterns
-        )
+        if config.encoder is None:
+            patterns["head.weight"] = "score.weight"
+        else:
+            patterns.setdefault("classifier.output.weight", "score.weight")
     config, more = with_projections(config, checkpoint.path)
     patterns |= more
     names = renamed(expand(patterns, config.num_layers), rename)
-    head = rename("lm_head.weight")
-    if config.tie_word_embeddings and head in checkpoint.tensors:
-        embeddings = [source.name for (source,) in names["embed.weight"] if source.name in checkpoint.tensors]
-        if embeddings and _same(checkpoint, head, embeddings[0]):
+    head, tensors = rename("lm_head.weight"), checkpoint.tensors
+    if config.tie_word_embeddings and head in tensors:
+        embedding = next((source.name for (source,) in names["embed.weight"] if source.name in tensors), None)
+        if embedding is not None and tensors[head] == tensors[embedding] and _same(checkpoint, head, embedding):
             ignored += (head,)
         else:
             config = replace(config, tie_word_embeddings=False)
@@ -213,12 +215,9 @@ def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
 
 def adapter_names(spec: ModelSpec) -> dict[str, NameMap]:
     """By the format of an adapter, where a checkpoint of that format has the model's parameters."""
-    config, family = spec.config, spec.family
-    patterns = {
-        "peft": hf_names(config) | family.hf_names(config),
-        "gguf": GGUF_NAMES | family.gguf_names(config),
-    }
-    return {format: expand(found, config.num_layers) for format, found in patterns.items()}
+    config, names = spec.config, spec.family.names
+    formats = {"peft": "safetensors", "gguf": "gguf"}
+    return {kind: expand(names(format, config), config.num_layers) for kind, format in formats.items()}
 
 
 def _classifier(config: DecoderConfig, num_labels: int) -> DecoderConfig:
@@ -229,10 +228,9 @@ def _classifier(config: DecoderConfig, num_labels: int) -> DecoderConfig:
 
 
 def with_projections(config: DecoderConfig, path: Path) -> tuple[DecoderConfig, dict[str, Pattern]]:
-    """The same model with the Dense modules that sentence-transformers' files put behind it, and their tensors.
+    """The same model with the Dense modules that sentence-transformers' files put after it, and their tensors.
 
-    Raises:
-        CheckpointError: it is no encoder.
+    Raises CheckpointError if it is no encoder.
     """
     files = read_sentence_files(path)
     if not files.projections:
@@ -243,7 +241,7 @@ def with_projections(config: DecoderConfig, path: Path) -> tuple[DecoderConfig, 
     encoder = replace(config.encoder, pooling=files.pooling, projections=projections)
     names: dict[str, Pattern] = {}
     for index, (folder, _) in enumerate(files.projections):
-        names |= hf_linear(f"projections.products.{index}", f"{folder}.linear")
+        names |= linear(f"projections.products.{index}", f"{folder}.linear")
     return replace(config, encoder=encoder), names
 
 
@@ -255,10 +253,8 @@ def _find(checkpoint: Checkpoint, key: str, kind: Any, known: dict[str, Family])
     return known[kind]
 
 
-def _same(checkpoint: Checkpoint, a: str, b: str) -> bool:
-    return checkpoint.tensors[a] == checkpoint.tensors[b] and np.array_equal(
-        checkpoint.read(a).expand().view(np.uint8), checkpoint.read(b).expand().view(np.uint8)
-    )
+def _same(checkpoint: Checkpoint, *names: str) -> bool:
+    return np.array_equal(*(checkpoint.read(name).expand().view(np.uint8) for name in names))
 
 
 logger = logging.getLogger(__name__)
@@ -301,3 +297,83 @@ def _gguf_names(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, str]:
     plain = {name: re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", name) for name in checkpoint.tensors}
     found = {name: table.get_name(known, try_suffixes=(".weight", ".bias")) for name, known in plain.items()}
     return {name: theirs for name, theirs in found.items() if theirs is not None}
+
+
+def abstract_model(
+    spec: ModelSpec, options: BuildOptions, kinds: Callable[[ParamSpec], tuple[WeightKind, ...]] | None = None
+) -> tuple[Decoder | Encoder, list[ParamSpec]]:
+    """The module with abstract weights, and its parameters in the order of `nnx.split`'s leaves.
+
+    `kinds` says what each weight is kept as: one kind, or one a segment; without it all are dense, as declared.
+
+    Raises CheckpointError if a shard would part numbers that a kind stores together.
+    """
+    model = spec.build(options)
+    _, state = nnx.split(model)
+    specs = []
+    for path, variable in _variables(state):
+        declared = param_spec(path, variable)
+        if declared.kinds and (kinds is not None or declared.host is not None):
+            declared = replace(declared, kinds=declared.kinds if kinds is None else kinds(declared))
+            declared.check_shards(options.tp)
+            variable.set_value(declared.abstract())
+        specs.append(declared)
+    nnx.update(model, state)
+    return model, specs
+
+
+@dataclass(frozen=True)
+class AdaptedModel:
+    """A model that adds what adapters give, without its parameters and tables.
+
+    Attributes:
+        tables: those arrays, `[places, ...]`, in the order in which `merged` takes them.
+    """
+
+    graph: Any
+    tree: Any
+    tables: tuple[ParamSpec, ...]
+
+    def merged(self, parameters: Any, tables: Sequence[jax.Array]) -> Decoder:
+        """The model with the parameters that `nnx.split` gives of the model without adapters, and with tables."""
+        model: Decoder = nnx.merge(self.graph, parameters, jax.tree.unflatten(self.tree, tables))
+        return model
+
+
+def adapted_model(spec: ModelSpec, options: BuildOptions, sizes: AdapterSizes) -> AdaptedModel:
+    """The model of `abstract_model` with tables of adapters."""
+    split: Any = nnx.split  # whose result mypy cannot take apart
+    graph, _, tables = split(spec.build(replace(options, adapters=sizes)), nnx.Param, AdapterTable)
+    return AdaptedModel(graph, jax.tree.structure(tables), tuple(param_spec(*found) for found in _variables(tables)))
+
+
+def _variables(state: Any) -> Iterator[tuple[str, nnx.Variable]]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return ((".".join(str(key.key) for key in path), variable) for path, variable in leaves)
+
+
+def param_spec(path: str, variable: nnx.Variable) -> ParamSpec:
+    """A parameter as its module declares it."""
+    value, metadata = variable.get_value(), variable.get_metadata()
+    if not isinstance(value, Weight):
+        return ParamSpec(path, value.shape, np.dtype(value.dtype), metadata["axes"], metadata["layout"])
+    dtype = np.dtype(jax.tree.leaves(value)[0].dtype)
+    kinds = (DenseKind(dtype),)
+    return ParamSpec(path, value.shape, dtype, metadata["axes"], metadata["layout"], kinds, metadata["host"])
+
+
+class ModelParts(NamedTuple):
+    """A model as an engine runs it, but for its weights."""
+
+    spec: ModelSpec
+    options: BuildOptions
+    params: Sequence[ParamSpec]
+    mesh: Mesh
+
+
+class LiveModel(NamedTuple):
+    """A model that an engine runs."""
+
+    parts: ModelParts
+    arrays: Callable[[], Sequence[jax.Array]]
+    """Those of all parameters now: the leaves of one after the other, in the order of `parts.params`."""

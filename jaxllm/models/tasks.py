@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,19 +14,16 @@ from jaxllm.errors import CheckpointError
 from jaxllm.models.config import HeadActivation, Projection
 from jaxllm.models.gguf import GgufFile
 from jaxllm.models.hf_fields import COUNT, LENGTH, SIZE, maybe
-from jaxllm.requests.tasks import Activation, ModelTasks, Pooling
+from jaxllm.requests.outputs import Activation, ModelTasks, Pooling
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import FLAG, OBJECT, TEXT, FieldKind, FieldKinds, check_fields, either, many, shown
 from jaxllm.weights.folder import SentenceModule, model_file, read_object, read_text, sentence_modules
 
-CLASSIFIER = "ForSequenceClassification"
-"""How the architecture of a checkpoint with a classification head ends."""
+CLASSIFIER = "ForSequenceClassification"  # how the architecture of a checkpoint with a classification head ends
 
-GGUF_HEAD = "cls.output.weight"
-"""The classification head of a GGUF file."""
+GGUF_HEAD = "cls.output.weight"  # the classification head of a GGUF file
 
-DENSE_MODULES = ("dense_2.weight", "dense_3.weight")
-"""An encoder's projections in one."""
+DENSE_MODULES = ("dense_2.weight", "dense_3.weight")  # an encoder's projections in one
 
 RERANKER = "qwen3-reranker"
 
@@ -67,8 +65,7 @@ def read_tasks(checkpoint: Checkpoint, encodes: bool = False) -> ModelTasks:
 
     `encodes` says that its model is an encoder, whose texts are pooled by the mean where no file says how.
 
-    Raises:
-        CheckpointError: it is an embedding model with a step that is not supported.
+    Raises CheckpointError if it is an embedding model with a step that is not supported.
     """
     if checkpoint.format == "orbax":
         try:
@@ -78,7 +75,14 @@ def read_tasks(checkpoint: Checkpoint, encodes: bool = False) -> ModelTasks:
     labels = class_labels(checkpoint)
     usual: Pooling = "mean" if encodes else "last"
     if checkpoint.format == "gguf":
-        return _gguf_tasks(checkpoint, labels, encodes, usual)
+        return ModelTasks(
+            pooling=gguf_pooling(checkpoint, usual),
+            labels=labels,
+            activation="sigmoid" if len(labels) == 1 else "softmax",
+            judges_pairs=checkpoint.config["general.architecture"] == "qwen3" and set(labels) == {"yes", "no"},
+            encodes=encodes,
+            projects=encodes and DENSE_MODULES[0] in checkpoint.tensors,
+        )
     c, files = checkpoint.config, read_sentence_files(checkpoint.path)
     return ModelTasks(
         pooling=files.pooling or usual,
@@ -104,17 +108,6 @@ def longest_text(checkpoint: Checkpoint) -> int | None:
 def gguf_pooling(checkpoint: Checkpoint, usual: Pooling) -> Pooling:
     """What stands for a text, as a GGUF file says, or the `usual`."""
     return _GGUF_POOLING.get(GgufFile(checkpoint)("pooling_type", 0), usual)
-
-
-def _gguf_tasks(checkpoint: Checkpoint, labels: tuple[str, ...], encodes: bool, usual: Pooling) -> ModelTasks:
-    kind = checkpoint.config["general.architecture"]
-    pooling = gguf_pooling(checkpoint, usual)
-    projects = encodes and DENSE_MODULES[0] in checkpoint.tensors
-    activation: Activation = "sigmoid" if len(labels) == 1 else "softmax"
-    judge = kind == "qwen3" and set(labels) == {"yes", "no"}
-    return ModelTasks(
-        pooling=pooling, labels=labels, activation=activation, judges_pairs=judge, encodes=encodes, projects=projects
-    )
 
 
 def _activation(c: dict[str, Any], count: int) -> Activation:
@@ -187,13 +180,14 @@ class SentenceFiles:
 def read_sentence_files(path: Path) -> SentenceFiles:
     """Of the directory of a checkpoint.
 
-    Raises:
-        CheckpointError: a file says something that is not supported; it is named.
+    Raises CheckpointError if a file says something that is not supported; it is named.
     """
     modules = sentence_modules(path)
     kinds = tuple(module.kind for module in modules)
     plain = [kind for kind in kinds if kind != "Dense"]
-    if kinds and (plain not in _ORDER or kinds.count("Dense") != len(_between(kinds))):
+    after = kinds[kinds.index("Pooling") + 1 :] if "Pooling" in kinds else ()
+    between = list(takewhile(lambda kind: kind == "Dense", after))
+    if kinds and (plain not in _ORDER or kinds.count("Dense") != len(between)):
         raise CheckpointError(
             f"{path / 'modules.json'}: the modules are {', '.join(kinds)}; supported are Transformer, Pooling, any "
             "number of Dense, Normalize, in this order, or Transformer, LogitScore"
@@ -208,16 +202,6 @@ def read_sentence_files(path: Path) -> SentenceFiles:
         prompts,
         default,
     )
-
-
-def _between(kinds: tuple[str, ...]) -> list[str]:
-    """The Dense modules that directly follow Pooling."""
-    found = []
-    for kind in kinds[kinds.index("Pooling") + 1 :] if "Pooling" in kinds else ():
-        if kind != "Dense":
-            break
-        found.append(kind)
-    return found
 
 
 def _pooling(path: Path, name: str) -> Pooling:
@@ -253,7 +237,7 @@ def _dense(path: Path, module: SentenceModule) -> Projection:
 
 
 def _longest(path: Path) -> int | None:
-    """`max_seq_length` of whichever of its names the file has."""
+    """`max_seq_length` of the file, which has one of several names."""
     names = (f"sentence_{kind}_config.json" for kind in _KINDS_OF_BERT)
     name = next((name for name in names if model_file(path, name).exists()), None)
     if name is None:

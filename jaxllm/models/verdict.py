@@ -38,8 +38,7 @@ MECHANISMS: dict[str, tuple[str, ...]] = {
 
 Names that end with a dot begin the names of several keys.
 """
-SHORTEST_LIKENESS = 4
-"""Letters at the beginning that make one name like another."""
+SHORTEST_LIKENESS = 4  # letters at the beginning that make one name like another
 
 
 class Verdict(NamedTuple):
@@ -63,7 +62,7 @@ class Verdict(NamedTuple):
         return f"not served: {self.reason}{missing}; the nearest family is {self.family.name}"
 
 
-class ConfigFile:
+class ConfigFile(Checkpoint):
     """A config.json of any name by itself, as a Checkpoint without tensors."""
 
     format = "safetensors"
@@ -78,15 +77,11 @@ class ConfigFile:
         """There is nothing to read."""
         raise CheckpointError(f"{self.path}: no tensor {name!r}")
 
-    def close(self) -> None:
-        """Nothing is open."""
-
 
 def verdict(path: Path) -> Verdict:
     """Of a config.json, a folder with one, or a GGUF file. Weights are not read.
 
-    Raises:
-        CheckpointError: there is none of these, or it cannot be read.
+    Raises CheckpointError if there is none of these, or it cannot be read.
     """
     checkpoint = _opened(path)
     try:
@@ -98,7 +93,8 @@ def verdict(path: Path) -> Verdict:
     finally:
         checkpoint.close()
     kind, keys = _described(checkpoint)
-    known = _families_by_name(checkpoint.format)
+    by_type = {name: family for family in FAMILIES for name in family.model_types} | WRAPPERS
+    known = GGUF_FAMILIES if checkpoint.format == "gguf" else by_type
     if isinstance(kind, str) and kind in known:
         return Verdict(False, known[kind], reason=said)
     label = "general.architecture" if checkpoint.format == "gguf" else "model_type"
@@ -127,23 +123,19 @@ def _described(checkpoint: Checkpoint) -> tuple[Any, dict[str, Any]]:
     return c.get("model_type"), {key: value for found in keys for key, value in found.items() if value is not None}
 
 
-def _families_by_name(format: str) -> dict[str, Family]:
-    if format == "gguf":
-        return GGUF_FAMILIES
-    return {name: family for family in FAMILIES for name in family.model_types} | WRAPPERS
-
-
 def _asks(keys: Mapping[str, Any], name: str) -> bool:
-    if name.endswith("."):
-        return any(key.startswith(name) for key in keys)
-    return bool(keys.get(name))
+    return any(key.startswith(name) for key in keys) if name.endswith(".") else bool(keys.get(name))
 
 
 def _nearest(kind: str, keys: Mapping[str, Any], known: Mapping[str, Family]) -> Family:
     """The family whose name begins like this one; else the one that has this sort of attention, or of MLPs."""
     letters = {name: "".join(filter(str.isalnum, name)) for name in known}
     wanted = "".join(filter(str.isalnum, kind))
-    likeness = {name: _letters_alike(wanted, own) for name, own in letters.items()}
+
+    def alike(own: str) -> int:
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(wanted, own, strict=False)))
+
+    likeness = {name: alike(own) for name, own in letters.items()}
     best = max(likeness, key=lambda name: (likeness[name], -len(letters[name])))
     if likeness[best] >= SHORTEST_LIKENESS:
         return known[best]
@@ -154,7 +146,3 @@ def _nearest(kind: str, keys: Mapping[str, Any], known: Mapping[str, Family]) ->
     if keys.get("type_vocab_size") or keys.get("attention.causal") is False:
         return bert.BERT
     return llama.LLAMA
-
-
-def _letters_alike(a: str, b: str) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

@@ -118,7 +118,7 @@ def attention(
     norms: tuple[RootMeanSquare, RootMeanSquare] | None = None,
     **options: Any,
 ) -> tuple[jax.Array, Pages]:
-    """`PagedAttention` of heads that are normed and rotated on the way, where that is asked for."""
+    """`reference.paged_attention` of heads that are normed and rotated on the way, where that is asked for."""
     rotary = None if angles is None else cpu_kernels.Rotary(angles.cos, angles.sin, angles.interleaved)
     heads = None if norms is None else cpu_kernels.HeadNorms(norms[0].weight, norms[1].weight, norms[0].eps)
     return cpu_kernels.attention(

@@ -12,7 +12,6 @@ other by a triangular system, which is solved at once (section 3.3); the windows
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.pallas_kernels.metadata import StateRows, StepMetadata
-from jaxllm.pallas_kernels.states import kept_length, read_state
+from jaxllm.pallas_kernels.states import einsum, kept_length, read_state
 
 EPS = 1e-6
 """Added to the sum of a head's squares."""
@@ -91,8 +90,6 @@ def _unit(x: Float[Array, "T K Dk"]) -> Float[Array, "T K Dk"]:
 
 WINDOW = 64
 """Tokens that are run together."""
-
-einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
 class Tokens(NamedTuple):

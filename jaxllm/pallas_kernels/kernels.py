@@ -5,126 +5,68 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from importlib import import_module
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
 
 from jaxllm import cpu_kernels
 from jaxllm.errors import ConfigError
-from jaxllm.pallas_kernels import cpu, reference, ssd, tpu
+from jaxllm.pallas_kernels import cpu, pages, products, reference, ssd, tpu
 from jaxllm.pallas_kernels.delta_rule import delta_rule
 from jaxllm.pallas_kernels.gpu import products as gpu_products
 from jaxllm.pallas_kernels.matrices import KernelMatrix
-from jaxllm.pallas_kernels.metadata import StepMetadata
-from jaxllm.pallas_kernels.pages import (
-    BY_HEAD,
-    INTERLEAVED,
-    QUANTIZED,
-    Lacks,
-    PageLayout,
-    Pages,
-    PageUse,
-    stored_as_bits,
-    stored_as_is,
-)
-from jaxllm.pallas_kernels.products import Mixture, linear, low_rank, normalise, ragged_dot, tiles
-from jaxllm.pallas_kernels.reference import packed_attention
-from jaxllm.pallas_kernels.softmax import CPU as CPU_SUMS
-from jaxllm.pallas_kernels.softmax import PLAIN, SoftmaxSums
+from jaxllm.pallas_kernels.pages import Lacks, PageLayout, Pages, PageUse
+from jaxllm.pallas_kernels.products import Mixture, SoftmaxSums
 from jaxllm.pallas_kernels.states import causal_conv
 
 logger = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class PagedAttention(Protocol):
-    """Write new keys and values into their pages, then attend to everything each token may see.
-
-    Args:
-        q, k, v: the new tokens' queries `[T, H, D]`, keys and values `[T, K, D]`; query head `h` uses KV head
-            `h // (H // K)`. Without `v` the values are the first `value_dim` channels of the keys, which is how latent
-            attention caches them. With no KV heads in `k` and `v` nothing is new: another layer has written the pages.
-        pages: of the keys and values, or of a latent without `v`, as `Kernels.page_layout` has them; updated in place
-            when donated.
-        meta: which token belongs where.
-        scale: factor on the logits.
-        window: a token at position `i` sees positions `j` with `i - window < j <= i`.
-        chunked: it sees those from the last multiple of `window` on instead.
-        softcap: logits become `softcap * tanh(logits / softcap)`.
-        sinks: `[H]`, one more logit a head that takes softmax mass and has no value.
-        slopes: `[H]`, what a head's logits fall by with each token between a query and a key, after the cap.
-        value_dim: with latent pages, how many channels of a key are its value; all of them if not given.
-
-    Returns:
-        The attention output `[T, H, Dv]` in `q`'s dtype (padding rows are zero) and the new pages. Sums run in float32.
-    """
-
-    def __call__(
-        self,
-        q: Float[Array, "T H D"],
-        k: Float[Array, "T K D"],
-        v: Float[Array, "T K D"] | None,
-        pages: Pages,
-        meta: StepMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-        chunked: bool = False,
-        softcap: float | None = None,
-        sinks: Float[Array, "H"] | None = None,
-        slopes: Float[Array, "H"] | None = None,
-        value_dim: int | None = None,
-    ) -> tuple[Float[Array, "T H Dv"], Pages]: ...
 
 
 @dataclass(frozen=True)
 class Kernels:
     """What runs a model's products and attention: chosen once, with the plan, and handed to every layer.
 
+    Those that may be absent give None, or are None; the layer then does the same with others.
+
     Attributes:
         name: of the attention, for people.
+        attention: writes new keys and values into their pages, then attends; see `reference.paged_attention`.
         linear: `(x [T, i], weight [o, i], norm, residual, dtype) -> [T, o]`: `norm(x) @ weight.T + residual`, of which
             norm and residual may be None; summed in float32, which is also the result unless `dtype` is given. With
             `LATER` for a residual, which those that have an `add_norm` take, it may be `Unsummed`.
-        segments: `(x, weight, norm)` -> the parts of a fused product, where they need not be joined to be parted.
-        most_likely: `(x, weight, rows)` -> each row's greatest product among the first `rows`, where there is a kernel.
-        gated_mlp: `(x, gate_up, down, activation, norm, residual, dtype, adapters)` -> `down(act(gate) * up) +
-            residual` of `norm(x)`, where there is a kernel for that; see `linear`. `adapters`, if there are any, are
-            the `AdapterArrays` of both weights and the step's `AdapterUses`.
         grouped_matmul: `(x [N, i], weights [X, o, i], group_sizes [X]) -> [N, o]`, float32; see `products.tiles`.
-        experts: `(x, logits, bias, gate_up, down, *, routing, first, here, activation, gate, biases, meta)` -> a
-            `Mixture` of what the experts `first … first + here - 1` give, where there are kernels for it: tokens choose
-            by `routing`, a `models.layers.moe.MoEConfig`, and padding chooses nobody. `gate` is applied to what the
-            first product gives, gate and up side by side, in place of `activation(gate) * up`, and `biases` are those
-            of both products; each may be None.
-        chosen_experts: `(x [T, E], group [P], gate_up, down, *, activation, gate, biases) -> [P, E]`, float32, where
-            there are kernels for it: what pairs of tokens and experts give, as many in turn of each row of `x`.
-            `group` is the expert of each pair, or as many as there are for nobody, whose pairs give zeros. The rest is
-            as of `experts`.
-        add_norm: `(x, out, norm)` -> `x + out` and its norm, where there is a kernel for both at once; `out` may be a
-            `Mixture` or `Unsummed`.
-        latent_attention: `(q [T, H, d], latent [T, D], weight, norm, angles, pages, meta, *, scale, one_product)` ->
-            latent attention and the pages, from what projections give to what the output's takes, where there are
-            kernels for it: a head's rows of the weight, `[o, L]`, first make its keys of the normed latent, the others
-            its values. `one_product` says that queries and latents are projected from the same.
-        causal_conv: `(u [T, C], taps [C, k], bias or None, buffer [N, k - 1, C], meta, activation) -> (out, buffer)`, a
-            depthwise convolution over each sequence, whose last inputs are its state; see `states.causal_conv`.
-        delta_rule: `(qkv [T, C], decay [T, H], beta [T, H], buffer [N, H, Dk, Dv], meta, *, key_heads)` -> the output
-            of the gated delta rule over each sequence, and its states, which are matrices; see `delta_rule.py`.
-        ssd: `(SSDInputs, buffer [B, H, P, N], meta) -> (y [T, H, P], buffer)`, what state-space layers keep of each
-            sequence and read from that; see `ssd.py`.
-        low_rank: `(parts, x [T, i], AdapterArrays, AdapterUses)` -> the parts of a product and what adapters add to
-            them; see `products.low_rank`.
-        adapted: `(x, weight, norm, residual, AdapterArrays, AdapterUses)` -> the parts of a product with what adapters
-            add to them, where there is a kernel for both.
-        packed_attention: attention of whole texts without pages; see `reference.packed_attention`.
-        normalise: `(x [..., n], weight, bias or None, epsilon, centred)` -> a norm that stands by itself.
-        sums: a sampler's, over rows of logits.
         page_dtype: the type that pages of a float type are kept in.
         page_layout: the shapes of their buffers.
+        segments: `(x, weight, norm)` -> the parts of a fused product, where they need not be joined to be parted.
+        gated_mlp: `(x, gate_up, down, activation, norm, residual, dtype, adapters)` -> `down(act(gate) * up) +
+            residual` of `norm(x)`; may be absent. `adapters`, if there are any, are the `AdapterArrays` of both weights
+            and the step's `AdapterUses`.
+        most_likely: `(x, weight, rows)` -> each row's greatest product among the first `rows`; may be absent.
+        experts: `(x, logits, bias, gate_up, down, *, routing, first, here, activation, gate, biases, meta)` -> a
+            `Mixture` of what the experts `first … first + here - 1` give; may be absent. Tokens choose by `routing`, a
+            `models.layers.moe.MoEConfig`; padding chooses none. `gate` is applied to what the first product gives, gate
+            and up side by side, in place of `activation(gate) * up`, and `biases` are those of both products; each may
+            be None.
+        chosen_experts: `(x [T, E], group [P], gate_up, down, *, activation, gate, biases) -> [P, E]`, float32: what
+            pairs of tokens and experts give, as many in turn of each row of `x`; may be absent. `group` is the expert
+            of each pair; pairs of the expert after the last give zeros. The rest is as of `experts`.
+        add_norm: `(x, out, norm)` -> `x + out` and its norm; may be absent. `out` may be a `Mixture` or `Unsummed`.
+        latent_attention: `(q [T, H, d], latent [T, D], weight, norm, angles, pages, meta, *, scale, one_product)` ->
+            latent attention and the pages, from what projections give to what the output's takes; may be absent. A
+            head's rows of the weight, `[o, L]`, first make its keys of the normed latent, the others its values.
+            `one_product` says that queries and latents are projected from the same.
+        causal_conv: see `states.causal_conv`.
+        delta_rule: see `delta_rule.delta_rule`.
+        ssd: see `ssd.recurrent`.
+        low_rank: see `products.low_rank`.
+        adapted: `(x, weight, norm, residual, AdapterArrays, AdapterUses)` -> the parts of a product with what adapters
+            add to them; may be absent.
+        packed_attention: attention of whole texts without pages; see `reference.packed_attention`.
+        normalise: a norm that stands by itself; see `products.normalise`.
+        sums: a sampler's, over rows of logits.
         native: these are the C++ kernels of a CPU, for which weights go into tiles where there are kernels for them.
         gpu_tiles: these are kernels of NVIDIA GPUs, for which weights of few bits go into tiles of theirs.
         rotates_heads: attention takes the heads' norms and angles, and applies them itself; and with an `add_norm`,
@@ -135,11 +77,11 @@ class Kernels:
     """
 
     name: str
-    attention: PagedAttention
+    attention: Callable[..., tuple[jax.Array, Pages]]
     linear: Callable[..., jax.Array]
     grouped_matmul: Callable[[jax.Array, Any, jax.Array], jax.Array]
     page_dtype: Callable[[Any], np.dtype]
-    page_layout: PageLayout = BY_HEAD
+    page_layout: PageLayout = pages.BY_HEAD
     segments: Callable[..., Sequence[jax.Array] | None] = lambda x, weight, norm: None
     gated_mlp: Callable[..., jax.Array | None] = lambda x, *rest: None
     most_likely: Callable[..., jax.Array | None] = lambda x, weight, rows: None
@@ -150,11 +92,11 @@ class Kernels:
     causal_conv: Callable[..., tuple[jax.Array, jax.Array]] = causal_conv
     delta_rule: Callable[..., tuple[jax.Array, jax.Array]] = delta_rule
     ssd: Callable[..., tuple[jax.Array, jax.Array]] = ssd.recurrent
-    low_rank: Callable[..., tuple[jax.Array, ...]] = low_rank
+    low_rank: Callable[..., tuple[jax.Array, ...]] = products.low_rank
     adapted: Callable[..., tuple[jax.Array, ...] | None] = lambda x, *rest: None
-    packed_attention: Callable[..., jax.Array] = packed_attention
-    normalise: Callable[..., jax.Array] = normalise
-    sums: SoftmaxSums = PLAIN
+    packed_attention: Callable[..., jax.Array] = reference.packed_attention
+    normalise: Callable[..., jax.Array] = products.normalise
+    sums: SoftmaxSums = products.PLAIN_SUMS
     native: bool = False
     gpu_tiles: bool = False
     rotates_heads: bool = False
@@ -162,52 +104,39 @@ class Kernels:
     smallest_rows: int = 2
 
 
-def _gpu_attention(*args: Any, **options: Any) -> tuple[jax.Array, Pages]:
-    from jaxllm.pallas_kernels.gpu.attention import paged_attention  # Pallas takes half a second to import
+def _gpu(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module that imports Pallas, which takes half a second: not before it is called."""
 
-    return paged_attention(*args, **options)
+    def call(*arrays: Any, **options: Any) -> Any:
+        return getattr(import_module(f"jaxllm.pallas_kernels.gpu.{module}"), name)(*arrays, **options)
+
+    return call
 
 
 def _gpu_latent_attention(
     q: Any, latent: Any, weight: Any, *arrays: Any, **options: Any
 ) -> tuple[jax.Array, Pages] | None:
-    """Where the weight is 16-bit floats: others are expanded and multiplied by XLA, and latents stored by it."""
-    from jaxllm.pallas_kernels.gpu.latent import latent_attention
-
+    """For weights of 16-bit floats: others are expanded and multiplied by XLA, which stores latents as well."""
     matrices = weight.kernel_matrices
     if matrices is None or len(matrices) > 1:
         return None
     (matrix,) = matrices
     if not isinstance(matrix, KernelMatrix) or matrix.scale is not None or matrix.dtype.itemsize != 2:
         return None
-    return latent_attention(q, latent, matrix.codes, *arrays, **options)
+    found: tuple[jax.Array, Pages] = _gpu("attention", "latent_attention")(q, latent, matrix.codes, *arrays, **options)
+    return found
 
 
-def _gpu_delta_rule(*args: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
-    from jaxllm.pallas_kernels.gpu.states import delta_rule
-
-    return delta_rule(*args, **options)
-
-
-def _gpu_ssd(
-    inputs: ssd.SSDInputs, buffer: jax.Array, meta: StepMetadata, **options: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Decodes by a kernel; chunks are products of matrices, which XLA has kernels for."""
-    from jaxllm.pallas_kernels.gpu.states import ssd_decode
-
-    return ssd_decode(inputs, buffer, meta, **options) if meta.decode_only else ssd.chunked(inputs, buffer, meta)
-
-
-REFERENCE = Kernels("reference", reference.paged_attention, linear, tiles, stored_as_bits)
+REFERENCE = Kernels("reference", reference.paged_attention, products.linear, products.tiles, pages.stored_as_bits)
 """Plain XLA, as CPUs like it, and the oracle of the others."""
 
-COMPILED = replace(REFERENCE, grouped_matmul=ragged_dot, page_dtype=stored_as_is, ssd=ssd.chunked)
+COMPILED = replace(REFERENCE, grouped_matmul=products.ragged_dot, page_dtype=pages.stored_as_is, ssd=ssd.chunked)
 """Plain XLA, as accelerators like it."""
 
 COMPILED_GPU = replace(
     COMPILED,
     linear=gpu_products.linear,
-    grouped_matmul=tiles,
+    grouped_matmul=products.tiles,
     experts=gpu_products.experts,
     chosen_experts=gpu_products.chosen_experts,
     add_norm=gpu_products.add_norm,
@@ -219,23 +148,23 @@ COMPILED_GPU = replace(
 GPU = replace(
     COMPILED_GPU,
     name="gpu",
-    attention=_gpu_attention,
+    attention=_gpu("attention", "paged_attention"),
     latent_attention=_gpu_latent_attention,
-    delta_rule=_gpu_delta_rule,
-    ssd=_gpu_ssd,
+    delta_rule=_gpu("states", "delta_rule"),
+    ssd=_gpu("states", "ssd"),
     rotates_heads=True,
 )
 """Pallas, through its Triton lowering."""
 
-TPU = replace(COMPILED, name="tpu", attention=tpu.paged_attention, page_layout=INTERLEAVED)  # type: ignore[arg-type]
+TPU = replace(COMPILED, name="tpu", attention=tpu.paged_attention, page_layout=pages.INTERLEAVED)
 """JAX's own ragged paged attention, in Pallas, asked only for what `tpu.lacks` allows; products in plain XLA."""
 
 CPU = Kernels(
-    "cpu", cpu.attention, cpu.linear, cpu.grouped_matmul, stored_as_bits,
+    "cpu", cpu.attention, cpu.linear, cpu.grouped_matmul, pages.stored_as_bits,
     segments=cpu.segments, gated_mlp=cpu.gated_mlp, adapted=cpu.adapted, most_likely=cpu.most_likely,
     causal_conv=cpu.causal_conv, delta_rule=cpu.delta_rule, ssd=cpu.ssd,
-    low_rank=cpu_kernels.low_rank, normalise=cpu_kernels.normalise, sums=CPU_SUMS, native=True, rotates_heads=True,
-    page_layout=BY_HEAD._replace(zeros=cpu_kernels.zeros), smallest_rows=1,
+    low_rank=cpu_kernels.low_rank, normalise=cpu_kernels.normalise, sums=products.CPU_SUMS, native=True,
+    rotates_heads=True, page_layout=pages.BY_HEAD._replace(zeros=cpu_kernels.zeros), smallest_rows=1,
 )  # fmt: skip
 """C++, compiled for this host's processor; what it has no kernel for runs as the reference does."""
 
@@ -280,7 +209,7 @@ def choose_kernels(
         kernels = PLATFORM_KERNELS[platform][-1]
     if kv_cache_dtype == "auto":
         return kernels
-    stored = QUANTIZED[kv_cache_dtype]
+    stored = pages.QUANTIZED[kv_cache_dtype]
     return replace(kernels, page_dtype=lambda dtype: stored)
 
 

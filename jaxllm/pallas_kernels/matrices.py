@@ -1,4 +1,4 @@
-"""Weights as kernels read them that expand a tile of a matrix at a time: as they are stored, or in lines of codes."""
+"""Weights as kernels read them that expand a tile of a matrix at a time: as they are stored, or in tiles of codes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class KernelMatrix:
     """`(code - zero) * scale` or `levels[code] * scale`, the matrix `[o, i]` or a stack of them `[*stack, o, i]`.
 
     Worked example, four bits in groups of 32: byte `j` of a row belongs to group `j // 16`; its low bits are input
-    `32 * (j // 16) + j % 16`, its high ones the input 16 behind that.
+    `32 * (j // 16) + j % 16`, its high ones the input 16 after that.
 
     Attributes:
         codes: `[*stack, o, i * bits / 8]`: floats or integers of eight bits and more, or bytes of several codes.
@@ -65,9 +65,11 @@ class KernelMatrix:
         return self.scale_columns // self.planes
 
     @property
-    def levels_table(self) -> jax.Array | None:
-        """What each code stands for, where that is not itself."""
-        return jnp.asarray(self.levels, jnp.float32) if self.levels else None
+    def tables(self) -> dict[str, jax.Array]:
+        """The arrays beside the codes that there are, by name."""
+        levels = jnp.asarray(self.levels, jnp.float32) if self.levels else None
+        tables = {"scale": self.scale, "zero": self.zero, "levels": levels}
+        return {name: table for name, table in tables.items() if table is not None}
 
     def columns(self, at: jax.Array, plane: int) -> jax.Array:
         """The inputs that the codes in a plane of stored numbers `at` of a row are for."""
@@ -77,7 +79,6 @@ class KernelMatrix:
         return lax.div(at, group) * self.scale_columns + plane * group + lax.rem(at, group)
 
     def codes_in(self, stored: jax.Array, plane: int) -> jax.Array:
-        """The codes in a plane of some bytes."""
         return (stored.astype(jnp.int32) >> (plane * self.bits)) & ((1 << self.bits) - 1)
 
     @property
@@ -127,47 +128,40 @@ class PackedFormat:
 
     @property
     def unit(self) -> int:
-        """Inputs that a kernel walks at a time at least: whole tiles with whole blocks of scales."""
-        return math.lcm(*(self.tile_inputs(plane) for plane in range(self.planes)), self.block)
+        """The fewest inputs that a kernel walks at a time: whole tiles with whole blocks of scales."""
+        return math.lcm(*(self.tile_inputs(plane) for plane in range(len(self.planes))), self.block)
 
     @property
     def has_shift(self) -> bool:
-        """Whether each group has something that is added to its numbers."""
+        """Each group has something that is added to its numbers."""
         return SCALES[self.scales].shifts
 
     @property
     def expanded_from(self) -> int:
-        """Rows from which on a matrix is expanded in memory and multiplied by a library.
+        """The fewest rows for which a matrix is expanded in memory and multiplied by a library, measured on an H100.
 
-        That writes and reads each number once more, which a few hundred rows outweigh; earlier where a kernel's steps
-        are so long that it can load none ahead. As measured on an H100.
+        That writes and reads each number once more, which a few hundred rows outweigh; fewer where a kernel's steps are
+        so long that it can load none ahead.
         """
         return 257 if self.unit <= 64 else 129
 
     @property
-    def planes(self) -> int:
-        return 2 if self.high else 1
+    def planes(self) -> tuple[int, ...]:
+        """Bits of a code in the low plane, and in the high one if there is one."""
+        return (self.bits, self.high) if self.high else (self.bits,)
 
     def tile_inputs(self, plane: int) -> int:
-        """Inputs that a tile of the low plane (0) or the high one (1) holds."""
-        return self.width * 8 // (self.high if plane else self.bits)
+        """Inputs that a tile of a plane holds: of the low one (0) or the high one (1)."""
+        return self.width * 8 // self.planes[plane]
 
     def num_tiles(self, inputs: int, plane: int) -> int:
         """Tiles of a row, of which the last may be padded."""
         return -(-inputs // self.tile_inputs(plane))
 
-    def low_place(self, number: int) -> tuple[int, int]:
-        """Of the `number`th `width` inputs: the tile of the low plane, and the bit of its bytes where they begin."""
-        return _place(number, self.bits)
-
-    def high_place(self, number: int) -> tuple[int, int]:
-        """Likewise of the high plane."""
-        return _place(number, self.high)
-
-
-def _place(number: int, bits: int) -> tuple[int, int]:
-    tile, part = divmod(number, 8 // bits)
-    return tile, part * bits
+    def place(self, number: int, plane: int) -> tuple[int, int]:
+        """Of the `number`th `width` inputs: the tile of a plane, and the bit of its bytes where their codes begin."""
+        tile, part = divmod(number, 8 // self.planes[plane])
+        return tile, part * self.planes[plane]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ Neither half ever holds pages for the other's rows.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Required, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -59,24 +59,42 @@ class Softmax(NamedTuple):
         return self.values / jnp.where(self.total == 0, 1, self.total)[..., None]
 
 
+class AttentionOptions(TypedDict, total=False):
+    """The keywords of `paged_attention` on every platform."""
+
+    scale: Required[float]
+    """Factor on the logits."""
+    window: int | None
+    """A token at position `i` sees positions `j` with `i - window < j <= i`."""
+    chunked: bool
+    """It sees those from the last multiple of `window` on instead."""
+    softcap: float | None
+    """Logits become `softcap * tanh(logits / softcap)`."""
+    sinks: Float[Array, "H"] | None
+    """One more logit a head, which takes softmax mass and has no value."""
+    slopes: Float[Array, "H"] | None
+    """What a head's logits fall by with each token between a query and a key, after the cap."""
+    value_dim: int | None
+    """With latent pages, how many channels of a key are its value; all of them if not given."""
+
+
 class Options(NamedTuple):
-    """The arguments both halves share; `sinks` and `slopes` are `[K, G]`."""
+    """`AttentionOptions`, with `sinks` and `slopes` for each row of the logits, and a `value_dim` in every case."""
 
     scale: float
-    window: int | None
-    softcap: float | None
-    sinks: jax.Array | None
-    value_dim: int
-    """Channels of a value. Where the pages hold no values they are the first ones of the keys."""
+    window: int | None = None
     chunked: bool = False
+    softcap: float | None = None
+    sinks: jax.Array | None = None
     slopes: jax.Array | None = None
+    value_dim: Any = None
 
-    def start(self, shape: tuple[int, ...], sinks: jax.Array | None) -> Softmax:
+    def start(self, shape: tuple[int, ...]) -> Softmax:
         """An empty softmax, or one that already holds the sinks."""
         zeros = jnp.zeros((*shape, self.value_dim), jnp.float32)
-        if sinks is None:
+        if self.sinks is None:
             return Softmax(jnp.full(shape, NEGATIVE, jnp.float32), jnp.zeros(shape, jnp.float32), zeros)
-        return Softmax(jnp.broadcast_to(sinks, shape).astype(jnp.float32), jnp.ones(shape, jnp.float32), zeros)
+        return Softmax(jnp.broadcast_to(self.sinks, shape).astype(jnp.float32), jnp.ones(shape, jnp.float32), zeros)
 
     def logits(self, q: jax.Array, k: jax.Array) -> jax.Array:
         """`[..., m, D] x [..., n, D] -> [..., m, n]`, scaled and capped."""
@@ -89,13 +107,13 @@ class Options(NamedTuple):
         out = out * self.scale
         return out if self.softcap is None else self.softcap * jnp.tanh(out / self.softcap)
 
-    def mask(self, logits: jax.Array, query: jax.Array, key: jax.Array, slopes: jax.Array | None = None) -> jax.Array:
+    def mask(self, logits: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
         """NEGATIVE wherever the token at position `query` may not see the one at position `key`.
 
-        The logits of others fall with the distance by `slopes [..., m]`.
+        The logits of others fall with the distance by `slopes`.
         """
-        if slopes is not None:
-            logits = logits + slopes[..., None] * (key - query)
+        if self.slopes is not None:
+            logits = logits + self.slopes[..., None] * (key - query)
         visible = key <= query
         if self.window is not None:
             visible &= key >= self.first_visible(query) if self.chunked else key > query - self.window
@@ -116,25 +134,29 @@ def paged_attention(
     v: Float[Array, "T K D"] | None,
     pages: Pages,
     meta: StepMetadata,
-    *,
-    scale: float,
-    window: int | None = None,
-    chunked: bool = False,
-    softcap: float | None = None,
-    sinks: Float[Array, "H"] | None = None,
-    slopes: Float[Array, "H"] | None = None,
-    value_dim: int | None = None,
+    **given: Unpack[AttentionOptions],
 ) -> tuple[Float[Array, "T H Dv"], Pages]:
-    """See `kernels.PagedAttention`.
+    """Write new keys and values into their pages, then attend to everything each token may see.
+
+    Args:
+        q, k, v: of the new tokens; query head `h` uses KV head `h // (H // K)`. Without `v` the values are the first
+            `value_dim` channels of the keys, which is how latent attention caches them. With no KV heads in `k` and `v`
+            nothing is new: another layer has written the pages.
+        pages: of the keys and values, or of a latent without `v`, as `Kernels.page_layout` has them; updated in place
+            when donated.
+
+    Returns:
+        The attention output in `q`'s dtype (padding rows are zero) and the new pages. Sums run in float32.
 
     Raises:
         ValueError: `v` and the number of page buffers disagree, or there is a `value_dim` beside `v`.
     """
-    if v is not None and value_dim is not None:
-        raise ValueError(f"value_dim is {value_dim}, but the values come by themselves, in v")
+    options = Options(**given)
+    if v is not None and options.value_dim is not None:
+        raise ValueError(f"value_dim is {options.value_dim}, but the values come by themselves, in v")
     (tokens, _, dim), num_kv = q.shape, pages[0].shape[1]
-    sinks, slopes = (None if x is None else rearrange(x, "(kv group) -> kv group", kv=num_kv) for x in (sinks, slopes))
-    options = Options(scale, window, softcap, sinks, value_dim or dim, chunked, slopes)
+    sinks, slopes = (None if x is None else x.reshape(num_kv, -1) for x in (options.sinks, options.slopes))
+    options = options._replace(sinks=sinks, slopes=slopes, value_dim=options.value_dim or dim)
     if k.shape[1]:
         pages = write_pages(pages, k, v, meta)
     grouped = rearrange(q, "token (kv group) dim -> token kv group dim", kv=num_kv)
@@ -155,24 +177,38 @@ def _decode(
     options: Options,
 ) -> Float[Array, "S K G Dv"]:
     """One query token of each sequence; rows that are not `live` come out zero."""
+    out = _walk(q, page_table, jnp.where(live, positions, -1)[:, None], pages, options, DECODE_BLOCK)
+    return jnp.where(live[:, None, None, None], out, 0)
+
+
+def _walk(
+    q: Float[Array, "S K M D"],
+    page_table: Int[Array, "S P"],
+    query: Int[Array, "S _"],
+    pages: Pages,
+    options: Options,
+    block_tokens: int,
+) -> Float[Array, "S K M Dv"]:
+    """Queries at positions `query`, one for all rows of a sequence or one each, over their sequences' pages.
+
+    A query at -1 sees nothing.
+    """
     page_size = pages[0].shape[2]
-    per_block = max(DECODE_BLOCK // page_size, 1)
+    per_block = max(block_tokens // page_size, 1)
     block = per_block * page_size
-    page_table = _pad_columns(page_table, per_block)
-    query = jnp.where(live, positions, -1)
+    page_table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % per_block)))
 
     def body(i: jax.Array, softmax: Softmax) -> Softmax:
         ids = lax.dynamic_slice_in_dim(page_table, i * per_block, per_block, axis=1)
-        keys, values = _read(pages, ids, q.dtype, options)
+        keys, *rest = (from_storage(_gather(buffer, ids), q.dtype) for buffer in pages)
+        values = [keys, *rest][-1][..., : options.value_dim]
         key = i * block + jnp.arange(block)
-        logits = options.mask(options.logits(q, keys), query[:, None, None, None], key, options.slopes)
+        logits = options.mask(options.logits(q, keys), query[:, None, :, None], key)
         return softmax.add(logits, values)
 
-    first = jnp.min(jnp.where(live, options.first_visible(query), jnp.iinfo(jnp.int32).max)) // block
+    first = jnp.min(jnp.where(query >= 0, options.first_visible(query), jnp.iinfo(jnp.int32).max)) // block
     last = (jnp.max(query) + block) // block
-    start = options.start(q.shape[:-1], options.sinks)
-    out = lax.fori_loop(first, last, body, start).finish()
-    return jnp.where(live[:, None, None, None], out, 0)
+    return lax.fori_loop(first, last, body, options.start(q.shape[:-1])).finish()
 
 
 def _mixed(q: Float[Array, "T K G D"], pages: Pages, meta: StepMetadata, options: Options) -> Float[Array, "T K G Dv"]:
@@ -241,33 +277,13 @@ def _prefill_tile(
     q: Float[Array, "B K G D"], page_ids: Int[Array, "P"], query: Int[Array, "B"], pages: Pages, options: Options
 ) -> Float[Array, "B K G Dv"]:
     """A tile of one sequence's queries at positions `query` (-1: no token, comes out zero)."""
-    size, num_kv, group, _ = q.shape
-    page_size = pages[0].shape[2]
-    per_block = max(PREFILL_BLOCK // page_size, 1)
-    block = per_block * page_size
-    table = _pad_columns(page_ids[None], per_block)
-    q = rearrange(q, "size kv group dim -> kv (group size) dim")
-    rows = jnp.tile(query, group)
+    size, _, group, _ = q.shape
+    rows = rearrange(q, "size kv group dim -> 1 kv (group size) dim")
     sinks, slopes = (None if x is None else jnp.repeat(x, size, axis=1) for x in (options.sinks, options.slopes))
-
-    def body(i: jax.Array, softmax: Softmax) -> Softmax:
-        ids = lax.dynamic_slice_in_dim(table, i * per_block, per_block, axis=1)
-        keys, values = (x[0] for x in _read(pages, ids, q.dtype, options))
-        key = i * block + jnp.arange(block)
-        return softmax.add(options.mask(options.logits(q, keys), rows[:, None], key, slopes), values)
-
-    live = query >= 0
-    first = jnp.min(jnp.where(live, options.first_visible(query), jnp.iinfo(jnp.int32).max)) // block
-    start = options.start((num_kv, group * size), sinks)
-    out = lax.fori_loop(first, (jnp.max(query) + block) // block, body, start).finish()
-    out = rearrange(out, "kv (group size) dim -> size kv group dim", group=group)
-    return jnp.where(live[:, None, None, None], out, 0)
-
-
-def _read(pages: Pages, ids: Int[Array, "S n"], dtype: Any, options: Options) -> tuple[jax.Array, jax.Array]:
-    """Keys `[S, K, n*page, D]` and values `[S, K, n*page, Dv]` in the pages `ids`; latent pages are gathered once."""
-    buffers = [from_storage(_gather(buffer, ids), dtype) for buffer in pages]
-    return buffers[0], buffers[-1][..., : options.value_dim]
+    options = options._replace(sinks=sinks, slopes=slopes)
+    out = _walk(rows, page_ids[None], jnp.tile(query, group)[None], pages, options, PREFILL_BLOCK)
+    out = rearrange(out, "1 kv (group size) dim -> size kv group dim", group=group)
+    return jnp.where((query >= 0)[:, None, None, None], out, 0)
 
 
 def _gather(pages: Shaped[Array, "N K page D"], ids: Int[Array, "S n"]) -> Shaped[Array, "S K n*page D"]:
@@ -276,11 +292,6 @@ def _gather(pages: Shaped[Array, "N K page D"], ids: Int[Array, "S n"]) -> Shape
     rows = pages.reshape(num_pages * num_kv, page_size * dim)
     index = ids[:, None, :] * num_kv + jnp.arange(num_kv)[None, :, None]
     return rows.at[index].get(mode="promise_in_bounds").reshape(ids.shape[0], num_kv, -1, dim)
-
-
-def _pad_columns(table: Int[Array, "S P"], multiple: int) -> Int[Array, "S Q"]:
-    """Round the number of columns up, with page 0."""
-    return jnp.pad(table, ((0, 0), (0, -table.shape[1] % multiple)))
 
 
 TILE = 128
@@ -303,7 +314,7 @@ def packed_attention(
     """
     tokens, _, dim = q.shape
     size = min(TILE, tokens)
-    options = Options(scale, window, softcap, None, dim)
+    options = Options(scale, softcap=softcap, value_dim=dim)
     behind = -tokens % size
     q, k, v = (jnp.pad(x, ((0, behind), (0, 0), (0, 0))) for x in (q, k, v))
     seqs = meta.context_len.shape[0]
@@ -331,7 +342,7 @@ def packed_attention(
             logits = jnp.where(visible, options.logits(queries[i], keys[j]), NEGATIVE)
             return softmax.add(logits, values[j])
 
-        start = options.start(queries.shape[1:3], None)
+        start = options.start(queries.shape[1:3])
         found = lax.fori_loop(first // size, (last + size - 1) // size, block, start).finish()
         return out.at[i].set(found)
 

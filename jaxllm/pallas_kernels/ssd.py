@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxllm.pallas_kernels.metadata import StepMetadata
-from jaxllm.pallas_kernels.states import kept_length, read_state, write_state
+from jaxllm.pallas_kernels.states import along, einsum, kept_length, read_state, write_state
 
 CHUNK = 64
 """Tokens that `chunked` takes into one product of matrices."""
@@ -68,7 +68,7 @@ def recurrent(
 
     kept = jnp.concatenate([past, past[:1]])  # a row more, for what is not kept
     y, after, kept = lax.fori_loop(0, first[-1], run, (jnp.zeros_like(tokens.x), past, kept))
-    return finished(y, inputs), _written(buffer, after, kept[:-1], meta)
+    return finished(y, inputs), write_state(buffer, after, kept[:-1], meta.states)
 
 
 def chunked(
@@ -110,10 +110,10 @@ def chunked(
 
     token = _Tokens(*(padded_part[first[:-1]] for padded_part in padded))
     moved, read = jax.vmap(moved_on)(past, *token)
-    after = jnp.where(_like(decodes, past), moved, past)
+    after = jnp.where(along(decodes, past), moved, past)
     y = jnp.zeros_like(padded.x).at[jnp.where(decodes, first[:-1], len(padded.x))].set(read, mode="drop")
     y, after, kept = lax.fori_loop(0, ends[-1], run, (y, after, after))
-    return finished(y[: len(inputs.x)], inputs), _written(buffer, after, kept, meta)
+    return finished(y[: len(inputs.x)], inputs), write_state(buffer, after, kept, meta.states)
 
 
 class _Tokens(NamedTuple):
@@ -160,7 +160,8 @@ def _decoded(
 ) -> tuple[Float[Array, "T H P"], Float[Array, "B H P N"]]:
     """One token of each sequence: what is kept of one is its state after that."""
     after, y = jax.vmap(moved_on)(past, *grouped(inputs))
-    return finished(y, inputs), _written(buffer, after, after, meta)
+    assert meta.states is not None
+    return finished(y, inputs), write_state(buffer, after, after, meta.states)
 
 
 def _chunk_read(state: Float[Array, "G J P N"], tokens: _Tokens) -> Float[Array, "L G J P"]:
@@ -169,36 +170,19 @@ def _chunk_read(state: Float[Array, "G J P N"], tokens: _Tokens) -> Float[Array,
     place = jnp.arange(len(total))
     earlier = (place[:, None] >= place)[:, :, None, None]
     between = jnp.exp(jnp.where(earlier, total[:, None] - total[None, :], -jnp.inf))
-    scores = _einsum("lgn,mgn->lmg", tokens.c, tokens.b)[..., None] * between
-    before = _einsum("lgn,grpn->lgrp", tokens.c, state) * jnp.exp(total)[..., None]
-    return _einsum("lmgr,mgrp->lgrp", scores, tokens.x) + before
+    scores = einsum("lgn,mgn->lmg", tokens.c, tokens.b)[..., None] * between
+    before = einsum("lgn,grpn->lgrp", tokens.c, state) * jnp.exp(total)[..., None]
+    return einsum("lmgr,mgrp->lgrp", scores, tokens.x) + before
 
 
 def _chunk_state(state: Float[Array, "G J P N"], tokens: _Tokens, count: Int[Array, ""]) -> Float[Array, "G J P N"]:
     """The state after the first `count` tokens of a chunk."""
     live = jnp.arange(len(tokens.fade)) < count
-    total = jnp.cumsum(jnp.where(_like(live, tokens.fade), tokens.fade, 0), axis=0)
-    left = jnp.where(_like(live, total), jnp.exp(total[-1] - total), 0)
-    new = _einsum("mgrp,mgn->grpn", tokens.x * left[..., None], tokens.b)
+    total = jnp.cumsum(jnp.where(along(live, tokens.fade), tokens.fade, 0), axis=0)
+    left = jnp.where(along(live, total), jnp.exp(total[-1] - total), 0)
+    new = einsum("mgrp,mgn->grpn", tokens.x * left[..., None], tokens.b)
     return state * jnp.exp(total[-1])[..., None, None] + new
-
-
-def _einsum(letters: str, *arrays: jax.Array) -> jax.Array:
-    """A product in float32, which accelerators would shorten its inputs for."""
-    return jnp.einsum(letters, *arrays, precision=lax.Precision.HIGHEST)
-
-
-def _like(flags: jax.Array, array: jax.Array) -> jax.Array:
-    return flags.reshape(-1, *(1,) * (array.ndim - 1))
 
 
 def finished(y: Float[Array, "T G J P"], inputs: SSDInputs) -> Float[Array, "T H P"]:
     return y.reshape(inputs.x.shape) + inputs.skip[:, None] * inputs.x
-
-
-def _written(
-    buffer: Float[Array, "B H P N"], after: States, kept: States, meta: StepMetadata
-) -> Float[Array, "B H P N"]:
-    assert meta.states is not None
-    shape = (-1, *buffer.shape[1:])
-    return write_state(buffer, after.reshape(shape), kept.reshape(shape), meta.states)

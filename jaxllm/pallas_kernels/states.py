@@ -11,33 +11,46 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.pallas_kernels.metadata import StateRows, StepMetadata
+
+einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+"""In float32, which accelerators would shorten its inputs for."""
+
+
+def along(flags: Bool[Array, "n"], array: Array) -> Bool[Array, "n ..."]:
+    """`flags` of the first axis of an array, to be broadcast to it."""
+    return flags.reshape(-1, *(1,) * (array.ndim - 1))
 
 
 def read_state(buffer: Float[Array, "N *n"], rows: StateRows) -> Float[Array, "S *n"]:
     """The state of each sequence before this step's tokens; zero where the sequence begins."""
     found = buffer[rows.read]
-    return jnp.where(rows.begins.reshape(-1, *(1,) * (found.ndim - 1)), 0, found)
+    return jnp.where(along(rows.begins, found), 0, found)
 
 
 def kept_length(rows: StateRows, meta: StepMetadata) -> Int[Array, "S"]:
-    """How many of this step's tokens each kept state has behind it."""
+    """How many of this step's tokens each kept state comes after."""
     length = jnp.diff(meta.query_start)
     return jnp.clip(rows.kept_tokens - (meta.context_len - length), 0, length)
 
 
 def write_state(
-    buffer: Float[Array, "N *n"], after: Float[Array, "S *n"], kept: Float[Array, "S *n"], rows: StateRows
+    buffer: Float[Array, "N *n"], after: Float[Array, "S *m"], kept: Float[Array, "S *m"], rows: StateRows
 ) -> Float[Array, "N *n"]:
-    """The buffer with each sequence's state after this step's tokens, and the one that is to be kept of it."""
-    where = jnp.concatenate([rows.written, rows.kept])
-    return buffer.at[where].set(jnp.concatenate([after, kept]).astype(buffer.dtype))
+    """The buffer with each sequence's state after this step's tokens, and the one that is to be kept of it.
+
+    Their axes may be split where the buffer's are not.
+    """
+    where, states = jnp.concatenate([rows.written, rows.kept]), jnp.concatenate([after, kept])
+    return buffer.at[where].set(states.reshape(-1, *buffer.shape[1:]).astype(buffer.dtype))
 
 
 StateKernel = Callable[..., tuple[jax.Array, jax.Array]]
@@ -56,10 +69,6 @@ class Tentative:
     constants: tuple[Any, ...]
     kernel: StateKernel = field(metadata={"static": True})
 
-    def settled(self, stay: Int[Array, "T"], meta: StepMetadata) -> Float[Array, "N *n"]:
-        """The states after the tokens that `stay`, of which `meta` tells as of a step of their own."""
-        return self.kernel(*(part[stay] for part in self.tokens), *self.constants, self.buffer, meta)[1]
-
 
 def run_states(
     kernel: StateKernel,
@@ -68,9 +77,7 @@ def run_states(
     buffer: Float[Array, "N *n"],
     meta: StepMetadata,
 ) -> tuple[jax.Array, jax.Array | Tentative]:
-    """What the tokens read, and the states after them, or in a tentative step what becomes of these once it is known
-    which of the tokens stay.
-    """
+    """What the tokens read, and the states after them, which in a tentative step are yet to be settled."""
     if not meta.tentative:
         return kernel(*tokens, *constants, buffer, meta)
     assert meta.states is not None, "a model with states is run with their rows"
@@ -89,14 +96,15 @@ def staying(tried: StepMetadata, stays: StepMetadata) -> Int[Array, "T"]:
 
 
 def settle(caches: Any, stay: Int[Array, "T"], stays: StepMetadata) -> Any:
-    """The caches after a step of which only the tokens that `stay` do, of which `stays` tells."""
+    """The caches after a step of which only the tokens `stay` do, which `stays` describes as a step of their own."""
 
-    def is_tentative(cache: Any) -> bool:
-        return isinstance(cache, Tentative)
+    def settled(cache: Any) -> Any:
+        if not isinstance(cache, Tentative):
+            return cache
+        tokens = (part[stay] for part in cache.tokens)
+        return cache.kernel(*tokens, *cache.constants, cache.buffer, stays)[1]
 
-    return jax.tree.map(
-        lambda cache: cache.settled(stay, stays) if is_tentative(cache) else cache, caches, is_leaf=is_tentative
-    )
+    return jax.tree.map(settled, caches, is_leaf=lambda cache: isinstance(cache, Tentative))
 
 
 def causal_conv(

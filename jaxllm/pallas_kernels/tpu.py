@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Shaped
 
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.pages import LANES, Lacks, PageUse, finite, places
@@ -23,21 +22,16 @@ All three are common in the table that comes with the kernel. It cannot be asked
 compiled for devices that need not be there."""
 
 
-class Arguments(NamedTuple):
-    """A step's batch as the kernel takes it: `S` sequences, of which the first `num_seqs` have tokens."""
-
-    kv_lens: Int[Array, "S"]
-    page_indices: Int[Array, "S P"]
-    cu_q_lens: Int[Array, "S+1"]
-    num_seqs: Int[Array, "1"]
-
-
-def arguments(meta: StepMetadata) -> Arguments:
-    """The same batch, except that one without sequences has one, of one token in page 0.
+def arguments(meta: StepMetadata) -> tuple[jax.Array, ...]:
+    """A step's batch as the kernel takes it, except that one without sequences has one, of one token in page 0.
 
     The kernel fetches the first sequence's keys before it looks whether there is one, and would never wait for them.
+
+    Returns:
+        How many keys each sequence has `[S]`, its pages `[S, P]`, the first query of each `[S + 1]`, and how many
+        sequences have tokens `[1]`.
     """
-    return Arguments(
+    return (
         jnp.maximum(meta.context_len, 1),
         meta.page_table,
         jnp.maximum(meta.query_start, jnp.arange(len(meta.query_start)) > 0).astype(jnp.int32),
@@ -56,10 +50,8 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> tuple[Float[Array, "T H D"], tuple[Shaped[Array, "N page_size K*2 _"]]]:
-    """See `kernels.PagedAttention`, over pages laid out `INTERLEAVED`; `lacks` says what it does not take."""
-    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import (
-        ragged_paged_attention,  # Pallas takes half a second
-    )
+    """See `reference.paged_attention`, over pages laid out `INTERLEAVED`; `lacks` says what it does not take."""
+    from jax.experimental.pallas.ops.tpu import ragged_paged_attention as tpu_kernel  # Pallas takes half a second
 
     (tokens, _, dim), (_, page_size, _, lanes) = q.shape, pages[0].shape
     buffer = pages[0]
@@ -69,7 +61,7 @@ def paged_attention(
         buffer = buffer.at[page, row].set(_filled_up(finite(new), lanes).astype(buffer.dtype))
     # Where nothing is said of precision, a TPU multiplies float32 rounded to bfloat16.
     with jax.default_matmul_precision("highest") if q.dtype == jnp.float32 else nullcontext():
-        out = ragged_paged_attention(
+        out = tpu_kernel.ragged_paged_attention(
             _filled_up(q, lanes),
             buffer,
             *arguments(meta),

@@ -7,7 +7,7 @@ reverse. Here a step is `S` sequences of `T / S` tokens each, from their first t
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jaxllm.pallas_kernels.delta_rule import Tokens, step, tokens_of
 from jaxllm.pallas_kernels.kernels import COMPILED
 from jaxllm.pallas_kernels.metadata import StateRows, StepMetadata
 from jaxllm.pallas_kernels.pages import Pages
-from jaxllm.pallas_kernels.reference import Options
+from jaxllm.pallas_kernels.reference import AttentionOptions, Options
 
 
 def whole_sequences(count: int, length: int) -> StepMetadata:
@@ -46,29 +46,23 @@ def attention(
     v: Float[Array, "T K D"] | None,
     pages: Pages,
     meta: StepMetadata,
-    *,
-    scale: float,
-    window: int | None = None,
-    chunked: bool = False,
-    softcap: float | None = None,
-    sinks: Float[Array, "H"] | None = None,
-    slopes: Float[Array, "H"] | None = None,
-    value_dim: int | None = None,
+    **given: Unpack[AttentionOptions],
 ) -> tuple[Float[Array, "T H Dv"], Pages]:
-    """See `kernels.PagedAttention`. Its pages are one, with the step's keys and values: `[1, T, K, D]`."""
+    """See `reference.paged_attention`. Its pages are one, with the step's keys and values: `[1, T, K, D]`."""
+    options = Options(**given)
     if k.shape[1]:
         pages = tuple(x[None] for x in (k, v) if x is not None)
-    keys, values = pages[0][0], pages[-1][0, ..., :value_dim]
+    keys, values = pages[0][0], pages[-1][0, ..., : options.value_dim]
     seqs, num_kv, size = len(meta.context_len), keys.shape[1], len(q) // len(meta.context_len)
     queries = rearrange(q, "(seq t) (kv group) dim -> seq kv (group t) dim", seq=seqs, kv=num_kv)
     keys, values = (rearrange(x, "(seq t) kv dim -> seq kv t dim", seq=seqs) for x in (keys, values))
-    by_row = (None if x is None else jnp.repeat(x.reshape(num_kv, -1), size, axis=1) for x in (sinks, slopes))
-    sink_rows, slope_rows = by_row
-    options = Options(scale, window, softcap, sink_rows, values.shape[-1], chunked, slope_rows)
+    by_head = (options.sinks, options.slopes)
+    sinks, slopes = (None if x is None else jnp.repeat(x.reshape(num_kv, -1), size, axis=1) for x in by_head)
+    options = options._replace(sinks=sinks, slopes=slopes, value_dim=values.shape[-1])
     place = jnp.arange(size)
     query = jnp.tile(place, q.shape[1] // num_kv)
-    logits = options.mask(options.logits(queries, keys), query[:, None], place, slope_rows)
-    out = options.start(queries.shape[:-1], sink_rows).add(logits, values).finish()
+    logits = options.mask(options.logits(queries, keys), query[:, None], place)
+    out = options.start(queries.shape[:-1]).add(logits, values).finish()
     return rearrange(out, "seq kv (group t) dim -> (seq t) (kv group) dim", t=size).astype(q.dtype), pages
 
 
@@ -127,30 +121,22 @@ def watched_attention(
     v: Float[Array, "T K D"] | None,
     pages: Pages,
     meta: StepMetadata,
-    *,
-    scale: float,
-    window: int | None = None,
-    chunked: bool = False,
-    softcap: float | None = None,
-    sinks: Float[Array, "H"] | None = None,
-    slopes: Float[Array, "H"] | None = None,
-    value_dim: int | None = None,
+    **given: Unpack[AttentionOptions],
 ) -> tuple[Float[Array, "T H D"], Pages]:
     """As `attention`, of one sequence. Behind the keys and values its pages have queries `[1, T, H, D]` and
     weights `[1, H, T, T]`: of the layer itself, and then of each later layer that shares its keys.
     """
-    rules: dict[str, Any] = {"scale": scale, "window": window, "chunked": chunked, "softcap": softcap}
-    assert value_dim is None, "latents are not watched"
+    assert given.get("value_dim") is None, "latents are not watched"
     earlier = pages[2:]
-    out, pages = attention(q, k, v, pages[:2], meta, **rules, sinks=sinks, slopes=slopes)
-    options = Options(scale, window, softcap, None, pages[-1].shape[-1], chunked, slopes)
+    out, pages = attention(q, k, v, pages[:2], meta, **given)
+    options = Options(**given)
+    options = options._replace(slopes=None if options.slopes is None else options.slopes[:, None])
     keys = repeat(pages[0][0], "t kv dim -> (kv group) t dim", group=q.shape[1] // pages[0].shape[2])
     place = jnp.arange(len(q))
-    scores = options.logits(q.swapaxes(0, 1), keys)
-    by_head = None if slopes is None else slopes[:, None]
-    scores = options.mask(scores, place[:, None], place, by_head)
-    if sinks is not None:  # they take a part of each token's attention, and give nothing
-        scores = jnp.concatenate([scores, jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))], axis=-1)
+    scores = options.mask(options.logits(q.swapaxes(0, 1), keys), place[:, None], place)
+    if options.sinks is not None:  # they take a part of each token's attention, and give nothing
+        sinks = jnp.broadcast_to(options.sinks[:, None, None], (*scores.shape[:2], 1))
+        scores = jnp.concatenate([scores, sinks], axis=-1)
     weights = jax.nn.softmax(scores.astype(jnp.float32), axis=-1)[..., : len(q)]
     return out, (*pages, *earlier, q[None], weights[None])
 

@@ -1,114 +1,102 @@
-"""GGUF block formats in JAX: from packed bytes to float32 inside a compiled step.
+"""GGUF block formats: codes and scales from packed bytes, and float32 from both inside a compiled step.
 
-Each function expands blocks `[..., bytes]` uint8 into `[..., elements]` float32. Every product of a scale and a code is
-exact in float32 and at most one sum rounds, so that the result is bit-identical to gguf.quants.dequantize whatever the
-compiler contracts. Shifts by a broadcast vector, and not concatenations, keep each of them one loop for XLA.
-Layouts: ggml-quants.h, https://github.com/ggml-org/ggml
+Every product of a scale and a code is exact in float32 and at most one sum rounds, so that the result is bit-identical
+to gguf.quants.dequantize whatever the compiler contracts. Shifts by a broadcast vector, and not concatenations, keep
+each decoder one loop for XLA. Layouts: ggml-quants.h, https://github.com/ggml-org/ggml
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32, UInt8
 
+from jaxllm.quantization.stored import unpacked
+
+Bytes = Any
+"""uint8 `[*n, bytes]` of NumPy or JAX; functions of it give arrays of the same library."""
 BlockBytes = UInt8[Array, "*n bytes"]
-Elements = Float32[Array, "*n elements"]
+Scales = tuple[Float32[Array, "*n groups"], Float32[Array, "*n groups"] | None]
+"""The scale of each group in a block, and where the format has one its shift: `(code - offset) * scale + shift`."""
+
+
+def _codes(packed: Bytes, run: int, bits: int) -> Bytes:
+    """Each `run` bytes hold `8 / bits` runs of codes: the first in the lowest bits."""
+    runs = packed.reshape(*packed.shape[:-1], -1, run)
+    return unpacked(runs, bits).reshape(*packed.shape[:-1], -1)
+
+
+def k_scales(packed: Bytes) -> tuple[Bytes, Bytes]:
+    """Eight 6-bit scales and eight 6-bit minima of the 12 bytes that Q4_K and Q5_K have for them.
+
+    Bytes 0-3: two high bits of scale 4-7, then scale 0-3; 4-7: the same of the minima;
+    8-11: four low bits of minimum 4-7, then of scale 4-7.
+    """
+    scale, minimum, low = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
+    join = jnp.concatenate if isinstance(packed, jax.Array) else np.concatenate
+    scales = join([scale & 63, (low & 15) | ((scale >> 2) & 48)], axis=-1)
+    minima = join([minimum & 63, (low >> 4) | ((minimum >> 2) & 48)], axis=-1)
+    return scales, minima
+
+
+def q3_scales(packed: Bytes) -> Bytes:
+    """The sixteen 6-bit scales of Q3_K's 12 bytes: four low bits of each, then the two high ones."""
+    return _codes(packed[..., :8], 8, 4) | _codes(packed[..., 8:], 4, 2) << 4
 
 
 def _half(blocks: BlockBytes, start: int) -> Float32[Array, "*n 1"]:
     return lax.bitcast_convert_type(blocks[..., start : start + 2], jnp.float16).astype(jnp.float32)[..., None]
 
 
-def _shifted(packed: UInt8[Array, "*n m"], shifts: list[int], mask: int) -> UInt8[Array, "*n s m"]:
-    """`packed` once for each of `shifts`: the bits of `mask` from there on."""
-    return (packed[..., None, :] >> np.array(shifts, np.uint8)[:, None]) & np.uint8(mask)
+def _scale_at(start: int) -> Callable[[BlockBytes], Scales]:
+    return lambda blocks: (_half(blocks, start), None)
 
 
-def _flat(values: Array, axes: int) -> Array:
-    """The last `axes` axes as one."""
-    return values.reshape(*values.shape[:-axes], -1)
+def _scale_and_minimum(blocks: BlockBytes) -> Scales:
+    return _half(blocks, 0), _half(blocks, 2)
 
 
-def _nibbles(packed: BlockBytes) -> Elements:
-    return _flat(_shifted(packed, [0, 4], 15), 2).astype(jnp.float32)
+def _q2_k(blocks: BlockBytes) -> Scales:
+    both = blocks[..., :16]
+    return _half(blocks, 80) * (both & 15).astype(jnp.float32), -_half(blocks, 82) * (both >> 4).astype(jnp.float32)
 
 
-def _five_bits(high: UInt8[Array, "*n 4"], packed: UInt8[Array, "*n 16"]) -> Elements:
-    bits = _flat((high[..., :, None] >> np.arange(8, dtype=np.uint8)) & np.uint8(1), 2)
-    return (_flat(_shifted(packed, [0, 4], 15), 2) | (bits << np.uint8(4))).astype(jnp.float32)
+def _q3_k(blocks: BlockBytes) -> Scales:
+    return _half(blocks, 108) * (q3_scales(blocks[..., 96:108]).astype(jnp.float32) - 32), None
 
 
-def _two_bits(packed: UInt8[Array, "*n 64"]) -> UInt8[Array, "*n 8 32"]:
-    """Each half of 32 bytes holds four groups of 32, two bits each."""
-    pairs = _shifted(packed.reshape(*packed.shape[:-1], 2, 32), [0, 2, 4, 6], 3)
-    return pairs.reshape(*packed.shape[:-1], 8, 32)
+def _k_pairs(blocks: BlockBytes) -> Scales:
+    scales, minima = (numbers.astype(jnp.float32) for numbers in k_scales(blocks[..., 4:16]))
+    return _half(blocks, 0) * scales, -_half(blocks, 2) * minima
 
 
-def _q2_k(blocks: BlockBytes) -> Elements:
-    scales, codes = blocks[..., :16], _two_bits(blocks[..., 16:80])
-    codes = codes.reshape(*codes.shape[:-2], 16, 16).astype(jnp.float32)
-    scale = _half(blocks, 80) * (scales & np.uint8(15)).astype(jnp.float32)
-    shift = _half(blocks, 82) * (scales >> np.uint8(4)).astype(jnp.float32)
-    return _flat(codes * scale[..., None] - shift[..., None], 2)
+def _q6_k(blocks: BlockBytes) -> Scales:
+    scales = lax.bitcast_convert_type(blocks[..., 192:208], jnp.int8).astype(jnp.float32)
+    return _half(blocks, 208) * scales, None
 
 
-def _q3_k(blocks: BlockBytes) -> Elements:
-    """Codes have two bits among `_two_bits` and one in a mask, where a zero means 4 less."""
-    high = _shifted(blocks[..., :32], list(range(8)), 1)
-    codes = (_two_bits(blocks[..., 32:96]) | (high << np.uint8(2))).astype(jnp.float32) - 4
-    packed = blocks[..., 96:108]
-    low = _flat(_shifted(packed[..., :8], [0, 4], 15), 2)
-    top = _flat(_shifted(packed[..., 8:], [0, 2, 4, 6], 3), 2)
-    scale = _half(blocks, 108) * ((low | (top << np.uint8(4))).astype(jnp.float32) - 32)
-    return _flat(codes.reshape(*codes.shape[:-2], 16, 16) * scale[..., None], 2)
+class BlockFormat(NamedTuple):
+    """A type of block.
 
-
-def _k_scales(packed: UInt8[Array, "*n 12"]) -> tuple[Array, Array]:
-    """Eight 6-bit scales and eight minima, as floats; see `gguf_blocks.k_scales`."""
-    scale, minimum, low = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
-    scales = [scale & np.uint8(63), (low & np.uint8(15)) | ((scale >> np.uint8(2)) & np.uint8(48))]
-    minima = [minimum & np.uint8(63), (low >> np.uint8(4)) | ((minimum >> np.uint8(2)) & np.uint8(48))]
-    return tuple(jnp.concatenate(parts, axis=-1).astype(jnp.float32) for parts in (scales, minima))  # type: ignore[return-value]
-
-
-def _scale_and_shift(blocks: BlockBytes, codes: UInt8[Array, "*n 8 32"]) -> Elements:
-    scales, minima = _k_scales(blocks[..., 4:16])
-    scale, shift = _half(blocks, 0) * scales, _half(blocks, 2) * minima
-    return _flat(codes.astype(jnp.float32) * scale[..., None] - shift[..., None], 2)
-
-
-def _paired_nibbles(packed: UInt8[Array, "*n 128"]) -> UInt8[Array, "*n 8 32"]:
-    """Every 32 bytes hold two groups of 32: low nibbles, then high ones."""
-    groups = _shifted(packed.reshape(*packed.shape[:-1], 4, 32), [0, 4], 15)
-    return groups.reshape(*packed.shape[:-1], 8, 32)
-
-
-def _q5_k(blocks: BlockBytes) -> Elements:
-    high = _shifted(blocks[..., 16:48], list(range(8)), 1)
-    return _scale_and_shift(blocks, _paired_nibbles(blocks[..., 48:]) | (high << np.uint8(4)))
-
-
-def _q6_k(blocks: BlockBytes) -> Elements:
-    """Each half of a block: 64 bytes of low nibbles make groups 0, 1 and, above them, 2, 3; 32 bytes have the rest."""
-    lead = blocks.shape[:-1]
-    low = _shifted(blocks[..., :128].reshape(*lead, 2, 64), [0, 4], 15).reshape(*lead, 8, 32)
-    codes = (low | (_two_bits(blocks[..., 128:192]) << np.uint8(4))).astype(jnp.float32) - 32
-    scale = _half(blocks, 208) * lax.bitcast_convert_type(blocks[..., 192:208], jnp.int8).astype(jnp.float32)
-    return _flat(codes.reshape(*lead, 16, 16) * scale[..., None], 2)
-
-
-class DeviceFormat(NamedTuple):
-    """Weights and bytes of one block, the function that expands blocks, and where their float16 scales lie."""
+    Attributes:
+        elements, nbytes: weights and bytes of one block.
+        codes: from blocks to uint8 `[*n, elements]`, one code a byte; codes of eight bits are signed.
+        scales: from blocks to the scales and shifts of their groups.
+        halves: the bytes at which float16 scales begin.
+        offset: the code that stands for zero, before the shift.
+    """
 
     elements: int
     nbytes: int
-    expand: Callable[[BlockBytes], Elements]
-    scales: tuple[int, ...]
+    codes: Callable[[Bytes], Bytes]
+    scales: Callable[[BlockBytes], Scales]
+    halves: tuple[int, ...]
+    offset: int = 0
 
     @property
     def density(self) -> float:
@@ -117,22 +105,37 @@ class DeviceFormat(NamedTuple):
 
 
 FORMATS = {
-    "Q4_0": DeviceFormat(32, 18, lambda b: (_nibbles(b[..., 2:]) - 8) * _half(b, 0), (0,)),
-    "Q4_1": DeviceFormat(32, 20, lambda b: _nibbles(b[..., 4:]) * _half(b, 0) + _half(b, 2), (0, 2)),
-    "Q5_0": DeviceFormat(32, 22, lambda b: (_five_bits(b[..., 2:6], b[..., 6:]) - 16) * _half(b, 0), (0,)),
-    "Q5_1": DeviceFormat(32, 24, lambda b: _five_bits(b[..., 4:8], b[..., 8:]) * _half(b, 0) + _half(b, 2), (0, 2)),
-    "Q8_0": DeviceFormat(
-        32, 34, lambda b: lax.bitcast_convert_type(b[..., 2:], jnp.int8).astype(jnp.float32) * _half(b, 0), (0,)
+    "Q4_0": BlockFormat(32, 18, lambda b: _codes(b[..., 2:], 16, 4), _scale_at(0), (0,), 8),
+    "Q4_1": BlockFormat(32, 20, lambda b: _codes(b[..., 4:], 16, 4), _scale_and_minimum, (0, 2)),
+    "Q5_0": BlockFormat(
+        32, 22, lambda b: _codes(b[..., 6:], 16, 4) | _codes(b[..., 2:6], 1, 1) << 4, _scale_at(0), (0,), 16
     ),
-    "Q2_K": DeviceFormat(256, 84, _q2_k, (80, 82)),
-    "Q3_K": DeviceFormat(256, 110, _q3_k, (108,)),
-    "Q4_K": DeviceFormat(256, 144, lambda b: _scale_and_shift(b, _paired_nibbles(b[..., 16:])), (0, 2)),
-    "Q5_K": DeviceFormat(256, 176, _q5_k, (0, 2)),
-    "Q6_K": DeviceFormat(256, 210, _q6_k, (208,)),
+    "Q5_1": BlockFormat(
+        32, 24, lambda b: _codes(b[..., 8:], 16, 4) | _codes(b[..., 4:8], 1, 1) << 4, _scale_and_minimum, (0, 2)
+    ),
+    "Q8_0": BlockFormat(32, 34, lambda b: b[..., 2:], _scale_at(0), (0,)),
+    "Q2_K": BlockFormat(256, 84, lambda b: _codes(b[..., 16:80], 32, 2), _q2_k, (80, 82)),
+    "Q3_K": BlockFormat(
+        256, 110, lambda b: _codes(b[..., 32:96], 32, 2) | _codes(b[..., :32], 32, 1) << 2, _q3_k, (108,), 4
+    ),
+    "Q4_K": BlockFormat(256, 144, lambda b: _codes(b[..., 16:], 32, 4), _k_pairs, (0, 2)),
+    "Q5_K": BlockFormat(
+        256, 176, lambda b: _codes(b[..., 48:], 32, 4) | _codes(b[..., 16:48], 32, 1) << 4, _k_pairs, (0, 2)
+    ),
+    "Q6_K": BlockFormat(
+        256, 210, lambda b: _codes(b[..., :128], 64, 4) | _codes(b[..., 128:192], 32, 2) << 4, _q6_k, (208,), 32
+    ),
 }
 """The types of block that weights may be kept in."""
 
 
 def decode(blocks: UInt8[Array, "*n blocks bytes"], dtype: str) -> Float32[Array, "*n i"]:
     """Rows of blocks of GGML type `dtype` as float32."""
-    return _flat(FORMATS[dtype].expand(blocks), 2)
+    format = FORMATS[dtype]
+    codes = format.codes(blocks)
+    codes = lax.bitcast_convert_type(codes, jnp.int8) if dtype == "Q8_0" else codes
+    scale, shift = format.scales(blocks)
+    groups = codes.astype(jnp.float32).reshape(*scale.shape, -1) - format.offset
+    values = groups * scale[..., None]
+    values = values if shift is None else values + shift[..., None]
+    return values.reshape(*blocks.shape[:-2], -1)

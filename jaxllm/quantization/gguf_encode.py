@@ -1,51 +1,161 @@
 """From floats to GGUF's blocks, of any type that weights are kept in.
 
-As llama.cpp does it (`quantize_row_*_ref` in ggml-quants.c, https://github.com/ggml-org/ggml): a scale is found for
-each group, those of a block are rounded to integers, and codes are the nearest under the scales as they are stored.
+As llama.cpp does it (`quantize_row_*_ref`, `make_qkx2_quants`, `make_qx_quants` in ggml-quants.c,
+https://github.com/ggml-org/ggml): candidates for the scale of each group are tried one after another, for all groups
+at once; the scales of a block are rounded to integers, and codes are the nearest under the scales as they are stored.
 With `weights`, how much an error of each counts, as `quantize_row_*_impl` does it. For blocks of 32 the `gguf`
 package takes a block's extremes for the ends of the codes' range; here scales are searched for as those of k-quants
-are, which costs a little time and saves a few percent of the error."""
+are, which costs a little time and saves a few percent of the error.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float32, UInt8
+from jaxtyping import Array, Bool, Float32, UInt8
 
 from jaxllm.quantization.gguf_decode import FORMATS
-from jaxllm.quantization.scale_search import (
-    TINY,
-    WEIGHTED,
-    Members,
-    Search,
-    Vector,
-    fit_affine,
-    fit_symmetric,
-    half_bytes,
-    members,
-    nearest,
-    peak_of,
-    rounded,
-    total,
-    with_average,
-)
+
+Vector = Float32[Array, "m"]
+Members = list[Vector]
+"""Groups of neighbouring weights, taken apart: first the first weight of every group, then the second, …
+
+So all sums over a group are written out, and a whole attempt at its scale becomes one loop over vectors of groups.
+"""
+
+TINY = 1e-15
+"""Groups of weights all smaller than that are zeros."""
+
+
+def members(x: Float32[Array, "n _"], size: int) -> Members:
+    columns = x.reshape(-1, size).T
+    return [columns[i] for i in range(size)]
+
+
+def total(terms: Iterable[Vector]) -> Vector:
+    return functools.reduce(operator.add, terms)
+
+
+class Search(NamedTuple):
+    """Candidates for a range of codes: `start`, `start + width`, …, up to `steps` widths, more than fit exactly."""
+
+    start: float
+    steps: int
+    width: float = 0.1
+
+
+WEIGHTED = Search(-0.9, 36, 0.05)
+"""Where an importance matrix says what counts."""
+
+
+def fit_affine(
+    x: Members, weights: Members, most: int, search: Search, *, absolute: bool = False
+) -> tuple[Vector, Vector]:
+    """Scale and minimum (as a positive number) of codes 0 … `most` with the least weighted error in each group.
+
+    Candidates spread the codes over a range from the best minimum so far, wider by the `search`'s numbers over `most`,
+    and take the scale and minimum that least squares give for the codes that follow.
+    """
+    low, high = jnp.minimum(functools.reduce(jnp.minimum, x), 0), functools.reduce(jnp.maximum, x)
+    flat = high - low < TINY
+    sum_w, sum_x = total(weights), total(w * v for w, v in zip(weights, x, strict=True))
+
+    def codes(spread: Array, low: Vector) -> Members:
+        inverse = spread / jnp.where(flat, 1, high - low)
+        return [jnp.clip(jnp.round(inverse * (v - low)), 0, most) for v in x]
+
+    def error(q: Members, scale: Vector, minimum: Vector) -> Vector:
+        differences = (scale * c + minimum - v for c, v in zip(q, x, strict=True))
+        terms = (jnp.abs(d) if absolute else d * d for d in differences)
+        return total(w * term for w, term in zip(weights, terms, strict=True))
+
+    def attempt(step: jax.Array, best: tuple[Vector, ...]) -> tuple[Vector, ...]:
+        q = codes(search.start + search.width * step + most, best[2])
+        weighted = [w * c for w, c in zip(weights, q, strict=True)]
+        sum_q, sum_q2 = total(weighted), total(w * c for w, c in zip(weighted, q, strict=True))
+        sum_xq = total(w * v for w, v in zip(weighted, x, strict=True))
+        determinant = sum_w * sum_q2 - sum_q * sum_q
+        safe = jnp.where(determinant > 0, determinant, 1)
+        scale, minimum = (sum_w * sum_xq - sum_x * sum_q) / safe, (sum_q2 * sum_x - sum_q * sum_xq) / safe
+        through_zero = sum_xq / jnp.where(sum_q2 > 0, sum_q2, 1)
+        scale, minimum = jnp.where(minimum > 0, through_zero, scale), jnp.minimum(minimum, 0)
+        found = (error(q, scale, minimum), scale, minimum)
+        better = (determinant > 0) & (found[0] < best[0])
+        return tuple(jnp.where(better, new, old) for new, old in zip(found, best, strict=True))
+
+    scale = (high - low) / most
+    first = (error(codes(jnp.asarray(most), low), scale, low), scale, low)
+    _, scale, minimum = lax.fori_loop(0, search.steps + 1, attempt, first)
+    return jnp.where(flat, 0, scale), -minimum
+
+
+def fit_symmetric(x: Members, weights: Members, most: int) -> Vector:
+    """The scale of codes -`most` … `most` - 1 with the least weighted error in each group."""
+    peak, zero = peak_of(x)
+
+    def attempt(step: jax.Array, best: tuple[Vector, Vector]) -> tuple[Vector, Vector]:
+        inverse = -(most + 0.1 * (step - 9)) / peak
+        codes = [jnp.clip(jnp.round(inverse * v), -most, most - 1) for v in x]
+        sum_xq = total(w * v * c for w, v, c in zip(weights, x, codes, strict=True))
+        sum_q2 = total(w * c * c for w, c in zip(weights, codes, strict=True))
+        scale = sum_xq / jnp.where(sum_q2 > 0, sum_q2, 1)
+        better = scale * sum_xq > best[0]
+        return jnp.where(better, scale * sum_xq, best[0]), jnp.where(better, scale, best[1])
+
+    _, scale = lax.fori_loop(0, 19, attempt, (jnp.zeros_like(peak), jnp.zeros_like(peak)))
+    return jnp.where(zero, 0, scale)
+
+
+def peak_of(x: Members) -> tuple[Vector, Bool[Array, "m"]]:
+    """The weight of largest size in each group (1 for none), and whether there is none but zeros."""
+    peak = functools.reduce(lambda a, b: jnp.where(jnp.abs(b) > jnp.abs(a), b, a), x)
+    zero = jnp.abs(peak) < TINY
+    return jnp.where(zero, 1, peak), zero
+
+
+def half_bytes(half: Float32[Array, "n"]) -> UInt8[Array, "n 2"]:
+    return lax.bitcast_convert_type(half.astype(jnp.float16), jnp.uint8)
+
+
+def rounded(half: Float32[Array, "n"]) -> Float32[Array, "n 1"]:
+    """What is left of a scale in float16."""
+    return half.astype(jnp.float16).astype(jnp.float32)[:, None]
+
+
+def nearest(x: Float32[Array, "n _"], scale: Array, shift: Array | None, low: int, high: int) -> Array:
+    """Codes `[n, i]` of groups that have these scales and shifts `[n, groups]`; 0 where a scale is."""
+    x = x.reshape(*scale.shape, -1)
+    x = x if shift is None else x + shift[..., None]
+    codes = jnp.where(scale == 0, 0, 1)[..., None] * jnp.round(x / jnp.where(scale == 0, 1, scale)[..., None])
+    return jnp.clip(codes, low, high).astype(jnp.int32).reshape(scale.shape[0], -1)
+
+
+def with_average(x: Float32[Array, "n _"]) -> Members:
+    """How much the error of each weight counts: its size plus the group's root mean square."""
+    group = members(x, 32)
+    average = jnp.sqrt(total(v * v for v in group) / 32)
+    return [average + jnp.abs(v) for v in group]
+
 
 Block = Float32[Array, "n 32"]
 
 
-def _nibbles(codes: Array) -> UInt8[Array, "n 16"]:
-    return (codes[:, :16] & 15 | (codes[:, 16:] & 15) << 4).astype(jnp.uint8)
+def _packed(codes: Array, run: int, bits: int) -> UInt8[Array, "n _"]:
+    """The lowest `bits` of codes `[n, i]` as `gguf_decode` takes them apart: each `8 / bits` runs in `run` bytes."""
+    shifts = np.arange(0, 8, bits)[:, None]
+    runs = (codes & ((1 << bits) - 1)).reshape(len(codes), -1, len(shifts), run) << shifts
+    return runs.sum(2).reshape(len(codes), -1).astype(jnp.uint8)
 
 
-def _high(codes: Array) -> UInt8[Array, "n 4"]:
-    """Bit 4 of every code, the first in the lowest bit."""
-    bits = (codes >> 4 & 1).reshape(-1, 4, 8) << np.arange(8)
-    return bits.sum(2).astype(jnp.uint8)
+def _joined(*parts: UInt8[Array, "n _"]) -> UInt8[Array, "n bytes"]:
+    return jnp.concatenate(parts, axis=1)
 
 
 def _symmetric(x: Block, weights: Block | None, most: int) -> tuple[Vector, Array]:
@@ -61,51 +171,38 @@ def _affine(x: Block, weights: Block | None, most: int, search: Search) -> tuple
 
 def q4_0(x: Block, weights: Block | None = None) -> UInt8[Array, "n 18"]:
     scale, codes = _symmetric(x, weights, 8)
-    return jnp.concatenate([half_bytes(scale), _nibbles(codes + 8)], axis=1)
+    return _joined(half_bytes(scale), _packed(codes + 8, 16, 4))
 
 
 def q4_1(x: Block, weights: Block | None = None) -> UInt8[Array, "n 20"]:
     scale, minimum, codes = _affine(x, weights, 15, Search(-1.0, 20))
-    return jnp.concatenate([half_bytes(scale), half_bytes(minimum), _nibbles(codes)], axis=1)
+    return _joined(half_bytes(scale), half_bytes(minimum), _packed(codes, 16, 4))
 
 
 def q5_0(x: Block, weights: Block | None = None) -> UInt8[Array, "n 22"]:
     scale, codes = _symmetric(x, weights, 16)
-    return jnp.concatenate([half_bytes(scale), _high(codes + 16), _nibbles(codes + 16)], axis=1)
+    return _joined(half_bytes(scale), _packed((codes + 16) >> 4, 1, 1), _packed(codes + 16, 16, 4))
 
 
 def q5_1(x: Block, weights: Block | None = None) -> UInt8[Array, "n 24"]:
     scale, minimum, codes = _affine(x, weights, 31, Search(-0.5, 15))
-    return jnp.concatenate([half_bytes(scale), half_bytes(minimum), _high(codes), _nibbles(codes)], axis=1)
+    return _joined(half_bytes(scale), half_bytes(minimum), _packed(codes >> 4, 1, 1), _packed(codes, 16, 4))
 
 
 def q8_0(x: Block) -> UInt8[Array, "n 34"]:
     """As `gguf` does: the largest weight is the largest code."""
     scale = jnp.abs(x).max(1) / 127
     codes = jnp.round(x / jnp.where(scale > 0, scale, 1)[:, None])
-    return jnp.concatenate([half_bytes(scale), lax.bitcast_convert_type(codes.astype(jnp.int8), jnp.uint8)], axis=1)
+    return _joined(half_bytes(scale), lax.bitcast_convert_type(codes.astype(jnp.int8), jnp.uint8))
 
 
 SuperBlock = Float32[Array, "n 256"]
-Sweep = tuple[Members, Vector, Vector]
-"""Codes, and the weighted sums of weight times code and of code times code."""
 
 
-def _fit_one_by_one(x: Members, most: int) -> Vector:
-    """As `fit_symmetric`, for very few codes: each in turn becomes what is best under the scale of the others."""
-    peak, zero = peak_of(x)
-    codes = [jnp.clip(jnp.round(-most / peak * v), -most, most - 1) for v in x]
-    sum_xq = total(v * v * v * c for v, c in zip(x, codes, strict=True))
-    sum_q2 = total(v * v * c * c for v, c in zip(x, codes, strict=True))
+def _swept(x: Members, weights: Members, codes: Members, low: int, high: int) -> tuple[Members, Vector]:
+    """The codes of every group, each in turn made what is best under the scale of the others, and the scales."""
 
-    _, sum_xq, sum_q2 = lax.fori_loop(0, 5, _sweep(x, [v * v for v in x], -most, most - 1), (codes, sum_xq, sum_q2))
-    return jnp.where(zero | (sum_q2 <= 0), 0, sum_xq / jnp.where(sum_q2 > 0, sum_q2, 1))
-
-
-def _sweep(x: Members, weights: Members, low: int, high: int) -> Callable[[Array, Sweep], Sweep]:
-    """One pass over the codes of every group: each becomes what is best under the scale that the others make."""
-
-    def sweep(_: Array, state: Sweep) -> Sweep:
+    def sweep(_: Array, state: tuple[Members, Vector, Vector]) -> tuple[Members, Vector, Vector]:
         codes, sum_xq, sum_q2 = state
         chosen = []
         for v, w, old in zip(x, weights, codes, strict=True):
@@ -117,18 +214,18 @@ def _sweep(x: Members, weights: Members, low: int, high: int) -> Callable[[Array
             sum_xq, sum_q2 = jnp.where(better, new_xq, sum_xq), jnp.where(better, new_q2, sum_q2)
         return chosen, sum_xq, sum_q2
 
-    return sweep
+    sum_xq = total(w * v * c for w, v, c in zip(weights, x, codes, strict=True))
+    sum_q2 = total(w * c * c for w, c in zip(weights, codes, strict=True))
+    codes, sum_xq, sum_q2 = lax.fori_loop(0, 5, sweep, (codes, sum_xq, sum_q2))
+    return codes, jnp.where(sum_q2 <= 0, 0, sum_xq / jnp.where(sum_q2 > 0, sum_q2, 1))
 
 
-def _quarters(codes: Array) -> UInt8[Array, "n 64"]:
-    """The two low bits of codes, four groups of 32 in 32 bytes, half a block at a time."""
-    parts = (codes & 3).reshape(-1, 2, 4, 32) << (2 * np.arange(4))[:, None]
-    return parts.sum(2).reshape(-1, 64).astype(jnp.uint8)
-
-
-def _high_bits(codes: Array, bit: int) -> UInt8[Array, "n 32"]:
-    """Bit `bit` of codes, that of the groups of 32 in turn from the lowest bit of a byte on."""
-    return (((codes >> bit) & 1).reshape(-1, 8, 32) << np.arange(8)[:, None]).sum(1).astype(jnp.uint8)
+def _fit_one_by_one(x: Members, most: int) -> Vector:
+    """As `fit_symmetric`, for very few codes."""
+    peak, zero = peak_of(x)
+    codes = [jnp.clip(jnp.round(-most / peak * v), -most, most - 1) for v in x]
+    _, scale = _swept(x, [v * v for v in x], codes, -most, most - 1)
+    return jnp.where(zero, 0, scale)
 
 
 def _to_integers(values: Array, top: Array, most: int) -> Array:
@@ -173,20 +270,13 @@ def _fit_integers(values: Float32[Array, "n g"], weights: Float32[Array, "n g"],
 
     steps = jnp.array([0, -4, -3, -2, -1, 1, 2, 3, 4], jnp.float32)  # the first of equals counts
     best = jnp.argmin(jnp.stack([error(jnp.full(top.shape, step)) for step in steps]), axis=0)
-    found = list(codes(steps[best]).T)
-    x, w = list(values.T), list(weights.T)
-    sum_xq = total(a * v * c for a, v, c in zip(w, x, found, strict=True))
-    sum_q2 = total(a * c * c for a, c in zip(w, found, strict=True))
-    found, sum_xq, sum_q2 = lax.fori_loop(0, 5, _sweep(x, w, 0, most), (found, sum_xq, sum_q2))
-    scale = jnp.where(zero | (sum_q2 <= 0), 0, sum_xq / jnp.where(sum_q2 > 0, sum_q2, 1))
-    return scale, jnp.stack(found, axis=1).astype(jnp.int32)
+    found, scale = _swept(list(values.T), list(weights.T), list(codes(steps[best]).T), 0, most)
+    return jnp.where(zero, 0, scale), jnp.stack(found, axis=1).astype(jnp.int32)
 
 
 def q2_k(x: SuperBlock, weights: SuperBlock | None = None) -> UInt8[Array, "n 84"]:
     sc, mn, d, dmin, codes = _shared_scales(x, weights, 16, 3, 15, Search(-0.5, 15))
-    return jnp.concatenate(
-        [(sc | mn << 4).astype(jnp.uint8), _quarters(codes), half_bytes(d), half_bytes(dmin)], axis=1
-    )
+    return _joined((sc | mn << 4).astype(jnp.uint8), _packed(codes, 32, 2), half_bytes(d), half_bytes(dmin))
 
 
 def q3_k(x: SuperBlock, weights: SuperBlock | None = None) -> UInt8[Array, "n 110"]:
@@ -197,11 +287,8 @@ def q3_k(x: SuperBlock, weights: SuperBlock | None = None) -> UInt8[Array, "n 11
         d = fit_symmetric(list(scales.T), list(weights.reshape(-1, 16, 16).sum(2).T), 32)
         sc = nearest(scales, rounded(d), None, -32, 31)
     codes = nearest(x, rounded(d) * sc, None, -4, 3) + 4
-    six = sc + 32
-    low = (six & 15)[:, :8] | (six & 15)[:, 8:] << 4
-    top = ((six >> 4).reshape(-1, 4, 4) << (2 * np.arange(4))[:, None]).sum(1)
-    packed = jnp.concatenate([low, top], axis=1).astype(jnp.uint8)
-    return jnp.concatenate([_high_bits(codes, 2), _quarters(codes), packed, half_bytes(d)], axis=1)
+    packed_scales = _packed(sc + 32, 8, 4), _packed((sc + 32) >> 4, 4, 2)
+    return _joined(_packed(codes >> 2, 32, 1), _packed(codes, 32, 2), *packed_scales, half_bytes(d))
 
 
 def _signed_scales(scales: Float32[Array, "n 16"], most: int) -> tuple[Array, Array]:
@@ -214,25 +301,20 @@ def _signed_scales(scales: Float32[Array, "n 16"], most: int) -> tuple[Array, Ar
 
 
 def _packed_k_scales(sc: Array, mn: Array) -> UInt8[Array, "n 12"]:
-    """See `gguf_blocks.k_scales`."""
+    """See `gguf_decode.k_scales`."""
     low = [sc[:, :4] | (sc[:, 4:] >> 4) << 6, mn[:, :4] | (mn[:, 4:] >> 4) << 6, sc[:, 4:] & 15 | (mn[:, 4:] & 15) << 4]
     return jnp.concatenate(low, axis=1).astype(jnp.uint8)
 
 
-def _nibble_pairs(codes: Array) -> UInt8[Array, "n 128"]:
-    pairs = (codes & 15).reshape(-1, 4, 2, 32)
-    return (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(-1, 128).astype(jnp.uint8)
-
-
 def q4_k(x: SuperBlock, weights: SuperBlock | None = None) -> UInt8[Array, "n 144"]:
     sc, mn, d, dmin, codes = _shared_scales(x, weights, 32, 15, 63, Search(-1.0, 20))
-    return jnp.concatenate([half_bytes(d), half_bytes(dmin), _packed_k_scales(sc, mn), _nibble_pairs(codes)], axis=1)
+    return _joined(half_bytes(d), half_bytes(dmin), _packed_k_scales(sc, mn), _packed(codes, 32, 4))
 
 
 def q5_k(x: SuperBlock, weights: SuperBlock | None = None) -> UInt8[Array, "n 176"]:
     sc, mn, d, dmin, codes = _shared_scales(x, weights, 32, 31, 63, Search(-0.5, 15))
-    parts = [half_bytes(d), half_bytes(dmin), _packed_k_scales(sc, mn), _high_bits(codes, 4), _nibble_pairs(codes)]
-    return jnp.concatenate(parts, axis=1)
+    packed_codes = _packed(codes >> 4, 32, 1), _packed(codes, 32, 4)
+    return _joined(half_bytes(d), half_bytes(dmin), _packed_k_scales(sc, mn), *packed_codes)
 
 
 def q6_k(x: SuperBlock, weights: SuperBlock | None = None) -> UInt8[Array, "n 210"]:
@@ -240,28 +322,15 @@ def q6_k(x: SuperBlock, weights: SuperBlock | None = None) -> UInt8[Array, "n 21
     scales = fit_symmetric(members(x, 16), members(counted, 16), 32).reshape(-1, 16)
     d, sc = _signed_scales(scales, 128)
     codes = nearest(x, rounded(d) * sc, None, -32, 31) + 32
-    halves = (codes & 15).reshape(-1, 2, 2, 64)
-    low = (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(-1, 128).astype(jnp.uint8)
     signed = lax.bitcast_convert_type(sc.astype(jnp.int8), jnp.uint8)
-    return jnp.concatenate([low, _quarters(codes >> 4), signed, half_bytes(d)], axis=1)
+    return _joined(_packed(codes, 64, 4), _packed(codes >> 4, 32, 2), signed, half_bytes(d))
 
 
 ENCODERS: dict[str, Any] = {
-    name: jax.jit(encoder)
-    for name, encoder in {
-        "Q4_0": q4_0,
-        "Q4_1": q4_1,
-        "Q5_0": q5_0,
-        "Q5_1": q5_1,
-        "Q8_0": q8_0,
-        "Q2_K": q2_k,
-        "Q3_K": q3_k,
-        "Q4_K": q4_k,
-        "Q5_K": q5_k,
-        "Q6_K": q6_k,
-    }.items()
+    encoder.__name__.upper(): jax.jit(encoder)
+    for encoder in (q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k)
 }
-"""What makes blocks `[n, bytes]` of each type of their weights `[n, elements]`, and of how much each counts."""
+"""From a type's weights `[n, elements]`, and how much each counts, to its blocks `[n, bytes]`."""
 
 IMPORTANCE: dict[str, tuple[str, int] | None] = {
     "Q6_K": None,

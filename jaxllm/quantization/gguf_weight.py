@@ -71,7 +71,7 @@ class GgufKind:
     def _blocks(self, tensor: Stored) -> np.ndarray:
         if tensor.packed and tensor.dtype == self.type:
             blocks = tensor.by_rows.reshape(*tensor.shape[:-1], -1, FORMATS[self.type].nbytes)
-            for start in FORMATS[self.type].scales:
+            for start in FORMATS[self.type].halves:
                 if not _finite_halves(blocks, start):
                     raise CheckpointError(f"{tensor.origin}: not all scales of its {self.type} blocks are finite")
             return blocks
@@ -124,25 +124,9 @@ def coded_blocks(data: np.ndarray, codes: Codes, type: str, origin: str) -> np.n
         halves = scale.astype(np.float16)
     if not np.isfinite(halves).all():
         raise CheckpointError(f"{origin}: its largest scale, {np.max(scale):g}, is more than float16 holds")
-    return np.concatenate([halves[..., None].view(np.uint8), *_PACKERS[type](numbers)], axis=-1)
-
-
-def _q4_0(numbers: np.ndarray) -> list[np.ndarray]:
-    return [_nibbles((numbers + 8).astype(np.uint8))]
-
-
-def _q5_0(numbers: np.ndarray) -> list[np.ndarray]:
-    raised = (numbers + 16).astype(np.uint8)
-    return [np.packbits(raised >> 4, axis=-1, bitorder="little"), _nibbles(raised & 15)]
-
-
-def _q8_0(numbers: np.ndarray) -> list[np.ndarray]:
-    return [numbers.astype(np.int8).view(np.uint8)]
-
-
-def _nibbles(codes: np.ndarray) -> np.ndarray:
-    low, high = np.split(codes, 2, axis=-1)
-    return low | high << 4
-
-
-_PACKERS = {"Q4_0": _q4_0, "Q5_0": _q5_0, "Q8_0": _q8_0}
+    if type == "Q8_0":
+        return np.concatenate([halves[..., None].view(np.uint8), numbers.astype(np.int8).view(np.uint8)], axis=-1)
+    raised = (numbers + FORMATS[type].offset).astype(np.uint8)
+    low, high = np.split(raised & 15, 2, axis=-1)
+    fifth = [np.packbits(raised >> 4, axis=-1, bitorder="little")] if type == "Q5_0" else []
+    return np.concatenate([halves[..., None].view(np.uint8), *fifth, low | high << 4], axis=-1)

@@ -1,24 +1,151 @@
-"""Weights of few bits laid out for the kernels of NVIDIA GPUs."""
+"""Weights of few bits laid out for the kernels of NVIDIA GPUs: taken apart on the host, and put into tiles."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt8
 
 from jaxllm.pallas_kernels.matrices import E2M1, ROWS, SCALES, PackedFormat, PackedMatrix, block_scale, group_scale
-from jaxllm.quantization.coded import FLOAT16, CodedKind, OrderedKind
+from jaxllm.quantization.coded import FLOAT16, Coded, CodedKind, OrderedKind
+from jaxllm.quantization.gguf_decode import FORMATS, k_scales, q3_scales
 from jaxllm.quantization.gguf_weight import GgufBlocks, GgufKind
-from jaxllm.quantization.stored import UINT8, Stored, unpacked
-from jaxllm.quantization.unpacked import block_format, group_format, unpack_blocks, unpack_groups
+from jaxllm.quantization.stored import E8M0, UINT8, Coding, Stored, unpacked
 from jaxllm.quantization.weight import Quantized, WeightKind
 from jaxllm.sharding.mesh import Axes, Layout
+
+INT32 = np.dtype(np.int32)
+BlocksOfRows = UInt8[np.ndarray, "*n bytes"]
+
+MOST_GROUP = 256
+"""Inputs of a group that a kernel walks at a time; the scale of a longer one is repeated."""
+
+
+class Unpacked(NamedTuple):
+    """A weight's codes, one a byte, and its scales as tiles have them, but row by row.
+
+    Attributes:
+        codes: uint8 `[*stack, o, i]`; those of eight bits are signed.
+        words: int32 `[*stack, o, blocks, words]`, or None.
+        halves: `[*stack, o, blocks]` each.
+    """
+
+    codes: np.ndarray
+    words: np.ndarray | None = None
+    halves: tuple[np.ndarray, ...] = ()
+
+
+def block_format(type: str, inputs: int) -> PackedFormat:
+    """The format for GGUF's blocks of a type of `BLOCKS`, of rows of that many inputs."""
+    format = BLOCKS[type].format
+    if format.scales == "pair" and inputs % format.block:
+        format = replace(format, scales="float")
+    return _fitting(format, inputs)
+
+
+def unpack_blocks(blocks: BlocksOfRows, type: str, format: PackedFormat) -> Unpacked:
+    """GGUF's blocks `[*stack, o, blocks, bytes]`, for the format that `block_format` gives."""
+    codes = FORMATS[type].codes(blocks).reshape(*blocks.shape[:-2], -1)
+    words, half = BLOCKS[type].words, BLOCKS[type].half
+    halves = () if half is None else (np.ascontiguousarray(blocks[..., half : half + 2]).view(FLOAT16)[..., 0],)
+    if format.scales == "pair":
+        return Unpacked(codes, _pairs(*halves))
+    return Unpacked(codes, None if words is None else words(blocks), halves)
+
+
+def group_format(coding: Coding, inputs: int) -> PackedFormat | None:
+    """The format for groups of codes without levels, of rows of that many inputs; None if there is none."""
+    bits, group, scale, symmetric = coding.bits, coding.block[1], coding.scale, coding.symmetric
+    powers = scale == E8M0
+    parted = group > MOST_GROUP and group % MOST_GROUP > 0
+    if bits not in (2, 4, 8) or group % 16 or parted or (powers and not symmetric):
+        return None
+    group = min(group, MOST_GROUP)
+    width = 32 if group % 32 == 0 else 16
+    pairs = symmetric and group == 32 and scale.itemsize == 2 and inputs % (2 * group) == 0
+    offset = 0 if bits == 8 else 1 << (bits - 1)
+    scales = "power" if powers else "pair" if pairs else "float" if symmetric else "zero"
+    return _fitting(PackedFormat(bits, 0, width, group, offset, scales), inputs)
+
+
+def _fitting(format: PackedFormat, inputs: int) -> PackedFormat:
+    """`format`, or with tiles half as wide where rows are no whole ones, which pads less."""
+    return format if inputs % format.unit == 0 else replace(format, width=16)
+
+
+def unpack_groups(weight: Coded, format: PackedFormat) -> Unpacked:
+    """Groups of codes, for the format that `group_format` gives."""
+    bits = weight.coding.bits
+    codes = unpacked(weight.codes, bits).reshape(*weight.scale.shape[:-1], -1)
+    repeats = codes.shape[-1] // weight.scale.shape[-1] // format.group
+    scale = np.repeat(weight.scale, repeats, axis=-1)
+    if bits == 8:
+        codes = codes ^ np.uint8(128)
+    if format.scales == "pair":
+        return Unpacked(codes, _pairs(scale))
+    if weight.zero is None:
+        return Unpacked(codes, None, (scale.view(np.uint8) if format.scales == "power" else scale,))
+    zero = (np.repeat(weight.zero, repeats, axis=-1).astype(np.int16) - (1 << (bits - 1))).astype(np.int8)
+    return Unpacked(codes, None, (scale, zero))
+
+
+def _words(blocks: BlocksOfRows, start: int, stop: int) -> np.ndarray:
+    return np.ascontiguousarray(blocks[..., start:stop]).view(INT32)
+
+
+def _pairs(scales: np.ndarray) -> np.ndarray:
+    """16-bit floats, two in a word."""
+    return np.ascontiguousarray(scales).view(INT32)[..., None]
+
+
+def _k_pairs(blocks: BlocksOfRows) -> np.ndarray:
+    """Scales and minima as `SCALES` says."""
+    both = np.stack(k_scales(blocks[..., 4:16]), axis=-1).reshape(*blocks.shape[:-1], 16)
+    return np.concatenate([_six_bits(both), _words(blocks, 0, 4)], axis=-1)
+
+
+def _six_bits(values: UInt8[np.ndarray, "*n 16"]) -> np.ndarray:
+    """Sixteen numbers of six bits as three words; see `matrices.fourth_of_six`."""
+    fours = values.reshape(*values.shape[:-1], 4, 4)
+    last = (fours[..., 3:, :] >> np.array([0, 2, 4], np.uint8)[:, None]) & np.uint8(3)
+    return np.ascontiguousarray(fours[..., :3, :] | last << 6).view(INT32)[..., 0]
+
+
+class GpuFormat(NamedTuple):
+    """The tiles of a type of block, what makes words of a block, and the byte where a scale that is kept begins."""
+
+    format: PackedFormat
+    words: Callable[[BlocksOfRows], np.ndarray] | None = None
+    half: int | None = None
+
+
+BLOCKS = {
+    "Q4_0": GpuFormat(PackedFormat(4, offset=8, scales="pair"), half=0),
+    "Q4_1": GpuFormat(PackedFormat(4, scales="minimum"), lambda b: _words(b, 0, 4)),
+    "Q5_0": GpuFormat(PackedFormat(4, 1, offset=16, scales="pair"), half=0),
+    "Q5_1": GpuFormat(PackedFormat(4, 1, scales="minimum"), lambda b: _words(b, 0, 4)),
+    "Q8_0": GpuFormat(PackedFormat(8, scales="pair"), half=0),
+    "Q2_K": GpuFormat(
+        PackedFormat(2, width=16, group=16, scales="k_nibbles"),
+        lambda b: np.concatenate([_words(b, 0, 16), _words(b, 80, 84)], axis=-1),
+    ),
+    "Q3_K": GpuFormat(
+        PackedFormat(2, 1, width=16, group=16, offset=4, scales="k_six"),
+        lambda b: _six_bits(q3_scales(b[..., 96:108])), half=108,
+    ),
+    "Q4_K": GpuFormat(PackedFormat(4, scales="k_pairs"), _k_pairs),
+    "Q5_K": GpuFormat(PackedFormat(4, 1, scales="k_pairs"), _k_pairs),
+    "Q6_K": GpuFormat(
+        PackedFormat(4, 2, width=16, group=16, offset=32, scales="k_bytes"), lambda b: _words(b, 192, 208), half=208
+    ),
+}  # fmt: skip
+"""GGUF's types as tiles have them."""
 
 
 @jax.tree_util.register_dataclass

@@ -11,7 +11,6 @@ import ml_dtypes
 import numpy as np
 
 from jaxllm.errors import CheckpointError
-from jaxllm.quantization.gguf_blocks import dequantize
 
 UINT8, INT8 = np.dtype(np.uint8), np.dtype(np.int8)
 FP8, E8M0 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu)
@@ -154,6 +153,22 @@ def unpacked(codes: Any, bits: int) -> Any:
     """`[*n, bytes]` -> `[*n, 8 / bits, bytes]`: the lowest bits of all bytes come first."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     return (codes[..., None, :] >> shifts) & np.uint8((1 << bits) - 1)
+
+
+def dequantize(data: np.ndarray, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    """The bytes `data` of one tensor of GGML type `dtype` as float32 of `shape`.
+
+    Raises:
+        CheckpointError: the type is unknown, or the bytes are not as many as the shape asks for.
+    """
+    from gguf import GGMLQuantizationType, quants
+
+    try:
+        return quants.dequantize(data.reshape(*shape[:-1], -1), GGMLQuantizationType[dtype]).reshape(shape)
+    except (KeyError, NotImplementedError):
+        raise CheckpointError(f"GGML type {dtype} cannot be dequantized") from None
+    except ValueError:
+        raise CheckpointError(f"{data.size:,} bytes are no {dtype} tensor of shape {shape}") from None
 
 
 FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}

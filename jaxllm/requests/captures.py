@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import xarray
 
 POINTS = ("residual_before", "attention_out", "residual_middle", "mlp_out", "residual")
-"""The places in a layer whose activations can be given: the residual stream as it enters, what the mixer (attention, a
-convolution, a recurrence) adds to it, the stream after that, what the MLP adds, and the stream as it leaves."""
+"""The places in a layer whose activations can be given: the residual stream as it enters, the mixer's addition to it
+(attention, a convolution, a recurrence), the stream after that, the MLP's addition, and the stream as it leaves."""
 CACHED = ("keys", "values")
 """What attention keeps of each token in the KV cache, as it keeps it: after any norm and rotation."""
 TAPPED = (*POINTS, *CACHED)
@@ -62,6 +62,10 @@ class LayerShapes:
     def has(self, name: str, layer: int) -> bool:
         """Whether the layer has that activation."""
         return name not in CACHED or self.heads[layer] is not None
+
+    def having(self, name: str) -> list[int]:
+        """The layers that have it."""
+        return [layer for layer in range(len(self.heads)) if self.has(name, layer)]
 
     def of(self, tap: Tap) -> tuple[int, ...]:
         """The shape of an activation at one token."""
@@ -117,47 +121,36 @@ def read_capture(capture: CaptureRequest, positions: str | Sequence[int], layers
         taps = [tap for name, wanted in capture.items() for tap in _of_layers(name, wanted, layers)]
     for name, layer in taps:
         if name != FINAL and not -num_layers <= layer < num_layers:
-            last = num_layers - 1
-            raise InvalidRequestError(f"capture has layer {layer} of {name!r}; layers go from 0 to {last}", "capture")
+            raise _refused(f"has layer {layer} of {name!r}; layers go from 0 to {num_layers - 1}")
     settled = dict.fromkeys((name, layer % num_layers if name != FINAL else -1) for name, layer in taps)
     if not settled:
-        raise InvalidRequestError("capture names no activation; it must have one", "capture")
+        raise _refused("names no activation; it must have one")
     for name, layer in settled:
-        _check_cached(name, layer, layers)
+        if not layers.has(name, layer):
+            known = ", ".join(map(str, layers.having(name))) or "none"
+            raise _refused(f"has layer {layer} of {name!r}; layers with {name} of their own are {known}")
     return CaptureParams(tuple(settled), _positions(positions), tuple(map(layers.of, settled)))
 
 
-def _check_cached(name: str, layer: int, layers: LayerShapes) -> None:
-    if not layers.has(name, layer):
-        known = ", ".join(str(index) for index in range(len(layers.heads)) if layers.has(name, index)) or "none"
-        raise InvalidRequestError(
-            f"capture has layer {layer} of {name!r}; layers with {name} of their own are {known}", "capture"
-        )
+def _refused(problem: str) -> InvalidRequestError:
+    return InvalidRequestError(f"capture {problem}", "capture")
 
 
 def _of_layers(name: str, wanted: object, layers: LayerShapes) -> list[Tap]:
     if name == FINAL:
         if wanted is not True:
-            raise InvalidRequestError(
-                f"capture has {wanted!r} for 'final', which is of no layer; it must be True", "capture"
-            )
+            raise _refused(f"has {wanted!r} for 'final', which is of no layer; it must be True")
         return [(FINAL, -1)]
     if name not in TAPPED:
         if name.startswith("blocks."):
-            raise InvalidRequestError(
-                "TransformerLens's names go into a list: capture=['blocks.3.hook_resid_post']", "capture"
-            )
+            problem = "TransformerLens's names go into a list: capture=['blocks.3.hook_resid_post']"
+            raise InvalidRequestError(problem, "capture")
         known = (*TAPPED, FINAL)
-        raise InvalidRequestError(
-            f"capture has {name!r}{did_you_mean(name, known)}; accepted are {', '.join(known)}", "capture"
-        )
-    if wanted is True and any(layers.has(name, layer) for layer in range(len(layers.heads))):
-        return [(name, layer) for layer in range(len(layers.heads)) if layers.has(name, layer)]
-    found = integers(wanted)
+        raise _refused(f"has {name!r}{did_you_mean(name, known)}; accepted are {', '.join(known)}")
+    found = layers.having(name) if wanted is True else []
+    found = found or integers(wanted)
     if not found:
-        raise InvalidRequestError(
-            f"capture has {wanted!r} for {name!r}; it must be a layer, a list of layers, or True for all", "capture"
-        )
+        raise _refused(f"has {wanted!r} for {name!r}; it must be a layer, a list of layers, or True for all")
     return [(name, layer) for layer in found]
 
 
@@ -165,7 +158,7 @@ def _of_transformer_lens(name: str) -> Tap:
     found = re.fullmatch(r"blocks\.(\d+)\.([\w.]+)", name)
     if found is None or found[2] not in TRANSFORMER_LENS:
         known = ", ".join(f"blocks.N.{hook}" for hook in TRANSFORMER_LENS)
-        raise InvalidRequestError(f"capture has {name!r}; in a list accepted are {known}", "capture")
+        raise _refused(f"has {name!r}; in a list accepted are {known}")
     return TRANSFORMER_LENS[found[2]], int(found[1])
 
 
@@ -174,10 +167,8 @@ def _positions(positions: str | Sequence[int]) -> Positions:
         return positions  # type: ignore[return-value]
     numbers = tuple(integers(positions))
     if not numbers:
-        raise InvalidRequestError(
-            f"positions is {positions!r}; it must be 'all', 'prompt', 'generated', 'last', or a list of integers",
-            "positions",
-        )
+        accepted = "it must be 'all', 'prompt', 'generated', 'last', or a list of integers"
+        raise InvalidRequestError(f"positions is {positions!r}; {accepted}", "positions")
     return numbers
 
 
@@ -241,9 +232,8 @@ class Captures(Mapping[str, dict[int, np.ndarray]]):
         for name, layers in self.items() if len(self.positions) else ():
             if len(layers) > 1:
                 sizes = np.stack([root_mean_square(_flat(array), -1) for array in layers.values()])
-                parts.append(
-                    heat_map(f"{name}, root mean square", sizes, Axis("layer", [*map(str, layers)]), positions)
-                )
+                rows = Axis("layer", [*map(str, layers)])
+                parts.append(heat_map(f"{name}, root mean square", sizes, rows, positions))
             else:
                 [(layer, array)] = ((layer, _flat(array)) for layer, array in layers.items())
                 title = name if layer < 0 else f"{name} of layer {layer}"
@@ -280,18 +270,14 @@ class CapturesInProgress:
     def add(self, positions: Sequence[int], values: bytes) -> None:
         """float32 `[activations, positions, width]`; those that were computed again take the place of earlier ones."""
         shape = (len(self._params.taps), len(positions), self._width)
-        for position, rows in zip(
-            positions, np.frombuffer(values, np.float32).reshape(shape).swapaxes(0, 1), strict=True
-        ):
-            self._rows[position] = rows
+        rows = np.frombuffer(values, np.float32).reshape(shape).swapaxes(0, 1)
+        self._rows |= zip(positions, rows, strict=True)
 
     def finish(self) -> Captures:
         """All of them, by position."""
         positions = sorted(self._rows)
         rows = [self._rows[position] for position in positions]
         values = np.stack(rows, axis=1) if rows else np.zeros((len(self._params.taps), 0, self._width), np.float32)
-        cut = [
-            found[:, : math.prod(shape)].reshape(-1, *shape)  # what is behind is unused
-            for found, shape in zip(values, self._params.shapes, strict=True)
-        ]
+        shaped = zip(values, self._params.shapes, strict=True)
+        cut = [found[:, : math.prod(shape)].reshape(-1, *shape) for found, shape in shaped]  # the rest is padding
         return Captures(self._params.taps, np.array(positions, np.int64), cut)

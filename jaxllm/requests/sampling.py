@@ -40,7 +40,21 @@ _INTEGERS: dict[str, tuple[int, int, str]] = {
 _MAY_BE_NONE = frozenset({
     "repeat_last_n", "seed", "max_tokens", "max_thinking_tokens", "logprobs", "prompt_logprobs",
 })  # fmt: skip
-_REALS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_REALS: dict[str, tuple[float, float, str]] = {
+    "temperature": (0, math.inf, "0 or more"),
+    "top_p": (0, 1, "from 0 to 1"),
+    "min_p": (0, 1, "from 0 to 1"),
+    "presence_penalty": (-2, 2, "from -2 to 2"),
+    "frequency_penalty": (-2, 2, "from -2 to 2"),
+    "repetition_penalty": (math.ulp(0.0), math.inf, "above 0"),
+}
+_MOST = {
+    "bad_words": (MAX_BAD_WORDS, "words"),
+    "stop": (MAX_STOP_STRINGS, "strings"),
+    "stop_token_ids": (MAX_STOP_TOKEN_IDS, "ids"),
+    "logprob_token_ids": (MAX_LOGPROBS, "ids"),
+}
+"""How many of each there may be."""
 _FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
 _TOKEN_IDS = (
     "allowed_token_ids", "stop_token_ids", "shown_special_token_ids", "logprob_token_ids", "predicted_token_ids",
@@ -160,67 +174,38 @@ class SamplingParams:
             if ids is not None:
                 ids = tuple(_integer(name, token, 0, INT32_MAX, f"token ids from 0 to {INT32_MAX}") for token in ids)
             set_field(self, name, ids if name == "allowed_token_ids" else ids or ())
-        set_field(self, "logits_processors", read_chosen(self.logits_processors))
+        processors = self.logits_processors
+        set_field(self, "logits_processors", read_chosen(processors) if processors not in ((), {}) else {})
         if self.repeat_last_n == -1:
             set_field(self, "repeat_last_n", None)
         _check(isinstance(self.logit_bias or {}, dict), "logit_bias", self.logit_bias, "token ids with their values")
         set_field(self, "top_k", max(self.top_k, 0))
-
-        _check(self.temperature >= 0, "temperature", self.temperature, "0 or more")
-        _check(0 <= self.top_p <= 1, "top_p", self.top_p, "from 0 to 1")
+        self._check_values()
         if self.top_p == 0:  # the likeliest token alone
             set_field(self, "top_p", 1.0)
             set_field(self, "temperature", 0.0)
-        _check(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            _check(-2 <= value <= 2, name, value, "from -2 to 2")
-        _check(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0")
-        biases = self.logit_bias or {}
-        entries = f"{len(biases)} entries"
-        _check(len(biases) <= MAX_LOGIT_BIAS, "logit_bias", entries, f"at most {MAX_LOGIT_BIAS} entries")
-        accepted = "token ids from 0 with values from -100 to 100"
-        for token, value in biases.items():
-            _check(_finite(value) and -100 <= value <= 100, "logit_bias", {token: value}, accepted)
-        keys = [int(key) if isinstance(key, str) and key.isdecimal() else key for key in biases]  # as JSON has them
-        tokens = [_integer("logit_bias", key, 0, INT32_MAX, accepted) for key in keys]
-        set_field(self, "logit_bias", dict(zip(tokens, map(float, biases.values()), strict=True)))
-        _check(self.allowed_token_ids != (), "allowed_token_ids", [], "at least one token id")
-        _check(
-            len(self.bad_words) <= MAX_BAD_WORDS,
-            "bad_words",
-            f"{len(self.bad_words)} words",
-            f"at most {MAX_BAD_WORDS}",
-        )
-        _check(
-            all(isinstance(w, str) and w.strip() for w in self.bad_words),
-            "bad_words",
-            list(self.bad_words),
-            "strings that are not blank",
-        )
-        _check(
-            self.max_tokens is None or self.min_tokens <= self.max_tokens,
-            "min_tokens",
-            self.min_tokens,
-            "at most ",
-            Field("max_tokens"),
-            f" ({self.max_tokens})",
-        )
-        _check(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"{len(self.stop)} strings", f"at most {MAX_STOP_STRINGS}")
-        _check(all(isinstance(s, str) and s for s in self.stop), "stop", list(self.stop), "non-empty strings")
-        _check(
-            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
-            "stop_token_ids",
-            f"{len(self.stop_token_ids)} ids",
-            f"at most {MAX_STOP_TOKEN_IDS}",
-        )
-        asked = f"{len(self.logprob_token_ids)} ids"
-        _check(len(self.logprob_token_ids) <= MAX_LOGPROBS, "logprob_token_ids", asked, f"at most {MAX_LOGPROBS}")
+        set_field(self, "logit_bias", _biases(self.logit_bias or {}))
         if self.logprob_token_ids:
-            count, most = self.logprobs or 0, MAX_LOGPROBS - len(self.logprob_token_ids)
-            _check(count <= most, "logprobs", count, f"at most {most} with {asked} in logprob_token_ids")
-            set_field(self, "logprobs", count)
-        _check(not self.stop or self.detokenize, "stop", list(self.stop), "stop strings need detokenize=True")
+            set_field(self, "logprobs", self.logprobs or 0)
+
+    def _check_values(self) -> None:
+        for name, (low, high, accepted) in _REALS.items():
+            value = getattr(self, name)
+            _check(low <= value <= high, name, value, accepted)
+        for name, (most, kind) in _MOST.items():
+            count = len(getattr(self, name))
+            _check(count <= most, name, f"{count} {kind}", f"at most {most}")
+        _check(self.allowed_token_ids != (), "allowed_token_ids", [], "at least one token id")
+        words, stops = list(self.bad_words), list(self.stop)
+        are_words = all(isinstance(word, str) and word.strip() for word in words)
+        _check(are_words, "bad_words", words, "strings that are not blank")
+        _check(all(isinstance(stop, str) and stop for stop in stops), "stop", stops, "non-empty strings")
+        _check(not stops or self.detokenize, "stop", stops, "stop strings need detokenize=True")
+        fits = self.max_tokens is None or self.min_tokens <= self.max_tokens
+        _check(fits, "min_tokens", self.min_tokens, "at most ", Field("max_tokens"), f" ({self.max_tokens})")
+        if asked := len(self.logprob_token_ids):
+            count, most = self.logprobs or 0, MAX_LOGPROBS - asked
+            _check(count <= most, "logprobs", count, f"at most {most} with {asked} ids in logprob_token_ids")
 
     @property
     def wants_vocabulary(self) -> bool:
@@ -270,6 +255,17 @@ class SamplingDefaults:
     def fields(self) -> dict[str, Any]:
         """Those that say something, as keyword arguments of SamplingParams."""
         return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def _biases(given: dict[Any, Any]) -> dict[int, float]:
+    entries = f"{len(given)} entries"
+    _check(len(given) <= MAX_LOGIT_BIAS, "logit_bias", entries, f"at most {MAX_LOGIT_BIAS} entries")
+    accepted = "token ids from 0 with values from -100 to 100"
+    for token, value in given.items():
+        _check(_finite(value) and -100 <= value <= 100, "logit_bias", {token: value}, accepted)
+    keys = [int(key) if isinstance(key, str) and key.isdecimal() else key for key in given]  # as JSON has them
+    tokens = [_integer("logit_bias", key, 0, INT32_MAX, accepted) for key in keys]
+    return dict(zip(tokens, map(float, given.values()), strict=True))
 
 
 def _integer(name: str, value: Any, low: int, high: int, accepted: str) -> int:

@@ -1,4 +1,4 @@
-"""What a request changes in its residual stream: vectors that are added to it, and values that take its place."""
+"""What a request changes in the model: adapters, vectors added to its residual stream, values that replace it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral
+from os import PathLike, fspath
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from jaxllm.errors import InvalidRequestError
-
-NAMED = ("all", "prompt", "generated")
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +72,7 @@ def steers_of(given: Steers, count: int) -> list[list[Steer]]:
     if all(isinstance(entry, Steer) for entry in given):
         return [[entry for entry in given if isinstance(entry, Steer)]] * count
     if len(given) != count:
-        raise InvalidRequestError(
-            f"steer has {len(given)} entries for {count} prompts; give those of all, or a list for each prompt", "steer"
-        )
+        raise _refused(f"has {len(given)} entries for {count} prompts; give those of all, or a list for each prompt")
     return [[] if entry is None else [entry] if isinstance(entry, Steer) else list(entry) for entry in given]
 
 
@@ -90,21 +88,16 @@ def read_steering(
         return None
     ranges = {_range(steer.positions, num_prompt, longest): steer.positions for steer in steers}
     if len(ranges) > 1:
-        raise InvalidRequestError(
-            f"steer has vectors for the positions {' and '.join(map(repr, ranges.values()))}; those of one request "
-            "must be for the same ones",
-            "steer",
-        )
+        different = " and ".join(map(repr, ranges.values()))
+        raise _refused(f"has vectors for the positions {different}; those of one request must be for the same ones")
     sums: dict[int, np.ndarray] = {}
     for steer in steers:
         if not -num_layers <= steer.layer < num_layers:
-            raise InvalidRequestError(f"steer has layer {steer.layer}; layers go from 0 to {num_layers - 1}", "steer")
+            raise _refused(f"has layer {steer.layer}; layers go from 0 to {num_layers - 1}")
         vector = np.asarray(steer.vector, np.float32)
         if vector.shape != (width,) or not np.isfinite(vector * steer.scale).all():
-            raise InvalidRequestError(
-                f"steer has a vector {list(vector.shape)} for layer {steer.layer}; it must be [{width}], and finite",
-                "steer",
-            )
+            said = f"has a vector {list(vector.shape)} for layer {steer.layer}"
+            raise _refused(f"{said}; it must be [{width}], and finite")
         layer = steer.layer % num_layers
         sums[layer] = sums.get(layer, np.zeros(width, np.float32)) + np.float32(steer.scale) * vector
     layers, [(start, stop)] = tuple(sorted(sums)), ranges
@@ -120,11 +113,12 @@ def _range(positions: str | tuple[int, int], num_prompt: int, longest: int) -> t
             return named[positions]
     elif len(positions) == 2 and 0 <= positions[0] < positions[1]:
         return positions[0], min(positions[1], longest)
-    raise InvalidRequestError(
-        f"steer has the positions {positions!r}; they must be {', '.join(map(repr, NAMED))}, or (start, stop) with "
-        "0 <= start < stop",
-        "steer",
-    )
+    accepted = "'all', 'prompt', 'generated', or (start, stop) with 0 <= start < stop"
+    raise _refused(f"has the positions {positions!r}; they must be {accepted}")
+
+
+def _refused(problem: str, field: str = "steer") -> InvalidRequestError:
+    return InvalidRequestError(f"{field} {problem}", field)
 
 
 MOST_BYTES = 2**28
@@ -175,9 +169,7 @@ def patches_of(given: Patches, count: int) -> list[Patch]:
         return [given or {}] * count
     given = list(given)
     if len(given) != count:
-        raise InvalidRequestError(
-            f"patch has {len(given)} entries for {count} prompts; give one for all, or one a prompt", "patch"
-        )
+        raise _refused(f"has {len(given)} entries for {count} prompts; give one for all, or one a prompt", "patch")
     return [entry or {} for entry in given]
 
 
@@ -191,27 +183,22 @@ def read_patch(patch: Patch, num_prompt: int, *, num_layers: int, width: int, lo
         return None
     most = MOST_BYTES // (4 * width)
     if len(patch) > most:
-        raise InvalidRequestError(f"patch has {len(patch)} entries; accepted are up to {most}", "patch")
+        raise _refused(f"has {len(patch)} entries; accepted are up to {most}", "patch")
     found: dict[tuple[int, int], np.ndarray] = {}
     for place, given in patch.items():
         layer, position = _place(place)
         if not -num_layers <= layer < num_layers:
-            raise InvalidRequestError(f"patch has layer {layer}; layers go from 0 to {num_layers - 1}", "patch")
+            raise _refused(f"has layer {layer}; layers go from 0 to {num_layers - 1}", "patch")
         if not -num_prompt <= position < longest:
-            raise InvalidRequestError(
-                f"patch has position {position}; of a prompt of {num_prompt} tokens, in a context of {longest}, they "
-                f"go from {-num_prompt} to {longest - 1}",
-                "patch",
-            )
+            of = f"of a prompt of {num_prompt} tokens, in a context of {longest}"
+            raise _refused(f"has position {position}; {of}, they go from {-num_prompt} to {longest - 1}", "patch")
         value = np.asarray(given, np.float32)
         if value.shape != (width,) or not np.isfinite(value).all():
-            raise InvalidRequestError(
-                f"patch has {list(value.shape)} for {place}; it must be [{width}], and finite", "patch"
-            )
+            raise _refused(f"has {list(value.shape)} for {place}; it must be [{width}], and finite", "patch")
         settled = (position % num_prompt if position < 0 else position, layer % num_layers)
         if settled in found:
-            raise InvalidRequestError(
-                f"patch has two entries for layer {settled[1]} at position {settled[0]}; it must have one", "patch"
+            raise _refused(
+                f"has two entries for layer {settled[1]} at position {settled[0]}; it must have one", "patch"
             )
         found[settled] = value
     places = tuple(sorted(found))
@@ -222,5 +209,58 @@ def read_patch(patch: Patch, num_prompt: int, *, num_layers: int, width: int, lo
 def _place(place: Any) -> tuple[int, int]:
     pair = isinstance(place, tuple) and len(place) == 2
     if not pair or not all(isinstance(number, Integral) and not isinstance(number, bool) for number in place):
-        raise InvalidRequestError(f"patch has the key {place!r}; it must be (layer, position)", "patch")
+        raise _refused(f"has the key {place!r}; it must be (layer, position)", "patch")
     return int(place[0]), int(place[1])
+
+
+class AdapterUse(msgspec.Struct, frozen=True):
+    """One adapter, and how much of it is added.
+
+    `id` says which version of the adapter it is: what is read from `path` under one id is kept, and so are the prefixes
+    that were computed with it. Whoever changes the file takes another id.
+    """
+
+    id: int
+    name: str
+    path: str
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """An adapter for a request, in vLLM's words: `LoRARequest("sql", 1, "adapters/sql")`.
+
+    Attributes:
+        lora_name: what people call it.
+        lora_int_id: its number, from 1; another adapter, or another version of it, needs another number.
+        lora_path: a folder as PEFT saves it, or a GGUF file as llama.cpp's converter makes it.
+        scale: how much of it is added; 1 is as it was trained.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str | PathLike[str]
+    scale: float = 1.0
+
+    @property
+    def use(self) -> AdapterUse:
+        """The same as the engine is told it."""
+        return AdapterUse(self.lora_int_id, self.lora_name, fspath(self.lora_path), self.scale)
+
+
+LoRA = LoRARequest | Sequence[LoRARequest]
+"""One adapter, or several that are added together."""
+
+
+def adapter_uses(given: LoRA | None) -> tuple[AdapterUse, ...]:
+    """What the engine is told of the adapters of one request."""
+    if given is None:
+        return ()
+    requests = [given] if isinstance(given, LoRARequest) else list(given)
+    for request in requests:
+        if not isinstance(request, LoRARequest):
+            raise _refused(f"holds {request!r}; accepted are LoRARequests", "lora_request")
+        if isinstance(request.scale, bool) or not isinstance(request.scale, (int, float)) or abs(request.scale) > 1e6:
+            said = f"the scale of adapter {request.lora_name!r} is {request.scale!r}; accepted are numbers up to 1e6"
+            raise InvalidRequestError(said, param="lora_request")
+    return tuple(request.use for request in requests)

@@ -1,4 +1,4 @@
-"""What one step of an engine runs and how near it comes to the time that reading its bytes takes; traces of steps."""
+"""The executables of one step, and its time compared with the time for reading its bytes; traces of steps."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from jaxllm.engine.core.sizes import StepSizes
 from jaxllm.engine.features.readout.pooling import SUMS
 from jaxllm.engine.start.memory import weight_bytes
 from jaxllm.errors import ConfigError, InvalidRequestError
-from jaxllm.models.abstract import ModelParts
 from jaxllm.models.caches import CacheSpec, Joined, Paged, Shared, parts_of
 from jaxllm.models.config import DecoderConfig
+from jaxllm.models.registry import ModelParts
 from jaxllm.weights.loader import ParamSpec
 
 Bandwidth = float | Literal["measure"] | None
-"""Bytes a second that a device reads of its memory; None: what NVIDIA states of the GPU, where the table has it."""
+"""Bytes a second that a device reads of its memory; None is NVIDIA's figure for the GPU, if the table has it."""
 
 RUNS_LAYERS: tuple[Kind, ...] = ("decode", "verify", "backbone", "encode")
 RUNS_HEAD: tuple[Kind, ...] = ("decode", "verify", "head", "read")
@@ -41,9 +41,9 @@ class StepPart:
     Attributes:
         name: as `jaxllm plan` and /metrics call it: `decode-8` is the decode that is padded to 8 sequences.
         runs: how often it ran, or how many tokens one run made of each sequence.
-        real: rows or tokens that were some request's; None where that is not counted.
-        padded: rows or tokens that it computes; None where its size has no meaning.
-        weight_bytes, cache_bytes: what it reads of a device's memory.
+        real: rows or tokens that belong to requests; None if that is not counted.
+        padded: rows or tokens that it computes; None if its size has no meaning.
+        weight_bytes, cache_bytes: bytes that it reads of a device's memory.
     """
 
     name: str
@@ -55,7 +55,6 @@ class StepPart:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """As people read it."""
         counts = ("–" if count is None else f"{count:,}" for count in (self.real, self.padded))
         sizes = (format_bytes(size) if size else "–" for size in (self.weight_bytes, self.cache_bytes))
         return (self.name, f"{self.runs:,}", *counts, *sizes)
@@ -63,17 +62,17 @@ class StepPart:
 
 @dataclass(frozen=True, repr=False)
 class StepExplanation:
-    """What a step ran; notebooks show a picture of it, and `print` a table.
+    """A step that ran; notebooks show a picture of it, and `print` a table.
 
     Attributes:
         kind: "decode" or "prefill".
-        parts: what ran, in order.
+        parts: the executables in their order.
         sequences: the tokens and the context of each request in it.
-        bandwidth: bytes a second, and where that is from; None where it is not known.
-        seconds: from when the step before it had been read, or it was enqueued if that was later, until its results
+        bandwidth: bytes a second, and their source; None if unknown.
+        seconds: from the reading of the step before it, or from its enqueueing if that was later, until its results
             were on the host.
         waited: whether the host waited for them. Otherwise the step had ended some time before.
-        leaves_out: what the bytes do not count.
+        leaves_out: reads that the bytes do not count.
     """
 
     kind: StepKind
@@ -87,22 +86,19 @@ class StepExplanation:
 
     @property
     def weight_bytes(self) -> int:
-        """Weights that the step reads."""
         return sum(part.weight_bytes for part in self.parts)
 
     @property
     def cache_bytes(self) -> int:
-        """Keys, values and states that the step reads."""
         return sum(part.cache_bytes for part in self.parts)
 
     @property
     def floor_seconds(self) -> float | None:
-        """How long reading these bytes takes; None where the bandwidth is not known. No step is faster."""
+        """The time for reading these bytes; None if the bandwidth is unknown. No step is faster."""
         return None if not self.bandwidth else (self.weight_bytes + self.cache_bytes) / self.bandwidth
 
     @property
     def title(self) -> str:
-        """The step in a line."""
         contexts = [sequence.context for sequence in self.sequences]
         least, most = min(contexts, default=0), max(contexts, default=0)
         reach = f"{most:,}" if least == most else f"{least:,} to {most:,}"
@@ -111,7 +107,6 @@ class StepExplanation:
 
     @property
     def summary(self) -> list[str]:
-        """Its bytes, its floor and its time."""
         lines = [
             f"{format_bytes(self.weight_bytes)} of weights and {format_bytes(self.cache_bytes)} of caches are read"
         ]
@@ -179,8 +174,7 @@ def explain(
 ) -> StepExplanation:
     """The last step of `kind`, or the last of all.
 
-    Raises:
-        InvalidRequestError: none has run, or an argument is none of those that are accepted.
+    Raises InvalidRequestError if none has run, or an argument is not accepted.
     """
     if kind not in (None, "decode", "prefill"):
         raise InvalidRequestError(f"kind is {kind!r}; it must be 'decode', 'prefill' or None for the last step", "kind")
@@ -216,9 +210,10 @@ def _added(one: StepPart, other: StepPart) -> StepPart:
 
 
 def _bandwidth(given: Bandwidth) -> tuple[float | None, str]:
-    if given == "measure":
-        from jaxllm.engine.start.schemes import measure_bandwidth
+    from jaxllm.engine.start.schemes import GPUS, measure_bandwidth
+    from jaxllm.sharding.devices import find_devices
 
+    if given == "measure":
         return measure_bandwidth(), "measured"
     if given is not None:
         if isinstance(given, bool) or not isinstance(given, (int, float)) or not given > 0:
@@ -226,9 +221,6 @@ def _bandwidth(given: Bandwidth) -> tuple[float | None, str]:
                 f"bandwidth is {given!r}; it must be bytes a second, 'measure', or None for what is known", "bandwidth"
             )
         return float(given), "stated"
-    from jaxllm.engine.start.schemes import GPUS
-    from jaxllm.sharding.devices import find_devices
-
     name = find_devices()[0].device_kind
     known = next((gpu for gpu in GPUS.values() if gpu.device == name), None)
     if known is None:
@@ -237,10 +229,9 @@ def _bandwidth(given: Bandwidth) -> tuple[float | None, str]:
 
 
 def weights_read(model: ModelParts, executable: RanExecutable) -> int:
-    """Bytes of weights that an executable reads of a device, each once for every time that it runs the model.
+    """Bytes of weights that an executable reads of a device, each once for every run of the model.
 
-    Of tables of embeddings a row for each token; of experts those of one token, which is the least that any number of
-    tokens need.
+    Tables of embeddings count a row for each token; experts count those of one token, the least for any number.
     """
     kind, total = executable.key.kind, 0
     for param in model.params:
@@ -252,7 +243,7 @@ def weights_read(model: ModelParts, executable: RanExecutable) -> int:
 
 
 def _is_head(param: ParamSpec, config: DecoderConfig, *, alone: bool = False) -> bool:
-    """Whether the head reads it; `alone`: and nothing else does."""
+    """Whether the head reads it; with `alone`, whether nothing else does."""
     if config.encoder is not None:
         return False
     if param.path == "embed.weight":
@@ -271,7 +262,7 @@ def _layers_read(param: ParamSpec, model: ModelParts, tokens: int) -> int:
 
 
 def caches_read(sizes: StepSizes, executable: RanExecutable, sequences: Sequence[RanSequence]) -> int:
-    """Bytes of keys, values and states that an executable reads of a device's caches, each once a run of the model."""
+    """Bytes of keys, values and states that an executable reads of a device's caches, each once a run."""
     if executable.key.kind not in ("decode", "verify", "backbone"):
         return 0
     grown = [RanSequence(each.length, each.context + step) for each in sequences for step in range(executable.times)]
@@ -279,7 +270,7 @@ def caches_read(sizes: StepSizes, executable: RanExecutable, sequences: Sequence
 
 
 def _parts(specs: Sequence[CacheSpec], spec: CacheSpec) -> list[CacheSpec]:
-    """What a layer reads, of its own or of an earlier layer's."""
+    """The caches that a layer reads, its own or an earlier layer's."""
     if isinstance(spec, Shared):
         return _parts(specs, specs[spec.layer])
     return list(parts_of([spec])) if isinstance(spec, Joined) else [spec]
@@ -293,7 +284,7 @@ def _read(sizes: StepSizes, part: CacheSpec, sequences: Sequence[RanSequence]) -
 
 
 def _seen(part: Paged, sequence: RanSequence) -> int:
-    """Tokens whose keys some token of the step's sees."""
+    """Tokens whose keys are seen by some token of the step."""
     if part.window is None:
         return sequence.context
     first = sequence.context - sequence.length
@@ -303,20 +294,16 @@ def _seen(part: Paged, sequence: RanSequence) -> int:
 
 
 class ProfilerTrace:
-    """What the devices and the host do inside a `with` block, written for Perfetto and XProf; see `LLM.trace`."""
+    """A trace of the devices and the host in a `with` block, written for Perfetto and XProf; see `LLM.trace`."""
 
     def __init__(self, folder: str | PathLike[str]):
         self.folder = Path(folder)
-        """What XProf opens."""
+        """The folder to open in XProf."""
         self._found: Path | None = None
 
     @property
     def path(self) -> Path:
-        """The file to open at https://ui.perfetto.dev.
-
-        Raises:
-            InvalidRequestError: the `with` block has not ended yet.
-        """
+        """The file to open at https://ui.perfetto.dev. Raises InvalidRequestError before the `with` block has ended."""
         if self._found is None:
             raise InvalidRequestError("the trace is written when its with block has ended")
         return self._found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -11,12 +12,20 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
-from jaxllm.engine.doors.drive import drive
-from jaxllm.engine.doors.limits import check_capture, check_request, refuse_in_stages
-from jaxllm.engine.doors.sequences import Prompt, Prompts, failure, prompt_ids, prompt_list
+from jaxllm.engine.doors.sequences import (
+    Prompt,
+    Prompts,
+    check_capture,
+    check_request,
+    failure,
+    prompt_ids,
+    prompt_list,
+    refuse_in_stages,
+)
 from jaxllm.engine.doors.streams import Stream, Streams
 from jaxllm.engine.messages import EngineRequest, TokenDelta
-from jaxllm.errors import ConfigError, InvalidRequestError
+from jaxllm.errors import CheckpointError, ConfigError, InvalidRequestError
+from jaxllm.folders import in_home
 from jaxllm.requests.captures import FINAL, CaptureRequest, Captures, CapturesInProgress, read_capture
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.shown import OutputList, TableList
@@ -29,16 +38,17 @@ if TYPE_CHECKING:
     from jaxllm.engine.core.handle import StepKind
     from jaxllm.engine.doors.thread_client import ThreadClient
     from jaxllm.engine.scale.data_parallel.core import Core
-    from jaxllm.models.abstract import LiveModel
     from jaxllm.models.decoder import Decoder
+    from jaxllm.models.registry import LiveModel
     from jaxllm.research.explained import ProfilerTrace, StepExplanation
     from jaxllm.research.model import LayerAttention, OpenModel, Watched
+
 
 T = TypeVar("T")
 
 
 class Inside:
-    """What a notebook opens up of an engine. See docs/research.md."""
+    """The Flax NNX module with the engine's weights, for use inside `jax.shard_map`; `model_fn` does that."""
 
     _streams: Streams
     _open: OpenModel | None = None
@@ -59,11 +69,8 @@ class Inside:
     def params(self) -> dict[str, jax.Array]:
         """The weights as arrays, by their paths in `module`, such as "layers.0.mlp.down.weight".
 
-        They are the engine's own arrays, which must not be donated; what it keeps quantized, or in tiles, is expanded
-        anew at each access.
-
-        Raises:
-            ConfigError: the engine runs in a process of its own.
+        They are the engine's own arrays, which must not be donated; quantized or tiled ones are expanded at each
+        access.
         """
         return self._model.params(self._ask(lambda core: _live(core).arrays()))
 
@@ -75,14 +82,13 @@ class Inside:
         Args:
             params: as `params` gives them; also of another type, or changed.
             tokens: integers `[T]`, or `[B, T]` for several sequences; tokens see those before them in their own.
-            embeddings: what takes the place of the tokens' rows of the embedding table, `[T, E]` or `[B, T, E]`: soft
-                prompts, or something to differentiate by.
+            embeddings: replace the tokens' rows of the embedding table, `[T, E]` or `[B, T, E]`: soft prompts, or a
+                variable to differentiate by.
 
         Returns:
             float32 `[T, V]` or `[B, T, V]`.
 
         Raises:
-            ConfigError: the engine runs in a process of its own.
             InvalidRequestError: `tokens`, `embeddings` or `params` are of another shape.
         """
         import jax.numpy as jnp
@@ -91,7 +97,7 @@ class Inside:
         return self._model.logits(params, jnp.asarray(tokens), rows)
 
     def attention(self, prompt: Prompt, layers: int | Sequence[int] | bool = True) -> dict[int, LayerAttention]:
-        """What layers attend by over a text of up to 512 tokens: weights, queries, keys and values, by layer.
+        """Attention over a text of up to 512 tokens: weights, queries, keys and values, by layer.
 
         It is computed anew in plain XLA, in memory that grows with the square of the text's length, and compiled for
         each length. With tensor parallelism no request should run meanwhile.
@@ -100,7 +106,6 @@ class Inside:
             layers: one, several, which may count back from the last with -1, or True for all that have attention.
 
         Raises:
-            ConfigError: the engine runs in a process of its own.
             InvalidRequestError: the prompt is too long, a layer is not there or has no attention, or the model attends
                 to latents.
         """
@@ -116,7 +121,7 @@ class Inside:
         return self._watched.attention(self.params, jnp.array(ids, jnp.int32), layers)
 
     def score(self, prompts: Prompts, completions: Prompts, use_tqdm: bool = True) -> list[ScoredCompletion]:
-        """How likely each completion is after its prompt, in their order; what prompts share is computed once.
+        """How likely each completion is after its prompt, in their order; shared beginnings are computed once.
 
         Args:
             prompts: one for each completion, or one for all: texts, or token ids.
@@ -145,7 +150,7 @@ class Inside:
             found[index] = scored(*asked[index], delta.prompt_logprobs, delta.num_cached_tokens)
             return True
 
-        drive(Stream(self._streams, requests), take, len(requests), use_tqdm)
+        Stream(self._streams, requests).drive(take, len(requests), use_tqdm)
         return TableList(found[index] for index in range(len(asked)))
 
     def capture(
@@ -159,13 +164,13 @@ class Inside:
     ) -> list[Captures]:
         """Activations of one prompt or many, in their order: `llm.capture(prompts, {"residual": [3, 12]})`.
 
-        A captured sequence gives up the prefix cache from its first wanted token on; others in its batch do not.
+        A captured sequence does not use the prefix cache from its first wanted token on; others in its batch do.
 
         Args:
             capture: names of `jaxllm.requests.captures.TAPPED` with a layer, a list of layers, or True for all; and
                 `"final": True`. Or a list of TransformerLens's names, such as "blocks.12.hook_resid_post".
             positions: of which tokens: "prompt" (or "all"), "last", or numbers, which may count from the end.
-            patch: what takes the place of the residual stream, for all prompts, or for each prompt one or None.
+            patch: values that replace the residual stream's, for all prompts, or for each prompt one or None.
 
         Raises:
             InvalidRequestError: a prompt, a name, a layer or a position is not there; nothing is run then.
@@ -197,7 +202,7 @@ class Inside:
                 found[sequence].add(rows.positions, rows.values)
             return True
 
-        drive(Stream(self._streams, requests), take, len(requests), use_tqdm)
+        Stream(self._streams, requests).drive(take, len(requests), use_tqdm)
         return OutputList(captures.finish() for captures in found)
 
     def logits(
@@ -214,12 +219,10 @@ class Inside:
             patch: as `capture`.
 
         Returns:
-            For each prompt something like an array `[T, V]` whose rows are computed where they are looked at.
+            For each prompt a view like an array `[T, V]`, whose rows are computed at access.
 
         Raises:
-            ConfigError: the engine runs in a process of its own.
-            InvalidRequestError: as `capture`.
-            EngineDeadError: the engine has died.
+            InvalidRequestError, EngineDeadError: as `capture`.
         """
         self._client()
         found = self.capture(prompts, {FINAL: True}, positions, use_tqdm, patch=patch)
@@ -230,10 +233,9 @@ class Inside:
         """The logits that the model's head gives of activations, `[..., E]` -> `[..., V]`, float32: a logit lens.
 
         Args:
-            norm: they pass the model's last norm first, as the residual stream does; False for those behind it.
+            norm: whether they pass the model's last norm first, as the residual stream does; False for those after it.
 
         Raises:
-            ConfigError: the engine runs in a process of its own.
             InvalidRequestError: the model is an encoder, or `activations` are not of its width.
         """
         info = self._streams.client.info
@@ -255,16 +257,15 @@ class Inside:
     def explain_step(
         self, kind: StepKind | None = None, bandwidth: float | Literal["measure"] | None = None
     ) -> StepExplanation:
-        """What the last step ran: executables with their padding, the bytes that they read, their floor, and the time.
+        """The executables of the last step with their padding, the bytes that they read, their floor, and the time.
 
         Args:
             kind: "decode" for the last one that gave each of its requests tokens, "prefill" for the last that computed
                 a prompt; by default the last of both.
             bandwidth: bytes a second that a device reads of its memory, or "measure", which reads half a GiB several
-                times; by default what NVIDIA states of the GPU, where `jaxllm plan --gpu` knows it.
+                times; by default NVIDIA's figure for the GPU, if `jaxllm plan --gpu` knows it.
 
         Raises:
-            ConfigError: the engine runs in a process of its own.
             InvalidRequestError: no such step has run yet.
         """
         from jaxllm.research.explained import explain
@@ -273,7 +274,7 @@ class Inside:
         return explain(steps, sizes, parts, kind, bandwidth)
 
     def trace(self, folder: str | PathLike[str] = "jaxllm-traces") -> ProfilerTrace:
-        """Write what the devices and the host do in a `with` block: `with llm.trace() as trace: llm.generate(…)`.
+        """Trace the devices and the host in a `with` block: `with llm.trace() as trace: llm.generate(…)`.
 
         Afterwards `trace.path` is a file for https://ui.perfetto.dev, and a notebook shows a link to it.
 
@@ -281,7 +282,7 @@ class Inside:
             folder: made if it is not there; each trace is in a folder of its own in it. XProf opens it too.
 
         Raises:
-            ConfigError: the engine runs in a process of its own, or `folder` cannot be made.
+            ConfigError: `folder` cannot be made.
             InvalidRequestError: another trace is being written.
         """
         from jaxllm.research.explained import ProfilerTrace
@@ -301,29 +302,28 @@ class Inside:
         Raises:
             CheckpointError: it is no file of control vectors, or has none for these layers.
         """
-        from jaxllm.research.control_vectors import control_vector
-
-        return control_vector(Path(source), scale, layers)
+        path = in_home(source)
+        found = _directions(path)
+        first, last = layers or (0, max(found, default=0))
+        steers = [Steer(layer, found[layer], scale) for layer in sorted(found) if first <= layer <= last]
+        if not steers:
+            raise CheckpointError(f"{path}: has no vector for the layers {first} to {last}")
+        return steers
 
     def _steering(self, steers: Sequence[Steer], num_prompt: int) -> Steering | None:
-        info = self._streams.client.info
-        if steers and info.tasks.encodes:
-            raise InvalidRequestError("this model is an encoder; only decoders are steered", "steer")
-        if steers:
-            refuse_in_stages(info, "steer")
-        return read_steering(
-            steers, num_prompt, num_layers=info.num_layers, width=info.hidden_size, longest=info.max_model_len
-        )
+        return read_steering(steers, num_prompt, **self._sizes("steer", bool(steers)))
 
     def _patching(self, patch: Patch, num_prompt: int) -> Patching | None:
+        return read_patch(patch, num_prompt, **self._sizes("patch", bool(patch)))
+
+    def _sizes(self, name: str, is_set: bool) -> dict[str, int]:
+        """The sizes that a `name` must fit. Raises InvalidRequestError if it is set and the model has no use for it."""
         info = self._streams.client.info
-        if patch and info.tasks.encodes:
-            raise InvalidRequestError("this model is an encoder; only decoders are patched", "patch")
-        if patch:
-            refuse_in_stages(info, "patch")
-        return read_patch(
-            patch, num_prompt, num_layers=info.num_layers, width=info.hidden_size, longest=info.max_model_len
-        )
+        if is_set and info.tasks.encodes:
+            raise InvalidRequestError(f"this model is an encoder; only decoders are {name}ed", name)
+        if is_set:
+            refuse_in_stages(info, name)
+        return {"num_layers": info.num_layers, "width": info.hidden_size, "longest": info.max_model_len}
 
     @property
     def _model(self) -> OpenModel:
@@ -354,7 +354,7 @@ class Inside:
 
 
 def _check_ended(delta: TokenDelta) -> None:
-    """Raises JaxLLMError where a pause has ended the request."""
+    """Raises JaxLLMError if a pause has ended the request."""
     if delta.finish_reason == "abort":
         raise failure(delta)
 
@@ -371,3 +371,25 @@ def _live(core: Core) -> LiveModel:
     if core.model is None:
         raise ConfigError("pipeline_parallel_size is more than 1: it must be 1 to look at the model as a whole")
     return core.model
+
+
+def _directions(path: Path) -> dict[int, np.ndarray]:
+    """The vectors of a file: `direction.N` is added as layer N ends."""
+    from jaxllm.weights.gguf_file import GGUFCheckpoint
+
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file; accepted is a GGUF file of control vectors")
+    file = GGUFCheckpoint(path)
+    try:
+        kind = file.config.get("general.architecture")
+        if kind != "controlvector":
+            raise CheckpointError(f"{path}: its general.architecture is {kind!r}; it must be 'controlvector'")
+        found = {}
+        for name in file.tensors:
+            matched = re.fullmatch(r"direction\.(\d+)", name)
+            if matched is None:
+                raise CheckpointError(f"{path}: tensor {name!r}; a file of control vectors has direction.N alone")
+            found[int(matched[1])] = np.array(file.read(name).expand(), np.float32).reshape(-1)
+        return found
+    finally:
+        file.close()

@@ -1,4 +1,4 @@
-"""An engine's model as a pure function of its parameters, and what its layers attend by."""
+"""An engine's model as a pure function of its parameters, and the attention of its layers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.compat import under_own_settings
 from jaxllm.errors import InvalidRequestError
-from jaxllm.models.abstract import ModelParts, abstract_model
 from jaxllm.models.caches import Buffer, CacheLayout, PerSlot, Shared, parts_of
 from jaxllm.models.decoder import Decoder
+from jaxllm.models.registry import ModelParts, abstract_model
 from jaxllm.pallas_kernels.whole import WATCHED, WHOLE, whole_sequences
 from jaxllm.quantization.weight import Dense, Weight
 from jaxllm.requests.captures import integers
@@ -27,13 +27,13 @@ from jaxllm.sharding.mesh import TENSOR
 from jaxllm.weights.loader import ParamSpec
 
 MOST_TOKENS = 512
-"""Weights grow with the square of a text's length."""
+"""A text's limit: attention weights grow with the square of its length."""
 ModelArrays = Mapping[str, jax.Array]
 """The arrays of a model by their paths in its module, such as "layers.0.mlp.down.weight"."""
 
 
 class OpenModel:
-    """The decoder that an engine serves, built once more over plain arrays and kernels that have a derivative."""
+    """The decoder that an engine serves, built again over plain arrays and kernels that have a derivative."""
 
     def __init__(self, parts: ModelParts):
         """Raises InvalidRequestError for an encoder, which predicts no tokens."""
@@ -49,9 +49,7 @@ class OpenModel:
         self.axes = {spec.path: P(*spec.axes) for spec in self._specs}
 
     def params(self, arrays: Sequence[jax.Array]) -> dict[str, jax.Array]:
-        """The engine's weights, by `LiveModel.arrays`: the same arrays where each number is kept by itself, otherwise
-        expanded.
-        """
+        """The engine's weights, from `LiveModel.arrays`: the same arrays if they are plain, otherwise expanded."""
         kept = [spec.abstract() for spec in self.parts.params]
         values = jax.tree.unflatten(jax.tree.structure(kept), arrays)
         pairs = zip(self.parts.params, self._specs, values, strict=True)
@@ -62,7 +60,6 @@ class OpenModel:
         return self.merged(self._graph, params)
 
     def merged(self, graph: Any, params: ModelArrays) -> Decoder:
-        """The same with other kernels in the graph."""
         model: Any = nnx.merge(graph, jax.tree.unflatten(self._tree, [params[path] for path in self.axes]))
         return model  # type: ignore[no-any-return]
 
@@ -72,9 +69,7 @@ class OpenModel:
     ) -> Float[Array, "*B T V"]:
         """The logits after each token of a sequence, or of several of one length; float32.
 
-        Raises:
-            InvalidRequestError: `tokens` is neither `[T]` nor `[B, T]`, `embeddings` do not go with them, or `params`
-                are not those of this model.
+        Raises InvalidRequestError if `tokens` is neither `[T]` nor `[B, T]`, or `embeddings` or `params` do not fit.
         """
         if tokens.ndim not in (1, 2) or not tokens.size or not jnp.issubdtype(tokens.dtype, jnp.integer):
             kind = f"{tokens.dtype}{list(tokens.shape)}"
@@ -122,7 +117,6 @@ class OpenModel:
         )
 
     def _plain(self, value: Any, spec: ParamSpec, plain: ParamSpec) -> jax.Array:
-        """A parameter as floats, one by one."""
         if not isinstance(value, Weight):
             return value
         if isinstance(value, Dense) and value.array.dtype == plain.dtype:
@@ -135,7 +129,7 @@ class OpenModel:
 
 @cache
 def _expanding(mesh: Mesh, tree: Any, axes: tuple[P, ...], out: P, dtype: np.dtype) -> Callable[..., jax.Array]:
-    """Expands a weight of this kind, each device its own part; one function for all that are alike."""
+    """A function that expands a weight of this kind, each device its own part; one for all that are alike."""
 
     def expand(*leaves: jax.Array) -> jax.Array:
         weight: Weight = jax.tree.unflatten(tree, leaves)
@@ -145,11 +139,11 @@ def _expanding(mesh: Mesh, tree: Any, axes: tuple[P, ...], out: P, dtype: np.dty
 
 
 class LayerAttention(NamedTuple):
-    """One layer's, float32. Keys and queries are as they meet: after any norm and rotation, before the scale.
+    """One layer's attention, float32. Keys and queries are as they meet: after any norm and rotation, before the scale.
 
     Attributes:
         weights: `[H, T, T]`: how much each token (the second axis) takes of each before it (the third). A row's sum is
-            1, or less where the model has sinks.
+            1, or less if the model has sinks.
         queries: `[T, H, D]`.
         keys, values: `[T, K, D]`, as the KV cache holds them.
     """
@@ -161,7 +155,7 @@ class LayerAttention(NamedTuple):
 
 
 class Watched:
-    """A model whose attention shows what it attends by."""
+    """A model whose attention can be observed."""
 
     def __init__(self, model: OpenModel):
         self._parts = model.parts
@@ -172,11 +166,9 @@ class Watched:
 
     @under_own_settings
     def attention(self, params: ModelArrays, tokens: Int[Array, "T"], layers: object) -> dict[int, LayerAttention]:
-        """What layers attend by, by their numbers.
+        """The attention of layers, by their numbers.
 
-        Raises:
-            InvalidRequestError: there are too many tokens, a layer is not there or does not attend, or its keys are
-                latents.
+        Raises InvalidRequestError for too many tokens, a layer that is not there or does not attend, or latent keys.
         """
         if len(tokens) > MOST_TOKENS:
             raise InvalidRequestError(f"prompt has {len(tokens)} tokens; accepted are up to {MOST_TOKENS}", "prompt")
@@ -236,7 +228,7 @@ class Watched:
         keys: Float[Array, "T N D"],
         values: Float[Array, "T N D"],
     ) -> LayerAttention:
-        """On the host, each KV head once: where there are more devices than heads, several have the same one."""
+        """On the host, each KV head once: with more devices than heads, several have the same one."""
         spec, config = self._parts.spec.config.caches[layer], self._parts.spec.config
         owner = config.layers[spec.layer if isinstance(spec, Shared) else layer]
         repeats = keys.shape[1] // config.num_kv_heads_of(owner)

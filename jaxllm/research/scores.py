@@ -1,4 +1,4 @@
-"""Log-probabilities of given completions, and whole rows of logits, computed where somebody looks at them."""
+"""Log-probabilities of given completions, and whole rows of logits, which are computed at access."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ class ScoredCompletion:
 
     @property
     def total(self) -> float:
-        """The log-probability of the whole completion."""
         return float(self.logprobs.sum(dtype=np.float64))
 
     @property
@@ -47,11 +46,7 @@ class ScoredCompletion:
         return bool((self.ranks == 1).all())
 
     def to_pandas(self) -> pandas.DataFrame:
-        """A row for each token of the completion: position, token_id, logprob, rank.
-
-        Raises:
-            ConfigError: pandas is not installed.
-        """
+        """A row for each completion token: position, token_id, logprob, rank. Raises ConfigError without pandas."""
         columns = zip(self.token_ids, self.logprobs.tolist(), self.ranks.tolist(), strict=True)
         names = ("position", "token_id", "logprob", "rank")
         return frame(dict(zip(names, (at, *row), strict=True)) for at, row in enumerate(columns))
@@ -64,28 +59,25 @@ class ScoredCompletion:
 def pairs(prompts: Prompts, completions: Prompts, tokenizer: Tokenizer | None) -> list[tuple[list[int], int]]:
     """The token ids of each prompt with its completion, and how many of them are the prompt's.
 
-    Of texts the completion's are those from where the tokens of both together part from those of the prompt alone.
-
-    Raises:
-        InvalidRequestError: there are more of the one than of the other, or one cannot be scored.
+    A text's completion begins where the tokens of both together differ from those of the prompt alone.
+    Raises InvalidRequestError if the numbers of both do not match, or one cannot be scored.
     """
-    behind = prompt_list(completions)
+    after = prompt_list(completions)
     before, is_one = one_or_many(prompts)
-    before = before * len(behind) if is_one else before
-    if len(before) != len(behind):
+    before = before * len(after) if is_one else before
+    if len(before) != len(after):
         raise InvalidRequestError(
-            f"completions has {len(behind)} entries for {len(before)} prompts; give one a prompt, or one prompt for "
-            "all",
+            f"completions has {len(after)} entries for {len(before)} prompts; give one a prompt, or one prompt for all",
             "completions",
         )
-    return [_pair(*both, index, tokenizer) for index, both in enumerate(zip(before, behind, strict=True))]
+    return [_pair(*both, index, tokenizer) for index, both in enumerate(zip(before, after, strict=True))]
 
 
 def _pair(prompt: Prompt, completion: Prompt, index: int, tokenizer: Tokenizer | None) -> tuple[list[int], int]:
     if isinstance(prompt, str) != isinstance(completion, str):
+        kinds = ["text" if isinstance(given, str) else "token ids" for given in (completion, prompt)]
         raise InvalidRequestError(
-            f"completions[{index}] is {_kind(completion)} and its prompt {_kind(prompt)}; both must be text, or both "
-            "token ids",
+            f"completions[{index}] is {kinds[0]} and its prompt {kinds[1]}; both must be text, or both token ids",
             "completions",
         )
     first = prompt_ids(prompt, tokenizer)[1]
@@ -104,25 +96,20 @@ def _pair(prompt: Prompt, completion: Prompt, index: int, tokenizer: Tokenizer |
     return whole, count
 
 
-def _kind(given: Any) -> str:
-    return "text" if isinstance(given, str) else "token ids"
-
-
 def scored(ids: list[int], count: int, scores: PromptScores, num_cached_tokens: int) -> ScoredCompletion:
-    """The result for one of `pairs`, of the scores that the engine gave its completion's tokens."""
+    """The result for one of `pairs`, from the engine's scores of its completion's tokens."""
     logprobs, ranks = np.frombuffer(scores.logprobs, np.float32), np.frombuffer(scores.ranks, np.int32)
     return ScoredCompletion(ids[:count], ids[count:], logprobs, ranks, num_cached_tokens)
 
 
 CHUNK = 256
-"""Rows that are looked at together while iterating."""
+"""Rows that are computed together while iterating."""
 
 
 class LogitRows:
     """The logits after each token of a prompt, as if `[T, V]` float32: `rows[5]`, `rows[-3:]`, `np.asarray(rows)`.
 
-    What it keeps are the states that they are made of, `[T, E]`. Iterating gives row after row, and has a few hundred
-    of them in memory at a time.
+    It keeps the hidden states behind them, `[T, E]`. Iterating gives row after row, a few hundred in memory at a time.
     """
 
     def __init__(self, states: np.ndarray, unembed: Callable[[np.ndarray], np.ndarray], vocab_size: int):

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from jaxllm.config.parts import LoRAModule
 from jaxllm.engine.messages import EngineRequest
 from jaxllm.errors import EngineDeadError, Field, InvalidRequestError, JaxLLMError
-from jaxllm.requests.adapters import AdapterUse
+from jaxllm.requests.outputs import PoolingParams
 from jaxllm.requests.sampling import SamplingParams
-from jaxllm.requests.tasks import PoolingParams
+from jaxllm.requests.steering import AdapterUse
 
 if TYPE_CHECKING:
     from jaxllm.engine.doors.async_llm import AsyncLLM

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from pydantic import Field
 
-from jaxllm.chat.parsing.formats import detect_formats
+from jaxllm.chat.formats import detect_formats
 from jaxllm.config import ADAPTER_SIZES, ModelConfig, ServeConfig, make_config, part_of
 from jaxllm.config.parts import LoRAModules
 from jaxllm.config.sources import read_mapping
 from jaxllm.config.values import SERVED_NAME, comma_separated, format_bytes, is_served_name, of_text
-from jaxllm.engine.start.room import MemoryRoom
+from jaxllm.engine.messages import MemoryRoom
 from jaxllm.errors import ConfigError, JaxLLMError
 from jaxllm.folders import in_home
 from jaxllm.serving.dialects.candle_vllm import is_candle_vllm, read_candle_vllm

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from jaxllm.chat.answer import Step
+from jaxllm.chat.parser import Step
 from jaxllm.chat.prompt import AnswerSettings, Prompt
 from jaxllm.engine.doors.streams import Gain, Stream
 from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.errors import EngineDeadError, QueueFullError
-from jaxllm.requests.adapters import AdapterUse
 from jaxllm.requests.outputs import PromptScores, WeightVersionSpan, extend_versions
+from jaxllm.requests.steering import AdapterUse
 from jaxllm.serving.access.limits import Reservation
 from jaxllm.serving.access.usage import Used
 from jaxllm.serving.hand_over import HandedOn, HandOver, check_hand_over

@@ -9,8 +9,8 @@ from typing import Protocol
 from jaxllm.config.parts import is_peer
 from jaxllm.engine.messages import PagesAt, TransferInfo
 from jaxllm.errors import Field, InvalidRequestError
-from jaxllm.requests.adapters import AdapterUse
 from jaxllm.requests.sampling import SamplingParams
+from jaxllm.requests.steering import AdapterUse
 
 WIRE_NAME = "kv_transfer_params"
 

@@ -11,13 +11,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from jaxllm.config import ModelConfig
-from jaxllm.engine.messages import EngineInfo, EngineStats
+from jaxllm.engine.messages import EngineInfo, EngineStats, MemoryRoom
 from jaxllm.engine.scale.routing import added, counted
-from jaxllm.engine.start.room import MemoryRoom
 from jaxllm.errors import CheckpointError, ConfigError, Field, InvalidRequestError, ModelNotFoundError
 from jaxllm.machine import return_freed_memory
 from jaxllm.progress import tell, watched_by
-from jaxllm.requests.adapters import AdapterUse
+from jaxllm.requests.steering import AdapterUse
 from jaxllm.serving.access.keys import Tenant
 from jaxllm.serving.access.limits import Meter
 from jaxllm.serving.adapters import LoadedAdapter, ModelAdapters, check_adapter

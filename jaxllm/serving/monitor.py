@@ -23,8 +23,7 @@ from starlette.routing import Route
 from jaxllm.config.server import ServerConfig
 from jaxllm.config.values import comma_separated
 from jaxllm.engine.messages import LookAt
-from jaxllm.looking import What
-from jaxllm.looking.look import look, stacks
+from jaxllm.looking import What, look, stacks
 from jaxllm.serving import status
 from jaxllm.serving.http.answers import json_response
 from jaxllm.serving.http.api_error import APIError, unavailable

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from jaxllm.chat.answer import AnswerReader
+from jaxllm.chat.answer import Asked, Told, ToolLoop
 from jaxllm.chat.conversation import Conversation
+from jaxllm.chat.parser import AnswerReader
 from jaxllm.chat.prompt import ConversationPrompt, prepare
-from jaxllm.chat.tool_loop import Asked, Told, ToolLoop
 from jaxllm.serving.generation import Generation, GenerationSettings, Usage
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.records import Phases
@@ -35,7 +35,7 @@ class Reply(AnswerReader):
         self.token_text = model.token_text
         self.token_bytes = model.token_bytes
         self.system_fingerprint = model.system_fingerprint
-        super().__init__(prompt, self.generation.num_choices)
+        super().__init__(prompt.conversation, prompt.parsers(self.generation.num_choices))
 
     @property
     def prompt_token_ids(self) -> list[int]:

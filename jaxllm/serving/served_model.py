@@ -7,7 +7,7 @@ import json
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jaxllm.chat.model import ChatModel
+from jaxllm.chat.prompt import ChatModel
 from jaxllm.config import EngineConfig, ModelConfig
 from jaxllm.errors import ConfigError, EngineDeadError, reason
 from jaxllm.serving.http.api_error import APIError, unavailable

@@ -16,7 +16,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.machine import cores
 from jaxllm.mcp.servers import ToolServers
 from jaxllm.mcp.settings import find_settings
-from jaxllm.requests.compiled_grammars import MAX_PROCESSES, end_compiling
+from jaxllm.requests.structured_outputs import MAX_PROCESSES, end_compiling
 from jaxllm.serving.access.audit import AuditLog
 from jaxllm.serving.access.keys import Keys
 from jaxllm.serving.access.limits import RateLimits

@@ -7,24 +7,79 @@ import json
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.chat.answer import ToolLoop
 from jaxllm.chat.conversation import known_arguments
-from jaxllm.chat.parsing.events import Content, Event, ParsedOutput, Reasoning, join_events
-from jaxllm.chat.tool_loop import ToolLoop
+from jaxllm.chat.events import Content, Event, ParsedOutput, Reasoning, join_events
 from jaxllm.errors import ConfigError
 from jaxllm.mcp.servers import RESULT_LIMIT
 from jaxllm.mcp.tools import ServerTool, ToolResult, as_data
-from jaxllm.session.models import ClientModel, Ended, EngineModel, Speaker
-from jaxllm.session.steps import ConversationResult, Said, Step, Thought, ToolCalled, ToolReturned
-from jaxllm.session.tools import LoopThread, SessionTools
+from jaxllm.session.parts import ClientModel, Ended, EngineModel, LoopThread, SessionTools, Speaker
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
     from jaxllm.engine.doors.async_llm import AsyncLLM
     from jaxllm.llm import LLM
+
+
+@dataclass(frozen=True)
+class Said:
+    """Words of the model to the user."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Thought:
+    """The model's reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ToolCalled:
+    """A call of a tool by the model, by the model's name for it, with the JSON text of its arguments."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class ToolReturned:
+    """The result of a call; `error` is OpenAI's, None if the tool ran."""
+
+    call: ToolCalled
+    output: str
+    error: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class ConversationResult:
+    """The end of a conversation.
+
+    Attributes:
+        final_message: the text of the model's last message.
+        tool_calls: every call and its result, in the order in which they were made.
+        turns_taken: how often the model spoke.
+        completed: the model ended by itself; false if max_turns or max_tokens ended it.
+        messages: all messages, in the form with which the conversation can be continued.
+    """
+
+    final_message: str
+    tool_calls: list[ToolReturned]
+    turns_taken: int
+    completed: bool
+    messages: list[dict[str, Any]] = field(repr=False)
+
+
+Step = Said | Thought | ToolCalled | ToolReturned | ConversationResult
+"""The last one is the result."""
+
 
 Messages = Iterable[Mapping[str, Any]]
 """As chat completions take them: {"role": "user", "content": "…"}."""
@@ -37,13 +92,13 @@ class ResponsesSession:
     Args:
         engine: an LLM or AsyncLLM of this process, or an openai.AsyncOpenAI client of any server.
         model: the name that a client asks for; by default the first that its server lists.
-        result_limit: characters of a tool's result that the model is told.
+        result_limit: characters of a tool's result that the model is given.
         request: further fields of every chat request, as temperature, max_tokens or reasoning_effort. A tool_choice
             holds for the first turn of a conversation.
 
-    Servers begin when the tools are first needed, on a thread of the session's own, and end with `close`, with `with`
-    or `async with`, or when the session is forgotten. The engine or client stays its owner's; a client belongs to one
-    event loop, so a session with one uses either `run` or the async methods on one loop.
+    Servers start when the tools are first needed, on a thread of the session's own, and end with `close`, with `with`
+    or `async with`, or when the session is garbage-collected. The engine or client remains its owner's; a client
+    belongs to one event loop, so a session with one uses either `run` or the async methods on one loop.
     """
 
     def __init__(
@@ -54,26 +109,26 @@ class ResponsesSession:
         result_limit: int = RESULT_LIMIT,
         **request: Any,
     ):
-        self._thread = LoopThread("jaxllm-session")
+        self._thread = LoopThread()
         self._tools = SessionTools(self._thread, result_limit)
         self._model: Speaker = _model(engine, model, self._thread)
         self._request = request
-        self._closing = weakref.finalize(self, _close, self._thread, self._tools)
+        self._closing = weakref.finalize(self, self._tools.close)
 
     @classmethod
     def from_config_path(
         cls, path: str | Path, engine: LLM | AsyncLLM | AsyncOpenAI, **arguments: Any
     ) -> ResponsesSession:
-        """A session with the servers of an mcp.json. Raises ConfigError where the file cannot be used."""
+        """A session with the servers of an mcp.json. Raises ConfigError if the file cannot be used."""
         session = cls(engine, **arguments)
         session._tools.add_file(Path(path))
         return session
 
     def add_mcp_server(self, name: str, **fields: Any) -> ResponsesSession:
-        """One server more, which its tools' names begin with; returns the session.
+        """Add a server, whose name begins its tools' names; returns the session.
 
         `fields` are those of mcp.json: command, args, env, cwd, or url, auth, headers, and timeout_secs, instructions,
-        allowed_tools. Raises ConfigError where they cannot be used.
+        allowed_tools. Raises ConfigError if they cannot be used.
         """
         self._tools.add(name, fields)
         return self
@@ -81,12 +136,12 @@ class ResponsesSession:
     async def list_openai_tools(self, allowed: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """The tools as chat completions take them; `allowed` are exact names, as "weather_forecast".
 
-        Raises InvalidRequestError where there is no tool of such a name.
+        Raises InvalidRequestError if there is no tool of such a name.
         """
         return [_openai_tool(tool) for tool in await self._tools.offered(allowed)]
 
     async def call_tool(self, name: str, arguments: Mapping[str, Any] | str = "{}") -> ToolResult:
-        """Run one tool. What fails is told in the result, whose `error` is None where the tool ran."""
+        """Run one tool. A failure is told in the result, whose `error` is None if the tool ran."""
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
         return await self._tools.call(name, text, await self._tools.offered(None))
 
@@ -95,8 +150,8 @@ class ResponsesSession:
     ) -> ConversationResult:
         """Let the model answer, and call tools, until it calls none or has spoken `max_turns` times.
 
-        Tools that fail, are unknown or not in `allowed_tools` are told to the model, and nothing else happens.
-        Raises InvalidRequestError, or what the client raises, where a request cannot be honoured.
+        Tools that fail, are unknown or not in `allowed_tools` are reported to the model.
+        Raises InvalidRequestError, or the client's error, if a request cannot be honoured.
         """
         steps = self.stream_conversation(messages, max_turns=max_turns, allowed_tools=allowed_tools)
         async with aclosing(steps):
@@ -109,9 +164,7 @@ class ResponsesSession:
         self, messages: Messages, *, max_turns: int = MAX_TURNS, allowed_tools: Sequence[str] | None = None
     ) -> AsyncGenerator[Step, None]:
         """The same, step by step; the last is the result."""
-        loop = _Loop(
-            self._model, self._tools, self._request, messages, await self._tools.offered(allowed_tools), max_turns
-        )
+        loop = _Loop(self, messages, await self._tools.offered(allowed_tools), max_turns)
         try:
             async with aclosing(loop.turns()) as steps:
                 async for step in steps:
@@ -131,7 +184,7 @@ class ResponsesSession:
         self._closing()
 
     async def aclose(self) -> None:
-        """End the servers, without holding up the running event loop."""
+        """End the servers, without blocking the running event loop."""
         await asyncio.to_thread(self._closing)
 
     def __enter__(self) -> ResponsesSession:
@@ -148,21 +201,9 @@ class ResponsesSession:
 
 
 class _Loop(ToolLoop[Step, ToolCalled]):
-    """One conversation of a session."""
-
-    def __init__(
-        self,
-        model: Speaker,
-        tools: SessionTools,
-        request: Mapping[str, Any],
-        messages: Messages,
-        offered: Sequence[ServerTool],
-        max_turns: int,
-    ):
+    def __init__(self, session: ResponsesSession, messages: Messages, offered: Sequence[ServerTool], max_turns: int):
         super().__init__()
-        self._model = model
-        self._tools = tools
-        self._request = request
+        self._model, self._tools, self._request = session._model, session._tools, session._request
         self._said: list[dict[str, Any]] = [dict(message) for message in messages]
         self._offered = offered
         self._max_turns = max_turns
@@ -176,12 +217,12 @@ class _Loop(ToolLoop[Step, ToolCalled]):
     async def begin_answer(self) -> bool:
         if self._num_turns and not self._calls:
             return False
-        special = await self._model.special_tokens() if self._calls else ()
         for call in self._calls:
             result = self._results[call]
             self._past.append(ToolReturned(call, result.text, result.error))
             known = any(tool.full_name == call.name for tool in self._offered)
-            text = as_data(call.name, result, special) if known else result.text  # a tool's own words are data
+            # a tool's own words are data
+            text = as_data(call.name, result, self._model.special_tokens) if known else result.text
             self._said.append({"role": "tool", "tool_call_id": call.id, "content": text})
         return True
 
@@ -212,14 +253,13 @@ class _Loop(ToolLoop[Step, ToolCalled]):
         return ToolReturned(asked, result.text, result.error)
 
     def result(self) -> ConversationResult:
-        """Once the loop has ended."""
         completed = self._whole and not self._answer.tool_calls
         return ConversationResult(self._answer.content or "", self._past, self._num_turns, completed, self._said)
 
     def _body(self) -> dict[str, Any]:
         body = {**self._request, "messages": self._said}
         if self._num_turns:
-            body.pop("tool_choice", None)  # or the model would have to call for ever
+            body.pop("tool_choice", None)  # or the model would have to call forever
         return body | ({"tools": [_openai_tool(tool) for tool in self._offered]} if self._offered else {})
 
 
@@ -231,10 +271,6 @@ def _model(engine: LLM | AsyncLLM | AsyncOpenAI, name: str | None, thread: LoopT
     return EngineModel(engine, thread)  # type: ignore[arg-type]
 
 
-def _close(thread: LoopThread, tools: SessionTools) -> None:
-    thread.close(tools.aclose())
-
-
 def _openai_tool(tool: ServerTool) -> dict[str, Any]:
     function = {"name": tool.full_name, "description": tool.description or "", "parameters": tool.parameters}
     return {"type": "function", "function": function}
@@ -243,6 +279,6 @@ def _openai_tool(tool: ServerTool) -> dict[str, Any]:
 def _message(text: str | None, calls: Sequence[ToolCalled]) -> dict[str, Any]:
     made = []
     for call in calls:
-        arguments = call.arguments if known_arguments(call.arguments) else "{}"  # what is malformed, its result says
+        arguments = call.arguments if known_arguments(call.arguments) else "{}"  # the result says that it is malformed
         made.append({"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}})
     return {"role": "assistant", "content": text or ""} | ({"tool_calls": made} if made else {})

@@ -1,4 +1,4 @@
-"""Which process of a group this one is, by its settings and by what started it. JAX is not needed for it."""
+"""Which process of a group this one is, by its settings and by its launcher. JAX is not needed for it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ from jaxllm.errors import ConfigError
 
 DEFAULT_PORT = 8476
 _FIRST_PORT, _PORTS = 61_440, 4_096
-"""Where nothing states a port, jobs on one machine each take one of these, by their names."""
+"""Ports that jobs on one machine take by their names where no port is given."""
 
 Variables = Mapping[str, str]
 Config = TypeVar("Config", bound=EngineConfig)
 
 
 class Launcher(NamedTuple):
-    """How a process learns from its environment which one it is."""
+    """The ways in which a process learns from its environment which one it is.
+
+    Attributes:
+        total: the variable with the number of processes.
+        number: the variable with the number of this one.
+        address: where process 0 is, if the environment says so.
+    """
 
     total: str
-    """The variable that says how many processes there are."""
     number: str
-    """The variable that says which of them this one is."""
     address: Callable[[Variables], str | None]
-    """Where process 0 is, if the environment says so."""
 
 
 def _slurm_address(variables: Variables) -> str | None:
@@ -40,7 +43,7 @@ def _slurm_address(variables: Variables) -> str | None:
 
 
 def _ompi_address(variables: Variables) -> str | None:
-    """Open MPI 4 says where mpirun runs, and takes process 0 to be there; 5 says nothing of other machines."""
+    """Open MPI 4 says where mpirun runs, and puts process 0 there; 5 says nothing of other machines."""
     port = _port_of(variables.get("PMIX_NAMESPACE", ""))
     if variables.get("OMPI_COMM_WORLD_LOCAL_SIZE") == variables["OMPI_COMM_WORLD_SIZE"]:
         return f"127.0.0.1:{port}"
@@ -58,17 +61,15 @@ LAUNCHERS = {
     "ompi": Launcher("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", _ompi_address),
     "lws": Launcher("LWS_GROUP_SIZE", "LWS_WORKER_INDEX", _lws_address),
 }
-"""Those that `auto` looks for, by the names that `cluster` gives them."""
+"""The launchers that `auto` looks for, by the names that `cluster` gives them."""
 
 
 def settled(config: Config, *, looks: bool = False, variables: Variables = os.environ) -> Config:
-    """`config` with its place in the group said in full, or as it is where the process is alone.
+    """`config` with its place in the group said in full, or unchanged if the process is alone.
 
-    With `looks`, `auto` asks the environment; without it only a cluster that is named, or the settings, make a group.
-    With multi_process the place is not known yet: the engine's own process is going to start the others.
-
-    Raises:
-        ConfigError: a part of the place is missing, or contradicts the others.
+    With `looks`, `auto` asks the environment; without it only a named cluster, or the settings, make a group. With
+    multi_process the place is not known yet: the engine's own process will start the others.
+    Raises ConfigError if a part of the place is missing, or contradicts the others.
     """
     found: dict[str, object] = {}
     if config.cluster in ("mpi4py", "k8s"):
@@ -102,7 +103,7 @@ _FIELDS = ("coordinator_address", "num_processes", "process_id")
 
 
 def _told_by(launcher: Launcher, variables: Variables) -> dict[str, object]:
-    """Empty where the environment is not that launcher's."""
+    """The place that the environment gives; empty where it is not that launcher's."""
     count, number = variables.get(launcher.total, ""), variables.get(launcher.number, "")
     if not (count.isdecimal() and number.isdecimal()):
         return {}
@@ -112,7 +113,6 @@ def _told_by(launcher: Launcher, variables: Variables) -> dict[str, object]:
 
 
 def _refuse_parts(stated: Mapping[str, object]) -> None:
-    """A process that is alone has no place in a group."""
     if "num_processes" not in stated and stated:
         name, value = next(iter(stated.items()))
         raise ConfigError(f"{name} is {value!r}, but num_processes is missing: say how many processes there are")
@@ -140,7 +140,7 @@ def _check(config: EngineConfig, place: Mapping[str, object]) -> None:
 
 
 def _check_devices(config: EngineConfig, count: int) -> None:
-    """Each process has equally many devices: whole stages, or a part of one stage."""
+    """Each process must have equally many devices: whole stages, or a part of one stage."""
     tp, stages, batches = config.tensor_parallel_size, config.pipeline_parallel_size, config.num_batches
     ending = "set cluster to off where each process is to have an engine of its own"
     if batches > 1:
@@ -164,7 +164,6 @@ def _check_devices(config: EngineConfig, count: int) -> None:
 
 
 def _accepted(tp: int, stages: int) -> str:
-    """Numbers of processes, in words."""
     found = [n for n in range(2, tp * stages + 1) if tp * stages % n == 0 and not (stages % n and n % stages)]
     return " or ".join(map(str, found))
 

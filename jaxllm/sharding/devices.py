@@ -1,8 +1,9 @@
-"""The devices that JAX runs on, and one line that says why where it does not run on the GPU that is here."""
+"""The devices that JAX runs on, over one process or several, and the reason where it does not run on the GPU."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 
 import jax
@@ -17,13 +18,18 @@ logger = logging.getLogger(__name__)
 ON_THE_CPU = "or set JAX_PLATFORMS=cpu to run on the CPU"
 _NO_MEMORY = ("OUT_OF_MEMORY", "RESOURCE_EXHAUSTED", "out of memory", "no supported devices found")
 
+HEARTBEAT_SECONDS = 15
+"""JAX ends a process whose coordinator, or another process, has been silent for that long."""
+MEETING_SECONDS = 120
+CPU_THREADS = 16
+"""Of XLA's pool on a CPU: a collective waits in one of them for the other processes."""
+
 
 def find_devices() -> Sequence[jax.Device]:
     """JAX's devices, the accelerator's where there is one.
 
-    Raises:
-        ConfigError: there is an NVIDIA GPU, JAX's plugin cannot run on it, and nobody chose another platform; or the
-            platform that JAX_PLATFORMS names cannot be started. Without a plugin there is a warning.
+    Raises ConfigError if there is an NVIDIA GPU, JAX's plugin cannot run on it, and no other platform was chosen; or if
+    the platform that JAX_PLATFORMS names cannot be started. Without a plugin there is a warning.
     """
     devices, complaints = compat.start_backends()
     chosen = compat.chosen_platforms()
@@ -41,26 +47,25 @@ def find_devices() -> Sequence[jax.Device]:
 
 
 def expected_platform() -> str | None:
-    """'cpu' or 'gpu', what `find_devices` is going to find; None where only JAX's backends could tell.
+    """'cpu' or 'gpu', which `find_devices` will find; None where only JAX's backends could tell.
 
-    Those are not started: they would take memory of the devices, or wait for who has them.
+    The backends are not started: they would take memory of the devices, or wait for their user.
     """
     chosen = compat.chosen_platforms().partition(",")[0]
     if chosen == "cpu":
         return "cpu"
-    has_plugin = nvidia.installed_cuda() is not None and not nvidia.hidden()
-    if chosen in ("", "cuda", "gpu") and has_plugin and nvidia_gpu_is_here():
+    if chosen in ("", "cuda", "gpu") and nvidia.installed_cuda() and not nvidia.hidden() and nvidia_gpu_is_here():
         return "gpu"
     return None if chosen or compat.other_accelerators() else "cpu"
 
 
 def nvidia_gpu_is_here() -> bool:
-    """Whether NVIDIA's driver runs; a file of a device alone may be another maker's, as under Windows."""
+    """Whether NVIDIA's driver runs; a device file alone may be another maker's, as under Windows."""
     return compat.nvidia_gpu_is_here() and nvidia.driver_version() is not None
 
 
 def why_unused(complaints: Sequence[str]) -> str:
-    """Why JAX does not run on the GPU that is here, by what is installed and what JAX said, and what would help."""
+    """The reason why JAX does not run on the GPU that is here, and what would help."""
     driver, cuda, said = nvidia.driver_version(), nvidia.installed_cuda(), "\n".join(complaints)
     names = ", ".join(dict.fromkeys(card.name for card in nvidia.cards()))
     about = ", ".join(filter(None, [names, driver and f"driver {driver}"]))
@@ -85,10 +90,9 @@ def why_unused(complaints: Sequence[str]) -> str:
 
 
 def check_free_memory(count: int, utilization: float) -> None:
-    """Before the backend starts: whether the first `count` GPUs have what is to be planned with.
+    """Check before the backend starts that the first `count` GPUs have the memory that will be planned with.
 
-    Raises:
-        ConfigError: other processes take too much; the line says which, where that can be seen.
+    Raises ConfigError if other processes take too much; the message names them where they can be seen.
     """
     if compat.chosen_platforms() == "cpu" or not compat.nvidia_gpu_is_here() or compat.backends_run():
         return
@@ -104,7 +108,7 @@ def check_free_memory(count: int, utilization: float) -> None:
 
 
 def no_room(wanted: int, utilization: float) -> str:
-    """What to say where the device refused memory that the plan counted on."""
+    """The message where the device refused memory that the plan counted on."""
     users = nvidia.occupants() if nvidia_gpu_is_here() else ""
     others = f"; these run on it: {users}" if users else ""
     return (
@@ -116,3 +120,32 @@ def no_room(wanted: int, utilization: float) -> str:
 def _last_line(complaints: Sequence[str]) -> str:
     lines = [line for complaint in complaints for line in complaint.splitlines() if line.strip()]
     return one_line(lines[-1] if lines else "it did not say why")
+
+
+def join_processes(address: str, number: int, count: int, devices: list[int], shares_steps: bool) -> None:
+    """Make this process one of several for JAX; its backends must not have started. Returns when all have come.
+
+    `devices` are those of its machine that it uses, see `local_devices`. With `shares_steps` several processes have
+    devices of one mesh. Raises ConfigError if JAX has started already, or its coordinator cannot be reached.
+    """
+    if compat.backends_run():
+        raise ConfigError(
+            f"num_processes is {count}, but JAX has started in this process: make the engine before you compute"
+        )
+    if expected_platform() == "cpu":
+        os.environ.setdefault("NPROC", str(CPU_THREADS))
+    seconds = {"heartbeat_seconds": HEARTBEAT_SECONDS, "meeting_seconds": MEETING_SECONDS}
+    try:
+        compat.join_processes(address, number, count, devices, shares_steps=shares_steps, **seconds)
+    except RuntimeError as error:
+        raise ConfigError(f"JAX's coordinator at {address} cannot be used: {one_line(error)}") from None
+
+
+def local_devices(each: int, place: int, neighbours: int) -> list[int]:
+    """The `each` devices of a process that is the `place`th of some on its machine.
+
+    If each process was started with GPUs of its own, these are the first that it sees.
+    """
+    cards = len(nvidia.cards()) if nvidia.installed_cuda() is not None else 0
+    first = each * place if cards >= each * neighbours else 0
+    return list(range(first, first + each))

@@ -1,10 +1,10 @@
-"""The device mesh, how parameters lie on it (from a checkpoint's tensors to shards), and collectives across it."""
+"""The device mesh, how parameters lie on it, collectives across it, and arrays that go from one mesh to another."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Shaped
 
@@ -24,7 +24,7 @@ TENSOR = "tensor"
 DATA = "data"
 
 HOST_MEMORY = "pinned_host"
-"""What JAX calls memory of the host that devices read by themselves."""
+"""JAX's name for memory of the host that devices read by themselves."""
 
 EVERY = (DATA, TENSOR)
 """Both axes: an array whose dimension lies along them has a piece on every device."""
@@ -34,26 +34,24 @@ Axes = tuple[str | tuple[str, ...] | None, ...]
 
 
 def num_pieces(axes: Axes, tp: int, dp: int = 1) -> int:
-    """Into how many pieces a mesh of `(data=dp, tensor=tp)` divides an array."""
+    """The number of pieces into which a mesh of `(data=dp, tensor=tp)` divides an array."""
     sizes = {DATA: dp, TENSOR: tp}
     names = [name for axis in axes if axis for name in ([axis] if isinstance(axis, str) else axis)]
     return math.prod(sizes[name] for name in names)
 
 
 def build_mesh(tensor_parallel_size: int, data_parallel_size: int = 1) -> Mesh:
-    """A `(data_parallel_size, tensor_parallel_size)` mesh over the first devices of the default platform.
+    """A `(data_parallel_size, tensor_parallel_size)` mesh over the first devices, equally many of each process.
 
-    Where there are several processes, each has as many of them.
-
-    Raises:
-        ConfigError: there are fewer devices than asked for, or an NVIDIA GPU that JAX cannot run on.
+    Raises ConfigError if there are fewer devices than asked for, or an NVIDIA GPU that JAX cannot run on.
     """
     return build_meshes(tensor_parallel_size, 1, data_parallel_size)[0]
 
 
 def build_meshes(tensor_parallel_size: int, pipeline_parallel_size: int, data_parallel_size: int = 1) -> list[Mesh]:
-    """One such mesh for each stage, over the next devices each; process 0, which reads what the last stage gives, has
-    that one. Raises as `build_mesh`.
+    """One such mesh for each stage, over the next devices each; process 0 has the last, whose results it reads.
+
+    Raises as `build_mesh`.
     """
     tp, dp = tensor_parallel_size, data_parallel_size
     of_stage, count = dp * tp, dp * tp * pipeline_parallel_size
@@ -92,23 +90,22 @@ def _evenly(devices: Sequence[jax.Device], count: int) -> Sequence[jax.Device]:
 
 
 def local_device(meshes: Sequence[Mesh]) -> jax.Device:
-    """A device of the meshes that this process can ask: the first where it has all of them."""
+    """A device of the meshes that this process can ask: the first if it has all of them."""
     here = jax.process_index()
     return next(device for mesh in meshes for device in mesh.devices.flat if device.process_index == here)
 
 
 def processes_of(mesh: Mesh) -> list[int]:
-    """The numbers of the processes that have its devices, from the lowest on."""
+    """The numbers of the processes that have its devices, in ascending order."""
     return sorted({device.process_index for device in mesh.devices.flat})
 
 
 def is_here(mesh: Mesh) -> bool:
-    """Whether this process has any of its devices."""
     return jax.process_index() in processes_of(mesh)
 
 
 def put(array: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
-    """An array that is whole in this process's memory, onto the devices; every process puts its own part there."""
+    """Put an array that is whole in this process's memory onto the devices; every process puts its own part there."""
     if sharding.is_fully_addressable:
         return jax.device_put(array, sharding)
     host = np.asarray(array)
@@ -116,18 +113,19 @@ def put(array: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def named_sharding(mesh: Mesh | AbstractMesh, axes: Axes, *, on_host: bool = False) -> NamedSharding:
-    """The sharding of an array whose dimensions lie along `axes`; `on_host` its parts are in the memory of the hosts of
-    their devices, which can read it there.
+    """The sharding of an array whose dimensions lie along `axes`.
+
+    With `on_host` its parts are in the memory of the hosts of their devices, which can read it there.
     """
     return NamedSharding(mesh, P(*axes), memory_kind=HOST_MEMORY if on_host else None)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows of one checkpoint tensor inside a fused parameter (channels, where the layout's axis is not the first).
+    """Rows of one checkpoint tensor inside a fused parameter (channels, if the layout's axis is not the first).
 
-    `rows` are the tensor's own rows; `shards` is how many different pieces they are cut into. With fewer shards than
-    devices each piece is repeated, which is how KV heads are replicated where there are more devices than heads.
+    `rows` are the tensor's own rows; `shards` is the number of different pieces. With fewer shards than devices each
+    piece is repeated: KV heads are replicated that way.
     """
 
     rows: int
@@ -159,7 +157,7 @@ class Layout:
         return sum(s.rows for s in self.segments)
 
     def assemble(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
-        """The whole parameter from one tensor a segment, or from one that holds them all in their order."""
+        """The whole parameter from one tensor a segment, or from one that holds all of them in order."""
         if self.pad_to:
             (tensor,) = tensors
             padding = [(0, 0)] * tensor.ndim
@@ -226,10 +224,10 @@ def data_size() -> int:
 
 
 def gather_over_data(tree: Any) -> Any:
-    """Arrays of every batch, one batch after the other along a new first axis: `[n, ...]` becomes `[batches, n, ...]`.
+    """Arrays of all batches, in their order along a new first axis: `[n, ...]` becomes `[batches, n, ...]`.
 
-    All arrays travel as bytes in one collective: several that do not wait for each other might begin in another order
-    in another process.
+    All arrays travel as bytes in one collective: several independent ones might begin in another order in another
+    process.
     """
     arrays, form = jax.tree.flatten(tree)
     sent = [lax.bitcast_convert_type(a, jnp.uint8).ravel() for a in arrays]
@@ -246,11 +244,97 @@ def _of_bytes(part: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def share_out_over_data(x: Float[Array, "m ..."]) -> Float[Array, "n ..."]:
-    """Add what the devices of the data axis have for the rows of every batch, and keep those of this one."""
+    """Add the data axis's results for the rows of every batch, and keep those of this one."""
     return lax.psum_scatter(x, DATA, scatter_dimension=0, tiled=True) if data_size() > 1 else x
 
 
 def own_rows(x: Shaped[Array, "m ..."]) -> Shaped[Array, "n ..."]:
-    """Of the rows of every batch, one batch after the other, those of this one."""
+    """This batch's rows of those of all batches, which lie one batch after the other."""
     count = x.shape[0] // data_size()
     return lax.dynamic_slice_in_dim(x, lax.axis_index(DATA) * count, count)
+
+
+HandOver = Callable[[jax.Array | None, jax.ShapeDtypeStruct], jax.Array | None]
+"""The way from one mesh to another for an array of a form, which every source device has whole.
+
+Every process calls it for each array, in the same order, and never waits. The array is None in a process without source
+devices; the result is None in a process without target devices.
+"""
+
+
+class Copied:
+    """JAX copies the array; on GPUs also from one process to another."""
+
+    def __init__(self, source: Mesh, target: Mesh):
+        self._source, self._target = named_sharding(source, ()), named_sharding(target, ())
+        here = jax.process_index()
+        self._gives, self._takes = here in processes_of(source), here in processes_of(target)
+
+    def __call__(self, array: jax.Array | None, form: jax.ShapeDtypeStruct) -> jax.Array | None:
+        if not (self._gives or self._takes):
+            return None
+        if array is None:
+            array = jax.make_array_from_single_device_arrays(form.shape, self._source, [], dtype=form.dtype)
+        found = jax.device_put(array, self._target)
+        return found if self._takes else None
+
+
+class Exchange:
+    """Sends arrays between processes whose devices do not reach each other, through a server in each.
+
+    The receiver names an array by a number. All processes count alike, from a number that only they know.
+    """
+
+    def __init__(self, server: Any, addresses: Sequence[str], first: int):
+        """`addresses` are those of all processes' servers; `first` is the number that all count from."""
+        self._server, self._addresses = server, addresses
+        self._numbers = itertools.count(first)
+        self._connections: dict[int, Any] = {}
+
+    def number(self) -> int:
+        return next(self._numbers)
+
+    def offer(self, number: int, array: jax.Array) -> None:
+        """Keep an array of one device until it is taken, also while it is still being computed."""
+        self._server.await_pull(number, [array])
+
+    def take(self, number: int, process: int, device: jax.Device, form: jax.ShapeDtypeStruct) -> jax.Array:
+        """The array that `process` offers under this number, on one of this process's devices once it is there."""
+        if process not in self._connections:
+            self._connections[process] = self._server.connect(self._addresses[process])
+        wanted = jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=SingleDeviceSharding(device))
+        found: jax.Array = self._connections[process].pull(number, [wanted])[0]
+        return found
+
+
+class Pulled:
+    """Each process that needs the array takes it from one that has it, and gives all of its devices a copy."""
+
+    def __init__(self, source: Mesh, target: Mesh, exchange: Exchange):
+        self._exchange = exchange
+        self._here = jax.process_index()
+        givers, takers = processes_of(source), processes_of(target)
+        self._pairs = [(givers[at % len(givers)], taker) for at, taker in enumerate(takers)]
+        self._sharding = named_sharding(target, ())
+        self._devices = [device for device in target.devices.flat if device.process_index == self._here]
+
+    def __call__(self, array: jax.Array | None, form: jax.ShapeDtypeStruct) -> jax.Array | None:
+        found = None
+        for giver, taker in self._pairs:
+            number = self._exchange.number()
+            if giver == self._here:
+                assert array is not None, "this process has the devices that give it"
+                self._exchange.offer(number, array.addressable_shards[0].data)
+            if taker == self._here:
+                found = self._exchange.take(number, giver, self._devices[0], form)
+        if found is None:
+            return None
+        copies = [jax.device_put(found, device) for device in self._devices]
+        return jax.make_array_from_single_device_arrays(form.shape, self._sharding, copies)
+
+
+def hand_over(source: Mesh, target: Mesh, exchange: Exchange | None) -> HandOver:
+    """The way from one mesh to another; `exchange` is there where JAX copies nothing between processes."""
+    if exchange is None or processes_of(source) == processes_of(target):
+        return Copied(source, target)
+    return Pulled(source, target, exchange)

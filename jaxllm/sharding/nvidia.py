@@ -1,4 +1,4 @@
-"""What this machine says of its NVIDIA GPUs without CUDA: the driver's own file, and `nvidia-smi` where it is there."""
+"""What this machine tells of its NVIDIA GPUs without CUDA: the driver's file, and `nvidia-smi` if it is installed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Card:
 
 
 def cards() -> list[Card]:
-    """Those that this process may use, in `nvidia-smi`'s order; empty where it is missing or fails."""
+    """The GPUs that this process may use, in `nvidia-smi`'s order; empty where it is missing or fails."""
     return [
         Card(", ".join(name), int(total) * 2**20, int(free) * 2**20)
         for *name, total, free in _smi("--query-gpu=name,memory.total,memory.free")
@@ -37,13 +37,13 @@ def cards() -> list[Card]:
 
 
 def used_cards() -> list[Card]:
-    """Those that JAX is going to use in this process, unless told otherwise by then."""
+    """The GPUs that JAX will use in this process, unless told otherwise by then."""
     on_cpu = os.environ.get("JAX_PLATFORMS", "").partition(",")[0] == "cpu"
     return [] if on_cpu or installed_cuda() is None else cards()
 
 
 def occupants() -> str:
-    """'python (process 17, 70 GiB)', each that computes on them; empty where that cannot be seen, as in a container."""
+    """The processes that compute on the GPUs, as 'python (process 17, 70 GiB)'; empty where they cannot be seen."""
     found = []
     for pid, *name, used in _smi("--query-compute-apps=pid,process_name,used_memory"):
         size = f", {format_bytes(int(used) * 2**20)}" if used.isdigit() else ""
@@ -53,10 +53,9 @@ def occupants() -> str:
 
 def driver_version() -> str | None:
     """As '580.65.06'."""
-    if DRIVER_FILE.exists():
-        found = re.search(r"Module.*?\s(\d+\.\d[\d.]*)", DRIVER_FILE.read_text(errors="replace"))
-        if found:
-            return found.group(1)
+    text = DRIVER_FILE.read_text(errors="replace") if DRIVER_FILE.exists() else ""
+    if found := re.search(r"Module.*?\s(\d+\.\d[\d.]*)", text):
+        return found[1]
     return next((row[0] for row in _smi("--query-gpu=driver_version") if row[0][:1].isdigit()), None)
 
 

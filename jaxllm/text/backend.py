@@ -5,22 +5,27 @@ What its Rust code does to Python is kept in bounds; tokens are added as transfo
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import tokenizers
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from jaxllm.errors import CheckpointError, JaxLLMError, one_line
-from jaxllm.weights.fields import FLAG, NULL, TEXT, FieldKind, FieldKinds, check_fields, either, many
+from jaxllm.folders import make_once
+from jaxllm.text.spellings import KIMI, byte_level
+from jaxllm.weights.fields import FLAG, NULL, TEXT, FieldKind, FieldKinds, check_fields, either, many, shown
 from jaxllm.weights.folder import model_file, read_object, read_text
 
-MAX_GROWTH = 4096
-"""How many times longer the replacements of a tokenizer may make a text, one after the other."""
+MAX_GROWTH = 4096  # how many times longer the replacements of a tokenizer may make a text, one after the other
 KEPT_WORDS = 1000
 """Whose tokens a thread keeps, instead of the ten thousand that are usual: words of 200 letters take 6 KB each, in
 every thread that encodes, and it is strangers who choose them. Texts are encoded 4 % slower."""
@@ -60,6 +65,11 @@ ADDED_TOKEN_FIELDS: FieldKinds = {
     "additional_special_tokens": either(many(_TOKEN_OR_TEXT, MOST), NULL),
 }
 """Of tokenizer_config.json."""
+_IDS = FieldKind(
+    f"an object of up to {MOST} tokens with their ids",
+    lambda value: len(value) <= MOST and all(type(i) is int and 0 <= i < 2**31 for i in value.values()),
+)
+"""Of added_tokens.json."""
 
 
 class _Steps(msgspec.Struct):
@@ -72,8 +82,7 @@ class _Steps(msgspec.Struct):
 def load_backend(folder: Path) -> tokenizers.Tokenizer:
     """The tokenizer of a folder, without truncation or padding, and tried once on a text.
 
-    Raises:
-        CheckpointError: it is missing, corrupt, or cannot encode and decode a text.
+    Raises CheckpointError if it is missing, corrupt, or cannot encode and decode a text.
     """
     text, file = read_text(folder, "tokenizer.json"), folder / "tokenizer.json"
     with rust_errors(CheckpointError, f"{file}: "):
@@ -134,19 +143,21 @@ def add_stated_tokens(
     leaves them out. Ids are the next free ones, in the order of those that the files state. Tokens for which a model
     of `rows` embeddings has none are not added.
 
-    Raises:
-        CheckpointError: the tokenizer refuses one, or added_tokens.json is not of ids by tokens.
+    Raises CheckpointError if the tokenizer refuses one, or added_tokens.json is not of ids by tokens.
     """
     stated = config.get("added_tokens_decoder")
     if stated is not None:
         by_id = {int(key): _token(value) for key, value in stated.items()}
     else:
         special = {*special_tokens.values(), *_unnamed(config)}
-        older = {
-            i: AddedToken(text, normalized=text not in special, special=text in special)
-            for text, i in _older_file(path).items()
+        older: dict[str, int] = {}
+        if model_file(path, "added_tokens.json").exists():
+            older = read_object(path, "added_tokens.json")
+            check_fields({"added_tokens.json": older}, {"added_tokens.json": _IDS}, f"{path}: ")
+        tokens_of_file = {
+            i: AddedToken(text, normalized=text not in special, special=text in special) for text, i in older.items()
         }
-        by_id = older | backend.get_added_tokens_decoder()
+        by_id = tokens_of_file | backend.get_added_tokens_decoder()
     tokens = [by_id[i] for i in sorted(by_id)]
     for token in tokens:
         token.special = token.special or token.content in special_tokens.values()
@@ -181,15 +192,133 @@ def _token(value: dict[str, Any]) -> AddedToken:
     return AddedToken(value["content"], **{flag: value[flag] for flag in _FLAGS if value.get(flag) is not None})
 
 
-def _older_file(path: Path) -> dict[str, int]:
-    if not model_file(path, "added_tokens.json").exists():
-        return {}
-    given = read_object(path, "added_tokens.json")
-    check_fields({"added_tokens.json": given}, {"added_tokens.json": _IDS}, f"{path}: ")
-    return given
+def split_to_bytes(backend: Tokenizer, *patterns: str) -> None:
+    """Have texts cut by these regexes, one after the other, and their parts into bytes."""
+    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
+    backend.decoder = decoders.ByteLevel()
 
 
-_IDS = FieldKind(
-    f"an object of up to {MOST} tokens with their ids",
-    lambda value: len(value) <= MOST and all(type(i) is int and 0 <= i < 2**31 for i in value.values()),
-)
+# Kimi's tokenizer, published as a file of tiktoken's and code: the same from the files alone, as a tokenizer.json. The
+# code (tokenization_kimi.py, in Moonlight tokenization_moonshot.py) adds two things to the file's tokens: the pattern
+# that cuts a text before bytes are merged, and further tokens, which have the names that tokenizer_config.json gives.
+TIKTOKEN_FILE = "tiktoken.model"
+_REVISION = 1  # part of the cache key: raise it whenever this file builds something different
+_CODE = ("tokenization_kimi", "tokenization_moonshot")
+_BESIDE = (
+    "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json", "chat_template.jinja",
+    "chat_template.json",
+)  # fmt: skip
+"""Files that a tokenizer's directory has as they are, each where there is one."""
+_LONGEST = 1024  # bytes of a token
+_MOST_RESERVED = 4096
+
+
+def cached_tiktoken_tokenizer(folder: Path, cache_dir: Path) -> Path:
+    """The directory with the tokenizer.json made of a folder's tiktoken.model; its name has a hash of what that is of.
+
+    Raises CheckpointError if a file is corrupt, or the tokenizer is none that this file knows the code of.
+    """
+    digest = hashlib.sha256()
+    for name in (TIKTOKEN_FILE, *_BESIDE):
+        text = read_text(folder, name) if model_file(folder, name).exists() else ""
+        digest.update(f"{name} {len(text)} {text}".encode())
+    target = cache_dir / f"{digest.hexdigest()[:32]}-tiktoken-{_REVISION}"
+    make_once(target, partial(_write, folder))
+    return target
+
+
+def _write(folder: Path, directory: Path) -> None:
+    _build(folder).save(str(directory / "tokenizer.json"), pretty=False)
+    for name in _BESIDE:
+        if model_file(folder, name).exists():
+            shutil.copyfile(model_file(folder, name), directory / name)
+
+
+def _build(folder: Path) -> Tokenizer:
+    config = read_object(folder, "tokenizer_config.json")
+    check_fields(config, ADDED_TOKEN_FIELDS, f"{folder / 'tokenizer_config.json'}: ")
+    _check_code(folder, config)
+    ranks = read_ranks(folder)
+    vocabulary = {byte_level(token): rank for token, rank in ranks.items()}
+    merges = [(byte_level(left), byte_level(right)) for left, right in merges_of(ranks)]
+    with rust_errors(CheckpointError, f"{folder / TIKTOKEN_FILE}: "):
+        backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
+        split_to_bytes(backend, KIMI)
+        added = _reserved(folder, config.get("added_tokens_decoder") or {}, len(ranks))
+        backend.add_tokens(list(added.values()))
+    for index, token in added.items():
+        if (found := backend.token_to_id(token.content)) != index:
+            raise CheckpointError(f"{folder / 'tokenizer_config.json'}: token {shown(token.content)} is {found} too")
+    return backend
+
+
+def _check_code(folder: Path, config: Mapping[str, Any]) -> None:
+    named = config.get("auto_map")
+    named = named.get("AutoTokenizer") if isinstance(named, dict) else None
+    code = named[0] if isinstance(named, list) and named else named
+    if not isinstance(code, str) or code.rpartition("--")[2].partition(".")[0] not in _CODE:
+        raise CheckpointError(
+            f"{folder}: {TIKTOKEN_FILE} goes with the code that auto_map of tokenizer_config.json names, which is "
+            f"{shown(code)}; known is what {' and '.join(_CODE)} do"
+        )
+
+
+def read_ranks(folder: Path) -> dict[bytes, int]:
+    """The tokens of a folder's tiktoken.model and their ranks, which are 0, 1, … and their ids.
+
+    Raises CheckpointError if a line is no token and rank, a token or rank is there twice or missing.
+    """
+    file, ranks = folder / TIKTOKEN_FILE, dict[bytes, int]()
+    for number, line in enumerate(read_text(folder, TIKTOKEN_FILE).splitlines(), 1):
+        if not line:
+            continue
+        encoded, _, rank = line.partition(" ")
+        try:
+            token = base64.b64decode(encoded, validate=True)
+        except ValueError:
+            token = b""
+        if not 0 < len(token) <= _LONGEST or not (rank.isascii() and rank.isdecimal()) or token in ranks:
+            raise CheckpointError(
+                f"{file}, line {number}: {shown(line)}; accepted is a new token of up to {_LONGEST} bytes in base64, a "
+                "space and its rank"
+            )
+        ranks[token] = int(rank)
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise CheckpointError(f"{file}: ranks are not 0 to {len(ranks) - 1}, each once")
+    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+        raise CheckpointError(f"{file}: has no token of the byte {missing[0]:#04x} alone")
+    return ranks
+
+
+def merges_of(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """Every two tokens that make a third, in the order of that one's rank.
+
+    tiktoken joins the neighbours that make the token of the lowest rank, whatever they are themselves.
+    """
+    merges = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        halves = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        pairs = [pair for pair in halves if pair[0] in ranks and pair[1] in ranks]
+        merges += sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+    return merges
+
+
+def _reserved(folder: Path, stated: Mapping[str, Any], first: int) -> dict[int, AddedToken]:
+    """The tokens after the ranks by id: those that are stated, and reserved ones between them."""
+    named = {int(key): value for key, value in stated.items()}
+    last = max(named, default=first - 1)
+    if min(named, default=first) < first or last >= first + _MOST_RESERVED:
+        raise CheckpointError(
+            f"{folder / 'tokenizer_config.json'}: added_tokens_decoder has ids from {min(named)} to {last}; accepted "
+            f"are {first} to {first + _MOST_RESERVED - 1}"
+        )
+    return {
+        index: AddedToken(
+            named[index]["content"] if index in named else f"<|reserved_token_{index}|>",
+            normalized=False,
+            special=index not in named or bool(named[index].get("special")),
+        )
+        for index in range(first, last + 1)
+    }

@@ -44,16 +44,15 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _strftime_now(layout: str) -> str:
-    return datetime.datetime.now().strftime(layout)
-
-
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _tojson
-    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda layout: datetime.datetime.now().strftime(layout),
+    }
     return environment
 
 
@@ -117,8 +116,7 @@ def _cut_at_tag(text: str) -> str:
     return text[:place] if text.startswith(_CONTINUE, place) else text[:place].rstrip()
 
 
-MAX_TEMPLATE = 64 * 1024
-"""Characters of a template that is looked into: a stranger's may have megabytes."""
+MAX_TEMPLATE = 64 * 1024  # characters of a template that is looked into: a stranger's may have megabytes
 _MEDIA = ("audio", "audios", "image", "images", "video", "videos")
 """Keys of messages that some libraries put pictures and sounds into."""
 _OF_TEXT = ("type", "text", "cache_control")

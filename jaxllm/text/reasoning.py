@@ -11,24 +11,20 @@ from jaxllm.requests.sampling import ThinkingMarkers
 if TYPE_CHECKING:
     from jaxllm.text.tokenizer import Tokenizer
 
-PROMPT_TAIL = 16
-"""Tokens at a prompt's end in which an opening marker is looked for."""
+PROMPT_TAIL = 16  # tokens at a prompt's end in which an opening marker is looked for
 
 
 CITATION_END = "</co:"
 """What begins the closing tag of Cohere's citations, `<co>Paris</co: 0:[1]>`; what is cited follows."""
-HARMONY = "harmony"
-"""gpt-oss's messages on channels, which have a parser of their own."""
+HARMONY = "harmony"  # gpt-oss's messages on channels, which have a parser of their own
 HARMONY_TOKENS = (
     "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>",
 )  # fmt: skip
-MUSE = "muse"
-"""Muse's messages to itself, the user and tools, which have a parser of their own too."""
+MUSE = "muse"  # Muse's messages to itself, the user and tools, which have a parser of their own too
 MUSE_TOKENS = ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>")
 FUNCTIONARY = "functionary_v32"
 """functionary v3.2's messages to everybody and to tools, which have a parser of their own, and no reasoning."""
-CHANNELS = (HARMONY, MUSE, FUNCTIONARY)
-"""Formats whose answers are messages, calls among them."""
+CHANNELS = (HARMONY, MUSE, FUNCTIONARY)  # formats whose answers are messages, calls among them
 
 
 @dataclass(frozen=True)
@@ -37,8 +33,8 @@ class ReasoningFormat:
 
     Attributes:
         detect: it is the format of a template that contains one of these; of a group within them, all.
-        behind: what the family writes right behind `close`.
-        answer: what begins the answer's text behind that, where it is marked.
+        behind: what the family writes right after `close`.
+        answer: what begins the answer's text after that, where it is marked.
         around: marks in and around the answer's text, which are no part of it.
         wrapper: tags that may stand around all of the answer's text, and that may be text elsewhere.
         variants: other opening and closing marks that models of the family write.
@@ -87,96 +83,57 @@ class ReasoningFormat:
         return ThinkingMarkers(open=self.open, close=self.close, behind=behind, opened=opened)
 
 
-# The first whose strings the template has is the template's.
+# Of each: name, the mark that opens, the one that closes, `detect`. The first whose strings a template has is its own.
 REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
     ReasoningFormat(
-        HARMONY,
-        "<|channel|>analysis<|message|>",
-        "<|end|>",
-        ("<|channel|>analysis",),
-        behind="<|start|>assistant",
-        answer="<|channel|>final<|message|>",
-        special=HARMONY_TOKENS,
+        HARMONY, "<|channel|>analysis<|message|>", "<|end|>", ("<|channel|>analysis",),
+        behind="<|start|>assistant", answer="<|channel|>final<|message|>", special=HARMONY_TOKENS,
     ),
     ReasoningFormat(
-        MUSE,
-        " to=self<|message|>",
-        "<|eom|>",
-        ("<atem:function_calls>",),
-        behind="<|start|>assistant",
-        answer=" to=user<|message|>",
-        special=MUSE_TOKENS,
+        MUSE, " to=self<|message|>", "<|eom|>", ("<atem:function_calls>",),
+        behind="<|start|>assistant", answer=" to=user<|message|>", special=MUSE_TOKENS,
     ),
     ReasoningFormat(
-        "solar_open",
-        "<|think|>",
-        "<|end|>",
-        (("<|think|>", "<|begin|>"),),
-        behind="<|begin|>assistant",
-        answer="<|content|>",
+        "solar_open", "<|think|>", "<|end|>", (("<|think|>", "<|begin|>"),),
+        behind="<|begin|>assistant", answer="<|content|>", special=("<|begin|>", "<|content|>"),
         around=("<|begin|>assistant", "<|content|>", "<|end|>", "<|flush|>", "<|calls|>"),
-        special=("<|begin|>", "<|content|>"),
     ),
     ReasoningFormat("solar_open2", "<|think:start|>", "<|think:end|>", ("<|think:start|>",)),
     ReasoningFormat("gemma4", "<|channel>thought", "<channel|>", ("<|channel>",)),
     ReasoningFormat("mistral", "[THINK]", "[/THINK]", ("[THINK]",)),
     ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>", ("<seed:think>",)),
     ReasoningFormat(
-        "cohere",
-        "<|START_THINKING|>",
-        "<|END_THINKING|>",
-        ("<|START_THINKING|>",),
+        "cohere", "<|START_THINKING|>", "<|END_THINKING|>", ("<|START_THINKING|>",),
         around=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>", "<co>", CITATION_END),
     ),
     ReasoningFormat(
-        "kimi_k3",
-        "<|open|>think<|sep|>",
-        "<|close|>think<|sep|>",
+        "kimi_k3", "<|open|>think<|sep|>", "<|close|>think<|sep|>",
         (("'<|open|>'", "'think'"), "<|open|>think<|sep|>"),
         around=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
-        special=("<|open|>", "<|close|>", "<|sep|>"),
-        variants=(("<|open|>think<|sep|>", "<|open|>response<|sep|>"),),
+        special=("<|open|>", "<|close|>", "<|sep|>"), variants=(("<|open|>think<|sep|>", "<|open|>response<|sep|>"),),
     ),
     ReasoningFormat("minimax_m3", "<mm:think>", "</mm:think>", ("<mm:think>",)),
     ReasoningFormat("longcat", "<longcat_think>", "</longcat_think>", ("<longcat_think>",)),
     ReasoningFormat("apertus", "<|inner_prefix|>", "<|inner_suffix|>", ("<|inner_prefix|>",)),
     ReasoningFormat(
-        "plamo3",
-        "<|plamo:begin_think:plamo|>",
-        "<|plamo:end_think:plamo|>",
-        ("<|plamo:begin_think:plamo|>",),
+        "plamo3", "<|plamo:begin_think:plamo|>", "<|plamo:end_think:plamo|>", ("<|plamo:begin_think:plamo|>",)
     ),
     ReasoningFormat("kimi", "◁think▷", "◁/think▷", ("◁think▷",)),
     ReasoningFormat("exaone", "<thought>", "</thought>", ("<thought>",), behind="\n\n"),
     ReasoningFormat(
-        "granite",
-        "Here is my thought process:",
-        "Here is my response:",
-        ("Here is my thought process",),
-        behind="\n\n",
-        variants=(("Here's my thought process:", "Here's my response:"),),
+        "granite", "Here is my thought process:", "Here is my response:", ("Here is my thought process",),
+        behind="\n\n", variants=(("Here's my thought process:", "Here's my response:"),),
     ),
     ReasoningFormat(
-        "hunyuan_a13b",
-        "<think>",
-        "</think>",
-        (("<think>", "<answer>"), ("<think>", "<|extra_0|>")),
-        behind="\n<answer>\n",
-        wrapper=("<answer>", "</answer>"),
+        "hunyuan_a13b", "<think>", "</think>", (("<think>", "<answer>"), ("<think>", "<|extra_0|>")),
+        behind="\n<answer>\n", wrapper=("<answer>", "</answer>"),
     ),
     ReasoningFormat(
-        "ernie45",
-        "<think>",
-        "</think>",
-        (("<think>", "<response>"),),
-        behind="\n\n",
-        wrapper=("<response>", "</response>"),
+        "ernie45", "<think>", "</think>", (("<think>", "<response>"),),
+        behind="\n\n", wrapper=("<response>", "</response>"),
     ),
     ReasoningFormat(
-        "hy_v3_opensource",
-        "<think:opensource>",
-        "</think:opensource>",
-        (("<think", ":opensource"),),
+        "hy_v3_opensource", "<think:opensource>", "</think:opensource>", (("<think", ":opensource"),),
         variant_of="think",
     ),
     ReasoningFormat("think", "<think>", "</think>", ("<think>", "</think>"), behind="\n\n"),
@@ -184,7 +141,7 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
     ReasoningFormat(
         "minimax_m2_append_think", "<think>", "</think>", (), behind="\n\n", always_open=True, in_content=True
     ),
-)
+)  # fmt: skip
 
 
 def template_reasoning(chat_template: str | None) -> ReasoningFormat | None:

@@ -45,10 +45,8 @@ KIMI = (
 )
 
 
-REPLACEMENT = "\ufffd"
-"""What decoders give for bytes that are no whole character."""
-_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
-"""A byte in SentencePiece's vocabularies."""
+REPLACEMENT = "\ufffd"  # what decoders give for bytes that are no whole character
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # a byte in SentencePiece's vocabularies
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -98,8 +96,7 @@ def escaped(token: bytes) -> str | None:
     return None
 
 
-MAX_SPELLINGS = 2 * MAX_BAD_WORDS
-"""Each word may be behind a space, or not."""
+MAX_SPELLINGS = 2 * MAX_BAD_WORDS  # each word may be behind a space, or not
 MAX_SPELLING_LENGTH = 16
 
 

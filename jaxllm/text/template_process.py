@@ -12,8 +12,7 @@ from typing import Any
 from jaxllm.errors import InvalidRequestError
 from jaxllm.own_process import AskedProcesses, Died, TimedOut, answer_questions
 
-RENDER_SECONDS = 5.0
-"""Of processor time that one template may take, the start of its process included."""
+RENDER_SECONDS = 5.0  # of processor time that one template may take, the start of its process included
 MAX_PROCESSES = 2
 MEMORY_BYTES = 256 * 2**20
 MAX_PROMPT_CHARACTERS = 16 * 2**20

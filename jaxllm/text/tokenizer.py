@@ -15,8 +15,10 @@ from jaxllm.errors import CheckpointError, InvalidRequestError, one_line
 from jaxllm.folders import cache_or_temporary, user_folder
 from jaxllm.text.backend import (
     ADDED_TOKEN_FIELDS,
+    TIKTOKEN_FILE,
     add_special_tokens,
     add_stated_tokens,
+    cached_tiktoken_tokenizer,
     load_backend,
     named_extras,
     rust_errors,
@@ -24,7 +26,6 @@ from jaxllm.text.backend import (
 )
 from jaxllm.text.spellings import REPLACEMENT, piece_bytes
 from jaxllm.text.template_process import TemplateProcesses, json_text
-from jaxllm.text.tiktoken_file import TIKTOKEN_FILE, cached_tiktoken_tokenizer
 from jaxllm.weights.fields import FLAG, NULL, TEXT, FieldKind, FieldKinds, check_fields, either, many, shown
 from jaxllm.weights.folder import EOS_FIELDS, gguf_models, model_file, read_generation_config, read_object, read_text
 
@@ -37,15 +38,9 @@ _NAMED_TEMPLATE = FieldKind(
     "an object with a name and a template",
     lambda value: isinstance(value, dict) and TEXT.fits(value.get("name")) and TEXT.fits(value.get("template")),
 )
-_TEMPLATE_FIELDS: FieldKinds = {"chat_template": either(TEXT, many(_NAMED_TEMPLATE, 64), NULL)}
-"""Of chat_template.json."""
+_TEMPLATE_FIELDS: FieldKinds = {"chat_template": either(TEXT, many(_NAMED_TEMPLATE, 64), NULL)}  # of chat_template.json
 _CONFIG_FIELDS: FieldKinds = (
-    ADDED_TOKEN_FIELDS
-    | _TEMPLATE_FIELDS
-    | {
-        "add_bos_token": either(FLAG, NULL),
-        "add_eos_token": either(FLAG, NULL),
-    }
+    ADDED_TOKEN_FIELDS | _TEMPLATE_FIELDS | {"add_bos_token": either(FLAG, NULL), "add_eos_token": either(FLAG, NULL)}
 )
 """Of tokenizer_config.json."""
 
@@ -72,13 +67,9 @@ class Tokenizer:
     """
 
     def __init__(
-        self,
-        backend: tokenizers.Tokenizer,
-        *,
-        special_tokens: dict[str, str],
-        extra_eos_token_ids: Sequence[int] = (),
+        self, backend: tokenizers.Tokenizer, *, special_tokens: dict[str, str], extra_eos_token_ids: Sequence[int] = (),
         templates: dict[str, str] | None = None,
-    ):
+    ):  # fmt: skip
         self.backend = backend
         self.special_tokens = special_tokens
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
@@ -159,14 +150,9 @@ class Tokenizer:
         return text.encode() if part is None else part
 
     def apply_chat_template(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        **template_kwargs: Any,
-    ) -> str:
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True,
+        continue_final_message: bool = False, chat_template: str | None = None, **template_kwargs: Any,
+    ) -> str:  # fmt: skip
         """Render a chat to the prompt text; encode it with `encode_chat`.
 
         `chat_template` is Jinja source, or the name of one of the checkpoint's templates; without it the checkpoint's
@@ -177,24 +163,16 @@ class Tokenizer:
         from jaxllm.text.chat_template import in_format  # it loads jinja2
 
         values = self.chat_template_values(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template=chat_template,
-            **template_kwargs,
-        )
+            messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+            chat_template=chat_template, **template_kwargs,
+        )  # fmt: skip
         values["messages"] = in_format(values["messages"], values["template"])
         return self._template_processes.render(values)
 
     def chat_template_values(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        **template_kwargs: Any,
-    ) -> dict[str, Any]:
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True,
+        continue_final_message: bool = False, chat_template: str | None = None, **template_kwargs: Any,
+    ) -> dict[str, Any]:  # fmt: skip
         """The arguments of `chat_template.render` that `apply_chat_template` comes down to, as JSON values.
 
         Raises InvalidRequestError as that does, without rendering.
@@ -294,12 +272,8 @@ def _from_directory(path: Path) -> Tokenizer:
     add_stated_tokens(path, backend, config, special_tokens, rows)
     _set_added_tokens(path, backend, config, special_tokens)
     add_special_tokens(path, backend, config, special_tokens, rows)
-    return Tokenizer(
-        backend,
-        special_tokens=special_tokens,
-        extra_eos_token_ids=_generation_eos(path),
-        templates=_templates(path, config),
-    )
+    eos, templates = _generation_eos(path), _templates(path, config)
+    return Tokenizer(backend, special_tokens=special_tokens, extra_eos_token_ids=eos, templates=templates)
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
@@ -340,7 +314,7 @@ def _set_added_tokens(
 
 
 def _added_tokens(path: Path, backend: tokenizers.Tokenizer) -> tuple[list[str], list[str]]:
-    """What tokenizer.json's own rule puts before and behind a text."""
+    """What tokenizer.json's own rule puts before and after a text."""
     with rust_errors(CheckpointError, f"{path / 'tokenizer.json'}: "):
         plain, full = (backend.encode("a", add_special_tokens=added).tokens for added in (False, True))
     start = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), None)
@@ -351,10 +325,8 @@ def _added_tokens(path: Path, backend: tokenizers.Tokenizer) -> tuple[list[str],
 
 def _generation_eos(path: Path) -> list[int]:
     """generation_config.json's eos_token_id, or config.json's where there is no generation_config.json."""
-    if model_file(path, "generation_config.json").exists():
-        eos = read_generation_config(path).get("eos_token_id")
-    else:
-        eos = _read(path, "config.json", EOS_FIELDS).get("eos_token_id")
+    has_own = model_file(path, "generation_config.json").exists()
+    eos = (read_generation_config(path) if has_own else _read(path, "config.json", EOS_FIELDS)).get("eos_token_id")
     return eos if isinstance(eos, list) else [] if eos is None else [eos]
 
 

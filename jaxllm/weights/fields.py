@@ -1,4 +1,4 @@
-"""What the fields of a file must be, as data: whoever reads a file checks it against a table of these."""
+"""Tables of the values that a file's fields may have, against which every reader checks them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = 60
 _LONGEST = 200
 
-MAX_SIZE = 2**48
-"""Of a tensor, in elements or bytes."""
-MAX_RANK = 8
+MAX_SIZE, MAX_RANK = 2**48, 8
+"""The largest tensor, in elements or bytes, and the most axes."""
 
 
 class FieldKind(NamedTuple):
-    """Values that a field may have, and how an error describes them."""
+    """Values that a field may have, and their description in errors."""
 
     accepted: str
     fits: Callable[[Any], bool]
@@ -31,7 +30,7 @@ FieldKinds = dict[str, FieldKind]
 
 
 def whole(low: int, high: int) -> FieldKind:
-    """An integer of this range; true and false are none."""
+    """An integer of this range; true and false are not integers."""
     return FieldKind(f"an integer from {low} to {high}", lambda value: type(value) is int and low <= value <= high)
 
 
@@ -43,31 +42,24 @@ def real(low: float, high: float) -> FieldKind:
 
 
 def one_of(*names: str) -> FieldKind:
-    """One of these strings."""
     return FieldKind(f"one of {', '.join(names)}", lambda value: isinstance(value, str) and value in names)
 
 
-def many(kind: FieldKind, most: int = 2**20) -> FieldKind:
-    """A list of up to `most` such values."""
+def many(kind: FieldKind, most: int = 2**20, least: int = 0) -> FieldKind:
+    """A list of `least` to `most` such values."""
     return FieldKind(
-        f"a list of up to {most} entries, each {kind.accepted}",
-        lambda value: isinstance(value, list) and len(value) <= most and all(map(kind.fits, value)),
+        f"a list of {most if least == most else f'up to {most}'} entries, each {kind.accepted}",
+        lambda value: isinstance(value, list) and least <= len(value) <= most and all(map(kind.fits, value)),
     )
 
 
 def several(kind: FieldKind, count: int) -> FieldKind:
-    """A list of `count` such values."""
-    return FieldKind(
-        f"a list of {count} entries, each {kind.accepted}",
-        lambda value: isinstance(value, list) and len(value) == count and all(map(kind.fits, value)),
-    )
+    return many(kind, count, count)
 
 
 def either(*kinds: FieldKind) -> FieldKind:
-    """What any of them takes."""
-    return FieldKind(
-        " or ".join(kind.accepted for kind in kinds), lambda value: any(kind.fits(value) for kind in kinds)
-    )
+    accepted = " or ".join(kind.accepted for kind in kinds)
+    return FieldKind(accepted, lambda value: any(kind.fits(value) for kind in kinds))
 
 
 FLAG = FieldKind("true or false", lambda value: isinstance(value, bool))
@@ -77,10 +69,9 @@ NULL = FieldKind("null", lambda value: value is None)
 
 
 def check_fields(given: Mapping[str, Any], kinds: FieldKinds, inside: str = "") -> None:
-    """Look at the fields of `given` that `kinds` knows; `inside` goes before their names.
+    """Check the fields of `given` that `kinds` knows; `inside` goes before their names.
 
-    Raises:
-        CheckpointError: one is not of its kind; the message names it, its value and what would be accepted.
+    Raises CheckpointError naming a field that is not of its kind, its value and what would be accepted.
     """
     for name, kind in kinds.items():
         if name in given and not kind.fits(given[name]):
@@ -88,12 +79,12 @@ def check_fields(given: Mapping[str, Any], kinds: FieldKinds, inside: str = "") 
 
 
 def is_storable(shape: Sequence[int]) -> bool:
-    """Whether NumPy takes an array of this shape; one with a 0 in it may say anything of its other axes."""
+    """Whether NumPy takes an array of this shape, in which a 0 does not excuse the other axes."""
     return len(shape) <= MAX_RANK and math.prod(max(size, 1) for size in shape) <= MAX_SIZE
 
 
 def check_apart(file: Path, places: Iterable[tuple[int, int, str]]) -> None:
-    """Raises CheckpointError for tensors (offset, bytes, name) that share bytes: much memory of a small file."""
+    """Raises CheckpointError for tensors (offset, bytes, name) that share bytes: a small file could fill the memory."""
     stored = sorted(place for place in places if place[1])
     for (offset, nbytes, name), (begin, _, other) in itertools.pairwise(stored):
         if offset + nbytes > begin:

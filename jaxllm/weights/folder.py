@@ -1,8 +1,8 @@
-"""The files of a model's folder, which whoever published the model has written: nothing here is taken on trust.
+"""The files of a model's folder, written by whoever published the model: nothing here is taken on trust.
 
 A GGUF model is one file, or the parts that gguf-split makes of it, NAME-00001-of-00003.gguf and so on, of which the
-first has the metadata. generation_config.json recommends how to sample; modules.json lists the steps that
-sentence-transformers takes with a text.
+first has the metadata. generation_config.json recommends how to sample; modules.json lists the steps by which
+sentence-transformers makes a vector of a text.
 """
 
 from __future__ import annotations
@@ -22,22 +22,20 @@ from jaxllm.weights.fields import NULL, TEXT, FieldKinds, check_fields, either, 
 from jaxllm.wording import kind_of
 
 MAX_TEXT_BYTES = 2**28
-"""Of one JSON file or template; the largest published tokenizer.json have 40 MB."""
+"""The limit for one JSON file or template; the largest published tokenizer.json have 40 MB."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-"""Files of PyTorch, which run code of their author's when they are read."""
+"""Files of PyTorch, which run their author's code when they are read."""
 NO_PICKLES = "pickle files can run code and are not read; convert it to safetensors (`save_pretrained`) or GGUF"
 
 MANIFEST = "jaxllm.json"
-"""Of a directory that `jaxllm convert` made; see `jaxllm.weights.saved`."""
+"""The file that marks a directory made by `jaxllm convert`; see `jaxllm.weights.saved`."""
 
 
 def model_file(folder: Path, name: str) -> Path:
     """`folder / name`, which need not exist.
 
-    Raises:
-        CheckpointError: it lies outside of `folder`, by its name or through a symbolic link. Links into the `blobs` of
-            the hub's cache are how that cache is made, and are followed. Or it is neither a file nor a folder: a pipe
-            that nobody writes into would be waited for without end.
+    Raises CheckpointError if it lies outside of `folder`, by its name or through a symbolic link (links into the
+    `blobs` of the hub's cache are followed), or is neither a file nor a folder, such as a pipe, which may never end.
     """
     if "\0" in name:
         raise CheckpointError(f"{folder}: {shown(name)} is no name of a file")
@@ -51,13 +49,13 @@ def model_file(folder: Path, name: str) -> Path:
 
 
 def check_no_device(file: Path) -> None:
-    """Raises CheckpointError for a pipe, a socket or a device, which cannot be read at any place and may never end."""
+    """Raises CheckpointError for a pipe, a socket or a device."""
     if os.path.exists(file) and not (file.is_file() or file.is_dir()):  # Path.exists raises for a name too long
         raise CheckpointError(f"{one_line(file)}: is a pipe, a socket or a device; it must be a file")
 
 
 def read_text(folder: Path, name: str, errors: str = "strict") -> str:
-    """A text file of the folder. Raises CheckpointError when it is outside, too large, or (if strict) not UTF-8."""
+    """A text file of the folder. Raises CheckpointError if it is outside, too large, or (if strict) not UTF-8."""
     file = model_file(folder, name)
     try:
         if not file.is_file():
@@ -71,7 +69,7 @@ def read_text(folder: Path, name: str, errors: str = "strict") -> str:
 
 
 def read_json(folder: Path, name: str) -> Any:
-    """The value in a JSON file of the folder. Raises CheckpointError when it is outside, too large, or not JSON."""
+    """The value in a JSON file of the folder. Raises CheckpointError if it is outside, too large, or not JSON."""
     text = read_text(folder, name)
     try:
         value = json.loads(text)
@@ -96,7 +94,6 @@ def is_saved(path: Path) -> bool:
 
 
 def pickles(folder: Path) -> list[str]:
-    """Names of the folder's pickle files."""
     return sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
 
 
@@ -104,7 +101,7 @@ _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 
 def part_names(name: str) -> list[str]:
-    """The names of all parts of the model that the file `name` is a part of; the name alone if it is none."""
+    """The names of all parts of the model that the file `name` belongs to; the name alone if it is not split."""
     found = _PART.fullmatch(name)
     if found is None or not 1 <= int(found[2]) <= int(found[3]):
         return [name]
@@ -112,17 +109,13 @@ def part_names(name: str) -> list[str]:
 
 
 def whole_name(path: Path) -> Path:
-    """Where the model would be if it were not split: NAME.gguf for NAME-00001-of-00003.gguf."""
+    """The place of the model if it were not split: NAME.gguf for NAME-00001-of-00003.gguf."""
     found = _PART.fullmatch(path.name)
     return path if found is None else path.with_name(f"{found[1]}.gguf")
 
 
 def part_files(path: Path) -> list[Path]:
-    """All parts of a model, the first one first, from any of them.
-
-    Raises:
-        CheckpointError: a part is missing, or lies outside of the folder.
-    """
+    """All parts of a model in order, from any of them. Raises CheckpointError if one is missing or outside."""
     names = part_names(path.name)
     files = [path if name == path.name else model_file(path.parent, name) for name in names]
     if missing := [file.name for file in files if not file.is_file()]:
@@ -136,9 +129,27 @@ def gguf_models(folder: Path) -> list[Path]:
     return sorted({file.with_name(part_names(file.name)[0]) for file in folder.glob("*.gguf")})
 
 
+def the_gguf_file(path: Path) -> Path:
+    """The first part of a GGUF model: of that which the file `path` belongs to, or of the one in the directory `path`.
+
+    Raises CheckpointError if there is not exactly one, or a part is missing.
+    """
+    if path.is_file():
+        return part_files(path)[0]
+    files = gguf_models(path)
+    if len(files) != 1:
+        held = ", ".join(file.name for file in files) or "none"
+        if not files and (found := pickles(path)):
+            held = f"{', '.join(found[:3])}: {NO_PICKLES}"
+        raise CheckpointError(
+            f"{path}: needs config.json and *.safetensors, or exactly one .gguf file; it holds {held}"
+        )
+    return part_files(model_file(path, files[0].name))[0]
+
+
 TOKEN_ID = whole(0, 2**31 - 1)
 EOS_FIELDS: FieldKinds = {"eos_token_id": either(TOKEN_ID, many(TOKEN_ID, 1024), NULL)}
-"""Of config.json too."""
+"""config.json has it too."""
 SAMPLING_FIELDS: FieldKinds = {
     "temperature": either(real(0, 1e3), NULL),
     "top_p": either(real(1e-6, 1), NULL),
@@ -146,24 +157,20 @@ SAMPLING_FIELDS: FieldKinds = {
     "min_p": either(real(0, 1), NULL),
     "repetition_penalty": either(real(1e-6, 1e3), NULL),
 }
-"""What is recommended to sample with."""
-GENERATION_FIELDS: FieldKinds = EOS_FIELDS | SAMPLING_FIELDS
+"""Recommended sampling parameters."""
 
 
 def generation_config_of(path: Path) -> Path:
-    """Where a GGUF's sampling defaults lie, if anywhere: MODEL.generation_config.json for MODEL.gguf, split or not."""
+    """The file for a GGUF's sampling defaults: MODEL.generation_config.json for MODEL.gguf, split or not."""
     return whole_name(path).with_suffix(".generation_config.json")
 
 
 def read_generation_config(folder: Path, name: str = "generation_config.json") -> dict[str, Any]:
-    """The file's content; empty where there is none. Raises CheckpointError naming a field that is wrong."""
+    """The file's content; empty if there is none. Raises CheckpointError naming a field that is wrong."""
     if not model_file(folder, name).exists():
         return {}
     given = read_object(folder, name)
-    try:
-        check_fields(given, GENERATION_FIELDS)
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder / name}: {error}") from None
+    check_fields(given, EOS_FIELDS | SAMPLING_FIELDS, f"{folder / name}: ")
     return given
 
 
@@ -183,11 +190,7 @@ class SentenceModule(NamedTuple):
 
 
 def sentence_modules(path: Path) -> list[SentenceModule]:
-    """Each step in order; none where the directory is not one of sentence-transformers'.
-
-    Raises:
-        CheckpointError: a step is not supported.
-    """
+    """The steps of a sentence-transformers directory, if it is one. Raises CheckpointError for unsupported ones."""
     file = model_file(path, "modules.json")
     if not file.exists():
         return []
@@ -204,15 +207,14 @@ def sentence_modules(path: Path) -> list[SentenceModule]:
 
 
 CHUNK = 2**20
-"""Bytes read at once, into one buffer: it is the system that keeps them."""
+"""Bytes read at once, into one buffer: the operating system keeps them."""
 
 
 @contextmanager
 def reading_ahead(path: Path) -> Iterator[None]:
     """Read a checkpoint's file and its other parts, or all files of its folder, in a thread that ends with the block.
 
-    It stops at half of the memory that is free, so that nothing in use is put out; what it cannot read, it leaves to
-    the loader, which says so.
+    It stops at half of the free memory, so that nothing in use is evicted, and skips files that the loader will report.
     """
     files = part_files(path) if path.is_file() else sorted(_files_of(path))
     left, ended = memory().available // 2, threading.Event()

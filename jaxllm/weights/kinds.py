@@ -1,4 +1,4 @@
-"""Which kind each weight is kept as: what the checkpoint has, its expansion, or what it is quantized to on the way."""
+"""The kind that each weight is kept as: the checkpoint's, its expansion, or the kind it is quantized to on the way."""
 
 from __future__ import annotations
 
@@ -24,28 +24,29 @@ from jaxllm.weights.names import NameMap, Source
 from jaxllm.weights.saved import SavedCheckpoint
 
 NEVER_QUANTIZED = ("*.router.weight", "*.shared_gate.weight", "*.beta_decay.weight")
-"""Small, and what they get wrong sends a token to other experts, or stays in a state for long."""
+"""Small weights whose errors send a token to other experts, or stay in a state for long."""
 
 ABSORBED = "*.kv_b.weight"
-"""What latent attention absorbs: not multiplied as others are, and so small that a GPU has it in 16-bit floats."""
+"""Latent attention absorbs it instead of multiplying by it; it is so small that a GPU has it in 16-bit floats."""
 
 ENDS = ("embed.weight", "head.weight")
 
 
 @dataclass
 class KindChooser:
-    """Called with each weight of a model, it gives its kind, or one a segment; see `abstract_model`.
+    """Called with each weight of a model, it gives the weight's kind, or one for each segment; see `abstract_model`.
 
     Attributes:
-        checkpoint: what is read; without tensors (dummy weights) only `isq` decides.
+        checkpoint: the weights; without tensors (dummy weights) only `isq` decides.
         names: where parameters come from.
         tp: devices that a matrix's inputs may be divided over.
-        packed: whether a GGUF's blocks, a checkpoint's codes, or what `jaxllm convert` quantized are kept as they are.
+        packed: whether a GGUF's blocks, a checkpoint's codes, or weights quantized by `jaxllm convert` are kept as they
+            are.
         isq: what weights are quantized to; None for nothing.
-        tiles: whether weights go into the tiles of the C++ kernels for CPUs, where those have them.
+        tiles: whether weights go into the tiles of the C++ kernels for CPUs, if those have them.
         gpu_tiles: likewise into those of NVIDIA GPUs' kernels.
-        isq_map: patterns of tensor names -> schemes that go before `isq`; the first that fits counts.
-        recoded: type in the file and type kept -> tensors of them that are encoded anew.
+        isq_map: patterns of tensor names -> schemes that take precedence over `isq`; the first that fits counts.
+        recoded: type in the file and type kept -> the number of tensors that are encoded anew.
     """
 
     checkpoint: Checkpoint
@@ -88,7 +89,7 @@ class KindChooser:
 
     @property
     def notes(self) -> list[str]:
-        """What is encoded anew, one sentence a type; and that weights which are drawn are not of the file's type."""
+        """A sentence for each type that is encoded anew, and for drawn weights that are not of the file's type."""
         anew = [
             f"{count} weights stored as {stored} are kept as {kept}: quantized once more at load"
             for (stored, kept), count in sorted(self.recoded.items())
@@ -127,9 +128,9 @@ class KindChooser:
         return kind
 
     def _scheme_kind(self, spec: ParamSpec, tensor: str, stored: Set[str] = frozenset()) -> WeightKind:
-        """By `isq_map` and `isq`; as declared where neither says anything.
+        """The kind by `isq_map` and `isq`; as declared if neither applies.
 
-        Where its blocks do not fit, blocks that the file has and that take no more than what would stand in are kept.
+        If a scheme's blocks do not fit, the file's own blocks are kept if they take no more space than the substitute.
         """
         (declared,) = spec.kinds
         by_name = (scheme for pattern, scheme in self.isq_map.items() if fnmatch.fnmatchcase(tensor, pattern))
@@ -146,23 +147,23 @@ class KindChooser:
         return kind
 
     def _divides_stack(self, spec: ParamSpec) -> bool:
-        """Whether devices have a part of the inputs of each expert: sorted ones would be of other devices."""
+        """Whether devices have parts of each expert's inputs: sorted inputs would be on other devices."""
         return len(spec.shape) > 2 and self._input_parts(spec) > 1
 
     def _row_counts(self, spec: ParamSpec) -> list[int]:
-        """Numbers of rows that are moved as one: blocks of rows must divide them."""
+        """Numbers of rows that move together: blocks of rows must divide them."""
         stored = [segment.rows for segment in spec.layout.segments] if spec.layout else []
         return [*self._rows(spec), *stored]
 
     def _rows(self, spec: ParamSpec) -> list[int]:
-        """Of a device, segment by segment."""
+        """A device's rows, segment by segment."""
         layout = spec.layout
         if layout and not layout.pad_to:
             return [segment.rows // segment.shards for segment in layout.segments]
         return [spec.shape[-2] // self.tp if spec.axes[-2] is not None else spec.shape[-2]]
 
     def _inputs(self, spec: ParamSpec) -> int:
-        """Of a device: what blocks must divide."""
+        """A device's inputs, which blocks must divide."""
         return spec.shape[-1] // self._input_parts(spec)
 
     def _input_parts(self, spec: ParamSpec) -> int:

@@ -1,4 +1,4 @@
-"""Checkpoint tensors onto the mesh, one parameter at a time: the model is never in memory twice."""
+"""Loads checkpoint tensors onto the mesh, one parameter at a time: the model is never in memory twice."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxllm.errors import CheckpointError
 from jaxllm.quantization.gguf_decode import FORMATS
-from jaxllm.quantization.host_stack import HostShare, PartlyOnHost
 from jaxllm.quantization.stored import Stored, stack, transformed, with_moved_blocks
-from jaxllm.quantization.weight import DenseKind, Weight, WeightKind, fuse
+from jaxllm.quantization.weight import DenseKind, HostShare, PartlyOnHost, Weight, WeightKind, fuse
 from jaxllm.sharding.mesh import Axes, Layout, named_sharding, place, put
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.names import NameMap, Source, Sources
@@ -32,30 +31,28 @@ logger = logging.getLogger(__name__)
 READ_AHEAD = 2
 """Parameters read (and dequantized) while an earlier one is on its way to the device."""
 
-
 Value = Weight | Any
-"""What a parameter is: a Weight, or a plain array (norms, biases)."""
+"""A parameter: a Weight, or a plain array (norms, biases)."""
 
 
 class Leaf(NamedTuple):
-    """One of a parameter's arrays, how it is divided, and whether the hosts have it in place of the devices."""
+    """One of a parameter's arrays, how it is divided, and whether it is in the hosts' memory."""
 
     array: jax.ShapeDtypeStruct
     axes: Axes
     on_host: bool = False
 
     def sharding(self, mesh: Mesh | AbstractMesh) -> NamedSharding:
-        """How it lies on `mesh`."""
         return named_sharding(mesh, self.axes, on_host=self.on_host)
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What a model says of one of its parameters: `shape` is global.
+    """A parameter as its model describes it; `shape` is global.
 
     Attributes:
         kinds: how a weight is kept: one kind, or one for each segment of its layout. Empty: a plain array of `dtype`.
-        host: the part of a stack that is in host memory; None is nothing.
+        host: the part of a stack that is in host memory, if any.
     """
 
     path: str
@@ -68,7 +65,7 @@ class ParamSpec:
 
     @property
     def runs(self) -> list[tuple[WeightKind, Layout | None]]:
-        """Neighbouring segments of one kind, which are one weight where that kind joins them."""
+        """Neighbouring segments of one kind, which are one weight if that kind joins them."""
         if not self.kinds or self.layout is None or len(self.layout.segments) == 1:
             return [(kind, self.layout) for kind in self.kinds]
         segments = self.layout.segments
@@ -92,7 +89,6 @@ class ParamSpec:
         return self.parted(fuse(parts))
 
     def parted(self, value: Weight) -> Weight:
-        """The weight with a part in host memory, if it is to have one."""
         return value if self.host is None else self.host.split(value)
 
     def leaves(self) -> list[Leaf]:
@@ -104,7 +100,7 @@ class ParamSpec:
         return [Leaf(*leaf) for leaf in zip(arrays, axes, on_host, strict=True)]
 
     def check_shards(self, tp: int) -> None:
-        """Raises CheckpointError where dividing the inputs by `tp` would part numbers that are stored together."""
+        """Raises CheckpointError if dividing the inputs by `tp` would separate numbers that are stored together."""
         inputs = self.shape[-1]
         for kind in self.kinds if self.axes[-1] is not None else ():
             if inputs % (tp * kind.block):
@@ -129,7 +125,7 @@ def load_parameters(
     Args:
         names: where each parameter comes from.
         ignored: patterns of tensors that the model knowingly leaves unread.
-        every: the model's parameters, where `specs` are some of them: their tensors are used too, elsewhere.
+        every: all of the model's parameters, if `specs` are some of them: their tensors are used too, elsewhere.
         on_progress: called with (parameters done, parameters in all).
 
     Raises:
@@ -150,7 +146,7 @@ def read_parameters(
     ignored: Iterable[str] = (),
     every: Sequence[ParamSpec] = (),
 ) -> Iterator[Value]:
-    """Every parameter of `specs` in order, in host memory, a few of them read ahead. Raises as `load_parameters`."""
+    """Read every parameter of `specs` in order into host memory, a few of them ahead. Raises as `load_parameters`."""
     chosen = _choose_sources(checkpoint, specs, names, ignored, every)
     with ThreadPoolExecutor(READ_AHEAD, thread_name_prefix="load") as pool:
         ahead = iter(zip(specs, chosen, strict=True))
@@ -162,11 +158,7 @@ def read_parameters(
 
 
 def read_rows(checkpoint: Checkpoint, spec: ParamSpec, names: NameMap) -> np.ndarray:
-    """A parameter in the order of its tensors, float32: not quantized, and not yet laid out for several devices.
-
-    Raises:
-        CheckpointError: a tensor is missing or has the wrong shape.
-    """
+    """A parameter in its tensors' order, float32, not laid out for devices. Raises as `load_parameters`."""
     tensors = _read_segments(checkpoint, spec, find_sources(checkpoint, spec, names))
     axis = spec.layout.axis if spec.layout else 0
     return np.concatenate([np.asarray(tensor.expand(), np.float32) for tensor in tensors], axis)
@@ -177,7 +169,7 @@ def dummy_parameters(
 ) -> tuple[Value, ...]:
     """Random weights of the right shapes, drawn on the devices; vectors are ones, so that norms stay norms.
 
-    `every` are the model's parameters, where `specs` are some of them, which get what they would get among all.
+    `every` are all of the model's parameters, if `specs` are some of them, whose values do not depend on that.
     """
 
     @functools.cache
@@ -191,7 +183,7 @@ def dummy_parameters(
 
     @functools.cache
     def quantized(shape: tuple[int, ...], kinds: tuple[WeightKind, ...], layout: Layout | None) -> Value:
-        """One weight for all that are alike: encoding takes longer than drawing."""
+        """One weight for all that are alike, because encoding takes longer than drawing."""
         spec = ParamSpec("", shape, np.dtype(np.float32), (), layout, kinds)
         rng, axis = np.random.default_rng(seed), layout.axis if layout else 0
         rows = [s.rows for s in layout.segments] if layout else [shape[0]]
@@ -241,7 +233,7 @@ def _pack(spec: ParamSpec, tensors: list[Stored]) -> Weight:
 
 
 def _read_segments(checkpoint: Checkpoint, spec: ParamSpec, sources: Sources) -> list[Stored]:
-    """One tensor a segment, or one that holds them all; cut up where the segments are of several kinds."""
+    """One tensor for each segment, or one that holds all; it is cut up if the segments are of several kinds."""
     axis = spec.layout.axis if spec.layout else 0
     segments = [s.rows for s in spec.layout.segments] if spec.layout else [spec.shape[0]]
     rows = segments if len(sources) == len(segments) else [sum(segments)]
@@ -258,7 +250,7 @@ def _read_segments(checkpoint: Checkpoint, spec: ParamSpec, sources: Sources) ->
 
 
 def _read(checkpoint: Checkpoint, source: Source) -> Stored:
-    """A segment, still packed where nothing but whole rows were moved on the way."""
+    """A segment, still packed if only whole rows were moved on the way."""
     tensors = [checkpoint.read(name) for name in source.tensors]
     if source.stack:
         odd = next((n for n, t in zip(source.tensors, tensors, strict=True) if t.shape != tensors[0].shape), None)
@@ -282,7 +274,7 @@ def _choose_sources(
     ignored: Iterable[str],
     every: Sequence[ParamSpec],
 ) -> list[Sources]:
-    """The tensors that each parameter is read from. Raises CheckpointError for one missing, or stored and unused."""
+    """The tensors of each parameter. Raises CheckpointError for one missing, or stored and unused."""
     found = {spec.path: find_sources(checkpoint, spec, names) for spec in every or specs}
     used = {name for sources in found.values() for source in sources for name in source.tensors}
     patterns, skipped = tuple(ignored), []
@@ -293,52 +285,45 @@ def _choose_sources(
             raise CheckpointError(f"{checkpoint.path}: tensor {name!r} is stored there, but this model does not use it")
         skipped.append(name)
     if skipped:
-        logger.info("%d tensors are not used: %s", len(skipped), _shortened(skipped))
+        others = f" and {len(skipped) - 8} more" if len(skipped) > 8 else ""
+        logger.info("%d tensors are not used: %s%s", len(skipped), ", ".join(skipped[:8]), others)
     return [found[spec.path] for spec in specs]
 
 
 def whole_parameters(checkpoint: Checkpoint, specs: Sequence[ParamSpec], names: NameMap) -> list[ParamSpec]:
-    """Those of `specs` of which a checkpoint that need not have all of them has every tensor.
+    """The parameters of which an incomplete checkpoint has every tensor.
 
-    Raises:
-        CheckpointError: it has some tensors of a parameter, and lacks others.
+    Raises CheckpointError if it has some tensors of a parameter, and lacks others.
     """
     found = []
     for spec in specs:
-        options = _options(spec, names)
-        if any(not _missing(checkpoint, option) for option in options):
+        _, there, missing = _nearest_option(checkpoint, spec, names)
+        if not missing:
             found.append(spec)
-            continue
-        nearest = max(options, key=lambda option: _found(checkpoint, option))
-        there = [name for source in nearest for name in source.tensors if name in checkpoint.tensors]
-        if there:
-            absent = ", ".join(map(repr, _missing(checkpoint, nearest)[:4]))
+        elif there:
+            absent = ", ".join(map(repr, missing[:4]))
             raise CheckpointError(f"{there[0]!r} and {absent} are kept in one array, so they must be given together")
     return found
 
 
 def find_sources(checkpoint: Checkpoint, spec: ParamSpec, names: NameMap) -> Sources:
-    """The tensors that a parameter is read from. Raises CheckpointError where one is missing."""
-    options = _options(spec, names)
-    sources = next((option for option in options if not _missing(checkpoint, option)), None)
-    if sources is None:
-        name = _missing(checkpoint, max(options, key=lambda option: _found(checkpoint, option)))[0]
-        hint = did_you_mean(name, checkpoint.tensors)
-        raise CheckpointError(f"{checkpoint.path}: tensor {name!r} is missing{hint}")
+    """The tensors that a parameter is read from. Raises CheckpointError if one is missing."""
+    sources, _, missing = _nearest_option(checkpoint, spec, names)
+    if missing:
+        hint = did_you_mean(missing[0], checkpoint.tensors)
+        raise CheckpointError(f"{checkpoint.path}: tensor {missing[0]!r} is missing{hint}")
     return sources
 
 
-def _options(spec: ParamSpec, names: NameMap) -> tuple[Sources, ...]:
-    return names.get(spec.path) or ((Source(spec.path),),)
-
-
-def _missing(checkpoint: Checkpoint, sources: Sources) -> list[str]:
-    return [name for source in sources for name in source.tensors if name not in checkpoint.tensors]
-
-
-def _found(checkpoint: Checkpoint, sources: Sources) -> int:
-    return sum(name in checkpoint.tensors for source in sources for name in source.tensors)
-
-
-def _shortened(names: list[str], most: int = 8) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def _nearest_option(
+    checkpoint: Checkpoint, spec: ParamSpec, names: NameMap
+) -> tuple[Sources, Sequence[str], Sequence[str]]:
+    """The sources that the checkpoint has, or else has most of; the tensors that are there; those that are missing."""
+    found: list[tuple[Sources, list[str], list[str]]] = []
+    for sources in names.get(spec.path) or ((Source(spec.path),),):
+        wanted = [name for source in sources for name in source.tensors]
+        missing = [name for name in wanted if name not in checkpoint.tensors]
+        found.append((sources, [name for name in wanted if name in checkpoint.tensors], missing))
+        if not missing:
+            return found[-1]
+    return max(found, key=lambda option: len(option[1]))

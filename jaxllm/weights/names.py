@@ -16,10 +16,9 @@ Transform = Callable[..., np.ndarray]
 class Source:
     """One checkpoint tensor, and what is done to it on the way.
 
-    A transform that is `by_rows` only moves whole rows, whatever they are made of: numbers, or bytes of blocks. With
-    `column_runs` it only moves runs of so many columns of a matrix, and blocks too, if it is told how many columns
-    these have.
-    With `stack`, that many tensors one on top of the other: `{}` in the name is the number of each. Tensors that are
+    A transform that is `by_rows` only moves whole rows, of numbers or of blocks' bytes. With `column_runs` it only
+    moves runs of that many columns of a matrix, and moves blocks too if it is told their columns.
+    With `stack`, it is that many tensors on top of each other: `{}` in the name is the number of each. Tensors that are
     `also` needed are further arguments of `transform`.
     """
 
@@ -36,34 +35,32 @@ class Source:
         return self.transform is None or self.by_rows
 
     def moves_blocks(self, columns: int) -> bool:
-        """Whether GGUF's blocks of so many columns stay whole on the way."""
+        """Whether GGUF's blocks of that many columns stay whole on the way."""
         return self.moves_rows or (self.column_runs > 0 and self.column_runs % columns == 0)
 
     def keeps(self, coding: Coding) -> bool:
-        """Whether codes survive the way: where rows move, each has its scales to itself."""
+        """Whether codes survive the way: if rows move, each must have its own scales."""
         return self.transform is None or (self.by_rows and coding.block[0] == 1 and not coding.order)
 
     @property
     def tensors(self) -> list[str]:
-        """The names of the tensors that are read."""
         if self.stack:
             return [self.name.replace("{}", str(i)) for i in range(self.stack)]
         return [self.name, *self.also]
 
     def renamed(self, rename: Callable[[str], str]) -> Source:
-        """The same with other names."""
         return replace(self, name=rename(self.name), also=tuple(map(rename, self.also)))
 
 
 Sources = tuple[Source, ...]
-"""What a parameter is fused from, one after the other along the axis of its layout."""
+"""The parts of a parameter in their order along the axis of its layout."""
 
 NameMap = dict[str, tuple[Sources, ...]]
 """Parameter path (`layers.3.mlp.down.weight`) -> the ways in which a checkpoint may hold it; the first found counts."""
 
 
 class AnyOf:
-    """Patterns that a checkpoint may follow, one or another: split or fused, single or stacked."""
+    """Alternative patterns that a checkpoint may follow: split or fused, single or stacked."""
 
     def __init__(self, *options: str | Source | tuple[str | Source, ...]):
         self.options = options
@@ -75,7 +72,7 @@ Pattern = str | Source | tuple[str | Source, ...] | AnyOf
 def expand(patterns: dict[str, Pattern], num_layers: int, *, first: int = 0) -> NameMap:
     """Write out a table whose keys and tensor names may hold `*` for the layer's number.
 
-    Tensors are numbered from `first` on, and parameters from 0.
+    Tensors are numbered from `first`, and parameters from 0.
 
     Worked example: `{"layers.*.mlp.down.weight": "blk.*.ffn_down.weight"}` with two layers becomes entries for
     `layers.0.mlp.down.weight` and `layers.1.mlp.down.weight`.
@@ -92,7 +89,7 @@ def expand(patterns: dict[str, Pattern], num_layers: int, *, first: int = 0) -> 
 
 
 def renamed(names: NameMap, rename: Callable[[str], str]) -> NameMap:
-    """The same parameters of tensors with other names."""
+    """The same map with other names of tensors."""
     return {
         path: tuple(tuple(source.renamed(rename) for source in sources) for sources in options)
         for path, options in names.items()
@@ -115,7 +112,7 @@ def without_middle_axis(weight: np.ndarray) -> np.ndarray:
 
 
 def halves_apart(weight: np.ndarray) -> np.ndarray:
-    """Rows of gate and up by turns, of each matrix of a stack, as first all of the gate and then all of up."""
+    """Alternating rows of gate and up, of each matrix of a stack, as all of the gate followed by all of up."""
     return np.concatenate([weight[:, ::2], weight[:, 1::2]], axis=1)
 
 
@@ -125,7 +122,7 @@ def transposed(weight: np.ndarray) -> np.ndarray:
 
 
 def unpermute_rope(head_dim: int) -> Transform:
-    """Undo GGUF's order of rotary rows in llama-family Q and K: pairs lie side by side there, halves apart here.
+    """Undo GGUF's order of rotary rows in llama-family Q and K, where pairs are adjacent; here halves are apart.
 
     Worked example, head_dim 4: rows `0 2 1 3` (pairs (0, 2) and (1, 3) adjacent) go back to `0 1 2 3`.
     """

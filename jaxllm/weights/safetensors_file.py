@@ -9,26 +9,16 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from jaxllm.errors import CheckpointError
 from jaxllm.quantization.stored import Stored
-from jaxllm.weights.checkpoint import TensorInfo
-from jaxllm.weights.fields import (
-    MAX_RANK,
-    MAX_SIZE,
-    check_apart,
-    check_fields,
-    is_storable,
-    many,
-    one_of,
-    several,
-    shown,
-    whole,
-)
+from jaxllm.weights import fields
+from jaxllm.weights.checkpoint import MappedCheckpoint, Place, TensorInfo
+from jaxllm.weights.fields import MAX_RANK, MAX_SIZE, check_apart, check_fields, is_storable, shown
 from jaxllm.weights.folder import (
     NO_PICKLES,
     check_no_device,
@@ -46,32 +36,26 @@ _DTYPES = {
     "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
 }  # fmt: skip
 _MAX_HEADER = 100_000_000
-_SIZE = whole(0, MAX_SIZE)
-_ENTRY_FIELDS = {"dtype": one_of(*_DTYPES), "shape": many(_SIZE, MAX_RANK), "data_offsets": several(_SIZE, 2)}
+_SIZE = fields.whole(0, MAX_SIZE)
+_ENTRY_FIELDS = {
+    "dtype": fields.one_of(*_DTYPES),
+    "shape": fields.many(_SIZE, MAX_RANK),
+    "data_offsets": fields.several(_SIZE, 2),
+}
 _INDEX = "model.safetensors.index.json"
 
 
-class _Place(NamedTuple):
-    file: Path
-    offset: int
-    nbytes: int
-
-
-class SafetensorsCheckpoint:
-    """A directory with config.json and safetensors files, whole or sharded; see `Checkpoint`.
-
-    With `weights=False` only config.json must be there.
-    """
+class SafetensorsCheckpoint(MappedCheckpoint):
+    """A directory with config.json and, unless `weights` is False, safetensors files, whole or sharded."""
 
     format = "safetensors"
 
     def __init__(self, path: Path, *, weights: bool = True):
+        super().__init__()
         self.path = path
-        self.config: dict[str, Any] = read_object(path, "config.json")
-        self.generation_config: dict[str, Any] = read_generation_config(path)
-        self.tensors: dict[str, TensorInfo] = {}
-        self._places: dict[str, _Place] = {}
-        self._maps: dict[Path, np.ndarray] | None = {}
+        self.config = read_object(path, "config.json")
+        self.generation_config = read_generation_config(path)
+        self.tensors = {}
         for file in _weight_files(path):
             self._add_file(file)
         for module in sentence_modules(path) if weights else ():
@@ -83,44 +67,28 @@ class SafetensorsCheckpoint:
         self._check_index()
 
     def _add_file(self, file: Path, before: str = "") -> None:
-        """The tensors of a file; their names get `before` in front."""
         for name, info, place in _read_header(file):
             name = before + name
             if name in self.tensors:
-                raise CheckpointError(f"{file}: tensor {shown(name)} is also in {self._places[name].file.name}")
-            self.tensors[name], self._places[name] = info, place
+                raise CheckpointError(f"{file}: tensor {shown(name)} is also in {self.places[name].file.name}")
+            self.tensors[name], self.places[name] = info, place
 
     def _check_index(self) -> None:
         for name, file in _index(self.path).items():
-            if name not in self._places or self._places[name].file.name != file:
+            if name not in self.places or self.places[name].file.name != file:
                 raise CheckpointError(
                     f"{self.path / _INDEX}: names tensor {shown(name)} in {file}, which does not hold it"
                 )
 
     def read(self, name: str) -> Stored:
-        """One tensor, a read-only view of the file."""
-        if self._maps is None:
-            raise CheckpointError(f"{self.path}: closed")
-        if name not in self._places:
-            raise CheckpointError(f"{self.path}: no tensor {shown(name)}")
-        file, offset, nbytes = self._places[name]
-        if file not in self._maps:
-            self._maps[file] = np.memmap(file, np.uint8, mode="r")
+        data = self.bytes_of(name)
         shape, dtype, _ = self.tensors[name]
-        tensor = self._maps[file][offset : offset + nbytes].view(np.ndarray).view(_DTYPES[dtype]).reshape(shape)
         origin = f"{self.path}: tensor {shown(name)}"
-        return Stored(tensor, dtype, shape, origin=origin)
-
-    def close(self) -> None:
-        """Let go of the maps; arrays already read keep theirs alive."""
-        self._maps = None
+        return Stored(data.view(_DTYPES[dtype]).reshape(shape), dtype, shape, origin=origin)
 
 
 def read_tensors(file: Path) -> dict[str, np.ndarray]:
-    """Every tensor of one safetensors file by its name, copied into memory.
-
-    Raises CheckpointError where it is corrupt.
-    """
+    """Every tensor of one safetensors file by its name, copied into memory. Raises CheckpointError if it is corrupt."""
     check_no_device(file)
     places = _read_header(file)
     data = np.memmap(file, np.uint8, mode="r")
@@ -151,18 +119,14 @@ def _index(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{path / _INDEX}: weight_map is missing or not a map of tensor name to file name")
     for name, file in weight_map.items():
-        if not _is_plain_name(file):
+        if file in ("", ".", "..") or not file.isprintable() or set(file) & set("/\\") or len(file) > 200:
             raise CheckpointError(
                 f"{path / _INDEX}: weight_map has {shown(name)} in {shown(file)}; accepted are names of files beside it"
             )
     return weight_map
 
 
-def _is_plain_name(file: str) -> bool:
-    return file not in ("", ".", "..") and file.isprintable() and not set(file) & set("/\\") and len(file) <= 200
-
-
-def _read_header(file: Path) -> list[tuple[str, TensorInfo, _Place]]:
+def _read_header(file: Path) -> list[tuple[str, TensorInfo, Place]]:
     size = file.stat().st_size
     with open(file, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -180,7 +144,7 @@ def _read_header(file: Path) -> list[tuple[str, TensorInfo, _Place]]:
     return found
 
 
-def _entry(file: Path, size: int, start: int, name: str, entry: Any) -> tuple[str, TensorInfo, _Place]:
+def _entry(file: Path, size: int, start: int, name: str, entry: Any) -> tuple[str, TensorInfo, Place]:
     here = f"{file}: tensor {shown(name)}"
     if not isinstance(entry, dict) or not entry.keys() >= _ENTRY_FIELDS.keys():
         raise CheckpointError(f"{here}: corrupt safetensors header: accepted are dtype, shape and data_offsets")
@@ -190,4 +154,4 @@ def _entry(file: Path, size: int, start: int, name: str, entry: Any) -> tuple[st
         raise CheckpointError(f"{here}: {end - begin:,} bytes are no {dtype} of shape {shape}")
     if start + end > size:
         raise CheckpointError(f"{here}: truncated: it ends at byte {start + end:,} of a file of {size:,}")
-    return name, TensorInfo(shape, dtype), _Place(file, start + begin, end - begin)
+    return name, TensorInfo(shape, dtype), Place(file, start + begin, end - begin)

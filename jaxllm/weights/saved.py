@@ -1,17 +1,17 @@
-"""A directory that `jaxllm convert` made: weights as the engine keeps them, in Orbax arrays, as a Checkpoint.
+"""Directories that `jaxllm convert` made, as a Checkpoint: weights as the engine keeps them, in Orbax arrays.
 
-`jaxllm.json` says which model it is and how each weight is kept; `weights/` holds the arrays, of one device and not in
-anybody's tiles, so that every machine can take them; tokenizer and configs lie beside them. Nothing is decoded or
-encoded when they are loaded: rows are laid out for the mesh, and on a CPU moved into the tiles of its kernels.
+`jaxllm.json` says which model it is and how each weight is kept; `weights/` holds the arrays, for one device and not
+in tiles, so that every machine can take them; tokenizer and configs lie beside them. Nothing is decoded or encoded
+at loading: rows are laid out for the mesh, and on a CPU moved into the tiles of its kernels.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,56 +26,39 @@ from jaxllm.quantization.gguf_decode import FORMATS
 from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.stored import FLOATS, Stored
 from jaxllm.quantization.weight import DenseKind, Weight, WeightKind
-from jaxllm.weights.checkpoint import TensorInfo
-from jaxllm.weights.fields import (
-    FLAG,
-    MAX_RANK,
-    MAX_SIZE,
-    FieldKind,
-    FieldKinds,
-    check_fields,
-    is_storable,
-    many,
-    one_of,
-    real,
-    shown,
-    whole,
-)
+from jaxllm.weights import fields
+from jaxllm.weights.checkpoint import Checkpoint, TensorInfo
+from jaxllm.weights.fields import MAX_RANK, MAX_SIZE, FieldKinds, check_fields, is_storable, shown
 from jaxllm.weights.folder import MANIFEST, model_file, read_generation_config, read_text
 from jaxllm.weights.names import NameMap, Source
 
 ARRAYS = "weights"
 VERSION = 1
 GROUP_BYTES = 256 * 2**20
-"""Weights that are read together: few calls, and little in memory besides what is on its way to the devices."""
+"""Weights are read in groups of this size: few calls, and little memory besides what goes to the devices."""
 
 LABELS = {np.dtype(dtype).name: label for label, dtype in FLOATS.items()}
 
 SCALES = ("float16", "bfloat16", "float32", "float8_e8m0fnu")
 
 SAVED_KINDS: dict[str, tuple[Callable[..., WeightKind], FieldKinds]] = {
-    "dense": (DenseKind, {"dtype": one_of(*LABELS)}),
-    "gguf": (GgufKind, {"type": one_of(*FORMATS)}),
-    "per_channel": (per_channel, {"codes": one_of("int8", "float8_e4m3fn"), "activations": FLAG}),
-    "groups": (
-        groups,
-        {
-            "bits": FieldKind("2, 4 or 8", lambda value: type(value) is int and value in (2, 4, 8)),
-            "block": whole(2, 2**20),
-            "symmetric": FLAG,
-            "scale": one_of(*SCALES),
-            "levels": many(real(-1e6, 1e6), 256),
-        },
-    ),
-    "fp8_blocks": (fp8_blocks, {"rows": whole(1, 2**20), "block": whole(1, 2**20)}),
-}
-"""What a manifest calls each kind, and the fields that it has of it; the type to compute in is the reader's."""
+    "dense": (DenseKind, {"dtype": fields.one_of(*LABELS)}),
+    "gguf": (GgufKind, {"type": fields.one_of(*FORMATS)}),
+    "per_channel": (per_channel, {"codes": fields.one_of("int8", "float8_e4m3fn"), "activations": fields.FLAG}),
+    "groups": (groups, {
+        "bits": fields.FieldKind("2, 4 or 8", lambda value: type(value) is int and value in (2, 4, 8)),
+        "block": fields.whole(2, 2**20), "symmetric": fields.FLAG, "scale": fields.one_of(*SCALES),
+        "levels": fields.many(fields.real(-1e6, 1e6), 256),
+    }),
+    "fp8_blocks": (fp8_blocks, {"rows": fields.whole(1, 2**20), "block": fields.whole(1, 2**20)}),
+}  # fmt: skip
+"""The name of each kind in a manifest, and its fields there; the type to compute in is the reader's."""
 
 TYPES = ("dtype", "codes", "scale")
-"""Fields that are the names of types."""
+"""Fields that name types."""
 
 ORDERED = "ordered"
-"""The field that a kind has besides its own where inputs were sorted: their order's name, or true for some order."""
+"""A further field of kinds whose inputs were sorted: their order's name, or true for some order."""
 
 _SEGMENT = re.compile(r"(.*)\.(\d+)")
 _ORDER = re.compile("[0-9a-f]{16}")
@@ -89,7 +72,7 @@ class SavedTensor(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What `jaxllm.json` holds.
+    """The content of `jaxllm.json`.
 
     Attributes:
         version: of this format.
@@ -112,18 +95,15 @@ class Manifest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tensors: dict[str, SavedTensor]
 
 
-class SavedCheckpoint:
-    """A directory with a manifest and Orbax arrays; see `Checkpoint`. Tensors are parameters, or segments of them.
-
-    `kinds` is how each is kept.
-    """
+class SavedCheckpoint(Checkpoint):
+    """A directory with a manifest and Orbax arrays; its tensors are parameters, or segments, kept as `kinds` says."""
 
     format = "orbax"
 
     def __init__(self, path: Path):
         self.path = path
         self.manifest = _read_manifest(path)
-        self.config: dict[str, Any] = msgspec.to_builtins(self.manifest)
+        self.config = msgspec.to_builtins(self.manifest)
         self.generation_config = read_generation_config(path)
         self.kinds = _kinds(path, self.manifest)
         shapes = {name: tensor.shape for name, tensor in self.manifest.tensors.items()}
@@ -135,12 +115,11 @@ class SavedCheckpoint:
 
     @property
     def is_requantized(self) -> bool:
-        """Whether somebody asked for the kinds that its weights have; otherwise their file had them."""
+        """Whether the kinds of its weights were asked for; otherwise they are the source file's."""
         return bool(self.manifest.isq or self.manifest.isq_map)
 
     @property
     def names(self) -> NameMap:
-        """Where each parameter is, for a model's `ModelSpec`."""
         found: dict[str, list[str]] = {}
         for name in self.tensors:
             segment = _SEGMENT.fullmatch(name)
@@ -169,14 +148,13 @@ class SavedCheckpoint:
         return arrays_of(self.kinds[name].abstract(self.tensors[name].shape))
 
     def close(self) -> None:
-        """Let go of what was read ahead."""
         with self._lock:
             self._closed = True
             self._held.clear()
 
 
 def describe(kind: WeightKind) -> dict[str, Any]:
-    """A kind as a manifest has it. Raises ConfigError for one that has no entry."""
+    """A kind's entry in a manifest. Raises ConfigError for a kind that has none."""
     if isinstance(kind, OrderedKind):
         return describe(kind.kind) | {ORDERED: kind.order or True}
     if isinstance(kind, DenseKind):
@@ -197,9 +175,9 @@ def describe(kind: WeightKind) -> dict[str, Any]:
 
 
 def arrays_of(weight: Weight) -> dict[str, Any]:
-    """The arrays of a weight by the names that its kind has for them."""
+    """The arrays of a weight by its kind's names for them."""
     found: dict[str, Any] = {}
-    for field in fields(weight):  # type: ignore[arg-type]
+    for field in dataclasses.fields(weight):  # type: ignore[arg-type]
         value = None if field.metadata.get("static") else getattr(weight, field.name)
         if value is not None:
             found |= arrays_of(value) if isinstance(value, Weight) else {field.name: value}
@@ -222,11 +200,7 @@ def save_arrays(directory: Path, tensors: dict[str, dict[str, np.ndarray]]) -> N
 def read_arrays(
     directory: Path, wanted: dict[str, dict[str, jax.ShapeDtypeStruct]]
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Some arrays of an Orbax checkpoint, in host memory.
-
-    Raises:
-        CheckpointError: one is missing, damaged, or of another type or shape than `wanted` says.
-    """
+    """Some of an Orbax checkpoint's arrays, in host memory. Raises CheckpointError if one is not as `wanted` says."""
     import orbax.checkpoint as ocp
 
     as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
@@ -246,17 +220,17 @@ def read_arrays(
 
 
 def _unless_late(otherwise: Callable[[Any], Any], unraisable: Any) -> None:
-    """Say nothing of the writes that are under way beside one that has failed.
+    """Ignore the failures of writes that are under way beside one that has failed.
 
-    Orbax closes its event loop at the first failure; what tensorstore's threads tell that loop afterwards can reach
-    nobody, and Python would print a traceback for each, also when the save is over.
+    Orbax closes its event loop at the first failure; tensorstore's threads then cannot tell it theirs, and Python would
+    print a traceback for each, also when the save is over.
     """
     if not (isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"):
         otherwise(unraisable)
 
 
 def _orbax() -> Any:
-    """Uncompressed: quantized weights hardly shrink, and are to be read fast."""
+    """A checkpointer without compression: quantized weights hardly shrink, and should be fast to read."""
     import orbax.checkpoint as ocp
 
     return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False))
@@ -277,7 +251,7 @@ def _read_manifest(path: Path) -> Manifest:
 
 def _kinds(path: Path, manifest: Manifest) -> dict[str, WeightKind]:
     found: dict[str, WeightKind] = {}
-    size = whole(0, MAX_SIZE)
+    size = fields.whole(0, MAX_SIZE)
     for name, tensor in manifest.tensors.items():
         here = f"{path / MANIFEST}: tensor {shown(name)}: "
         if not all(map(size.fits, tensor.shape)) or not is_storable(tensor.shape) or not tensor.shape:
@@ -294,7 +268,7 @@ def _kind(given: dict[str, Any], here: str) -> WeightKind:
         kind = _kind({name: value for name, value in given.items() if name != ORDERED}, here)
         if isinstance(kind, CodedKind):
             return OrderedKind(kind, "" if order is True else order)
-    check_fields({"name": given.get("name")}, {"name": one_of(*SAVED_KINDS)}, f"{here}kind ")
+    check_fields({"name": given.get("name")}, {"name": fields.one_of(*SAVED_KINDS)}, f"{here}kind ")
     make, known = SAVED_KINDS[given["name"]]
     if given.keys() != known.keys() | {"name"}:
         raise CheckpointError(f"{here}kind is {shown(given)}; accepted are {', '.join(known)}")
@@ -305,7 +279,7 @@ def _kind(given: dict[str, Any], here: str) -> WeightKind:
 
 
 def _label(kind: WeightKind) -> str:
-    """The name of a kind that `TensorInfo` has: GGML's, of blocks and of floats."""
+    """The name of a kind in `TensorInfo`: GGML's, of blocks and of floats."""
     if isinstance(kind, DenseKind):
         return LABELS[kind.dtype.name]
     return kind.type if isinstance(kind, GgufKind) else describe(kind)["name"]

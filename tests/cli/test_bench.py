@@ -256,7 +256,7 @@ def test_perplexity_is_that_of_the_tokens_after_the_first(cli, monkeypatch, tmp_
 
     monkeypatch.setattr("jaxllm.llm.LLM", Certain)
     monkeypatch.setattr(
-        "jaxllm.engine.start.plan.plan_engine",
+        "jaxllm.engine.start.blueprint.plan_engine",
         lambda config: SimpleNamespace(weight_bytes=2**20 if config.isq else 4 * 2**20, num_parameters=2**21),
     )
     text, file = tmp_path / "text.txt", tmp_path / "result.json"

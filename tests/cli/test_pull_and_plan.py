@@ -58,7 +58,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
         configs.append(config)
         return Plan()
 
-    stub_module(monkeypatch, "jaxllm.engine.start.plan", plan_engine=plan_engine)
+    stub_module(monkeypatch, "jaxllm.engine.start.blueprint", plan_engine=plan_engine)
     stub_module(
         monkeypatch,
         "jaxllm.engine.start.schemes",

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxllm.cpu_kernels import build, compiler, library, processor
+from jaxllm.cpu_kernels import compiler, library
 from tests.cpu_kernels.weights import needs_kernels
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch):
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
     with pytest.raises(compiler.BuildError, match=r"failed: x[.]cc:1: error: no such thing"):
-        build.compiled_path(tmp_path / "cache")
+        library.compiled_path(tmp_path / "cache")
     assert not list((tmp_path / "cache").rglob("*.so"))
 
 
@@ -47,8 +47,8 @@ def quick_compiler(tmp_path, monkeypatch) -> str:
 
 
 def test_the_first_start_says_that_it_compiles_even_where_nothing_is_set_up_to_log(tmp_path, quick_compiler):
-    program = "import sys; from pathlib import Path; from jaxllm.cpu_kernels import build; "
-    program += "build.compiled_path(Path(sys.argv[1]))"
+    program = "import sys; from pathlib import Path; from jaxllm.cpu_kernels import library; "
+    program += "library.compiled_path(Path(sys.argv[1]))"
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
     assert done.stderr.startswith(f"compiling the CPU kernels with {quick_compiler}, once for this version")
 
@@ -62,15 +62,15 @@ def test_progress_is_told_file_by_file(tmp_path, quick_compiler):
 
 
 def test_some_instruction_sets_are_compiled_by_themselves(tmp_path, quick_compiler, monkeypatch):
-    monkeypatch.setattr(build, "output_of", lambda command: "1.0")
+    monkeypatch.setattr(library, "output_of", lambda command: "1.0")
     asked = []
-    monkeypatch.setattr(build, "compile_library", lambda *given: (asked.append(given[-1]), given[3].touch()))
-    small = build.compiled_path(tmp_path, isas=["avx2"])
-    assert build.compiled_path(tmp_path, isas=["avx2"]) == small and asked == [["avx2"]]
-    assert build.compiled_path(tmp_path, isas=["avx512"]) != small
-    whole = build.compiled_path(tmp_path)
+    monkeypatch.setattr(library, "compile_library", lambda *given: (asked.append(given[-1]), given[3].touch()))
+    small = library.compiled_path(tmp_path, isas=["avx2"])
+    assert library.compiled_path(tmp_path, isas=["avx2"]) == small and asked == [["avx2"]]
+    assert library.compiled_path(tmp_path, isas=["avx512"]) != small
+    whole = library.compiled_path(tmp_path)
     assert asked == [["avx2"], ["avx512"], None]
-    assert build.compiled_path(tmp_path, isas=["avxvnni"]) == whole  # it has them all
+    assert library.compiled_path(tmp_path, isas=["avxvnni"]) == whole  # it has them all
 
 
 @needs_kernels
@@ -94,7 +94,7 @@ def test_a_library_of_few_sets_chooses_among_them(tmp_path):
 def test_what_linux_tells_of_the_processor_is_what_the_kernels_find():
     """Except that a system may refuse AMX's registers to a process."""
     known = list(compiler.ISAS[platform.machine()])
-    told = processor.runnable_here(known)
+    told = library.runnable_here(known)
     if told is None:
         pytest.skip("this system does not tell")
     found = [isa for isa in known if isa in library.runnable_isas()]
@@ -122,10 +122,10 @@ def test_the_sets_that_a_first_start_compiles(cpuinfo, wanted, tmp_path, monkeyp
     if cpuinfo is not None:
         path.write_text(f"processor\t: 0\n{cpuinfo}\n")
     known = list(compiler.ISAS["x86_64"])
-    found = processor.runnable_here(known, path)
-    monkeypatch.setattr(processor, "runnable_here", lambda isas: found)
-    assert processor.wanted_here(known, platform.machine()) == wanted
-    assert processor.wanted_here(known, "another") is None
+    found = library.runnable_here(known, path)
+    monkeypatch.setattr(library, "runnable_here", lambda isas: found)
+    assert library.wanted_here(known, platform.machine()) == wanted
+    assert library.wanted_here(known, "another") is None
 
 
 def test_a_choice_that_is_passed_on_compiles_nothing_more(monkeypatch):
@@ -139,8 +139,8 @@ def test_a_choice_that_is_passed_on_compiles_nothing_more(monkeypatch):
 
 @needs_kernels
 def test_a_second_start_finds_the_library(monkeypatch):
-    monkeypatch.setattr(build, "_compile", None)
-    assert build.compiled_path().exists()
+    monkeypatch.setattr(library, "_compile", None)
+    assert library.compiled_path().exists()
 
 
 @needs_kernels
@@ -173,8 +173,8 @@ def packaged(directory: Path) -> Path:
 def start_with(directory: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """A process that looks for a wheel's library in `directory`: are there kernels, if not why, and does JAX run?"""
     program = (
-        "import sys, pathlib, jax; from jaxllm import cpu_kernels as ck; from jaxllm.cpu_kernels import build;"
-        "build.PACKAGED = pathlib.Path(sys.argv[1]); print(ck.available(), '|', ck.reason());"
+        "import sys, pathlib, jax; from jaxllm import cpu_kernels as ck; from jaxllm.cpu_kernels import library;"
+        "library.PACKAGED = pathlib.Path(sys.argv[1]); print(ck.available(), '|', ck.reason());"
         "print(int(jax.numpy.arange(4).sum()))"
     )
     command = [sys.executable, "-c", program, str(directory)]
@@ -184,22 +184,22 @@ def start_with(directory: Path, **environment: str) -> subprocess.CompletedProce
 
 @needs_kernels
 def test_the_library_of_a_wheel_needs_no_compiler(tmp_path):
-    shutil.copy(build.compiled_path(), packaged(tmp_path))
+    shutil.copy(library.compiled_path(), packaged(tmp_path))
     done = start_with(tmp_path, CXX="no-such-compiler")
     assert (done.stdout, done.stderr) == ("True | \n6\n", "")
 
 
 @needs_kernels
 def test_a_library_of_other_sources_is_not_taken(tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "PACKAGED", tmp_path)
+    monkeypatch.setattr(library, "PACKAGED", tmp_path)
     path = packaged(tmp_path)
     path.touch()
-    assert build.packaged_path() == path
+    assert library.packaged_path() == path
     sources = shutil.copytree(compiler.SOURCES, tmp_path / "src")
     with (sources / "team.cc").open("a") as file:
         file.write("// changed")
     monkeypatch.setattr(compiler, "SOURCES", sources)
-    assert build.packaged_path() is None
+    assert library.packaged_path() is None
 
 
 OTHER_FFI = """
@@ -272,7 +272,7 @@ import numpy as np
 from jaxllm import cpu_kernels as ck
 rng = np.random.default_rng(0)
 weights, x = rng.normal(size=(32, 64)).astype(np.float32), rng.normal(size=(3, 64)).astype(np.float32)
-result = ck.linear(x, ck.repack("f32", weights), "f32", 32)
+(result,) = ck.linears(x, [ck.Tiles(ck.repack("f32", weights), "f32", 32)])
 np.testing.assert_allclose(result, x.astype(float) @ weights.T.astype(float), rtol=1e-5, atol=1e-5)
 print(*ck.runnable_isas())
 """

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from jaxllm import cpu_kernels
-from jaxllm.cpu_kernels.huge_pages import ALIGNMENT, CHUNK, HUGE, Room, use_huge_pages
+from jaxllm.cpu_kernels.tiles import ALIGNMENT, CHUNK, HUGE, Room, use_huge_pages
 
 
 def kilobytes_in_huge_pages() -> int:

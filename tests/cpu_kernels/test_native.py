@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from jaxllm import cpu_kernels
-from jaxllm.cpu_kernels.build import compiled_path
 from jaxllm.cpu_kernels.compiler import ISAS, SOURCES, find_compiler
+from jaxllm.cpu_kernels.library import compiled_path
 from tests.cpu_kernels.weights import ISAS as ISAS_HERE
 from tests.cpu_kernels.weights import needs_kernels
 

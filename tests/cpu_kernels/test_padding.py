@@ -33,7 +33,7 @@ def test_products_beside_a_residual_and_behind_a_norm(isa, live, padding, dtype)
     norm = RowNorm(jnp.linspace(0.5, 2, INPUTS), 1e-6, 0.5)
     residual = np.random.default_rng(1).normal(size=(live + padding, ROWS)).astype(np.float32)
     plain = jax.jit(lambda x: cpu_kernels.linears(x, weights, norm=norm))
-    added = jax.jit(lambda x, residual: cpu_kernels.linear(x, *weights[1][:3], residual=residual))
+    added = jax.jit(lambda x, residual: cpu_kernels.linears(x, weights[1:], residual=residual)[0])
     x = batch(live, padding, dtype)
     with cpu_kernels.forced(isa):
         products, sums = plain(x), added(x, residual)
@@ -71,8 +71,8 @@ def test_the_greatest_of_as_many_zeros_is_the_first(isa, live, padding):
 def test_they_are_not_multiplied(isa, live, padding):
     """Not even by what is infinite."""
     weights = random_weights("f32", ROWS, INPUTS)
-    tiles = cpu_kernels.repack("f32", np.full_like(weights.blocks, np.inf))
+    tiles = cpu_kernels.Tiles(cpu_kernels.repack("f32", np.full_like(weights.blocks, np.inf)), "f32", ROWS)
     with cpu_kernels.forced(isa):
-        y = jax.jit(lambda x: cpu_kernels.linear(x, tiles, "f32", ROWS))(batch(live, padding))
+        (y,) = jax.jit(lambda x: cpu_kernels.linears(x, [tiles]))(batch(live, padding))
     assert np.isfinite(y[live:]).all()
     assert not np.isfinite(y[:live]).any()

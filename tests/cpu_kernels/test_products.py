@@ -302,9 +302,7 @@ def test_rows_by_number(format):
 def test_shapes_that_do_not_fit_are_refused():
     weights = random_weights("q4_k", 16, 512)
     with pytest.raises(Exception, match="2 blocks of 256 do not hold 256 inputs"):
-        jax.block_until_ready(
-            jax.jit(lambda x: cpu_kernels.linear(x, *weights.tiles[:3]))(np.ones((1, 256), np.float32))
-        )
+        jax.block_until_ready(jax.jit(lambda x: cpu_kernels.linears(x, [weights.tiles]))(np.ones((1, 256), np.float32)))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from jaxllm import cpu_kernels
 from jaxllm.engine.core import sampler
-from jaxllm.pallas_kernels.softmax import CPU
+from jaxllm.pallas_kernels.products import CPU_SUMS
 from tests.cpu_kernels.weights import ISAS, needs_kernels
 
 pytestmark = needs_kernels
@@ -82,10 +82,10 @@ def test_the_sampler_keeps_and_draws_what_it_does_in_plain_xla():
     min_p = jnp.tile(jnp.array([0.0, 0.01]), 32)
     u = jnp.linspace(0, 1 - 2**-24, 64)
     kept, drawn = (
-        [np.asarray(jax.jit(partial(function, **sums))(logits, *rest)) for sums in ({}, {"sums": CPU})]
+        [np.asarray(jax.jit(partial(function, **sums))(logits, *rest)) for sums in ({}, {"sums": CPU_SUMS})]
         for function, rest in ((sampler.truncate, (k, p, min_p)), (sampler.draw, (u,)))
     )
     assert (np.isfinite(kept[0]) != np.isfinite(kept[1])).sum() <= 1, "a threshold may fall on the next float"
     assert (drawn[0] != drawn[1]).sum() <= 1
-    scored = [jax.jit(partial(sampler.token_logprobs, **sums))(logits, drawn[0]) for sums in ({}, {"sums": CPU})]
+    scored = [jax.jit(partial(sampler.token_logprobs, **sums))(logits, drawn[0]) for sums in ({}, {"sums": CPU_SUMS})]
     np.testing.assert_allclose(scored[0].chosen, scored[1].chosen, rtol=1e-6, atol=1e-5)

@@ -10,9 +10,8 @@ from jaxllm.engine.core.feature import Feature, Surroundings
 from jaxllm.engine.core.loop import EngineCore
 from jaxllm.engine.core.pages import PagePool
 from jaxllm.engine.core.registry import Features
-from jaxllm.engine.core.request import Request, Status
+from jaxllm.engine.core.request import Batch, Request, Status
 from jaxllm.engine.core.scheduler import Scheduler
-from jaxllm.engine.core.work import Batch
 from jaxllm.engine.features.adapters.adapters import AdaptersFeature
 from jaxllm.engine.features.adapters.store import AdapterPlaces
 from jaxllm.engine.features.drafts.feature import DraftsFeature
@@ -22,8 +21,8 @@ from jaxllm.engine.features.offload.tiers import PageTiers
 from jaxllm.engine.features.readout.scores import ScoresFeature
 from jaxllm.engine.features.states.states import StatesFeature
 from jaxllm.engine.messages import EngineRequest, EngineStats
-from jaxllm.requests.adapters import AdapterUse
 from jaxllm.requests.sampling import SamplingParams
+from jaxllm.requests.steering import AdapterUse
 from tests.engine.simulated_device import VOCAB, SimulatedOffload, SimulatedRunner, alone, salted
 
 

@@ -19,9 +19,8 @@ from jaxllm.engine.core.feature import Surroundings
 from jaxllm.engine.core.handle import Handle, RanStep, SampledRow
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.registry import Features
-from jaxllm.engine.core.request import Request, Status
+from jaxllm.engine.core.request import Batch, Request, Status
 from jaxllm.engine.core.sampler import Sampled, Settled
-from jaxllm.engine.core.work import Batch
 from jaxllm.engine.features.adapters.adapters import PUT_TABLES
 from jaxllm.engine.features.offload.host_pages import CacheRow
 from jaxllm.engine.features.offload.offload import OffloadFeature
@@ -101,6 +100,7 @@ class SimulatedRunner:
         self._position: dict[int, int] = {}
         """Slot -> the position of its next token, which the host does not know where drafts are under way."""
         self.compiles = Compiles(0, 0, 0, 0.0)
+        self.device = self
         self.scheduled_tokens: dict[str, int] = {}
         self.padded_tokens: dict[str, int] = {}
         self.batches: list[Batch] = []

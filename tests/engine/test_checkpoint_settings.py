@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.start.plan import plan_engine
+from jaxllm.engine.start.blueprint import plan_engine
 from jaxllm.engine.start.tokenizer import open_model, resolve_tokenizer
 from jaxllm.errors import CheckpointError, ConfigError
 from tests.serving.mixed_requests import write_model

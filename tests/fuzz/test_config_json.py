@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxllm import EngineConfig
-from jaxllm.engine.start.plan import make_blueprint
+from jaxllm.engine.start.blueprint import make_blueprint
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import CheckpointError
 from jaxllm.models.layers.rope import inverse_frequencies

@@ -11,12 +11,11 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from jaxllm import EngineConfig
-from jaxllm.engine.start.plan import make_blueprint
+from jaxllm.engine.start.blueprint import make_blueprint
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import CheckpointError
-from jaxllm.models.abstract import abstract_model
 from jaxllm.models.options import BuildOptions
-from jaxllm.models.registry import model_spec
+from jaxllm.models.registry import abstract_model, model_spec
 from jaxllm.models.tasks import read_tasks
 from jaxllm.sharding.mesh import build_mesh
 from jaxllm.text.tokenizer import load_tokenizer

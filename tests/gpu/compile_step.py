@@ -53,7 +53,8 @@ def compiled(given: argparse.Namespace) -> dict[str, Any]:
     from jaxllm.config.parts import SpeculativeConfig
     from jaxllm.engine.core.executables import COMPILER_OPTIONS
     from jaxllm.engine.core.keys import PLAIN, SAMPLED, Key
-    from jaxllm.engine.start.plan import make_blueprint, step_functions
+    from jaxllm.engine.start.blueprint import make_blueprint
+    from jaxllm.engine.start.plan import step_functions
     from jaxllm.engine.start.platform import Platform
     from jaxllm.weights import open_checkpoint
     from tests.gpu import sparse_gguf
@@ -119,7 +120,7 @@ def with_defect(function: Any, defect: str) -> Any:
     import jax
     import jax.numpy as jnp
 
-    from jaxllm.pallas_kernels.gpu import prefill
+    from jaxllm.pallas_kernels.gpu import flash
     from jaxllm.pallas_kernels.matrices import PackedFormat
 
     if defect == "copy":
@@ -128,7 +129,7 @@ def with_defect(function: Any, defect: str) -> Any:
         PackedFormat.expanded_from = property(lambda format: 1)  # type: ignore[assignment]
         return function
     if defect == "spill":
-        prefill._warps = lambda tile_rows, spec: 2
+        flash._warps = lambda tile_rows, spec: 2
         return function
 
     def step(weights: Any, caches: Any, *rest: Any) -> Any:

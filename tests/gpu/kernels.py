@@ -26,17 +26,13 @@ from jaxllm.models.layers.experts import MoEConfig
 from jaxllm.models.layers.mlp import ACTIVATIONS
 from jaxllm.models.layers.rope import Angles
 from jaxllm.pallas_kernels import Mixture, RootMeanSquare, SSDInputs, Unsummed
-from jaxllm.pallas_kernels.gpu import block_scaled, int8
-from jaxllm.pallas_kernels.gpu.attention import rotate_and_store
-from jaxllm.pallas_kernels.gpu.decode import decode_attention
-from jaxllm.pallas_kernels.gpu.few_rows import few_rows
-from jaxllm.pallas_kernels.gpu.latent import absorb_and_store, expand_heads
-from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul
-from jaxllm.pallas_kernels.gpu.norm import add_norm
-from jaxllm.pallas_kernels.gpu.packed import late_matmul
-from jaxllm.pallas_kernels.gpu.prefill import prefill_attention
-from jaxllm.pallas_kernels.gpu.route import route
-from jaxllm.pallas_kernels.gpu.rows import RowLists, most_tiles
+from jaxllm.pallas_kernels.gpu.attention import absorb_and_store, expand_heads, rotate_and_store
+from jaxllm.pallas_kernels.gpu.experts import add_norm
+from jaxllm.pallas_kernels.gpu.few_rows import few_rows_of_blocks, few_rows_of_groups
+from jaxllm.pallas_kernels.gpu.flash import decode_attention, prefill_attention
+from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, integer_matmul, matmul
+from jaxllm.pallas_kernels.gpu.packed import grouped_matmul, late_matmul
+from jaxllm.pallas_kernels.gpu.route import RowLists, most_tiles, route
 from jaxllm.pallas_kernels.gpu.states import delta_rule
 from jaxllm.pallas_kernels.gpu.states import ssd_decode as decode_states
 from jaxllm.pallas_kernels.gpu.tile import AttentionSpec, PerHead
@@ -45,9 +41,8 @@ from jaxllm.pallas_kernels.metadata import StateRows, StepMetadata
 from jaxllm.pallas_kernels.pages import QUANTIZED, SCALE_BYTES
 from jaxllm.quantization.coded import Coded, CodedKind, fp8_blocks, groups, per_channel
 from jaxllm.quantization.gguf_weight import GgufKind
-from jaxllm.quantization.gpu_tiles import gpu_tiled
+from jaxllm.quantization.gpu_tiles import BLOCKS, gpu_tiled
 from jaxllm.quantization.stored import E8M0, FP8, INT8
-from jaxllm.quantization.unpacked import BLOCKS
 from jaxllm.quantization.weight import DenseKind, Weight
 from tests.gpu.ptx import DUMP, Taken, taken_by_kernels
 from tests.gpu.targets import mesh_of
@@ -145,8 +140,8 @@ def experts(weight: Weight, activation: str = "silu") -> Program:
         found = []
         for x, lists in zip(arrays[::2], arrays[1::2], strict=True):
             rows = 2 * x.shape[0]
-            found.append(grouped_matmul(x, matrix, lists, rows, activation=ACTIVATIONS[activation], dtype=x.dtype))
-            found.append(grouped_matmul(jnp.repeat(x, 2, axis=0), matrix, lists, rows))
+            found.append(matmul(x, matrix, lists, rows, activation=ACTIVATIONS[activation], dtype=x.dtype))
+            found.append(matmul(jnp.repeat(x, 2, axis=0), matrix, lists, rows))
         return found
 
     given: list[Any] = []
@@ -170,7 +165,8 @@ def packed(kind: GgufKind | CodedKind, inputs: int = 2048, long_inputs: int = 14
         found.append(late_matmul(long_x, [long]))
         for x, lists in zip(arrays[::2], arrays[1::2], strict=True):
             options = {"activation": ACTIVATIONS["silu"], "dtype": x.dtype}
-            found.append(grouped_matmul(x, stack, lists, 2 * x.shape[0], **options))
+            rows = 2 * x.shape[0]
+            found.append(grouped_matmul(x, stack, lists, rows, choose_tile_rows(rows, 8), **options))
         return found
 
     def made(*shape: int) -> Any:
@@ -206,10 +202,10 @@ def few(kind: CodedKind) -> Program:
         found = []
         for rows_of, weight in ((one, short), (many, long)):
             (matrix,) = weight.kernel_matrices or ()
-            found.append(few_rows(rows_of, matrix))
+            found.append(few_rows_of_groups(rows_of, matrix))
         (matrix,) = experts.kernel_matrices or ()
         for activation in (jax.nn.silu, None):
-            found.append(few_rows(x, matrix, lists, rows, activation=activation, dtype=dtype))
+            found.append(few_rows_of_groups(x, matrix, lists, rows, activation=activation, dtype=dtype))
         return found
 
     lists = RowLists(array(count * rows), array(most_tiles(rows, count, 16), 3))
@@ -234,10 +230,10 @@ def few_of_blocks(dtype: np.dtype) -> Program:
         found = []
         for rows_of, weight in ((one, short), (many, long)):
             (matrix,) = replace(weight, dtype=dtype).kernel_matrices or ()
-            found.append(block_scaled.few_rows(rows_of, matrix, dtype=dtype))
+            found.append(few_rows_of_blocks(rows_of, matrix, dtype=dtype))
         (matrix,) = replace(experts, dtype=dtype).kernel_matrices or ()
         for activation in (jax.nn.silu, None):
-            found.append(block_scaled.few_rows(x, matrix, lists, rows, activation=activation, dtype=dtype))
+            found.append(few_rows_of_blocks(x, matrix, lists, rows, activation=activation, dtype=dtype))
         return found
 
     lists = RowLists(array(count * rows), array(most_tiles(rows, count, 16), 3))
@@ -255,10 +251,10 @@ def integers() -> Program:
 
     def run(weight: Weight, few: Any, some: Any, many: Any, experts: Weight, x: Any, lists: RowLists) -> Any:
         (matrix,) = weight.kernel_matrices or ()
-        found = [int8.matmul(x, matrix, dtype=BF16) for x in (few, some, many)]
+        found = [integer_matmul(x, matrix, dtype=BF16) for x in (few, some, many)]
         (matrix,) = experts.kernel_matrices or ()
         for activation in (jax.nn.silu, None):
-            found.append(int8.matmul(x, matrix, lists, rows, 16, activation=activation, dtype=BF16))
+            found.append(integer_matmul(x, matrix, lists, rows, 16, activation=activation, dtype=BF16))
         return found
 
     lists = RowLists(array(count * rows), array(most_tiles(rows, count, 16), 3))

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.looking.look import RATE, CodeLine, Sample, ValueKind, encode, look, profile, stacks
+from jaxllm.looking import RATE, CodeLine, Sample, ValueKind, encode, look, profile, stacks
 from tests.looking.decode import Line, decode
 
 
@@ -98,7 +98,7 @@ def test_stacks_show_threads_and_tasks() -> None:
 
 PROGRAM = """
 import sys
-from jaxllm.looking.look import look
+from jaxllm.looking import look
 def hold():
     return list(map(bytes, [1000] * 500))  # a comprehension is a function of its own until Python 3.12
 held = hold()
@@ -132,7 +132,7 @@ def test_a_second_profile_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> N
         held.wait()
         return b""
 
-    monkeypatch.setattr("jaxllm.looking.look.profile", profile_for_long)
+    monkeypatch.setattr("jaxllm.looking.profile", profile_for_long)
     first = threading.Thread(target=look, args=("profile", 0.5))
     first.start()
     begun.wait()
@@ -145,6 +145,6 @@ def test_a_second_profile_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("what", ["device_heap", "trace"])
 def test_a_process_without_jax_has_nothing_of_devices(what: str) -> None:
-    program = f"from jaxllm.looking.look import look; look({what!r}, 0.1)"
+    program = f"from jaxllm.looking import look; look({what!r}, 0.1)"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert found.returncode == 1 and "this process does not use JAX; name one that does" in found.stderr

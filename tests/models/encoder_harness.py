@@ -15,9 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllm.engine.core.batch import whole_texts
 from jaxllm.engine.features.readout.pooling import with_token_types
-from jaxllm.models.abstract import abstract_model
 from jaxllm.models.options import BuildOptions
-from jaxllm.models.registry import model_spec
+from jaxllm.models.registry import abstract_model, model_spec
 from jaxllm.pallas_kernels import REFERENCE, Kernels
 from jaxllm.quantization.weight import WeightKind
 from jaxllm.sharding.mesh import build_mesh

@@ -15,10 +15,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.models.abstract import abstract_model
 from jaxllm.models.caches import CacheLayout
 from jaxllm.models.options import BuildOptions
-from jaxllm.models.registry import model_spec
+from jaxllm.models.registry import abstract_model, model_spec
 from jaxllm.pallas_kernels import REFERENCE, Kernels, StateRows, StepMetadata
 from jaxllm.quantization.weight import WeightKind
 from jaxllm.sharding.mesh import build_mesh

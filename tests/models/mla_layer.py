@@ -20,7 +20,7 @@ from jaxllm.models.layers.attention import MLAConfig, MLAttention
 from jaxllm.models.layers.rope import Angles
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import REFERENCE, Kernels, StepMetadata
-from jaxllm.pallas_kernels.gpu.latent import latent_attention
+from jaxllm.pallas_kernels.gpu.attention import latent_attention
 from jaxllm.sharding.mesh import TENSOR, build_mesh
 from tests.gpu_here import INTERPRET
 

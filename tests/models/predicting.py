@@ -10,10 +10,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.models.abstract import abstract_model
 from jaxllm.models.caches import CacheLayout
 from jaxllm.models.options import BuildOptions
-from jaxllm.models.registry import ModelSpec
+from jaxllm.models.registry import ModelSpec, abstract_model
 from jaxllm.pallas_kernels import REFERENCE
 from jaxllm.sharding.mesh import build_mesh
 from jaxllm.weights.checkpoint import Checkpoint

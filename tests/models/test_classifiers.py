@@ -11,7 +11,7 @@ import pytest
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.tasks import read_tasks
-from jaxllm.requests.tasks import ModelTasks
+from jaxllm.requests.outputs import ModelTasks
 from jaxllm.weights import open_checkpoint
 from tests.models.harness import Chunk, Harness
 from tests.reference import load_golden

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from jaxllm import cpu_kernels
-from jaxllm.models.abstract import abstract_model
 from jaxllm.models.options import BuildOptions
-from jaxllm.models.registry import model_spec
+from jaxllm.models.registry import abstract_model, model_spec
 from jaxllm.pallas_kernels.kernels import CPU, REFERENCE
 from jaxllm.pallas_kernels.products import linear
 from jaxllm.quantization.schemes import fitting

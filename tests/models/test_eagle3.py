@@ -10,7 +10,7 @@ import pytest
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig
-from jaxllm.models.eagle3 import Eagle3Spec, eagle3_spec
+from jaxllm.models.predictor import Eagle3Spec, eagle3_spec
 from jaxllm.models.registry import model_spec
 from jaxllm.weights import open_checkpoint
 from tests.models.eagle3_head import LAYERS, Definition, head_config, head_weights, write_head, write_model

@@ -13,11 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.models.abstract import abstract_model
 from jaxllm.models.config import DecoderConfig
 from jaxllm.models.layers.rope import RopeConfig, inverse_frequencies
 from jaxllm.models.options import BuildOptions
-from jaxllm.models.registry import FAMILIES, model_spec
+from jaxllm.models.registry import FAMILIES, abstract_model, model_spec
 from jaxllm.sharding.mesh import build_mesh
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.loader import load_parameters

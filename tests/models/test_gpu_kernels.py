@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxllm.pallas_kernels.gpu.norm import add_norm
+from jaxllm.pallas_kernels.gpu.experts import add_norm
 from jaxllm.pallas_kernels.gpu.products import experts, linear
 from jaxllm.pallas_kernels.kernels import GPU
 from tests.gpu_here import INTERPRET

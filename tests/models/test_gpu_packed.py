@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.start.plan import make_blueprint
+from jaxllm.engine.start.blueprint import make_blueprint
 from jaxllm.engine.start.platform import Platform
 from jaxllm.models.registry import model_spec
 from jaxllm.pallas_kernels import Kernels, Unsummed

@@ -18,10 +18,9 @@ from jaxllm.models.layers.moe import MoE, places_of_layer
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import REFERENCE, Kernels
 from jaxllm.quantization.gguf_weight import GgufKind
-from jaxllm.quantization.host_stack import HostShare
 from jaxllm.quantization.stored import Stored
 from jaxllm.quantization.tiles import TiledKind
-from jaxllm.quantization.weight import DenseKind, WeightKind
+from jaxllm.quantization.weight import DenseKind, HostShare, WeightKind
 from jaxllm.sharding.mesh import build_mesh, named_sharding
 from tests.models.test_moe import (
     EXPERTS,

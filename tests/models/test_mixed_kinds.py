@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.models.abstract import abstract_model
 from jaxllm.models.options import BuildOptions
-from jaxllm.models.registry import model_spec
+from jaxllm.models.registry import abstract_model, model_spec
 from jaxllm.quantization.weight import DenseKind, Fused, WeightKind
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.loader import ParamSpec

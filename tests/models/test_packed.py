@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.start.plan import make_blueprint
+from jaxllm.engine.start.blueprint import make_blueprint
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.models.abstract import abstract_model
 from jaxllm.models.options import BuildOptions
-from jaxllm.models.registry import model_spec
+from jaxllm.models.registry import abstract_model, model_spec
 from jaxllm.quantization.gguf_weight import GgufBlocks
 from jaxllm.quantization.weight import Dense, Fused
 from jaxllm.sharding.mesh import build_mesh

@@ -11,7 +11,8 @@ import pytest
 
 from jaxllm import EngineConfig
 from jaxllm.engine.core.keys import Key
-from jaxllm.engine.start.plan import UNPAGED_LENGTH, Blueprint, make_blueprint, step_functions
+from jaxllm.engine.start.blueprint import UNPAGED_LENGTH, make_blueprint
+from jaxllm.engine.start.plan import Blueprint, step_functions
 from jaxllm.engine.start.platform import Platform
 from jaxllm.models.caches import CacheSpec, Paged, PerSlot, parts_of
 from jaxllm.models.registry import FAMILIES, model_spec

@@ -13,9 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 from jaxllm import cpu_kernels
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.models.abstract import abstract_model
 from jaxllm.models.options import BuildOptions
-from jaxllm.models.registry import model_spec
+from jaxllm.models.registry import abstract_model, model_spec
 from jaxllm.pallas_kernels.kernels import CPU
 from jaxllm.quantization.coded import CodedKind
 from jaxllm.quantization.schemes import coded_kind

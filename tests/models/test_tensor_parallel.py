@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.models.abstract import abstract_model
+from jaxllm.models.config import allowed_degrees
 from jaxllm.models.options import BuildOptions
-from jaxllm.models.parallel import allowed_degrees
-from jaxllm.models.registry import FAMILIES, ModelSpec, model_spec
+from jaxllm.models.registry import FAMILIES, ModelSpec, abstract_model, model_spec
 from jaxllm.weights import open_checkpoint
 from tests.devices import over_devices
 from tests.reference import load_golden

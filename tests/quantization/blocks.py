@@ -17,7 +17,7 @@ from jaxllm.quantization.weight import Weight
 def random_blocks(dtype: str, *lead: int, seed: int = 0) -> np.ndarray:
     """Blocks `[*lead, bytes]` of a GGML type: scales of moderate size, every other byte anything."""
     rng = np.random.default_rng(seed)
-    _, nbytes, _, scales = FORMATS[dtype]
+    nbytes, scales = FORMATS[dtype].nbytes, FORMATS[dtype].halves
     blocks = rng.integers(0, 256, (*lead, nbytes), dtype=np.uint8)
     for start in scales:
         blocks[..., start : start + 2] = rng.normal(0, 0.1, (*lead, 1)).astype(np.float16).view(np.uint8)

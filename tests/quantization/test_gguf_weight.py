@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +23,11 @@ def test_blocks_expand_bit_for_bit_as_gguf_does(dtype):
     blocks = random_blocks(dtype, 5, 3)
     found = jax.jit(decode, static_argnums=1)(blocks, dtype)
     np.testing.assert_array_equal(found, gguf_dequantize(blocks, dtype), strict=True)
+
+
+def test_sizes_are_ggmls():
+    for dtype, block in FORMATS.items():
+        assert (block.elements, block.nbytes) == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[dtype]]
 
 
 @pytest.mark.parametrize("dtype", FORMATS)

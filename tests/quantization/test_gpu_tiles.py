@@ -12,9 +12,8 @@ from jaxllm.pallas_kernels.matrices import E2M1
 from jaxllm.quantization.coded import CodedKind, groups
 from jaxllm.quantization.gguf_decode import FORMATS
 from jaxllm.quantization.gguf_weight import GgufKind
-from jaxllm.quantization.gpu_tiles import GpuTiles, gpu_tiled
+from jaxllm.quantization.gpu_tiles import BLOCKS, GpuTiles, gpu_tiled, group_format
 from jaxllm.quantization.stored import E8M0, Coding, Stored
-from jaxllm.quantization.unpacked import BLOCKS, group_format
 from jaxllm.sharding.mesh import Layout, Segment
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
@@ -23,7 +22,7 @@ F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 def random_blocks(type_: str, rows: int, inputs: int) -> np.ndarray:
     """Every bit at random, but for scales, which are finite."""
     random = np.random.default_rng()
-    elements, nbytes, _, scales = FORMATS[type_]
+    elements, nbytes, _, _, scales, _ = FORMATS[type_]
     blocks = random.integers(0, 256, (rows, inputs // elements, nbytes), np.uint8)
     for start in scales:
         blocks[..., start : start + 2] = random.normal(size=blocks.shape[:-1]).astype(F16)[..., None].view(np.uint8)

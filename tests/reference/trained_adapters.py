@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxllm.models.abstract import abstract_model
 from jaxllm.models.config import DecoderConfig
 from jaxllm.models.options import BuildOptions
-from jaxllm.models.registry import model_spec
+from jaxllm.models.registry import abstract_model, model_spec
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.loader import read_rows
 

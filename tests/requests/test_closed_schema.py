@@ -10,9 +10,8 @@ import llguidance
 import pytest
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.requests.closed_schema import closed
-from jaxllm.requests.compiled_grammars import compile_grammar
-from jaxllm.requests.structured_outputs import StructuredOutputs
+from jaxllm.requests.schema import closed
+from jaxllm.requests.structured_outputs import StructuredOutputs, compile_grammar
 
 A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 B = {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}

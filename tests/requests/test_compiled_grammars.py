@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxllm.requests.compiled_grammars import GrammarCache
+from jaxllm.requests.structured_outputs import GrammarCache
 
 
 def test_grammars_are_kept_by_their_size():

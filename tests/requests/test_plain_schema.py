@@ -12,9 +12,8 @@ import pytest
 from jsonschema_specifications import REGISTRY
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.requests.compiled_grammars import compile_grammar
-from jaxllm.requests.plain_schema import ENFORCED_FORMATS, plain
-from jaxllm.requests.structured_outputs import StructuredOutputs
+from jaxllm.requests.schema import ENFORCED_FORMATS, plain
+from jaxllm.requests.structured_outputs import StructuredOutputs, compile_grammar
 from tests.requests.test_closed_schema import accepts
 
 NOTHING: dict[str, list[Any]] = {

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.requests.compiled_grammars import GrammarProcesses, compile_grammar
 from jaxllm.requests.structured_outputs import (
     MAX_GRAMMAR_LENGTH,
+    GrammarProcesses,
     StructuredOutputs,
+    compile_grammar,
 )
 
 

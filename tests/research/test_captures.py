@@ -148,7 +148,7 @@ def test_steps_without_captures_are_those_of_an_engine_that_knows_none(tmp_path:
     prompt = tiny_prompt("llama_gqa")[:12]
     with LLM(write_checkpoint("llama_gqa", tmp_path), **fields) as llm:
         llm.generate(prompt, GREEDY, use_tqdm=False)
-        executables = llm._client()._loop._core._runner._device._executables  # type: ignore[union-attr]
+        executables = llm._client()._loop._core._runner.device._executables  # type: ignore[union-attr]
         executables.wait()
         assert not any(executables.features.is_rare(key) for key in executables._compiles)
         (captures,) = llm.capture(prompt, {"residual": 0}, use_tqdm=False)
@@ -209,7 +209,7 @@ def test_what_is_not_there_is_refused(llama: LLM, capture: Any, positions: Any, 
 
 def test_more_than_there_is_room_for_is_refused(llama: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     room = 2 * 4 * llama.info.max_num_batched_tokens * llama.info.hidden_size
-    monkeypatch.setattr("jaxllm.engine.doors.limits.MOST_CAPTURED_BYTES", room)
+    monkeypatch.setattr("jaxllm.engine.doors.sequences.MOST_CAPTURED_BYTES", room)
     with pytest.raises(InvalidRequestError, match="capture asks for 3 activations; accepted are up to 2 at a time"):
         llama.capture([1, 2], {"residual": True}, use_tqdm=False)
     assert len(llama.capture([1, 2], {"residual": [0, 1]}, use_tqdm=False)) == 1

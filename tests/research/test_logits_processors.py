@@ -154,7 +154,7 @@ def test_requests_without_run_what_they_run_in_an_engine_without(tmp_path: Path)
     prompt, sampled = tiny_prompt("llama_gqa")[:12], SamplingParams(max_tokens=3)
     with LLM(write_checkpoint("llama_gqa", tmp_path), **fields, logits_processors=PROCESSORS) as llm:
         llm.generate([prompt] * 2, [greedy(), sampled], use_tqdm=False)
-        executables = llm._client()._loop._core._runner._device._executables  # type: ignore[union-attr]
+        executables = llm._client()._loop._core._runner.device._executables  # type: ignore[union-attr]
         executables.wait()
         assert not any(executables.features.is_rare(key) for key in executables._compiles)
         llm.generate(prompt, greedy(["fresh"]), use_tqdm=False)

@@ -120,7 +120,7 @@ def test_requests_without_run_what_they_run_in_an_engine_without(tmp_path: Path)
     prompt = tiny_prompt("llama_gqa")[:12]
     with LLM(write_checkpoint("llama_gqa", tmp_path), **fields) as llm:
         llm.generate([prompt], GREEDY, use_tqdm=False, patch={(1, 3): np.zeros(llm.info.hidden_size)})
-        executables = llm._client()._loop._core._runner._device._executables  # type: ignore[union-attr]
+        executables = llm._client()._loop._core._runner.device._executables  # type: ignore[union-attr]
         executables.wait()
         rare = {str(key) for key in executables._compiles if executables.features.is_rare(key)}
         assert rare == {"backbone-32-patching4"}

@@ -16,7 +16,7 @@ from fastapi.routing import iter_route_contexts
 from jaxllm.config import ModelConfig, ServeConfig
 from jaxllm.mcp.servers import ToolServers
 from jaxllm.mcp.tools import ServerTool, ToolResult
-from jaxllm.requests.tasks import ModelTasks
+from jaxllm.requests.outputs import ModelTasks
 from jaxllm.serving.http.request_model import RequestModel
 from jaxllm.serving.loadable import LoadableModel
 from tests.serving.fake_engine import NEW_WEIGHTS, FakeEngine, app_of

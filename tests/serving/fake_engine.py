@@ -28,7 +28,7 @@ from fastapi import FastAPI
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from jaxllm.config import EngineConfig, ModelConfig, ServeConfig
-from jaxllm.engine.core.detokenizer import Detokenizer
+from jaxllm.engine.core.results import Detokenizer
 from jaxllm.engine.doors.async_llm import AsyncLLM
 from jaxllm.engine.doors.streams import Stream
 from jaxllm.engine.messages import (
@@ -36,18 +36,17 @@ from jaxllm.engine.messages import (
     EngineRequest,
     EngineStats,
     LookAt,
+    MemoryRoom,
     Order,
     Pause,
     Resume,
     TokenDelta,
     UpdateWeights,
 )
-from jaxllm.engine.start.room import MemoryRoom
 from jaxllm.errors import CheckpointError, EngineDeadError
-from jaxllm.requests.adapters import AdapterUse
-from jaxllm.requests.outputs import Logprob, PromptScores
+from jaxllm.requests.outputs import Logprob, ModelTasks, PoolingParams, PromptScores
 from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
-from jaxllm.requests.tasks import ModelTasks, PoolingParams
+from jaxllm.requests.steering import AdapterUse
 from jaxllm.serving.loadable import LoadableModel
 from jaxllm.text.tokenizer import Tokenizer
 

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from jaxllm.config import ModelConfig
 from jaxllm.config.server import ServerConfig
-from jaxllm.engine.start.room import MemoryRoom
+from jaxllm.engine.messages import MemoryRoom
 from jaxllm.errors import ConfigError, EngineDeadError
 from jaxllm.mcp.settings import OFF
 from jaxllm.progress import tell

@@ -238,7 +238,7 @@ def test_a_request_with_an_adapter_is_refused(
     make_client: Callable[..., TestClient], engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine.info, "transfer", TransferInfo(engine_id="e", role="kv_both", host="h", port=1))
-    from jaxllm.requests.adapters import AdapterUse
+    from jaxllm.requests.steering import AdapterUse
     from jaxllm.serving.loadable import Lease
 
     monkeypatch.setattr(Lease, "adapter_uses", lambda *_: (AdapterUse(id=1, name="a", path="/a", scale=1.0),))

@@ -44,7 +44,7 @@ def test_completions_add_special_tokens(client: TestClient, engine: FakeEngine) 
 @pytest.mark.covers("GenerationRequest", "early_stopping")
 def test_early_stopping_reaches_the_search() -> None:
     body = CompletionRequest(prompt="x", use_beam_search=True, early_stopping=True)
-    search = body.generation_settings().beam_search_params(4)
+    search = body.generation_settings().beam_search
     assert search is not None and search.early_stopping
 
 

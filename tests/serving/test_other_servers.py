@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from jaxllm.requests.tasks import ModelTasks
+from jaxllm.requests.outputs import ModelTasks
 from tests.serving.api_surface import BODIES
 from tests.serving.fake_engine import CONTEXT, REPLY, TEMPLATE, FakeEngine
 from tests.serving.openai.test_chat import HELLO, PROMPT, events

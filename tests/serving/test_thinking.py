@@ -11,7 +11,7 @@ import openai
 import pytest
 from fastapi.testclient import TestClient
 
-from jaxllm.chat.constraint import EFFORT_BUDGETS
+from jaxllm.chat.conversation import EFFORT_BUDGETS
 from jaxllm.requests.sampling import SamplingParams, ThinkingMarkers
 from jaxllm.text.reasoning import CHANNELS, REASONING_FORMATS, ReasoningFormat
 from tests.serving.fake_engine import ByteTokenizer, FakeEngine

@@ -18,7 +18,7 @@ import pytest
 import jaxllm
 from jaxllm import ResponsesSession
 from jaxllm.errors import ConfigError, InvalidRequestError, JaxLLMError
-from jaxllm.session.steps import ConversationResult, Said, ToolCalled, ToolReturned
+from jaxllm.session.session import ConversationResult, Said, ToolCalled, ToolReturned
 from tests.mcp.conftest import LIGHT_SERVER, Listening
 from tests.serving.conftest import certificates_read_once, listen, wait_for  # noqa: F401
 from tests.serving.fake_engine import REPLY, ByteTokenizer, FakeEngine

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.sharding.secret import admit, group_secret, introduce
+from jaxllm.sharding.wire import admit, group_secret, introduce
 
 
 @pytest.fixture

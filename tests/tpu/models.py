@@ -11,7 +11,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.core.keys import Key
-from jaxllm.engine.start.plan import Blueprint, make_blueprint, step_functions
+from jaxllm.engine.start.blueprint import make_blueprint
+from jaxllm.engine.start.plan import Blueprint, step_functions
 from jaxllm.engine.start.platform import Platform
 from jaxllm.weights import open_checkpoint
 

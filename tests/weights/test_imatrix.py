@@ -11,12 +11,12 @@ import pytest
 
 from jaxllm.cli.convert.conversion import convert_model
 from jaxllm.config import EngineConfig
-from jaxllm.engine.start.plan import plan_engine
+from jaxllm.engine.start.blueprint import plan_engine
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.registry import model_spec, with_importance
 from jaxllm.quantization.gguf_encode import encode
 from jaxllm.weights import open_checkpoint
-from jaxllm.weights.imatrix import read_imatrix
+from jaxllm.weights.gguf_file import read_imatrix
 from tests.reference.tiny import tiny_weights, write_checkpoint
 from tests.reference.tiny_gguf import write_gguf
 

@@ -13,14 +13,14 @@ import pytest
 
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.families.qwen_delta import tiled_gguf_names
-from jaxllm.models.gguf_names import GGUF_NAMES
 from jaxllm.models.layers.recurrent import DeltaConfig
+from jaxllm.models.names import GGUF_NAMES
 from jaxllm.quantization.gguf_encode import encode
 from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.stored import Stored
 from jaxllm.quantization.weight import DenseKind
 from jaxllm.sharding.mesh import TENSOR, build_mesh, split_rows
-from jaxllm.weights.checkpoint import TensorInfo
+from jaxllm.weights.checkpoint import Checkpoint, TensorInfo
 from jaxllm.weights.kinds import KindChooser
 from jaxllm.weights.loader import ParamSpec, load_parameters
 from jaxllm.weights.names import expand
@@ -29,7 +29,7 @@ from tests.quantization.blocks import gguf_dequantize
 BFLOAT16, FLOAT32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 
 
-class PackedCheckpoint:
+class PackedCheckpoint(Checkpoint):
     """Blocks in memory, as a GGUF file would hold them."""
 
     format = "gguf"
@@ -140,7 +140,7 @@ def test_a_scheme_fits_each_devices_part_of_the_inputs():
     assert kinds == [(GgufKind("Q6_K", FLOAT32),), (GgufKind("Q8_0", FLOAT32),)]
 
 
-class LazyCheckpoint:
+class LazyCheckpoint(Checkpoint):
     """Float matrices that are made when they are read."""
 
     format = "safetensors"

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.cpu_kernels.huge_pages import Room
+from jaxllm.cpu_kernels.tiles import Room
 from jaxllm.errors import CheckpointError
 from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.stored import Stored
 from jaxllm.quantization.weight import Dense, DenseKind, Fused
 from jaxllm.sharding.mesh import TENSOR, Layout, Segment, build_mesh, padded_rows
 from jaxllm.weights import loader
-from jaxllm.weights.checkpoint import TensorInfo
+from jaxllm.weights.checkpoint import Checkpoint, TensorInfo
 from jaxllm.weights.loader import READ_AHEAD, ParamSpec, dummy_parameters, load_parameters
 from jaxllm.weights.names import AnyOf, Source, expand, plus_one, unpermute_rope
 
 
-class WatchedCheckpoint:
+class WatchedCheckpoint(Checkpoint):
     format = "safetensors"
     path = Path("watched")
 

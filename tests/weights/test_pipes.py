@@ -11,7 +11,7 @@ import pytest
 from jaxllm.errors import CheckpointError, ModelNotFoundError
 from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm.weights import open_checkpoint
-from jaxllm.weights.imatrix import read_imatrix
+from jaxllm.weights.gguf_file import read_imatrix
 from jaxllm.weights.source import resolve_model
 
 pytestmark = pytest.mark.timeout(20)

@@ -16,10 +16,9 @@ import pytest
 from jaxllm.cli.convert.conversion import convert_model
 from jaxllm.config import EngineConfig
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.models.abstract import abstract_model
 from jaxllm.models.config import DecoderConfig
 from jaxllm.models.options import BuildOptions
-from jaxllm.models.registry import model_spec
+from jaxllm.models.registry import abstract_model, model_spec
 from jaxllm.models.tasks import read_tasks
 from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.schemes import SCHEMES

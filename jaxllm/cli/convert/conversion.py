@@ -23,7 +23,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.start.tokenizer import open_model
 from jaxllm.errors import CheckpointError, ConfigError, one_line
 from jaxllm.folders import existing, in_home
-from jaxllm.models.family import hf_renaming
+from jaxllm.models.names import hf_renaming
 from jaxllm.models.registry import adapter_names, model_spec
 from jaxllm.progress import Progress
 from jaxllm.weights.adapters import Adapter, LowRank, open_adapter

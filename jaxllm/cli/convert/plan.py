@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.start.options import DTYPES, check_imatrix
-from jaxllm.models.abstract import abstract_model
 from jaxllm.models.options import BuildOptions
-from jaxllm.models.registry import ModelSpec, model_spec
+from jaxllm.models.registry import ModelSpec, abstract_model, model_spec
 from jaxllm.text.tokenizer import tokenizer_directory
 from jaxllm.weights import source
 from jaxllm.weights.checkpoint import Checkpoint

@@ -19,7 +19,7 @@ from jaxllm.engine.start.build import eos_token_ids
 from jaxllm.engine.start.options import DTYPES
 from jaxllm.errors import ConfigError
 from jaxllm.models.config import DecoderConfig
-from jaxllm.models.family import Family, hf_names
+from jaxllm.models.family import Family
 from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.progress import Progress
 from jaxllm.quantization.weight import Dense
@@ -74,7 +74,7 @@ def _hf_names(config: EngineConfig, checkpoint: Checkpoint) -> tuple[dict[str, A
         what = "an encoder" if decoder.encoder is not None else "a classifier"
         raise ConfigError(f"{checkpoint.path} is {what}; `--to safetensors` writes language models")
     content = hf_config(family, decoder) | {"eos_token_id": eos_token_ids(checkpoint)}
-    names = expand(hf_names(decoder) | family.hf_names(decoder), decoder.num_layers)
+    names = expand(family.names("safetensors", decoder), decoder.num_layers)
     total = sum(len(source.tensors) for spec in plan.params for source in _sources(spec, names))
     values = read_parameters(checkpoint, plan.params, plan.spec.names, plan.spec.ignored)
     pairs = (

@@ -19,7 +19,7 @@ from jaxllm.pallas_kernels import Late, StepMetadata, with_late
 def decode_batch(x: Fields, slots: Slots, page_size: int) -> tuple[Int[Array, "S"], StepMetadata, Slots]:
     """One token of each sequence: the tokens, the batch, and the slots as they are afterwards.
 
-    A page that a sequence gains is its next: of this position, or of the first behind it that begins a page.
+    A page that a sequence gains is its next: of this position, or of the first after it that begins a page.
 
     Worked example, page_size 4: slots 0 and 5 run, their next positions are 8 and 2; slot 0 begins its third page.
 
@@ -55,7 +55,7 @@ def decode_batch(x: Fields, slots: Slots, page_size: int) -> tuple[Int[Array, "S
 def mixed_batch(x: Fields, slots: Slots) -> tuple[Int[Array, "T"], StepMetadata, Slots]:
     """Chunks of several sequences: the tokens, the batch, and the slots as they are afterwards.
 
-    What the host sent is in the slots' history afterwards, beside what steps have sampled.
+    Afterwards the slots' history holds the tokens that the host sent as well as those that steps have sampled.
     """
     slot, start = x["slot"], x["query_start"]
     count, seqs, nobody = x["tokens"].shape[0], slot.shape[0], slots.position.shape[0] - 1
@@ -142,7 +142,7 @@ class Gathering(Hand):
             self._found[index] = with_late(x, late)
 
     def of(self, layers: Sequence[int]) -> jax.Array:
-        """Those of these layers side by side."""
+        """The streams in front of these layers, side by side."""
         return jnp.concatenate([self._found[layer] for layer in layers], axis=-1)
 
 
@@ -168,12 +168,12 @@ def run(
 
 
 def told(hands: Sequence[Traced], meta: StepMetadata, slots: Slots) -> StepMetadata:
-    """What layers are told of a step, with what features add."""
+    """The metadata that layers get of a step, with the features' additions."""
     for hand in hands:
         meta = hand.metadata(meta, slots)
     return meta
 
 
 def between(hands: Sequence[Traced], meta: StepMetadata) -> list[Hand]:
-    """What features do between layers."""
+    """The hands of features that work between layers."""
     return [found for hand in hands if (found := hand.hand(meta)) is not None]

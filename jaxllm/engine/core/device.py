@@ -1,4 +1,4 @@
-"""What one engine has on its devices, and the one way to work with it."""
+"""The one owner of what an engine has on its devices, and the one way to work with it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any, BinaryIO
 import jax
 import numpy as np
 
-from jaxllm.engine.core.device_state import State
+from jaxllm.engine.core.device_state import State, keep
 from jaxllm.engine.core.executables import Compiles, Executables
 from jaxllm.engine.core.keys import PLAIN, Key, Kind, Variant
-from jaxllm.engine.core.step_weights import keep
 from jaxllm.errors import EngineDeadError, one_line
 from jaxllm.models.layers.host_experts import forgotten
 
@@ -35,7 +34,7 @@ class Device:
         self.num_parts = 1
         """Into how many parts a step is best divided, so that all devices have something to do."""
         self.recent: deque[Key] = deque(maxlen=MOST_RECENT)
-        """What has run lately, for whoever clears it first."""
+        """The steps that have run lately; the runner clears it before each batch."""
 
     def run(self, key: Key, *vectors: Any) -> Any:
         """Enqueue one step without waiting for the devices; compile it now if it has not been.
@@ -53,7 +52,7 @@ class Device:
         return found[-1] if uses.output else None
 
     def all_decode(self, decodes: bool) -> bool:
-        """Whether the next step is best a decode: of a batch that `decodes`, or has other work as well."""
+        """The next step is best a decode: of a batch that `decodes`, or has other work as well."""
         return decodes
 
     def wait(self) -> None:
@@ -69,7 +68,7 @@ class Device:
         return self._executables.demanded(tokens, variant, decodes)
 
     def missing(self, keys: Iterable[Key]) -> list[Key]:
-        """Those whose first use would hold up every request."""
+        """The keys whose first use would hold up every request."""
         return self._executables.missing(keys)
 
     def compile(self, key: Key) -> None:
@@ -97,7 +96,7 @@ class Device:
 
     @property
     def hidden_dtype(self) -> np.dtype:
-        """Of the states that a head takes."""
+        """The dtype of the states that a head takes."""
         return np.dtype(self._parts["hidden"].dtype)
 
     def keep_weights(self, file: BinaryIO) -> None:
@@ -112,7 +111,7 @@ class Device:
 
     @property
     def compiles(self) -> Compiles:
-        """How much has been compiled, and how much is still to be."""
+        """Counts of executables that are compiled and that are still to be."""
         return self._executables.compiles
 
     def close(self) -> None:

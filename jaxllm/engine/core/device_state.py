@@ -1,12 +1,18 @@
-"""What lives on the devices between steps: of what shapes, and how it lies on the mesh."""
+"""The weights as they travel to steps, and the state that an engine keeps on its devices between steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import json
+import mmap
+import os
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -14,11 +20,13 @@ from jaxllm.engine.core.feature import Feature
 from jaxllm.engine.core.registry import Features
 from jaxllm.engine.core.sizes import StepSizes
 from jaxllm.engine.core.slots import slot_shapes
+from jaxllm.errors import CheckpointError
 from jaxllm.models.caches import Buffer
-from jaxllm.sharding.mesh import DATA, EVERY, Axes
+from jaxllm.sharding.mesh import DATA, EVERY, Axes, named_sharding, put
+from jaxllm.weights.loader import ParamSpec, Value
 
 State = dict[str, Any]
-"""What lives on the devices between steps, by name; all of it is donated to the step that changes it.
+"""Everything that lives on the devices between steps, by name; all of it is donated to the step that changes it.
 
 `caches` are what each layer keeps of earlier tokens, in pages or by slot; `slots` what is known of each sequence;
 `hidden` `[max_num_batched_tokens, E]` the backbone's last output, of no rows in a stage that hands its own on. Features
@@ -32,7 +40,7 @@ class StateShapes:
         self._mesh = mesh
         self.sizes = sizes
         self.hidden_dtype = hidden_dtype
-        """Of the states that the head takes, and that one stage hands on to the next."""
+        """The dtype of the states that the head takes, and that one stage hands on to the next."""
         self._features = features
 
     def abstract(self) -> State:
@@ -81,7 +89,7 @@ class StateShapes:
         return self.jit(make, (), state_specs(part), donate=())()
 
     def hidden(self, *rows: int) -> Any:
-        """That many hidden states."""
+        """Abstract hidden states of this shape."""
         return self.replicated((*rows, self.sizes.hidden_size), self.hidden_dtype)
 
     def ints(self, *shape: int) -> jax.ShapeDtypeStruct:
@@ -95,8 +103,8 @@ class StateShapes:
     def sharded(self, shape: tuple[int, ...], dtype: Any, axes: Axes) -> Any:
         """An array of each batch, whose axes the mesh divides by `axes`.
 
-        Where several batches run side by side, theirs lie one after the other along the first axis, so that a batch's
-        devices have an array of this shape, or their part of one. An empty array has no parts.
+        If several batches run side by side, their arrays lie one after the other along the first axis, so that a
+        batch's devices have an array of this shape, or their part of one. An empty array has no parts.
         """
         if self.num_batches > 1 and all(shape):
             first, *others = axes or (None,)
@@ -104,12 +112,12 @@ class StateShapes:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self._mesh, P(*axes)))
 
     def to_all(self, array: jax.ShapeDtypeStruct) -> Any:
-        """What `sharded` gave, of which every device is to have all."""
+        """The same array, of which every device has all."""
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(self._mesh, P()))
 
     @property
     def num_batches(self) -> int:
-        """How many run side by side, each on its own part of the data axis."""
+        """The number of batches side by side, each on its own part of the data axis."""
         return self._mesh.shape[DATA]
 
     def jit(self, step: Callable[..., Any], inputs: Any, outputs: Any, donate: tuple[int, ...]) -> Callable[..., Any]:
@@ -123,5 +131,140 @@ def _filled(part: Any, zeros: Callable[..., jax.Array]) -> Any:
 
 
 def state_specs(state: Any) -> Any:
-    """How each array of a part of the state lies on the mesh."""
+    """The sharding of each array of a part of the state."""
     return jax.tree.map(lambda a: a.sharding.spec, state)
+
+
+class WeightPacking:
+    """Fewer arguments, quicker dispatch: all small replicated vectors (norms, biases) travel as one.
+
+    The packed tuple is that vector, then every other array of the parameters in its own order. If kernels take norms
+    (`joins` is False), each vector travels by itself: a part of a larger one would be copied out for them.
+    """
+
+    def __init__(self, specs: Sequence[ParamSpec], joins: bool = True):
+        self._leaves = [leaf for spec in specs for leaf in spec.leaves()]
+        self._small = [
+            i
+            for i, leaf in enumerate(self._leaves)
+            if joins and leaf.array.ndim == 1 and not any(leaf.axes) and leaf.array.dtype == np.float32
+        ]
+        small = set(self._small)
+        self._large = [i for i in range(len(self._leaves)) if i not in small]
+        self._offsets = np.cumsum([0, *(self._leaves[i].array.shape[0] for i in self._small)]).tolist()
+
+    def abstract(self, mesh: Mesh | AbstractMesh) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and shardings of the packed tuple."""
+        vector = jax.ShapeDtypeStruct((self._offsets[-1],), jnp.float32, sharding=NamedSharding(mesh, P()))
+        large = (self._leaves[i] for i in self._large)
+        return (
+            vector,
+            *(jax.ShapeDtypeStruct(x.array.shape, x.array.dtype, sharding=x.sharding(mesh)) for x in large),
+        )
+
+    def pack(self, parameters: Sequence[Value], mesh: Mesh) -> tuple[jax.Array, ...]:
+        """The model's parameters on `mesh` -> the packed tuple."""
+        arrays = jax.tree.leaves(parameters)
+        vectors = [arrays[i] for i in self._small]
+        small = jnp.concatenate(vectors) if vectors else put(np.zeros(0, np.float32), named_sharding(mesh, ()))
+        return (small, *(arrays[i] for i in self._large))
+
+    def replace(self, packed: list[jax.Array], changed: Mapping[int, np.ndarray], mesh: Mesh) -> tuple[jax.Array, ...]:
+        """`packed` with other numbers in some arrays of the parameters, which `changed` has by their places.
+
+        Each old array leaves `packed` before the new one is put onto the devices: there is no more than one twice.
+        """
+        small = {index: changed[index] for index in self._small if index in changed}
+        if small:
+            vector = np.array(packed[0])
+            for index, start, end in zip(self._small, self._offsets, self._offsets[1:], strict=False):
+                if index in small:
+                    vector[start:end] = small[index]
+            packed[0] = put(vector, named_sharding(mesh, ()))
+        for place, index in enumerate(self._large, start=1):
+            if index in changed:
+                del packed[place]
+                packed.insert(place, put(changed[index], self._leaves[index].sharding(mesh)))
+        return tuple(packed)
+
+    def unpack(self, packed: Sequence[jax.Array]) -> list[jax.Array]:
+        """The packed tuple -> every array of the parameters; inside a traced function."""
+        vector, large = packed[0], dict(zip(self._large, packed[1:], strict=True))
+        ends = zip(self._small, self._offsets, self._offsets[1:], strict=False)
+        small = {index: vector[start:end] for index, start, end in ends}
+        arrays = small | large
+        return [arrays[index] for index in range(len(self._leaves))]
+
+
+_TRAILER = struct.Struct("<Q")
+"""The length of what stands before it: the list of what is kept."""
+
+
+def keep(file: BinaryIO, weights: Sequence[jax.Array]) -> None:
+    """Write each array's bytes, one after the other, and what they are."""
+    file.seek(0)
+    file.truncate()
+    for array in weights:
+        file.write(_bytes_of(np.asarray(array)))
+    listed = _listed(weights)
+    file.write(listed + _TRAILER.pack(len(listed)))
+    file.flush()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The file in which a process finds what another has left there.
+
+    If it is `shared`, other processes take the same, at the same time, and whoever started them empties it.
+    """
+
+    file: BinaryIO
+    shared: bool = False
+
+    @property
+    def is_there(self) -> bool:
+        """A process has left its weights."""
+        return os.fstat(self.file.fileno()).st_size > 0
+
+    def take(self, wanted: Sequence[jax.ShapeDtypeStruct]) -> tuple[jax.Array, ...]:
+        """Read them onto the devices, the last one first: the file ends before each that has been read.
+
+        No more than one array exists twice at a time, unless the file is shared. `wanted` says what they are, and where
+        they go.
+
+        Raises:
+            CheckpointError: the file has something else; it is empty then, unless it is shared.
+        """
+        try:
+            mapped = mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ)  # processes share the file's position
+            end = len(mapped) - _TRAILER.size
+            (length,) = _TRAILER.unpack(mapped[max(end, 0) :])
+            start = end - length
+            if start < 0 or mapped[start:end] != _listed(wanted):
+                raise ValueError("they are of another plan")
+        except (struct.error, ValueError, OSError) as error:
+            self._end_at(0)
+            raise CheckpointError(f"the weights that were kept in memory cannot be used: {error}") from None
+        taken = []
+        for array in reversed(wanted):
+            host = np.empty(array.shape, array.dtype)
+            start -= host.nbytes
+            if start < 0:
+                raise CheckpointError("the weights that were kept in memory are cut short")
+            if host.size:
+                host.reshape(-1).view(np.uint8)[:] = np.frombuffer(mapped, np.uint8, host.nbytes, start)
+            taken.append(jax.device_put(host, array.sharding))
+            self._end_at(start)
+        return tuple(reversed(taken))
+
+    def _end_at(self, length: int) -> None:
+        if not self.shared:
+            self.file.truncate(length)
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def _listed(arrays: Iterable[jax.Array | jax.ShapeDtypeStruct]) -> bytes:
+    return json.dumps([(array.shape, str(array.dtype)) for array in arrays]).encode()

@@ -11,11 +11,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from jaxllm.compat import compile_lowered, compile_to_save
-from jaxllm.engine.core.compiling_process import CompilingProcess
 from jaxllm.engine.core.jobs import Job, Jobs
 from jaxllm.engine.core.keys import PLAIN, SAMPLED, Key, Kind, Variant, room
 from jaxllm.engine.core.registry import SAMPLING
-from jaxllm.engine.core.saved import SavedExecutables
+from jaxllm.engine.core.saved import CompilingProcess, SavedExecutables
 from jaxllm.engine.core.sizes import Buckets, smallest_covering
 from jaxllm.engine.core.step import StepFunctions
 from jaxllm.errors import one_line
@@ -40,18 +39,18 @@ three of a layer's four into parts, for any number of rows, and adds up what the
 tuning cannot undo. Left whole, they are tuned: among tiles of XLA's and of the library, which parts them in one call
 where it finds that better.
 
-Of several processes each tunes by itself: they compile in an order of their own, and would wait for each other."""
+Each of several processes tunes by itself: they compile in different orders, and would wait for each other."""
 
 Compiled = Callable[..., Any]
 
 
 class Compiles(NamedTuple):
-    """How much has been compiled."""
+    """Counts of compiled executables."""
 
     foreseen: int
     """Planned executables that are ready."""
     unforeseen: int
-    """Executables that were compiled because a request needed them and nobody had planned them."""
+    """Executables that were compiled because a request needed them although they were not planned."""
     pending: int
     """Executables asked for and not ready."""
     seconds: float
@@ -61,7 +60,7 @@ class Executables:
     """Owns every compiled step function.
 
     A step takes the smallest compiled bucket that covers it, so that requests run while smaller buckets are still being
-    compiled. Only when none covers it does it wait, and if nobody had planned that bucket the compile is counted as
+    compiled. Only when none covers it does it wait, and if that bucket was not planned, the compile is counted as
     unforeseen.
     """
 
@@ -80,8 +79,9 @@ class Executables:
         """With `eager` nothing is compiled ahead: each bucket is compiled when it is first needed. `own_of`
         says which executables this one has of some steps: a stage has its layers.
 
-        What `saved` has is loaded, and what is compiled is saved in it. A `helper` compiles what nobody waits for. An
-        executable is ready once it is ready `elsewhere` too; `on_made` is called with each that has been made here.
+        Executables that `saved` has are loaded, and compiled ones are saved in it. A `helper` process compiles those
+        that no request waits for. An executable is ready once it is ready `elsewhere` too; `on_made` is called with
+        each that has been made here.
         """
         self._own_of = own_of
         self._elsewhere = elsewhere
@@ -109,13 +109,13 @@ class Executables:
         self._seconds = 0.0
         self._foreseen: set[Key] = set()
         self._unfinished: set[Key] = set()
-        """Those of them that are neither loaded nor compiled yet, and have not failed."""
+        """The foreseen ones that are neither loaded nor compiled yet, and have not failed."""
         self._num_loaded = self._num_compiled = 0
         self._announces = False
 
     @property
     def compiles(self) -> Compiles:
-        """What has been compiled so far, and what has been asked for."""
+        """Counts of what has been compiled so far and asked for."""
         pending = len(self._helped) + sum(not job.done() for job in list(self._compiles.values()))
         return Compiles(sum(self._ready(key) for key in self._foreseen), self._unforeseen, pending, self._seconds)
 
@@ -258,7 +258,7 @@ class Executables:
     def covering(self, kind: Kind, needed: int, variant: Variant = PLAIN) -> Key:
         """The smallest ready executable for `needed` rows or tokens that covers `variant`.
 
-        Where none is ready it is the one that fits best, which `get` then waits for.
+        If none is ready it is the one that fits best, which `get` then waits for.
         """
         sizes = self._sizes[kind]
         covering = self.features.variants(kind, variant)
@@ -270,7 +270,8 @@ class Executables:
         return Key(kind, smallest_covering(sizes, needed), covering[0])
 
     def get(self, key: Key) -> Compiled:
-        """One executable, compiled now if it has not been: before all that nobody waits for. Any thread may call this.
+        """One executable, compiled now if it has not been: before all that no request waits for. Any thread may call
+        this.
 
         Raises:
             CancelledError: `close` was called, now or before.
@@ -290,11 +291,11 @@ class Executables:
         return job.result()
 
     def missing(self, keys: Iterable[Key]) -> list[Key]:
-        """Those whose first use would hold up every request; none when each is compiled at its first use anyway."""
+        """The keys whose first use would hold up every request; none when each is compiled at its first use anyway."""
         return [] if self._eager else [key for key in keys if not self._ready(key)]
 
     def close(self) -> None:
-        """Drop what is compiled and what is to be; a compile that has begun goes on, for nobody."""
+        """Drop what is compiled and what is to be; a compile that has begun goes on, unused."""
         if self._helper is not None:
             self._helper.close()
         self._jobs.close()
@@ -313,7 +314,7 @@ class Executables:
         self._helped_all.set()
 
     def has(self, key: Key) -> bool:
-        """Whether an executable has been made here."""
+        """An executable has been made here."""
         job = self._compiles.get(key)
         return job is not None and job.done() and not job.cancelled() and job.exception() is None
 

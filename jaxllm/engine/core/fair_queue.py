@@ -53,7 +53,7 @@ class FairQueue:
 
     @property
     def groups(self) -> set[str]:
-        """Those of which a request waits."""
+        """The groups of which a request waits."""
         return {group for level in self._levels.values() for group, lane in level.items() if lane.requests}
 
     def add(self, request: Request) -> None:
@@ -100,7 +100,7 @@ class FairQueue:
             del self._levels[request.priority]
 
     def charge(self, request: Request, tokens: int) -> None:
-        """The request's group has been given that many. Nobody counts while none of its priority waits."""
+        """The request's group has been given that many. Nothing is counted while no request of its priority waits."""
         lane = self._levels.get(request.priority, {}).get(request.group)
         if lane is not None:
             lane.served += tokens
@@ -126,7 +126,7 @@ class RecentGroups:
 
     @property
     def are_several(self) -> bool:
-        """Whether there is more than one."""
+        """More than one group has sent requests."""
         oldest = self._clock() - RECENT_SECONDS
         return len(self._last) > 1 and sum(at > oldest for at in self._last.values()) > 1
 
@@ -182,10 +182,10 @@ def in_turn(heads: Sequence[Request], running: Iterable[Request]) -> Sequence[Re
 
 
 def gives_way(running: Sequence[Request], candidate: Request) -> Request | None:
-    """Which running request is put back so that a waiting one can run: the last of the group that has most.
+    """The running request that is put back so that a waiting one can run: the last of the group that has most.
 
-    That group must have at least two more running than the candidate's, so that nobody gives way in turn, and none
-    gives way to a less urgent one. `running` is in order.
+    That group must have at least two more running than the candidate's, so that groups do not give way in turn, and no
+    request gives way to a less urgent one. `running` is in order.
     """
     counts = Counter(request.group for request in running)
     enough = counts[candidate.group] + 2
@@ -193,9 +193,11 @@ def gives_way(running: Sequence[Request], candidate: Request) -> Request | None:
 
 
 def preempted_first(running: Sequence[Request], index: int) -> Request:
-    """Which running request is put back when pages run out: the last of the group that has most, of the least urgent.
+    """The running request that is put back when pages run out: the last of the group that has most, of the least
+    urgent.
 
-    Requests before `index` have their place in the step that is being made. Where one group runs it is the last of all.
+    Requests before `index` have their place in the step that is being made. If only one group runs, it is the last of
+    all.
     """
     lowest = running[-1].priority
     counts = Counter(request.group for request in running if request.priority == lowest)

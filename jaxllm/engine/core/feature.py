@@ -42,15 +42,13 @@ if TYPE_CHECKING:
     from jaxllm.engine.core.device_state import StateShapes
     from jaxllm.engine.core.handle import Result
     from jaxllm.engine.core.jobs import Jobs
-    from jaxllm.engine.core.pages import PagePool, PrefixNode
-    from jaxllm.engine.core.prefix_search import FoundPrefix
+    from jaxllm.engine.core.pages import FoundPrefix, PagePool, PrefixNode
     from jaxllm.engine.core.registry import Features
-    from jaxllm.engine.core.request import Request
+    from jaxllm.engine.core.request import Chunk, Request
     from jaxllm.engine.core.sampler import SamplingRows
     from jaxllm.engine.core.sizes import Buckets, StepSizes
     from jaxllm.engine.core.slots import Slots
     from jaxllm.engine.core.step import StepFunctions
-    from jaxllm.engine.core.work import Chunk
     from jaxllm.engine.messages import EngineRequest, EngineStats, TokenDelta
 
 Fields = dict[str, Any]

@@ -1,7 +1,8 @@
-"""What a dispatched step will give, and to whom."""
+"""A dispatched step: what it will give, and to whom; what it ran, and what is counted of that."""
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,9 +13,9 @@ import numpy as np
 
 from jaxllm.engine.core.feature import Reading
 from jaxllm.engine.core.keys import Key
-from jaxllm.engine.core.request import Request
+from jaxllm.engine.core.request import Batch, Request
 from jaxllm.engine.core.sampler import Logprobs, Sampled
-from jaxllm.engine.core.work import Batch
+from jaxllm.engine.messages import STEP_TOKENS, EngineStats
 
 
 class SampledRow(NamedTuple):
@@ -31,9 +32,9 @@ class Result(NamedTuple):
     row: int
     tokens: list[int]
     num_drafted: int = 0
-    """How many tokens the step tried ahead; all of `tokens` but the last are of them."""
+    """Tokens that the step tried ahead; all of `tokens` but the last are of them."""
     num_reserved: int = 0
-    """How many it might have tried."""
+    """The most tokens that it might have tried."""
 
 
 @dataclass
@@ -43,13 +44,13 @@ class Handle:
     A decode of several tokens has `stride` rows of `sampled` for each of `rows`, of which the first `num_steps` are
     filled, or as many as the device has settled; `reserved` says how many it might have tried ahead with each.
 
-    Where features fill something in late, `waiting` holds the rows that are still to be sampled, once that is known.
+    If features fill something in late, `waiting` holds the rows that are still to be sampled, once that is known.
     """
 
     rows: list[SampledRow] = field(default_factory=list)
     sampled: Sampled | None = None
     readings: list[Reading] = field(default_factory=list)
-    """What features read of its hidden states besides."""
+    """The arrays that features read of its hidden states."""
     waiting: list[SampledRow] = field(default_factory=list)
     num_steps: int = 1
     stride: int = 1
@@ -78,7 +79,7 @@ class Handle:
         return withdrawn
 
     def results(self) -> list[Result]:
-        """What was sampled, request by request; rows are those of `logprobs`."""
+        """The sampled tokens, request by request; rows are those of `logprobs`."""
         found, before = [], 0
         for part in (self, *self.further):
             found += [result._replace(row=result.row + before) for result in part._own_results()]
@@ -126,7 +127,7 @@ class RanExecutable(NamedTuple):
     used: int | None = None
     """Rows or tokens of its bucket that are some request's; None where they are not counted."""
     times: int = 1
-    """How often it runs the model, one token after the other."""
+    """The number of times that it runs the model, one token after the other."""
 
 
 class RanSequence(NamedTuple):
@@ -147,7 +148,7 @@ class RanStep:
     lengths: Sequence[int]
     """Tokens of each request that are computed."""
     contexts: Sequence[int]
-    """Of each request's tokens, those that its attention may see at the end."""
+    """Tokens of each request that its attention may see at the end."""
     dispatched: float
     """When it had been enqueued, on `time.perf_counter`'s clock."""
     seconds: float | None = None
@@ -155,13 +156,13 @@ class RanStep:
     host.
     """
     waited: bool = True
-    """Whether the host waited for it; otherwise it had ended some time before its results were looked at."""
+    """The host waited for it; otherwise it had ended some time before its results were looked at."""
 
     @classmethod
     def of(cls, batch: Batch, executables: Sequence[RanExecutable], dispatched: float) -> RanStep:
         """A step that has just been enqueued, noted in as little time as can be: every step is.
 
-        Of drafts that are still under way only the device knows; those count that are known.
+        Only the device knows of drafts that are still under way; the known ones count.
         """
         kind: StepKind = "decode" if batch.decode_only else "prefill"
         lengths = [chunk.length for chunk in batch.chunks]
@@ -172,3 +173,38 @@ class RanStep:
     def sequences(self) -> list[RanSequence]:
         """Each request's part of it."""
         return list(map(RanSequence, self.lengths, self.contexts))
+
+
+SHORTEST_WAIT = 5e-5
+"""Seconds: looking at a step that has ended takes less."""
+
+
+class Counting:
+    """`so_far` holds the sums; its gauges are those of no moment."""
+
+    def __init__(self) -> None:
+        self.so_far = EngineStats()
+        self.last_steps: dict[StepKind, RanStep] = {}
+        """The last one of each kind whose results have been read; the newest comes last."""
+        self._read_at = 0.0
+        """When a step's results were last on the host."""
+
+    def step(self, batch: Batch) -> None:
+        """A step was dispatched. A decode of several steps runs its rows as often."""
+        tokens = sum(chunk.length for chunk in batch.chunks)
+        self.so_far.step_tokens += tokens * batch.num_steps
+        self.so_far.steps_by_tokens[bisect.bisect_left(STEP_TOKENS, tokens)] += batch.num_steps
+
+    def note(self, ran: RanStep | None, waited: float) -> None:
+        """A step's results are on the host, which has waited `waited` seconds for them."""
+        now = time.perf_counter()
+        if ran is not None:
+            ran.seconds, ran.waited = now - max(ran.dispatched, self._read_at), waited > SHORTEST_WAIT
+            self.last_steps.pop(ran.kind, None)
+            self.last_steps[ran.kind] = ran
+        self._read_at = now
+
+    def prompt(self, request: Request) -> None:
+        """A request's prompt has been computed."""
+        self.so_far.prompt_tokens += request.num_prompt
+        self.so_far.cached_prompt_tokens += max(request.num_cached, 0)

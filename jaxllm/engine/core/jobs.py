@@ -1,25 +1,30 @@
-"""Work beside the loop: urgent jobs before all others, on threads that nothing waits for in the end."""
+"""Work beside the loop, on threads: compiling, and what a single request waits for before it is scheduled."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import os
+import queue
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from functools import partial
 from typing import Generic, TypeVar
 
 from jaxllm import compat
+from jaxllm.engine.core import feature
+from jaxllm.engine.core.keys import Key
+from jaxllm.engine.core.registry import Features
+from jaxllm.engine.core.request import Request
 from jaxllm.threads import start_thread
 
 T = TypeVar("T")
 
 BACKGROUND_NICENESS = 5
-"""How far below the engine's priority work runs while no request waits for it. On a core that something else keeps busy
+"""The niceness, above the engine's own, of work that no request waits for. On a core that something else keeps busy
 Linux gives it a quarter of the time (at 10 a tenth, at 19 a hundredth), so that it ends on a busy machine too."""
 
 _open: weakref.WeakSet[Jobs] = weakref.WeakSet()
@@ -45,7 +50,7 @@ class Jobs:
 
     def __init__(self, name: str, *, urgent_threads: int, background_threads: int = 0):
         self._niceness = os.getpriority(os.PRIO_PROCESS, 0) if sys.platform == "linux" else 0
-        """That of the thread which makes this; Linux counts it per thread."""
+        """The niceness of the thread which makes this; Linux counts it per thread."""
         self._changed = threading.Condition()
         self._waiting: list[Job] = []
         self._running: set[Job] = set()
@@ -78,7 +83,7 @@ class Jobs:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Cancel every job, at once: what is running runs on, but nobody gets to see its result."""
+        """Cancel every job, at once: running jobs run on, and their results are dropped."""
         with self._changed:
             self.closed = True
             dropped = [*self._waiting, *self._running]
@@ -141,7 +146,7 @@ def _close_all() -> None:
 
 
 def _set_niceness(thread: int, niceness: int) -> None:
-    """Of one thread, where the system can tell threads apart (Linux)."""
+    """Set the niceness of one thread, if the system can tell threads apart (Linux)."""
     if sys.platform == "linux":
         with contextlib.suppress(PermissionError, ProcessLookupError):  # root alone may raise a priority; it has ended
             os.setpriority(os.PRIO_PROCESS, thread, niceness)
@@ -157,3 +162,56 @@ def _run(job: Job) -> None:
             job.set_exception(error)
         else:
             job.set_result(result)
+
+
+THREADS = 2
+
+
+class Preparation:
+    """Compiles executables that few requests need, and does what features have to do first."""
+
+    def __init__(
+        self,
+        compile_key: Callable[[Key], object],
+        features: Features,
+    ):
+        self._compile = compile_key
+        self.on_ready: Callable[[], None] = lambda: None
+        """Called on another thread when there is something for `take_ready`."""
+        self._features = features
+        self._jobs = Jobs("prepare", urgent_threads=THREADS)
+        self._ready: queue.SimpleQueue[tuple[Request, Future[None]]] = queue.SimpleQueue()
+
+    @property
+    def has_ready(self) -> bool:
+        """Some request has all that it waited for, or has failed."""
+        return not self._ready.empty()
+
+    def begin(self, request: Request, missing: list[Key]) -> bool:
+        """Make ready what the request waits for, the executables `missing` among it; False where it need not wait."""
+        asked = [job for one, extra in self._features.of(request) if (job := one.job(request, extra)) is not None]
+        if not missing and not asked:
+            return False
+        jobs = next((job.jobs for job in reversed(asked) if job.jobs is not None), self._jobs)
+        begun = jobs.submit(lambda: self._prepare(missing, asked))
+        begun.add_done_callback(lambda ended: self._note(request, ended))
+        return True
+
+    def take_ready(self) -> Iterator[tuple[Request, Future[None]]]:
+        """Requests that wait for nothing more, each with the error that it ends with, if any."""
+        while self.has_ready:
+            yield self._ready.get()
+
+    def close(self) -> None:
+        """Make nothing more ready, and cancel what has begun. Any thread may call this."""
+        self._jobs.close()
+
+    def _prepare(self, missing: list[Key], asked: Sequence[feature.Job]) -> None:
+        for key in missing:
+            self._compile(key)
+        for job in asked:
+            job.run()
+
+    def _note(self, request: Request, ended: Future[None]) -> None:
+        self._ready.put((request, ended))
+        self.on_ready()

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 Kind = Literal[
     "decode", "verify", "backbone", "head", "encode", "read", "put", "copy_out", "copy_in", "layers", "took",
 ]  # fmt: skip
-"""What an executable does:
+"""The work of an executable:
 
 - decode: one or several tokens of each sequence, forward and sampling; verify: the same, with tokens tried ahead;
 - backbone: forward alone, whose hidden states stay on the device; head: sampling from some rows of these;
@@ -20,7 +20,7 @@ Kind = Literal[
 """
 
 Variant = frozenset[str]
-"""What is compiled into a step besides the least that it can do: "sampled", which is everything that the sampler can do
+"""The additions to the plainest step of its kind: "sampled", which is everything that the sampler can do
 beyond argmax, and features by their names. A feature of which there may be more or less says how much: "captures16"."""
 
 PLAIN: Variant = frozenset()
@@ -28,14 +28,16 @@ SAMPLED: Variant = frozenset({"sampled"})
 
 
 class Uses(NamedTuple):
-    """What a step has to do with what lives on the devices: weights, caches, slots, hidden states, features' parts."""
+    """The parts of the state on the devices that a step takes and gives back: weights, caches, slots, hidden states,
+    features' parts.
+    """
 
     takes: tuple[str, ...]
     """Its first arguments; what the host sends follows."""
     gives: tuple[str, ...] = ()
-    """Those of them that it gives back changed; each is donated."""
+    """The arguments that it gives back changed; each is donated."""
     output: bool = True
-    """Whether something for the host follows those."""
+    """A result for the host follows those."""
 
 
 USES: dict[Kind, Uses] = {
@@ -76,11 +78,11 @@ def split_word(word: str) -> tuple[str, int]:
 
 @cache
 def room(variant: Variant, name: str) -> int:
-    """How much room a variant has for a feature; 0 where it does not have it."""
+    """The room that a variant has for a feature; 0 if it does not have it."""
     return dict(map(split_word, variant)).get(name, 0)
 
 
 @cache
 def covers(variant: Variant, other: Variant) -> bool:
-    """Whether the one can do all that the other does."""
+    """The one can do all that the other does."""
     return all(room(variant, name) >= needed for name, needed in map(split_word, other))

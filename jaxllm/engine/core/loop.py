@@ -8,21 +8,20 @@ import time
 from collections.abc import Callable, Sequence
 from typing import BinaryIO
 
+import msgspec
 from tokenizers import Tokenizer
 
-from jaxllm.engine.core.counting import Counting
 from jaxllm.engine.core.fair_queue import RecentGroups
-from jaxllm.engine.core.handle import Handle, RanStep, Result, StepKind
+from jaxllm.engine.core.handle import Counting, Handle, RanStep, Result, StepKind
+from jaxllm.engine.core.jobs import Preparation
 from jaxllm.engine.core.pages import PagePool, PrefixNode
-from jaxllm.engine.core.preparation import Preparation
 from jaxllm.engine.core.registry import Features
-from jaxllm.engine.core.request import Request, Status, root_of
+from jaxllm.engine.core.request import Batch, Request, Status, root_of
 from jaxllm.engine.core.results import Results
 from jaxllm.engine.core.runner import Runner
 from jaxllm.engine.core.sampler import Logprobs
 from jaxllm.engine.core.scheduler import Scheduler
 from jaxllm.engine.core.sizes import StepSizes
-from jaxllm.engine.core.work import Batch
 from jaxllm.engine.messages import (
     INITIAL_VERSION,
     EngineRequest,
@@ -33,7 +32,7 @@ from jaxllm.engine.messages import (
     TokenDelta,
 )
 from jaxllm.errors import InvalidRequestError
-from jaxllm.models.abstract import LiveModel
+from jaxllm.models.registry import LiveModel
 
 logger = logging.getLogger(__name__)
 
@@ -53,23 +52,23 @@ class EngineCore:
         model: LiveModel | None = None,
         weights: ReadsWeights | None = None,
     ):
-        """`model` is there for those who take it apart, `weights` for those who exchange them;"""
+        """`model` is there for whoever takes it apart, and `weights` for whoever exchanges them."""
         self.model = model
         self._weights = weights
         self.weight_version = INITIAL_VERSION
-        """What the weights that steps run with are called."""
+        """The name of the weights that steps run with."""
         self._paused: PauseMode | None = None
         self._cache_generation = 0
         """Requests share what they have computed with those of their own generation."""
         self._scheduler = scheduler
         self._pool = pool
         self.features = features if features is not None else Features()
-        """Those of this core."""
+        """The features of this core."""
         self._idle_check = IdleCheck(pool, self.features)
         self._runner = runner
         self._tokenizer = tokenizer
         self._results = Results(tokenizer, eos_token_ids, self.features)
-        self._preparation = Preparation(runner.compile, self.features)
+        self._preparation = Preparation(runner.device.compile, self.features)
         self.on_begin: Callable[[list[str]], None] = lambda request_ids: None
         """Called with the requests that get their place, before their first step."""
         self._seeds = random.Random(seed)
@@ -78,7 +77,7 @@ class EngineCore:
         self._failed: list[TokenDelta] = []
         self._pending: Handle | None = None
         self._pending_version = self._read_version = self.weight_version
-        """Of the weights that the step under way runs with, and that the step being read ran with."""
+        """The versions of the weights of the step under way and of the step being read."""
         self._counting = Counting()
 
     def when_prepared(self, wake: Callable[[], None]) -> None:
@@ -157,7 +156,7 @@ class EngineCore:
         settle its second half, and are read while its first half runs. One that tries tokens ahead in a text that must
         be followed is whole, and the step before it is read first: its tokens settle what is tried too.
 
-        Where several groups send requests, a step that prompts fill is read before the next is dispatched, which is in
+        If several groups send requests, a step that prompts fill is read before the next is dispatched, which is in
         the next turn: requests that have come meanwhile may be in it. Such a step is long beside what this costs.
         """
         began = time.thread_time()
@@ -214,20 +213,40 @@ class EngineCore:
 
     @property
     def sizes(self) -> StepSizes:
-        """Those that every step shares."""
+        """The sizes that every step shares."""
         return self._runner.sizes
 
     def stats(self) -> EngineStats:
         """A snapshot of counters and gauges."""
-        num_preparing = len(self._requests) - self._scheduler.num_unfinished
-        found = self._counting.snapshot(self._scheduler, self._pool, self._runner, num_preparing)
+        scheduler, runner, so_far = self._scheduler, self._runner, self._counting.so_far
+        compiles = runner.device.compiles
+        found = msgspec.structs.replace(
+            so_far,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_preparing=len(self._requests) - scheduler.num_unfinished,
+            num_preemptions=scheduler.stats.preemptions,
+            num_pages=self._pool.num_pages - 1,
+            num_free_pages=self._pool.num_free,
+            page_size=self._pool.page_size,
+            prefix_cache_queries=scheduler.stats.prefix_queries,
+            prefix_cache_hits=scheduler.stats.prefix_hits,
+            steps_by_tokens=list(so_far.steps_by_tokens),
+            scheduled_tokens=dict(runner.scheduled_tokens),
+            padded_tokens=dict(runner.padded_tokens),
+            compiles_foreseen=compiles.foreseen,
+            compiles_unforeseen=compiles.unforeseen,
+            compile_seconds=compiles.seconds,
+            compiles_pending=compiles.pending,
+            ready=True,
+        )
         for feature in self.features:
             feature.stats(found, self._scheduler.running, self._scheduler.waiting)
         return found
 
     @property
     def is_paused(self) -> bool:
-        """Whether it waits for `resume`."""
+        """It waits for `resume`."""
         return self._paused is not None
 
     def pause(self, mode: PauseMode) -> None:
@@ -256,17 +275,17 @@ class EngineCore:
         Raises:
             EngineDeadError: the devices did not take them; the old ones are lost.
         """
-        self._runner.change_weights(lambda weights: self.weights.exchange(weights, new))
+        self._runner.device.change_weights(lambda weights: self.weights.exchange(weights, new))
         self.weight_version = version
         self.reset_prefix_cache()
 
     def keep_weights(self, file: BinaryIO) -> None:
         """Leave the weights in a file, for another engine of the same plan; this one runs no step any more."""
-        self._runner.keep_weights(file)
+        self._runner.device.keep_weights(file)
 
     def close(self) -> None:
         """End the threads that compile and that prepare requests, and what waits for them. Any thread may call this."""
-        self._runner.close()
+        self._runner.device.close()
         self._preparation.close()
         for feature in self.features:
             feature.close()
@@ -317,12 +336,12 @@ class EngineCore:
         return delta
 
     def _settle(self, result: Result) -> None:
-        """Of what was tried ahead, what the device refused was never a token; what it took is."""
+        """Tokens that were tried ahead and that the device refused were never tokens; those that it took are."""
         if result.num_reserved:
             self._scheduler.settle(result)
 
     def _accept(self, result: Result, logprobs: Logprobs | None) -> TokenDelta:
-        """What a step gave one request becomes tokens of it, up to a stop."""
+        """The tokens that a step gave one request become its own, up to a stop."""
         request = result.request
         if request.num_output == 0:
             self._counting.prompt(request)

@@ -52,7 +52,7 @@ class Packing:
         return {name: vector[f.offset : f.end].reshape(f.shape) for name, f in self.fields.items()}
 
     def unpack(self, vector: Shaped[Array, "... n"]) -> dict[str, jax.Array]:
-        """The arrays inside a traced function; an empty shape becomes a scalar. Of many vectors, many of each."""
+        """The arrays inside a traced function; an empty shape becomes a scalar. Many vectors give many of each."""
         lead = vector.shape[:-1]
         return {name: vector[..., f.offset : f.end].reshape((*lead, *f.shape)) for name, f in self.fields.items()}
 
@@ -61,7 +61,8 @@ SETTING_INTS = Packing(
     rotary_len=(), top_k=(), seed=(2,), prompt_len=(), logprobs=(), asked_ids=(MAX_LOGPROBS,), uses=()
 )
 SETTING_FLOATS = Packing(temperature=(), top_p=(), min_p=())
-"""What a request's slot is told once, when it is admitted; `uses` has a bit for each feature that it uses."""
+"""The settings that a request's slot is told once, when it is admitted; `uses` has a bit for each feature that it uses.
+"""
 
 
 @cache
@@ -71,7 +72,7 @@ def admit_packing(pages_per_seq: int) -> Packing:
 
 
 def core_fields(key: Key, sizes: StepSizes) -> dict[str, tuple[int, ...]]:
-    """What every step of a kind is sent; its features' fields follow.
+    """The fields that every step of a kind is sent; its features' fields follow.
 
     decode: `size` sequences of one token each, and how many tokens each gets. A token of -1 is in the slot's history.
     `new_page` is the page that a sequence goes on in once it has filled those that its slot knows; 0 for none.

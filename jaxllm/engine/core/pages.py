@@ -1,9 +1,16 @@
-"""Who owns which KV page, and which pages still hold a prefix worth reusing. Host side only: pages are numbers here."""
+"""The owner of KV pages, and the search for pages that hold a prefix of a request. Pages are numbers here."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxllm.engine.core.registry import Features
+    from jaxllm.engine.core.request import Request
 
 PrefixNode = int | str | tuple | None
 """A place in the tree of cached prefixes: a root (the cache salt, or a tuple with it) or a page's node."""
@@ -13,9 +20,9 @@ class PagePool:
     """Reference-counted pages with prefix sharing.
 
     Full pages are found again by what comes before: a page's key is its parent's node and its own tokens, so a chain of
-    keys spells out the whole prefix, and equal keys are equal tokens, not equal hashes. Pages that nobody holds keep
-    their contents and their key until they are needed, the longest unused first. Page 0 belongs to nobody: padding
-    reads and writes it.
+    keys spells out the whole prefix, and equal keys are equal tokens, not equal hashes. Pages that no sequence holds
+    keep their contents and their key until they are needed, the longest unused first. Page 0 belongs to no sequence:
+    padding reads and writes it.
     """
 
     def __init__(self, num_pages: int, page_size: int, enable_prefix_caching: bool = True):
@@ -51,7 +58,7 @@ class PagePool:
         return len(self._page_of)
 
     def pages_for(self, tokens: int) -> int:
-        """How many pages hold `tokens` tokens."""
+        """The number of pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int] | None:
@@ -86,9 +93,9 @@ class PagePool:
         return pages, node
 
     def register(self, page: int, parent: PrefixNode, tokens: Sequence[int]) -> PrefixNode:
-        """Make a full page findable behind `parent`; returns its node.
+        """Make a full page findable after `parent`; returns its node.
 
-        Where another page already holds the same prefix that one stays the findable one, and its node is returned.
+        If another page already holds the same prefix, that one stays the findable one, and its node is returned.
         """
         if not self.enable_prefix_caching:
             return parent
@@ -131,3 +138,57 @@ class PagePool:
             node = self._node_of.pop(page)
             self.on_forget(node)
             self.on_give_away(page, node)
+
+
+@dataclass
+class FoundPrefix:
+    """Pages that have been acquired for a request, and what features know of its tokens.
+
+    Attributes:
+        root: where its prefixes begin.
+        tokens: those that a prefix may have: before the first whose hidden state is needed.
+        pages: those on the devices that hold the longest known prefix, as far as the request goes on from it.
+        chain: the node of each page that was found on the devices.
+        depth: pages that the request goes on after; there may be more than on the devices.
+        known: pages that are known, although it cannot go on after them.
+        at_depths: it can only go on where more than the pages before is known.
+        returning: the contents of pages after those on the devices.
+        snapshot: what layers keep of a sequence besides pages, after `depth` of them, where it comes from the host.
+        snapshot_row: the row of the layers' buffers that takes this.
+    """
+
+    root: PrefixNode
+    tokens: Sequence[int]
+    pages: list[int] = field(default_factory=list)
+    chain: list[PrefixNode] = field(default_factory=list)
+    depth: int = 0
+    known: int = 0
+    at_depths: bool = False
+    returning: list[Any] = field(default_factory=list)
+    snapshot: Any = None
+    snapshot_row: int = 0
+
+    @property
+    def node(self) -> PrefixNode:
+        """The one that `pages` end in."""
+        return self.chain[len(self.pages) - 1] if self.pages else self.root
+
+
+def find_prefix(pool: PagePool, features: Features, request: Request, root: PrefixNode) -> FoundPrefix | None:
+    """The longest prefix that the request can go on from, on the devices or where its features have kept it.
+
+    None where the request had better wait for a step that is under way.
+    """
+    found = FoundPrefix(root, list(islice(request.token_ids, features.first_read(request))))
+    if not found.tokens:
+        return found
+    found.pages, _ = pool.acquire_prefix(found.tokens, root)
+    found.chain = pool.chain(found.pages)
+    found.depth = found.known = len(found.pages)
+    for feature, extra in features.of(request):
+        if not feature.extend(request, extra, found):
+            pool.release(found.pages)
+            return None
+    pool.release(found.pages[found.depth :])
+    found.pages = found.pages[: found.depth]
+    return found

@@ -14,9 +14,8 @@ from jaxllm.engine.core.packing import Packing, core_fields
 
 if TYPE_CHECKING:
     from jaxllm.engine.core.handle import SampledRow
-    from jaxllm.engine.core.request import Request
+    from jaxllm.engine.core.request import Chunk, Request
     from jaxllm.engine.core.sizes import StepSizes
-    from jaxllm.engine.core.work import Chunk
 
 
 SAMPLING: tuple[Kind, ...] = ("decode", "verify", "head")

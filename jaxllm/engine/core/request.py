@@ -1,4 +1,4 @@
-"""A request's life inside the engine."""
+"""A request's life inside the engine, and its part of one step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxllm.requests.sampling import SamplingParams
 
 
 class Status(enum.Enum):
-    """Where a request is."""
+    """The stage of its life that a request is in."""
 
     PREPARING = "preparing"
     """Its grammar is being built, an executable that only requests like it need, or its pages are being fetched."""
@@ -24,7 +24,9 @@ class Status(enum.Enum):
 
 
 class Settings(NamedTuple):
-    """What a request's slot is told, made when it is added: a value that does not fit ends that request alone."""
+    """The vectors that a request's slot is told, made when it is added: a value that does not fit ends that request
+    alone.
+    """
 
     ints: np.ndarray
     floats: np.ndarray
@@ -35,8 +37,8 @@ class Request:
     """One sequence: its tokens, and what of it is on the device.
 
     `token_ids` are the prompt and every sampled token that the host has seen; `num_inflight` more are being sampled.
-    `num_computed` tokens have their KV in pages, or will have once the dispatched steps have run. Where tokens
-    are tried ahead both are the most that they can be: the device settles how many of them are taken.
+    `num_computed` tokens have their KV in pages, or will have once the dispatched steps have run. If tokens
+    are tried ahead, both are the most that they can be: the device settles how many of them are taken.
     """
 
     request_id: str
@@ -55,7 +57,7 @@ class Request:
     status: Status = Status.WAITING
     num_inflight: int = 0
     num_unsettled: int = 0
-    """How many of those may turn out not to be tokens: they are tried ahead, and the device takes some."""
+    """The number of those that are tried ahead: the device takes some, and the others are no tokens."""
     num_computed: int = 0
     num_cached: int = -1
     """Prompt tokens found in the prefix cache when first admitted; -1 before that."""
@@ -69,17 +71,17 @@ class Request:
     padding: float = 0.0
     """Its share of the padding rows that its steps ran."""
     settings: Settings | None = None
-    """What its slot will be told of it."""
+    """The vectors that its slot will be told."""
     cache_root: PrefixNode = None
     """Only requests with the same one share cached prefixes."""
     samples: bool = True
     """It is given tokens; else something is read of its prompt."""
     extras: dict[str, Any] = field(default_factory=dict)
-    """What features know of it, by their names: those that it uses."""
+    """Each used feature's own record of it, by the feature's name."""
 
     @classmethod
     def from_message(cls, message: EngineRequest, max_model_len: int) -> Request:
-        """What a front door sends, in a context of `max_model_len`."""
+        """A request as a front door sends it, in a context of `max_model_len`."""
         params = message.sampling_params
         prompt = len(message.prompt_token_ids)
         budget = max_model_len - prompt if params.max_tokens is None else params.max_tokens
@@ -109,10 +111,66 @@ class Request:
 
     @property
     def order(self) -> tuple[int, float, str]:
-        """Who goes first: lower priority value, then earlier arrival."""
+        """The order of requests: lower priority value, then earlier arrival."""
         return (self.priority, self.arrival_time, self.request_id)
 
 
 def root_of(root: PrefixNode, generation: int) -> PrefixNode:
-    """Where cached prefixes begin since the cache was last reset, the `generation`th time."""
+    """The root of cached prefixes since the cache was last reset, the `generation`th time."""
     return (root, "since reset", generation) if generation else root
+
+
+@dataclass
+class Chunk:
+    """Tokens `start … start + length - 1` of one request; if `num_sampled` is not 0, its end chooses new tokens.
+
+    A decode may choose several, one after another: every one of them but the last is run as well. If tokens are
+    tried ahead, `num_sampled` is the most it can be, and so is `start` as long as a step before has not been read.
+    """
+
+    request: Request
+    start: int
+    length: int
+    num_sampled: int
+    apart: bool = False
+    """More is done with its tokens than choosing the next one: they need a backbone by itself."""
+    extras: dict[str, Any] = field(default_factory=dict)
+    """Each feature's own record of it, by the feature's name."""
+
+
+@dataclass
+class Batch:
+    """One step's work: chunks of one token come first, in the kernels' order."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    num_decodes: int = 0
+    """Leading chunks of exactly one token."""
+    admitted: list[Request] = field(default_factory=list)
+    """Each takes its slot with the first of its chunks."""
+    num_steps: int = 1
+    """The tokens that a decode gives each request, one after another."""
+    most_ahead: int = 0
+    """The most tokens that a decode may try ahead with a request: as many as its chunk may sample, less one."""
+    unsettled: bool = False
+    """Only the device knows where some of the requests are: it is still to take or refuse what was tried with them."""
+    late: bool = False
+    """The host has a say in some token that is sampled, once it has seen the one before."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.length for chunk in self.chunks)
+
+    @property
+    def tries(self) -> bool:
+        """A decode runs as one that tries tokens ahead, though perhaps with none: the device goes by its own places."""
+        return self.most_ahead > 0 or self.unsettled
+
+    @property
+    def verifies(self) -> bool:
+        """One executable tries them. If the host has a say, it knows which there are: nothing is unsettled."""
+        return self.decode_only and (self.tries if not self.late else self.most_ahead > 0)
+
+    @property
+    def decode_only(self) -> bool:
+        """Every chunk is one token that samples, and no more is done with it: one executable does it all."""
+        return all(chunk.length == 1 and chunk.num_sampled and not chunk.apart for chunk in self.chunks)

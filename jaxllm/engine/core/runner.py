@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import BinaryIO
 
 import jax
 import numpy as np
 
 from jaxllm.engine.core.device import Device
-from jaxllm.engine.core.executables import Compiles
 from jaxllm.engine.core.feature import EVERYTHING, Fields, Ran, Reading, Row
 from jaxllm.engine.core.handle import Handle, RanExecutable, RanStep, SampledRow
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.packing import SETTING_FLOATS, SETTING_INTS, admit_packing
 from jaxllm.engine.core.registry import Features
-from jaxllm.engine.core.request import Request, Settings, Status
+from jaxllm.engine.core.request import Batch, Chunk, Request, Settings, Status
 from jaxllm.engine.core.sampler import Sampled
 from jaxllm.engine.core.sizes import StepSizes
-from jaxllm.engine.core.work import Batch, Chunk
 from jaxllm.requests.sampling import MAX_LOGPROBS
 
 ADMIT = Key("put", 0, frozenset({"admit"}))
@@ -28,28 +25,28 @@ PUT_HISTORY = Key("put", 0, frozenset({"history"}))
 
 
 class Runner:
-    """What a slot was told is not sent again: a step carries only what changed."""
+    """Packs steps. A step carries only what has changed since its slots were told before."""
 
     def __init__(self, device: Device, sizes: StepSizes, features: Features | None = None):
         """`features` are those of the core that this runs steps for."""
-        self._device = device
-        self._sizes = sizes
+        self.device = device
+        self.sizes = sizes
         self._features = features if features is not None else Features()
         self._padding = sizes.max_num_seqs
         """The slot that padding reads and writes."""
         self._known_pages = [0] * sizes.max_num_seqs
-        """How many of its sequence's pages each slot has been told."""
+        """The number of its sequence's pages that each slot has been told."""
         self.scheduled_tokens: dict[str, int] = {}
         self.padded_tokens: dict[str, int] = {}
         self._counted: dict[Key, list[RanExecutable]] = {}
-        """Of the step that is being dispatched, in order: its parts may run the same one."""
+        """The executables of the step that is being dispatched, in order: its parts may run the same one."""
 
     def prepare(self, request: Request, seed: int) -> None:
-        """Lay out what the request's slot will be told; `seed` is used where the request brings none of its own. What
-        raises here ends the request alone.
+        """Lay out what the request's slot will be told; `seed` is used where the request brings none of its own. An
+        error here ends the request alone.
         """
         uses = sum(feature.bit for feature, _ in self._features.of(request))
-        request.settings = settings_of(request, self._sizes.vocab_size, uses, seed)
+        request.settings = settings_of(request, self.sizes.vocab_size, uses, seed)
 
     def missing(self, request: Request) -> list[Key]:
         """Executables that not every request needs, that this one does, and that are not compiled yet."""
@@ -60,34 +57,8 @@ class Runner:
         if variant:
             count = len(request.token_ids)
             decodes = not self._features.apart(request, range(count, EVERYTHING))
-            keys += self._device.demanded(count, variant, decodes)
-        return self._device.missing(dict.fromkeys(keys))
-
-    @property
-    def sizes(self) -> StepSizes:
-        """Those that every step shares."""
-        return self._sizes
-
-    def compile(self, key: Key) -> None:
-        """Wait until a step can be run at once. Any thread may call this."""
-        self._device.compile(key)
-
-    @property
-    def compiles(self) -> Compiles:
-        """How much has been compiled, and how much is still to be."""
-        return self._device.compiles
-
-    def change_weights(self, change: Callable[[list[jax.Array]], tuple[jax.Array, ...]]) -> None:
-        """See `Device.change_weights`."""
-        self._device.change_weights(change)
-
-    def keep_weights(self, file: BinaryIO) -> None:
-        """Leave the weights in a file; no step can be run after that."""
-        self._device.keep_weights(file)
-
-    def close(self) -> None:
-        """Compile nothing more. Any thread may call this."""
-        self._device.close()
+            keys += self.device.demanded(count, variant, decodes)
+        return self.device.missing(dict.fromkeys(keys))
 
     def dispatch(self, batch: Batch) -> Handle:
         """Enqueue the step for `batch` without waiting for anything; see `sample_waiting` for what is late."""
@@ -96,7 +67,7 @@ class Runner:
         starts = {chunk.request.request_id: chunk.start for chunk in batch.chunks} if batch.admitted else {}
         for request in batch.admitted:
             self._admit(request, starts[request.request_id])
-        handle = joined([self._dispatch(part) for part in parts_of(batch, self._device.num_parts)])
+        handle = joined([self._dispatch(part) for part in parts_of(batch, self.device.num_parts)])
         return self._end(handle, batch)
 
     def before_step(self) -> None:
@@ -107,11 +78,11 @@ class Runner:
     def _dispatch(self, batch: Batch) -> Handle:
         if batch.verifies:
             return self._verify(batch)
-        decodes = self._device.all_decode(batch.decode_only and not batch.late)
+        decodes = self.device.all_decode(batch.decode_only and not batch.late)
         return self._decode(batch) if decodes else self._prefill(batch)
 
     def _begin(self) -> None:
-        self._device.recent.clear()
+        self.device.recent.clear()
         self._counted.clear()
 
     def _end(self, handle: Handle, batch: Batch) -> Handle:
@@ -120,9 +91,9 @@ class Runner:
         return handle
 
     def _executed(self) -> list[RanExecutable]:
-        """What the step has run so far, in order."""
+        """The executables that the step has run so far, in order."""
         counted = {key: iter(several) for key, several in self._counted.items()}
-        return [next(counted.get(key, iter(())), RanExecutable(key)) for key in self._device.recent]
+        return [next(counted.get(key, iter(())), RanExecutable(key)) for key in self.device.recent]
 
     def sample_waiting(self, handle: Handle) -> None:
         """Enqueue the second half of a step, for whose rows what is late is known now.
@@ -140,8 +111,8 @@ class Runner:
     def _decode(self, batch: Batch) -> Handle:
         rows = [SampledRow(chunk.request, i) for i, chunk in enumerate(batch.chunks)]
         count = len(rows)
-        key = self._device.covering("decode", count, self._features.wanted("decode", batch.chunks, _samples(rows)))
-        ints, x = self._features.packing(key, self._sizes).new()
+        key = self.device.covering("decode", count, self._features.wanted("decode", batch.chunks, _samples(rows)))
+        ints, x = self._features.packing(key, self.sizes).new()
         x["num_decodes"][...] = count
         x["num_steps"][...] = batch.num_steps
         x["tokens"][:count] = [_token_or_device(chunk) for chunk in batch.chunks]
@@ -149,15 +120,15 @@ class Runner:
         x["new_page"][:count] = [self._new_page(chunk.request) for chunk in batch.chunks]
         sent = self._features.pack(key, x, batch.chunks)
         self._count(key, count, batch.num_steps, batch.chunks)
-        sampled = self._device.run(key, ints, *sent)
-        return Handle(rows, sampled, num_steps=batch.num_steps, stride=self._sizes.decode_steps)
+        sampled = self.device.run(key, ints, *sent)
+        return Handle(rows, sampled, num_steps=batch.num_steps, stride=self.sizes.decode_steps)
 
     def _verify(self, batch: Batch) -> Handle:
         rows = [SampledRow(chunk.request, i) for i, chunk in enumerate(batch.chunks)]
         count = len(rows)
         wanted = self._features.wanted("verify", batch.chunks, _samples(rows), late=batch.late)
-        key = self._device.covering("verify", count, wanted)
-        ints, x = self._features.packing(key, self._sizes).new()
+        key = self.device.covering("verify", count, wanted)
+        ints, x = self._features.packing(key, self.sizes).new()
         x["num_decodes"][...] = count
         x["tokens"][:count] = [_token_or_device(chunk) for chunk in batch.chunks]
         x["slot"][:] = self._slot_rows(rows, key.size)
@@ -169,16 +140,16 @@ class Runner:
             for feature in self._features:
                 feature.fill_ahead([row.request for row in rows], x)
         self._count(key, count, chunks=batch.chunks)
-        sampled = self._device.run(key, ints, *sent)
-        return Handle(rows, sampled, stride=self._sizes.ahead(key.size) + 1, reserved=reserved)
+        sampled = self.device.run(key, ints, *sent)
+        return Handle(rows, sampled, stride=self.sizes.ahead(key.size) + 1, reserved=reserved)
 
     def _prefill(self, batch: Batch) -> Handle:
-        key = self._device.covering("backbone", batch.num_tokens, self._features.wanted("backbone", batch.chunks))
-        ints, x = self._features.packing(key, self._sizes).new()
+        key = self.device.covering("backbone", batch.num_tokens, self._features.wanted("backbone", batch.chunks))
+        ints, x = self._features.packing(key, self.sizes).new()
         self._pack_chunks(x, batch)
         sent = self._features.pack(key, x, batch.chunks)
         self._count(key, batch.num_tokens, chunks=batch.chunks)
-        found = self._device.run(key, ints, *sent)
+        found = self.device.run(key, ints, *sent)
         rows: list[SampledRow] = []
         begins: list[tuple[Chunk, int]] = []
         row = 0
@@ -198,7 +169,7 @@ class Runner:
     def _read(
         self, begins: list[tuple[Chunk, int]], rows: list[SampledRow], found: dict[str, jax.Array]
     ) -> list[Reading]:
-        """What features read of the hidden states that a backbone has left."""
+        """The features' readings of the hidden states that a backbone has left."""
         names = {name for chunk, _ in begins for name in chunk.request.extras}
         ran = Ran(begins, [Row(*row) for row in rows], found)
         return [reading for feature in self._features if feature.name in names for reading in feature.read(ran)]
@@ -219,8 +190,8 @@ class Runner:
     def _head(self, rows: list[SampledRow], late: bool = False) -> Sampled:
         count, requests = len(rows), [row.request for row in rows]
         wanted = self._features.wanted("head", rows, _samples(rows), late)
-        key = self._device.covering("head", count, wanted)
-        ints, x = self._features.packing(key, self._sizes).new()
+        key = self.device.covering("head", count, wanted)
+        ints, x = self._features.packing(key, self.sizes).new()
         x["hidden_row"][:count] = [row.row for row in rows]
         x["slot"][:] = self._slot_rows(rows, key.size)
         for feature in self._features.inside(key.kind, key.variant):
@@ -228,22 +199,22 @@ class Runner:
             if late and feature.late:
                 feature.fill(requests, x)
         self._count(key, count)
-        sampled: Sampled = self._device.run(key, ints)
+        sampled: Sampled = self.device.run(key, ints)
         return sampled
 
     def _admit(self, request: Request, start: int) -> None:
         """Tell a slot all about its request."""
         self._known_pages[request.slot] = len(request.pages)
         assert request.settings is not None, "prepare() comes before dispatch()"
-        self._device.run(ADMIT, admission(request, start, self._sizes.pages_per_seq), request.settings.floats)
+        self.device.run(ADMIT, admission(request, start, self.sizes.pages_per_seq), request.settings.floats)
         for feature, extra in self._features.of(request):
             feature.seat(request, extra)
         if self._features.read_history(request):
             slot = np.array([request.slot], np.int32)
-            self._device.run(PUT_HISTORY, slot, history(request, self._sizes.max_model_len))
+            self.device.run(PUT_HISTORY, slot, history(request, self.sizes.max_model_len))
 
     def _pack_new_pages(self, rows: np.ndarray, batch: Batch) -> None:
-        """What the requests have gained since their slots were last told; the rest names padding's slot."""
+        """Write the pages that requests have gained since their slots were last told; the rest names padding's slot."""
         gained = [page for chunk in batch.chunks for page in self._new_pages(chunk.request)]
         rows[:, 0] = self._padding
         rows[: len(gained)] = np.reshape(gained, (-1, 3))
@@ -283,7 +254,7 @@ def copy_to_host(handle: Handle) -> None:
 
 
 def _samples(rows: Sequence[SampledRow]) -> bool:
-    """Whether some row asks more of the sampler than argmax."""
+    """Some row asks more of the sampler than argmax."""
     return not all(row.request.params.greedy for row in rows)
 
 
@@ -291,31 +262,6 @@ def _token_or_device(chunk: Chunk) -> int:
     """The chunk's only token, or -1 when it is still on the device."""
     tokens = chunk.request.token_ids
     return tokens[chunk.start] if chunk.start < len(tokens) else -1
-
-
-class EncoderRunner(Runner):
-    """An encoder's texts have no slots: a step is sent all that it needs."""
-
-    def prepare(self, request: Request, seed: int) -> None:
-        """Nothing is kept of a request, so nothing is laid out."""
-
-    def dispatch(self, batch: Batch) -> Handle:
-        """Enqueue the step for `batch` without waiting for anything. Nothing is sampled."""
-        self._begin()
-        key = self._device.covering("encode", batch.num_tokens, self._features.wanted("encode", batch.chunks))
-        ints, x = self._features.packing(key, self._sizes).new()
-        x["num_seqs"][...] = len(batch.chunks)
-        begins: list[tuple[Chunk, int]] = []
-        row = 0
-        for index, chunk in enumerate(batch.chunks):
-            begins.append((chunk, row))
-            x["tokens"][row : row + chunk.length] = chunk.request.token_ids
-            row += chunk.length
-            x["query_start"][index + 1 :] = row
-        self._features.pack(key, x, batch.chunks)
-        self._count(key, batch.num_tokens, chunks=batch.chunks)
-        self._device.run(key, ints)
-        return self._end(Handle(readings=self._read(begins, [], {})), batch)
 
 
 def settings_of(request: Request, vocab_size: int, uses: int, seed: int) -> Settings:
@@ -361,7 +307,7 @@ def history(request: Request, max_model_len: int) -> np.ndarray:
 def parts_of(batch: Batch, most: int) -> list[Batch]:
     """The step for `batch` as up to `most` steps of some of its chunks each, in their order.
 
-    Where some requests decode and others begin, the decodes are a part of their own: the next step waits for the tokens
+    If some requests decode and others begin, the decodes are a part of their own: the next step waits for the tokens
     of one part no longer than it must. A step whose masks are filled while it runs stays whole: what is sampled last
     reads the hidden states of all.
     """

@@ -22,7 +22,7 @@ from jaxllm.engine.core.feature import Fields, Traced
 from jaxllm.engine.core.keys import Variant
 from jaxllm.engine.core.slots import Slots, settings
 from jaxllm.models.predictor import Head
-from jaxllm.pallas_kernels.softmax import PLAIN, SoftmaxSums
+from jaxllm.pallas_kernels.products import PLAIN_SUMS, SoftmaxSums
 from jaxllm.requests.sampling import MAX_LOGPROBS
 
 MASK_BITS = 32
@@ -62,7 +62,7 @@ def allow_only(mask: np.ndarray, token: int) -> None:
 
 
 def allowed(masks: Int[Array, "R words"], vocab_size: int) -> Bool[Array, "R V"]:
-    """Whether each token's bit is set; inside a traced function."""
+    """Each token's bit, as a bool; inside a traced function."""
     token = jnp.arange(vocab_size)
     found: jax.Array = (masks[:, token // MASK_BITS] >> (token % MASK_BITS) & 1) == 1
     return found
@@ -71,7 +71,7 @@ def allowed(masks: Int[Array, "R words"], vocab_size: int) -> Bool[Array, "R V"]
 GROUP = 64
 """Tokens in a group when looking for the most likely ones."""
 TOP = 64
-"""How many of the most likely tokens are found exactly."""
+"""The number of most likely tokens that are found exactly."""
 DRAW_BLOCK = 256
 """Tokens whose probabilities are added up before choosing among them."""
 
@@ -82,7 +82,7 @@ NEGATIVE = float("-inf")
 
 
 class SamplingRows(NamedTuple):
-    """What `R` rows of logits are to be sampled with."""
+    """The settings that `R` rows of logits are sampled with."""
 
     slot: Int[Array, "R"]
     position: Int[Array, "R"]
@@ -119,11 +119,11 @@ def greedy(logits: Float[Array, "R V"]) -> Int[Array, "R"]:
 
 
 def sample(
-    logits: Float[Array, "R V"], changed: Float[Array, "R V"], rows: SamplingRows, sums: SoftmaxSums = PLAIN
+    logits: Float[Array, "R V"], changed: Float[Array, "R V"], rows: SamplingRows, sums: SoftmaxSums = PLAIN_SUMS
 ) -> tuple[Int[Array, "R"], Logprobs]:
     """A token for each row out of the `changed` logits, and where it is asked for its log-probability by the raw ones.
 
-    What no row needs is skipped at run time.
+    Work that no row needs is skipped at run time.
     """
     best = greedy(changed)
     random = rows.temperature > 0
@@ -162,7 +162,7 @@ def truncate(
     top_k: Int[Array, "R"],
     top_p: Float[Array, "R"],
     min_p: Float[Array, "R"],
-    sums: SoftmaxSums = PLAIN,
+    sums: SoftmaxSums = PLAIN_SUMS,
 ) -> Float[Array, "R V"]:
     """Logits with everything outside min_p, then top_k, then top_p of what is left, at minus infinity.
 
@@ -249,7 +249,7 @@ def top_tokens(x: Float[Array, "R V"], count: int = TOP) -> tuple[Float[Array, "
     return values, jnp.take_along_axis(chosen, at // GROUP, axis=1) * GROUP + at % GROUP
 
 
-def draw(logits: Float[Array, "R V"], u: Float[Array, "R"], sums: SoftmaxSums = PLAIN) -> Int[Array, "R"]:
+def draw(logits: Float[Array, "R V"], u: Float[Array, "R"], sums: SoftmaxSums = PLAIN_SUMS) -> Int[Array, "R"]:
     """The token at which the cumulative distribution of `softmax(logits)` passes `u`."""
     num_rows, vocab = logits.shape
     most, all_of_them = logits.max(-1), jnp.full(num_rows, NEGATIVE)
@@ -277,7 +277,7 @@ def _first_past(ends: Float[Array, "R n"], adds: Bool[Array, "R n"], target: Flo
 
 
 def token_logprobs(
-    logits: Float[Array, "R V"], tokens: Int[Array, "R"], sums: SoftmaxSums = PLAIN, count: int = MAX_LOGPROBS
+    logits: Float[Array, "R V"], tokens: Int[Array, "R"], sums: SoftmaxSums = PLAIN_SUMS, count: int = MAX_LOGPROBS
 ) -> Logprobs:
     """Log-probabilities of `tokens` and of the `count` most likely ones."""
     norm = sums.log_sum_exp(logits)
@@ -310,12 +310,12 @@ def _no_logprobs(logits: Float[Array, "R V"], tokens: Int[Array, "R"], asked: In
 
 
 class Settled(NamedTuple):
-    """What has become of the tokens that a step tried ahead with each of its sequences."""
+    """The outcome of the tokens that a step tried ahead with each of its sequences."""
 
     drafted: Int[Array, "S"]
-    """How many were tried."""
+    """The number that was tried."""
     taken: Int[Array, "S"]
-    """How many of them, from the first on, were what the model chose."""
+    """The number of them, from the first on, that were the model's choice."""
 
 
 class Sampled(NamedTuple):

@@ -1,7 +1,7 @@
-"""Compiled steps kept in files: the next start loads them, and traces, lowers and compiles nothing.
+"""Executables kept in files, which the next start loads without tracing, and the process that makes some of them.
 
-A saved executable is code that runs in this process. So a file is loaded only if nobody but this user, or root, could
-have written it, and whole: its header says what is in it, for which step, and the digest of its content.
+A saved executable is code that runs in this process. A file is loaded only if it is whole and no other user than this
+one, or root, could have written it: its header says what is in it, for which step, and the digest of its content.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 
-from jaxllm import compat
+from jaxllm import compat, own_process
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.sampler import Logprobs, Sampled, Settled
 from jaxllm.engine.core.slots import Slots
@@ -37,7 +40,7 @@ _RECORDS: dict[str, Any] = {record.__name__: record for record in (ExpertPlaces,
 class SavedExecutables:
     """The executables of one engine, in a folder named by the digest of all that they depend on.
 
-    Those that were `shipped` in a folder of their own are looked for first; nothing is ever written there.
+    Executables that were `shipped` in a folder of their own are looked for first; nothing is ever written there.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class SavedExecutables:
         self._complained: set[str] = set()
 
     def has(self, key: Key) -> bool:
-        """Whether there is a file for this step."""
+        """There is a file for this step."""
         return any(self._path(root, key).exists() for root in self.roots)
 
     def load(self, key: Key, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
@@ -105,7 +108,9 @@ class SavedExecutables:
             os.utime(self.root / self.name)
 
     def difference(self, root: Path) -> str | None:
-        """What the executables in `root` are for and these are not, in one line; None where there are some of these."""
+        """The difference between what the executables in `root` and these are for, in one line; None where there are
+        some of these.
+        """
         if (root / self.name).is_dir():
             return None
         others = [json.loads(path.read_text()) for path in root.glob("*/manifest.json")]
@@ -185,7 +190,7 @@ def _remove(directory: Path) -> None:
 
 
 def _encoded(returned: Any) -> Any:
-    """What a step returns, as JSON: lists, dicts, named tuples by their names, and a number for each array."""
+    """A step's results as JSON: lists, dicts, named tuples by their names, and a number for each array."""
     if returned is None or isinstance(returned, int):
         return returned
     if isinstance(returned, dict):
@@ -200,7 +205,7 @@ def _encoded(returned: Any) -> Any:
 
 
 def _decoded(content: Any) -> Any:
-    """What `_encoded` made JSON of, with a number in each array's place."""
+    """The inverse of `_encoded`, with a number in each array's place."""
     if isinstance(content, dict):
         ((name, items),) = content.items()
         if name == "dict":
@@ -219,3 +224,60 @@ def fingerprint(value: Any) -> str:
     if " at 0x" in text:
         raise ValueError(f"{text[:200]} is not the same in every process")
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+MODULE = "jaxllm.engine.start.ahead"
+
+
+class CompilingProcess:
+    """`python -m jaxllm.engine.start.ahead`, which saves what it compiles and says the name of each step."""
+
+    def __init__(self, *arguments: str, environment: Mapping[str, str]):
+        """`environment` is what it has beside our own."""
+        self._command = own_process.command(MODULE, *arguments)
+        self._environment = environment
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self, on_saved: Callable[[str], None], on_end: Callable[[], None]) -> None:
+        """Run it; a thread tells of each step that it has saved, and when it has ended, whatever the reason."""
+        try:
+            said = tempfile.TemporaryFile("w+")  # noqa: SIM115  an unread pipe would fill, and stop it
+            self._process = subprocess.Popen(
+                self._command,
+                stdout=subprocess.PIPE,
+                stderr=said,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                env=os.environ | self._environment,
+            )
+        except OSError as error:
+            logger.warning("no process to compile in (%s): the engine compiles", error)
+            on_end()
+            return
+        threading.Thread(
+            target=self._follow, args=(self._process, said, on_saved, on_end), name="compiling", daemon=True
+        ).start()
+
+    def close(self) -> None:
+        """End it."""
+        if self._process is not None:
+            self._process.kill()
+
+    def _follow(
+        self,
+        process: subprocess.Popen[str],
+        said: TextIO,
+        on_saved: Callable[[str], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        try:
+            with process, said:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    on_saved(line.strip())
+                if process.wait() > 0:
+                    said.seek(0)
+                    reason = said.read().strip().splitlines()[-1:] or [f"exit status {process.returncode}"]
+                    logger.warning("the process that compiles has failed, and the engine compiles: %s", reason[0])
+        finally:
+            on_end()

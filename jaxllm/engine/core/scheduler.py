@@ -1,4 +1,4 @@
-"""Which tokens run in the next step."""
+"""The choice of the tokens that run in the next step, and of how many more each request may be given."""
 
 from __future__ import annotations
 
@@ -7,15 +7,105 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxllm.engine.core.ahead import Ahead
 from jaxllm.engine.core.fair_queue import FairQueue, Sharers, gives_way, in_turn, preempted_first, prompt_shares
+from jaxllm.engine.core.feature import EVERYTHING
 from jaxllm.engine.core.handle import Result
-from jaxllm.engine.core.pages import PagePool, PrefixNode
-from jaxllm.engine.core.prefix_search import find_prefix
+from jaxllm.engine.core.pages import PagePool, PrefixNode, find_prefix
 from jaxllm.engine.core.registry import Features
-from jaxllm.engine.core.request import Request, Status
-from jaxllm.engine.core.work import Batch, Chunk
+from jaxllm.engine.core.request import Batch, Chunk, Request, Status
 from jaxllm.models.config import LengthRule
+
+
+class Ahead:
+    """The number of tokens that a step can give each request: more than one if all requests decode. If the host has a
+    say in what the tokens are, they can only be tried, and the host chooses among them.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        max_model_len: int,
+        features: Features,
+        length_rule: LengthRule | None = None,
+        decode_steps: int = 1,
+    ):
+        """`decode_steps` is the most tokens that a decode gives without trying any."""
+        self.pool = pool
+        self.max_model_len = max_model_len
+        self._features = features
+        self.length_rule = length_rule
+        self.decode_steps = decode_steps
+
+    def num_steps(self, requests: Sequence[Request]) -> int:
+        """The number of tokens that a decode that tries none can give each of these requests.
+
+        A request may be given more than it will take, when a stop is among them or its length is reached, but not when
+        all of them would be.
+        """
+        running = _unfilled(requests)
+        if self.decode_steps == 1 or not running:
+            return 1
+        longest = max(r.max_total - r.num_total for r in running)
+        steps = min(self.decode_steps, self.pool.page_size, longest)  # a sequence gains one page at most
+        fits = all(r.num_total + steps <= self.max_model_len and not self.outgrown(r, steps) for r in running)
+        free = all(self._features.course(r) is None for r in running)
+        return steps if fits and free and self._all_decode(running, steps, steps) else 1
+
+    def most_ahead(self, requests: Sequence[Request]) -> int:
+        """The number of tokens that a step may try ahead with each of these requests.
+
+        If something is late, such steps are not compiled with features that are rare.
+        """
+        running = _unfilled(requests)
+        most = max((feature.ahead(running, len(requests)) for feature in self._features), default=0)
+        if not most:
+            return 0
+        late = any(self._features.course(r) is not None for r in running)
+        if late and any(f.rare and "verify" in f.on for r in running for f, _ in self._features.of(r)):
+            return 0
+        return most if self._all_decode(running, 1, 1 + most) else 0
+
+    def awaits_text(self, requests: Sequence[Request]) -> bool:
+        """Tokens may be tried ahead with these requests once the host has read what is in flight of them: it
+        chooses what is tried of those whose text it knows the course of.
+        """
+        unread = any(r.num_inflight and self._features.course(r) is not None for r in requests)
+        return unread and self.most_ahead(requests) > 0
+
+    def further(self, request: Request, batch: Batch) -> int:
+        """The number of tokens that this step may run of the request after those that are known now."""
+        if not batch.most_ahead:
+            return batch.num_steps - 1
+        depths = [feature.depth(request, extra, batch.most_ahead) for feature, extra in self._features.of(request)]
+        limits = [max(depths, default=0), request.max_total - request.num_total - 1]
+        limits.append(self._features.certain(request) - request.num_inflight - 1)
+        rule = self.length_rule
+        if rule is not None and rule.all_or_none and request.rotary_len <= rule.original_length:
+            limits.append(rule.original_length - request.num_total - 1)
+        return max(0, min(limits))
+
+    def outgrown(self, request: Request, more: int = 0) -> bool:
+        """Its next token, or `more` after that, makes it too long for the rotary embedding of its pages."""
+        rule, length = self.length_rule, request.num_total + more
+        return rule is not None and rule.all_or_none and request.rotary_len <= rule.original_length < length
+
+    def _all_decode(self, running: Sequence[Request], certain: int, most: int) -> bool:
+        """One step can give each of these requests `certain` tokens, and up to `most` of them.
+
+        It can where all decode, no feature must see their tokens first, and there are pages for the most.
+        """
+        missing = sum(self.pool.pages_for(r.num_computed + most) - len(r.pages) for r in running)
+        return missing <= self.pool.num_free and all(
+            r.num_total - r.num_computed == 1
+            and r.num_inflight + certain <= self._features.certain(r)
+            and not self._features.apart(r, range(r.num_computed, EVERYTHING))
+            for r in running
+        )
+
+
+def _unfilled(requests: Sequence[Request]) -> list[Request]:
+    """The requests whose tokens in flight do not fill their length already."""
+    return [request for request in requests if request.num_total < request.max_total]
 
 
 @dataclass
@@ -33,7 +123,7 @@ class Scheduler:
     Requests go by priority, then by arrival. When pages run out the last in that order is preempted: its pages go back,
     and it is recomputed later from the tokens it has. Nothing is ever aborted for lack of pages.
 
-    Where requests of several groups wait or run at one priority, the groups take turns and share a step's prompt
+    If requests of several groups wait or run at one priority, the groups take turns and share a step's prompt
     tokens, and the one with most running is preempted first, also where another's request finds no slot or no page.
     """
 
@@ -114,15 +204,15 @@ class Scheduler:
         return batch
 
     def awaits_text(self, *, admitting: bool = True) -> bool:
-        """Whether the next step could try tokens ahead if the step under way were read before it is scheduled."""
+        """The next step could try tokens ahead if the step under way were read before it is scheduled."""
         return not self._admits(admitting) and self.ahead.awaits_text(self.running)
 
     def _admits(self, admitting: bool) -> bool:
-        """Whether a request may begin. Those who wait come first: nothing is tried ahead then."""
+        """A request may begin. Waiting requests come first: nothing is tried ahead then."""
         return bool(admitting and self.waiting and self._free_slots)
 
     def settle(self, result: Result) -> None:
-        """Of the tokens that a step tried ahead with a request, the device has taken all but the last that it gave."""
+        """The device has taken all but the last token that it gave of those that a step tried ahead with a request."""
         request, tried, refused = result.request, result.num_reserved, result.num_reserved - len(result.tokens) + 1
         request.num_inflight -= refused
         request.num_unsettled -= tried
@@ -176,11 +266,11 @@ class Scheduler:
         return in_turn(self.waiting.heads(), self.running)
 
     def _has_places(self, request: Request) -> bool:
-        """Whether a waiting request can begin, as far as its features know."""
+        """A waiting request can begin, as far as its features know."""
         return all(feature.fits(request, extra) for feature, extra in self.features.of(request))
 
     def _fits(self, request: Request) -> bool:
-        """Whether there is a slot for a waiting request, and as many pages as its first chunk may need."""
+        """There is a slot for a waiting request, and as many pages as its first chunk may need."""
         first_chunk = min(len(request.token_ids), self.max_num_batched_tokens)
         return bool(self._free_slots) and self.pool.pages_for(first_chunk) <= self.pool.num_free
 
@@ -194,7 +284,7 @@ class Scheduler:
         return prompt_shares(running, admissible, self.max_num_batched_tokens)
 
     def _room(self, request: Request, budget: int, shares: dict[Sharers, int]) -> int:
-        """How many more tokens of the request's prompt this step may run."""
+        """The number of further tokens of the request's prompt that this step may run."""
         return min(budget, shares.get((request.priority, request.group), budget))
 
     def _make_room(self, request: Request, length: int, index: int) -> bool:
@@ -234,7 +324,7 @@ class Scheduler:
     def _admit(self, batch: Batch, budget: int, shares: dict[Sharers, int], favoured: Request | None) -> None:
         """Start waiting requests in turn while there is budget, a slot, and pages for their first chunk.
 
-        One that some feature has no place for waits, and those behind it, until another request has ended.
+        A request that some feature has no place for waits, and all after it, until another request has ended.
         """
         while self.waiting and budget > 0 and self._free_slots:
             length: int | None = 0
@@ -326,53 +416,3 @@ def _taken(request: Request, length: int, shares: dict[Sharers, int]) -> int:
     if length > 1 and kind in shares:
         shares[kind] -= length
     return length
-
-
-MOST_PASSED = 32
-"""Texts that a step passes over, because they are too long for what is left of it, before it runs as it is."""
-
-
-class EncoderScheduler(Scheduler):
-    """Whole texts share a step's tokens. Nothing of one is kept between steps: there are no pages, slots or chunks.
-
-    Texts go by priority, then by their groups' turns, then by arrival. One too long for what is left of a step is the
-    next one's first, and shorter ones behind it go before it. Those of a step that has not been read are `running`.
-    """
-
-    def __init__(
-        self,
-        pool: PagePool,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        features: Features | None = None,
-    ):
-        """`pool` has no pages. No text is longer than `max_model_len`, which is at most `max_num_batched_tokens`."""
-        super().__init__(pool, max_num_seqs, max_num_batched_tokens, max_model_len, features=features)
-
-    def schedule(self, *, admitting: bool = True) -> Batch:
-        """Choose the next step's texts. Empty when none waits, or without `admitting`."""
-        batch, passed = Batch(), list[Request]()
-        if not admitting:
-            return batch
-        left = self.max_num_batched_tokens
-        while self.waiting and left and len(batch.chunks) < self.max_num_seqs and len(passed) < MOST_PASSED:
-            request = self.waiting.heads()[0]
-            fits = request.num_prompt <= left
-            self.waiting.charge(request, request.num_prompt if fits else 0)
-            self.waiting.remove(request)
-            if not fits:
-                passed.append(request)
-                continue
-            request.status = Status.RUNNING
-            request.num_cached = 0
-            request.first_scheduled_time = time.time()
-            self.running.append(request)
-            batch.chunks.append(Chunk(request, 0, request.num_prompt, 1))
-            left -= request.num_prompt
-        for request in passed:
-            self.waiting.add(request)
-        return batch
-
-    def _release(self, request: Request) -> None:
-        """It holds nothing."""

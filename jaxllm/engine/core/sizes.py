@@ -13,13 +13,13 @@ from jaxllm.models.options import Stage
 
 
 def held_caches(caches: Sequence[CacheSpec], stage: Stage | None) -> tuple[CacheSpec, ...]:
-    """What each layer keeps on the devices of a stage: nothing, where another stage has it."""
+    """The caches of each layer on the devices of a stage: nothing, where another stage has it."""
     return tuple(spec if stage is None or index in stage.layers else None for index, spec in enumerate(caches))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How much an engine does at once, and remembers."""
+    """The most that an engine does at once, and remembers."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -33,7 +33,7 @@ class Limits:
     most_ahead: int = 0
     """Most tokens that a decode tries ahead with each of its sequences."""
     ahead_by_rows: tuple[tuple[int, int], ...] = ()
-    """(rows, most): a step that is padded to so many sequences has room for `most` instead."""
+    """(rows, most): a step that is padded to that many sequences has room for `most` instead."""
 
     def ahead(self, rows: int) -> int:
         """Most tokens that a decode padded to `rows` sequences tries ahead with each of them."""
@@ -50,15 +50,15 @@ class StepSizes(Limits):
     """The sizes that every step shares."""
 
     caches: tuple[CacheSpec, ...]
-    """What each layer keeps of earlier tokens."""
+    """Each layer's caches of earlier tokens."""
     cache_layout: CacheLayout
     hidden_size: int
     vocab_size: int
     dtype: Any
     further_caches: tuple[CacheSpec, ...] = ()
-    """What layers keep, in pages beside those of the model, of another model that runs in the same steps."""
+    """The caches, beside those of the model, of another model that runs in the same steps."""
     expert_places: tuple[ExpertPlaces | None, ...] = ()
-    """Of each layer the buffers of its places for experts in host memory, behind what it keeps of tokens."""
+    """Each layer's buffers of its places for experts in host memory; they follow its caches of tokens."""
     stage: Stage | None = None
     """The layers that run on these devices; None is all of them. What a step is sent is the same for all stages."""
 
@@ -73,30 +73,30 @@ class StepSizes(Limits):
 
     @property
     def keeps_by_slot(self) -> bool:
-        """Whether some layer keeps something of each sequence besides pages."""
+        """Some layer keeps something of each sequence besides pages."""
         return any(isinstance(spec, PerSlot) for spec in parts_of(self.caches))
 
     @property
     def buffers(self) -> tuple[tuple[Buffer, ...], ...]:
-        """Those of each layer, over all devices; those of another model come last."""
+        """The buffers of each layer, over all devices; those of another model come last."""
         specs = (*held_caches(self.caches, self.stage), *self.further_caches)
         return tuple(self.cache_layout.buffers(spec, self.num_pages, self.num_slot_rows) for spec in specs)
 
     @property
     def layers(self) -> tuple[Any, ...]:
-        """Those of each layer, and behind them its places for experts, as a step finds them."""
+        """The buffers of each layer, and after them its places for experts, as a step finds them."""
         buffers = self.buffers
         return with_places(buffers, (*self.expert_places, *[None] * (len(buffers) - len(self.expert_places))))
 
     @property
     def is_paged(self) -> tuple[bool, ...]:
-        """Of each buffer, layer after layer, whether it has a row for each page; others have one for each slot."""
+        """For each buffer, layer after layer: it has a row for each page; others have one for each slot."""
         layout = self.cache_layout
         parts = parts_of((*held_caches(self.caches, self.stage), *self.further_caches))
         return tuple(isinstance(part, Paged) for part in parts for _ in layout.buffers(part, 1, 1))
 
     def buffers_of(self, paged: bool) -> list[Buffer]:
-        """Those that have a row for each page, or those that have one for each slot."""
+        """The buffers that have a row for each page, or the others, which have one for each slot."""
         buffers = [buffer for layer in self.buffers for buffer in layer]
         return [buffer for buffer, has_pages in zip(buffers, self.is_paged, strict=True) if has_pages == paged]
 
@@ -117,7 +117,7 @@ class Buckets:
 
     @property
     def encodes(self) -> bool:
-        """Whether these are an encoder's."""
+        """These are an encoder's."""
         return not self.decode
 
     @classmethod

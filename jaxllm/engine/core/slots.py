@@ -1,4 +1,4 @@
-"""What the device remembers of every running sequence between steps."""
+"""The device's memory of every running sequence between steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Slots(NamedTuple):
     setting_ints: Int[Array, "slots I"]
     setting_floats: Float[Array, "slots F"]
     of: dict[str, dict[str, jax.Array]]
-    """What features keep of each slot, by their names and their own."""
+    """The arrays that features keep of each slot, by the feature's name and their own."""
 
 
 def slot_shapes(sizes: StepSizes, features: Features) -> Slots:

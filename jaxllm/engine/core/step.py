@@ -4,7 +4,7 @@ A decode-only step is one of them, `decode`. A step with prefill in it is `backb
 a buffer of fixed size, and then `head` for the rows that sample; so there are as many shapes as decode, prefill and
 head buckets together, not their product. All come in variants: features have hands in them.
 
-Where a model is parted into stages, those before the last have `layers`, which hand the hidden states on; what a stage
+If a model is parted into stages, those before the last have `layers`, which hand the hidden states on; what a stage
 is handed is the last thing that such a step is sent.
 
 Every one of them returns a tuple: what it changed of the device's own, as `Features.uses` says, then its output.
@@ -26,7 +26,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.engine.core.batch import decode_batch, forward, mixed_batch, run, told, whole_texts
-from jaxllm.engine.core.device_state import StateShapes, state_specs
+from jaxllm.engine.core.device_state import StateShapes, WeightPacking, state_specs
 from jaxllm.engine.core.feature import Built, Feature, Fields, Traced, TracedStep
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.packing import SETTING_FLOATS, admit_packing
@@ -34,7 +34,6 @@ from jaxllm.engine.core.registry import Features
 from jaxllm.engine.core.sampler import choose
 from jaxllm.engine.core.sizes import StepSizes
 from jaxllm.engine.core.slots import Slots, admit, put_history, took
-from jaxllm.engine.core.step_weights import WeightPacking
 from jaxllm.engine.messages import NewWeights
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.encoder import Encoder
@@ -45,7 +44,7 @@ GRAPHED = ("gpu", "cuda")
 """Platforms where a step is one CUDA graph, whose arguments cost little."""
 
 DeviceParts = dict[str, Any]
-"""What a step takes of what lives on the devices, by name."""
+"""The parts of the state that a step takes, by name."""
 
 
 class StepBuilder:
@@ -111,7 +110,7 @@ class StepBuilder:
         return model
 
     def hands(self, step: TracedStep) -> list[Traced]:
-        """What features do to a step that is traced."""
+        """The features' parts in a step that is traced."""
         return [feature.traced(step) for feature in self.features.inside(step.kind, step.variant)]
 
     def own_state(self, feature: Feature) -> Any:
@@ -128,7 +127,7 @@ class StepBuilder:
     def jitted(self, key: Key, built: Built) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """A step jitted, and its abstract arguments: what it takes of the device's, then what the host sends.
 
-        Where several batches run side by side, its output is a tuple of what each of them gives.
+        If several batches run side by side, its output is a tuple of what each of them gives.
         """
         uses, parts, sent = self.features.uses(key), self.state.abstract() | {"weights": self._weights}, built.sent
         parts |= {name: self.state.part(self.features[name]) for name in uses.takes if name not in parts}
@@ -164,7 +163,7 @@ def _for_each_batch(step: Callable[..., Any], num_sent: int, has_output: bool, *
 
 
 _AFTER_FIRST = {"tokens": -1, "new_page": 0, "state_read": 0}
-"""What a decode of several tokens is told for those after the first: each is in the history, in a page that is known,
+"""The fields of a decode of several tokens for those after the first: each is in the history, in a page that is known,
 and goes on from the state in its slot."""
 
 Jitted = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -192,7 +191,8 @@ class StepFunctions(StepBuilder):
     def _decode(self, key: Key) -> Built:
         """`(parts, ints) -> (caches, slots, Sampled)`: up to `decode_steps` tokens for each of `size` sequences.
 
-        What is sampled has `decode_steps` rows for each sequence in turn, of which the first `num_steps` are filled.
+        The sampled tokens have `decode_steps` rows for each sequence in turn, of which the first `num_steps` are
+        filled.
         """
         rows, packing = key.size, self.features.packing(key, self.sizes)
         page_size, most = self.sizes.page_size, self.sizes.decode_steps
@@ -228,7 +228,7 @@ class StepFunctions(StepBuilder):
     def _backbone(self, key: Key) -> Built:
         """`(parts, ints) -> (caches, slots, hidden[, outputs])`: `size` tokens up to the last norm.
 
-        What its features give besides is a dict by their names.
+        The features' own results are a dict by their names.
         """
         sizes, tokens = self.sizes, key.size
         packing, sent, handed = self.features.packing(key, sizes), self._sent(key), self._handed(key.size)
@@ -307,10 +307,10 @@ class StepFunctions(StepBuilder):
         return Built(lambda parts, *x: (put_history(parts["slots"], *x),), sent)
 
     def _sent(self, key: Key) -> list[Any]:
-        """What features are sent besides int32, in turn."""
+        """The features' inputs that are not int32, in turn."""
         return [a for f in self.features.inside(*key[::2]) for a in f.sent(key, self.state)]
 
     def _handed(self, rows: int) -> list[Any]:
-        """What the stage before hands on to this one, if there is one before."""
+        """The hidden states that the stage before hands on to this one, if there is one before."""
         stage = self.sizes.stage
         return [] if stage is None or stage.first else [self.state.hidden(rows)]

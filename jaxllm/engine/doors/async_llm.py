@@ -14,19 +14,24 @@ from typing import Any
 from jaxllm.config import EngineConfig, make_config
 from jaxllm.engine.doors.beams import BeamSearchParams, BeamStream
 from jaxllm.engine.doors.controls import Controls
-from jaxllm.engine.doors.keeper import Keeper
-from jaxllm.engine.doors.launch import start_client, start_engine
-from jaxllm.engine.doors.limits import check_pooling, check_request
-from jaxllm.engine.doors.sequences import Collector, Prompt, pooled_output, prompt_ids
+from jaxllm.engine.doors.replicas import start_client, start_engine
+from jaxllm.engine.doors.sequences import Collector, Prompt, check_pooling, check_request, pooled_output, prompt_ids
+from jaxllm.engine.doors.share import Keeper
 from jaxllm.engine.doors.streams import Gain, Stream, Streams
-from jaxllm.engine.messages import INITIAL_VERSION, EngineClient, EngineInfo, EngineRequest, EngineStats, LookAt
-from jaxllm.engine.start.room import MemoryRoom
+from jaxllm.engine.messages import (
+    INITIAL_VERSION,
+    EngineClient,
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    LookAt,
+    MemoryRoom,
+)
 from jaxllm.errors import CheckpointError, ConfigError, EngineDeadError
-from jaxllm.requests.adapters import AdapterUse, LoRA, adapter_uses
 from jaxllm.requests.logits_processors import LogitsProcessor, read_processors
-from jaxllm.requests.outputs import PooledOutput, RequestOutput
+from jaxllm.requests.outputs import PooledOutput, PoolingParams, RequestOutput
 from jaxllm.requests.sampling import SamplingParams
-from jaxllm.requests.tasks import PoolingParams
+from jaxllm.requests.steering import AdapterUse, LoRA, adapter_uses
 from jaxllm.sharding.clusters import settled
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -77,12 +82,12 @@ class AsyncLLM(Controls):
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine settled on at its start, the last one."""
+        """The facts that the engine settled on at its last start."""
         return self._streams.client.info
 
     @property
     def is_dead(self) -> bool:
-        """Whether there is no engine to run requests now."""
+        """There is no engine to run requests now."""
         return self._streams.is_dead
 
     @property
@@ -97,7 +102,7 @@ class AsyncLLM(Controls):
 
     @property
     def is_asleep(self) -> bool:
-        """Whether it was told to sleep, and not to wake up yet."""
+        """It was told to sleep, and not to wake up yet."""
         return self._streams.is_asleep
 
     @property
@@ -107,12 +112,12 @@ class AsyncLLM(Controls):
 
     @property
     def can_sleep(self) -> bool:
-        """Whether its engine has a process of its own, which inherits open files: not on Windows."""
+        """Its engine has a process of its own, which inherits open files: not on Windows."""
         return self._keeper is not None
 
     @property
     def kept_bytes(self) -> int:
-        """What it holds of the host's memory while it is asleep."""
+        """Bytes of the host's memory that it holds while it is asleep."""
         return 0 if self._keeper is None else self._keeper.nbytes
 
     def check(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
@@ -245,7 +250,7 @@ class AsyncLLM(Controls):
 
     @property
     def processes(self) -> dict[str, LookAt]:
-        """How to look at the processes of its engines, see EngineClient; none while there is no engine."""
+        """Functions that look at the processes of its engines, see EngineClient; none while there is no engine."""
         return {} if self.is_dead or self.is_asleep else self._streams.client.processes
 
     def sleep(self, level: int = 1) -> None:

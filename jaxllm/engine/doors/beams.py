@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from jaxllm.engine.core.detokenizer import Detokenizer
+from jaxllm.engine.core.results import Detokenizer
 from jaxllm.engine.doors.streams import Gain, Stream, Streams
 from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.errors import InvalidRequestError
@@ -30,7 +30,7 @@ Candidates = Sequence[tuple[int, Logprob]]
 
 @dataclass(frozen=True, kw_only=True)
 class BeamSearchParams:
-    """What to search for.
+    """The parameters of a search.
 
     Attributes:
         beam_width: beams that stay open after each step, from 1 to MAX_BEAM_WIDTH.
@@ -100,7 +100,7 @@ class BeamSearch:
 
     @property
     def done(self) -> bool:
-        """Whether no further step is needed."""
+        """No further step is needed."""
         if not self.open or self._length >= self._params.max_tokens:
             return True
         width = self._params.beam_width
@@ -149,7 +149,7 @@ class Run:
         self._padding = 0.0
 
     def step(self) -> list[EngineRequest]:
-        """What to ask the engine next: one token after each open beam."""
+        """The next requests to the engine: one token after each open beam."""
         request, asked = self._request, self._request.sampling_params
         params = SamplingParams(
             temperature=0,

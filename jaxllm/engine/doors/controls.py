@@ -14,20 +14,22 @@ LONGEST_VERSION = 256
 
 
 class Controls:
-    """What trainers need of an engine. An engine that starts again is not paused, and has the model's own weights."""
+    """The methods that trainers need of an engine. An engine that starts again is not paused, and has the model's own
+    weights.
+    """
 
     _streams: Streams
     _waits_while_paused = False
-    """Whether requests that come while running ones are kept are taken and wait, in place of being refused."""
+    """Requests that come while running ones are kept are taken and wait, in place of being refused."""
 
     @property
     def is_paused(self) -> bool:
-        """Whether it was told to pause, and not to resume yet."""
+        """It was told to pause, and not to resume yet."""
         return self._streams.paused is not None
 
     @property
     def weight_version(self) -> str:
-        """What the weights are called: "initial", or as the last `update_weights` said."""
+        """The name of the weights: "initial", or as the last `update_weights` said."""
         return self._streams.weight_version
 
     def pause(self, mode: Literal["keep", "wait", "abort"] = "keep") -> None:
@@ -74,7 +76,7 @@ class Controls:
 
         They are read, and quantized as the engine's are, while it goes on. Requests that run then continue with the
         new weights after the tokens that they have: pause first, with "wait" or "abort", if they should not. Later
-        requests share no prefix with earlier ones. Where something is wrong with them the engine keeps those it has.
+        requests share no prefix with earlier ones. If something is wrong with them, the engine keeps those it has.
 
         Args:
             source: a model's name, folder or file, which must be the same model with other weights; or arrays, all or

@@ -16,12 +16,11 @@ from jaxllm import logs, machine
 from jaxllm.config import EngineConfig, ModelConfig
 from jaxllm.engine.doors.share import Share
 from jaxllm.engine.doors.thread_client import Inbox, Question, carry_out
-from jaxllm.engine.messages import EngineInfo, EngineRequest, EngineStats, Order, TokenDelta
+from jaxllm.engine.messages import EngineInfo, EngineRequest, EngineStats, MemoryRoom, Order, TokenDelta
 from jaxllm.engine.start.leave import leave as leave_now
-from jaxllm.engine.start.room import MemoryRoom
 from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError, JaxLLMError, one_line
 from jaxllm.logs import LogSettings
-from jaxllm.looking import What
+from jaxllm.looking import What, look
 from jaxllm.progress import watched_by
 from jaxllm.sharding import nvidia
 
@@ -34,9 +33,9 @@ logger = logging.getLogger(__name__)
 
 STATS_SECONDS = 0.25
 LOST_SECONDS = 2.0
-"""How long an engine that fails waits to hear that another process of its group has died of the same."""
+"""Seconds that an engine which fails waits to hear that another process of its group has died of the same."""
 BEAT_SECONDS = 1.0
-"""How often the process says that it lives, whatever its loop is waiting for."""
+"""Seconds after which the process says again that it lives, whatever its loop is waiting for."""
 
 
 class Started(msgspec.Struct, tag=True):
@@ -46,7 +45,7 @@ class Started(msgspec.Struct, tag=True):
 
 
 class Doing(msgspec.Struct, tag=True):
-    """How far the start is; see jaxllm.progress."""
+    """The progress of the start; see jaxllm.progress."""
 
     doing: str
     done: int
@@ -54,7 +53,7 @@ class Doing(msgspec.Struct, tag=True):
 
 
 class Planned(msgspec.Struct, tag=True):
-    """It will take so many bytes, or does not know, and waits until it may; see `MemoryRoom.ask`."""
+    """It will take `nbytes`, or does not know, and waits until it may; see `MemoryRoom.ask`."""
 
     nbytes: int | None
 
@@ -84,7 +83,7 @@ class Beat(msgspec.Struct, tag=True):
 
 
 class Seen(msgspec.Struct, tag=True):
-    """What a look at the process has shown, or why it could not be had."""
+    """The result of a look at the process, or why it could not be had."""
 
     number: int
     data: bytes = b""
@@ -144,7 +143,7 @@ class FrontDoor:
     """The engine's end of the pipe.
 
     Threads of its own beat and listen from the start, so that they do while a model loads, a step is compiled, or a
-    long one runs. The process ends at once when it is told to, or when nobody is at the other end.
+    long one runs. The process ends at once when it is told to, or when the other end is closed.
     """
 
     def __init__(self, pipe: Connection):
@@ -153,7 +152,7 @@ class FrontDoor:
         self._sending = threading.Lock()
         self._admitted = threading.Event()
         self.is_to_keep = False
-        """Whether the process is to leave its weights behind, and end."""
+        """The process is to leave its weights to the next one, and end."""
         self.leader: Leader | None = None
         """Its hold on other processes that run the model with it."""
         for target in (self._beat, self._listen):
@@ -180,8 +179,6 @@ class FrontDoor:
 
     def _look(self, asked: Look) -> None:
         """In a thread of its own, so that it works whatever the loop does."""
-        from jaxllm.looking.look import look
-
         try:
             self.send(Seen(asked.number, look(asked.what, asked.seconds)))
         except InvalidRequestError as error:
@@ -208,7 +205,7 @@ class FrontDoor:
             self.send(Obeyed(asked.number, JaxLLMError.__name__, f"{type(error).__name__}: {one_line(error)}"))
 
     def _listen(self) -> None:
-        """Hand what comes to the loop; what cannot be read ends it, for nobody would hear more."""
+        """Hand what comes to the loop; a message that cannot be read ends it, for no later one would be heard."""
         try:
             while not isinstance(message := to_engine.decode(self._pipe.recv_bytes()), Stop):
                 if isinstance(message, Admit):
@@ -255,7 +252,7 @@ def leave(reason: str, status: int = 0) -> NoReturn:
 
 @dataclass(frozen=True)
 class ProcessSettings:
-    """What an engine's process is told besides its settings.
+    """Instructions for an engine's process besides its settings.
 
     Attributes:
         share: its part of the machine, where it is one of several.
@@ -287,7 +284,7 @@ def main(pipe: Connection, config: EngineConfig, log: LogSettings, around: Proce
 
             config = start_followers(config, name, front_door.fail_to_gather)
         from jaxllm.compat import under_own_settings  # JAX comes with it, which the front door can do without
-        from jaxllm.engine.core.step_weights import Kept
+        from jaxllm.engine.core.device_state import Kept
         from jaxllm.engine.start.build import build_core
 
         kept = None if file is None else Kept(file, shared=around.share is not None)
@@ -333,7 +330,7 @@ def take_node(asked: int | str, share: Share | None) -> Share | None:
 
 
 def process_name(config: EngineConfig, share: Share | None) -> str:
-    """What an engine's process is called in logs: engine/smollm2-135m, or engine/smollm2-135m/1 of several."""
+    """The name of an engine's process in logs: engine/smollm2-135m, or engine/smollm2-135m/1 of several."""
     name = config.names[0] if isinstance(config, ModelConfig) else config.model
     return f"engine/{name}" + ("" if share is None else f"/{share.number}")
 

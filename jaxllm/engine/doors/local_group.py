@@ -43,7 +43,7 @@ def start_followers(config: EngineConfig, name: str, on_failure: Callable[[str, 
 
     Args:
         config: with multi_process, and 2 devices or more.
-        name: what this process is called in logs; the others have their number behind it.
+        name: what this process is called in logs; the others have their number after it.
         on_failure: called in any thread with an error type of jaxllm.errors and a message, where another process ends.
             Once all have come together, the group itself knows better why.
 

@@ -39,10 +39,8 @@ from jaxllm.engine.doors.engine_process import (
     from_engine,
     to_engine,
 )
-from jaxllm.engine.doors.keeper import Keeper
-from jaxllm.engine.doors.share import Share
-from jaxllm.engine.messages import EngineRequest, EngineStats, LookAt, Order, TokenDelta
-from jaxllm.engine.start.room import MemoryRoom
+from jaxllm.engine.doors.share import Keeper, Share
+from jaxllm.engine.messages import EngineRequest, EngineStats, LookAt, MemoryRoom, Order, TokenDelta
 from jaxllm.errors import EngineDeadError, InvalidRequestError
 from jaxllm.looking import What
 from jaxllm.own_process import PipedProcess
@@ -60,7 +58,9 @@ KEEP_SECONDS = 600.0
 """For the weights of a large model to be copied; a process that hangs is ended sooner, when it says nothing."""
 KILL_SECONDS = 5.0
 LOOK_SECONDS = 60.0
-"""How much longer than it was to take an answer about the process may take: a trace is written out after its time."""
+"""Seconds that an answer about the process may take beyond the time that was asked for: a trace is written out after
+its time.
+"""
 
 
 class ProcessClient:
@@ -105,10 +105,10 @@ class ProcessClient:
         self._silent_beats = 0
         self._numbers = itertools.count()
         self._asked: dict[int, queue.SimpleQueue[Seen | Obeyed | None]] = {}
-        """Who waits for an answer, by its number."""
+        """The queues of callers that wait for an answer, by its number."""
         self._starting = True
         self._asking = False
-        """Whether the process waits for us."""
+        """The process waits for us."""
         self._ending, self._ended = threading.Lock(), threading.Event()
         threading.Thread(target=self._write, name="requests", daemon=True).start()
         threading.Thread(target=self._watch, args=(given_up or threading.Event(),), name="watch", daemon=True).start()
@@ -189,7 +189,7 @@ class ProcessClient:
             raise getattr(errors, found.kind)(found.problem)
 
     def _answer(self, ask: Callable[[int], Look | Obey], timeout: float | None) -> Seen | Obeyed:
-        """What the process answers to a message that has a number.
+        """The process's answer to a message that has a number.
 
         Raises EngineDeadError where it has ended, or says nothing for so long.
         """
@@ -250,7 +250,7 @@ class ProcessClient:
         return message
 
     def _dead(self) -> EngineDeadError:
-        """What to raise now that nothing more will come."""
+        """The error to raise now that nothing more will come."""
         self._end(1.0 if self._gone is None else 0)
         code = self._process.exit_code
         self._gone = self._gone or self._killed or f"the engine process is gone (exit code {code})"

@@ -1,27 +1,38 @@
-"""Several engines of one model behind one front door, each in a process of its own on devices or cores of its own."""
+"""Engines of one model behind one front door, in a thread here or in processes of their own on parts of the machine."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from itertools import chain, repeat
 from multiprocessing.connection import wait
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from jaxllm.config import EngineConfig
+from jaxllm.engine.doors.deaths import RESTART_PAUSES, start_again
 from jaxllm.engine.doors.process_client import ProcessClient
-from jaxllm.engine.messages import EngineRequest, EngineStats, LookAt, Order, TokenDelta
+from jaxllm.engine.doors.share import Keeper
+from jaxllm.engine.messages import EngineClient, EngineRequest, EngineStats, LookAt, MemoryRoom, Order, TokenDelta
 from jaxllm.engine.scale.routing import Policy, Replica, ReplicaRouter, counted, together
-from jaxllm.errors import EngineDeadError, JaxLLMError
+from jaxllm.engine.start.tokenizer import resolve_tokenizer
+from jaxllm.errors import ConfigError, EngineDeadError
+from jaxllm.requests.logits_processors import LogitsProcessor
+from jaxllm.sharding.clusters import settled
+from jaxllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxllm.engine.scale.routing import Policy
+
 
 logger = logging.getLogger(__name__)
 
-RESTART_PAUSES = (0.0, 1.0, 5.0, 30.0, 60.0)
-"""Seconds to wait before each attempt to start an engine that died; the last one is repeated."""
 LOOK_SECONDS = 0.25
-"""How often an engine that has been started again is noticed."""
+"""Seconds until an engine that has been started again is noticed."""
 
 StartReplica = Callable[[int, threading.Event], ProcessClient]
 """Starts the engine of a number; the event ends the start."""
@@ -30,7 +41,7 @@ StartReplica = Callable[[int, threading.Event], ProcessClient]
 class Replicas:
     """An EngineClient of `count` engines. One that dies takes its own requests with it, and is started again.
 
-    Where all have died, `outputs` raises EngineDeadError. `info` is that of one engine with the sequences and the pages
+    If all have died, `outputs` raises EngineDeadError. `info` is that of one engine with the sequences and the pages
     of all.
 
     Raises:
@@ -51,16 +62,16 @@ class Replicas:
         replicas = [Replica(number, **rooms, step_tokens=step) for number in range(count)]
         self._router = ReplicaRouter(replicas, policy)
         self._ended = EngineStats()
-        """What engines counted that have died."""
+        """The counts of engines that have died."""
 
     @property
     def loads(self) -> list[float]:
-        """What each engine has to do, see Replica."""
+        """The work that each engine has to do, see Replica."""
         return [replica.load for replica in self._router.replicas]
 
     @property
     def last_turn(self) -> float:
-        """Of the engine that has work and has said nothing for longest."""
+        """The last turn of the engine that has work and has said nothing for longest."""
         with self._lock:
             busy = [
                 self._clients[number].last_turn
@@ -111,7 +122,7 @@ class Replicas:
 
     @property
     def each(self) -> list[EngineStats]:
-        """What each engine that runs says of itself."""
+        """The statistics of each engine that runs."""
         with self._lock:
             return [self._clients[number].stats() for number in sorted(self._clients)]
 
@@ -149,7 +160,7 @@ class Replicas:
             list(pool.map(lambda client: client.shutdown(), clients))
 
     def _lose(self, number: int, error: EngineDeadError) -> list[TokenDelta]:
-        """What becomes of the requests of an engine that has died. Raises the error where it was the last one."""
+        """End the requests of an engine that has died, and start it again. Raises the error if it was the last."""
         with self._lock:
             if self._closing.is_set():
                 raise error
@@ -169,25 +180,16 @@ class Replicas:
         ]
 
     def _revive(self, number: int) -> None:
-        attempt = 0
-        while not self._closing.wait(RESTART_PAUSES[min(attempt, len(RESTART_PAUSES) - 1)]):
-            attempt += 1
-            logger.warning("starting engine %d again", number)
-            try:
-                client = self._start(number, self._closing)
-            except (JaxLLMError, OSError) as error:
-                logger.error("engine %d did not start: %s", number, error)
-                continue
+        def take(client: ProcessClient) -> None:
             with self._lock:
-                if not self._closing.is_set():
-                    self._clients[number] = client
-                    return
-            client.shutdown()
-            return
+                self._clients[number] = client
+
+        pauses = chain(RESTART_PAUSES, repeat(RESTART_PAUSES[-1]))
+        start_again(f"engine {number}", lambda closing: self._start(number, closing), take, self._closing, pauses)
 
 
 def _start_all(count: int, start: StartReplica, given_up: threading.Event) -> dict[int, ProcessClient]:
-    """The first one alone: what it compiles the others find. Those start side by side."""
+    """The first one alone: what it compiles the others find. The others start side by side."""
     started = {0: start(0, given_up)}
     try:
         with ThreadPoolExecutor(max(count - 1, 1)) as pool:
@@ -201,3 +203,94 @@ def _start_all(count: int, start: StartReplica, given_up: threading.Event) -> di
             client.shutdown()
         raise
     return started
+
+
+def start_engine(
+    config: EngineConfig,
+    given_up: threading.Event | None = None,
+    room: MemoryRoom | None = None,
+    keeper: Keeper | None = None,
+    processors: Sequence[LogitsProcessor] = (),
+) -> tuple[EngineClient, Tokenizer | None]:
+    """A running engine, and the tokenizer its front door needs; see `start_client`.
+
+    In a process that follows another it does not return: the process ends when the other does.
+
+    Raises:
+        ConfigError, ModelNotFoundError, CheckpointError: it could not start.
+    """
+    config = settled(config)
+    if config.process_id:
+        from jaxllm.engine.start.follow import follow
+
+        follow(config)
+    client = start_client(config, given_up, room, keeper, processors)
+    try:
+        return client, resolve_tokenizer(config)
+    except BaseException:
+        client.shutdown()
+        raise
+
+
+def start_client(
+    config: EngineConfig,
+    given_up: threading.Event | None = None,
+    room: MemoryRoom | None = None,
+    keeper: Keeper | None = None,
+    processors: Sequence[LogitsProcessor] = (),
+) -> EngineClient:
+    """A running engine; in a process of its own, `given_up` ends a start under way. Raises as `start_engine`.
+
+    With `room` it asks for its place in memory, see there. `keeper` is where it may leave its weights, and find those
+    of an engine before it. `processors` are functions of logits that requests may use.
+    """
+    if processors and (config.engine_process or config.num_engines > 1 or config.in_group):
+        raise ConfigError(
+            "logits_processors are functions, which reach only an engine in this process: engine_process must be "
+            "False, and data_parallel_size and num_processes 1"
+        )
+    if config.num_engines > 1:
+        return start_replicas(config, given_up, keeper)
+    if config.engine_process:
+        from jaxllm.engine.doors.process_client import ProcessClient
+
+        return ProcessClient(config, given_up=given_up, room=room, keeper=keeper)
+    if config.numa_node is not None:
+        raise ConfigError(
+            f"numa_node is {config.numa_node}: a process keeps to a node, and this engine has none of its own; set "
+            "engine_process to true"
+        )
+    from jaxllm.engine.doors.thread_client import ThreadClient
+    from jaxllm.engine.start.build import build_core
+
+    core, info = build_core(config, room, processors=processors)
+    return ThreadClient(core, info)
+
+
+def start_replicas(
+    config: EngineConfig,
+    given_up: threading.Event | None = None,
+    keeper: Keeper | None = None,
+    policy: Policy | None = None,
+) -> Replicas:
+    """Running engines, config.data_parallel_size of them; `policy` says which request goes where.
+
+    All of them take the weights that `keeper` has, which is empty afterwards.
+    """
+    from jaxllm.engine.doors.process_client import ProcessClient
+    from jaxllm.engine.doors.share import Share
+
+    count = config.data_parallel_size
+    if not config.engine_process:
+        raise ConfigError(f"data_parallel_size is {count}: each engine has a process of its own, see engine_process")
+
+    def start(number: int, given_up: threading.Event) -> ProcessClient:
+        events = config.kv_events_config
+        own = {"data_parallel_size": 1, "kv_events_config": None if events is None else events.of_rank(number)}
+        one = config.model_copy(update=own)
+        return ProcessClient(one, given_up=given_up, keeper=keeper, share=Share(number, count))
+
+    replicas = Replicas(count, start, given_up=given_up, policy=policy)
+    if keeper is not None:
+        keeper.clear()
+    return replicas

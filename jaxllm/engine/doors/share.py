@@ -1,8 +1,11 @@
-"""The part of a machine that one of several processes has to itself: an engine, or one of those that share a model."""
+"""One process's part of a machine: its devices or cores, and the memory where it leaves weights for the next one."""
 
 from __future__ import annotations
 
 import os
+import sys
+import tempfile
+import weakref
 from dataclasses import dataclass
 
 from jaxllm import machine
@@ -12,7 +15,7 @@ from jaxllm.sharding import nvidia
 
 @dataclass(frozen=True)
 class Share:
-    """Part `number` of `count`, which are numbered from 0; `setting` says that there are so many."""
+    """Part `number` of `count`, which are numbered from 0; `setting` is the setting that asks for `count`."""
 
     number: int
     count: int
@@ -60,3 +63,30 @@ class Share:
         first, end = (len(allowed) * at // self.count for at in (self.number, self.number + 1))
         os.sched_setaffinity(0, allowed[first:end])
         machine.share_quota(self.count)
+
+
+class Keeper:
+    """A file without a name, which engine processes inherit: in memory under Linux, on the disk elsewhere.
+
+    It is closed when it is forgotten.
+    """
+
+    def __init__(self) -> None:
+        self.fd = _open()
+        self._closed = weakref.finalize(self, os.close, self.fd)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept there now."""
+        return os.fstat(self.fd).st_size
+
+    def clear(self) -> None:
+        """Keep nothing."""
+        os.ftruncate(self.fd, 0)
+
+
+def _open() -> int:
+    if sys.platform == "linux":
+        return os.memfd_create("jaxllm-weights")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

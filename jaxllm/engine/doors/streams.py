@@ -3,37 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
-import logging
 import os
 import threading
 import time
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
 
-from jaxllm.engine.doors.limits import with_markers
-from jaxllm.engine.doors.sequences import name_tokens, rank_vocabulary, split_request
+from jaxllm.engine.doors.deaths import RESTART_PAUSES, Suspects, start_again
+from jaxllm.engine.doors.sequences import failure, name_tokens, rank_vocabulary, split_request, with_markers
 from jaxllm.engine.messages import INITIAL_VERSION, EngineClient, EngineRequest, TokenDelta
-from jaxllm.errors import EngineDeadError, EnginePausedError, InvalidRequestError, JaxLLMError, QueueFullError
+from jaxllm.errors import EngineDeadError, EnginePausedError, QueueFullError
+from jaxllm.progress import has_widgets
 from jaxllm.text.tokenizer import Tokenizer
 
-logger = logging.getLogger(__name__)
-
 POLL_SECONDS = 1.0
-RESTART_PAUSES = (0.0, 1.0, 5.0, 30.0, 60.0)
-"""Seconds to wait before each attempt to start an engine that died."""
 
 Gain = tuple[int, TokenDelta]
 """(index of the sequence in its stream, what it gained)"""
 
 
 class Place(NamedTuple):
-    """Where the deltas of one sequence go."""
+    """The destination of one sequence's deltas."""
 
     stream: Stream
     sequence: int
@@ -46,8 +41,7 @@ class Streams:
 
     An engine that dies is started again, where it is to be `revived`, or by `restart`: `is_dead` until then, and the
     streams that were open end with EngineDeadError. One that `is_asleep` has ended, and is started by `wake_up`. The
-    thread keeps this object alive until `shutdown`, but not those
-    who hold it: they call that when they are forgotten.
+    thread keeps this object alive until `shutdown`, but not its holders, which call that when they are forgotten.
 
     Attributes:
         limit: sequences that may run or wait at once; None is any number.
@@ -66,12 +60,12 @@ class Streams:
         """`start` starts another engine like `client`: its first argument is an event that ends a start under way."""
         self.client = client
         self.paused: str | None = None
-        """How the engine was told to pause; see `Controls`."""
+        """The mode in which the engine was told to pause; see `Controls`."""
         self.refuses = False
-        """Whether no request is taken, because it is paused."""
+        """No request is taken, because it is paused."""
         self.weight_version = INITIAL_VERSION
         self.num_updates = 0
-        """How often its weights were exchanged."""
+        """The number of times that its weights were exchanged."""
         self.tokenizer = tokenizer
         self.limit = limit
         self.is_dead = False
@@ -85,7 +79,8 @@ class Streams:
         self._lock = threading.Lock()
         self._places: dict[str, Place] = {}
         self._busy_since = 0.0
-        self._suspects = Suspects()
+        self._suspects: Suspects | None = None
+        """There are some once an engine has died."""
         self._closing = threading.Event()
         self._begin_reading()
 
@@ -111,8 +106,9 @@ class Streams:
             raise EngineDeadError("the engine is asleep")
         if self.refuses:
             raise EnginePausedError("the engine is paused, and takes no requests until it is told to resume")
-        for _, request in sequences:
-            self._suspects.check(request)
+        if self._suspects is not None:
+            for _, request in sequences:
+                self._suspects.check(request)
         named = [
             msgspec.structs.replace(request, request_id=f"{request.request_id}-{next(self._serials)}")
             for _, request in sequences
@@ -250,10 +246,10 @@ class Streams:
                     continue  # its stream was closed
                 if delta.finish_reason is not None:
                     del self._places[delta.request_id]
-                    if not delta.is_dead:
+                    if delta.is_dead and delta.had_begun:
+                        self._suspect([place.request])
+                    elif not delta.is_dead and self._suspects is not None:
                         self._suspects.clear(place.request)
-                    elif delta.had_begun:
-                        self._suspects.note([place.request])
                 arrivals[place.stream].append((place.sequence, delta))
         _deliver(arrivals)
 
@@ -261,32 +257,27 @@ class Streams:
         self.is_dead, self.death = True, str(error)
         with self._lock:
             streams = {place.stream for place in self._places.values()}
-            self._suspects.note(place.request for name, place in self._places.items() if self.client.has_begun(name))
+            self._suspect([place.request for name, place in self._places.items() if self.client.has_begun(name)])
             self._places.clear()
         for stream in streams:
             stream.failure = error
         _deliver({stream: [] for stream in streams})
 
+    def _suspect(self, requests: Iterable[EngineRequest]) -> None:
+        self._suspects = self._suspects or Suspects()
+        self._suspects.note(requests)
+
     def _revive(self) -> bool:
         """A new engine in place of one that died; False where there is none to be had."""
-        for pause in RESTART_PAUSES:
-            if self._closing.wait(pause):
-                return False
-            logger.warning("the engine died; starting it again")
-            try:
-                client = self._start(self._closing)
-            except (JaxLLMError, OSError) as error:
-                logger.error("the engine did not start: %s", error)
-                continue
+
+        def take(client: EngineClient) -> None:
             with self._lock:
                 self._begin_with(client)
-            if self._closing.is_set():  # while it was starting
-                client.shutdown()
-                return False
-            self.is_dead = False
-            return True
-        logger.error("the engine did not start in %d attempts; giving up", len(RESTART_PAUSES))
-        return False
+
+        if not start_again("the engine", self._start, take, self._closing, RESTART_PAUSES):
+            return False
+        self.is_dead = False
+        return True
 
 
 class Stream:
@@ -320,7 +311,7 @@ class Stream:
         """Rung when there is something to read."""
         self.inbox: deque[list[Gain]] = deque()
         self.failure: Exception | None = None
-        """What ends the stream once its inbox is empty."""
+        """The error that ends the stream once its inbox is empty."""
         self.names: list[str] = []
         """The engine's names for its sequences."""
         self.num_unfinished = len(sequences)
@@ -353,6 +344,30 @@ class Stream:
             else:
                 self.bell.wait()
                 self.bell.clear()  # before the inbox is looked at again: what comes now is found there
+
+    def drive(self, take: Callable[[int, TokenDelta], bool], total: int, use_tqdm: bool) -> None:
+        """Read to the end on this thread, under a progress bar of `total` requests.
+
+        `take` is handed each delta and its sequence, and says whether that completes a request. Raises what a delta
+        says is wrong.
+        """
+        if has_widgets():
+            from tqdm.auto import tqdm
+        else:
+            from tqdm.std import tqdm
+
+        generated = 0
+        with self, tqdm(total=total, desc="Requests", unit="req", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            for events in self:
+                for sequence, delta in events:
+                    if delta.error is not None:
+                        raise failure(delta)
+                    generated += len(delta.token_ids)
+                    if take(sequence, delta):
+                        if generated:
+                            speed = generated / max(bar.format_dict["elapsed"], 1e-9)
+                            bar.set_postfix_str(f"{speed:,.0f} tok/s", refresh=False)
+                        bar.update()
 
     async def arrivals(self) -> AsyncIterator[list[Gain]]:
         """All of them until everything has finished."""
@@ -425,42 +440,3 @@ def _deliver(arrivals: Mapping[Stream, list[Gain]]) -> None:
 def _set_all(bells: list[asyncio.Event]) -> None:
     for bell in bells:
         bell.set()
-
-
-MOST_DEATHS = 2
-MOST_REMEMBERED = 10_000
-
-_encode = msgspec.msgpack.Encoder().encode
-
-
-class Suspects:
-    """Counts the deaths that each request has seen, whatever it is called; one that has ended well is forgotten."""
-
-    def __init__(self) -> None:
-        self._deaths: OrderedDict[bytes, int] = OrderedDict()
-
-    def note(self, requests: Iterable[EngineRequest]) -> None:
-        """An engine died while it ran these."""
-        for fingerprint in {fingerprint_of(request) for request in requests}:  # choices of one are as one
-            self._deaths[fingerprint] = self._deaths.pop(fingerprint, 0) + 1
-        while len(self._deaths) > MOST_REMEMBERED:
-            self._deaths.popitem(last=False)
-
-    def clear(self, request: EngineRequest) -> None:
-        """It has ended, and the engine lives."""
-        if self._deaths:
-            self._deaths.pop(fingerprint_of(request), None)
-
-    def check(self, request: EngineRequest) -> None:
-        """Raises InvalidRequestError where it is not run again."""
-        if self._deaths and self._deaths.get(fingerprint_of(request), 0) >= MOST_DEATHS:
-            raise InvalidRequestError(
-                f"the engine died {MOST_DEATHS} times while it ran this request, which is not run again until the "
-                "server is started again"
-            )
-
-
-def fingerprint_of(request: EngineRequest) -> bytes:
-    """The same for all requests that ask for the same, whoever sends them and when."""
-    asked = request.prompt_token_ids, request.sampling_params, request.pooling
-    return hashlib.sha256(_encode(asked)).digest()

@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.5
-"""How often a loop with nothing to do looks whether it should stop."""
+"""Seconds after which a loop with nothing to do looks whether it should stop."""
 END_SECONDS = 1.0
-"""How long a program's end, or that of the last reference, waits for the turn under way."""
+"""Seconds that a program's end, or that of the last reference, waits for the turn under way."""
 
 T = TypeVar("T")
 
 
 POLL_SECONDS = 0.01
-"""How often an engine that is to pause is asked whether something still runs."""
+"""Seconds after which an engine that is to pause is asked again whether something still runs."""
 
 Ask = Callable[[Callable[["Core"], Any]], Any]
 """Has something done with a core between two turns of its loop, and gives what comes of it."""
@@ -60,7 +60,7 @@ class Question:
         self.answer: Future[Any] = Future()
 
     def put_to(self, core: Core) -> None:
-        """What it raises is its asker's, and the loop's only where the engine has died of it."""
+        """Its errors are raised to its asker, and in the loop only if the engine has died of them."""
         try:
             self.answer.set_result(self._ask(core))
         except EngineDeadError as error:
@@ -101,7 +101,7 @@ InboxItem = EngineRequest | list[str] | Question | Exception | None
 
 
 class Inbox:
-    """What front doors say to the loop: requests to add, ids to abort, questions."""
+    """The messages of front doors to the loop: requests to add, ids to abort, questions."""
 
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[InboxItem] = queue.SimpleQueue()
@@ -231,10 +231,10 @@ class ThreadClient:
         return self._loop.stats()
 
     def has_begun(self, request_id: str) -> bool:
-        return True  # nobody asks: an engine in a thread is not started again by itself
+        return True  # unused: an engine in a thread is not started again by itself
 
     def ask(self, ask: Callable[[Core], T]) -> T:
-        """What `ask` gives of the engine's core between two turns of the loop, and no turn runs meanwhile.
+        """The result of `ask` on the engine's core between two turns of the loop; no turn runs meanwhile.
 
         Raises:
             EngineDeadError: the loop has ended.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # front doors, which do without JAX, import some features' ru
     from jaxllm.engine.core.registry import Features
     from jaxllm.engine.core.sizes import StepSizes
     from jaxllm.engine.features.drafts.feature import DraftsFeature
-    from jaxllm.models.abstract import AdaptedModel
+    from jaxllm.models.registry import AdaptedModel
 
 
 def features_of(

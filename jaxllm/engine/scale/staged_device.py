@@ -16,7 +16,7 @@ from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.registry import Features
 from jaxllm.engine.core.sizes import StepSizes
 from jaxllm.models.options import Stage
-from jaxllm.sharding.processes import HandOver
+from jaxllm.sharding.mesh import HandOver
 
 
 class StageDevice(NamedTuple):

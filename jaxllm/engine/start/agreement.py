@@ -1,4 +1,4 @@
-"""What the processes of a group agree on before they run a step together."""
+"""The agreements of a group's processes before they run a step together."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from jaxllm.engine.scale.lockstep.messages import (
     difference,
 )
 from jaxllm.engine.start.draft import draft_config
-from jaxllm.engine.start.manifest import sources_digest
 from jaxllm.engine.start.platform import Platform
+from jaxllm.engine.start.prepared import sources_digest
 from jaxllm.errors import ConfigError
-from jaxllm.sharding import processes
-from jaxllm.sharding.processes import Exchange
+from jaxllm.sharding.devices import join_processes, local_devices
+from jaxllm.sharding.mesh import Exchange
 from jaxllm.weights.source import resolve_model
 
 OF_ONE_PROCESS = (
@@ -42,7 +42,7 @@ OF_ONE_PROCESS = (
     "engine_process", "coordinator_address", "process_id", "cluster", "cluster_secret", "max_num_waiting",
 )  # fmt: skip
 """Settings that need not be the same in all processes: where things are on a machine, and what the others have no use
-for. What is in the files is compared by itself."""
+for. The contents of files are compared by themselves."""
 _MEMORIES = MemberMemory.__struct_fields__
 WEIGHTS = (".safetensors", ".gguf")
 SAMPLED = 2**16
@@ -69,9 +69,9 @@ def join_group(config: EngineConfig, path: Path, on_broken: Callable[[str], None
         agreement |= {"the draft model's files": files_digest(found)}
     group = meet(config, agreement, on_broken)
     each = config.num_devices // config.num_processes
-    devices = processes.local_devices(each, group.place, group.neighbours)
+    devices = local_devices(each, group.place, group.neighbours)
     shares_steps = config.num_processes > config.pipeline_parallel_size
-    processes.join(group.address, group.number, group.count, devices, shares_steps)
+    join_processes(group.address, group.number, group.count, devices, shares_steps)
     return group
 
 
@@ -94,7 +94,7 @@ def agree_on_memory(group: Group, platform: Platform) -> Platform:
 
 
 def _least(told: Sequence[MemberMemory]) -> MemberMemory:
-    """Of each number the smallest that any process has said."""
+    """The smallest value of each number that any process has said."""
     said = {name: [value for one in told if (value := getattr(one, name)) is not None] for name in _MEMORIES}
     least: dict[str, Any] = {name: min(values, default=None) for name, values in said.items()}
     return MemberMemory(**least)
@@ -115,7 +115,7 @@ def agree_on_plan(group: Group, manifest: dict[str, str]) -> None:
 
 
 def open_exchange(group: Group) -> Exchange | None:
-    """What the processes send arrays to each other by, where JAX does not copy them between devices of several."""
+    """The exchange by which processes send each other arrays, if JAX does not copy them between their devices."""
     if compat.copies_between_processes():
         return None
     hosts = group.hold.own_hosts
@@ -132,7 +132,7 @@ def open_exchange(group: Group) -> Exchange | None:
 
 
 def files_digest(path: Path, *others: Path | None) -> str:
-    """Of a checkpoint's config and weights, and of other files; of large ones the size and parts."""
+    """The digest of a checkpoint's config and weights, and of other files; of large ones the size and parts."""
     digest = hashlib.sha256()
     for name, file in [*_files(path), *(("", other) for other in others if other is not None)]:
         size = file.stat().st_size
@@ -145,7 +145,7 @@ def files_digest(path: Path, *others: Path | None) -> str:
 
 
 def _files(path: Path) -> Iterator[tuple[str, Path]]:
-    """What a checkpoint is read from, by names that are the same wherever it lies."""
+    """The files that a checkpoint is read from, by names that are the same wherever it lies."""
     if path.is_file():
         yield "", path
         return

@@ -18,9 +18,10 @@ from jaxllm.engine.core.jobs import BACKGROUND_NICENESS
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.saved import SavedExecutables
 from jaxllm.engine.scale.staged_device import keys_of
-from jaxllm.engine.start.manifest import step_manifest
-from jaxllm.engine.start.plan import make_blueprint, step_functions
+from jaxllm.engine.start.blueprint import make_blueprint
+from jaxllm.engine.start.plan import step_functions
 from jaxllm.engine.start.platform import Platform
+from jaxllm.engine.start.prepared import step_manifest
 from jaxllm.engine.start.tokenizer import open_model
 from jaxllm.errors import ConfigError
 from jaxllm.sharding.clusters import settled
@@ -39,8 +40,8 @@ def compile_ahead(
 ) -> list[Path]:
     """Compile every step that an engine of this config plans, and save them in a folder of `output` for each stage.
 
-    Returns those folders. What is there already stays. `on_key` is told of all steps of a stage and of the one whose
-    turn it is, `on_saved` of each that is there. `expected` is the name that the folder must have.
+    Returns those folders. Executables that are there already stay. `on_key` is told of all steps of a stage and of the
+    one whose turn it is, `on_saved` of each that is there. `expected` is the name that the folder must have.
 
     Raises:
         ConfigError, ModelNotFoundError, CheckpointError: as the engine's start would.

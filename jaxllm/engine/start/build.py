@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import msgspec
@@ -16,31 +17,50 @@ from jax.sharding import Mesh
 from jaxllm import compat, cpu_kernels, machine
 from jaxllm.config import EngineConfig
 from jaxllm.config.values import format_bytes
-from jaxllm.cpu_kernels.huge_pages import use_huge_pages
-from jaxllm.engine.core.step_weights import Kept
-from jaxllm.engine.features.offload.offload import transfer_of
+from jaxllm.cpu_kernels.tiles import use_huge_pages
+from jaxllm.engine.core.device import Device
+from jaxllm.engine.core.device_state import Kept
+from jaxllm.engine.core.encoder import EncoderRunner, EncoderScheduler
+from jaxllm.engine.core.feature import Surroundings
+from jaxllm.engine.core.loop import EngineCore
+from jaxllm.engine.core.pages import PagePool
+from jaxllm.engine.core.registry import Features
+from jaxllm.engine.core.runner import Runner
+from jaxllm.engine.core.scheduler import Scheduler
+from jaxllm.engine.features.adapters.reading import AdapterReader, BaseWeights
+from jaxllm.engine.features.adapters.store import AdapterStore
+from jaxllm.engine.features.offload.offload import OffloadFeature, transfer_of
 from jaxllm.engine.features.processors.processing import processors_of
-from jaxllm.engine.messages import EngineInfo
-from jaxllm.engine.scale.data_parallel.core import Core
+from jaxllm.engine.messages import EngineInfo, MemoryRoom
+from jaxllm.engine.scale.data_parallel.core import Core, DataParallelCore
+from jaxllm.engine.scale.data_parallel.ranks import RankDevice, Ranks
+from jaxllm.engine.scale.kv_events.events import KVEvents
+from jaxllm.engine.scale.kv_events.publisher import EventPublisher
 from jaxllm.engine.scale.lockstep.leader import Leader
 from jaxllm.engine.scale.lockstep.meeting import Group
 from jaxllm.engine.start.agreement import agree_on_memory, agree_on_plan, join_group, open_exchange
-from jaxllm.engine.start.cores import new_core
+from jaxllm.engine.start.blueprint import make_blueprint
 from jaxllm.engine.start.draft import check_draft_vocabulary, load_draft
 from jaxllm.engine.start.foresight import foresee
 from jaxllm.engine.start.leave import die
-from jaxllm.engine.start.manifest import step_manifest
-from jaxllm.engine.start.offload import check_host_memory, check_offload
+from jaxllm.engine.start.new_weights import WeightReader
+from jaxllm.engine.start.offload import check_host_memory, check_offload, page_tiers
 from jaxllm.engine.start.options import wants_cpu_kernels
-from jaxllm.engine.start.plan import make_blueprint
+from jaxllm.engine.start.plan import Blueprint
 from jaxllm.engine.start.platform import Platform, prepare_backend
-from jaxllm.engine.start.prepared import Clock, Prepared, PreparedStage, Weights, new_device
-from jaxllm.engine.start.room import MemoryRoom
-from jaxllm.engine.start.stage_steps import prepare_stages
+from jaxllm.engine.start.prepared import (
+    Clock,
+    Prepared,
+    PreparedStage,
+    Weights,
+    new_device,
+    prepare_stages,
+    step_manifest,
+)
 from jaxllm.engine.start.tokenizer import open_model, resolve_tokenizer
 from jaxllm.errors import CheckpointError, ConfigError, one_line
 from jaxllm.folders import unwritable
-from jaxllm.models.registry import with_importance
+from jaxllm.models.registry import LiveModel, ModelParts, adapter_names, with_importance
 from jaxllm.models.tasks import read_tasks
 from jaxllm.progress import Progress, progress_bar, tell
 from jaxllm.requests.logits_processors import LogitsProcessor
@@ -52,6 +72,10 @@ from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.folder import reading_ahead
 from jaxllm.weights.loader import ParamSpec, dummy_parameters, load_parameters
 from jaxllm.weights.source import resolve_model
+
+if TYPE_CHECKING:
+    from jaxllm.engine.features.grammar.grammar import Grammars
+
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +128,7 @@ def build_core(
 
 @contextmanager
 def _telling_the_others(leader: Leader | None) -> Iterator[None]:
-    """What keeps process 0 from starting is an end of the group."""
+    """An error that keeps process 0 from starting ends the group."""
     try:
         yield
     except BaseException as error:
@@ -114,7 +138,7 @@ def _telling_the_others(leader: Leader | None) -> Iterator[None]:
 
 
 def find_model(config: EngineConfig, clock: Clock) -> Path:
-    """Where the model's files are; what is compiled from now on is kept where the config says."""
+    """The path of the model's files; whatever is compiled from now on is kept where the config says."""
     tell(f"Finding {config.model}")
     path = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
     clock.lap("resolve")
@@ -169,7 +193,7 @@ def plan_and_compile(
 
 @contextmanager
 def closing_at_failure(prepared: Prepared) -> Iterator[None]:
-    """What goes on beside a start ends with it; says what was planned where a device refuses memory."""
+    """Work beside a start ends with it; says what was planned where a device refuses memory."""
     try:
         yield
     except BaseException as error:
@@ -225,7 +249,7 @@ def device_line(meshes: Sequence[Mesh], memory: int, planned: int) -> str:
 def _assemble(
     prepared: Prepared, tokenizer: Tokenizer | None, kept: Kept | None, leader: Leader | None
 ) -> tuple[Core, EngineInfo]:
-    """What goes on while the first executables are compiled, and the core that has them."""
+    """Load the weights while the first executables are compiled, and make the core that has both."""
     config, checkpoint, blueprint, stages, _, _, clock = prepared
     functions, executables = prepared.last.functions, prepared.last.executables
     grammars = None
@@ -313,3 +337,96 @@ def eos_token_ids(checkpoint: Checkpoint) -> list[int]:
     for value in (source[key] for source in sources for key in keys if source.get(key) is not None):
         ids += value if isinstance(value, list) else [value]
     return list(dict.fromkeys(ids))
+
+
+KEPT_ADAPTERS = 4
+"""Adapters kept in host memory for each place on the devices, where nothing is said."""
+
+
+def new_core(
+    prepared: Prepared, device: Device, tokenizer: Tokenizer | None, eos: list[int], grammars: Grammars | None
+) -> Core:
+    """A core with no requests, for the Device that `prepared` has become."""
+    blueprint, functions = prepared.blueprint, prepared.last.functions
+    parts = ModelParts(blueprint.spec, blueprint.options, blueprint.params, prepared.last.mesh)
+    model = LiveModel(parts, lambda: functions.unpack_weights(device.weights)) if not blueprint.stages else None
+
+    config, encodes = prepared.config, blueprint.plan.buckets.encodes
+    store = adapter_store(blueprint, config, prepared.checkpoint.path)
+
+    def core(device: Device, rank: int) -> EngineCore:
+        backend = tokenizer.backend if tokenizer else None
+        pool = _new_pool(prepared)
+        around = Surroundings(device, blueprint.sizes, pool, backend, eos)
+        features = functions.features.attached(around)
+        scheduler = _new_scheduler(prepared, pool, features)
+        scheduling = weakref.proxy(scheduler)  # what features work with keeps no core: engines end without a collection
+        around.running = lambda: scheduling.running
+        around.prefix_root = lambda request: scheduling.prefix_root(request)
+        if not encodes:
+            features["grammar"].grammars, features["adapters"].store = grammars, store  # type: ignore[attr-defined]
+        if OffloadFeature.name in features:
+            tiers = page_tiers(config, blueprint, prepared.last.mesh, prepared.checkpoint.path, pool)
+            assert tiers is not None, "an engine that offloads was told where to"
+            features[OffloadFeature.name].keep_in(tiers)  # type: ignore[attr-defined]
+        events = _new_events(config, pool, rank)
+        features = features if events is None else Features([*features, events])
+        asked = weakref.proxy(features)
+        around.features = lambda: asked
+        found = EngineCore(
+            scheduler,
+            pool,
+            (EncoderRunner if encodes else Runner)(device, blueprint.sizes, features),
+            backend,
+            eos,
+            config.seed + rank,
+            features,
+            model,
+            WeightReader(config, blueprint, functions, prepared.last.mesh),
+        )
+        turning = weakref.proxy(found)
+        around.is_paused = lambda: turning.is_paused
+        return found
+
+    count = prepared.config.num_batches
+    if count == 1:
+        return core(device, 0)
+    ranks = Ranks(device, blueprint.sizes, count)
+    return DataParallelCore([core(RankDevice(device, ranks, rank), rank) for rank in range(count)], ranks)
+
+
+def _new_pool(prepared: Prepared) -> PagePool:
+    plan, sizes = prepared.blueprint.plan, prepared.blueprint.sizes
+    shares = prepared.config.enable_prefix_caching and (plan.num_snapshots > 0 or not sizes.keeps_by_slot)
+    return PagePool(plan.num_pages, plan.page_size, shares)
+
+
+def _new_scheduler(prepared: Prepared, pool: PagePool, features: Features) -> Scheduler:
+    blueprint, plan = prepared.blueprint, prepared.blueprint.plan
+    limits = (plan.max_num_seqs, plan.max_num_batched_tokens, plan.max_model_len)
+    if plan.buckets.encodes:
+        return EncoderScheduler(pool, *limits, features=features)
+    return Scheduler(pool, *limits, blueprint.spec.config.length_rule, plan.decode_steps, features)
+
+
+def _new_events(config: EngineConfig, pool: PagePool, rank: int) -> KVEvents | None:
+    """The feature that tells others of the pool, which has no pages yet."""
+    asked = config.kv_events_config
+    if asked is None or not asked.publishes or not pool.enable_prefix_caching:
+        return None
+    publisher = EventPublisher(asked.of_rank(rank))
+    return KVEvents(pool, publisher.publish, publisher.close)
+
+
+def adapter_store(blueprint: Blueprint, config: EngineConfig, path: Path) -> AdapterStore | None:
+    """The store in which the engine of the model at `path` finds adapters; None if it runs without."""
+    adapted, sizes = blueprint.adapted, blueprint.adapters
+    if adapted is None or sizes is None:
+        return None
+    weights = {param.path: param for param in blueprint.params}
+
+    def base() -> BaseWeights:
+        return BaseWeights(lambda: open_model(config, path), blueprint.spec.names)
+
+    reader = AdapterReader(adapted.tables, weights, adapter_names(blueprint.spec), sizes, base)
+    return AdapterStore(reader, config.max_cpu_loras or KEPT_ADAPTERS * sizes.places)

@@ -1,4 +1,4 @@
-"""What drafts for an engine's model, another one or a module of its own: found, planned beside it, and loaded."""
+"""The draft model or module of an engine's model: found, planned beside it, and loaded."""
 
 from __future__ import annotations
 
@@ -14,15 +14,12 @@ from jaxllm.engine.start.options import build_options, choose_kinds
 from jaxllm.engine.start.platform import Platform
 from jaxllm.engine.start.tokenizer import open_model
 from jaxllm.errors import CheckpointError, ConfigError, ModelNotFoundError
-from jaxllm.models.abstract import abstract_model
 from jaxllm.models.caches import CacheLayout
-from jaxllm.models.config import DecoderConfig
+from jaxllm.models.config import DecoderConfig, check_parallel
 from jaxllm.models.decoder import Decoder
-from jaxllm.models.eagle3 import Eagle3Spec, eagle3_spec, names_a_head
 from jaxllm.models.options import BuildOptions
-from jaxllm.models.parallel import check_parallel
-from jaxllm.models.predictor import mtp_spec
-from jaxllm.models.registry import ModelSpec, model_spec
+from jaxllm.models.predictor import Eagle3Spec, eagle3_spec, mtp_spec, names_a_head
+from jaxllm.models.registry import ModelSpec, abstract_model, model_spec
 from jaxllm.progress import Progress
 from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.weights import source
@@ -38,7 +35,7 @@ _OF_THE_MODEL_ALONE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class DraftBlueprint:
-    """What building a draft model needs."""
+    """The facts that building a draft model needs."""
 
     config: EngineConfig
     path: Path

@@ -76,7 +76,7 @@ def follow(
 
 
 def _failure(hold: Follower, error: Exception) -> str:
-    """What kept this process from going on, once process 0 has been told, which tells the requests."""
+    """The reason why this process cannot go on; process 0 has been told, which tells the requests."""
     said = str(error) if isinstance(error, JaxLLMError) else f"{type(error).__name__}: {one_line(error)}"
     if not isinstance(error, ConfigError):
         logger.error("this process cannot go on", exc_info=error)

@@ -1,4 +1,4 @@
-"""What an engine will take of memory, found before it touches a device: another engine may still run there."""
+"""The memory that an engine will take, found before it touches a device: another engine may still run there."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import NamedTuple
 from jaxllm import compat, machine
 from jaxllm.config import EngineConfig
 from jaxllm.config.values import format_bytes
+from jaxllm.engine.start.blueprint import make_blueprint
 from jaxllm.engine.start.offload import PROCESS_BYTES, check_host_memory
-from jaxllm.engine.start.plan import make_blueprint
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import ConfigError
 from jaxllm.sharding import nvidia
@@ -84,7 +84,7 @@ def expected() -> Platform | None:
 
 
 def within(platform: Platform, nbytes: int) -> Platform:
-    """A platform of which an engine gets so much."""
+    """A platform of which an engine gets `nbytes`."""
     if platform.memory_limit is None:
         return dataclasses.replace(platform, free_host_memory=min(platform.free_host_memory, nbytes))
     return dataclasses.replace(platform, memory_limit=min(platform.memory_limit, nbytes))

@@ -1,4 +1,4 @@
-"""How a process of a group ends: at once, for JAX would wait for processes that are gone."""
+"""The end of a process of a group: at once, for JAX would wait for processes that are gone."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def leave(status: int) -> NoReturn:
     """End the process now, whatever its threads do."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # it is closed at the other end
             stream.flush()
     os._exit(status)

@@ -1,4 +1,4 @@
-"""How much memory an engine's parts take of a device, and how many pages and states fit into what is left."""
+"""The memory that an engine's parts take of a device, and the pages and states that fit into the rest."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from jaxllm.config.values import format_bytes
 from jaxllm.engine.features.drafts.rules import DraftRule, ModuleDrafts
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import ConfigError
-from jaxllm.models.abstract import abstract_model
 from jaxllm.models.config import DecoderConfig, MixerKind
 from jaxllm.models.options import BuildOptions
-from jaxllm.models.registry import ModelSpec
+from jaxllm.models.registry import ModelSpec, abstract_model
 from jaxllm.pallas_kernels.matrices import EXPANDED_BYTES
 from jaxllm.quantization.gpu_tiles import GpuTiledKind
 from jaxllm.sharding.mesh import num_pieces
@@ -24,16 +23,16 @@ from jaxllm.weights.loader import ParamSpec
 
 CPU_KV_BYTES = 2 * 2**30
 COUNT_BITS = 6
-"""A number of pages or states has so many significant bits: at most 1/32 of the memory is left out for it."""
+"""The significant bits of a number of pages or states: at most 1/32 of the memory is left out for it."""
 RUNNING_SHARE = 2
-"""Where the number of sequences is not said, states of those that run take at most one part in so many of it."""
+"""If the number of sequences is not set, states of running ones take at most one part in this many of the memory."""
 STATE_SHARE = 8
-"""One part in so many of the caches' memory goes to states that others can go on from, where nothing else is said."""
+"""One part in this many of the caches' memory goes to states that others can go on from, if nothing else is set."""
 
 
 @dataclass(frozen=True)
 class Caches:
-    """How many pages and kept states there are, and the longest context that fits."""
+    """The numbers of pages and kept states, and the longest context that fits."""
 
     num_pages: int
     num_snapshots: int
@@ -98,9 +97,9 @@ def plan_caches(
 
 
 def least_caches(of_stages: Sequence[Caches], state_bytes: Sequence[int]) -> Caches:
-    """What every stage of a model has room for, each of which takes so many bytes for the states of one sequence.
+    """The caches that every stage of a model has room for; each takes `state_bytes` for the states of one sequence.
 
-    Those that take none have no say in how many states are kept.
+    Stages that take none have no say in how many states are kept.
     """
     num_pages = min(caches.num_pages for caches in of_stages)
     kept = (caches.num_snapshots for caches, nbytes in zip(of_stages, state_bytes, strict=True) if nbytes)
@@ -116,7 +115,7 @@ def fewer_sequences(max_num_seqs: int, budget: int, state_bytes: int) -> int:
 
 
 def _page_count(fit: int, a_sequence: int, max_num_seqs: int) -> int:
-    """Pages to make where `fit` fit and a sequence at full length takes `a_sequence`; page 0 is nobody's.
+    """Pages to make where `fit` fit and a sequence at full length takes `a_sequence`; page 0 is padding's.
 
     The count is rounded down, but not below one full sequence. More than all sequences can use would never be touched.
     """
@@ -129,7 +128,7 @@ def _page_count(fit: int, a_sequence: int, max_num_seqs: int) -> int:
 def _rounded(count: int) -> int:
     """A count that is a shape of every compiled step, rounded down to COUNT_BITS significant bits.
 
-    So memory that differs by little makes the same count. Worked example: 4,000 and 4,030 (111110100000b,
+    Memory that differs by little makes the same count. Worked example: 4,000 and 4,030 (111110100000b,
     111110111110b) both make 3,968 (111110000000b).
     """
     low_bits = max(count.bit_length() - COUNT_BITS, 0)
@@ -146,12 +145,12 @@ def count_parameters(spec: ModelSpec, params: list[ParamSpec] | None = None) -> 
 
 
 def weight_bytes(params: list[ParamSpec], tp: int, dp: int = 1) -> int:
-    """What one device of a `(data=dp, tensor=tp)` mesh holds of the weights."""
+    """Bytes of the weights that one device of a `(data=dp, tensor=tp)` mesh holds."""
     return _leaf_bytes(params, tp, dp, on_host=False)
 
 
 def host_weight_bytes(params: list[ParamSpec], tp: int, dp: int = 1) -> int:
-    """What its host has for it."""
+    """Bytes of the weights that its host has for it."""
     return _leaf_bytes(params, tp, dp, on_host=True)
 
 
@@ -165,7 +164,7 @@ def workspace_bytes(
 ) -> int:
     """An upper estimate of a step's temporaries: one layer's activations and the sampler's rows of logits.
 
-    Where drafts are tried, `num_drafts` with each sequence, what all layers with a state keep of these tokens as well.
+    If drafts are tried, `num_drafts` with each sequence, it includes what layers with a state keep of these tokens.
     """
     tp, itemsize = options.tp, jnp.dtype(options.dtype).itemsize
     attention = (
@@ -195,7 +194,7 @@ def workspace_bytes(
 
 
 def read_bytes(drafts: DraftRule | None, c: DecoderConfig, options: BuildOptions, tokens: int) -> int:
-    """What a step keeps of the model's states for a module that reads them: side by side, and joined."""
+    """Bytes that a step keeps of the model's states for a module that reads them: side by side, and joined."""
     if not isinstance(drafts, ModuleDrafts):
         return 0
     return tokens * (2 * len(drafts.layers) * c.hidden_size + drafts.size) * jnp.dtype(options.dtype).itemsize
@@ -214,7 +213,7 @@ def _tentative_width(c: DecoderConfig, tp: int) -> int:
 
 
 def expanded_bytes(params: list[ParamSpec], tp: int, tokens: int) -> int:
-    """What a step of so many tokens expands of one weight at a time, of those in tiles for GPUs."""
+    """Bytes that a step of `tokens` expands of one weight at a time, of those in tiles for GPUs."""
     whole = (
         math.prod(param.shape) // num_pieces(param.axes, tp) * param.dtype.itemsize
         for param in params
@@ -232,6 +231,3 @@ def cache_budget(config: EngineConfig, platform: Platform, weights: int, workspa
         return min(CPU_KV_BYTES, (platform.free_host_memory - weights) // 4)
     wanted = int((platform.memory or platform.memory_limit) * config.gpu_memory_utilization)
     return min(wanted, platform.memory_limit) - weights - workspace
-
-
-"""What Python, JAX, compiled steps and the tokenizer of a process take besides weights and caches, at least."""

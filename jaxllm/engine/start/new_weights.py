@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxllm.compat import under_own_settings
 from jaxllm.config import EngineConfig
-from jaxllm.cpu_kernels.huge_pages import use_huge_pages
+from jaxllm.cpu_kernels.tiles import use_huge_pages
 from jaxllm.engine.core.step import StepFunctions
 from jaxllm.engine.messages import NewWeights, WeightSource
 from jaxllm.engine.start.plan import Blueprint
@@ -29,7 +29,7 @@ from jaxllm.weights.source import resolve_model
 from jaxllm.wording import did_you_mean
 
 TIED_HEAD = "lm_head.weight"
-"""How names end of a head that may be the embedding table."""
+"""The end of the name of a head that may be the embedding table."""
 
 
 class WeightReader:
@@ -158,7 +158,7 @@ def _without_padding(array: Any, layout: Layout) -> Any:
 
 
 def _difference(running: ModelSpec, other: ModelSpec) -> str | None:
-    """What the configs of two models say differently, but for where they come from."""
+    """The first difference between the configs of two models, apart from where they come from."""
     if running.family.name != other.family.name:
         return f"it is of the family {other.family.name}, and that of {running.family.name}"
     for field in dataclasses.fields(DecoderConfig):

@@ -1,4 +1,4 @@
-"""What an engine keeps in host memory: whether there is room, and where pages and states go that leave the devices."""
+"""An engine's use of host memory: the room for it, and the tiers that pages and states leave the devices for."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from jaxllm.engine.features.offload.disk_pages import DiskPages
 from jaxllm.engine.features.offload.page_copies import PageBlocks
 from jaxllm.engine.features.offload.tiers import PageTiers
 from jaxllm.engine.start.agreement import files_digest
-from jaxllm.engine.start.manifest import step_manifest
 from jaxllm.engine.start.plan import Blueprint, EnginePlan
 from jaxllm.engine.start.platform import Platform
+from jaxllm.engine.start.prepared import step_manifest
 from jaxllm.errors import ConfigError
 from jaxllm.folders import in_home
-from jaxllm.sharding.secret import group_secret
+from jaxllm.sharding.wire import group_secret
 
 NOT_IN_PAGES = ("sizes", "process", "compiler", "python")
 """Parts of a manifest that say nothing of what is in a page: how many there are, and how steps are compiled."""
@@ -62,10 +62,10 @@ def check_offload(config: EngineConfig, blueprint: Blueprint, platform: Platform
 def page_tiers(
     config: EngineConfig, blueprint: Blueprint, mesh: Mesh, checkpoint: Path, pool: PagePool
 ) -> PageTiers | None:
-    """What keeps the pages of `pool` and the states of its prefixes; None where nothing does.
+    """The tiers that keep the pages of `pool` and the states of its prefixes; None if there are none.
 
     Raises:
-        ConfigError: kv_offload_dir cannot be used, or nobody can listen where others would fetch pages.
+        ConfigError: kv_offload_dir cannot be used, or no port is free where others would fetch pages.
     """
     if config.kv_offload_memory is None:
         return None
@@ -87,8 +87,8 @@ def page_tiers(
 def contents_digest(
     config: EngineConfig, blueprint: Blueprint, mesh: Mesh, checkpoint: Path, ignored: Sequence[str] = ()
 ) -> str:
-    """Of all that decides what is in a page, and in the state of a prefix: engines with the same one may use each
-    other's.
+    """The digest of all that decides what is in a page, and in the state of a prefix: engines with the same one may use
+    each other's.
 
     `ignored` are parts of a manifest that are left out besides those that say nothing of pages.
     """
@@ -106,15 +106,15 @@ def contents_digest(
 
 logger = logging.getLogger(__name__)
 
-
 PROCESS_BYTES = 600 * 2**20
+"""What Python, JAX, compiled steps and the tokenizer of a process take at least, besides weights and caches."""
 
 
 def check_host_memory(plan: EnginePlan, platform: Platform) -> None:
     """Raises ConfigError where the plan needs more than this process may ever use of the host: on a CPU all of it, and
     elsewhere experts that are left in host memory.
 
-    The system would end the process without a word. What is in use now may be given back until then: a warning.
+    The system would end the process without a word. Memory in use now may be given back until then, which is a warning.
     """
     if platform.host_memory is None:
         return

@@ -1,11 +1,13 @@
-"""What a model's layers run with and what its weights are kept as: dtype, kernels, kinds."""
+"""From settings to a model's options: dtype, kernels, kinds of weights, drafts, places of experts, lengths of texts."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,7 +16,12 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.features.drafts.rules import DraftDepth, DraftRule, ModelDrafts, ModuleDrafts, NgramDrafts
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import ConfigError
+from jaxllm.models.caches import Buffer
 from jaxllm.models.config import DecoderConfig
+from jaxllm.models.decoder import Decoder
+from jaxllm.models.encoder import Encoder
+from jaxllm.models.layers.host_experts import ExpertPlaces
+from jaxllm.models.layers.moe import places_of_layer
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import ModelSpec
 from jaxllm.pallas_kernels import Kernels, choose_kernels
@@ -65,7 +72,7 @@ def build_options(
 def choose_kinds(
     config: EngineConfig, checkpoint: Checkpoint, spec: ModelSpec, options: BuildOptions, platform: Platform
 ) -> KindChooser:
-    """What each weight is kept as in memory."""
+    """The kinds that weights are kept as in memory."""
     kernels = options.kernels
     packed = keeps_packed(config, checkpoint, kernels, platform)
     requantized = config.isq, config.isq_map or {}
@@ -75,7 +82,7 @@ def choose_kinds(
 
 
 def keeps_packed(config: EngineConfig, checkpoint: Checkpoint, kernels: Kernels, platform: Platform) -> bool:
-    """Whether blocks of a quantized checkpoint stay as they are in memory, or are expanded to the model's type.
+    """Blocks of a quantized checkpoint stay as they are in memory, and are not expanded to the model's type.
 
     Plain XLA on a CPU decodes four times faster from expanded weights; everywhere else packed ones are the better deal.
     """
@@ -87,7 +94,7 @@ def keeps_packed(config: EngineConfig, checkpoint: Checkpoint, kernels: Kernels,
 
 
 def choose_drafts(config: EngineConfig) -> DraftRule | None:
-    """How decodes look for tokens to try ahead.
+    """The rule by which decodes look for tokens to try ahead.
 
     Raises:
         ConfigError: the settings exclude it.
@@ -109,7 +116,7 @@ def choose_drafts(config: EngineConfig) -> DraftRule | None:
 
 
 def draft_depth(config: EngineConfig) -> DraftDepth:
-    """How many tokens are tried ahead."""
+    """The number of tokens that are tried ahead."""
     asked = config.speculative_config
     if asked is None:
         return DraftDepth(0)
@@ -117,7 +124,7 @@ def draft_depth(config: EngineConfig) -> DraftDepth:
 
 
 def room_for_drafts(drafts: DraftRule | None, depth: DraftDepth, buckets: Sequence[int]) -> DraftRule | None:
-    """Drafts with no more room in a step padded to one of these numbers of sequences than are ever tried with so many.
+    """Drafts with no more room in a step padded to one of these numbers of sequences than that many ever try.
 
     A smaller number of sequences runs in the bucket before, as long as that is ready.
     """
@@ -144,7 +151,7 @@ def check_imatrix(config: EngineConfig) -> None:
 
 
 def wants_cpu_kernels(config: EngineConfig, platform: Platform) -> bool:
-    """Whether the C++ kernels are to run, where they can.
+    """The C++ kernels are to run, where they can.
 
     They serve bfloat16. float32 is for those who want nothing rounded and tokens that no batch-mate can change in their
     last bit: plain XLA gives that.
@@ -154,8 +161,101 @@ def wants_cpu_kernels(config: EngineConfig, platform: Platform) -> bool:
 
 
 def _runs_cpu_kernels() -> bool:
-    """Whether there are the C++ kernels, compiled now if need be; the log says what prevents it."""
+    """There are the C++ kernels, compiled now if need be; the log says what prevents it."""
     if not cpu_kernels.available():
         logger.warning("%s; plain XLA runs, at a fraction of the speed", cpu_kernels.reason())
         return False
     return True
+
+
+CACHED_SHARE = 4
+"""One expert in this many of those in host memory has a place on a device, if nothing else is set."""
+
+
+def with_host_experts(config: EngineConfig, model: DecoderConfig, options: BuildOptions) -> BuildOptions:
+    """`options` with the experts that `config` leaves in host memory.
+
+    Raises:
+        ConfigError: the model has no experts, or a device has fewer.
+    """
+    count = config.num_experts_offload_per_rank
+    if not count:
+        return options
+    stated = f"num_experts_offload_per_rank is {count}"
+    if model.moe is None:
+        raise ConfigError(f"{stated}, and this model has no experts; accepted is 0")
+    devices = options.tp * options.dp if options.expert_parallel else 1
+    here = model.moe.num_experts // devices
+    if count > here:
+        raise ConfigError(f"{stated}, and each device has {here} experts of a layer; accepted are 0 to {here}")
+    cached = config.num_experts_cached_per_rank
+    if cached is not None and cached > count:
+        raise ConfigError(f"num_experts_cached_per_rank is {cached}, and {stated}; accepted are 1 to {count}")
+    return replace(options, host_experts=count)
+
+
+def expert_places(
+    config: EngineConfig, model: Decoder | Encoder, options: BuildOptions
+) -> tuple[ExpertPlaces | None, ...]:
+    """Each layer's buffers of its places for experts in host memory; empty if there are none of these."""
+    if not options.host_experts or isinstance(model, Encoder):
+        return ()
+    assert model.config.moe is not None
+    wanted = max(model.config.moe.top_k, options.host_experts // CACHED_SHARE)
+    count = config.num_experts_cached_per_rank or min(options.host_experts, wanted)
+    layers = (getattr(layer, "mlp", None) for layer in model.layers)
+    return tuple(places_of_layer(mlp, count, options.tp) for mlp in layers)
+
+
+def place_bytes(places: Sequence[ExpertPlaces | None], tp: int) -> int:
+    """Bytes that they take of a device."""
+    buffers: list[Buffer] = jax.tree.leaves(list(places), is_leaf=lambda each: isinstance(each, Buffer))
+    return sum(buffer.bytes_per_device(tp) for buffer in buffers)
+
+
+_MEANINGLESS = ("speculative_config", "decode_steps", "decode_buckets", "state_cache_memory", "enable_lora")
+"""Settings of what only models that generate do, or keep."""
+
+
+class TextSizes(NamedTuple):
+    """The longest text, and the tokens that a step has room for."""
+
+    max_model_len: int
+    max_num_batched_tokens: int
+    notes: tuple[str, ...] = ()
+
+
+def text_sizes(config: EngineConfig, model: DecoderConfig, stated: int | None, usual_tokens: int) -> TextSizes:
+    """The longest text: as long as its model reads, and as a step has room for.
+
+    Args:
+        stated: what the checkpoint says of the longest text, if anything.
+        usual_tokens: of a step, where no text is longer and nothing is set.
+
+    Raises:
+        ConfigError: a setting is one of models that generate, or a step would have no room for the longest text.
+    """
+    for name in _MEANINGLESS:
+        if getattr(config, name):  # sizes of an engine that is started again may be 0
+            raise ConfigError(f"{name} is set, but this model is an encoder, which generates nothing; leave it out")
+    if config.kv_cache_dtype != "auto":
+        raise ConfigError(
+            f"kv_cache_dtype is {config.kv_cache_dtype!r}, but this model is an encoder, which has no KV cache; "
+            "accepted is 'auto'"
+        )
+    wanted = config.max_model_len or min(stated or model.max_position_embeddings, model.max_position_embeddings)
+    tokens = config.max_num_batched_tokens
+    if tokens is None:
+        return TextSizes(wanted, max(usual_tokens, wanted))
+    if tokens >= wanted:
+        return TextSizes(wanted, tokens)
+    if config.max_model_len is not None:
+        raise ConfigError(
+            f"max_num_batched_tokens is {tokens} and max_model_len is {wanted}; an encoder runs each text whole in one "
+            f"step, so the first must be at least the second"
+        )
+    note = (
+        f"texts have up to {tokens} tokens instead of {wanted}: an encoder runs each whole in one step "
+        "(max_num_batched_tokens)"
+    )
+    return TextSizes(tokens, tokens, (note,))

@@ -25,14 +25,14 @@ class Platform:
     name: str
     num_devices: int
     memory_limit: int | None
-    """What one device lets this process use; None on CPU, where free memory of the host decides."""
+    """Bytes that one device lets this process use; None on CPU, where free memory of the host decides."""
     free_host_memory: int
     memory: int | None = None
-    """What one device has, of which gpu_memory_utilization is a share; None: as much as `memory_limit`."""
+    """Bytes that one device has, of which gpu_memory_utilization is a share; None: as much as `memory_limit`."""
     device: str = ""
-    """What its maker calls it."""
+    """Its maker's name for it."""
     host_memory: int | None = None
-    """What this process may use of the host in all; None: not known."""
+    """Bytes of the host that this process may use in all; None: not known."""
 
     @classmethod
     def current(cls, utilization: float) -> Platform:

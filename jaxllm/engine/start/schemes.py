@@ -1,4 +1,4 @@
-"""What each way of keeping the weights would take, and how fast it could decode."""
+"""The memory that each way of keeping the weights would take, and the speed that it could decode at."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import numpy as np
 
 from jaxllm.config import EngineConfig
 from jaxllm.config.values import format_bytes
+from jaxllm.engine.start.blueprint import make_blueprint
 from jaxllm.engine.start.memory import weight_bytes
-from jaxllm.engine.start.plan import Blueprint, make_blueprint
+from jaxllm.engine.start.plan import Blueprint
 from jaxllm.engine.start.platform import Platform
 from jaxllm.engine.start.tokenizer import open_model
 from jaxllm.errors import CheckpointError, ConfigError
@@ -92,7 +93,7 @@ def _scheme(name: str, config: EngineConfig, checkpoint: Checkpoint, platform: P
 
 
 def _bytes_read(param: ParamSpec, blueprint: Blueprint) -> int:
-    """Of a parameter on a device, for one token: of an embedding a row, of experts those that are chosen."""
+    """Bytes of a parameter that a device reads for one token: a row of an embedding, the chosen experts."""
     held, model = weight_bytes([param], blueprint.options.tp), blueprint.spec.config
     if param.path == "embed.weight" and not model.tie_word_embeddings and isinstance(param.abstract(), Weight):
         return held // param.shape[0]
@@ -142,7 +143,7 @@ def table_rows(schemes: list[Scheme]) -> list[tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class KnownGPU:
-    """What NVIDIA states.
+    """A GPU as NVIDIA states it.
 
     Attributes:
         device: the name in full.

@@ -27,7 +27,7 @@ def resolve_tokenizer(config: EngineConfig) -> Tokenizer | None:
 
 
 def answers_chats(config: EngineConfig) -> bool:
-    """Whether the model has a chat template, found out without loading anything. Raises as above."""
+    """The model has a chat template, found out without loading anything. Raises as above."""
     return has_chat_template(_tokenizer_files(config))
 
 

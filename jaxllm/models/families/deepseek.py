@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
-from jaxllm.models.family import (
-    Family,
-    hf_fields,
-    hf_head_dim,
-    hf_linear,
-    hf_mtp_names,
-    hf_rope,
-    hf_rope_parameters,
-    yarn_mscale,
-)
+from jaxllm.models.family import Family, hf_decoder, hf_experts, hf_rope, hf_rope_parameters, yarn_mscale
 from jaxllm.models.gguf import ABSENT, GGUF_EXPERTS, GgufFile, Table, nonzero, only, optional, rope_scaling, tensor
 from jaxllm.models.hf_fields import OFF
 from jaxllm.models.layers.attention import MLAConfig
-from jaxllm.models.layers.moe import MoEConfig
+from jaxllm.models.layers.experts import MoEConfig
 from jaxllm.models.layers.rope import RopeConfig
+from jaxllm.models.names import hf_mtp_names, in_layers
 from jaxllm.weights.fields import one_of
-from jaxllm.weights.names import NameMap, Pattern
 
 # DeepSeek V2, V2-Lite, V3 and R1: latent attention and fine-grained experts (arXiv:2405.04434, arXiv:2412.19437)
-
 V2_METHODS = ("greedy", "group_limited_greedy")
 SHARED = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512, "q_lora_rank": 1536}
 
@@ -38,18 +29,8 @@ def v2_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """
     c = SHARED | {"n_shared_experts": 2, "n_routed_experts": 64, "moe_intermediate_size": 1407} | c
     limited = c.get("topk_method") == "group_limited_greedy"
-    moe = MoEConfig(
-        num_experts=c["n_routed_experts"],
-        top_k=c["num_experts_per_tok"],
-        hidden=c["moe_intermediate_size"],
-        scoring="softmax",
-        num_groups=_of_groups(c, "n_group") if limited else 1,
-        top_groups=_of_groups(c, "topk_group") if limited else 1,
-        group_score="max",
-        renormalize=bool(c.get("norm_topk_prob")),
-        scale=c.get("routed_scaling_factor", 1.0),
-        shared_hidden=(c["n_shared_experts"] or 0) * c["moe_intermediate_size"],
-    )
+    renormalize, scale = bool(c.get("norm_topk_prob")), c.get("routed_scaling_factor", 1.0)
+    moe = _routed(c, by_groups=limited, renormalize=renormalize, scale=scale)
     return latent_config(c, moe, interleaved=True)
 
 
@@ -64,24 +45,23 @@ def v3_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 def sigmoid_experts(c: dict[str, Any]) -> MoEConfig:
     """V3's experts, which others have too."""
-    return MoEConfig(
-        num_experts=c["n_routed_experts"],
-        top_k=c["num_experts_per_tok"],
-        hidden=c["moe_intermediate_size"],
-        scoring="sigmoid",
-        num_groups=_of_groups(c, "n_group"),
-        top_groups=_of_groups(c, "topk_group"),
-        group_score="top2_sum",
-        correction_bias=True,
-        renormalize=bool(c["norm_topk_prob"]),
-        renormalize_eps=1e-20,
-        scale=c["routed_scaling_factor"],
-        shared_hidden=(c["n_shared_experts"] or 0) * c["moe_intermediate_size"],
-    )
+    return _routed(
+        c, by_groups=True, scoring="sigmoid", group_score="top2_sum", correction_bias=True, renormalize_eps=1e-20,
+        renormalize=bool(c["norm_topk_prob"]), scale=c["routed_scaling_factor"],
+    )  # fmt: skip
 
 
-SIGMOID = 2
-"""`expert_gating_func` of GGUF files of V3."""
+def _routed(c: dict[str, Any], by_groups: bool, **differences: Any) -> MoEConfig:
+    groups = {"num_groups": "n_group", "top_groups": "topk_group"} if by_groups else {}
+    for key in groups.values():
+        if c[key] is None:  # as files have it where it is not used
+            raise CheckpointError(f"{key} is null; accepted is a whole number where experts are chosen by groups")
+    differences |= {name: c[key] for name, key in groups.items()}
+    shared = (c["n_shared_experts"] or 0) * c["moe_intermediate_size"]
+    return hf_experts(c, "n_routed_experts", "moe_intermediate_size", shared_hidden=shared, **differences)
+
+
+SIGMOID = 2  # `expert_gating_func` of GGUF files whose experts have sigmoid scores
 
 
 def latent_config(
@@ -92,29 +72,20 @@ def latent_config(
     `sparse` says which layers have experts, where that is not all from `first_k_dense_replace` on.
     """
     mla = MLAConfig(
-        q_lora_rank=c["q_lora_rank"],
-        kv_lora_rank=c["kv_lora_rank"],
-        qk_nope_head_dim=c["qk_nope_head_dim"],
-        qk_rope_head_dim=c["qk_rope_head_dim"],
-        v_head_dim=c["v_head_dim"],
-    )
+        q_lora_rank=c["q_lora_rank"], kv_lora_rank=c["kv_lora_rank"], qk_nope_head_dim=c["qk_nope_head_dim"],
+        qk_rope_head_dim=c["qk_rope_head_dim"], v_head_dim=c["v_head_dim"],
+    )  # fmt: skip
     rope = hf_rope(c, mla.qk_rope_head_dim, interleaved=interleaved)
-    dense, bias = c.get("first_k_dense_replace", 0), c.get("attention_bias", False)
-    sparse = [i >= dense for i in range(c["num_hidden_layers"])] if sparse is None else sparse
-    return DecoderConfig(
-        **hf_fields(
-            c,
-            head_dim=mla.qk_head_dim,
-            layers=tuple(LayerKind(rope, sparse=is_sparse) for is_sparse in sparse),
-            attention_scale=mla.qk_head_dim**-0.5 * _sharpening(c, rope),
-            qkv_bias=bias,
-            output_bias=bias,
-            mlp_bias=c.get("mlp_bias", False),
-            moe=moe,
-            mla=mla,
-            **differences,
-        )
-    )
+    return hf_decoder(
+        c, head_dim=mla.qk_head_dim,
+        layers=[LayerKind(rope, sparse=is_sparse) for is_sparse in sparse or _after_dense(c)],
+        attention_scale=mla.qk_head_dim**-0.5 * _sharpening(c, rope), attention_bias=c.get("attention_bias", False),
+        mlp_bias=c.get("mlp_bias", False), moe=moe, mla=mla, **differences,
+    )  # fmt: skip
+
+
+def _after_dense(c: dict[str, Any]) -> list[bool]:
+    return [i >= c.get("first_k_dense_replace", 0) for i in range(c["num_hidden_layers"])]
 
 
 def _sharpening(c: dict[str, Any], rope: RopeConfig) -> float:
@@ -125,30 +96,13 @@ def _sharpening(c: dict[str, Any], rope: RopeConfig) -> float:
     return yarn_mscale(rope.factor, given["mscale_all_dim"]) ** 2
 
 
-def hf_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """The parts of latent attention."""
-    attention = "model.layers.*.self_attn"
-    return {
-        **hf_linear("layers.*.attention.q", f"{attention}.q_proj"),
-        **hf_linear("layers.*.attention.q_a", f"{attention}.q_a_proj"),
-        **hf_linear("layers.*.attention.q_a_norm", f"{attention}.q_a_layernorm"),
-        **hf_linear("layers.*.attention.q_b", f"{attention}.q_b_proj"),
-        **hf_linear("layers.*.attention.kv_a", f"{attention}.kv_a_proj_with_mqa"),
-        **hf_linear("layers.*.attention.kv_a_norm", f"{attention}.kv_a_layernorm"),
-        **hf_linear("layers.*.attention.kv_b", f"{attention}.kv_b_proj"),
-    }
-
-
-def mtp_names(config: DecoderConfig, num_layers: int) -> NameMap:
-    """The module is the layer behind the last; further ones, where a checkpoint has several, are not read."""
-    return hf_mtp_names(config, hf_names(config), num_layers)
-
-
-def _of_groups(c: dict[str, Any], key: str) -> int:
-    """A number of groups of experts, which files may leave null where it is not used."""
-    if c[key] is None:
-        raise CheckpointError(f"{key} is null; accepted is a whole number where experts are chosen by groups")
-    return c[key]
+LATENT_NAMES = in_layers("model.layers.*.self_attn", {
+    "attention.q": "q_proj", "attention.q_a": "q_a_proj", "attention.q_a_norm": "q_a_layernorm",
+    "attention.q_b": "q_b_proj", "attention.kv_a": "kv_a_proj_with_mqa", "attention.kv_a_norm": "kv_a_layernorm",
+    "attention.kv_b": "kv_b_proj",
+})  # fmt: skip
+"""The parts of latent attention."""
+mtp_names = partial(hf_mtp_names, own=LATENT_NAMES)
 
 
 def _gguf_length(part: str) -> Callable[[GgufFile], int]:
@@ -182,9 +136,6 @@ LATENT_GGUF: Table = ROUTED_GGUF | {
     "partial_rotary_factor": ABSENT,
     "rope_scaling": latent_gguf_rope,
 }
-V2_GGUF: Table = LATENT_GGUF | {
-    "topk_method": lambda file: V2_METHODS[file("expert_group_count", 0) > 1],
-}
 
 
 def _is_v3(file: GgufFile) -> bool:
@@ -194,95 +145,63 @@ def _is_v3(file: GgufFile) -> bool:
 
 
 V2 = Family(
-    name="DeepSeek V2",
-    models="DeepSeek-V2, V2-Lite, Coder-V2",
-    architectures=("DeepseekV2ForCausalLM",),
-    model_types=("deepseek_v2",),
+    name="DeepSeek V2", models="DeepSeek-V2, V2-Lite, Coder-V2",
+    architectures=("DeepseekV2ForCausalLM",), model_types=("deepseek_v2",), gguf_architectures=("deepseek2",),
     fields={"topk_method": one_of(*V2_METHODS), "norm_topk_prob": OFF},
-    from_hf=v2_from_hf,
-    gguf_architectures=("deepseek2",),
-    gguf=V2_GGUF,
-    hf_names=hf_names,
-)
+    from_hf=v2_from_hf, hf_names=LATENT_NAMES,
+    gguf=LATENT_GGUF | {"topk_method": lambda file: V2_METHODS[file("expert_group_count", 0) > 1]},
+)  # fmt: skip
 
 V3 = Family(
-    name="DeepSeek V3",
-    models="DeepSeek-V3, R1, Kimi K2, K2.5, K2.6 (text)",
+    name="DeepSeek V3", models="DeepSeek-V3, R1, Kimi K2, K2.5, K2.6 (text)",
     architectures=("DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration"),
-    model_types=("deepseek_v3", "kimi_k2"),
-    wrappers=("kimi_k25",),
-    from_hf=v3_from_hf,
-    gguf_architectures=("deepseek2",),
-    gguf=LATENT_GGUF,
-    owns=_is_v3,
-    hf_names=hf_names,
-    mtp_names=mtp_names,
-)
+    model_types=("deepseek_v3", "kimi_k2"), wrappers=("kimi_k25",),
+    from_hf=v3_from_hf, hf_names=LATENT_NAMES, mtp_names=mtp_names,
+    gguf_architectures=("deepseek2",), owns=_is_v3, gguf=LATENT_GGUF,
+)  # fmt: skip
 
 
 # GLM-4: half of each head is rotated, in neighbouring pairs (arXiv:2406.12793); the 0414 models have more norms
-
-GLM_DEFAULTS = {
-    "head_dim": 128,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1.5625e-07,
-    "max_position_embeddings": 131_072,
-}
-
-
 def glm_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """q, k and v have biases unless `attention_bias` says otherwise; o has none."""
-    return DecoderConfig(**_fields(c))
+    return _glm(c, post_norms=False)
 
 
 def glm4_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """The same with four norms a layer."""
-    return DecoderConfig(**_fields(c), post_norms=True)
+    return _glm(c, post_norms=True)
 
 
-def _fields(c: dict[str, Any]) -> dict[str, Any]:
-    c = GLM_DEFAULTS | c
-    rope = hf_rope(c, hf_head_dim(c), partial=0.5, interleaved=True)
-    layers = (LayerKind(rope),) * c["num_hidden_layers"]
-    return hf_fields(c, layers=layers, qkv_bias=c.get("attention_bias", True))
-
-
-def glm4_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """`post_attention_layernorm` is the norm in front of the MLP, as in Llama."""
-    return {
-        "layers.*.attention_post_norm.weight": "model.layers.*.post_self_attn_layernorm.weight",
-        "layers.*.mlp_post_norm.weight": "model.layers.*.post_mlp_layernorm.weight",
-    }
+def _glm(c: dict[str, Any], post_norms: bool) -> DecoderConfig:
+    c = {
+        "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-07, "max_position_embeddings": 131_072,
+    } | c  # fmt: skip
+    layer = LayerKind(hf_rope(c, partial=0.5, interleaved=True))
+    return hf_decoder(c, layers=layer, qkv_bias=c.get("attention_bias", True), post_norms=post_norms)
 
 
 GLM = Family(
-    name="GLM-4",
-    models="GLM-4-9B-hf, GLM-4-9B-chat-hf",
-    architectures=("GlmForCausalLM",),
-    model_types=("glm",),
+    name="GLM-4", models="GLM-4-9B-hf, GLM-4-9B-chat-hf",
+    architectures=("GlmForCausalLM",), model_types=("glm",),
     from_hf=glm_from_hf,
-)
+)  # fmt: skip
 
 GLM4 = Family(
-    name="GLM-4-0414",
-    models="GLM-4-9B-0414, GLM-4-32B-0414, GLM-Z1",
-    architectures=("Glm4ForCausalLM",),
-    model_types=("glm4",),
+    name="GLM-4-0414", models="GLM-4-9B-0414, GLM-4-32B-0414, GLM-Z1",
+    architectures=("Glm4ForCausalLM",), model_types=("glm4",), gguf_architectures=("glm4",),
     from_hf=glm4_from_hf,
-    gguf_architectures=("glm4",),
-    gguf={},
-    hf_names=glm4_hf_names,
-)
+    hf_names=in_layers(
+        "model.layers.*", {"attention_post_norm": "post_self_attn_layernorm", "mlp_post_norm": "post_mlp_layernorm"}
+    ),
+)  # fmt: skip
 
 
 # GLM-4.5 to 4.7: half of each head rotated, and DeepSeek V3's experts (arXiv:2508.06471). Flash is a DeepSeek V3
-
 GLM4_MOE_DEFAULTS = {
     "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072, "n_routed_experts": 128,
     "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_group": 1, "topk_group": 1,
     "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
 }  # fmt: skip
-
 LITE_DEFAULTS = GLM4_MOE_DEFAULTS | {
     "n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "routed_scaling_factor": 1.8,
     "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
@@ -293,16 +212,11 @@ LITE_DEFAULTS = GLM4_MOE_DEFAULTS | {
 def glm4_moe_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """q, k and v may have biases, and o has none; the larger models have norms on queries and keys."""
     c = GLM4_MOE_DEFAULTS | c
-    rope, dense = hf_rope(c, hf_head_dim(c), partial=0.5), c["first_k_dense_replace"]
-    return DecoderConfig(
-        **hf_fields(
-            c,
-            layers=tuple(LayerKind(rope, sparse=i >= dense) for i in range(c["num_hidden_layers"])),
-            moe=sigmoid_experts(c),
-            qkv_bias=c.get("attention_bias", False),
-            qk_norm="rms" if c.get("use_qk_norm") else None,
-        )
-    )
+    rope = hf_rope(c, partial=0.5)
+    return hf_decoder(
+        c, layers=[LayerKind(rope, sparse=sparse) for sparse in _after_dense(c)], moe=sigmoid_experts(c),
+        qkv_bias=c.get("attention_bias", False), qk_norm="rms" if c.get("use_qk_norm") else None,
+    )  # fmt: skip
 
 
 def lite_from_hf(c: dict[str, Any]) -> DecoderConfig:
@@ -313,35 +227,19 @@ def lite_from_hf(c: dict[str, Any]) -> DecoderConfig:
     return latent_config(c, sigmoid_experts(c), interleaved=bool(c.get("rope_interleave", True)), sparse=sparse)
 
 
-GLM4_MOE_GGUF: Table = ROUTED_GGUF | {
-    "use_qk_norm": tensor("blk.0.attn_q_norm.weight"),
-    "scoring_func": only("expert_gating_func", SIGMOID, "sigmoid"),
-}
-
-
-def glm4_moe_mtp_names(config: DecoderConfig, num_layers: int) -> NameMap:
-    """As DeepSeek V3's, of a layer whose tensors have the usual names."""
-    return hf_mtp_names(config, {}, num_layers)
-
-
 GLM4_MOE = Family(
-    name="GLM-4.5",
-    models="GLM-4.5, 4.5-Air, 4.6, 4.7",
-    architectures=("Glm4MoeForCausalLM",),
-    model_types=("glm4_moe",),
-    from_hf=glm4_moe_from_hf,
-    mtp_names=glm4_moe_mtp_names,
-    gguf_architectures=("glm4moe",),
-    gguf=GLM4_MOE_GGUF,
-)
+    name="GLM-4.5", models="GLM-4.5, 4.5-Air, 4.6, 4.7",
+    architectures=("Glm4MoeForCausalLM",), model_types=("glm4_moe",), gguf_architectures=("glm4moe",),
+    from_hf=glm4_moe_from_hf, mtp_names=hf_mtp_names,
+    gguf=ROUTED_GGUF | {
+        "use_qk_norm": tensor("blk.0.attn_q_norm.weight"),
+        "scoring_func": only("expert_gating_func", SIGMOID, "sigmoid"),
+    },
+)  # fmt: skip
 
 GLM4_LITE = Family(
-    name="GLM-4.7-Flash",
-    models="GLM-4.7-Flash",
-    architectures=("Glm4MoeLiteForCausalLM",),
-    model_types=("glm4_moe_lite",),
-    from_hf=lite_from_hf,
-    hf_names=hf_names,
-    mtp_names=mtp_names,
-    gguf_architectures=("deepseek2",),
-)
+    name="GLM-4.7-Flash", models="GLM-4.7-Flash",
+    architectures=("Glm4MoeLiteForCausalLM",), model_types=("glm4_moe_lite",),
+    from_hf=lite_from_hf, hf_names=LATENT_NAMES, mtp_names=mtp_names,
+    gguf_architectures=("deepseek2",), gguf=None,
+)  # fmt: skip

@@ -2,142 +2,112 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from jaxllm.models.config import DecoderConfig, LayerKind
-from jaxllm.models.family import Family, hf_expert_names, hf_fields, hf_head_dim, hf_rope, hf_rope_parameters
-from jaxllm.models.gguf import GGUF_EXPERTS, GgufFile, Table, nonzero
-from jaxllm.models.gguf_names import permuted_names
+from jaxllm.models.family import Family, hf_decoder, hf_experts, hf_rope, hf_rope_parameters, sliding_layers
+from jaxllm.models.gguf import GGUF_EXPERTS, GgufFile, nonzero
 from jaxllm.models.layers.attention import USUAL_STEEPNESS
-from jaxllm.models.layers.moe import MoEConfig
+from jaxllm.models.layers.experts import MoEConfig
+from jaxllm.models.names import hf_expert_names, permuted_names
 from jaxllm.weights.names import Pattern, Source
 
+
 # Llama 2, 3 and 3.x, SmolLM2, Yi, and others of their shape (Touvron et al. 2023, arXiv:2302.13971)
-
-
 def llama_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """`attention_bias` is on q, k, v and o alike."""
-    bias = c.get("attention_bias", False)
-    return DecoderConfig(**hf_fields(c, qkv_bias=bias, output_bias=bias, mlp_bias=c.get("mlp_bias", False)))
+    """Biases are as two keys say."""
+    return hf_decoder(c, attention_bias=c.get("attention_bias", False), mlp_bias=c.get("mlp_bias", False))
 
 
 LLAMA = Family(
-    name="Llama",
-    models="Llama 2, 3, 3.1, 3.2, 3.3, SmolLM2, Yi, DeepSeek-R1-Distill-Llama",
-    architectures=("LlamaForCausalLM",),
-    model_types=("llama",),
+    name="Llama", models="Llama 2, 3, 3.1, 3.2, 3.3, SmolLM2, Yi, DeepSeek-R1-Distill-Llama",
+    architectures=("LlamaForCausalLM",), model_types=("llama",), gguf_architectures=("llama",),
     from_hf=llama_from_hf,
-    gguf_architectures=("llama",),
-    gguf={},
     gguf_names=permuted_names,
-)
+)  # fmt: skip
 
 
 # SmolLM3: Llama with layers that have no positions (NoPE, Kazemnejad et al. 2023, arXiv:2305.19466)
-
-NOPE_INTERVAL = 4
-
-
 def smollm3_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """`no_rope_layers` has a 1 for each layer that does rotate."""
-    number, bias = c["num_hidden_layers"], c.get("attention_bias", False)
-    interval = c.get("no_rope_layer_interval") or NOPE_INTERVAL
-    rotating = c.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(number)]
+    rotating = rotating_layers(c)
     window = c.get("sliding_window") if c.get("use_sliding_window") else None
     kinds = c.get("layer_types") or ["full_attention" if r else "sliding_attention" for r in rotating]
-    rope = hf_rope(c, hf_head_dim(c), theta=2e6)
-    return DecoderConfig(
-        **hf_fields(
-            {"num_key_value_heads": 4, "tie_word_embeddings": True} | c,
-            layers=tuple(
-                LayerKind(rope if rotates else None, window if kind == "sliding_attention" else None)
-                for rotates, kind in zip(rotating, kinds, strict=True)
-            ),
-            qkv_bias=bias,
-            output_bias=bias,
-            mlp_bias=c.get("mlp_bias", False),
-        )
+    rope = hf_rope(c, theta=2e6)
+    return hf_decoder(
+        {"num_key_value_heads": 4, "tie_word_embeddings": True} | c,
+        layers=[
+            LayerKind(rope if rotates else None, window if kind == "sliding_attention" else None)
+            for rotates, kind in zip(rotating, kinds, strict=True)
+        ],
+        attention_bias=c.get("attention_bias", False),
+        mlp_bias=c.get("mlp_bias", False),
     )
 
 
+def rotating_layers(c: dict[str, Any]) -> Sequence[Any]:
+    """Which layers have positions: as `no_rope_layers` says, or all but every fourth one, or another interval."""
+    interval = c.get("no_rope_layer_interval") or 4
+    return c.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(c["num_hidden_layers"])]
+
+
 SMOLLM3 = Family(
-    name="SmolLM3",
-    models="SmolLM3-3B",
-    architectures=("SmolLM3ForCausalLM",),
-    model_types=("smollm3",),
+    name="SmolLM3", models="SmolLM3-3B",
+    architectures=("SmolLM3ForCausalLM",), model_types=("smollm3",), gguf_architectures=("smollm3",),
     from_hf=smollm3_from_hf,
-    gguf_architectures=("smollm3",),
-    gguf={},
     gguf_names=permuted_names,
-)
+)  # fmt: skip
 
 
 # Seed-OSS: Llama with biases on queries, keys and values, and heads of a size of their own
-
-
 def seed_oss_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """The output's bias has a key of its own."""
-    return DecoderConfig(
-        **hf_fields(
-            {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 524_288} | c,
-            qkv_bias=c.get("attention_bias", True),
-            output_bias=c.get("attention_out_bias", False),
-            mlp_bias=c.get("mlp_bias", False),
-        )
+    return hf_decoder(
+        {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 524_288} | c,
+        qkv_bias=c.get("attention_bias", True),
+        output_bias=c.get("attention_out_bias", False),
+        mlp_bias=c.get("mlp_bias", False),
     )
 
 
 SEED_OSS = Family(
-    name="Seed-OSS",
-    models="Seed-OSS-36B",
-    architectures=("SeedOssForCausalLM",),
-    model_types=("seed_oss",),
+    name="Seed-OSS", models="Seed-OSS-36B",
+    architectures=("SeedOssForCausalLM",), model_types=("seed_oss",), gguf_architectures=("seed_oss",),
     from_hf=seed_oss_from_hf,
-    gguf_architectures=("seed_oss",),
-    gguf={},
-)
+)  # fmt: skip
 
 
 # InternLM 3: Llama with biases by keys of its own
-
-INTERNLM3_DEFAULTS: dict[str, Any] = {
-    "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 32_768,
-}  # fmt: skip
-
-
 def internlm3_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """`qkv_bias` is also on the output of attention, and `bias` on the MLP; both have Llama's names in newer files."""
-    attention, mlp = c.get("qkv_bias", c.get("attention_bias")), c.get("bias", c.get("mlp_bias"))
-    return DecoderConfig(**hf_fields(INTERNLM3_DEFAULTS | c, qkv_bias=attention, output_bias=attention, mlp_bias=mlp))
+    defaults = {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 32_768}
+    bias, mlp_bias = c.get("qkv_bias", c.get("attention_bias")), c.get("bias", c.get("mlp_bias"))
+    return hf_decoder(defaults | c, attention_bias=bias, mlp_bias=mlp_bias)
 
 
 INTERNLM3 = Family(
-    name="InternLM 3",
-    models="InternLM3-8B",
-    architectures=("InternLM3ForCausalLM",),
-    model_types=("internlm3",),
+    name="InternLM 3", models="InternLM3-8B",
+    architectures=("InternLM3ForCausalLM",), model_types=("internlm3",),
     from_hf=internlm3_from_hf,
-)
+)  # fmt: skip
 
 
 # Baichuan 1 and 2: Llama with q, k and v in one tensor; the 13B models have ALiBi (arXiv:2309.10305)
-
 LAYERS_OF_13B, SIZE_OF_13B = 40, 5120
 """By which files of either format are known, as they do not say which positions they have."""
-VOCAB_OF_2 = 125_696
-"""By which the second version is known, whose head has rows of length one."""
+VOCAB_OF_2 = 125_696  # by which the second version is known, whose head has rows of length one
 
 
 def baichuan_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """transformers has no class of it: keys are those of the code that is published with the weights."""
-    layers, longest = c["num_hidden_layers"], c.get("max_position_embeddings") or c.get("model_max_length") or 4096
-    c = c | {"max_position_embeddings": longest}
-    if layers != LAYERS_OF_13B and c["hidden_size"] != SIZE_OF_13B:
-        return DecoderConfig(**hf_fields(c))
-    return DecoderConfig(**hf_fields(c, layers=(LayerKind(None),) * layers, alibi=USUAL_STEEPNESS))
+    c = c | {"max_position_embeddings": c.get("max_position_embeddings") or c.get("model_max_length") or 4096}
+    if c["num_hidden_layers"] != LAYERS_OF_13B and c["hidden_size"] != SIZE_OF_13B:
+        return hf_decoder(c)
+    return hf_decoder(c, layers=LayerKind(None), alibi=USUAL_STEEPNESS)
 
 
 def baichuan_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
@@ -153,190 +123,143 @@ def unit_rows(weight: np.ndarray) -> np.ndarray:
 
 
 BAICHUAN = Family(
-    name="Baichuan",
-    models="Baichuan 7B, 13B, Baichuan2 7B, 13B",
-    architectures=("BaichuanForCausalLM", "BaiChuanForCausalLM"),
-    model_types=("baichuan",),
-    from_hf=baichuan_from_hf,
-    hf_names=baichuan_hf_names,
-    gguf_architectures=("baichuan",),
-    gguf={},
-    gguf_names=permuted_names,
-)
+    name="Baichuan", models="Baichuan 7B, 13B, Baichuan2 7B, 13B",
+    architectures=("BaichuanForCausalLM", "BaiChuanForCausalLM"), model_types=("baichuan",),
+    from_hf=baichuan_from_hf, hf_names=baichuan_hf_names,
+    gguf_architectures=("baichuan",), gguf_names=permuted_names,
+)  # fmt: skip
 
 
 # Phi-3, 3.5, 4 and 4-mini: Llama with fused projections and LongRoPE (Abdin et al. 2024, arXiv:2404.14219)
-
-
 def phi3_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """The original context is a key beside `rope_scaling`, not in it."""
-    c = {
-        "original_max_position_embeddings": 4096, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
-    } | c  # fmt: skip
+    c = {"original_max_position_embeddings": 4096, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5} | c
     given = hf_rope_parameters(c)
     if "long_factor" in given:  # early files call it "su", and some "yarn"
         given = given | {"rope_type": "longrope"}
-    layer = LayerKind(hf_rope(c, hf_head_dim(c), parameters=given), c.get("sliding_window"))
-    return DecoderConfig(**hf_fields(c, layers=(layer,) * c["num_hidden_layers"]))
-
-
-PHI3_GGUF: Table = {
-    "sliding_window": nonzero("attention.sliding_window"),
-    "original_max_position_embeddings": lambda file: file(
-        "rope.scaling.original_context_length", file("context_length")
-    ),
-}
+    return hf_decoder(c, layers=LayerKind(hf_rope(c, parameters=given), c.get("sliding_window")))
 
 
 PHI3 = Family(
-    name="Phi-3",
-    models="Phi-3, 3.5, 4, 4-mini",
-    architectures=("Phi3ForCausalLM",),
-    model_types=("phi3",),
+    name="Phi-3", models="Phi-3, 3.5, 4, 4-mini",
+    architectures=("Phi3ForCausalLM",), model_types=("phi3",), gguf_architectures=("phi3",),
     from_hf=phi3_from_hf,
-    gguf_architectures=("phi3",),
-    gguf=PHI3_GGUF,
-)
+    gguf={
+        "sliding_window": nonzero("attention.sliding_window"),
+        "original_max_position_embeddings": lambda file: file(
+            "rope.scaling.original_context_length", file("context_length")
+        ),
+    },
+)  # fmt: skip
 
 
 # Qwen 2, Qwen 2.5 and QwQ: Llama with biases on queries, keys and values (arXiv:2407.10671)
-
 MAX_WINDOW_LAYERS = 28
 
 
 def qwen2_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """o has no bias."""
-    return DecoderConfig(**hf_fields(c, layers=windowed_layers(c), qkv_bias=True))
+    return hf_decoder(c, layers=windowed_layers(c), qkv_bias=True)
 
 
 def windowed_layers(c: dict[str, Any]) -> tuple[LayerKind, ...]:
     """With `use_sliding_window`, layers from `max_window_layers` on slide, or those that `layer_types` says."""
-    rope, number = hf_rope(c, hf_head_dim(c)), c["num_hidden_layers"]
-    if not c.get("use_sliding_window"):
-        return (LayerKind(rope),) * number
-    first = c.get("max_window_layers", MAX_WINDOW_LAYERS)
+    first, number = c.get("max_window_layers", MAX_WINDOW_LAYERS), c["num_hidden_layers"]
     kinds = c.get("layer_types") or ["sliding_attention" if i >= first else "full_attention" for i in range(number)]
-    window = c.get("sliding_window", 4096)
-    return tuple(LayerKind(rope, window if kind == "sliding_attention" else None) for kind in kinds)
+    return sliding_layers(hf_rope(c), _window(c), kinds)
+
+
+def _window(c: dict[str, Any]) -> int | None:
+    return c.get("sliding_window", 4096) if c.get("use_sliding_window") else None
 
 
 QWEN2 = Family(
-    name="Qwen 2",
-    models="Qwen 2, 2.5, QwQ, DeepSeek-R1-Distill-Qwen",
-    architectures=("Qwen2ForCausalLM",),
-    model_types=("qwen2",),
+    name="Qwen 2", models="Qwen 2, 2.5, QwQ, DeepSeek-R1-Distill-Qwen",
+    architectures=("Qwen2ForCausalLM",), model_types=("qwen2",), gguf_architectures=("qwen2",),
     from_hf=qwen2_from_hf,
-    gguf_architectures=("qwen2",),
-    gguf={},
-)
+)  # fmt: skip
 
 
 # Qwen 3, its embedding and reranking models: a norm on every query and key head (arXiv:2505.09388)
-
-
 def qwen3_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """Heads have 128 channels where `head_dim` is absent."""
     c = {"head_dim": 128} | c
-    bias = c.get("attention_bias", False)
-    return DecoderConfig(**hf_fields(c, layers=windowed_layers(c), qk_norm="rms", qkv_bias=bias, output_bias=bias))
+    return hf_decoder(c, layers=windowed_layers(c), qk_norm="rms", attention_bias=c.get("attention_bias", False))
 
 
 QWEN3 = Family(
-    name="Qwen 3",
-    models="Qwen 3, Qwen3-Embedding, Qwen3-Reranker",
-    architectures=("Qwen3ForCausalLM", "Qwen3Model"),
-    model_types=("qwen3",),
+    name="Qwen 3", models="Qwen 3, Qwen3-Embedding, Qwen3-Reranker",
+    architectures=("Qwen3ForCausalLM", "Qwen3Model"), model_types=("qwen3",), gguf_architectures=("qwen3",),
     from_hf=qwen3_from_hf,
-    gguf_architectures=("qwen3",),
-    gguf={},
-)
+)  # fmt: skip
 
 
 # Qwen 2 and Qwen 3 with a mixture of experts; the former also has an expert that every token passes
-
-
 def qwen2_moe_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """With `use_sliding_window`, every other one of the first `max_window_layers` layers slides."""
     c = {
         "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632,
+        "shared_expert_intermediate_size": 5632, "norm_topk_prob": False,
     } | c  # fmt: skip
-    first = c.get("max_window_layers", 28)
+    first = c.get("max_window_layers", MAX_WINDOW_LAYERS)
     layers = _moe_layers(c, [i % 2 == 0 and i < first for i in range(c["num_hidden_layers"])])
-    moe = replace(_experts(c), shared_hidden=c["shared_expert_intermediate_size"], shared_gate=True)
-    return DecoderConfig(**hf_fields(c, layers=layers, qkv_bias=c.get("qkv_bias", True), moe=moe))
+    moe = gated_experts(c, renormalize=bool(c["norm_topk_prob"]))
+    return hf_decoder(c, layers=layers, qkv_bias=c.get("qkv_bias", True), moe=moe)
+
+
+def gated_experts(c: dict[str, Any], renormalize: bool) -> MoEConfig:
+    """Experts beside one that every token passes, through a gate."""
+    shared = c["shared_expert_intermediate_size"]
+    more = {"renormalize": renormalize, "shared_hidden": shared, "shared_gate": True}
+    return hf_experts(c, "num_experts", "moe_intermediate_size", **more)
 
 
 def qwen3_moe_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """With `use_sliding_window`, every layer slides."""
     c = {
         "num_key_value_heads": 4, "num_experts": c.get("num_local_experts", 128), "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
+        "moe_intermediate_size": 768, "norm_topk_prob": False,
     } | c  # fmt: skip
-    layers = _moe_layers(c, [True] * c["num_hidden_layers"])
-    bias = c.get("attention_bias", False)
-    return DecoderConfig(**hf_fields(c, layers=layers, qk_norm="rms", qkv_bias=bias, output_bias=bias, moe=_experts(c)))
+    layers, bias = _moe_layers(c, [True] * c["num_hidden_layers"]), c.get("attention_bias", False)
+    moe = hf_experts(c, "num_experts", "moe_intermediate_size", renormalize=bool(c["norm_topk_prob"]))
+    return hf_decoder(c, layers=layers, qk_norm="rms", attention_bias=bias, moe=moe)
 
 
-def _moe_layers(c: dict[str, Any], sliding: list[bool]) -> tuple[LayerKind, ...]:
-    rope, window = hf_rope(c, hf_head_dim(c)), c.get("sliding_window", 4096)
+def _moe_layers(c: dict[str, Any], sliding: list[bool]) -> list[LayerKind]:
+    rope, window = hf_rope(c), _window(c)
     if c.get("layer_types"):
         sliding = [kind == "sliding_attention" for kind in c["layer_types"]]
+    return [
+        LayerKind(rope, window if slides else None, sparse=sparse)
+        for slides, sparse in zip(sliding, sparse_steps(c), strict=True)
+    ]
+
+
+def sparse_steps(c: dict[str, Any]) -> list[bool]:
+    """Which layers have experts: every `decoder_sparse_step`-th one, but for `mlp_only_layers`."""
     dense, step = c.get("mlp_only_layers") or [], c.get("decoder_sparse_step", 1)
-    return tuple(
-        LayerKind(
-            rope,
-            window if slides and c.get("use_sliding_window") else None,
-            sparse=index not in dense and (index + 1) % step == 0,
-        )
-        for index, slides in enumerate(sliding)
-    )
-
-
-def _experts(c: dict[str, Any]) -> MoEConfig:
-    return MoEConfig(
-        num_experts=c["num_experts"],
-        top_k=c["num_experts_per_tok"],
-        hidden=c["moe_intermediate_size"],
-        scoring="softmax",
-        renormalize=bool(c.get("norm_topk_prob", False)),
-    )
+    return [i not in dense and (i + 1) % step == 0 for i in range(c["num_hidden_layers"])]
 
 
 def _gguf_expert_size(file: GgufFile) -> int:
     return file("expert_feed_forward_length", file("feed_forward_length") // max(file("expert_used_count"), 1))
 
 
-QWEN2_MOE_GGUF: Table = GGUF_EXPERTS | {
-    "moe_intermediate_size": _gguf_expert_size,
-    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
-}
-QWEN3_MOE_GGUF: Table = GGUF_EXPERTS | {"moe_intermediate_size": _gguf_expert_size, "norm_topk_prob": True}
-"""Weights are renormalised, as in all published models; a file does not say it."""
-
-
-def qwen_moe_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """There is one shared expert, so it is not in the plural."""
-    return hf_expert_names(config, "model.layers.*.mlp", shared="shared_expert")
-
-
 QWEN2_MOE = Family(
-    name="Qwen 2 MoE",
-    models="Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
-    architectures=("Qwen2MoeForCausalLM",),
-    model_types=("qwen2_moe",),
+    name="Qwen 2 MoE", models="Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
+    architectures=("Qwen2MoeForCausalLM",), model_types=("qwen2_moe",), gguf_architectures=("qwen2moe",),
     from_hf=qwen2_moe_from_hf,
-    hf_names=qwen_moe_hf_names,
-    gguf_architectures=("qwen2moe",),
-    gguf=QWEN2_MOE_GGUF,
-)
+    hf_names=partial(hf_expert_names, shared="shared_expert"),
+    gguf=GGUF_EXPERTS | {
+        "moe_intermediate_size": _gguf_expert_size,
+        "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    },
+)  # fmt: skip
 
 QWEN3_MOE = Family(
-    name="Qwen 3 MoE",
-    models="Qwen3-30B-A3B, Qwen3-235B-A22B",
-    architectures=("Qwen3MoeForCausalLM",),
-    model_types=("qwen3_moe",),
+    name="Qwen 3 MoE", models="Qwen3-30B-A3B, Qwen3-235B-A22B",
+    architectures=("Qwen3MoeForCausalLM",), model_types=("qwen3_moe",), gguf_architectures=("qwen3moe",),
     from_hf=qwen3_moe_from_hf,
-    gguf_architectures=("qwen3moe",),
-    gguf=QWEN3_MOE_GGUF,
-)
+    # Weights are renormalised in all published models; a file does not say it.
+    gguf=GGUF_EXPERTS | {"moe_intermediate_size": _gguf_expert_size, "norm_topk_prob": True},
+)  # fmt: skip

@@ -8,18 +8,18 @@ import numpy as np
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
-from jaxllm.models.family import Family, hf_expert_names, hf_fields, hf_head_dim, hf_rope
-from jaxllm.models.family import hf_names as standard_names
+from jaxllm.models.families.llama import gated_experts, sparse_steps
+from jaxllm.models.family import Family, hf_decoder, hf_rope
 from jaxllm.models.gguf import GGUF_EXPERTS, Table, optional
-from jaxllm.models.layers.moe import MoEConfig
+from jaxllm.models.layers.experts import MoEConfig
 from jaxllm.models.layers.recurrent import DeltaConfig
+from jaxllm.models.names import hf_expert_names, in_layers
+from jaxllm.models.names import hf_names as standard_names
 from jaxllm.weights.names import AnyOf, NameMap, Pattern, Source, expand, plus_one, renamed, without_middle_axis
 
 LAYER_TYPES = ("full_attention", "linear_attention")
-PARTIAL = 0.25
-"""Of each head's channels are rotated."""
-INTERVAL = 4
-"""Every so many layers one has full attention, where nothing else is said."""
+PARTIAL = 0.25  # of each head's channels are rotated
+INTERVAL = 4  # one of that many layers has full attention, where nothing else is said
 
 DEFAULTS = {
     "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
@@ -33,9 +33,7 @@ SPARSE_DEFAULTS = DEFAULTS | {
 def next_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """Layers have experts unless `mlp_only_layers` or `decoder_sparse_step` says otherwise."""
     c = SPARSE_DEFAULTS | {"intermediate_size": 5632, "num_experts": 512, "num_experts_per_tok": 10} | c
-    dense, step = c.get("mlp_only_layers") or [], c.get("decoder_sparse_step", 1)
-    sparse = [i not in dense and (i + 1) % step == 0 for i in range(c["num_hidden_layers"])]
-    return _from_hf(c, sparse, _experts(c, renormalize=bool(c.get("norm_topk_prob", True))))
+    return _from_hf(c, sparse_steps(c), gated_experts(c, renormalize=bool(c.get("norm_topk_prob", True))))
 
 
 def dense_from_hf(c: dict[str, Any]) -> DecoderConfig:
@@ -48,61 +46,43 @@ def moe_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """All layers have experts; no MLP is dense."""
     c = SPARSE_DEFAULTS | {"num_experts": 256, "num_experts_per_tok": 8} | c
     c = c | {"intermediate_size": c["moe_intermediate_size"]}
-    return _from_hf(c, [True] * c["num_hidden_layers"], _experts(c, renormalize=True))
+    return _from_hf(c, [True] * c["num_hidden_layers"], gated_experts(c, renormalize=True))
 
 
 def _from_hf(c: dict[str, Any], sparse: list[bool], moe: MoEConfig | None) -> DecoderConfig:
     count, interval = c["num_hidden_layers"], c.get("full_attention_interval", INTERVAL)
     kinds = c.get("layer_types") or [LAYER_TYPES[(i + 1) % interval != 0] for i in range(count)]
-    rope, bias = hf_rope(c, hf_head_dim(c), partial=PARTIAL), c.get("attention_bias", False)
+    rope = hf_rope(c, partial=PARTIAL)
     delta = DeltaConfig(
-        key_heads=c["linear_num_key_heads"],
-        value_heads=c["linear_num_value_heads"],
-        key_dim=c["linear_key_head_dim"],
-        value_dim=c["linear_value_head_dim"],
-        kernel=c["linear_conv_kernel_dim"],
-    )
-    layers = tuple(
+        key_heads=c["linear_num_key_heads"], value_heads=c["linear_num_value_heads"], key_dim=c["linear_key_head_dim"],
+        value_dim=c["linear_value_head_dim"], kernel=c["linear_conv_kernel_dim"],
+    )  # fmt: skip
+    layers = [
         LayerKind(rope, sparse=has) if kind == "full_attention" else LayerKind(None, sparse=has, mixer="delta")
         for kind, has in zip(kinds, sparse, strict=True)
-    )
-    return DecoderConfig(
-        **hf_fields(
-            c, layers=layers, delta=delta, moe=moe, qk_norm="rms", attention_gate=True, qkv_bias=bias, output_bias=bias
-        )
-    )
-
-
-def _experts(c: dict[str, Any], renormalize: bool) -> MoEConfig:
-    return MoEConfig(
-        num_experts=c["num_experts"],
-        top_k=c["num_experts_per_tok"],
-        hidden=c["moe_intermediate_size"],
-        renormalize=renormalize,
-        shared_hidden=c["shared_expert_intermediate_size"],
-        shared_gate=True,
-    )
+    ]
+    bias = c.get("attention_bias", False)
+    return hf_decoder(c, layers=layers, delta=delta, moe=moe, qk_norm="rms", attention_gate=True, attention_bias=bias)
 
 
 def hf_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """All norms but the one behind the rule are stored without the 1 that is added to them."""
-    layer, attention = "model.layers.*", "model.layers.*.linear_attn"
-    names: dict[str, Pattern] = {
+    """All norms but the one after the rule are stored without the 1 that is added to them."""
+    attention = "model.layers.*.linear_attn"
+    return {
         "norm.weight": Source("model.norm.weight", plus_one),
-        "layers.*.attention_norm.weight": Source(f"{layer}.input_layernorm.weight", plus_one),
-        "layers.*.mlp_norm.weight": Source(f"{layer}.post_attention_layernorm.weight", plus_one),
-        "layers.*.attention.q_norm.weight": Source(f"{layer}.self_attn.q_norm.weight", plus_one),
-        "layers.*.attention.k_norm.weight": Source(f"{layer}.self_attn.k_norm.weight", plus_one),
-        "layers.*.delta.qkv.weight": f"{attention}.in_proj_qkv.weight",
-        "layers.*.delta.gate.weight": f"{attention}.in_proj_z.weight",
-        "layers.*.delta.beta_decay.weight": (f"{attention}.in_proj_b.weight", f"{attention}.in_proj_a.weight"),
+        **in_layers("model.layers.*", {
+            "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
+            "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm",
+        }, plus_one),
+        **in_layers(attention, {
+            "delta.qkv": "in_proj_qkv", "delta.gate": "in_proj_z", "delta.beta_decay": ("in_proj_b", "in_proj_a"),
+            "delta.norm": "norm", "delta.output": "out_proj",
+        }),
         "layers.*.delta.taps": Source(f"{attention}.conv1d.weight", without_middle_axis),
         "layers.*.delta.rate": Source(f"{attention}.A_log", _rate),
         "layers.*.delta.rate_bias": f"{attention}.dt_bias",
-        "layers.*.delta.norm.weight": f"{attention}.norm.weight",
-        "layers.*.delta.output.weight": f"{attention}.out_proj.weight",
-    }
-    return names | (hf_expert_names(config, f"{layer}.mlp", shared="shared_expert") if config.moe else {})
+        **hf_expert_names(config, shared="shared_expert"),
+    }  # fmt: skip
 
 
 def next_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
@@ -119,25 +99,20 @@ def mtp_names(config: DecoderConfig, num_layers: int) -> NameMap:
         "join.weight": "mtp.fc.weight",
     }
     as_the_model = expand(standard_names(config) | hf_names(config), 1)
-    return expand(own, 1) | renamed(as_the_model, _in_module)
+    return expand(own, 1) | renamed(as_the_model, lambda name: f"mtp.{name.removeprefix('model.')}")
 
 
-def _in_module(name: str) -> str:
-    return f"mtp.{name.removeprefix('model.')}"
-
-
-def _by_key_heads(config: DecoderConfig, qkvz: str, ba: str) -> dict[str, Pattern]:
+def _by_key_heads(config: DecoderConfig, qkvz: str, ba: str) -> dict[str, Source]:
     delta = config.delta
     assert delta is not None
     shared = delta.value_heads // delta.key_heads
     values = shared * delta.value_dim
     q, k, v, z = _parts(delta.key_heads, delta.key_dim, delta.key_dim, values, values)
+    beta_decay = _parts(delta.key_heads, shared, shared)
     return {
         "layers.*.delta.qkv.weight": _moved(f"{qkvz}.weight", np.concatenate([q, k, v]), len(z)),
         "layers.*.delta.gate.weight": _moved(f"{qkvz}.weight", z, len(q) + len(k) + len(v)),
-        "layers.*.delta.beta_decay.weight": _moved(
-            f"{ba}.weight", np.concatenate(_parts(delta.key_heads, shared, shared))
-        ),
+        "layers.*.delta.beta_decay.weight": _moved(f"{ba}.weight", np.concatenate(beta_decay)),
     }
 
 
@@ -181,25 +156,24 @@ def _rate(logarithm: np.ndarray) -> np.ndarray:
 def gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
     """What all files have under the same names. Norms have their 1 already."""
     return {
-        "layers.*.delta.qkv.weight": "blk.*.attn_qkv.weight",
-        "layers.*.delta.gate.weight": "blk.*.attn_gate.weight",
-        "layers.*.delta.beta_decay.weight": ("blk.*.ssm_beta.weight", "blk.*.ssm_alpha.weight"),
+        **in_layers("blk.*", {
+            "delta.qkv": "attn_qkv", "delta.gate": "attn_gate", "delta.beta_decay": ("ssm_beta", "ssm_alpha"),
+            "delta.norm": "ssm_norm", "delta.output": "ssm_out",
+        }),
         "layers.*.delta.taps": Source("blk.*.ssm_conv1d.weight", without_middle_axis),
         "layers.*.delta.rate": "blk.*.ssm_a",
         "layers.*.delta.rate_bias": "blk.*.ssm_dt.bias",
-        "layers.*.delta.norm.weight": "blk.*.ssm_norm.weight",
-        "layers.*.delta.output.weight": "blk.*.ssm_out.weight",
-    }
+    }  # fmt: skip
 
 
 def next_gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
     """Files of Qwen3-Next have beta and decay by key heads, and older ones the rest as well."""
-    standard, by_heads = gguf_names(config), _by_key_heads(config, "blk.*.ssm_in", "blk.*.ssm_ba")
-    either = {
-        path: AnyOf(standard[path], by_heads[path])  # type: ignore[arg-type]
-        for path in ("layers.*.delta.qkv.weight", "layers.*.delta.gate.weight")
+    by_heads = _by_key_heads(config, "blk.*.ssm_in", "blk.*.ssm_ba")
+    either: dict[str, Pattern] = {
+        f"layers.*.delta.{path}.weight": AnyOf(f"blk.*.{name}.weight", by_heads[f"layers.*.delta.{path}.weight"])
+        for path, name in {"qkv": "attn_qkv", "gate": "attn_gate"}.items()
     }
-    return standard | by_heads | either
+    return gguf_names(config) | by_heads | either
 
 
 def tiled_gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
@@ -254,45 +228,24 @@ MOE_GGUF: Table = {
 
 
 NEXT = Family(
-    name="Qwen3-Next",
-    models="Qwen3-Next-80B-A3B, Qwen3-Coder-Next",
-    architectures=("Qwen3NextForCausalLM",),
-    model_types=("qwen3_next",),
-    layer_types=LAYER_TYPES,
-    from_hf=next_from_hf,
-    hf_names=next_hf_names,
-    mtp_names=mtp_names,
-    gguf_architectures=("qwen3next",),
-    gguf=MOE_GGUF,
-    gguf_names=next_gguf_names,
-)
+    name="Qwen3-Next", models="Qwen3-Next-80B-A3B, Qwen3-Coder-Next",
+    architectures=("Qwen3NextForCausalLM",), model_types=("qwen3_next",), layer_types=LAYER_TYPES,
+    from_hf=next_from_hf, hf_names=next_hf_names, mtp_names=mtp_names,
+    gguf_architectures=("qwen3next",), gguf=MOE_GGUF, gguf_names=next_gguf_names,
+)  # fmt: skip
 
 DENSE = Family(
-    name="Qwen3.5",
-    models="Qwen3.5, 3.6, 3.8, dense (text)",
+    name="Qwen3.5", models="Qwen3.5, 3.6, 3.8, dense (text)",
     architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
-    model_types=("qwen3_5_text",),
-    wrappers=("qwen3_5",),
-    layer_types=LAYER_TYPES,
-    from_hf=dense_from_hf,
-    hf_names=hf_names,
-    mtp_names=mtp_names,
-    gguf_architectures=("qwen35",),
-    gguf=GGUF,
-    gguf_names=tiled_gguf_names,
-)
+    model_types=("qwen3_5_text",), wrappers=("qwen3_5",), layer_types=LAYER_TYPES,
+    from_hf=dense_from_hf, hf_names=hf_names, mtp_names=mtp_names,
+    gguf_architectures=("qwen35",), gguf=GGUF, gguf_names=tiled_gguf_names,
+)  # fmt: skip
 
 MOE = Family(
-    name="Qwen3.5 MoE",
-    models="Qwen3.5-35B-A3B, 122B-A10B, 397B-A17B, Qwen3.6-35B-A3B (text)",
+    name="Qwen3.5 MoE", models="Qwen3.5-35B-A3B, 122B-A10B, 397B-A17B, Qwen3.6-35B-A3B (text)",
     architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
-    model_types=("qwen3_5_moe_text",),
-    wrappers=("qwen3_5_moe",),
-    layer_types=LAYER_TYPES,
-    from_hf=moe_from_hf,
-    hf_names=hf_names,
-    mtp_names=mtp_names,
-    gguf_architectures=("qwen35moe",),
-    gguf=MOE_GGUF,
-    gguf_names=tiled_gguf_names,
-)
+    model_types=("qwen3_5_moe_text",), wrappers=("qwen3_5_moe",), layer_types=LAYER_TYPES,
+    from_hf=moe_from_hf, hf_names=hf_names, mtp_names=mtp_names,
+    gguf_architectures=("qwen35moe",), gguf=MOE_GGUF, gguf_names=tiled_gguf_names,
+)  # fmt: skip

@@ -17,18 +17,17 @@ from jaxllm.models.layers.linear import ColumnLinear, Linear, RowLinear, param
 from jaxllm.models.layers.norm import HeadLayerNorms, LayerNorm, RMSNorm, UnitRMSNorm, WholeRMSNorm
 from jaxllm.models.layers.rope import Angles, rotate
 from jaxllm.models.options import BuildOptions
-from jaxllm.pallas_kernels import Late, Norm, Pages, Residual, RootMeanSquare, StepMetadata, Unsummed
+from jaxllm.pallas_kernels import Late, Norm, Pages, Residual, StepMetadata, Unsummed
 from jaxllm.sharding.mesh import TENSOR, Layout, Segment, gather_over_tensor, split_rows, tensor_rank, tensor_size
 
-USUAL_STEEPNESS = 8.0
-"""Of ALiBi (arXiv:2108.12409): the paper's, and that of almost all models."""
+USUAL_STEEPNESS = 8.0  # of ALiBi (arXiv:2108.12409): the paper's, and that of almost all models
 
 
 def alibi_slopes(heads: int, steepness: float = USUAL_STEEPNESS) -> Float[np.ndarray, "H"]:
     """ALiBi: how much the logits of each head fall with every token of distance.
 
-    Of a power of two of heads, head `h` (from 1 on) has `2 ** (-steepness * h / heads)`. Of others the first have
-    those of the next lower power of two, and the others every second one of twice that power.
+    Of a power of two of heads, head `h` (from 1 on) has `2 ** (-steepness * h / heads)`. Of another number the first
+    have those of the next lower power of two, and the rest every second one of twice that power.
     """
     power = 1 << heads.bit_length() - 1
     between = np.arange(1, 2 * (heads - power), 2)
@@ -65,38 +64,17 @@ class Attention(nnx.Module):
     """Multi-head, grouped-query or multi-query attention with what families add to it."""
 
     def __init__(
-        self,
-        size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        options: BuildOptions,
-        *,
-        scale: float | None = None,
-        window: int | None = None,
-        chunked: bool = False,
-        softcap: float | None = None,
-        bias: bool = False,
-        qkv_clip: float | None = None,
-        output_bias: bool = False,
-        qk_norm: QKNorm | None = None,
-        qk_norm_rotated: bool = False,
-        norm_eps: float = 1e-6,
-        query_scaling: QueryScaling | None = None,
-        sinks: bool = False,
-        alibi: float | None = None,
-        value_norm: bool = False,
-        keys_are_values: bool = False,
-        has_kv: bool = True,
-        gate: bool = False,
-        causal: bool = True,
-        input_size: int | None = None,
-    ):
-        """Without `causal` a token sees those behind it too: all of a text is in the step, and nothing is kept.
+        self, size: int, num_heads: int, num_kv_heads: int, head_dim: int, options: BuildOptions, *,
+        scale: float | None = None, window: int | None = None, chunked: bool = False, softcap: float | None = None,
+        bias: bool = False, qkv_clip: float | None = None, output_bias: bool = False, qk_norm: QKNorm | None = None,
+        qk_norm_rotated: bool = False, norm_eps: float = 1e-6, query_scaling: QueryScaling | None = None,
+        sinks: bool = False, alibi: float | None = None, value_norm: bool = False, keys_are_values: bool = False,
+        has_kv: bool = True, gate: bool = False, causal: bool = True, input_size: int | None = None,
+    ):  # fmt: skip
+        """Without `causal` a token sees those after it too: all of a text is in the step, and nothing is kept.
 
-        Without keys and values of its own (`has_kv`) it finds those of an earlier layer in the pages. With `qkv_clip`
-        numbers of queries, keys and values that are further than that from 0 become as far as that. `input_size` is of
-        what it reads, where that is not `size` as well.
+        Without keys and values of its own (`has_kv`) it finds those of an earlier layer in the pages. `qkv_clip` is how
+        far from 0 queries, keys and values may be. `input_size` is of what it reads, where that is not `size` as well.
         """
         tp = options.tp
         shards = kv_shards(num_kv_heads, tp)
@@ -108,49 +86,40 @@ class Attention(nnx.Module):
         self.q_norm = _qk_norm(qk_norm, num_heads, head_dim, norm_eps, tp, options)
         self.k_norm = _qk_norm(qk_norm if has_kv else None, num_kv_heads, head_dim, norm_eps, shards, options)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        self.heads, self.kv_heads = num_heads // tp, num_kv_heads // shards
-        self.head_dim = head_dim
+        self.heads, self.head_dim = num_heads // tp, head_dim
         self.scale = head_dim**-0.5 if scale is None else scale
-        self.window = window
-        self.chunked = chunked
-        self.softcap = softcap
-        self.qkv_clip = qkv_clip
-        self.query_scaling = query_scaling
+        self.window, self.chunked, self.softcap = window, chunked, softcap
+        self.qkv_clip, self.query_scaling = qkv_clip, query_scaling
         self.sinks = param((num_heads,), jnp.float32, (TENSOR,), split_rows(num_heads, tp)) if sinks else None
-        self.alibi = alibi
-        self.gated = gate
+        self.alibi, self.gated, self.causal, self.has_kv = alibi, gate, causal, has_kv
         self.qk_norm_rotated = qk_norm_rotated
-        self.causal = causal
         self.v_norm = UnitRMSNorm(head_dim, norm_eps, options.kernels) if value_norm and has_kv else None
-        self.has_kv = has_kv
         self.kernels = options.kernels
 
     def __call__(
-        self,
-        x: Float[Array, "T i"],
-        angles: Angles | None,
-        pages: Pages,
-        meta: StepMetadata,
-        *,
-        norm: Norm | None = None,
-        residual: Residual = None,
-    ) -> tuple[Late, Pages]:
+        self, x: Float[Array, "T i"], angles: Angles | None, pages: Pages, meta: StepMetadata, *,
+        norm: Norm | None = None, residual: Residual = None,
+    ) -> tuple[Late, Pages]:  # fmt: skip
         """Attention of `norm(x)`, added to `residual` if there is one, and the pages with the new keys and values."""
         q, k, v, unsummed = self._heads(x, norm)
         q, gate = (q[:, ::2], q[:, 1::2]) if self.gated else (q, None)
         if not self.causal:
-            return self.output(self._among_texts(q, k, v, angles, meta), residual=residual), pages
+            q, k = self._turned(q, k, angles, meta)
+            with jax.named_scope("packed_attention"):
+                out = self.kernels.packed_attention(
+                    q, k, v, meta, scale=self.scale, window=self.window, softcap=self.softcap
+                )
+            return self.output(out.reshape(x.shape[0], -1), residual=residual), pages
         if self.has_kv:
             tap("keys", lambda: self._all_heads(self._turned(q, k, angles, meta)[1]))
             tap("values", lambda: self._all_heads(v))
-        options: dict[str, Any] = {}
-        if self.chunked:
-            options["chunked"] = True
-        by_head = isinstance(self.q_norm, RMSNorm | UnitRMSNorm)
+        options: dict[str, Any] = {"chunked": True} if self.chunked else {}
+        by_head = isinstance(self.q_norm, RMSNorm)
         knows_norm = self.q_norm is None or (by_head and not self.qk_norm_rotated)
         rotates = self.kernels.rotates_heads and (self.has_kv or self.kernels.native)
         if rotates and self.query_scaling is None and knows_norm:
-            options |= {"angles": angles, "norms": self._head_norms()}
+            norms = None if self.q_norm is None else (self.q_norm.traced, (self.k_norm or self.q_norm).traced)
+            options |= {"angles": angles, "norms": norms}
             if unsummed is not None:
                 options["unsummed"] = unsummed
         else:
@@ -168,35 +137,22 @@ class Attention(nnx.Module):
         return self.output(out.reshape(x.shape[0], -1), residual=residual), pages
 
     def _all_heads(self, x: Float[Array, "T K D"]) -> Float[Array, "T n"]:
-        """Those of all devices one after another, each once."""
         heads = gather_over_tensor(x.swapaxes(1, 2)).swapaxes(1, 2)  # [T, heads of all devices, D]
         repeats = tensor_size() // kv_shards(self.num_kv_heads, tensor_size())
         return heads[:, ::repeats].reshape(len(x), -1)
 
     def _slopes(self, steepness: float) -> Float[Array, "H"]:
-        """Those of this device's heads."""
         slopes = jnp.asarray(alibi_slopes(self.num_heads, steepness), jnp.float32)
         if self.heads == self.num_heads:
             return slopes
         return lax.dynamic_slice_in_dim(slopes, tensor_rank() * self.heads, self.heads)
 
-    def _among_texts(
-        self, q: Float[Array, "T H D"], k: Float[Array, "T K D"], v: Float[Array, "T K D"], angles: Angles | None,
-        meta: StepMetadata,
-    ) -> Float[Array, "T n"]:  # fmt: skip
-        q, k = self._turned(q, k, angles, meta)
-        with jax.named_scope("packed_attention"):
-            out = self.kernels.packed_attention(
-                q, k, v, meta, scale=self.scale, window=self.window, softcap=self.softcap
-            )
-        return out.reshape(q.shape[0], -1)
-
     def _heads(
         self, x: Float[Array, "T i"], norm: Norm | None
     ) -> tuple[Float[Array, "T H D"], Float[Array, "T K D"], Float[Array, "T K D"], Unsummed | None]:
-        """Queries, keys and values, of which there are none where the pages have them from an earlier layer.
+        """Queries, keys and values, without the last two where the pages have them from an earlier layer.
 
-        Behind them what they are the sum of, where a kernel can read it in their place.
+        The last result is what they are the sum of, where a kernel can read it in their place.
         """
         parts, unsummed = self.qkv.late_segments(x, norm)
         if self.qkv_clip is not None:
@@ -225,9 +181,6 @@ class Attention(nnx.Module):
         if self.q_norm is None:
             return q, k
         return self.q_norm(q), self.k_norm(k) if self.has_kv else k
-
-    def _head_norms(self) -> tuple[RootMeanSquare, RootMeanSquare] | None:
-        return None if self.q_norm is None else (self.q_norm.traced, (self.k_norm or self.q_norm).traced)
 
 
 def _qk_norm(kind: QKNorm | None, heads: int, head_dim: int, eps: float, shards: int, options: BuildOptions) -> Any:
@@ -278,28 +231,16 @@ class MLAttention(nnx.Module):
     comes back through `W_UV`. `kv_b` holds both: a head's `qk_nope_head_dim` rows of `W_UK`, then its `v_head_dim`
     rows of `W_UV`.
 
-    What it costs, with DeepSeek's sizes (latent 512, rotated 64, heads of 128): a decode step reads 576 channels a
-    cached token, whatever the number of heads. A prefilled token pays 2,176 FLOPs a head for each token it sees, where
-    expanded keys and values would take 640, and 262,144 once for every token of the context: chunks of up to about 170
-    tokens over a long context are cheaper as they are here, and the attention of much longer ones costs up to 3.4 times
-    as much.
-
-    Heads are divided over the tensor axis; the latent is computed and cached on every device.
+    With DeepSeek's sizes a decode step reads 576 channels a cached token, whatever the number of heads. Prefills in
+    chunks of up to about 170 tokens over a long context are cheaper than with expanded keys and values; the attention
+    of much longer chunks costs up to 3.4 times as much. Heads are divided over the tensor axis; the latent is computed
+    and cached on every device.
     """
 
     def __init__(
-        self,
-        size: int,
-        num_heads: int,
-        config: MLAConfig,
-        options: BuildOptions,
-        *,
-        scale: float,
-        norm_eps: float,
-        qkv_bias: bool = False,
-        output_bias: bool = False,
-        query_scaling: QueryScaling | None = None,
-    ):
+        self, size: int, num_heads: int, config: MLAConfig, options: BuildOptions, *, scale: float, norm_eps: float,
+        qkv_bias: bool = False, output_bias: bool = False, query_scaling: QueryScaling | None = None,
+    ):  # fmt: skip
         """`qkv_bias` is one on the products that make latents (`q_a`, `kv_a`), `norm_eps` is of the latents' norms."""
         query_rows = split_rows(num_heads * config.qk_head_dim, options.tp)
         if config.q_lora_rank is None:
@@ -315,22 +256,14 @@ class MLAttention(nnx.Module):
             config.kv_lora_rank, split_rows(num_heads * self.expanded, options.tp), options, adaptable=False
         )
         self.output = RowLinear(num_heads * config.v_head_dim, size, options, output_bias)
-        self.heads = num_heads // options.tp
-        self.config = config
-        self.scale = scale
-        self.query_scaling = query_scaling
+        self.heads, self.config = num_heads // options.tp, config
+        self.scale, self.query_scaling = scale, query_scaling
         self.kernels = options.kernels
 
     def __call__(
-        self,
-        x: Float[Array, "T E"],
-        angles: Angles | None,
-        pages: Pages,
-        meta: StepMetadata,
-        *,
-        norm: Norm | None = None,
-        residual: Residual = None,
-    ) -> tuple[Late, Pages]:
+        self, x: Float[Array, "T E"], angles: Angles | None, pages: Pages, meta: StepMetadata, *,
+        norm: Norm | None = None, residual: Residual = None,
+    ) -> tuple[Late, Pages]:  # fmt: skip
         """Attention of `norm(x)`, added to `residual` if there is one, and the pages with the new latents."""
         x = x if norm is None else norm(x)
         queries, latent, kv_b = self._queries(x, meta), self.kv_a(x), self.kv_b.weight.get_value()
@@ -358,13 +291,7 @@ class MLAttention(nnx.Module):
         q = jnp.concatenate([absorbed, rotate(q_rope, angles)], axis=-1)
         with jax.named_scope("paged_attention"):
             out, pages = self.kernels.attention(
-                q,
-                self._keys(latent, angles),
-                None,
-                pages,
-                meta,
-                scale=self.scale,
-                value_dim=config.kv_lora_rank,
+                q, self._keys(latent, angles), None, pages, meta, scale=self.scale, value_dim=config.kv_lora_rank
             )
         return kv_b.expand_heads(out, self.expanded, slice(config.qk_nope_head_dim, None)), pages
 

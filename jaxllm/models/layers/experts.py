@@ -1,7 +1,4 @@
-"""How tokens choose their experts (arXiv:1701.06538), and the experts: stacks of matrices.
-
-These are multiplied by rows sorted by expert.
-"""
+"""How tokens choose their experts (arXiv:1701.06538), and these: stacks of matrices, for rows sorted by expert."""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ from jaxllm.models.layers.norm import RMSNorm
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Mixture, StepMetadata
 from jaxllm.pallas_kernels.products import sort_by_group
-from jaxllm.quantization.host_stack import HostShare, PartlyOnHost
-from jaxllm.quantization.weight import Weight
+from jaxllm.quantization.weight import HostShare, PartlyOnHost, Weight
 from jaxllm.sharding.mesh import EVERY, TENSOR, Axes, Layout, Segment, tensor_rank, tensor_size
 
 SCORING: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -68,8 +64,7 @@ class MoEConfig:
         Llama 4                          sigmoid, scale_inputs
         Gemma 4                          softmax, renormalize, expert_scale, beside_dense
 
-    Raises:
-        CheckpointError: groups or top_k that the experts do not allow.
+    Raises CheckpointError for groups or top_k that the experts do not allow.
     """
 
     num_experts: int
@@ -120,9 +115,7 @@ def route(
 ) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
     """The weight, float32, and the number of every expert that each token uses, best first.
 
-    Args:
-        logits: the router's output.
-        bias: the correction bias of a config that has one.
+    `bias` is the correction bias of a config that has one.
     """
     scores = SCORING[config.scoring](logits.astype(jnp.float32))
     choice = scores if bias is None else scores + bias
@@ -183,34 +176,23 @@ class ExpertStack(NamedTuple):
 class Experts(nnx.Module):
     """The MLPs of all experts, gated or not, on rows sorted by expert.
 
-    With `host_experts` the last so many of each device are in host memory; see `host_experts.py`.
+    The last `host_experts` of each device are in host memory; see `host_experts.py`.
     """
 
     def __init__(self, size: int, config: MoEConfig, activation: str, options: BuildOptions):
         pieces = 1 if options.expert_parallel else options.tp
         segment = Segment(config.hidden, pieces)
         layout = Layout((segment, segment) if config.gated else (segment,), pieces, axis=1)
-        whole = options.expert_parallel
+        whole, count = options.expert_parallel, config.num_experts
         sharing = options.tp * options.dp if whole else 1
         self.num_on_host = options.host_experts
         host = HostShare(self.num_on_host, sharing) if self.num_on_host else None
-        first = ExpertLinear(
-            (config.num_experts, layout.rows, size),
-            (EVERY, None, None) if whole else (None, TENSOR, None),
-            options,
-            layout,
-            bias=config.expert_bias,
-            host=host,
-        )
+        axes = (EVERY, None, None) if whole else (None, TENSOR, None)
+        first = ExpertLinear((count, layout.rows, size), axes, options, layout, bias=config.expert_bias, host=host)
         self.gate_up = first if config.gated else None
         self.up = None if config.gated else first
-        self.down = ExpertLinear(
-            (config.num_experts, size, config.hidden),
-            (EVERY, None, None) if whole else (None, None, TENSOR),
-            options,
-            bias=config.expert_bias,
-            host=host,
-        )
+        axes = (EVERY, None, None) if whole else (None, None, TENSOR)
+        self.down = ExpertLinear((count, size, config.hidden), axes, options, bias=config.expert_bias, host=host)
         self.activation = activation
         self.swiglu = config.swiglu
         self.here = config.num_experts // sharing
@@ -226,21 +208,12 @@ class Experts(nnx.Module):
         """What tokens get of the experts from `first` on that are here, where there are kernels for all of it."""
         if self.num_on_host:
             return None
-        biases = self._first.own_bias, self.down.own_bias
+        stack = self._on_device()
         return self.kernels.experts(
-            x,
-            logits,
-            bias,
-            self._first.weight.get_value(),
-            self.down.weight.get_value(),
-            routing=routing,
-            first=first,
-            here=self.here,
-            activation=ACTIVATIONS[self.activation],
-            gate=self._gate,
-            biases=biases if routing.expert_bias else None,
-            meta=meta,
-        )
+            x, logits, bias, stack.first, stack.down, routing=routing, first=first, here=self.here,
+            activation=ACTIVATIONS[self.activation], gate=self._gate,
+            biases=(stack.first_bias, stack.down_bias) if routing.expert_bias else None, meta=meta,
+        )  # fmt: skip
 
     def routed(
         self, x: Float[Array, "T E"], weights: Float[Array, "T k"], experts: Int[Array, "T k"],
@@ -263,28 +236,32 @@ class Experts(nnx.Module):
             given = x
             if scale_inputs:
                 given = (jnp.repeat(x, top_k, axis=0) * weights.reshape(-1)[:, None]).astype(x.dtype)
-            found = self._kernel_pairs(given, group, stack)
+            found = self.kernels.chosen_experts(
+                given, group, stack.first, stack.down, activation=ACTIVATIONS[self.activation], gate=self._gate,
+                biases=None if stack.first_bias is None else (stack.first_bias, stack.down_bias),
+            )  # fmt: skip
             if found is not None:
                 return found
             order, place, sizes = sort_by_group(group, stack.num_experts)
             rows = given.at[order if scale_inputs else order // top_k].get(mode="promise_in_bounds")
             return self.products(rows, sizes, stack).at[place].get(mode="promise_in_bounds")
 
-        run = self._pairs_of_all if self.num_on_host else self._pairs_of_these
-        out = run(jnp.where(elsewhere, self.here, group), pairs).reshape(num_tokens, top_k, -1)
+        group = jnp.where(elsewhere, self.here, group)
+        out = self._pairs_of_all(group, pairs) if self.num_on_host else pairs(group, self._on_device())
+        out = out.reshape(num_tokens, top_k, -1)
         return (out if scale_inputs else out * weights[:, :, None]).sum(axis=1)
 
-    def _pairs_of_these(
-        self, group: Int[Array, "P"], pairs: Callable[[Int[Array, "P"], ExpertStack], Float[Array, "P E"]]
-    ) -> Float[Array, "P E"]:
-        """What `pairs` of tokens and experts give, where all experts are on the device."""
-        biases = self._first.own_bias, self.down.own_bias
-        return pairs(group, ExpertStack(self._first.weight.get_value(), self.down.weight.get_value(), *biases))
+    def _on_device(self) -> ExpertStack:
+        weights = self._first.weight.get_value(), self.down.weight.get_value()
+        return ExpertStack(*weights, self._first.own_bias, self.down.own_bias)
 
     def _pairs_of_all(
         self, group: Int[Array, "P"], pairs: Callable[[Int[Array, "P"], ExpertStack], Float[Array, "P E"]]
     ) -> Float[Array, "P E"]:
-        """The same where some are in host memory. Each pair is computed once, and adds zeros where it is not."""
+        """What `pairs` of tokens and experts give where some are in host memory.
+
+        Each pair is computed once, and adds zeros where it is not.
+        """
         first, down = self._first.weight.get_value(), self.down.weight.get_value()
         assert isinstance(first, PartlyOnHost) and isinstance(down, PartlyOnHost), "so they were declared"
         biases, resident, layer = (self._first.own_bias, self.down.own_bias), first.num_resident, layer_places()
@@ -306,20 +283,6 @@ class Experts(nnx.Module):
         out, layer.places = run_in_turns(first, down, layer.places, waiting, run, out)
         return out
 
-    def _kernel_pairs(
-        self, x: Float[Array, "T E"], group: Int[Array, "P"], stack: ExpertStack
-    ) -> Float[Array, "P E"] | None:
-        """What pairs give, as many in turn of each row of `x`, where there are kernels for all of it."""
-        return self.kernels.chosen_experts(
-            x,
-            group,
-            stack.first,
-            stack.down,
-            activation=ACTIVATIONS[self.activation],
-            gate=self._gate,
-            biases=None if stack.first_bias is None else (stack.first_bias, stack.down_bias),
-        )
-
     def places(self, count: int, tp: int) -> ExpertPlaces | None:
         """Buffers of `count` places on each device for experts in host memory; None where all are on the devices."""
         weights = self._first.weight.get_value(), self.down.weight.get_value()
@@ -330,7 +293,7 @@ class Experts(nnx.Module):
     def products(
         self, rows: Float[Array, "N E"], group_sizes: Int[Array, "X"], stack: ExpertStack
     ) -> Float[Array, "N E"]:
-        """What each row gets of the expert whose group it is in, in float32; rows behind all groups get zeros."""
+        """What each row gets of the expert whose group it is in, in float32; rows after all groups get zeros."""
         hidden = self._product(rows, group_sizes, stack.first, stack.first_bias)
         if self.up is not None:
             hidden = ACTIVATIONS[self.activation](hidden)
@@ -366,15 +329,9 @@ class ExpertLinear(nnx.Module):
     """
 
     def __init__(
-        self,
-        shape: tuple[int, int, int],
-        axes: Axes,
-        options: BuildOptions,
-        layout: Layout | None = None,
-        *,
-        bias: bool = False,
-        host: HostShare | None = None,
-    ):
+        self, shape: tuple[int, int, int], axes: Axes, options: BuildOptions, layout: Layout | None = None, *,
+        bias: bool = False, host: HostShare | None = None,
+    ):  # fmt: skip
         self.weight = weight(shape, options.dtype, axes, layout, host)
         self.axes = axes
         self.bias = param(shape[:2], jnp.float32, axes[:2], layout) if bias else None

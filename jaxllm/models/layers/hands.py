@@ -1,7 +1,7 @@
-"""What something beside the model does to it while it is traced: recording, steering, patching, adapters.
+"""Hands in a model while it is traced: recording, steering, patching, adapters.
 
 A model knows that there may be hands in it, and not whose. A `Hand` sees the whole stack of layers, a `LayerHand` one
-of them. Layers are jitted, and traced once for all that are alike: so what a hand tells a layer is data, and a step
+of them. Layers are jitted and traced once for all that are alike, so a hand tells a layer things as data. A step
 without hands is traced without any of this.
 """
 
@@ -25,8 +25,7 @@ Product = Callable[[Float[Array, "T E"] | None], Float[Array, "T E"]]
 class LayerHand:
     """A hand in one layer. Each method has a default that does nothing."""
 
-    whole = False
-    """The layer leaves nothing to be added to its output by the next one."""
+    whole = False  # the layer leaves nothing to be added to its output by the next one
 
     def __init__(self, data: Any):
         """`data` is what `Hand.layer` gave."""
@@ -47,8 +46,7 @@ class LayerHand:
 class Hand:
     """A hand in the stack of layers."""
 
-    layers: type[LayerHand] | None = None
-    """Its hands in single layers, if it has any."""
+    layers: type[LayerHand] | None = None  # its hands in single layers, if it has any
 
     def layer(self, index: int, x: Float[Array, "T E"]) -> Any:
         """A pytree that the hand in the layer `index` is made of; `x` is the residual stream that it takes."""
@@ -69,8 +67,7 @@ class Told:
 
     meta: StepMetadata
     hands: Sequence[LayerHand] = ()
-    places: Any = None
-    """Of its experts in host memory, if it has any; it leaves them changed."""
+    places: Any = None  # of its experts in host memory, if it has any; it leaves them changed
     sum: str | None = None
     """The activation that the next product added to the residual stream is, while `summing` is open."""
 
@@ -95,31 +92,29 @@ def told() -> Told:
     return found
 
 
-def _hands() -> Sequence[LayerHand]:
-    found = _told.get()
-    return () if found is None else found.hands
-
-
 def is_whole() -> bool:
     """Whether the layer that is traced must leave its whole output, because of some hand in it."""
-    return any(hand.whole for hand in _hands())
+    found = _told.get()
+    return found is not None and any(hand.whole for hand in found.hands)
 
 
 def tap(point: str, value: jax.Array | Callable[[], jax.Array]) -> None:
     """Show the hands an activation of the layer that is traced; a function is called where one wants it."""
-    for hand in _hands():
+    found = _told.get()
+    for hand in found.hands if found is not None else ():
         hand.tap(point, value if callable(value) else lambda: value)
 
 
 def summed(point: str, product: Product, residual: Float[Array, "T E"]) -> Float[Array, "T E"]:
     """`product(residual)`; what the product adds is the activation `point`."""
-    for hand in _hands():
-        product = _through(hand, point, product)
+
+    def through(hand: LayerHand, inner: Product) -> Product:
+        return lambda residual: inner(None) if residual is None else hand.add(point, inner, residual)
+
+    found = _told.get()
+    for hand in found.hands if found is not None else ():
+        product = through(hand, product)
     return product(residual)
-
-
-def _through(hand: LayerHand, point: str, product: Product) -> Product:
-    return lambda residual: product(None) if residual is None else hand.add(point, product, residual)
 
 
 @contextmanager

@@ -17,20 +17,18 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.models.caches import Buffer, Cache
 from jaxllm.models.layers.hands import Told, told
-from jaxllm.quantization.host_stack import PartlyOnHost
+from jaxllm.quantization.weight import PartlyOnHost
 from jaxllm.sharding.mesh import TENSOR, Axes
 
 
 class ExpertPlaces(NamedTuple):
     """A layer's places on a device; as shapes, those of all devices of a batch."""
 
-    first: tuple[Any, ...]
-    """The arrays of a Weight `[C, o, i]`: the gate and the projection up."""
+    first: tuple[Any, ...]  # the arrays of a Weight `[C, o, i]`: the gate and the projection up
     down: tuple[Any, ...]
     expert: Any
     """The number of the expert in each place among those in host memory, and one more; 0 where there is none."""
-    order: Any
-    """The places' order of use: 0 is that of the one unused for longest."""
+    order: Any  # the places' order of use: 0 is that of the one unused for longest
 
 
 class Turn(NamedTuple):
@@ -104,13 +102,9 @@ def _pick(which: Bool[Array, "m n"], values: Int[Array, "n"]) -> Int[Array, "m"]
 
 
 def run_in_turns(
-    first: PartlyOnHost,
-    down: PartlyOnHost,
-    places: ExpertPlaces,
-    waiting: Bool[Array, "N"],
-    run: Callable[[ExpertPlaces, Int[Array, "N"]], Float[Array, "P E"]],
-    out: Float[Array, "P E"],
-) -> tuple[Float[Array, "P E"], ExpertPlaces]:
+    first: PartlyOnHost, down: PartlyOnHost, places: ExpertPlaces, waiting: Bool[Array, "N"],
+    run: Callable[[ExpertPlaces, Int[Array, "N"]], Float[Array, "P E"]], out: Float[Array, "P E"],
+) -> tuple[Float[Array, "P E"], ExpertPlaces]:  # fmt: skip
     """`out` with what all experts that are `waiting` add to it, and the places as they are then.
 
     `run` is told which experts the places hold, and the place of each expert: it computes those that have one.
@@ -162,7 +156,7 @@ def forgotten(caches: Any) -> Any:
 
 
 def split_places(caches: Sequence[Cache]) -> tuple[list[Cache], list[ExpertPlaces | None]]:
-    """What each layer keeps of tokens, and its places where it has any: those come last in its cache."""
+    """Each layer's cache without its places, and those where it has any: they come last in its cache."""
     places = [cache[-1] if cache and isinstance(cache[-1], ExpertPlaces) else None for cache in caches]
     own = [cache if there is None else cache[:-1] for cache, there in zip(caches, places, strict=True)]
     return own, places
@@ -170,8 +164,7 @@ def split_places(caches: Sequence[Cache]) -> tuple[list[Cache], list[ExpertPlace
 
 def with_places(caches: Sequence[Cache], places: Sequence[ExpertPlaces | None]) -> tuple[Cache, ...]:
     """The two put together again."""
-    pairs = zip(caches, places, strict=True)
-    return tuple(tuple(cache) if there is None else (*cache, there) for cache, there in pairs)
+    return tuple((*cache,) if there is None else (*cache, there) for cache, there in zip(caches, places, strict=True))
 
 
 def layer_places() -> Told:

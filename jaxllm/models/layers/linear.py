@@ -1,7 +1,8 @@
 """Parameters, and matrix products and embeddings with weights stored `[out, in]`, as checkpoints have them.
 
-A parameter has a shape and no memory, and says how it is sharded: what a model is loaded with takes its place.
-"""
+A parameter has a shape and no memory, and says how it is sharded: what a model is loaded with takes its place. Products
+may have tables of adapters (LoRA, Hu et al. 2021, arXiv:2106.09685), one row an adapter. They are no parameters of the
+model, and a step that was compiled without them pays nothing."""
 
 from __future__ import annotations
 
@@ -15,12 +16,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxllm.models.layers.hands import add_product
-from jaxllm.models.layers.low_rank import AdapterTables, adapter_uses
-from jaxllm.models.options import BuildOptions
-from jaxllm.pallas_kernels import LATER, Late, Later, Norm, Residual, Unsummed, late_sum
-from jaxllm.quantization.host_stack import HostShare
-from jaxllm.quantization.weight import Dense
+from jaxllm.models.layers.hands import add_product, told
+from jaxllm.models.options import AdapterSizes, BuildOptions
+from jaxllm.pallas_kernels import LATER, AdapterArrays, AdapterUses, Late, Later, Norm, Residual, Unsummed, late_sum
+from jaxllm.quantization.weight import Dense, HostShare
 from jaxllm.sharding.mesh import (
     TENSOR,
     Axes,
@@ -33,6 +32,65 @@ from jaxllm.sharding.mesh import (
 )
 
 
+class AdapterTable(nnx.Variable):
+    """One array of every adapter, `[places, ...]`; it says how it is sharded as a parameter does."""
+
+
+def adapter_uses() -> AdapterUses:
+    """How much of each adapter the step's tokens have."""
+    step = told().meta
+    assert step.adapter_scales is not None, "tables are used in steps that have scales"
+    assert step.adapter_gains is not None, "a model with tables knows which of its adapters have gains"
+    return AdapterUses(step.adapter_scales, step.adapter_gains)
+
+
+def adapter_numbers(sizes: AdapterSizes | None) -> AdapterTable | None:
+    """A table of one number an adapter: whether it has gains."""
+    return None if sizes is None else _table((sizes.places,), jnp.int32, (None,))
+
+
+class AdapterTables(nnx.Module):
+    """`sum over adapters of scale * (b.T @ (a @ x) + gain * w @ x)`, for a product `w @ x` with an `[o, i]` weight.
+
+    A product that is fused of several tensors has an `a` for each of them, one after the other, which goes with the
+    tensor's columns of `b` (the transposed B of files). An adapter's own rank for a tensor may be below the tables',
+    and is 0 where it leaves the tensor alone. A product with a bias has a table of what adapters add to that.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, options: BuildOptions, axes: Axes, layout: Layout | None,
+        bias: bool = False,
+    ):  # fmt: skip
+        assert options.adapters is not None, "a model without adapters has no tables of them"
+        places, rank, dtype = options.adapters.places, options.adapters.rank, options.dtype
+        num_parts = max(1, len(layout.segments)) if layout is not None else 1
+        self.a = _table((places, num_parts * rank, in_features), dtype, (None, None, axes[1]))
+        self.b = _table((places, rank, out_features), dtype, (None, None, axes[0]), layout)
+        self.gain = _table((places, out_features), dtype, (None, axes[0]), layout)
+        self.ranks = _table((places, num_parts), jnp.int32, (None, None))
+        self.bias = _table((places, out_features), jnp.float32, (None, axes[0]), layout) if bias else None
+        self.kernels = options.kernels
+
+    @property
+    def arrays(self) -> AdapterArrays:
+        """The tables as they are now, which kernels take."""
+        return AdapterArrays(self.a[...], self.b[...], self.gain[...], self.ranks[...])
+
+    def biases(self) -> Float[Array, "T o"]:
+        """What the tokens' adapters add to a product's bias, float32."""
+        assert self.bias is not None, "a product without a bias gets none"
+        # No product of matrices: how that sums up may depend on the number of tokens.
+        return jnp.sum(adapter_uses().scales[:, :, None] * self.bias[...], axis=1)
+
+    def added(self, parts: Sequence[Float[Array, "T _"]], x: Float[Array, "T i"]) -> tuple[jax.Array, ...]:
+        """What a product has of each tensor, float32, and what the tokens' adapters add to it for their inputs `x`."""
+        return self.kernels.low_rank(parts, x, self.arrays, adapter_uses())
+
+
+def _table(shape: tuple[int, ...], dtype: Any, axes: Axes, layout: Layout | None = None) -> AdapterTable:
+    return AdapterTable(jax.ShapeDtypeStruct(shape, dtype), axes=axes, layout=layout)
+
+
 def param(shape: tuple[int, ...], dtype: Any, axes: Axes | None = None, layout: Layout | None = None) -> nnx.Param:
     """A plain array of the global `shape`, replicated unless `axes` names a mesh axis; `layout` describes its axis 0.
 
@@ -42,12 +100,9 @@ def param(shape: tuple[int, ...], dtype: Any, axes: Axes | None = None, layout: 
 
 
 def weight(
-    shape: tuple[int, ...],
-    dtype: Any,
-    axes: Axes | None = None,
-    layout: Layout | None = None,
+    shape: tuple[int, ...], dtype: Any, axes: Axes | None = None, layout: Layout | None = None,
     host: HostShare | None = None,
-) -> nnx.Param:
+) -> nnx.Param:  # fmt: skip
     """A matrix `[*stack, o, i]`, likewise. It is declared dense; what it is kept as is decided when it is loaded.
 
     `host` says what part of a stack is to be in host memory.
@@ -60,16 +115,9 @@ class Linear(nnx.Module):
     """A product with an `[o, i]` weight, and a bias or none; every device does it whole unless `axes` divide it."""
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        options: BuildOptions,
-        bias: bool = False,
-        *,
-        axes: Axes = (None, None),
-        layout: Layout | None = None,
-        adaptable: bool = True,
-    ):
+        self, in_features: int, out_features: int, options: BuildOptions, bias: bool = False, *,
+        axes: Axes = (None, None), layout: Layout | None = None, adaptable: bool = True,
+    ):  # fmt: skip
         """One that is not `adaptable` has no tables of adapters: its weight is not only multiplied by."""
         self.weight = weight((out_features, in_features), options.dtype, axes, layout)
         self.bias = param((out_features,), jnp.float32, axes[:1], layout) if bias else None

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxllm.models.layers.linear import ColumnLinear, Linear, RowLinear, VocabEmbedding
-from jaxllm.models.layers.low_rank import adapter_uses
+from jaxllm.models.layers.linear import ColumnLinear, Linear, RowLinear, VocabEmbedding, adapter_uses
 from jaxllm.models.layers.norm import RMSNorm
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Late, Norm, Residual, StepMetadata
@@ -50,53 +49,57 @@ class ClampedSwiglu:
         return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
 
 
-class GatedMLP(nnx.Module):
+class MLP(nnx.Module):
+    """`down(act(up(x)))`."""
+
+    def __init__(self, size: int, hidden: int, activation: str, options: BuildOptions, bias: bool = False):
+        self.up = ColumnLinear(size, split_rows(hidden, options.tp), options, bias)
+        self.down = RowLinear(hidden, size, options, bias)
+        self.activation = activation
+
+    def __call__(
+        self, x: Float[Array, "T E"], meta: StepMetadata, *, norm: Norm | None = None, residual: Residual = None
+    ) -> Late:
+        """The block of `norm(x)`, added to `residual` if there is one."""
+        return self.down(self._between(x, norm).astype(x.dtype), residual=residual)
+
+    def partial(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        """This device's part of the output, in float32 and without bias."""
+        return self.down.partial(self._between(x))
+
+    def _between(self, x: Float[Array, "T E"], norm: Norm | None = None) -> Float[Array, "T F"]:
+        return ACTIVATIONS[self.activation](self.up(x, norm).astype(jnp.float32))
+
+
+class GatedMLP(MLP):
     """`down(act(gate_scale * gate(x)) * up(x))`, gate and up in one product (Shazeer 2020, arXiv:2002.05202)."""
 
     def __init__(
-        self,
-        size: int,
-        hidden: int,
-        activation: str,
-        options: BuildOptions,
-        bias: bool = False,
+        self, size: int, hidden: int, activation: str, options: BuildOptions, bias: bool = False,
         gate_scale: float = 1.0,
-    ):
+    ):  # fmt: skip
         half = Segment(hidden, options.tp)
         self.gate_up = ColumnLinear(size, Layout((half, half), options.tp), options, bias)
         self.down = RowLinear(hidden, size, options, bias)
-        self.activation = activation
-        self.gate_scale = gate_scale
+        self.activation, self.gate_scale = activation, gate_scale
 
     def __call__(
-        self,
-        x: Float[Array, "T E"],
-        meta: StepMetadata,
-        *,
-        norm: Norm | None = None,
-        residual: Residual = None,
+        self, x: Float[Array, "T E"], meta: StepMetadata, *, norm: Norm | None = None, residual: Residual = None
     ) -> Late:
         """The block of `norm(x)`, added to `residual` if there is one."""
-        if tensor_size() == 1:
-            out = self._at_once(x, norm, residual, x.dtype)
-            if out is not None:
-                return out
-        between = gated(self.gate_up(x, norm), self.activation, self.gate_scale)
-        return self.down(between.astype(x.dtype), residual=residual)
+        out = self._at_once(x, norm, residual, x.dtype) if tensor_size() == 1 else None
+        return super().__call__(x, meta, norm=norm, residual=residual) if out is None else out
 
     def partial(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
         """This device's part of the output, in float32."""
         out = self._at_once(x)
-        if out is not None:
-            return out
-        return self.down.partial(gated(self.gate_up(x), self.activation, self.gate_scale))
+        return super().partial(x) if out is None else out
+
+    def _between(self, x: Float[Array, "T E"], norm: Norm | None = None) -> Float[Array, "T F"]:
+        return gated(self.gate_up(x, norm), self.activation, self.gate_scale)
 
     def _at_once(
-        self,
-        x: Float[Array, "T E"],
-        norm: Norm | None = None,
-        residual: Residual = None,
-        dtype: Any = jnp.float32,
+        self, x: Float[Array, "T E"], norm: Norm | None = None, residual: Residual = None, dtype: Any = jnp.float32
     ) -> Late | None:
         """This device's part by one kernel, where there is one."""
         first, second = self.gate_up, self.down
@@ -107,31 +110,6 @@ class GatedMLP(nnx.Module):
             adapters = (first.low_rank.arrays, second.low_rank.arrays, adapter_uses())
         weights = first.weight.get_value(), second.weight.get_value()
         return first.kernels.gated_mlp(x, *weights, self.activation, norm, residual, dtype, adapters)
-
-
-class MLP(nnx.Module):
-    """`down(act(up(x)))`."""
-
-    def __init__(self, size: int, hidden: int, activation: str, options: BuildOptions, bias: bool = False):
-        self.up = ColumnLinear(size, split_rows(hidden, options.tp), options, bias)
-        self.down = RowLinear(hidden, size, options, bias)
-        self.activation = activation
-
-    def __call__(
-        self,
-        x: Float[Array, "T E"],
-        meta: StepMetadata,
-        *,
-        norm: Norm | None = None,
-        residual: Residual = None,
-    ) -> Late:
-        """The block of `norm(x)`, added to `residual` if there is one."""
-        up = self.up(x, norm).astype(jnp.float32)
-        return self.down(ACTIVATIONS[self.activation](up).astype(x.dtype), residual=residual)
-
-    def partial(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
-        """This device's part of the output, in float32 and without bias."""
-        return self.down.partial(ACTIVATIONS[self.activation](self.up(x).astype(jnp.float32)))
 
 
 @dataclass(frozen=True)

@@ -51,13 +51,9 @@ class MoE(nnx.Module):
         self.config = config
 
     def __call__(
-        self,
-        x: Float[Array, "T E"],
-        meta: StepMetadata,
-        *,
-        norm: Norm | None = None,
+        self, x: Float[Array, "T E"], meta: StepMetadata, *, norm: Norm | None = None,
         residual: Float[Array, "T E"] | None = None,
-    ) -> Float[Array, "T E"]:
+    ) -> Float[Array, "T E"]:  # fmt: skip
         """The layer's output, added to `residual` if there is one. Padding visits no expert: it costs no weights."""
         before, x = x, x if norm is None else norm(x)
         out = self._mixed(x, meta, before)
@@ -81,7 +77,8 @@ class MoE(nnx.Module):
         with jax.named_scope("experts"):
             rows = x if self.latent_down is None else self.latent_down(x)
             if self.experts.serve_all_batches:
-                rows, logits, sequences = _of_all_batches(rows, logits, meta.seq_ids)
+                every = gather_over_data((rows, logits, meta.seq_ids))
+                rows, logits, sequences = (a.reshape(-1, *a.shape[2:]) for a in every)  # one batch after the other
                 meta = replace(meta, seq_ids=sequences)  # they say which rows are padding
             out: Any = None
             if not (self.config.expert_scale or self.config.scale_inputs):
@@ -94,23 +91,13 @@ class MoE(nnx.Module):
                 out = share_out_over_data(late_sum(out))
             if self.latent_up is not None:
                 out = self.latent_up.partial(late_sum(out).astype(x.dtype))
-        with jax.named_scope("shared_experts"):
-            shared = self._shared(x)
-        if isinstance(out, Mixture):
-            return replace(out, shared=shared)
-        return out if shared is None else out + shared
-
-    def _shared(self, x: Float[Array, "T E"]) -> Float[Array, "T E"] | None:
         if self.shared is None:
-            return None
-        shared = self.shared.partial(x)
-        return shared if self.shared_gate is None else shared * jax.nn.sigmoid(self.shared_gate.partial(x))
-
-
-def _of_all_batches(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The rows of every batch, one batch after the other."""
-    found: tuple[jax.Array, ...] = gather_over_data(arrays)
-    return tuple(a.reshape(-1, *a.shape[2:]) for a in found)
+            return out
+        with jax.named_scope("shared_experts"):
+            shared = self.shared.partial(x)
+            if self.shared_gate is not None:
+                shared = shared * jax.nn.sigmoid(self.shared_gate.partial(x))
+        return replace(out, shared=shared) if isinstance(out, Mixture) else out + shared
 
 
 class DenseBesideMoE(nnx.Module):
@@ -126,12 +113,7 @@ class DenseBesideMoE(nnx.Module):
         self.moe_post_norm = RMSNorm(size, norm_eps, options.kernels)
 
     def __call__(
-        self,
-        x: Float[Array, "T E"],
-        meta: StepMetadata,
-        *,
-        norm: Norm | None = None,
-        residual: Residual = None,
+        self, x: Float[Array, "T E"], meta: StepMetadata, *, norm: Norm | None = None, residual: Residual = None
     ) -> Float[Array, "T E"]:
         """Both blocks of `x`, added to `residual` if there is one; `norm` is the dense one's."""
         dense = self.dense_post_norm(self.dense(x, meta, norm=norm))

@@ -21,8 +21,7 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, size: int, eps: float, kernels: Kernels):
         self.weight = param((size,), jnp.float32)
-        self.eps = eps
-        self.kernels = kernels
+        self.eps, self.kernels = eps, kernels
 
     def __call__(self, x: Float[Array, "... n"]) -> Float[Array, "... n"]:
         return self.traced(x)
@@ -33,16 +32,12 @@ class RMSNorm(nnx.Module):
         return RootMeanSquare(self.weight[...], self.eps, self.kernels.normalise)
 
 
-class UnitRMSNorm(nnx.Module):
+class UnitRMSNorm(RMSNorm):
     """`RootMeanSquare` without a weight."""
 
     def __init__(self, size: int, eps: float, kernels: Kernels):
         self.size = size
-        self.eps = eps
-        self.kernels = kernels
-
-    def __call__(self, x: Float[Array, "... n"]) -> Float[Array, "... n"]:
-        return self.traced(x)
+        self.eps, self.kernels = eps, kernels
 
     @property
     def traced(self) -> Norm:
@@ -59,8 +54,7 @@ class WholeRMSNorm(nnx.Module):
     def __init__(self, size: int, eps: float, shards: int, options: BuildOptions):
         layout = Layout((Segment(size, shards),), options.tp)
         self.weight = param((layout.rows,), jnp.float32, (TENSOR,), layout)
-        self.eps = eps
-        self.kernels = options.kernels
+        self.eps, self.kernels = eps, options.kernels
 
     def __call__(self, x: Float[Array, "T H D"]) -> Float[Array, "T H D"]:
         flat, weight = x.reshape(x.shape[0], -1), self.weight[...]
@@ -81,8 +75,7 @@ class GroupRMSNorm(nnx.Module):
     def __init__(self, size: int, groups: int, eps: float, options: BuildOptions):
         self.weight = param((size,), jnp.float32, (TENSOR,), split_rows(size, options.tp))
         self.groups = groups
-        self.eps = eps
-        self.kernels = options.kernels
+        self.eps, self.kernels = eps, options.kernels
 
     def __call__(self, x: Float[Array, "T n"]) -> Float[Array, "T n"]:
         weight, devices = self.weight[...], tensor_size()
@@ -104,8 +97,7 @@ class LayerNorm(nnx.Module):
     def __init__(self, size: int, eps: float, kernels: Kernels, bias: bool = True):
         self.weight = param((size,), jnp.float32)
         self.bias = param((size,), jnp.float32) if bias else None
-        self.eps = eps
-        self.kernels = kernels
+        self.eps, self.kernels = eps, kernels
 
     @property
     def traced(self) -> Norm:
@@ -119,19 +111,14 @@ class LayerNorm(nnx.Module):
 
 def norm_of_kind(kind: str, size: int, eps: float, kernels: Kernels) -> RMSNorm | LayerNorm:
     """The norm that a config's `norm` names: "rms", "layer" or "layer_unbiased"."""
-    if kind == "rms":
-        return RMSNorm(size, eps, kernels)
-    return LayerNorm(size, eps, kernels, bias=kind == "layer")
+    return RMSNorm(size, eps, kernels) if kind == "rms" else LayerNorm(size, eps, kernels, bias=kind == "layer")
 
 
-class HeadLayerNorms(nnx.Module):
+class HeadLayerNorms(LayerNorm):
     """A LayerNorm for every head, each with a weight of its own and no bias."""
 
     def __init__(self, num_heads: int, head_dim: int, eps: float, shards: int, options: BuildOptions):
         layout = Layout((Segment(num_heads, shards),), options.tp)
         self.weight = param((layout.rows, head_dim), jnp.float32, (TENSOR, None), layout)
-        self.eps = eps
-        self.kernels = options.kernels
-
-    def __call__(self, x: Float[Array, "T H D"]) -> Float[Array, "T H D"]:
-        return self.kernels.normalise(x, self.weight[...], None, self.eps, True)
+        self.bias = None
+        self.eps, self.kernels = eps, options.kernels

@@ -50,19 +50,12 @@ class ShortConv(nnx.Module):
         self.causal_conv = options.kernels.causal_conv
 
     def __call__(
-        self,
-        x: Float[Array, "T E"],
-        angles: Angles | None,
-        cache: Cache,
-        meta: StepMetadata,
-        *,
-        norm: Norm | None = None,
-        residual: Residual = None,
-    ) -> tuple[Late, Cache]:
+        self, x: Float[Array, "T E"], angles: Angles | None, cache: Cache, meta: StepMetadata, *,
+        norm: Norm | None = None, residual: Residual = None,
+    ) -> tuple[Late, Cache]:  # fmt: skip
         """The block of `norm(x)`, added to `residual` if there is one, and the state after it; `angles` say nothing."""
         gate_in, gate_out, x = self.input.segments(x, norm)
-        bias = None if self.bias is None else self.bias[...]
-        constants = (self.taps[...], bias)
+        constants = (self.taps[...], None if self.bias is None else self.bias[...])
         convolved, state = run_states(self.causal_conv, (gate_in * x,), constants, cache[0], meta)
         return self.output((gate_out * convolved).astype(x.dtype), residual=residual), (state,)
 
@@ -115,15 +108,9 @@ class GatedDeltaNet(nnx.Module):
         self.kernels = options.kernels
 
     def __call__(
-        self,
-        x: Float[Array, "T E"],
-        angles: Angles | None,
-        cache: Cache,
-        meta: StepMetadata,
-        *,
-        norm: Norm | None = None,
-        residual: Residual = None,
-    ) -> tuple[Late, Cache]:
+        self, x: Float[Array, "T E"], angles: Angles | None, cache: Cache, meta: StepMetadata, *,
+        norm: Norm | None = None, residual: Residual = None,
+    ) -> tuple[Late, Cache]:  # fmt: skip
         """The block of `norm(x)`, added to `residual` if there is one, and the state after it; `angles` say nothing."""
         inputs, matrices = cache
         qkv = jnp.concatenate(self.qkv.segments(x, norm), axis=-1)
@@ -139,9 +126,6 @@ class GatedDeltaNet(nnx.Module):
         gate = jax.nn.silu(gate.astype(jnp.float32)).reshape(out.shape)
         gated = (self.norm(out) * gate).astype(x.dtype).reshape(x.shape[0], -1)
         return self.output(gated, residual=residual), (inputs, matrices)
-
-
-NormPlace = Literal["after_gate", "before_gate"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +154,7 @@ class SSDConfig:
     output_bias: bool = False
     dt_min: float = 0.0
     dt_max: float | None = None
-    norm: NormPlace | None = "after_gate"
+    norm: Literal["after_gate", "before_gate"] | None = "after_gate"
     scales: tuple[float, ...] = (1.0,) * 5
     out_scale: float = 1.0
 
@@ -195,12 +179,9 @@ class SSDConfig:
 
 
 class StateSpaceDual(nnx.Module):
-    """`output(norm(ssd(silu(conv(x | b | c)), dt) * silu(z)))`, where `z`, `x`, `b` and `c` are one product.
+    """`output(norm(ssd(silu(conv(x | b | c)), dt) * silu(z)))`: Mamba-2's layer (arXiv:2405.21060).
 
-    Mamba-2's layer (arXiv:2405.21060).
-
-    `dt` is by itself, since its rows are as many as there are heads, which may be no whole tiles.
-
+    `z`, `x`, `b` and `c` are one product. `dt` is another: it has a row for each head, which may be no whole tiles.
     Heads are divided over the tensor axis, and groups as far as there are any to divide.
     """
 
@@ -225,22 +206,15 @@ class StateSpaceDual(nnx.Module):
         self.kernels = options.kernels
 
     def __call__(
-        self,
-        x: Float[Array, "T E"],
-        angles: Angles | None,
-        cache: Cache,
-        meta: StepMetadata,
-        *,
-        norm: Norm | None = None,
-        residual: Residual = None,
-    ) -> tuple[Late, Cache]:
+        self, x: Float[Array, "T E"], angles: Angles | None, cache: Cache, meta: StepMetadata, *,
+        norm: Norm | None = None, residual: Residual = None,
+    ) -> tuple[Late, Cache]:  # fmt: skip
         """The layer of `norm(x)`, added to `residual` if there is one, and the state after it; `angles` say nothing."""
         parts = zip([*self.input.segments(x, norm), self.dt(x, norm)], self.config.scales, strict=True)
         z, *convolved, dt = (part if scale == 1.0 else (part * scale).astype(part.dtype) for part, scale in parts)
-        bias = None if self.conv_bias is None else self.conv_bias[...]
+        constants = (self.taps[...], None if self.conv_bias is None else self.conv_bias[...])
         convolution = partial(self.kernels.causal_conv, activation=jax.nn.silu)
-        inputs = (jnp.concatenate(convolved, axis=-1),)
-        u, past = run_states(convolution, inputs, (self.taps[...], bias), cache[0], meta)
+        u, past = run_states(convolution, (jnp.concatenate(convolved, axis=-1),), constants, cache[0], meta)
         with jax.named_scope("ssd"):
             y, states = run_states(partial(_ssd, self.kernels.ssd), *self._inputs(u, dt), cache[1], meta)
         return self.output(self._gated(y, z).astype(x.dtype), residual=residual), (past, states)
@@ -249,8 +223,7 @@ class StateSpaceDual(nnx.Module):
         self, u: Float[Array, "T C"], dt: Float[Array, "T H"]
     ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         """What the states take of each token, and of the layer."""
-        tokens, heads = dt.shape
-        config = self.config
+        (tokens, heads), config = dt.shape, self.config
         dt = jax.nn.softplus(dt.astype(jnp.float32) + self.dt_bias[...])
         shared = self.groups * config.state_size
         b, c = u[:, -2 * shared : -shared], u[:, -shared:]

@@ -65,9 +65,10 @@ def inverse_frequencies(rope: RopeConfig, *, long: bool = False) -> np.ndarray:
         band = rope.high_freq_factor - rope.low_freq_factor
         kept = rotations - rope.low_freq_factor
         kept = np.clip(kept / band, 0.0, 1.0) if band else np.where(kept >= 0, 1.0, 0.0)
-        freqs = _blend(freqs / rope.factor, freqs, kept)
+        freqs = (1 - kept) * (freqs / rope.factor) + kept * freqs
     elif rope.kind == "yarn":
-        freqs = _blend(freqs / rope.factor, freqs, _yarn_kept(rope))
+        kept = _yarn_kept(rope)
+        freqs = (1 - kept) * (freqs / rope.factor) + kept * freqs
     elif rope.kind == "longrope":
         freqs = freqs / np.asarray(rope.long_divisors if long else rope.short_divisors)
     if rope.kind == "proportional":
@@ -75,10 +76,6 @@ def inverse_frequencies(rope: RopeConfig, *, long: bool = False) -> np.ndarray:
     if rope.divisors is not None:
         freqs = freqs / np.asarray(rope.divisors)
     return freqs.astype(np.float32)
-
-
-def _blend(a: np.ndarray, b: np.ndarray, share_of_b: np.ndarray) -> np.ndarray:
-    return (1 - share_of_b) * a + share_of_b * b
 
 
 def _yarn_kept(rope: RopeConfig) -> np.ndarray:

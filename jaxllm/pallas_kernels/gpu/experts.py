@@ -8,20 +8,24 @@ them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from jaxllm.pallas_kernels.gpu import block_scaled, few_rows, int8, packed
-from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul
-from jaxllm.pallas_kernels.gpu.route import route
-from jaxllm.pallas_kernels.gpu.rows import RowLists, groups_of_rows, list_rows
-from jaxllm.pallas_kernels.matrices import KernelMatrix, PackedMatrix
+from jaxllm.compat import triton_compiler_params, triton_load, triton_store
+from jaxllm.pallas_kernels.gpu import packed
+from jaxllm.pallas_kernels.gpu.few_rows import code_product
+from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows
+from jaxllm.pallas_kernels.gpu.route import RowLists, groups_of_rows, list_rows, route
+from jaxllm.pallas_kernels.matrices import ROWS, KernelMatrix, PackedMatrix
 from jaxllm.pallas_kernels.metadata import StepMetadata
-from jaxllm.pallas_kernels.products import Late, Mixture, late_sum
+from jaxllm.pallas_kernels.products import Late, Mixture, RootMeanSquare, Unsummed, late_sum
 
 
 def experts(
@@ -81,16 +85,9 @@ def _products(
         if matrix.order is not None:
             assert group is not None
             x = _in_their_order(x, matrix.order, group)
-        product: Callable[..., Late] = grouped_matmul
-        if isinstance(matrix, KernelMatrix):
-            if matrix.rounds:
-                options |= {"tile_rows": tile_rows}
-                product = int8.matmul
-            elif tile_rows <= block_scaled.MOST_ROWS and block_scaled.knows(matrix):
-                product = block_scaled.few_rows
-            elif tile_rows <= few_rows.MOST_ROWS and few_rows.knows(matrix):
-                product = few_rows.few_rows
-        return late_sum(product(x, matrix, lists, rows, interpret=interpret, **options))
+        if isinstance(matrix, PackedMatrix):
+            return packed.grouped_matmul(x, matrix, lists, rows, tile_rows, interpret=interpret, **options)
+        return late_sum(code_product(x, matrix, lists, rows, tile_rows, interpret=interpret, **options))
 
     if len(gate_up) == 1 and biases is None and gate is None and _is_lowered(activation) and _gates(gate_up[0]):
         hidden = multiply(x, gate_up[0], activation=activation, dtype=down[0].dtype)
@@ -114,10 +111,64 @@ def _gated(both: Float[Array, "N n"], activation: Callable[[jax.Array], jax.Arra
 
 
 def _gates(matrix: KernelMatrix | PackedMatrix) -> bool:
-    """Whether a kernel finds gates and what they are for beside each other."""
-    return isinstance(matrix, KernelMatrix) or packed.gates(matrix)
+    """A kernel finds gates and what they are for beside each other: in tiles, both halves are whole ones."""
+    return isinstance(matrix, KernelMatrix) or matrix.shape[-2] % (2 * ROWS) == 0
 
 
 def _is_lowered(activation: Callable[[jax.Array], jax.Array]) -> bool:
     """Triton knows no error function, which exact GELU is made of."""
     return "erf" not in str(jax.make_jaxpr(activation)(jnp.float32(0)))
+
+
+def add_norm(
+    x: Float[Array, "T E"], out: Late, norm: RootMeanSquare, *, interpret: bool = False
+) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
+    """`x + out`, and the norm of it; what is yet to be summed is, on the way."""
+    tokens, size = x.shape
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    if isinstance(out, Mixture):
+        added = (out.weights, out.outputs, *(() if out.shared is None else (out.shared,)))
+    elif isinstance(out, Unsummed):
+        added = (out.parts,)
+    else:
+        added = (out,)
+    return pl.pallas_call(
+        functools.partial(_norm_kernel, size=size, eps=norm.eps),
+        out_shape=(shape, shape),
+        grid=(tokens,),
+        interpret=interpret,
+        compiler_params=triton_compiler_params(num_warps=_norm_warps(size), num_stages=1),
+        name="add_norm",
+    )(norm.weight, x, *added)
+
+
+def _norm_warps(size: int) -> int:
+    """Of no fewer than 16 channels a thread: with 8 the compiler aims at 32 registers, and spills."""
+    return max(1, min(8, pl.next_power_of_2(size) // (16 * 32)))
+
+
+def _norm_kernel(weight_ref: Any, x_ref: Any, *refs: Any, size: int, eps: float) -> None:
+    *added_refs, sum_ref, normed_ref = refs
+    row, channel = pl.program_id(0), jnp.arange(pl.next_power_of_2(size))
+    mask = channel < size
+
+    def load(ref: Any, *part: int) -> Array:
+        return triton_load(ref.at[*part, row, channel], mask=mask, other=0).astype(jnp.float32)
+
+    x = load(x_ref)  # before what is added to it: behind that, sums of two parts would be spilled
+    out = jnp.zeros(channel.shape, jnp.float32)
+    if len(added_refs) > 1:
+        mixed_ref, outputs_ref, *added_refs = added_refs
+        for index in range(outputs_ref.shape[1]):
+            mixed = mixed_ref[row, index]
+            output = triton_load(outputs_ref.at[row, index, channel], mask=mask & (mixed != 0), other=0)
+            out += mixed * output.astype(jnp.float32)
+    for ref in added_refs:
+        for part in [(index,) for index in range(ref.shape[0])] if len(ref.shape) == 3 else [()]:
+            out += load(ref, *part)
+    total = (x + out.astype(sum_ref.dtype).astype(jnp.float32)).astype(sum_ref.dtype)
+    triton_store(sum_ref.at[row, channel], total, mask=mask)
+    total = total.astype(jnp.float32)
+    factor = lax.rsqrt(jnp.sum(total * total) / size + eps)
+    weight = triton_load(weight_ref.at[channel], mask=mask, other=0)
+    triton_store(normed_ref.at[row, channel], (total * factor * weight).astype(normed_ref.dtype), mask=mask)

@@ -1,33 +1,172 @@
-"""Products with weights as they are stored, on NVIDIA GPUs: grouped for experts, and of one matrix of few bits.
+"""Products with weights as they are stored, on NVIDIA GPUs: how they are cut into programs, and two kernels of them.
 
-One program per (block of outputs, tile of rows). A tile is up to `rows` rows of one group, so that a program multiplies
-by one matrix; it walks that matrix's inputs a block at a time and expands codes in registers. Rows are read from where
-they are and written where they belong, by the list of their group: nothing is sorted or gathered before. No weight is
-copied, transposed or expanded in memory, and only those of groups that have rows are read.
+One program per (block of outputs, tile of rows or part of the inputs). A tile is up to `tile_rows` rows of one group,
+so that a program multiplies by one matrix; it walks that matrix's inputs a step at a time, and expands codes in
+registers. Rows are read from where they are and written where they belong, by the list of their group: nothing is
+sorted or gathered before. No weight is copied, transposed or expanded in memory, and only those of groups that have
+rows are read. The parts of long rows are walked side by side, and the kernel that reads their sums adds them up.
 
-With a few rows a group, memory bandwidth is the limit: the weights are read once. With 128 rows and more a group the
-tensor cores are; weights of few bits are then expanded once for each 128 rows.
+`matmul` is for floats, and for codes and many rows. With a few rows a group, memory bandwidth is the limit: the weights
+are read once. With 128 rows and more a group the tensor cores are; weights of few bits are then expanded once for each
+128 rows. `integer_matmul` is for weights of int8 with a scale a row, and inputs rounded to int8 by runs (W8A8): inputs
+are rounded once, by a kernel before it. It multiplies a run at a time by the tensor cores' instructions for integers,
+whose sums are exact, and adds them up in float32 by the scales of the run; a weight's own scale comes last.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Int8
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
-from jaxllm.pallas_kernels.gpu import packed
-from jaxllm.pallas_kernels.gpu.expand import from_e4m3
-from jaxllm.pallas_kernels.gpu.rows import RowLists, neighbours
-from jaxllm.pallas_kernels.matrices import KernelMatrix, PackedMatrix
-from jaxllm.pallas_kernels.products import dot
+from jaxllm.pallas_kernels.gpu.expand import from_e4m3, round_to_even
+from jaxllm.pallas_kernels.gpu.route import RowLists
+from jaxllm.pallas_kernels.matrices import RUN, KernelMatrix
+from jaxllm.pallas_kernels.products import Late, Unsummed, dot
+
+Activation = Callable[[jax.Array], jax.Array]
+
+
+class Program(NamedTuple):
+    """A program's share of a product.
+
+    Attributes:
+        group: whose matrix its rows are multiplied by.
+        there: how many rows there are, or 1 where that is not counted; the rest of a tile is not `live`.
+        row, x_row: their places in the output, outside it for rows that are not live; and in the inputs.
+        part, steps: the part of the output, and the first step over the inputs and the end: several programs may walk
+            some of the inputs each.
+        block, lane: its block of outputs, and these by number; not all are `inside`.
+        output: the row of a matrix that each output is of, 0 for one outside.
+        matrix_row: the same of all matrices, one after the other.
+    """
+
+    group: Array | int
+    there: Array | int
+    row: Int[Array, "n"]
+    x_row: Int[Array, "n"]
+    live: Bool[Array, "n"]
+    part: Array | int
+    steps: tuple[Array | int, Array | int]
+    block: Array
+    lane: Int[Array, "m"]
+    inside: Bool[Array, "m"]
+    output: Int[Array, "m"]
+    matrix_row: Int[Array, "m"]
+
+
+@dataclass(frozen=True)
+class Product:
+    """What is static about a product of rows with a matrix, or with each group's of a stack.
+
+    Attributes:
+        outputs: of a matrix.
+        block_out: outputs of a program.
+        tile_rows: rows of a program.
+        share: neighbouring rows that share one of the inputs.
+        activation: with it the first half of a matrix is a gate, and the result, half as wide, is
+            `activation(gate) * up`. A gate's output and the one that it is for are neighbours in a program.
+    """
+
+    outputs: int
+    block_out: int
+    tile_rows: int
+    share: int
+    activation: Activation | None
+
+    def program(self, list_refs: Sequence[Any], out_ref: Any, steps: int) -> Program:
+        """This program's share of `steps` steps: with `RowLists` of their second tile, else of all rows or inputs."""
+        block, second = pl.program_id(0), pl.program_id(1)
+        of_tile, (parts, num_rows, _) = jnp.arange(self.tile_rows), out_ref.shape
+        group: Array | int = 0
+        there: Array | int = 1
+        part: Array | int = 0
+        mine: tuple[Array | int, Array | int] = 0, steps
+        if list_refs:
+            tiles_ref, rows_ref = list_refs
+            group, first, there = (tiles_ref[second, column] for column in range(3))
+            live = of_tile < there
+            row = triton_load(rows_ref.at[first + of_tile], mask=live, other=num_rows)
+        elif parts == 1:
+            row = second * self.tile_rows + of_tile
+            live = row < num_rows
+        else:
+            row, live, part = of_tile, of_tile < num_rows, second
+            each = pl.cdiv(steps, parts)
+            mine = second * each, jnp.minimum((second + 1) * each, steps)
+        lane = block * self.block_out + jnp.arange(self.block_out)
+        inside = lane < self.outputs
+        output = lane if self.activation is None else lax.rem(lane, 2) * (self.outputs // 2) + lax.div(lane, 2)
+        output = jnp.where(inside, output, 0)
+        matrix_row = group * self.outputs + output
+        x_row = lax.div(row, self.share)
+        return Program(group, there, row, x_row, live, part, mine, block, lane, inside, output, matrix_row)
+
+    def add_up(
+        self, program: Program, out_ref: Any, add_step: Callable[[Array, Array], Array], *, axis: int = 0,
+        finish: Callable[[Array], Array] | None = None,
+    ) -> None:  # fmt: skip
+        """Stores the sums of a program's steps, and `finish` of them; their outputs lie along an axis."""
+        shape = (self.block_out, self.tile_rows) if axis == 0 else (self.tile_rows, self.block_out)
+
+        @pl.when(program.there > 0)
+        def _() -> None:
+            sums = lax.fori_loop(*program.steps, add_step, jnp.zeros(shape, jnp.float32))
+            self._store(program, out_ref, sums if finish is None else finish(sums), axis)
+
+    def _store(self, program: Program, out_ref: Any, sums: Float[Array, "a b"], axis: int) -> None:
+        place, inside = program.lane, program.inside
+        if self.activation is not None:
+            gate, up = neighbours(sums, axis)
+            sums = self.activation(gate) * up
+            place = program.block * sums.shape[axis] + jnp.arange(sums.shape[axis])
+            inside = place < out_ref.shape[2]
+        row, live = (jnp.expand_dims(vector, axis) for vector in (program.row, program.live))
+        place, inside = (jnp.expand_dims(vector, 1 - axis) for vector in (place, inside))
+        triton_store(out_ref.at[program.part, row, place], sums.astype(out_ref.dtype), mask=live & inside)
+
+
+def neighbours(x: Float[Array, "n m"], axis: int) -> tuple[Array, Array]:
+    """The even and the odd rows (axis 0) or columns (1)."""
+    pairs = x.reshape(*x.shape[:axis], -1, 2, *x.shape[axis + 1 :])
+    even = jnp.expand_dims(jnp.arange(2) == 0, (0, 2) if axis == 0 else (0, 1))
+    return jnp.sum(jnp.where(even, pairs, 0), axis=axis + 1), jnp.sum(jnp.where(even, 0, pairs), axis=axis + 1)
+
+
+def launch(
+    name: str, kernel: Callable[..., None], x: Array, arrays: Sequence[Array], lists: RowLists | None, rows: int,
+    product: Product, *, parts: int = 1, dtype: Any, warps: int, stages: int, interpret: bool,
+) -> Late:  # fmt: skip
+    """Runs `kernel(list_refs, refs of x and arrays, out_ref, product)` for each program of a product.
+
+    Without `lists`, rows are those of `x`, tile by tile, or in several `parts` of one tile: what these give is
+    `Unsummed` then, in float32.
+    """
+    given = () if lists is None else (lists.tiles, lists.rows)
+    wide = product.outputs if product.activation is None else product.outputs // 2
+    tiles = pl.cdiv(rows, product.tile_rows) if lists is None else len(lists.tiles)
+
+    def body(*refs: Any) -> None:
+        kernel(refs[: len(given)], refs[len(given) : -1], refs[-1], product)
+
+    sums = pl.pallas_call(
+        body,
+        out_shape=jax.ShapeDtypeStruct((parts, rows, wide), jnp.float32 if parts > 1 else dtype),
+        grid=(pl.cdiv(product.outputs, product.block_out), max(tiles, parts)),
+        interpret=interpret,
+        compiler_params=triton_compiler_params(warps, stages),
+        name=name,
+    )(*given, x, *arrays)
+    return sums[0] if parts == 1 else Unsummed(sums)
+
 
 MAX_TILE_ROWS = 128
 BLOCK_OUT = 128
@@ -41,34 +180,33 @@ def choose_tile_rows(num_rows: int, num_groups: int) -> int:
     return min(MAX_TILE_ROWS, max(16, pl.next_power_of_2(pl.cdiv(num_rows, num_groups))))
 
 
-def grouped_matmul(
+def matmul(
     x: Float[Array, "n i"],
-    matrix: KernelMatrix | PackedMatrix,
-    lists: RowLists,
-    rows: int,
+    matrix: KernelMatrix,
+    lists: RowLists | None = None,
+    rows: int = 0,
     *,
-    activation: Callable[[jax.Array], jax.Array] | None = None,
+    activation: Activation | None = None,
     dtype: Any = jnp.float32,
     interpret: bool = False,
 ) -> Float[Array, "N o"]:
-    """`x[r // (N // n)] @ matrix[group of r].T` for the `rows` N that have a group; the others' output is anything.
+    """`x @ matrix.T`, or with `lists` `x[r // (N // n)] @ matrix[group of r].T`; summed in float32.
 
-    So that the experts of a token, whose rows lie side by side, read the one row of it. With an `activation` the first
-    half of a matrix is a gate, and the result, half as wide, is `activation(gate) * up`. Sums run in float32.
+    Of the `rows` N those without a group are anything. The experts of a token, whose rows lie side by side, read the
+    one row of it. For an `activation` see `Product`.
     """
-    if isinstance(matrix, PackedMatrix):
-        tile_rows = choose_tile_rows(rows, matrix.shape[0])
-        options = {"activation": activation, "dtype": dtype, "interpret": interpret}
-        return packed.grouped_matmul(x, matrix, lists, rows, tile_rows, **options)
-    return _multiply(x, matrix, lists.tiles, lists.rows, rows, activation, dtype, interpret)
-
-
-def matmul(x: Float[Array, "T i"], matrix: KernelMatrix, *, interpret: bool = False) -> Float[Array, "T o"]:
-    """`x @ matrix.T` in float32."""
-    tile_rows = choose_tile_rows(x.shape[0], 1)
-    first = np.arange(0, x.shape[0], tile_rows)
-    tiles = np.stack([np.zeros_like(first), first, np.minimum(x.shape[0] - first, tile_rows)], axis=1)
-    return _multiply(x, matrix, jnp.asarray(tiles, jnp.int32), None, x.shape[0], None, jnp.float32, interpret)
+    rows = x.shape[0] if lists is None else rows
+    codes = matrix.codes.reshape(-1, matrix.codes.shape[-1])
+    if codes.dtype == jnp.float8_e4m3fn:
+        codes = lax.bitcast_convert_type(codes, jnp.uint8)
+    outputs = matrix.shape[-2]
+    tile_rows = choose_tile_rows(rows, len(codes) // outputs)
+    tables = {name: table.reshape(-1) for name, table in matrix.tables.items()}
+    return launch(
+        "matmul_of_tiles", functools.partial(_kernel, matrix=matrix, names=tuple(tables)), x.astype(matrix.dtype),
+        [codes, *tables.values()], lists, rows, Product(outputs, BLOCK_OUT, tile_rows, rows // x.shape[0], activation),
+        dtype=dtype, warps=8 if tile_rows > 64 else 4, stages=_stages(matrix, tile_rows), interpret=interpret,
+    )  # fmt: skip
 
 
 def _stages(matrix: KernelMatrix, tile_rows: int) -> int:
@@ -86,94 +224,36 @@ def _stages(matrix: KernelMatrix, tile_rows: int) -> int:
     return max(2, min(most, (SHARED_BYTES - expanded) // (inputs + weights)))
 
 
-def _multiply(
-    x: jax.Array, matrix: KernelMatrix, tiles: Int[Array, "tiles 3"], lists: jax.Array | None, rows: int,
-    activation: Callable[[jax.Array], jax.Array] | None, dtype: Any, interpret: bool,
-) -> jax.Array:  # fmt: skip
-    codes = matrix.codes.reshape(-1, matrix.codes.shape[-1])
-    if codes.dtype == jnp.float8_e4m3fn:
-        codes = lax.bitcast_convert_type(codes, jnp.uint8)
-    outputs = matrix.shape[-2]
-    tile_rows = choose_tile_rows(rows, len(codes) // outputs)
-    tables = {
-        "lists": lists,
-        "scale": None if matrix.scale is None else matrix.scale.reshape(-1),
-        "zero": None if matrix.zero is None else matrix.zero.reshape(-1),
-        "levels": matrix.levels_table,
-    }
-    given = {name: table for name, table in tables.items() if table is not None}
-    return pl.pallas_call(
-        functools.partial(
-            _kernel,
-            matrix=matrix,
-            names=tuple(given),
-            outputs=outputs,
-            tile_rows=tile_rows,
-            share=rows // x.shape[0],
-            activation=activation,
-        ),
-        out_shape=jax.ShapeDtypeStruct((rows, outputs if activation is None else outputs // 2), dtype),
-        grid=(pl.cdiv(outputs, BLOCK_OUT), len(tiles)),
-        interpret=interpret,
-        compiler_params=triton_compiler_params(8 if tile_rows > 64 else 4, _stages(matrix, tile_rows)),
-        name="matmul_of_tiles",
-    )(tiles, x.astype(matrix.dtype), codes, *given.values())
-
-
 def _kernel(
-    tiles_ref: Any, x_ref: Any, codes_ref: Any, *tables_and_output: Any, matrix: KernelMatrix, names: tuple[str, ...],
-    outputs: int, tile_rows: int, share: int, activation: Callable[[jax.Array], jax.Array] | None,
+    list_refs: Sequence[Any], refs: Sequence[Any], out_ref: Any, product: Product, *, matrix: KernelMatrix,
+    names: tuple[str, ...],
 ) -> None:  # fmt: skip
-    *table_refs, out_ref = tables_and_output
+    x_ref, codes_ref, *table_refs = refs
     tables = dict(zip(names, table_refs, strict=True))
-    block, tile = pl.program_id(0), pl.program_id(1)
-    group, first, count = (tiles_ref[tile, column] for column in range(3))
+    stored, step = codes_ref.shape[1], block_stored(matrix)
+    program = product.program(list_refs, out_ref, pl.cdiv(stored, step))
+    live, inside, matrix_row = program.live, program.inside, program.matrix_row
 
-    @pl.when(count > 0)
-    def _() -> None:
-        place = first + jnp.arange(tile_rows)
-        live = jnp.arange(tile_rows) < count
-        lists = tables.get("lists")
-        row = place if lists is None else triton_load(lists.at[place], mask=live, other=out_ref.shape[0])
-        x_row = lax.div(row, share)
-        lane = block * BLOCK_OUT + jnp.arange(BLOCK_OUT)
-        inside = lane < outputs
-        # A gate's output and the one that it is for are neighbours.
-        output = lane if activation is None else lax.rem(lane, 2) * (outputs // 2) + lax.div(lane, 2)
-        matrix_row = group * outputs + output
-        stored = codes_ref.shape[1]
-        step = block_stored(matrix)
+    def add_step(index: Array, sums: Array) -> Array:
+        at = index * step + jnp.arange(step)
+        there = (at < stored)[None, :]
+        codes = triton_load(codes_ref.at[matrix_row[:, None], at[None, :]], mask=inside[:, None] & there, other=0)
+        for plane in range(matrix.planes):
+            column = matrix.columns(at, plane)
+            weights = _expand(codes, plane, matrix_row, index * step, inside, stored, matrix, tables)
+            rows = triton_load(
+                x_ref.at[program.x_row[:, None], column[None, :]], mask=live[:, None] & there, other=0
+            )  # fmt: skip
+            sums += dot(rows, weights)
+        return sums
 
-        def body(index: Array, acc: Array) -> Array:
-            at = index * step + jnp.arange(step)
-            codes = triton_load(
-                codes_ref.at[matrix_row[:, None], at[None, :]],
-                mask=inside[:, None] & (at < stored)[None, :],
-                other=0,
-            )
-            for plane in range(matrix.planes):
-                column = matrix.columns(at, plane)
-                weights = _expand(codes, plane, matrix_row, index * step, inside, stored, matrix, tables)
-                rows = triton_load(
-                    x_ref.at[x_row[:, None], column[None, :]],
-                    mask=live[:, None] & (at < stored)[None, :],
-                    other=0,
-                )
-                acc += dot(rows, weights)
-            return acc
+    def scaled(sums: Array) -> Array:
+        if not matrix.scales_whole_rows:
+            return sums
+        scale = triton_load(tables["scale"].at[lax.div(matrix_row, matrix.scale_rows)], mask=inside, other=0)
+        return sums * scale.astype(jnp.float32)[None, :]
 
-        acc = lax.fori_loop(0, pl.cdiv(stored, step), body, jnp.zeros((tile_rows, BLOCK_OUT), jnp.float32))
-        if matrix.scales_whole_rows:
-            scale = triton_load(tables["scale"].at[lax.div(matrix_row, matrix.scale_rows)], mask=inside, other=0)
-            acc *= scale.astype(jnp.float32)[None, :]
-        if activation is not None:
-            gate, up = neighbours(acc, 1)
-            acc = activation(gate) * up
-            output = block * (BLOCK_OUT // 2) + jnp.arange(BLOCK_OUT // 2)
-            inside = output < outputs // 2
-        triton_store(
-            out_ref.at[row[:, None], output[None, :]], acc.astype(out_ref.dtype), mask=live[:, None] & inside[None, :]
-        )
+    product.add_up(program, out_ref, add_step, axis=1, finish=scaled)
 
 
 def block_stored(matrix: KernelMatrix) -> int:
@@ -197,14 +277,126 @@ def _expand(
     at = begin + jnp.arange(1 if group % step == 0 else step)  # one scale a row, where groups are no shorter than steps
     where = lax.div(row, matrix.scale_rows)[:, None] * scales + lax.div(at, group)[None, :]
     mask = inside[:, None] & (at < stored)[None, :]
+
+    def table(name: str) -> Array:
+        return triton_load(tables[name].at[where], mask=mask, other=0).astype(jnp.float32)
+
     if matrix.levels:
         values = triton_load(tables["levels"].at[codes], mask=jnp.broadcast_to(mask, codes.shape), other=0)
-    elif matrix.zero is not None:
-        values = codes.astype(jnp.float32) - triton_load(tables["zero"].at[where], mask=mask, other=0).astype(
-            jnp.float32
-        )
     else:
-        values = codes.astype(jnp.float32) - matrix.middle
+        values = codes.astype(jnp.float32) - (matrix.middle if matrix.zero is None else table("zero"))
     if not matrix.scales_whole_rows:
-        values *= triton_load(tables["scale"].at[where], mask=mask, other=0).astype(jnp.float32)
+        values *= table("scale")
     return values.astype(matrix.dtype)
+
+
+class IntegerTiling(NamedTuple):
+    """How products of integers are cut into programs.
+
+    Attributes:
+        block_out: outputs of a program.
+        warps, stages: of a program, and steps that are on their way.
+        programs: the inputs of a single tile of rows are parted until there would be more, as far as parts have
+            `PART_STEPS` steps.
+        runs: that a step has, if rows are whole ones of it.
+    """
+
+    block_out: int
+    warps: int
+    stages: int
+    programs: int
+    runs: int
+
+
+FEW, MANY = IntegerTiling(64, 4, 4, 512, 2), IntegerTiling(128, 8, 3, 0, 1)
+"""Of tiles of up to 32 rows, and of more."""
+PART_STEPS = 4
+ROUNDED_RUNS = 16
+"""That a program rounds."""
+
+
+def integer_matmul(
+    x: Float[Array, "n i"],
+    matrix: KernelMatrix,
+    lists: RowLists | None = None,
+    rows: int = 0,
+    tile_rows: int = 0,
+    *,
+    activation: Activation | None = None,
+    dtype: Any = jnp.float32,
+    interpret: bool = False,
+) -> Float[Array, "N o"] | Unsummed:
+    """As `matmul`, with `x` rounded; `lists` are of tiles of `tile_rows`, and rows may be walked in parts."""
+    outputs, inputs = matrix.shape[-2:]
+    rows = x.shape[0] if lists is None else rows
+    size = tile_rows or min(MAX_TILE_ROWS, max(16, pl.next_power_of_2(rows)))
+    tiling = FEW if size <= 32 else MANY
+    blocks = pl.cdiv(outputs, tiling.block_out)
+    runs = tiling.runs if inputs % (tiling.runs * RUN) == 0 else 1  # with a mask, where rows are no whole steps
+    parts = 1
+    if lists is None and rows <= size:
+        parts = max(1, min(tiling.programs // blocks, pl.cdiv(inputs, RUN * runs) // PART_STEPS))
+    codes, scale = round_runs(x, interpret=interpret)
+    return launch(
+        "matmul_of_integers", functools.partial(_integer_kernel, runs=runs), codes,
+        [scale, matrix.codes.reshape(-1, inputs), matrix.scale.reshape(-1)], lists, rows,
+        Product(outputs, tiling.block_out, size, rows // x.shape[0], activation), parts=parts, dtype=dtype,
+        warps=tiling.warps if size != 64 else 4, stages=tiling.stages, interpret=interpret,
+    )  # fmt: skip
+
+
+def round_runs(x: Float[Array, "T i"], *, interpret: bool = False) -> tuple[Int8[Array, "T i"], Float[Array, "T r"]]:
+    """See `quantize_runs`: in one kernel, which the compiler would have as three."""
+    rows, inputs = x.shape
+    runs = pl.cdiv(inputs, RUN)
+    return pl.pallas_call(
+        _round_kernel,
+        out_shape=(jax.ShapeDtypeStruct(x.shape, jnp.int8), jax.ShapeDtypeStruct((rows, runs), jnp.float32)),
+        grid=(rows, pl.cdiv(runs, ROUNDED_RUNS)),
+        interpret=interpret,
+        compiler_params=triton_compiler_params(4, 1),
+        name="round_runs",
+    )(x)
+
+
+def _round_kernel(x_ref: Any, codes_ref: Any, scale_ref: Any) -> None:
+    row = pl.program_id(0)
+    run = pl.program_id(1) * ROUNDED_RUNS + jnp.arange(ROUNDED_RUNS)
+    at = run[:, None] * RUN + jnp.arange(RUN)[None, :]
+    there = at < x_ref.shape[1]
+    x = triton_load(x_ref.at[row, at], mask=there, other=0).astype(jnp.float32)
+    peak = jnp.max(jnp.abs(x), axis=1)
+    scale = jnp.where(peak > 0, peak / 127, 1)
+    codes = round_to_even(x / scale[:, None]).astype(jnp.int32).astype(jnp.int8)
+    triton_store(codes_ref.at[row, at], codes, mask=there)
+    triton_store(scale_ref.at[row, run], scale, mask=run < scale_ref.shape[1])
+
+
+def _integer_kernel(
+    list_refs: Sequence[Any], refs: Sequence[Any], out_ref: Any, product: Product, *, runs: int
+) -> None:  # fmt: skip
+    x_ref, x_scale_ref, codes_ref, scale_ref = refs
+    inputs = codes_ref.shape[1]
+    program = product.program(list_refs, out_ref, x_scale_ref.shape[1] // runs)
+    matrix_row, live, size = program.matrix_row, program.live, product.tile_rows
+
+    def add_run(run: Array, sums: Array) -> Array:
+        at = run * RUN + jnp.arange(RUN)
+        if inputs % RUN == 0:
+            codes = codes_ref[matrix_row[:, None], at[None, :]]
+            mask = jnp.broadcast_to(live[:, None], (size, RUN))
+        else:
+            there = jnp.broadcast_to((at < inputs)[None, :], (product.block_out, RUN))
+            codes = triton_load(codes_ref.at[matrix_row[:, None], at[None, :]], mask=there, other=0)
+            mask = live[:, None] & (at < inputs)[None, :]
+        given = triton_load(x_ref.at[program.x_row[:, None], at[None, :]], mask=mask, other=0)
+        scale = triton_load(x_scale_ref.at[program.x_row, jnp.broadcast_to(run, (size,))], mask=live, other=0)
+        sums_of_run = lax.dot_general(codes, given, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
+        return sums + sums_of_run.astype(jnp.float32) * scale[None, :]
+
+    def add_step(index: Array, sums: Array) -> Array:
+        for run in range(runs):
+            sums = add_run(index * runs + run, sums)
+        return sums
+
+    product.add_up(program, out_ref, add_step, finish=lambda sums: sums * scale_ref[matrix_row][:, None])

@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
-from jaxllm.pallas_kernels.gpu.rows import RowLists
+from jaxllm.pallas_kernels.gpu.route import RowLists
 from jaxllm.pallas_kernels.gpu.walk import Tiling, Walk, arrays_by_name, step_of
 from jaxllm.pallas_kernels.matrices import EXPANDED_BYTES, ROWS, SCALES, PackedMatrix
 from jaxllm.pallas_kernels.products import Unsummed, dot
@@ -81,11 +81,6 @@ def grouped_matmul(
 ) -> Float[Array, "N o"]:
     """What `matmul.grouped_matmul` gives, of a stack of matrices; lists are of tiles of `tile_rows`."""
     return _multiply(x, [matrix], lists, rows, tile_rows, activation, dtype, None, interpret)[0]
-
-
-def gates(matrix: PackedMatrix) -> bool:
-    """Whether the halves of a matrix, gates and what they are for, are whole tiles."""
-    return matrix.shape[-2] % (2 * ROWS) == 0
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def add_norm(
     x: Float[Array, "T E"], out: Late, norm: RootMeanSquare
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
     """`x + out`, and the norm of it."""
-    from jaxllm.pallas_kernels.gpu import norm as kernel
+    from jaxllm.pallas_kernels.gpu import experts as kernel
 
     return kernel.add_norm(x, out if isinstance(out, Mixture | Unsummed) else out.astype(x.dtype), norm)
 
@@ -92,19 +92,10 @@ def _product(x: jax.Array, matrix: KernelMatrix | PackedMatrix, dtype: Any, inte
         from jaxllm.pallas_kernels.gpu import packed
 
         return packed.late_matmul(x, [matrix], dtype=dtype, interpret=interpret)
-    if matrix.rounds:
-        from jaxllm.pallas_kernels.gpu import int8
+    if matrix.rounds or matrix.planes > 1 or not (matrix.scale is None or matrix.scales_whole_rows):
+        from jaxllm.pallas_kernels.gpu.few_rows import code_product
 
-        return int8.matmul(x, matrix, dtype=dtype, interpret=interpret)
-    if matrix.planes > 1 or not (matrix.scale is None or matrix.scales_whole_rows):
-        from jaxllm.pallas_kernels.gpu import block_scaled, few_rows, matmul
-
-        if x.shape[0] <= block_scaled.MOST_ROWS and block_scaled.knows(matrix):
-            return block_scaled.few_rows(x, matrix, dtype=dtype, interpret=interpret)
-        if x.shape[0] <= few_rows.MOST_ROWS and few_rows.knows(matrix):
-            out = few_rows.few_rows(x, matrix, interpret=interpret)
-            return out if isinstance(out, Unsummed) else out.astype(dtype)
-        return matmul.matmul(x, matrix, interpret=interpret).astype(dtype)
+        return code_product(x, matrix, dtype=dtype, interpret=interpret)
     factors = matrix.dtype if matrix.scale is None else x.dtype
     given = dtype if matrix.scale is None and dtype == factors else jnp.float32
     product = dot(x.astype(factors), matrix.codes.astype(factors), dtype=given)

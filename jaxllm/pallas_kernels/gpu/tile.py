@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.compat import triton_load
 from jaxllm.pallas_kernels.gpu.expand import from_e4m3
@@ -142,23 +142,29 @@ class PerHead(NamedTuple):
     slopes: Any = None
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Those that there are."""
-        return tuple(name for name, numbers in self._asdict().items() if numbers is not None)
+    def there(self) -> dict[str, Any]:
+        """Those that there are, by name."""
+        return {name: numbers for name, numbers in self._asdict().items() if numbers is not None}
+
+
+class Given(NamedTuple):
+    """What a kernel reads: arrays, or in a kernel their refs; queries and pages are flattened to rows."""
+
+    page_table: Any
+    q: Any
+    pages: Sequence[Any]
+    per_head: PerHead
 
     @property
-    def arrays(self) -> tuple[jax.Array, ...]:
-        """What a kernel is given of them."""
-        return tuple(numbers for numbers in self if numbers is not None)
+    def flat(self) -> tuple[Any, ...]:
+        """The arrays, as a kernel is given them."""
+        return (self.page_table, self.q, *self.pages, *self.per_head.there.values())
 
-
-NOTHING_PER_HEAD = PerHead()
-
-
-def load_per_head(names: Sequence[str], refs: Sequence[Any], heads: Array, live: Array) -> PerHead:
-    """A tile's rows of what `names` says that there is; zero where there is no head."""
-    loaded = (triton_load(ref.at[heads], mask=live, other=0) for ref in refs)
-    return PerHead(**dict(zip(names, loaded, strict=True)))
+    def of_refs(self, refs: Sequence[Any]) -> Given:
+        """The same of the refs of `flat`."""
+        page_table, q, *rest = refs
+        count = len(self.pages)
+        return Given(page_table, q, rest[:count], PerHead(**dict(zip(self.per_head.there, rest[count:], strict=True))))
 
 
 class OnlineSoftmax(NamedTuple):
@@ -172,7 +178,7 @@ class OnlineSoftmax(NamedTuple):
         return self.acc / self.l[:, None]
 
 
-def start_softmax(rows: int, spec: AttentionSpec, sinks: Float[Array, "M"] | None) -> OnlineSoftmax:
+def _start_softmax(rows: int, spec: AttentionSpec, sinks: Float[Array, "M"] | None) -> OnlineSoftmax:
     """The state before any key. A sink is a key that was seen first and had a zero value."""
     acc = jnp.zeros((rows, spec.parts[0].padded), jnp.float32)
     if sinks is None:
@@ -189,41 +195,50 @@ def first_key(position: Array, spec: AttentionSpec) -> Array:
     return jnp.maximum(position - spec.window + 1, 0)
 
 
-def load_queries(q_ref: Any, rows: Array, live: Array, spec: AttentionSpec) -> tuple[Array, ...]:
-    """The rows of a flattened `[n, D]`, a part of their channels at a time; what is not `live` is zero."""
+class Tile(NamedTuple):
+    """The queries of a program: rows of the flattened ones, all of one sequence and KV head.
 
-    def load(part: Part) -> Array:
-        dims = jnp.arange(part.padded)
-        mask = live[:, None] & (dims < part.size)[None, :]
-        return triton_load(q_ref.at[rows[:, None], part.start + dims[None, :]], mask=mask, other=0)
+    Attributes:
+        row: their places; those that are not `live` are not read.
+        head: the query head of each.
+        position: in the sequence.
+    """
 
-    return tuple(load(part) for part in spec.parts)
+    seq: Array
+    kv_head: Array
+    row: Int[Array, "M"]
+    head: Int[Array, "M"]
+    live: Bool[Array, "M"]
+    position: Int[Array, "M"]
 
 
 def attend(
-    q: tuple[Float[Array, "M _"], ...],
-    positions: Int[Array, "M"],
-    kv_head: Int[Array, ""] | int,
-    page_ids_of: Any,
-    page_refs: Sequence[Any],
+    tile: Tile,
+    given: Given,
     key_range: tuple[Array, Array],
     block_range: tuple[Array, Array],
-    state: OnlineSoftmax,
     spec: AttentionSpec,
-    slopes: Float[Array, "M"] | None = None,
+    counts_sinks: Array | None = None,
 ) -> OnlineSoftmax:
-    """Folds keys `key_range` (start, stop) of the blocks `block_range` (first, end) into the softmax of a query tile.
+    """The softmax of a tile over keys `key_range` (start, stop) of the blocks `block_range` (first, end).
 
-    Block i holds positions `i * block_k … (i + 1) * block_k - 1`. `page_ids_of(index, mask)` reads the sequence's row
-    of the page table; `page_refs` are the flattened pages. Nothing outside `key_range` is read.
+    Block i holds positions `i * block_k … (i + 1) * block_k - 1`. Nothing outside `key_range` is read. Sinks are left
+    out where `counts_sinks` is false.
     """
+    loaded = (triton_load(ref.at[tile.head], mask=tile.live, other=0) for ref in given.per_head.there.values())
+    sinks, slopes = PerHead(**dict(zip(given.per_head.there, loaded, strict=True)))
+    positions, page_refs = tile.position, given.pages
+    start = _start_softmax(len(positions), spec, sinks)
+    if counts_sinks is not None:
+        start = start._replace(l=jnp.where(counts_sinks, start.l, 0.0))
+    q = [_load_part(given.q, tile.row, tile.live, part) for part in spec.parts]
     key_start, key_stop = key_range
 
     def body(block: Array, state: OnlineSoftmax) -> OnlineSoftmax:
         keys = block * spec.block_k + jnp.arange(spec.block_k)
         live = (keys >= key_start) & (keys < key_stop)
-        page_ids = page_ids_of(lax.div(keys, spec.page_size), live)
-        rows = (page_ids * spec.kv_heads + kv_head) * spec.page_size + lax.rem(keys, spec.page_size)
+        page_ids = triton_load(given.page_table.at[tile.seq, lax.div(keys, spec.page_size)], mask=live, other=0)
+        rows = (page_ids * spec.kv_heads + tile.kv_head) * spec.page_size + lax.rem(keys, spec.page_size)
 
         k = [_load_codes(page_refs[0], rows, live, part, spec) for part in spec.parts]
         logits: Any = sum(_dot(a, b, contract_rhs=1) for a, b in zip(q, k, strict=True))
@@ -255,14 +270,19 @@ def attend(
         acc = state.acc * correction[:, None] + _dot(weights.astype(v.dtype), v, contract_rhs=0)
         return OnlineSoftmax(acc, m, total)
 
-    return lax.fori_loop(block_range[0], block_range[1], body, state)
+    return lax.fori_loop(block_range[0], block_range[1], body, start)
+
+
+def _load_part(ref: Any, rows: Array, live: Array, part: Part) -> Array:
+    """Some channels of the rows of a flattened `[n, D]`; rows that are not `live` are zero."""
+    dims = jnp.arange(part.padded)
+    mask = live[:, None] & (dims < part.size)[None, :]
+    return triton_load(ref.at[rows[:, None], part.start + dims[None, :]], mask=mask, other=0)
 
 
 def _load_codes(ref: Any, rows: Array, live: Array, part: Part, spec: AttentionSpec) -> Array:
     """Keys or values in the query's type, those of quantized pages without their scale."""
-    dims = jnp.arange(part.padded)
-    mask = live[:, None] & (dims < part.size)[None, :]
-    codes = triton_load(ref.at[rows[:, None], part.start + dims[None, :]], mask=mask, other=0)
+    codes = _load_part(ref, rows, live, part)
     return (from_e4m3(codes.astype(jnp.int32)) if ref.dtype == jnp.uint8 else codes).astype(spec.dtype)
 
 
@@ -277,10 +297,5 @@ def _load_scale(ref: Any, rows: Array, live: Array, spec: AttentionSpec) -> Arra
 
 def _dot(lhs: Array, rhs: Array, *, contract_rhs: int) -> Array:
     # HIGHEST keeps float32 out of TF32; for bf16 and f16 inputs the tensor cores accumulate in float32 either way.
-    return lax.dot_general(
-        lhs,
-        rhs,
-        (((1,), (contract_rhs,)), ((), ())),
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
+    numbers, precision = (((1,), (contract_rhs,)), ((), ())), lax.Precision.HIGHEST
+    return lax.dot_general(lhs, rhs, numbers, precision=precision, preferred_element_type=jnp.float32)

@@ -44,23 +44,17 @@ class Tiling:
 
 
 def arrays_by_name(matrix: PackedMatrix) -> dict[str, jax.Array]:
-    """What a kernel is given of a matrix, or of a stack of them as if they lay behind each other."""
-    arrays = {
-        "low": _stacked(matrix.low, 5),
-        "high": _stacked(matrix.high, 5),
-        "words": _stacked(matrix.words, 5),
-        **{f"half {index}": _stacked(half, 4) for index, half in enumerate(matrix.halves)},
-    }
-    return {name: array for name, array in arrays.items() if array is not None}
-
-
-def _stacked(array: jax.Array | None, axes: int) -> jax.Array | None:
-    """One behind the other: the tiles of a stack of matrices."""
-    return None if array is None else array.reshape(-1, *array.shape[2 - axes :]) if array.ndim == axes else array
+    """What a kernel is given of a matrix; of a stack of them, the tiles of one after the other."""
+    halves = {f"half {index}": half for index, half in enumerate(matrix.halves)}
+    arrays = {"low": matrix.low, "high": matrix.high, "words": matrix.words, **halves}
+    found = {name: array for name, array in arrays.items() if array is not None}
+    if matrix.low.ndim == 4:
+        return found
+    return {name: array.reshape(-1, *array.shape[2:]) for name, array in found.items()}
 
 
 def step_of(inputs: int, matrix: PackedMatrix, wanted: int) -> int:
-    """The largest that divides rows into whole ones, of whole units, and is no larger than is wanted if that can be.
+    """The largest step of whole units that divides rows, no larger than `wanted` if possible.
 
     Rows that are no whole units end within a step, of any size.
     """
@@ -75,10 +69,8 @@ class Walk:
     def __init__(
         self, given: dict[str, Any], matrix: PackedMatrix, tiling: Tiling, step: int, places: list[Array], plain: bool
     ) -> None:
-        self.given, self.matrix, self.tiling, self.step, self.places, self.plain = (
-            given, matrix, tiling, step, places, plain,
-        )  # fmt: skip
-        self.format = matrix.format
+        self.given, self.matrix, self.tiling, self.step = given, matrix, tiling, step
+        self.places, self.plain, self.format = places, plain, matrix.format
         self.kind = SCALES[self.format.scales]
         self.lane = lax.rem(jnp.arange(ROWS * tiling.warps), ROWS)
         self.byte = jnp.arange(self.format.width)
@@ -97,9 +89,7 @@ class Walk:
             mask = jnp.broadcast_to(inside[:, None], (len(x_row), len(column)))
             return triton_load(x_ref.at[x_row[:, None], column[None, :]], mask=mask, other=0)
 
-        add: Any = functools.partial(self._add_scaled, load_rows)
-        if not self.tiling.scaled:
-            add = functools.partial(self._add, load_rows)
+        add = functools.partial(self._add_scaled if self.tiling.scaled else self._add, load_rows)
         if not self.tiling.ahead:
             return lax.fori_loop(first, end, lambda index, sums: add(index, sums, self.scales(index)), nothing)
 
@@ -142,8 +132,8 @@ class Walk:
 
     def _numbers(self, low: list[Array], high: list[Array], number: int) -> Array:
         """`code - offset` of the `number`th `width` inputs of a step."""
-        tile, shift = self.format.low_place(number)
-        high_tile, high_shift = self.format.high_place(number) if high else (0, 0)
+        tile, shift = self.format.place(number, 0)
+        high_tile, high_shift = self.format.place(number, 1) if high else (0, 0)
         plane = high[high_tile] if high else None
         return expand(self.format, low[tile], plane, shift, high_shift, self.matrix.dtype, plain=self.plain)
 

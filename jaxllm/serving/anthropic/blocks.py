@@ -9,7 +9,7 @@ from typing import Any
 
 import pydantic_core
 
-from jaxllm.chat.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
+from jaxllm.chat.events import Content, Event, Reasoning, ToolArguments, ToolCall
 from jaxllm.serving.anthropic.ids import tool_use_id
 from jaxllm.serving.anthropic.response import (
     BlockDelta,

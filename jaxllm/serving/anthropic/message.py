@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 from msgspec import UNSET
 
-from jaxllm.chat.answer import Piece
+from jaxllm.chat.parser import Piece
 from jaxllm.engine.messages import TokenDelta
 from jaxllm.serving.anthropic.blocks import BlockBuilder
 from jaxllm.serving.anthropic.errors import error_response

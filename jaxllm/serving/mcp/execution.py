@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxllm.chat.conversation import MAX_TOOLS, Call, Conversation, Message, Tool, known_arguments, parse_arguments
-from jaxllm.chat.parsing.events import Content, Event, ParsedOutput, Reasoning, join_events
+from jaxllm.chat.events import Content, Event, ParsedOutput, Reasoning, join_events
 from jaxllm.errors import ContextLengthError, Field, InvalidRequestError
 from jaxllm.mcp.tools import ServerTool, ToolResult, as_data, cut, defused
 from jaxllm.requests.outputs import ParsedCall

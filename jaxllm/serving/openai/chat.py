@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
-from jaxllm.chat.answer import Piece, Step
 from jaxllm.chat.conversation import naming
-from jaxllm.chat.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
+from jaxllm.chat.events import Content, Event, Reasoning, ToolArguments, ToolCall
+from jaxllm.chat.parser import Piece, Step
 from jaxllm.chat.prompt import render
 from jaxllm.config.server import ServerConfig
 from jaxllm.engine.messages import TokenDelta

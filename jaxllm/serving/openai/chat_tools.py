@@ -9,7 +9,7 @@ from fastapi import Request, Response
 from msgspec import UNSET
 
 from jaxllm.chat.conversation import Conversation, Tool
-from jaxllm.chat.parsing.events import Content, Reasoning
+from jaxllm.chat.events import Content, Reasoning
 from jaxllm.config.server import ServerConfig
 from jaxllm.errors import Field
 from jaxllm.serving.chunks import ChunkWriter, chunk_stream

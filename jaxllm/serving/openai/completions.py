@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
-from jaxllm.chat.answer import Step
-from jaxllm.chat.constraint import compiled, with_completion_markers
-from jaxllm.chat.prompt import Prompt, fitted, sampling_params
+from jaxllm.chat.constraint import compiled
+from jaxllm.chat.parser import Step
+from jaxllm.chat.prompt import Prompt, fitted, sampling_params, with_completion_markers
 from jaxllm.config.server import ServerConfig
 from jaxllm.engine.messages import TokenDelta
 from jaxllm.errors import Field

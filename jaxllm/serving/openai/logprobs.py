@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from jaxllm.chat.answer import Step
+from jaxllm.chat.parser import Step
 from jaxllm.requests.outputs import PromptScores
 from jaxllm.text.spellings import escaped
 

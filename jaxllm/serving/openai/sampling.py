@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from jaxllm.chat.prompt import BeamSearch
-from jaxllm.engine.doors.beams import MAX_BEAM_WIDTH
+from jaxllm.engine.doors.beams import MAX_BEAM_WIDTH, BeamSearchParams
 from jaxllm.requests.sampling import (
     INT32_MAX,
     INT64_MAX,
@@ -309,12 +308,16 @@ class GenerationRequest(SamplingFields, StructuredFields, KeepAliveFields):
 
     def settings(self, **own: Any) -> GenerationSettings:
         """What is asked of generating; `own` are the fields in which chat and text completions differ."""
-        beams = None
+        beams, sampling = None, self.sampling()
         if self.use_beam_search:
-            length_penalty = 1.0 if self.length_penalty is None else self.length_penalty
-            beams = BeamSearch(length_penalty, bool(self.early_stopping))
+            beams = BeamSearchParams(
+                beam_width=self.num_generated,
+                length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
+                ignore_eos=bool(sampling.get("ignore_eos")),
+                early_stopping=bool(self.early_stopping),
+            )
         return GenerationSettings(
-            sampling=self.sampling(),
+            sampling=sampling,
             n=self.n,
             num_generated=self.num_generated,
             beam_search=beams,

@@ -13,9 +13,8 @@ from msgspec import UNSET, UnsetType
 from pydantic import Field, model_validator
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.requests.outputs import shape_vector
+from jaxllm.requests.outputs import PoolingParams, shape_vector
 from jaxllm.requests.sampling import INT32_MAX
-from jaxllm.requests.tasks import PoolingParams
 from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.request_model import Label, RequestModel, refuse
 from jaxllm.serving.http.route import JSONRoute

@@ -11,7 +11,7 @@ from jaxllm.chat.conversation import naming, renaming
 from jaxllm.chat.prompt import render
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError, ContextLengthError, Field, InvalidRequestError
-from jaxllm.requests.tasks import Activation, ModelTasks, Pooling, PoolingParams
+from jaxllm.requests.outputs import Activation, ModelTasks, Pooling, PoolingParams
 from jaxllm.serving.loadable import Lease
 from jaxllm.serving.openai.messages import FIELD_NAMES
 from jaxllm.serving.pooling.embedding_types import InputFields, PoolingFields

@@ -11,8 +11,7 @@ import numpy as np
 from fastapi import Request
 
 from jaxllm.errors import QueueFullError
-from jaxllm.requests.outputs import PooledOutput
-from jaxllm.requests.tasks import PoolingParams
+from jaxllm.requests.outputs import PooledOutput, PoolingParams
 from jaxllm.serving.access.usage import Used
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.records import Clock, ModelCall, current_record

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxllm.chat.answer import Piece, Step
 from jaxllm.chat.conversation import parse_arguments
-from jaxllm.chat.parsing.events import Content, Reasoning, ToolArguments, ToolCall
+from jaxllm.chat.events import Content, Reasoning, ToolArguments, ToolCall
+from jaxllm.chat.parser import Piece, Step
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.serving.openai.logprobs import TokenBytes, chat_logprobs
 from jaxllm.serving.responses.events import (

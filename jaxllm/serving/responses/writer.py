@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from msgspec import UNSET
 
-from jaxllm.chat.answer import Piece
+from jaxllm.chat.parser import Piece
 from jaxllm.mcp.tools import ToolResult
 from jaxllm.serving.generation import Usage
 from jaxllm.serving.http.api_error import APIError

@@ -29,7 +29,7 @@ from jaxllm.pallas_kernels.matrices import E2M1
 from jaxllm.quantization.stored import E8M0, Codes, Coding
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import FLAG, check_fields, real, several, whole
-from jaxllm.weights.packings.module import Packed, Parts, modules, unpack, unsupported
+from jaxllm.weights.packings.module import Packed, Parts, matrices, unpack, unsupported
 
 TYPES = ("nf4", "fp4")
 STATE = ".weight.quant_state.bitsandbytes__"
@@ -45,23 +45,19 @@ FLOAT32, FLOAT16 = np.dtype(np.float32), np.dtype(np.float16)
 
 
 def find_bitsandbytes(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed]:
-    """Every matrix of a bitsandbytes checkpoint by its name."""
     check_fields(config, FIELDS, "quantization_config.")
     kind = config.get("bnb_4bit_quant_type", "nf4")
     if config.get("load_in_4bit") and kind not in TYPES:
         raise unsupported("bitsandbytes", "bnb_4bit_quant_type", kind, " or ".join(TYPES))
-    found = {}
+    found = {parts.name: _int8(parts) for parts in matrices(checkpoint, ".SCB")}
     for type_ in TYPES:
-        for prefix in modules(checkpoint, STATE + type_):
-            found[f"{prefix}.weight"] = _four_bits(Parts(checkpoint, prefix, f"{prefix}.weight"), type_)
-    for prefix in modules(checkpoint, ".SCB"):
-        found[f"{prefix}.weight"] = _int8(Parts(checkpoint, prefix, f"{prefix}.weight"))
+        found |= {parts.name: _four_bits(parts, type_) for parts in matrices(checkpoint, STATE + type_)}
     return found
 
 
 def _int8(parts: Parts) -> Packed:
     outputs, inputs = parts.info(".weight", ("I8",), rank=2).shape
-    parts.expect(".SCB", ("F32",), (outputs,))
+    parts.info(".SCB", ("F32",), (outputs,))
     parts.ignore(".weight_format")
     coding = Coding(8, (1, inputs), FLOAT32)
 
@@ -83,11 +79,11 @@ def _four_bits(parts: Parts, type_: str) -> Packed:
     blocks = -(-count // block)
     group = math.gcd(block, inputs)  # blocks of the flattened matrix may go over the ends of rows
     nested = ".weight.nested_absmax" in parts
-    parts.expect(".weight.absmax", ("U8",) if nested else ("F32",), (blocks,))
-    parts.expect(".weight.quant_map", ("F32",), (16,))
+    parts.info(".weight.absmax", ("U8",) if nested else ("F32",), (blocks,))
+    parts.info(".weight.quant_map", ("F32",), (16,))
     if nested:
-        parts.expect(".weight.nested_absmax", ("F32",), (-(-blocks // state["nested_blocksize"]),))
-        parts.expect(".weight.nested_quant_map", ("F32",), (256,))
+        parts.info(".weight.nested_absmax", ("F32",), (-(-blocks // state["nested_blocksize"]),))
+        parts.info(".weight.nested_quant_map", ("F32",), (256,))
     levels = tuple(map(float, parts.array(".weight.quant_map")))
     if not all(map(math.isfinite, levels)) or group % 2:
         problem = f"has {inputs} inputs" if group % 2 else "stands for numbers that are not finite"
@@ -133,9 +129,9 @@ BLOCK = 32
 def find_mxfp4(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed]:
     """Every MXFP4 matrix, or stack of them, by the name of its codes.
 
-    What has the name without `_blocks` in other files of gpt-oss lies transposed there.
+    Other files of gpt-oss have transposed matrices under the name without `_blocks`.
     """
-    return {f"{name}_blocks": _mxfp4_matrix(Parts(checkpoint, name, name)) for name in modules(checkpoint, "_blocks")}
+    return {f"{parts.name}_blocks": _mxfp4_matrix(parts) for parts in matrices(checkpoint, "_blocks", "")}
 
 
 def _mxfp4_matrix(parts: Parts) -> Packed:
@@ -143,7 +139,7 @@ def _mxfp4_matrix(parts: Parts) -> Packed:
     if len(shape) < 3 or shape[-1] != BLOCK // 2:
         raise parts.error(f"is of shape {shape}; accepted is [.., o, i / {BLOCK}, {BLOCK // 2}]", "_blocks")
     *lead, groups, _ = shape
-    parts.expect("_scales", ("U8",), (*lead, groups))
+    parts.info("_scales", ("U8",), (*lead, groups))
     coding = Coding(4, (1, BLOCK), E8M0, levels=E2M1)
 
     def read() -> tuple[np.ndarray, Codes]:

@@ -13,7 +13,6 @@ FP8 checkpoints of others have e4m3 numbers with a scale a tensor, a row, or a b
     NAME.weight_scale_inv  a factor, in spite of its name: DeepSeek's, one a block; Mistral's, one a tensor
     NAME.weight_scale      the same elsewhere
 
-Scales of inputs, which such files may have as well, are not used: products take inputs as they are.
 
 Published at https://github.com/vllm-project/compressed-tensors
 """
@@ -28,10 +27,11 @@ import numpy as np
 from jaxllm.quantization.stored import FLOATS, FP8, Codes, Coding, order_name
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import FLAG, NULL, OBJECT, TEXT, check_fields, either, several, shown, whole
-from jaxllm.weights.packings.module import Packed, Parts, modules, sorted_inputs, unpack, unsupported
+from jaxllm.weights.packings.module import Packed, Parts, matrices, sorted_inputs, unpack, unsupported
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
 MIXED = "mixed-precision"
+PACKED = ".weight_packed"
 BITS = (2, 3, 4, 8)
 FIELDS = {
     "format": TEXT,
@@ -50,21 +50,20 @@ WEIGHT_FIELDS = {"num_bits": whole(1, 32), "symmetric": FLAG, "type": TEXT}
 def find_compressed_tensors(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed]:
     """Every matrix of such a checkpoint by its name.
 
-    What it is made of is read from its tensors; `config_groups` says what may be there, and how inputs are rounded.
+    Its tensors say how it is packed; `config_groups` says what may be there, and how inputs are rounded.
     """
     check_fields(config, FIELDS, "quantization_config.")
     _check_formats(config)
     rounded, accepted = _rounds_inputs(config), _bits(config)
-    found: dict[str, Packed] = {}
-    for prefix in modules(checkpoint, ".weight_packed"):
-        parts = Parts(checkpoint, prefix, f"{prefix}.weight")
-        found[parts.name] = _packed(parts, accepted)
-    for prefix in modules(checkpoint, ".weight_scale"):
-        parts = Parts(checkpoint, prefix, f"{prefix}.weight")
+    found = {parts.name: _integers(parts, *_packed_size(parts, accepted)) for parts in matrices(checkpoint, PACKED)}
+    for parts in matrices(checkpoint, ".weight_scale"):
         if parts.name in found:
             continue
-        dtype = parts.info(".weight", ("I8", "F8_E4M3"), rank=2).dtype
-        found[parts.name] = _integers(parts, rounded) if dtype == "I8" else fp8_matrix(parts, ".weight", _block(config))
+        info = parts.info(".weight", ("I8", "F8_E4M3"), rank=2)
+        if info.dtype == "I8":
+            found[parts.name] = _integers(parts, info.shape, rounded=rounded)
+        else:
+            found[parts.name] = fp8_matrix(parts, ".weight", _block(config))
     return found
 
 
@@ -97,7 +96,7 @@ def _check_formats(config: dict[str, Any]) -> None:
 
 
 def _bits(config: dict[str, Any]) -> list[int]:
-    """Of the codes of some group; of any where groups do not say."""
+    """The bits of the codes of some group; all that are read if the groups do not say."""
     given = {(group.get("weights") or {}).get("num_bits") for group in _groups(config).values()}
     return [bits for bits in BITS if bits in given] or list(BITS)
 
@@ -113,7 +112,7 @@ def _rounds_inputs(config: dict[str, Any]) -> bool:
 
 
 def _block(config: dict[str, Any]) -> tuple[int, int]:
-    """Rows and columns of FP8 weights that share a scale, where it is neither one a tensor nor one a row."""
+    """Rows and columns of FP8 weights that share a scale, if it is neither one a tensor nor one a row."""
     for name, group in _groups(config).items():
         weights = group.get("weights") or {}
         block = weights.get("block_structure")
@@ -125,50 +124,45 @@ def _block(config: dict[str, Any]) -> tuple[int, int]:
     return 128, 128
 
 
-def _packed(parts: Parts, accepted: list[int]) -> Packed:
-    rows, words = parts.info(".weight_packed", ("I32",), rank=2).shape
-    parts.expect(".weight_shape", ("I64", "I32"), (2,))
+def _packed_size(parts: Parts, accepted: list[int]) -> tuple[tuple[int, int], int]:
+    """Outputs and inputs of a matrix that is packed in words, and the bits of its codes."""
+    rows, words = parts.info(PACKED, ("I32",), rank=2).shape
+    parts.info(".weight_shape", ("I64", "I32"), (2,))
     outputs, inputs = map(int, parts.array(".weight_shape"))
     bits = next((bits for bits in accepted if words == -(-inputs * bits // 32)), None)
     if outputs != rows or inputs < 1 or bits is None:
         held = f"of shape {(rows, words)} holds no {(outputs, inputs)} (weight_shape)"
-        raise parts.error(f"{held} of {' or '.join(map(str, accepted))} bits", ".weight_packed")
+        raise parts.error(f"{held} of {' or '.join(map(str, accepted))} bits", PACKED)
+    return (outputs, inputs), bits
+
+
+def _integers(parts: Parts, shape: tuple[int, ...], bits: int | None = None, *, rounded: bool = False) -> Packed:
+    """A matrix of codes that are packed in words, or without `bits` are int8."""
+    outputs, inputs = shape
     block, groups, scale = _scales(parts, outputs, inputs)
     symmetric = ".weight_zero_point" not in parts
-    if not symmetric:
-        parts.expect(".weight_zero_point", ("I32",), (-(-outputs * bits // 32), groups))
+    if not symmetric and bits is None:
+        parts.info(".weight_zero_point", ("I8",), parts.info(".weight_scale", tuple(FLOATS)).shape)
+    elif not symmetric and bits is not None:
+        parts.info(".weight_zero_point", ("I32",), (-(-outputs * bits // 32), groups))
     order = sorted_inputs(parts, ".weight_g_idx", inputs, groups)
-    coding = Coding(bits, block, scale, symmetric, order=order_name(order))
+    coding = Coding(bits or 8, block, scale, symmetric, order=order_name(order), activations=rounded)
 
     def read() -> tuple[np.ndarray, Codes]:
-        codes = unpack(parts.array(".weight_packed"), bits)[:, :inputs]
-        zeros = None if symmetric else unpack(parts.array(".weight_zero_point").T, bits)[:, :outputs].T
+        zeros = None if symmetric else parts.array(".weight_zero_point")
+        if bits is None:
+            codes = _unsigned(parts.array(".weight"))
+            zeros = None if zeros is None else _unsigned(zeros).reshape(-1, groups)
+        else:
+            codes = unpack(parts.array(PACKED), bits)[:, :inputs]
+            zeros = None if zeros is None else unpack(zeros.T, bits)[:, :outputs].T
         codes = codes if order is None else codes[:, order]
         return codes, Codes(coding, parts.array(".weight_scale").reshape(-1, groups), zeros, order)
 
-    return parts.packed(f"compressed-tensors {bits}-bit", (outputs, inputs), coding, read)
-
-
-def _integers(parts: Parts, rounded: bool) -> Packed:
-    outputs, inputs = parts.info(".weight", ("I8",), rank=2).shape
-    block, groups, scale = _scales(parts, outputs, inputs)
-    symmetric = ".weight_zero_point" not in parts
-    if not symmetric:
-        parts.expect(".weight_zero_point", ("I8",), parts.info(".weight_scale", tuple(FLOATS)).shape)
-    order = sorted_inputs(parts, ".weight_g_idx", inputs, groups)
-    coding = Coding(8, block, scale, symmetric, order=order_name(order), activations=rounded)
-
-    def read() -> tuple[np.ndarray, Codes]:
-        codes = _unsigned(parts.array(".weight"))
-        zeros = None if symmetric else _unsigned(parts.array(".weight_zero_point")).reshape(-1, groups)
-        codes = codes if order is None else codes[:, order]
-        return codes, Codes(coding, parts.array(".weight_scale").reshape(-1, groups), zeros, order)
-
-    return parts.packed("compressed-tensors 8-bit", (outputs, inputs), coding, read)
+    return parts.packed(f"compressed-tensors {bits or 8}-bit", (outputs, inputs), coding, read)
 
 
 def _unsigned(codes: np.ndarray) -> np.ndarray:
-    """From -128 … 127 to 0 … 255."""
     return codes.view(np.uint8) ^ np.uint8(128)
 
 
@@ -188,13 +182,12 @@ def _scales(parts: Parts, outputs: int, inputs: int) -> tuple[tuple[int, int], i
 
 SCALES = ("_scale_inv", "_scale")
 ACTIVATIONS = (".input_scale", ".input_zero_point", ".activation_scale", ".output_scale")
-"""Of inputs, measured beforehand: inputs are rounded by what each of their rows holds, or not at all."""
+"""Measured scales of inputs, which are not used: inputs are rounded by the values in each row, or not at all."""
 FP8_FIELDS = {"weight_block_size": either(several(whole(1, 2**20), 2), NULL)}
 FLOAT32 = np.dtype(np.float32)
 
 
 def find_fp8(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed]:
-    """Every FP8 matrix of a checkpoint by its name."""
     check_fields(config, FP8_FIELDS, "quantization_config.")
     rows, columns = config.get("weight_block_size") or (128, 128)
     found = {}
@@ -206,7 +199,7 @@ def find_fp8(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed
 
 
 def fp8_matrix(parts: Parts, weight: str, block: tuple[int, int]) -> Packed:
-    """The matrix, or the stack, called so; `block` is what shares a scale where it is neither a tensor nor a row."""
+    """The matrix or stack of this name; `block` shares a scale if it is neither one a tensor nor one a row."""
     shape = parts.info(weight, ("F8_E4M3",)).shape
     if len(shape) < 2:
         raise parts.error(f"is FP8 of shape {shape}; accepted is a matrix, or a stack of them", weight)

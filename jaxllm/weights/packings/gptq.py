@@ -29,7 +29,7 @@ import numpy as np
 from jaxllm.quantization.stored import FLOATS, Codes, Coding, order_name
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import FLAG, NULL, OBJECT, TEXT, check_fields, either, one_of, whole
-from jaxllm.weights.packings.module import Packed, Parts, modules, sorted_inputs, unpack, unsupported
+from jaxllm.weights.packings.module import Packed, Parts, matrices, sorted_inputs, unpack, unsupported
 
 GPTQ_BITS = (2, 3, 4, 8)
 GPTQ_FORMATS = ("gptq", "gptq_v2", "marlin")
@@ -46,7 +46,6 @@ GPTQ_FIELDS = {
 
 
 def find_gptq(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed]:
-    """Every matrix of a GPTQ checkpoint by its name."""
     check_fields(config, GPTQ_FIELDS, "quantization_config.")
     bits, form = config.get("bits"), config.get("checkpoint_format") or config.get("format") or "gptq"
     if bits not in GPTQ_BITS:
@@ -59,27 +58,20 @@ def find_gptq(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packe
     if form == "marlin" or config.get("is_marlin_format"):
         if bits != 4:
             raise unsupported("Marlin", "bits", bits, "4")
-        return {
-            f"{prefix}.weight": marlin(Parts(checkpoint, prefix, f"{prefix}.weight"), ".B", ".s", group)
-            for prefix in modules(checkpoint, ".B")
-        }
+        return {parts.name: marlin(parts, ".B", ".s", group) for parts in matrices(checkpoint, ".B")}
+    symmetric, v1 = config.get("sym", False), form == "gptq"
     return {
-        f"{prefix}.weight": _gptq_matrix(
-            Parts(checkpoint, prefix, f"{prefix}.weight"), bits, group, config.get("sym", False), v1=form == "gptq"
-        )
-        for prefix in modules(checkpoint, ".qweight")
+        parts.name: _gptq_matrix(parts, bits, group, symmetric, v1=v1) for parts in matrices(checkpoint, ".qweight")
     }
 
 
 def _gptq_matrix(parts: Parts, bits: int, group_size: int, symmetric: bool, *, v1: bool) -> Packed:
     words, outputs = parts.info(".qweight", ("I32",), rank=2).shape
     inputs = words * 32 // bits
-    group = inputs if group_size == -1 else group_size
+    group = parts.group(inputs, group_size)
     groups = inputs // group
-    if inputs % group:
-        raise parts.error(f"has {inputs} inputs, which groups of {group} (group_size) do not divide")
-    scale = parts.expect(".scales", tuple(FLOATS), (groups, outputs)).dtype
-    parts.expect(".qzeros", ("I32",), (groups, -(-outputs * bits // 32)))
+    scale = parts.info(".scales", tuple(FLOATS), (groups, outputs)).dtype
+    parts.info(".qzeros", ("I32",), (groups, -(-outputs * bits // 32)))
     order = sorted_inputs(parts, ".g_idx", inputs, groups)
     coding = Coding(bits, (1, group), FLOATS[scale], symmetric, order=order_name(order))
 
@@ -100,7 +92,7 @@ def _zeros(words: np.ndarray, bits: int, v1: bool) -> np.ndarray:
     """Zero points `[groups, o]`.
 
     v1 files hold one less. It was subtracted from whole words, so that a 0 borrowed from its neighbour, and is added to
-    whole words again; three bits go over the ends of words, and are added to one by one.
+    whole words again; three-bit codes cross the ends of words, and are incremented one by one.
     """
     if v1 and 32 % bits == 0:
         ones = sum(1 << shift for shift in range(0, 32, bits))
@@ -111,7 +103,7 @@ def _zeros(words: np.ndarray, bits: int, v1: bool) -> np.ndarray:
 
 AWQ_BITS, AWQ_IN_WORD = 4, 8
 AWQ_ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])
-"""Which output each nibble of a word is, lowest first."""
+"""The output of each nibble of a word, lowest first."""
 AWQ_VERSIONS = ("gemm", "marlin")
 AWQ_FIELDS = {
     "bits": whole(1, 32),
@@ -123,7 +115,6 @@ AWQ_FIELDS = {
 
 
 def find_awq(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed]:
-    """Every matrix of an AWQ checkpoint by its name."""
     names = {"w_bit": "bits", "q_group_size": "group_size"}  # as AutoAWQ calls them in a file of its own
     config = {names.get(key, key): value for key, value in config.items()}
     check_fields(config, AWQ_FIELDS, "quantization_config.")
@@ -132,24 +123,18 @@ def find_awq(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed
         raise unsupported("AWQ", "bits", config["bits"], "4")
     if version not in AWQ_VERSIONS:
         raise unsupported("AWQ", "version", version, " or ".join(AWQ_VERSIONS))
-    group = config.get("group_size", 128)
-    found = {}
-    for prefix in modules(checkpoint, ".qweight"):
-        parts = Parts(checkpoint, prefix, f"{prefix}.weight")
-        found[parts.name] = (
-            marlin(parts, ".qweight", ".scales", group) if version == "marlin" else _awq_matrix(parts, group)
-        )
-    return found
+    group, found = config.get("group_size", 128), matrices(checkpoint, ".qweight")
+    if version == "marlin":
+        return {parts.name: marlin(parts, ".qweight", ".scales", group) for parts in found}
+    return {parts.name: _awq_matrix(parts, group) for parts in found}
 
 
 def _awq_matrix(parts: Parts, group_size: int) -> Packed:
     inputs, words = parts.info(".qweight", ("I32",), rank=2).shape
-    outputs, group = words * AWQ_IN_WORD, inputs if group_size == -1 else group_size
+    outputs, group = words * AWQ_IN_WORD, parts.group(inputs, group_size)
     groups = inputs // group
-    if inputs % group:
-        raise parts.error(f"has {inputs} inputs, which groups of {group} (group_size) do not divide")
-    scale = parts.expect(".scales", tuple(FLOATS), (groups, outputs)).dtype
-    parts.expect(".qzeros", ("I32",), (groups, words))
+    scale = parts.info(".scales", tuple(FLOATS), (groups, outputs)).dtype
+    parts.info(".qzeros", ("I32",), (groups, words))
     coding = Coding(AWQ_BITS, (1, group), FLOATS[scale], symmetric=False)
 
     def read() -> tuple[np.ndarray, Codes]:
@@ -170,15 +155,12 @@ MARLIN_TILE, MARLIN_WIDTH = 16, 64
 
 
 def marlin(parts: Parts, weights: str, scales: str, group_size: int) -> Packed:
-    """The matrix whose tensors are called so."""
     rows, columns = parts.info(weights, ("I32",), rank=2).shape
     inputs, outputs = rows * MARLIN_TILE, columns // 2
     if columns % (2 * MARLIN_WIDTH) or not outputs:
         raise parts.error(f"has {outputs} outputs, in Marlin's order; accepted is a multiple of {MARLIN_WIDTH}")
-    group = inputs if group_size == -1 else group_size
-    if inputs % group:
-        raise parts.error(f"has {inputs} inputs, which groups of {group} (group_size) do not divide")
-    parts.expect(scales, ("F16",), (inputs // group, outputs))
+    group = parts.group(inputs, group_size)
+    parts.info(scales, ("F16",), (inputs // group, outputs))
     parts.ignore(".workspace")
     coding = Coding(4, (1, group), np.dtype(np.float16))
 
@@ -195,12 +177,12 @@ def marlin(parts: Parts, weights: str, scales: str, group_size: int) -> Packed:
 
 
 def _undone(array: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """What was laid out in `order`, chunk by chunk, as it was before."""
+    """An array whose chunks were laid out in `order`, as it was before."""
     return array.reshape(-1, len(order))[:, np.argsort(order)]
 
 
 def _marlin_order() -> np.ndarray:
-    """Where a tile's codes come from: eight of a 16 x 16 part for each of a warp's 32 lanes, in turn of four parts.
+    """The sources of a tile's codes: eight of a 16 x 16 part for each of a warp's 32 lanes, in turn of four parts.
 
     A lane holds two rows of each 8 x 8 quarter in a column of each half; a word's nibbles are taken evens first.
     """

@@ -1,4 +1,4 @@
-"""What every packing reads: a few tensors that together are one matrix."""
+"""Matrices that are made of several tensors, which every packing reads."""
 
 from __future__ import annotations
 
@@ -13,18 +13,9 @@ from jaxllm.quantization.stored import Codes, Coding, Stored
 from jaxllm.weights.checkpoint import Checkpoint, TensorInfo
 from jaxllm.weights.fields import shown
 
-BYTES = 8
-"""Bits in one."""
-
 
 class Packed(NamedTuple):
-    """A matrix made of several tensors.
-
-    Attributes:
-        info: as what the model sees it.
-        tensors: what it is made of, which the model does not see.
-        read: its codes. Raises CheckpointError where they make no sense.
-    """
+    """A matrix as the model sees it, the tensors that it hides, and a function that reads its codes."""
 
     info: TensorInfo
     tensors: frozenset[str]
@@ -33,11 +24,7 @@ class Packed(NamedTuple):
 
 @dataclass
 class Parts:
-    """The tensors of one matrix, by what their names add to `prefix`; remembers which were asked for.
-
-    Attributes:
-        name: of the matrix, for the model and in errors.
-    """
+    """The tensors of the matrix `name`, by what their names add to `prefix`; it notes which were asked for."""
 
     checkpoint: Checkpoint
     prefix: str
@@ -47,34 +34,36 @@ class Parts:
     def __contains__(self, suffix: str) -> bool:
         return self.prefix + suffix in self.checkpoint.tensors
 
-    def info(self, suffix: str, dtypes: tuple[str, ...], rank: int | None = None) -> TensorInfo:
-        """What the header says of a part, which must be of these types. Raises CheckpointError if it is not."""
-        info = self._found(suffix)
-        if info.dtype not in dtypes or (rank is not None and len(info.shape) != rank):
-            of_rank = "" if rank is None else f" with {rank} axes"
+    def info(
+        self, suffix: str, dtypes: tuple[str, ...], shape: tuple[int, ...] | None = None, *, rank: int | None = None
+    ) -> TensorInfo:
+        """A part's header. Raises CheckpointError if the part is missing, or has another type, shape or rank."""
+        self.used.add(self.prefix + suffix)
+        if suffix not in self:
+            raise self.error(f"is missing, which {shown(self.name)} is made of", suffix)
+        info = self.checkpoint.tensors[self.prefix + suffix]
+        if info.dtype not in dtypes or shape not in (None, info.shape) or rank not in (None, len(info.shape)):
+            wanted = f" of shape {shape}" if shape is not None else "" if rank is None else f" with {rank} axes"
             raise self.error(
-                f"is {info.dtype} of shape {info.shape}; accepted is {' or '.join(dtypes)}{of_rank}", suffix
+                f"is {info.dtype} of shape {info.shape}; accepted is {' or '.join(dtypes)}{wanted}", suffix
             )
         return info
 
-    def expect(self, suffix: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> TensorInfo:
-        """A part of these types and one of these shapes. Raises CheckpointError if it is not."""
-        info = self._found(suffix)
-        if info.dtype not in dtypes or info.shape not in shapes:
-            accepted = f"{' or '.join(dtypes)} of shape {' or '.join(map(str, shapes))}"
-            raise self.error(f"is {info.dtype} of shape {info.shape}; accepted is {accepted}", suffix)
-        return info
-
     def array(self, suffix: str) -> np.ndarray:
-        """The numbers of a part."""
         return self.checkpoint.read(self.prefix + suffix).data
 
     def ignore(self, *suffixes: str) -> None:
-        """Parts that may be there and say nothing of the matrix."""
+        """Hide parts that may be there and are not needed."""
         self.used |= {self.prefix + suffix for suffix in suffixes if suffix in self}
 
+    def group(self, inputs: int, group_size: int) -> int:
+        """Neighbouring inputs that share a scale: all for -1. Raises CheckpointError if they do not divide `inputs`."""
+        group = inputs if group_size == -1 else group_size
+        if inputs % group:
+            raise self.error(f"has {inputs} inputs, which groups of {group} (group_size) do not divide")
+        return group
+
     def error(self, problem: str, suffix: str | None = None) -> CheckpointError:
-        """Of a part, or of the matrix."""
         name = self.name if suffix is None else self.prefix + suffix
         return CheckpointError(f"{self.checkpoint.path}: tensor {shown(name)} {problem}")
 
@@ -92,21 +81,15 @@ class Parts:
 
         return Packed(TensorInfo(shape, dtype, coding), frozenset(self.used), checked)
 
-    def _found(self, suffix: str) -> TensorInfo:
-        self.used.add(self.prefix + suffix)
-        if suffix not in self:
-            raise self.error(f"is missing, which {shown(self.name)} is made of", suffix)
-        return self.checkpoint.tensors[self.prefix + suffix]
-
 
 def unpack(words: np.ndarray, bits: int) -> np.ndarray:
     """The unsigned codes, uint8, in integers `[…, n]`: one after the other without gaps, lowest bits first."""
     data = np.ascontiguousarray(words).view(np.uint8)
-    if bits == BYTES:
+    if bits == 8:
         return data
-    if BYTES % bits == 0:
+    if 8 % bits == 0:
         mask = np.uint8((1 << bits) - 1)
-        codes = [data >> shift & mask for shift in range(0, BYTES, bits)]
+        codes = [data >> shift & mask for shift in range(0, 8, bits)]
         return np.stack(codes, axis=-1).reshape(*data.shape[:-1], -1)
     flat = np.unpackbits(data, axis=-1, bitorder="little")
     flat = flat[..., : flat.shape[-1] // bits * bits].reshape(*data.shape[:-1], -1, bits)
@@ -114,13 +97,13 @@ def unpack(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def sorted_inputs(parts: Parts, suffix: str, inputs: int, groups: int) -> np.ndarray | None:
-    """The inputs group by group, of a matrix with a tensor of each input's group; None where they lie so.
+    """The order of a matrix's inputs by their groups, from a tensor of each input's group; None if they are in order.
 
     It is read at once, since it decides what the weight becomes.
     """
     if suffix not in parts:
         return None
-    parts.expect(suffix, ("I32", "I64"), (inputs,))
+    parts.info(suffix, ("I32", "I64"), (inputs,))
     group_of = parts.array(suffix)
     if (group_of == -1).all():  # written where nothing was sorted
         return None
@@ -131,11 +114,11 @@ def sorted_inputs(parts: Parts, suffix: str, inputs: int, groups: int) -> np.nda
     return order if (order != np.arange(inputs)).any() else None
 
 
-def modules(checkpoint: Checkpoint, suffix: str) -> list[str]:
-    """What stands before `suffix` in the names of tensors."""
-    return [name.removesuffix(suffix) for name in checkpoint.tensors if name.endswith(suffix)]
+def matrices(checkpoint: Checkpoint, suffix: str, weight: str = ".weight") -> list[Parts]:
+    """The matrices that have a tensor whose name ends in `suffix`; `weight` ends the names of the matrices."""
+    prefixes = [name.removesuffix(suffix) for name in checkpoint.tensors if name.endswith(suffix)]
+    return [Parts(checkpoint, prefix, prefix + weight) for prefix in prefixes]
 
 
 def unsupported(method: str, key: str, value: Any, accepted: str) -> CheckpointError:
-    """A variant of a method that is not read."""
     return CheckpointError(f"quantization_config.{key} is {shown(value)}, in {method}; accepted is {accepted}")

@@ -18,9 +18,8 @@ from jaxllm.cli.convert import safetensors as to_safetensors
 from jaxllm.cli.convert.conversion import TargetFormat, convert_model
 from jaxllm.config import EngineConfig
 from jaxllm.errors import CheckpointError, ConfigError, JaxLLMError
-from jaxllm.models.abstract import abstract_model
 from jaxllm.models.options import BuildOptions
-from jaxllm.models.registry import model_spec
+from jaxllm.models.registry import abstract_model, model_spec
 from jaxllm.sharding.mesh import build_mesh
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.kinds import KindChooser

@@ -7,7 +7,8 @@ import pytest
 
 from jaxllm import EngineConfig
 from jaxllm.engine.core.keys import PLAIN, SAMPLED, Key
-from jaxllm.engine.start.plan import make_blueprint, step_functions
+from jaxllm.engine.start.blueprint import make_blueprint
+from jaxllm.engine.start.plan import step_functions
 from jaxllm.engine.start.platform import Platform
 from jaxllm.sharding.mesh import build_mesh
 from jaxllm.weights import open_checkpoint

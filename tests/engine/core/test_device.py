@@ -17,7 +17,7 @@ from jaxllm.engine.core.keys import SAMPLED, USES, Key
 from jaxllm.engine.features import features_of
 from jaxllm.engine.features.drafts.feature import DraftsFeature
 from jaxllm.engine.features.drafts.rules import DraftDepth, NgramDrafts
-from jaxllm.models.abstract import AdaptedModel
+from jaxllm.models.registry import AdaptedModel
 from tests.engine.step_sizes import step_sizes
 from tests.reference.adapters import write_adapter
 from tests.reference.tiny import write_checkpoint
@@ -27,7 +27,7 @@ Message = tuple[Key, tuple[Any, ...]]
 
 
 def device_of(llm: LLM) -> Device:
-    return llm._streams.client._loop._core._runner._device  # type: ignore[attr-defined]
+    return llm._streams.client._loop._core._runner.device  # type: ignore[attr-defined]
 
 
 def halved(logits: Any, state: Any) -> Any:

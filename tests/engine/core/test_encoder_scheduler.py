@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxllm.engine.core.encoder import EncoderScheduler
 from jaxllm.engine.core.pages import PagePool
 from jaxllm.engine.core.request import Request, Status
-from jaxllm.engine.core.scheduler import EncoderScheduler
 from jaxllm.engine.messages import EngineRequest
-from jaxllm.requests.tasks import PoolingParams
+from jaxllm.requests.outputs import PoolingParams
 
 SEQS, TOKENS = 4, 32
 

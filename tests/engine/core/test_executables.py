@@ -6,15 +6,13 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 
 import pytest
 
-from jaxllm.engine.core import compiling_process
-from jaxllm.engine.core.compiling_process import CompilingProcess
+from jaxllm.engine.core import saved as saved_module
 from jaxllm.engine.core.executables import URGENT_THREADS, Executables
 from jaxllm.engine.core.keys import PLAIN, SAMPLED, Key
-from jaxllm.engine.core.request import Request
-from jaxllm.engine.core.saved import SavedExecutables
+from jaxllm.engine.core.request import Chunk, Request
+from jaxllm.engine.core.saved import CompilingProcess, SavedExecutables
 from jaxllm.engine.core.sizes import Buckets
 from jaxllm.engine.core.step import StepFunctions
-from jaxllm.engine.core.work import Chunk
 from jaxllm.engine.features import features_of, features_of_encoder
 from jaxllm.requests.sampling import SamplingParams
 from tests.engine.step_sizes import step_sizes
@@ -333,7 +331,7 @@ def test_a_process_that_compiles_may_say_much(tmp_path, monkeypatch, caplog):
         "import os, sys\nprint('w' * 2**20, file=sys.stderr)\nprint(os.environ['TOLD'], flush=True)\nsys.exit('why')"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(compiling_process, "MODULE", "talkative")
+    monkeypatch.setattr(saved_module, "MODULE", "talkative")
     saved, ended = [], threading.Event()
     process = CompilingProcess(environment={"TOLD": "adjust"})
     process.start(saved.append, ended.set)

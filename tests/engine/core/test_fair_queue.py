@@ -5,13 +5,13 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
+from jaxllm.engine.core.encoder import EncoderScheduler
 from jaxllm.engine.core.fair_queue import FairQueue, RecentGroups, divided, gives_way, in_turn
 from jaxllm.engine.core.pages import PagePool
 from jaxllm.engine.core.request import Request, Status
-from jaxllm.engine.core.scheduler import EncoderScheduler
 from jaxllm.engine.messages import EngineRequest
+from jaxllm.requests.outputs import PoolingParams
 from jaxllm.requests.sampling import SamplingParams
-from jaxllm.requests.tasks import PoolingParams
 from tests.engine.scheduler_driver import Driver
 
 FLOOD, QUIET = "flood", "quiet"

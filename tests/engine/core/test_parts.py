@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from jaxllm.engine.core.handle import Handle, SampledRow
-from jaxllm.engine.core.request import Request
+from jaxllm.engine.core.request import Batch, Chunk, Request
 from jaxllm.engine.core.runner import evenly, joined, parts_of
 from jaxllm.engine.core.sampler import Logprobs, Sampled
-from jaxllm.engine.core.work import Batch, Chunk
 from jaxllm.requests.sampling import SamplingParams
 
 

@@ -19,7 +19,7 @@ def test_one_with_a_mask_lets_requests_without_grammar_choose_any_token(
     params = SamplingParams(temperature=1, seed=1, max_tokens=1)
     with LLM(write_checkpoint("llama_gqa", tmp_path), **fields) as llm:
         expected = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0].token_ids
-        executables = llm._client()._loop._core._runner._device._executables  # type: ignore[union-attr]
+        executables = llm._client()._loop._core._runner.device._executables  # type: ignore[union-attr]
         executables.wait()
         ready = executables._ready
 

@@ -22,9 +22,10 @@ from jaxllm.engine.core.keys import PLAIN, SAMPLED, Key
 from jaxllm.engine.core.saved import KEPT_SETS, SavedExecutables
 from jaxllm.engine.core.sizes import Buckets
 from jaxllm.engine.core.step import StepFunctions
-from jaxllm.engine.start.manifest import step_manifest
-from jaxllm.engine.start.plan import Blueprint, make_blueprint, step_functions
+from jaxllm.engine.start.blueprint import make_blueprint
+from jaxllm.engine.start.plan import Blueprint, step_functions
 from jaxllm.engine.start.platform import Platform
+from jaxllm.engine.start.prepared import step_manifest
 from jaxllm.sharding.mesh import build_mesh
 from jaxllm.weights import open_checkpoint
 from tests.reference.tiny import write_checkpoint
@@ -240,7 +241,7 @@ def test_what_surrounds_the_steps_makes_another_set(model, monkeypatch):
     config = blueprint.spec.config
     other = replace(blueprint, spec=replace(blueprint.spec, config=replace(config, norm_eps=0.1)))
     assert step_manifest(other, mesh) != plain
-    monkeypatch.setattr("jaxllm.engine.start.manifest.sources_digest", lambda: "others")
+    monkeypatch.setattr("jaxllm.engine.start.prepared.sources_digest", lambda: "others")
     assert step_manifest(blueprint, mesh) != plain
     monkeypatch.undo()
     monkeypatch.setenv("NPROC", "77")

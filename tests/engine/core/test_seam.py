@@ -23,7 +23,7 @@ from jaxllm.engine.core.slots import Slots
 from jaxllm.engine.features import features_of
 from jaxllm.engine.messages import EngineRequest
 from jaxllm.engine.scale.data_parallel.core import Core
-from jaxllm.engine.start import plan, stage_steps
+from jaxllm.engine.start import plan, prepared
 from jaxllm.engine.start.build import build_core
 from tests.reference.tiny import write_checkpoint
 from tests.sizes import FIELDS
@@ -105,7 +105,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "features_of", with_warming)
-        patch.setattr(stage_steps, "saved_executables", lambda *given: None)  # other tests' steps are none of these
+        patch.setattr(prepared, "saved_executables", lambda *given: None)  # other tests' steps are none of these
         patch.setattr(Device, "run", noted)
         core, _ = build_core(EngineConfig(model=str(model), **FIELDS))
         yield Engine(core, ran)

@@ -16,7 +16,7 @@ from jaxllm import AsyncLLM, SamplingParams
 from jaxllm.engine.doors.beams import BeamSearchParams
 from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.errors import EngineDeadError, InvalidRequestError, QueueFullError
-from jaxllm.requests.tasks import PoolingParams
+from jaxllm.requests.outputs import PoolingParams
 from tests.reference.tiny import write_checkpoint
 from tests.serving.fake_engine import FakeEngine, byte_letters
 

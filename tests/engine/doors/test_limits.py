@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from jaxllm.engine.doors.limits import check_request
+from jaxllm.engine.doors.sequences import check_request
 from jaxllm.engine.messages import EngineInfo
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.outputs import MAX_ENTRIES

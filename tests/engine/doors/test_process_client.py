@@ -24,9 +24,8 @@ from jaxllm import AsyncLLM, EngineConfig, SamplingParams
 from jaxllm.engine.doors import process_client
 from jaxllm.engine.doors.process_client import ProcessClient
 from jaxllm.engine.doors.streams import Stream, Streams
-from jaxllm.engine.messages import EngineRequest
+from jaxllm.engine.messages import EngineRequest, MemoryRoom
 from jaxllm.engine.start.offload import PROCESS_BYTES
-from jaxllm.engine.start.room import MemoryRoom
 from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError, QueueFullError
 from tests.engine.doors import stand_in
 from tests.reference.tiny import write_checkpoint

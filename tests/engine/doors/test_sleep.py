@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from jaxllm import AsyncLLM, SamplingParams
-from jaxllm.engine.doors.keeper import Keeper
-from jaxllm.engine.start.room import MemoryRoom
+from jaxllm.engine.doors.share import Keeper
+from jaxllm.engine.messages import MemoryRoom
 from jaxllm.errors import CheckpointError, ConfigError, EngineDeadError, QueueFullError
 from tests.reference import load_golden
 from tests.reference.tiny import tiny_prompt, write_checkpoint

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from jaxllm import EngineConfig, SamplingParams
-from jaxllm.engine.doors import streams as suspects_module
+from jaxllm.engine.doors import deaths as suspects_module
+from jaxllm.engine.doors.deaths import Suspects
 from jaxllm.engine.doors.process_client import ProcessClient
-from jaxllm.engine.doors.streams import Stream, Streams, Suspects
+from jaxllm.engine.doors.streams import Stream, Streams
 from jaxllm.engine.messages import EngineRequest
 from jaxllm.errors import EngineDeadError, InvalidRequestError
 from tests.engine.doors import stand_in

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from jaxllm import EngineConfig, compat
-from jaxllm.engine.start.plan import EnginePlan, plan_engine
+from jaxllm.engine.start.blueprint import plan_engine
+from jaxllm.engine.start.plan import EnginePlan
 from jaxllm.engine.start.platform import Platform
 from tests.reference.tiny import save_checkpoint, tiny_config, tiny_weights
 

@@ -13,9 +13,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jaxllm.models.layers.rope import RopeConfig, rope_angles, rotate
 from jaxllm.pallas_kernels import RootMeanSquare, Unsummed, reference
-from jaxllm.pallas_kernels.gpu import decode
+from jaxllm.pallas_kernels.gpu import flash
 from jaxllm.pallas_kernels.gpu.attention import paged_attention
-from jaxllm.pallas_kernels.gpu.prefill import prefill_tiles
+from jaxllm.pallas_kernels.gpu.flash import prefill_tiles
 from jaxllm.pallas_kernels.gpu.tile import AttentionSpec
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.pages import QUANTIZED, to_storage, write_pages
@@ -40,7 +40,7 @@ def run(
     if "angles" in options:
         attend = jax.jit(partial(paged_attention, interpret=interpret, **options))
     else:
-        attend = jitted(decode.TARGET_PROGRAMS, interpret=interpret, **options)
+        attend = jitted(flash.TARGET_PROGRAMS, interpret=interpret, **options)
     out, pages = attend(batch.q, batch.k, batch.v, batch.pages, batch.meta, **of_heads)
     return np.asarray(out), tuple(np.asarray(buffer) for buffer in pages)
 
@@ -130,7 +130,7 @@ def test_splits_combine_to_the_same(sinks):
 
 @pytest.mark.parametrize("programs", [1, 3])
 def test_programs_take_turns_at_the_splits(monkeypatch, programs):
-    monkeypatch.setattr(decode, "TARGET_PROGRAMS", programs)
+    monkeypatch.setattr(flash, "TARGET_PROGRAMS", programs)
     check(ragged_batch(decodes=(1100, 1, 300), heads=2, kv_heads=1, unused=NAN))
 
 
@@ -149,7 +149,7 @@ def test_a_sequences_splits_depend_on_it_alone():
 def test_a_window_reads_no_page_before_it():
     """Pages that no query sees hold NaN; and the number of blocks does not grow with the context."""
     spec = AttentionSpec(4, 2, 64, 16, jnp.float32, 1.0, 100, None)
-    blocks = [int(decode._blocks(jnp.int32(context), spec)[1]) for context in (100, 1000, 100_000)]
+    blocks = [int(flash._blocks(jnp.int32(context), spec)[1]) for context in (100, 1000, 100_000)]
     assert max(blocks) <= 100 // spec.block_k + 2
     check(ragged_batch(decodes=(900, 130), prefills=((700, 40),), window=100, unused=NAN), window=100)
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jaxllm.pallas_kernels import late_sum
-from jaxllm.pallas_kernels.gpu.block_scaled import MOST_ROWS, few_rows, knows
 from jaxllm.pallas_kernels.gpu.expand import e4m3_program
-from jaxllm.pallas_kernels.gpu.rows import list_rows
+from jaxllm.pallas_kernels.gpu.few_rows import MOST_ROWS, few_rows_of_blocks, knows_blocks
+from jaxllm.pallas_kernels.gpu.route import list_rows
 from jaxllm.quantization.coded import Coded, fp8_blocks
 from jaxllm.quantization.stored import FP8
 from tests.gpu_here import INTERPRET
@@ -63,9 +63,9 @@ def test_few_rows(name: str, rows: int) -> None:
     shape, of_rows, columns = SHAPES[name]
     weight = blocks(*shape, rows=of_rows, columns=columns)
     (matrix,) = weight.kernel_matrices
-    assert knows(matrix)
+    assert knows_blocks(matrix)
     x = jnp.asarray(np.random.default_rng(1).standard_normal((rows, shape[1])), BF16)
-    out = late_sum(few_rows(x, matrix, interpret=INTERPRET))
+    out = late_sum(few_rows_of_blocks(x, matrix, interpret=INTERPRET))
     assert out.dtype == jnp.float32
     close(out, np.asarray(x, np.float64) @ by_hand(weight).T)
 
@@ -73,14 +73,14 @@ def test_few_rows(name: str, rows: int) -> None:
 def test_float16_and_the_type_that_is_asked_for() -> None:
     weight = blocks(128, 256, dtype=F16)
     x = jnp.asarray(np.random.default_rng(1).standard_normal((3, 256)), F16)
-    out = few_rows(x, weight.kernel_matrices[0], dtype=jnp.float16, interpret=INTERPRET)
+    out = few_rows_of_blocks(x, weight.kernel_matrices[0], dtype=jnp.float16, interpret=INTERPRET)
     assert out.dtype == jnp.float16
     close(out, np.asarray(x, np.float64) @ by_hand(weight).T, 2e-3)
 
 
 def test_what_is_left_to_other_kernels() -> None:
     for weight in (blocks(128, 256, dtype=np.dtype(np.float32)), blocks(96, 96, rows=48, columns=48)):
-        assert not knows(weight.kernel_matrices[0])
+        assert not knows_blocks(weight.kernel_matrices[0])
 
 
 @pytest.mark.every_version
@@ -97,7 +97,7 @@ def test_tiles_of_each_groups_rows(sizes: list[int], activated: bool) -> None:
     x = jnp.asarray(x, BF16)
     lists = list_rows(jnp.asarray(group, jnp.int32), 3, total, MOST_ROWS, interpret=INTERPRET)
     options: dict[str, Any] = {"activation": jax.nn.silu} if activated else {}
-    out = few_rows(x, weight.kernel_matrices[0], lists, total, interpret=INTERPRET, **options)
+    out = few_rows_of_blocks(x, weight.kernel_matrices[0], lists, total, interpret=INTERPRET, **options)
     assert out.shape == (total, 96 if activated else 192)
     matrices = by_hand(weight)
     for row in np.flatnonzero(group != 3):

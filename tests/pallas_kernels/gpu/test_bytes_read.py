@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.pallas_kernels.gpu import block_scaled, few_rows, int8, matmul, packed
+from jaxllm.pallas_kernels.gpu import packed
+from jaxllm.pallas_kernels.gpu.few_rows import few_rows_of_blocks, few_rows_of_groups
+from jaxllm.pallas_kernels.gpu.matmul import integer_matmul, matmul
 from jaxllm.pallas_kernels.gpu.products import linear
-from jaxllm.pallas_kernels.gpu.rows import RowLists, list_rows
+from jaxllm.pallas_kernels.gpu.route import RowLists, list_rows
 from jaxllm.quantization.weight import Weight
 from tests.pallas_kernels.gpu import test_block_scaled, test_int8, test_matmul, test_packed
 from tests.pallas_kernels.gpu.bytes_read import bytes_read
@@ -78,11 +80,11 @@ def test_experts_read_their_own_weights_once(name: str, inputs: int, activated: 
     def run(weight: Weight, x: jax.Array, lists: RowLists) -> Any:
         (matrix,) = weight.kernel_matrices or ()
         if name == "fp8 in blocks":
-            return block_scaled.few_rows(x, matrix, lists, rows, dtype=jnp.bfloat16, **options)
+            return few_rows_of_blocks(x, matrix, lists, rows, dtype=jnp.bfloat16, **options)
         if name == "integers":
-            return int8.matmul(x, matrix, lists, rows, 16, dtype=jnp.float32, **options)
+            return integer_matmul(x, matrix, lists, rows, 16, dtype=jnp.float32, **options)
         if name == LEVELS:
-            return few_rows.few_rows(x, matrix, lists, rows, **options)
+            return few_rows_of_groups(x, matrix, lists, rows, **options)
         return packed.grouped_matmul(x, matrix, lists, rows, 16, **options)
 
     assert 2 / 3 <= share_read(weight, run, jnp.ones((rows, inputs), jnp.float32), lists) <= 2 / 3 * MOST
@@ -94,7 +96,7 @@ def test_what_is_read_twice_is_seen() -> None:
 
     def run(weight: Weight, x: jax.Array) -> Any:
         (matrix,) = weight.kernel_matrices or ()
-        return matmul.matmul(x, matrix, interpret=True)
+        return matmul(x, matrix, interpret=True)
 
     few, many = (share_read(weight, run, jnp.ones((rows, 128), jnp.float32)) for rows in (16, 129))
     assert few == pytest.approx(1, rel=0.01) and many == pytest.approx(2, rel=0.01)

@@ -11,7 +11,7 @@ import pytest
 
 from jaxllm.pallas_kernels.gpu import expand
 from jaxllm.pallas_kernels.matrices import PackedFormat
-from jaxllm.quantization.unpacked import BLOCKS
+from jaxllm.quantization.gpu_tiles import BLOCKS
 from tests.pallas_kernels.gpu.ptx_machine import PtxMachine
 
 pytestmark = pytest.mark.gpu_kernels

@@ -13,10 +13,8 @@ import numpy as np
 import pytest
 
 from jaxllm.pallas_kernels import Mixture, RootMeanSquare, StepMetadata
-from jaxllm.pallas_kernels.gpu.experts import experts
-from jaxllm.pallas_kernels.gpu.norm import add_norm
-from jaxllm.pallas_kernels.gpu.route import route
-from jaxllm.pallas_kernels.gpu.rows import RowLists, groups_of_rows, list_rows
+from jaxllm.pallas_kernels.gpu.experts import add_norm, experts
+from jaxllm.pallas_kernels.gpu.route import RowLists, groups_of_rows, list_rows, route
 from tests.gpu_here import INTERPRET
 from tests.pallas_kernels.gpu.test_matmul import KINDS
 

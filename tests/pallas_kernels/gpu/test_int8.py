@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jaxllm.pallas_kernels import late_sum
-from jaxllm.pallas_kernels.gpu.int8 import matmul, round_runs
+from jaxllm.pallas_kernels.gpu.matmul import integer_matmul, round_runs
 from jaxllm.pallas_kernels.gpu.products import linear
-from jaxllm.pallas_kernels.gpu.rows import list_rows
+from jaxllm.pallas_kernels.gpu.route import list_rows
 from jaxllm.pallas_kernels.matrices import quantize_runs
 from jaxllm.quantization.coded import Coded, per_channel
 from jaxllm.quantization.stored import INT8
@@ -76,7 +76,7 @@ def test_inputs_are_rounded_as_in_plain_xla(size: int) -> None:
 def test_sums_of_integers(shape: tuple[int, int], rows: int) -> None:
     """Outputs that no block divides, a run that is not whole, and parts of a row, of which the last is shorter."""
     weight, x = weights(*shape), inputs(rows, shape[1])
-    found = late_sum(matmul(jnp.asarray(x), weight.kernel_matrices[0], interpret=INTERPRET))
+    found = late_sum(integer_matmul(jnp.asarray(x), weight.kernel_matrices[0], interpret=INTERPRET))
     assert found.dtype == jnp.float32
     close(found, rounded(x) @ by_hand(weight).T)
 
@@ -100,7 +100,9 @@ def test_tiles_of_each_groups_rows(activated: bool, tile_rows: int) -> None:
     x[(group == 3).reshape(-1, 2).all(axis=1)] = np.nan
     lists = list_rows(jnp.asarray(group, jnp.int32), 3, total, tile_rows, interpret=INTERPRET)
     options: dict[str, Any] = {"activation": jax.nn.silu} if activated else {}
-    found = matmul(jnp.asarray(x), weight.kernel_matrices[0], lists, total, tile_rows, interpret=INTERPRET, **options)
+    found = integer_matmul(
+        jnp.asarray(x), weight.kernel_matrices[0], lists, total, tile_rows, interpret=INTERPRET, **options
+    )
     assert found.shape == (total, 72 if activated else 144)
     exact, matrices = rounded(np.nan_to_num(x)), by_hand(weight)
     for row in np.flatnonzero(group != 3):

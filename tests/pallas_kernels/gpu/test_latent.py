@@ -10,7 +10,7 @@ import pytest
 
 from jaxllm.models.layers.rope import RopeConfig, rope_angles
 from jaxllm.pallas_kernels import RootMeanSquare
-from jaxllm.pallas_kernels.gpu.latent import absorb_and_store, expand_heads
+from jaxllm.pallas_kernels.gpu.attention import absorb_and_store, expand_heads
 from jaxllm.pallas_kernels.gpu.tile import AttentionSpec
 from jaxllm.pallas_kernels.pages import QUANTIZED, SCALE_BYTES, from_storage
 from tests.gpu_here import INTERPRET

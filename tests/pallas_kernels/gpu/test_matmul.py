@@ -13,11 +13,11 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jaxllm.pallas_kernels import RootMeanSquare, Unsummed, late_sum
 from jaxllm.pallas_kernels.gpu.expand import from_e4m3, to_e4m3
-from jaxllm.pallas_kernels.gpu.few_rows import MOST_ROWS, few_rows, knows
-from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul, matmul
-from jaxllm.pallas_kernels.gpu.norm import add_norm
+from jaxllm.pallas_kernels.gpu.experts import add_norm
+from jaxllm.pallas_kernels.gpu.few_rows import MOST_ROWS, few_rows_of_groups, knows_groups
+from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, matmul
 from jaxllm.pallas_kernels.gpu.products import linear
-from jaxllm.pallas_kernels.gpu.rows import RowLists, list_rows
+from jaxllm.pallas_kernels.gpu.route import RowLists, list_rows
 from jaxllm.quantization.coded import Coded, fp8_blocks, groups, per_channel
 from jaxllm.quantization.stored import FP8, INT8, Stored
 from jaxllm.quantization.weight import Dense, Weight
@@ -82,7 +82,7 @@ def check_grouped(weight: Weight, sizes: list[int], rows: int, *, dtype: Any = j
     tile_rows = choose_tile_rows(rows, len(sizes))
     lists = list_rows(jnp.asarray(group, jnp.int32), len(sizes), rows, tile_rows, interpret=INTERPRET)
     x = jnp.asarray(x, dtype)
-    out = grouped_matmul(x, matrix, lists, rows, interpret=INTERPRET)
+    out = matmul(x, matrix, lists, rows, interpret=INTERPRET)
     matrices, x = np.asarray(weight.dequantize(), np.float64), np.asarray(x, np.float64)
     for row in np.flatnonzero(~nobody):
         np.testing.assert_allclose(out[row], matrices[group[row]] @ x[row // share], rtol=1e-4, atol=1e-4)
@@ -146,9 +146,9 @@ def test_few_rows(kind, shape, rows):
     """Of outputs that no block divides; of inputs that are less than a block, and of parts, the last not whole."""
     weight = KINDS[kind](np.random.default_rng(0).standard_normal(shape).astype(np.float32))
     (matrix,) = weight.kernel_matrices
-    assert knows(matrix)
+    assert knows_groups(matrix)
     x = np.random.default_rng(1).standard_normal((rows, shape[1])).astype(np.float32)
-    out = late_sum(few_rows(jnp.asarray(x), matrix, interpret=INTERPRET))
+    out = late_sum(few_rows_of_groups(jnp.asarray(x), matrix, interpret=INTERPRET))
     expected = x.astype(np.float64) @ np.asarray(weight.dequantize(), np.float64).T
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-6 * np.abs(expected).max() * shape[1] ** 0.5)
 
@@ -161,7 +161,7 @@ def test_few_rows_of_each_group(kind, sizes, activated):
     """Two of them read one row; rows of no group are NaN. No block divides the outputs, and inputs are several."""
     weight = KINDS[kind](np.random.default_rng(0).standard_normal((3, 88, 480)).astype(np.float32))
     (matrix,) = weight.kernel_matrices
-    assert knows(matrix)
+    assert knows_groups(matrix)
     total = sum(sizes) + 3 + (sum(sizes) + 3) % 2
     random = np.random.default_rng(3)
     group = random.permutation(np.repeat(np.arange(4), [*sizes, total - sum(sizes)]))
@@ -169,7 +169,7 @@ def test_few_rows_of_each_group(kind, sizes, activated):
     x[(group == 3).reshape(-1, 2).all(axis=1)] = np.nan
     lists = list_rows(jnp.asarray(group, jnp.int32), 3, total, MOST_ROWS, interpret=INTERPRET)
     options = {"activation": jax.nn.silu} if activated else {}
-    out = few_rows(jnp.asarray(x), matrix, lists, total, interpret=INTERPRET, **options)
+    out = few_rows_of_groups(jnp.asarray(x), matrix, lists, total, interpret=INTERPRET, **options)
     assert out.shape == (total, 44 if activated else 88)
     matrices = np.asarray(weight.dequantize(), np.float64)
     for row in np.flatnonzero(group != 3):
@@ -183,7 +183,7 @@ def test_few_rows_of_each_group(kind, sizes, activated):
 @pytest.mark.parametrize("kind", ["dense", "int8", "fp8 blocks", "4 bits, symmetric, groups of 96"])
 def test_few_rows_of_other_kinds_are_left_to_other_kernels(kind):
     (matrix,) = KINDS[kind](np.ones((136, 96), np.float32)).kernel_matrices
-    assert not knows(matrix)
+    assert not knows_groups(matrix)
 
 
 @pytest.mark.parametrize("kind", ["dense", "int8", "fp8"])
@@ -210,7 +210,7 @@ def test_lowers_for_cuda_without_expanding_weights(kind):
 
     def multiply(x, weight, rows, tiles):
         (matrix,) = weight.kernel_matrices
-        return grouped_matmul(x, matrix, RowLists(rows, tiles), 64)
+        return matmul(x, matrix, RowLists(rows, tiles), 64)
 
     arguments = jnp.ones((64, 192)), weight, jnp.zeros(4 * 64, jnp.int32), jnp.zeros((8, 3), jnp.int32)
     h100 = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")

@@ -13,17 +13,16 @@ import pytest
 from jaxllm.models.layers.mlp import ACTIVATIONS
 from jaxllm.pallas_kernels import LATER, late_sum
 from jaxllm.pallas_kernels.gpu import packed
-from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows, grouped_matmul
-from jaxllm.pallas_kernels.gpu.packed import late_matmul
+from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows
+from jaxllm.pallas_kernels.gpu.packed import grouped_matmul, late_matmul
 from jaxllm.pallas_kernels.gpu.products import linear
-from jaxllm.pallas_kernels.gpu.rows import list_rows
+from jaxllm.pallas_kernels.gpu.route import list_rows
 from jaxllm.pallas_kernels.gpu.walk import Tiling
 from jaxllm.pallas_kernels.matrices import E2M1, PackedMatrix
 from jaxllm.quantization.coded import groups
 from jaxllm.quantization.gguf_weight import GgufKind
-from jaxllm.quantization.gpu_tiles import GpuTiles, gpu_tiled
+from jaxllm.quantization.gpu_tiles import BLOCKS, GpuTiles, gpu_tiled
 from jaxllm.quantization.stored import E8M0, Stored
-from jaxllm.quantization.unpacked import BLOCKS
 from jaxllm.quantization.weight import fuse
 from tests.gpu_here import INTERPRET
 
@@ -212,9 +211,11 @@ def test_experts(name: str, rows: int, share: int, inputs: int) -> None:
     x = random.standard_normal((rows // share, inputs)).astype(np.float32)
     nobody = group == 3
     x[nobody.reshape(-1, share).all(axis=1)] = np.nan
-    lists = list_rows(jnp.asarray(group, jnp.int32), 3, rows, choose_tile_rows(rows, 3), interpret=INTERPRET)
+    tile_rows = choose_tile_rows(rows, 3)
+    lists = list_rows(jnp.asarray(group, jnp.int32), 3, rows, tile_rows, interpret=INTERPRET)
     expected = np.einsum("noi,ni->no", exact[np.minimum(group, 2)], np.repeat(x, share, axis=0).astype(np.float64))
     gate, up = np.split(expected, 2, axis=1)
     for activation, wanted in ((None, expected), (ACTIVATIONS["silu"], gate / (1 + np.exp(-gate)) * up)):
-        found = grouped_matmul(jnp.asarray(x), weight, lists, rows, activation=activation, interpret=INTERPRET)
+        options: dict[str, Any] = {"activation": activation, "interpret": INTERPRET}
+        found = grouped_matmul(jnp.asarray(x), weight, lists, rows, tile_rows, **options)
         assert_near(np.asarray(found)[~nobody], wanted[~nobody], 1e-5)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxllm.chat.conversation import Call, Message, NamedTool, Tool
-from jaxllm.chat.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
+from jaxllm.chat.events import Content, Event, Reasoning, ToolArguments, ToolCall
 from jaxllm.serving.anthropic.blocks import BlockBuilder, parse_input
 from jaxllm.serving.anthropic.ids import template_call_id, tool_use_id
 from jaxllm.serving.anthropic.request import MessagesRequest

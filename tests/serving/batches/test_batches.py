@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from jaxllm.engine.doors.limits import check_request
+from jaxllm.engine.doors.sequences import check_request
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.serving.batches.caller import BATCH_PRIORITY, Line, Places
 from tests.serving.batches.running import CHAT, Running, chat, questions

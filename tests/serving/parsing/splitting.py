@@ -6,10 +6,9 @@ import json
 from collections.abc import Callable, Iterable
 
 from jaxllm.chat.conversation import Tool
-from jaxllm.chat.parsing.events import ParsedOutput, join_events
-from jaxllm.chat.parsing.formats import detect_formats
-from jaxllm.chat.parsing.output_format import Tags, ToolFormat
-from jaxllm.chat.parsing.parser import OutputParser
+from jaxllm.chat.events import ParsedOutput, Tags, ToolFormat, join_events
+from jaxllm.chat.formats import detect_formats
+from jaxllm.chat.parser import OutputParser
 from jaxllm.text.reasoning import CHANNELS
 
 WEATHER = {
@@ -36,7 +35,7 @@ TOOLS = [tool("get_weather", WEATHER), tool("get_time")]
 def parser(tools: str, reasoning: str = "", *, in_reasoning: bool = False, parse_tools: bool = True) -> OutputParser:
     reasoning = reasoning or ("auto" if tools in CHANNELS else "think")
     formats = detect_formats(None, tools, reasoning)
-    return OutputParser(formats, tools=TOOLS, in_reasoning=in_reasoning, parse_tools=parse_tools)
+    return OutputParser(formats, tools=TOOLS if parse_tools else [], in_reasoning=in_reasoning)
 
 
 def parse_pieces(fresh: OutputParser, pieces: Iterable[str]) -> ParsedOutput:
@@ -64,22 +63,21 @@ def parse_every_way(fresh: Callable[[], OutputParser], text: str) -> tuple:
 
 
 def written(known: ToolFormat, *calls: tuple[str, dict]) -> str:
-    """Calls as the format's layout has them."""
-    layout = known.layout
+    """Calls as the format has them."""
     texts = []
     for name, arguments in calls:
-        if layout.arguments == "json":
+        if known.arguments == "json":
             body = json.dumps(arguments)
-        elif layout.arguments == "gemma":
+        elif known.arguments == "gemma":
             values = {
-                key: f"{layout.quote}{value}{layout.quote}" if isinstance(value, str) else json.dumps(value)
+                key: f"{known.quote}{value}{known.quote}" if isinstance(value, str) else json.dumps(value)
                 for key, value in arguments.items()
             }
             body = "{" + ",".join(f"{key}:{value}" for key, value in values.items()) + "}"
-        elif layout.arguments == "pythonic":
+        elif known.arguments == "pythonic":
             body = ", ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items())
         else:
-            tags = layout.arguments
+            tags = known.arguments
             assert isinstance(tags, Tags)
             before, behind = tags.literal or ("", "")
             body = "".join(
@@ -92,5 +90,5 @@ def written(known: ToolFormat, *calls: tuple[str, dict]) -> str:
                 + tags.between * tags.exact
                 for key, value in arguments.items()
             )
-        texts.append(layout.head(name, len(texts)) + body + layout.end)
-    return layout.start + layout.between.join(texts) + layout.stop
+        texts.append(known.head(name, len(texts)) + body + known.written.end)
+    return known.written.start + known.written.between.join(texts) + known.written.stop

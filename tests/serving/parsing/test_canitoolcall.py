@@ -8,8 +8,8 @@ import random
 import pytest
 
 from jaxllm.chat.conversation import Tool
-from jaxllm.chat.parsing.formats import detect_formats
-from jaxllm.chat.parsing.parser import OutputParser
+from jaxllm.chat.formats import detect_formats
+from jaxllm.chat.parser import OutputParser
 from jaxllm.text.reasoning import opens_reasoning
 from tests.serving.parsing.splitting import parse_pieces, parse_whole, seen
 
@@ -70,7 +70,7 @@ def _parser(record: dict) -> OutputParser:
     if not prompt:  # these templates' default
         prompt = "<|open|>think<|sep|>" if record["models"][0].endswith("Kimi-K3") else ""
         prompt = "<think>" if record["models"][0].endswith(("GLM-4.7", "GLM-5.3", "Kimi-K2.6")) else prompt
-    return OutputParser(formats, tools=tools, in_reasoning=opens_reasoning(formats.reasoning, prompt), parse_tools=True)
+    return OutputParser(formats, tools=tools, in_reasoning=opens_reasoning(formats.reasoning, prompt))
 
 
 def _stripped(text: str | None) -> str | None:

@@ -7,9 +7,9 @@ from itertools import product
 
 import pytest
 
-from jaxllm.chat.parsing.formats import TOOL_FORMATS
-from jaxllm.chat.parsing.output_format import OutputFormats, ToolFormat
-from jaxllm.chat.parsing.parser import OutputParser
+from jaxllm.chat.events import OutputFormats, ToolFormat
+from jaxllm.chat.formats import TOOL_FORMATS
+from jaxllm.chat.parser import OutputParser
 from jaxllm.text.reasoning import CHANNELS, REASONING_FORMATS, ReasoningFormat
 from tests.serving.parsing.splitting import TOOLS, parse_every_way, written
 
@@ -30,9 +30,8 @@ def parsed(
     content, thought, calls = parse_every_way(
         lambda: OutputParser(
             OutputFormats(tools, reasoning),
-            tools=TOOLS if tools else None,
+            tools=TOOLS if tools else [],
             in_reasoning=opened,
-            parse_tools=bool(tools),
             constrained_after=after,
         ),
         text,

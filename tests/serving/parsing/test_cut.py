@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from jaxllm.chat.parsing.events import join_events
-from jaxllm.chat.parsing.formats import TOOL_FORMATS
-from jaxllm.chat.parsing.output_format import ToolFormat
+from jaxllm.chat.events import ToolFormat, join_events
+from jaxllm.chat.formats import TOOL_FORMATS
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.parsing.splitting import parser, seen, written
 from tests.serving.parsing.test_grammar import PARIS

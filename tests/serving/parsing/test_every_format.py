@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxllm.chat.parsing.formats import TOOL_FORMATS
+from jaxllm.chat.formats import TOOL_FORMATS
 from tests.serving.parsing.splitting import JSON_CALL, PARIS, PARIS_CALL, parse_pieces, parse_whole, parser, seen
 
 V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n" + PARIS + "\n```<｜tool▁call▁end｜>"

@@ -6,8 +6,7 @@ from itertools import permutations
 
 import pytest
 
-from jaxllm.chat.parsing.formats import TOOL_FORMATS, detect_formats
-from jaxllm.chat.parsing.output_format import REASONING_ALIASES, TOOL_ALIASES, UNREAD
+from jaxllm.chat.formats import REASONING_ALIASES, TOOL_ALIASES, TOOL_FORMATS, UNREAD, detect_formats
 from jaxllm.errors import ConfigError
 from jaxllm.text.reasoning import CHANNELS, REASONING_FORMATS, opens_reasoning
 
@@ -301,7 +300,7 @@ def test_markers_of_one_format_are_told_apart_at_once() -> None:
     for known in TOOL_FORMATS:
         markers = [syntax.marker for syntax in known.syntaxes if syntax.marker]
         assert not [pair for pair in permutations(markers, 2) if pair[0].startswith(pair[1])]
-        assert (known.layout.start or known.layout.call).startswith(known.layout.marked)
+        assert (known.written.start or known.written.call).startswith(known.mark)
 
 
 @pytest.mark.parametrize(

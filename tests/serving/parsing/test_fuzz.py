@@ -7,9 +7,9 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.chat.parsing.formats import TOOL_FORMATS
-from jaxllm.chat.parsing.output_format import OutputFormats, ToolFormat
-from jaxllm.chat.parsing.parser import OutputParser
+from jaxllm.chat.events import OutputFormats, ToolFormat
+from jaxllm.chat.formats import TOOL_FORMATS
+from jaxllm.chat.parser import OutputParser
 from jaxllm.text.reasoning import FUNCTIONARY, HARMONY, REASONING_FORMATS
 from tests.serving.parsing.splitting import TOOLS, parse_pieces, parse_whole, seen, written
 
@@ -45,7 +45,7 @@ def splits(draw: st.DrawFn, text: str) -> list[str]:
 
 
 def fresh(chosen: OutputFormats, in_reasoning: bool = False, parse_tools: bool = True) -> OutputParser:
-    return OutputParser(chosen, tools=TOOLS, in_reasoning=in_reasoning, parse_tools=parse_tools)
+    return OutputParser(chosen, tools=TOOLS if parse_tools else [], in_reasoning=in_reasoning)
 
 
 @settings(max_examples=600, deadline=None)

@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 import tokenizers
 
+from jaxllm.chat.constraint import tool_constraint
 from jaxllm.chat.conversation import NamedTool, Tool, ToolChoice
-from jaxllm.chat.parsing.events import ParsedOutput
-from jaxllm.chat.parsing.formats import TOOL_FORMATS, detect_formats
-from jaxllm.chat.parsing.grammar import special_tokens, tool_constraint
-from jaxllm.chat.parsing.output_format import OutputFormats, Tags, ToolFormat
-from jaxllm.chat.parsing.parser import OutputParser
+from jaxllm.chat.events import OutputFormats, ParsedOutput, Tags, ToolFormat
+from jaxllm.chat.formats import TOOL_FORMATS, detect_formats
+from jaxllm.chat.parser import OutputParser
+from jaxllm.chat.prompt import grammar_tokens
 from jaxllm.errors import InvalidRequestError
-from jaxllm.requests.compiled_grammars import compile_grammar
-from jaxllm.requests.structured_outputs import StructuredOutputs
+from jaxllm.requests.structured_outputs import StructuredOutputs, compile_grammar
 from jaxllm.text.reasoning import REASONING_FORMATS
 from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm.weights.source import resolve_model
@@ -58,7 +57,7 @@ class Vocabulary:
 
 def _vocabulary(backend: tokenizers.Tokenizer) -> Vocabulary:
     masks = llguidance.LLTokenizer(backend.to_str(), n_vocab=backend.get_vocab_size(), eos_token=0)
-    return Vocabulary(backend, masks, special_tokens(backend))
+    return Vocabulary(backend, masks, grammar_tokens(backend))
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +73,7 @@ def vocabularies() -> dict[str, Vocabulary]:
 
 
 def _formats(known: ToolFormat) -> OutputFormats:
-    own = next((other for other in REASONING_FORMATS if known.layout.thought and other.name == known.name), None)
+    own = next((other for other in REASONING_FORMATS if known.thought and other.name == known.name), None)
     return OutputFormats(known, own or detect_formats("<think>").reasoning)
 
 
@@ -92,7 +91,7 @@ def _accepts(vocabulary: Vocabulary, outputs: StructuredOutputs | None, text: st
 
 
 def _parsed(known: ToolFormat, text: str, tools: list[Tool]) -> ParsedOutput:
-    return parse_whole(OutputParser(_formats(known), tools=tools, in_reasoning=False, parse_tools=True), text)
+    return parse_whole(OutputParser(_formats(known), tools=tools, in_reasoning=False), text)
 
 
 each_format = pytest.mark.parametrize("known", TOOL_FORMATS, ids=lambda known: known.name)
@@ -139,7 +138,7 @@ def test_whatever_is_allowed_parses_back(
             _formats(known), STRICT, choice, parallel=parallel, after=None, special_tokens=vocabulary.special
         )
         if outputs is None:
-            assert choice == "auto" and not known.layout.marked
+            assert choice == "auto" and not known.mark
             return
         for seed in range(3):
             text = _random_answer(vocabulary, outputs, seed)
@@ -183,7 +182,7 @@ def _random_answer(vocabulary: Vocabulary, outputs: StructuredOutputs, seed: int
 def test_auto_leaves_text_free_and_holds_calls_to_the_schema(words: str, vocabularies: dict[str, Vocabulary]) -> None:
     vocabulary = vocabularies[words]
     for known in TOOL_FORMATS:
-        if not known.layout.marked:
+        if not known.mark:
             continue
         outputs = tool_constraint(
             _formats(known), STRICT, "auto", parallel=True, after=None, special_tokens=vocabulary.special
@@ -209,7 +208,7 @@ def test_auto_allows_marks_of_reasoning_that_are_made_of_several_tokens(vocabula
 
 
 def test_calls_whose_beginning_is_marked_are_held_to_strict_schemas() -> None:
-    unmarked = {known.name for known in TOOL_FORMATS if not known.layout.marked}
+    unmarked = {known.name for known in TOOL_FORMATS if not known.mark}
     assert unmarked == {"harmony", "muse", "functionary_v32", "llama3_json", "llama4_pythonic", "glm4", "json"}
 
 
@@ -220,15 +219,13 @@ def test_auto_is_free_where_nothing_is_strict() -> None:
     assert tool_constraint(nothing, STRICT, "required", parallel=True, after=None, special_tokens={}) is None
 
 
-@pytest.mark.parametrize(
-    "known", [known for known in TOOL_FORMATS if known.layout.thought], ids=lambda known: known.name
-)
+@pytest.mark.parametrize("known", [known for known in TOOL_FORMATS if known.thought], ids=lambda known: known.name)
 @each_vocabulary
 def test_calls_come_after_the_thought_that_the_prompt_has_opened(
     known: ToolFormat, words: str, vocabularies: dict[str, Vocabulary]
 ) -> None:
-    assert known.layout.thought is not None
-    text = f"Hm.{known.layout.thought[1]}{written(known, PARIS)}"
+    assert known.thought is not None
+    text = f"Hm.{known.thought[1]}{written(known, PARIS)}"
     for opened in (True, False):
         outputs = tool_constraint(
             _formats(known), TOOLS, "required", parallel=False, after=None,
@@ -236,7 +233,7 @@ def test_calls_come_after_the_thought_that_the_prompt_has_opened(
         )  # fmt: skip
         assert _accepts(vocabularies[words], outputs, text) is opened
         assert _accepts(vocabularies[words], outputs, written(known, PARIS)) is not opened
-    parser = OutputParser(_formats(known), tools=TOOLS, in_reasoning=True, parse_tools=True)
+    parser = OutputParser(_formats(known), tools=TOOLS, in_reasoning=True)
     content, thought, calls = seen(parse_whole(parser, text))
     assert (content, thought, [json.loads(arguments) for _, arguments in calls]) == (None, "Hm.", [PARIS[1]])
 
@@ -305,7 +302,7 @@ def test_a_tool_whose_parts_count_its_properties_may_get_others(vocabularies: di
     assert not _accepts(vocabularies["byte"], outputs, written(formats.tools, ("go", {"city": 1, "x": 1})))
 
 
-RAW_STRINGS = [known for known in TOOL_FORMATS if isinstance(known.layout.arguments, Tags) or known.layout.quote]
+RAW_STRINGS = [known for known in TOOL_FORMATS if isinstance(known.arguments, Tags) or known.quote]
 
 
 @pytest.mark.parametrize("known", RAW_STRINGS, ids=lambda known: known.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxllm.chat.parsing.events import join_events
+from jaxllm.chat.events import join_events
 from tests.serving.parsing.splitting import JSON_CALL, PARIS, PARIS_CALL, parse_every_way, parse_whole, parser, seen
 
 SOLAR_CALL = (

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from jaxllm.chat.parsing.events import join_events
-from jaxllm.chat.parsing.formats import detect_formats
-from jaxllm.chat.parsing.parser import OutputParser
+from jaxllm.chat.events import join_events
+from jaxllm.chat.formats import detect_formats
+from jaxllm.chat.parser import OutputParser
 from tests.serving.parsing.splitting import parse_every_way, seen, tool
 
 
@@ -30,7 +30,7 @@ DSML = "<｜DSML｜tool_calls>"
 def read(name: str, text: str, reasoning: str = "none", *, in_reasoning: bool = False, tools: tuple = ()) -> tuple:
     def fresh() -> OutputParser:
         chosen = detect_formats(None, name, reasoning)
-        return OutputParser(chosen, tools=[REFUND, BOOK, PLOT, *tools], in_reasoning=in_reasoning, parse_tools=True)
+        return OutputParser(chosen, tools=[REFUND, BOOK, PLOT, *tools], in_reasoning=in_reasoning)
 
     return parse_every_way(fresh, text)
 
@@ -329,9 +329,7 @@ def test_a_values_closing_tag_is_missing_where_the_text_ends(name: str, text: st
 
 def test_where_max_tokens_cut_the_text_a_value_without_its_closing_tag_is_unfinished() -> None:
     text = '<invoke name="refund">\n<parameter name="order">A</invoke>'
-    parser = OutputParser(
-        detect_formats(None, "minimax_m2", "none"), tools=[REFUND], in_reasoning=False, parse_tools=True
-    )
+    parser = OutputParser(detect_formats(None, "minimax_m2", "none"), tools=[REFUND], in_reasoning=False)
     events = [*parser.feed(text), *parser.finish(cut=True)]
     assert seen(join_events(events)) == (None, None, [("refund", '{"order": "A')])
 

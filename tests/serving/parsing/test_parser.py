@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from jaxllm.chat.parsing.events import Content, Reasoning, ToolArguments, ToolCall
-from jaxllm.chat.parsing.formats import detect_formats
-from jaxllm.chat.parsing.parser import OutputParser
-from jaxllm.chat.parsing.source import Source
+from jaxllm.chat.events import Content, Reasoning, ToolArguments, ToolCall
+from jaxllm.chat.formats import detect_formats
+from jaxllm.chat.parser import OutputParser
+from jaxllm.chat.source import Source
 from tests.serving.parsing.splitting import (
     JSON_CALL,
     PARIS_CALL,
@@ -239,9 +239,7 @@ def test_work_grows_with_the_text_and_no_faster(
         nonlocal copied
         copied, calls = 0, 0
         text = (HOSTILE[hostile] * length)[:length]
-        fresh = OutputParser(
-            detect_formats(None, format_name, "think"), tools=TOOLS, in_reasoning=False, parse_tools=True
-        )
+        fresh = OutputParser(detect_formats(None, format_name, "think"), tools=TOOLS, in_reasoning=False)
 
         def count(frame: object, event: str, argument: object) -> None:
             nonlocal calls

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from jaxllm.chat.conversation import Tool
-from jaxllm.chat.parsing.formats import detect_formats
-from jaxllm.chat.parsing.parser import OutputParser
-from jaxllm.chat.parsing.values import value_types
+from jaxllm.chat.formats import detect_formats
+from jaxllm.chat.parser import OutputParser
+from jaxllm.chat.values import value_types
 from tests.serving.parsing.splitting import parse_every_way, tool
 
 
 def read(name: str, text: str, known: Tool) -> tuple:
     formats = detect_formats(None, name, "none")
-    return parse_every_way(lambda: OutputParser(formats, tools=[known], in_reasoning=False, parse_tools=True), text)
+    return parse_every_way(lambda: OutputParser(formats, tools=[known], in_reasoning=False), text)
 
 
 LITERALS = (

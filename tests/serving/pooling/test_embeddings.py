@@ -15,7 +15,7 @@ import openai
 import pytest
 from fastapi.testclient import TestClient
 
-from jaxllm.requests.tasks import ModelTasks
+from jaxllm.requests.outputs import ModelTasks
 from jaxllm.serving.served_model import stopped
 from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import BOS, CONTEXT, HIDDEN, HIDDEN_SIZE, FakeEngine

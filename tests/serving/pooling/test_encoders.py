@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from jaxllm.config import ServeConfig
 from jaxllm.engine.doors.async_llm import AsyncLLM
-from jaxllm.requests.tasks import ModelTasks
+from jaxllm.requests.outputs import ModelTasks
 from tests.models.encoder_harness import EncoderHarness
 from tests.reference.tiny import save_checkpoint, tiny_config, tiny_weights, write_checkpoint
 from tests.serving.fake_engine import BOS, FakeEngine, app_of

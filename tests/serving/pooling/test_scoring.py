@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from jaxllm.config import ServeConfig
 from jaxllm.engine.doors.async_llm import AsyncLLM
 from jaxllm.errors import ConfigError
-from jaxllm.requests.tasks import ModelTasks
+from jaxllm.requests.outputs import ModelTasks
 from tests.reference import load_golden
 from tests.reference.tiny import write_checkpoint
 from tests.serving.fake_engine import BOS, CONTEXT, HEAD, HIDDEN, ByteTokenizer, FakeEngine, app_of

@@ -47,7 +47,7 @@ def test_dora_scales_rows_to_their_magnitude(tmp_path: Path) -> None:
 
 def test_ranks_and_scales_are_those_of_the_patterns(tmp_path: Path) -> None:
     updates = open_adapter(write_adapter("patterns", tmp_path)).updates
-    found = {name: (update.rank, update.scale) for name, update in updates.items() if ".layers.1." in name}
+    found = {name: (len(update.a), update.scale) for name, update in updates.items() if ".layers.1." in name}
     layer = "model.layers.1"
     assert found == {
         f"{layer}.self_attn.q_proj.weight": (2, 8 / 2),

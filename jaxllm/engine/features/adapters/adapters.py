@@ -15,7 +15,7 @@ from jaxllm.engine.core.device_state import StateShapes
 from jaxllm.engine.core.feature import Built, Errand, Feature, Plan, Surroundings, Traced, TracedStep
 from jaxllm.engine.core.keys import SAMPLED, Key, Kind
 from jaxllm.engine.core.packing import SETTING_INTS
-from jaxllm.engine.core.prefix_search import FoundPrefix
+from jaxllm.engine.core.pages import FoundPrefix
 from jaxllm.engine.core.request import Request
 from jaxllm.engine.core.sizes import Buckets, StepSizes
 from jaxllm.engine.core.slots import Slots
@@ -23,9 +23,9 @@ from jaxllm.engine.core.step import StepFunctions
 from jaxllm.engine.features.adapters.reading import AdapterRows
 from jaxllm.engine.features.adapters.store import AdapterPlaces, AdapterStore, check_adapters
 from jaxllm.engine.messages import EngineRequest, EngineStats
-from jaxllm.models.abstract import AdaptedModel
+from jaxllm.models.registry import AdaptedModel
 from jaxllm.pallas_kernels import StepMetadata
-from jaxllm.requests.adapters import AdapterUse
+from jaxllm.requests.steering import AdapterUse
 
 PUT_TABLES, PUT_SCALES = Key("put", 0, frozenset({"adapters"})), Key("put", 0, frozenset({"scales"}))
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from jaxllm.engine.features.adapters.reading import AdapterReader, AdapterRows
 from jaxllm.errors import CheckpointError, InvalidRequestError
-from jaxllm.requests.adapters import AdapterUse
+from jaxllm.requests.steering import AdapterUse
 
 
 def check_adapters(uses: Sequence[AdapterUse], most: int) -> None:

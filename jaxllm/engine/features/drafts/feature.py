@@ -14,11 +14,10 @@ from jaxllm.engine.core.device_state import StateShapes
 from jaxllm.engine.core.feature import Built, Feature, Fields, Plan, RanModel, Surroundings, Traced, TracedStep
 from jaxllm.engine.core.handle import Result
 from jaxllm.engine.core.keys import Key, Uses
-from jaxllm.engine.core.request import Request
+from jaxllm.engine.core.request import Chunk, Request
 from jaxllm.engine.core.sizes import Buckets, StepSizes
 from jaxllm.engine.core.slots import Slots
 from jaxllm.engine.core.step import StepFunctions
-from jaxllm.engine.core.work import Chunk
 from jaxllm.engine.features.drafts.draft_model import AbstractDraft, ModelDrafter
 from jaxllm.engine.features.drafts.drafter import Drafter
 from jaxllm.engine.features.drafts.module import ModuleDrafter

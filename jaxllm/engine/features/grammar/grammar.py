@@ -22,8 +22,14 @@ from jaxllm.engine.core.sampler import ALL, forbid
 from jaxllm.engine.features.grammar.thinking_budget import MarkerSearch
 from jaxllm.errors import InvalidRequestError
 from jaxllm.machine import cores
-from jaxllm.requests.compiled_grammars import COMPILE_STACK_BYTES, compile_grammar
-from jaxllm.requests.structured_outputs import StructuredOutputs, early_failure, failure, new_matcher
+from jaxllm.requests.structured_outputs import (
+    COMPILE_STACK_BYTES,
+    StructuredOutputs,
+    compile_grammar,
+    early_failure,
+    failure,
+    new_matcher,
+)
 from jaxllm.threads import call_with_stack
 
 THREADS = min(4, cores().usable)

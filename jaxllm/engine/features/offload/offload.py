@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxllm.engine.core.feature import Built, Errand, Feature, Plan, Surroundings
 from jaxllm.engine.core.keys import Key, Kind
-from jaxllm.engine.core.prefix_search import FoundPrefix
+from jaxllm.engine.core.pages import FoundPrefix
 from jaxllm.engine.core.registry import Features
 from jaxllm.engine.core.request import Request
 from jaxllm.engine.core.sizes import Buckets

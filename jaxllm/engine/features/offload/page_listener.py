@@ -14,8 +14,7 @@ import numpy as np
 
 from jaxllm.engine.features.offload.host_pages import Digest, Page
 from jaxllm.errors import ConfigError, reason
-from jaxllm.sharding.secret import admit
-from jaxllm.sharding.wire import Wire, WireError, accept_each, frame, interrupt
+from jaxllm.sharding.wire import Wire, WireError, accept_each, admit, frame, interrupt
 
 MOST_DIGESTS = 2**14
 """Of one question: their header stays well below what a frame may have."""

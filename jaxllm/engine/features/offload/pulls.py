@@ -27,8 +27,7 @@ from jaxllm.engine.features.offload.page_listener import (
 )
 from jaxllm.engine.messages import PagesAt, TransferInfo
 from jaxllm.errors import JaxLLMError, one_line, reason
-from jaxllm.sharding.secret import introduce
-from jaxllm.sharding.wire import Wire, WireError, interrupt
+from jaxllm.sharding.wire import Wire, WireError, interrupt, introduce
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.engine.core.feature import Feature, Fields, Ran, Reading, Traced, TracedStep
 from jaxllm.engine.core.keys import Key, room
-from jaxllm.engine.core.request import Request, Status
+from jaxllm.engine.core.request import Chunk, Request, Status
 from jaxllm.engine.core.sizes import StepSizes
-from jaxllm.engine.core.work import Chunk
 from jaxllm.engine.messages import CapturedRows, EngineRequest, TokenDelta
 from jaxllm.models.layers.hands import Hand, LayerHand, Product
 from jaxllm.pallas_kernels import StepMetadata

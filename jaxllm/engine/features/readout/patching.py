@@ -17,9 +17,8 @@ from jaxtyping import Array, Float, Int
 from jaxllm.engine.core.device_state import StateShapes
 from jaxllm.engine.core.feature import Feature, Fields, Traced, TracedStep
 from jaxllm.engine.core.keys import Key, room
-from jaxllm.engine.core.request import Request
+from jaxllm.engine.core.request import Chunk, Request
 from jaxllm.engine.core.sizes import StepSizes
-from jaxllm.engine.core.work import Chunk
 from jaxllm.engine.messages import EngineRequest
 from jaxllm.models.layers.hands import Hand, LayerHand
 from jaxllm.pallas_kernels import StepMetadata

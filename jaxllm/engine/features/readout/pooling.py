@@ -24,14 +24,13 @@ from jaxllm.engine.core.feature import (
 )
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.packing import Packing
-from jaxllm.engine.core.request import Request, Status
+from jaxllm.engine.core.request import Chunk, Request, Status
 from jaxllm.engine.core.sizes import Buckets, StepSizes
 from jaxllm.engine.core.slots import Slots
 from jaxllm.engine.core.step import StepFunctions
-from jaxllm.engine.core.work import Chunk
 from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.pallas_kernels import StepMetadata
-from jaxllm.requests.tasks import MAX_TOKEN_IDS, PoolingParams
+from jaxllm.requests.outputs import MAX_TOKEN_IDS, PoolingParams
 
 SUMS = Key("read", 0, frozenset({"sums"}))
 

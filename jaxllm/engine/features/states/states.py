@@ -17,12 +17,10 @@ import numpy as np
 from jaxllm.engine.core.feature import Feature, Fields, Surroundings, Traced, TracedStep
 from jaxllm.engine.core.handle import Result
 from jaxllm.engine.core.keys import Key
-from jaxllm.engine.core.pages import PrefixNode
-from jaxllm.engine.core.prefix_search import FoundPrefix
-from jaxllm.engine.core.request import Request, Status
+from jaxllm.engine.core.pages import FoundPrefix, PrefixNode
+from jaxllm.engine.core.request import Chunk, Request, Status
 from jaxllm.engine.core.sizes import StepSizes
 from jaxllm.engine.core.slots import Slots
-from jaxllm.engine.core.work import Chunk
 from jaxllm.engine.features.states.reserved_states import ReservedStates
 from jaxllm.engine.features.states.state_cache import StateCache
 from jaxllm.engine.messages import EngineRequest

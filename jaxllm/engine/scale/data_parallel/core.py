@@ -16,7 +16,7 @@ from jaxllm.engine.core.sizes import StepSizes
 from jaxllm.engine.messages import EngineRequest, EngineStats, NewWeights, PauseMode, ReadsWeights, TokenDelta
 from jaxllm.engine.scale.data_parallel.ranks import Ranks
 from jaxllm.engine.scale.routing import Replica, ReplicaRouter, together
-from jaxllm.models.abstract import LiveModel
+from jaxllm.models.registry import LiveModel
 
 OF_THE_DEVICE = ("compiles_foreseen", "compiles_unforeseen", "compiles_pending", "compile_seconds")
 """Statistics of what all ranks share."""

@@ -27,8 +27,17 @@ from jaxllm.engine.scale.lockstep.messages import (
 from jaxllm.errors import ConfigError, reason
 from jaxllm.progress import tell
 from jaxllm.sharding.clusters import split_address
-from jaxllm.sharding.secret import admit, group_secret, introduce
-from jaxllm.sharding.wire import Wire, WireError, accept_each, free_port, interrupt, machine_name
+from jaxllm.sharding.wire import (
+    Wire,
+    WireError,
+    accept_each,
+    admit,
+    free_port,
+    group_secret,
+    interrupt,
+    introduce,
+    machine_name,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,7 @@ from jaxllm.engine.features.offload.page_listener import (
 from jaxllm.engine.features.offload.pulls import PULLING_THREADS, Pulls
 from jaxllm.engine.messages import PagesAt
 from jaxllm.errors import ConfigError, JaxLLMError
-from jaxllm.sharding.secret import admit, introduce
-from jaxllm.sharding.wire import Wire, frame
+from jaxllm.sharding.wire import Wire, admit, frame, introduce
 
 SIZE = 100
 """Bytes of a page."""

@@ -1,1 +1,0 @@
-"""From generated text to content, reasoning and tool calls, piece by piece."""

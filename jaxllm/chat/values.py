@@ -1,0 +1,206 @@
+"""Raw text of arguments: its JSON by the tool's schema, and what a schema asks of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from jaxllm.chat.events import CallWriter
+from jaxllm.chat.source import Emit, Scan, Source, quoted_text
+from jaxllm.requests.structured_outputs import ascii_classes
+
+MAX_PARTS = 200
+"""How many schemas are followed to see what one value is."""
+_KINDS = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    type(None): "null",
+    list: "array",
+    dict: "object",
+}
+_KNOWN = frozenset(_KINDS.values())
+
+
+def followed(schema: Any, root: Any, seen: set[int] | None = None) -> dict[str, Any]:
+    """A schema with what its `$ref` and `allOf` say put into it; `root` is the whole that references are looked up in.
+
+    {} where the schema is no object, or refers to nothing in `root`. The first that says something wins. What is in
+    `seen` is left out, so that no reference is followed in a circle.
+    """
+    seen = set() if seen is None else seen
+    if not isinstance(schema, dict) or id(schema) in seen or len(seen) == MAX_PARTS:
+        return {}
+    seen.add(id(schema))
+    whole = schema.get("allOf")
+    others = [_referred(schema["$ref"], root)] if "$ref" in schema else []
+    others += whole if isinstance(whole, list) else []
+    merged = {key: value for key, value in schema.items() if key not in ("$ref", "allOf")}
+    for other in others:
+        for key, value in followed(other, root, seen).items():
+            merged.setdefault(key, value)
+    return merged
+
+
+def _referred(reference: Any, root: Any) -> Any:
+    """What a JSON pointer such as #/$defs/day points to."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    found = root
+    for part in reference[1:].split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+            found = found[int(key)]
+        else:
+            found = found.get(key) if isinstance(found, dict) else None
+    return found
+
+
+def value_types(schema: Any, root: Any, seen: set[int] | None = None) -> set[str]:
+    """The JSON types that a property's schema allows; empty when it doesn't say. `root` is the whole schema."""
+    seen = set() if seen is None else seen
+    schema = followed(schema, root, seen)
+    stated = schema.get("type", [])
+    types = {stated} if isinstance(stated, str) else {kind for kind in stated if isinstance(kind, str)}
+    types &= _KNOWN
+    for union in ("anyOf", "oneOf"):
+        options = schema.get(union)
+        if isinstance(options, list):
+            types |= {kind for option in options for kind in value_types(option, root, seen)}
+    if not types:
+        values = schema["enum"] if isinstance(schema.get("enum"), list) else []
+        values = values or [schema[key] for key in ("const",) if key in schema]
+        types = {_KINDS[type(value)] for value in values if type(value) in _KINDS}
+    if "number" in types:
+        types.add("integer")
+    return types
+
+
+def json_from_raw(raw: str, types: set[str]) -> str:
+    """The JSON text of a value written raw: a string as it is, anything else as JSON.
+
+    `raw` is what JSON says it is where `types` allow that, and a string otherwise.
+    """
+    text = raw.strip()
+    if "boolean" in types and text in ("True", "False"):
+        text = text.lower()
+    if "null" in types and text == "None":
+        text = "null"
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return f'"{quoted_text(raw)}"'
+    kind = _KINDS[type(value)]
+    whole = kind == "number" and "integer" in types and value.is_integer()
+    return text if not types or kind in types or whole else f'"{quoted_text(raw)}"'
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)
+
+
+def raw_value(
+    source: Source, types: set[str], stops: Sequence[str], write: Emit, last: Sequence[str] = ()
+) -> Scan[str]:
+    """Text up to the first of `stops` as JSON, streamed where only a string is allowed; the stop, not consumed.
+
+    One of `last` is a stop at the end of the whole text.
+    """
+    if types == {"string"}:
+        write('"')
+        stop = yield from source.copy_until(stops, lambda text: write(quoted_text(text)), last)
+        write('"')
+    else:
+        pieces: list[str] = []
+        stop = yield from source.copy_until(stops, pieces.append, last)
+        write(json_from_raw("".join(pieces), types))
+    return stop
+
+
+def raw_argument(
+    source: Source, writer: CallWriter, key: str, types: set[str], stops: Sequence[str], last: Sequence[str] = ()
+) -> Scan[None]:
+    """The argument `key`: a raw value, and the first of `stops`, which may be missing where another one comes."""
+    writer.key(key)
+    if (yield from raw_value(source, types, stops, writer.write, last)) == stops[0]:
+        yield from source.expect(stops[0])
+        writer.claim()
+    yield from source.skip_space()
+
+
+def properties_of(schema: Any, root: Any) -> dict[str, Any]:
+    """The schemas of an object's properties, by name."""
+    properties = followed(schema, root).get("properties")
+    return properties if isinstance(properties, dict) else {}
+
+
+def parameter_types(writer: CallWriter, tool: str, name: str) -> set[str]:
+    """The types that a known tool's parameter may have."""
+    root = writer.schemas[tool]
+    return value_types(properties_of(root, root).get(name), root)
+
+
+_PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+"""Of a regular expression: an escaped character, a class, or one character."""
+_UNKNOWN = re.compile(r"\\[bBAZzpPkG1-9]|\(\?(?!:)")
+"""Assertions, back references and Unicode's classes, which grammars do not know or know otherwise."""
+
+
+def text_limits(schema: Any, strict: bool) -> list[str]:
+    """Regular expressions of llguidance's, all of which the whole text of a string matches; none if any text will do.
+
+    A pattern that they cannot express is left out, unless the tool is `strict`: the grammar is then refused.
+    """
+    if not isinstance(schema, dict):
+        return []
+    limits = []
+    least, most = (schema.get(name) for name in ("minLength", "maxLength"))
+    least = least if isinstance(least, int) else 0
+    if least or isinstance(most, int):
+        limits.append(f"(?s:.{{{least},{most if isinstance(most, int) else ''}}})")
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str) and (strict or _is_plain(pattern)):
+        limits.append(whole_text(pattern).replace("\n", r"\n"))
+    return limits
+
+
+def whole_text(pattern: str) -> str:
+    """A pattern, which may match anywhere in a text, as one that matches all of the text.
+
+    Worked example: `whole_text("^a|b")` is `a(?s:.*)|(?s:.*)b`, each in a group.
+    """
+    return "|".join(f"(?:{_anchored(alternative)})" for alternative in _alternatives(pattern))
+
+
+def _anchored(alternative: list[str]) -> str:
+    starts, ends = alternative[:1] == ["^"], alternative[-1:] == ["$"]
+    inner = "".join(alternative[starts : len(alternative) - ends])
+    escaped = ascii_classes(inner).replace("\\/", "/").replace("/", "\\/")
+    return ("" if starts else "(?s:.*)") + f"(?:{escaped})" + ("" if ends else "(?s:.*)")
+
+
+def _alternatives(pattern: str) -> list[list[str]]:
+    """The pieces of what stands between the bars that are in no group."""
+    found: list[list[str]] = [[]]
+    depth = 0
+    for piece in _PIECE.findall(pattern):
+        depth += (piece == "(") - (piece == ")")
+        if piece == "|" and depth == 0:
+            found.append([])
+        else:
+            found[-1].append(piece)
+    return found
+
+
+def _is_plain(pattern: str) -> bool:
+    """Whether grammars can have it: a regular expression without assertions but at the ends of its alternatives."""
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError):
+        return False
+    inside = [piece for found in _alternatives(pattern) for piece in found[found[:1] == ["^"] :]]
+    ends = sum(found[-1:] == ["$"] for found in _alternatives(pattern))
+    return not _UNKNOWN.search(pattern) and "^" not in inside and inside.count("$") == ends

@@ -1,0 +1,422 @@
+"""JSON schemas as llguidance takes them: without keywords that forbid nothing, and closed to properties without a name.
+
+The meaning of each keyword is that of JSON Schema 2020-12 and draft 7. A schema may have some that llguidance cannot
+enforce, at a value at which there is nothing to enforce: `uniqueItems: false`, `dependentRequired: {}`, `not: false`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from decimal import Decimal
+from typing import Any
+
+from jaxllm.errors import JaxLLMError
+
+ENFORCED_FORMATS = frozenset(
+    {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"}
+)
+"""Of strings. Other formats are annotations, as the standard has them by default."""
+MOST_COUNTED = 2**31
+"""No answer has as many characters, items or properties: a larger limit forbids nothing."""
+
+_ONE = (
+    "items", "additionalItems", "contains", "unevaluatedItems", "additionalProperties", "unevaluatedProperties",
+    "propertyNames", "not", "if", "then", "else", "contentSchema",
+)  # fmt: skip
+"""Keywords whose value is a schema."""
+_LISTED = ("items", "prefixItems", "allOf", "anyOf", "oneOf")
+_NAMED = ("properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions")
+_MAXIMA, _MINIMA = ("maxLength", "maxItems", "maxProperties"), ("minLength", "minItems", "minProperties", "minContains")
+_OF_OTHER_TYPES = {
+    "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "items", "prefixItems",
+    "additionalItems", "unevaluatedItems", "contains", "minContains", "maxContains", "minItems", "maxItems",
+    "uniqueItems", "properties", "patternProperties", "additionalProperties", "unevaluatedProperties", "propertyNames",
+    "required", "minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies",
+}  # fmt: skip
+"""Keywords that say nothing about a string."""
+_SAY_SOMETHING = _OF_OTHER_TYPES | {
+    "$ref", "$dynamicRef", "$recursiveRef", "type", "enum", "const", "not", "if", "then", "else", "allOf", "anyOf",
+    "oneOf", "minLength", "maxLength", "pattern", "format",
+}  # fmt: skip
+"""Keywords that may forbid a value; the others are annotations."""
+
+
+def plain(schema: Any) -> Any:
+    """The schema as an object without what forbids nothing, and with integers' bounds as llguidance takes them exactly.
+
+    With `"x-guidance": {"lenient": true}` in it, as a tool's schema has that is not strict, numbers that cannot be
+    enforced exactly are left out as well.
+
+    Raises:
+        UnenforceableError: a bound, or a number among the values, that llguidance would round.
+    """
+    if isinstance(schema, bool):
+        return {} if schema else {"not": {}}
+    if not isinstance(schema, dict):
+        return schema
+    options = schema.get("x-guidance")
+    lenient = isinstance(options, dict) and options.get("lenient") is True
+    root, nodes = _copied(schema)
+    for node in reversed(nodes):  # what is inside first: whether it forbids anything decides about what is around it
+        _prune(node)
+        check_numbers(node, lenient=lenient)
+    return root
+
+
+def _copied(schema: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A copy of the schema, and all schemas in it that are objects, each before those inside it."""
+    nodes: list[dict[str, Any]] = []
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, dict):
+            value = dict(value)
+            nodes.append(value)
+        return value
+
+    root, at = copy(schema), 0
+    while at < len(nodes):
+        node = nodes[at]
+        for key in _ONE:
+            if key in node:
+                node[key] = copy(node[key])
+        for key in _LISTED:
+            if isinstance(node.get(key), list):
+                node[key] = [copy(value) for value in node[key]]
+        for key in _NAMED:
+            if isinstance(node.get(key), dict):
+                node[key] = {name: copy(value) for name, value in node[key].items()}
+        at += 1
+    return root, nodes
+
+
+def _prune(node: dict[str, Any]) -> None:
+    """Leave out the node's own keywords that forbid nothing."""
+    for key in (*_MAXIMA, *_MINIMA):
+        if isinstance(node.get(key), float) and node[key].is_integer():
+            node[key] = int(node[key])
+    needless = ["if", "then", "else"] if _has_idle_condition(node) else []
+    needless += [key for key, is_needless in _NEEDLESS.items() if key in node and is_needless(node[key], node)]
+    if "contains" not in node or "contains" in needless:
+        needless += ["minContains", "maxContains"]
+    for key in needless:
+        node.pop(key, None)
+
+
+def _has_idle_condition(node: dict[str, Any]) -> bool:
+    """Whether if, then and else together forbid nothing."""
+    condition = node.get("if")
+    then_forbids = not _allows_none(condition) and not _allows_all(node.get("then", True))
+    else_forbids = not _allows_all(condition) and not _allows_all(node.get("else", True))
+    return "if" not in node or not (then_forbids or else_forbids)
+
+
+def _allows_all(schema: Any) -> bool:
+    return schema is True or (isinstance(schema, dict) and schema.keys().isdisjoint(_SAY_SOMETHING))
+
+
+def _allows_none(schema: Any) -> bool:
+    if not isinstance(schema, dict):
+        return schema is False
+    return schema.get("enum") == [] or ("not" in schema and _allows_all(schema["not"]))
+
+
+def _allows_all_strings(schema: Any) -> bool:
+    """Worked example: zod writes a record's names as `{"type": "string"}`, and names are strings."""
+    if not isinstance(schema, dict):
+        return schema is True
+    types = schema.get("type", "string")
+    is_any_string = types == "string" or (isinstance(types, list) and "string" in types)
+    return is_any_string and schema.keys() & _SAY_SOMETHING <= _OF_OTHER_TYPES | {"type"}
+
+
+def _are_required(names: Any, node: dict[str, Any]) -> bool:
+    required = node.get("required")
+    required = required if isinstance(required, list) else []
+    return isinstance(names, list) and all(name in required for name in names)
+
+
+def _requires_nothing_more(dependencies: Any, node: dict[str, Any]) -> bool:
+    """Whatever properties there are, the others that they ask for are required in any case."""
+    if not isinstance(dependencies, dict):
+        return False
+    return all(_allows_all(value) or _are_required(value, node) for value in dependencies.values())
+
+
+def _is_zero(value: Any, _: dict[str, Any]) -> bool:
+    return type(value) is int and value == 0
+
+
+def _is_beyond_answers(value: Any, _: dict[str, Any]) -> bool:
+    return type(value) is int and value >= MOST_COUNTED
+
+
+_NEEDLESS: dict[str, Callable[[Any, dict[str, Any]], bool]] = {
+    "uniqueItems": lambda value, _: value is False,
+    "contains": lambda _, node: _is_zero(node.get("minContains"), node) and "maxContains" not in node,
+    "propertyNames": lambda value, _: _allows_all_strings(value),
+    "dependentRequired": _requires_nothing_more,
+    "dependentSchemas": _requires_nothing_more,
+    "dependencies": _requires_nothing_more,
+    "unevaluatedItems": lambda value, node: _allows_all(value) or isinstance(node.get("items"), (dict, bool)),
+    "unevaluatedProperties": lambda value, node: _allows_all(value) or "additionalProperties" in node,
+    "not": lambda value, _: _allows_none(value),
+    "format": lambda value, _: isinstance(value, str) and value not in ENFORCED_FORMATS,
+    "$dynamicAnchor": lambda *_: True,
+    "$recursiveAnchor": lambda *_: True,
+    **dict.fromkeys(("minLength", "minItems", "minProperties"), _is_zero),
+    **dict.fromkeys(_MAXIMA, _is_beyond_answers),
+}
+"""Of each keyword, whether it forbids nothing at this value in this schema."""
+
+
+_SAFE = 2**53
+"""All integers up to it, and not the next one, are 64-bit floats."""
+_MOST_DIGITS = 10**18
+"""llguidance makes no range of numbers that begins at this one or beyond."""
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_WHOLE = {"integer", "null", "boolean", "string", "array", "object"}
+"""Types of which integers are the only numbers."""
+
+
+class UnenforceableError(JaxLLMError):
+    """A constraint that is well-formed, and that no grammar of llguidance's holds an answer to."""
+
+
+def check_numbers(node: dict[str, Any], *, lenient: bool = False) -> None:
+    """Give the schema's own bounds to llguidance as it takes them exactly; what it would round is refused.
+
+    Integers' exclusive bounds become inclusive ones, since it counts to the next integer in floats. With `lenient`
+    bounds that would be rounded are left out.
+
+    Raises:
+        UnenforceableError: it names the keyword and the value.
+    """
+    is_whole = _has_only_integers(node.get("type"))
+    if is_whole:
+        for inclusive, exclusive, step in (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1)):
+            _include(node, inclusive, exclusive, step)
+    for key in (*_BOUNDS, "multipleOf"):
+        value: Any = node.get(key)
+        excludes = key.startswith("exclusive") or node.get(f"exclusive{key.capitalize()}") is True
+        if _is_number(value) and not _is_exact(key, value, is_whole, excludes):
+            if not lenient:
+                problem = f"which would be rounded; it is exact from {-_SAFE} to {_SAFE}"
+                raise UnenforceableError(f"{key} is {value}, {problem}")
+            del node[key]
+    for key in ("const", "enum"):
+        for value in _integers(node.get(key)):
+            if not -(2**63) <= value < 2**64:
+                raise UnenforceableError(f"{key} has {value}; integers must be from {-(2**63)} to {2**64 - 1}")
+
+
+def _has_only_integers(types: Any) -> bool:
+    named = types if isinstance(types, list) else [types]
+    return "integer" in named and all(isinstance(name, str) and name in _WHOLE for name in named)
+
+
+def _include(node: dict[str, Any], inclusive: str, exclusive: str, step: int) -> None:
+    """Worked example: `exclusiveMaximum: 10` becomes `maximum: 9`, of integers; so does draft 4's `maximum: 10,
+    exclusiveMaximum: true`.
+    """
+    bound: Any = node.get(exclusive)
+    other: Any = node.get(inclusive)
+    excluded, others = (other, []) if bound is True else (bound, [] if other is None else [other])
+    if not _is_integer(excluded) or not all(map(_is_integer, others)):
+        return
+    stricter = max if step > 0 else min
+    nearest = stricter([excluded + step, *others])
+    if _is_exact(inclusive, nearest, True):
+        node[inclusive] = nearest
+        del node[exclusive]
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _is_integer(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_exact(key: str, value: float, is_whole: bool, excludes: bool = False) -> bool:
+    counts_on = is_whole and excludes
+    if abs(value) <= _SAFE - counts_on:
+        return True
+    if key == "multipleOf" or counts_on or (isinstance(value, float) and not value.is_integer()):
+        return False  # the latter is infinite: 1e999
+    if is_whole:
+        value = int(value)
+        least, most = (1 - _MOST_DIGITS, 2**63 - 1) if key == "maximum" else (1 - 2**63 + 1023, _MOST_DIGITS - 1)
+        return least <= value <= most and value in (int(float(value)), 2**63 - 1)
+    return abs(value) < _MOST_DIGITS and Decimal(repr(float(value))) == value
+
+
+def _integers(value: Any) -> list[int]:
+    """All integers inside a JSON value."""
+    found, todo = [], [value]
+    while todo:
+        value = todo.pop()
+        if type(value) is int:
+            found.append(value)
+        elif isinstance(value, (list, dict)):
+            todo += value.values() if isinstance(value, dict) else value
+    return found
+
+
+_ALONE = {"$ref", "allOf", "anyOf", "oneOf"}
+"""What may describe the same value as the schema that has them."""
+_SAYS_MORE = {
+    "additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "const", "enum", "not", "if",
+    "dependencies", "dependentSchemas", "dependentRequired", "$dynamicRef", "$recursiveRef", "extends",
+}  # fmt: skip
+"""A schema with one of these says itself which properties may come, or in ways that are not followed here."""
+
+_COUNTS = {"minProperties", "maxProperties"}
+"""An object of several parts, one of which counts its properties, stays open."""
+
+
+def closed(schema: Any) -> Any:
+    """The schema with `additionalProperties: false` wherever it names properties and does not say what others may come.
+
+    Parts that describe one value together, such as those of allOf, are closed together: closed each by itself they
+    would forbid each other's properties. The schemas of properties inside them stay as they are.
+
+    Worked example: {"properties": {"a": {}}, "allOf": [{"properties": {"b": {}}}]} becomes
+    {"properties": {"a": {}, "b": {}}, "allOf": [{"properties": {"b": {}}}], "additionalProperties": false}.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    try:
+        copy = deepcopy(schema)
+        return copy if _Closing(copy).run() else schema
+    except (RecursionError, TypeError, AttributeError):
+        return schema  # malformed, which llguidance says better, or too deep
+
+
+class _Closing:
+    def __init__(self, root: dict[str, Any]):
+        self._root = root
+        self._found: dict[int, dict[str, Any]] = {}
+        self._parts: set[int] = set()
+        """Of the schemas found those that describe a value together with others, or a piece of such a value."""
+
+    def run(self) -> bool:
+        """Close what can be; False where a reference leads to nobody knows which parts."""
+        seen, todo = set(), [(self._root, False)]
+        while todo:
+            node, part = todo.pop()
+            if not isinstance(node, dict) or (id(node), part) in seen:
+                continue
+            seen.add((id(node), part))
+            self._found[id(node)] = node
+            if part:
+                self._parts.add(id(node))
+            members = self._members(node)
+            if members is None:
+                if part or not self._is_alone(node):
+                    return False
+                members = []
+            together = part or not self._is_alone(node)
+            todo += [(member, together) for member in members]
+            names: dict[str, bool] | None = {} if self._is_alone(node) else self._declared(members)
+            todo += [(v, part or names is None or name in names) for name, v in node.get("properties", {}).items()]
+            todo += [(value, together) for value in _other_values(node)]
+        closings = [(node, self._closing(node)) for key, node in self._found.items() if key not in self._parts]
+        for node, names in closings:
+            if names is not None:
+                own = node.get("properties", {})
+                node["properties"] = own | {name: {} for name in names if name not in own}
+                node["additionalProperties"] = False
+        return True
+
+    def _closing(self, node: dict[str, Any]) -> dict[str, bool] | None:
+        """The only properties that the value may have; None to leave it open, or to its alternatives."""
+        if "properties" not in node and self._is_alone(node):
+            return None
+        names = self._declared([node])
+        if names is None or not (any(names.values()) or "properties" in node):
+            return None
+        counted = [part for part in self._described([node]) if not part.keys().isdisjoint(_COUNTS)]
+        return names if not counted or (counted == [node] and node.get("minProperties", 0) <= len(names)) else None
+
+    def _declared(self, nodes: list[Any]) -> dict[str, bool] | None:
+        """What the schemas require or declare, which is true; None where one of them says more about properties."""
+        names: dict[str, bool] = {}
+        for node in self._described(nodes):
+            if self._members(node) is None or not node.keys().isdisjoint(_SAYS_MORE):
+                return None
+            names |= dict.fromkeys(node.get("properties", {}), True)
+            names = dict.fromkeys(node.get("required", []), False) | names
+        return names
+
+    def _described(self, nodes: list[Any]) -> Iterator[dict[str, Any]]:
+        """The schemas, and those that describe the same value with them."""
+        seen, todo = set(), list(nodes)
+        while todo:
+            node = todo.pop(0)
+            if isinstance(node, dict) and id(node) not in seen:
+                seen.add(id(node))
+                yield node
+                todo += self._members(node) or []
+
+    def _members(self, node: dict[str, Any]) -> list[Any] | None:
+        """The schemas that describe the same value as `node`; None where a reference leads outside."""
+        members = [member for key in ("allOf", "anyOf", "oneOf") for member in node.get(key, [])]
+        if "$ref" not in node:
+            return members
+        target = self._target(node["$ref"])
+        return None if target is None else [target, *members]
+
+    def _is_alone(self, node: dict[str, Any]) -> bool:
+        """Each of the node's members describes the value with nobody else's help, if it is the one."""
+        keys = _ALONE & node.keys()
+        if not keys:
+            return True
+        if len(keys) > 1 or not node.keys().isdisjoint({"properties", "required", *_COUNTS, *_SAYS_MORE}):
+            return False
+        if "oneOf" in keys:
+            return self._are_told_apart(node["oneOf"])
+        return "allOf" not in keys or len(node["allOf"]) == 1
+
+    def _are_told_apart(self, members: list[Any]) -> bool:
+        """By a property that all require, with other values in each; else closing makes one of what was several."""
+        objects = [m for m in map(self._resolved, members) if not (isinstance(m, dict) and m.get("type") == "null")]
+        if not all(isinstance(m, dict) and "required" in m and "properties" in m for m in objects):
+            return len(objects) == 1
+        for name in objects[0]["required"] if objects else ():
+            values = [value for m in objects for value in _values(m, name)]
+            if all(name in m["required"] and _values(m, name) for m in objects) and len(set(values)) == len(values):
+                return True
+        return len(objects) == 1
+
+    def _resolved(self, node: Any) -> Any:
+        return self._target(node["$ref"]) if isinstance(node, dict) and node.keys() == {"$ref"} else node
+
+    def _target(self, reference: str) -> Any:
+        """What a reference to this document means; None for another."""
+        if not reference.startswith("#"):
+            return None
+        node: Any = self._root
+        for step in filter(None, reference[1:].split("/")):
+            step = step.replace("~1", "/").replace("~0", "~")
+            node = node[int(step)] if isinstance(node, list) and step.isdigit() else node
+            node = node.get(step) if isinstance(node, dict) else node
+        return node if isinstance(node, (dict, bool)) else None
+
+
+def _other_values(node: dict[str, Any]) -> Iterator[Any]:
+    """The schemas of values inside the value that no property names."""
+    for key in ("items", "prefixItems", "additionalItems", "additionalProperties", "contains"):
+        value = node.get(key)
+        yield from value if isinstance(value, list) else [value]
+    yield from node.get("patternProperties", {}).values()
+
+
+def _values(schema: dict[str, Any], name: str) -> list[str]:
+    """Strings that a property may be, where it may be nothing else."""
+    found = schema["properties"].get(name)
+    if not isinstance(found, dict):
+        return []
+    values = [found["const"]] if "const" in found else found.get("enum", [])
+    return values if all(isinstance(value, str) for value in values) else []
