@@ -7,35 +7,26 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import (
-    AfterValidator,
-    AllowInfNan,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+import pydantic
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from pydantic_core import PydanticKnownError
 
 
 class SettingsGroup(BaseModel):
     """A group of settings: they do not change, one that is not known is refused, and a switch is no number."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    @field_validator("*", mode="before")
+    @pydantic.field_validator("*", mode="before")
     @classmethod
-    def _switches_are_no_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+    def _switches_are_no_numbers(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         """pydantic takes true for 1, and `yes` in a YAML file is true."""
         assert info.field_name is not None
         if isinstance(value, bool) and _counts(cls.model_fields[info.field_name].annotation):
             raise PydanticKnownError("float_type")
         return value
 
-    @model_validator(mode="after")
+    @pydantic.model_validator(mode="after")
     def _go_together(self) -> Self:
         if (fault := next(self._faults(), None)) is not None:
             raise ValueError(fault)
@@ -131,11 +122,10 @@ def parse_seconds(text: str) -> float:
 
 NumReplicas = Annotated[int | Literal["auto"] | None, BeforeValidator(parse_replicas)]
 Bytes = Annotated[int, of_text(parse_bytes)]
-Seconds = Annotated[float, of_text(parse_seconds), AllowInfNan(False)]
+Seconds = Annotated[float, of_text(parse_seconds), pydantic.AllowInfNan(False)]
 Isq = Literal[
     "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2k", "q3k", "q4k", "q5k", "q6k", "int8", "int4", "fp8", "w8a8"
 ]  # fmt: skip
-IsqOrNone = Literal[Isq, "none"]
 
 
 def parse_sizes(value: Any) -> Any:
@@ -161,6 +151,7 @@ def comma_separated(value: str | None) -> list[str]:
     return [part for item in (value or "").split(",") if (part := item.strip())]
 
 
+Names = Annotated[tuple[str, ...], of_text(comma_separated)]
 SomeOf = Annotated[str, must_be("have at least one entry; leave it out, or say null, for none", comma_separated)]
 """Entries separated by commas. None is a mistake: a key that a variable was to hold, without which anybody may call."""
 
@@ -199,6 +190,9 @@ def parse_pairs(text: str) -> dict[str, str]:
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"{twice!r} is set twice")
     return {name.strip(): kind.strip() for name, _, kind in pairs}
+
+
+IsqMap = Annotated[dict[str, Literal[Isq, "none"]], of_text(parse_pairs)]
 
 
 def parse_object(text: str) -> dict[str, Any]:
@@ -246,7 +240,8 @@ def _named_path(item: Any) -> Any:
     return {"name": name, "path": path}
 
 
-Object = Annotated[dict[str, Any], of_text(parse_object)]
+FromJSON = of_text(parse_object)
+Object = Annotated[dict[str, Any], FromJSON]
 
 
 def parse_prefix(text: str) -> str | None:
@@ -259,3 +254,4 @@ def parse_prefix(text: str) -> str | None:
 
 PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)+", re.ASCII)
 """What a proxy may put before the routes: it gets into pages, so it may hold nothing that means something there."""
+PathPrefix = Annotated[str | None, of_text(parse_prefix)]
