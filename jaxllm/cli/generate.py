@@ -133,7 +133,12 @@ async def _complete(engine: AsyncLLM, texts: list[str], params: SamplingParams, 
     finally:
         for task in tasks:
             task.cancel()
-    print(_summary([task.result() for task in tasks], time.perf_counter() - begin), file=sys.stderr)
+    outputs, seconds = [task.result() for task in tasks], time.perf_counter() - begin
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    cached = sum(output.num_cached_tokens for output in outputs)
+    generated = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+    speed = f"{generated} generated in {seconds:.2f} s: {generated / seconds:.1f} tok/s"
+    print(f"{prompt} prompt tokens ({cached} cached), {speed}", file=sys.stderr)
 
 
 def _print(output: RequestOutput, streamed: bool, as_json: bool, heading: str) -> None:
@@ -157,11 +162,3 @@ def _named(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _named(item) for key, item in value.items()}
     return [_named(item) for item in value] if isinstance(value, list) else value
-
-
-def _summary(outputs: list[RequestOutput], seconds: float) -> str:
-    prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    cached = sum(output.num_cached_tokens for output in outputs)
-    generated = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
-    rate = f"{generated / seconds:.1f} tok/s"
-    return f"{prompt} prompt tokens ({cached} cached), {generated} generated in {seconds:.2f} s: {rate}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from ipaddress import ip_address, ip_network
 from typing import Annotated, Literal, Self
 
@@ -177,14 +178,11 @@ class KVTransferConfig(SettingsGroup):
 
 def is_peer(host: str, peers: tuple[str, ...]) -> bool:
     """Whether a host is one of `peers`, by its name or address, or in one of those that are networks; any, of none."""
-    return not peers or host in peers or any(_contains(peer, host) for peer in peers)
-
-
-def _contains(peer: str, host: str) -> bool:
-    try:
-        return ip_address(host) in ip_network(peer)
-    except ValueError:  # one of the two is a name
-        return False
+    for peer in peers:
+        with suppress(ValueError):  # one of the two is a name
+            if ip_address(host) in ip_network(peer):
+                return True
+    return not peers or host in peers
 
 
 class LoRAModule(SettingsGroup):
