@@ -123,7 +123,7 @@ def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
     if types == [bool]:
         return _keyword(name, field.default, bool | None, Parameter(help=text, group=_SETTINGS_GROUPS[name]))
     inner = [one for member in get_args(field.annotation) for one in getattr(member, "__metadata__", ())]
-    is_size = Bytes.__metadata__[0] in (*field.metadata, *inner)
+    is_size = get_args(Bytes)[1] in (*field.metadata, *inner)
     kind = get_origin(types[0]) or types[0]
     metavar = "CHOICE" if accepted else "SIZE" if is_size else _METAVARS.get(kind, "JSON")
     default = None if field.default is None else str(field.default)
