@@ -12,50 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.config import EngineConfig, make_config
+from jaxllm.engine.doors import sequences
 from jaxllm.engine.doors.async_llm import AsyncLLM, open_streams
 from jaxllm.engine.doors.beams import BeamSearchParams, BeamStream
 from jaxllm.engine.doors.controls import Controls
-from jaxllm.engine.doors.sequences import (
-    Collector,
-    Prompt,
-    Prompts,
-    check_capture,
-    check_pooling,
-    check_request,
-    one_or_many,
-    pooled_output,
-    prompt_ids,
-    prompt_list,
-    refuse_text,
-)
+from jaxllm.engine.doors.sequences import Collector, Prompt, Prompts
 from jaxllm.engine.doors.streams import Stream
 from jaxllm.engine.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
 from jaxllm.errors import InvalidRequestError
 from jaxllm.folders import in_home
+from jaxllm.requests import outputs, steering
 from jaxllm.requests.captures import CaptureParams, CaptureRequest, read_capture
 from jaxllm.requests.logits_processors import read_processors
-from jaxllm.requests.outputs import (
-    EmbeddingOutput,
-    EmbeddingRequestOutput,
-    PooledOutput,
-    PoolingParams,
-    RequestOutput,
-    shape_vector,
-)
+from jaxllm.requests.outputs import EmbeddingOutput, EmbeddingRequestOutput, PooledOutput, PoolingParams, RequestOutput
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.shown import TableList
-from jaxllm.requests.steering import (
-    AdapterUse,
-    LoRA,
-    LoRARequest,
-    Patch,
-    Patches,
-    Steer,
-    Steers,
-    adapter_uses,
-    patches_of,
-    steers_of,
-)
+from jaxllm.requests.steering import AdapterUse, LoRA, LoRARequest, Patch, Patches, Steer, Steers
 from jaxllm.research.inside import Inside
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -127,12 +99,12 @@ class LLM(Inside, Controls):
             EngineDeadError: the engine has died, or runs in the process that this one was forked from.
         """
         self._streams.check_process()
-        items = prompt_list(prompts)
+        items = sequences.prompt_list(prompts)
         params = self._params(sampling_params, len(items))
         adapters = _adapters(lora_request, len(items))
-        requests = [(*prompt_ids(item, self.tokenizer), p) for item, p in zip(items, params, strict=True)]
+        requests = [(*sequences.prompt_ids(item, self.tokenizer), p) for item, p in zip(items, params, strict=True)]
         wanted = None if capture is None else read_capture(capture, positions, self.info.layer_shapes)
-        steers, patches = steers_of(steer, len(items)), patches_of(patch, len(items))
+        steers, patches = steering.steers_of(steer, len(items)), steering.patches_of(patch, len(items))
         return self._run(requests, use_tqdm, adapters=adapters, capture=wanted, steers=steers, patches=patches)
 
     def chat(
@@ -172,7 +144,7 @@ class LLM(Inside, Controls):
         from jaxllm.chat.prompt import ChatModel, prepare_params
 
         self._streams.check_process()
-        refuse_text(self.info.tasks)
+        sequences.refuse_text(self.info.tasks)
         self.get_tokenizer()
         listed: list[Any] = list(messages)
         one = not listed or isinstance(listed[0], Mapping)
@@ -202,13 +174,13 @@ class LLM(Inside, Controls):
             )
             ready.append(prepare_params(model, given, asked))
         count = len(ready)
-        adapters, steers = _adapters(lora_request, count), steers_of(steer, count)
+        adapters, steers = _adapters(lora_request, count), steering.steers_of(steer, count)
         requests: list[Item] = [(one.prompt.text, one.prompt.token_ids, one.prompt.params) for one in ready]
-        outputs = self._run(requests, use_tqdm, adapters=adapters, steers=steers)
+        answers = self._run(requests, use_tqdm, adapters=adapters, steers=steers)
         if reads:
-            for prompt, output in zip(ready, outputs, strict=True):
+            for prompt, output in zip(ready, answers, strict=True):
                 read_output(prompt, output)
-        return outputs
+        return answers
 
     def beam_search(self, prompts: Prompts, params: BeamSearchParams) -> list[RequestOutput]:
         """The beam_width most likely completions of each prompt, best first.
@@ -217,7 +189,7 @@ class LLM(Inside, Controls):
             InvalidRequestError: a prompt cannot be honoured, or leaves no room for max_tokens; nothing is run then.
         """
         self._streams.check_process()
-        pairs = [prompt_ids(item, self.tokenizer) for item in prompt_list(prompts)]
+        pairs = [sequences.prompt_ids(item, self.tokenizer) for item in sequences.prompt_list(prompts)]
         for _, ids in pairs:
             if len(ids) + params.max_tokens > self.info.max_model_len:
                 raise InvalidRequestError(
@@ -243,12 +215,12 @@ class LLM(Inside, Controls):
             InvalidRequestError: a prompt cannot be honoured, or has no text and a `prompt_name`; nothing is run then.
         """
         tasks = self.info.tasks
-        items = [_preceded(item, tasks.prompt(prompt_name), prompt_name) for item in prompt_list(prompts)]
+        items = [_preceded(item, tasks.prompt(prompt_name), prompt_name) for item in sequences.prompt_list(prompts)]
         requests = self._pooling_requests(items, PoolingParams(kind=tasks.pooling))
         return [
             EmbeddingRequestOutput(
                 request.request_id,
-                EmbeddingOutput(shape_vector(output.values, None, tasks.normalize).tolist()),
+                EmbeddingOutput(outputs.shape_vector(output.values, None, tasks.normalize).tolist()),
                 request.prompt_token_ids,
                 output.num_cached_tokens,
             )
@@ -356,9 +328,9 @@ class LLM(Inside, Controls):
         requests: list[EngineRequest] = []
         collectors: list[Collector] = []
         for at, (text, ids, params) in enumerate(items):
-            check_request(self.info, self.tokenizer, ids, params)
+            sequences.check_request(self.info, self.tokenizer, ids, params)
             if capture is not None:
-                check_capture(self.info, ids, capture)
+                sequences.check_capture(self.info, ids, capture)
             request = EngineRequest(
                 request_id=uuid.uuid4().hex,
                 prompt_token_ids=ids,
@@ -389,9 +361,9 @@ class LLM(Inside, Controls):
         self, prompts: Prompts, pooling: PoolingParams, second_texts: Sequence[int] = ()
     ) -> list[EngineRequest]:
         self._streams.check_process()
-        all_ids = [prompt_ids(item, self.tokenizer)[1] for item in prompt_list(prompts)]
+        all_ids = [sequences.prompt_ids(item, self.tokenizer)[1] for item in sequences.prompt_list(prompts)]
         second_texts = list(second_texts)
-        check_pooling(self.info, all_ids, pooling, second_texts)
+        sequences.check_pooling(self.info, all_ids, pooling, second_texts)
         return [
             EngineRequest(request_id=uuid.uuid4().hex, prompt_token_ids=ids, pooling=pooling, second_text=second)
             for ids, second in zip(all_ids, second_texts or [0] * len(all_ids), strict=True)
@@ -401,7 +373,7 @@ class LLM(Inside, Controls):
         found: dict[int, PooledOutput] = {}
 
         def take(sequence: int, delta: TokenDelta) -> bool:
-            found[sequence] = pooled_output(delta)
+            found[sequence] = sequences.pooled_output(delta)
             return True
 
         Stream(self._streams, requests).drive(take, len(requests), use_tqdm)
@@ -409,7 +381,7 @@ class LLM(Inside, Controls):
 
 
 def _adapters(given: LoRAs, count: int) -> list[tuple[AdapterUse, ...]]:
-    return [adapter_uses(entry) for entry in _of_each("lora_request", given, LoRARequest, count)]
+    return [steering.adapter_uses(entry) for entry in _of_each("lora_request", given, LoRARequest, count)]
 
 
 def _of_each(name: str, given: Any, kind: type, count: int) -> list[Any]:
@@ -450,6 +422,6 @@ def generate(
         _engines[key] = LLM(model, **(engine or {}))
     llm = _engines[key]
     params = SamplingParams(**(llm.info.default_sampling.fields() | {"max_tokens": 128} | sampling))
-    asked, is_one = one_or_many(prompts)
+    asked, is_one = sequences.one_or_many(prompts)
     texts = [output.outputs[0].text for output in llm.generate(asked, params, use_tqdm=False)]
     return texts[0] if is_one else texts

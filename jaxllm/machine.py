@@ -44,7 +44,8 @@ def memory(root: Path = _ROOT) -> Memory:
     found = Memory(host.total, host.available)
     for group, version in _groups(root, "memory"):
         names = ("memory.max", "memory.high") if version == 2 else ("memory.limit_in_bytes",)
-        statistics = _statistics(group / "memory.stat")
+        rows = (line.split() for line in _text(group / "memory.stat").splitlines())
+        statistics = {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdecimal()}
         used = _number(group / ("memory.current" if version == 2 else "memory.usage_in_bytes")) or 0
         prefix = "" if version == 2 else "total_"
         used -= statistics.get(f"{prefix}inactive_file", 0) + statistics.get(f"{prefix}active_file", 0)
@@ -150,11 +151,6 @@ def _text(file: Path) -> str:
 def _number(file: Path) -> int | None:
     text = _text(file)
     return int(text) if text.isdecimal() else None
-
-
-def _statistics(file: Path) -> dict[str, int]:
-    rows = (line.split() for line in _text(file).splitlines())
-    return {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdecimal()}
 
 
 def share_one_heap() -> None:

@@ -235,7 +235,11 @@ class AskedProcesses:
                     process.kill()
             answer = None
             try:
-                answer = _exchange(process, pieces, limits)
+                assert process.stdin is not None and process.stdout is not None
+                with contextlib.suppress(BrokenPipeError):  # it ends, and does not read what is asked
+                    _send(cast(BinaryIO, process.stdin), pieces, limits)
+                if (received := _receive(cast(BinaryIO, process.stdout))) is not None:
+                    answer = received[0]
                 status = process.wait() if answer is None else 0
             finally:
                 with self._lock:
@@ -279,17 +283,6 @@ class _Question:
                 self.process.kill()
 
 
-def _exchange(process: Process, pieces: tuple[bytes, ...], limits: Limits) -> bytes | None:
-    """The answer; None if the process ends instead."""
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        _send(cast(BinaryIO, process.stdin), pieces, limits)
-    except BrokenPipeError:
-        return None
-    received = _receive(cast(BinaryIO, process.stdout))
-    return None if received is None else received[0]
-
-
 def _end(process: Process) -> None:
     process.kill()
     process.wait()
@@ -317,7 +310,13 @@ def answer_questions(answer: Callable[[bytes], bytes], memory_bytes: int, *, idl
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        while _is_asked_within(idle_seconds) and (question := _receive(sys.stdin.buffer)) is not None:
+        while True:
+            if idle_seconds is not None and os.name == "posix":
+                is_asked, _, _ = select.select([sys.stdin], [], [], idle_seconds)
+                if not is_asked:
+                    return
+            if (question := _receive(sys.stdin.buffer)) is None:
+                return
             content, seconds, processor_seconds = question
             _alarm(seconds + ORPHAN_SECONDS, processor_seconds)
             reply = answer(content)
@@ -332,12 +331,6 @@ def _alarm(seconds: float, processor_seconds: float) -> None:
     if os.name == "posix":
         signal.setitimer(signal.ITIMER_REAL, seconds)
         signal.setitimer(signal.ITIMER_PROF, processor_seconds)
-
-
-def _is_asked_within(seconds: float | None) -> bool:
-    if seconds is None or os.name != "posix":
-        return True
-    return bool(select.select([sys.stdin], [], [], seconds)[0])
 
 
 def _send(pipe: BinaryIO, pieces: tuple[bytes, ...], limits: Limits = (0.0, 0.0)) -> None:

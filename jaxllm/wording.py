@@ -83,22 +83,15 @@ def did_you_mean(name: str, known: Any, most: int = 1) -> str:
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
+_KINDS: Mapping[type, str] = {
+    type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list",
+    dict: "an object",
+}  # fmt: skip
+
+
 def kind_of(value: object) -> str:
-    """What a value of JSON or YAML is, in words, such as "a list"."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "true or false"
-        case int() | float():
-            return "a number"
-        case str():
-            return "a text"
-        case list():
-            return "a list"
-        case dict():
-            return "an object"
-    return "something else"  # as YAML's days
+    """What a value of JSON or YAML is, in words, such as "a list"; "something else" is YAML's days."""
+    return _KINDS.get(type(value), "something else")
 
 
 _LENGTH = 100

@@ -63,7 +63,11 @@ def generate(
     engine = AsyncLLM(config)
     try:
         params = sampling_params(sampling, engine.info.default_sampling)
-        asyncio.run(_complete(engine, texts, params, use_template(engine, raw, chat), json_output))
+        assert engine.tokenizer is not None
+        has_template = engine.tokenizer.chat_template is not None
+        if chat and not has_template:
+            raise ConfigError(f"--chat: {config.model} has no chat template")
+        asyncio.run(_complete(engine, texts, params, has_template and not raw, json_output))
     finally:
         engine.shutdown()
 
@@ -102,15 +106,6 @@ def read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
     return lines
 
 
-def use_template(engine: AsyncLLM, raw: bool, chat: bool) -> bool:
-    """Whether prompts go through the chat template: as asked, otherwise whenever the model has one."""
-    assert engine.tokenizer is not None
-    has_template = engine.tokenizer.chat_template is not None
-    if chat and not has_template:
-        raise ConfigError(f"--chat: {engine.config.model} has no chat template")
-    return has_template and not raw
-
-
 async def _complete(engine: AsyncLLM, texts: list[str], params: SamplingParams, template: bool, as_json: bool) -> None:
     tokenizer = engine.tokenizer
     assert tokenizer is not None
@@ -138,7 +133,12 @@ async def _complete(engine: AsyncLLM, texts: list[str], params: SamplingParams, 
     finally:
         for task in tasks:
             task.cancel()
-    print(_summary([task.result() for task in tasks], time.perf_counter() - begin), file=sys.stderr)
+    outputs, seconds = [task.result() for task in tasks], time.perf_counter() - begin
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    cached = sum(output.num_cached_tokens for output in outputs)
+    generated = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+    speed = f"{generated} generated in {seconds:.2f} s: {generated / seconds:.1f} tok/s"
+    print(f"{prompt} prompt tokens ({cached} cached), {speed}", file=sys.stderr)
 
 
 def _print(output: RequestOutput, streamed: bool, as_json: bool, heading: str) -> None:
@@ -162,11 +162,3 @@ def _named(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _named(item) for key, item in value.items()}
     return [_named(item) for item in value] if isinstance(value, list) else value
-
-
-def _summary(outputs: list[RequestOutput], seconds: float) -> str:
-    prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    cached = sum(output.num_cached_tokens for output in outputs)
-    generated = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
-    rate = f"{generated / seconds:.1f} tok/s"
-    return f"{prompt} prompt tokens ({cached} cached), {generated} generated in {seconds:.2f} s: {rate}"

@@ -123,7 +123,7 @@ def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
     if types == [bool]:
         return _keyword(name, field.default, bool | None, Parameter(help=text, group=_SETTINGS_GROUPS[name]))
     inner = [one for member in get_args(field.annotation) for one in getattr(member, "__metadata__", ())]
-    is_size = Bytes.__metadata__[0] in (*field.metadata, *inner)
+    is_size = get_args(Bytes)[1] in (*field.metadata, *inner)
     kind = get_origin(types[0]) or types[0]
     metavar = "CHOICE" if accepted else "SIZE" if is_size else _METAVARS.get(kind, "JSON")
     default = None if field.default is None else str(field.default)
@@ -181,7 +181,9 @@ def sampling_flags() -> list[inspect.Parameter]:
     for member in (member for annotation in types.values() for member in get_args(annotation)):
         if dataclasses.is_dataclass(member):  # its fields become flags as well
             documented(member)  # type: ignore[type-var]
-    texts = _field_texts()
+    # The 'Attributes:' of the docstring: "a, b: text." -> {"a": "Text.", "b": "Text."}.
+    attributes = re.findall(r"^ +([a-z_, ]+): (.+)$", documentation(SamplingParams), flags=re.MULTILINE)
+    texts = {name: text[0].upper() + text[1:] for names, text in attributes for name in names.split(", ")}
     flags = []
     for field in dataclasses.fields(SamplingParams):
         if field.name in _LEFT_OUT:
@@ -206,12 +208,6 @@ def _token_ids(_: type, logit_bias: dict[str, float] | None) -> None:
         )
 
 
-def _field_texts() -> dict[str, str]:
-    """The 'Attributes:' of SamplingParams' docstring: 'a, b: text.' -> {'a': 'text.', 'b': 'text.'}."""
-    attributes = re.findall(r"^ +([a-z_, ]+): (.+)$", documentation(SamplingParams), flags=re.MULTILINE)
-    return {name: text[0].upper() + text[1:] for names, text in attributes for name in names.split(", ")}
-
-
 _WORDS: dict[Any, str] = {
     int: "an integer", float: "a number", bool: "true or false", str: "a text", Path: "a path",
 }  # fmt: skip
@@ -223,8 +219,10 @@ def in_words(error: CycloptsError) -> str:
     match error:
         case cyclopts.CoercionError() if argument is not None:
             given = _given(argument, error.token)
-            annotation = error.target_type if given.keys else argument.hint
-            return f"{given.keyword or argument.name} is {given.value!r}: it must be {_accepted(argument, annotation)}"
+            accepted = " or ".join(dict.fromkeys(_words(error.target_type if given.keys else argument.hint)))
+            if not accepted:
+                accepted = f"a JSON object, such as {argument.name} '{{\"KEY\": VALUE}}', or {argument.name}.KEY VALUE"
+            return f"{given.keyword or argument.name} is {given.value!r}: it must be {accepted}"
         case cyclopts.ValidationError() if argument is not None:
             name = next((token.keyword for token in argument.tokens if token.keyword), argument.name)
             value = " ".join(token.value for token in argument.tokens)
@@ -249,13 +247,6 @@ def _given(argument: Argument, wrong: Token | None) -> Token:
     return same[-1] if same else wrong or Token(keyword=argument.name)
 
 
-def _accepted(argument: Argument, annotation: Any) -> str:
-    """What a value may be, in words; of a flag whose value is an object, how that is given."""
-    if words := " or ".join(dict.fromkeys(map(_words, _kinds(annotation)))):
-        return words
-    return f"a JSON object, such as {argument.name} '{{\"KEY\": VALUE}}', or {argument.name}.KEY VALUE"
-
-
 def _within(argument: Argument) -> str:
     """The bounds of a number; "" where something else is checked, which says itself what it wants."""
     checks = argument.parameter.validator
@@ -265,20 +256,16 @@ def _within(argument: Argument) -> str:
     return f"it must be {' and '.join(wanted)}" if wanted else ""
 
 
-def _kinds(annotation: Any) -> list[Any]:
-    """The types that a value may have: of a list, its entries'; none where it is an object."""
+def _words(annotation: Any) -> list[str]:
+    """What a value may be, in words: of a list, its entries; none where it is an object."""
     origin = get_origin(annotation)
     if origin is Annotated:
-        return _kinds(get_args(annotation)[0])
+        return _words(get_args(annotation)[0])
     if origin in (Union, UnionType, list, tuple, set, frozenset, Sequence):
-        return [kind for member in get_args(annotation) if member not in (NoneType, ...) for kind in _kinds(member)]
+        return [word for member in get_args(annotation) if member not in (NoneType, ...) for word in _words(member)]
     if origin is dict or annotation is dict or dataclasses.is_dataclass(annotation):
         return []
-    return [annotation]
-
-
-def _words(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        *others, last = map(repr, get_args(kind))
-        return f"{', '.join(others)} or {last}" if others else last
-    return _WORDS[kind]
+    if origin is Literal:
+        *others, last = map(repr, get_args(annotation))
+        return [f"{', '.join(others)} or {last}" if others else last]
+    return [_WORDS[annotation]]

@@ -25,8 +25,9 @@ class Output(TextIOWrapper):
     """
 
     def __init__(self, stream: TextIOWrapper):
-        buffering = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
-        super().__init__(stream.buffer, stream.encoding, errors="backslashreplace", **buffering)
+        lines, writes = stream.line_buffering, stream.write_through
+        escapes = "backslashreplace"
+        super().__init__(stream.buffer, stream.encoding, escapes, line_buffering=lines, write_through=writes)
         self._stream = stream  # which would close the buffer of both when it is forgotten
 
     def write(self, text: str) -> int:

@@ -10,19 +10,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from jaxllm.config.parts import ADAPTER_LISTS, KVEventsConfig, KVTransferConfig, LoRAModules, SpeculativeConfig
 from jaxllm.config.server import ServerConfig
-from jaxllm.config.values import (
-    Bytes,
-    Isq,
-    IsqOrNone,
-    Object,
-    SettingsGroup,
-    Sizes,
-    SomeOf,
-    comma_separated,
-    of_text,
-    parse_object,
-    parse_pairs,
-)
+from jaxllm.config.values import Bytes, FromJSON, Isq, IsqMap, Object, SettingsGroup, Sizes, SomeOf, comma_separated
 from jaxllm.errors import ConfigError
 from jaxllm.folders import user_folder
 from jaxllm.wording import did_you_mean, wrong_setting
@@ -78,7 +66,7 @@ class EngineConfig(SettingsGroup):
     """Expand quantized weights to dtype at load; by default only where plain XLA runs on a CPU: faster there."""
     isq: Isq | None = None
     """Quantize weights while they are loaded (in situ); embedding and head take six bits or more."""
-    isq_map: Annotated[dict[str, IsqOrNone], of_text(parse_pairs)] | None = None
+    isq_map: IsqMap | None = None
     """Other kinds for tensors by their names in the checkpoint, as *.ffn_down.weight=q6k, *.attn_v.weight=none."""
     imatrix: Path | None = None
     """An importance matrix of llama.cpp's: it reduces the error of --isq in GGUF's kinds below 8 bits."""
@@ -89,7 +77,7 @@ class EngineConfig(SettingsGroup):
     """Token budget of one step, prefill chunks and decodes together (default 512 on CPU, 2048 elsewhere)."""
     decode_steps: Annotated[int, Field(ge=1, le=8)] | None = None
     """Most tokens one dispatch decodes for each sequence while no other could begin (default 4 with CPU kernels)."""
-    speculative_config: Annotated[SpeculativeConfig, of_text(parse_object)] | None = None
+    speculative_config: Annotated[SpeculativeConfig, FromJSON] | None = None
     """Try tokens ahead, as {"method": "ngram", "num_speculative_tokens": 3}: the same answers in fewer steps."""
     decode_buckets: Sizes | None = None
     """Sequences that decodes are padded to, as 8,32: fewer sizes compile sooner (default: powers of two)."""
@@ -124,9 +112,9 @@ class EngineConfig(SettingsGroup):
     """A folder for what kv_offload_memory has no room for, and for all that an idle engine has: it outlives it."""
     kv_offload_disk: Annotated[Bytes, Field(gt=0)] = 16 * 2**30
     """Bytes that kv_offload_dir may take for one model; what was unused longest is deleted."""
-    kv_transfer_config: Annotated[KVTransferConfig, of_text(parse_object)] | None = None
+    kv_transfer_config: Annotated[KVTransferConfig, FromJSON] | None = None
     """Compute prompts for other servers, or go on with theirs, as {"kv_role": "kv_both"}: see docs/scale.md."""
-    kv_events_config: Annotated[KVEventsConfig, of_text(parse_object)] | None = None
+    kv_events_config: Annotated[KVEventsConfig, FromJSON] | None = None
     """Tell routers over ZeroMQ which prompts are cached, as {"topic": "kv@10.0.0.5:8000@qwen3"}."""
 
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1

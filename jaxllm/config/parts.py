@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from contextlib import suppress
 from ipaddress import ip_address, ip_network
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
-from jaxllm.config.values import Seconds, SettingsGroup, check_served_name, comma_separated, of_text, parse_named_paths
+from jaxllm.config.values import Names, Seconds, ServedName, SettingsGroup, must_be, parse_named_paths
 
 MTP_NAMES = ("qwen3_next_mtp", "qwen3_5_mtp", "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp")
 """What vLLM also calls the method of the models whose modules are supported."""
@@ -88,14 +90,8 @@ class SpeculativeConfig(SettingsGroup):
             before = last
 
 
-def _check_endpoint(text: str) -> str:
-    port = text.rpartition(":")[2]
-    if not text.startswith(("tcp://", "ipc://")) or (text.startswith("tcp://") and not port.isdigit()):
-        raise ValueError("it must be an address as tcp://*:5557 or ipc:///run/jaxllm/events")
-    return text
-
-
-Endpoint = Annotated[str, AfterValidator(_check_endpoint)]
+_ENDPOINT = re.compile(r"tcp://.*:\d+|ipc://.*")
+Endpoint = Annotated[str, must_be("be an address as tcp://*:5557 or ipc:///run/jaxllm/events", _ENDPOINT.fullmatch)]
 
 
 class KVEventsConfig(SettingsGroup):
@@ -141,10 +137,13 @@ class KVEventsConfig(SettingsGroup):
         return f"{host}:{int(port) + self.data_parallel_rank}"
 
 
-def _one_address(text: str) -> str:
-    if text in ("", "0.0.0.0", "::", "*"):
-        raise ValueError("it must be an address at which other servers reach this machine, such as 10.0.0.5")
-    return text
+Address = Annotated[
+    str,
+    must_be(
+        "be an address at which other servers reach this machine, such as 10.0.0.5",
+        lambda text: text not in ("", "0.0.0.0", "::", "*"),
+    ),
+]
 
 
 class KVTransferConfig(SettingsGroup):
@@ -155,7 +154,7 @@ class KVTransferConfig(SettingsGroup):
     kv_role: Literal["kv_producer", "kv_consumer", "kv_both"]
     """kv_producer: other servers fetch the pages of prompts that were computed here. kv_consumer: this server fetches
     pages from others. kv_both: either, by the request."""
-    kv_ip: Annotated[str, AfterValidator(_one_address)] = "127.0.0.1"
+    kv_ip: Address = "127.0.0.1"
     """The address of this machine at which a producer listens, and that others are told to fetch pages from."""
     kv_port: Annotated[int, Field(ge=0, le=65535)] = 14579
     """The port for that; 0 takes a free one."""
@@ -163,7 +162,7 @@ class KVTransferConfig(SettingsGroup):
     """Seconds after which a request no longer waits for pages from another server."""
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     """What becomes of a request whose pages cannot be fetched: its prompt is computed here, or it fails."""
-    kv_peers: Annotated[tuple[str, ...], of_text(comma_separated)] = ()
+    kv_peers: Names = ()
     """Hosts and networks that requests may have pages fetched from, as prefill-1,10.0.0.0/8 (default: any)."""
 
     @property
@@ -179,20 +178,17 @@ class KVTransferConfig(SettingsGroup):
 
 def is_peer(host: str, peers: tuple[str, ...]) -> bool:
     """Whether a host is one of `peers`, by its name or address, or in one of those that are networks; any, of none."""
-    return not peers or host in peers or any(_contains(peer, host) for peer in peers)
-
-
-def _contains(peer: str, host: str) -> bool:
-    try:
-        return ip_address(host) in ip_network(peer)
-    except ValueError:  # one of the two is a name
-        return False
+    for peer in peers:
+        with suppress(ValueError):  # one of the two is a name
+            if ip_address(host) in ip_network(peer):
+                return True
+    return not peers or host in peers
 
 
 class LoRAModule(SettingsGroup):
     """A LoRA adapter that a server has from the start, in vLLM's words."""
 
-    name: Annotated[str, AfterValidator(check_served_name)]
+    name: ServedName
     """What requests call it, as their model."""
     path: Annotated[str, Field(min_length=1)]
     """A folder that PEFT saved, a GGUF adapter, or a hub id."""

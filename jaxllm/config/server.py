@@ -14,11 +14,10 @@ from jaxllm.config.values import (
     NumReplicas,
     Object,
     Origins,
+    PathPrefix,
     Seconds,
     SettingsGroup,
     SomeOf,
-    of_text,
-    parse_prefix,
 )
 from jaxllm.folders import user_folder
 from jaxllm.logs import LogFormat
@@ -37,7 +36,7 @@ class ServerConfig(SettingsGroup):
     """Port to listen on; 0 takes a free one and prints it."""
     uds: Path | None = None
     """A Unix domain socket to listen on, instead of host and port."""
-    root_path: Annotated[str | None, of_text(parse_prefix)] = None
+    root_path: PathPrefix = None
     """The path that a proxy puts before the routes, as /llm; X-Forwarded-Prefix says it by the request."""
     web: bool = True
     """Serve the page at /, where a person talks to the model in a browser; --no-web leaves it out."""

@@ -173,63 +173,43 @@ ALWAYS_SO: Mapping[str, str] = {
 }
 """Switches, and what is so without them."""
 
-REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(
-        (
-            "--trust-remote-code", "--tool-parser-plugin", "--reasoning-parser-plugin", "--logits-processors",
-            "--middleware", "--worker-cls", "--worker-extension-cls",
-        ),
-        "it would run code that came with a model or from a file",
-    ),
-    **dict.fromkeys(
-        ("--swap-space", "--kv-offloading-size", "--kv-offloading-backend"),
-        "see --kv-offload-memory, bytes for pages that have lost their place, and --kv-offload-dir",
-    ),
-    "--cpu-offload-gb": "weights stay on the devices; see --isq for smaller ones",
-    "--num-gpu-blocks-override": "see --kv-cache-memory",
-    **dict.fromkeys(
-        ("--max-seq-len-to-capture", "--cuda-graph-sizes", "--compilation-config", "-O"),
-        "steps are compiled by XLA; see --enforce-eager, --decode-buckets and --prefill-buckets",
-    ),
-    "--distributed-executor-backend": "see --multi-process for a process for each GPU of a machine, docs/scale.md for "
-    "several machines, and --ray",
-    **dict.fromkeys(
-        ("--master-addr", "--master-port"),
-        "mpirun, Slurm or Kubernetes start the processes: see docs/scale.md and --coordinator-address",
-    ),
-    "--api-server-count": "one process answers all requests",
-    "--disable-frontend-multiprocessing": "see --no-engine-process",
-    "--device": "JAX chooses it; the environment variable JAX_PLATFORMS names another",
-    **dict.fromkeys(
-        ("--task", "--runner", "--convert", "--model-impl", "--tokenizer-mode", "--config-format"),
-        "it is read from the checkpoint",
-    ),
-    "--hf-config-path": "see --hf-overrides",
-    **dict.fromkeys(("--override-pooler-config", "--pooler-config"), "see --pooling"),
-    "--calculate-kv-scales": "scales of KV pages are computed as they are written; see --kv-cache-dtype",
-    "--fully-sharded-loras": "adapters are small, and whole on each device where their layer's inputs are",
-    "--lora-dtype": "adapters are kept in the model's type; see --dtype",
-    **dict.fromkeys(
-        (
-            "--enable-tower-connector-lora", "--limit-mm-per-prompt", "--allowed-local-media-path",
-            "--mm-processor-kwargs", "--interleave-mm-strings",
-        ),
-        "models are served for text only",
-    ),
-    "--scheduling-policy": "requests run by their field priority, and in their order where it is the same",
-    **dict.fromkeys(
-        ("--guided-decoding-backend", "--structured-outputs-config"), "grammars are always llguidance's"
-    ),
-    "--return-tokens-as-token-ids": "it is a field of requests",
-    "--response-role": "answers are always the assistant's",
-    "--ssl-ciphers": "TLS 1.2 and 1.3 with the ciphers that Python recommends",
-    "--enable-ssl-refresh": "SIGHUP has the certificate read again",
-    "--collect-detailed-traces": "traces always have each phase; see --otlp-traces-endpoint",
-    "--uvicorn-log-level": "see --log-level",
-    "--max-log-len": "prompts are logged whole or not at all; see --log-prompts",
-    "--enable-log-outputs": "see --log-prompts, which logs prompts and answers",
-    "--disable-fastapi-docs": "/docs is always there; it tells nothing that the documentation does not",
+_REFUSED = {
+    "it would run code that came with a model or from a file": "--trust-remote-code --tool-parser-plugin "
+    "--reasoning-parser-plugin --logits-processors --middleware --worker-cls --worker-extension-cls",
+    "see --kv-offload-memory, bytes for pages that have lost their place, and --kv-offload-dir":
+    "--swap-space --kv-offloading-size --kv-offloading-backend",
+    "weights stay on the devices; see --isq for smaller ones": "--cpu-offload-gb",
+    "see --kv-cache-memory": "--num-gpu-blocks-override",
+    "steps are compiled by XLA; see --enforce-eager, --decode-buckets and --prefill-buckets":
+    "--max-seq-len-to-capture --cuda-graph-sizes --compilation-config -O",
+    "see --multi-process for a process for each GPU of a machine, docs/scale.md for several machines, and --ray":
+    "--distributed-executor-backend",
+    "mpirun, Slurm or Kubernetes start the processes: see docs/scale.md and --coordinator-address":
+    "--master-addr --master-port",
+    "one process answers all requests": "--api-server-count",
+    "see --no-engine-process": "--disable-frontend-multiprocessing",
+    "JAX chooses it; the environment variable JAX_PLATFORMS names another": "--device",
+    "it is read from the checkpoint": "--task --runner --convert --model-impl --tokenizer-mode --config-format",
+    "see --hf-overrides": "--hf-config-path",
+    "see --pooling": "--override-pooler-config --pooler-config",
+    "scales of KV pages are computed as they are written; see --kv-cache-dtype": "--calculate-kv-scales",
+    "adapters are small, and whole on each device where their layer's inputs are": "--fully-sharded-loras",
+    "adapters are kept in the model's type; see --dtype": "--lora-dtype",
+    "models are served for text only": "--enable-tower-connector-lora --limit-mm-per-prompt "
+    "--allowed-local-media-path --mm-processor-kwargs --interleave-mm-strings",
+    "requests run by their field priority, and in their order where it is the same": "--scheduling-policy",
+    "grammars are always llguidance's": "--guided-decoding-backend --structured-outputs-config",
+    "it is a field of requests": "--return-tokens-as-token-ids",
+    "answers are always the assistant's": "--response-role",
+    "TLS 1.2 and 1.3 with the ciphers that Python recommends": "--ssl-ciphers",
+    "SIGHUP has the certificate read again": "--enable-ssl-refresh",
+    "traces always have each phase; see --otlp-traces-endpoint": "--collect-detailed-traces",
+    "see --log-level": "--uvicorn-log-level",
+    "prompts are logged whole or not at all; see --log-prompts": "--max-log-len",
+    "see --log-prompts, which logs prompts and answers": "--enable-log-outputs",
+    "/docs is always there; it tells nothing that the documentation does not": "--disable-fastapi-docs",
 }  # fmt: skip
+REFUSED: Mapping[str, str] = {flag: reason for reason, flags in _REFUSED.items() for flag in flags.split()}
 """Flags that are not taken, and why."""
 
 

@@ -7,35 +7,26 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import (
-    AfterValidator,
-    AllowInfNan,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+import pydantic
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from pydantic_core import PydanticKnownError
 
 
 class SettingsGroup(BaseModel):
     """A group of settings: they do not change, one that is not known is refused, and a switch is no number."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    @field_validator("*", mode="before")
+    @pydantic.field_validator("*", mode="before")
     @classmethod
-    def _switches_are_no_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+    def _switches_are_no_numbers(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         """pydantic takes true for 1, and `yes` in a YAML file is true."""
         assert info.field_name is not None
         if isinstance(value, bool) and _counts(cls.model_fields[info.field_name].annotation):
             raise PydanticKnownError("float_type")
         return value
 
-    @model_validator(mode="after")
+    @pydantic.model_validator(mode="after")
     def _go_together(self) -> Self:
         if (fault := next(self._faults(), None)) is not None:
             raise ValueError(fault)
@@ -69,6 +60,17 @@ def _parts(annotation: Any) -> Iterator[Any]:
 def of_text(parse: Callable[[str], Any]) -> BeforeValidator:
     """Has a text parsed; anything else is left for pydantic to judge."""
     return BeforeValidator(lambda value: parse(value) if isinstance(value, str) else value)
+
+
+def must_be(accepted: str, check: Callable[[str], object]) -> AfterValidator:
+    """Refuses a text that does not pass `check`, with what is accepted in words."""
+
+    def checked(text: str) -> str:
+        if not check(text):
+            raise ValueError(f"it must {accepted}")
+        return text
+
+    return AfterValidator(checked)
 
 
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -120,11 +122,10 @@ def parse_seconds(text: str) -> float:
 
 NumReplicas = Annotated[int | Literal["auto"] | None, BeforeValidator(parse_replicas)]
 Bytes = Annotated[int, of_text(parse_bytes)]
-Seconds = Annotated[float, of_text(parse_seconds), AllowInfNan(False)]
+Seconds = Annotated[float, of_text(parse_seconds), pydantic.AllowInfNan(False)]
 Isq = Literal[
     "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2k", "q3k", "q4k", "q5k", "q6k", "int8", "int4", "fp8", "w8a8"
 ]  # fmt: skip
-IsqOrNone = Literal[Isq, "none"]
 
 
 def parse_sizes(value: Any) -> Any:
@@ -142,12 +143,7 @@ def is_served_name(text: str) -> bool:
 
 SERVED_NAME = "printable characters, without a comma and without spaces around them"
 """What `is_served_name` accepts, in words."""
-
-
-def check_served_name(text: str) -> str:
-    if not is_served_name(text):
-        raise ValueError(f"it must be {SERVED_NAME}")
-    return text
+ServedName = Annotated[str, must_be(f"be {SERVED_NAME}", is_served_name)]
 
 
 def comma_separated(value: str | None) -> list[str]:
@@ -155,15 +151,9 @@ def comma_separated(value: str | None) -> list[str]:
     return [part for item in (value or "").split(",") if (part := item.strip())]
 
 
-def _some(value: str) -> str:
-    """An empty text is a mistake: a key that a variable was to hold, and without which anybody may call."""
-    if not comma_separated(value):
-        raise ValueError("it must have at least one entry; leave it out, or say null, for none")
-    return value
-
-
-SomeOf = Annotated[str, AfterValidator(_some)]
-"""Entries separated by commas."""
+Names = Annotated[tuple[str, ...], of_text(comma_separated)]
+SomeOf = Annotated[str, must_be("have at least one entry; leave it out, or say null, for none", comma_separated)]
+"""Entries separated by commas. None is a mistake: a key that a variable was to hold, without which anybody may call."""
 
 
 def parse_entries(value: Any) -> Any:
@@ -200,6 +190,9 @@ def parse_pairs(text: str) -> dict[str, str]:
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"{twice!r} is set twice")
     return {name.strip(): kind.strip() for name, _, kind in pairs}
+
+
+IsqMap = Annotated[dict[str, Literal[Isq, "none"]], of_text(parse_pairs)]
 
 
 def parse_object(text: str) -> dict[str, Any]:
@@ -247,7 +240,8 @@ def _named_path(item: Any) -> Any:
     return {"name": name, "path": path}
 
 
-Object = Annotated[dict[str, Any], of_text(parse_object)]
+FromJSON = of_text(parse_object)
+Object = Annotated[dict[str, Any], FromJSON]
 
 
 def parse_prefix(text: str) -> str | None:
@@ -260,3 +254,4 @@ def parse_prefix(text: str) -> str | None:
 
 PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)+", re.ASCII)
 """What a proxy may put before the routes: it gets into pages, so it may hold nothing that means something there."""
+PathPrefix = Annotated[str | None, of_text(parse_prefix)]

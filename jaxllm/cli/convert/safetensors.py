@@ -59,8 +59,11 @@ def write_safetensors(config: EngineConfig, checkpoint: Checkpoint, target: Path
     _write_shards(target, dtype, tensors, total, on_progress)
     (target / "config.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
     copy_tokenizer(config, checkpoint, target)
-    if checkpoint.format == "gguf":
-        _name_tokenizer_class(target)
+    tokenizer = target / "tokenizer_config.json"
+    if checkpoint.format == "gguf" and tokenizer.exists():
+        # It is complete in tokenizer.json: no class of the model's family may build it anew.
+        settings = json.loads(tokenizer.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        tokenizer.write_text(json.dumps(settings, ensure_ascii=False, indent=2), encoding="utf-8")
 
 
 def _hf_names(config: EngineConfig, checkpoint: Checkpoint) -> tuple[dict[str, Any], Tensors, int]:
@@ -152,14 +155,6 @@ def _write_shards(target: Path, dtype: np.dtype, tensors: Tensors, count: int, o
         weight_map |= dict.fromkeys(names, shard)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
-
-
-def _name_tokenizer_class(target: Path) -> None:
-    """A GGUF's tokenizer is complete in tokenizer.json: no class of the model's family may build it anew."""
-    file = target / "tokenizer_config.json"
-    if file.exists():
-        content = json.loads(file.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-        file.write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
 
 
 def hf_config(family: Family, config: DecoderConfig) -> dict[str, Any]:
