@@ -184,7 +184,10 @@ class DecoderLayer(nnx.Module):
         if self.add_norm is None or first is None or is_whole():
             assert late is None, "no layer of a step with such hands leaves anything to the next"
             x, cache = self._whole(x, angles, cache, meta)
-            return self._ended(x, given), None, cache
+            if self.per_layer is not None:
+                assert given is not None
+                x = self.per_layer(x, given)
+            return x if self.scale is None else (x * self.scale[...]).astype(x.dtype), None, cache
         x, normed = (x, first.traced(x)) if late is None else self.add_norm(x, late, first.traced)
         if self.mixers:
             later = LATER if self.mixer_scales == (1.0,) else None
@@ -239,12 +242,6 @@ class DecoderLayer(nnx.Module):
         if post is None and self.mlp_scale == 1.0:
             return summed("mlp_out", mlp, x), cache
         return _sum("mlp_out", x, _added(mlp(None), post, self.mlp_scale)), cache
-
-    def _ended(self, x: Float[Array, "T E"], given: Float[Array, "T n"] | None) -> Float[Array, "T E"]:
-        if self.per_layer is not None:
-            assert given is not None
-            x = self.per_layer(x, given)
-        return x if self.scale is None else (x * self.scale[...]).astype(x.dtype)
 
 
 def _sum(point: str, x: Float[Array, "T E"], out: Float[Array, "T E"]) -> Float[Array, "T E"]:

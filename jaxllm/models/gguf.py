@@ -207,11 +207,6 @@ def layer_types(period: int) -> Callable[[GgufFile], list[str]]:
     return types
 
 
-def _rotated_part(file: GgufFile) -> Any:
-    size = file("rope.dimension_count", 0)
-    return Fraction(size, file.head_dim) if size else ABSENT
-
-
 def _norm_eps(file: GgufFile) -> float:
     key = "attention.layer_norm_epsilon"
     return file("attention.layer_norm_rms_epsilon", file(key) if key in file else REQUIRED)
@@ -277,7 +272,9 @@ GGUF_KEYS: Table = {
     "tie_word_embeddings": lambda file: not file.has("output.weight"),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"), _norm_eps),
     "rope_theta": optional("rope.freq_base", 10_000.0),
-    "partial_rotary_factor": _rotated_part,
+    "partial_rotary_factor": lambda file: (
+        Fraction(file("rope.dimension_count"), file.head_dim) if file("rope.dimension_count", 0) else ABSENT
+    ),
     "rope_scaling": rope_scaling,
 }
 """Of all architectures."""

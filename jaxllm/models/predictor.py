@@ -320,7 +320,11 @@ def _eagle3_spec(checkpoint: Checkpoint, model: DecoderConfig) -> Eagle3Spec:
         own_embedding=f"{prefix}embed_tokens.weight" in tensors,
         norm_before_residual=bool(c.get("norm_before_residual")),
     )  # fmt: skip
-    _check_pair(c, config, eagle, model)
+    size = c.get("target_hidden_size") or (model.hidden_size if eagle.own_embedding else config.hidden_size)
+    if size != model.hidden_size:
+        raise CheckpointError(f"is a head for a model with states of {size} channels; accepted is {model.hidden_size}")
+    if config.vocab_size != model.vocab_size:
+        raise CheckpointError(f"vocab_size is {config.vocab_size}; accepted is the model's, {model.vocab_size}")
     layer = "layers.0" if f"{prefix}layers.0.hidden_norm.weight" in tensors else "midlayer"
     ignored = ("t2d", "*rotary_emb.inv_freq")
     return Eagle3Spec(llama.LLAMA, config, _names(config, prefix, f"{prefix}{layer}"), ignored, eagle)
@@ -359,15 +363,6 @@ def _layers(c: dict[str, Any], count: int) -> tuple[int, ...]:
             f"{count} layers of the model"
         )
     return layers
-
-
-def _check_pair(c: dict[str, Any], config: DecoderConfig, eagle: Eagle3Config, model: DecoderConfig) -> None:
-    """Raises CheckpointError where the head is for another model."""
-    size = c.get("target_hidden_size") or (model.hidden_size if eagle.own_embedding else config.hidden_size)
-    if size != model.hidden_size:
-        raise CheckpointError(f"is a head for a model with states of {size} channels; accepted is {model.hidden_size}")
-    if config.vocab_size != model.vocab_size:
-        raise CheckpointError(f"vocab_size is {config.vocab_size}; accepted is the model's, {model.vocab_size}")
 
 
 def _names(config: DecoderConfig, prefix: str, layer: str) -> NameMap:

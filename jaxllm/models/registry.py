@@ -41,15 +41,11 @@ from jaxllm.weights.packings import PackedCheckpoint
 from jaxllm.weights.saved import SavedCheckpoint
 from jaxllm.wording import did_you_mean
 
+_MODULES = [import_module(f"{families.__name__}.{file.name}") for file in iter_modules(families.__path__)]
+_FOUND = {value.name: value for module in _MODULES for value in vars(module).values() if isinstance(value, Family)}
 
-def find_families() -> tuple[Family, ...]:
-    """Every `Family` that a file of `families/` has at its top level, by name."""
-    modules = [import_module(f"{families.__name__}.{file.name}") for file in iter_modules(families.__path__)]
-    found = {value.name: value for module in modules for value in vars(module).values() if isinstance(value, Family)}
-    return tuple(found[name] for name in sorted(found, key=str.casefold))
-
-
-FAMILIES = find_families()
+FAMILIES = tuple(_FOUND[name] for name in sorted(_FOUND, key=str.casefold))
+"""Every `Family` that a file of `families/` has at its top level, by name."""
 
 GGUF_FAMILIES = {
     name: family
@@ -204,7 +200,8 @@ def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
     head, tensors = rename("lm_head.weight"), checkpoint.tensors
     if config.tie_word_embeddings and head in tensors:
         embedding = next((source.name for (source,) in names["embed.weight"] if source.name in tensors), None)
-        if embedding is not None and tensors[head] == tensors[embedding] and _same(checkpoint, head, embedding):
+        same = embedding is not None and tensors[head] == tensors[embedding]
+        if same and np.array_equal(*(checkpoint.read(n).expand().view(np.uint8) for n in (head, embedding or head))):
             ignored += (head,)
         else:
             config = replace(config, tie_word_embeddings=False)
@@ -253,10 +250,6 @@ def _find(checkpoint: Checkpoint, key: str, kind: Any, known: dict[str, Family])
         hint = did_you_mean(str(kind)[:60], supported)
         raise CheckpointError(f"{checkpoint.path}: {key} is {shown(kind)}; supported are {', '.join(supported)}{hint}")
     return known[kind]
-
-
-def _same(checkpoint: Checkpoint, *names: str) -> bool:
-    return np.array_equal(*(checkpoint.read(name).expand().view(np.uint8) for name in names))
 
 
 logger = logging.getLogger(__name__)

@@ -49,19 +49,12 @@ REPLACEMENT = "\ufffd"  # what decoders give for bytes that are no whole charact
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # a byte in SentencePiece's vocabularies
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in byte-level vocabularies.
-
-    The formula is `bytes_to_unicode` of GPT-2's encoder.py: visible characters of Latin-1 stand for themselves, and the
-    other bytes, in their order, are the characters from U+0100 on.
-    """
-    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + place): byte for place, byte in enumerate(others)}
-
-
-_ALPHABET = _byte_alphabet()
-_CHARACTERS = {byte: character for character, byte in _ALPHABET.items()}
+# Characters for bytes in byte-level vocabularies, by `bytes_to_unicode` of GPT-2's encoder.py: visible ones of Latin-1
+# stand for themselves, and those from U+0100 on, in their order, for the other bytes.
+_VISIBLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+_OTHERS = [byte for byte in range(256) if byte not in _VISIBLE]
+_CHARACTERS = {byte: chr(byte) for byte in _VISIBLE} | {byte: chr(256 + i) for i, byte in enumerate(_OTHERS)}
+_ALPHABET = {character: byte for byte, character in _CHARACTERS.items()}
 
 
 def piece_bytes(piece: str) -> bytes | None:

@@ -234,7 +234,17 @@ def load_tokenizer(path: Path, *, cache_dir: Path | None = None) -> Tokenizer:
     Those of GGUF and tiktoken files are converted once and kept in `cache_dir` (default ~/.cache/jaxllm/tokenizers).
     Raises CheckpointError when there is no tokenizer, it is corrupt, or its kind is unknown.
     """
-    return _from_directory(tokenizer_directory(path, cache_dir=cache_dir))
+    path = tokenizer_directory(path, cache_dir=cache_dir)
+    backend = load_backend(path)
+    config = _read(path, "tokenizer_config.json", _CONFIG_FIELDS)
+    special_tokens = _special_tokens(_read(path, "special_tokens_map.json")) | _special_tokens(config)
+    special_tokens |= named_extras(config)
+    rows = _embedding_rows(path)
+    add_stated_tokens(path, backend, config, special_tokens, rows)
+    _set_added_tokens(path, backend, config, special_tokens)
+    add_special_tokens(path, backend, config, special_tokens, rows)
+    eos, templates = _generation_eos(path), _templates(path, config)
+    return Tokenizer(backend, special_tokens=special_tokens, extra_eos_token_ids=eos, templates=templates)
 
 
 def tokenizer_directory(path: Path, *, cache_dir: Path | None = None) -> Path:
@@ -261,19 +271,6 @@ def has_chat_template(path: Path) -> bool:
     """Whether the tokenizer in this folder or .gguf file has a default chat template. Raises as load_tokenizer does."""
     directory = tokenizer_directory(path)
     return "default" in _templates(directory, _read(directory, "tokenizer_config.json", _CONFIG_FIELDS))
-
-
-def _from_directory(path: Path) -> Tokenizer:
-    backend = load_backend(path)
-    config = _read(path, "tokenizer_config.json", _CONFIG_FIELDS)
-    special_tokens = _special_tokens(_read(path, "special_tokens_map.json")) | _special_tokens(config)
-    special_tokens |= named_extras(config)
-    rows = _embedding_rows(path)
-    add_stated_tokens(path, backend, config, special_tokens, rows)
-    _set_added_tokens(path, backend, config, special_tokens)
-    add_special_tokens(path, backend, config, special_tokens, rows)
-    eos, templates = _generation_eos(path), _templates(path, config)
-    return Tokenizer(backend, special_tokens=special_tokens, extra_eos_token_ids=eos, templates=templates)
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:

@@ -27,18 +27,14 @@ def _either(path: str, first: str, second: str, kinds: tuple[str, str] = ("weigh
 
 
 # BERT, RoBERTa and XLM-RoBERTa: encoders with learnt positions, and norms after the residual sums
-def bert_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """A text's first token has the first position."""
-    return _bert(c, first_position=0)
-
-
 def roberta_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """Positions begin after that of padding; the rows before them are unused."""
     pad = c.get("pad_token_id", 1)
-    return _bert({"type_vocab_size": 2} | c, first_position=0 if pad is None else pad + 1)
+    return bert_from_hf({"type_vocab_size": 2} | c, first_position=0 if pad is None else pad + 1)
 
 
-def _bert(c: dict[str, Any], first_position: int) -> DecoderConfig:
+def bert_from_hf(c: dict[str, Any], first_position: int = 0) -> DecoderConfig:
+    """The first token of a text has the `first_position`."""
     check_only(c, {"is_decoder": (None, False), "position_embedding_type": (None, "absolute")})
     positions = c.get("max_position_embeddings", 512)
     encoder = EncoderConfig(

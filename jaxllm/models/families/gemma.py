@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -174,6 +175,7 @@ GEMMA4_DEFAULTS: dict[str, Any] = {
 UNIFIED_DEFAULTS = GEMMA4_DEFAULTS | {
     "hidden_size_per_layer_input": 0, "sliding_window": 1024, "max_position_embeddings": 262_144,
 }  # fmt: skip
+"""Of the 12B model's class in transformers."""
 GEMMA4_FIELDS: FieldKinds = {
     "num_experts": maybe(COUNT),
     "top_k_experts": maybe(COUNT),
@@ -185,17 +187,9 @@ GEMMA4_FIELDS: FieldKinds = {
 UNROTATED = 1e20  # a GGUF file divides the frequencies of pairs that do not rotate by more than this
 
 
-def gemma4_from_hf(c: dict[str, Any]) -> DecoderConfig:
+def gemma4_from_hf(c: dict[str, Any], defaults: dict[str, Any] = GEMMA4_DEFAULTS) -> DecoderConfig:
     """Windows on five of six layers, unless `layer_types` says otherwise; the last layer never has one."""
-    return _gemma4(GEMMA4_DEFAULTS | c)
-
-
-def unified_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """The 12B model, whose class in transformers has other defaults."""
-    return _gemma4(UNIFIED_DEFAULTS | c)
-
-
-def _gemma4(c: dict[str, Any]) -> DecoderConfig:
+    c = defaults | c
     width = c["hidden_size_per_layer_input"]
     return hf_decoder(
         c, layers=_gemma4_layers(c), hidden_act=c.get("hidden_activation") or GELU,
@@ -434,6 +428,6 @@ UNIFIED = Family(
     name="Gemma 4 unified", models="Gemma 4 12B (text)",
     architectures=("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
     model_types=("gemma4_unified_text",), wrappers=("gemma4_unified",), fields=GEMMA4_FIELDS,
-    from_hf=unified_from_hf, hf_names=gemma4_hf_names,
+    from_hf=partial(gemma4_from_hf, defaults=UNIFIED_DEFAULTS), hf_names=gemma4_hf_names,
     gguf_architectures=("gemma4",), gguf=None,
 )  # fmt: skip

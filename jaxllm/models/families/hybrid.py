@@ -39,7 +39,7 @@ NEMOTRON_DEFAULTS: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": 7688, "num_experts_per_tok": 2, "routed_scaling_factor": 1.0, "n_group": 1,
     "topk_group": 1, "norm_topk_prob": True,
 }  # fmt: skip
-UNREAD = {"attention_bias": (None, False), "sliding_window": (None,)}
+UNREAD = {"attention_bias": ((None, False), "null or false"), "sliding_window": ((None,), "null")}
 """Keys that transformers has, and that its layers do not look at."""
 
 
@@ -51,9 +51,9 @@ def nemotron_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """
     c = NEMOTRON_DEFAULTS | {"head_dim": c.get("attention_head_dim") or 128} | c
     check_activation(c, "mamba_hidden_act")
-    for name, accepted in UNREAD.items():
-        if c.get(name) not in accepted:
-            raise CheckpointError(f"{name} is {shown(c[name])}; accepted is {' or '.join(map(_json, accepted))}")
+    for name, (values, accepted) in UNREAD.items():
+        if c.get(name) not in values:
+            raise CheckpointError(f"{name} is {shown(c[name])}; accepted is {accepted}")
     layers = _nemotron_layers(c)
     sparse = any(layer.sparse for layer in layers)
     if sparse and c.get("mlp_bias"):
@@ -63,10 +63,6 @@ def nemotron_from_hf(c: dict[str, Any]) -> DecoderConfig:
         mlp_bias=c.get("mlp_bias"), moe=_nemotron_moe(c) if sparse else None,
         ssd=_nemotron_ssd(c) if STATES in layers else None,
     )  # fmt: skip
-
-
-def _json(value: Any) -> str:
-    return "null" if value is None else str(value).lower()
 
 
 def _nemotron_layers(c: dict[str, Any]) -> tuple[LayerKind, ...]:

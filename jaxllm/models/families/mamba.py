@@ -334,11 +334,6 @@ def granite4_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
     }
 
 
-def granite4_gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """Rows of queries and keys are moved, though mostly nothing rotates them."""
-    return permuted_names(config) | gguf_ssd_names(config)
-
-
 def attending_kv_heads(file: GgufFile) -> int:
     """The KV heads of each layer that has any. Raises CheckpointError where they differ, or no layer has."""
     heads = file.by_layer("attention.head_count_kv")
@@ -354,7 +349,9 @@ GRANITE4 = Family(
     architectures=("GraniteMoeHybridForCausalLM",), model_types=("granitemoehybrid",),
     layer_types=GRANITE4_LAYER_TYPES,
     from_hf=granite4_from_hf, hf_names=granite4_hf_names,
-    gguf_architectures=("granitehybrid",), gguf_names=granite4_gguf_names,
+    gguf_architectures=("granitehybrid",),
+    # Rows of queries and keys are moved, though mostly nothing rotates them.
+    gguf_names=lambda config: permuted_names(config) | gguf_ssd_names(config),
     # A layer without KV heads is a state-space layer. Rotary embeddings are there unless a key says that they are not,
     # which llama.cpp has for another purpose.
     gguf=GRANITE_GGUF | MAMBA_GGUF | {

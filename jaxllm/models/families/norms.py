@@ -8,7 +8,7 @@ from typing import Any
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family, hf_decoder, hf_rope, hf_windows
-from jaxllm.models.gguf import GgufFile, Table, layer_types, nonzero, optional, rows, tensor
+from jaxllm.models.gguf import Table, layer_types, nonzero, optional, rows, tensor
 from jaxllm.models.hf_fields import LAYER_TYPES
 from jaxllm.models.names import in_layers, linear
 from jaxllm.weights.fields import shown
@@ -52,10 +52,6 @@ def olmo3_from_hf(c: dict[str, Any]) -> DecoderConfig:
     return hf_decoder(c, layers=layers, attention_bias=c.get("attention_bias", False), **WHAT_OLMO_IS, **stated)
 
 
-def _olmo3_gguf_ropes(file: GgufFile) -> dict[str, Any]:
-    return {"sliding_attention": {"rope_theta": file("rope.freq_base_swa", file("rope.freq_base", 10_000.0))}}
-
-
 OLMO3 = Family(
     name="OLMo 3", models="OLMo 3 7B, 32B",
     architectures=("Olmo3ForCausalLM",), model_types=("olmo3",),
@@ -63,7 +59,9 @@ OLMO3 = Family(
     gguf_architectures=("olmo2",), owns=lambda file: file("attention.sliding_window", 0) > 0,
     gguf={
         "sliding_window": "attention.sliding_window", "layer_types": layer_types(4),
-        "rope_parameters": _olmo3_gguf_ropes,
+        "rope_parameters": lambda file: {
+            "sliding_attention": {"rope_theta": file("rope.freq_base_swa", file("rope.freq_base", 10_000.0))}
+        },
     },
 )  # fmt: skip
 
