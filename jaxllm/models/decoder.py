@@ -227,7 +227,7 @@ class DecoderLayer(nnx.Module):
             post = self.attention_post_norm
             at_once = post is None and self.residual_scale == 1.0 and (self.mixer_scales == (1.0,) or not is_whole())
             with summing("attention_out" if at_once else None):  # of several mixers it is the sum
-                norm = _traced(self.attention_norm)
+                norm = None if self.attention_norm is None else self.attention_norm.traced
                 out, cache = self._mix(x, angles, cache, meta, norm=norm, residual=x if at_once else None)
             x = out if at_once else _sum("attention_out", x, _added(out, post, self.residual_scale))
         tap("residual_middle", x)
@@ -237,7 +237,7 @@ class DecoderLayer(nnx.Module):
         post, block = self.mlp_post_norm, self.mlp
 
         def mlp(residual: Float[Array, "T E"] | None) -> Float[Array, "T E"]:
-            return block(source, meta, norm=_traced(norm), residual=residual)
+            return block(source, meta, norm=None if norm is None else norm.traced, residual=residual)
 
         if post is None and self.mlp_scale == 1.0:
             return summed("mlp_out", mlp, x), cache
@@ -261,9 +261,7 @@ def _run_layer(
     graph: Any, kinds: tuple[type[LayerHand], ...], weights: Any, x: Any, late: Any, angles: Any, cache: Cache,
     places: Any, meta: StepMetadata, given: Any, told: tuple[Any, ...],
 ) -> Any:  # fmt: skip
-    """One layer with the hands in it, and what has become of their data. Being jitted, it is traced once for all layers
-    that differ by nothing but their weights.
-    """
+    """One layer with the hands in it, traced once for all layers that differ by nothing but their weights."""
     hands = [kind(data) for kind, data in zip(kinds, told, strict=True)]
     with telling(Told(meta, hands, places)) as layer:
         x, late, cache = nnx.merge(graph, weights)(x, late, angles, cache, meta, given)
@@ -275,10 +273,6 @@ def _run_layer(
 
 def _norm(config: DecoderConfig, options: BuildOptions) -> RMSNorm | LayerNorm:
     return norm_of_kind(config.norm, config.hidden_size, config.norm_eps, options.kernels)
-
-
-def _traced(norm: RMSNorm | LayerNorm | None) -> Norm | None:
-    return None if norm is None else norm.traced
 
 
 def _mixer(config: DecoderConfig, mixer: MixerKind, index: int, options: BuildOptions) -> Mixer:

@@ -19,14 +19,14 @@ from jaxllm.weights.names import AnyOf, Pattern, Source, halves_apart, transpose
 
 # MiniMax M2: a norm over all heads of queries and keys, part of each head rotated, experts chosen by sigmoids
 MINIMAX_M2_THETA = 5_000_000.0
-MINIMAX_M2_DEFAULTS = {
-    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196_608, "num_experts_per_tok": 8,
-}  # fmt: skip
 
 
 def minimax_m2_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """`rotary_dim` is what is rotated of a head. `intermediate_size` is the experts'; there is no dense MLP."""
-    c = MINIMAX_M2_DEFAULTS | {"num_local_experts": c.get("num_experts", 256)} | c
+    c = {
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196_608, "num_experts_per_tok": 8,
+        "num_local_experts": c.get("num_experts", 256),
+    } | c  # fmt: skip
     head_dim = hf_head_dim(c)
     rope = hf_rope(c, theta=MINIMAX_M2_THETA, partial=(c.get("rotary_dim") or head_dim) / head_dim)
     moe = hf_experts(
@@ -60,15 +60,14 @@ GPT_OSS_ROPE: dict[str, Any] = {
 }  # fmt: skip
 """`rope_parameters` of a config that has none."""
 SWIGLU = ClampedSwiglu(1.702, 7.0)
-GPT_OSS_DEFAULTS = {
-    "head_dim": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "sliding_window": 128, "num_experts_per_tok": 4,
-    "max_position_embeddings": 131_072,
-}  # fmt: skip
 
 
 def gpt_oss_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """`intermediate_size` is that of the experts."""
-    c = GPT_OSS_DEFAULTS | {"num_local_experts": c.get("num_experts", 128)} | c
+    c = {
+        "head_dim": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "sliding_window": 128, "num_experts_per_tok": 4,
+        "max_position_embeddings": 131_072, "num_local_experts": c.get("num_experts", 128),
+    } | c  # fmt: skip
     rope = hf_rope(c, theta=GPT_OSS_THETA, parameters=hf_rope_parameters(c, GPT_OSS_ROPE))
     swiglu = ClampedSwiglu(float(c.get("swiglu_alpha", SWIGLU.alpha)), float(c.get("swiglu_limit", SWIGLU.limit)))
     moe = hf_experts(

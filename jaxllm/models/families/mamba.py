@@ -183,11 +183,6 @@ MAMBA2 = Family(
 
 
 # Falcon-H1: attention and a state-space layer side by side in each layer, and a factor on nearly everything
-FALCON_H1_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 128_000, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
-    "mamba_d_ssm": 1024, "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_expand": 2,
-}  # fmt: skip
 FACTORS = (
     "embedding_multiplier", "lm_head_multiplier", "key_multiplier", "attention_in_multiplier",
     "attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier",
@@ -196,7 +191,11 @@ FACTORS = (
 
 def falcon_h1_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """Factors on queries and keys are one on the logits; those on the inputs of products are on their outputs."""
-    c = FALCON_H1_DEFAULTS | c
+    c = {
+        "vocab_size": 128_000, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+        "mamba_d_ssm": 1024, "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_expand": 2,
+    } | c  # fmt: skip
     factor = {name: float(c.get(name) or 1.0) for name in FACTORS}
     gate, down = c.get("mlp_multipliers") or (1.0, 1.0)
     into, bias = factor["attention_in_multiplier"], bool(c.get("attention_bias"))
@@ -290,15 +289,14 @@ GRANITE = Family(
 # Granite 4: state-space layers, and attention in every few layers, mostly without positions; dense, or with experts
 ATTENTION = ("attention", "full_attention")
 GRANITE4_LAYER_TYPES = (*ATTENTION, "mamba", "linear_attention")  # as checkpoints call them, and as transformers does
-GRANITE4_DEFAULTS: dict[str, Any] = {
-    "hidden_size": 4096, "intermediate_size": 11_008, "shared_intermediate_size": 1024, "num_local_experts": 8,
-    "num_experts_per_tok": 2, "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_expand": 2,
-}  # fmt: skip
 
 
 def granite4_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """A model without experts has the shared MLP alone. With them there is a softmax over the chosen ones' logits."""
-    c = GRANITE4_DEFAULTS | c
+    c = {
+        "hidden_size": 4096, "intermediate_size": 11_008, "shared_intermediate_size": 1024, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_expand": 2,
+    } | c  # fmt: skip
     kinds = c.get("layer_types") or ["mamba"] * c["num_hidden_layers"]
     positions = c.get("position_embedding_type")
     if positions not in ("rope", "nope", None):

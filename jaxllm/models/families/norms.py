@@ -143,17 +143,15 @@ STABLELM = Family(
 
 
 # StarCoder 2: LayerNorm and biases throughout, an MLP without a gate (Lozhkov et al. 2024, arXiv:2402.19173)
-STARCODER2_DEFAULTS = {
-    "hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 2, "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-}  # fmt: skip
-
-
 def starcoder2_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """A window, where there is one, is on every layer."""
+    c = {
+        "hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 2, "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    } | c  # fmt: skip
     bias = c.get("use_bias", True)
     return hf_decoder(
-        STARCODER2_DEFAULTS | c, layers=LayerKind(hf_rope(c), c.get("sliding_window")), norm="layer",
+        c, layers=LayerKind(hf_rope(c), c.get("sliding_window")), norm="layer",
         norm_eps=c.get("norm_epsilon", 1e-5), gated_mlp=False, attention_bias=bias, mlp_bias=bias,
     )  # fmt: skip
 
