@@ -200,8 +200,7 @@ def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
     head, tensors = rename("lm_head.weight"), checkpoint.tensors
     if config.tie_word_embeddings and head in tensors:
         embedding = next((source.name for (source,) in names["embed.weight"] if source.name in tensors), None)
-        same = embedding is not None and tensors[head] == tensors[embedding]
-        if same and np.array_equal(*(checkpoint.read(n).expand().view(np.uint8) for n in (head, embedding or head))):
+        if embedding is not None and _same(checkpoint, head, embedding):
             ignored += (head,)
         else:
             config = replace(config, tie_word_embeddings=False)
@@ -210,6 +209,11 @@ def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
     ignored += tuple(rename(f"model.layers.{config.num_layers + i}.*") for i in range(further))
     ignored += tuple(map(rename, _unused("model.layers.{}.self_attn.{}_*", config)))
     return ModelSpec(family, config, names, ignored)
+
+
+def _same(checkpoint: Checkpoint, a: str, b: str) -> bool:
+    numbers = (checkpoint.read(name).expand().view(np.uint8) for name in (a, b))
+    return checkpoint.tensors[a] == checkpoint.tensors[b] and np.array_equal(next(numbers), next(numbers))
 
 
 def adapter_names(spec: ModelSpec) -> dict[str, NameMap]:

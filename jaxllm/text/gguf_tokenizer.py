@@ -222,6 +222,7 @@ def _sentencepiece(file: _Stored) -> Tokenizer:
 
     Gemma's runs of spaces are written with real ones: they are found in the text as it is, and no merge makes them.
     """
+    ranks: Sequence[float]
     if str(file.metadata.get("general.architecture")).startswith("gemma"):
         ranks = list(range(len(file.tokens)))  # Gemma's scores do not follow its merge order; the token order does
     elif file.scores is None:

@@ -157,10 +157,11 @@ NOMIC_BERT = Family(
 # ModernBERT: an encoder with rotary positions, of which every third layer sees all of a text (arXiv:2412.13663)
 def modernbert_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """Half of `local_attention` is seen on either side. The two kinds of layers have rotary bases of their own."""
-    c = {
+    defaults: dict[str, Any] = {
         "max_position_embeddings": 8192, "hidden_activation": "gelu", "norm_eps": 1e-5, "local_attention": 128,
         "global_attn_every_n_layers": 3, "classifier_pooling": "cls", "classifier_activation": "gelu",
-    } | c  # fmt: skip
+    }  # fmt: skip
+    c = defaults | c
     if c.get("norm_bias"):
         raise CheckpointError(f"norm_bias is {shown(c['norm_bias'])}; accepted is false")
     number, every = c["num_hidden_layers"], c["global_attn_every_n_layers"]

@@ -40,14 +40,15 @@ def nemotron_from_hf(c: dict[str, Any]) -> DecoderConfig:
     A step's length is kept within `time_step_limit`, as in NVIDIA's own code. transformers 5.24 keeps it above
     `time_step_min` too, in prompts and not in answers.
     """
-    c = {
+    defaults: dict[str, Any] = {
         "vocab_size": 131_072, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
         "max_position_embeddings": 4096, "intermediate_size": 21_504, "mlp_hidden_act": "relu2", "mamba_num_heads": 128,
         "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4, "use_conv_bias": True,
         "n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 7688,
         "moe_shared_expert_intermediate_size": 7688, "num_experts_per_tok": 2, "routed_scaling_factor": 1.0,
         "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "head_dim": c.get("attention_head_dim") or 128,
-    } | c  # fmt: skip
+    }  # fmt: skip
+    c = defaults | c
     check_activation(c, "mamba_hidden_act")
     for name, (values, accepted) in UNREAD.items():
         if c.get(name) not in values:
@@ -115,9 +116,10 @@ def _nemotron_names(config: DecoderConfig, model: str) -> dict[str, Pattern]:
         "layers.*.mlp.router.correction_bias": f"{block}.gate.e_score_correction_bias",
         **hf_ssd_names(config, block),
     }  # fmt: skip
-    for part in ("up", "down") if config.moe is not None else ():
-        each = Source(f"{block}.experts.{{}}.{part}_proj.weight", stack=config.moe.num_experts)
-        names[f"layers.*.mlp.experts.{part}.weight"] = AnyOf(each, f"{block}.experts.{part}_proj")
+    experts = f"{block}.experts"
+    for part in ("up", "down"):
+        each = Source(f"{experts}.{{}}.{part}_proj.weight", stack=config.moe.num_experts if config.moe else 0)
+        names[f"layers.*.mlp.experts.{part}.weight"] = AnyOf(each, f"{experts}.{part}_proj")
     return names
 
 

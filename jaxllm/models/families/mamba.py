@@ -191,11 +191,12 @@ FACTORS = (
 
 def falcon_h1_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """Factors on queries and keys are one on the logits; those on the inputs of products are on their outputs."""
-    c = {
+    defaults: dict[str, Any] = {
         "vocab_size": 128_000, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
         "mamba_d_ssm": 1024, "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_expand": 2,
-    } | c  # fmt: skip
+    }  # fmt: skip
+    c = defaults | c
     factor = {name: float(c.get(name) or 1.0) for name in FACTORS}
     gate, down = c.get("mlp_multipliers") or (1.0, 1.0)
     into, bias = factor["attention_in_multiplier"], bool(c.get("attention_bias"))
@@ -254,7 +255,7 @@ FALCON_H1 = Family(
 
 
 # Granite 3: Llama with a factor of its own on embeddings, attention, each residual sum and the logits
-def hf_scales(c: dict[str, Any]) -> dict[str, float]:
+def hf_scales(c: dict[str, Any]) -> dict[str, Any]:
     """DecoderConfig's factors. Logits are divided by `logits_scaling`."""
     return {
         "embedding_scale": float(c.get("embedding_multiplier", 1.0)),
@@ -293,10 +294,11 @@ GRANITE4_LAYER_TYPES = (*ATTENTION, "mamba", "linear_attention")  # as checkpoin
 
 def granite4_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """A model without experts has the shared MLP alone. With them there is a softmax over the chosen ones' logits."""
-    c = {
+    defaults: dict[str, Any] = {
         "hidden_size": 4096, "intermediate_size": 11_008, "shared_intermediate_size": 1024, "num_local_experts": 8,
         "num_experts_per_tok": 2, "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_expand": 2,
-    } | c  # fmt: skip
+    }  # fmt: skip
+    c = defaults | c
     kinds = c.get("layer_types") or ["mamba"] * c["num_hidden_layers"]
     positions = c.get("position_embedding_type")
     if positions not in ("rope", "nope", None):

@@ -145,10 +145,11 @@ STABLELM = Family(
 # StarCoder 2: LayerNorm and biases throughout, an MLP without a gate (Lozhkov et al. 2024, arXiv:2402.19173)
 def starcoder2_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """A window, where there is one, is on every layer."""
-    c = {
+    defaults: dict[str, Any] = {
         "hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 2, "max_position_embeddings": 4096,
         "tie_word_embeddings": True,
-    } | c  # fmt: skip
+    }  # fmt: skip
+    c = defaults | c
     bias = c.get("use_bias", True)
     return hf_decoder(
         c, layers=LayerKind(hf_rope(c), c.get("sliding_window")), norm="layer",

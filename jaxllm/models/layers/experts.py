@@ -188,7 +188,7 @@ class Experts(nnx.Module):
         sharing = options.tp * options.dp if whole else 1
         self.num_on_host = options.host_experts
         host = HostShare(self.num_on_host, sharing) if self.num_on_host else None
-        axes = (EVERY, None, None) if whole else (None, TENSOR, None)
+        axes: Axes = (EVERY, None, None) if whole else (None, TENSOR, None)
         first = ExpertLinear((count, layout.rows, size), axes, options, layout, bias=config.expert_bias, host=host)
         self.gate_up = first if config.gated else None
         self.up = None if config.gated else first
