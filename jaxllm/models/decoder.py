@@ -251,7 +251,6 @@ def _sum(point: str, x: Float[Array, "T E"], out: Float[Array, "T E"]) -> Float[
 
 
 def _added(out: Float[Array, "T E"], post: Norm | None, scale: float) -> Float[Array, "T E"]:
-    """What the residual stream gets of a block's output."""
     out = out if post is None else post(out)
     return out if scale == 1.0 else (out * scale).astype(out.dtype)
 

@@ -26,7 +26,7 @@ from jaxllm.models.hf_fields import (
     ORIGINAL_LENGTH,
     SIZE,
     THETA,
-)  # fmt: skip
+)
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import FLAG, TEXT, FieldKind, FieldKinds, check_fields, either, many, real, shown, whole
 
@@ -131,13 +131,13 @@ def _read(file: GgufFile, entry: Any) -> Any:
     return file(entry) if isinstance(entry, str) else entry(file) if callable(entry) else entry
 
 
-def with_experts(table: Table) -> Table:
-    """A table of which nothing is read where no layer has experts."""
+def with_experts(own: Table) -> Table:
+    """`GGUF_EXPERTS` and a family's own table, of which nothing is read where no layer has experts."""
 
     def either(entry: Any) -> Callable[[GgufFile], Any]:
         return lambda file: _read(file, entry) if file.has("blk.*.ffn_gate_inp.weight") else ABSENT
 
-    return {key: either(entry) for key, entry in table.items()}
+    return {key: either(entry) for key, entry in (GGUF_EXPERTS | own).items()}
 
 
 def as_stored(file: GgufFile, config: DecoderConfig) -> DecoderConfig:

@@ -90,10 +90,7 @@ def places_to_part(caches: Sequence[CacheSpec]) -> list[int]:
 def share_layers(costs: Sequence[int], head: int, cuts: Sequence[int], count: int) -> tuple[Stage, ...]:
     """`count` stages of which the dearest is as cheap as can be.
 
-    Args:
-        costs: of each layer, in any unit.
-        head: what the last stage has to do besides.
-        cuts: as `places_to_part` gives them; at least `count - 1`.
+    `costs` are those of the layers, and `head` what the last stage has to do besides. `cuts` are of `places_to_part`.
 
     Worked example: six layers of 1 each and a head of 2, in two stages, are parted into 4 and 2 layers.
     """

@@ -110,7 +110,6 @@ class MTPSpec(ModelSpec):
     """The module of a checkpoint."""
 
     def build(self, options: BuildOptions) -> MTPModule:
-        """The module, with abstract weights."""
         return MTPModule(self.config, options)
 
 
@@ -280,12 +279,10 @@ class Eagle3Spec(ModelSpec):
     eagle: Eagle3Config
 
     def build(self, options: BuildOptions) -> Eagle3Head:
-        """The head, with abstract weights."""
         return Eagle3Head(self.config, self.eagle, options)
 
     @property
     def shape(self) -> Any:
-        """All that it builds depends on."""
         return self.config, self.eagle
 
 
@@ -331,7 +328,6 @@ def _eagle3_spec(checkpoint: Checkpoint, model: DecoderConfig) -> Eagle3Spec:
 
 
 def _flat(c: dict[str, Any]) -> dict[str, Any]:
-    """One table of all that a config.json says, looked at."""
     if not names_a_head(c):
         raise CheckpointError(
             f"architectures is {shown(c.get('architectures'))}; accepted are {', '.join(ARCHITECTURES)}"

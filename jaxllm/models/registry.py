@@ -62,10 +62,7 @@ IGNORED_TENSORS: tuple[str, ...] = (
     "*rotary_emb.inv_freq", "rope_freqs.weight", "rope_factors_*.weight", "*.k_scale", "*.v_scale", "model.mtp_*",
     "*.masked_bias", "h.*.attn.bias", "transformer.h.*.attn.bias", "gpt_neox.layers.*.attention.bias", "mtp.*",
 )  # fmt: skip
-"""Tensors that say nothing the config does not, or something of quantized keys and values: those are scaled by row.
-
-Modules of ERNIE, Nemotron and Qwen that predict further tokens are among them, and the masks of GPT-2 and GPT-NeoX.
-"""
+"""Tensors that the config makes superfluous, scales of quantized keys and values, and modules that predict tokens."""
 
 IMAGE_TENSORS = (
     "*vision_tower.*", "*multi_modal_projector.*", "*mm_projector.*", "*audio_tower.*", "*embed_vision.*",
@@ -115,7 +112,6 @@ def model_spec(checkpoint: Checkpoint) -> ModelSpec:
 
 
 def _saved_spec(checkpoint: SavedCheckpoint) -> ModelSpec:
-    """A checkpoint of `jaxllm convert` names its family and has the config whole."""
     c = checkpoint.config
     family = _find(checkpoint, "family", c["family"], {family.name: family for family in FAMILIES})
     try:

@@ -237,7 +237,6 @@ def _dense(path: Path, module: SentenceModule) -> Projection:
 
 
 def _longest(path: Path) -> int | None:
-    """`max_seq_length` of the file, which has one of several names."""
     names = (f"sentence_{kind}_config.json" for kind in _KINDS_OF_BERT)
     name = next((name for name in names if model_file(path, name).exists()), None)
     if name is None:

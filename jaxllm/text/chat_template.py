@@ -140,7 +140,6 @@ def check_text(messages: Sequence[Any]) -> None:
 
 
 def _problem(part: Any) -> str | None:
-    """What keeps a part of a content from being text alone."""
     if not isinstance(part, Mapping):
         return f"is {one_line(part, 100)!r}"
     if part.get("type") != "text":

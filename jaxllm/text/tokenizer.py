@@ -274,7 +274,6 @@ def has_chat_template(path: Path) -> bool:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """eos_token and others whose names end like it."""
     named = {key: text_of(value) for key, value in config.items() if key.endswith("_token") and key[:4] != "add_"}
     return {key: value for key, value in named.items() if value is not None}
 
@@ -328,7 +327,6 @@ def _generation_eos(path: Path) -> list[int]:
 
 
 def _embedding_rows(path: Path) -> int | None:
-    """The model's `vocab_size`, where config.json states it."""
     config = _read(path, "config.json")
     text = config.get("text_config")
     rows = (text if isinstance(text, dict) else config).get("vocab_size")

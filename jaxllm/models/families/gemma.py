@@ -17,17 +17,7 @@ import numpy as np
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import ClassifierConfig, DecoderConfig, EncoderConfig, LayerKind
 from jaxllm.models.family import Family, hf_decoder, hf_rope, hf_windows, sliding_layers
-from jaxllm.models.gguf import (
-    ABSENT,
-    GGUF_EXPERTS,
-    GgufFile,
-    Table,
-    layer_types,
-    nonzero,
-    optional,
-    rope_scaling,
-    with_experts,
-)  # fmt: skip
+from jaxllm.models.gguf import ABSENT, GgufFile, layer_types, nonzero, optional, rope_scaling, with_experts
 from jaxllm.models.hf_fields import COUNT, SIZE, maybe
 from jaxllm.models.layers.experts import MoEConfig
 from jaxllm.models.layers.mlp import PerLayerConfig
@@ -395,33 +385,32 @@ def _gguf_ropes(file: GgufFile) -> dict[str, Any]:
     return {FULL: everywhere, SLIDING: {"rope_theta": file("rope.freq_base_swa", LOCAL["rope_theta"])}}
 
 
-GEMMA4_GGUF: Table = {
-    "hidden_size_per_layer_input": optional("embedding_length_per_layer_input", 0),
-    "vocab_size_per_layer_input": lambda file: (
-        file.rows("per_layer_token_embd.weight") if file("embedding_length_per_layer_input", 0) else ABSENT
-    ),
-    "head_dim": "attention.key_length_swa",
-    "num_key_value_heads": _gguf_kv_heads,
-    "intermediate_size": lambda file: file.by_layer("feed_forward_length")[0],
-    "per_layer_config": _gguf_per_layer,
-    "num_kv_shared_layers": optional("attention.shared_kv_layers", 0),
-    "attention_k_eq_v": _gguf_keys_are_values,
-    "sliding_window": nonzero("attention.sliding_window"),
-    "layer_types": layer_types(PERIOD),
-    "rope_parameters": _gguf_ropes,
-    "rope_scaling": ABSENT,
-    "partial_rotary_factor": ABSENT,
-    "final_logit_softcapping": optional("final_logit_softcapping", USUAL_CAP),
-    "enable_moe_block": lambda file: bool(file("expert_count", 0)),
-    **with_experts({**GGUF_EXPERTS, "top_k_experts": "expert_used_count"}),
-}
-
 GEMMA4 = Family(
     name="Gemma 4", models="Gemma 4 E2B, E4B, 26B-A4B, 31B (text)",
     architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
     model_types=("gemma4_text",), wrappers=("gemma4",), fields=GEMMA4_FIELDS,
     from_hf=gemma4_from_hf, hf_names=gemma4_hf_names,
-    gguf_architectures=("gemma4",), gguf=GEMMA4_GGUF, gguf_names=gemma4_gguf_names,
+    gguf_architectures=("gemma4",), gguf_names=gemma4_gguf_names,
+    gguf={
+        "hidden_size_per_layer_input": optional("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": lambda file: (
+            file.rows("per_layer_token_embd.weight") if file("embedding_length_per_layer_input", 0) else ABSENT
+        ),
+        "head_dim": "attention.key_length_swa",
+        "num_key_value_heads": _gguf_kv_heads,
+        "intermediate_size": lambda file: file.by_layer("feed_forward_length")[0],
+        "per_layer_config": _gguf_per_layer,
+        "num_kv_shared_layers": optional("attention.shared_kv_layers", 0),
+        "attention_k_eq_v": _gguf_keys_are_values,
+        "sliding_window": nonzero("attention.sliding_window"),
+        "layer_types": layer_types(PERIOD),
+        "rope_parameters": _gguf_ropes,
+        "rope_scaling": ABSENT,
+        "partial_rotary_factor": ABSENT,
+        "final_logit_softcapping": optional("final_logit_softcapping", USUAL_CAP),
+        "enable_moe_block": lambda file: bool(file("expert_count", 0)),
+        **with_experts({"top_k_experts": "expert_used_count"}),
+    },
 )  # fmt: skip
 
 UNIFIED = Family(

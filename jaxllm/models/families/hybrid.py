@@ -15,7 +15,7 @@ from jaxllm.models.families.mamba import (
     gguf_ssd_names,
     hf_ssd_names,
     hf_time_step_limits,
-)  # fmt: skip
+)
 from jaxllm.models.family import Family, hf_decoder, hf_experts, hf_rope
 from jaxllm.models.gguf import ABSENT, GGUF_EXPERTS, GgufFile, Table, only, optional, with_experts
 from jaxllm.models.hf_fields import LAYERS

@@ -14,7 +14,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.errors import CheckpointError
-from jaxllm.models.layers.host_experts import ExpertPlaces, layer_places, places_for, run_in_turns
+from jaxllm.models.layers.hands import told
+from jaxllm.models.layers.host_experts import ExpertPlaces, places_for, run_in_turns
 from jaxllm.models.layers.linear import param, weight
 from jaxllm.models.layers.mlp import ACTIVATIONS, ClampedSwiglu, gated
 from jaxllm.models.layers.norm import RMSNorm
@@ -265,7 +266,7 @@ class Experts(nnx.Module):
         """
         first, down = self._first.weight.get_value(), self.down.weight.get_value()
         assert isinstance(first, PartlyOnHost) and isinstance(down, PartlyOnHost), "so they were declared"
-        biases, resident, layer = (self._first.own_bias, self.down.own_bias), first.num_resident, layer_places()
+        biases, resident, layer = (self._first.own_bias, self.down.own_bias), first.num_resident, told()
         out = jnp.zeros((len(group), down.shape[1]), jnp.float32)
         if first.resident is not None and down.resident is not None:
             theirs = (None if bias is None else bias[:resident] for bias in biases)
@@ -280,7 +281,7 @@ class Experts(nnx.Module):
             place = place_of.at[on_host].get(mode="fill", fill_value=num_places)
             return pairs(place, ExpertStack(first.stack_of(places.first), down.stack_of(places.down), *theirs))
 
-        assert layer.places is not None
+        assert layer.places is not None, "a layer with experts in host memory is given places"
         out, layer.places = run_in_turns(first, down, layer.places, waiting, run, out)
         return out
 

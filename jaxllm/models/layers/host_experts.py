@@ -16,7 +16,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.models.caches import Buffer, Cache
-from jaxllm.models.layers.hands import Told, told
 from jaxllm.quantization.host_stack import PartlyOnHost
 from jaxllm.sharding.mesh import TENSOR, Axes
 
@@ -165,10 +164,3 @@ def split_places(caches: Sequence[Cache]) -> tuple[list[Cache], list[ExpertPlace
 def with_places(caches: Sequence[Cache], places: Sequence[ExpertPlaces | None]) -> tuple[Cache, ...]:
     """The two put together again."""
     return tuple((*cache,) if there is None else (*cache, there) for cache, there in zip(caches, places, strict=True))
-
-
-def layer_places() -> Told:
-    """What the layer that is traced is told, its places among it."""
-    found = told()
-    assert found.places is not None, "a layer with experts in host memory is given places"
-    return found

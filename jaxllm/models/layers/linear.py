@@ -149,10 +149,7 @@ class Linear(nnx.Module):
     def _adapted(
         self, x: Float[Array, "T i"], norm: Norm | None, residual: Float[Array, "T o"] | None = None
     ) -> Sequence[Float[Array, "T _"]]:
-        """The parts of this device's product and what adapters add to them, in float32.
-
-        There may be a `residual`, which is added, where the product has one part.
-        """
+        """The parts of this device's product and what adapters add to them, in float32; of one part, on `residual`."""
         assert self.low_rank is not None
         weight = self.weight.get_value()
         found = self.kernels.adapted(x, weight, norm, residual, self.low_rank.arrays, adapter_uses())

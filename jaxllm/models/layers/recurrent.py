@@ -227,7 +227,6 @@ class StateSpaceDual(nnx.Module):
     def _inputs(
         self, u: Float[Array, "T C"], dt: Float[Array, "T H"]
     ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-        """What the states take of each token, and of the layer."""
         (tokens, heads), config = dt.shape, self.config
         dt = jax.nn.softplus(dt.astype(jnp.float32) + self.dt_bias[...])
         shared = self.groups * config.state_size
