@@ -329,12 +329,11 @@ def check_decoder(c: DecoderConfig) -> None:
         _refuse("the number of state-space heads", 0, "1 or more in a model with state-space layers")
     if c.ssd is not None and c.ssd.heads % c.ssd.groups:
         _refuse("the number of state-space groups", c.ssd.groups, f"a divisor of {c.ssd.heads} heads")
-    if c.ssd is not None and c.ssd.kernel < 2:
-        _refuse("the number of tokens that a convolution sees", c.ssd.kernel, "2 or more")
     if c.conv is None and any(layer.mixer == "conv" for layer in c.layers):
         _refuse("the number of tokens that a convolution sees", 0, "2 or more in a model with convolutions")
-    if c.conv is not None and c.conv.kernel < 2:
-        _refuse("the number of tokens that a convolution sees", c.conv.kernel, "2 or more")
+    for mixer in (c.ssd, c.conv):
+        if mixer is not None and mixer.kernel < 2:
+            _refuse("the number of tokens that a convolution sees", mixer.kernel, "2 or more")
     if any(layer.chunked and layer.window is None for layer in c.layers):
         _refuse("the size of attention's chunks", "missing", "1 or more in a model with layers of chunks")
     if (delta := c.delta) is not None and delta.value_heads % delta.key_heads:

@@ -175,7 +175,8 @@ def hf_rope(
         fields["attention_factor"] = given.get("attention_factor") or _yarn_attention_factor(given, factor)
     if kind == "longrope":
         fields |= {f"{name}_divisors": tuple(map(float, given[f"{name}_factor"])) for name in ("short", "long")}
-        fields["attention_factor"] = given.get("attention_factor") or longrope_attention_factor(factor, original)
+        usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        fields["attention_factor"] = given.get("attention_factor") or usual
     if given.get("divisors"):
         fields["divisors"] = tuple(given["divisors"])
     if given.get("attn_factor"):  # on cosine and sine, whatever the scaling
@@ -209,11 +210,6 @@ def hf_windows(c: dict[str, Any], *, period: int) -> list[int | None]:
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     """How much sharper YaRN makes attention at `factor` times the original context (arXiv:2309.00071, section 3.4)."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def longrope_attention_factor(factor: float, original: int) -> float:
-    """LongRoPE's factor on cosine and sine: the root of 1 + ln(factor) / ln(original)."""
-    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
 def _yarn_attention_factor(given: dict[str, Any], factor: float) -> float:

@@ -47,8 +47,8 @@ def class_labels(checkpoint: Checkpoint) -> tuple[str, ...]:
     if checkpoint.format == "gguf":
         if GGUF_HEAD not in checkpoint.tensors:
             return ()
-        labels = GgufFile(checkpoint)("classifier.output_labels", [])
-        return tuple(labels) or _numbered(GgufFile(checkpoint).rows(GGUF_HEAD))
+        file = GgufFile(checkpoint)
+        return tuple(file("classifier.output_labels", [])) or _numbered(file.rows(GGUF_HEAD))
     check_fields(c, _CLASSIFIER_FIELDS)
     if not any(name.endswith(CLASSIFIER) for name in c.get("architectures") or ()):
         return ()
