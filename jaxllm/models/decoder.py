@@ -204,7 +204,7 @@ class DecoderLayer(nnx.Module):
         self, x: Float[Array, "T E"], angles: Angles | None, cache: Cache, meta: StepMetadata, *,
         norm: Norm | None = None, residual: Residual = None,
     ) -> tuple[Late, Cache]:  # fmt: skip
-        """What the mixers give of `norm(x)`, added to `residual` if there is one; one with a state keeps that first."""
+        """The mixers' output for `norm(x)`, added to `residual` if there is one; states come first in the cache."""
         parts = (cache,) if len(self.mixers) == 1 else (cache[: self.num_states], cache[self.num_states :])
         kept: Cache = ()
         for mixer, scale, own in zip(self.mixers, self.mixer_scales, parts, strict=True):

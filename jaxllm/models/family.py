@@ -1,4 +1,4 @@
-"""What a model family is, and what most read alike from a config.json: sizes, rotary settings, windows, experts."""
+"""A model family, and keys of config.json that most read alike: sizes, rotary settings, windows, experts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Family:
     mtp_names: Callable[[DecoderConfig, int], NameMap] | None = None
 
     def names(self, format: str, config: DecoderConfig) -> dict[str, Pattern]:
-        """Where a checkpoint of this format, "gguf" or another, has the tensors of a model."""
+        """The names of a model's tensors in a checkpoint of this format, "gguf" or another."""
         standard, own = (GGUF_NAMES, self.gguf_names) if format == "gguf" else (hf_names(config), self.hf_names)
         return standard | (own(config) if callable(own) else own)
 
@@ -132,7 +132,7 @@ def hf_head_dim(c: dict[str, Any]) -> int:
 
 
 def hf_rope_parameters(c: dict[str, Any], default: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What a config.json says of the rotary embedding, by its old key or its new one; else `default`."""
+    """The entry of a config.json about the rotary embedding, by its old key or its new one; else `default`."""
     return c.get("rope_scaling") or c.get("rope_parameters") or default or {}
 
 
@@ -208,7 +208,7 @@ def hf_windows(c: dict[str, Any], *, period: int) -> list[int | None]:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """How much sharper YaRN makes attention at `factor` times the original context (arXiv:2309.00071, section 3.4)."""
+    """The factor on attention at `factor` times the original context in YaRN (arXiv:2309.00071, section 3.4)."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

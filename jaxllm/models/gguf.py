@@ -89,7 +89,7 @@ class GgufFile:
 
     @property
     def further_layers(self) -> int:
-        """How many layers past the last predict further tokens."""
+        """The number of layers past the last, which predict further tokens."""
         return self("nextn_predict_layers", 0)
 
     @property
@@ -98,7 +98,7 @@ class GgufFile:
         return self("attention.key_length", None) or self("embedding_length") // self("attention.head_count")
 
     def has(self, *names: str) -> bool:
-        """Whether one of these tensors is there; `blk.*` is any layer."""
+        """True where one of these tensors is there; `blk.*` is any layer."""
         return any(name in self._tensors for name in names)
 
     def rows(self, name: str) -> int:
@@ -182,7 +182,7 @@ def only(key: str, value: Any, meaning: str) -> Callable[[GgufFile], Any]:
 
 
 def tensor(*names: str) -> Callable[[GgufFile], bool]:
-    """Whether one of these tensors is there; `blk.*` is any layer."""
+    """`GgufFile.has` for a table."""
     return lambda file: file.has(*names)
 
 
@@ -213,7 +213,7 @@ def _norm_eps(file: GgufFile) -> float:
 
 
 def rope_scaling(file: GgufFile, mscales: Callable[[float], dict[str, float]] | None = None) -> dict[str, Any]:
-    """How the rotary embedding is stretched.
+    """The stretching of the rotary embedding, as `rope_scaling` of a config.json.
 
     `mscales` makes two keys of config.json of `yarn_log_multiplier`: what part of YaRN's factor is on the logits and
     not on cosine and sine. Without it, files of the architecture have no such key.

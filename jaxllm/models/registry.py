@@ -1,4 +1,4 @@
-"""How a checkpoint finds its model family, and the model its tensors."""
+"""From a checkpoint to its model family, its config, its tensors' names and the model with abstract weights."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ IMAGE_TENSORS = (
     "*vision_tower.*", "*multi_modal_projector.*", "*mm_projector.*", "*audio_tower.*", "*embed_vision.*",
     "*embed_audio.*", "*vision_embedder.*", "vision_model.*", "*.visual.*",
 )  # fmt: skip
-"""What a wrapper has besides its language model, for images and sounds."""
+"""Tensors of a wrapper for images and sounds, besides its language model."""
 
 
 @dataclass(frozen=True)
@@ -371,4 +371,4 @@ class LiveModel(NamedTuple):
 
     parts: ModelParts
     arrays: Callable[[], Sequence[jax.Array]]
-    """Those of all parameters now: the leaves of one after the other, in the order of `parts.params`."""
+    """The arrays of all parameters now: the leaves of one after the other, in the order of `parts.params`."""

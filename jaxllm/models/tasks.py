@@ -1,4 +1,4 @@
-"""What a checkpoint and sentence-transformers' files beside it say of its use: heads, pooling, prompts."""
+"""The uses that a checkpoint and sentence-transformers' files beside it state: heads, pooling, prompts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def class_labels(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def read_tasks(checkpoint: Checkpoint, encodes: bool = False) -> ModelTasks:
-    """What `checkpoint` is made for, from its config and from the files that sentence-transformers writes beside it.
+    """The tasks of `checkpoint`, from its config and from the files that sentence-transformers writes beside it.
 
     `encodes` says that its model is an encoder, whose texts are pooled by the mean where no file says how.
 
@@ -106,7 +106,7 @@ def longest_text(checkpoint: Checkpoint) -> int | None:
 
 
 def gguf_pooling(checkpoint: Checkpoint, usual: Pooling) -> Pooling:
-    """What stands for a text, as a GGUF file says, or the `usual`."""
+    """The pooling that a GGUF file states, or the `usual`."""
     return _GGUF_POOLING.get(GgufFile(checkpoint)("pooling_type", 0), usual)
 
 
@@ -158,7 +158,7 @@ _PROMPTS = FieldKind(
 
 @dataclass(frozen=True)
 class SentenceFiles:
-    """How a text becomes a vector; where there are no such files, nothing is said.
+    """The way from a text to a vector; where there are no such files, nothing is stated.
 
     Attributes:
         kinds: of the modules.

@@ -180,7 +180,7 @@ def in_format(
 
 @lru_cache(maxsize=32)
 def _read_by(template: str) -> Literal["string", "openai"] | None:
-    """What a template can read; None where that is both."""
+    """The form of contents that a template can read; None where that is both."""
     try:
         tree = _environment().parse(template)
     except (TemplateSyntaxError, RecursionError):  # the latter for blocks that are too deep

@@ -27,7 +27,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 
 
 class _Ends(NamedTuple):
-    """What encoders have around a text where a file names no tokens; `doubled` says that two are between texts."""
+    """The tokens around an encoder's text where a file names none; `doubled` means two between texts."""
 
     first: str
     last: str

@@ -1,4 +1,4 @@
-"""How texts are spelled in tokens: how families cut them, the bytes of parts of characters, and bad words."""
+"""Spellings of texts in tokens: cuts of each family, the bytes of parts of characters, and bad words."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def piece_bytes(piece: str) -> bytes | None:
 
 
 def byte_level(token: bytes) -> str:
-    """How a byte-level vocabulary spells these bytes.
+    """The spelling of these bytes in a byte-level vocabulary.
 
     Worked example: `byte_level(b" \xe2")` is "Ġâ".
     """
@@ -89,12 +89,12 @@ def escaped(token: bytes) -> str | None:
     return None
 
 
-MAX_SPELLINGS = 2 * MAX_BAD_WORDS  # each word may be behind a space, or not
+MAX_SPELLINGS = 2 * MAX_BAD_WORDS  # each word may follow a space, or not
 MAX_SPELLING_LENGTH = 16
 
 
 def spellings(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """The token sequences that each word is: at the start of a text, and behind a space."""
+    """The token sequences of each word: at the start of a text, and after a space."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         for text in (word.strip(), " " + word.strip()):

@@ -32,7 +32,7 @@ from jaxllm.weights.folder import EOS_FIELDS, gguf_models, model_file, read_gene
 LONG_TEXT = 16 * 1024
 """Characters, or tokens, from which on other threads go on while the library works: only its batch calls let them."""
 _SMOLLM3_TOOLS = "xml_tools"
-"""What SmolLM3's first template calls the tools; it looks for no other name, and later ones take both."""
+"""The name of the tools in SmolLM3's first template, which looks for no other; later ones take both."""
 _CACHE_DIR = user_folder("XDG_CACHE_HOME", "~/.cache") / "tokenizers"
 _NAMED_TEMPLATE = FieldKind(
     "an object with a name and a template",
@@ -96,7 +96,7 @@ class Tokenizer:
             return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def exceeds(self, text: str, most: int) -> bool:
-        """Whether `text` surely has more than `most` tokens, found out without encoding much more than these.
+        """True where `text` surely has more than `most` tokens, found out without encoding much more than these.
 
         Slices are encoded by themselves, and each loses what a cut may add: the longest token and one more.
         """
@@ -198,7 +198,7 @@ class Tokenizer:
         }
 
     def render(self, values: dict[str, Any], own: str | None = None) -> str:
-        """What a template makes of `chat_template_values`: one of the checkpoint's or `own` here, another in a process.
+        """The prompt of `chat_template_values`: a template of the checkpoint or `own` runs here, another in a process.
 
         Raises InvalidRequestError as `apply_chat_template` does.
         """
@@ -268,7 +268,7 @@ def _kept(cache_dir: Path | None) -> Path:
 
 
 def has_chat_template(path: Path) -> bool:
-    """Whether the tokenizer in this folder or .gguf file has a default chat template. Raises as load_tokenizer does."""
+    """True where the tokenizer of a folder or .gguf file has a default chat template. Raises as load_tokenizer does."""
     directory = tokenizer_directory(path)
     return "default" in _templates(directory, _read(directory, "tokenizer_config.json", _CONFIG_FIELDS))
 
@@ -310,7 +310,7 @@ def _set_added_tokens(
 
 
 def _added_tokens(path: Path, backend: tokenizers.Tokenizer) -> tuple[list[str], list[str]]:
-    """What tokenizer.json's own rule puts before and after a text."""
+    """The tokens that tokenizer.json's own rule puts before and after a text."""
     with rust_errors(CheckpointError, f"{path / 'tokenizer.json'}: "):
         plain, full = (backend.encode("a", add_special_tokens=added).tokens for added in (False, True))
     start = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), None)

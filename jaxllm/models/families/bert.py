@@ -110,7 +110,7 @@ _NOMIC_BERT_ONLY: dict[str, tuple[Any, ...]] = {
     "mlp_fc2_bias": (None, False), "rotary_emb_fraction": (None, 1, 1.0), "rotary_emb_interleaved": (None, False),
     "rotary_emb_scale_base": (None,), "rotary_scaling_factor": (None,), "num_experts": (None, 0),
 }  # fmt: skip
-"""What those files may say of things that other models of their kind have."""
+"""Values that those files may have for keys of other models of their kind."""
 
 
 def nomic_bert_from_hf(c: dict[str, Any]) -> DecoderConfig:
@@ -189,7 +189,7 @@ def modernbert_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 
 def _no_gguf_head(file: GgufFile) -> Any:
-    """What a classification head is made of is not stored."""
+    """A file does not state the parts of a classification head."""
     if file.has(GGUF_HEAD):
         raise CheckpointError(
             f"tensor {GGUF_HEAD!r} is a classification head, and GGUF files of ModernBERT do not say what it takes "

@@ -224,7 +224,7 @@ def _gemma4_layers(c: dict[str, Any]) -> tuple[LayerKind, ...]:
 
 
 def _per_layer_changes(c: dict[str, Any], windows: Sequence[int | None]) -> list[dict[str, Any]]:
-    """What single layers have otherwise: as newer files list it, or as older ones say it of layers without a window."""
+    """Differences of single layers: newer files list them, older ones state them for layers without a window."""
     given = c.get("per_layer_config")
     if given is None:
         full = {"head_dim": c.get("global_head_dim", GLOBAL_HEAD_DIM)}
@@ -358,7 +358,7 @@ def _gguf_per_layer(file: GgufFile) -> dict[str, Any]:
 
 
 def _gguf_kv_heads(file: GgufFile) -> int:
-    """Those of a layer with a window, if there is one."""
+    """The number in a layer with a window, if there is one."""
     kinds = layer_types(PERIOD)(file)
     return file.by_layer("attention.head_count_kv")[kinds.index(SLIDING) if SLIDING in kinds else 0]
 

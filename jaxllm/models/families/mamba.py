@@ -20,7 +20,7 @@ from jaxllm.weights.names import AnyOf, Pattern, Source, without_middle_axis
 
 # What families with state-space layers spell alike: keys of GGUF files, limits of config.json, names of tensors
 def hf_time_step_limits(c: dict[str, Any]) -> dict[str, Any]:
-    """What `time_step_limit` keeps a step's length within; transformers writes infinity as an object.
+    """The limits of a step's length by `time_step_limit`; transformers writes infinity as an object.
 
     Raises CheckpointError if it is not two numbers in their order.
     """
@@ -81,7 +81,7 @@ MAMBA_GGUF: Table = {
     "mamba_n_groups": "ssm.group_count",
     "mamba_d_conv": "ssm.conv_kernel",
 }
-"""Those keys in GGUF files."""
+"""The same keys in GGUF files."""
 
 
 def hf_ssd_names(config: DecoderConfig, block: str) -> dict[str, Pattern]:
@@ -99,7 +99,7 @@ def hf_ssd_names(config: DecoderConfig, block: str) -> dict[str, Pattern]:
 
 
 def gguf_ssd_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """Where all architectures of GGUF files keep the tensors of state-space layers."""
+    """Tensors of state-space layers in GGUF files of all architectures."""
     return {
         **_input_names(config, "blk.*.ssm_in"),
         "layers.*.ssd.taps": Source("blk.*.ssm_conv1d.weight", without_middle_axis),

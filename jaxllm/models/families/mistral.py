@@ -123,7 +123,7 @@ def mistral4_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 
 def _mistral4_gguf_rope(file: GgufFile) -> dict[str, Any]:
-    """What llama.cpp leaves out of its files is what all published models have."""
+    """Keys that llama.cpp leaves out of its files have the values of all published models."""
     beta, original = MISTRAL4_ROPE["llama_4_scaling_beta"], MISTRAL4_ROPE["original_max_position_embeddings"]
     return deepseek.latent_gguf_rope(file) | {
         "llama_4_scaling_beta": file("attention.temperature_scale", beta),

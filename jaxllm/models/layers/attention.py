@@ -56,7 +56,7 @@ class QueryScaling:
 
 
 def kv_shards(num_kv_heads: int, tp: int) -> int:
-    """How many different pieces the KV heads are cut into; with more devices than heads each is replicated."""
+    """The number of different pieces of the KV heads; with more devices than heads each is replicated."""
     return min(num_kv_heads, tp)
 
 
@@ -294,6 +294,6 @@ class MLAttention(nnx.Module):
         return kv_b.expand_heads(out, self.expanded, slice(config.qk_nope_head_dim, None)), pages
 
     def _keys(self, latent: Float[Array, "T D"], angles: Angles | None) -> Float[Array, "T 1 D"]:
-        """What is cached: the normalised latent, then the rotated channels."""
+        """The cached row: the normalised latent, then the rotated channels."""
         latent, k_rope = jnp.split(latent[:, None], [self.config.kv_lora_rank], axis=-1)
         return jnp.concatenate([self.kv_a_norm(latent), rotate(k_rope, angles)], axis=-1)

@@ -1,4 +1,4 @@
-"""How tokens choose their experts (arXiv:1701.06538), and these: stacks of matrices, for rows sorted by expert."""
+"""The choice of experts (arXiv:1701.06538), and the experts: stacks of matrices, for rows sorted by expert."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ SCORING: dict[str, Callable[[jax.Array], jax.Array]] = {
     "softmax": partial(jax.nn.softmax, axis=-1),
     "sigmoid": jax.nn.sigmoid,
 }
-"""What turns a token's logits into its experts' scores."""
+"""Functions from a token's logits to the scores of experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """How tokens choose their experts, and how large those are.
+    """The rule by which tokens choose their experts, and the sizes of these.
 
     Attributes:
         hidden: the size of one expert's MLP; `shared_hidden` that of the MLP every token passes (0: none).
@@ -171,7 +171,7 @@ class ExpertStack(NamedTuple):
 
     @property
     def num_experts(self) -> int:
-        """How many these are."""
+        """The number of these experts."""
         return self.down.shape[0]
 
 
@@ -198,16 +198,16 @@ class Experts(nnx.Module):
         self.activation = activation
         self.swiglu = config.swiglu
         self.here = config.num_experts // sharing
-        """How many of the experts a device has, or has a part of."""
+        """The number of experts that a device has, or has a part of."""
         self.serve_all_batches = whole and options.dp > 1
-        """Whether tokens of other batches use the experts that are here."""
+        """Tokens of other batches use the experts that are here, too."""
         self.kernels = options.kernels
 
     def mixture(
         self, x: Float[Array, "T E"], logits: Float[Array, "T X"], bias: Float[Array, "X"] | None, routing: MoEConfig,
         first: jax.Array | int, meta: StepMetadata,
     ) -> Mixture | None:  # fmt: skip
-        """What tokens get of the experts from `first` on that are here, where there are kernels for all of it."""
+        """The output of the experts from `first` on that are here, where there are kernels for all of it."""
         if self.num_on_host:
             return None
         stack = self._on_device()
@@ -260,7 +260,7 @@ class Experts(nnx.Module):
     def _pairs_of_all(
         self, group: Int[Array, "P"], pairs: Callable[[Int[Array, "P"], ExpertStack], Float[Array, "P E"]]
     ) -> Float[Array, "P E"]:
-        """What `pairs` of tokens and experts give where some are in host memory.
+        """The output of `pairs` of tokens and experts where some are in host memory.
 
         Each pair is computed once, and adds zeros where it is not.
         """
@@ -295,7 +295,7 @@ class Experts(nnx.Module):
     def products(
         self, rows: Float[Array, "N E"], group_sizes: Int[Array, "X"], stack: ExpertStack
     ) -> Float[Array, "N E"]:
-        """What each row gets of the expert whose group it is in, in float32; rows after all groups get zeros."""
+        """The output for each row of the expert whose group it is in, in float32; zeros for rows after all groups."""
         hidden = self._product(rows, group_sizes, stack.first, stack.first_bias)
         if self.up is not None:
             hidden = ACTIVATIONS[self.activation](hidden)
@@ -314,7 +314,7 @@ class Experts(nnx.Module):
 
     @property
     def _gate(self) -> Callable[[jax.Array], jax.Array] | None:
-        """What is done to what the first product gives, where that is not `activation(gate) * up`."""
+        """The function of the first product's output, where that is not `activation(gate) * up`."""
         return self.swiglu if self.up is None else ACTIVATIONS[self.activation]
 
     @property
@@ -341,7 +341,7 @@ class ExpertLinear(nnx.Module):
 
     @property
     def own_bias(self) -> Float[Array, "X o"] | None:
-        """What this device adds."""
+        """The bias that this device adds."""
         if self.bias is None or not self.shares_inputs or tensor_size() == 1:
             return None if self.bias is None else self.bias[...]
         return jnp.where(tensor_rank() == 0, self.bias[...], 0)

@@ -50,7 +50,7 @@ class Turn(NamedTuple):
         return _find(self.now, num_experts)
 
     def after(self, places: ExpertPlaces) -> ExpertPlaces:
-        """What is where once these have run."""
+        """The places once these have run."""
         used = self.now > 0
         recent = places.order + used * len(used)
         return places._replace(
@@ -89,7 +89,7 @@ def _find(expert: Int[Array, "C"], num_experts: int) -> Int[Array, "N"]:
 
 
 def _rank(order: Int[Array, "C"], among: Bool[Array, "C"]) -> Int[Array, "C"]:
-    """How many places `among` those come before each one; of two alike the one with the lower number does."""
+    """The number of places `among` those before each one; of two alike the one with the lower number comes first."""
     at = jnp.arange(len(order))
     before = (order < order[:, None]) | ((order == order[:, None]) & (at < at[:, None]))
     return jnp.sum(before & among, axis=1).astype(jnp.int32)
