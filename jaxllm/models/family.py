@@ -69,11 +69,11 @@ def hf_decoder(
     c: dict[str, Any], *, layers: LayerKind | Iterable[LayerKind] | None = None, attention_bias: bool | None = False,
     **differences: Any,
 ) -> DecoderConfig:  # fmt: skip
-    """The config by the keys of config.json that most families share, and by what the family reads `differences` from.
+    """A DecoderConfig from the keys of config.json that most families share, changed by the family's `differences`.
 
     Args:
         layers: one kind for all layers or one for each; without it all have the rotary embedding that `c` describes.
-        attention_bias: whether queries, keys, values and the output have biases; null means no.
+        attention_bias: queries, keys, values and the output have biases; null means no.
     """
     layers = LayerKind(hf_rope(c)) if layers is None else layers
     every = (layers,) * c["num_hidden_layers"] if isinstance(layers, LayerKind) else tuple(layers)

@@ -63,8 +63,7 @@ def nemotron_from_hf(c: dict[str, Any]) -> DecoderConfig:
         moe = replace(deepseek.sigmoid_experts(c), shared_hidden=shared, gated=False, latent=latent)
     return hf_decoder(
         c, layers=layers, norm_eps=c.get("layer_norm_epsilon", 1e-5), hidden_act=c["mlp_hidden_act"], gated_mlp=False,
-        mlp_bias=c.get("mlp_bias"), moe=moe,
-        ssd=_nemotron_ssd(c) if STATES in layers else None,
+        mlp_bias=c.get("mlp_bias"), moe=moe, ssd=_nemotron_ssd(c) if STATES in layers else None,
     )  # fmt: skip
 
 
