@@ -29,11 +29,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
 from jaxllm.pallas_kernels.gpu.tile import MASKED, AttentionSpec, Given, PerHead, Tile, attend, cdiv, first_key
-from jaxllm.pallas_kernels.metadata import StepMetadata
+from jaxllm.pallas_kernels.metadata import StepMetadata, prefill_tiles
 from jaxllm.pallas_kernels.pages import Pages
 
 
@@ -209,31 +209,6 @@ def _warps(tile_rows: int, spec: AttentionSpec) -> int:
     """Enough of them that a thread's share of the sums, and of codes that are expanded, fits into its registers."""
     part = spec.parts[0]
     return 8 if tile_rows >= 128 or part.padded >= 256 or part.size < part.padded or spec.quantized else 4
-
-
-def prefill_tiles(meta: StepMetadata, tokens: int, block_q: int) -> Int[Array, "tiles 4"]:
-    """Cuts the prefill chunks into tiles of at most `block_q` tokens: rows (sequence, first token, tokens, position).
-
-    The first token is an index into the batch, the position is that token's. Tiles left over have 0 tokens.
-
-    Worked example, block_q 2, one decode row, then chunks of 3 and 2 tokens that follow 4 and 0 cached ones:
-
-        query_start [0, 1, 4, 6], context_len [9, 7, 2]  ->  [1, 1, 2, 4], [1, 3, 1, 6], [2, 4, 2, 0]
-    """
-    num_seqs = meta.context_len.shape[0]
-    seq = jnp.arange(num_seqs)
-    query_len = meta.query_start[1:] - meta.query_start[:-1]
-    is_prefill = (seq >= meta.num_decodes) & (seq < meta.num_seqs)
-    ends = jnp.cumsum(jnp.where(is_prefill, -(-query_len // block_q), 0))
-
-    num_tiles = tokens // block_q + min(num_seqs, tokens)
-    tile = jnp.arange(num_tiles)
-    owner = jnp.minimum(jnp.searchsorted(ends, tile, side="right", method="compare_all"), num_seqs - 1)
-    begin = jnp.where(owner > 0, ends[owner - 1], 0)
-    offset = (tile - begin) * block_q
-    count = jnp.where(tile < ends[-1], jnp.clip(query_len[owner] - offset, 0, block_q), 0)
-    position = meta.context_len[owner] - query_len[owner] + offset
-    return jnp.stack([owner, meta.query_start[owner] + offset, count, position], axis=1).astype(jnp.int32)
 
 
 def prefill_attention(
