@@ -38,24 +38,18 @@ from jaxllm.pallas_kernels.pages import Pages
 
 
 def attend_to_pages(
-    q: Float[Array, "T H D"],
-    pages: Pages,
-    meta: StepMetadata,
-    spec: AttentionSpec,
-    per_head: PerHead = PerHead(),
-    *,
-    interpret: bool = False,
+    q: Float[Array, "T H D"], pages: Pages, meta: StepMetadata, spec: AttentionSpec, per_head: PerHead = PerHead()
 ) -> Float[Array, "T H Dv"]:
     """Attention once all that is new lies in the pages."""
     tokens = q.shape[0]
     # Decode rows are the first rows: in a mixed batch row i < num_decodes is still sequence i's.
     rows = min(tokens, meta.context_len.shape[0])
-    decoded = decode_attention(q[:rows], pages, meta, spec, per_head, interpret=interpret)
+    decoded = decode_attention(q[:rows], pages, meta, spec, per_head)
     if meta.decode_only:
         return decoded
 
     token = jnp.arange(tokens)[:, None, None]
-    prefilled = prefill_attention(q, pages, meta, spec, per_head, interpret=interpret)
+    prefilled = prefill_attention(q, pages, meta, spec, per_head)
     decoded = jnp.pad(decoded, ((0, tokens - rows), (0, 0), (0, 0)))
     is_prefill = meta.seq_ids[:, None, None] < meta.context_len.shape[0]
     return jnp.where(token < meta.num_decodes, decoded, jnp.where(is_prefill, prefilled, 0))
@@ -76,13 +70,7 @@ def most_splits(max_context: int, spec: AttentionSpec) -> int:
 
 
 def decode_attention(
-    q: Float[Array, "R H D"],
-    pages: Pages,
-    meta: StepMetadata,
-    spec: AttentionSpec,
-    per_head: PerHead = PerHead(),
-    *,
-    interpret: bool = False,
+    q: Float[Array, "R H D"], pages: Pages, meta: StepMetadata, spec: AttentionSpec, per_head: PerHead = PerHead()
 ) -> Float[Array, "R H Dv"]:
     """Attention of the decode rows, row i being sequence i's one query; rows from `num_decodes` on are zero."""
     rows, heads, _ = q.shape
@@ -93,7 +81,7 @@ def decode_attention(
         functools.partial(_decode_kernel, spec=spec, given=given, rows=rows, splits=splits),
         out_shape=(jax.ShapeDtypeStruct((rows * splits * heads, spec.value_dim), jnp.float32), statistic, statistic),
         grid=(spec.head_tiles, min(rows * splits, cdiv(TARGET_PROGRAMS, spec.head_tiles))),
-        interpret=interpret,
+        interpret=spec.interpret,
         compiler_params=triton_compiler_params(num_warps=spec.decode_warps, num_stages=3),
         name="paged_attention_decode",
     )(meta.num_decodes.reshape(1), meta.context_len, *given.flat)
@@ -101,7 +89,7 @@ def decode_attention(
         functools.partial(_combine_kernel, spec=spec, splits=splits),
         out_shape=jax.ShapeDtypeStruct((rows * heads, spec.value_dim), q.dtype),
         grid=(rows, heads),
-        interpret=interpret,
+        interpret=spec.interpret,
         compiler_params=triton_compiler_params(num_warps=4, num_stages=1),
         name="paged_attention_combine",
     )(meta.num_decodes.reshape(1), meta.context_len, *partials)
@@ -212,13 +200,7 @@ def _warps(tile_rows: int, spec: AttentionSpec) -> int:
 
 
 def prefill_attention(
-    q: Float[Array, "T H D"],
-    pages: Pages,
-    meta: StepMetadata,
-    spec: AttentionSpec,
-    per_head: PerHead = PerHead(),
-    *,
-    interpret: bool = False,
+    q: Float[Array, "T H D"], pages: Pages, meta: StepMetadata, spec: AttentionSpec, per_head: PerHead = PerHead()
 ) -> Float[Array, "T H Dv"]:
     """Attention of the prefill rows; decode and padding rows of the result are undefined.
 
@@ -232,7 +214,7 @@ def prefill_attention(
         functools.partial(_prefill_kernel, spec=spec, given=given, tile_rows=tile_rows),
         out_shape=jax.ShapeDtypeStruct((tokens * heads, spec.value_dim), q.dtype),
         grid=(tiles.shape[0], spec.head_tiles),
-        interpret=interpret,
+        interpret=spec.interpret,
         compiler_params=triton_compiler_params(num_warps=_warps(tile_rows, spec), num_stages=2),
         name="paged_attention_prefill",
     )(tiles, *given.flat)

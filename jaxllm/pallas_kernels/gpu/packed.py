@@ -16,7 +16,7 @@ times the rate of a kernel that expands them for each tile of rows, which pays f
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
+from jaxllm.pallas_kernels.gpu.matmul import Activation
 from jaxllm.pallas_kernels.gpu.route import RowLists
 from jaxllm.pallas_kernels.gpu.walk import Tiling, Walk, arrays_by_name, step_of
 from jaxllm.pallas_kernels.matrices import EXPANDED_BYTES, ROWS, SCALES, PackedMatrix
@@ -43,8 +44,6 @@ LOADED = 128 * 64
 
 MOST_PARTS = 8
 """That a row's inputs are walked in: the kernel that adds up what they give reads all of it in one program."""
-
-GateActivation = Callable[[jax.Array], jax.Array]
 
 FEW = Tiling(step=128)
 MANY = Tiling(warps=4, step=64, stages=3, programs=1, ahead=False, scaled=True)
@@ -75,7 +74,7 @@ def grouped_matmul(
     rows: int,
     tile_rows: int,
     *,
-    activation: GateActivation | None = None,
+    activation: Activation | None = None,
     dtype: Any = jnp.float32,
     interpret: bool = False,
 ) -> Float[Array, "N o"]:
@@ -104,7 +103,7 @@ class Section:
 
 def _multiply(
     x: jax.Array, matrices: Sequence[PackedMatrix], lists: RowLists | None, rows: int, tile_rows: int,
-    activation: GateActivation | None, dtype: Any, tiling: Tiling | None, interpret: bool,
+    activation: Activation | None, dtype: Any, tiling: Tiling | None, interpret: bool,
 ) -> Float[Array, "P T o"]:  # fmt: skip
     """What each part of the inputs gives: float32, or of `dtype` where there is only one."""
     x = x.astype(matrices[0].dtype)
@@ -192,7 +191,7 @@ def _many(matrix: PackedMatrix) -> Tiling:
 
 def _kernel(
     x_ref: Any, *refs: Any, sections: tuple[Section, ...], listed: bool, tile_rows: int, split: int, share: int,
-    activation: GateActivation | None, plain: bool,
+    activation: Activation | None, plain: bool,
 ) -> None:  # fmt: skip
     *arrays, out_ref = refs
     list_refs, left = (arrays[:2], iter(arrays[2:])) if listed else ([], iter(arrays))

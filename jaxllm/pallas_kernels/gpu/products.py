@@ -72,8 +72,7 @@ def chosen_experts(
 
     if gate_up.kernel_matrices is None or down.kernel_matrices is None:
         return None
-    matrices = {"gate_up": gate_up.kernel_matrices, "down": down.kernel_matrices}
-    return kernel.chosen_experts(x, group, down.shape[0], **matrices, **options)
+    return kernel.chosen_experts(x, group, gate_up.kernel_matrices, down.kernel_matrices, **options)
 
 
 def add_norm(

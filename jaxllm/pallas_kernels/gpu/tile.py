@@ -78,6 +78,8 @@ class AttentionSpec:
     """Pages hold codes and, behind them, the bytes of their scale; see `pages.py`."""
     chunked: bool = False
     """A query sees keys from the last multiple of `window` on."""
+    interpret: bool = False
+    """The kernels run as XLA operations, on any platform."""
 
     @property
     def group(self) -> int:
