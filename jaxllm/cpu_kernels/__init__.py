@@ -11,7 +11,7 @@ u4, four bits about a zero of the block's own; i8 and e4m3, whose float32 scales
 """
 
 from jaxllm.cpu_kernels.attention import HeadNorms, Rotary, Runs, attention, run_states
-from jaxllm.cpu_kernels.library import available, forced, isa, reason, rounds_to_bf16, runnable_isas, set_threads
+from jaxllm.cpu_kernels.library import available, forced, isa, reason, rounds_to_bf16, runnable_isas
 from jaxllm.cpu_kernels.products import (
     ACTIVATIONS,
     AdapterArrays,
@@ -34,5 +34,5 @@ __all__ = [
     "ACTIVATIONS", "FORMATS", "GROUP", "SCALED", "AdapterArrays", "AdapterUses", "HeadNorms", "Rotary", "RowNorm",
     "Runs", "Tiles", "argmax", "attention", "available", "embed", "forced", "grouped_matmul", "isa", "lanes",
     "linears", "log_sum_exp", "low_rank", "mlp", "normalise", "reason", "repack", "rounds_to_bf16", "run_states",
-    "runnable_isas", "running_weights", "set_threads", "tile_bytes", "tile_inputs", "unpack", "zeros",
+    "runnable_isas", "running_weights", "tile_bytes", "tile_inputs", "unpack", "zeros",
 ]  # fmt: skip

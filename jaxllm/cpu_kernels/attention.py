@@ -58,17 +58,16 @@ def attention(
     rotary: Rotary | None = None,
     norms: HeadNorms | None = None,
 ) -> tuple[Float[Array, "T H Dv"], PageBuffers]:
-    """Write new keys and values into their pages, then attend to what each token may see.
+    """`pallas_kernels.reference.paged_attention`, with what is done to queries and keys first.
 
     Args:
-        q, k, v: float32 or bfloat16, all the same. Without `v` pages are `(latent,)` and a value is the first
-            `value_dim` channels of a key. With no heads in `k` and `v` nothing is written.
+        q, k, v: float32 or bfloat16, all the same.
         pages: `[N, K, page_size, D]`, float32, or uint16 for the bits of bfloat16; or `[N, K, page_size, D + 4]`, int8
-            or uint8 (the bits of e4m3), of codes with the bytes of their float32 scale behind them. Updated in place
-            when donated. What is not finite is stored as zero.
+            or uint8 (the bits of e4m3), of codes and then the bytes of their float32 scale. Updated in place when
+            donated. What is not finite is stored as zero.
         positions, seq_ids, page_table: as in `StepMetadata`. Tokens of one sequence that follow each other go together;
             a token whose `seq_id` is S or more is padding: nothing is written, and its output is zero.
-        rotary, norms: what is done to queries and keys first, in float32: norms, then rotation.
+        norms, rotary: of queries and keys, in float32: norms, then rotation.
 
     Returns:
         The output in `q`'s dtype and the new pages. Sums run in float32; with pages of 16 or 8 bits and BF16

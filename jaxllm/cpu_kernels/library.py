@@ -249,7 +249,7 @@ def call(target: str, result: Any, **options: Any) -> Any:
 
 
 def available() -> bool:
-    """Whether the kernels can run here; the first call compiles them if need be. `reason()` says why not."""
+    """The kernels can run here; the first call compiles them if need be. `reason()` says why not."""
     return load().library is not None
 
 
@@ -271,16 +271,8 @@ def runnable_isas() -> list[str]:
 
 
 def rounds_to_bf16(isa_name: str) -> bool:
-    """Whether products with bf16 weights, and attention over pages of 16 or 8 bits, round what they multiply to bf16.
-
-    Instruction sets that do not multiply in float32.
-    """
+    """Products with bf16 weights, and attention over pages of 16 or 8 bits, round what they multiply to bf16."""
     return library().jaxllm_rounds_to_bf16(isa_name.encode())
-
-
-def set_threads(count: int) -> None:
-    """How many threads a call may use, its own included."""
-    library().jaxllm_set_threads(count)
 
 
 @contextlib.contextmanager
@@ -299,7 +291,7 @@ def forced(
     if isa_name is not None and not lib.jaxllm_set_isa(isa_name.encode()):
         raise ValueError(f"the ISA is {isa_name!r}; this machine runs {', '.join(runnable_isas())}")
     if threads is not None:
-        set_threads(threads)
+        lib.jaxllm_set_threads(threads)
     if reads_by_group is not None:
         reads_by_group_before = lib.jaxllm_set_reads_by_group(reads_by_group)
     try:
@@ -309,4 +301,4 @@ def forced(
             lib.jaxllm_set_reads_by_group(reads_by_group_before)
         lib.jaxllm_set_isa(before.encode())
         if threads is not None:
-            set_threads(physical_cores())
+            lib.jaxllm_set_threads(physical_cores())

@@ -130,7 +130,7 @@ def _gpu_latent_attention(
 REFERENCE = Kernels("reference", reference.paged_attention, products.linear, products.tiles, pages.stored_as_bits)
 """Plain XLA, as CPUs like it, and the oracle of the others."""
 
-COMPILED = replace(REFERENCE, grouped_matmul=products.ragged_dot, page_dtype=pages.stored_as_is, ssd=ssd.chunked)
+COMPILED = replace(REFERENCE, grouped_matmul=products.ragged_dot, page_dtype=np.dtype, ssd=ssd.chunked)
 """Plain XLA, as accelerators like it."""
 
 COMPILED_GPU = replace(

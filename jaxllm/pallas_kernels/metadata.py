@@ -38,14 +38,14 @@ class StepMetadata:
 
     Worked example, page_size 4: sequence 0 decodes its 6th token, sequence 1 prefills tokens 4…6 of its prompt:
 
-        positions    [5, 4, 5, 6, 0, 0, 0, 0]     T = 8, three rows of padding behind
+        positions    [5, 4, 5, 6, 0, 0, 0, 0]     T = 8, then three rows of padding
         context_len  [6, 7, 0, 0]                 S = 4; tokens after this step, the query tokens included
         query_start  [0, 1, 4, 4, 4]
         page_table   [[3, 9, 0], [5, 2, 0], ...]  token p of a sequence lives in page_table[s, p // 4], row p % 4
         num_decodes  [1]
         num_seqs     [2]
 
-    Page 0 belongs to nobody: padding reads and writes it. Query token `t` of sequence `s` attends to positions
+    Page 0 is unused: padding reads and writes it. Query token `t` of sequence `s` attends to positions
     `0 … positions[t]` (and, with a window `w`, only to the last `w` of them).
     """
 
@@ -76,7 +76,7 @@ class StepMetadata:
 
     @property
     def live(self) -> Bool[Array, "T"]:
-        """Which tokens are not padding."""
+        """The tokens that are not padding."""
         return self.seq_ids < self.page_table.shape[0]
 
 

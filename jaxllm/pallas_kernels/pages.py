@@ -75,11 +75,6 @@ _CODES = {QUANTIZED["int8"]: jnp.dtype(jnp.int8), QUANTIZED["fp8"]: jnp.dtype(jn
 LARGEST_CODE = {QUANTIZED["int8"]: 127.0, QUANTIZED["fp8"]: float(jnp.finfo(jnp.float8_e4m3fn).max)}
 
 
-def stored_as_is(dtype: Any) -> np.dtype:
-    """Pages keep floats."""
-    return np.dtype(dtype)
-
-
 def stored_as_bits(dtype: Any) -> np.dtype:
     """Pages keep the bits of 16-bit floats.
 

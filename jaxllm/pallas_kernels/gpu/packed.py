@@ -4,13 +4,11 @@ One program per (some tiles of outputs, tile of rows, part of the inputs). A pro
 while the next ones are loaded, and expands codes in registers to small integers, which 16-bit floats hold exactly.
 
 With a few rows the memory is the limit: a group's products are summed by tensor cores and multiplied by its scale
-afterwards, in float32, which is one operation for each row where scaling weights would be one for each weight, and
-rounds nothing. With many rows the tensor cores are the limit: weights are scaled first. The parts of long rows are
-walked side by side, and what they give is added up by the kernel that reads it. Matrices of several formats that have
-the same inputs are one kernel's, some blocks each: a Q4_K_M file has queries and keys in Q4_K, and values in Q6_K.
-
-For hundreds of rows weights are expanded in memory first, large ones in parts: a library multiplies floats at four
-times the rate of a kernel that expands them for each tile of rows, which pays for writing and reading them.
+afterwards, in float32, which is one operation for each row and not for each weight, and rounds nothing. With many rows
+the tensor cores are the limit: weights are scaled first. The parts of long rows are walked side by side, and the kernel
+that reads their sums adds them up. Matrices of several formats that have the same inputs share a kernel, some blocks
+each: a Q4_K_M file has queries and keys in Q4_K, and values in Q6_K. For hundreds of rows weights are expanded in
+memory first, large ones in parts: a library multiplies floats at four times the rate of such a kernel.
 """
 
 from __future__ import annotations
@@ -84,17 +82,12 @@ def grouped_matmul(
 
 @dataclass(frozen=True)
 class Section:
-    """A matrix among those of a kernel: some blocks of programs are its.
-
-    Attributes:
-        matrix: the matrix, without its arrays.
-        names: of those, in the order in which the kernel is given them.
-        step: inputs that are walked at a time.
-        blocks: of outputs.
-    """
+    """A matrix among those of a kernel, to which some blocks of programs belong."""
 
     matrix: PackedMatrix
+    """Without its arrays."""
     names: tuple[str, ...]
+    """Of those, in the order in which the kernel is given them."""
     tiling: Tiling
     step: int
     outputs: int
@@ -158,8 +151,7 @@ def _best(matrix: PackedMatrix, tile_rows: int, gated: bool) -> Tiling:
 
 
 def _few(matrix: PackedMatrix, tile_rows: int, gated: bool) -> Tiling:
-    """The best of those measured on an H200, as far as no GPU's compiler spills registers: scales of what is loaded
-    ahead must fit into them."""
+    """The best of those measured on an H200 that spill no registers on any GPU: scales loaded ahead must fit in."""
     format = matrix.format
     if format.width < 32:  # with four warps a thread has less than the four bytes that can be loaded ahead
         shorter = gated and format.scales == "zero" and format.group >= 32

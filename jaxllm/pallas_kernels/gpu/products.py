@@ -30,8 +30,8 @@ def linear(
 ) -> Late:
     """`norm(x) @ weight.T + residual`, of which norm and residual may be None; summed in float32, given in `dtype`.
 
-    A library rounds its sums to `dtype` itself; to convert them afterwards would be one more kernel. For somebody who
-    adds later, a product that a kernel makes by parts of the inputs stays `Unsummed`.
+    A library rounds its sums to `dtype` itself; converting them afterwards would be one more kernel. With `LATER` for a
+    residual, a product that a kernel makes by parts of the inputs stays `Unsummed`.
     """
     matrices = weight.kernel_matrices
     if matrices is None:
