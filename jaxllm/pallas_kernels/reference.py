@@ -233,7 +233,6 @@ def _mixed(q: Float[Array, "T K G D"], pages: Pages, meta: StepMetadata, options
 def _prefill_tile(
     q: Float[Array, "B K G D"], page_ids: Int[Array, "P"], query: Int[Array, "B"], pages: Pages, options: Options
 ) -> Float[Array, "B K G Dv"]:
-    """A tile of one sequence's queries at positions `query`."""
     size, _, group, _ = q.shape
     rows = rearrange(q, "size kv group dim -> 1 kv (group size) dim")
     sinks, slopes = (None if x is None else jnp.repeat(x, size, axis=1) for x in (options.sinks, options.slopes))

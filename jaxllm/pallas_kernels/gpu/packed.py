@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
-from jaxllm.pallas_kernels.gpu.matmul import Activation
+from jaxllm.pallas_kernels.gpu.matmul import Activation, ProductOptions
 from jaxllm.pallas_kernels.gpu.route import RowLists
 from jaxllm.pallas_kernels.gpu.walk import Tiling, Walk, arrays_by_name, step_of
 from jaxllm.pallas_kernels.matrices import EXPANDED_BYTES, ROWS, SCALES, PackedMatrix
@@ -61,7 +61,7 @@ def late_matmul(
         found = [expanded_matmul(x, matrix, dtype=dtype, interpret=interpret) for matrix in matrices]
         return found[0] if len(found) == 1 else jnp.concatenate(found, axis=-1)
     tile_rows = min(MOST_ROWS, max(8, pl.next_power_of_2(count)))
-    sums = _multiply(x, matrices, None, count, tile_rows, None, dtype, tiling, interpret)
+    sums = _multiply(x, matrices, None, count, tile_rows, tiling, dtype=dtype, interpret=interpret)
     return sums[0] if len(sums) == 1 else Unsummed(sums)
 
 
@@ -71,13 +71,10 @@ def grouped_matmul(
     lists: RowLists,
     rows: int,
     tile_rows: int,
-    *,
-    activation: Activation | None = None,
-    dtype: Any = jnp.float32,
-    interpret: bool = False,
+    **options: Unpack[ProductOptions],
 ) -> Float[Array, "N o"]:
-    """What `matmul.grouped_matmul` gives, of a stack of matrices; lists are of tiles of `tile_rows`."""
-    return _multiply(x, [matrix], lists, rows, tile_rows, activation, dtype, None, interpret)[0]
+    """As `matmul.matmul`, of a stack of matrices; lists are of tiles of `tile_rows`."""
+    return _multiply(x, [matrix], lists, rows, tile_rows, **options)[0]
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,8 @@ class Section:
 
 def _multiply(
     x: jax.Array, matrices: Sequence[PackedMatrix], lists: RowLists | None, rows: int, tile_rows: int,
-    activation: Activation | None, dtype: Any, tiling: Tiling | None, interpret: bool,
+    tiling: Tiling | None = None, *, activation: Activation | None = None, dtype: Any = jnp.float32,
+    interpret: bool = False,
 ) -> Float[Array, "P T o"]:  # fmt: skip
     """What each part of the inputs gives: float32, or of `dtype` where there is only one."""
     x = x.astype(matrices[0].dtype)
@@ -128,21 +126,15 @@ def _multiply(
         parts = max(1, min(min(each.programs for each in tilings) // (total * row_tiles), most))
     return pl.pallas_call(
         functools.partial(
-            _kernel,
-            sections=tuple(sections),
-            listed=lists is not None,
-            tile_rows=tile_rows,
-            split=split,
-            share=rows // x.shape[0],
-            activation=activation,
-            plain=interpret,
+            _kernel, sections=tuple(sections), listed=lists is not None, tile_rows=tile_rows, split=split,
+            share=rows // x.shape[0], activation=activation, plain=interpret,
         ),
         out_shape=jax.ShapeDtypeStruct((parts, rows, wide), dtype if parts == 1 else jnp.float32),
         grid=(total, row_tiles, parts),
         interpret=interpret,
         compiler_params=triton_compiler_params(warps, stages),
         name="packed_matmul",
-    )(x, *given)
+    )(x, *given)  # fmt: skip
 
 
 def _best(matrix: PackedMatrix, tile_rows: int, gated: bool) -> Tiling:

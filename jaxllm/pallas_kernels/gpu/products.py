@@ -85,7 +85,6 @@ def add_norm(
 
 
 def _product(x: jax.Array, matrix: KernelMatrix | PackedMatrix, dtype: Any, interpret: bool) -> Late:
-    """May be `Unsummed`."""
     x = x if matrix.order is None else arranged(x, matrix.order, matrix.divided)
     if isinstance(matrix, PackedMatrix):
         from jaxllm.pallas_kernels.gpu import packed

@@ -85,7 +85,6 @@ class AttentionSpec:
 
     @property
     def tile_heads(self) -> int:
-        """Query heads of a tile."""
         return self.group if self.latent_dim is None else min(self.group, LATENT_HEADS)
 
     @property
@@ -125,7 +124,6 @@ class AttentionSpec:
 
     @property
     def block_k(self) -> int:
-        """Keys per iteration."""
         size = sum(part.padded for part in self.parts) * jnp.dtype(self.dtype).itemsize
         if self.latent_dim is not None:
             budget = LATENT_BLOCK_BYTES
