@@ -277,17 +277,14 @@ def forced(
         ValueError: this machine does not have that instruction set.
     """
     lib, before = library(), isa()
-    if isa_name is not None and not lib.jaxllm_set_isa(isa_name.encode()):
-        raise ValueError(f"the ISA is {isa_name!r}; this machine runs {', '.join(runnable_isas())}")
-    if threads is not None:
-        lib.jaxllm_set_threads(threads)
-    if reads_by_group is not None:
-        reads_by_group_before = lib.jaxllm_set_reads_by_group(reads_by_group)
-    try:
-        yield
-    finally:
-        if reads_by_group is not None:
-            lib.jaxllm_set_reads_by_group(reads_by_group_before)
-        lib.jaxllm_set_isa(before.encode())
+    with contextlib.ExitStack() as undo:
+        if isa_name is not None:
+            if not lib.jaxllm_set_isa(isa_name.encode()):
+                raise ValueError(f"the ISA is {isa_name!r}; this machine runs {', '.join(runnable_isas())}")
+            undo.callback(lib.jaxllm_set_isa, before.encode())
         if threads is not None:
-            lib.jaxllm_set_threads(physical_cores())
+            lib.jaxllm_set_threads(threads)
+            undo.callback(lib.jaxllm_set_threads, physical_cores())
+        if reads_by_group is not None:
+            undo.callback(lib.jaxllm_set_reads_by_group, lib.jaxllm_set_reads_by_group(reads_by_group))
+        yield

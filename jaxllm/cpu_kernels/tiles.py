@@ -199,9 +199,8 @@ def unpack(
     if tiles.shape[2] != tile_bytes(format) or rows > len(tiles) * GROUP or inputs > held:
         raise ValueError(f"{format} tiles of shape {list(tiles.shape)} do not hold [{rows}, {inputs}] weights")
     runs = 0 if scales is None else scales.shape[1]
-    if (format.lower() in SCALED) != (scales is not None) or (
-        scales is not None and scales.shape != (len(tiles), runs, GROUP)
-    ):
+    wanted = (len(tiles), runs, GROUP) if format.lower() in SCALED else None
+    if wanted != (None if scales is None else scales.shape):
         raise ValueError(f"{format} tiles with {'no scales' if scales is None else f'scales {list(scales.shape)}'}")
     tiles = np.ascontiguousarray(tiles)
     out = np.empty((rows, inputs), np.float32)

@@ -38,7 +38,7 @@ class RowLists(NamedTuple):
 
 
 def most_tiles(num_rows: int, num_groups: int, tile_rows: int) -> int:
-    """That so many rows may be cut into."""
+    """The most that rows may be cut into."""
     return num_rows // tile_rows + min(num_groups, num_rows)
 
 
@@ -58,7 +58,21 @@ def list_rows(
         compiler_params=triton_compiler_params(num_warps=8, num_stages=2),
         name="list_rows",
     )(group)
-    return RowLists(rows, row_tiles(sizes, num_rows, most, tile_rows, interpret=interpret))
+
+    def cut(sizes_ref: Any, tiles_ref: Any) -> None:
+        number = jnp.arange(pl.next_power_of_2(num_groups))
+        own = triton_load(sizes_ref.at[number], mask=number < num_groups, other=0)
+        store_tiles(tiles_ref, number, own, most, tile_rows)
+
+    tiles = pl.pallas_call(
+        cut,
+        out_shape=jax.ShapeDtypeStruct((most_tiles(num_rows, num_groups, tile_rows), 3), jnp.int32),
+        grid=(1,),
+        interpret=interpret,
+        compiler_params=triton_compiler_params(num_warps=4, num_stages=1),
+        name="row_tiles",
+    )(sizes)
+    return RowLists(rows, tiles)
 
 
 def _list_kernel(group_ref: Any, rows_ref: Any, sizes_ref: Any, *, num_rows: int, most: int) -> None:
@@ -82,28 +96,6 @@ def groups_of_rows(lists: RowLists, num_rows: int, tile_rows: int) -> Int[Array,
     row = lists.rows.at[first[:, None] + at].get(mode="clip")
     row = jnp.where(at < count[:, None], row, num_rows)
     return jnp.zeros((num_rows,), jnp.int32).at[row].set(group[:, None], mode="drop")
-
-
-def row_tiles(
-    sizes: Int[Array, "X"], num_rows: int, most: int, tile_rows: int, *, interpret: bool = False
-) -> Int[Array, "tiles 3"]:
-    """The tiles of `RowLists`, whose groups have so many of `num_rows` rows, at most `most` each."""
-
-    def kernel(sizes_ref: Any, tiles_ref: Any) -> None:
-        group = jnp.arange(pl.next_power_of_2(num_groups))
-        store_tiles(
-            tiles_ref, group, triton_load(sizes_ref.at[group], mask=group < num_groups, other=0), most, tile_rows
-        )
-
-    num_groups = sizes.shape[0]
-    return pl.pallas_call(
-        kernel,
-        out_shape=jax.ShapeDtypeStruct((most_tiles(num_rows, num_groups, tile_rows), 3), jnp.int32),
-        grid=(1,),
-        interpret=interpret,
-        compiler_params=triton_compiler_params(num_warps=4, num_stages=1),
-        name="row_tiles",
-    )(sizes)
 
 
 def store_tiles(tiles_ref: Any, group: Array, sizes: Array, most: int, tile_rows: int) -> None:
@@ -165,15 +157,13 @@ def route(
     lanes = pl.next_power_of_2(experts)
     rows = max(1, min(pl.next_power_of_2(tokens), BLOCK_SCORES // lanes))
     pairs = tokens * config.top_k
+    weights_shape = jax.ShapeDtypeStruct((pairs,), jnp.float32)
     static = {"config": config, "num_seqs": meta.page_table.shape[0], "here": here, "rows": rows}
 
     def launch(name: str, kernel: Any, programs: int, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
         return pl.pallas_call(
             functools.partial(kernel, **static),
-            out_shape=(
-                jax.ShapeDtypeStruct((pairs,), jnp.float32),
-                *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes),
-            ),
+            out_shape=(weights_shape, *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)),
             grid=(programs,),
             interpret=interpret,
             compiler_params=triton_compiler_params(num_warps=max(1, rows * lanes // WARP_SCORES), num_stages=1),
