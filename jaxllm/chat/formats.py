@@ -77,8 +77,7 @@ def detect_formats(
     is detected from the template, "none" parses nothing, and a name takes that format; vLLM's names are known too.
     Where one of the two is a format of messages on channels, "auto" means the same for the other.
 
-    Raises:
-        ConfigError: a parser has an unknown name, or the two do not go together.
+    Raises ConfigError: a parser has an unknown name, or the two do not go together.
     """
     template = chat_template or ""
     spoken = next((known for known in TOOL_FORMATS if known.is_spoken(template)), None)

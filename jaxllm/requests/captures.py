@@ -109,8 +109,7 @@ def _counted(positions: tuple[int, ...], num_prompt: int) -> list[int]:
 def read_capture(capture: CaptureRequest, positions: str | Sequence[int], layers: LayerShapes) -> CaptureParams:
     """What a caller asks for, by its own names or TransformerLens's.
 
-    Raises:
-        InvalidRequestError: naming the field, its value, and what would be accepted.
+    Raises InvalidRequestError: naming the field, its value, and what would be accepted.
     """
     num_layers = len(layers.heads)
     if isinstance(capture, str):
@@ -220,8 +219,7 @@ class Captures(Mapping[str, dict[int, np.ndarray]]):
     def to_xarray(self) -> xarray.Dataset:
         """A variable for each name, with the axes layer, position and channel; those of all heads one after another.
 
-        Raises:
-            ConfigError: xarray is not installed.
+        Raises ConfigError: xarray is not installed.
         """
         return dataset(self.positions, {tap: _flat(array) for tap, array in self.values_by_tap.items()}, FINAL)
 

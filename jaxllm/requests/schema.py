@@ -48,8 +48,7 @@ def plain(schema: Any) -> Any:
     With `"x-guidance": {"lenient": true}` in it, as a tool's schema has that is not strict, numbers that cannot be
     enforced exactly are left out as well.
 
-    Raises:
-        UnenforceableError: a bound, or a number among the values, that llguidance would round.
+    Raises UnenforceableError: a bound, or a number among the values, that llguidance would round.
     """
     if isinstance(schema, bool):
         return {} if schema else {"not": {}}
@@ -189,8 +188,7 @@ def check_numbers(node: dict[str, Any], *, lenient: bool = False) -> None:
     Integers' exclusive bounds become inclusive ones, since it counts to the next integer in floats. With `lenient`
     bounds that would be rounded are left out.
 
-    Raises:
-        UnenforceableError: it names the keyword and the value.
+    Raises UnenforceableError: it names the keyword and the value.
     """
     is_whole = _has_only_integers(node.get("type"))
     if is_whole:

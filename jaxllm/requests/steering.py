@@ -63,8 +63,7 @@ Steers = Steer | Sequence[Steer] | Sequence[Steer | Sequence[Steer] | None] | No
 def steers_of(given: Steers, count: int) -> list[list[Steer]]:
     """Those of each of `count` prompts.
 
-    Raises:
-        InvalidRequestError: there is an entry for each of another number of prompts.
+    Raises InvalidRequestError: there is an entry for each of another number of prompts.
     """
     if given is None or isinstance(given, Steer):
         return [[] if given is None else [given]] * count
@@ -81,8 +80,7 @@ def read_steering(
 ) -> Steering | None:
     """The sum of vectors for a prompt of so many tokens, in a context of `longest`; None without any.
 
-    Raises:
-        InvalidRequestError: a layer, a vector or positions that this model does not have, or positions that differ.
+    Raises InvalidRequestError: a layer, a vector or positions that this model does not have, or positions that differ.
     """
     if not steers:
         return None
@@ -162,8 +160,7 @@ class Patching:
 def patches_of(given: Patches, count: int) -> list[Patch]:
     """Those of each of `count` prompts.
 
-    Raises:
-        InvalidRequestError: there is an entry for each of another number of prompts.
+    Raises InvalidRequestError: there is an entry for each of another number of prompts.
     """
     if given is None or isinstance(given, Mapping):
         return [given or {}] * count
@@ -176,8 +173,7 @@ def patches_of(given: Patches, count: int) -> list[Patch]:
 def read_patch(patch: Patch, num_prompt: int, *, num_layers: int, width: int, longest: int) -> Patching | None:
     """The patches of a prompt of so many tokens, in a context of `longest`; None without any.
 
-    Raises:
-        InvalidRequestError: a layer, a position or a value that this model does not have.
+    Raises InvalidRequestError: a layer, a position or a value that this model does not have.
     """
     if not patch:
         return None

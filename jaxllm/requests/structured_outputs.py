@@ -242,9 +242,8 @@ def ascii_classes(regex: str) -> str:
 def compile_grammar(outputs: StructuredOutputs) -> str:
     """The constraint as llguidance's grammar text, known to be enforceable; blocks while another process finds out.
 
-    Raises:
-        InvalidRequestError: it is malformed, uses what llguidance cannot enforce, or needs more time, stack or memory
-            than one grammar may have. Its pieces are the field and what is wrong with it.
+    Raises InvalidRequestError: it is malformed, uses what llguidance cannot enforce, or needs more time, stack or
+    memory than one grammar may have. Its pieces are the field and what is wrong with it.
     """
     kind = outputs.kind
     value = getattr(outputs, kind)
