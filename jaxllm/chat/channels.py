@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from jaxllm.chat.calls import closing, named_arguments
@@ -115,13 +116,11 @@ class MessageReader(ABC):
         self._begins = True
         self.in_analysis = kind is Reasoning
         self._say(kind, "".join(source.kept))
-        try:
+        with suppress(UnfinishedError):
             ends = (*self.TEXT_ENDS, *self.also_ends, *more_ends)
             stop = yield from source.copy_until(ends, lambda text: self._say(kind, text))
             if stop in self.TEXT_ENDS:
                 source.take(len(stop))
-        except UnfinishedError:
-            pass
         self.in_analysis = False
 
     def say_kept(self) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import secrets
 import string
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from jaxllm.chat.calls import closing, json_arguments, json_calls, marked, named_arguments, sections, tool_name
-from jaxllm.chat.events import CallSyntax, CallWriter, Tags, ToolFormat, Written
+from jaxllm.chat.events import CallSyntax, CallWriter, Tags, ToolFormat, Written, random_id
 from jaxllm.chat.source import MAX_DEPTH, MalformedError, Scan, Source, quoted_text
 from jaxllm.chat.values import (
     followed,
@@ -261,14 +260,8 @@ SOLAR_CALL, SOLAR_NAME, SOLAR_ARGUMENTS, SOLAR_CALL_END = (
 )
 SOLAR_CALL_2, SOLAR_CALL_2_END = "<|tool_call:start|>", "<|tool_call:end|>"
 SOLAR_ARGUMENT, SOLAR_VALUE, SOLAR_ARGUMENT_END = (f"<|tool_arg:{part}|>" for part in ("start", "value", "end"))
-_ALPHANUMERIC = string.ascii_lowercase + string.digits
 _ID_CHARACTERS = re.compile(r"[\w-]+")
 _ID = re.compile(r"[a-z0-9]{10}")
-
-
-def solar_id() -> str:
-    """Solar's calls have ids of ten small letters and digits."""
-    return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(10))
 
 
 def identified_call(source: Source, writer: CallWriter) -> Scan[None]:
@@ -305,7 +298,7 @@ SOLAR_OPEN = ToolFormat(
     thought=("<|think|>", "<|end|><|begin|>assistant"),
     detect=((SOLAR_CALL,),),
     markers=(SOLAR_SECTION, SOLAR_SECTION_END, SOLAR_CALL, SOLAR_NAME, SOLAR_ARGUMENTS, SOLAR_CALL_END),
-    new_id=solar_id,
+    new_id=partial(random_id, string.ascii_lowercase + string.digits, 10),
 )
 SOLAR_OPEN2 = ToolFormat(
     "solar_open2",
