@@ -7,17 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
-from jaxllm.chat.calls import (
-    action_calls,
-    fenced_calls,
-    json_calls,
-    line_call,
-    marked,
-    mistral_calls,
-    named_objects,
-    prefixed_call,
-    sections,
-)
+from jaxllm.chat import calls
 from jaxllm.chat.channels import FUNCTIONARY_FORMAT, HARMONY_FORMAT, MUSE_FORMAT
 from jaxllm.chat.elements import MINICPM5, MINIMAX_M3, STEP3, invoked
 from jaxllm.chat.events import CallSyntax, OutputFormats, Tags, ToolFormat, Written, short_id
@@ -124,10 +114,10 @@ def _unknown(wanted: str, names: Sequence[str], aliases: Mapping[str, str]) -> s
     return f"{known}; it must be one of {', '.join(names)}, or vLLM's name for one of them{hint}"
 
 
-_BARE_JSON = CallSyntax(partial(json_calls, bare=True), first="{[")
+_BARE_JSON = CallSyntax(partial(calls.json_calls, bare=True), first="{[")
 _NAME_AND_ARGUMENTS = '{"name": "{name}", "arguments": '
 _NAME_AND_PARAMETERS = '{"name": "{name}", "parameters": '
-_TOOL_CALL = CallSyntax(partial(json_calls, close="</tool_call>"), "<tool_call>")
+_TOOL_CALL = CallSyntax(partial(calls.json_calls, close="</tool_call>"), "<tool_call>")
 _DEEPSEEK_MARKERS = (
     "<｜tool▁calls▁begin｜>",
     "<｜tool▁call▁begin｜>",
@@ -151,10 +141,10 @@ _PLAMO_ENDS = (_PLAMO["end tool_arguments"], _PLAMO["end tool_request"])
 
 def _deepseek(name: str, detect: tuple[str, ...], prefix: str, middle: str, end: str, between: str) -> ToolFormat:
     begin, call, separator, call_end, stop = _DEEPSEEK_MARKERS
-    scan = partial(prefixed_call, prefix=prefix, middles=("```json", separator), closers=("```", call_end))
+    scan = partial(calls.prefixed_call, prefix=prefix, middles=("```json", separator), closers=("```", call_end))
     return ToolFormat(
         name,
-        sections(begin, call, scan, stop),
+        calls.sections(begin, call, scan, stop),
         Written(begin, f"{call}{prefix}{{name}}{middle}", end + call_end, between, stop),
         detect=(detect,),
         markers=_DEEPSEEK_MARKERS,
@@ -163,7 +153,7 @@ def _deepseek(name: str, detect: tuple[str, ...], prefix: str, middle: str, end:
 
 def _json_lines(name: str, open: str, close: str) -> ToolFormat:
     """Each call as JSON between two tags, on lines of its own."""
-    syntax = CallSyntax(partial(json_calls, close=close), open, ends_reasoning=bool(close))
+    syntax = CallSyntax(partial(calls.json_calls, close=close), open, ends_reasoning=bool(close))
     markers = tuple(filter(None, (open, close)))
     return ToolFormat(
         name, (syntax,), Written("", f"{open}\n{_NAME_AND_ARGUMENTS}", f"}}\n{close}", "\n"), markers=markers
@@ -179,7 +169,7 @@ def _json_list(
     detect: tuple[tuple[str, ...], ...] = (),
 ) -> ToolFormat:
     """A list of calls as JSON between two tags; they may also come in `others` ways."""
-    syntaxes = CallSyntax(partial(json_calls, close=close), open), *others
+    syntaxes = CallSyntax(partial(calls.json_calls, close=close), open), *others
     markers = tuple(filter(None, (open, close)))
     return ToolFormat(name, syntaxes, Written(f"{open}[", call, "}", ", ", f"]{close}"), detect=detect, markers=markers)
 
@@ -197,7 +187,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     MINICPM5,
     ToolFormat(
         "lfm2",
-        marked(partial(json_or_pythonic_calls, end="<|tool_call_end|>"), "<|tool_call_start|>"),
+        calls.marked(partial(json_or_pythonic_calls, end="<|tool_call_end|>"), "<|tool_call_start|>"),
         Written("<|tool_call_start|>[", "{name}(", ")", ", ", "]<|tool_call_end|>"),
         arguments="pythonic",
         detect=(("<|tool_call_start|>",), ("<|tool_list_start|>",)),
@@ -212,7 +202,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ),
     ToolFormat(
         "apertus",
-        marked(partial(named_objects, close="<|tools_suffix|>"), "<|tools_prefix|>"),
+        calls.marked(partial(calls.named_objects, close="<|tools_suffix|>"), "<|tools_prefix|>"),
         Written("<|tools_prefix|>[", '{"{name}": ', "}", ", ", "]<|tools_suffix|>"),
         markers=("<|tools_prefix|>", "<|tools_suffix|>"),
     ),
@@ -221,10 +211,10 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     invoked("dots", "", "dots_function_call", alone=False),
     ToolFormat(
         "plamo3",
-        sections(
+        calls.sections(
             _PLAMO["begin tool_requests"],
             _PLAMO_NAME,
-            partial(prefixed_call, middles=(_PLAMO_ARGUMENTS,), closers=_PLAMO_ENDS),
+            partial(calls.prefixed_call, middles=(_PLAMO_ARGUMENTS,), closers=_PLAMO_ENDS),
             _PLAMO["end tool_requests"],
         )[:1],
         Written(
@@ -239,7 +229,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     _json_lines("longcat", "<longcat_tool_call>", "</longcat_tool_call>"),
     ToolFormat(
         "internlm",
-        marked(partial(json_calls, close="<|action_end|>"), "<|action_start|><|plugin|>"),
+        calls.marked(partial(calls.json_calls, close="<|action_end|>"), "<|action_start|><|plugin|>"),
         Written("", f"<|action_start|><|plugin|>\n{_NAME_AND_PARAMETERS}", "}\n<|action_end|>", "\n"),
         detect=(("<|action_start|>", "<|plugin|>"),),
         markers=("<|action_start|>", "<|plugin|>", "<|action_end|>"),
@@ -247,7 +237,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     _json_lines("granite-20b-fc", "<function_call>", ""),
     ToolFormat(
         "gigachat3",
-        (CallSyntax(json_calls, "<|function_call|>"), CallSyntax(json_calls, "function call<|role_sep|>")),
+        (CallSyntax(calls.json_calls, "<|function_call|>"), CallSyntax(calls.json_calls, "function call<|role_sep|>")),
         Written("", f"<|function_call|>{_NAME_AND_ARGUMENTS}", "}", "\n"),
         detect=(("<|function_call|>",), ("'function call'", "<|role_sep|>")),
         markers=("<|function_call|>", "<|role_sep|>"),
@@ -270,11 +260,11 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     _deepseek("deepseek_v31", _DEEPSEEK_MARKERS[:1], prefix="", middle="<｜tool▁sep｜>", end="", between=""),
     ToolFormat(
         "kimi_k2",
-        sections(
+        calls.sections(
             "<|tool_calls_section_begin|>",
             "<|tool_call_begin|>",
             partial(
-                prefixed_call,
+                calls.prefixed_call,
                 prefix="functions.",
                 middles=("<|tool_call_argument_begin|>",),
                 closers=("<|tool_call_end|>",),
@@ -299,14 +289,14 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ),
     ToolFormat(
         "command_r",
-        (CallSyntax(action_calls, "Action:"),),
+        (CallSyntax(calls.action_calls, "Action:"),),
         Written("Action: ```json\n[", '{"tool_name": "{name}", "parameters": ', "}", ", ", "]\n```"),
         marked="Action: ```json\n[",
         detect=(("Action:", "tool_name"),),
     ),
     ToolFormat(
         "mistral",
-        (CallSyntax(mistral_calls, "[TOOL_CALLS]"),),
+        (CallSyntax(calls.mistral_calls, "[TOOL_CALLS]"),),
         Written("", "[TOOL_CALLS]{name}[ARGS]"),
         detect=(("[TOOL_CALLS]", "[ARGS]"),),
         markers=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
@@ -314,14 +304,14 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ),
     ToolFormat(
         "mistral_v3",
-        (CallSyntax(mistral_calls, "[TOOL_CALLS]"),),
+        (CallSyntax(calls.mistral_calls, "[TOOL_CALLS]"),),
         Written("[TOOL_CALLS] [", _NAME_AND_ARGUMENTS, "}", ", ", "]"),
         markers=("[TOOL_CALLS]",),
         new_id=short_id,
     ),
     ToolFormat(
         "glm45",
-        marked(keyed_call, "<tool_call>"),
+        calls.marked(keyed_call, "<tool_call>"),
         Written("", "<tool_call>{name}", "</tool_call>", "\n"),
         arguments=Tags(("<arg_key>{key}</arg_key>", "<arg_value>"), "</arg_value>"),
         detect=(("<arg_key>",),),
@@ -339,7 +329,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     _json_lines("hermes", "<tool_call>", "</tool_call>"),
     ToolFormat(
         "llama3_json",
-        (CallSyntax(json_calls, "<|python_tag|>"), _BARE_JSON),
+        (CallSyntax(calls.json_calls, "<|python_tag|>"), _BARE_JSON),
         Written("", _NAME_AND_PARAMETERS, "}", "; "),
         detect=(("<|python_tag|>",), ('{"name": function name, "parameters"',)),
         markers=("<|python_tag|>",),
@@ -360,15 +350,18 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         "phi4_mini_json",
         "<|tool_call|>",
         "<|/tool_call|>",
-        CallSyntax(json_calls, "functools"),
+        CallSyntax(calls.json_calls, "functools"),
         detect=(("<|tool_call|>",), ("<|tool|>",)),
     ),
     ToolFormat(
-        "glm4", (CallSyntax(line_call),), Written("", "{name}\n", "", "\n"), detect=(("<|observation|>",), ("[gMASK]",))
+        "glm4",
+        (CallSyntax(calls.line_call),),
+        Written("", "{name}\n", "", "\n"),
+        detect=(("<|observation|>",), ("[gMASK]",)),
     ),
     ToolFormat(
         "json",
-        (CallSyntax(fenced_calls, "```"), _TOOL_CALL, _BARE_JSON),
+        (CallSyntax(calls.fenced_calls, "```"), _TOOL_CALL, _BARE_JSON),
         Written("", _NAME_AND_ARGUMENTS, "}", "\n"),
         detect=((),),
     ),

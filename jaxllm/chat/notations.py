@@ -8,18 +8,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from jaxllm.chat import values
 from jaxllm.chat.calls import closing, json_arguments, json_calls, marked, named_arguments, sections, tool_name
 from jaxllm.chat.events import CallSyntax, CallWriter, Tags, ToolFormat, Written, random_id
 from jaxllm.chat.source import MAX_DEPTH, MalformedError, Scan, Source, quoted_text
-from jaxllm.chat.values import (
-    followed,
-    json_from_raw,
-    parameter_types,
-    properties_of,
-    raw_argument,
-    raw_value,
-    value_types,
-)
 
 _BARE = re.compile(r"[^,:{}\[\]]+")
 
@@ -57,13 +49,13 @@ def keyed_call(
     while (yield from source.one_of((key_tag, close))) == key_tag:
         key = (yield from source.text_until(_close(form, "arg_key"))).strip()
         yield from source.skip_space()
-        types = parameter_types(writer, name, key)
+        types = values.parameter_types(writer, name, key)
         if (yield from source.one_of((value_tag, type_tag))) == type_tag:
             stated = (yield from source.text_until(_close(form, "arg_type"))).strip().lower()
-            types = types or value_types({"type": stated}, {})
+            types = types or values.value_types({"type": stated}, {})
             yield from source.skip_space()
             yield from source.expect(value_tag)
-        yield from raw_argument(source, writer, key, types, (end,), last)
+        yield from values.raw_argument(source, writer, key, types, (end,), last)
     writer.end()
 
 
@@ -119,8 +111,8 @@ def _parameters(source: Source, writer: CallWriter, name: str, ends: Sequence[st
         stops = ["</parameter>", "</function>", "<parameter="]
         if line:
             stops = ["\n" + stop for stop in stops]
-        types = parameter_types(writer, name, key) or ({"string"} if verbatim else set())
-        yield from raw_argument(source, writer, key, types, stops)
+        types = values.parameter_types(writer, name, key) or ({"string"} if verbatim else set())
+        yield from values.raw_argument(source, writer, key, types, stops)
     writer.end()
 
 
@@ -170,7 +162,7 @@ def _gemma_object(source: Source, writer: CallWriter, quote: str, root: Any) -> 
                 raise MalformedError
             write(source.take(1))
             closers.append("}" if char == "{" else "]")
-            schemas.append(followed(schemas[-1], root).get("items") if char == "[" else None)
+            schemas.append(values.followed(schemas[-1], root).get("items") if char == "[" else None)
             expected = "first key" if char == "{" else "first value"
         elif expected in ("value", "first value"):
             if (yield from _opens(source, quote)):
@@ -179,7 +171,7 @@ def _gemma_object(source: Source, writer: CallWriter, quote: str, root: Any) -> 
                 yield from source.expect(quote)
                 write('"')
             else:
-                write(json_from_raw((yield from _bare(source)), value_types(schemas[-1], root)))
+                write(values.json_from_raw((yield from _bare(source)), values.value_types(schemas[-1], root)))
             expected = "comma"
         elif expected in ("key", "first key"):
             quoted = yield from _opens(source, quote)
@@ -187,7 +179,7 @@ def _gemma_object(source: Source, writer: CallWriter, quote: str, root: Any) -> 
             write(f'"{quoted_text(key)}":')
             yield from source.skip_space()
             yield from source.expect(":")
-            schemas[-1] = properties_of(schemas[-2], root).get(key)
+            schemas[-1] = values.properties_of(schemas[-2], root).get(key)
             expected = "value"
         elif char == ",":
             write(source.take(1))
@@ -244,7 +236,7 @@ def xtml_call(source: Source, writer: CallWriter) -> Scan[None]:
         kind = yield from source.text_until('"')
         yield from source.expect(XTML_SEP)
         writer.key(key.replace("&quot;", '"').replace("&amp;", "&"))
-        yield from raw_value(source, {"string"} if kind == "string" else set(), stops, writer.write)
+        yield from values.raw_value(source, {"string"} if kind == "string" else set(), stops, writer.write)
         yield from source.expect(XTML_ARGUMENT_END)
         writer.claim()
     if tag == _JSON:
@@ -287,7 +279,7 @@ def tagged_call(source: Source, writer: CallWriter) -> Scan[None]:
     while (yield from source.one_of((SOLAR_ARGUMENT, SOLAR_CALL_2_END))) == SOLAR_ARGUMENT:
         key = yield from source.text_until(SOLAR_VALUE)
         stops = (SOLAR_ARGUMENT_END, SOLAR_ARGUMENT, SOLAR_CALL_2_END)
-        yield from raw_argument(source, writer, key, parameter_types(writer, name, key), stops)
+        yield from values.raw_argument(source, writer, key, values.parameter_types(writer, name, key), stops)
     writer.end()
 
 
