@@ -379,12 +379,7 @@ EFFORT_BUDGETS: dict[str, int | None] = {
 
 
 def thinking_fields(
-    conversation: Conversation,
-    reasoning: ReasoningFormat | None,
-    template: str,
-    asked: int | None,
-    *,
-    in_reasoning: bool,
+    conversation: Conversation, reasoning: ReasoningFormat | None, template: str, asked: int | None, in_reasoning: bool
 ) -> dict[str, Any]:
     """The fields of SamplingParams that bound an answer's reasoning.
 
