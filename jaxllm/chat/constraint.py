@@ -242,7 +242,9 @@ class _Grammar:
         """A call, with an alternative for each tool; `skip` leaves out that much of its beginning."""
         alternatives = []
         for at, tool in enumerate(tools):
-            parameters = _parameters(tool, any_object=not lenient and not tool.strict)
+            parameters = {"type": "object", **tool.parameters} if tool.parameters else _EMPTY_OBJECT
+            if not lenient and not tool.strict:
+                parameters = {"type": "object"}
             head = self._head(tool.name, skip)
             arguments = self._arguments(f"f{at}", parameters, strict=tool.strict)
             alternatives.append(f"{head} {arguments} {self._text(self._written.end)}")
@@ -278,7 +280,8 @@ class _Grammar:
         for at, (key, schema) in enumerate(parameters.get("properties", {}).items()):
             types = value_types(schema, parameters)
             is_text = "true" if types == {"string"} else "false"
-            stated = part_type(types)
+            named = types - {"integer"} if "number" in types else types
+            stated = next(iter(named)).replace("integer", "number") if len(named) == 1 else "object"
             opening = (
                 part.replace("{string}", is_text).replace("{type}", stated).replace("{key}", key) for part in tags.open
             )
@@ -405,12 +408,6 @@ class _Grammar:
         return f"%llguidance {{}}\nstart: {start}\n{rules}"
 
 
-def part_type(types: set[str]) -> str:
-    """What a tag says of a value that may be of `types`: of several that none of them is text."""
-    named = types - {"integer"} if "number" in types else types
-    return next(iter(named)).replace("integer", "number") if len(named) == 1 else "object"
-
-
 _json_text = partial(json.dumps, ensure_ascii=False)
 
 
@@ -433,11 +430,3 @@ def _json_rule(schema: Any, strict: bool) -> str:
     options = {"whitespace_pattern": r"[ \n\t]{1,32}", "lenient": not strict}
     schema = plain(schema) if isinstance(schema, bool) else schema
     return "%json " + json.dumps(closed(plain({**schema, "x-guidance": options})))
-
-
-def _parameters(tool: Tool, any_object: bool) -> dict[str, Any]:
-    if any_object:
-        return {"type": "object"}
-    if not tool.parameters:
-        return _EMPTY_OBJECT
-    return {"type": "object", **tool.parameters}

@@ -378,18 +378,14 @@ def _template_values(model: ChatModel, conversation: Conversation, *, may_be_cut
     tool_format = model.formats(template).tools
     if tools and tool_format is None:
         raise InvalidRequestError([Field("tools"), " are turned off (tool_call_parser is none)"])
-    if tool_format is not None and "tools" not in template and (tools or _has_tool_turns(conversation, messages)):
+    # A notebook's messages may have calls and results that are meant for a template which does not know them.
+    as_given = not conversation.separate_reasoning and any(m.given is not None for m in conversation.messages)
+    has_turns = not as_given and any(m["role"] == "tool" or "tool_calls" in m for m in messages)
+    if tool_format is not None and "tools" not in template and (tools or has_turns):
         values["messages"] = with_tools_as_text(messages, tools, tool_format)
         values["tools"] = None
     values["messages"] = in_format(values["messages"], template, model.content_format)
     return values
-
-
-def _has_tool_turns(conversation: Conversation, messages: Sequence[dict[str, Any]]) -> bool:
-    """Whether the conversation has calls or results that its template may not know; a notebook's may be meant so."""
-    if not conversation.separate_reasoning and any(message.given is not None for message in conversation.messages):
-        return False
-    return any(message["role"] == "tool" or "tool_calls" in message for message in messages)
 
 
 def _check_roles(messages: Sequence[Message], template: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxllm.chat.events import CallWriter
 from jaxllm.chat.source import Emit, Scan, Source, quoted_text
+from jaxllm.requests.schema import pointed
 from jaxllm.requests.structured_outputs import ascii_classes
 
 MAX_PARTS = 200
@@ -36,27 +37,13 @@ def followed(schema: Any, root: Any, seen: set[int] | None = None) -> dict[str, 
         return {}
     seen.add(id(schema))
     whole = schema.get("allOf")
-    others = [_referred(schema["$ref"], root)] if "$ref" in schema else []
+    others = [pointed(schema["$ref"], root)] if "$ref" in schema else []
     others += whole if isinstance(whole, list) else []
     merged = {key: value for key, value in schema.items() if key not in ("$ref", "allOf")}
     for other in others:
         for key, value in followed(other, root, seen).items():
             merged.setdefault(key, value)
     return merged
-
-
-def _referred(reference: Any, root: Any) -> Any:
-    """What a JSON pointer such as #/$defs/day points to."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return None
-    found = root
-    for part in reference[1:].split("/")[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
-            found = found[int(key)]
-        else:
-            found = found.get(key) if isinstance(found, dict) else None
-    return found
 
 
 def value_types(schema: Any, root: Any, seen: set[int] | None = None) -> set[str]:
@@ -172,14 +159,13 @@ def whole_text(pattern: str) -> str:
 
     Worked example: `whole_text("^a|b")` is `a(?s:.*)|(?s:.*)b`, each in a group.
     """
-    return "|".join(f"(?:{_anchored(alternative)})" for alternative in _alternatives(pattern))
-
-
-def _anchored(alternative: list[str]) -> str:
-    starts, ends = alternative[:1] == ["^"], alternative[-1:] == ["$"]
-    inner = "".join(alternative[starts : len(alternative) - ends])
-    escaped = ascii_classes(inner).replace("\\/", "/").replace("/", "\\/")
-    return ("" if starts else "(?s:.*)") + f"(?:{escaped})" + ("" if ends else "(?s:.*)")
+    anchored = []
+    for alternative in _alternatives(pattern):
+        starts, ends = alternative[:1] == ["^"], alternative[-1:] == ["$"]
+        inner = "".join(alternative[starts : len(alternative) - ends])
+        escaped = ascii_classes(inner).replace("\\/", "/").replace("/", "\\/")
+        anchored.append(("" if starts else "(?s:.*)") + f"(?:{escaped})" + ("" if ends else "(?s:.*)"))
+    return "|".join(f"(?:{alternative})" for alternative in anchored)
 
 
 def _alternatives(pattern: str) -> list[list[str]]:

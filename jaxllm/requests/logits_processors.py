@@ -107,18 +107,16 @@ def read_chosen(given: Mapping[str, Any] | Sequence[str]) -> dict[str, dict[str,
     for name, arguments in chosen.items():
         if not isinstance(name, str) or not isinstance(arguments, Mapping | None):
             raise problem
-    return {name: {key: _plain(value) for key, value in (found or {}).items()} for name, found in chosen.items()}
+    import numpy as np
+
+    def plain(value: Any) -> Any:
+        return value if isinstance(value, str) or value is None else np.asarray(value).tolist()  # can be compared
+
+    return {name: {key: plain(value) for key, value in (found or {}).items()} for name, found in chosen.items()}
 
 
 def _refused(problem: str) -> InvalidRequestError:
     return InvalidRequestError([Field("logits_processors"), problem])
-
-
-def _plain(value: Any) -> Any:
-    """Numbers and lists of them, which can be compared."""
-    import numpy as np
-
-    return value if isinstance(value, str) or value is None else np.asarray(value).tolist()
 
 
 def argument(name: str, key: str, value: Any, shape: Sequence[int], dtype: str) -> np.ndarray:

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.asked_process import AskedProcesses, Died, TimedOut, answer_questions
@@ -322,12 +322,7 @@ _compiled = GrammarCache(16 * 2**20)
 _processes = GrammarProcesses()
 
 
-def _answer(stack_bytes: int, asked: bytes) -> bytes:
-    return json.dumps(_reply(json.loads(asked), stack_bytes)).encode()
-
-
-def _reply(fields: dict[str, Any], stack_bytes: int) -> dict[str, str]:
-    outputs = StructuredOutputs(**fields)
+def _reply(outputs: StructuredOutputs, stack_bytes: int) -> dict[str, str]:
     try:
         grammar = call_with_stack("compile", stack_bytes, lambda: grammar_text(outputs))
     except InvalidRequestError as error:
@@ -356,4 +351,8 @@ def _vocabulary(bits: int) -> LLTokenizer:
 
 if __name__ == "__main__":
     stack = int(sys.argv[1])
-    answer_questions(partial(_answer, stack), COMPILE_MEMORY_BYTES + stack, idle_seconds=IDLE_SECONDS)
+
+    def answer(asked: bytes) -> bytes:
+        return json.dumps(_reply(StructuredOutputs(**json.loads(asked)), stack)).encode()
+
+    answer_questions(answer, COMPILE_MEMORY_BYTES + stack, idle_seconds=IDLE_SECONDS)
