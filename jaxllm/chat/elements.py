@@ -33,10 +33,8 @@ def element_call(source: Source, writer: CallWriter) -> Scan[None]:
     name = yield from tool_name(source, writer)
     yield from source.expect('">')
     found: list[tuple[str, Any]] = []
-    yield from source.skip_space()
-    while (yield from source.one_of((INVOKE_END, f"{MARK}<"))) != INVOKE_END:
+    while (yield from source.one_of((INVOKE_END, f"{MARK}<"), spaced=True)) != INVOKE_END:
         found.append((yield from _element(source, 1)))
-        yield from source.skip_space()
     writer.begin(name)
     root = writer.schemas[name]
     writer.write(json.dumps(_object(found, root, root), ensure_ascii=False))
@@ -117,8 +115,7 @@ def invoked_calls(
     """
     opening = f'<{prefix}invoke name="'
     if not inside:
-        yield from source.skip_space()
-        yield from source.expect(opening)
+        yield from source.expect(opening, spaced=True)
     while True:
         tag = yield from _invocation(source, writer, prefix, end, after, doubled)
         yield from source.skip_space()
@@ -135,14 +132,11 @@ def step_calls(source: Source, writer: CallWriter, *, inside: bool = False) -> S
     more = (STEP_SEPARATOR, STEP_CALL)
     after = (*more, STEP_CALLS_END)
     if not inside:
-        yield from source.skip_space()
-        yield from source.expect(STEP_CALL)
+        yield from source.expect(STEP_CALL, spaced=True)
     while True:
-        yield from source.skip_space()
-        if (yield from source.peek()) == "f":
+        if (yield from source.peek(spaced=True)) == "f":
             yield from source.expect(f"function{STEP_SEPARATOR}")
-        yield from source.skip_space()
-        yield from source.expect('<steptml:invoke name="')
+        yield from source.expect('<steptml:invoke name="', spaced=True)
         if (yield from _invocation(source, writer, "steptml:", STEP_CALL_END, after)) != STEP_CALL_END:
             yield from closing(source, writer, STEP_CALL_END)
         yield from source.skip_space()
@@ -150,8 +144,7 @@ def step_calls(source: Source, writer: CallWriter, *, inside: bool = False) -> S
             break
         source.take(len(tag))
         if tag == STEP_SEPARATOR:
-            yield from source.skip_space()
-            yield from source.expect(STEP_CALL)
+            yield from source.expect(STEP_CALL, spaced=True)
     yield from closing(source, writer, STEP_CALLS_END)
 
 
@@ -167,11 +160,9 @@ def _invocation(
     opening = f'<{prefix}invoke name="'
     parameter, finished = f'<{prefix}parameter name="', f"</{prefix}invoke>"
     unknown = list(values.properties_of(writer.schemas[name], writer.schemas[name]))
-    yield from source.skip_space()
-    while (tag := (yield from source.one_of((parameter, finished, end, opening)))) == parameter:
+    while (tag := (yield from source.one_of((parameter, finished, end, opening), spaced=True))) == parameter:
         key = yield from source.text_until('"')
-        yield from source.skip_space()
-        stated = yield from source.one_of((*_STATED, ">"))
+        stated = yield from source.one_of((*_STATED, ">"), spaced=True)
         types = _STATED[stated] if stated in _STATED else values.parameter_types(writer, name, key)
         close = f"</{prefix}parameter>"
         unknown = [other for other in unknown if other != key]
@@ -200,15 +191,13 @@ def function_elements(source: Source, writer: CallWriter) -> Scan[None]:
     name = yield from tool_name(source, writer)
     yield from source.expect(f"{quote}>")
     writer.begin(name)
-    yield from source.skip_space()
-    while (yield from source.one_of((*_PARAMS, FUNCTION_END))) != FUNCTION_END:
+    while (yield from source.one_of((*_PARAMS, FUNCTION_END), spaced=True)) != FUNCTION_END:
         quote = yield from source.one_of(_QUOTES)
         key = yield from source.text_until(quote)
         yield from source.expect(">")
         writer.key(key)
         yield from _param_value(source, values.parameter_types(writer, name, key), writer.write)
         writer.claim()
-        yield from source.skip_space()
     writer.end()
 
 

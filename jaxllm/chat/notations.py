@@ -45,16 +45,14 @@ def keyed_call(
     yield from source.skip_space()
     if separator:
         yield from source.literal(separator)
-        yield from source.skip_space()
-    while (yield from source.one_of((key_tag, close))) == key_tag:
+    while (yield from source.one_of((key_tag, close), spaced=True)) == key_tag:
         key = (yield from source.text_until(_close(form, "arg_key"))).strip()
         yield from source.skip_space()
         types = values.parameter_types(writer, name, key)
         if (yield from source.one_of((value_tag, type_tag))) == type_tag:
             stated = (yield from source.text_until(_close(form, "arg_type"))).strip().lower()
             types = types or values.value_types({"type": stated}, {})
-            yield from source.skip_space()
-            yield from source.expect(value_tag)
+            yield from source.expect(value_tag, spaced=True)
         yield from values.raw_argument(source, writer, key, types, (end,), last)
     writer.end()
 
@@ -86,8 +84,7 @@ def function_tag(
     schema says otherwise; else one on lines of its own is without their newlines.
     """
     if wrapped:
-        yield from source.skip_space()
-        yield from source.expect("<function=")
+        yield from source.expect("<function=", spaced=True)
     name = yield from tool_name(source, writer)
     yield from source.expect(">")
     yield from source.skip_space()
@@ -105,7 +102,7 @@ def _parameters(source: Source, writer: CallWriter, name: str, ends: Sequence[st
 
     </parameter> may be missing.
     """
-    while (yield from source.one_of(("<parameter=", *ends))) not in ends:
+    while (yield from source.one_of(("<parameter=", *ends), spaced=True)) not in ends:
         key = yield from source.text_until(">")
         line = not verbatim and (yield from source.peek()) == "\n" and (yield from source.literal("\n"))
         stops = ["</parameter>", "</function>", "<parameter="]
@@ -150,8 +147,7 @@ def _gemma_object(source: Source, writer: CallWriter, quote: str, root: Any) -> 
     schemas: list[Any] = [root]
     expected = "value"
     while True:
-        yield from source.skip_space()
-        char = yield from source.peek()
+        char = yield from source.peek(spaced=True)
         if closers and char == closers[-1] and expected in ("first key", "first value", "comma"):
             source.take(1)
             write(closers.pop())
@@ -177,8 +173,7 @@ def _gemma_object(source: Source, writer: CallWriter, quote: str, root: Any) -> 
             quoted = yield from _opens(source, quote)
             key = yield from (source.text_until(quote) if quoted else _bare(source))
             write(f'"{quoted_text(key)}":')
-            yield from source.skip_space()
-            yield from source.expect(":")
+            yield from source.expect(":", spaced=True)
             schemas[-1] = values.properties_of(schemas[-2], root).get(key)
             expected = "value"
         elif char == ",":
@@ -264,8 +259,7 @@ def identified_call(source: Source, writer: CallWriter) -> Scan[None]:
     call_id = yield from source.run(_ID_CHARACTERS)
     yield from source.expect(SOLAR_NAME)
     name = yield from tool_name(source, writer)
-    yield from source.skip_space()
-    yield from source.expect(SOLAR_ARGUMENTS)
+    yield from source.expect(SOLAR_ARGUMENTS, spaced=True)
     yield from named_arguments(source, writer, name, call_id if _ID.fullmatch(call_id) else None, (SOLAR_CALL_END,))
     yield from closing(source, writer, SOLAR_CALL_END)
 
@@ -275,8 +269,7 @@ def tagged_call(source: Source, writer: CallWriter) -> Scan[None]:
     yield from source.skip_space()
     name = yield from tool_name(source, writer)
     writer.begin(name)
-    yield from source.skip_space()
-    while (yield from source.one_of((SOLAR_ARGUMENT, SOLAR_CALL_2_END))) == SOLAR_ARGUMENT:
+    while (yield from source.one_of((SOLAR_ARGUMENT, SOLAR_CALL_2_END), spaced=True)) == SOLAR_ARGUMENT:
         key = yield from source.text_until(SOLAR_VALUE)
         stops = (SOLAR_ARGUMENT_END, SOLAR_ARGUMENT, SOLAR_CALL_2_END)
         yield from values.raw_argument(source, writer, key, values.parameter_types(writer, name, key), stops)

@@ -93,8 +93,10 @@ class Source:
             yield
         return True
 
-    def peek(self) -> Scan[str]:
-        """The next character."""
+    def peek(self, *, spaced: bool = False) -> Scan[str]:
+        """The next character; if `spaced`, whitespace may come before it, here and below."""
+        if spaced:
+            yield from self.skip_space()
         if not (yield from self.any_left()):
             raise UnfinishedError
         return self.text[self.at]
@@ -135,8 +137,10 @@ class Source:
         self.take(len(found))
         return found == text
 
-    def one_of(self, texts: Sequence[str]) -> Scan[str]:
+    def one_of(self, texts: Sequence[str], *, spaced: bool = False) -> Scan[str]:
         """Consume the first of `texts` that is next; of texts that begin alike the longer comes first."""
+        if spaced:
+            yield from self.skip_space()
         while True:
             for text in texts:
                 found = self.starts_with(text)
@@ -152,9 +156,9 @@ class Source:
                 raise UnfinishedError
             yield
 
-    def expect(self, text: str) -> Scan[None]:
+    def expect(self, text: str, *, spaced: bool = False) -> Scan[None]:
         """Consume `text`, which must be next."""
-        yield from self.one_of((text,))
+        yield from self.one_of((text,), spaced=spaced)
 
     def copy_until(self, stops: Sequence[str], emit: Emit, last: Sequence[str] = ()) -> Scan[str]:
         """Give `emit` the text before the first of `stops`, as it comes; the stop is not consumed and is returned.

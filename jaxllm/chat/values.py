@@ -115,7 +115,6 @@ def raw_argument(
     if (yield from raw_value(source, types, stops, writer.write, last)) == stops[0]:
         yield from source.expect(stops[0])
         writer.claim()
-    yield from source.skip_space()
 
 
 def properties_of(schema: Any, root: Any) -> dict[str, Any]:
