@@ -240,12 +240,7 @@ MINICPM5 = ToolFormat(
     Written("", f'{FUNCTION} name="{{name}}">', FUNCTION_END, "\n"),
     marked=f'{FUNCTION} name="',
     arguments=Tags(
-        (f'{PARAM} name="{{key}}">',),
-        PARAM_END,
-        exact=True,
-        between="",
-        literal=(CDATA, CDATA_END),
-        markup="<&\n",
+        (f'{PARAM} name="{{key}}">',), PARAM_END, exact=True, between="", literal=(CDATA, CDATA_END), markup="<&\n"
     ),
     detect=((f"{FUNCTION} name=", f"{PARAM} name="),),
     markers=(FUNCTION, FUNCTION_END, PARAM, PARAM_END),

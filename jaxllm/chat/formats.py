@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import TypeVar
 
 from jaxllm.chat import calls
@@ -118,25 +119,9 @@ _BARE_JSON = CallSyntax(partial(calls.json_calls, bare=True), first="{[")
 _NAME_AND_ARGUMENTS = '{"name": "{name}", "arguments": '
 _NAME_AND_PARAMETERS = '{"name": "{name}", "parameters": '
 _TOOL_CALL = CallSyntax(partial(calls.json_calls, close="</tool_call>"), "<tool_call>")
-_DEEPSEEK_MARKERS = (
-    "<｜tool▁calls▁begin｜>",
-    "<｜tool▁call▁begin｜>",
-    "<｜tool▁sep｜>",
-    "<｜tool▁call▁end｜>",
-    "<｜tool▁calls▁end｜>",
+_DEEPSEEK_MARKERS = tuple(
+    f"<｜tool▁{part}｜>" for part in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
 )
-_KIMI_MARKERS = tuple(
-    f"<|tool_{part}|>"
-    for part in ("calls_section_begin", "call_begin", "call_argument_begin", "call_end", "calls_section_end")
-)
-_PLAMO = {
-    f"{end} {part}": f"<|plamo:{end}_{part}:plamo|>"
-    for part in ("tool_requests", "tool_request", "tool_name", "tool_arguments")
-    for end in ("begin", "end")
-}
-_PLAMO_NAME = _PLAMO["begin tool_request"] + _PLAMO["begin tool_name"]
-_PLAMO_ARGUMENTS = f"{_PLAMO['end tool_name']}{_PLAMO['begin tool_arguments']}<|plamo:constrain|>json<|plamo:msg|>"
-_PLAMO_ENDS = (_PLAMO["end tool_arguments"], _PLAMO["end tool_request"])
 
 
 def _deepseek(name: str, detect: tuple[str, ...], prefix: str, middle: str, end: str, between: str) -> ToolFormat:
@@ -149,6 +134,25 @@ def _deepseek(name: str, detect: tuple[str, ...], prefix: str, middle: str, end:
         detect=(detect,),
         markers=_DEEPSEEK_MARKERS,
     )
+
+
+def _kimi_k2() -> ToolFormat:
+    parts = ("calls_section_begin", "call_begin", "call_argument_begin", "call_end", "calls_section_end")
+    start, call, argument, call_end, stop = markers = tuple(f"<|tool_{part}|>" for part in parts)
+    scan = partial(calls.prefixed_call, prefix="functions.", middles=(argument,), closers=(call_end,), numbered=True)
+    written = Written(start, f"{call}functions.{{name}}:{{index}}{argument}", call_end, "", stop)
+    return ToolFormat("kimi_k2", calls.sections(start, call, scan, stop), written, markers=markers)
+
+
+def _plamo3() -> ToolFormat:
+    parts = ("tool_requests", "tool_request", "tool_name", "tool_arguments")
+    marks = [(f"<|plamo:begin_{part}:plamo|>", f"<|plamo:end_{part}:plamo|>") for part in parts]
+    (start, stop), (call, call_end), (name, name_end), (arguments, arguments_end) = marks
+    middle = f"{name_end}{arguments}<|plamo:constrain|>json<|plamo:msg|>"
+    scan = partial(calls.prefixed_call, middles=(middle,), closers=(arguments_end, call_end))
+    written = Written(start, f"{call}{name}{{name}}{middle}", arguments_end + call_end, "", stop)
+    markers = (*chain.from_iterable(marks), "<|plamo:constrain|>", "<|plamo:msg|>")
+    return ToolFormat("plamo3", calls.sections(start, call + name, scan, stop)[:1], written, markers=markers)
 
 
 def _json_lines(name: str, open: str, close: str) -> ToolFormat:
@@ -209,23 +213,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     KIMI_K3,
     MINIMAX_M3,
     invoked("dots", "", "dots_function_call", alone=False),
-    ToolFormat(
-        "plamo3",
-        calls.sections(
-            _PLAMO["begin tool_requests"],
-            _PLAMO_NAME,
-            partial(calls.prefixed_call, middles=(_PLAMO_ARGUMENTS,), closers=_PLAMO_ENDS),
-            _PLAMO["end tool_requests"],
-        )[:1],
-        Written(
-            _PLAMO["begin tool_requests"],
-            f"{_PLAMO_NAME}{{name}}{_PLAMO_ARGUMENTS}",
-            "".join(_PLAMO_ENDS),
-            "",
-            _PLAMO["end tool_requests"],
-        ),
-        markers=(*_PLAMO.values(), "<|plamo:constrain|>", "<|plamo:msg|>"),
-    ),
+    _plamo3(),
     _json_lines("longcat", "<longcat_tool_call>", "</longcat_tool_call>"),
     ToolFormat(
         "internlm",
@@ -258,29 +246,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         between="\n",
     ),
     _deepseek("deepseek_v31", _DEEPSEEK_MARKERS[:1], prefix="", middle="<｜tool▁sep｜>", end="", between=""),
-    ToolFormat(
-        "kimi_k2",
-        calls.sections(
-            "<|tool_calls_section_begin|>",
-            "<|tool_call_begin|>",
-            partial(
-                calls.prefixed_call,
-                prefix="functions.",
-                middles=("<|tool_call_argument_begin|>",),
-                closers=("<|tool_call_end|>",),
-                numbered=True,
-            ),
-            "<|tool_calls_section_end|>",
-        ),
-        Written(
-            "<|tool_calls_section_begin|>",
-            "<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>",
-            "<|tool_call_end|>",
-            "",
-            "<|tool_calls_section_end|>",
-        ),
-        markers=_KIMI_MARKERS,
-    ),
+    _kimi_k2(),
     _json_list(
         "cohere_command",
         "<|START_ACTION|>",

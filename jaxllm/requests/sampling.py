@@ -231,15 +231,8 @@ class SamplingParams:
     @property
     def adjusts_logits(self) -> bool:
         """True when logits change before the choice, so that even argmax needs the request's history."""
-        return bool(
-            self.logit_bias
-            or self.allowed_token_ids
-            or self.bad_words
-            or self.min_tokens
-            or self.presence_penalty
-            or self.frequency_penalty
-            or self.repetition_penalty != 1.0
-        )
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        return bool(penalties or self.logit_bias or self.allowed_token_ids or self.bad_words or self.min_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
