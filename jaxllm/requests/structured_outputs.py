@@ -103,14 +103,11 @@ class StructuredOutputs:
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             found = f"{' and '.join(given)} are set" if given else "nothing is set"
-            raise InvalidRequestError(
-                f"structured_outputs: {found}; it must have exactly one of {', '.join(KINDS)}",
-                param="structured_outputs",
-            )
+            problem = f"structured_outputs: {found}; it must have exactly one of {', '.join(KINDS)}"
+            raise InvalidRequestError(problem, param="structured_outputs")
         if self.choice is not None and not (self.choice and all(isinstance(c, str) and c for c in self.choice)):
-            raise InvalidRequestError(
-                f"choice is {list(self.choice)!r}; it must be a list of non-empty strings", param="choice"
-            )
+            problem = f"choice is {list(self.choice)!r}; it must be a list of non-empty strings"
+            raise InvalidRequestError(problem, param="choice")
 
     @property
     def kind(self) -> str:
