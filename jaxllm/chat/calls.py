@@ -271,9 +271,7 @@ def section(
     while True:
         yield from call(source, writer)
         yield from source.skip_space()
-        if not (yield from source.any_left()):
-            break
-        if not (yield from source.literal(open) if part else source.follows(open)):
+        if not (yield from source.any_left()) or not (yield from source.literal(open, whole=not part)):
             break
     yield from closing(source, writer, end)
 

@@ -111,16 +111,14 @@ class Source:
     def skip_space(self) -> Scan[None]:
         yield from self.run(_SPACE)
 
-    def literal(self, text: str) -> Scan[bool]:
-        """Consume `text` if it is next. At the end of the source its beginning is enough."""
-        while (found := self.starts_with(text)) is None:
-            if self.ended:
-                self.take(len(self.text) - self.at)
-                return True
+    def literal(self, text: str, *, whole: bool = False) -> Scan[bool]:
+        """Consume `text` if it is next; unless it must be `whole`, its beginning is enough at the end of the source."""
+        while (found := self.starts_with(text)) is None and not self.ended:
             yield
-        if found:
-            self.take(len(text))
-        return found
+        if not found and (whole or found is not None):
+            return False
+        self.take(min(len(text), len(self.text) - self.at))
+        return True
 
     def next_of(self, texts: Sequence[str]) -> Scan[str]:
         """The one of `texts` that comes next, not consumed; "" if none does."""
@@ -130,12 +128,6 @@ class Source:
             if known is not None or self.ended or not any(is_next is None for is_next in found.values()):
                 return known or ""
             yield
-
-    def follows(self, text: str) -> Scan[bool]:
-        """Consume `text` if all of it is next."""
-        found = yield from self.next_of((text,))
-        self.take(len(found))
-        return found == text
 
     def one_of(self, texts: Sequence[str], *, spaced: bool = False) -> Scan[str]:
         """Consume the first of `texts` that is next; of texts that begin alike the longer comes first."""

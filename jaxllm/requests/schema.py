@@ -73,19 +73,16 @@ def _copied(schema: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]
             nodes.append(value)
         return value
 
-    root, at = copy(schema), 0
-    while at < len(nodes):
-        node = nodes[at]
-        for key in _ONE:
-            if key in node:
-                node[key] = copy(node[key])
-        for key in _LISTED:
-            if isinstance(node.get(key), list):
-                node[key] = [copy(value) for value in node[key]]
-        for key in _NAMED:
-            if isinstance(node.get(key), dict):
-                node[key] = {name: copy(value) for name, value in node[key].items()}
-        at += 1
+    root = copy(schema)
+    for node in nodes:  # there are more and more
+        for key in dict.fromkeys((*_ONE, *_LISTED, *_NAMED)):
+            value = node.get(key)
+            if key in _LISTED and isinstance(value, list):
+                node[key] = [copy(inner) for inner in value]
+            elif key in _NAMED and isinstance(value, dict):
+                node[key] = {name: copy(inner) for name, inner in value.items()}
+            elif key in _ONE and isinstance(value, dict):
+                node[key] = copy(value)
     return root, nodes
 
 

@@ -238,11 +238,6 @@ class LoRARequest:
     lora_path: str | PathLike[str]
     scale: float = 1.0
 
-    @property
-    def use(self) -> AdapterUse:
-        """The same as the engine is told it."""
-        return AdapterUse(self.lora_int_id, self.lora_name, fspath(self.lora_path), self.scale)
-
 
 LoRA = LoRARequest | Sequence[LoRARequest]
 """One adapter, or several that are added together."""
@@ -259,4 +254,4 @@ def adapter_uses(given: LoRA | None) -> tuple[AdapterUse, ...]:
         if isinstance(request.scale, bool) or not isinstance(request.scale, (int, float)) or abs(request.scale) > 1e6:
             said = f"the scale of adapter {request.lora_name!r} is {request.scale!r}; accepted are numbers up to 1e6"
             raise InvalidRequestError(said, param="lora_request")
-    return tuple(request.use for request in requests)
+    return tuple(AdapterUse(r.lora_int_id, r.lora_name, fspath(r.lora_path), r.scale) for r in requests)

@@ -281,13 +281,12 @@ class GrammarCache:
                 self._left += len(self._grammars.popitem(last=False)[1])
 
 
-class GrammarProcesses:
+class GrammarProcesses(AskedProcesses):
     """At most MAX_PROCESSES at once, started when they are needed; waiting for one does not hold up the others."""
 
     def __init__(self, seconds: float = COMPILE_SECONDS, stack_bytes: int = COMPILE_STACK_BYTES) -> None:
-        self._seconds = seconds
-        self._stack_bytes = stack_bytes
-        self._processes = AskedProcesses("jaxllm.requests.structured_outputs", str(stack_bytes), most=MAX_PROCESSES)
+        super().__init__("jaxllm.requests.structured_outputs", str(stack_bytes), most=MAX_PROCESSES)
+        self._seconds, self._stack_bytes = seconds, stack_bytes
 
     def compile(self, kind: str, value: Any) -> str:
         """The grammar text of `StructuredOutputs(**{kind: value})`. Blocks; any thread may call it.
@@ -296,7 +295,7 @@ class GrammarProcesses:
         """
         try:
             question = json.dumps({kind: value}).encode()
-            reply = json.loads(self._processes.ask(question, processor_seconds=self._seconds))
+            reply = json.loads(self.ask(question, processor_seconds=self._seconds))
         except TimedOut:
             problem = f" takes more than {self._seconds:g} seconds of processor time to compile"
             raise InvalidRequestError([Field(kind), problem]) from None
@@ -309,10 +308,6 @@ class GrammarProcesses:
         if "error" in reply:
             raise InvalidRequestError([Field(kind), reply["error"]])
         return reply["grammar"]
-
-    def close(self) -> None:
-        """End the processes; what they compile now is refused, and a later `compile` starts another."""
-        self._processes.close()
 
 
 _compiled = GrammarCache(16 * 2**20)
