@@ -262,10 +262,7 @@ def line_call(source: Source, writer: CallWriter) -> Scan[None]:
 def section(
     source: Source, writer: CallWriter, *, open: str, call: CallScan, end: str, inside: bool = False, part: bool = False
 ) -> Scan[None]:
-    """`open` and what `call` reads, again and again, and `end` after the last; `inside` is after the first `open`.
-
-    With `part` the beginning of `open` at the text's end is taken for all of it.
-    """
+    """`call` after each `open`, and `end`; begun `inside`, after the first `open`, or ended with a `part` of one."""
     if not inside:
         yield from source.expect(open, spaced=True)
     while True:
@@ -285,10 +282,7 @@ def prefixed_call(
     prefix: str = "",
     numbered: bool = False,
 ) -> Scan[None]:
-    """`prefix` name `middle` {…} `closers`.
-
-    If `numbered`, the name is name:0, which with its prefix is the call's id.
-    """
+    """`prefix` name `middle` {…} `closers`; if `numbered`, the name is name:0, and with its prefix the call's id."""
     yield from source.skip_space()
     if prefix:
         yield from source.literal(prefix)

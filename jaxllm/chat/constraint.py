@@ -342,10 +342,7 @@ class _Grammar:
     def _members(
         self, rule: str, parameters: dict[str, Any], strict: bool, marks: tuple[str, str, str, str], value: _Value
     ) -> str:
-        """Properties in the schema's order; `marks` are what opens, follows a key, stands between members, and closes.
-
-        Commas come only between those that are there.
-        """
+        """Properties in the schema's order; `marks` open, follow a key, part those that are there, and close."""
         opens, colon, comma, closes = marks
         properties = list(parameters.get("properties", {}).items())
         last = f"{rule}_{len(properties)}"

@@ -175,10 +175,7 @@ class Rendering:
 
 
 def thinking_variables(thinks: bool | None, effort: str | None = None, budget: int | None = None) -> dict[str, Any]:
-    """The variables that tell templates to think or not, how hard, and how long.
-
-    An effort alone turns thinking on, "none" turns it off.
-    """
+    """Variables that tell templates to think or not, how hard, how long. An effort alone turns it on, "none" off."""
     if thinks is None and effort is not None:
         thinks = effort != "none"
     told = {} if thinks is None else dict.fromkeys(THINKING_VARIABLES, thinks)
@@ -241,10 +238,7 @@ def _with_object(call: Any) -> Any:
 
 
 def given_tools(tools: Sequence[Any], choice: Any = "auto") -> tuple[list[Tool], ToolChoice]:
-    """Tools and a choice of a notebook, as chat completions take them: those that may be called, and how.
-
-    Raises InvalidRequestError where they are something else.
-    """
+    """The tools of a notebook that may be called, and how. Raises InvalidRequestError where they are something else."""
     offered = [_given_tool(tool, at) for at, tool in enumerate(tools)]
     names = [tool.name for tool in offered]
     repeated = next((name for name in names if names.count(name) > 1), None)

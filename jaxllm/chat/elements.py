@@ -26,10 +26,7 @@ _Element = str | list[tuple[str, Any]]
 
 
 def element_call(source: Source, writer: CallWriter) -> Scan[None]:
-    """MiniMax M3's call after INVOKE, with elements that may hold others.
-
-    It is given when it is complete: an element that comes again makes an array of the first.
-    """
+    """MiniMax M3's call after INVOKE, given when it is complete: an element that comes again makes an array of them."""
     name = yield from tool_name(source, writer)
     yield from source.expect('">')
     found: list[tuple[str, Any]] = []

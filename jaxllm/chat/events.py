@@ -85,6 +85,9 @@ short_id = partial(random_id, string.ascii_letters + string.digits, 9)
 """Mistral's templates take ids of exactly nine alphanumerics."""
 
 
+Schemas = dict[str, dict[str, Any]]
+
+
 class CallWriter:
     """Turns what scanners find into events; a call is given with the first text of its arguments.
 
@@ -93,14 +96,7 @@ class CallWriter:
         count: calls given.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        events: list[Event],
-        schemas: dict[str, dict[str, Any]],
-        new_id: Callable[[], str],
-        leave: Emit,
-    ):
+    def __init__(self, source: Source, events: list[Event], schemas: Schemas, new_id: Callable[[], str], leave: Emit):
         self.schemas = schemas
         self.count = 0
         self._source = source

@@ -98,10 +98,7 @@ def function_tag(
 
 
 def _parameters(source: Source, writer: CallWriter, name: str, ends: Sequence[str], verbatim: bool) -> Scan[None]:
-    """Up to and with one of `ends`. A value on lines of its own ends at a newline and a tag, another at a tag.
-
-    </parameter> may be missing.
-    """
+    """Up to and with one of `ends`. A value on lines of its own ends at a newline and a tag, another at a tag."""
     while (yield from source.one_of(("<parameter=", *ends), spaced=True)) not in ends:
         key = yield from source.text_until(">")
         line = not verbatim and (yield from source.peek()) == "\n" and (yield from source.literal("\n"))
@@ -216,10 +213,7 @@ _AFTER_XTML_ARGUMENTS = (XTML_ARGUMENT, XTML_CALL_END, XTML_TOOLS_END)
 
 
 def xtml_call(source: Source, writer: CallWriter) -> Scan[None]:
-    """Kimi K3's call after <|open|>call tool=": NAME" index="1"<|sep|> ….
-
-    A value ends at its closing tag and another tag, so the first may be in it.
-    """
+    """Kimi K3's call after XTML_CALL. A value ends at its closing tag and another tag, so the first may be in it."""
     name = yield from tool_name(source, writer)
     yield from source.expect('"')
     yield from source.text_until(XTML_SEP)
@@ -252,10 +246,7 @@ _ID = re.compile(r"[a-z0-9]{10}")
 
 
 def identified_call(source: Source, writer: CallWriter) -> Scan[None]:
-    """Solar Open's call after SOLAR_CALL: its id, the function's name and {…}.
-
-    An id that the family would not write is replaced.
-    """
+    """Solar Open's call after SOLAR_CALL: its id, replaced if the family would not write it, the name, and {…}."""
     call_id = yield from source.run(_ID_CHARACTERS)
     yield from source.expect(SOLAR_NAME)
     name = yield from tool_name(source, writer)

@@ -279,10 +279,7 @@ def prepare_params(model: ChatModel, conversation: Conversation, params: Samplin
 
 
 def render(model: ChatModel, conversation: Conversation, *, may_be_cut: bool = False) -> Rendered:
-    """The prompt of a conversation; with `may_be_cut` it need not fit the context.
-
-    Raises InvalidRequestError where the template or a setting refuses.
-    """
+    """The prompt of a conversation, which need not fit the context if it `may_be_cut`. Raises InvalidRequestError."""
     values = _template_values(model, conversation, may_be_cut=may_be_cut)
     text, template = model.tokenizer.render(values, own=model.chat_template), values["template"]
     special = conversation.rendering.special_tokens
@@ -323,10 +320,7 @@ def fitted(
 
 
 def sampling_params(model: ChatModel, settings: AnswerSettings, **derived: Any) -> SamplingParams:
-    """The caller's values, else the model's own defaults, else OpenAI's; `derived` are ours.
-
-    Raises InvalidRequestError when a value is out of range.
-    """
+    """The caller's values, else the model's defaults, else OpenAI's; `derived` are ours. Raises InvalidRequestError."""
     info, logprobs = model.engine.info, settings.logprobs
     num_generated = settings.num_generated
     if settings.beam_search is not None:

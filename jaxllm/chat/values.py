@@ -67,10 +67,7 @@ def value_types(schema: Any, root: Any, seen: set[int] | None = None) -> set[str
 
 
 def json_from_raw(raw: str, types: set[str]) -> str:
-    """The JSON text of a value written raw: a string as it is, anything else as JSON.
-
-    `raw` is what JSON says it is where `types` allow that, and a string otherwise.
-    """
+    """The JSON text of a value written raw, which is a string unless JSON says otherwise and `types` allow that."""
     text = raw.strip()
     if "boolean" in types and text in ("True", "False"):
         text = text.lower()

@@ -107,10 +107,7 @@ def _counted(positions: tuple[int, ...], num_prompt: int) -> list[int]:
 
 
 def read_capture(capture: CaptureRequest, positions: str | Sequence[int], layers: LayerShapes) -> CaptureParams:
-    """What a caller asks for, by its own names or TransformerLens's.
-
-    Raises InvalidRequestError: naming the field, its value, and what would be accepted.
-    """
+    """The captures that a caller asks for, by our names or TransformerLens's. Raises InvalidRequestError."""
     num_layers = len(layers.heads)
     if isinstance(capture, str):
         capture = [capture]

@@ -49,10 +49,7 @@ class LogitsProcessor:
 
 
 def read_processors(functions: Sequence[Callable[..., jax.Array]]) -> tuple[LogitsProcessor, ...]:
-    """Those that an engine is given, whose keyword-only parameters are their arguments.
-
-    Raises ConfigError: naming what is wrong with one of them.
-    """
+    """The processors of an engine, whose keyword-only parameters are their arguments. Raises ConfigError."""
     found = tuple(map(_read, functions))
     names = [processor.name for processor in found]
     for name in names:
@@ -93,10 +90,7 @@ Chosen = Mapping[str, Mapping[str, Any]]
 
 
 def read_chosen(given: Mapping[str, Any] | Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What a request uses, as `Chosen`: of a list of names, or a dictionary of names and arguments.
-
-    Raises InvalidRequestError: it is neither.
-    """
+    """`Chosen` from a list of names, or from names and arguments. Raises InvalidRequestError: it is neither."""
     accepted = "a list of names, or a dictionary of names and arguments, as {'scale': {'factor': 2.0}}"
     problem = _refused(f" is {given!r}; it must be {accepted}")
     if isinstance(given, str) or not isinstance(given, Mapping | Sequence):
@@ -120,10 +114,7 @@ def _refused(problem: str) -> InvalidRequestError:
 
 
 def argument(name: str, key: str, value: Any, shape: Sequence[int], dtype: str) -> np.ndarray:
-    """What a request gives as the argument `key` of the processor `name`, as the array that this takes.
-
-    Raises InvalidRequestError: it has another shape, or other values.
-    """
+    """A request's argument `key` of the processor `name`, as an array. Raises InvalidRequestError: it does not fit."""
     import numpy as np
 
     try:

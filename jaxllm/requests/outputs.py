@@ -132,11 +132,6 @@ class PooledOutput(NamedTuple):
     values: np.ndarray
     num_cached_tokens: int
 
-    @classmethod
-    def from_bytes(cls, pooled: bytes, num_cached_tokens: int) -> PooledOutput:
-        """`pooled` as a TokenDelta carries it."""
-        return cls(np.frombuffer(pooled, "<f4").astype(np.float32), num_cached_tokens)
-
 
 def shape_vector(vector: np.ndarray, dimensions: int | None, normalize: bool) -> np.ndarray:
     """The leading `dimensions` channels (Kusupati et al. 2022, arXiv:2205.13147), of unit length if asked; float32."""

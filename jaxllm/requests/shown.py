@@ -50,10 +50,7 @@ def token_rows(
 
 
 def frame(rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
-    """A DataFrame of rows; ranks are whole numbers, of which some may be missing.
-
-    Raises ConfigError: pandas is not installed.
-    """
+    """A DataFrame of rows, of whose ranks some may be missing. Raises ConfigError: pandas is not installed."""
     found = optional("pandas", "to_pandas").DataFrame(list(rows))
     return found.astype({"rank": "Int64"}) if "rank" in found else found
 

@@ -61,10 +61,7 @@ Steers = Steer | Sequence[Steer] | Sequence[Steer | Sequence[Steer] | None] | No
 
 
 def steers_of(given: Steers, count: int) -> list[list[Steer]]:
-    """Those of each of `count` prompts.
-
-    Raises InvalidRequestError: there is an entry for each of another number of prompts.
-    """
+    """The entries of each of `count` prompts. Raises InvalidRequestError if they are for another number of prompts."""
     if given is None or isinstance(given, Steer):
         return [[] if given is None else [given]] * count
     given = list(given)
@@ -78,10 +75,7 @@ def steers_of(given: Steers, count: int) -> list[list[Steer]]:
 def read_steering(
     steers: Sequence[Steer], num_prompt: int, *, num_layers: int, width: int, longest: int
 ) -> Steering | None:
-    """The sum of vectors for a prompt of so many tokens, in a context of `longest`; None without any.
-
-    Raises InvalidRequestError: a layer, a vector or positions that this model does not have, or positions that differ.
-    """
+    """The sum of vectors for a prompt, in a context of `longest`; None without any. Raises InvalidRequestError."""
     if not steers:
         return None
     ranges = {_range(steer.positions, num_prompt, longest): steer.positions for steer in steers}
@@ -158,10 +152,7 @@ class Patching:
 
 
 def patches_of(given: Patches, count: int) -> list[Patch]:
-    """Those of each of `count` prompts.
-
-    Raises InvalidRequestError: there is an entry for each of another number of prompts.
-    """
+    """The entries of each of `count` prompts. Raises InvalidRequestError if they are for another number of prompts."""
     if given is None or isinstance(given, Mapping):
         return [given or {}] * count
     given = list(given)
@@ -171,10 +162,7 @@ def patches_of(given: Patches, count: int) -> list[Patch]:
 
 
 def read_patch(patch: Patch, num_prompt: int, *, num_layers: int, width: int, longest: int) -> Patching | None:
-    """The patches of a prompt of so many tokens, in a context of `longest`; None without any.
-
-    Raises InvalidRequestError: a layer, a position or a value that this model does not have.
-    """
+    """The patches of a prompt, in a context of `longest`; None without any. Raises InvalidRequestError."""
     if not patch:
         return None
     most = MOST_BYTES // (4 * width)

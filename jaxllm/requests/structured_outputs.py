@@ -116,10 +116,7 @@ class StructuredOutputs:
 
 
 def grammar_text(outputs: StructuredOutputs) -> str:
-    """The grammar that `compile_grammar` gives, found in this process, which a hostile constraint can end.
-
-    Raises as it does.
-    """
+    """The grammar that `compile_grammar` gives, found in this process, which a hostile constraint can end."""
     from llguidance import LLMatcher
 
     kind = outputs.kind
@@ -289,10 +286,7 @@ class GrammarProcesses(AskedProcesses):
         self._seconds, self._stack_bytes = seconds, stack_bytes
 
     def compile(self, kind: str, value: Any) -> str:
-        """The grammar text of `StructuredOutputs(**{kind: value})`. Blocks; any thread may call it.
-
-        Raises InvalidRequestError when it is refused, or needs more time, stack or memory than it may have.
-        """
+        """The grammar text of `StructuredOutputs(**{kind: value})`, or InvalidRequestError. Any thread may call it."""
         try:
             question = json.dumps({kind: value}).encode()
             reply = json.loads(self.ask(question, processor_seconds=self._seconds))
