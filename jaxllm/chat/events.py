@@ -198,6 +198,9 @@ class Tags:
     markup: str = ""
 
 
+Groups = tuple[tuple[str, ...], ...]
+
+
 class Written(NamedTuple):
     """The text around the arguments of calls: start call end [between call end]… stop.
 
@@ -233,7 +236,7 @@ class ToolFormat:
     quote: str = ""
     thought: tuple[str, str] | None = None
     marked: str = ""
-    detect: tuple[tuple[str, ...], ...] = ()
+    detect: Groups = ()
     markers: tuple[str, ...] = ()
     new_id: Callable[[], str] = long_id
     variant_of: str = ""

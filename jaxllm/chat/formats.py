@@ -11,7 +11,7 @@ from typing import TypeVar
 from jaxllm.chat import calls
 from jaxllm.chat.channels import FUNCTIONARY_FORMAT, HARMONY_FORMAT, MUSE_FORMAT
 from jaxllm.chat.elements import MINICPM5, MINIMAX_M3, STEP3, invoked
-from jaxllm.chat.events import CallSyntax, OutputFormats, Tags, ToolFormat, Written, short_id
+from jaxllm.chat.events import CallSyntax, Groups, OutputFormats, Tags, ToolFormat, Written, short_id
 from jaxllm.chat.notations import (
     KIMI_K3,
     SOLAR_OPEN,
@@ -165,12 +165,7 @@ def _json_lines(name: str, open: str, close: str) -> ToolFormat:
 
 
 def _json_list(
-    name: str,
-    open: str,
-    close: str,
-    *others: CallSyntax,
-    call: str = _NAME_AND_ARGUMENTS,
-    detect: tuple[tuple[str, ...], ...] = (),
+    name: str, open: str, close: str, *others: CallSyntax, call: str = _NAME_AND_ARGUMENTS, detect: Groups = ()
 ) -> ToolFormat:
     """A list of calls as JSON between two tags; they may also come in `others` ways."""
     syntaxes = CallSyntax(partial(calls.json_calls, close=close), open), *others

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import tokenizers
@@ -225,10 +225,8 @@ class ConversationPrompt:
             formats = dataclasses.replace(formats, reasoning=known and known.as_content(opened=self.in_reasoning))
         if formats.reasoning is None and not tools:
             return [None] * num_choices
-        return [
-            OutputParser(formats, tools=tools, in_reasoning=self.in_reasoning, constrained_after=after)
-            for _ in range(num_choices)
-        ]
+        parser = partial(OutputParser, formats, tools=tools, in_reasoning=self.in_reasoning, constrained_after=after)
+        return [parser() for _ in range(num_choices)]
 
 
 def prepare(model: ChatModel, conversation: Conversation, settings: AnswerSettings) -> ConversationPrompt:
@@ -331,16 +329,9 @@ def sampling_params(model: ChatModel, settings: AnswerSettings, **derived: Any) 
         num_generated = settings.n  # the search ranks its own beams and returns n
     elif num_generated > settings.n and logprobs is None:
         logprobs = 0  # what the choices are ranked by
-    fields = {
-        **info.default_sampling.fields(),
-        **settings.sampling,
-        "max_tokens": settings.max_tokens,
-        "logprobs": logprobs,
-        "prompt_logprobs": settings.prompt_logprobs,
-        "n": num_generated,
-        "detokenize": model.engine.tokenizer is not None,
-    }
-    return SamplingParams(**fields | derived)
+    fields = {**info.default_sampling.fields(), **settings.sampling, "n": num_generated, "logprobs": logprobs}
+    fields |= {"max_tokens": settings.max_tokens, "prompt_logprobs": settings.prompt_logprobs}
+    return SamplingParams(**fields | {"detokenize": model.engine.tokenizer is not None} | derived)
 
 
 def _derived(

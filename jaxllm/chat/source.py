@@ -191,19 +191,12 @@ class Source:
 
         Of a text that was cut, a word or one character is taken for its own.
         """
-        count = self._begun_marker(markers)
-        if self.ended:
-            return count if self.cut and count > 1 and not self.text[-count:].isalnum() else 0
-        return count
-
-    def _begun_marker(self, markers: Sequence[str]) -> int:
-        """How many characters at the end of the text are the beginning of a marker, or all of it."""
-        longest = max(map(len, markers), default=0)
-        tail = self.text[max(self.at, len(self.text) - longest) :]
+        tail = self.text[max(self.at, len(self.text) - max(map(len, markers), default=0)) :]
         first = {marker[0] for marker in markers}
         for skipped, char in enumerate(tail):
             if char in first and any(marker.startswith(tail[skipped:]) for marker in markers):
-                return len(tail) - skipped
+                is_marker = not self.ended or (self.cut and len(tail) - skipped > 1 and not tail[skipped:].isalnum())
+                return len(tail) - skipped if is_marker else 0
         return 0
 
 

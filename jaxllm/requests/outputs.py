@@ -271,15 +271,16 @@ class PromptScores(msgspec.Struct):
             yield [first, *((i, lp) for i, lp in others if i != first[0] and lp.logprob > -np.inf)]
 
 
-class ScoresInProgress:
+class ScoresInProgress(NamedTuple):
     """Arrays that are filled chunk by chunk; see PromptScores."""
 
-    def __init__(self, tokens: np.ndarray, ids: np.ndarray, ranks: np.ndarray, logprobs: np.ndarray):
-        self.tokens, self.ids, self.ranks, self.logprobs = tokens, ids, ranks, logprobs
+    tokens: np.ndarray
+    ids: np.ndarray
+    ranks: np.ndarray
+    logprobs: np.ndarray
 
     def finish(self) -> PromptScores:
-        """As plain data."""
-        return PromptScores(*(a.tobytes() for a in (self.tokens, self.ids, self.ranks, self.logprobs)))
+        return PromptScores(*(array.tobytes() for array in self))
 
 
 def of_vocabulary(token: int, row: np.ndarray) -> RankedLogprobs:

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Integral
 from os import PathLike, fspath
 from typing import Any
 
@@ -14,6 +13,7 @@ import msgspec
 import numpy as np
 
 from jaxllm.errors import InvalidRequestError
+from jaxllm.requests.captures import integers
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +170,10 @@ def read_patch(patch: Patch, num_prompt: int, *, num_layers: int, width: int, lo
         raise _refused(f"has {len(patch)} entries; accepted are up to {most}", "patch")
     found: dict[tuple[int, int], np.ndarray] = {}
     for place, given in patch.items():
-        layer, position = _place(place)
+        numbers = integers(place) if isinstance(place, tuple) else []
+        if len(numbers) != 2:
+            raise _refused(f"has the key {place!r}; it must be (layer, position)", "patch")
+        layer, position = numbers
         if not -num_layers <= layer < num_layers:
             raise _refused(f"has layer {layer}; layers go from 0 to {num_layers - 1}", "patch")
         if not -num_prompt <= position < longest:
@@ -188,13 +191,6 @@ def read_patch(patch: Patch, num_prompt: int, *, num_layers: int, width: int, lo
     places = tuple(sorted(found))
     values = np.stack([found[place] for place in places]).tobytes()
     return Patching(places, values, hashlib.sha256(repr(places).encode() + values).hexdigest())
-
-
-def _place(place: Any) -> tuple[int, int]:
-    pair = isinstance(place, tuple) and len(place) == 2
-    if not pair or not all(isinstance(number, Integral) and not isinstance(number, bool) for number in place):
-        raise _refused(f"has the key {place!r}; it must be (layer, position)", "patch")
-    return int(place[0]), int(place[1])
 
 
 class AdapterUse(msgspec.Struct, frozen=True):
