@@ -52,10 +52,9 @@ class MessageReader(ABC):
         """The body of a message whose header has been read."""
 
     def answer(self, constrained_after: str = "", openings: Sequence[str] = ()) -> Scan[None]:
-        """The whole answer; it may begin inside the analysis, or behind `<|start|>assistant`.
+        """The whole answer, which may begin inside the analysis.
 
-        If it does, or with one of `openings`, all messages before `constrained_after`, the end of a header, are
-        reasoning.
+        If it does, or with one of `openings`, all before `constrained_after`, the end of a header, is reasoning.
         """
         if constrained_after and (self.in_analysis or (yield from self.source.next_of(openings))):
             self._constrained_after = constrained_after

@@ -158,15 +158,11 @@ def tool_constraint(
 ) -> StructuredOutputs | None:
     """The grammar that makes the model call as asked, in the format of `formats`; OutputParser reads all it allows.
 
-    `choice` is "required" for a call of any of `tools`, a NamedTool for one call of that one, and "auto" for the
-    model's choice. With `parallel` it may make several calls, but one of a NamedTool. Arguments follow the tools'
-    schemas; for a tool that isn't strict, keywords that llguidance does not enforce are ignored. "auto" is constrained
-    if some tool is strict and the format marks its calls: after the mark the call must be valid; other tools' arguments
-    are any object. In formats whose strings are not JSON, `text_limits` enforces a string's pattern and length.
-
-    `after` is where the constraint begins, such as "</think>"; `special_tokens` are the tokenizer's, with their ids;
-    `in_reasoning` tells that the prompt has opened the thought, where the format has one.
-    None: nothing needs, or can be, enforced.
+    With `parallel` there may be several calls, but one of a NamedTool. Arguments follow the tools' schemas; for a tool
+    that isn't strict, keywords that llguidance does not enforce are ignored. A `choice` of "auto" is constrained if some
+    tool is strict and the format marks its calls: after the mark the call must be valid; other tools' arguments are any
+    object. `after` is the text at which the constraint begins, such as "</think>"; `in_reasoning` tells that the prompt
+    has opened the thought, where the format has one. None: nothing needs, or can be, enforced.
     """
     if formats.tools is None:
         return None

@@ -136,8 +136,7 @@ class Rendering:
         continues_last: the last message is left open, so that the model goes on with it.
         special_tokens: the tokenizer adds its own to the rendered text, whose template usually has them already.
 
-    Raises:
-        InvalidRequestError: a variable has a name that is not the caller's to set.
+    Raises InvalidRequestError: a variable has a name that is not the caller's to set.
     """
 
     chat_template: str | None = None
@@ -192,8 +191,7 @@ class Conversation:
         structured_outputs: what the answer's text must match, wherever it begins.
         separate_reasoning: whether reasoning is told apart from the answer's text, or stays in it.
 
-    Raises:
-        InvalidRequestError: there are too many messages, or calls and their results do not belong together.
+    Raises InvalidRequestError: there are too many messages, or calls and their results do not belong together.
     """
 
     messages: list[Message]
@@ -375,10 +373,9 @@ EFFORT_BUDGETS: dict[str, int | None] = {
 def thinking_fields(
     conversation: Conversation, reasoning: ReasoningFormat | None, template: str, asked: int | None, in_reasoning: bool
 ) -> dict[str, Any]:
-    """The fields of SamplingParams that bound an answer's reasoning.
+    """The fields of SamplingParams that bound an answer's reasoning. Raises InvalidRequestError of max_thinking_tokens.
 
-    `asked` is max_thinking_tokens, which only a model that marks its reasoning can honour; other ways of asking have no
-    effect on a model that does not. Raises InvalidRequestError of max_thinking_tokens.
+    `asked` is that field, which needs a model that marks its reasoning; others ignore the other ways of asking.
     """
     if reasoning is None:
         if asked is not None:

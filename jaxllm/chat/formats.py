@@ -64,11 +64,9 @@ def detect_formats(
 ) -> OutputFormats:
     """The formats that a model answers in.
 
-    `chat_template` is its Jinja source. A template that shows no format of tool calls gets "json". A parser of "auto"
-    is detected from the template, "none" parses nothing, and a name takes that format; vLLM's names are known too.
-    Where one of the two is a format of messages on channels, "auto" means the same for the other.
-
-    Raises ConfigError: a parser has an unknown name, or the two do not go together.
+    A parser of "auto" is detected from the template, which gets "json" if it shows no format of calls; "none" parses
+    nothing, and a name, ours or vLLM's, takes that format. Where one of the two is a format of messages on channels,
+    "auto" means the same for the other. Raises ConfigError: a name is unknown, or the two do not go together.
     """
     template = chat_template or ""
     spoken = next((known for known in TOOL_FORMATS if known.is_spoken(template)), None)

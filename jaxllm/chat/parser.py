@@ -36,9 +36,8 @@ _CITED = re.compile(r"[0-9:,.\[\] ]+")
 class OutputParser:
     """A parser that splits generated text into content, reasoning and tool calls as it arrives.
 
-    Every way of splitting a text into `feed`s gives the same events but for how text is divided among them. Only what
-    may still become a marker, the beginning of a call, or whitespace beside one is held back; time is linear in the
-    text.
+    Every way of splitting a text into `feed`s gives the same events but for how text is divided among them. Only a
+    possible beginning of a marker or a call, or whitespace beside one, is held back; time is linear in the text.
 
     Content: whitespace around reasoning and calls is dropped, except between two pieces of content, where it keeps them
     apart. Whitespace at the beginning of an answer without either, and at its end, is kept.
@@ -46,9 +45,8 @@ class OutputParser:
     Calls: a call of an unknown tool, or one that is malformed or ends before its arguments begin, is content, markers
     and all; one that max_tokens has cut before that is left out. Once the arguments have begun, the call has been
     sent: where they turn out malformed they end and what follows is content, and where the answer ends they stay
-    unfinished, as they do at OpenAI's. In both cases they are not the JSON text of an object, so that no client runs a
-    call that the model did not finish. Text that looked like a call and was none is looked through once more, since
-    another may begin in it.
+    unfinished, as they do at OpenAI's. In both cases they are not the JSON text of an object, so that no client runs
+    such a call. Text that looked like a call and was none is looked through once more: another may begin in it.
 
     Reasoning: ends at its closing mark, or at a call whose marker models write nowhere else. A closing mark where no
     reasoning is open is left out at the answer's beginning, and right after reasoning or a call.
