@@ -26,7 +26,6 @@ class MessageReader(ABC):
         ENDS: what ends a message, and is no part of it.
         TEXT_ENDS: those of them that end a message which is no call.
         CUT_HEADER: a header that the answer's end has cut off, which is not shown.
-        calls: messages for known tools are calls.
         also_ends: what ends a body besides, and belongs to the next message.
     """
 

@@ -24,7 +24,6 @@ from jaxllm.text.reasoning import ReasoningFormat
 
 CONSTRAINT = Field("structured_outputs")
 """The field of what the request itself asks of the text."""
-TOOLS = Field("tools")
 BLAME_SECONDS = 10.0
 """How long the one of several tools that cannot be enforced is looked for."""
 
@@ -101,7 +100,7 @@ def _compiled_calls(calls: Callable[[], StructuredOutputs | None], tools: Sequen
         for tool in tools:
             if time.monotonic() < deadline:
                 _check_parameters(tool)
-        raise InvalidRequestError(["the ", TOOLS, f" cannot be called as asked: {error}"]) from None
+        raise InvalidRequestError(["the ", Field("tools"), f" cannot be called as asked: {error}"]) from None
 
 
 def _check_parameters(tool: Tool) -> None:
@@ -159,10 +158,10 @@ def tool_constraint(
     """The grammar that makes the model call as asked, in the format of `formats`; OutputParser reads all it allows.
 
     With `parallel` there may be several calls, but one of a NamedTool. Arguments follow the tools' schemas; for a tool
-    that isn't strict, keywords that llguidance does not enforce are ignored. A `choice` of "auto" is constrained if some
-    tool is strict and the format marks its calls: after the mark the call must be valid; other tools' arguments are any
-    object. `after` is the text at which the constraint begins, such as "</think>"; `in_reasoning` tells that the prompt
-    has opened the thought, where the format has one. None: nothing needs, or can be, enforced.
+    that isn't strict, keywords that llguidance does not enforce are ignored. A `choice` of "auto" is constrained if
+    some tool is strict and the format marks its calls: after the mark the call must be valid; other tools' arguments
+    are any object. `after` is the text at which the constraint begins, such as "</think>"; `in_reasoning` tells that
+    the prompt has opened the thought, where the format has one. None: nothing needs, or can be, enforced.
     """
     if formats.tools is None:
         return None
@@ -186,7 +185,7 @@ class _Grammar:
         self._written = tool_format.written
         self._special = {text: f"<[{token_id}]>" for text, token_id in special_tokens.items()}
         texts = sorted(filter(None, self._special), key=len, reverse=True)
-        self._split = re.compile("|".join(map(re.escape, texts))) if texts else None
+        self._split = re.compile(f"({'|'.join(map(re.escape, texts))})") if texts else None
         self._rules: dict[str, str] = {}
 
     def required(self, tools: Sequence[Tool], parallel: bool, *, leading_space: bool, in_reasoning: bool) -> str:
@@ -380,7 +379,7 @@ class _Grammar:
         return f"({' | '.join(kinds)})" if kinds and types <= {"object", "array"} else "any_value"
 
     def _json(self, rule: str, schema: Any, root: dict[str, Any], strict: bool) -> str:
-        """A rule for JSON of a property's schema, with the definitions that its references mean."""
+        """A rule for a property's JSON, with the definitions that its schema's references mean."""
         if isinstance(schema, dict):
             schema = {**{key: root[key] for key in ("$defs", "definitions") if key in root}, **schema}
         self._rules[f"{rule}_json"] = _json_rule(schema, strict)
@@ -388,13 +387,8 @@ class _Grammar:
 
     def _text(self, text: str) -> str:
         """`text` as literals and special tokens."""
-        parts = []
-        at = 0
-        for match in self._split.finditer(text) if self._split else ():
-            parts += [_quoted(text[at : match.start()]), self._special[match.group()]]
-            at = match.end()
-        parts.append(_quoted(text[at:]))
-        return " ".join(filter(None, parts))
+        parts = self._split.split(text) if self._split else [text]
+        return " ".join(filter(None, (self._special.get(part) or _quoted(part) for part in parts)))
 
     def _lark(self, start: str) -> str:
         rules = "".join(f"{name}: {body}\n" for name, body in self._rules.items())

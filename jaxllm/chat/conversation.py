@@ -209,10 +209,7 @@ class Conversation:
 
 
 def given_messages(messages: Sequence[Any]) -> list[Message]:
-    """Messages of a notebook, as chat completions and transformers take them.
-
-    Arguments of calls become objects if they are the JSON text of one. Raises InvalidRequestError for all but text.
-    """
+    """Messages of a notebook, arguments of calls as objects. Raises InvalidRequestError for all but text."""
     from jaxllm.text.chat_template import check_text  # it loads jinja2
 
     check_text(messages)
@@ -355,7 +352,6 @@ def with_tools_as_text(
 
 
 def _calls_text(calls: Sequence[dict[str, Any]], tool_format: ToolFormat) -> str:
-    """Calls as a model of this format writes them."""
     around = tool_format.written
     calls_text = []
     for at, function in enumerate(call["function"] for call in calls):

@@ -44,6 +44,7 @@ class ToolArguments(msgspec.Struct, frozen=True):
 
 
 Event = Content | Reasoning | ToolCall | ToolArguments
+Schemas = dict[str, dict[str, Any]]
 
 
 class ParsedOutput(msgspec.Struct):
@@ -83,9 +84,6 @@ def random_id(characters: str, length: int) -> str:
 
 short_id = partial(random_id, string.ascii_letters + string.digits, 9)
 """Mistral's templates take ids of exactly nine alphanumerics."""
-
-
-Schemas = dict[str, dict[str, Any]]
 
 
 class CallWriter:
@@ -156,6 +154,7 @@ class CallWriter:
 
 
 CallScan = Callable[[Source, CallWriter], Scan[None]]
+Groups = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -196,9 +195,6 @@ class Tags:
     between: str = "\n"
     literal: tuple[str, str] | None = None
     markup: str = ""
-
-
-Groups = tuple[tuple[str, ...], ...]
 
 
 class Written(NamedTuple):

@@ -81,10 +81,8 @@ def detect_formats(
     if channels and {known.name for known in (tools, reasoning) if known} != {channels}:
         has_reasoning = channels in {known.name for known in REASONING_FORMATS}
         mended = f"both must be {channels}," if has_reasoning else "reasoning_parser must be"
-        raise ConfigError(
-            f"tool_call_parser is {tool_call_parser!r} and reasoning_parser is {reasoning_parser!r}; answers in the "
-            f"format {channels} are messages, so {mended} auto or none"
-        )
+        given = f"tool_call_parser is {tool_call_parser!r} and reasoning_parser is {reasoning_parser!r}"
+        raise ConfigError(f"{given}; answers in the format {channels} are messages, so {mended} auto or none")
     return OutputFormats(tools, reasoning)
 
 
@@ -154,7 +152,6 @@ def _plamo3() -> ToolFormat:
 
 
 def _json_lines(name: str, open: str, close: str) -> ToolFormat:
-    """Each call as JSON between two tags, on lines of its own."""
     syntax = CallSyntax(partial(calls.json_calls, close=close), open, ends_reasoning=bool(close))
     markers = tuple(filter(None, (open, close)))
     return ToolFormat(

@@ -276,7 +276,6 @@ class OutputParser:
             self._content(text)
 
     def _thought(self, text: str) -> None:
-        """Reasoning that has been read."""
         self._source.kept.clear()
         if body := text.rstrip(WHITESPACE):
             self._events.append(Reasoning("".join(self._thought_space) + body))

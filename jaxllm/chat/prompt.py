@@ -93,15 +93,12 @@ class ChatModel:
     def encode(
         self, text: str, source: Field, *, add_special_tokens: bool = True, may_be_cut: bool = False
     ) -> list[int]:
-        """Token ids of a text. Raises as `check_length` does."""
+        """Token ids of a text. Raises ContextLengthError of `source`, without encoding one that is too long."""
         self.check_length(text, source, may_be_cut=may_be_cut)
         return self.tokenizer.encode(text, add_special_tokens)
 
     def check_length(self, text: str, source: Field, *, may_be_cut: bool) -> None:
-        """Refuse a text that surely does not fit the context, or with `may_be_cut` one beyond MAX_TEXT_TOKENS.
-
-        Raises ContextLengthError of `source`, without encoding all of the text.
-        """
+        """Refuse a text that surely does not fit the context, or if it `may_be_cut` one beyond MAX_TEXT_TOKENS."""
         context = self.engine.info.max_model_len
         most = max(context, MAX_TEXT_TOKENS) if may_be_cut else context
         if self.tokenizer.exceeds(text, most):

@@ -116,7 +116,6 @@ def _value(source: Source, write: Emit, depth: int = 0) -> Scan[None]:
 
 
 def _scalar(word: str) -> str:
-    """A number or a word as JSON has it."""
     word = _WORDS.get(word, word)
     if is_scalar(word):
         return word

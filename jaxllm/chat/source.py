@@ -155,8 +155,7 @@ class Source:
     def copy_until(self, stops: Sequence[str], emit: Emit, last: Sequence[str] = ()) -> Scan[str]:
         """Give `emit` the text before the first of `stops`, as it comes; the stop is not consumed and is returned.
 
-        One of `last` is a stop where the text ends with it. The beginning of a stop that the answer's end has cut is
-        left out.
+        One of `last` is a stop where the text ends with it. A beginning of a stop that the end has cut is left out.
         """
         pattern = re.compile("|".join(map(re.escape, stops)))
         while True:

@@ -23,7 +23,6 @@ _KINDS = {
     list: "array",
     dict: "object",
 }
-_KNOWN = frozenset(_KINDS.values())
 
 
 def followed(schema: Any, root: Any, seen: set[int] | None = None) -> dict[str, Any]:
@@ -52,7 +51,7 @@ def value_types(schema: Any, root: Any, seen: set[int] | None = None) -> set[str
     schema = followed(schema, root, seen)
     stated = schema.get("type", [])
     types = {stated} if isinstance(stated, str) else {kind for kind in stated if isinstance(kind, str)}
-    types &= _KNOWN
+    types &= set(_KINDS.values())
     for union in ("anyOf", "oneOf"):
         options = schema.get(union)
         if isinstance(options, list):
@@ -89,10 +88,7 @@ def _refuse(constant: str) -> None:
 def raw_value(
     source: Source, types: set[str], stops: Sequence[str], write: Emit, last: Sequence[str] = ()
 ) -> Scan[str]:
-    """Text up to the first of `stops` as JSON, streamed where only a string is allowed; the stop, not consumed.
-
-    One of `last` is a stop at the end of the whole text.
-    """
+    """Text up to one of `stops`, or of `last` at its end, as JSON; a string is streamed. The stop, not consumed."""
     if types == {"string"}:
         write('"')
         stop = yield from source.copy_until(stops, lambda text: write(quoted_text(text)), last)

@@ -59,7 +59,6 @@ _FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_i
 _TOKEN_IDS = (
     "allowed_token_ids", "stop_token_ids", "shown_special_token_ids", "logprob_token_ids", "predicted_token_ids",
 )  # fmt: skip
-_TEXTS = ("stop", "bad_words")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +166,7 @@ class SamplingParams:
         for name in _FLAGS:
             _check(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         set_field(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
-        for name in _TEXTS:
+        for name in ("stop", "bad_words"):
             set_field(self, name, _tuple(name, getattr(self, name), "a list of strings") or ())
         for name in _TOKEN_IDS:
             ids = _tuple(name, getattr(self, name), "a list of token ids")

@@ -87,7 +87,6 @@ def _copied(schema: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]
 
 
 def _prune(node: dict[str, Any]) -> None:
-    """Leave out the node's own keywords that forbid nothing."""
     for key in (*_MAXIMA, *_MINIMA):
         if isinstance(node.get(key), float) and node[key].is_integer():
             node[key] = int(node[key])
@@ -236,7 +235,6 @@ def _is_exact(key: str, value: float, is_whole: bool, excludes: bool = False) ->
 
 
 def _integers(value: Any) -> list[int]:
-    """All integers inside a JSON value."""
     found, todo = [], [value]
     while todo:
         value = todo.pop()
