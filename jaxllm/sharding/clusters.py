@@ -152,16 +152,13 @@ def _check_devices(config: EngineConfig, count: int) -> None:
             f"{ending}"
         )
     if (stages % count and count % stages) or tp * stages % count:
+        fitting = [n for n in range(2, tp * stages + 1) if tp * stages % n == 0 and not (stages % n and n % stages)]
+        accepted = " or ".join(map(str, fitting))
         raise ConfigError(
             f"pipeline_parallel_size is {stages} and tensor_parallel_size is {tp}, and {count} processes share the "
-            f"model: each is to have whole stages, or an equal part of one; accepted are {_accepted(tp, stages)} "
+            f"model: each is to have whole stages, or an equal part of one; accepted are {accepted} "
             f"processes; {ending}"
         )
-
-
-def _accepted(tp: int, stages: int) -> str:
-    found = [n for n in range(2, tp * stages + 1) if tp * stages % n == 0 and not (stages % n and n % stages)]
-    return " or ".join(map(str, found))
 
 
 def split_address(address: str) -> tuple[str, int]:
