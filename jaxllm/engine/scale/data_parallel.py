@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
@@ -19,9 +19,8 @@ from jaxllm.engine.core.keys import Key, Kind, Variant
 from jaxllm.engine.core.loop import EngineCore
 from jaxllm.engine.core.registry import Features
 from jaxllm.engine.core.sizes import StepSizes
-from jaxllm.engine.messages import EngineRequest, EngineStats, NewWeights, PauseMode, ReadsWeights, TokenDelta
+from jaxllm.engine.messages import EngineRequest, EngineStats, NewWeights, PauseMode, TokenDelta
 from jaxllm.engine.scale.routing import Replica, ReplicaRouter, together
-from jaxllm.models.abstract import LiveModel
 
 OF_THE_DEVICE = ("compiles_foreseen", "compiles_unforeseen", "compiles_pending", "compile_seconds")
 """Statistics of what all ranks share."""
@@ -37,17 +36,12 @@ class DataParallelCore:
     def __init__(self, cores: Sequence[EngineCore], ranks: Ranks):
         self._cores = cores
         self._ranks = ranks
-        sizes = cores[0].sizes
+        first, sizes = cores[0], cores[0].sizes
+        self.model, self.sizes, self.features, self.weights = first.model, sizes, first.features, first.weights
         rooms = {"num_pages": sizes.num_pages - 1, "page_size": sizes.page_size}
         step = sizes.max_num_batched_tokens
-        replicas = [Replica(rank, **rooms, step_tokens=step) for rank in range(len(cores))]
-        self._router = ReplicaRouter(replicas)
+        self._router = ReplicaRouter([Replica(rank, **rooms, step_tokens=step) for rank in range(len(cores))])
         self._pool = ThreadPoolExecutor(len(cores), "rank")
-
-    @property
-    def model(self) -> LiveModel | None:
-        """See EngineCore: there for those who take it apart."""
-        return self._cores[0].model
 
     @property
     def weight_version(self) -> str:
@@ -103,10 +97,7 @@ class DataParallelCore:
         try:
             deltas = self._turn(busy[0])
         finally:
-            found = [future.exception() for future in others]
-        for error in found:
-            if error is not None:
-                raise error
+            wait(others)
         deltas = [*deltas, *(delta for future in others for delta in future.result())]
         self._router.note(deltas)
         return deltas
@@ -122,21 +113,11 @@ class DataParallelCore:
         """Those of the first rank."""
         return self._cores[0].last_steps
 
-    @property
-    def sizes(self) -> StepSizes:
-        """Those of every rank."""
-        return self._cores[0].sizes
-
     def stats(self) -> EngineStats:
         """Of all ranks together."""
         each = [core.stats() for core in self._cores]
         shared = {name: getattr(each[0], name) for name in OF_THE_DEVICE}
         return msgspec.structs.replace(together(EngineStats(), each), **shared)
-
-    @property
-    def features(self) -> Features:
-        """Those of the first rank."""
-        return self._cores[0].features
 
     @property
     def is_paused(self) -> bool:
@@ -153,10 +134,6 @@ class DataParallelCore:
     def reset_prefix_cache(self) -> None:
         for core in self._cores:
             core.reset_prefix_cache()
-
-    @property
-    def weights(self) -> ReadsWeights:
-        return self._cores[0].weights
 
     def update_weights(self, new: NewWeights, version: str) -> None:
         """See EngineCore: all ranks run with them from now on."""
@@ -194,12 +171,8 @@ class WantedStep(NamedTuple):
 
     @property
     def order(self) -> int:
-        """How late in a turn such a step comes. The earliest runs first, so that its batch catches up with the others;
-        those of order 0 come before a batch is packed.
-        """
-        if self.key.kind == "put":
-            return 0
-        return {"backbone": 1, "head": 3, "decode": 4}.get(self.key.kind, 2)
+        """How late in a turn such a step comes: the earliest runs first, and 0 comes before a batch is packed."""
+        return {"put": 0, "backbone": 1, "head": 3, "decode": 4}.get(self.key.kind, 2)
 
 
 class Joiner:
@@ -219,7 +192,7 @@ class Joiner:
     def choose(self, asked: dict[int, WantedStep]) -> list[int]:
         """Which of the batches that ask for a step are served first, all by the same one."""
         first = min(asked, key=lambda batch: (asked[batch].order, batch))
-        return [batch for batch in asked if self._can_join(asked[first].key, asked[batch].key)]
+        return [batch for batch, one in asked.items() if self._can_join(asked[first].key, one.key)]
 
     def _can_join(self, key: Key, other: Key) -> bool:
         if key == other:

@@ -71,10 +71,16 @@ class Stages:
         self._nobody = sizes.max_num_seqs
         self._untold: list[Untold] = []
 
-    def run(self, last: Callable[..., Any] | None, key: Key, *vectors: Any) -> Any:
+    def run(self, key: Key, *vectors: Any) -> None:
+        """Run a step in a process that follows process 0, and does not have the last stage."""
+        self.pass_on(None, key, *vectors)
+
+    def pass_on(self, last: Callable[..., Any] | None, key: Key, *vectors: Any) -> Any:
         """Run a step; `last` runs it in the last stage, where that is here. Returns what it gives, or else None."""
         runs, samples = key.kind in ("decode", "backbone"), key.kind in ("decode", "head")
-        slots = self._slots(key, vectors[0]) if runs or samples else np.zeros(0, np.int32)
+        slots = np.zeros(0, np.int32)
+        if runs or samples:
+            slots = self._features.packing(key, self._sizes).views(vectors[0])["slot"].copy()
         if runs:
             self._tell_first(slots)
             vectors = (*vectors, self._through_earlier(key, vectors[0]))
@@ -115,10 +121,6 @@ class Stages:
             untold.slots[untold.slots == slot] = self._nobody
         self._untold = [untold for untold in self._untold if (untold.slots != self._nobody).any()]
 
-    def _slots(self, key: Key, ints: np.ndarray) -> np.ndarray:
-        """The slots of a step's rows, as it has been sent them."""
-        return self._features.packing(key, self._sizes).views(ints)["slot"].copy()
-
     def compile(self, key: Key) -> None:
         """Wait until what the stages before the last run of a step can be run at once."""
         for stage, device in self.earlier:
@@ -139,22 +141,6 @@ class Stages:
                 device.close()
 
 
-class EarlierStages:
-    """What a process runs that follows process 0, and that has stages before the last and not that one."""
-
-    def __init__(self, stages: Stages):
-        self._stages = stages
-
-    def run(self, key: Key, *vectors: Any) -> None:
-        self._stages.run(None, key, *vectors)
-
-    def compile(self, key: Key) -> None:
-        self._stages.compile(key)
-
-    def wait(self) -> None:
-        self._stages.wait()
-
-
 class StagedDevice(Device):
     """The last stage's Device, which has a step run by the stages before it first."""
 
@@ -164,7 +150,7 @@ class StagedDevice(Device):
         self._stages = stages
 
     def run(self, key: Key, *vectors: Any) -> Any:
-        return self._stages.run(super().run, key, *vectors)
+        return self._stages.pass_on(super().run, key, *vectors)
 
     def wait(self) -> None:
         self._stages.wait()

@@ -15,7 +15,7 @@ from jaxllm.engine.core.device import Device
 from jaxllm.engine.core.executables import Executables
 from jaxllm.engine.core.step import StepFunctions
 from jaxllm.engine.scale.lockstep.leader import Leader, LeadingDevice, LeadingStages
-from jaxllm.engine.scale.staged_device import EarlierStages, StagedDevice, StageDevice, Stages
+from jaxllm.engine.scale.staged_device import StagedDevice, StageDevice, Stages
 from jaxllm.engine.start.plan import Blueprint
 from jaxllm.sharding.processes import Exchange, hand_over
 from jaxllm.weights.checkpoint import Checkpoint
@@ -82,12 +82,12 @@ def new_device(prepared: Prepared, weights: Sequence[Weights], leader: Leader | 
     return StagedDevice(*parts, stages) if leader is None else LeadingStages(leader, *parts, stages)
 
 
-def new_follower(prepared: Prepared, weights: Sequence[Weights]) -> Device | EarlierStages:
+def new_follower(prepared: Prepared, weights: Sequence[Weights]) -> Device | Stages:
     """What runs the steps that process 0 sends."""
     own = prepared.last.blueprint.options.stage
     if own is None or own.last:
         return new_device(prepared, weights, leader=None)
-    return EarlierStages(new_stages(prepared, weights))
+    return new_stages(prepared, weights)
 
 
 def new_stages(prepared: Prepared, weights: Sequence[Weights]) -> Stages:

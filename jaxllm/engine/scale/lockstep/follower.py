@@ -32,7 +32,7 @@ from jaxllm.engine.scale.lockstep.messages import (
     RunStep,
     TokenDigest,
 )
-from jaxllm.engine.scale.staged_device import EarlierStages
+from jaxllm.engine.scale.staged_device import Stages
 from jaxllm.errors import ConfigError, EngineDeadError, one_line
 from jaxllm.sharding.wire import Wire, WireError
 
@@ -105,7 +105,7 @@ class Follower:
         self._leaving, self._deadline = reason, time.monotonic() + seconds
         self._bell.set()
 
-    def follow(self, device: Device | EarlierStages) -> str:
+    def follow(self, device: Device | Stages) -> str:
         """Run the steps that come; returns when process 0 ends the group, with the reason if there is one.
 
         Raises:
@@ -132,7 +132,7 @@ class Follower:
                 case _:
                     raise EngineDeadError(f"process 0 sent {type(message).__name__} where a step was due")
 
-    def _compile(self, device: Device | EarlierStages, key: Key) -> None:
+    def _compile(self, device: Device | Stages, key: Key) -> None:
         try:
             device.compile(key)
         except Exception as error:
@@ -147,10 +147,9 @@ class Follower:
 
     def _note(self, output: Any) -> None:
         tokens = getattr(output, "tokens", None)
-        if tokens is not None:
-            self._sampled += 1
-            if self._sampled % CHECKED_STEPS == 0:
-                self._unchecked = self._steps, tokens
+        self._sampled += tokens is not None
+        if tokens is not None and self._sampled % CHECKED_STEPS == 0:
+            self._unchecked = self._steps, tokens
 
     def _receive(self, silent: float) -> tuple[FromLeader, list[Any]]:
         try:

@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 END_SECONDS = 3.0
 """For the others to leave when the group ends."""
+Answer = MemberMemory | TransferAddress | MemberPlan | Follows
 KEPT_OUTPUTS = 64
 """Steps whose tokens are kept until the others have said what theirs were."""
 
@@ -54,23 +55,18 @@ class Member:
     """A process that follows. `str` is what messages call it."""
 
     def __init__(self, hello: Hello, wire: Wire[FromFollower]):
-        self.number = hello.number
-        self.host = hello.host
-        self.machine = hello.machine
+        self.hello = hello
         self.wire = wire
-        self.answers: queue.SimpleQueue[MemberMemory | TransferAddress | MemberPlan | Follows | None] = (
-            queue.SimpleQueue()
-        )
+        self.answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
         """None where there will be no more."""
         self.leaves = ""
         """Why it is about to leave, where it was told to stop."""
         self.has_left = False
-        self.heard_of_end = threading.Event()
-        """Set as well where it is gone without."""
-        self.gone = threading.Event()
+        self.heard_of_end, self.gone = threading.Event(), threading.Event()
+        """Both are set where it is gone without having heard of the end."""
 
     def __str__(self) -> str:
-        return f"process {self.number} on {self.host}"
+        return f"process {self.hello.number} on {self.hello.host}"
 
 
 class Leader:
@@ -94,7 +90,8 @@ class Leader:
         self._failed = False
         self._ended = threading.Event()
         for member in self._members:
-            threading.Thread(target=self._listen, args=(member,), name=f"member-{member.number}", daemon=True).start()
+            name = f"member-{member.hello.number}"
+            threading.Thread(target=self._listen, args=(member,), name=name, daemon=True).start()
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
 
     @property
@@ -127,11 +124,10 @@ class Leader:
     def note(self, output: Any) -> None:
         """What the last step gave here, if it gave tokens: now and then they are compared with the others'."""
         tokens = getattr(output, "tokens", None)
-        if tokens is not None:
-            self._sampled += 1
-            if self._sampled % CHECKED_STEPS == 0:
-                with self._changed:
-                    self._outputs.append((self._steps, tokens))
+        self._sampled += tokens is not None
+        if tokens is not None and self._sampled % CHECKED_STEPS == 0:
+            with self._changed:
+                self._outputs.append((self._steps, tokens))
 
     def has(self, key: Key) -> bool:
         """Whether all others have what they run of a step."""
@@ -142,13 +138,10 @@ class Leader:
         for key in keys:
             if not self.has(key):
                 self.tell(CompileNow(key))
-                self._wait_for(key)
-
-    def _wait_for(self, key: Key) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self.has(key) or self._is_over)
-        if not self.has(key):
-            raise EngineDeadError(self._broken or "the group has ended")
+                with self._changed:
+                    self._changed.wait_for(lambda: self.has(key) or self._is_over)  # noqa: B023
+                if not self.has(key):
+                    raise EngineDeadError(self._broken or "the group has ended")
 
     @property
     def _is_over(self) -> bool:

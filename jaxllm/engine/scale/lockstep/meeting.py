@@ -109,20 +109,22 @@ class _Meeting:
                 f"{MEETING_SECONDS:g} seconds"
             )
         if self._problem is not None:
-            self._refuse_all(self._problem)
+            for member in self._members.values():
+                with suppress(OSError):
+                    member.wire.send(Refused(self._problem))
             raise ConfigError(self._problem)
         return self._begin(on_broken)
 
     def _begin(self, on_broken: Callable[[str], None]) -> Group:
         machine = machine_name()[1]
         members = [self._members[number] for number in range(1, self._count)]
-        machines = [machine, *(member.machine for member in members)]
+        machines = [machine, *(member.hello.machine for member in members)]
         host = f"[{self._host}]" if ":" in self._host else self._host
         address = f"{host}:{free_port('')}"
         for number, member in enumerate(members, 1):
-            place = machines[:number].count(member.machine)
+            place = machines[:number].count(machines[number])
             with suppress(OSError):  # it has gone meanwhile, as the Leader is about to find out
-                member.wire.send(Welcome(address, place, machines.count(member.machine)))
+                member.wire.send(Welcome(address, place, machines.count(machines[number])))
         leader = Leader(members, on_broken)
         return Group(leader, 0, self._count, address, 0, machines.count(machine))
 
@@ -136,29 +138,22 @@ class _Meeting:
             wire: Wire[FromFollower] = Wire(connection, FromFollower)
             hello, _ = wire.receive(HANDSHAKE_SECONDS)
             if isinstance(hello, Hello):
-                self._take(Member(hello, wire), hello)
+                self._take(Member(hello, wire))
         except (OSError, WireError) as error:
             logger.warning("a connection from %s was closed before it said who it is: %s", source, error)
             connection.close()
 
-    def _take(self, member: Member, hello: Hello) -> None:
+    def _take(self, member: Member) -> None:
         with self._changed:
-            if not 0 < member.number < self._count or member.number in self._members:
-                found = (
-                    "there is one already" if member.number in self._members else f"accepted is 1 to {self._count - 1}"
-                )
-                member.wire.send(Refused(f"process_id is {member.number}, and {found}"))
+            number, is_there = member.hello.number, member.hello.number in self._members
+            if not 0 < number < self._count or is_there:
+                found = "there is one already" if is_there else f"accepted is 1 to {self._count - 1}"
+                member.wire.send(Refused(f"process_id is {number}, and {found}"))
                 member.wire.close()
                 return
-            self._members[member.number] = member
-            problem = difference(self._agreement, hello.agreement, str(member))
-            self._problem = self._problem or problem
+            self._members[number] = member
+            self._problem = self._problem or difference(self._agreement, member.hello.agreement, str(member))
             self._changed.notify_all()
-
-    def _refuse_all(self, problem: str) -> None:
-        for member in self._members.values():
-            with suppress(OSError):
-                member.wire.send(Refused(problem))
 
 
 def _join(config: EngineConfig, agreement: dict[str, str], on_broken: Callable[[str], None]) -> Group:
