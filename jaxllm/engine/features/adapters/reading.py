@@ -26,35 +26,29 @@ MERGE = "which is supported only where the adapter is merged: see `jaxllm conver
 
 @dataclass(frozen=True)
 class ProductRows:
-    """An adapter's part in one product.
-
-    Attributes:
-        weight, bias: the product's parameters; the bias may be missing.
-        names: where a checkpoint of the adapter's format has the model's parameters.
-        base: the model's own weights. Magnitudes are lengths of rows with the adapter in them, and biases are stored
-            whole: in both cases what is added depends on what the model has.
-        rank: of the tables.
-    """
+    """An adapter's part in one product, which has a weight and perhaps a bias."""
 
     adapter: Adapter
     weight: ParamSpec
     bias: ParamSpec | None
     names: NameMap
+    """Of the model's parameters in a checkpoint of the adapter's format."""
     base: BaseWeights
+    """Magnitudes are lengths of rows with the adapter in them, and biases are stored whole: in both cases what is added
+    depends on what the model has.
+    """
     rank: int
+    """Of the tables."""
 
     def rows(self) -> tuple[dict[str, np.ndarray], set[str]]:
-        """Rows of the tables `a`, `b`, `gain`, `ranks` and `bias`, where there is something in them, and the tensors'
-        names.
-        """
+        """Rows of the tables `a`, `b`, `gain`, `ranks` and `bias` that have some, and the tensors' names."""
         rows: dict[str, np.ndarray] = {}
         updates = self._changes(self.adapter.updates, self.weight)
         if updates:
             outputs = self._outputs(updates)
             rows["a"] = self._inputs(updates)
-            rows["ranks"] = np.array(
-                [0 if update is None else len(update.a) for _, update in self._by_segment(updates)]
-            )
+            ranks = [0 if update is None else len(update.a) for _, update in self._by_segment(updates)]
+            rows["ranks"] = np.array(ranks)
             rows["b"] = _laid_out(self.weight, [b for b, _ in outputs]).T
             rows["gain"] = _laid_out(self.weight, [gain for _, gain in outputs])
         biases = self._changes(self.adapter.replaced, self.bias) if self.bias is not None else []
@@ -63,20 +57,17 @@ class ProductRows:
         return rows, {source.name for source, change in [*updates, *biases] if change is not None}
 
     def _changes(self, changes: Mapping[str, Change], parameter: ParamSpec) -> list[tuple[Source, Change | None]]:
-        """What becomes of each tensor that a parameter is made of; nothing where nothing becomes of any."""
+        """The change of each tensor that a parameter is made of; empty where none is changed."""
         options: tuple[Sources, ...] = self.names.get(parameter.path, ())
-        for option in options:
-            found = [(source, changes.get(source.name)) for source in option]
-            if any(change is not None for _, change in found):
-                return found
-        return []
+        found = ([(source, changes.get(source.name)) for source in option] for option in options)
+        return next((option for option in found if any(change is not None for _, change in option)), [])
 
     @cached_property
     def _own(self) -> Float[np.ndarray, "o i"]:
         return self.base.rows(self.weight)
 
     def _inputs(self, updates: Sequence[tuple[Source, LowRank | None]]) -> Float[np.ndarray, "k i"]:
-        """`a` of each segment; what is added to a tensor that holds several of them is that of each."""
+        """`a` of each segment; a tensor that holds several segments has the same for each."""
         count, inputs = len(_segments(self.weight)), self.weight.shape[-1]
         rows = np.zeros((count * self.rank, inputs), np.float32)
         for index, (source, update) in enumerate(self._by_segment(updates)):
@@ -91,7 +82,7 @@ class ProductRows:
         return rows
 
     def _by_segment(self, updates: Sequence[tuple[Source, LowRank | None]]) -> Sequence[tuple[Source, LowRank | None]]:
-        """What is added to each segment: that of the tensor which holds it."""
+        """The update of the tensor that holds each segment."""
         count = len(_segments(self.weight))
         return updates if len(updates) == count else list(updates) * count
 
@@ -188,20 +179,17 @@ AdapterRows = tuple[np.ndarray, ...]
 
 @dataclass(frozen=True)
 class AdapterReader:
-    """Reads adapters for one model.
-
-    Attributes:
-        tables: the model's: those of each product that adapters may add to, and of the adapters' own numbers.
-        weights: the parameters of the model, by path.
-        names: where a checkpoint of each format has the parameters: "peft" is named as Hugging Face's checkpoints.
-        base: a way to the model's own weights, whose files the engine itself has closed.
-    """
+    """Reads adapters for one model."""
 
     tables: tuple[ParamSpec, ...]
+    """Those of each product that adapters may add to, and of the adapters' own numbers."""
     weights: dict[str, ParamSpec]
+    """By path."""
     names: dict[str, NameMap]
+    """Of the parameters in checkpoints of each format: "peft" is named as Hugging Face's checkpoints."""
     sizes: AdapterSizes
     base: Callable[[], BaseWeights]
+    """Opens the model's own weights, whose files the engine itself has closed."""
 
     def read(self, path: str) -> AdapterRows:
         """An adapter's rows, in host memory.

@@ -32,7 +32,7 @@ from jaxllm.pallas_kernels import Kernels, StepMetadata
 from jaxllm.weights.loader import ParamSpec
 
 MOST_ROUNDS = 8
-"""In one step the draft model runs at most so many times as many tokens as it lacks after a step with drafts."""
+"""The most times that the draft model runs in one step to catch up, each for as many tokens as a step with drafts."""
 
 
 class AbstractDraft(NamedTuple):
@@ -56,10 +56,7 @@ class ModelDrafter:
     reads = ()
 
     def follow(self, step: RanModel, caches: tuple[Cache, ...], before: Slots, slots: Slots) -> Any:
-        """Caches and slots after a step with prompts in it, which the draft model runs as well.
-
-        Where the draft model is behind, it stays so.
-        """
+        """The draft model runs prompts as well; where it is behind, it stays so."""
         _, caches = self._run(step.tokens, caches, step.meta)
         earlier = before.of["drafts"]["drafted"]
         return caches, with_own(slots, drafted=jnp.where(earlier >= before.position, slots.position, earlier))
@@ -84,10 +81,7 @@ class ModelDrafter:
     def _catch_up(
         self, caches: tuple[Cache, ...], slots: Slots, asked: Asked
     ) -> tuple[tuple[Cache, ...], Slots, jax.Array]:
-        """Run what the draft model lacks up to each sequence's last token: caches, slots, and its hidden states there.
-
-        Every sequence runs one token at least, so that those with nothing to catch up have hidden states as well.
-        """
+        """Run what the draft model lacks with each sequence's last token: caches, slots, hidden states there."""
         rows, chunk = asked.slot.shape[0], self.num_tokens + 1
         none = jnp.zeros((0, 3), jnp.int32)
 

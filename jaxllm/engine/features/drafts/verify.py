@@ -26,9 +26,7 @@ def with_own(slots: Slots, **rows: Array) -> Slots:
 
 
 class Asked(NamedTuple):
-    """The sequences that drafts are wanted for, `num_seqs` of `S`; those that are not `live` are padding, with its
-    slot.
-    """
+    """The sequences that drafts are wanted for, `num_seqs` of `S`; others are not `live`, and have padding's slot."""
 
     slot: Int[Array, "S"]
     position: Int[Array, "S"]
@@ -55,10 +53,7 @@ class Drafter(Protocol):
         """In front of which of the model's layers the states are that it reads; none are the last hidden states."""
 
     def follow(self, step: RanModel, caches: Any, before: Slots, slots: Slots) -> Any:
-        """(caches, slots) after a step that has run prompts: what the source keeps of them is in.
-
-        `slots` are as that step leaves them, and were `before`.
-        """
+        """(caches, slots), with what the source keeps of a step whose slots were `before` and are `slots` after it."""
 
     def propose(self, caches: Any, slots: Slots, asked: Asked, variant: Variant, hands: Sequence[Traced]) -> Any:
         """(caches, slots, drafts [S, K], how many of them there are for each sequence)."""
@@ -69,9 +64,9 @@ def verify(
 ) -> tuple[Any, Slots, Sampled]:
     """One token of each sequence and as many drafted ones as are right: caches, slots, and what was sampled.
 
-    The step has `S` sequences; where some have a course that the host follows, it has drafts and masks that the host
-    made. What is sampled has `drafter.num_tokens + 1` rows for each sequence in turn, of which `settled.taken + 1`
-    count. Where no sequence has a draft the step is a plain decode.
+    Where some of the `S` sequences have a course, drafts and masks are the host's. What is sampled has
+    `drafter.num_tokens + 1` rows for each sequence in turn, of which `settled.taken + 1` count. Where no sequence has a
+    draft the step is a plain decode.
     """
     x, page_size, caches, slots = step.x, step.sizes.page_size, step.parts["caches"], step.parts["slots"]
     slot, live = x["slot"], jnp.arange(x["slot"].shape[0]) < x["num_decodes"]
