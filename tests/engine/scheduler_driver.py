@@ -168,7 +168,7 @@ class Driver:
         self.pool.check([r.pages for r in self.scheduler.running])
         self.adapters.check([r.extras["adapters"].ids for r in self.scheduler.running if "adapters" in r.extras])
         if self.offload is not None:
-            self.offload._kept.wait()
+            self.offload.tiers.wait()
         if self.states is not None:
             self.states.check([row for r in self.scheduler.running for row in r.extras["states"].reserved.rows])
         return batches[0]

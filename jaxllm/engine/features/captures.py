@@ -1,8 +1,7 @@
 """Activations that leave a step beside what it is for.
 
-Which of them do is data: each layer is told where in one buffer its own go, and neither computes nor writes those that
-no request wants. So a step is compiled for a number of activations, not for a choice of them, and layers that are alike
-are still traced once.
+Their choice is data: each layer is told where in one buffer its own go, and neither computes nor writes others. So a
+step is compiled for a number of activations, not for a choice of them, and layers that are alike are traced once.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ class CapturesFeature(Feature):
         delta.captured, extra.rows = extra.rows, []
 
     def traced(self, step: TracedStep) -> Traced:
-        return _Recording(_Recorder(step.x["taps"], room(step.variant, self.name), self._widest))
+        return _Recording(step.x["taps"], room(step.variant, self.name), self._widest)
 
 
 @jax.jit
@@ -126,8 +125,7 @@ def _rows(found: Float[Array, "N T E"], rows: Int[Array, "R"]) -> Float[Array, "
 
 
 class _LayerTaps(NamedTuple):
-    """The place in the buffer of a layer's activation at each of TAPPED; one after the buffer's end where no request
-    wants it."""
+    """The place in the buffer of a layer's activation at each of TAPPED; after the buffer's end if it is not wanted."""
 
     places: Int[Array, "n"]
     buffer: Float[Array, "N T W"]
@@ -163,15 +161,13 @@ class _LayerRecorder(LayerHand):
         return x
 
 
-class _Recorder(Hand):
+class _Recording(Traced, Hand):
     """The activations of one step while it is traced."""
 
     layers = _LayerRecorder
 
     def __init__(self, places: Int[Array, "L n"], count: int, width: int):
-        """`places` of each layer, and a last row for what comes after all of them; `width` is of the widest activation:
-        others leave the rest of their rows as it is.
-        """
+        """`places` of each layer, and then of what comes after all; narrower activations than `width` leave a rest."""
         self._places, self._count, self._width = places, count, width
         self.buffer: Float[Array, "N T W"] | None = None
 
@@ -188,17 +184,12 @@ class _Recorder(Hand):
         recorder.tap(TAPPED[0], lambda: hidden)
         self.buffer = recorder.data.buffer
 
-
-class _Recording(Traced):
-    def __init__(self, recorder: _Recorder):
-        self._recorder = recorder
-
     def hand(self, meta: StepMetadata) -> Hand:
-        return self._recorder
+        return self
 
     def out(self) -> Float[Array, "N T W"]:
-        assert self._recorder.buffer is not None, "the model has run"
-        return self._recorder.buffer
+        assert self.buffer is not None, "the model has run"
+        return self.buffer
 
 
 def _written(buffer: Float[Array, "N T W"], place: Int[Array, ""], value: Float[Array, "T _"]) -> Float[Array, "N T W"]:

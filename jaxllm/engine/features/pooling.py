@@ -10,17 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.engine.core.feature import (
-    EVERYTHING,
-    Built,
-    Feature,
-    Fields,
-    Plan,
-    Ran,
-    Reading,
-    Traced,
-    TracedStep,
-)
+from jaxllm.engine.core.feature import EVERYTHING, Built, Feature, Fields, Plan, Ran, Reading, Traced, TracedStep
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.packing import Packing
 from jaxllm.engine.core.request import Request, Status
@@ -39,9 +29,9 @@ SUMS = Key("read", 0, frozenset({"sums"}))
 class _PoolingState:
     params: PoolingParams
     second_text: int
-    """Where the second of two texts begins, which an encoder tells from the first; 0 where there is one."""
+    """The place at which the second of two texts begins; 0 where there is one."""
     values: np.ndarray | None = None
-    """What has reached the host."""
+    """Those that have reached the host."""
 
     def add(self, values: np.ndarray, first: bool) -> None:
         """Sums of further chunks add up, logits of further tokens follow; the first begin anew after a preemption."""
@@ -60,12 +50,12 @@ class _PoolingState:
 
 
 class _Row(NamedTuple):
-    """Whose values a row holds, and how many; the `first` of a request's rows and the `last` may be the same."""
+    """A row with `width` values of a request, of whose rows it may be both the first and the last."""
 
     request: Request
     width: int
-    first: bool
-    last: bool
+    first: bool = True
+    last: bool = True
 
 
 class PoolingFeature(Feature):
@@ -87,9 +77,7 @@ class PoolingFeature(Feature):
         return uses._replace(takes=("hidden",)) if key == SUMS else uses
 
     def build(self, key: Key, maker: StepFunctions) -> Built:
-        """`(parts, ints) -> ([max_num_seqs, E],)` float32, the sums of the hidden states that belong together; or
-        `([R, n],)`, the logits of given tokens, float32.
-        """
+        """`(parts, ints) -> ([max_num_seqs, E],)` sums of hidden states, or `([R, n],)` logits of tokens; float32."""
         seqs, most = maker.sizes.max_num_seqs, maker.sizes.max_num_batched_tokens
         packing = _logits_packing(key.size)
 
@@ -126,29 +114,24 @@ class PoolingFeature(Feature):
         return _Texts(step.x["second_text"])
 
     def read(self, ran: Ran) -> Iterable[Reading]:
-        sums: list[tuple[_Row, slice]] = []
+        sums: list[_Row] = []
         logits: list[tuple[Request, int]] = []
-        size = self.around.sizes.hidden_size
+        sizes = self.around.sizes
+        owner = np.full(sizes.max_num_batched_tokens, sizes.max_num_seqs, np.int32)
         for chunk, row in ran.chunks:
-            request, end = chunk.request, row + chunk.length
-            extra = request.extras.get(self.name)
+            request, begins, ends = chunk.request, chunk.start == 0, chunk.num_sampled > 0
+            extra, end = request.extras.get(self.name), row + chunk.length
             kind = None if extra is None else extra.params.kind
             if kind == "mean":
-                sums.append((_Row(request, size, chunk.start == 0, chunk.num_sampled > 0), slice(row, end)))
-            elif kind == "cls" and chunk.start == 0:
-                sums.append((_Row(request, size, True, True), slice(row, row + 1)))
-            elif kind == "last" and chunk.num_sampled:
-                sums.append((_Row(request, size, True, True), slice(end - 1, end)))
-            elif kind == "logits" and chunk.num_sampled:
+                owner[row:end] = len(sums)
+                sums.append(_Row(request, sizes.hidden_size, begins, ends))
+            elif (kind == "cls" and begins) or (kind == "last" and ends):
+                owner[row if kind == "cls" else end - 1] = len(sums)
+                sums.append(_Row(request, sizes.hidden_size))
+            elif kind == "logits" and ends:
                 logits.append((request, end - 1))
-        return [*self._sums(sums), *(self._logits(logits) if logits else ())]
-
-    def _sums(self, wanted: list[tuple[_Row, slice]]) -> Iterable[Reading]:
-        if wanted:
-            owner = np.full(self.around.sizes.max_num_batched_tokens, self.around.sizes.max_num_seqs, np.int32)
-            for index, (_, rows) in enumerate(wanted):
-                owner[rows] = index
-            yield self._reading([row for row, _ in wanted], self.around.device.run(SUMS, owner))
+        found = [self._reading(sums, self.around.device.run(SUMS, owner))] if sums else []
+        return [*found, *self._logits(logits)]
 
     def _logits(self, wanted: list[tuple[Request, int]]) -> Iterable[Reading]:
         """Each request takes as many rows as its token ids fill."""
@@ -191,7 +174,7 @@ class _Texts(Traced):
 
 
 def with_token_types(meta: StepMetadata, second: Any) -> StepMetadata:
-    """Which of two texts each token is of: `second` `[S]` is where each sequence's second one begins, 0 for nowhere."""
+    """Tell layers which of two texts each token is of: the second one begins at `second` `[S]`; 0 where there is none."""
     begins = second[jnp.minimum(meta.seq_ids, len(second) - 1)]
     return replace(meta, token_types=((begins > 0) & (meta.positions >= begins)).astype(jnp.int32))
 

@@ -64,9 +64,7 @@ class ScoresFeature(Feature):
         return uses._replace(takes=("weights",)) if key.variant == {"unembed"} else uses
 
     def build(self, key: Key, maker: StepFunctions) -> Built:
-        """`(parts, ints) -> (Logprobs,)` of given tokens, or `[R, V]` of all; or `(parts, states, normed) ->
-        ([R, V],)`, the logits of states that the host sends: those that are not `normed` pass the last norm first.
-        """
+        """`(parts, ints) -> (Logprobs,)` of given tokens, or `[R, V]` of all; or see `unembed`."""
         (word,), rows = key.variant, key.size
         if word == "unembed":
 
@@ -126,9 +124,9 @@ class ScoresFeature(Feature):
         for key, stretches in by_key.items():
             for part in together(stretches, key.size):
                 yield self._score(key, part)
-        wanted = [row for row in ran.sampled if row.request.params.wants_vocabulary]
-        for start in range(0, len(wanted), self.around.device.most_rows):
-            yield self._vocabulary(wanted[start : start + self.around.device.most_rows])
+        wanted, size = [row for row in ran.sampled if row.request.params.wants_vocabulary], self.around.device.most_rows
+        for start in range(0, len(wanted), size):
+            yield self._vocabulary(wanted[start : start + size])
 
     def _score(self, key: Key, stretches: list[Stretch]) -> Reading:
         ints, x = score_packing(key.size).new()
@@ -170,9 +168,9 @@ class ScoresFeature(Feature):
             delta.vocabulary = np.stack(rows[: len(delta.token_ids)]).astype("<f4").tobytes()
 
     def unembed(self, states: np.ndarray, normed: bool) -> np.ndarray:
-        """The logits `[n, V]` of states `[n, E]`, as many as a step takes at a time: fewer rows than given are left.
+        """The logits `[n, V]` of the first states of `[n, E]`, as many as a step takes. Waits for the devices.
 
-        States pass the last norm first unless they are `normed`. Waits for the devices.
+        States pass the last norm first unless they are `normed`.
         """
         size = self.around.device.most_rows
         states = states[:size]

@@ -24,9 +24,7 @@ from jaxllm.requests.steering import Patching, Steering
 
 
 class SteeringFeature(Feature):
-    """Its part of the device's state: `vectors` [slots, L, E], and `ranges` [slots, 2]: the first position that is
-    steered, and the first after it that is not.
-    """
+    """Its part of the state: `vectors` [slots, L, E], and `ranges` [slots, 2] of positions, the last excluded."""
 
     name = "steering"
     on = ("decode", "verify", "backbone")
@@ -57,21 +55,6 @@ class SteeringFeature(Feature):
         return _Steering(step, self.name, self.bit)
 
 
-class _Steering(Traced):
-    def __init__(self, step: TracedStep, name: str, bit: int):
-        self._state, self._bit = step.parts[name], bit
-        self._settings = step.parts["slots"].setting_ints
-
-    def hand(self, meta: StepMetadata) -> Hand:
-        """The row of padding is zero, and stands for every token that is not steered."""
-        assert meta.slots is not None, "steering is by slot"
-        slots = meta.slots[jnp.minimum(meta.seq_ids, len(meta.slots) - 1)]
-        first, end = self._state["ranges"][slots].T
-        uses = SETTING_INTS.unpack(self._settings[slots])["uses"] & self._bit > 0
-        steered = uses & meta.live & (first <= meta.positions) & (meta.positions < end)
-        return _StepSteering(self._state["vectors"], jnp.where(steered, slots, len(self._state["ranges"]) - 1))
-
-
 class _LayerVectors(NamedTuple):
     """One layer's vectors, and each token's row of them."""
 
@@ -86,14 +69,25 @@ class _LayerSteering(LayerHand):
         return x + self.data.vectors[self.data.rows].astype(x.dtype)
 
 
-class _StepSteering(Hand):
+class _Steering(Traced, Hand):
     layers = _LayerSteering
 
-    def __init__(self, vectors: Float[Array, "slots L E"], rows: Int[Array, "T"]):
-        self._vectors, self._rows = vectors, rows
+    def __init__(self, step: TracedStep, name: str, bit: int):
+        self._state, self._bit = step.parts[name], bit
+        self._settings = step.parts["slots"].setting_ints
+
+    def hand(self, meta: StepMetadata) -> Hand:
+        """The row of padding is zero, and stands for every token that is not steered."""
+        assert meta.slots is not None, "steering is by slot"
+        slots = meta.slots[jnp.minimum(meta.seq_ids, len(meta.slots) - 1)]
+        first, end = self._state["ranges"][slots].T
+        uses = SETTING_INTS.unpack(self._settings[slots])["uses"] & self._bit > 0
+        steered = uses & meta.live & (first <= meta.positions) & (meta.positions < end)
+        self._rows = jnp.where(steered, slots, len(self._state["ranges"]) - 1)
+        return self
 
     def layer(self, index: int, x: jax.Array) -> _LayerVectors:
-        return _LayerVectors(self._vectors[:, index], self._rows)
+        return _LayerVectors(self._state["vectors"][:, index], self._rows)
 
 
 class _RowPatch(NamedTuple):

@@ -197,7 +197,7 @@ class Joiner:
     def _can_join(self, key: Key, other: Key) -> bool:
         if key == other:
             return True
-        rare = any(feature.rare for each in (key, other) for feature in self._features.named(each.variant))
+        rare = self._features.is_rare(key) or self._features.is_rare(other)
         return key.kind == other.kind and key.kind in BATCHES and not rare
 
     def join(self, asked: Sequence[WantedStep | None]) -> WantedStep:

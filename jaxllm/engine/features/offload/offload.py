@@ -44,12 +44,12 @@ class OffloadFeature(Feature):
 
     name = "offload"
     words = ("page", "state")
+    tiers: PageTiers
+    """What keeps them, in a core."""
 
     def __init__(self, kinds: Iterable[RowKind]):
         """`kinds` are the rows that the model's layers have."""
         self._kinds = tuple(kinds)
-        self.tiers: PageTiers | None = None
-        """What keeps them, in the process that has requests."""
         self._returning: list[tuple[CacheRow, Page]] = []
 
     def plan(self, buckets: Buckets) -> Plan:
@@ -72,17 +72,12 @@ class OffloadFeature(Feature):
         pool = self.around.pool
         pool.on_snapshot, pool.on_lose_snapshot = tiers.state_kept, tiers.state_forgotten
 
-    @property
-    def _kept(self) -> PageTiers:
-        assert self.tiers is not None, "a core that offloads has tiers"
-        return self.tiers
-
     def prepare(self, request: Request, asked: EngineRequest) -> _OffloadState:
         return _OffloadState(asked.hands_on, asked.pages_at)
 
     def job(self, request: Request, extra: _OffloadState) -> Errand | None:
         """Read what is on disk, unless the engine is paused: then it is computed again. Fetch from other servers."""
-        core, tiers = self.around.core, self._kept
+        core, tiers = self.around.core, self.tiers
         root, tokens = core.prefix_root(request), request.token_ids[: core.features.first_read(request)]
         on_disk = [] if core.is_paused else tiers.on_disk(root, tokens)
         pull = extra.pull = tiers.pull(extra.pages_at, root, tokens, on_disk)
@@ -100,7 +95,7 @@ class OffloadFeature(Feature):
     def extend(self, request: Request, extra: _OffloadState, found: FoundPrefix) -> bool:
         """With states as many pages as lead to one, on the devices or in the host; else as there is room for."""
         extra.num_on_device = found.depth
-        size, count, tiers = self.around.pool.page_size, len(found.pages), self._kept
+        size, count, tiers = self.around.pool.page_size, len(found.pages), self.tiers
         if not found.at_depths:
             room = max(self.around.pool.num_free - self._spared, 0)
             node = found.chain[-1] if found.chain else found.root
@@ -128,7 +123,7 @@ class OffloadFeature(Feature):
         """Copy the full pages of a prompt, and its state, to host memory, where other servers find them."""
         if extra.hands_on:
             prompt, root = request.token_ids[: request.num_prompt], self.around.core.prefix_root(request)
-            self._keep(self._kept.to_hand_on(root, prompt, request.pages))
+            self._keep(self.tiers.to_hand_on(root, prompt, request.pages))
 
     def forget(self, request: Request, extra: _OffloadState) -> None:
         if extra.pull is not None:
@@ -137,29 +132,28 @@ class OffloadFeature(Feature):
     def before_step(self) -> None:
         """What leaves is copied before anything is written there, and what comes back is written after that."""
         returning, self._returning = self._returning, []
-        self._keep(self._kept.take_leaving())
+        self._keep(self.tiers.take_leaving())
         self.copies.write(returning)
 
     def _keep(self, rows: list[tuple[CacheRow, Digest]]) -> None:
         for part in self.copies.read(rows):
-            self._kept.keep(part.digests, part.contents)
+            self.tiers.keep(part.digests, part.contents)
 
     @property
     def has_idle_work(self) -> bool:
-        return self._kept.has_unsaved
+        return self.tiers.has_unsaved
 
     def idle(self) -> None:
         """Copy some pages or a state to disk that are not there yet."""
-        for part in self.copies.read(self._kept.take_unsaved()):
-            self._kept.save(part.digests, part.contents)
-        self._kept.save_from_host()
+        for part in self.copies.read(self.tiers.take_unsaved()):
+            self.tiers.save(part.digests, part.contents)
+        self.tiers.save_from_host()
 
     def close(self) -> None:
-        if self.tiers is not None:
-            self.tiers.close()
+        self.tiers.close()
 
     def stats(self, stats: EngineStats, running: Iterable[Request], waiting: Iterable[Request]) -> None:
-        tiers = self._kept
+        tiers = self.tiers
         stats.offload_queries, stats.offload_hits = self._queries, self._hits
         stats.num_host_pages, stats.num_disk_pages = tiers.num_host, tiers.num_disk
         _, pulls, listener = tiers.peers or (None, None, None)
@@ -274,9 +268,7 @@ def _key(kind: Kind, of: RowKind, count: int) -> Key:
 
 
 def copying_step(key: Key, maker: StepFunctions) -> Built:
-    """`(parts, numbers) -> (rows,)`: `size` rows of each buffer that has any; or `(parts, numbers, *rows) ->
-    (caches,)`, which fills them.
-    """
+    """`(parts, numbers) -> (rows,)` of each buffer that has any, or `(parts, numbers, *rows) -> (caches,)`."""
     of: RowKind = "page" if "page" in key.variant else "state"
     has_them, buffers = _has_rows(of, maker), maker.sizes.buffers_of(paged=of == "page")
 

@@ -98,10 +98,7 @@ class Follower:
         self.say(MemberFailed(reason))
 
     def stop_within(self, seconds: float, reason: str) -> None:
-        """This process was told to stop: it leaves when process 0 ends the group, or after that time.
-
-        It may be called in a signal's handler.
-        """
+        """Leave when process 0 ends the group, or after that time. A signal's handler may call this."""
         self._leaving, self._deadline = reason, time.monotonic() + seconds
         self._bell.set()
 

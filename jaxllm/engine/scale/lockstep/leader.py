@@ -22,6 +22,7 @@ from jaxllm.engine.scale.lockstep.messages import (
     CHECKED_STEPS,
     SILENT_SECONDS,
     SILENT_START_SECONDS,
+    Answer,
     CompileNow,
     End,
     Follows,
@@ -46,7 +47,6 @@ logger = logging.getLogger(__name__)
 
 END_SECONDS = 3.0
 """For the others to leave when the group ends."""
-Answer = MemberMemory | TransferAddress | MemberPlan | Follows
 KEPT_OUTPUTS = 64
 """Steps whose tokens are kept until the others have said what theirs were."""
 

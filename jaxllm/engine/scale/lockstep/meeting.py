@@ -39,19 +39,16 @@ MOST_STRANGERS = 64
 
 @dataclass(frozen=True)
 class Group:
-    """A process's place among the others, all of whom have come.
-
-    Attributes:
-        hold: on the others; of process 0 a Leader, of the others a Follower.
-        address: where JAX's coordinator is.
-        place: which of the `neighbours` on its machine it is.
-    """
+    """A process's place among the others, all of whom have come."""
 
     hold: Leader | Follower
+    """A Leader in process 0."""
     number: int
     count: int
     address: str
+    """Of JAX's coordinator."""
     place: int
+    """Among the `neighbours` on its machine."""
     neighbours: int
 
     @property
@@ -63,14 +60,12 @@ class Group:
 def meet(config: EngineConfig, agreement: dict[str, str], on_broken: Callable[[str], None]) -> Group:
     """Wait until all processes of `config` have come and agree.
 
-    Args:
-        agreement: what must be the same in all, in words, by its name.
-        on_broken: called with a reason where the group is over, in any thread; it ends the process.
+    `agreement` must be the same in all, in words, by its name. `on_broken` is called with a reason when the group is
+    over, in any thread; it ends the process.
 
     Raises:
         ConfigError: one does not come in time, has another secret, or differs.
     """
-    assert config.num_processes is not None and config.coordinator_address is not None
     if config.process_id == 0:
         return _Meeting(config, agreement).wait(on_broken)
     return _join(config, agreement, on_broken)
