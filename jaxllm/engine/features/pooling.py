@@ -174,7 +174,7 @@ class _Texts(Traced):
 
 
 def with_token_types(meta: StepMetadata, second: Any) -> StepMetadata:
-    """Tell layers which of two texts each token is of: the second one begins at `second` `[S]`; 0 where there is none."""
+    """Tell layers which of two texts each token is of: the second begins at `second` `[S]`; 0 where there is none."""
     begins = second[jnp.minimum(meta.seq_ids, len(second) - 1)]
     return replace(meta, token_types=((begins > 0) & (meta.positions >= begins)).astype(jnp.int32))
 

@@ -34,8 +34,7 @@ class DataParallelCore:
     """
 
     def __init__(self, cores: Sequence[EngineCore], ranks: Ranks):
-        self._cores = cores
-        self._ranks = ranks
+        self._cores, self._ranks = cores, ranks
         first, sizes = cores[0], cores[0].sizes
         self.model, self.sizes, self.features, self.weights = first.model, sizes, first.features, first.weights
         rooms = {"num_pages": sizes.num_pages - 1, "page_size": sizes.page_size}
@@ -184,9 +183,7 @@ class Joiner:
     """
 
     def __init__(self, sizes: StepSizes, covering: Covering, features: Features):
-        self._sizes = sizes
-        self._features = features
-        self._covering = covering
+        self._sizes, self._features, self._covering = sizes, features, covering
         self._nobody = sizes.max_num_seqs
 
     def choose(self, asked: dict[int, WantedStep]) -> list[int]:
@@ -245,15 +242,13 @@ class Ranks:
     """Runs the steps of `count` batches, each of which has a thread and a rank: its place in every joined step.
 
     A batch that asks for a step waits until each of the others that act has asked for one too, or has ended its turn.
-    Then the thread that came last runs one step for all that can be joined. Nobody waits for the devices here.
-
-    Before it packs its requests, a batch says whether all of them decode. Where another has prompts to compute, all run
+    Then the thread that came last runs one step for all that can be joined. No thread waits for the devices here.
+    Before it packs its requests, a batch says whether all of them decode. If another has prompts to compute, all run
     the same two steps, a backbone and a head, instead of a decode besides.
     """
 
     def __init__(self, device: Device, sizes: StepSizes, count: int):
-        self.count = count
-        self._device = device
+        self.count, self._device = count, device
         self._joiner = Joiner(sizes, device.covering, device.features)
         self._changed = threading.Condition()
         self._acting: set[int] = set()

@@ -32,7 +32,7 @@ class Untold:
     """Tokens that the last stage has sampled, or will have, and that the first one has not been told."""
 
     slots: np.ndarray
-    """int32 `[R]`: whose they are; the slot that belongs to nobody where they are nobody's."""
+    """int32 `[R]`: whose they are; padding's slot for padding."""
     tokens: jax.Array | None
     """int32 `[R]`, on the first stage's devices; None where they are another process's."""
 
@@ -40,8 +40,8 @@ class Untold:
 class Stages:
     """The way of each step through the stages, of which this process may have some or all.
 
-    Nobody waits for anything in between: what a stage gives is on its way to the next as soon as it is there, and every
-    stage is sent the same vectors, from which it keeps its own positions and page tables.
+    Nothing waits in between: what a stage gives is on its way to the next as soon as it is there, and every stage is
+    sent the same vectors, from which it keeps its own positions and page tables.
 
     What is sampled has to reach the first stage, which runs it next. It is told only when that is about to happen: what
     it is told changes its slots, so that whatever it runs afterwards waits until the last stage has sampled. Worked
@@ -63,11 +63,8 @@ class Stages:
         """`ways` lead from each stage to the next, and the last of them from the last stage to the first; hidden states
         are handed on in `hidden_dtype`.
         """
-        self.earlier = list(earlier)
-        self._ways = ways
-        self._sizes = sizes
-        self._features = features
-        self._hidden_dtype = hidden_dtype
+        self.earlier, self._ways = list(earlier), ways
+        self._sizes, self._features, self._hidden_dtype = sizes, features, hidden_dtype
         self._nobody = sizes.max_num_seqs
         self._untold: list[Untold] = []
 
@@ -192,10 +189,7 @@ def makes(stage: Stage | None, part: Key) -> bool:
 
 
 def layers_of(step: Key) -> Key | None:
-    """What a stage before the last runs of a step; None where that concerns the last one alone.
-
-    Whatever a step does with logits, its layers are the same.
-    """
+    """The part of a step that stages before the last run, whatever it does with logits; None if they run none."""
     if step.kind in ("decode", "backbone"):
         return Key("layers", step.size, frozenset({step.kind}))
     return step if step.variant == {"admit"} else None

@@ -126,7 +126,7 @@ class DraftsFeature(Feature):
             return ModelDrafter(drafting, rule.num_tokens, count, step.sizes.vocab_size, step.sizes.page_size)
         assert isinstance(rule, NgramDrafts)
         texts = step.parts[self.name]["remembered"] if self.name in step.parts else jnp.zeros(0, jnp.int32)
-        return NgramDrafter(rule, texts)
+        return NgramDrafter(rule.num_tokens, rule, texts)
 
     def traced(self, step: TracedStep) -> Traced:
         return _Following(self.drafter(step, 1), step.kind)

@@ -24,7 +24,7 @@ from jaxllm.engine.core.feature import RanModel, Traced
 from jaxllm.engine.core.keys import Variant
 from jaxllm.engine.core.sampler import choose
 from jaxllm.engine.core.slots import Slots
-from jaxllm.engine.features.drafts.verify import Asked, with_own
+from jaxllm.engine.features.drafts.verify import Asked, Drafter, with_own
 from jaxllm.models.caches import Cache
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.predictor import Predicted, Predictor
@@ -43,17 +43,14 @@ class AbstractDraft(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ModelDrafter:
-    """Drafts up to `num_tokens` tokens with `model`, whose caches come behind the `num_own` of the model it serves."""
+class ModelDrafter(Drafter):
+    """Drafts up to `num_tokens` tokens with `model`, whose caches come after the `num_own` of the model it serves."""
 
     model: Callable[[], Decoder]
     num_tokens: int
     num_own: int
     vocab_size: int
     page_size: int
-
-    follows_decodes = False
-    reads = ()
 
     def follow(self, step: RanModel, caches: tuple[Cache, ...], before: Slots, slots: Slots) -> Any:
         """The draft model runs prompts as well; where it is behind, it stays so."""
@@ -64,7 +61,6 @@ class ModelDrafter:
     def propose(
         self, caches: tuple[Cache, ...], slots: Slots, asked: Asked, variant: Variant, hands: Sequence[Traced]
     ) -> Any:
-        """Caches, slots, drafts [S, K], and how many there are for each sequence."""
         rows = asked.slot.shape[0]
 
         def nothing(caches: tuple[Cache, ...], slots: Slots) -> Any:
@@ -177,8 +173,8 @@ LayerCaches = tuple[Cache, ...]
 
 
 @dataclass(frozen=True)
-class ModuleDrafter:
-    """Drafts up to `num_tokens` tokens with `module`, whose caches come behind the `num_own` of `model`."""
+class ModuleDrafter(Drafter):
+    """Drafts up to `num_tokens` tokens with `module`, whose caches come after the `num_own` of `model`."""
 
     module: Callable[[], Predictor]
     model: Callable[[], Decoder]
@@ -213,7 +209,6 @@ class ModuleDrafter:
     def propose(
         self, caches: LayerCaches, slots: Slots, asked: Asked, variant: Variant, hands: Sequence[Traced]
     ) -> Any:
-        """Caches, slots, drafts [S, K], and how many there are for each sequence."""
         rows, nobody = asked.slot.shape[0], slots.position.shape[0] - 1
         known = (asked.position > 0) & (slots.of["drafts"]["hidden_after"][asked.slot] == asked.position)
         most = jnp.where(known & asked.live, asked.most, 0)

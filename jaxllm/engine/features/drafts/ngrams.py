@@ -11,38 +11,27 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jaxllm.engine.core.feature import Course, Feature, RanModel, Surroundings, Traced
+from jaxllm.engine.core.feature import Course, Feature, Surroundings, Traced
 from jaxllm.engine.core.keys import Variant
 from jaxllm.engine.core.packing import Packing
 from jaxllm.engine.core.request import Request
 from jaxllm.engine.core.slots import Slots
 from jaxllm.engine.features.drafts.rules import DraftRule, NgramDrafts
-from jaxllm.engine.features.drafts.verify import Asked
+from jaxllm.engine.features.drafts.verify import Asked, Drafter
 
 Anywhere = Array | np.ndarray
 """On the devices, or on the host."""
 
 
 @dataclass(frozen=True)
-class NgramDrafter:
-    """Drafts as `rule` says, out of the slots' histories and of `remembered` texts."""
+class NgramDrafter(Drafter):
+    """Drafts as `rule` says, out of the slots' histories, which have all prompts, and of `remembered` texts."""
 
+    num_tokens: int
     rule: NgramDrafts
     remembered: Int[Array, "M"]
 
-    follows_decodes = False
-    reads = ()
-
-    @property
-    def num_tokens(self) -> int:
-        return self.rule.num_tokens
-
-    def follow(self, step: RanModel, caches: Any, before: Slots, slots: Slots) -> Any:
-        """A prompt is in the slot's history already."""
-        return caches, slots
-
     def propose(self, caches: Any, slots: Slots, asked: Asked, variant: Variant, hands: Sequence[Traced]) -> Any:
-        """Caches and slots as they are, drafts, and how many there are."""
         history = slots.history[asked.slot]
         drafts, count = ngram_drafts(history, asked.position, self.remembered, self.rule)
         return caches, slots, drafts, count

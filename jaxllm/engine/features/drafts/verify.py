@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,26 +37,23 @@ class Asked(NamedTuple):
     num_seqs: Int[Array, ""]
 
 
-@runtime_checkable
-class Drafter(Protocol):
-    """A source of drafts. `num_tokens` is `K`, the most that it gives."""
+class Drafter:
+    """A source of drafts."""
 
-    @property
-    def num_tokens(self) -> int: ...
-
-    @property
-    def follows_decodes(self) -> bool:
-        """Whether it is told of decodes as well, and not of prompts alone."""
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        """In front of which of the model's layers the states are that it reads; none are the last hidden states."""
+    num_tokens: int
+    """`K`, the most that it gives."""
+    follows_decodes = False
+    """It is told of decodes as well, and not of prompts alone."""
+    reads: tuple[int, ...] = ()
+    """The layers before which it reads the model's states; without any, it reads the last hidden states."""
 
     def follow(self, step: RanModel, caches: Any, before: Slots, slots: Slots) -> Any:
         """(caches, slots), with what the source keeps of a step whose slots were `before` and are `slots` after it."""
+        return caches, slots
 
     def propose(self, caches: Any, slots: Slots, asked: Asked, variant: Variant, hands: Sequence[Traced]) -> Any:
         """(caches, slots, drafts [S, K], how many of them there are for each sequence)."""
+        raise NotImplementedError
 
 
 def verify(

@@ -105,7 +105,7 @@ class Leader:
         for member in self._members:
             answer = member.answers.get()
             if answer is None:
-                raise EngineDeadError(self._broken or "the group has ended")
+                raise self._ending
             if not isinstance(answer, kind):
                 self._break(f"{member} sent {type(answer).__name__} where {kind.__name__} was due")
                 raise EngineDeadError(self._broken)
@@ -141,11 +141,15 @@ class Leader:
                 with self._changed:
                     self._changed.wait_for(lambda: self.has(key) or self._is_over)  # noqa: B023
                 if not self.has(key):
-                    raise EngineDeadError(self._broken or "the group has ended")
+                    raise self._ending
 
     @property
     def _is_over(self) -> bool:
         return bool(self._broken) or self._ended.is_set()
+
+    @property
+    def _ending(self) -> EngineDeadError:
+        return EngineDeadError(self._broken or "the group has ended")
 
     def begin(self, keys: Iterable[Key]) -> None:
         """Wait until all others have these executables and can run steps: the start is over."""
@@ -193,7 +197,7 @@ class Leader:
 
     def _send(self, data: bytes) -> None:
         if self._is_over:
-            raise EngineDeadError(self._broken or "the group has ended")
+            raise self._ending
         for member in self._members:
             try:
                 member.wire.send_frame(data)
