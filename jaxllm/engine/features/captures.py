@@ -64,13 +64,11 @@ class CapturesFeature(Feature):
         return len(self._taps(chunks))
 
     def _positions(self, chunk: Chunk) -> list[int]:
-        """Those of a chunk's tokens whose activations are wanted."""
         extra = chunk.request.extras.get(self.name)
         tokens = range(chunk.start, chunk.start + chunk.length)
         return [] if extra is None else extra.params.among(tokens, chunk.request.num_prompt)
 
     def _taps(self, chunks: Sequence[Chunk]) -> list[Tap]:
-        """The activations that some request of a step wants of tokens in it."""
         wanted = [chunk.request.extras[self.name].params.taps for chunk in chunks if self._positions(chunk)]
         return list(dict.fromkeys(tap for taps in wanted for tap in taps))
 
@@ -162,8 +160,6 @@ class _LayerRecorder(LayerHand):
 
 
 class _Recording(Traced, Hand):
-    """The activations of one step while it is traced."""
-
     layers = _LayerRecorder
 
     def __init__(self, places: Int[Array, "L n"], count: int, width: int):

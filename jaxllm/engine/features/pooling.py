@@ -134,7 +134,6 @@ class PoolingFeature(Feature):
         return [*found, *self._logits(logits)]
 
     def _logits(self, wanted: list[tuple[Request, int]]) -> Iterable[Reading]:
-        """Each request takes as many rows as its token ids fill."""
         size = self.around.device.most_rows
         pieces = [
             (_Row(request, len(ids[start:end]), start == 0, end >= len(ids)), row, ids[start:end])

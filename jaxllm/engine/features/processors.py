@@ -133,7 +133,6 @@ class _Processing(Traced):
 def _run(
     processor: LogitsProcessor, fields: dict[str, Any], state: LogitsState, used: jax.Array, logits: jax.Array
 ) -> jax.Array:
-    """The logits of rows, those of rows that use the processor as it makes them."""
     given = processor.defaults.items()
     arguments = {key: _value(fields[f"{processor.name}.{key}"], default.dtype) for key, default in given}
     found = jax.vmap(lambda row, told, given: processor.function(row, told, **given))(logits, state, arguments)

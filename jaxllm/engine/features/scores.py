@@ -101,7 +101,6 @@ class ScoresFeature(Feature):
             yield _read_key("score_all", self.around.device.most_rows)
 
     def _key(self, request: Request) -> Key:
-        """The step that scores a prompt's tokens."""
         return _read_key(SCORING.get(request.params.prompt_logprobs or 0, "score"), self.around.device.most_rows)
 
     def first_read(self, request: Request, extra: _ScoreState) -> int:
@@ -148,7 +147,6 @@ class ScoresFeature(Feature):
         return Reading(result, deliver)
 
     def _vocabulary(self, wanted: list[SampledRow]) -> Reading:
-        """Log-probabilities of the whole vocabulary for the rows whose requests want them."""
         ints, x = score_packing(self.around.device.most_rows).new()
         x["hidden_row"][: len(wanted)] = [row.row for row in wanted]
         result = self.around.device.run(_read_key("score_all", self.around.device.most_rows), ints)

@@ -146,8 +146,6 @@ class StateCache:
 
 @dataclass
 class _Reserved:
-    """The row that one step keeps a state in."""
-
     row: int
     tokens: int = 0
     """The state is the one after this many tokens; 0 where that is not known yet."""

@@ -56,8 +56,6 @@ class SteeringFeature(Feature):
 
 
 class _LayerVectors(NamedTuple):
-    """One layer's vectors, and each token's row of them."""
-
     vectors: Float[Array, "slots E"]
     rows: Int[Array, "T"]
 
@@ -91,8 +89,6 @@ class _Steering(Traced, Hand):
 
 
 class _RowPatch(NamedTuple):
-    """One row of a step's tokens that gets another value as it leaves a layer."""
-
     row: int
     layer: int
     value: np.ndarray
@@ -123,7 +119,6 @@ class PatchingFeature(Feature):
         return len(self._patches(chunks))
 
     def _patches(self, chunks: Sequence[Chunk]) -> list[_RowPatch]:
-        """Those of a step whose tokens are those of `chunks`, one after another."""
         found, row = [], 0
         for chunk in chunks:
             patches = chunk.request.extras.get(self.name)

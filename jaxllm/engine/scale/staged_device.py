@@ -93,7 +93,6 @@ class Stages:
         return found
 
     def _through_earlier(self, key: Key, ints: np.ndarray) -> jax.Array | None:
-        """The hidden states that the last stage takes, on its devices once they are there."""
         layers = layers_of(key)
         assert layers is not None, "every stage has layers"
         form = jax.ShapeDtypeStruct((key.size, self._sizes.hidden_size), self._hidden_dtype)

@@ -32,8 +32,6 @@ PUT_TABLES, PUT_SCALES = Key("put", 0, frozenset({"adapters"})), Key("put", 0, f
 
 @dataclass
 class _Asked:
-    """What a request asks for, and what has become of it."""
-
     uses: tuple[AdapterUse, ...]
     rows: tuple[AdapterRows, ...] = ()
     """What each of its adapters adds to the model, in host memory."""
@@ -147,7 +145,6 @@ class AdaptersFeature(Feature):
         stats.running_adapters, stats.waiting_adapters = self._count(running), self._count(waiting)
 
     def _count(self, requests: Iterable[Request]) -> dict[str, int]:
-        """How many requests use each adapter, by its name."""
         asked = (request.extras.get(self.name) for request in requests)
         return dict(Counter(use.name for one in asked if one is not None for use in one.uses))
 

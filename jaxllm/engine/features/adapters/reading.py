@@ -82,7 +82,6 @@ class ProductRows:
         return rows
 
     def _by_segment(self, updates: Sequence[tuple[Source, LowRank | None]]) -> Sequence[tuple[Source, LowRank | None]]:
-        """The update of the tensor that holds each segment."""
         count = len(_segments(self.weight))
         return updates if len(updates) == count else list(updates) * count
 
@@ -118,7 +117,6 @@ class ProductRows:
         return rows if flipped or source.transform is None else source.transform(rows)
 
     def _biases(self, bias: ParamSpec, changes: Sequence[tuple[Source, np.ndarray | None]]) -> list[np.ndarray]:
-        """By how much each tensor of the bias differs from the model's own."""
         own = self.base.rows(bias)
         found = []
         for at, (source, changed) in zip(_parts(bias, len(changes)), changes, strict=True):

@@ -189,8 +189,6 @@ class DraftsFeature(Feature):
 
 
 class _Following(Traced):
-    """What makes drafts sees each prompt run beside the model, and some also each decode."""
-
     def __init__(self, drafter: Drafter, kind: str):
         self._drafter = drafter
         self.reads = drafter.reads if kind == "backbone" or drafter.follows_decodes else None

@@ -171,7 +171,6 @@ class Guesses:
         return drafts, places
 
     def _found(self, request: Request, drafts: Sequence[int]) -> list[int]:
-        """What may follow the request's text and `drafts`."""
         text = self._texts.get(request)
         if text is None:
             text = self._texts[request] = _Text(request.max_total + self._rule.num_tokens)
@@ -182,8 +181,6 @@ class Guesses:
 
 
 class _Text:
-    """A request's tokens as an array, which grows with them."""
-
     def __init__(self, most: int):
         self._tokens = np.zeros(most, np.int32)
         self._known = 0

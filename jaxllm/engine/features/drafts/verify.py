@@ -137,7 +137,6 @@ def verify(
 def _forward(
     model: Decoder, tokens: Any, caches: Any, meta: StepMetadata, reads: tuple[int, ...], hands: Sequence[Traced]
 ) -> Any:
-    """The model's hidden states, its states in front of the layers that are read, and all caches."""
     gathering = Gathering(reads)
     hidden, caches = forward(model, tokens, caches, meta, hands=[*between(hands, meta), gathering])
     return hidden, gathering.of(reads) if reads else hidden, caches

@@ -209,7 +209,6 @@ class Constraint:
                 self._begin()
 
     def _accept_first(self, token: int, opening: LLMatcher) -> None:
-        """A token of an answer that may begin with reasoning until this one."""
         ended = self._after.add(token)
         opened = [search.add(token) for search in self._opened]
         if opening.try_consume_tokens([token]) == 0:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -22,7 +23,7 @@ from jaxllm.engine.core.sizes import Buckets, StepSizes, smallest_covering
 from jaxllm.engine.core.step import StepFunctions
 from jaxllm.engine.features.offload.pages import ROW_KINDS, CacheRow, Digest, Page, RowKind
 from jaxllm.engine.features.offload.pulls import Pull
-from jaxllm.engine.features.offload.tiers import PageTiers
+from jaxllm.engine.features.offload.tiers import Arriving, PageTiers
 from jaxllm.engine.messages import EngineRequest, EngineStats, PagesAt, TokenDelta, TransferInfo
 from jaxllm.models.caches import Buffer
 
@@ -136,8 +137,8 @@ class OffloadFeature(Feature):
         self.copies.write(returning)
 
     def _keep(self, rows: list[tuple[CacheRow, Digest]]) -> None:
-        for part in self.copies.read(rows):
-            self.tiers.keep(part.digests, part.contents)
+        for digests, pages in self.copies.read(rows):
+            self.tiers.keep(digests, pages)
 
     @property
     def has_idle_work(self) -> bool:
@@ -145,8 +146,8 @@ class OffloadFeature(Feature):
 
     def idle(self) -> None:
         """Copy some pages or a state to disk that are not there yet."""
-        for part in self.copies.read(self.tiers.take_unsaved()):
-            self.tiers.save(part.digests, part.contents)
+        for digests, pages in self.copies.read(self.tiers.take_unsaved()):
+            self.tiers.save(digests, pages)
         self.tiers.save_from_host()
 
     def close(self) -> None:
@@ -174,19 +175,6 @@ T = TypeVar("T")
 
 SIZES: dict[RowKind, tuple[int, ...]] = {"page": (4, 32), "state": (1,)}
 """How many are copied at once; more in several steps. A state may be as large as a thousand pages."""
-
-
-class LeavingPages(NamedTuple):
-    """Pages, or states, on their way to the host, and what they are called there."""
-
-    digests: list[Digest]
-    arrays: Any
-    """Of each buffer as many rows, or more."""
-    blocks: PageBlocks
-
-    def contents(self) -> list[Page]:
-        """The pages, once they have arrived."""
-        return self.blocks.split(self.arrays, len(self.digests))
 
 
 class PageBlocks:
@@ -232,15 +220,15 @@ class PageCopies:
         self._padding: dict[RowKind, int] = {"page": 0, "state": sizes.max_num_seqs}
         """The rows of padding."""
 
-    def read(self, rows: list[tuple[CacheRow, Digest]]) -> list[LeavingPages]:
+    def read(self, rows: list[tuple[CacheRow, Digest]]) -> list[tuple[list[Digest], Arriving]]:
         """Copy pages and states to the host."""
-        found = []
+        found = list[tuple[list[Digest], Arriving]]()
         for kind, some in _parts_of(rows):
             key = _key("copy_out", kind, len(some))
             arrays = self._device.run(key, self._numbers(kind, some, key.size))
             for array in arrays:
                 array.copy_to_host_async()
-            found.append(LeavingPages([digest for _, digest in some], arrays, self._blocks[kind]))
+            found.append(([digest for _, digest in some], partial(self._blocks[kind].split, arrays, len(some))))
         return found
 
     def write(self, rows: list[tuple[CacheRow, Page]]) -> None:
@@ -256,7 +244,6 @@ class PageCopies:
 
 
 def _parts_of(rows: list[tuple[CacheRow, T]]) -> Iterator[tuple[RowKind, list[tuple[CacheRow, T]]]]:
-    """Of one kind each, and as many as are copied at once."""
     for kind, same in groupby(rows, lambda entry: entry[0].kind):
         some = list(same)
         for start in range(0, len(some), SIZES[kind][-1]):

@@ -216,7 +216,6 @@ class PageTiers:
         return list(takewhile(is_there, prefixes)) if self._has_pages else prefixes
 
     def _is_found(self, digest: Digest) -> bool:
-        """Whether it is in host memory, or on its way there."""
         return digest in self._leaving or digest in self._arriving or digest in self._host
 
     def _is_here(self, digest: Digest) -> bool:

@@ -136,7 +136,6 @@ class Follower:
             self._give_up(f"{key} cannot be compiled", error)
 
     def _give_up(self, what: str, error: Exception) -> None:
-        """End the process for something that went wrong beside its loop."""
         reason = f"{what}: {type(error).__name__}: {one_line(error)}"
         with contextlib.suppress(EngineDeadError):  # process 0 is gone too, and this one ends either way
             self.fail(reason)
