@@ -209,9 +209,8 @@ class _Sockets:
         try:
             import zmq
         except ImportError:
-            raise ConfigError(
-                "kv_events_config is set, which needs the package pyzmq: pip install 'jaxllm[kv-events]'"
-            ) from None
+            missing = "kv_events_config is set, which needs the package pyzmq: pip install 'jaxllm[kv-events]'"
+            raise ConfigError(missing) from None
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self.events: zmq.Socket[bytes] = context.socket(zmq.PUB)
         self.events.set_hwm(config.hwm)

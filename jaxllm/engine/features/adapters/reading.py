@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -151,24 +151,20 @@ def _laid_out(parameter: ParamSpec, parts: list[np.ndarray]) -> np.ndarray:
     return parts[0] if parameter.layout is None else parameter.layout.assemble(parts)
 
 
-class BaseWeights:
-    """Reads parameters from the model's checkpoint, which is opened by the first of them; to be closed."""
+class BaseWeights(ExitStack):
+    """Reads parameters from the model's checkpoint, which is opened by the first of them."""
 
     def __init__(self, open_checkpoint: Callable[[], Checkpoint], names: NameMap):
+        super().__init__()
         self._open, self._names = open_checkpoint, names
-        self._checkpoint: Checkpoint | None = None
+
+    @cached_property
+    def _checkpoint(self) -> Checkpoint:
+        return self.enter_context(closing(self._open()))
 
     def rows(self, parameter: ParamSpec) -> Float[np.ndarray, "o *i"]:
         """A whole parameter in the order of its tensors, before it is laid out for several devices."""
-        if self._checkpoint is None:
-            self._checkpoint = self._open()
         return read_rows(self._checkpoint, parameter, self._names)
-
-    def close(self) -> None:
-        """Release the files, if any were opened."""
-        if self._checkpoint is not None:
-            self._checkpoint.close()
-            self._checkpoint = None
 
 
 AdapterRows = tuple[np.ndarray, ...]
@@ -205,7 +201,7 @@ class AdapterReader:
         gains = any(update.magnitude is not None for update in adapter.updates.values())
         found = {"adapter_gains": np.array(int(gains))}
         names, used = self.names[adapter.format], set[str]()
-        with closing(self.base()) as base:
+        with self.base() as base:
             for product in self._products:
                 weight, bias = self.weights[f"{product}.weight"], self.weights.get(f"{product}.bias")
                 rows, changed = ProductRows(adapter, weight, bias, names, base, self.sizes.rank).rows()

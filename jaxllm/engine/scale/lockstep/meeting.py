@@ -13,17 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from jaxllm.config import EngineConfig
+from jaxllm.engine.scale.lockstep import messages
 from jaxllm.engine.scale.lockstep.follower import Follower, connected
 from jaxllm.engine.scale.lockstep.leader import Leader, Member
-from jaxllm.engine.scale.lockstep.messages import (
-    MEETING_SECONDS,
-    FromFollower,
-    FromLeader,
-    Hello,
-    Refused,
-    Welcome,
-    difference,
-)
+from jaxllm.engine.scale.lockstep.messages import MEETING_SECONDS
 from jaxllm.errors import ConfigError, reason
 from jaxllm.progress import tell
 from jaxllm.sharding.clusters import split_address
@@ -106,7 +99,7 @@ class _Meeting:
         if self._problem is not None:
             for member in self._members.values():
                 with suppress(OSError):
-                    member.wire.send(Refused(self._problem))
+                    member.wire.send(messages.Refused(self._problem))
             raise ConfigError(self._problem)
         return self._begin(on_broken)
 
@@ -119,7 +112,7 @@ class _Meeting:
         for number, member in enumerate(members, 1):
             place = machines[:number].count(machines[number])
             with suppress(OSError):  # it has gone meanwhile, as the Leader is about to find out
-                member.wire.send(Welcome(address, place, machines.count(machines[number])))
+                member.wire.send(messages.Welcome(address, place, machines.count(machines[number])))
         leader = Leader(members, on_broken)
         return Group(leader, 0, self._count, address, 0, machines.count(machine))
 
@@ -130,9 +123,9 @@ class _Meeting:
                 logger.warning("a process at %s was turned away: its cluster_secret is another", source)
                 connection.close()
                 return
-            wire: Wire[FromFollower] = Wire(connection, FromFollower)
+            wire: Wire[messages.FromFollower] = Wire(connection, messages.FromFollower)
             hello, _ = wire.receive(HANDSHAKE_SECONDS)
-            if isinstance(hello, Hello):
+            if isinstance(hello, messages.Hello):
                 self._take(Member(hello, wire))
         except (OSError, WireError) as error:
             logger.warning("a connection from %s was closed before it said who it is: %s", source, error)
@@ -143,11 +136,11 @@ class _Meeting:
             number, is_there = member.hello.number, member.hello.number in self._members
             if not 0 < number < self._count or is_there:
                 found = "there is one already" if is_there else f"accepted is 1 to {self._count - 1}"
-                member.wire.send(Refused(f"process_id is {number}, and {found}"))
+                member.wire.send(messages.Refused(f"process_id is {number}, and {found}"))
                 member.wire.close()
                 return
             self._members[number] = member
-            self._problem = self._problem or difference(self._agreement, member.hello.agreement, str(member))
+            self._problem = self._problem or messages.difference(self._agreement, member.hello.agreement, str(member))
             self._changed.notify_all()
 
 
@@ -165,16 +158,16 @@ def _join(config: EngineConfig, agreement: dict[str, str], on_broken: Callable[[
             raise ConfigError(f"cluster_secret is not that of {where}")
     except OSError as error:
         raise ConfigError(f"{where} cannot be reached: {reason(error)}") from None
-    wire: Wire[FromLeader] = Wire(connection, FromLeader)
+    wire: Wire[messages.FromLeader] = Wire(connection, messages.FromLeader)
     host, machine = machine_name()
     try:
-        wire.send(Hello(config.process_id, host, machine, agreement))
+        wire.send(messages.Hello(config.process_id, host, machine, agreement))
         answer, _ = wire.receive(max(1.0, deadline - time.monotonic()) + HANDSHAKE_SECONDS)
     except (OSError, WireError) as error:
         raise ConfigError(f"{where} has left before all processes came: {error}") from None
-    if isinstance(answer, Refused):
+    if isinstance(answer, messages.Refused):
         raise ConfigError(answer.reason)
-    if not isinstance(answer, Welcome):
+    if not isinstance(answer, messages.Welcome):
         raise ConfigError(f"{where} sent {type(answer).__name__} where Welcome was due")
     follower = Follower(wire, on_broken)
     return Group(follower, config.process_id, config.num_processes, answer.address, answer.place, answer.neighbours)
