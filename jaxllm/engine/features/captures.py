@@ -49,7 +49,7 @@ class CapturesFeature(Feature):
         self._widest = widest
 
     def prepare(self, request: Request, asked: EngineRequest) -> _CaptureState | None:
-        return asked.capture and _CaptureState(asked.capture)
+        return None if asked.capture is None else _CaptureState(asked.capture)
 
     def amount(self, extra: _CaptureState) -> int:
         return len(extra.params.taps)

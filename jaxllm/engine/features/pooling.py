@@ -92,7 +92,7 @@ class PoolingFeature(Feature):
         return Built(sums, [maker.state.ints(most)]) if key == SUMS else Built(logits, [maker.state.ints(packing.size)])
 
     def prepare(self, request: Request, asked: EngineRequest) -> _PoolingState | None:
-        return asked.pooling and _PoolingState(asked.pooling, asked.second_text)
+        return None if asked.pooling is None else _PoolingState(asked.pooling, asked.second_text)
 
     def needs(self, request: Request, extra: _PoolingState) -> Iterable[Key]:
         return [_logits_key(self.around.device.most_rows) if extra.params.kind == "logits" else SUMS]
