@@ -24,7 +24,7 @@ CORE = (
     "sizes", "slots", "step", "step_weights",
 )  # fmt: skip
 FEATURES = (
-    "adapters", "adjustments", "captures", "drafts", "grammar", "pooling", "processors", "scores", "states", "steering",
+    "adapters", "adjustments", "captures", "drafts", "grammar", "processors", "readout", "states", "steering",
 )  # fmt: skip
 """What works with arrays; what schedules, and what keeps pages, is tested with stand-ins that are no such types."""
 CHECKED = (

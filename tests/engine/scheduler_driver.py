@@ -19,7 +19,7 @@ from jaxllm.engine.features.drafts.feature import DraftsFeature
 from jaxllm.engine.features.drafts.rules import DraftDepth, NgramDrafts
 from jaxllm.engine.features.grammar.grammar import GrammarFeature
 from jaxllm.engine.features.offload.tiers import PageTiers
-from jaxllm.engine.features.scores import ScoresFeature
+from jaxllm.engine.features.readout import ScoresFeature
 from jaxllm.engine.features.states import StatesFeature
 from jaxllm.engine.messages import EngineRequest, EngineStats
 from jaxllm.models.abstract import AdaptedModel

@@ -37,9 +37,8 @@ def features_of(
     from jaxllm.engine.features.grammar.grammar import GrammarFeature
     from jaxllm.engine.features.offload.offload import OffloadFeature
     from jaxllm.engine.features.offload.pages import ROW_KINDS
-    from jaxllm.engine.features.pooling import PoolingFeature
     from jaxllm.engine.features.processors import ProcessorsFeature
-    from jaxllm.engine.features.scores import ScoresFeature
+    from jaxllm.engine.features.readout import PoolingFeature, ScoresFeature
     from jaxllm.engine.features.states import StatesFeature
     from jaxllm.engine.features.steering import PatchingFeature, SteeringFeature
 
@@ -67,6 +66,6 @@ def features_of(
 def features_of_encoder() -> Features:
     """Those of an encoder, which samples nothing."""
     from jaxllm.engine.core.registry import Features
-    from jaxllm.engine.features.pooling import PoolingFeature
+    from jaxllm.engine.features.readout import PoolingFeature
 
     return Features([PoolingFeature()])

@@ -74,10 +74,8 @@ class ProductRows:
             if update is None:
                 continue
             if update.a.shape[1] != inputs:
-                raise CheckpointError(
-                    f"{self.adapter.path}: its A of {source.name!r} has {update.a.shape[1]} inputs; "
-                    f"the model's has {inputs}"
-                )
+                has = f"has {update.a.shape[1]} inputs; the model's has {inputs}"
+                raise CheckpointError(f"{self.adapter.path}: its A of {source.name!r} {has}")
             rows[index * self.rank : index * self.rank + len(update.a)] = update.a
         return rows
 
@@ -94,10 +92,8 @@ class ProductRows:
             if update is not None:
                 b = self._moved(source, update, update.b) * np.float32(update.scale)
                 if b.shape[0] != rows:
-                    raise CheckpointError(
-                        f"{self.adapter.path}: its B of {source.name!r} has {b.shape[0]} outputs; "
-                        f"the model's has {rows}"
-                    )
+                    has = f"has {b.shape[0]} outputs; the model's has {rows}"
+                    raise CheckpointError(f"{self.adapter.path}: its B of {source.name!r} {has}")
                 if update.magnitude is not None:
                     # DoRA (Liu et al. 2024, arXiv:2402.09353): rows of w + b @ a get the magnitude as their length.
                     whole = self._own[at] + b @ np.asarray(update.a, np.float32)
@@ -128,9 +124,8 @@ class ProductRows:
             values = np.asarray(changed, np.float32)
             values = values if source.transform is None else source.transform(values)
             if values.shape != own[at].shape:
-                raise CheckpointError(
-                    f"{self.adapter.path}: its {source.name!r} is {values.shape}; the model's is {own[at].shape}"
-                )
+                shapes = f"{values.shape}; the model's is {own[at].shape}"
+                raise CheckpointError(f"{self.adapter.path}: its {source.name!r} is {shapes}")
             found.append(values - own[at])
         return found
 
