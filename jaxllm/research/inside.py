@@ -360,7 +360,7 @@ def _check_ended(delta: TokenDelta) -> None:
 
 
 def _unembed(states: np.ndarray, normed: bool, core: Core) -> np.ndarray:
-    from jaxllm.engine.features.scores import ScoresFeature
+    from jaxllm.engine.features.readout import ScoresFeature
 
     scores = core.features["scores"]
     assert isinstance(scores, ScoresFeature)

@@ -18,7 +18,7 @@ from jaxllm.engine.features.drafts.feature import DraftsFeature
 from jaxllm.engine.features.drafts.rules import DraftDepth, NgramDrafts
 from jaxllm.engine.features.grammar.grammar import GrammarFeature
 from jaxllm.engine.features.offload.tiers import PageTiers
-from jaxllm.engine.features.scores import ScoresFeature
+from jaxllm.engine.features.readout import ScoresFeature
 from jaxllm.engine.features.states import StatesFeature
 from jaxllm.engine.messages import EngineRequest, EngineStats
 from jaxllm.models.registry import AdaptedModel
@@ -167,7 +167,7 @@ class Driver:
         self.pool.check([r.pages for r in self.scheduler.running])
         self.adapters.check([r.extras["adapters"].ids for r in self.scheduler.running if "adapters" in r.extras])
         if self.offload is not None:
-            self.offload._kept.wait()
+            self.offload.tiers.wait()
         if self.states is not None:
             self.states.check([row for r in self.scheduler.running for row in r.extras["states"].reserved.rows])
         return batches[0]

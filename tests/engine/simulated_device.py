@@ -22,7 +22,7 @@ from jaxllm.engine.core.registry import Features
 from jaxllm.engine.core.request import Batch, Request, Status
 from jaxllm.engine.core.sampler import Sampled, Settled
 from jaxllm.engine.features.adapters.adapters import PUT_TABLES
-from jaxllm.engine.features.offload.offload import LeavingPages, OffloadFeature, PageBlocks
+from jaxllm.engine.features.offload.offload import OffloadFeature
 from jaxllm.engine.features.offload.pages import CacheRow
 
 VOCAB = 3
@@ -63,13 +63,6 @@ class SimulatedPage(list):
     """What a page or a state holds, as the host keeps it: its budget counts either as one."""
 
     nbytes = 1
-
-
-class SimulatedLeaving(LeavingPages):
-    """Pages that the host is given."""
-
-    def contents(self) -> list[SimulatedPage]:
-        return self.arrays
 
 
 class SimulatedOffload(OffloadFeature):
@@ -177,9 +170,9 @@ class SimulatedRunner:
         handle.ran = RanStep.of(batch, [], 0.0)
         return handle
 
-    def read_pages(self, rows: Sequence[tuple[CacheRow, bytes]]) -> list[SimulatedLeaving]:
+    def read_pages(self, rows: Sequence[tuple[CacheRow, bytes]]) -> list[tuple[list[bytes], Any]]:
         contents = [SimulatedPage(self._contents(row)) for row, _ in rows]
-        return [SimulatedLeaving([digest for _, digest in rows], contents, mock.Mock(spec=PageBlocks))] if rows else []
+        return [([digest for _, digest in rows], lambda: contents)] if rows else []
 
     def write_pages(self, rows: Sequence[tuple[CacheRow, Any]]) -> None:
         if rows:

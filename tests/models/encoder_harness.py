@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.engine.core.batch import whole_texts
-from jaxllm.engine.features.pooling import with_token_types
+from jaxllm.engine.features.readout import with_token_types
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import abstract_model, model_spec
 from jaxllm.pallas_kernels import REFERENCE, Kernels

@@ -280,10 +280,7 @@ class Executables:
             if job is None:
                 self._helped.pop(str(key), None)
                 if not (
-                    self._eager
-                    or key in self._foreseen
-                    or key.kind in ("put", "read")
-                    or any(f.rare for f in self.features.named(key.variant))
+                    self._eager or key in self._foreseen or key.kind in ("put", "read") or self.features.is_rare(key)
                 ):
                     self._unforeseen += 1
                     logger.warning("compiling %s, which was not planned", key)

@@ -84,6 +84,10 @@ class Features:
             self._uses[key] = found._replace(output=found.output or any(feature.gives for feature in named))
         return self._uses[key]
 
+    def is_rare(self, key: Key) -> bool:
+        """Whether nothing with this name is compiled before it is asked for."""
+        return any(feature.rare for feature in self.named(key.variant))
+
     @property
     def decodes(self) -> tuple[Kind, ...]:
         """The kinds of steps that decode."""
@@ -115,8 +119,8 @@ class Features:
         return self._variants[kind, wanted]
 
     def _every(self, kind: Kind, wanted: Variant) -> Iterator[Variant]:
-        planned = [f.name for f in self if kind in f.on and not (f.rare or f.in_sampler or f.always)]
-        names = [*(["sampled"] if kind in SAMPLING else []), *planned]
+        names = ["sampled"] if kind in SAMPLING else []
+        names += [f.name for f in self if kind in f.on and not (f.rare or f.in_sampler or f.always)]
         rare = [f for f in self if f.rare and room(wanted, f.name)]
         rooms = [[f"{f.name}{size}" for size in f.rooms] or [f.name] for f in rare]
         for flags in product((False, True), repeat=len(names)):
@@ -140,8 +144,7 @@ class Features:
         for feature in self.inside(key.kind, key.variant, Feature.padding):
             if feature.late:
                 feature.padding(key, x)  # what is late comes when it is known
-        packing = self.inside(key.kind, key.variant, Feature.pack)
-        return [vector for feature in packing for vector in feature.pack(key, x, chunks)]
+        return [v for f in self.inside(key.kind, key.variant, Feature.pack) for v in f.pack(key, x, chunks)]
 
     def apart(self, request: Request, tokens: range) -> bool:
         """Whether these tokens of a request need a backbone by itself."""
@@ -149,8 +152,7 @@ class Features:
 
     def certain(self, request: Request) -> int:
         """How many tokens of a request may be sampled before some feature must see them."""
-        certain = (feature.certain(request, extra) for feature, extra in self.of(request, Feature.certain))
-        return min(certain, default=EVERYTHING)
+        return min((f.certain(request, extra) for f, extra in self.of(request, Feature.certain)), default=EVERYTHING)
 
     def read_history(self, request: Request) -> bool:
         """Whether a request's slot must hold the whole of its tokens."""
@@ -170,6 +172,5 @@ class Features:
 
     def first_read(self, request: Request) -> int:
         """The first token whose hidden state is needed: only those before it may come from the prefix cache."""
-        last = len(request.token_ids) - 1
-        reading = self.of(request, Feature.first_read)
-        return min([last, *(feature.first_read(request, extra) for feature, extra in reading)])
+        found = [f.first_read(request, extra) for f, extra in self.of(request, Feature.first_read)]
+        return min([len(request.token_ids) - 1, *found])

@@ -28,19 +28,18 @@ def features_of(
 ) -> Features:
     """Those of an engine that samples, in the order in which they are asked.
 
-    `widest_activation` is how many numbers of a token the largest activation of a layer has; with `offloads` what the
-    devices give away is kept elsewhere.
+    The largest activation of a layer has `widest_activation` numbers of a token.
     """
     from jaxllm.engine.core.registry import Features
     from jaxllm.engine.features.adapters.adapters import AdaptersFeature, NoAdaptersFeature
     from jaxllm.engine.features.adjustments import AdjustmentsFeature
-    from jaxllm.engine.features.captures import CapturesFeature
     from jaxllm.engine.features.grammar.grammar import GrammarFeature
-    from jaxllm.engine.features.pooling import PoolingFeature
+    from jaxllm.engine.features.inside import CapturesFeature, PatchingFeature, SteeringFeature
+    from jaxllm.engine.features.offload.offload import OffloadFeature
+    from jaxllm.engine.features.offload.pages import ROW_KINDS
     from jaxllm.engine.features.processors import ProcessorsFeature
-    from jaxllm.engine.features.scores import ScoresFeature
+    from jaxllm.engine.features.readout import PoolingFeature, ScoresFeature
     from jaxllm.engine.features.states import StatesFeature
-    from jaxllm.engine.features.steering import PatchingFeature, SteeringFeature
 
     decodes: tuple[Kind, ...] = ("decode",) if drafts is None else ("decode", "verify")
     found: list[Feature] = [
@@ -59,9 +58,6 @@ def features_of(
     if sizes.keeps_by_slot:
         found.append(StatesFeature(sizes.max_num_seqs + 1, sizes.num_snapshots))
     if offloads:
-        from jaxllm.engine.features.offload.offload import OffloadFeature
-        from jaxllm.engine.features.offload.pages import ROW_KINDS
-
         found.append(OffloadFeature(kind for kind in ROW_KINDS if sizes.buffers_of(paged=kind == "page")))
     return Features(found)
 
@@ -69,6 +65,6 @@ def features_of(
 def features_of_encoder() -> Features:
     """Those of an encoder, which samples nothing."""
     from jaxllm.engine.core.registry import Features
-    from jaxllm.engine.features.pooling import PoolingFeature
+    from jaxllm.engine.features.readout import PoolingFeature
 
     return Features([PoolingFeature()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jaxllm.engine.core.feature import Feature, Fields, Traced, TracedStep
 from jaxllm.engine.core.keys import Key
@@ -48,7 +49,6 @@ class ProcessorsFeature(Feature):
         }
         self._packing = Packing(used=(len(self._processors),), **shapes)
         self.width = self._packing.size
-        """Of a row."""
 
     @property
     def declared(self) -> Declared:
@@ -59,18 +59,12 @@ class ProcessorsFeature(Feature):
         }
 
     def trace(self, vocab_size: int, longest: int) -> None:
-        """Trace each of them.
-
-        Raises:
-            ConfigError: JAX cannot trace one, or it gives something other than logits.
-        """
+        """Trace each of them. Raises ConfigError: JAX cannot trace one, or it gives something other than logits."""
         number = jax.ShapeDtypeStruct((), jnp.int32)
         state = LogitsState(jax.ShapeDtypeStruct((longest,), jnp.int32), number, number)  # type: ignore[arg-type]
         logits = jax.ShapeDtypeStruct((vocab_size,), jnp.float32)
         for processor in self._processors:
-            arguments = {
-                key: jax.ShapeDtypeStruct(value.shape, value.dtype) for key, value in processor.defaults.items()
-            }
+            arguments = {key: jax.ShapeDtypeStruct(v.shape, v.dtype) for key, v in processor.defaults.items()}
             try:
                 found = jax.eval_shape(processor.function, logits, state, **arguments)
             except Exception as error:
@@ -97,7 +91,7 @@ class ProcessorsFeature(Feature):
         self.around.device.run(Key("put", 0, frozenset({self.name})), np.array([request.slot], np.int32), extra)
 
     def traced(self, step: TracedStep) -> Traced:
-        return _Processing(self, step.parts[self.name]["rows"])
+        return _Processing(self._processors, self._packing, step.parts[self.name]["rows"], self.bit)
 
     def row(self, chosen: Chosen) -> np.ndarray:
         """What the slot of a request is told that uses these."""
@@ -116,35 +110,31 @@ class ProcessorsFeature(Feature):
                 views[f"{processor.name}.{key}"][...] = bits
         return row
 
-    def process(
-        self, table: Int[Array, "slots n"], logits: Float[Array, "R V"], rows: SamplingRows, slots: Slots
-    ) -> Float[Array, "R V"]:
+
+@dataclass(frozen=True)
+class _Processing(Traced):
+    processors: Sequence[LogitsProcessor]
+    packing: Packing
+    table: Int[Array, "slots n"]
+    bit: int
+
+    def logits(self, logits: jax.Array, rows: SamplingRows, slots: Slots, x: Fields) -> jax.Array:
         """The logits that the processors of each row's request make of its own, one after another."""
-        fields = self._packing.unpack(jnp.where((rows.uses & self.bit > 0)[:, None], table[rows.slot], 0))
+        fields = self.packing.unpack(jnp.where((rows.uses & self.bit > 0)[:, None], self.table[rows.slot], 0))
         history = slots.history[rows.slot, :-1]
         known = jnp.arange(history.shape[1]) <= rows.position[:, None]
         state = LogitsState(jnp.where(known, history, -1), rows.position + 1, rows.prompt_len)
-        for index, processor in enumerate(self._processors):
+        for index, processor in enumerate(self.processors):
             run = partial(_run, processor, fields, state, fields["used"][:, index] > 0)
             logits = lax.cond(jnp.any(fields["used"][:, index] > 0), run, lambda x: x, logits)
         return logits
 
 
-class _Processing(Traced):
-    def __init__(self, processors: ProcessorsFeature, table: Int[Array, "slots n"]):
-        self._processors, self._table = processors, table
-
-    def logits(self, logits: jax.Array, rows: SamplingRows, slots: Slots, x: Fields) -> jax.Array:
-        return self._processors.process(self._table, logits, rows, slots)
-
-
 def _run(
     processor: LogitsProcessor, fields: dict[str, Any], state: LogitsState, used: jax.Array, logits: jax.Array
 ) -> jax.Array:
-    """The logits of rows, those of rows that use the processor as it makes them."""
-    arguments = {
-        key: _value(fields[f"{processor.name}.{key}"], default.dtype) for key, default in processor.defaults.items()
-    }
+    given = processor.defaults.items()
+    arguments = {key: _value(fields[f"{processor.name}.{key}"], default.dtype) for key, default in given}
     found = jax.vmap(lambda row, told, given: processor.function(row, told, **given))(logits, state, arguments)
     return jnp.where(used[:, None], found.astype(logits.dtype), logits)
 

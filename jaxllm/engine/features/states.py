@@ -27,8 +27,7 @@ from jaxllm.pallas_kernels import StateRows, StepMetadata
 
 
 class Found(NamedTuple):
-    """The longest prefix with a state, in nodes of a chain, and the state's row; `awaited` says that a step which has
-    been scheduled, and not yet run, keeps the state of a longer one."""
+    """The longest prefix with a state, in nodes of a chain, and the state's row; a longer one may be `awaited`."""
 
     depth: int
     row: int
@@ -50,8 +49,7 @@ class StateCache:
     """
 
     def __init__(self, first_row: int, num_rows: int):
-        self.first_row = first_row
-        self.num_rows = num_rows
+        self.first_row, self.num_rows = first_row, num_rows
         self._free = list(range(first_row + num_rows - 1, first_row - 1, -1))
         self._snapshots: OrderedDict[PrefixNode, _Snapshot] = OrderedDict()
         """The least recently used first."""
@@ -67,27 +65,21 @@ class StateCache:
         self.on_forget: Callable[[int, PrefixNode, bool], None] = lambda row, node, is_of_use: None
         """Is told of each that is kept no longer, and whether it is of use: its row holds it until the next step."""
 
-    @property
-    def num_kept(self) -> int:
-        """Prefixes whose state is kept."""
-        return len(self._snapshots)
-
     def begin_step(self) -> None:
         """What earlier steps keep can be read by the one that is scheduled now."""
         self._awaited.clear()
         self._written.clear()
         self._read.clear()
         self._free += self._free_later
-        self._free_later = []
+        self._free_later.clear()
 
     def reserve(self) -> int:
         """A row for a state that a step is to keep; 0 where every row is reserved, awaited or read."""
         if not self._free:
             spared = (node for node, found in self._snapshots.items() if found.row not in self._read)
             oldest = next((node for node in spared if node not in self._awaited), None)
-            if oldest is None:
-                return 0
-            self.forget(oldest)
+            if oldest is not None:
+                self.forget(oldest)
         if not self._free:
             return 0
         row = self._free.pop()
@@ -152,17 +144,15 @@ class StateCache:
 
 @dataclass
 class _Reserved:
-    """The row that one step keeps a state in."""
-
     row: int
     tokens: int = 0
-    """The state is the one after so many tokens; 0 where that is not known yet."""
+    """The state is the one after this many tokens; 0 where that is not known yet."""
     start: int = 0
-    """Where the step begins at most; exactly, once nothing is `unsettled`."""
+    """The last place where the step may begin; it does, once nothing is `unsettled`."""
     tried: int = 0
-    """How many drafts it tries."""
+    """Drafts that it tries."""
     unsettled: int = 0
-    """How many drafts of steps before it are still to be taken or refused."""
+    """Drafts of steps before it that are still to be taken or refused."""
 
     def find_page(self, page_size: int) -> bool:
         """Whether a state may be kept, as far as is known; `tokens` are set where it is kept for certain."""
@@ -174,7 +164,12 @@ class _Reserved:
 
 
 class ReservedStates:
-    """The rows in the order of their steps."""
+    """States that scheduled steps keep of one request, in order, and after how many of its tokens each is.
+
+    Where drafts are tried only the device knows where a step begins and ends. It keeps the state at the last full page
+    that the step fills, if it fills any; since a step with drafts has at most as many tokens as a page, there is no
+    other. So the host knows which state that was as soon as it knows how many drafts were taken.
+    """
 
     def __init__(self) -> None:
         self._steps: deque[_Reserved] = deque()
@@ -213,40 +208,28 @@ class ReservedStates:
 
     def take(self, tokens: int) -> int:
         """The row of the state after `tokens` tokens, which is no longer reserved; 0 where no step keeps it."""
-        if not self._steps or self._steps[0].tokens != tokens:
-            return 0
-        return self._steps.popleft().row
-
-    def clear(self) -> None:
-        """Nothing is reserved any more."""
-        self._steps.clear()
+        is_next = self._steps and self._steps[0].tokens == tokens
+        return self._steps.popleft().row if is_next else 0
 
 
 @dataclass
 class _StateRows:
     row: int = 0
-    """Where its first chunk since it was last admitted finds the state of a cached prefix; 0 for nowhere."""
+    """The row in which its first chunk after it was admitted finds the state of a cached prefix; 0 for none."""
     found: FoundPrefix | None = None
     """The prefix that it is to begin with; None once it has begun."""
     branches_at: int = 0
-    """Where its tokens part from other requests' although no state is kept there: tokens; 0 for nowhere."""
+    """The number of tokens after which it parts from other requests, and no state is kept; 0 for none."""
     reserved: ReservedStates = field(default_factory=ReservedStates)
-    """Rows of states that scheduled steps keep of it, and whose tokens the host does not all know."""
     answer_node: PrefixNode = None
     """The longest prefix in its answer whose state is kept."""
 
 
 class _ChunkStates(NamedTuple):
-    """Which states a chunk goes on from and keeps.
-
-    Attributes:
-        read: the row of the state that it goes on from; 0 is its slot's.
-        kept: the row that the state after its sequence's first `tokens` tokens is kept in; 0 for none. A step that
-            tries tokens ahead keeps the one at the last page that it fills, if any.
-    """
-
     read: int = 0
+    """The row of the state that it goes on from; 0 is its slot's."""
     kept: int = 0
+    """The row that the state after its sequence's first `tokens` tokens is kept in; 0 for none."""
     tokens: int = 0
 
 
@@ -278,10 +261,7 @@ class StatesFeature(Feature):
         self.cache.begin_step()
 
     def extend(self, request: Request, extra: _StateRows, found: FoundPrefix) -> bool:
-        """As many of the pages as lead to a state, the longest that there is one for.
-
-        A part of the pages would be of no use, so that a request waits for a longer one that a step keeps.
-        """
+        """As many of the pages as lead to a state; other pages are of no use, so it waits for a longer one."""
         kept = self.cache.find(found.chain)
         found.depth, found.at_depths, extra.row, extra.found = kept.depth, True, kept.row, found
         return not kept.awaited
@@ -309,9 +289,7 @@ class StatesFeature(Feature):
         return branch - start if start < branch < start + length and branch != kept_anyway else length
 
     def _branch(self, found: FoundPrefix) -> int:
-        """Where more pages are known than lead to a state, other requests begin as this one does: after so many tokens
-        a state is kept too when it comes by; 0 for none.
-        """
+        """Tokens after which a state is kept for others that begin like that: more pages are known than lead to one."""
         return found.known * self._pool.page_size if found.known > found.depth else 0
 
     def scheduled(self, chunk: Chunk, extra: _StateRows, further: int, tries: bool) -> None:
@@ -344,10 +322,7 @@ class StatesFeature(Feature):
         self._keep(request, extra, request.num_registered * self._pool.page_size)
 
     def _keep(self, request: Request, extra: _StateRows, num_tokens: int) -> None:
-        """The host knows the request's first `num_tokens` tokens, whose pages are full: others find a state there.
-
-        Of an answer only the last one is kept.
-        """
+        """Others find a state after the first `num_tokens` tokens, which the host knows; of an answer only the last."""
         row = extra.reserved.take(num_tokens)
         if row and self.cache.keep(request.prefix_node, row) and num_tokens > request.num_prompt:
             self.cache.discard(extra.answer_node)
@@ -357,19 +332,13 @@ class StatesFeature(Feature):
         """Of what its steps were to keep nothing will be found."""
         for row in extra.reserved.rows:
             self.cache.release(row)
-        extra.reserved.clear()
-        extra.answer_node = None
+        extra.reserved, extra.answer_node = ReservedStates(), None
 
     def check(self) -> None:
         self.cache.check([])
 
-    # ------------------------------------------------------------ a step
-
     def fields(self, key: Key, sizes: StepSizes) -> dict[str, tuple[int, ...]]:
-        """The row that each sequence is resumed from, the one that another state is kept in, and after how many tokens.
-
-        A step that tries tokens ahead finds the last by itself.
-        """
+        """Rows of states, and after how many tokens one is kept, which a step that tries tokens ahead finds itself."""
         rows = min(key.size, sizes.max_num_seqs) if key.kind == "backbone" else key.size
         last = () if key.kind == "verify" else ("kept_tokens",)
         return dict.fromkeys(("state_read", "state_kept", *last), (rows,))

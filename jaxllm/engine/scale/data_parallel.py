@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
@@ -19,9 +19,8 @@ from jaxllm.engine.core.keys import Key, Kind, Variant
 from jaxllm.engine.core.loop import EngineCore
 from jaxllm.engine.core.registry import Features
 from jaxllm.engine.core.sizes import StepSizes
-from jaxllm.engine.messages import EngineRequest, EngineStats, NewWeights, PauseMode, ReadsWeights, TokenDelta
+from jaxllm.engine.messages import EngineRequest, EngineStats, NewWeights, PauseMode, TokenDelta
 from jaxllm.engine.scale.routing import Replica, ReplicaRouter, together
-from jaxllm.models.registry import LiveModel
 
 OF_THE_DEVICE = ("compiles_foreseen", "compiles_unforeseen", "compiles_pending", "compile_seconds")
 """Statistics of what all ranks share."""
@@ -35,19 +34,13 @@ class DataParallelCore:
     """
 
     def __init__(self, cores: Sequence[EngineCore], ranks: Ranks):
-        self._cores = cores
-        self._ranks = ranks
-        sizes = cores[0].sizes
+        self._cores, self._ranks = cores, ranks
+        first, sizes = cores[0], cores[0].sizes
+        self.model, self.sizes, self.features, self.weights = first.model, sizes, first.features, first.weights
         rooms = {"num_pages": sizes.num_pages - 1, "page_size": sizes.page_size}
         step = sizes.max_num_batched_tokens
-        replicas = [Replica(rank, **rooms, step_tokens=step) for rank in range(len(cores))]
-        self._router = ReplicaRouter(replicas)
+        self._router = ReplicaRouter([Replica(rank, **rooms, step_tokens=step) for rank in range(len(cores))])
         self._pool = ThreadPoolExecutor(len(cores), "rank")
-
-    @property
-    def model(self) -> LiveModel | None:
-        """See EngineCore: there for those who take it apart."""
-        return self._cores[0].model
 
     @property
     def weight_version(self) -> str:
@@ -103,10 +96,7 @@ class DataParallelCore:
         try:
             deltas = self._turn(busy[0])
         finally:
-            found = [future.exception() for future in others]
-        for error in found:
-            if error is not None:
-                raise error
+            wait(others)
         deltas = [*deltas, *(delta for future in others for delta in future.result())]
         self._router.note(deltas)
         return deltas
@@ -122,21 +112,11 @@ class DataParallelCore:
         """Those of the first rank."""
         return self._cores[0].last_steps
 
-    @property
-    def sizes(self) -> StepSizes:
-        """Those of every rank."""
-        return self._cores[0].sizes
-
     def stats(self) -> EngineStats:
         """Of all ranks together."""
         each = [core.stats() for core in self._cores]
         shared = {name: getattr(each[0], name) for name in OF_THE_DEVICE}
         return msgspec.structs.replace(together(EngineStats(), each), **shared)
-
-    @property
-    def features(self) -> Features:
-        """Those of the first rank."""
-        return self._cores[0].features
 
     @property
     def is_paused(self) -> bool:
@@ -153,10 +133,6 @@ class DataParallelCore:
     def reset_prefix_cache(self) -> None:
         for core in self._cores:
             core.reset_prefix_cache()
-
-    @property
-    def weights(self) -> ReadsWeights:
-        return self._cores[0].weights
 
     def update_weights(self, new: NewWeights, version: str) -> None:
         """See EngineCore: all ranks run with them from now on."""
@@ -194,12 +170,8 @@ class WantedStep(NamedTuple):
 
     @property
     def order(self) -> int:
-        """How late in a turn such a step comes. The earliest runs first, so that its batch catches up with the others;
-        those of order 0 come before a batch is packed.
-        """
-        if self.key.kind == "put":
-            return 0
-        return {"backbone": 1, "head": 3, "decode": 4}.get(self.key.kind, 2)
+        """How late in a turn such a step comes: the earliest runs first, and 0 comes before a batch is packed."""
+        return {"put": 0, "backbone": 1, "head": 3, "decode": 4}.get(self.key.kind, 2)
 
 
 class Joiner:
@@ -211,20 +183,18 @@ class Joiner:
     """
 
     def __init__(self, sizes: StepSizes, covering: Covering, features: Features):
-        self._sizes = sizes
-        self._features = features
-        self._covering = covering
+        self._sizes, self._features, self._covering = sizes, features, covering
         self._nobody = sizes.max_num_seqs
 
     def choose(self, asked: dict[int, WantedStep]) -> list[int]:
         """Which of the batches that ask for a step are served first, all by the same one."""
         first = min(asked, key=lambda batch: (asked[batch].order, batch))
-        return [batch for batch in asked if self._can_join(asked[first].key, asked[batch].key)]
+        return [batch for batch, one in asked.items() if self._can_join(asked[first].key, one.key)]
 
     def _can_join(self, key: Key, other: Key) -> bool:
         if key == other:
             return True
-        rare = any(feature.rare for each in (key, other) for feature in self._features.named(each.variant))
+        rare = self._features.is_rare(key) or self._features.is_rare(other)
         return key.kind == other.kind and key.kind in BATCHES and not rare
 
     def join(self, asked: Sequence[WantedStep | None]) -> WantedStep:
@@ -272,15 +242,13 @@ class Ranks:
     """Runs the steps of `count` batches, each of which has a thread and a rank: its place in every joined step.
 
     A batch that asks for a step waits until each of the others that act has asked for one too, or has ended its turn.
-    Then the thread that came last runs one step for all that can be joined. Nobody waits for the devices here.
-
-    Before it packs its requests, a batch says whether all of them decode. Where another has prompts to compute, all run
+    Then the thread that came last runs one step for all that can be joined. No thread waits for the devices here.
+    Before it packs its requests, a batch says whether all of them decode. If another has prompts to compute, all run
     the same two steps, a backbone and a head, instead of a decode besides.
     """
 
     def __init__(self, device: Device, sizes: StepSizes, count: int):
-        self.count = count
-        self._device = device
+        self.count, self._device = count, device
         self._joiner = Joiner(sizes, device.covering, device.features)
         self._changed = threading.Condition()
         self._acting: set[int] = set()

@@ -20,6 +20,15 @@ from jaxllm.engine.core.pages import PagePool, PrefixNode
 from jaxllm.errors import ConfigError
 from jaxllm.threads import start_thread
 
+if TYPE_CHECKING:
+    import zmq
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.05
+"""How often a subscriber is noticed that asks for what it has missed, while nothing is published."""
+END = (-1).to_bytes(8, "big", signed=True)
+"""Instead of a number: there is nothing more to be had again."""
 MEDIUM = "GPU"
 """vLLM's word for memory of the devices, whichever they are."""
 
@@ -64,16 +73,14 @@ def as_array(event: KVEvent) -> list[Any]:
 class KVEvents(Feature):
     """Gathers what becomes of the pages of a pool, and hands it to `publish` once a step.
 
-    A page is known by a hash of all tokens up to its end, which is the same in every engine. Prompts with a
-    `cache_salt`, an adapter or steering are nobody else's, and nothing is told of them.
+    A page is known by a hash of all tokens up to its end, which is the same in every engine. Nothing is told of prompts
+    with a `cache_salt`, an adapter or steering: no other request shares them.
     """
 
     name = "kv_events"
 
     def __init__(self, pool: PagePool, publish: Callable[[list[KVEvent]], None], close: Callable[[], None]):
-        self._close = close
-        self._publish = publish
-        self._page_size = pool.page_size
+        self._publish, self._close, self._page_size = publish, close, pool.page_size
         self._root: PrefixNode = None
         self._hashes: dict[PrefixNode, int] = {}
         """Of the pages that others know of, by their nodes."""
@@ -123,8 +130,7 @@ class KVEvents(Feature):
         own = self._hashes.pop(node, None)
         if own is None:
             return
-        last = self._events[-1] if self._events else None
-        if isinstance(last, BlockRemoved):
+        if self._events and isinstance(last := self._events[-1], BlockRemoved):
             last.block_hashes.append(own)
         else:
             self._events.append(BlockRemoved([own]))
@@ -135,17 +141,6 @@ def hash_of(before: int | None, tokens: Sequence[int]) -> int:
     start = b"" if before is None else before.to_bytes(8, "big")
     content = start + array("q", tokens).tobytes()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
-
-
-if TYPE_CHECKING:
-    import zmq
-
-logger = logging.getLogger(__name__)
-
-POLL_SECONDS = 0.05
-"""How often a subscriber is noticed that asks for what it has missed, while nothing is published."""
-END = (-1).to_bytes(8, "big", signed=True)
-"""Instead of a number: there is nothing more to be had again."""
 
 
 class EventPublisher:
@@ -214,9 +209,8 @@ class _Sockets:
         try:
             import zmq
         except ImportError:
-            raise ConfigError(
-                "kv_events_config is set, which needs the package pyzmq: pip install 'jaxllm[kv-events]'"
-            ) from None
+            missing = "kv_events_config is set, which needs the package pyzmq: pip install 'jaxllm[kv-events]'"
+            raise ConfigError(missing) from None
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self.events: zmq.Socket[bytes] = context.socket(zmq.PUB)
         self.events.set_hwm(config.hwm)

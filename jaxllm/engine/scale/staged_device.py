@@ -32,7 +32,7 @@ class Untold:
     """Tokens that the last stage has sampled, or will have, and that the first one has not been told."""
 
     slots: np.ndarray
-    """int32 `[R]`: whose they are; the slot that belongs to nobody where they are nobody's."""
+    """int32 `[R]`: whose they are; padding's slot for padding."""
     tokens: jax.Array | None
     """int32 `[R]`, on the first stage's devices; None where they are another process's."""
 
@@ -40,8 +40,8 @@ class Untold:
 class Stages:
     """The way of each step through the stages, of which this process may have some or all.
 
-    Nobody waits for anything in between: what a stage gives is on its way to the next as soon as it is there, and every
-    stage is sent the same vectors, from which it keeps its own positions and page tables.
+    Nothing waits in between: what a stage gives is on its way to the next as soon as it is there, and every stage is
+    sent the same vectors, from which it keeps its own positions and page tables.
 
     What is sampled has to reach the first stage, which runs it next. It is told only when that is about to happen: what
     it is told changes its slots, so that whatever it runs afterwards waits until the last stage has sampled. Worked
@@ -63,18 +63,21 @@ class Stages:
         """`ways` lead from each stage to the next, and the last of them from the last stage to the first; hidden states
         are handed on in `hidden_dtype`.
         """
-        self.earlier = list(earlier)
-        self._ways = ways
-        self._sizes = sizes
-        self._features = features
-        self._hidden_dtype = hidden_dtype
+        self.earlier, self._ways = list(earlier), ways
+        self._sizes, self._features, self._hidden_dtype = sizes, features, hidden_dtype
         self._nobody = sizes.max_num_seqs
         self._untold: list[Untold] = []
 
-    def run(self, last: Callable[..., Any] | None, key: Key, *vectors: Any) -> Any:
+    def run(self, key: Key, *vectors: Any) -> None:
+        """Run a step in a process that follows process 0, and does not have the last stage."""
+        self.pass_on(None, key, *vectors)
+
+    def pass_on(self, last: Callable[..., Any] | None, key: Key, *vectors: Any) -> Any:
         """Run a step; `last` runs it in the last stage, where that is here. Returns what it gives, or else None."""
         runs, samples = key.kind in ("decode", "backbone"), key.kind in ("decode", "head")
-        slots = self._slots(key, vectors[0]) if runs or samples else np.zeros(0, np.int32)
+        slots = np.zeros(0, np.int32)
+        if runs or samples:
+            slots = self._features.packing(key, self._sizes).views(vectors[0])["slot"].copy()
         if runs:
             self._tell_first(slots)
             vectors = (*vectors, self._through_earlier(key, vectors[0]))
@@ -90,7 +93,6 @@ class Stages:
         return found
 
     def _through_earlier(self, key: Key, ints: np.ndarray) -> jax.Array | None:
-        """The hidden states that the last stage takes, on its devices once they are there."""
         layers = layers_of(key)
         assert layers is not None, "every stage has layers"
         form = jax.ShapeDtypeStruct((key.size, self._sizes.hidden_size), self._hidden_dtype)
@@ -115,10 +117,6 @@ class Stages:
             untold.slots[untold.slots == slot] = self._nobody
         self._untold = [untold for untold in self._untold if (untold.slots != self._nobody).any()]
 
-    def _slots(self, key: Key, ints: np.ndarray) -> np.ndarray:
-        """The slots of a step's rows, as it has been sent them."""
-        return self._features.packing(key, self._sizes).views(ints)["slot"].copy()
-
     def compile(self, key: Key) -> None:
         """Wait until what the stages before the last run of a step can be run at once."""
         for stage, device in self.earlier:
@@ -139,22 +137,6 @@ class Stages:
                 device.close()
 
 
-class EarlierStages:
-    """What a process runs that follows process 0, and that has stages before the last and not that one."""
-
-    def __init__(self, stages: Stages):
-        self._stages = stages
-
-    def run(self, key: Key, *vectors: Any) -> None:
-        self._stages.run(None, key, *vectors)
-
-    def compile(self, key: Key) -> None:
-        self._stages.compile(key)
-
-    def wait(self) -> None:
-        self._stages.wait()
-
-
 class StagedDevice(Device):
     """The last stage's Device, which has a step run by the stages before it first."""
 
@@ -164,7 +146,7 @@ class StagedDevice(Device):
         self._stages = stages
 
     def run(self, key: Key, *vectors: Any) -> Any:
-        return self._stages.run(super().run, key, *vectors)
+        return self._stages.pass_on(super().run, key, *vectors)
 
     def wait(self) -> None:
         self._stages.wait()
@@ -206,10 +188,7 @@ def makes(stage: Stage | None, part: Key) -> bool:
 
 
 def layers_of(step: Key) -> Key | None:
-    """What a stage before the last runs of a step; None where that concerns the last one alone.
-
-    Whatever a step does with logits, its layers are the same.
-    """
+    """The part of a step that stages before the last run, whatever it does with logits; None if they run none."""
     if step.kind in ("decode", "backbone"):
         return Key("layers", step.size, frozenset({step.kind}))
     return step if step.variant == {"admit"} else None

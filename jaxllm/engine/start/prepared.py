@@ -29,7 +29,7 @@ from jaxllm.engine.core.saved import CompilingProcess, SavedExecutables, fingerp
 from jaxllm.engine.core.step import StepFunctions
 from jaxllm.engine.scale.lockstep.follower import Follower
 from jaxllm.engine.scale.lockstep.leader import Leader, LeadingDevice, LeadingStages
-from jaxllm.engine.scale.staged_device import EarlierStages, StagedDevice, StageDevice, Stages, keys_of, makes
+from jaxllm.engine.scale.staged_device import StagedDevice, StageDevice, Stages, keys_of, makes
 from jaxllm.engine.start.plan import Blueprint, step_functions
 from jaxllm.errors import ConfigError
 from jaxllm.models.options import Stage
@@ -99,12 +99,12 @@ def new_device(prepared: Prepared, weights: Sequence[Weights], leader: Leader | 
     return StagedDevice(*parts, stages) if leader is None else LeadingStages(leader, *parts, stages)
 
 
-def new_follower(prepared: Prepared, weights: Sequence[Weights]) -> Device | EarlierStages:
+def new_follower(prepared: Prepared, weights: Sequence[Weights]) -> Device | Stages:
     """The Device, or the earlier stages, that run the steps that process 0 sends."""
     own = prepared.last.blueprint.options.stage
     if own is None or own.last:
         return new_device(prepared, weights, leader=None)
-    return EarlierStages(new_stages(prepared, weights))
+    return new_stages(prepared, weights)
 
 
 def new_stages(prepared: Prepared, weights: Sequence[Weights]) -> Stages:

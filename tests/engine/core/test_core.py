@@ -19,7 +19,7 @@ from jaxllm.engine.core.request import Request, Status
 from jaxllm.engine.core.sampler import Sampled, Settled
 from jaxllm.engine.core.scheduler import Scheduler
 from jaxllm.engine.features.grammar.grammar import GrammarFeature
-from jaxllm.engine.features.scores import ScoresFeature
+from jaxllm.engine.features.readout import ScoresFeature
 from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.structured_outputs import StructuredOutputs

@@ -354,7 +354,7 @@ def test_a_follow_up_goes_on_from_the_state_in_the_answer():
     driver = Driver(num_pages=40, page_size=4, max_num_seqs=4, budget=64, snapshots=8)
     driver.add(PREFIX[:6], max_tokens=12)
     driver.finish()
-    assert driver.states is not None and driver.states.num_kept == 2, "the prompt's, and of the answer the last"
+    assert driver.states is not None and len(driver.states._snapshots) == 2, "the prompt's, and of the answer the last"
     follow_up = driver.add([*driver.done["r0"], 1, 1, 1])
     driver.finish()
     assert follow_up.num_cached == 16, "17 of 18 tokens were run"
@@ -378,7 +378,7 @@ def test_a_state_goes_with_the_pages_of_its_prefix():
     for prompt in (PREFIX[:9], PREFIX[3:12]):
         driver.add(prompt, max_tokens=2)
         driver.finish()
-    assert driver.states is not None and driver.states.num_kept < 4
+    assert driver.states is not None and len(driver.states._snapshots) < 4
     again = driver.add(PREFIX[:9], max_tokens=1)
     driver.finish()
     assert again.num_cached < 8

@@ -65,7 +65,7 @@ def test_an_outdone_state_stays_where_others_went_on_from_it():
     cache.discard(1)
     cache.discard(2)
     cache.discard(9)
-    assert cache.num_kept == 1 and cache.find([1]).depth == 1
+    assert len(cache._snapshots) == 1 and cache.find([1]).depth == 1
 
 
 def test_check_sees_a_row_that_was_lost():
@@ -94,7 +94,7 @@ def test_one_step_writes_no_row_that_it_reads():
     rows = kept(cache, 1, 2)
     cache.use(1)
     cache.use(2)
-    assert cache.reserve() == 0 and cache.num_kept == 2
+    assert cache.reserve() == 0 and len(cache._snapshots) == 2
     cache.forget(1)
     assert cache.reserve() == 0
     cache.check([])

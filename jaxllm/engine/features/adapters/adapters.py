@@ -6,7 +6,6 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,8 +32,6 @@ PUT_TABLES, PUT_SCALES = Key("put", 0, frozenset({"adapters"})), Key("put", 0, f
 
 @dataclass
 class _Asked:
-    """What a request asks for, and what has become of it."""
-
     uses: tuple[AdapterUse, ...]
     rows: tuple[AdapterRows, ...] = ()
     """What each of its adapters adds to the model, in host memory."""
@@ -45,7 +42,6 @@ class _Asked:
 
     @property
     def ids(self) -> list[int]:
-        """What its adapters are known by."""
         return [use.id for use in self.uses]
 
 
@@ -71,13 +67,10 @@ class AdaptersFeature(Feature):
 
     def __init__(self, adapted: AdaptedModel, places: int, decodes: Sequence[Kind] = ("decode",)):
         """`adapted` is the model with tables for `places` adapters."""
-        self._decodes = decodes
-        self._adapted = adapted
+        self._decodes, self._adapted = decodes, adapted
         self.places = AdapterPlaces(places)
         self.store: AdapterStore | None = None
         """Where they are read, in the process that has requests."""
-
-    # ------------------------------------------------------------ the start
 
     def plan(self, buckets: Buckets) -> Plan:
         largest = [Key("backbone", buckets.prefill[-1], frozenset({self.name}))]
@@ -106,11 +99,17 @@ class AdaptersFeature(Feature):
     def attach(self) -> None:
         self.places = AdapterPlaces(self.places.count)
 
-    # ------------------------------------------------------------ a request
-
     def prepare(self, request: Request, asked: EngineRequest) -> _Asked:
-        check_adapters(asked.adapters, self.places.count)
-        return _Asked(asked.adapters)
+        uses, most = asked.adapters, self.places.count
+        names, ids = [use.name for use in uses], [use.id for use in uses]
+        if len(uses) > most:
+            raise InvalidRequestError(
+                f"{len(uses)} adapters are asked for at once; accepted are max_loras, which is {most}"
+            )
+        twice = next((use.name for use in uses if ids.count(use.id) > 1), None)
+        if twice is not None:
+            raise InvalidRequestError(f"the adapters are {', '.join(names)}: {twice!r} is among them twice")
+        return _Asked(uses)
 
     def needs(self, request: Request, extra: _Asked) -> Iterable[Key]:
         return [PUT_TABLES, PUT_SCALES]
@@ -121,12 +120,12 @@ class AdaptersFeature(Feature):
     def job(self, request: Request, extra: _Asked) -> Errand | None:
         store = self.store
         assert store is not None, "an engine with places reads adapters"
-        known = [store.known(use) for use in extra.uses]
-        extra.rows = tuple(rows for rows in known if rows is not None)
-        return None if len(extra.rows) == len(extra.uses) else Errand(partial(self._read, store, extra))
+        extra.rows = tuple(rows for use in extra.uses if (rows := store.known(use)) is not None)
 
-    def _read(self, store: AdapterStore, extra: _Asked) -> None:
-        extra.rows = tuple(store.read(use) for use in extra.uses)
+        def read() -> None:
+            extra.rows = tuple(map(store.read, extra.uses))
+
+        return None if len(extra.rows) == len(extra.uses) else Errand(read)
 
     def fits(self, request: Request, extra: _Asked) -> bool:
         return self.places.fits(extra.ids)
@@ -146,11 +145,8 @@ class AdaptersFeature(Feature):
         stats.running_adapters, stats.waiting_adapters = self._count(running), self._count(waiting)
 
     def _count(self, requests: Iterable[Request]) -> dict[str, int]:
-        """How many requests use each adapter, by its name."""
         asked = (request.extras.get(self.name) for request in requests)
         return dict(Counter(use.name for one in asked if one is not None for use in one.uses))
-
-    # ------------------------------------------------------------ a step
 
     def seat(self, request: Request, extra: _Asked) -> None:
         for place, rows in extra.entering:
@@ -180,27 +176,13 @@ class _Adapting(Traced):
         return replace(meta, adapter_scales=scales)
 
 
-def check_adapters(uses: Sequence[AdapterUse], most: int) -> None:
-    """Raises InvalidRequestError: an engine with places for `most` adapters cannot run a request with these."""
-    if len(uses) > most:
-        raise InvalidRequestError(
-            f"{len(uses)} adapters are asked for at once; accepted are max_loras, which is {most}"
-        )
-    names = [use.name for use in uses]
-    twice = next((use.name for use in uses if sum(other.id == use.id for other in uses) > 1), None)
-    if twice is not None:
-        raise InvalidRequestError(f"the adapters are {', '.join(names)}: {twice!r} is among them twice")
-
-
 class AdapterStore:
     """Keeps the rows of the adapters used last. Any thread may ask for some."""
 
     def __init__(self, reader: AdapterReader, most: int):
-        self._reader = reader
-        self._most = most
+        self._reader, self._most = reader, most
         self._rows: OrderedDict[int, AdapterRows] = OrderedDict()
-        self._lock = threading.Lock()
-        self._reading = threading.Lock()
+        self._lock, self._reading = threading.Lock(), threading.Lock()
 
     def known(self, use: AdapterUse) -> AdapterRows | None:
         """The rows of an adapter, if it has been read."""
@@ -210,11 +192,7 @@ class AdapterStore:
             return self._rows.get(use.id)
 
     def read(self, use: AdapterUse) -> AdapterRows:
-        """The rows of an adapter, which are read now if need be.
-
-        Raises:
-            InvalidRequestError: it cannot be read, or not be used with this model.
-        """
+        """The rows of an adapter, read now if need be. Raises InvalidRequestError: it does not fit this model."""
         with self._reading:  # two requests for one adapter read it once
             rows = self.known(use)
             if rows is None:
@@ -230,7 +208,7 @@ class AdapterStore:
 
 
 class AdapterPlaces:
-    """Places in the tables of adapters, held by the requests that run; those that nobody holds keep their adapter.
+    """Places in the tables of adapters, held by the requests that run; the others keep their adapter.
 
     When an adapter needs a place, it gets one that is empty, or that of the adapter that was unused for the longest.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,35 +26,29 @@ MERGE = "which is supported only where the adapter is merged: see `jaxllm conver
 
 @dataclass(frozen=True)
 class ProductRows:
-    """An adapter's part in one product.
-
-    Attributes:
-        weight, bias: the product's parameters; the bias may be missing.
-        names: where a checkpoint of the adapter's format has the model's parameters.
-        base: the model's own weights. Magnitudes are lengths of rows with the adapter in them, and biases are stored
-            whole: in both cases what is added depends on what the model has.
-        rank: of the tables.
-    """
+    """An adapter's part in one product, which has a weight and perhaps a bias."""
 
     adapter: Adapter
     weight: ParamSpec
     bias: ParamSpec | None
     names: NameMap
+    """Of the model's parameters in a checkpoint of the adapter's format."""
     base: BaseWeights
+    """Magnitudes are lengths of rows with the adapter in them, and biases are stored whole: in both cases what is added
+    depends on what the model has.
+    """
     rank: int
+    """Of the tables."""
 
     def rows(self) -> tuple[dict[str, np.ndarray], set[str]]:
-        """Rows of the tables `a`, `b`, `gain`, `ranks` and `bias`, where there is something in them, and the tensors'
-        names.
-        """
+        """Rows of the tables `a`, `b`, `gain`, `ranks` and `bias` that have some, and the tensors' names."""
         rows: dict[str, np.ndarray] = {}
         updates = self._changes(self.adapter.updates, self.weight)
         if updates:
             outputs = self._outputs(updates)
             rows["a"] = self._inputs(updates)
-            rows["ranks"] = np.array(
-                [0 if update is None else len(update.a) for _, update in self._by_segment(updates)]
-            )
+            ranks = [0 if update is None else len(update.a) for _, update in self._by_segment(updates)]
+            rows["ranks"] = np.array(ranks)
             rows["b"] = _laid_out(self.weight, [b for b, _ in outputs]).T
             rows["gain"] = _laid_out(self.weight, [gain for _, gain in outputs])
         biases = self._changes(self.adapter.replaced, self.bias) if self.bias is not None else []
@@ -63,35 +57,29 @@ class ProductRows:
         return rows, {source.name for source, change in [*updates, *biases] if change is not None}
 
     def _changes(self, changes: Mapping[str, Change], parameter: ParamSpec) -> list[tuple[Source, Change | None]]:
-        """What becomes of each tensor that a parameter is made of; nothing where nothing becomes of any."""
+        """The change of each tensor that a parameter is made of; empty where none is changed."""
         options: tuple[Sources, ...] = self.names.get(parameter.path, ())
-        for option in options:
-            found = [(source, changes.get(source.name)) for source in option]
-            if any(change is not None for _, change in found):
-                return found
-        return []
+        found = ([(source, changes.get(source.name)) for source in option] for option in options)
+        return next((option for option in found if any(change is not None for _, change in option)), [])
 
     @cached_property
     def _own(self) -> Float[np.ndarray, "o i"]:
         return self.base.rows(self.weight)
 
     def _inputs(self, updates: Sequence[tuple[Source, LowRank | None]]) -> Float[np.ndarray, "k i"]:
-        """`a` of each segment; what is added to a tensor that holds several of them is that of each."""
+        """`a` of each segment; a tensor that holds several segments has the same for each."""
         count, inputs = len(_segments(self.weight)), self.weight.shape[-1]
         rows = np.zeros((count * self.rank, inputs), np.float32)
         for index, (source, update) in enumerate(self._by_segment(updates)):
             if update is None:
                 continue
             if update.a.shape[1] != inputs:
-                raise CheckpointError(
-                    f"{self.adapter.path}: its A of {source.name!r} has {update.a.shape[1]} inputs; "
-                    f"the model's has {inputs}"
-                )
+                has = f"has {update.a.shape[1]} inputs; the model's has {inputs}"
+                raise CheckpointError(f"{self.adapter.path}: its A of {source.name!r} {has}")
             rows[index * self.rank : index * self.rank + len(update.a)] = update.a
         return rows
 
     def _by_segment(self, updates: Sequence[tuple[Source, LowRank | None]]) -> Sequence[tuple[Source, LowRank | None]]:
-        """What is added to each segment: that of the tensor which holds it."""
         count = len(_segments(self.weight))
         return updates if len(updates) == count else list(updates) * count
 
@@ -104,10 +92,8 @@ class ProductRows:
             if update is not None:
                 b = self._moved(source, update, update.b) * np.float32(update.scale)
                 if b.shape[0] != rows:
-                    raise CheckpointError(
-                        f"{self.adapter.path}: its B of {source.name!r} has {b.shape[0]} outputs; "
-                        f"the model's has {rows}"
-                    )
+                    has = f"has {b.shape[0]} outputs; the model's has {rows}"
+                    raise CheckpointError(f"{self.adapter.path}: its B of {source.name!r} {has}")
                 if update.magnitude is not None:
                     # DoRA (Liu et al. 2024, arXiv:2402.09353): rows of w + b @ a get the magnitude as their length.
                     whole = self._own[at] + b @ np.asarray(update.a, np.float32)
@@ -127,7 +113,6 @@ class ProductRows:
         return rows if flipped or source.transform is None else source.transform(rows)
 
     def _biases(self, bias: ParamSpec, changes: Sequence[tuple[Source, np.ndarray | None]]) -> list[np.ndarray]:
-        """By how much each tensor of the bias differs from the model's own."""
         own = self.base.rows(bias)
         found = []
         for at, (source, changed) in zip(_parts(bias, len(changes)), changes, strict=True):
@@ -139,9 +124,8 @@ class ProductRows:
             values = np.asarray(changed, np.float32)
             values = values if source.transform is None else source.transform(values)
             if values.shape != own[at].shape:
-                raise CheckpointError(
-                    f"{self.adapter.path}: its {source.name!r} is {values.shape}; the model's is {own[at].shape}"
-                )
+                shapes = f"{values.shape}; the model's is {own[at].shape}"
+                raise CheckpointError(f"{self.adapter.path}: its {source.name!r} is {shapes}")
             found.append(values - own[at])
         return found
 
@@ -162,24 +146,20 @@ def _laid_out(parameter: ParamSpec, parts: list[np.ndarray]) -> np.ndarray:
     return parts[0] if parameter.layout is None else parameter.layout.assemble(parts)
 
 
-class BaseWeights:
-    """Reads parameters from the model's checkpoint, which is opened by the first of them; to be closed."""
+class BaseWeights(ExitStack):
+    """Reads parameters from the model's checkpoint, which is opened by the first of them."""
 
     def __init__(self, open_checkpoint: Callable[[], Checkpoint], names: NameMap):
+        super().__init__()
         self._open, self._names = open_checkpoint, names
-        self._checkpoint: Checkpoint | None = None
+
+    @cached_property
+    def _checkpoint(self) -> Checkpoint:
+        return self.enter_context(closing(self._open()))
 
     def rows(self, parameter: ParamSpec) -> Float[np.ndarray, "o *i"]:
         """A whole parameter in the order of its tensors, before it is laid out for several devices."""
-        if self._checkpoint is None:
-            self._checkpoint = self._open()
         return read_rows(self._checkpoint, parameter, self._names)
-
-    def close(self) -> None:
-        """Release the files, if any were opened."""
-        if self._checkpoint is not None:
-            self._checkpoint.close()
-            self._checkpoint = None
 
 
 AdapterRows = tuple[np.ndarray, ...]
@@ -188,20 +168,17 @@ AdapterRows = tuple[np.ndarray, ...]
 
 @dataclass(frozen=True)
 class AdapterReader:
-    """Reads adapters for one model.
-
-    Attributes:
-        tables: the model's: those of each product that adapters may add to, and of the adapters' own numbers.
-        weights: the parameters of the model, by path.
-        names: where a checkpoint of each format has the parameters: "peft" is named as Hugging Face's checkpoints.
-        base: a way to the model's own weights, whose files the engine itself has closed.
-    """
+    """Reads adapters for one model."""
 
     tables: tuple[ParamSpec, ...]
+    """Those of each product that adapters may add to, and of the adapters' own numbers."""
     weights: dict[str, ParamSpec]
+    """By path."""
     names: dict[str, NameMap]
+    """Of the parameters in checkpoints of each format: "peft" is named as Hugging Face's checkpoints."""
     sizes: AdapterSizes
     base: Callable[[], BaseWeights]
+    """Opens the model's own weights, whose files the engine itself has closed."""
 
     def read(self, path: str) -> AdapterRows:
         """An adapter's rows, in host memory.
@@ -219,7 +196,7 @@ class AdapterReader:
         gains = any(update.magnitude is not None for update in adapter.updates.values())
         found = {"adapter_gains": np.array(int(gains))}
         names, used = self.names[adapter.format], set[str]()
-        with closing(self.base()) as base:
+        with self.base() as base:
             for product in self._products:
                 weight, bias = self.weights[f"{product}.weight"], self.weights.get(f"{product}.bias")
                 rows, changed = ProductRows(adapter, weight, bias, names, base, self.sizes.rank).rows()

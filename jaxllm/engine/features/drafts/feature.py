@@ -19,7 +19,7 @@ from jaxllm.engine.core.sizes import Buckets, StepSizes
 from jaxllm.engine.core.slots import Slots
 from jaxllm.engine.core.step import StepFunctions
 from jaxllm.engine.features.drafts.models import AbstractDraft, ModelDrafter, ModuleDrafter
-from jaxllm.engine.features.drafts.ngrams import Guesses, NgramDrafter, RememberedTexts, recall_packing
+from jaxllm.engine.features.drafts.ngrams import RECALL_PACKING, Guesses, NgramDrafter, RememberedTexts
 from jaxllm.engine.features.drafts.rules import (
     DraftDepth,
     DraftRecord,
@@ -27,7 +27,6 @@ from jaxllm.engine.features.drafts.rules import (
     ModelDrafts,
     ModuleDrafts,
     NgramDrafts,
-    with_rows,
 )
 from jaxllm.engine.features.drafts.verify import Drafter, verify
 from jaxllm.engine.messages import EngineRequest, EngineStats, TokenDelta
@@ -41,18 +40,17 @@ class _DraftState:
     record: DraftRecord
     is_shared: bool
     """It shares prefixes with requests of others: it brought no salt."""
-    """What has come of the tokens that were tried ahead with it."""
     num_drafted: int = 0
-    """How many tokens were tried ahead with it, and have been settled."""
+    """Tokens that were tried ahead with it, and have been settled."""
     num_taken: int = 0
-    """How many of those were what the model chose."""
+    """Those of them that the model chose."""
 
 
 class DraftsFeature(Feature):
-    """A slot has how many of its tokens a draft model has run (`drafted`), and the model's state of the last token
-    (`hidden`) with the number of tokens that it comes after (`hidden_after`; 0 where there is none, as in a sequence
-    that goes on from a cached prefix). Texts that drafts are looked for in are a part of their own: a ring of tokens,
-    each plus one, a 0 after each text.
+    """A slot has the number of its tokens that a draft model has run (`drafted`), and the model's state of the last
+    token (`hidden`) with the number of tokens that it comes after (`hidden_after`; 0 for none, as after a cached
+    prefix). Texts that drafts are looked for in are a part of their own: a ring of tokens, each plus one, a 0 after
+    each text.
     """
 
     name = "drafts"
@@ -69,8 +67,6 @@ class DraftsFeature(Feature):
         if draft is not None:
             self._graph, state = nnx.split(draft.model)
             self._tree = jax.tree.structure(state)
-
-    # ------------------------------------------------------------ the start
 
     def plan(self, buckets: Buckets) -> Plan:
         recalls = [RECALL] if self._remembered_size else []
@@ -93,39 +89,28 @@ class DraftsFeature(Feature):
         }
 
     def build(self, key: Key, maker: StepFunctions) -> Built:
-        """`(parts, ints) -> (remembered,)`: a part of a text, laid out by `recall_packing`, replaces the oldest; or
+        """`(parts, ints) -> (remembered,)`: a part of a text, laid out by RECALL_PACKING, replaces the oldest; or
         `(parts, ints) -> (caches, slots, Sampled)`: a token for each row, and right drafts.
         """
-        if key.kind == "verify":
-            return self._verify(key, maker)
-        packing = recall_packing()
+        verifies = key.kind == "verify"
+        packing = maker.features.packing(key, maker.sizes) if verifies else RECALL_PACKING
 
-        def step(parts: dict[str, Any], ints: Any) -> tuple[Any, ...]:
+        def recall(parts: dict[str, Any], ints: Any) -> tuple[Any, ...]:
             ring, x = parts[self.name]["remembered"], packing.unpack(ints)
             at, size = jnp.arange(x["tokens"].shape[0]), ring.shape[0]
             places = jnp.where(at < x["count"], (x["place"] + at) % size, size)
             return ({"remembered": ring.at[places].set(x["tokens"], mode="drop")},)
 
-        return Built(step, [maker.state.ints(packing.size)])
-
-    def _verify(self, key: Key, maker: StepFunctions) -> Built:
-        packing = maker.features.packing(key, maker.sizes)
-
         def step(parts: dict[str, Any], ints: jax.Array) -> Any:
             seen = TracedStep(key.kind, key.variant, maker.sizes, packing.unpack(ints), parts, maker)
-            drafter = self.drafter(seen, key.size)
+            drafter, hands = self.drafter(seen, key.size), maker.hands(seen)
+            return verify(lambda: maker.model(parts, hands), seen, drafter=drafter, hands=hands)
 
-            def model() -> Any:
-                return maker.model(parts, hands)
-
-            hands = maker.hands(seen)
-            return verify(model, seen, drafter=drafter, hands=hands)
-
-        return Built(step, [maker.state.ints(packing.size)])
+        return Built(step if verifies else recall, [maker.state.ints(packing.size)])
 
     def drafter(self, step: TracedStep, rows: int) -> Drafter:
         """What makes drafts for `rows` sequences in a step that is traced."""
-        rule, count, maker = with_rows(self._rule, rows), len(step.sizes.caches), step.maker
+        rule, count, maker = self._rule.with_rows(rows), len(step.sizes.caches), step.maker
 
         def model() -> Decoder:
             found: Decoder = maker.model(dict(step.parts))
@@ -138,13 +123,12 @@ class DraftsFeature(Feature):
             return ModuleDrafter(drafting, model, rule.num_tokens, count, step.sizes.page_size, rule.layers)
         if isinstance(rule, ModelDrafts):
             return ModelDrafter(drafting, rule.num_tokens, count, step.sizes.vocab_size, step.sizes.page_size)
+        assert isinstance(rule, NgramDrafts)
         texts = step.parts[self.name]["remembered"] if self.name in step.parts else jnp.zeros(0, jnp.int32)
-        return NgramDrafter(rule, texts)
+        return NgramDrafter(rule.num_tokens, rule, texts)
 
     def traced(self, step: TracedStep) -> Traced:
         return _Following(self.drafter(step, 1), step.kind)
-
-    # ------------------------------------------------------------ a request
 
     def attach(self) -> None:
         self._remembered = RememberedTexts(self._remembered_size)
@@ -171,8 +155,6 @@ class DraftsFeature(Feature):
             for ints in self._remembered.add(text):
                 self.around.device.run(RECALL, ints)
 
-    # ------------------------------------------------------------ a step
-
     def ahead(self, requests: Sequence[Request], running: int) -> int:
         most = self._depth.with_running(running)
         wanted = most and any(r.extras[self.name].record.depth(most) for r in requests if self.name in r.extras)
@@ -189,13 +171,13 @@ class DraftsFeature(Feature):
         taken = len(result.tokens) - 1
         if result.num_drafted or self.around.core.features.course(request) is None:
             extra.record.settle(taken)
+        self._num_drafts += result.num_drafted > 0
+        self._num_draft_tokens += result.num_drafted
+        extra.num_drafted += result.num_drafted
         if result.num_drafted:
-            self._num_drafts += 1
-            self._num_draft_tokens += result.num_drafted
+            extra.num_taken += taken
             for place in range(taken):
                 self._accepted[place] += 1
-            extra.num_drafted += result.num_drafted
-            extra.num_taken += taken
 
     def fill_ahead(self, requests: Sequence[Request], x: Fields) -> None:
         self._guesses.fill(requests, x)
@@ -206,8 +188,6 @@ class DraftsFeature(Feature):
 
 
 class _Following(Traced):
-    """What makes drafts sees each prompt run beside the model, and some also each decode."""
-
     def __init__(self, drafter: Drafter, kind: str):
         self._drafter = drafter
         self.reads = drafter.reads if kind == "backbone" or drafter.follows_decodes else None

@@ -24,7 +24,7 @@ from jaxllm.engine.core.feature import RanModel, Traced
 from jaxllm.engine.core.keys import Variant
 from jaxllm.engine.core.sampler import choose
 from jaxllm.engine.core.slots import Slots
-from jaxllm.engine.features.drafts.verify import Asked, with_own
+from jaxllm.engine.features.drafts.verify import Asked, Drafter, with_own
 from jaxllm.models.caches import Cache
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.predictor import Predicted, Predictor
@@ -32,7 +32,7 @@ from jaxllm.pallas_kernels import Kernels, StepMetadata
 from jaxllm.weights.loader import ParamSpec
 
 MOST_ROUNDS = 8
-"""In one step the draft model runs at most so many times as many tokens as it lacks after a step with drafts."""
+"""The most times that the draft model runs in one step to catch up, each for as many tokens as a step with drafts."""
 
 
 class AbstractDraft(NamedTuple):
@@ -43,8 +43,8 @@ class AbstractDraft(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ModelDrafter:
-    """Drafts up to `num_tokens` tokens with `model`, whose caches come behind the `num_own` of the model it serves."""
+class ModelDrafter(Drafter):
+    """Drafts up to `num_tokens` tokens with `model`, whose caches come after the `num_own` of the model it serves."""
 
     model: Callable[[], Decoder]
     num_tokens: int
@@ -52,14 +52,8 @@ class ModelDrafter:
     vocab_size: int
     page_size: int
 
-    follows_decodes = False
-    reads = ()
-
     def follow(self, step: RanModel, caches: tuple[Cache, ...], before: Slots, slots: Slots) -> Any:
-        """Caches and slots after a step with prompts in it, which the draft model runs as well.
-
-        Where the draft model is behind, it stays so.
-        """
+        """The draft model runs prompts as well; where it is behind, it stays so."""
         _, caches = self._run(step.tokens, caches, step.meta)
         earlier = before.of["drafts"]["drafted"]
         return caches, with_own(slots, drafted=jnp.where(earlier >= before.position, slots.position, earlier))
@@ -67,7 +61,6 @@ class ModelDrafter:
     def propose(
         self, caches: tuple[Cache, ...], slots: Slots, asked: Asked, variant: Variant, hands: Sequence[Traced]
     ) -> Any:
-        """Caches, slots, drafts [S, K], and how many there are for each sequence."""
         rows = asked.slot.shape[0]
 
         def nothing(caches: tuple[Cache, ...], slots: Slots) -> Any:
@@ -84,10 +77,7 @@ class ModelDrafter:
     def _catch_up(
         self, caches: tuple[Cache, ...], slots: Slots, asked: Asked
     ) -> tuple[tuple[Cache, ...], Slots, jax.Array]:
-        """Run what the draft model lacks up to each sequence's last token: caches, slots, and its hidden states there.
-
-        Every sequence runs one token at least, so that those with nothing to catch up have hidden states as well.
-        """
+        """Run what the draft model lacks with each sequence's last token: caches, slots, hidden states there."""
         rows, chunk = asked.slot.shape[0], self.num_tokens + 1
         none = jnp.zeros((0, 3), jnp.int32)
 
@@ -183,8 +173,8 @@ LayerCaches = tuple[Cache, ...]
 
 
 @dataclass(frozen=True)
-class ModuleDrafter:
-    """Drafts up to `num_tokens` tokens with `module`, whose caches come behind the `num_own` of `model`."""
+class ModuleDrafter(Drafter):
+    """Drafts up to `num_tokens` tokens with `module`, whose caches come after the `num_own` of `model`."""
 
     module: Callable[[], Predictor]
     model: Callable[[], Decoder]
@@ -219,7 +209,6 @@ class ModuleDrafter:
     def propose(
         self, caches: LayerCaches, slots: Slots, asked: Asked, variant: Variant, hands: Sequence[Traced]
     ) -> Any:
-        """Caches, slots, drafts [S, K], and how many there are for each sequence."""
         rows, nobody = asked.slot.shape[0], slots.position.shape[0] - 1
         known = (asked.position > 0) & (slots.of["drafts"]["hidden_after"][asked.slot] == asked.position)
         most = jnp.where(known & asked.live, asked.most, 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,39 +11,27 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jaxllm.engine.core.feature import Course, Feature, RanModel, Surroundings, Traced
+from jaxllm.engine.core.feature import Course, Feature, Surroundings, Traced
 from jaxllm.engine.core.keys import Variant
 from jaxllm.engine.core.packing import Packing
 from jaxllm.engine.core.request import Request
 from jaxllm.engine.core.slots import Slots
 from jaxllm.engine.features.drafts.rules import DraftRule, NgramDrafts
-from jaxllm.engine.features.drafts.verify import Asked
+from jaxllm.engine.features.drafts.verify import Asked, Drafter
 
 Anywhere = Array | np.ndarray
 """On the devices, or on the host."""
 
 
 @dataclass(frozen=True)
-class NgramDrafter:
-    """Drafts as `rule` says, out of the slots' histories and of `remembered` texts."""
+class NgramDrafter(Drafter):
+    """Drafts as `rule` says, out of the slots' histories, which have all prompts, and of `remembered` texts."""
 
+    num_tokens: int
     rule: NgramDrafts
     remembered: Int[Array, "M"]
 
-    @property
-    def num_tokens(self) -> int:
-        """The most drafts for a sequence."""
-        return self.rule.num_tokens
-
-    follows_decodes = False
-    reads = ()
-
-    def follow(self, step: RanModel, caches: Any, before: Slots, slots: Slots) -> Any:
-        """A prompt is in the slot's history already."""
-        return caches, slots
-
     def propose(self, caches: Any, slots: Slots, asked: Asked, variant: Variant, hands: Sequence[Traced]) -> Any:
-        """Caches and slots as they are, drafts, and how many there are."""
         history = slots.history[asked.slot]
         drafts, count = ngram_drafts(history, asked.position, self.remembered, self.rule)
         return caches, slots, drafts, count
@@ -59,11 +46,10 @@ def ngram_drafts(
 ) -> tuple[Int[Anywhere, "S K"], Int[Anywhere, "S"]]:
     """`rule.num_tokens` tokens that may follow the one at `position`, and how many of them there are for each sequence.
 
-    They are those behind the longest earlier stretch of text that ends as the sequence does now; of equally long ones
-    the last. Where they reach the end of the text they begin again, as a text that repeats itself would. A longer
-    stretch of a remembered text is better than one of the sequence's own; what follows it ends where that text does.
-
-    `xp` is what works with the arrays: `jax.numpy`, or `numpy` on the host.
+    They follow the longest earlier stretch of text that ends as the sequence does now; of equally long ones the last.
+    Where they reach the end of the text they begin again, as a text that repeats itself would. A longer stretch of a
+    remembered text is better than one of the sequence's own; what follows it ends where that text does. `xp` works with
+    the arrays: `jax.numpy`, or `numpy` on the host.
 
     Worked example, for drafts of 4: in `5 1 2 3 4 1 2` the end `1 2` stood before `3 4 1 2`, which is what comes back.
     """
@@ -92,9 +78,8 @@ def ngram_drafts(
 def _matched(
     texts: Int[Anywhere, "N L"], last: Int[Anywhere, "S n"], counts: Bool[Anywhere, "N2 L"], xp: Any, *, ring: bool
 ) -> Int[Anywhere, "S L"]:
-    """How many of a sequence's last tokens, of which `last` has the newest first, end at each place that counts.
-
-    The end of a ring stands before its beginning.
+    """How many of a sequence's last tokens, the newest first in `last`, end at each place that counts. The end of a
+    ring stands before its beginning.
     """
     at = xp.arange(texts.shape[1])
     same = xp.broadcast_to(counts, (last.shape[0], texts.shape[1]))
@@ -109,31 +94,26 @@ RECALLED_AT_ONCE = 512
 """A longer text is remembered in parts."""
 
 
-@cache
-def recall_packing() -> Packing:
-    """A part of a text to remember: `count` of the tokens, each plus one and a 0 at the text's end, from `place` on."""
-    return Packing(place=(), count=(), tokens=(RECALLED_AT_ONCE,))
+RECALL_PACKING = Packing(place=(), count=(), tokens=(RECALLED_AT_ONCE,))
+"""A part of a text to remember: `count` of the tokens, each plus one and a 0 at the text's end, from `place` on."""
 
 
 class RememberedTexts:
     """A ring of `size` tokens, in which a new text takes the place of the oldest."""
 
     def __init__(self, size: int):
-        self._size = size
-        self._place = 0
+        self._size, self._place = size, 0
         self.tokens = np.zeros(size, np.int32)
         """The same ring on the host, as `Slots.remembered` has it."""
 
     def add(self, tokens: Sequence[int]) -> Iterator[np.ndarray]:
-        """What the device is told of a text, as vectors of `recall_packing`; of a longer one the end is kept."""
+        """What the device is told of a text, as vectors of RECALL_PACKING; of a longer one the end is kept."""
         if not self._size or not tokens:
             return
         text = np.append(np.asarray(tokens[-(self._size - 1) :], np.int32) + 1, np.int32(0))
-        packing = recall_packing()
         for start in range(0, len(text), RECALLED_AT_ONCE):
             part = text[start : start + RECALLED_AT_ONCE]
-            ints = np.zeros(packing.size, np.int32)
-            x = packing.views(ints)
+            ints, x = RECALL_PACKING.new()
             x["place"][...], x["count"][...] = self._place, len(part)
             x["tokens"][: len(part)] = part
             self.tokens[(self._place + np.arange(len(part))) % self._size] = part
@@ -152,14 +132,13 @@ class Guesses:
         """Drafts are found as `drafts` says if it reads texts, and in a request's own text if a model makes them."""
         of_text = NgramDrafts(drafts.num_tokens, SHORTEST, LONGEST)
         self._rule = drafts if isinstance(drafts, NgramDrafts) else of_text
-        self._remembered = remembered
-        self._around = around
+        self._remembered, self._around = remembered, around
         self._texts: WeakKeyDictionary[Request, _Text] = WeakKeyDictionary()
 
     def fill(self, requests: Sequence[Request], x: dict[str, np.ndarray]) -> None:
-        """Write the drafts of requests with a grammar, which the device then makes none for, and everybody's masks.
+        """Write the drafts of requests with a course, which the device then makes none for, and all masks.
 
-        `x` is as `verify_packing` lays it out, row i for request i. All tokens of the requests must have been read.
+        Row i of the fields `x` is of request i, all of whose tokens must have been read.
         """
         places, width = x["mask"].shape[1:]
         at: list[Course | None] = [None] * (len(requests) * places)
@@ -192,7 +171,6 @@ class Guesses:
         return drafts, places
 
     def _found(self, request: Request, drafts: Sequence[int]) -> list[int]:
-        """What may follow the request's text and `drafts`."""
         text = self._texts.get(request)
         if text is None:
             text = self._texts[request] = _Text(request.max_total + self._rule.num_tokens)
@@ -203,8 +181,6 @@ class Guesses:
 
 
 class _Text:
-    """A request's tokens as an array, which grows with them."""
-
     def __init__(self, most: int):
         self._tokens = np.zeros(most, np.int32)
         self._known = 0

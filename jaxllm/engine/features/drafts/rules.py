@@ -4,59 +4,55 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
-class NgramDrafts:
-    """How drafts are found in texts: `num_tokens` of them behind a match of `shortest` to `longest` tokens.
+class DraftRule:
+    """Up to `num_tokens` drafts are found."""
+
+    num_tokens: int
+    by_rows: tuple[tuple[int, int], ...] = field(default=(), kw_only=True)
+    """(rows, most): a step padded to that many sequences has room for `most` drafts instead of `num_tokens`."""
+
+    def with_rows(self, rows: int) -> DraftRule:
+        """The rule of a step that is padded to `rows` sequences."""
+        return replace(self, num_tokens=dict(self.by_rows).get(rows, self.num_tokens))
+
+
+@dataclass(frozen=True)
+class NgramDrafts(DraftRule):
+    """Drafts follow a match of `shortest` to `longest` tokens in a text.
 
     They are looked for in a sequence's own text, and in the last `remembered` tokens of other texts: answers that were
     predicted, and with `remembers_answers` those that were given.
     """
 
-    num_tokens: int
     shortest: int
     longest: int
     remembered: int = 0
     remembers_answers: bool = False
-    by_rows: tuple[tuple[int, int], ...] = ()
-    """(rows, most): a step that is padded to so many sequences has room for `most` drafts instead of `num_tokens`."""
 
 
 @dataclass(frozen=True)
-class ModelDrafts:
-    """A draft model finds up to `num_tokens` drafts; for `by_rows` see `NgramDrafts`."""
-
-    num_tokens: int
-    by_rows: tuple[tuple[int, int], ...] = ()
+class ModelDrafts(DraftRule):
+    """A draft model finds them."""
 
 
 @dataclass(frozen=True)
-class ModuleDrafts:
-    """A module that reads the model's states finds up to `num_tokens` drafts; for `by_rows` see `NgramDrafts`.
-
-    It reads the states in front of `layers`, or without any the last hidden states, and makes `size` numbers of them.
+class ModuleDrafts(DraftRule):
+    """A module finds them: it reads the states in front of `layers`, or without any the last hidden states, and makes
+    `size` numbers of them.
     """
 
-    num_tokens: int
     layers: tuple[int, ...] = ()
     size: int = 0
-    by_rows: tuple[tuple[int, int], ...] = ()
-
-
-DraftRule = NgramDrafts | ModelDrafts | ModuleDrafts
-
-
-def with_rows(drafts: DraftRule, rows: int) -> DraftRule:
-    """Those of a step that is padded to `rows` sequences."""
-    return replace(drafts, num_tokens=dict(drafts.by_rows).get(rows, drafts.num_tokens))
 
 
 RATE = 0.25
-"""How much of what a request's tries are thought to be worth is what the last one was."""
+"""The weight of the last try in what a request's tries are thought to bring."""
 WORTH = 0.4
-"""Tokens that a try must bring for the next one to follow at once: its step takes that much longer, or a bit less."""
+"""Tokens that a try must bring for the next one to follow at once: its step takes about that much longer."""
 FIRST_GAIN = 2.0
 """Tokens that a request's first try is expected to bring: a deeper one is tried when it has."""
 LONGEST_PAUSE = 4
@@ -81,23 +77,21 @@ class DraftDepth:
 class DraftRecord:
     """What has come of one request's tries.
 
-    A request whose tries bring nothing makes a pause before the next one, which is short at first and short again when
-    one has brought a token. So a text that does not repeat itself is decoded nearly as without drafts, and one that
-    begins to repeat itself is noticed soon.
+    Tries that bring nothing are followed by pauses, which are short at first and after a try that has brought a token:
+    a text that does not repeat itself costs little, and one that begins to repeat itself is noticed soon.
     """
 
     def __init__(self, most: int):
         self._gain = min(most / 2, FIRST_GAIN)
-        """Tokens that a try brings, as it seems."""
-        self._pause = 0
-        self._next_pause = 1
+        """Tokens that a try is thought to bring."""
+        self._pause, self._next_pause = 0, 1
 
     def depth(self, most: int) -> int:
         """How many tokens to try ahead now, at most `most`; 0 in a pause."""
         return 0 if self._pause else min(most, max(1, math.ceil(2 * self._gain)))
 
     def settle(self, taken: int) -> None:
-        """A try has brought so many tokens."""
+        """A try has brought that many tokens."""
         self._gain += RATE * (taken - self._gain)
         if taken:
             self._next_pause = 1

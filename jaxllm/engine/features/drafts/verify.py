@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,7 @@ def with_own(slots: Slots, **rows: Array) -> Slots:
 
 
 class Asked(NamedTuple):
-    """The sequences that drafts are wanted for, `num_seqs` of `S`; those that are not `live` are padding, with its
-    slot.
-    """
+    """The sequences that drafts are wanted for, `num_seqs` of `S`; others are not `live`, and have padding's slot."""
 
     slot: Int[Array, "S"]
     position: Int[Array, "S"]
@@ -39,29 +37,23 @@ class Asked(NamedTuple):
     num_seqs: Int[Array, ""]
 
 
-@runtime_checkable
-class Drafter(Protocol):
-    """A source of drafts. `num_tokens` is `K`, the most that it gives."""
+class Drafter:
+    """A source of drafts."""
 
-    @property
-    def num_tokens(self) -> int: ...
-
-    @property
-    def follows_decodes(self) -> bool:
-        """Whether it is told of decodes as well, and not of prompts alone."""
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        """In front of which of the model's layers the states are that it reads; none are the last hidden states."""
+    num_tokens: int
+    """`K`, the most that it gives."""
+    follows_decodes = False
+    """It is told of decodes as well, and not of prompts alone."""
+    reads: tuple[int, ...] = ()
+    """The layers before which it reads the model's states; without any, it reads the last hidden states."""
 
     def follow(self, step: RanModel, caches: Any, before: Slots, slots: Slots) -> Any:
-        """(caches, slots) after a step that has run prompts: what the source keeps of them is in.
-
-        `slots` are as that step leaves them, and were `before`.
-        """
+        """(caches, slots), with what the source keeps of a step whose slots were `before` and are `slots` after it."""
+        return caches, slots
 
     def propose(self, caches: Any, slots: Slots, asked: Asked, variant: Variant, hands: Sequence[Traced]) -> Any:
         """(caches, slots, drafts [S, K], how many of them there are for each sequence)."""
+        raise NotImplementedError
 
 
 def verify(
@@ -69,9 +61,9 @@ def verify(
 ) -> tuple[Any, Slots, Sampled]:
     """One token of each sequence and as many drafted ones as are right: caches, slots, and what was sampled.
 
-    The step has `S` sequences; where some have a course that the host follows, it has drafts and masks that the host
-    made. What is sampled has `drafter.num_tokens + 1` rows for each sequence in turn, of which `settled.taken + 1`
-    count. Where no sequence has a draft the step is a plain decode.
+    Where some of the `S` sequences have a course, drafts and masks are the host's. What is sampled has
+    `drafter.num_tokens + 1` rows for each sequence in turn, of which `settled.taken + 1` count. Where no sequence has a
+    draft the step is a plain decode.
     """
     x, page_size, caches, slots = step.x, step.sizes.page_size, step.parts["caches"], step.parts["slots"]
     slot, live = x["slot"], jnp.arange(x["slot"].shape[0]) < x["num_decodes"]
@@ -145,7 +137,6 @@ def verify(
 def _forward(
     model: Decoder, tokens: Any, caches: Any, meta: StepMetadata, reads: tuple[int, ...], hands: Sequence[Traced]
 ) -> Any:
-    """The model's hidden states, its states in front of the layers that are read, and all caches."""
     gathering = Gathering(reads)
     hidden, caches = forward(model, tokens, caches, meta, hands=[*between(hands, meta), gathering])
     return hidden, gathering.of(reads) if reads else hidden, caches

@@ -20,16 +20,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask_par
 from tokenizers import Tokenizer
 
-from jaxllm.engine.core.feature import (
-    EVERYTHING,
-    Course,
-    Errand,
-    Feature,
-    Fields,
-    Followed,
-    Traced,
-    TracedStep,
-)
+from jaxllm.engine.core.feature import EVERYTHING, Course, Errand, Feature, Fields, Followed, Traced, TracedStep
 from jaxllm.engine.core.jobs import Jobs
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.request import Request
@@ -70,14 +61,12 @@ class GrammarFeature(Feature):
     samples = late = True
     asked_by = ("structured_outputs", "max_thinking_tokens")
 
-    def __init__(self) -> None:
-        self.grammars: Grammars | None = None
-        """Builds constraints, in the process that has requests."""
-        self._jobs = Jobs("constrain", urgent_threads=BUILDING)
-        """A grammar may take seconds: only other requests with one wait for it."""
+    grammars: Grammars | None = None
+    """Builds constraints, in the process that has requests."""
 
     def attach(self) -> None:
         self._jobs = Jobs("constrain", urgent_threads=BUILDING)
+        """A grammar may take seconds: only other requests with one wait for it."""
 
     def close(self) -> None:
         self._jobs.close()
@@ -89,10 +78,9 @@ class GrammarFeature(Feature):
         return _GrammarState(thinking=thinking) if constrained or thinking is not None else None
 
     def job(self, request: Request, extra: _GrammarState) -> Errand | None:
-        outputs = request.params.structured_outputs
+        outputs, grammars = request.params.structured_outputs, self.grammars
         if outputs is None:
             return None
-        grammars = self.grammars
         assert grammars is not None, "the front door refuses a grammar where there is no tokenizer"
 
         def build() -> None:
@@ -122,7 +110,7 @@ class GrammarFeature(Feature):
             return Followed()
         forced = constraint.forced() if self._forwards(request, extra) else []
         if len(forced) <= self.around.core.load[0]:
-            forced = []  # a step with a chunk in it takes longer, for everyone: more than sampling these would
+            forced = []  # a step with a chunk in it takes longer for all requests: more than sampling these would
         for token in forced:
             constraint.accept(token)
         constraint.check()
@@ -179,8 +167,8 @@ class GrammarError(InvalidRequestError):
 class Constraint:
     """One request's place in its grammar.
 
-    Before the grammar there may be a block of reasoning, whole. `opening` follows an answer that may still begin with
-    one, beside `matcher`, which follows the same answer without; both have a say in what comes next.
+    A whole block of reasoning may come before the grammar. `opening` follows an answer that may still begin with one,
+    beside `matcher`, which follows the same answer without; both have a say in what comes next.
     """
 
     def __init__(
@@ -214,11 +202,7 @@ class Constraint:
         return self.active and self._direct and self.opening is None and self.matcher.is_stopped()
 
     def accept(self, token: int) -> None:
-        """Follow a generated token.
-
-        Raises:
-            GrammarError: the grammar does not allow it, or its limits are exceeded.
-        """
+        """Follow a generated token. Raises GrammarError: it is not allowed, or the grammar's limits are exceeded."""
         if self.opening is not None:
             self._accept_first(token, self.opening)
         elif self.active:
@@ -231,7 +215,6 @@ class Constraint:
                 self._begin()
 
     def _accept_first(self, token: int, opening: LLMatcher) -> None:
-        """A token of an answer that may begin with reasoning until this one."""
         ended = self._after.add(token)
         opened = [search.add(token) for search in self._opened]
         if opening.try_consume_tokens([token]) == 0:
@@ -246,11 +229,7 @@ class Constraint:
             self._direct = self._direct and self.matcher.try_consume_tokens([token]) == 1
 
     def _begin(self) -> None:
-        """Follow what of the answer is in the token that ended the reasoning, as `{` in `>{`.
-
-        Raises:
-            GrammarError: the grammar does not allow it.
-        """
+        """Follow the part of the answer that is in the token which ended the reasoning, as `{` in `>{`."""
         text = self._after.behind.lstrip()
         tokens = self._vocabulary.tokenize_bytes(text.encode()) if text else []
         if self.matcher.try_consume_tokens(tokens) < len(tokens):
@@ -260,13 +239,11 @@ class Constraint:
             )
 
     def after(self, token: int) -> Constraint | None:
-        """The place that `token` would lead to, while this one stays; None where the grammar does not allow the token,
-        or nothing can follow it.
-        """
+        """See `Course`."""
         tried = copy.copy(self)
         tried.matcher = self.matcher.deep_copy()
         tried.opening = None if self.opening is None else self.opening.deep_copy()
-        tried._opened, tried._after = [search.copy() for search in self._opened], self._after.copy()
+        tried._opened, tried._after = list(map(copy.copy, self._opened)), copy.copy(self._after)
         try:
             tried.accept(token)
         except GrammarError:
@@ -288,9 +265,7 @@ class Grammars:
     """Builds constraints and fills masks, for one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]):
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._eos = list(eos_token_ids)
+        self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, list(eos_token_ids)
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
@@ -305,7 +280,12 @@ class Grammars:
             raise GrammarError("this model names no end-of-sequence token, which ends what follows a grammar")
         self.prepare()
         grammar = compile_grammar(outputs)
-        matcher, problem = call_with_stack("grammar", BUILD_STACK_BYTES, lambda: self._tried(grammar))
+
+        def tried() -> tuple[LLMatcher, str]:  # it needs more of the stack with this vocabulary than the compiler's
+            matcher = new_matcher(self._vocabulary, grammar)
+            return matcher, early_failure(matcher)
+
+        matcher, problem = call_with_stack("grammar", BUILD_STACK_BYTES, tried)
         if problem:
             raise GrammarError(f"the grammar failed: {problem}")
         return Constraint(matcher, outputs, self._tokenizer, self._vocabulary, self._opening(outputs))
@@ -317,19 +297,13 @@ class Grammars:
         masks = np.zeros((len(rows), mask.shape[1]), mask.dtype)
         if rows:
             fill_next_token_bitmask_par(self._executor, [(matcher, at) for at, (matcher, _) in enumerate(rows)], masks)
-        for i in {i for _, i in rows}:
-            mask[i] = 0
+        mask[[i for _, i in rows]] = 0
         for allowed, (_, i) in zip(masks, rows, strict=True):
             mask[i] |= allowed
         for row, constraint in zip(mask, constraints, strict=True):
             if constraint is not None and not constraint.active:
                 for token in self._eos:
                     forbid(row, token)
-
-    def _tried(self, grammar: str) -> tuple[LLMatcher, str]:
-        """A matcher, and why it gives up with this vocabulary, which needs more of it than the compiler's."""
-        matcher = new_matcher(self._vocabulary, grammar)
-        return matcher, early_failure(matcher)
 
     def _opening(self, outputs: StructuredOutputs) -> LLMatcher | None:
         """What follows an answer that begins with one of `outputs.openings` and goes on as it likes."""

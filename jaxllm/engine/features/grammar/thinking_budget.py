@@ -5,7 +5,6 @@ in the device's history, in pages, penalties and log-probabilities as if the mod
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 
 from tokenizers import Tokenizer
@@ -26,11 +25,7 @@ class MarkerSearch:
         self._text = text
         self._tail: list[int] = []
         self.behind = ""
-        """What the token that completed the text has behind it."""
-
-    def copy(self) -> MarkerSearch:
-        """Another search that goes on from here."""
-        return copy.copy(self)
+        """The text after it in the token that completed it."""
 
     def add(self, token: int) -> bool:
         """Whether this token completes the text."""
@@ -46,16 +41,13 @@ def closing_tokens(markers: ThinkingMarkers, tokenizer: Tokenizer) -> list[int]:
 
 
 class Thinking:
-    """One request's reasoning as its tokens come.
-
-    Attributes:
-        left: how many more tokens of reasoning there may be.
-        over: the block is closed, or the answer has none; nothing is left to do.
-    """
+    """One request's reasoning as its tokens come."""
 
     def __init__(self, budget: int, markers: ThinkingMarkers, tokenizer: Tokenizer):
         self.left = budget
+        """How many more tokens of reasoning there may be."""
         self.over = False
+        """The block is closed, or the answer has none; nothing is left to do."""
         self._closing = closing_tokens(markers, tokenizer)
         self._tokenizer = tokenizer
         self._open = markers.open.lstrip()
@@ -84,11 +76,7 @@ class Thinking:
         return None if self._written is None or self.over else self._closing[self._written]
 
     def accept(self, token: int) -> None:
-        """Follow a generated token.
-
-        Raises:
-            InvalidRequestError: it is not the one that was forced.
-        """
+        """Follow a generated token. Raises InvalidRequestError: it is not the one that was forced."""
         if self._written is not None:
             if token != self.forced:
                 hint = "allowed_token_ids or bad_words may forbid it"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -22,7 +23,7 @@ from jaxllm.engine.core.sizes import Buckets, StepSizes, smallest_covering
 from jaxllm.engine.core.step import StepFunctions
 from jaxllm.engine.features.offload.pages import ROW_KINDS, CacheRow, Digest, Page, RowKind
 from jaxllm.engine.features.offload.pulls import Pull
-from jaxllm.engine.features.offload.tiers import PageTiers
+from jaxllm.engine.features.offload.tiers import Arriving, PageTiers
 from jaxllm.engine.messages import EngineRequest, EngineStats, PagesAt, TokenDelta, TransferInfo
 from jaxllm.models.caches import Buffer
 
@@ -44,12 +45,12 @@ class OffloadFeature(Feature):
 
     name = "offload"
     words = ("page", "state")
+    tiers: PageTiers
+    """What keeps them, in a core."""
 
     def __init__(self, kinds: Iterable[RowKind]):
         """`kinds` are the rows that the model's layers have."""
         self._kinds = tuple(kinds)
-        self.tiers: PageTiers | None = None
-        """What keeps them, in the process that has requests."""
         self._returning: list[tuple[CacheRow, Page]] = []
 
     def plan(self, buckets: Buckets) -> Plan:
@@ -72,17 +73,12 @@ class OffloadFeature(Feature):
         pool = self.around.pool
         pool.on_snapshot, pool.on_lose_snapshot = tiers.state_kept, tiers.state_forgotten
 
-    @property
-    def _kept(self) -> PageTiers:
-        assert self.tiers is not None, "a core that offloads has tiers"
-        return self.tiers
-
     def prepare(self, request: Request, asked: EngineRequest) -> _OffloadState:
         return _OffloadState(asked.hands_on, asked.pages_at)
 
     def job(self, request: Request, extra: _OffloadState) -> Errand | None:
         """Read what is on disk, unless the engine is paused: then it is computed again. Fetch from other servers."""
-        core, tiers = self.around.core, self._kept
+        core, tiers = self.around.core, self.tiers
         root, tokens = core.prefix_root(request), request.token_ids[: core.features.first_read(request)]
         on_disk = [] if core.is_paused else tiers.on_disk(root, tokens)
         pull = extra.pull = tiers.pull(extra.pages_at, root, tokens, on_disk)
@@ -100,7 +96,7 @@ class OffloadFeature(Feature):
     def extend(self, request: Request, extra: _OffloadState, found: FoundPrefix) -> bool:
         """With states as many pages as lead to one, on the devices or in the host; else as there is room for."""
         extra.num_on_device = found.depth
-        size, count, tiers = self.around.pool.page_size, len(found.pages), self._kept
+        size, count, tiers = self.around.pool.page_size, len(found.pages), self.tiers
         if not found.at_depths:
             room = max(self.around.pool.num_free - self._spared, 0)
             node = found.chain[-1] if found.chain else found.root
@@ -128,7 +124,7 @@ class OffloadFeature(Feature):
         """Copy the full pages of a prompt, and its state, to host memory, where other servers find them."""
         if extra.hands_on:
             prompt, root = request.token_ids[: request.num_prompt], self.around.core.prefix_root(request)
-            self._keep(self._kept.to_hand_on(root, prompt, request.pages))
+            self._keep(self.tiers.to_hand_on(root, prompt, request.pages))
 
     def forget(self, request: Request, extra: _OffloadState) -> None:
         if extra.pull is not None:
@@ -137,29 +133,28 @@ class OffloadFeature(Feature):
     def before_step(self) -> None:
         """What leaves is copied before anything is written there, and what comes back is written after that."""
         returning, self._returning = self._returning, []
-        self._keep(self._kept.take_leaving())
+        self._keep(self.tiers.take_leaving())
         self.copies.write(returning)
 
     def _keep(self, rows: list[tuple[CacheRow, Digest]]) -> None:
-        for part in self.copies.read(rows):
-            self._kept.keep(part.digests, part.contents)
+        for digests, pages in self.copies.read(rows):
+            self.tiers.keep(digests, pages)
 
     @property
     def has_idle_work(self) -> bool:
-        return self._kept.has_unsaved
+        return self.tiers.has_unsaved
 
     def idle(self) -> None:
         """Copy some pages or a state to disk that are not there yet."""
-        for part in self.copies.read(self._kept.take_unsaved()):
-            self._kept.save(part.digests, part.contents)
-        self._kept.save_from_host()
+        for digests, pages in self.copies.read(self.tiers.take_unsaved()):
+            self.tiers.save(digests, pages)
+        self.tiers.save_from_host()
 
     def close(self) -> None:
-        if self.tiers is not None:
-            self.tiers.close()
+        self.tiers.close()
 
     def stats(self, stats: EngineStats, running: Iterable[Request], waiting: Iterable[Request]) -> None:
-        tiers = self._kept
+        tiers = self.tiers
         stats.offload_queries, stats.offload_hits = self._queries, self._hits
         stats.num_host_pages, stats.num_disk_pages = tiers.num_host, tiers.num_disk
         _, pulls, listener = tiers.peers or (None, None, None)
@@ -180,19 +175,6 @@ T = TypeVar("T")
 
 SIZES: dict[RowKind, tuple[int, ...]] = {"page": (4, 32), "state": (1,)}
 """How many are copied at once; more in several steps. A state may be as large as a thousand pages."""
-
-
-class LeavingPages(NamedTuple):
-    """Pages, or states, on their way to the host, and what they are called there."""
-
-    digests: list[Digest]
-    arrays: Any
-    """Of each buffer as many rows, or more."""
-    blocks: PageBlocks
-
-    def contents(self) -> list[Page]:
-        """The pages, once they have arrived."""
-        return self.blocks.split(self.arrays, len(self.digests))
 
 
 class PageBlocks:
@@ -238,15 +220,15 @@ class PageCopies:
         self._padding: dict[RowKind, int] = {"page": 0, "state": sizes.max_num_seqs}
         """The rows of padding."""
 
-    def read(self, rows: list[tuple[CacheRow, Digest]]) -> list[LeavingPages]:
+    def read(self, rows: list[tuple[CacheRow, Digest]]) -> list[tuple[list[Digest], Arriving]]:
         """Copy pages and states to the host."""
-        found = []
+        found = list[tuple[list[Digest], Arriving]]()
         for kind, some in _parts_of(rows):
             key = _key("copy_out", kind, len(some))
             arrays = self._device.run(key, self._numbers(kind, some, key.size))
             for array in arrays:
                 array.copy_to_host_async()
-            found.append(LeavingPages([digest for _, digest in some], arrays, self._blocks[kind]))
+            found.append(([digest for _, digest in some], partial(self._blocks[kind].split, arrays, len(some))))
         return found
 
     def write(self, rows: list[tuple[CacheRow, Page]]) -> None:
@@ -262,7 +244,6 @@ class PageCopies:
 
 
 def _parts_of(rows: list[tuple[CacheRow, T]]) -> Iterator[tuple[RowKind, list[tuple[CacheRow, T]]]]:
-    """Of one kind each, and as many as are copied at once."""
     for kind, same in groupby(rows, lambda entry: entry[0].kind):
         some = list(same)
         for start in range(0, len(some), SIZES[kind][-1]):
@@ -274,9 +255,7 @@ def _key(kind: Kind, of: RowKind, count: int) -> Key:
 
 
 def copying_step(key: Key, maker: StepFunctions) -> Built:
-    """`(parts, numbers) -> (rows,)`: `size` rows of each buffer that has any; or `(parts, numbers, *rows) ->
-    (caches,)`, which fills them.
-    """
+    """`(parts, numbers) -> (rows,)` of each buffer that has any, or `(parts, numbers, *rows) -> (caches,)`."""
     of: RowKind = "page" if "page" in key.variant else "state"
     has_them, buffers = _has_rows(of, maker), maker.sizes.buffers_of(paged=of == "page")
 

@@ -71,9 +71,7 @@ class PageListener:
         Raises:
             ConfigError: it cannot listen there.
         """
-        self._secret = secret
-        self._contents = contents
-        self._give = give
+        self._secret, self._contents, self._give = secret, contents, give
         self._listener = _listen(address)
         self.port: int = self._listener.getsockname()[1]
         self._counting = threading.Lock()
@@ -96,7 +94,10 @@ class PageListener:
     def _serve(self, connection: socket.socket, source: str) -> None:
         try:
             with connection:
-                if self._opened(connection):
+                with self._counting:
+                    self._open.add(connection)
+                    is_closed = self._closed
+                if not is_closed:
                     self._answer(connection, source)
         except (OSError, WireError) as error:
             logger.info("pages were not given to %s: %s", source, reason(error))
@@ -105,11 +106,6 @@ class PageListener:
         finally:
             with self._counting:
                 self._open.discard(connection)
-
-    def _opened(self, connection: socket.socket) -> bool:
-        with self._counting:
-            self._open.add(connection)
-            return not self._closed
 
     def _answer(self, connection: socket.socket, source: str) -> None:
         connection.settimeout(HANDSHAKE_SECONDS)

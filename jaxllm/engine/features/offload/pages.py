@@ -61,7 +61,6 @@ class _Budgeted(Generic[Kept]):
         return digest in self._kept
 
     def _use(self, digest: Digest) -> Kept | None:
-        """What is kept, which is the last used now; None if it is not here."""
         with self._lock:
             if digest in self._kept:
                 self._kept.move_to_end(digest)
@@ -157,7 +156,6 @@ class DiskPages(_Budgeted[int]):
         return page
 
     def _found(self) -> OrderedDict[Digest, int]:
-        """What is there, the longest unused first."""
         aged: list[tuple[float, Digest, int]] = []
         with os.scandir(self._folder) as entries:
             for entry in entries:

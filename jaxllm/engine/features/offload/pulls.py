@@ -199,7 +199,6 @@ class Pull:
             self._pulls.note(self._source, time.monotonic() - self._began, problem)
 
     def _bring(self) -> None:
-        """What nobody else brings; then what others do, or were to and have not."""
         missing = list(self._wanted)
         for _ in range(2):
             with self._pulls.claimed(missing) as mine:

@@ -96,12 +96,10 @@ class PageTiers:
 
     @property
     def num_host(self) -> int:
-        """Pages and states in host memory."""
         return len(self._host)
 
     @property
     def num_disk(self) -> int:
-        """Pages and states on disk."""
         return 0 if self._disk is None else len(self._disk)
 
     def take_leaving(self) -> list[tuple[CacheRow, Digest]]:
@@ -218,7 +216,6 @@ class PageTiers:
         return list(takewhile(is_there, prefixes)) if self._has_pages else prefixes
 
     def _is_found(self, digest: Digest) -> bool:
-        """Whether it is in host memory, or on its way there."""
         return digest in self._leaving or digest in self._arriving or digest in self._host
 
     def _is_here(self, digest: Digest) -> bool:
@@ -308,32 +305,32 @@ class PageTiers:
 
     def _registered(self, page: int, node: PrefixNode, parent: PrefixNode, tokens: Sequence[int]) -> None:
         digest = self._digests.add(node, parent, tokens)
-        if digest is not None and self._has_pages:
-            self._note_found(CacheRow("page", page), digest)
+        self._note_found(CacheRow("page", page), digest if self._has_pages else None)
 
     def _given_away(self, page: int, node: PrefixNode) -> None:
         digest = self._digests.forget(node)
-        if digest is not None and self._has_pages:
-            self._note_lost(CacheRow("page", page), digest, leaves=True)
+        self._note_lost(CacheRow("page", page), digest if self._has_pages else None, leaves=True)
 
     def state_kept(self, row: int, node: PrefixNode) -> None:
         """The state after the prefix `node` can be found in a row from now on."""
-        digest = self._digests[node]
-        if digest is not None:
-            self._note_found(CacheRow("state", row), of_state(digest))
+        prefix = self._digests[node]
+        self._note_found(CacheRow("state", row), prefix and of_state(prefix))
 
     def state_forgotten(self, row: int, node: PrefixNode, leaves: bool) -> None:
         """It cannot any more; unless it `leaves`, it is lost."""
-        digest = self._digests[node]
-        if digest is not None:
-            self._note_lost(CacheRow("state", row), of_state(digest), leaves=leaves)
+        prefix = self._digests[node]
+        self._note_lost(CacheRow("state", row), prefix and of_state(prefix), leaves=leaves)
 
-    def _note_found(self, row: CacheRow, digest: Digest) -> None:
+    def _note_found(self, row: CacheRow, digest: Digest | None) -> None:
+        if digest is None:
+            return
         self._on_device[digest] = row
         if self._disk is not None and digest not in self._disk:
             self._unsaved[digest] = row
 
-    def _note_lost(self, row: CacheRow, digest: Digest, *, leaves: bool) -> None:
+    def _note_lost(self, row: CacheRow, digest: Digest | None, *, leaves: bool) -> None:
+        if digest is None:
+            return
         if self._on_device.get(digest) == row:  # else the same prefix was computed again, and is found elsewhere
             del self._on_device[digest]
             self._unsaved.pop(digest, None)

@@ -14,25 +14,10 @@ import jax
 
 from jaxllm.engine.core.device import Device
 from jaxllm.engine.core.keys import Key
+from jaxllm.engine.scale.lockstep import messages
 from jaxllm.engine.scale.lockstep.leader import digest_of, is_there
-from jaxllm.engine.scale.lockstep.messages import (
-    BEAT_SECONDS,
-    CHECKED_STEPS,
-    SILENT_SECONDS,
-    SILENT_START_SECONDS,
-    CompileNow,
-    End,
-    FromLeader,
-    HasExecutable,
-    Leaving,
-    Left,
-    MemberFailed,
-    Pulse,
-    Refused,
-    RunStep,
-    TokenDigest,
-)
-from jaxllm.engine.scale.staged_device import EarlierStages
+from jaxllm.engine.scale.lockstep.messages import BEAT_SECONDS, CHECKED_STEPS, SILENT_SECONDS, SILENT_START_SECONDS
+from jaxllm.engine.scale.staged_device import Stages
 from jaxllm.errors import ConfigError, EngineDeadError, one_line
 from jaxllm.sharding.wire import Wire, WireError
 
@@ -44,7 +29,7 @@ Answer = TypeVar("Answer")
 class Follower:
     """The connection to process 0. A thread says that this process lives, and what its last tokens were."""
 
-    def __init__(self, wire: Wire[FromLeader], leave: Callable[[str], None]):
+    def __init__(self, wire: Wire[messages.FromLeader], leave: Callable[[str], None]):
         """`leave` ends the process with a reason, in any thread; it is called where process 0 is gone."""
         self._wire = wire
         self._leave = leave
@@ -72,11 +57,11 @@ class Follower:
         while True:
             answer, _ = self._receive(SILENT_START_SECONDS)
             match answer:
-                case Pulse():
+                case messages.Pulse():
                     continue
-                case Refused(reason):
+                case messages.Refused(reason):
                     raise ConfigError(reason)
-                case End(reason):
+                case messages.End(reason):
                     raise EngineDeadError(reason or "process 0 was stopped while the group started")
             if not isinstance(answer, kind):
                 raise EngineDeadError(f"process 0 sent {type(answer).__name__} where {kind.__name__} was due")
@@ -91,21 +76,18 @@ class Follower:
 
     def have(self, key: Key) -> None:
         """This process has an executable. Any thread may call this."""
-        self.say(HasExecutable(key))
+        self.say(messages.HasExecutable(key))
 
     def fail(self, reason: str) -> None:
         """This process cannot go on, and is about to end."""
-        self.say(MemberFailed(reason))
+        self.say(messages.MemberFailed(reason))
 
     def stop_within(self, seconds: float, reason: str) -> None:
-        """This process was told to stop: it leaves when process 0 ends the group, or after that time.
-
-        It may be called in a signal's handler.
-        """
+        """Leave when process 0 ends the group, or after that time. A signal's handler may call this."""
         self._leaving, self._deadline = reason, time.monotonic() + seconds
         self._bell.set()
 
-    def follow(self, device: Device | EarlierStages) -> str:
+    def follow(self, device: Device | Stages) -> str:
         """Run the steps that come; returns when process 0 ends the group, with the reason if there is one.
 
         Raises:
@@ -114,32 +96,31 @@ class Follower:
         while True:
             message, arrays = self._receive(SILENT_SECONDS)
             match message:
-                case RunStep(number, key):
+                case messages.RunStep(number, key):
                     self._steps += 1
                     if number != self._steps:
                         raise EngineDeadError(f"process 0 sent step {number} where step {self._steps} was due")
                     self._note(device.run(key, *arrays))
-                case CompileNow(key):
+                case messages.CompileNow(key):
                     threading.Thread(target=self._compile, args=(device, key), name="compile-now", daemon=True).start()
-                case End(reason):
+                case messages.End(reason):
                     self._has_ended = True
                     if not reason:
                         device.wait()
-                        self.say(Left())
+                        self.say(messages.Left())
                     return reason
-                case Pulse():
+                case messages.Pulse():
                     pass
                 case _:
                     raise EngineDeadError(f"process 0 sent {type(message).__name__} where a step was due")
 
-    def _compile(self, device: Device | EarlierStages, key: Key) -> None:
+    def _compile(self, device: Device | Stages, key: Key) -> None:
         try:
             device.compile(key)
         except Exception as error:
             self._give_up(f"{key} cannot be compiled", error)
 
     def _give_up(self, what: str, error: Exception) -> None:
-        """End the process for something that went wrong beside its loop."""
         reason = f"{what}: {type(error).__name__}: {one_line(error)}"
         with contextlib.suppress(EngineDeadError):  # process 0 is gone too, and this one ends either way
             self.fail(reason)
@@ -147,12 +128,11 @@ class Follower:
 
     def _note(self, output: Any) -> None:
         tokens = getattr(output, "tokens", None)
-        if tokens is not None:
-            self._sampled += 1
-            if self._sampled % CHECKED_STEPS == 0:
-                self._unchecked = self._steps, tokens
+        self._sampled += tokens is not None
+        if tokens is not None and self._sampled % CHECKED_STEPS == 0:
+            self._unchecked = self._steps, tokens
 
-    def _receive(self, silent: float) -> tuple[FromLeader, list[Any]]:
+    def _receive(self, silent: float) -> tuple[messages.FromLeader, list[Any]]:
         try:
             return self._wire.receive(silent)
         except TimeoutError:
@@ -171,12 +151,12 @@ class Follower:
                 return
             try:
                 if self._leaving and not said:
-                    self.say(Leaving(self._leaving))
+                    self.say(messages.Leaving(self._leaving))
                     said = True
                 if self._unchecked is not None and is_there(self._unchecked[1]):
                     (number, tokens), self._unchecked = self._unchecked, None
-                    self.say(TokenDigest(number, digest_of(tokens)))
-                self.say(Pulse())
+                    self.say(messages.TokenDigest(number, digest_of(tokens)))
+                self.say(messages.Pulse())
             except EngineDeadError as error:
                 if not self._has_ended:
                     self._leave(str(error))

@@ -17,27 +17,8 @@ import numpy as np
 from jaxllm import compat
 from jaxllm.engine.core.device import Device
 from jaxllm.engine.core.keys import Key
-from jaxllm.engine.scale.lockstep.messages import (
-    BEAT_SECONDS,
-    CHECKED_STEPS,
-    SILENT_SECONDS,
-    SILENT_START_SECONDS,
-    CompileNow,
-    End,
-    Follows,
-    FromFollower,
-    HasExecutable,
-    Hello,
-    Leaving,
-    Left,
-    MemberFailed,
-    MemberMemory,
-    MemberPlan,
-    Pulse,
-    RunStep,
-    TokenDigest,
-    TransferAddress,
-)
+from jaxllm.engine.scale.lockstep import messages
+from jaxllm.engine.scale.lockstep.messages import BEAT_SECONDS, CHECKED_STEPS, SILENT_SECONDS, SILENT_START_SECONDS
 from jaxllm.engine.scale.staged_device import StagedDevice
 from jaxllm.errors import EngineDeadError
 from jaxllm.sharding.wire import Wire, WireError, frame
@@ -53,24 +34,19 @@ KEPT_OUTPUTS = 64
 class Member:
     """A process that follows. `str` is what messages call it."""
 
-    def __init__(self, hello: Hello, wire: Wire[FromFollower]):
-        self.number = hello.number
-        self.host = hello.host
-        self.machine = hello.machine
+    def __init__(self, hello: messages.Hello, wire: Wire[messages.FromFollower]):
+        self.hello = hello
         self.wire = wire
-        self.answers: queue.SimpleQueue[MemberMemory | TransferAddress | MemberPlan | Follows | None] = (
-            queue.SimpleQueue()
-        )
+        self.answers: queue.SimpleQueue[messages.Answer | None] = queue.SimpleQueue()
         """None where there will be no more."""
         self.leaves = ""
         """Why it is about to leave, where it was told to stop."""
         self.has_left = False
-        self.heard_of_end = threading.Event()
-        """Set as well where it is gone without."""
-        self.gone = threading.Event()
+        self.heard_of_end, self.gone = threading.Event(), threading.Event()
+        """Both are set where it is gone without having heard of the end."""
 
     def __str__(self) -> str:
-        return f"process {self.number} on {self.host}"
+        return f"process {self.hello.number} on {self.hello.host}"
 
 
 class Leader:
@@ -94,7 +70,8 @@ class Leader:
         self._failed = False
         self._ended = threading.Event()
         for member in self._members:
-            threading.Thread(target=self._listen, args=(member,), name=f"member-{member.number}", daemon=True).start()
+            name = f"member-{member.hello.number}"
+            threading.Thread(target=self._listen, args=(member,), name=name, daemon=True).start()
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
 
     @property
@@ -108,7 +85,7 @@ class Leader:
         for member in self._members:
             answer = member.answers.get()
             if answer is None:
-                raise EngineDeadError(self._broken or "the group has ended")
+                raise self._ending
             if not isinstance(answer, kind):
                 self._break(f"{member} sent {type(answer).__name__} where {kind.__name__} was due")
                 raise EngineDeadError(self._broken)
@@ -122,16 +99,15 @@ class Leader:
     def send(self, key: Key, vectors: Sequence[Any]) -> None:
         """Have all others run a step; call it before the step is run here, on one thread."""
         self._steps += 1
-        self._send(frame(RunStep(self._steps, key), vectors))
+        self._send(frame(messages.RunStep(self._steps, key), vectors))
 
     def note(self, output: Any) -> None:
         """What the last step gave here, if it gave tokens: now and then they are compared with the others'."""
         tokens = getattr(output, "tokens", None)
-        if tokens is not None:
-            self._sampled += 1
-            if self._sampled % CHECKED_STEPS == 0:
-                with self._changed:
-                    self._outputs.append((self._steps, tokens))
+        self._sampled += tokens is not None
+        if tokens is not None and self._sampled % CHECKED_STEPS == 0:
+            with self._changed:
+                self._outputs.append((self._steps, tokens))
 
     def has(self, key: Key) -> bool:
         """Whether all others have what they run of a step."""
@@ -141,22 +117,23 @@ class Leader:
         """Have all others get these executables ready, and wait. Raises EngineDeadError where the group is over."""
         for key in keys:
             if not self.has(key):
-                self.tell(CompileNow(key))
-                self._wait_for(key)
-
-    def _wait_for(self, key: Key) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self.has(key) or self._is_over)
-        if not self.has(key):
-            raise EngineDeadError(self._broken or "the group has ended")
+                self.tell(messages.CompileNow(key))
+                with self._changed:
+                    self._changed.wait_for(lambda: self.has(key) or self._is_over)  # noqa: B023
+                if not self.has(key):
+                    raise self._ending
 
     @property
     def _is_over(self) -> bool:
         return bool(self._broken) or self._ended.is_set()
 
+    @property
+    def _ending(self) -> EngineDeadError:
+        return EngineDeadError(self._broken or "the group has ended")
+
     def begin(self, keys: Iterable[Key]) -> None:
         """Wait until all others have these executables and can run steps: the start is over."""
-        self.collect(Follows)
+        self.collect(messages.Follows)
         self.wait_for(keys)
         self.starting = False
 
@@ -200,7 +177,7 @@ class Leader:
 
     def _send(self, data: bytes) -> None:
         if self._is_over:
-            raise EngineDeadError(self._broken or "the group has ended")
+            raise self._ending
         for member in self._members:
             try:
                 member.wire.send_frame(data)
@@ -211,7 +188,7 @@ class Leader:
     def _tell_rest(self, reason: str) -> None:
         for member in self._members:
             try:
-                member.wire.send(End(reason))
+                member.wire.send(messages.End(reason))
             except OSError:
                 logger.debug("%s is gone", member)
 
@@ -219,7 +196,7 @@ class Leader:
         while not (self._ended.wait(BEAT_SECONDS) or self._broken):
             for member in self._members:
                 try:
-                    member.wire.send(Pulse())
+                    member.wire.send(messages.Pulse())
                 except OSError as error:
                     self._lose(member, error)
                     return
@@ -236,27 +213,27 @@ class Leader:
             member.heard_of_end.set()
             member.answers.put(None)
 
-    def _take(self, member: Member, message: FromFollower) -> None:
+    def _take(self, member: Member, message: messages.FromFollower) -> None:
         match message:
-            case HasExecutable(key):
+            case messages.HasExecutable(key):
                 with self._changed:
                     self._have[key] = self._have.get(key, 0) + 1
                     self._changed.notify_all()
-            case TokenDigest(number, digest):
+            case messages.TokenDigest(number, digest):
                 self._compare(member, number, digest)
-            case MemberFailed(reason):
+            case messages.MemberFailed(reason):
                 self._break(f"{member} has failed: {reason}")
-            case Leaving(reason):
+            case messages.Leaving(reason):
                 member.leaves = reason
                 logger.warning("%s was told to stop (%s)", member, reason)
-            case MemberMemory() | TransferAddress() | MemberPlan() | Follows():
+            case messages.MemberMemory() | messages.TransferAddress() | messages.MemberPlan() | messages.Follows():
                 member.answers.put(message)
-            case Hello():
+            case messages.Hello():
                 self._break(f"{member} introduced itself twice")
-            case Left():
+            case messages.Left():
                 member.has_left = True
                 member.heard_of_end.set()
-            case Pulse():
+            case messages.Pulse():
                 pass
 
     def _compare(self, member: Member, number: int, digest: int) -> None:

@@ -13,17 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from jaxllm.config import EngineConfig
+from jaxllm.engine.scale.lockstep import messages
 from jaxllm.engine.scale.lockstep.follower import Follower, connected
 from jaxllm.engine.scale.lockstep.leader import Leader, Member
-from jaxllm.engine.scale.lockstep.messages import (
-    MEETING_SECONDS,
-    FromFollower,
-    FromLeader,
-    Hello,
-    Refused,
-    Welcome,
-    difference,
-)
+from jaxllm.engine.scale.lockstep.messages import MEETING_SECONDS
 from jaxllm.errors import ConfigError, reason
 from jaxllm.progress import tell
 from jaxllm.sharding.clusters import split_address
@@ -48,19 +41,16 @@ MOST_STRANGERS = 64
 
 @dataclass(frozen=True)
 class Group:
-    """A process's place among the others, all of whom have come.
-
-    Attributes:
-        hold: on the others; of process 0 a Leader, of the others a Follower.
-        address: where JAX's coordinator is.
-        place: which of the `neighbours` on its machine it is.
-    """
+    """A process's place among the others, all of whom have come."""
 
     hold: Leader | Follower
+    """A Leader in process 0."""
     number: int
     count: int
     address: str
+    """Of JAX's coordinator."""
     place: int
+    """Among the `neighbours` on its machine."""
     neighbours: int
 
     @property
@@ -72,14 +62,12 @@ class Group:
 def meet(config: EngineConfig, agreement: dict[str, str], on_broken: Callable[[str], None]) -> Group:
     """Wait until all processes of `config` have come and agree.
 
-    Args:
-        agreement: what must be the same in all, in words, by its name.
-        on_broken: called with a reason where the group is over, in any thread; it ends the process.
+    `agreement` must be the same in all, in words, by its name. `on_broken` is called with a reason when the group is
+    over, in any thread; it ends the process.
 
     Raises:
         ConfigError: one does not come in time, has another secret, or differs.
     """
-    assert config.num_processes is not None and config.coordinator_address is not None
     if config.process_id == 0:
         return _Meeting(config, agreement).wait(on_broken)
     return _join(config, agreement, on_broken)
@@ -118,20 +106,22 @@ class _Meeting:
                 f"{MEETING_SECONDS:g} seconds"
             )
         if self._problem is not None:
-            self._refuse_all(self._problem)
+            for member in self._members.values():
+                with suppress(OSError):
+                    member.wire.send(messages.Refused(self._problem))
             raise ConfigError(self._problem)
         return self._begin(on_broken)
 
     def _begin(self, on_broken: Callable[[str], None]) -> Group:
         machine = machine_name()[1]
         members = [self._members[number] for number in range(1, self._count)]
-        machines = [machine, *(member.machine for member in members)]
+        machines = [machine, *(member.hello.machine for member in members)]
         host = f"[{self._host}]" if ":" in self._host else self._host
         address = f"{host}:{free_port('')}"
         for number, member in enumerate(members, 1):
-            place = machines[:number].count(member.machine)
+            place = machines[:number].count(machines[number])
             with suppress(OSError):  # it has gone meanwhile, as the Leader is about to find out
-                member.wire.send(Welcome(address, place, machines.count(member.machine)))
+                member.wire.send(messages.Welcome(address, place, machines.count(machines[number])))
         leader = Leader(members, on_broken)
         return Group(leader, 0, self._count, address, 0, machines.count(machine))
 
@@ -142,32 +132,25 @@ class _Meeting:
                 logger.warning("a process at %s was turned away: its cluster_secret is another", source)
                 connection.close()
                 return
-            wire: Wire[FromFollower] = Wire(connection, FromFollower)
+            wire: Wire[messages.FromFollower] = Wire(connection, messages.FromFollower)
             hello, _ = wire.receive(HANDSHAKE_SECONDS)
-            if isinstance(hello, Hello):
-                self._take(Member(hello, wire), hello)
+            if isinstance(hello, messages.Hello):
+                self._take(Member(hello, wire))
         except (OSError, WireError) as error:
             logger.warning("a connection from %s was closed before it said who it is: %s", source, error)
             connection.close()
 
-    def _take(self, member: Member, hello: Hello) -> None:
+    def _take(self, member: Member) -> None:
         with self._changed:
-            if not 0 < member.number < self._count or member.number in self._members:
-                found = (
-                    "there is one already" if member.number in self._members else f"accepted is 1 to {self._count - 1}"
-                )
-                member.wire.send(Refused(f"process_id is {member.number}, and {found}"))
+            number, is_there = member.hello.number, member.hello.number in self._members
+            if not 0 < number < self._count or is_there:
+                found = "there is one already" if is_there else f"accepted is 1 to {self._count - 1}"
+                member.wire.send(messages.Refused(f"process_id is {number}, and {found}"))
                 member.wire.close()
                 return
-            self._members[member.number] = member
-            problem = difference(self._agreement, hello.agreement, str(member))
-            self._problem = self._problem or problem
+            self._members[number] = member
+            self._problem = self._problem or messages.difference(self._agreement, member.hello.agreement, str(member))
             self._changed.notify_all()
-
-    def _refuse_all(self, problem: str) -> None:
-        for member in self._members.values():
-            with suppress(OSError):
-                member.wire.send(Refused(problem))
 
 
 def _join(config: EngineConfig, agreement: dict[str, str], on_broken: Callable[[str], None]) -> Group:
@@ -184,16 +167,16 @@ def _join(config: EngineConfig, agreement: dict[str, str], on_broken: Callable[[
             raise ConfigError(f"cluster_secret is not that of {where}")
     except OSError as error:
         raise ConfigError(f"{where} cannot be reached: {reason(error)}") from None
-    wire: Wire[FromLeader] = Wire(connection, FromLeader)
+    wire: Wire[messages.FromLeader] = Wire(connection, messages.FromLeader)
     host, machine = machine_name()
     try:
-        wire.send(Hello(config.process_id, host, machine, agreement))
+        wire.send(messages.Hello(config.process_id, host, machine, agreement))
         answer, _ = wire.receive(max(1.0, deadline - time.monotonic()) + HANDSHAKE_SECONDS)
     except (OSError, WireError) as error:
         raise ConfigError(f"{where} has left before all processes came: {error}") from None
-    if isinstance(answer, Refused):
+    if isinstance(answer, messages.Refused):
         raise ConfigError(answer.reason)
-    if not isinstance(answer, Welcome):
+    if not isinstance(answer, messages.Welcome):
         raise ConfigError(f"{where} sent {type(answer).__name__} where Welcome was due")
     follower = Follower(wire, on_broken)
     return Group(follower, config.process_id, config.num_processes, answer.address, answer.place, answer.neighbours)

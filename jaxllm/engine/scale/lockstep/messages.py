@@ -9,7 +9,7 @@ from jaxllm.engine.core.keys import Key
 BEAT_SECONDS = 1.0
 """How often each says that it lives, whatever else it does."""
 SILENT_SECONDS = 8.0
-"""A process that says nothing for so long is taken for dead, and the group ends: before JAX's heartbeat ends it."""
+"""A process that says nothing for this time is taken for dead, and the group ends: before JAX's heartbeat ends it."""
 SILENT_START_SECONDS = 60.0
 """The same until it can run steps: it may load libraries and wake devices without a word."""
 MEETING_SECONDS = 300.0
@@ -129,19 +129,8 @@ class End(msgspec.Struct, tag=True):
     reason: str = ""
 
 
-FromFollower = (
-    Hello
-    | MemberMemory
-    | TransferAddress
-    | MemberPlan
-    | Follows
-    | HasExecutable
-    | TokenDigest
-    | MemberFailed
-    | Leaving
-    | Left
-    | Pulse
-)
+Answer = MemberMemory | TransferAddress | MemberPlan | Follows
+FromFollower = Hello | Answer | HasExecutable | TokenDigest | MemberFailed | Leaving | Left | Pulse
 FromLeader = Welcome | Refused | MemberMemory | TransferAddresses | Agreed | RunStep | CompileNow | Pulse | End
 
 

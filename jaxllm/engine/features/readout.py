@@ -1,10 +1,10 @@
-"""Log-probabilities of a prompt's tokens, and of whole vocabularies; logits of states that the host sends."""
+"""What is read off hidden states: scores of tokens, and in place of sampling sums, single states and logits."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,16 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.engine.core.feature import EVERYTHING, Built, Feature, Plan, Ran, Reading
+from jaxllm.engine.core.feature import EVERYTHING, Built, Feature, Fields, Plan, Ran, Reading, Traced, TracedStep
 from jaxllm.engine.core.handle import SampledRow, on_host
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.packing import Packing
-from jaxllm.engine.core.request import Request, Status
+from jaxllm.engine.core.request import Chunk, Request, Status
 from jaxllm.engine.core.sampler import Logprobs, token_logprobs
-from jaxllm.engine.core.sizes import Buckets
+from jaxllm.engine.core.sizes import Buckets, StepSizes
+from jaxllm.engine.core.slots import Slots
 from jaxllm.engine.core.step import StepFunctions
 from jaxllm.engine.messages import EngineRequest, TokenDelta
-from jaxllm.requests.outputs import PromptScores, ScoresInProgress
+from jaxllm.pallas_kernels import StepMetadata
+from jaxllm.requests.outputs import MAX_TOKEN_IDS, PoolingParams, PromptScores, ScoresInProgress
 
 SCORING = {-1: "score_all", 0: "score_given"}
 """The steps that score a prompt's tokens by `prompt_logprobs`: all of the vocabulary, nothing but the given ones."""
@@ -29,6 +31,9 @@ SCORING = {-1: "score_all", 0: "score_given"}
 
 def _read_key(word: str, size: int) -> Key:
     return Key("read", size, frozenset({word}))
+
+
+SUMS = _read_key("sums", 0)
 
 
 @dataclass
@@ -64,9 +69,7 @@ class ScoresFeature(Feature):
         return uses._replace(takes=("weights",)) if key.variant == {"unembed"} else uses
 
     def build(self, key: Key, maker: StepFunctions) -> Built:
-        """`(parts, ints) -> (Logprobs,)` of given tokens, or `[R, V]` of all; or `(parts, states, normed) ->
-        ([R, V],)`, the logits of states that the host sends: those that are not `normed` pass the last norm first.
-        """
+        """`(parts, ints) -> (Logprobs,)` of given tokens, or `[R, V]` of all; or see `unembed`."""
         (word,), rows = key.variant, key.size
         if word == "unembed":
 
@@ -103,7 +106,6 @@ class ScoresFeature(Feature):
             yield _read_key("score_all", self.around.device.most_rows)
 
     def _key(self, request: Request) -> Key:
-        """The step that scores a prompt's tokens."""
         return _read_key(SCORING.get(request.params.prompt_logprobs or 0, "score"), self.around.device.most_rows)
 
     def first_read(self, request: Request, extra: _ScoreState) -> int:
@@ -126,9 +128,9 @@ class ScoresFeature(Feature):
         for key, stretches in by_key.items():
             for part in together(stretches, key.size):
                 yield self._score(key, part)
-        wanted = [row for row in ran.sampled if row.request.params.wants_vocabulary]
-        for start in range(0, len(wanted), self.around.device.most_rows):
-            yield self._vocabulary(wanted[start : start + self.around.device.most_rows])
+        wanted, size = [row for row in ran.sampled if row.request.params.wants_vocabulary], self.around.device.most_rows
+        for start in range(0, len(wanted), size):
+            yield self._vocabulary(wanted[start : start + size])
 
     def _score(self, key: Key, stretches: list[Stretch]) -> Reading:
         ints, x = score_packing(key.size).new()
@@ -150,7 +152,6 @@ class ScoresFeature(Feature):
         return Reading(result, deliver)
 
     def _vocabulary(self, wanted: list[SampledRow]) -> Reading:
-        """Log-probabilities of the whole vocabulary for the rows whose requests want them."""
         ints, x = score_packing(self.around.device.most_rows).new()
         x["hidden_row"][: len(wanted)] = [row.row for row in wanted]
         result = self.around.device.run(_read_key("score_all", self.around.device.most_rows), ints)
@@ -170,9 +171,9 @@ class ScoresFeature(Feature):
             delta.vocabulary = np.stack(rows[: len(delta.token_ids)]).astype("<f4").tobytes()
 
     def unembed(self, states: np.ndarray, normed: bool) -> np.ndarray:
-        """The logits `[n, V]` of states `[n, E]`, as many as a step takes at a time: fewer rows than given are left.
+        """The logits `[n, V]` of the first states of `[n, E]`, as many as a step takes. Waits for the devices.
 
-        States pass the last norm first unless they are `normed`. Waits for the devices.
+        States pass the last norm first unless they are `normed`.
         """
         size = self.around.device.most_rows
         states = states[:size]
@@ -218,3 +219,162 @@ def together(stretches: list[Stretch], size: int) -> Iterator[list[Stretch]]:
                 part, left = [], size
     if part:
         yield part
+
+
+@dataclass
+class _PoolingState:
+    params: PoolingParams
+    second_text: int
+    """The place at which the second of two texts begins; 0 where there is one."""
+    values: np.ndarray | None = None
+    """Those that have reached the host."""
+
+    def add(self, values: np.ndarray, first: bool) -> None:
+        """Sums of further chunks add up, logits of further tokens follow; the first begin anew after a preemption."""
+        if first or self.values is None:
+            self.values = values.copy()
+        elif self.params.kind == "logits":
+            self.values = np.concatenate([self.values, values])
+        else:
+            self.values += values
+
+    def bytes_of(self, num_prompt: int) -> bytes:
+        """What the caller gets: float32, little-endian."""
+        assert self.values is not None, "the last values have come"
+        values = self.values / num_prompt if self.params.kind == "mean" else self.values
+        return values.astype("<f4").tobytes()
+
+
+class _Row(NamedTuple):
+    """A row with `width` values of a request, of whose rows it may be both the first and the last."""
+
+    request: Request
+    width: int
+    first: bool = True
+    last: bool = True
+
+
+class PoolingFeature(Feature):
+    """Its requests run backbones only. An encoder is told besides where each of its texts goes on as a second one."""
+
+    name = "pooling"
+    on = ("encode",)
+    always = True
+    asked_by = ("pooling",)
+    words = ("sums", "token_logits")
+
+    def plan(self, buckets: Buckets) -> Plan:
+        logits = [_read_key("token_logits", rows) for rows in (buckets.head if buckets.encodes else buckets.head[-1:])]
+        if buckets.encodes:
+            return Plan(first=logits or [SUMS])
+        return Plan(late=[SUMS, *logits])
+
+    def uses(self, key: Key, uses: Any) -> Any:
+        return uses._replace(takes=("hidden",)) if key == SUMS else uses
+
+    def build(self, key: Key, maker: StepFunctions) -> Built:
+        """`(parts, ints) -> ([max_num_seqs, E],)` sums of hidden states, or `([R, n],)` logits of tokens; float32."""
+        seqs, most = maker.sizes.max_num_seqs, maker.sizes.max_num_batched_tokens
+        packing = _logits_packing(key.size)
+
+        def sums(parts: dict[str, Any], owner: jax.Array) -> Any:
+            return (jax.ops.segment_sum(parts["hidden"].astype(jnp.float32), owner, seqs + 1)[:-1],)
+
+        def logits(parts: dict[str, Any], ints: jax.Array) -> Any:
+            x = packing.unpack(ints)
+            found = maker.model(parts).logits(parts["hidden"][x["hidden_row"]])
+            return (jnp.take_along_axis(found, x["token_ids"], axis=1),)
+
+        return Built(sums, [maker.state.ints(most)]) if key == SUMS else Built(logits, [maker.state.ints(packing.size)])
+
+    def prepare(self, request: Request, asked: EngineRequest) -> _PoolingState | None:
+        return None if asked.pooling is None else _PoolingState(asked.pooling, asked.second_text)
+
+    def needs(self, request: Request, extra: _PoolingState) -> Iterable[Key]:
+        return [_read_key("token_logits", self.around.device.most_rows) if extra.params.kind == "logits" else SUMS]
+
+    def first_read(self, request: Request, extra: _PoolingState) -> int:
+        return 0 if extra.params.kind in ("mean", "cls") else EVERYTHING
+
+    def apart(self, request: Request, extra: _PoolingState, tokens: range) -> bool:
+        return True
+
+    def fields(self, key: Key, sizes: StepSizes) -> dict[str, tuple[int, ...]]:
+        return {"second_text": (min(key.size, sizes.max_num_seqs),)}
+
+    def pack(self, key: Key, x: Fields, chunks: Sequence[Chunk]) -> tuple[np.ndarray, ...]:
+        x["second_text"][: len(chunks)] = [chunk.request.extras[self.name].second_text for chunk in chunks]
+        return ()
+
+    def traced(self, step: TracedStep) -> Traced:
+        return _Texts(step.x["second_text"])
+
+    def read(self, ran: Ran) -> Iterable[Reading]:
+        sums: list[_Row] = []
+        logits: list[tuple[Request, int]] = []
+        sizes = self.around.sizes
+        owner = np.full(sizes.max_num_batched_tokens, sizes.max_num_seqs, np.int32)
+        for chunk, row in ran.chunks:
+            request, begins, ends = chunk.request, chunk.start == 0, chunk.num_sampled > 0
+            extra, end = request.extras.get(self.name), row + chunk.length
+            kind = None if extra is None else extra.params.kind
+            if kind == "mean":
+                owner[row:end] = len(sums)
+                sums.append(_Row(request, sizes.hidden_size, begins, ends))
+            elif (kind == "cls" and begins) or (kind == "last" and ends):
+                owner[row if kind == "cls" else end - 1] = len(sums)
+                sums.append(_Row(request, sizes.hidden_size))
+            elif kind == "logits" and ends:
+                logits.append((request, end - 1))
+        found = [self._reading(sums, self.around.device.run(SUMS, owner))] if sums else []
+        return [*found, *self._logits(logits)]
+
+    def _logits(self, wanted: list[tuple[Request, int]]) -> Iterable[Reading]:
+        size = self.around.device.most_rows
+        pieces = [
+            (_Row(request, len(ids[start:end]), start == 0, end >= len(ids)), row, ids[start:end])
+            for request, row in wanted
+            for ids in [request.extras[self.name].params.token_ids or range(self.around.sizes.vocab_size)]
+            for start in range(0, len(ids), MAX_TOKEN_IDS)
+            for end in [start + MAX_TOKEN_IDS]
+        ]
+        for start in range(0, len(pieces), size):
+            part = pieces[start : start + size]
+            ints, x = _logits_packing(size).new()
+            for index, (_, row, ids) in enumerate(part):
+                x["hidden_row"][index] = row
+                x["token_ids"][index, : len(ids)] = ids
+            result = self.around.device.run(_read_key("token_logits", size), ints)
+            yield self._reading([row for row, _, _ in part], result)
+
+    def _reading(self, rows: list[_Row], result: Any) -> Reading:
+        def deliver() -> Iterable[TokenDelta]:
+            for values, (request, width, first, last) in zip(np.asarray(result), rows, strict=False):
+                if request.status is Status.FINISHED:
+                    continue
+                extra = request.extras[self.name]
+                extra.add(values[:width], first)
+                if last:
+                    pooled = extra.bytes_of(request.num_prompt)
+                    yield TokenDelta(request_id=request.request_id, pooled=pooled, finish_reason="stop")
+
+        return Reading(result, deliver)
+
+
+class _Texts(Traced):
+    def __init__(self, second: Any):
+        self._second = second
+
+    def metadata(self, meta: StepMetadata, slots: Slots) -> StepMetadata:
+        return with_token_types(meta, self._second)
+
+
+def with_token_types(meta: StepMetadata, second: Any) -> StepMetadata:
+    """Tell layers which of two texts each token is of: the second begins at `second` `[S]`; 0 where there is none."""
+    begins = second[jnp.minimum(meta.seq_ids, len(second) - 1)]
+    return replace(meta, token_types=((begins > 0) & (meta.positions >= begins)).astype(jnp.int32))
+
+
+def _logits_packing(rows: int) -> Packing:
+    """`rows` rows of hidden states, and the tokens of each whose logits are asked for."""
+    return Packing(hidden_row=(rows,), token_ids=(rows, MAX_TOKEN_IDS))

@@ -1,15 +1,14 @@
-"""Activations that leave a step beside what it is for.
+"""What leaves the layers of a step, and what changes the residual stream between them, for single tokens of requests.
 
-Which of them do is data: each layer is told where in one buffer its own go, and neither computes nor writes those that
-no request wants. So a step is compiled for a number of activations, not for a choice of them, and layers that are alike
-are still traced once.
+The choice of tokens and layers is data: a step is compiled for a number of activations or patches, not for a choice of
+them, and layers that are alike are traced once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +16,17 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxllm.engine.core.device_state import StateShapes
 from jaxllm.engine.core.feature import Feature, Fields, Ran, Reading, Traced, TracedStep
 from jaxllm.engine.core.keys import Key, room
+from jaxllm.engine.core.packing import SETTING_INTS
 from jaxllm.engine.core.request import Chunk, Request, Status
 from jaxllm.engine.core.sizes import StepSizes
 from jaxllm.engine.messages import CapturedRows, EngineRequest, TokenDelta
 from jaxllm.models.layers.hands import Hand, LayerHand, Product
 from jaxllm.pallas_kernels import StepMetadata
 from jaxllm.requests.captures import FINAL, TAPPED, CaptureParams, Tap
+from jaxllm.requests.steering import Patching, Steering
 
 
 @dataclass
@@ -49,7 +51,7 @@ class CapturesFeature(Feature):
         self._widest = widest
 
     def prepare(self, request: Request, asked: EngineRequest) -> _CaptureState | None:
-        return asked.capture and _CaptureState(asked.capture)
+        return None if asked.capture is None else _CaptureState(asked.capture)
 
     def amount(self, extra: _CaptureState) -> int:
         return len(extra.params.taps)
@@ -64,13 +66,11 @@ class CapturesFeature(Feature):
         return len(self._taps(chunks))
 
     def _positions(self, chunk: Chunk) -> list[int]:
-        """Those of a chunk's tokens whose activations are wanted."""
         extra = chunk.request.extras.get(self.name)
         tokens = range(chunk.start, chunk.start + chunk.length)
         return [] if extra is None else extra.params.among(tokens, chunk.request.num_prompt)
 
     def _taps(self, chunks: Sequence[Chunk]) -> list[Tap]:
-        """The activations that some request of a step wants of tokens in it."""
         wanted = [chunk.request.extras[self.name].params.taps for chunk in chunks if self._positions(chunk)]
         return list(dict.fromkeys(tap for taps in wanted for tap in taps))
 
@@ -116,7 +116,7 @@ class CapturesFeature(Feature):
         delta.captured, extra.rows = extra.rows, []
 
     def traced(self, step: TracedStep) -> Traced:
-        return _Recording(_Recorder(step.x["taps"], room(step.variant, self.name), self._widest))
+        return _Recording(step.x["taps"], room(step.variant, self.name), self._widest)
 
 
 @jax.jit
@@ -125,8 +125,7 @@ def _rows(found: Float[Array, "N T E"], rows: Int[Array, "R"]) -> Float[Array, "
 
 
 class _LayerTaps(NamedTuple):
-    """The place in the buffer of a layer's activation at each of TAPPED; one after the buffer's end where no request
-    wants it."""
+    """The place in the buffer of a layer's activation at each of TAPPED; after the buffer's end if it is not wanted."""
 
     places: Int[Array, "n"]
     buffer: Float[Array, "N T W"]
@@ -162,15 +161,11 @@ class _LayerRecorder(LayerHand):
         return x
 
 
-class _Recorder(Hand):
-    """The activations of one step while it is traced."""
-
+class _Recording(Traced, Hand):
     layers = _LayerRecorder
 
     def __init__(self, places: Int[Array, "L n"], count: int, width: int):
-        """`places` of each layer, and a last row for what comes after all of them; `width` is of the widest activation:
-        others leave the rest of their rows as it is.
-        """
+        """`places` of each layer, and then of what comes after all; narrower activations than `width` leave a rest."""
         self._places, self._count, self._width = places, count, width
         self.buffer: Float[Array, "N T W"] | None = None
 
@@ -187,18 +182,170 @@ class _Recorder(Hand):
         recorder.tap(TAPPED[0], lambda: hidden)
         self.buffer = recorder.data.buffer
 
-
-class _Recording(Traced):
-    def __init__(self, recorder: _Recorder):
-        self._recorder = recorder
-
     def hand(self, meta: StepMetadata) -> Hand:
-        return self._recorder
+        return self
 
     def out(self) -> Float[Array, "N T W"]:
-        assert self._recorder.buffer is not None, "the model has run"
-        return self._recorder.buffer
+        assert self.buffer is not None, "the model has run"
+        return self.buffer
 
 
 def _written(buffer: Float[Array, "N T W"], place: Int[Array, ""], value: Float[Array, "T _"]) -> Float[Array, "N T W"]:
     return lax.dynamic_update_slice(buffer, value[None].astype(buffer.dtype), (place, 0, 0))
+
+
+class SteeringFeature(Feature):
+    """Its part of the state: `vectors` [slots, L, E], and `ranges` [slots, 2] of positions, the last excluded."""
+
+    name = "steering"
+    on = ("decode", "verify", "backbone")
+    rare = has_part = True
+    asked_by = ("steering",)
+
+    def part(self, state: StateShapes) -> Any:
+        rows, layers = state.sizes.num_slots + 1, len(state.sizes.caches)
+        return {"ranges": state.ints(rows, 2), "vectors": state.hidden(rows, layers)}
+
+    def prepare(self, request: Request, asked: EngineRequest) -> Steering | None:
+        return asked.steering
+
+    def needs(self, request: Request, extra: Steering) -> Iterable[Key]:
+        return [Key("put", 0, frozenset({self.name}))]
+
+    def salt(self, extra: Steering) -> str:
+        return extra.digest
+
+    def seat(self, request: Request, extra: Steering) -> None:
+        sizes, device = self.around.sizes, self.around.device
+        vectors = np.zeros((len(sizes.caches), sizes.hidden_size), device.hidden_dtype)
+        vectors[list(extra.layers)] = extra.rows()
+        ends = np.array([extra.start, extra.stop], np.int32)
+        device.run(Key("put", 0, frozenset({self.name})), np.array([request.slot], np.int32), ends, vectors)
+
+    def traced(self, step: TracedStep) -> Traced:
+        return _Steering(step, self.name, self.bit)
+
+
+class _LayerVectors(NamedTuple):
+    vectors: Float[Array, "slots E"]
+    rows: Int[Array, "T"]
+
+
+class _LayerSteering(LayerHand):
+    data: _LayerVectors
+
+    def end(self, x: jax.Array) -> jax.Array:
+        return x + self.data.vectors[self.data.rows].astype(x.dtype)
+
+
+class _Steering(Traced, Hand):
+    layers = _LayerSteering
+
+    def __init__(self, step: TracedStep, name: str, bit: int):
+        self._state, self._bit = step.parts[name], bit
+        self._settings = step.parts["slots"].setting_ints
+
+    def hand(self, meta: StepMetadata) -> Hand:
+        """The row of padding is zero, and stands for every token that is not steered."""
+        assert meta.slots is not None, "steering is by slot"
+        slots = meta.slots[jnp.minimum(meta.seq_ids, len(meta.slots) - 1)]
+        first, end = self._state["ranges"][slots].T
+        uses = SETTING_INTS.unpack(self._settings[slots])["uses"] & self._bit > 0
+        steered = uses & meta.live & (first <= meta.positions) & (meta.positions < end)
+        self._rows = jnp.where(steered, slots, len(self._state["ranges"]) - 1)
+        return self
+
+    def layer(self, index: int, x: jax.Array) -> _LayerVectors:
+        return _LayerVectors(self._state["vectors"][:, index], self._rows)
+
+
+class _RowPatch(NamedTuple):
+    row: int
+    layer: int
+    value: np.ndarray
+
+
+class PatchingFeature(Feature):
+    """A step with it is sent the layer and the row of each patch, and the values, float32 `[n, E]`."""
+
+    name = "patching"
+    on = ("backbone",)
+    rare = True
+    asked_by = ("patching",)
+    rooms = (4, 32, 256, 2048, 16384, 131072, 1048576)
+
+    def prepare(self, request: Request, asked: EngineRequest) -> Patching | None:
+        return asked.patching
+
+    def amount(self, extra: Patching) -> int:
+        return len(extra.places)
+
+    def salt(self, extra: Patching) -> str:
+        return extra.digest
+
+    def apart(self, request: Request, extra: Patching, tokens: range) -> bool:
+        return any(position in tokens for position, _ in extra.places)
+
+    def needed(self, chunks: Sequence[Chunk]) -> int:
+        return len(self._patches(chunks))
+
+    def _patches(self, chunks: Sequence[Chunk]) -> list[_RowPatch]:
+        found, row = [], 0
+        for chunk in chunks:
+            patches = chunk.request.extras.get(self.name)
+            if patches is not None:
+                for index in patches.among(range(chunk.start, chunk.start + chunk.length)):
+                    position, layer = patches.places[index]
+                    found.append(_RowPatch(row + position - chunk.start, layer, patches.rows[index]))
+            row += chunk.length
+        return found
+
+    def fields(self, key: Key, sizes: StepSizes) -> dict[str, tuple[int, ...]]:
+        count = room(key.variant, self.name)
+        return {"patch_layers": (count,), "patch_rows": (count,)}
+
+    def sent(self, key: Key, state: StateShapes) -> tuple[Any, ...]:
+        return (state.replicated((room(key.variant, self.name), state.sizes.hidden_size), jnp.float32),)
+
+    def padding(self, key: Key, x: Fields) -> None:
+        x["patch_layers"][:] = -1
+
+    def pack(self, key: Key, x: Fields, chunks: Sequence[Chunk]) -> tuple[np.ndarray, ...]:
+        patches = self._patches(chunks)
+        self.padding(key, x)
+        x["patch_layers"][: len(patches)] = [patch.layer for patch in patches]
+        x["patch_rows"][: len(patches)] = [patch.row for patch in patches]
+        values = np.zeros((room(key.variant, self.name), len(patches[0].value)), np.float32)
+        values[: len(patches)] = [patch.value for patch in patches]
+        return (values,)
+
+    def traced(self, step: TracedStep) -> Traced:
+        return _Patching(step)
+
+
+class _LayerPatches(NamedTuple):
+    """One layer's: the row of each patch, which is after the last where the patch is another layer's."""
+
+    rows: Int[Array, "n"]
+    values: Float[Array, "n E"]
+
+
+class _LayerPatching(LayerHand):
+    whole = True
+    data: _LayerPatches
+
+    def end(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        return x.at[self.data.rows].set(self.data.values.astype(x.dtype), mode="drop")
+
+
+class _Patching(Traced, Hand):
+    layers = _LayerPatching
+
+    def __init__(self, step: TracedStep):
+        self._layers, self._rows, (self._values,) = step.x["patch_layers"], step.x["patch_rows"], step.sent
+
+    def hand(self, meta: StepMetadata) -> Hand:
+        return self
+
+    def layer(self, index: int, x: jax.Array) -> _LayerPatches:
+        return _LayerPatches(jnp.where(self._layers == index, self._rows, len(x)), self._values)
