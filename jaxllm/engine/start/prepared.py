@@ -100,7 +100,7 @@ def new_device(prepared: Prepared, weights: Sequence[Weights], leader: Leader | 
 
 
 def new_follower(prepared: Prepared, weights: Sequence[Weights]) -> Device | Stages:
-    """The Device, or the earlier stages, that run the steps that process 0 sends."""
+    """The Device, or the stages before it, that run the steps that process 0 sends."""
     own = prepared.last.blueprint.options.stage
     if own is None or own.last:
         return new_device(prepared, weights, leader=None)
