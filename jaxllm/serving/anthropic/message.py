@@ -218,8 +218,8 @@ class MessageWriter(ChunkWriter[TokenDelta]):
             id=self._reply.generation.id,
             model=self._reply.name,
             content=self._builder.blocks,
-            stop_reason=self._end and self._end.stop_reason,
-            stop_sequence=self._end and self._end.stop_sequence,
+            stop_reason=None if self._end is None else self._end.stop_reason,
+            stop_sequence=None if self._end is None else self._end.stop_sequence,
             usage=usage,
         )
 

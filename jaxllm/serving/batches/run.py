@@ -10,6 +10,7 @@ import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -19,7 +20,16 @@ from filelock import Timeout
 from jaxllm.errors import StorageFullError
 from jaxllm.folders import in_home
 from jaxllm.serving.access.keys import Tenant
-from jaxllm.serving.batches.caller import ALL_PLACES, Caller, Line, Unavailable, check_input, line_result, read_lines
+from jaxllm.serving.batches.caller import (
+    ALL_PLACES,
+    Caller,
+    Line,
+    Places,
+    Unavailable,
+    check_input,
+    line_result,
+    read_lines,
+)
 from jaxllm.serving.batches.journal import Journal, Tally
 from jaxllm.serving.batches.stores import CANCELLABLE, UNFINISHED, BatchRow, BatchStore, FileRow, FileStore, files_of
 from jaxllm.serving.batches.types import BatchError, BatchRequest, LineError, LineResult
@@ -159,7 +169,7 @@ class BatchRun:
                     places = self._of.caller.places(line)
                     await places.take(wanted)
                     task = group.create_task(self._run_line(batch, line))
-                    task.add_done_callback(lambda _, places=places, wanted=wanted: places.give(wanted))
+                    task.add_done_callback(partial(_give_back, places, wanted))
 
     async def _run_line(self, batch: BatchRow, line: Line) -> None:
         model = self._started[line.custom_id] = self._of.caller.model_of(line)
@@ -255,6 +265,10 @@ class BatchRun:
                 session, self._id, status=status, **values | {f"{status}_at": int(time.time())}
             )
         logger.info("batch %s %s: %d of %d lines failed", self._id, status, batch.failed, batch.total)
+
+
+def _give_back(places: Places, count: int, _: asyncio.Task[None]) -> None:
+    places.give(count)
 
 
 async def _to_its_end(write: Callable[[str], None], custom_id: str) -> None:

@@ -7,9 +7,9 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 from sqlalchemy import JSON, BigInteger, ColumnElement, String, Text, delete, or_, select, update
@@ -35,6 +35,8 @@ from jaxllm.serving.openai.sampling import PromptTokensDetails
 from jaxllm.serving.responses.objects import OutputTokensDetails
 from jaxllm.serving.store.database import Base, Database, Numbered, Owned, page_of
 from jaxllm.wording import shown
+
+Page = TypeVar("Page", FileList, BatchList)
 
 EXPIRED_AT_ONCE = 1000
 
@@ -113,7 +115,7 @@ class FileStore:
             rows, has_more = await page_of(
                 session, FileRow, *conditions, after=query.after, limit=query.limit, descending=descending
             )
-        return FileList(data=[_object(row) for row in rows], **_ends(rows), has_more=has_more)
+        return _page(FileList, [_object(row) for row in rows], has_more)
 
     async def delete(self, file_id: str, owner: str | None) -> None:
         """Raises 404."""
@@ -244,7 +246,7 @@ class BatchStore:
         async with self._database.session() as session:
             own = BatchRow.owner == owner
             rows, has_more = await page_of(session, BatchRow, own, after=query.after, limit=query.limit)
-        return BatchList(data=[batch_object(row) for row in rows], **_ends(rows), has_more=has_more)
+        return _page(BatchList, [batch_object(row) for row in rows], has_more)
 
     async def unfinished(self) -> Sequence[BatchRow]:
         """Oldest first."""
@@ -329,5 +331,6 @@ def _object(row: FileRow) -> FileObject:
     return msgspec.convert(row, FileObject, from_attributes=True)
 
 
-def _ends(rows: Sequence[FileRow] | Sequence[BatchRow]) -> dict[str, str | None]:
-    return {"first_id": rows[0].id if rows else None, "last_id": rows[-1].id if rows else None}
+def _page(kind: Callable[..., Page], data: Sequence[FileObject] | Sequence[Batch], has_more: bool) -> Page:
+    first, last = (data[0].id, data[-1].id) if data else (None, None)
+    return kind(data=data, first_id=first, last_id=last, has_more=has_more)

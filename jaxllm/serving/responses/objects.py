@@ -277,7 +277,7 @@ _EVENTS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
 )
 """The name of each event, that of its schema, and its fields after the number."""
 
-EVENTS: dict[str, type[ResponseEvent]] = {
+EVENTS: dict[str, Any] = {
     name: msgspec.defstruct(schema, fields, bases=(ResponseEvent,), kw_only=True, tag=name)
     for name, schema, fields in _EVENTS
 }

@@ -334,7 +334,7 @@ class EventWriter:
         return self._event(name, item_id=item.id, output_index=self._places[item.id], **fields)
 
     def _event(self, name: str, /, **fields: Any) -> ResponseEvent:
-        event = EVENTS[name](sequence_number=self._num_events, **fields)
+        event: ResponseEvent = EVENTS[name](sequence_number=self._num_events, **fields)
         self._num_events += 1
         return event
 
