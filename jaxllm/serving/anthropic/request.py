@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -131,6 +131,9 @@ def _contents(owners: list[Any]) -> list[Any]:
     return [part for content in found if isinstance(content, list) for part in content]
 
 
+B = TypeVar("B", TextBlockParam, ThinkingBlockParam, ToolUseBlockParam, ToolResultBlockParam)
+
+
 @dataclass
 class Turn:
     """Messages in a row of one role, which are one turn; `first` is the position of the first of them."""
@@ -139,21 +142,9 @@ class Turn:
     blocks: list[Block]
     first: int
 
-    @property
-    def texts(self) -> list[str]:
-        return [block.text for block in self.blocks if isinstance(block, TextBlockParam)]
-
-    @property
-    def thoughts(self) -> list[str]:
-        return [block.thinking for block in self.blocks if isinstance(block, ThinkingBlockParam)]
-
-    @property
-    def calls(self) -> list[ToolUseBlockParam]:
-        return [block for block in self.blocks if isinstance(block, ToolUseBlockParam)]
-
-    @property
-    def results(self) -> list[ToolResultBlockParam]:
-        return [block for block in self.blocks if isinstance(block, ToolResultBlockParam)]
+    def of(self, kind: type[B]) -> list[B]:
+        """Its blocks of one kind."""
+        return [block for block in self.blocks if isinstance(block, kind)]
 
 
 def take_turns(messages: Sequence[MessageParam]) -> list[Turn]:
@@ -175,17 +166,18 @@ def check_turns(turns: Sequence[Turn]) -> None:
     open_calls: dict[str, None] = {}
     for turn in turns:
         where = f"messages[{turn.first}]"
-        for block in turn.results:
+        results, calls = turn.of(ToolResultBlockParam), turn.of(ToolUseBlockParam)
+        for block in results:
             if block.tool_use_id not in open_calls:
                 awaited = f"awaiting one are {', '.join(open_calls)}" if open_calls else "no call awaits one"
                 raise refuse(f"{where} has a tool_result for {shown(block.tool_use_id)}; {awaited}", where)
             del open_calls[block.tool_use_id]
         if open_calls:
             raise refuse(f"{where} must begin with tool_result blocks for {', '.join(open_calls)}", where)
-        if any(not isinstance(block, ToolResultBlockParam) for block in turn.blocks[: len(turn.results)]):
+        if any(not isinstance(block, ToolResultBlockParam) for block in turn.blocks[: len(results)]):
             raise refuse(f"{where} has other blocks before its tool_result blocks, which must come first", where)
-        open_calls = {call.id: None for call in turn.calls}
-        if len(open_calls) < len(turn.calls):
+        open_calls = {call.id: None for call in calls}
+        if len(open_calls) < len(calls):
             raise refuse(f"{where} has several tool_use blocks with one id; ids must differ", where)
     if open_calls:
         raise refuse(

@@ -13,8 +13,6 @@ from jaxllm.config.server import ServerConfig
 from jaxllm.engine.doors.beams import MAX_BEAM_WIDTH
 from jaxllm.requests.sampling import (
     INT32_MAX,
-    INT64_MAX,
-    INT64_MIN,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -26,10 +24,10 @@ from jaxllm.serving import generation
 from jaxllm.serving.generation import GenerationSettings
 from jaxllm.serving.http.request_model import (
     MAX_LABEL_LENGTH,
-    KeepAliveFields,
     Label,
     RequestModel,
     Rule,
+    ScheduledFields,
     check_equal,
     check_rules,
     refuse,
@@ -82,7 +80,7 @@ def _token_ids(value: Any) -> Any:
     return {int(key): bias for key, bias in value.items()}
 
 
-class SamplingFields(RequestModel):
+class SamplingFields(ScheduledFields):
     """How tokens are chosen, and until when; ranges are those of SamplingParams."""
 
     frequency_penalty: float | None = None
@@ -119,10 +117,6 @@ class SamplingFields(RequestModel):
     """max_thinking_tokens by vLLM's name; -1 sets no bound."""
     skip_special_tokens: bool | None = None
     """Leave special tokens out of the text; true by default."""
-    priority: int = Field(default=0, ge=INT64_MIN, le=INT64_MAX)
-    """Lower runs earlier."""
-    cache_salt: str | None = Field(default=None, min_length=1)
-    """Only requests with the same salt share cached prefixes."""
     timings_per_token: bool = False
     """Tell in `timings` how long the request waited and its prompt and answer have taken; as llama.cpp. Each chunk of a
     stream has it, of a response's stream the last event."""
@@ -164,8 +158,14 @@ class StreamOptions(RequestModel):
 
 _RULES = (
     Rule(lambda body: not body.stream, {"stream_options": (StreamOptions(),)}, "needs stream to be true"),
-    Rule(lambda body: body.stream, {"prompt_logprobs": ()}, "is not available in a stream"),
-    Rule(lambda body: body.stream, {"use_beam_search": (False,)}, "is not available in a stream"),
+    Rule(
+        lambda body: body.stream, {"prompt_logprobs": (), "use_beam_search": (False,)}, "is not available in a stream"
+    ),
+    Rule(
+        lambda body: body.stream and body.num_generated > body.n,
+        {"best_of": ()},
+        "above n is not available in a stream",
+    ),
     Rule(
         lambda body: body.use_beam_search,
         {
@@ -184,7 +184,7 @@ _RULES = (
 )  # fmt: skip
 
 
-class GenerationRequest(SamplingFields, StructuredFields, KeepAliveFields):
+class GenerationRequest(SamplingFields, StructuredFields):
     """The fields that chat and text completions share."""
 
     model: str | None = None
@@ -199,8 +199,6 @@ class GenerationRequest(SamplingFields, StructuredFields, KeepAliveFields):
     """Send the answer as server-sent events while it is generated."""
     stream_options: StreamOptions | None = None
     """What the stream tells besides; needs stream."""
-    user: str | None = None
-    """Accepted, without effect, as OpenAI documents it."""
 
     repeat_last_n: int | None = None
     """How many of the last tokens the three penalties look at: -1 all, the default, and 0 none."""
@@ -279,8 +277,6 @@ class GenerationRequest(SamplingFields, StructuredFields, KeepAliveFields):
             self._check_beams()
         if self.num_generated < self.n:
             raise refuse(f"best_of is {self.best_of} and n is {self.n}; best_of must be at least n", "best_of")
-        if self.stream and self.num_generated > self.n:
-            raise refuse("best_of above n is not available in a stream", "best_of")
         self._check_transfer()
         return self
 

@@ -11,13 +11,13 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from jaxllm.chat.conversation import Conversation
-from jaxllm.requests.sampling import INT32_MAX, INT64_MAX, INT64_MIN
+from jaxllm.requests.sampling import INT32_MAX
 from jaxllm.serving.http.request_model import (
-    KeepAliveFields,
     Label,
     ModelFields,
     RequestModel,
     Rule,
+    ScheduledFields,
     are_integers,
     check_rules,
     refuse,
@@ -37,19 +37,13 @@ DTYPES: Mapping[EmbedDtype, Any] = {
 }  # fmt: skip
 
 
-class PoolingFields(ModelFields, KeepAliveFields):
+class PoolingFields(ModelFields, ScheduledFields):
     """Which model, how much of a text, and when."""
 
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT32_MAX)
     """Cut longer inputs to this many tokens; -1 cuts to the context. Without it they are refused."""
-    priority: int = Field(default=0, ge=INT64_MIN, le=INT64_MAX)
-    """Lower runs earlier."""
     request_id: str | None = Label
     """Becomes part of the response's id."""
-    cache_salt: str | None = Field(default=None, min_length=1)
-    """Only requests with the same salt share cached prefixes."""
-    user: str | None = None
-    """Accepted, without effect, as OpenAI documents it."""
 
     @field_validator("truncate_prompt_tokens")
     @classmethod

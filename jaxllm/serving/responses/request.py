@@ -13,7 +13,7 @@ from jaxllm.chat.conversation import MAX_TOOLS
 from jaxllm.mcp.settings import LABEL, ServerSettings
 from jaxllm.mcp.tools import ServerTool
 from jaxllm.requests.sampling import MAX_LOGPROBS
-from jaxllm.serving.http.request_model import KeepAliveFields, ModelFields, RequestModel, Rule, check_rules, refuse
+from jaxllm.serving.http.request_model import ModelFields, RequestModel, Rule, check_rules, refuse
 from jaxllm.serving.openai.messages import FunctionDefinition
 from jaxllm.serving.openai.sampling import SamplingFields, TokenLimit
 from jaxllm.serving.openai.structured import JSONObjectFormat, TextFormat
@@ -372,7 +372,7 @@ _RULES = (
 )
 
 
-class ResponseRequest(PromptFields, MetadataFields, SamplingFields, KeepAliveFields):
+class ResponseRequest(PromptFields, MetadataFields, SamplingFields):
     unsupported: ClassVar[frozenset[str]] = frozenset({
         "access_programs", "context_management", "image", "mm_processor_kwargs", "moderation", "prompt",
         "prompt_cache_options",
@@ -411,8 +411,6 @@ class ResponseRequest(PromptFields, MetadataFields, SamplingFields, KeepAliveFie
     """Accepted, without effect, as OpenAI documents it."""
     service_tier: Literal["auto", "default", "flex", "priority", "fast", "scale"] | None = None
     """Accepted, without effect: there is one tier, and the response says "default"."""
-    user: str | None = None
-    """Accepted, without effect, as OpenAI documents it."""
 
     @model_validator(mode="after")
     def _response_fields(self) -> ResponseRequest:

@@ -52,7 +52,7 @@ class ResponseRow(Owned, Base):
 
 
 class ResponseItemRow(Base):
-    """One item: at the first positions those of the input, then those of the output."""
+    """One item, which goes with its response: at the first positions those of the input, then those of the output."""
 
     __tablename__ = "response_items"
 
@@ -98,11 +98,11 @@ class ResponseStore:
                 )
                 if await session.scalar(ended.returning(ResponseRow.id)) is None:
                     return
-                session.add_all(_item_rows(response.id, output, len(input_items), is_output=True))
             elif response.store:
                 session.add(_row(response, owner))
                 await session.flush()
                 session.add_all(_item_rows(response.id, input_items, 0, is_output=False))
+            if response.store:
                 session.add_all(_item_rows(response.id, output, len(input_items), is_output=True))
             if response.conversation is not None:
                 await append_items(session, response.conversation.id, [*input_items, *output])
@@ -130,9 +130,7 @@ class ResponseStore:
     async def delete(self, response_id: str, owner: str | None) -> None:
         """Raises 404 for an unknown id."""
         async with self._database.transaction() as session:
-            row = await _find_response(session, response_id, owner)
-            await session.execute(delete(ResponseItemRow).where(ResponseItemRow.response_id == response_id))
-            await session.delete(row)
+            await session.delete(await _find_response(session, response_id, owner))
 
     async def delete_before(self, time_of: int, most: int) -> int:
         """Forget up to `most` responses that were made before that time; how many there were.
@@ -147,7 +145,6 @@ class ResponseStore:
         )
         async with self._database.transaction() as session:
             ids = (await session.scalars(old.limit(most))).all()
-            await session.execute(delete(ResponseItemRow).where(ResponseItemRow.response_id.in_(ids)))
             await session.execute(delete(ResponseRow).where(ResponseRow.id.in_(ids)))
         return len(ids)
 
@@ -280,7 +277,7 @@ class ConversationRow(Owned, Base):
 
 
 class ConversationItemRow(Base):
-    """One item; `number` is their order."""
+    """One item, which goes with its conversation; `number` is their order."""
 
     __tablename__ = "conversation_items"
     __table_args__ = (UniqueConstraint("conversation_id", "item_id"),)
@@ -321,18 +318,13 @@ class ConversationStore:
 
     async def delete(self, conversation_id: str, owner: str | None) -> None:
         async with self._database.transaction() as session:
-            await _find(session, conversation_id, owner, to_change=True)
-            await session.execute(
-                delete(ConversationItemRow).where(ConversationItemRow.conversation_id == conversation_id)
-            )
-            await session.execute(delete(ConversationRow).where(ConversationRow.id == conversation_id))
+            await session.delete(await _find(session, conversation_id, owner, to_change=True))
 
     async def delete_before(self, time_of: int, most: int) -> int:
         """Forget up to `most` conversations that were last used before that time; how many there were."""
         async with self._database.transaction() as session:
             old = select(ConversationRow.id).where(ConversationRow.used_at < time_of).limit(most).with_for_update()
             ids = (await session.scalars(old)).all()
-            await session.execute(delete(ConversationItemRow).where(ConversationItemRow.conversation_id.in_(ids)))
             await session.execute(delete(ConversationRow).where(ConversationRow.id.in_(ids)))
         return len(ids)
 

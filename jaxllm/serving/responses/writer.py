@@ -250,31 +250,30 @@ class EventWriter:
         match item:
             case OutputMcpCall():
                 yield from self._close_call(item, text, status)
+                return
             case OutputMcpApprovalRequest():
                 yield from self._ask(item, text, status)
+                return
             case OutputMessage():
                 part = OutputText(text=text, logprobs=logprobs)
                 yield self._within(item, "response.output_text.done", text=text, logprobs=logprobs)
                 yield self._within(item, "response.content_part.done", part=part)
-                item.content, item.status = [part], status
-                yield self._end_item(item)
+                item.content = [part]
             case OutputReasoning() if self._body.summarizes:
-                summary = SummaryText(text)
+                item.summary = [SummaryText(text)]
                 yield self._within(item, "response.reasoning_summary_text.done", text=text)
-                yield self._within(item, "response.reasoning_summary_part.done", part=summary)
-                item.summary, item.status = [summary], status
-                yield self._end_item(item)
+                yield self._within(item, "response.reasoning_summary_part.done", part=item.summary[0])
             case OutputReasoning():
-                reasoning = ReasoningText(text)
+                item.content = [ReasoningText(text)]
                 yield self._within(item, "response.reasoning_text.done", text=text)
-                yield self._within(item, "response.content_part.done", part=reasoning)
-                item.content, item.status = [reasoning], status
-                yield self._end_item(item)
+                yield self._within(item, "response.content_part.done", part=item.content[0])
             case OutputFunctionCall():
                 item.arguments, self.asks_client = text, True
                 yield self._within(item, "response.function_call_arguments.done", name=item.name, arguments=text)
-                item.status = status
-                yield self._end_item(item)
+            case _:
+                return
+        item.status = status
+        yield self._end_item(item)
 
     def _close_call(self, call: OutputMcpCall, arguments: str, status: ItemStatus) -> Iterator[ResponseEvent]:
         call.arguments = arguments
