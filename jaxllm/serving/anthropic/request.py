@@ -159,10 +159,7 @@ def take_turns(messages: Sequence[MessageParam]) -> list[Turn]:
 
 
 def check_turns(turns: Sequence[Turn]) -> None:
-    """Refuse a conversation whose tool_use and tool_result blocks do not belong together.
-
-    Raises PydanticCustomError naming the message.
-    """
+    """Refuse a conversation whose tool_use and tool_result blocks do not belong together, naming the message."""
     open_calls: dict[str, None] = {}
     for turn in turns:
         where = f"messages[{turn.first}]"

@@ -318,10 +318,7 @@ class Batches:
                 logger.warning("batch %s waits for a server of %r", batch.id, batch.served_model)
 
     async def create(self, request: BatchRequest, tenant: Tenant) -> BatchRow:
-        """Its lines run in the tenant's name.
-
-        Raises APIError when the input file is missing or was uploaded for something else, and StorageFullError.
-        """
+        """A batch that runs in the tenant's name. Raises APIError for a wrong input file, and StorageFullError."""
         self._state.check_accepting()
         try:
             file = await self.files.get(request.input_file_id, tenant.name)

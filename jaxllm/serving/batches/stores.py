@@ -150,10 +150,7 @@ def files_of(data_dir: Path) -> Path:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """A second name for `source` that outlives it; a copy where the file system has no hard links.
-
-    Raises StorageFullError.
-    """
+    """A second name for `source` that outlives it, or a copy without hard links. Raises StorageFullError."""
     with telling_full():
         target.parent.mkdir(parents=True, exist_ok=True)
         target.unlink(missing_ok=True)

@@ -53,10 +53,7 @@ def is_candle_vllm(document: Mapping[Any, Any]) -> bool:
 
 
 def read_candle_vllm(path: Path, document: Mapping[Any, Any]) -> list[FoundModel]:
-    """The models of a file, `default_model` first.
-
-    Raises ConfigError naming what is unknown, wrong, or cannot be honoured.
-    """
+    """The models of a file, `default_model` first. Raises ConfigError naming what is unknown, wrong or not honoured."""
     _check_keys(str(path), document, TOP)
     everywhere = _mapping(f"{path}: global_params", document.get("global_params"))
     waiting = _waiting(f"{path}: parking_lot", document.get("parking_lot"))

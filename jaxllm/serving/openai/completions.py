@@ -205,10 +205,7 @@ def completion_prompts(model: ServedModel, body: CompletionRequest, settings: Ge
 
 
 class CompletionWriter(ChunkWriter[TokenDelta]):
-    """A whole completion, or the chunks of its stream, with its prompt in front of each choice when echoed.
-
-    The last chunk of a choice carries its finish reason.
-    """
+    """A whole completion, or the chunks of its stream, of which a choice's last carries its finish reason."""
 
     def __init__(self, body: CompletionRequest, generation: Generation, call: Call):
         self._body = body

@@ -157,10 +157,7 @@ class ResponseStore:
             return wanted - set(await session.scalars(select(ResponseRow.id).where(running)))
 
     async def input_items(self, response_id: str, owner: str | None) -> list[Item]:
-        """The input of a response: the items of those it continues, and its own. Raises 404.
-
-        Of a chain from which a response has been deleted, what came after that.
-        """
+        """The items of the responses that it continues, back to one that was deleted, and its own. Raises 404."""
         items, _ = await self._items(response_id, owner)
         return [item for item, own_output in items if not own_output]
 
@@ -365,10 +362,7 @@ class ConversationStore:
 
 
 async def append_items(session: AsyncSession, conversation_id: str, items: Sequence[Item]) -> list[Item]:
-    """Put items at a conversation's end; an id that the conversation has already is replaced by a new one.
-
-    Does nothing for a conversation that has been deleted meanwhile.
-    """
+    """Put items at a conversation's end, unless it is deleted; an id that it has already is replaced by a new one."""
     conversation = await session.get(ConversationRow, conversation_id, with_for_update=True)
     if conversation is None:
         return []
