@@ -186,7 +186,7 @@ class MessageWriter(ChunkWriter[TokenDelta]):
         return server_sent(error_response(error))
 
     def first(self) -> Iterator[msgspec.Struct]:
-        """How much of the prompt is cached is known with the first token only, and said at the end."""
+        """The number of cached tokens is known with the first token only, and said at the end."""
         usage = MessageUsage(
             input_tokens=self._reply.usage().prompt_tokens,
             cache_creation_input_tokens=None,
@@ -282,7 +282,7 @@ class BlockBuilder:
     def __init__(self, *, show_thinking: bool = True):
         self.blocks: list[ContentBlock] = []
         self.has_unfinished_call = False
-        """Some input is not what the model meant: nobody should act on it."""
+        """Some input is not what the model meant, and must not be acted on."""
         self._show_thinking = show_thinking
         self._open = False
         self._space = ""

@@ -33,7 +33,7 @@ class TextBlockParam(Cacheable):
 
     type: Literal["text"]
     text: str
-    """What is said."""
+    """The words."""
 
 
 class ThinkingBlockParam(RequestModel):
@@ -57,11 +57,11 @@ class ToolUseBlockParam(Cacheable):
 
     type: Literal["tool_use"]
     id: str = Field(min_length=1)
-    """What its tool_result names it by."""
+    """The name that its tool_result has for it."""
     name: str = Field(min_length=1)
     """Of the tool."""
     input: dict[str, Any]
-    """What it was called with."""
+    """The input that it was called with."""
     caller: DirectCaller | None = None
     """Only direct: there are no other callers."""
 
@@ -75,7 +75,7 @@ class ToolResultBlockParam(Cacheable):
     content: str | list[Annotated[TextBlockParam, BeforeValidator(_readable)]] | None = None
     """Text, or a list of text blocks."""
     is_error: bool = False
-    """The model reads the content behind "Error: "."""
+    """The model reads the content after "Error: "."""
 
 
 Block = TextBlockParam | ThinkingBlockParam | ToolUseBlockParam | ToolResultBlockParam
@@ -189,7 +189,7 @@ class ToolParam(Cacheable):
     type: Literal["custom"] | None = None
     """Anthropic's own tools, such as web_search_20250305, run on its servers only."""
     name: str = Field(pattern=TOOL_NAME)
-    """What the model calls the tool by."""
+    """The model's name for the tool."""
     description: str | None = None
     """Tells the model what the tool is for."""
     input_schema: dict[str, Any]
@@ -264,7 +264,7 @@ ThinkingParam = Annotated[ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled,
 class JSONOutputFormat(RequestModel):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
-    """What the text matches."""
+    """The schema that the text matches."""
 
 
 class OutputConfig(RequestModel):
@@ -280,7 +280,7 @@ class Metadata(RequestModel):
 
 
 class CountTokensRequest(ModelFields, Cacheable):
-    """What makes up a prompt."""
+    """The fields that make up a prompt."""
 
     unsupported: ClassVar[frozenset[str]] = frozenset({
         "container", "context_management", "diagnostics", "inference_geo", "mcp_servers", "speed", "user_profile_id",
@@ -298,7 +298,7 @@ class CountTokensRequest(ModelFields, Cacheable):
     thinking: ThinkingParam | None = None
     """By default the chat template's own default."""
     output_config: OutputConfig | None = None
-    """How much the model thinks, and what its text matches."""
+    """The amount of thinking, and the schema of the text."""
 
     @model_validator(mode="after")
     def _conversation(self) -> CountTokensRequest:

@@ -98,7 +98,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 
 @router.post("/messages/count_tokens", responses=returns(TokenCount, error=AnthropicErrorResponse))
 async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
-    """How many tokens the prompt of a message has, exactly."""
+    """The exact number of tokens in the prompt of a message."""
     state: ServerState = request.app.state.server
     model = (await open_call(request, body.model)).model
     with naming(FIELD_NAMES):
@@ -107,7 +107,7 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
 
 
 async def write_all(generation: Generation, writer: MessageWriter) -> None:
-    """Run an answer that nobody streams to its end."""
+    """Run an answer that is not streamed to its end."""
     async for events in generation.arrivals():
         for index, delta in events:
             for _ in writer.chunks(index, delta):
@@ -117,7 +117,7 @@ async def write_all(generation: Generation, writer: MessageWriter) -> None:
 ERROR_PREFIX = "Error: "
 
 FIELD_NAMES = renaming({"structured_outputs": "output_config.format", "stop": "stop_sequences"})
-"""What the fields of a Conversation and its GenerationSettings are called here."""
+"""The names that the fields of a Conversation and its GenerationSettings have here."""
 
 
 def conversation(body: CountTokensRequest) -> Conversation:

@@ -41,9 +41,9 @@ from jaxllm.serving.store.database import Database
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.5
-"""How often results go to disk, counts to the database, and cancelling and expiry are looked for."""
+"""The time between two looks at cancelling and expiry; results go to disk then, and counts to the database."""
 ROOM_SECONDS = 5.0
-"""How long a batch waits that finds the disk full, before it tries again."""
+"""The time for which a batch waits that finds the disk full."""
 LINES_READ_AT_ONCE = 64
 
 EXPIRED = LineError("batch_expired", "This request could not be executed before the completion window expired.")
@@ -188,7 +188,7 @@ class BatchRun:
             await asyncio.shield(self._record())
 
     def _check(self, feeding: asyncio.Task[None]) -> None:
-        """Raises Suspended when a line found nobody to answer it, and whatever else has gone wrong."""
+        """Raises Suspended when a line could not be answered, and whatever else has gone wrong."""
         error = feeding.exception()
         if isinstance(error, ExceptionGroup):
             self._dead = {one.model for one in error.exceptions if isinstance(one, Unavailable)}

@@ -14,7 +14,7 @@ from jaxllm.wording import did_you_mean
 logger = logging.getLogger(__name__)
 
 FoundModel = tuple[str, dict[str, Any]]
-"""Where a model is in the file, and its settings by our names."""
+"""The place of a model in the file, and its settings by our names."""
 
 TOP = ("models", "default_model", "idle_unload_secs", "global_params", "parking_lot")
 FIELDS = ("name", "hf_id", "local_path", "weight_file", "params", "capabilities", "parking_lot", "notes")

@@ -40,7 +40,7 @@ class AppliedTemplate(msgspec.Struct):
 
 
 class SamplingDefaultsShown(msgspec.Struct, kw_only=True):
-    """What the checkpoint recommends to sample with; null where it says nothing."""
+    """The checkpoint's recommendations; null where it has none."""
 
     temperature: float | None
     top_k: int | None

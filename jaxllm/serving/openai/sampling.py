@@ -198,10 +198,10 @@ class GenerationRequest(SamplingFields, StructuredFields):
     stream: bool = False
     """Send the answer as server-sent events while it is generated."""
     stream_options: StreamOptions | None = None
-    """What the stream tells besides; needs stream."""
+    """Further things that the stream tells; needs stream."""
 
     repeat_last_n: int | None = None
-    """How many of the last tokens the three penalties look at: -1 all, the default, and 0 none."""
+    """The number of the last tokens that the three penalties look at: -1 all, the default, and 0 none."""
     allowed_token_ids: list[int] | None = None
     """Only these tokens may be generated."""
     bad_words: Annotated[list[str] | None, _at_most(MAX_BAD_WORDS)] = None
@@ -347,7 +347,7 @@ _SAMPLING_FIELDS = (
 
 
 def stream_options(asked: StreamOptions | None, config: ServerConfig) -> StreamOptions:
-    """What a stream tells besides: what was asked for, or all of it where the server always sends the usage."""
+    """The options that were asked for, or all of them where the server always sends the usage."""
     if config.enable_force_include_usage:
         return StreamOptions(include_usage=True, continuous_usage_stats=True)
     return asked or StreamOptions()
@@ -356,7 +356,7 @@ def stream_options(asked: StreamOptions | None, config: ServerConfig) -> StreamO
 def chunk_usage(
     options: StreamOptions, usage: Callable[[], generation.Usage]
 ) -> CompletionUsage | msgspec.UnsetType | None:
-    """What every chunk but the last says of the usage: what it is so far, that it comes later, or nothing."""
+    """The usage in every chunk but the last: the usage so far, null where it comes later, or unset."""
     if options.continuous_usage_stats:
         return usage_object(usage())
     return None if options.include_usage else msgspec.UNSET
@@ -371,7 +371,7 @@ class CompletionTokensDetails(msgspec.Struct):
     accepted_prediction_tokens: int = 0
     """Tokens tried ahead that were what the model chose: of a prediction, or from wherever else the engine drafts."""
     rejected_prediction_tokens: int = 0
-    """Those that were not. They are no part of completion_tokens."""
+    """Tokens tried ahead that were not. They are no part of completion_tokens."""
 
 
 class CompletionUsage(msgspec.Struct, kw_only=True):

@@ -54,17 +54,17 @@ class PoolingFields(ModelFields, ScheduledFields):
 
 
 class InputFields(TemplateFields, PoolingFields):
-    """What to look at: `input`, or a chat as `messages`."""
+    """The texts to look at: `input`, or a chat as `messages`."""
 
     called: ClassVar[Mapping[str, str]] = {}
-    """What errors call a field where the request came in another API's words."""
+    """The names of fields in errors where the request came in another API's words."""
 
     input: str | list[str] | list[int] | list[list[int]] | None = None
     """One text or one list of token ids, or a list of either."""
     messages: Messages | None = None
     """A chat, rendered through the template and taken as one text."""
     prompt_name: str | None = None
-    """What the model wants before a text, by its name in config_sentence_transformers.json; by default as that says."""
+    """The prompt before each text, by its name in config_sentence_transformers.json; by default as that says."""
     add_special_tokens: bool | None = None
     """Add the tokenizer's special tokens, such as the one that ends a text; true for text, false for a chat."""
     add_generation_prompt: bool | None = False
@@ -125,7 +125,7 @@ _ENCODING_RULES = (
 
 
 class EncodingFields(RequestModel):
-    """How vectors are written."""
+    """The form of vectors."""
 
     encoding_format: Literal["float", "base64"] = "float"
     """Numbers, or base64 of little-endian float32."""
@@ -202,7 +202,7 @@ Text = str | TextDocument
 
 
 class ComparisonFields(PoolingFields):
-    """How two texts are compared."""
+    """The way in which two texts are compared."""
 
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_POOLING | {
         "chat_template_kwargs", "max_chunks_per_doc", "rank_fields", "truncation_side",
@@ -218,7 +218,7 @@ class ComparisonFields(PoolingFields):
     """False gives the raw score, before it is made a probability."""
 
     def named_texts(self) -> dict[str, str]:
-        """Where each of the texts is in the request, such as documents[2]; of equal ones the first."""
+        """The place of each text in the request, such as documents[2]; of equal ones the first."""
         raise NotImplementedError
 
 
@@ -263,9 +263,9 @@ class ScoreRequest(ComparisonFields):
 
 class DocumentRerankRequest(ComparisonFields):
     query: str
-    """What to look for."""
+    """The text to look for."""
     documents: list[Text] | None = Field(default=None, min_length=1, max_length=MAX_INPUTS)
-    """Where to look: texts, or objects with a `text`."""
+    """The texts to rank, or objects with a `text`."""
     top_n: int = Field(default=0, ge=0)
     """Return only this many of the best; 0 returns all."""
     return_documents: bool | None = None

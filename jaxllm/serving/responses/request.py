@@ -190,7 +190,7 @@ Metadata = Annotated[dict[str, str], AfterValidator(_check_metadata)]
 
 
 class MetadataFields(RequestModel):
-    """What the caller attaches to an object."""
+    """Words that the caller attaches to an object."""
 
     metadata: Metadata | None = None
     """Up to 16 strings by name, kept with the object."""
@@ -203,7 +203,7 @@ class TextSchemaFormat(RequestModel):
     name: str
     """Accepted, without effect: the model does not see it."""
     schema_: dict[str, Any] = Field(alias="schema")
-    """What the text matches."""
+    """The schema that the text matches."""
     description: str | None = None
     """Accepted, without effect: the model does not see it."""
     strict: bool | None = None
@@ -292,7 +292,7 @@ class ConversationParam(RequestModel):
 
 
 class PromptFields(ModelFields):
-    """What makes the prompt: the fields that creating a response and counting its input tokens share."""
+    """The fields that make the prompt, which creating a response and counting its input tokens share."""
 
     input: str | Annotated[list[AnyItem], Field(max_length=MAX_ITEMS)] | None = None
     """A user's message, or items; may be left out when the response continues something."""
@@ -310,9 +310,9 @@ class PromptFields(ModelFields):
     parallel_tool_calls: bool = True
     """Allow several calls in one response."""
     text: TextConfig | None = None
-    """How the text looks: free, or JSON."""
+    """The form of the text: free, or JSON."""
     reasoning: ReasoningConfig | None = None
-    """How much the model thinks, and how its reasoning is returned."""
+    """The amount of thinking, and the form in which reasoning is returned."""
     truncation: Literal["auto", "disabled"] = "disabled"
     """auto drops the oldest turns of a prompt that is longer than the context; disabled refuses it."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -428,7 +428,7 @@ class InputTokensRequest(PromptFields):
 
 class ConversationRequest(MetadataFields):
     items: list[NewItem] = Field(default_factory=list, max_length=MAX_ITEMS)
-    """What the conversation begins with."""
+    """The items with which the conversation begins."""
 
 
 class ConversationUpdate(RequestModel):

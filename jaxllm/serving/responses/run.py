@@ -127,7 +127,7 @@ class ResponseRun(ReplyLoop[Iterable[ResponseEvent], OutputMcpCall]):
         self._store = store
         self._approved = approved
         self._goes_on = bool(approved)
-        """Whether calls have run, or are to run, whose results the model has yet to see."""
+        """True while calls have run, or are to run, whose results the model has yet to see."""
 
     async def __aenter__(self) -> ResponseRun:
         try:

@@ -33,7 +33,7 @@ from jaxllm.serving.store.database import Database
 logger = logging.getLogger(__name__)
 
 STOPPING_SECONDS = 3.0
-"""How long aborted runs get to be stored when the server stops."""
+"""The time that aborted runs get to be stored when the server stops."""
 
 
 class BackgroundRun:
@@ -45,7 +45,7 @@ class BackgroundRun:
         self.task = asyncio.create_task(self._drive(stack))
 
     async def follow(self, starting_after: int, keep_alive: float) -> AsyncIterator[list[bytes]]:
-        """The events after number `starting_after`, up to the last; an empty list after so many seconds of silence."""
+        """The events after number `starting_after`; an empty list after `keep_alive` seconds of silence."""
         position = starting_after + 1
         while True:
             changed = self._changed

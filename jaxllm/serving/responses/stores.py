@@ -149,7 +149,7 @@ class ResponseStore:
         return len(ids)
 
     async def renew(self, response_ids: Iterable[str]) -> set[str]:
-        """Extend the leases of responses that run here; returns those that somebody has ended or deleted."""
+        """Extend the leases of responses that run here; returns those that have been ended or deleted elsewhere."""
         wanted = set(response_ids)
         running = ResponseRow.id.in_(wanted) & ResponseRow.status.in_(RUNNING)
         async with self._database.transaction() as session:

@@ -29,7 +29,7 @@ from jaxllm.serving.state import ServerState
 from jaxllm.wording import shown
 
 READY_SECONDS = 30.0
-"""How long a response waits for a server that is not ready."""
+"""The time that a response waits for a server that is not ready."""
 
 MAX_BROUGHT = 16
 """Servers of a request's own."""

@@ -73,7 +73,7 @@ class EventWriter:
         self._offered = offered
         self._num_events = 0
         self._places: dict[str, int] = {}
-        """Where each item began, by its id; others may begin before it ends."""
+        """The place of each item in the output, by its id; others may begin before it ends."""
         self._open: OutputItem | None = None
         self._texts: list[str] = []
         self._logprobs: list[ChatTokenLogprob] = []
@@ -83,7 +83,7 @@ class EventWriter:
 
     @property
     def came_to_end(self) -> bool:
-        """Whether the last reply is whole."""
+        """True where the last reply is whole."""
         return self.finish_reason in ("stop", "tool_calls")
 
     def open(self) -> Iterator[ResponseEvent]:
