@@ -118,20 +118,14 @@ class McpTool(RequestModel):
         return self
 
     def allows(self, tool: ServerTool) -> bool:
-        match self.allowed_tools:
-            case None:
-                return True
-            case ToolFilter() as some:
-                return some.fits(tool)
-            case names:
-                return tool.name in names
+        if isinstance(self.allowed_tools, ToolFilter):
+            return self.allowed_tools.fits(tool)
+        return self.allowed_tools is None or tool.name in self.allowed_tools
 
     def asks_approval(self, tool: ServerTool) -> bool:
-        match self.require_approval:
-            case ApprovalFilters() as filters:
-                return filters.asks(tool)
-            case word:
-                return word == "always"
+        if isinstance(self.require_approval, ApprovalFilters):
+            return self.require_approval.asks(tool)
+        return self.require_approval == "always"
 
     def settings(self) -> ServerSettings:
         """The settings with which server_url is reached."""
@@ -322,7 +316,8 @@ class PromptFields(ModelFields):
     def _prompt_fields(self) -> PromptFields:
         if self.previous_response_id is not None and self.conversation is not None:
             raise refuse("previous_response_id and conversation cannot both be set", "previous_response_id")
-        if not self.input and not isinstance(self.input, str) and not self.continues:
+        continues = self.previous_response_id is not None or self.conversation is not None
+        if not self.input and not isinstance(self.input, str) and not continues:
             raise refuse("input is required unless previous_response_id or conversation is given", "input")
         for kind, names in (("name", self.function_names), ("server_label", self.server_labels)):
             first = {name: at for at, name in reversed(names.items())}
@@ -341,10 +336,6 @@ class PromptFields(ModelFields):
     def server_labels(self) -> dict[int, str]:
         """By the place in tools."""
         return {at: tool.server_label for at, tool in enumerate(self.tools) if isinstance(tool, McpTool)}
-
-    @property
-    def continues(self) -> bool:
-        return self.previous_response_id is not None or self.conversation is not None
 
     @property
     def conversation_id(self) -> str | None:

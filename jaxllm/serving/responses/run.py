@@ -149,10 +149,6 @@ class ResponseRun(ReplyLoop[Iterable[ResponseEvent], OutputMcpCall]):
             self.model.running.discard(self)
             await self._toolbox.aclose()
 
-    async def begin_stored(self) -> None:
-        """Keep the response before it has run, as one that will be asked for by its id."""
-        await self._store.begin(self.response, self.replies.own, self.replies.call.tenant.name)
-
     async def to_end(self) -> Response:
         """The whole response, stored if it is to be. Raises what stops the generation."""
         async for events in self._happenings():

@@ -94,7 +94,7 @@ class BackgroundRuns:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(run.replies.call.again())
             await stack.enter_async_context(run)
-            await run.begin_stored()
+            await self._store.begin(run.response, run.replies.own, run.replies.call.tenant.name)
             active = BackgroundRun(run, stack.pop_all())
         response_id = run.response.id
         self._active[response_id] = active
