@@ -180,13 +180,13 @@ def _check_metadata(value: dict[str, str]) -> dict[str, str]:
     return value
 
 
-Metadata = Annotated[dict[str, str], AfterValidator(_check_metadata)]
+ObjectMetadata = Annotated[dict[str, str], AfterValidator(_check_metadata)]
 
 
 class MetadataFields(RequestModel):
     """Words that the caller attaches to an object."""
 
-    metadata: Metadata | None = None
+    metadata: ObjectMetadata | None = None
     """Up to 16 strings by name, kept with the object."""
 
 
@@ -423,7 +423,7 @@ class ConversationRequest(MetadataFields):
 
 
 class ConversationUpdate(RequestModel):
-    metadata: Metadata
+    metadata: ObjectMetadata
     """Replaces what is there."""
 
 
