@@ -110,9 +110,7 @@ async def retrieve_file(file_id: str, request: Request) -> Response:
 )
 async def download_file(file_id: str, request: Request) -> Response:
     """The bytes of a file, as they were uploaded; never shown inside a page by a browser."""
-    owner = tenant_of(request).name
-    file = await _batches(request).files.get(file_id, owner)
-    path = await _batches(request).files.path(file_id, owner)
+    file, path = await _batches(request).files.located(file_id, tenant_of(request).name)
     return FileResponse(
         path,
         media_type="application/octet-stream",

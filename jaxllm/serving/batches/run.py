@@ -45,6 +45,7 @@ TICK_SECONDS = 0.5
 ROOM_SECONDS = 5.0
 """The time for which a batch waits that finds the disk full."""
 LINES_READ_AT_ONCE = 64
+POLL_SECONDS = 0.5
 
 EXPIRED = LineError("batch_expired", "This request could not be executed before the completion window expired.")
 FAILED = LineError("server_error", "the server failed to run this request; its log has details")
@@ -248,14 +249,7 @@ class BatchRun:
         files: dict[str, FileRow] = {}
         for column, path in (("output_file_id", self._journal.output), ("error_file_id", self._journal.errors)):
             if path.exists():
-                files[column] = await self._of.files.adopt(
-                    f"file-{self._id.removeprefix('batch_')}-{path.stem}",
-                    path,
-                    batch.owner,
-                    f"{self._id}_{path.name}",
-                    "batch_output",
-                    batch.output_expires_after,
-                )
+                files[column] = await self._of.files.adopt(batch, path)
         values = dataclasses.asdict(self._tally) | {column: row.id for column, row in files.items()}
         if errors is not None:
             values["errors"] = msgspec.to_builtins(errors)
@@ -278,9 +272,6 @@ async def _to_its_end(write: Callable[[str], None], custom_id: str) -> None:
         await asyncio.shield(writing)
     finally:
         await writing
-
-
-POLL_SECONDS = 0.5
 
 
 class Batches:
@@ -321,8 +312,7 @@ class Batches:
         """A batch that runs in the tenant's name. Raises APIError for a wrong input file, and StorageFullError."""
         self._state.check_accepting()
         try:
-            file = await self.files.get(request.input_file_id, tenant.name)
-            path = await self.files.path(request.input_file_id, tenant.name)
+            file, path = await self.files.located(request.input_file_id, tenant.name)
         except APIError as error:
             raise APIError(400, str(error), param="input_file_id", code="invalid_input_file") from None
         if file.purpose != "batch":

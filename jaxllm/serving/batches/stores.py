@@ -82,13 +82,13 @@ class FileStore:
             raise
         return _object(row)
 
-    async def adopt(
-        self, file_id: str, source: Path, owner: str | None, filename: str, purpose: str, expires_after: int | None
-    ) -> FileRow:
-        """Place a finished file here; it is stored once the caller has added the row. May be repeated."""
+    async def adopt(self, batch: BatchRow, source: Path) -> FileRow:
+        """Place a finished output of a batch here; it is stored once the caller has added the row. May be repeated."""
+        file_id = f"file-{batch.id.removeprefix('batch_')}-{source.stem}"
         path = self._directory / file_id
         await asyncio.to_thread(link_or_copy, source, path)
-        return _row(file_id, path, owner, filename, purpose, expires_after)
+        name = f"{batch.id}_{source.name}"
+        return _row(file_id, path, batch.owner, name, "batch_output", batch.output_expires_after)
 
     async def get(self, file_id: str, owner: str | None) -> FileObject:
         """Raises 404."""
@@ -98,13 +98,12 @@ class FileStore:
             raise APIError(404, f"no file has the id {shown(file_id)}", param="file_id", code="not_found")
         return _object(row)
 
-    async def path(self, file_id: str, owner: str | None) -> Path:
-        """The path of the bytes of a file. Raises 404."""
-        await self.get(file_id, owner)
-        path = self._directory / file_id
+    async def located(self, file_id: str, owner: str | None) -> tuple[FileObject, Path]:
+        """A file and the path of its bytes. Raises 404."""
+        file, path = await self.get(file_id, owner), self._directory / file_id
         if not await asyncio.to_thread(path.is_file):
             raise APIError(404, f"the content of file {file_id!r} is no longer on disk", code="not_found")
-        return path
+        return file, path
 
     async def page(self, query: FileListQuery, owner: str | None) -> FileList:
         conditions = [FileRow.owner == owner, _alive()]
