@@ -322,6 +322,16 @@ class TemplateFields(RequestModel):
             special_tokens=special_tokens,
         )
 
+    def chat(
+        self, messages: Sequence[ChatMessageParam], tools: Sequence[Tool] = (), *, special_tokens: bool = False
+    ) -> conversation.Conversation:
+        """Messages as a conversation that is rendered and not answered. Raises InvalidRequestError: see FIELD_NAMES."""
+        return conversation.Conversation(
+            messages=[message.message() for message in messages],
+            tools=list(tools),
+            rendering=self.rendering(special_tokens=special_tokens),
+        )
+
 
 FIELD_NAMES = {"call_id": "tool_call_id"}
 """The names that the fields of a Conversation have here."""

@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
-from jaxllm.chat.conversation import Conversation
 from jaxllm.requests.sampling import INT32_MAX
 from jaxllm.serving.http.request_model import (
     Label,
@@ -97,13 +96,6 @@ class InputFields(TemplateFields, PoolingFields):
         if len(self.inputs) > MAX_INPUTS:
             raise refuse(f"input has {len(self.inputs)} entries; at most {MAX_INPUTS}", "input")
         return self
-
-    def conversation(self) -> Conversation:
-        """The chat that is to be looked at. Raises InvalidRequestError: see FIELD_NAMES of openai.messages."""
-        return Conversation(
-            messages=[message.message() for message in self.messages or ()],
-            rendering=self.rendering(special_tokens=bool(self.add_special_tokens)),
-        )
 
     @property
     def inputs(self) -> list[str | list[int]]:
