@@ -131,7 +131,7 @@ def _contents(owners: list[Any]) -> list[Any]:
     return [part for content in found if isinstance(content, list) for part in content]
 
 
-B = TypeVar("B", TextBlockParam, ThinkingBlockParam, ToolUseBlockParam, ToolResultBlockParam)
+BlockKind = TypeVar("BlockKind", TextBlockParam, ThinkingBlockParam, ToolUseBlockParam, ToolResultBlockParam)
 
 
 @dataclass
@@ -142,7 +142,7 @@ class Turn:
     blocks: list[Block]
     first: int
 
-    def of(self, kind: type[B]) -> list[B]:
+    def of(self, kind: type[BlockKind]) -> list[BlockKind]:
         """Its blocks of one kind."""
         return [block for block in self.blocks if isinstance(block, kind)]
 

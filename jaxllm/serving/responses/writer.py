@@ -219,12 +219,9 @@ class EventWriter:
             )
         elif offered.needs_approval:
             yield from self._close("completed")
-            self._open, self._held = (
-                OutputMcpApprovalRequest(
-                    id=new_id("mcpr"), server_label=offered.tool.server, name=offered.tool.name, arguments=""
-                ),
-                "",
-            )
+            server, tool = offered.tool.server, offered.tool.name
+            self._open = OutputMcpApprovalRequest(id=new_id("mcpr"), server_label=server, name=tool, arguments="")
+            self._held = ""
         else:
             call = _mcp_call(offered.tool.server, offered.tool.name)
             yield from self._begin(call)
