@@ -269,35 +269,25 @@ class GenerationRequest(SamplingFields, StructuredFields):
         return self
 
     @model_validator(mode="after")
-    def _stream_fields(self) -> GenerationRequest:
+    def _fields_together(self) -> Self:
         check_rules(self, _RULES)
         if self.truncate_prompt_tokens == 0:
             raise refuse("truncate_prompt_tokens is 0; it must be -1, or 1 or more", "truncate_prompt_tokens")
-        if self.use_beam_search:
-            self._check_beams()
-        if self.num_generated < self.n:
-            raise refuse(f"best_of is {self.best_of} and n is {self.n}; best_of must be at least n", "best_of")
-        self._check_transfer()
-        return self
-
-    def _check_transfer(self) -> None:
-        asked = None if self.kv_transfer_params is None else self.kv_transfer_params.hand_over()
-        if asked is None:
-            return
-        if self.use_beam_search:
-            raise refuse("kv_transfer_params is not available with use_beam_search", "kv_transfer_params")
-        if asked.hands_on and self.stream:
-            raise refuse("stream is true; with kv_transfer_params.do_remote_decode it must be false", "stream")
-        if asked.hands_on and self.num_generated > 1:
-            name = "n" if self.best_of is None else "best_of"
-            raise refuse(f"{name} is {self.num_generated}; with kv_transfer_params.do_remote_decode it must be 1", name)
-
-    def _check_beams(self) -> None:
-        if self.num_generated > MAX_BEAM_WIDTH:
-            name = "n" if self.best_of is None else "best_of"
-            raise refuse(f"{name} is {self.num_generated}; with beam search it may be {MAX_BEAM_WIDTH}", name)
-        if self.constraint_field is not None:
+        count, name = self.num_generated, "n" if self.best_of is None else "best_of"
+        if self.use_beam_search and count > MAX_BEAM_WIDTH:
+            raise refuse(f"{name} is {count}; with beam search it may be {MAX_BEAM_WIDTH}", name)
+        if self.use_beam_search and self.constraint_field is not None:
             raise refuse(f"{self.constraint_field} is not available with use_beam_search", self.constraint_field)
+        if count < self.n:
+            raise refuse(f"best_of is {self.best_of} and n is {self.n}; best_of must be at least n", "best_of")
+        asked = None if self.kv_transfer_params is None else self.kv_transfer_params.hand_over()
+        if asked is not None and self.use_beam_search:
+            raise refuse("kv_transfer_params is not available with use_beam_search", "kv_transfer_params")
+        if asked is not None and asked.hands_on and self.stream:
+            raise refuse("stream is true; with kv_transfer_params.do_remote_decode it must be false", "stream")
+        if asked is not None and asked.hands_on and count > 1:
+            raise refuse(f"{name} is {count}; with kv_transfer_params.do_remote_decode it must be 1", name)
+        return self
 
     def sampling(self) -> dict[str, Any]:
         kept = {"include_stop_str_in_output": True} if self.no_stop_trim else {}
