@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Iterator
 from copy import copy
 from typing import Any, Literal
@@ -15,7 +16,6 @@ from jaxllm.chat.events import Content, Event, Reasoning, ToolArguments, ToolCal
 from jaxllm.chat.parser import Piece
 from jaxllm.engine.messages import TokenDelta
 from jaxllm.serving.anthropic.request import MessagesRequest, ThinkingAdaptive, ThinkingEnabled
-from jaxllm.serving.anthropic.translate import tool_use_id
 from jaxllm.serving.chunks import ChunkWriter
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.request_model import ignored_fields
@@ -186,7 +186,7 @@ class MessageWriter(ChunkWriter[TokenDelta]):
         return server_sent(error_response(error))
 
     def first(self) -> Iterator[msgspec.Struct]:
-        """How much of the prompt is cached is known with the first token only, and said at the end."""
+        """The number of cached tokens is known with the first token only, and said at the end."""
         usage = MessageUsage(
             input_tokens=self._reply.usage().prompt_tokens,
             cache_creation_input_tokens=None,
@@ -218,8 +218,8 @@ class MessageWriter(ChunkWriter[TokenDelta]):
             id=self._reply.generation.id,
             model=self._reply.name,
             content=self._builder.blocks,
-            stop_reason=self._end and self._end.stop_reason,
-            stop_sequence=self._end and self._end.stop_sequence,
+            stop_reason=None if self._end is None else self._end.stop_reason,
+            stop_sequence=None if self._end is None else self._end.stop_sequence,
             usage=usage,
         )
 
@@ -244,6 +244,34 @@ class MessageWriter(ChunkWriter[TokenDelta]):
         )
 
 
+PREFIX = "toolu_"
+SPELLED = "toolu_id-"
+"""Before an id that has other characters, each as a hyphen and its code: Kimi's, which its templates insist on."""
+SHORT_ID = 9
+"""Characters of the ids that Mistral's templates insist on."""
+_OTHER = re.compile(r"[^a-zA-Z0-9_]")
+_CODE = re.compile(r"-([0-9a-f]{2})")
+
+
+def tool_use_id(call_id: str) -> str:
+    """The id of a call for the client.
+
+    Worked example: `call_5f` becomes `toolu_5f`, Mistral's `aB3dE6gH9` becomes `toolu_aB3dE6gH9`, and Kimi's
+    `functions.now:0` becomes `toolu_id-functions-2enow-3a0`.
+    """
+    if _OTHER.search(call_id):
+        return SPELLED + _OTHER.sub(lambda match: f"-{ord(match.group()):02x}", call_id)
+    return PREFIX + call_id.removeprefix("call_")
+
+
+def template_call_id(sent: str) -> str:
+    """The id for the template of a call that a client sends back: the model's own, but ours as they are."""
+    if sent.startswith(SPELLED):
+        return _CODE.sub(lambda match: chr(int(match.group(1), 16)), sent.removeprefix(SPELLED))
+    bare = sent.removeprefix(PREFIX)
+    return bare if len(bare) == SHORT_ID else sent
+
+
 class BlockBuilder:
     """Collects `blocks` and says what a stream must send for each event.
 
@@ -254,7 +282,7 @@ class BlockBuilder:
     def __init__(self, *, show_thinking: bool = True):
         self.blocks: list[ContentBlock] = []
         self.has_unfinished_call = False
-        """Some input is not what the model meant: nobody should act on it."""
+        """Some input is not what the model meant, and must not be acted on."""
         self._show_thinking = show_thinking
         self._open = False
         self._space = ""

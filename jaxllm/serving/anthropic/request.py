@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -33,7 +33,7 @@ class TextBlockParam(Cacheable):
 
     type: Literal["text"]
     text: str
-    """What is said."""
+    """The words."""
 
 
 class ThinkingBlockParam(RequestModel):
@@ -57,11 +57,11 @@ class ToolUseBlockParam(Cacheable):
 
     type: Literal["tool_use"]
     id: str = Field(min_length=1)
-    """What its tool_result names it by."""
+    """The name that its tool_result has for it."""
     name: str = Field(min_length=1)
     """Of the tool."""
     input: dict[str, Any]
-    """What it was called with."""
+    """The input that it was called with."""
     caller: DirectCaller | None = None
     """Only direct: there are no other callers."""
 
@@ -75,7 +75,7 @@ class ToolResultBlockParam(Cacheable):
     content: str | list[Annotated[TextBlockParam, BeforeValidator(_readable)]] | None = None
     """Text, or a list of text blocks."""
     is_error: bool = False
-    """The model reads the content behind "Error: "."""
+    """The model reads the content after "Error: "."""
 
 
 Block = TextBlockParam | ThinkingBlockParam | ToolUseBlockParam | ToolResultBlockParam
@@ -131,6 +131,9 @@ def _contents(owners: list[Any]) -> list[Any]:
     return [part for content in found if isinstance(content, list) for part in content]
 
 
+BlockKind = TypeVar("BlockKind", TextBlockParam, ThinkingBlockParam, ToolUseBlockParam, ToolResultBlockParam)
+
+
 @dataclass
 class Turn:
     """Messages in a row of one role, which are one turn; `first` is the position of the first of them."""
@@ -139,21 +142,9 @@ class Turn:
     blocks: list[Block]
     first: int
 
-    @property
-    def texts(self) -> list[str]:
-        return [block.text for block in self.blocks if isinstance(block, TextBlockParam)]
-
-    @property
-    def thoughts(self) -> list[str]:
-        return [block.thinking for block in self.blocks if isinstance(block, ThinkingBlockParam)]
-
-    @property
-    def calls(self) -> list[ToolUseBlockParam]:
-        return [block for block in self.blocks if isinstance(block, ToolUseBlockParam)]
-
-    @property
-    def results(self) -> list[ToolResultBlockParam]:
-        return [block for block in self.blocks if isinstance(block, ToolResultBlockParam)]
+    def of(self, kind: type[BlockKind]) -> list[BlockKind]:
+        """Its blocks of one kind."""
+        return [block for block in self.blocks if isinstance(block, kind)]
 
 
 def take_turns(messages: Sequence[MessageParam]) -> list[Turn]:
@@ -168,24 +159,22 @@ def take_turns(messages: Sequence[MessageParam]) -> list[Turn]:
 
 
 def check_turns(turns: Sequence[Turn]) -> None:
-    """Refuse a conversation whose tool_use and tool_result blocks do not belong together.
-
-    Raises PydanticCustomError naming the message.
-    """
+    """Refuse a conversation whose tool_use and tool_result blocks do not belong together, naming the message."""
     open_calls: dict[str, None] = {}
     for turn in turns:
         where = f"messages[{turn.first}]"
-        for block in turn.results:
+        results, calls = turn.of(ToolResultBlockParam), turn.of(ToolUseBlockParam)
+        for block in results:
             if block.tool_use_id not in open_calls:
                 awaited = f"awaiting one are {', '.join(open_calls)}" if open_calls else "no call awaits one"
                 raise refuse(f"{where} has a tool_result for {shown(block.tool_use_id)}; {awaited}", where)
             del open_calls[block.tool_use_id]
         if open_calls:
             raise refuse(f"{where} must begin with tool_result blocks for {', '.join(open_calls)}", where)
-        if any(not isinstance(block, ToolResultBlockParam) for block in turn.blocks[: len(turn.results)]):
+        if any(not isinstance(block, ToolResultBlockParam) for block in turn.blocks[: len(results)]):
             raise refuse(f"{where} has other blocks before its tool_result blocks, which must come first", where)
-        open_calls = {call.id: None for call in turn.calls}
-        if len(open_calls) < len(turn.calls):
+        open_calls = {call.id: None for call in calls}
+        if len(open_calls) < len(calls):
             raise refuse(f"{where} has several tool_use blocks with one id; ids must differ", where)
     if open_calls:
         raise refuse(
@@ -200,7 +189,7 @@ class ToolParam(Cacheable):
     type: Literal["custom"] | None = None
     """Anthropic's own tools, such as web_search_20250305, run on its servers only."""
     name: str = Field(pattern=TOOL_NAME)
-    """What the model calls the tool by."""
+    """The model's name for the tool."""
     description: str | None = None
     """Tells the model what the tool is for."""
     input_schema: dict[str, Any]
@@ -275,7 +264,7 @@ ThinkingParam = Annotated[ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled,
 class JSONOutputFormat(RequestModel):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
-    """What the text matches."""
+    """The schema that the text matches."""
 
 
 class OutputConfig(RequestModel):
@@ -291,7 +280,7 @@ class Metadata(RequestModel):
 
 
 class CountTokensRequest(ModelFields, Cacheable):
-    """What makes up a prompt."""
+    """The fields that make up a prompt."""
 
     unsupported: ClassVar[frozenset[str]] = frozenset({
         "container", "context_management", "diagnostics", "inference_geo", "mcp_servers", "speed", "user_profile_id",
@@ -309,7 +298,7 @@ class CountTokensRequest(ModelFields, Cacheable):
     thinking: ThinkingParam | None = None
     """By default the chat template's own default."""
     output_config: OutputConfig | None = None
-    """How much the model thinks, and what its text matches."""
+    """The amount of thinking, and the schema of the text."""
 
     @model_validator(mode="after")
     def _conversation(self) -> CountTokensRequest:

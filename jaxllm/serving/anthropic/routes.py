@@ -1,14 +1,28 @@
-"""/messages and /messages/count_tokens: Anthropic's API"""
+"""/messages and /messages/count_tokens: Anthropic's API, and its requests as conversations"""
 
 from __future__ import annotations
 
+import json
 from typing import get_args
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from jaxllm.chat.conversation import naming
+from jaxllm.chat.conversation import (
+    Call,
+    Conversation,
+    Message,
+    NamedTool,
+    Rendering,
+    Tool,
+    ToolChoice,
+    naming,
+    renaming,
+    thinking_variables,
+)
 from jaxllm.chat.prompt import render
+from jaxllm.errors import Field
+from jaxllm.requests.structured_outputs import StructuredOutputs
 from jaxllm.serving.anthropic.message import (
     AnthropicErrorResponse,
     AnthropicMessage,
@@ -17,12 +31,26 @@ from jaxllm.serving.anthropic.message import (
     TokenCount,
     error_response,
     status_of,
+    template_call_id,
 )
-from jaxllm.serving.anthropic.request import CountTokensRequest, MessagesRequest
-from jaxllm.serving.anthropic.translate import FIELD_NAMES, conversation, generation_settings
+from jaxllm.serving.anthropic.request import (
+    CountTokensRequest,
+    MessagesRequest,
+    OutputConfig,
+    TextBlockParam,
+    ThinkingBlockParam,
+    ThinkingDisabled,
+    ThinkingEnabled,
+    ToolChoiceAuto,
+    ToolChoiceNone,
+    ToolChoiceParam,
+    ToolChoiceTool,
+    ToolResultBlockParam,
+    ToolUseBlockParam,
+)
 from jaxllm.serving.call import open_call
 from jaxllm.serving.chunks import chunk_stream
-from jaxllm.serving.generation import Generation
+from jaxllm.serving.generation import Generation, GenerationSettings
 from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.route import JSONRoute, bearer_key
@@ -70,7 +98,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 
 @router.post("/messages/count_tokens", responses=returns(TokenCount, error=AnthropicErrorResponse))
 async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
-    """How many tokens the prompt of a message has, exactly."""
+    """The exact number of tokens in the prompt of a message."""
     state: ServerState = request.app.state.server
     model = (await open_call(request, body.model)).model
     with naming(FIELD_NAMES):
@@ -79,8 +107,86 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
 
 
 async def write_all(generation: Generation, writer: MessageWriter) -> None:
-    """Run an answer that nobody streams to its end."""
+    """Run an answer that is not streamed to its end."""
     async for events in generation.arrivals():
         for index, delta in events:
             for _ in writer.chunks(index, delta):
                 pass
+
+
+ERROR_PREFIX = "Error: "
+
+FIELD_NAMES = renaming({"structured_outputs": "output_config.format", "stop": "stop_sequences"})
+"""The names that the fields of a Conversation and its GenerationSettings have here."""
+
+
+def conversation(body: CountTokensRequest) -> Conversation:
+    """Raises InvalidRequestError: see FIELD_NAMES."""
+    choice, config, thinking = body.tool_choice, body.output_config or OutputConfig(), body.thinking
+    tools = [
+        Tool(tool.name, tool.description, tool.input_schema, bool(tool.strict), Field("tools", at, "input_schema"))
+        for at, tool in enumerate(body.tools or ())
+    ]
+    thinks = None if thinking is None else not isinstance(thinking, ThinkingDisabled)
+    budget = thinking.budget_tokens if isinstance(thinking, ThinkingEnabled) else None
+    schema = None if config.format is None else json.dumps(config.format.schema_)
+    return Conversation(
+        messages=messages(body),
+        tools=[] if isinstance(choice, ToolChoiceNone) else tools,
+        tool_choice=_tool_choice(choice),
+        parallel_tool_calls=isinstance(choice, ToolChoiceNone | None) or not choice.disable_parallel_tool_use,
+        rendering=Rendering(
+            variables=thinking_variables(thinks, config.effort, budget),
+            opens_answer=not body.continues_answer,
+            continues_last=body.continues_answer,
+        ),
+        structured_outputs=None if schema is None else StructuredOutputs(json=schema),
+    )
+
+
+def generation_settings(body: MessagesRequest) -> GenerationSettings:
+    asked = {
+        "temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k, "stop": body.stop_sequences,
+    }  # fmt: skip
+    return GenerationSettings(
+        sampling={name: value for name, value in asked.items() if value is not None},
+        max_tokens=body.max_tokens,
+        cut_to_context=True,
+    )
+
+
+def messages(body: CountTokensRequest) -> list[Message]:
+    """The system prompt first; each tool_result is a message of its own."""
+    found = []
+    if body.system:
+        texts = [body.system] if isinstance(body.system, str) else [block.text for block in body.system]
+        found.append(Message("system", "\n".join(texts)))
+    for turn in body.turns:
+        texts = [block.text for block in turn.of(TextBlockParam)]
+        text = "\n".join(texts)
+        if turn.role == "assistant":
+            thoughts = [block.thinking for block in turn.of(ThinkingBlockParam)]
+            reasoning = "\n".join(thoughts) if any(thoughts) else None
+            calls = [Call(template_call_id(use.id), use.name, use.input) for use in turn.of(ToolUseBlockParam)]
+            found.append(Message("assistant", text, reasoning=reasoning, calls=calls))
+            continue
+        found += [_result(block) for block in turn.of(ToolResultBlockParam)]
+        if texts:
+            found.append(Message("user" if turn.role == "user" else "system", text))
+    return found
+
+
+def _result(block: ToolResultBlockParam) -> Message:
+    texts = [part.text for part in block.content] if isinstance(block.content, list) else [block.content or ""]
+    prefix = ERROR_PREFIX if block.is_error else ""
+    return Message("tool", prefix + "\n".join(texts), call_id=template_call_id(block.tool_use_id))
+
+
+def _tool_choice(choice: ToolChoiceParam | None) -> ToolChoice:
+    match choice:
+        case ToolChoiceTool(name=name):
+            return NamedTool(name)
+        case ToolChoiceAuto(type="any"):
+            return "required"
+        case _:
+            return "auto"

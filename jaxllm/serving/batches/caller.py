@@ -70,7 +70,7 @@ class Places:
         self._freed = asyncio.Event()
 
     async def take(self, wanted: int) -> None:
-        """Wait for `wanted` places, or until nobody else has any."""
+        """Wait for `wanted` places, or until no other has any."""
         async with self._turn:
             while self._taken and self._taken + wanted > self._total():
                 self._freed.clear()

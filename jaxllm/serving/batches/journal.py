@@ -1,4 +1,4 @@
-"""What a batch keeps on disk while it runs: its input, and every result so far, appended as it comes."""
+"""The files of a batch while it runs: its input, and every result so far, appended as it comes."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Journal:
         self._note("started", [custom_id])
 
     def release(self, custom_ids: Iterable[str]) -> None:
-        """Note that lines were stopped by nobody's fault."""
+        """Note that lines were stopped through no fault of theirs."""
         self._note("released", custom_ids)
 
     def _note(self, what: str, custom_ids: Iterable[str]) -> None:

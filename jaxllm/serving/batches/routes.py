@@ -41,7 +41,7 @@ _BYTES: dict[str, Any] = {
 
 @router.post("/batches", responses=returns(Batch))
 async def create_batch(body: BatchRequest, request: Request) -> Response:
-    """Run the requests of an uploaded file in the background, behind all other requests."""
+    """Run the requests of an uploaded file in the background, after all other requests."""
     return json_response(batch_object(await _batches(request).create(body, tenant_of(request))))
 
 
@@ -53,7 +53,7 @@ async def list_batches(request: Request, query: Annotated[BatchListQuery, Query(
 
 @router.get("/batches/{batch_id}", responses=returns(Batch))
 async def retrieve_batch(batch_id: str, request: Request) -> Response:
-    """Where a batch stands."""
+    """The state of a batch."""
     return json_response(batch_object(await _batches(request).store.get(batch_id, tenant_of(request).name)))
 
 
@@ -101,7 +101,7 @@ async def list_files(request: Request, query: Annotated[FileListQuery, Query()])
 
 @files_router.get("/files/{file_id}", responses=returns(FileObject))
 async def retrieve_file(file_id: str, request: Request) -> Response:
-    """What is known about a file."""
+    """The facts about a file."""
     return json_response(await _batches(request).files.get(file_id, tenant_of(request).name))
 
 
@@ -110,9 +110,7 @@ async def retrieve_file(file_id: str, request: Request) -> Response:
 )
 async def download_file(file_id: str, request: Request) -> Response:
     """The bytes of a file, as they were uploaded; never shown inside a page by a browser."""
-    owner = tenant_of(request).name
-    file = await _batches(request).files.get(file_id, owner)
-    path = await _batches(request).files.path(file_id, owner)
+    file, path = await _batches(request).files.located(file_id, tenant_of(request).name)
     return FileResponse(
         path,
         media_type="application/octet-stream",

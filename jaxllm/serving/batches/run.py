@@ -10,6 +10,7 @@ import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -19,7 +20,16 @@ from filelock import Timeout
 from jaxllm.errors import StorageFullError
 from jaxllm.folders import in_home
 from jaxllm.serving.access.keys import Tenant
-from jaxllm.serving.batches.caller import ALL_PLACES, Caller, Line, Unavailable, check_input, line_result, read_lines
+from jaxllm.serving.batches.caller import (
+    ALL_PLACES,
+    Caller,
+    Line,
+    Places,
+    Unavailable,
+    check_input,
+    line_result,
+    read_lines,
+)
 from jaxllm.serving.batches.journal import Journal, Tally
 from jaxllm.serving.batches.stores import CANCELLABLE, UNFINISHED, BatchRow, BatchStore, FileRow, FileStore, files_of
 from jaxllm.serving.batches.types import BatchError, BatchRequest, LineError, LineResult
@@ -31,10 +41,11 @@ from jaxllm.serving.store.database import Database
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.5
-"""How often results go to disk, counts to the database, and cancelling and expiry are looked for."""
+"""The time between two looks at cancelling and expiry; results go to disk then, and counts to the database."""
 ROOM_SECONDS = 5.0
-"""How long a batch waits that finds the disk full, before it tries again."""
+"""The time for which a batch waits that finds the disk full."""
 LINES_READ_AT_ONCE = 64
+POLL_SECONDS = 0.5
 
 EXPIRED = LineError("batch_expired", "This request could not be executed before the completion window expired.")
 FAILED = LineError("server_error", "the server failed to run this request; its log has details")
@@ -159,7 +170,7 @@ class BatchRun:
                     places = self._of.caller.places(line)
                     await places.take(wanted)
                     task = group.create_task(self._run_line(batch, line))
-                    task.add_done_callback(lambda _, places=places, wanted=wanted: places.give(wanted))
+                    task.add_done_callback(partial(_give_back, places, wanted))
 
     async def _run_line(self, batch: BatchRow, line: Line) -> None:
         model = self._started[line.custom_id] = self._of.caller.model_of(line)
@@ -178,7 +189,7 @@ class BatchRun:
             await asyncio.shield(self._record())
 
     def _check(self, feeding: asyncio.Task[None]) -> None:
-        """Raises Suspended when a line found nobody to answer it, and whatever else has gone wrong."""
+        """Raises Suspended when a line could not be answered, and whatever else has gone wrong."""
         error = feeding.exception()
         if isinstance(error, ExceptionGroup):
             self._dead = {one.model for one in error.exceptions if isinstance(one, Unavailable)}
@@ -238,14 +249,7 @@ class BatchRun:
         files: dict[str, FileRow] = {}
         for column, path in (("output_file_id", self._journal.output), ("error_file_id", self._journal.errors)):
             if path.exists():
-                files[column] = await self._of.files.adopt(
-                    f"file-{self._id.removeprefix('batch_')}-{path.stem}",
-                    path,
-                    batch.owner,
-                    f"{self._id}_{path.name}",
-                    "batch_output",
-                    batch.output_expires_after,
-                )
+                files[column] = await self._of.files.adopt(batch, path)
         values = dataclasses.asdict(self._tally) | {column: row.id for column, row in files.items()}
         if errors is not None:
             values["errors"] = msgspec.to_builtins(errors)
@@ -257,6 +261,10 @@ class BatchRun:
         logger.info("batch %s %s: %d of %d lines failed", self._id, status, batch.failed, batch.total)
 
 
+def _give_back(places: Places, count: int, _: asyncio.Task[None]) -> None:
+    places.give(count)
+
+
 async def _to_its_end(write: Callable[[str], None], custom_id: str) -> None:
     """Call `write` in a thread. A task that is cancelled meanwhile ends only after it: what comes next may undo it."""
     writing = asyncio.create_task(asyncio.to_thread(write, custom_id))
@@ -264,9 +272,6 @@ async def _to_its_end(write: Callable[[str], None], custom_id: str) -> None:
         await asyncio.shield(writing)
     finally:
         await writing
-
-
-POLL_SECONDS = 0.5
 
 
 class Batches:
@@ -304,14 +309,10 @@ class Batches:
                 logger.warning("batch %s waits for a server of %r", batch.id, batch.served_model)
 
     async def create(self, request: BatchRequest, tenant: Tenant) -> BatchRow:
-        """Its lines run in the tenant's name.
-
-        Raises APIError when the input file is missing or was uploaded for something else, and StorageFullError.
-        """
+        """A batch that runs in the tenant's name. Raises APIError for a wrong input file, and StorageFullError."""
         self._state.check_accepting()
         try:
-            file = await self.files.get(request.input_file_id, tenant.name)
-            path = await self.files.path(request.input_file_id, tenant.name)
+            file, path = await self.files.located(request.input_file_id, tenant.name)
         except APIError as error:
             raise APIError(400, str(error), param="input_file_id", code="invalid_input_file") from None
         if file.purpose != "batch":

@@ -7,9 +7,9 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 from sqlalchemy import JSON, BigInteger, ColumnElement, String, Text, delete, or_, select, update
@@ -35,6 +35,8 @@ from jaxllm.serving.openai.sampling import PromptTokensDetails
 from jaxllm.serving.responses.objects import OutputTokensDetails
 from jaxllm.serving.store.database import Base, Database, Numbered, Owned, page_of
 from jaxllm.wording import shown
+
+Page = TypeVar("Page", FileList, BatchList)
 
 EXPIRED_AT_ONCE = 1000
 
@@ -80,13 +82,13 @@ class FileStore:
             raise
         return _object(row)
 
-    async def adopt(
-        self, file_id: str, source: Path, owner: str | None, filename: str, purpose: str, expires_after: int | None
-    ) -> FileRow:
-        """Place a finished file here; it is stored once the caller has added the row. May be repeated."""
+    async def adopt(self, batch: BatchRow, source: Path) -> FileRow:
+        """Place a finished output of a batch here; it is stored once the caller has added the row. May be repeated."""
+        file_id = f"file-{batch.id.removeprefix('batch_')}-{source.stem}"
         path = self._directory / file_id
         await asyncio.to_thread(link_or_copy, source, path)
-        return _row(file_id, path, owner, filename, purpose, expires_after)
+        name = f"{batch.id}_{source.name}"
+        return _row(file_id, path, batch.owner, name, "batch_output", batch.output_expires_after)
 
     async def get(self, file_id: str, owner: str | None) -> FileObject:
         """Raises 404."""
@@ -96,13 +98,12 @@ class FileStore:
             raise APIError(404, f"no file has the id {shown(file_id)}", param="file_id", code="not_found")
         return _object(row)
 
-    async def path(self, file_id: str, owner: str | None) -> Path:
-        """The path of the bytes of a file. Raises 404."""
-        await self.get(file_id, owner)
-        path = self._directory / file_id
+    async def located(self, file_id: str, owner: str | None) -> tuple[FileObject, Path]:
+        """A file and the path of its bytes. Raises 404."""
+        file, path = await self.get(file_id, owner), self._directory / file_id
         if not await asyncio.to_thread(path.is_file):
             raise APIError(404, f"the content of file {file_id!r} is no longer on disk", code="not_found")
-        return path
+        return file, path
 
     async def page(self, query: FileListQuery, owner: str | None) -> FileList:
         conditions = [FileRow.owner == owner, _alive()]
@@ -113,7 +114,7 @@ class FileStore:
             rows, has_more = await page_of(
                 session, FileRow, *conditions, after=query.after, limit=query.limit, descending=descending
             )
-        return FileList(data=[_object(row) for row in rows], **_ends(rows), has_more=has_more)
+        return _page(FileList, [_object(row) for row in rows], has_more)
 
     async def delete(self, file_id: str, owner: str | None) -> None:
         """Raises 404."""
@@ -148,10 +149,7 @@ def files_of(data_dir: Path) -> Path:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """A second name for `source` that outlives it; a copy where the file system has no hard links.
-
-    Raises StorageFullError.
-    """
+    """A second name for `source` that outlives it, or a copy without hard links. Raises StorageFullError."""
     with telling_full():
         target.parent.mkdir(parents=True, exist_ok=True)
         target.unlink(missing_ok=True)
@@ -244,7 +242,7 @@ class BatchStore:
         async with self._database.session() as session:
             own = BatchRow.owner == owner
             rows, has_more = await page_of(session, BatchRow, own, after=query.after, limit=query.limit)
-        return BatchList(data=[batch_object(row) for row in rows], **_ends(rows), has_more=has_more)
+        return _page(BatchList, [batch_object(row) for row in rows], has_more)
 
     async def unfinished(self) -> Sequence[BatchRow]:
         """Oldest first."""
@@ -329,5 +327,6 @@ def _object(row: FileRow) -> FileObject:
     return msgspec.convert(row, FileObject, from_attributes=True)
 
 
-def _ends(rows: Sequence[FileRow] | Sequence[BatchRow]) -> dict[str, str | None]:
-    return {"first_id": rows[0].id if rows else None, "last_id": rows[-1].id if rows else None}
+def _page(kind: Callable[..., Page], data: Sequence[FileObject] | Sequence[Batch], has_more: bool) -> Page:
+    first, last = (data[0].id, data[-1].id) if data else (None, None)
+    return kind(data=data, first_id=first, last_id=last, has_more=has_more)

@@ -14,7 +14,7 @@ from jaxllm.wording import did_you_mean
 logger = logging.getLogger(__name__)
 
 FoundModel = tuple[str, dict[str, Any]]
-"""Where a model is in the file, and its settings by our names."""
+"""The place of a model in the file, and its settings by our names."""
 
 TOP = ("models", "default_model", "idle_unload_secs", "global_params", "parking_lot")
 FIELDS = ("name", "hf_id", "local_path", "weight_file", "params", "capabilities", "parking_lot", "notes")
@@ -53,10 +53,7 @@ def is_candle_vllm(document: Mapping[Any, Any]) -> bool:
 
 
 def read_candle_vllm(path: Path, document: Mapping[Any, Any]) -> list[FoundModel]:
-    """The models of a file, `default_model` first.
-
-    Raises ConfigError naming what is unknown, wrong, or cannot be honoured.
-    """
+    """The models of a file, `default_model` first. Raises ConfigError naming what is unknown, wrong or not honoured."""
     _check_keys(str(path), document, TOP)
     everywhere = _mapping(f"{path}: global_params", document.get("global_params"))
     waiting = _waiting(f"{path}: parking_lot", document.get("parking_lot"))

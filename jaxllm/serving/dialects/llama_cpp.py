@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
 
-from jaxllm.chat.conversation import Conversation, naming, renaming
+from jaxllm.chat.conversation import naming, renaming
 from jaxllm.chat.prompt import render
 from jaxllm.serving.access.keys import tenant_of
 from jaxllm.serving.call import open_call
@@ -26,21 +26,13 @@ class ApplyTemplateRequest(ModelFields, TemplateFields, ToolFields):
     messages: Messages
     """A chat, rendered as /v1/chat/completions does."""
 
-    def conversation(self) -> Conversation:
-        """The chat that is to be rendered. Raises InvalidRequestError: see FIELD_NAMES."""
-        return Conversation(
-            messages=[message.message() for message in self.messages],
-            tools=self.callable_tools(),
-            rendering=self.rendering(),
-        )
-
 
 class AppliedTemplate(msgspec.Struct):
     prompt: str
 
 
 class SamplingDefaultsShown(msgspec.Struct, kw_only=True):
-    """What the checkpoint recommends to sample with; null where it says nothing."""
+    """The checkpoint's recommendations; null where it has none."""
 
     temperature: float | None
     top_k: int | None
@@ -74,10 +66,11 @@ class Props(msgspec.Struct, kw_only=True):
 @router.post("/apply-template", responses=returns(AppliedTemplate))
 async def apply_template(body: ApplyTemplateRequest, request: Request) -> Response:
     """The text of the prompt that /v1/chat/completions would give the model."""
-    state: ServerState = request.app.state.server
-    model = (await open_call(request, body.model)).model
+    call = await open_call(request, body.model)
+    state, model = call.state, call.model
     with naming(renaming(FIELD_NAMES)):
-        rendered = await state.prepare(render, model, body.conversation(), may_be_cut=True)
+        chat = body.chat(body.messages, body.callable_tools())
+        rendered = await state.prepare(render, model, chat, may_be_cut=True)
     return json_response(AppliedTemplate(rendered.text))
 
 

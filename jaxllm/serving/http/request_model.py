@@ -21,6 +21,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from jaxllm.errors import InvalidRequestError
+from jaxllm.requests.sampling import INT64_MAX, INT64_MIN
 from jaxllm.serving.http.json_body import Integers
 from jaxllm.wording import did_you_mean, shown
 
@@ -202,6 +203,17 @@ class KeepAliveFields(RequestModel):
 
     keep_alive: Annotated[float | None, BeforeValidator(seconds, json_schema_input_type=float | str | None)] = None
     """How long the model stays loaded after this request, as "10m", or seconds; 0: not at all, -1: for good."""
+
+
+class ScheduledFields(KeepAliveFields):
+    """How soon a request runs, and with whom it shares."""
+
+    priority: int = Field(default=0, ge=INT64_MIN, le=INT64_MAX)
+    """Lower runs earlier."""
+    cache_salt: str | None = Field(default=None, min_length=1)
+    """Only requests with the same salt share cached prefixes."""
+    user: str | None = None
+    """Accepted, without effect, as OpenAI documents it."""
 
 
 class ModelFields(RequestModel):

@@ -161,7 +161,7 @@ def _finite(logprob: float) -> float:
 
 
 class Timings(msgspec.Struct, kw_only=True):
-    """`prompt` is about the prompt's tokens that no cache held, `predicted` about the answer's behind its first.
+    """`prompt` is about the prompt's tokens that no cache held, `predicted` about the answer's after its first.
 
     Times are in milliseconds, and null while nothing has been measured. `queue_ms` and `padding_n` are ours: how long
     the request waited for its first step, and its share of the padding rows that its steps ran, known at its end, as

@@ -308,7 +308,7 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
 
 
 class RenderedPrompt(msgspec.Struct, kw_only=True):
-    """What /v1/chat/completions/render answers: the prompt as text and as token ids."""
+    """The answer of /v1/chat/completions/render: the prompt as text and as token ids."""
 
     prompt: str
     prompt_token_ids: list[int]

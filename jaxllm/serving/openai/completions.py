@@ -187,10 +187,11 @@ def completion_prompts(model: ServedModel, body: CompletionRequest, settings: Ge
     params = sampling_params(model, settings, structured_outputs=body.constraint())
     prompts = []
     for prompt in body.prompts:
-        token_ids = prompt
         if isinstance(prompt, str):
             may_be_cut, special = body.truncate_prompt_tokens is not None, body.add_special_tokens
             token_ids = model.encode(prompt, Place("prompt"), add_special_tokens=special, may_be_cut=may_be_cut)
+        else:
+            token_ids = prompt
         own = with_completion_markers(model, params, token_ids)
         ready = fitted(model, token_ids, own, settings, Place("prompt"))
         if body.echo and model.engine.tokenizer is not None:  # else all texts are empty
@@ -204,10 +205,7 @@ def completion_prompts(model: ServedModel, body: CompletionRequest, settings: Ge
 
 
 class CompletionWriter(ChunkWriter[TokenDelta]):
-    """A whole completion, or the chunks of its stream, with its prompt in front of each choice when echoed.
-
-    The last chunk of a choice carries its finish reason.
-    """
+    """A whole completion, or the chunks of its stream, of which a choice's last carries its finish reason."""
 
     def __init__(self, body: CompletionRequest, generation: Generation, call: Call):
         self._body = body

@@ -29,7 +29,7 @@ class KVTransferParams(RequestModel):
     remote_request_id: str | None = Field(default=None, max_length=MAX_HOST)
     """Accepted, without effect: pages are found by what the prompt is."""
     remote_host: str | None = Field(default=None, max_length=MAX_HOST, pattern="^[!-~]+$")
-    """Where that server gives pages."""
+    """The host at which that server gives pages."""
     remote_port: int | None = Field(default=None, ge=1, le=65535)
     """At which port."""
     remote_block_ids: list[int] | None = Field(default=None, max_length=MAX_PAGES)
@@ -52,7 +52,7 @@ class KVTransferParams(RequestModel):
         return self
 
     def hand_over(self) -> HandOver | None:
-        """What is asked of the engine; None where nothing is."""
+        """The request to the engine; None where there is none."""
         if self.do_remote_decode:
             return HandOver()
         if not self.do_remote_prefill:
@@ -75,7 +75,7 @@ class KVTransferAnswer(msgspec.Struct, kw_only=True):
 
 
 def kv_transfer_answer(generation: Generation) -> KVTransferAnswer | msgspec.UnsetType:
-    """Where the pages of a prompt are that was computed for another server; nothing of other requests."""
+    """The place of the pages of a prompt that was computed for another server; unset for other requests."""
     found = generation.handed_on
     if found is None:
         return msgspec.UNSET

@@ -28,7 +28,7 @@ from jaxllm.wording import shown
 
 class FunctionDefinition(RequestModel):
     name: str = Field(pattern=TOOL_NAME)
-    """What the model calls the function by."""
+    """The model's name for the function."""
     description: str | None = None
     """Tells the model what the function is for."""
     parameters: dict[str, Any] | None = None
@@ -130,7 +130,7 @@ class ToolFields(RequestModel):
             raise InvalidRequestError([place, f" names {shown(unknown)}; {known}"])
 
     def choice(self) -> conversation.ToolChoice:
-        """What matters only where there are tools to call."""
+        """The choice; it matters only where there are tools to call."""
         match self.tool_choice:
             case NamedToolChoice(function=function):
                 return NamedTool(function.name)
@@ -171,10 +171,10 @@ class HistoryToolCall(RequestModel):
     """A call that the assistant made earlier."""
 
     id: str = Field(min_length=1)
-    """What a tool message names it by."""
+    """The name that a tool message has for it."""
     type: Literal["function"] = "function"
     function: FunctionCall
-    """What was called."""
+    """The function that was called."""
     index: int | None = None
     """Accepted, without effect: stream chunks number their calls with it."""
 
@@ -211,7 +211,7 @@ class ChatMessageParam(Cacheable):
     tool_call_id: str | None = None
     """Of a tool message: the call it answers."""
     refusal: str | None = None
-    """What an assistant's message says instead of content."""
+    """The words of an assistant's message instead of content."""
     reasoning_content: str | None = None
     """The assistant's earlier reasoning, given to templates that show it."""
     reasoning: str | None = None
@@ -309,7 +309,7 @@ class TemplateFields(RequestModel):
         return self.thinking.budget_tokens if isinstance(self.thinking, Thinking) else None
 
     def rendering(self, *, special_tokens: bool = False) -> Rendering:
-        """How the messages are rendered. Raises InvalidRequestError naming the field."""
+        """The way in which the messages are rendered. Raises InvalidRequestError naming the field."""
         opens = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
         thinks = self.thinking.type != "disabled" if isinstance(self.thinking, Thinking) else self.thinking
         return Rendering(
@@ -322,6 +322,16 @@ class TemplateFields(RequestModel):
             special_tokens=special_tokens,
         )
 
+    def chat(
+        self, messages: Sequence[ChatMessageParam], tools: Sequence[Tool] = (), *, special_tokens: bool = False
+    ) -> conversation.Conversation:
+        """Messages as a conversation that is rendered and not answered. Raises InvalidRequestError: see FIELD_NAMES."""
+        return conversation.Conversation(
+            messages=[message.message() for message in messages],
+            tools=list(tools),
+            rendering=self.rendering(special_tokens=special_tokens),
+        )
+
 
 FIELD_NAMES = {"call_id": "tool_call_id"}
-"""What the fields of a Conversation are called here."""
+"""The names that the fields of a Conversation have here."""

@@ -22,11 +22,11 @@ router = APIRouter(route_class=JSONRoute, tags=["models"])
 
 
 class ModelStatus(msgspec.Struct, kw_only=True):
-    """Whether a model is loaded; one that is not is loaded by the first request for it."""
+    """The state of a model; one that is not loaded is loaded by the first request for it."""
 
     value: ModelState
     doing: str | UnsetType = UNSET
-    """What goes on while it loads, in words."""
+    """The work that goes on while it loads, in words."""
     done: int | UnsetType = UNSET
     """Parts of that which are done."""
     total: int | UnsetType = UNSET

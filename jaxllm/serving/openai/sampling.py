@@ -12,8 +12,6 @@ from jaxllm.config.server import ServerConfig
 from jaxllm.engine.doors.beams import MAX_BEAM_WIDTH, BeamSearchParams
 from jaxllm.requests.sampling import (
     INT32_MAX,
-    INT64_MAX,
-    INT64_MIN,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -25,10 +23,10 @@ from jaxllm.serving import generation
 from jaxllm.serving.generation import GenerationSettings
 from jaxllm.serving.http.request_model import (
     MAX_LABEL_LENGTH,
-    KeepAliveFields,
     Label,
     RequestModel,
     Rule,
+    ScheduledFields,
     check_equal,
     check_rules,
     refuse,
@@ -81,7 +79,7 @@ def _token_ids(value: Any) -> Any:
     return {int(key): bias for key, bias in value.items()}
 
 
-class SamplingFields(RequestModel):
+class SamplingFields(ScheduledFields):
     """How tokens are chosen, and until when; ranges are those of SamplingParams."""
 
     frequency_penalty: float | None = None
@@ -118,10 +116,6 @@ class SamplingFields(RequestModel):
     """max_thinking_tokens by vLLM's name; -1 sets no bound."""
     skip_special_tokens: bool | None = None
     """Leave special tokens out of the text; true by default."""
-    priority: int = Field(default=0, ge=INT64_MIN, le=INT64_MAX)
-    """Lower runs earlier."""
-    cache_salt: str | None = Field(default=None, min_length=1)
-    """Only requests with the same salt share cached prefixes."""
     timings_per_token: bool = False
     """Tell in `timings` how long the request waited and its prompt and answer have taken; as llama.cpp. Each chunk of a
     stream has it, of a response's stream the last event."""
@@ -163,8 +157,14 @@ class StreamOptions(RequestModel):
 
 _RULES = (
     Rule(lambda body: not body.stream, {"stream_options": (StreamOptions(),)}, "needs stream to be true"),
-    Rule(lambda body: body.stream, {"prompt_logprobs": ()}, "is not available in a stream"),
-    Rule(lambda body: body.stream, {"use_beam_search": (False,)}, "is not available in a stream"),
+    Rule(
+        lambda body: body.stream, {"prompt_logprobs": (), "use_beam_search": (False,)}, "is not available in a stream"
+    ),
+    Rule(
+        lambda body: body.stream and body.num_generated > body.n,
+        {"best_of": ()},
+        "above n is not available in a stream",
+    ),
     Rule(
         lambda body: body.use_beam_search,
         {
@@ -183,7 +183,7 @@ _RULES = (
 )  # fmt: skip
 
 
-class GenerationRequest(SamplingFields, StructuredFields, KeepAliveFields):
+class GenerationRequest(SamplingFields, StructuredFields):
     """The fields that chat and text completions share."""
 
     model: str | None = None
@@ -197,12 +197,10 @@ class GenerationRequest(SamplingFields, StructuredFields, KeepAliveFields):
     stream: bool = False
     """Send the answer as server-sent events while it is generated."""
     stream_options: StreamOptions | None = None
-    """What the stream tells besides; needs stream."""
-    user: str | None = None
-    """Accepted, without effect, as OpenAI documents it."""
+    """Further things that the stream tells; needs stream."""
 
     repeat_last_n: int | None = None
-    """How many of the last tokens the three penalties look at: -1 all, the default, and 0 none."""
+    """The number of the last tokens that the three penalties look at: -1 all, the default, and 0 none."""
     allowed_token_ids: list[int] | None = None
     """Only these tokens may be generated."""
     bad_words: Annotated[list[str] | None, _at_most(MAX_BAD_WORDS)] = None
@@ -270,37 +268,25 @@ class GenerationRequest(SamplingFields, StructuredFields, KeepAliveFields):
         return self
 
     @model_validator(mode="after")
-    def _stream_fields(self) -> GenerationRequest:
+    def _fields_together(self) -> Self:
         check_rules(self, _RULES)
         if self.truncate_prompt_tokens == 0:
             raise refuse("truncate_prompt_tokens is 0; it must be -1, or 1 or more", "truncate_prompt_tokens")
-        if self.use_beam_search:
-            self._check_beams()
-        if self.num_generated < self.n:
-            raise refuse(f"best_of is {self.best_of} and n is {self.n}; best_of must be at least n", "best_of")
-        if self.stream and self.num_generated > self.n:
-            raise refuse("best_of above n is not available in a stream", "best_of")
-        self._check_transfer()
-        return self
-
-    def _check_transfer(self) -> None:
-        asked = None if self.kv_transfer_params is None else self.kv_transfer_params.hand_over()
-        if asked is None:
-            return
-        if self.use_beam_search:
-            raise refuse("kv_transfer_params is not available with use_beam_search", "kv_transfer_params")
-        if asked.hands_on and self.stream:
-            raise refuse("stream is true; with kv_transfer_params.do_remote_decode it must be false", "stream")
-        if asked.hands_on and self.num_generated > 1:
-            name = "n" if self.best_of is None else "best_of"
-            raise refuse(f"{name} is {self.num_generated}; with kv_transfer_params.do_remote_decode it must be 1", name)
-
-    def _check_beams(self) -> None:
-        if self.num_generated > MAX_BEAM_WIDTH:
-            name = "n" if self.best_of is None else "best_of"
-            raise refuse(f"{name} is {self.num_generated}; with beam search it may be {MAX_BEAM_WIDTH}", name)
-        if self.constraint_field is not None:
+        count, name = self.num_generated, "n" if self.best_of is None else "best_of"
+        if self.use_beam_search and count > MAX_BEAM_WIDTH:
+            raise refuse(f"{name} is {count}; with beam search it may be {MAX_BEAM_WIDTH}", name)
+        if self.use_beam_search and self.constraint_field is not None:
             raise refuse(f"{self.constraint_field} is not available with use_beam_search", self.constraint_field)
+        if count < self.n:
+            raise refuse(f"best_of is {self.best_of} and n is {self.n}; best_of must be at least n", "best_of")
+        asked = None if self.kv_transfer_params is None else self.kv_transfer_params.hand_over()
+        if asked is not None and self.use_beam_search:
+            raise refuse("kv_transfer_params is not available with use_beam_search", "kv_transfer_params")
+        if asked is not None and asked.hands_on and self.stream:
+            raise refuse("stream is true; with kv_transfer_params.do_remote_decode it must be false", "stream")
+        if asked is not None and asked.hands_on and count > 1:
+            raise refuse(f"{name} is {count}; with kv_transfer_params.do_remote_decode it must be 1", name)
+        return self
 
     def sampling(self) -> dict[str, Any]:
         kept = {"include_stop_str_in_output": True} if self.no_stop_trim else {}
@@ -354,7 +340,7 @@ _SAMPLING_FIELDS = (
 
 
 def stream_options(asked: StreamOptions | None, config: ServerConfig) -> StreamOptions:
-    """What a stream tells besides: what was asked for, or all of it where the server always sends the usage."""
+    """The options that were asked for, or all of them where the server always sends the usage."""
     if config.enable_force_include_usage:
         return StreamOptions(include_usage=True, continuous_usage_stats=True)
     return asked or StreamOptions()
@@ -363,7 +349,7 @@ def stream_options(asked: StreamOptions | None, config: ServerConfig) -> StreamO
 def chunk_usage(
     options: StreamOptions, usage: Callable[[], generation.Usage]
 ) -> CompletionUsage | msgspec.UnsetType | None:
-    """What every chunk but the last says of the usage: what it is so far, that it comes later, or nothing."""
+    """The usage in every chunk but the last: the usage so far, null where it comes later, or unset."""
     if options.continuous_usage_stats:
         return usage_object(usage())
     return None if options.include_usage else msgspec.UNSET
@@ -378,7 +364,7 @@ class CompletionTokensDetails(msgspec.Struct):
     accepted_prediction_tokens: int = 0
     """Tokens tried ahead that were what the model chose: of a prediction, or from wherever else the engine drafts."""
     rejected_prediction_tokens: int = 0
-    """Those that were not. They are no part of completion_tokens."""
+    """Tokens tried ahead that were not. They are no part of completion_tokens."""
 
 
 class CompletionUsage(msgspec.Struct, kw_only=True):

@@ -39,7 +39,7 @@ class JSONSchema(RequestModel):
     description: str | None = None
     """Accepted, without effect: the model does not see it."""
     schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
-    """What the answer must match; by default any JSON object."""
+    """The schema that the answer must match; by default any JSON object will do."""
     strict: bool | None = None
     """Accepted, without effect: the answer matches the schema in any case."""
 
@@ -70,9 +70,9 @@ class Structure(RequestModel):
     begin: str = Field(min_length=1)
     """Text before the JSON."""
     schema_: dict[str, Any] | bool = Field(alias="schema")
-    """What the JSON matches."""
+    """The schema that the JSON matches."""
     end: str
-    """Text behind the JSON."""
+    """Text after the JSON."""
 
 
 class StructuralTagFormat(RequestModel):
@@ -82,7 +82,7 @@ class StructuralTagFormat(RequestModel):
 
     type: Literal["structural_tag"]
     structures: list[Structure] = Field(min_length=1, max_length=MAX_STRUCTURES)
-    """What may follow a trigger."""
+    """The structures that may follow a trigger."""
     triggers: list[str] = Field(min_length=1, max_length=MAX_STRUCTURES)
     """Texts that begin a structure; each structure's begin starts with one."""
 

@@ -8,7 +8,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import model_validator
 
-from jaxllm.chat.conversation import Conversation, naming, renaming
+from jaxllm.chat.conversation import naming, renaming
 from jaxllm.chat.prompt import render
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.serving.access.keys import tenant_of
@@ -47,14 +47,6 @@ class TokenizeRequest(ModelFields, TemplateFields, ToolFields):
         if self.add_special is not None and self.content is None:
             raise refuse("add_special goes with content; use add_special_tokens", "add_special")
         return self
-
-    def conversation(self) -> Conversation:
-        """The chat that is to be tokenized. Raises InvalidRequestError: see FIELD_NAMES."""
-        return Conversation(
-            messages=[message.message() for message in self.messages or ()],
-            tools=self.callable_tools(),
-            rendering=self.rendering(special_tokens=self.special_tokens),
-        )
 
     @property
     def special_tokens(self) -> bool:
@@ -105,7 +97,8 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     state, model = call.state, call.model
     if body.messages is not None:
         with naming(renaming(FIELD_NAMES)):
-            tokens = (await state.prepare(render, model, body.conversation(), may_be_cut=True)).token_ids
+            chat = body.chat(body.messages, body.callable_tools(), special_tokens=body.special_tokens)
+            tokens = (await state.prepare(render, model, chat, may_be_cut=True)).token_ids
     else:
         name, text = ("content", body.content) if body.prompt is None else ("prompt", body.prompt)
         tokens = await state.offload(

@@ -46,10 +46,7 @@ class PoolingUsage(msgspec.Struct, kw_only=True):
 
 
 class PoolingRun:
-    """One HTTP request's prompts, with the adapter that it names; `run` is called once.
-
-    Raises InvalidRequestError for a priority that its tenant may not have.
-    """
+    """One request's prompts, for one `run`. Raises InvalidRequestError for a priority that its tenant may not have."""
 
     def __init__(self, request: Request, call: Call, fields: PoolingFields, kind: str):
         self.id = f"{kind}-{fields.request_id or uuid.uuid4().hex}"
@@ -71,11 +68,8 @@ class PoolingRun:
     ) -> list[np.ndarray]:
         """The values of every prompt, in order. `second_texts` are `AsyncLLM.pool`'s.
 
-        Raises:
-            ClientDisconnected: the client went away first; the engine stops then.
-            APIError: the error that it was aborted with, or 429 when the key has fewer tokens left than the prompts
-                have.
-            The engine's own errors: InvalidRequestError, QueueFullError, EngineDeadError, JaxLLMError.
+        Raises ClientDisconnected where the client went away first; APIError, the error that it was aborted with, or 429
+        when the key has fewer tokens left than the prompts have; and the engine's own errors.
         """
         asked = self._usage = ModelCall(operation="embed", model=self.model.names[0], clock=Clock(time.time()))
         tokens = sum(map(len, prompts))
@@ -136,7 +130,8 @@ async def input_prompts(run: PoolingRun, body: InputFields) -> list[list[int]]:
         return await run.state.offload(_input_prompts, run.model, body)
     with naming(renaming(FIELD_NAMES)):
         may_be_cut = body.truncate_prompt_tokens is not None
-        rendered = await run.state.prepare(render, run.model, body.conversation(), may_be_cut=may_be_cut)
+        chat = body.chat(body.messages, special_tokens=bool(body.add_special_tokens))
+        rendered = await run.state.prepare(render, run.model, chat, may_be_cut=may_be_cut)
     kept = cut(rendered.token_ids, kept_tokens(run.model, body), body.truncation_side)
     return [check_length(run.model, kept, "messages")]
 
@@ -191,8 +186,7 @@ def check_length(model: ServedModel, ids: list[int], source: str) -> list[int]:
 def score_method(config: ModelConfig, tasks: ModelTasks) -> Method:
     """The server's setting, or what suits the model: its head's classes, the prompt it was trained with, or cosine.
 
-    Raises:
-        ConfigError: the setting does not suit the model, or that of pooling does not.
+    Raises ConfigError where this setting, or that of pooling, does not suit the model.
     """
     if tasks.projects and config.pooling not in ("auto", tasks.pooling):
         raise ConfigError(
@@ -212,8 +206,7 @@ def score_method(config: ModelConfig, tasks: ModelTasks) -> Method:
 async def score_pairs(run: PoolingRun, pairs: list[Pair], body: ComparisonFields) -> list[float]:
     """A score for each pair: a probability, or with cosine a number from -1 to 1.
 
-    Raises:
-        InvalidRequestError: a field does not suit how this model compares; APIError: a text is too long.
+    Raises InvalidRequestError where a field does not suit how this model compares, APIError where a text is too long.
     """
     model, offload = run.model, run.state.offload
     method = score_method(model.config, run.tasks)
@@ -244,10 +237,7 @@ def activate(logits: np.ndarray, activation: Activation) -> np.ndarray:
 
 
 async def class_scores(run: PoolingRun, body: InputFields, *, raw: bool) -> list[np.ndarray]:
-    """The probabilities of each input's classes, or with `raw` the head's own scores.
-
-    Raises InvalidRequestError when the model has no classification head.
-    """
+    """Each input's class probabilities, or `raw` scores. Raises InvalidRequestError without a classification head."""
     if not run.tasks.labels:
         name = run.call.name
         raise InvalidRequestError(f"model {name!r} has no classification head, so it cannot classify", "model")

@@ -153,13 +153,13 @@ class CohereEmbedRequest(ModelFields):
     }  # fmt: skip
 
     texts: list[str] | None = Field(default=None, min_length=1, max_length=MAX_INPUTS)
-    """What to make vectors of."""
+    """The texts to make vectors of."""
     inputs: list[CohereInput] | None = Field(default=None, min_length=1, max_length=MAX_INPUTS)
     """The same, each text as a list of parts."""
     input_type: Literal["search_document", "search_query", "classification", "clustering"] | None = None
     """Puts the model's own prompt for queries or documents before a text, where its files have one; else no effect."""
     embedding_types: list[EmbeddingType] = Field(default=["float"], min_length=1, max_length=4)
-    """How vectors are written: numbers, base64 of float32, or a bit a number, in bytes with a sign or without."""
+    """The forms of vectors: numbers, base64 of float32, or a bit a number, in bytes with a sign or without."""
     output_dimension: int | None = Field(default=None, ge=1)
     """Keep this many leading channels, for models that were trained for it (Matryoshka)."""
     max_tokens: int | None = Field(default=None, ge=1, le=INT32_MAX)
@@ -311,7 +311,7 @@ def written(vectors: list[np.ndarray], types: list[EmbeddingType]) -> CohereEmbe
 
 @scoring_router.post("/score", responses=returns(ScoreList))
 async def score(body: ScoreRequest, request: Request) -> Response:
-    """How well each text goes with the query."""
+    """A score of how well each text goes with the query."""
     call = await open_call(request, body.model, keep_alive=body.keep_alive)
     run = PoolingRun(request, call, body, "score")
     scores = await score_pairs(run, body.pairs, body)

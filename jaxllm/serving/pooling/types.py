@@ -10,14 +10,13 @@ import ml_dtypes
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
-from jaxllm.chat.conversation import Conversation
-from jaxllm.requests.sampling import INT32_MAX, INT64_MAX, INT64_MIN
+from jaxllm.requests.sampling import INT32_MAX
 from jaxllm.serving.http.request_model import (
-    KeepAliveFields,
     Label,
     ModelFields,
     RequestModel,
     Rule,
+    ScheduledFields,
     are_integers,
     check_rules,
     refuse,
@@ -37,19 +36,13 @@ DTYPES: Mapping[EmbedDtype, Any] = {
 }  # fmt: skip
 
 
-class PoolingFields(ModelFields, KeepAliveFields):
+class PoolingFields(ModelFields, ScheduledFields):
     """Which model, how much of a text, and when."""
 
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT32_MAX)
     """Cut longer inputs to this many tokens; -1 cuts to the context. Without it they are refused."""
-    priority: int = Field(default=0, ge=INT64_MIN, le=INT64_MAX)
-    """Lower runs earlier."""
     request_id: str | None = Label
     """Becomes part of the response's id."""
-    cache_salt: str | None = Field(default=None, min_length=1)
-    """Only requests with the same salt share cached prefixes."""
-    user: str | None = None
-    """Accepted, without effect, as OpenAI documents it."""
 
     @field_validator("truncate_prompt_tokens")
     @classmethod
@@ -60,17 +53,17 @@ class PoolingFields(ModelFields, KeepAliveFields):
 
 
 class InputFields(TemplateFields, PoolingFields):
-    """What to look at: `input`, or a chat as `messages`."""
+    """The texts to look at: `input`, or a chat as `messages`."""
 
     called: ClassVar[Mapping[str, str]] = {}
-    """What errors call a field where the request came in another API's words."""
+    """The names of fields in errors where the request came in another API's words."""
 
     input: str | list[str] | list[int] | list[list[int]] | None = None
     """One text or one list of token ids, or a list of either."""
     messages: Messages | None = None
     """A chat, rendered through the template and taken as one text."""
     prompt_name: str | None = None
-    """What the model wants before a text, by its name in config_sentence_transformers.json; by default as that says."""
+    """The prompt before each text, by its name in config_sentence_transformers.json; by default as that says."""
     add_special_tokens: bool | None = None
     """Add the tokenizer's special tokens, such as the one that ends a text; true for text, false for a chat."""
     add_generation_prompt: bool | None = False
@@ -104,13 +97,6 @@ class InputFields(TemplateFields, PoolingFields):
             raise refuse(f"input has {len(self.inputs)} entries; at most {MAX_INPUTS}", "input")
         return self
 
-    def conversation(self) -> Conversation:
-        """The chat that is to be looked at. Raises InvalidRequestError: see FIELD_NAMES of openai.messages."""
-        return Conversation(
-            messages=[message.message() for message in self.messages or ()],
-            rendering=self.rendering(special_tokens=bool(self.add_special_tokens)),
-        )
-
     @property
     def inputs(self) -> list[str | list[int]]:
         """One entry a text; none where there are messages."""
@@ -131,7 +117,7 @@ _ENCODING_RULES = (
 
 
 class EncodingFields(RequestModel):
-    """How vectors are written."""
+    """The form of vectors."""
 
     encoding_format: Literal["float", "base64"] = "float"
     """Numbers, or base64 of little-endian float32."""
@@ -208,7 +194,7 @@ Text = str | TextDocument
 
 
 class ComparisonFields(PoolingFields):
-    """How two texts are compared."""
+    """The way in which two texts are compared."""
 
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_POOLING | {
         "chat_template_kwargs", "max_chunks_per_doc", "rank_fields", "truncation_side",
@@ -224,7 +210,7 @@ class ComparisonFields(PoolingFields):
     """False gives the raw score, before it is made a probability."""
 
     def named_texts(self) -> dict[str, str]:
-        """Where each of the texts is in the request, such as documents[2]; of equal ones the first."""
+        """The place of each text in the request, such as documents[2]; of equal ones the first."""
         raise NotImplementedError
 
 
@@ -269,9 +255,9 @@ class ScoreRequest(ComparisonFields):
 
 class DocumentRerankRequest(ComparisonFields):
     query: str
-    """What to look for."""
+    """The text to look for."""
     documents: list[Text] | None = Field(default=None, min_length=1, max_length=MAX_INPUTS)
-    """Where to look: texts, or objects with a `text`."""
+    """The texts to rank, or objects with a `text`."""
     top_n: int = Field(default=0, ge=0)
     """Return only this many of the best; 0 returns all."""
     return_documents: bool | None = None

@@ -37,7 +37,7 @@ class InputText(RequestModel):
 
     type: Literal["input_text"]
     text: str
-    """What the user says, or a function returned."""
+    """The words of the user, or the result of a function."""
 
 
 class OutputTextPart(RequestModel):
@@ -45,7 +45,7 @@ class OutputTextPart(RequestModel):
 
     type: Literal["output_text"]
     text: str
-    """What the model said."""
+    """The words of the model."""
     annotations: list[dict[str, Any]] | None = None
     """Sent back as they came; the model does not see them."""
     logprobs: list[dict[str, Any]] | None = None
@@ -146,13 +146,13 @@ class FunctionCallItem(FunctionCall, InputItem):
 
     type: Literal["function_call"]
     call_id: str = Field(min_length=1)
-    """What its output names it by."""
+    """The name that its output has for it."""
     status: ItemStatus | None = None
     """Sent back as it came."""
 
 
 class FunctionCallOutputItem(InputItem):
-    """What a function returned."""
+    """The result of a function."""
 
     unsupported: ClassVar[frozenset[str]] = frozenset({"caller", "name", "namespace"})
 
@@ -201,9 +201,9 @@ class ListedToolItem(RequestModel):
     input_schema: dict[str, Any]
     """JSON schema of its arguments."""
     description: str | None = None
-    """What the server says of it."""
+    """The server's description of it."""
     annotations: dict[str, Any] | None = None
-    """What else the server says of it."""
+    """The server's further remarks on it."""
 
 
 class McpListToolsItem(InputItem):
@@ -229,9 +229,9 @@ class McpCallItem(InputItem):
     arguments: str
     """JSON text of an object."""
     output: str | None = None
-    """What the tool returned."""
+    """The tool's result."""
     error: dict[str, Any] | None = None
-    """What went wrong instead."""
+    """The error instead of a result."""
     approval_request_id: str | None = None
     """Of the request that was approved."""
     status: CallStatus | None = None
@@ -243,7 +243,7 @@ class McpApprovalRequestItem(InputItem):
 
     type: Literal["mcp_approval_request"]
     id: str = Field(min_length=1, max_length=MAX_ID)
-    """What its answer names it by."""
+    """The name that its answer has for it."""
     server_label: str
     """Of the server that would run it."""
     name: str

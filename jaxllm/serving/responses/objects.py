@@ -60,7 +60,7 @@ class ListedTool(msgspec.Struct, kw_only=True):
 
 
 class OutputMcpListTools(msgspec.Struct, kw_only=True, tag_field="type", tag="mcp_list_tools"):
-    """What a tool server offers, or why it could not be asked."""
+    """The tools of a server, or the reason why it could not be asked."""
 
     id: str
     server_label: str
@@ -165,7 +165,7 @@ class Response(msgspec.Struct, kw_only=True):
     """With timings_per_token: of all that the model has said, together."""
     user: str | None
     warnings: list[str] | UnsetType = UNSET
-    """What the request sent in vain, on a server that accepts unknown fields."""
+    """The fields sent in vain, on a server that accepts unknown ones."""
 
 
 class DeletedResponse(msgspec.Struct):
@@ -277,7 +277,7 @@ _EVENTS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
 )
 """The name of each event, that of its schema, and its fields after the number."""
 
-EVENTS: dict[str, type[ResponseEvent]] = {
+EVENTS: dict[str, Any] = {
     name: msgspec.defstruct(schema, fields, bases=(ResponseEvent,), kw_only=True, tag=name)
     for name, schema, fields in _EVENTS
 }

@@ -13,7 +13,7 @@ from jaxllm.chat.conversation import MAX_TOOLS
 from jaxllm.mcp.settings import LABEL, ServerSettings
 from jaxllm.mcp.tools import ServerTool
 from jaxllm.requests.sampling import MAX_LOGPROBS
-from jaxllm.serving.http.request_model import KeepAliveFields, ModelFields, RequestModel, Rule, check_rules, refuse
+from jaxllm.serving.http.request_model import ModelFields, RequestModel, Rule, check_rules, refuse
 from jaxllm.serving.openai.messages import FunctionDefinition
 from jaxllm.serving.openai.sampling import SamplingFields, TokenLimit
 from jaxllm.serving.openai.structured import JSONObjectFormat, TextFormat
@@ -118,20 +118,14 @@ class McpTool(RequestModel):
         return self
 
     def allows(self, tool: ServerTool) -> bool:
-        match self.allowed_tools:
-            case None:
-                return True
-            case ToolFilter() as some:
-                return some.fits(tool)
-            case names:
-                return tool.name in names
+        if isinstance(self.allowed_tools, ToolFilter):
+            return self.allowed_tools.fits(tool)
+        return self.allowed_tools is None or tool.name in self.allowed_tools
 
     def asks_approval(self, tool: ServerTool) -> bool:
-        match self.require_approval:
-            case ApprovalFilters() as filters:
-                return filters.asks(tool)
-            case word:
-                return word == "always"
+        if isinstance(self.require_approval, ApprovalFilters):
+            return self.require_approval.asks(tool)
+        return self.require_approval == "always"
 
     def settings(self) -> ServerSettings:
         """The settings with which server_url is reached."""
@@ -186,13 +180,13 @@ def _check_metadata(value: dict[str, str]) -> dict[str, str]:
     return value
 
 
-Metadata = Annotated[dict[str, str], AfterValidator(_check_metadata)]
+ObjectMetadata = Annotated[dict[str, str], AfterValidator(_check_metadata)]
 
 
 class MetadataFields(RequestModel):
-    """What the caller attaches to an object."""
+    """Words that the caller attaches to an object."""
 
-    metadata: Metadata | None = None
+    metadata: ObjectMetadata | None = None
     """Up to 16 strings by name, kept with the object."""
 
 
@@ -203,7 +197,7 @@ class TextSchemaFormat(RequestModel):
     name: str
     """Accepted, without effect: the model does not see it."""
     schema_: dict[str, Any] = Field(alias="schema")
-    """What the text matches."""
+    """The schema that the text matches."""
     description: str | None = None
     """Accepted, without effect: the model does not see it."""
     strict: bool | None = None
@@ -292,7 +286,7 @@ class ConversationParam(RequestModel):
 
 
 class PromptFields(ModelFields):
-    """What makes the prompt: the fields that creating a response and counting its input tokens share."""
+    """The fields that make the prompt, which creating a response and counting its input tokens share."""
 
     input: str | Annotated[list[AnyItem], Field(max_length=MAX_ITEMS)] | None = None
     """A user's message, or items; may be left out when the response continues something."""
@@ -310,9 +304,9 @@ class PromptFields(ModelFields):
     parallel_tool_calls: bool = True
     """Allow several calls in one response."""
     text: TextConfig | None = None
-    """How the text looks: free, or JSON."""
+    """The form of the text: free, or JSON."""
     reasoning: ReasoningConfig | None = None
-    """How much the model thinks, and how its reasoning is returned."""
+    """The amount of thinking, and the form in which reasoning is returned."""
     truncation: Literal["auto", "disabled"] = "disabled"
     """auto drops the oldest turns of a prompt that is longer than the context; disabled refuses it."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -322,7 +316,8 @@ class PromptFields(ModelFields):
     def _prompt_fields(self) -> PromptFields:
         if self.previous_response_id is not None and self.conversation is not None:
             raise refuse("previous_response_id and conversation cannot both be set", "previous_response_id")
-        if not self.input and not isinstance(self.input, str) and not self.continues:
+        continues = self.previous_response_id is not None or self.conversation is not None
+        if not self.input and not isinstance(self.input, str) and not continues:
             raise refuse("input is required unless previous_response_id or conversation is given", "input")
         for kind, names in (("name", self.function_names), ("server_label", self.server_labels)):
             first = {name: at for at, name in reversed(names.items())}
@@ -341,10 +336,6 @@ class PromptFields(ModelFields):
     def server_labels(self) -> dict[int, str]:
         """By the place in tools."""
         return {at: tool.server_label for at, tool in enumerate(self.tools) if isinstance(tool, McpTool)}
-
-    @property
-    def continues(self) -> bool:
-        return self.previous_response_id is not None or self.conversation is not None
 
     @property
     def conversation_id(self) -> str | None:
@@ -372,7 +363,7 @@ _RULES = (
 )
 
 
-class ResponseRequest(PromptFields, MetadataFields, SamplingFields, KeepAliveFields):
+class ResponseRequest(PromptFields, MetadataFields, SamplingFields):
     unsupported: ClassVar[frozenset[str]] = frozenset({
         "access_programs", "context_management", "image", "mm_processor_kwargs", "moderation", "prompt",
         "prompt_cache_options",
@@ -411,8 +402,6 @@ class ResponseRequest(PromptFields, MetadataFields, SamplingFields, KeepAliveFie
     """Accepted, without effect, as OpenAI documents it."""
     service_tier: Literal["auto", "default", "flex", "priority", "fast", "scale"] | None = None
     """Accepted, without effect: there is one tier, and the response says "default"."""
-    user: str | None = None
-    """Accepted, without effect, as OpenAI documents it."""
 
     @model_validator(mode="after")
     def _response_fields(self) -> ResponseRequest:
@@ -430,11 +419,11 @@ class InputTokensRequest(PromptFields):
 
 class ConversationRequest(MetadataFields):
     items: list[NewItem] = Field(default_factory=list, max_length=MAX_ITEMS)
-    """What the conversation begins with."""
+    """The items with which the conversation begins."""
 
 
 class ConversationUpdate(RequestModel):
-    metadata: Metadata
+    metadata: ObjectMetadata
     """Replaces what is there."""
 
 

@@ -43,7 +43,7 @@ conversations_router = APIRouter(route_class=JSONRoute, tags=["conversations"])
 
 MAX_PAGE = 100
 
-After = Annotated[str | None, Query(description="The id of the item behind which the page begins.")]
+After = Annotated[str | None, Query(description="The id of the item after which the page begins.")]
 Limit = Annotated[int, Query(ge=1, le=MAX_PAGE, description="Most items on a page.")]
 OrderQuery = Annotated[Literal["asc", "desc"], Query(description="asc is oldest first, desc newest first.")]
 Include = Annotated[
@@ -75,7 +75,7 @@ async def create_response(body: ResponseRequest, request: Request) -> HTTPRespon
 
 @router.post("/responses/input_tokens", responses=returns(InputTokens))
 async def count_input_tokens(body: InputTokensRequest, request: Request) -> HTTPResponse:
-    """How many tokens the prompt of a response would have."""
+    """The number of tokens that the prompt of a response would have."""
     call = await open_call(request, body.model)
     return json_response(InputTokens(await _responses(request).count_tokens(body, call)))
 
@@ -86,7 +86,7 @@ async def retrieve_response(
     request: Request,
     include: Include = None,
     stream: Annotated[bool, Query(description="Send the events of its stream.")] = False,
-    starting_after: Annotated[int | None, Query(ge=0, description="Only the events behind this number.")] = None,
+    starting_after: Annotated[int | None, Query(ge=0, description="Only the events after this number.")] = None,
     include_obfuscation: Annotated[bool, Query(description="Accepted, without effect: no event is padded.")] = False,
 ) -> HTTPResponse:
     """A stored response, or with `stream` its events, of one created with background and stream."""
@@ -138,7 +138,7 @@ async def list_input_items(
     limit: Limit = 20,
     order: OrderQuery = "desc",
 ) -> HTTPResponse:
-    """What a response was given, with the items of the responses that it continues."""
+    """The input of a response, with the items of the responses that it continues."""
     items = await _responses(request).store.input_items(response_id, tenant_of(request).name)
     return json_response(page(items, after=after, limit=limit, order=order))
 

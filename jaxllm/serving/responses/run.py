@@ -31,10 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class Replies:
-    """Begins replies to what a request brings, the end of its `context` being its `own`.
-
-    Raises InvalidRequestError for settings that are out of range.
-    """
+    """Begins replies to a `context` that ends with the request's `own`. Raises InvalidRequestError for bad settings."""
 
     def __init__(self, call: Call, body: ResponseRequest, context: Sequence[Item], own: Sequence[Item]):
         self.call = call
@@ -47,11 +44,9 @@ class Replies:
             self.params = sampling_params(call.model, generation_settings(body))
 
     async def begin(self, offer: Offer, output: Sequence[Item], num_generated: int) -> Reply:
-        """The reply to the request and to what the response has put out since, generating `num_generated` tokens.
+        """The reply to the request and to the response's `output` since, which has taken `num_generated` tokens.
 
-        The request has been accepted before this: a server that is stopping still answers.
-
-        With truncation auto, to as many of the latest turns as fit.
+        With truncation auto it is to as many of the latest turns as fit. A server that is stopping still answers.
         Raises InvalidRequestError naming the field; ContextLengthError where the prompt does not fit.
         """
         context = [*self.context, *output]
@@ -132,7 +127,7 @@ class ResponseRun(ReplyLoop[Iterable[ResponseEvent], OutputMcpCall]):
         self._store = store
         self._approved = approved
         self._goes_on = bool(approved)
-        """Whether calls have run, or are to run, whose results the model has yet to see."""
+        """True while calls have run, or are to run, whose results the model has yet to see."""
 
     async def __aenter__(self) -> ResponseRun:
         try:
@@ -153,10 +148,6 @@ class ResponseRun(ReplyLoop[Iterable[ResponseEvent], OutputMcpCall]):
         finally:
             self.model.running.discard(self)
             await self._toolbox.aclose()
-
-    async def begin_stored(self) -> None:
-        """Keep the response before it has run, as one that will be asked for by its id."""
-        await self._store.begin(self.response, self.replies.own, self.replies.call.tenant.name)
 
     async def to_end(self) -> Response:
         """The whole response, stored if it is to be. Raises what stops the generation."""
@@ -236,10 +227,7 @@ class ResponseRun(ReplyLoop[Iterable[ResponseEvent], OutputMcpCall]):
         return refused(f"no call is left: max_tool_calls is {self.most_calls}")
 
     async def _happenings(self, keep_alive: float | None = None) -> AsyncGenerator[Iterable[ResponseEvent], None]:
-        """Events as they happen; see EventWriter. Nothing after `keep_alive` seconds of silence.
-
-        Raises what stops the generation.
-        """
+        """Events as they happen; see EventWriter. Nothing after `keep_alive` seconds of silence."""
         told = [item for item in self.replies.context if item["type"] == "mcp_list_tools" and item["error"] is None]
         listed = {item["server_label"] for item in told}
         for listing in self._toolbox.listings:

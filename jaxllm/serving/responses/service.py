@@ -33,7 +33,7 @@ from jaxllm.serving.store.database import Database
 logger = logging.getLogger(__name__)
 
 STOPPING_SECONDS = 3.0
-"""How long aborted runs get to be stored when the server stops."""
+"""The time that aborted runs get to be stored when the server stops."""
 
 
 class BackgroundRun:
@@ -45,7 +45,7 @@ class BackgroundRun:
         self.task = asyncio.create_task(self._drive(stack))
 
     async def follow(self, starting_after: int, keep_alive: float) -> AsyncIterator[list[bytes]]:
-        """The events after number `starting_after`, up to the last; an empty list after so many seconds of silence."""
+        """The events after number `starting_after`; an empty list after `keep_alive` seconds of silence."""
         position = starting_after + 1
         while True:
             changed = self._changed
@@ -94,7 +94,7 @@ class BackgroundRuns:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(run.replies.call.again())
             await stack.enter_async_context(run)
-            await run.begin_stored()
+            await self._store.begin(run.response, run.replies.own, run.replies.call.tenant.name)
             active = BackgroundRun(run, stack.pop_all())
         response_id = run.response.id
         self._active[response_id] = active

@@ -52,7 +52,7 @@ class ResponseRow(Owned, Base):
 
 
 class ResponseItemRow(Base):
-    """One item: at the first positions those of the input, then those of the output."""
+    """One item, which goes with its response: at the first positions those of the input, then those of the output."""
 
     __tablename__ = "response_items"
 
@@ -98,11 +98,11 @@ class ResponseStore:
                 )
                 if await session.scalar(ended.returning(ResponseRow.id)) is None:
                     return
-                session.add_all(_item_rows(response.id, output, len(input_items), is_output=True))
             elif response.store:
                 session.add(_row(response, owner))
                 await session.flush()
                 session.add_all(_item_rows(response.id, input_items, 0, is_output=False))
+            if response.store:
                 session.add_all(_item_rows(response.id, output, len(input_items), is_output=True))
             if response.conversation is not None:
                 await append_items(session, response.conversation.id, [*input_items, *output])
@@ -130,9 +130,7 @@ class ResponseStore:
     async def delete(self, response_id: str, owner: str | None) -> None:
         """Raises 404 for an unknown id."""
         async with self._database.transaction() as session:
-            row = await _find_response(session, response_id, owner)
-            await session.execute(delete(ResponseItemRow).where(ResponseItemRow.response_id == response_id))
-            await session.delete(row)
+            await session.delete(await _find_response(session, response_id, owner))
 
     async def delete_before(self, time_of: int, most: int) -> int:
         """Forget up to `most` responses that were made before that time; how many there were.
@@ -147,12 +145,11 @@ class ResponseStore:
         )
         async with self._database.transaction() as session:
             ids = (await session.scalars(old.limit(most))).all()
-            await session.execute(delete(ResponseItemRow).where(ResponseItemRow.response_id.in_(ids)))
             await session.execute(delete(ResponseRow).where(ResponseRow.id.in_(ids)))
         return len(ids)
 
     async def renew(self, response_ids: Iterable[str]) -> set[str]:
-        """Extend the leases of responses that run here; returns those that somebody has ended or deleted."""
+        """Extend the leases of responses that run here; returns those that have been ended or deleted elsewhere."""
         wanted = set(response_ids)
         running = ResponseRow.id.in_(wanted) & ResponseRow.status.in_(RUNNING)
         async with self._database.transaction() as session:
@@ -160,10 +157,7 @@ class ResponseStore:
             return wanted - set(await session.scalars(select(ResponseRow.id).where(running)))
 
     async def input_items(self, response_id: str, owner: str | None) -> list[Item]:
-        """The input of a response: the items of those it continues, and its own. Raises 404.
-
-        Of a chain from which a response has been deleted, what came after that.
-        """
+        """The items of the responses that it continues, back to one that was deleted, and its own. Raises 404."""
         items, _ = await self._items(response_id, owner)
         return [item for item, own_output in items if not own_output]
 
@@ -280,7 +274,7 @@ class ConversationRow(Owned, Base):
 
 
 class ConversationItemRow(Base):
-    """One item; `number` is their order."""
+    """One item, which goes with its conversation; `number` is their order."""
 
     __tablename__ = "conversation_items"
     __table_args__ = (UniqueConstraint("conversation_id", "item_id"),)
@@ -321,18 +315,13 @@ class ConversationStore:
 
     async def delete(self, conversation_id: str, owner: str | None) -> None:
         async with self._database.transaction() as session:
-            await _find(session, conversation_id, owner, to_change=True)
-            await session.execute(
-                delete(ConversationItemRow).where(ConversationItemRow.conversation_id == conversation_id)
-            )
-            await session.execute(delete(ConversationRow).where(ConversationRow.id == conversation_id))
+            await session.delete(await _find(session, conversation_id, owner, to_change=True))
 
     async def delete_before(self, time_of: int, most: int) -> int:
         """Forget up to `most` conversations that were last used before that time; how many there were."""
         async with self._database.transaction() as session:
             old = select(ConversationRow.id).where(ConversationRow.used_at < time_of).limit(most).with_for_update()
             ids = (await session.scalars(old)).all()
-            await session.execute(delete(ConversationItemRow).where(ConversationItemRow.conversation_id.in_(ids)))
             await session.execute(delete(ConversationRow).where(ConversationRow.id.in_(ids)))
         return len(ids)
 
@@ -373,10 +362,7 @@ class ConversationStore:
 
 
 async def append_items(session: AsyncSession, conversation_id: str, items: Sequence[Item]) -> list[Item]:
-    """Put items at a conversation's end; an id that the conversation has already is replaced by a new one.
-
-    Does nothing for a conversation that has been deleted meanwhile.
-    """
+    """Put items at a conversation's end, unless it is deleted; an id that it has already is replaced by a new one."""
     conversation = await session.get(ConversationRow, conversation_id, with_for_update=True)
     if conversation is None:
         return []

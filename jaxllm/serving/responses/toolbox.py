@@ -29,7 +29,7 @@ from jaxllm.serving.state import ServerState
 from jaxllm.wording import shown
 
 READY_SECONDS = 30.0
-"""How long a response waits for a server that is not ready."""
+"""The time that a response waits for a server that is not ready."""
 
 MAX_BROUGHT = 16
 """Servers of a request's own."""
@@ -57,10 +57,8 @@ class Toolbox:
     """The servers in a request's tools, each with those of its tools that are allowed.
 
     Servers of the request's own are connected to by `open` and left by `aclose`. One that cannot be reached has a
-    listing that says so, and no tools.
-
-    Raises:
-        InvalidRequestError: no configured server has the label, or the request may not bring a server of its own.
+    listing that says so, and no tools. Raises InvalidRequestError where no configured server has the label, or the
+    request may not bring a server of its own.
     """
 
     def __init__(self, state: ServerState, model: ServedModel, body: PromptFields):
@@ -217,8 +215,7 @@ def make_offer(body: PromptFields, toolbox: Toolbox, *, forces: bool, runs: bool
             would call for ever.
         runs: this server may still call tools; without it only functions are offered.
 
-    Raises:
-        InvalidRequestError, APIError: there are too many tools, or none of those that must be called.
+    Raises InvalidRequestError or APIError where there are too many tools, or none of those that must be called.
     """
     choice = body.tool_choice
     if choice == "none":

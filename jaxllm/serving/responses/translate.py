@@ -39,7 +39,7 @@ class Spoken:
     def begins_anew(self, kind: str, *, answered: bool) -> bool:
         """Say whether an item of the model's starts a message of its own after this one.
 
-        Reasoning comes before text, text before calls; what follows calls that nobody has `answered` belongs to them.
+        Reasoning comes before text, text before calls; calls that have not been `answered` keep what follows them.
         """
         if self.message.calls:
             return answered
@@ -83,7 +83,7 @@ def spoken(items: Sequence[Item], special_tokens: Collection[str] = ()) -> list[
 
 
 def turns(items: Sequence[Item]) -> list[int]:
-    """The positions at which a conversation may be cut: where somebody other than the model begins to speak."""
+    """The positions at which a conversation may be cut: where the user begins to speak."""
     return [
         at
         for at, item in enumerate(items)

@@ -73,7 +73,7 @@ class EventWriter:
         self._offered = offered
         self._num_events = 0
         self._places: dict[str, int] = {}
-        """Where each item began, by its id; others may begin before it ends."""
+        """The place of each item in the output, by its id; others may begin before it ends."""
         self._open: OutputItem | None = None
         self._texts: list[str] = []
         self._logprobs: list[ChatTokenLogprob] = []
@@ -83,7 +83,7 @@ class EventWriter:
 
     @property
     def came_to_end(self) -> bool:
-        """Whether the last reply is whole."""
+        """True where the last reply is whole."""
         return self.finish_reason in ("stop", "tool_calls")
 
     def open(self) -> Iterator[ResponseEvent]:
@@ -219,12 +219,9 @@ class EventWriter:
             )
         elif offered.needs_approval:
             yield from self._close("completed")
-            self._open, self._held = (
-                OutputMcpApprovalRequest(
-                    id=new_id("mcpr"), server_label=offered.tool.server, name=offered.tool.name, arguments=""
-                ),
-                "",
-            )
+            server, tool = offered.tool.server, offered.tool.name
+            self._open = OutputMcpApprovalRequest(id=new_id("mcpr"), server_label=server, name=tool, arguments="")
+            self._held = ""
         else:
             call = _mcp_call(offered.tool.server, offered.tool.name)
             yield from self._begin(call)
@@ -250,31 +247,30 @@ class EventWriter:
         match item:
             case OutputMcpCall():
                 yield from self._close_call(item, text, status)
+                return
             case OutputMcpApprovalRequest():
                 yield from self._ask(item, text, status)
+                return
             case OutputMessage():
                 part = OutputText(text=text, logprobs=logprobs)
                 yield self._within(item, "response.output_text.done", text=text, logprobs=logprobs)
                 yield self._within(item, "response.content_part.done", part=part)
-                item.content, item.status = [part], status
-                yield self._end_item(item)
+                item.content = [part]
             case OutputReasoning() if self._body.summarizes:
-                summary = SummaryText(text)
+                item.summary = [SummaryText(text)]
                 yield self._within(item, "response.reasoning_summary_text.done", text=text)
-                yield self._within(item, "response.reasoning_summary_part.done", part=summary)
-                item.summary, item.status = [summary], status
-                yield self._end_item(item)
+                yield self._within(item, "response.reasoning_summary_part.done", part=item.summary[0])
             case OutputReasoning():
-                reasoning = ReasoningText(text)
+                item.content = [ReasoningText(text)]
                 yield self._within(item, "response.reasoning_text.done", text=text)
-                yield self._within(item, "response.content_part.done", part=reasoning)
-                item.content, item.status = [reasoning], status
-                yield self._end_item(item)
+                yield self._within(item, "response.content_part.done", part=item.content[0])
             case OutputFunctionCall():
                 item.arguments, self.asks_client = text, True
                 yield self._within(item, "response.function_call_arguments.done", name=item.name, arguments=text)
-                item.status = status
-                yield self._end_item(item)
+            case _:
+                return
+        item.status = status
+        yield self._end_item(item)
 
     def _close_call(self, call: OutputMcpCall, arguments: str, status: ItemStatus) -> Iterator[ResponseEvent]:
         call.arguments = arguments
@@ -334,7 +330,7 @@ class EventWriter:
         return self._event(name, item_id=item.id, output_index=self._places[item.id], **fields)
 
     def _event(self, name: str, /, **fields: Any) -> ResponseEvent:
-        event = EVENTS[name](sequence_number=self._num_events, **fields)
+        event: ResponseEvent = EVENTS[name](sequence_number=self._num_events, **fields)
         self._num_events += 1
         return event
 

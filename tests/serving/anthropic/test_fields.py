@@ -8,7 +8,7 @@ import pytest
 
 from jaxllm.chat.conversation import NamedTool, Tool
 from jaxllm.serving.anthropic.request import MessagesRequest
-from jaxllm.serving.anthropic.translate import conversation, messages
+from jaxllm.serving.anthropic.routes import conversation, messages
 from tests.serving.sending import HELLO
 
 

@@ -21,15 +21,11 @@ from jaxllm.serving.anthropic.message import (
     ThinkingBlock,
     ToolUseBlock,
     parse_input,
-)
-from jaxllm.serving.anthropic.request import MessagesRequest
-from jaxllm.serving.anthropic.translate import (
-    conversation,
-    generation_settings,
-    messages,
     template_call_id,
     tool_use_id,
 )
+from jaxllm.serving.anthropic.request import MessagesRequest
+from jaxllm.serving.anthropic.routes import conversation, generation_settings, messages
 
 WEATHER = {"name": "weather", "description": "Weather now", "input_schema": {"type": "object", "properties": {}}}
 CALL = {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Köln"}}

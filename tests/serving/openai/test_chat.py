@@ -220,7 +220,7 @@ def test_stop_in_every_shape(client: TestClient, engine: FakeEngine, sent: Any, 
 
 
 @pytest.mark.covers("GenerationRequest", "request_id")
-@pytest.mark.covers("SamplingFields", "priority", "cache_salt")
+@pytest.mark.covers("ScheduledFields", "priority", "cache_salt")
 def test_engine_extras_reach_the_engine(client: TestClient, engine: FakeEngine) -> None:
     body = post(client, priority=-3, cache_salt="mine", request_id="abc").json()
     assert engine.seen[0][2] == {"priority": -3, "cache_salt": "mine"}

@@ -251,7 +251,8 @@ def test_refusals(client: TestClient, engine: FakeEngine, fields: dict[str, Any]
     assert engine.pooled == []
 
 
-@pytest.mark.covers("PoolingFields", "priority", "request_id", "cache_salt")
+@pytest.mark.covers("PoolingFields", "request_id")
+@pytest.mark.covers("ScheduledFields", "priority", "cache_salt")
 def test_priority_and_salt_reach_the_engine(client: TestClient, engine: FakeEngine) -> None:
     response = client.post("/embeddings", json={"input": "a", "priority": 3, "cache_salt": "s", "request_id": "mine"})
     assert engine.pooled[0][2] == {"priority": 3, "cache_salt": "s"}

@@ -99,7 +99,8 @@ def test_json_object(sdk: Callable[..., Any]) -> None:
     assert engine.seen[-1][1].structured_outputs.json_object
 
 
-@pytest.mark.covers("SamplingFields", "cache_salt", "logit_bias", "priority", "seed", "stop", "top_k", "top_p")
+@pytest.mark.covers("SamplingFields", "logit_bias", "seed", "stop", "top_k", "top_p")
+@pytest.mark.covers("ScheduledFields", "cache_salt", "priority")
 def test_sampling_fields_reach_the_engine(post: Callable[..., Any], sdk: Callable[..., Any]) -> None:
     client, engine = sdk()
     extra = {"top_k": 7, "seed": 3, "stop": ["zz"], "logit_bias": {"65": -1}, "priority": 4, "cache_salt": "s"}
