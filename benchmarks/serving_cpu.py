@@ -30,8 +30,8 @@ def serve(port: int, steps_per_second: int) -> None:
     from jaxllm.engine.doors.process_client import ProcessClient
     from jaxllm.engine.start.tokenizer import resolve_tokenizer
     from jaxllm.serving.http.listening import bind
-    from jaxllm.serving.registry import single_model
     from jaxllm.serving.server import run_server
+    from jaxllm.serving.state import single_model
 
     config = ServeConfig(model=MODEL, port=port, seed=steps_per_second, log_level="warning")
     engine = (ProcessClient(config, main=paced_engine), resolve_tokenizer(config))

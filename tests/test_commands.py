@@ -19,7 +19,7 @@ import jaxllm.cli.settings
 from jaxllm.cli.main import app
 from jaxllm.cli.vllm_flags import translated
 from jaxllm.config import ModelConfig, ServeConfig
-from jaxllm.serving.loadable import LoadableModel
+from jaxllm.serving.served_model import LoadableModel
 from tests.serving.fake_engine import FakeEngine, app_of
 
 ROOT = Path(__file__).parents[1]

@@ -11,13 +11,20 @@ from typing import TYPE_CHECKING
 
 from jaxllm.config.parts import LoRAModule
 from jaxllm.engine.messages import EngineRequest
-from jaxllm.errors import EngineDeadError, Field, InvalidRequestError, JaxLLMError
+from jaxllm.errors import (
+    EngineDeadError,
+    Field,
+    InvalidRequestError,
+    JaxLLMError,
+)
 from jaxllm.requests.adapters import AdapterUse
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.tasks import PoolingParams
 
 if TYPE_CHECKING:
-    from jaxllm.engine.doors.async_llm import AsyncLLM
+    from jaxllm.engine.doors.async_llm import (
+        AsyncLLM,  # imports JAX, which a command line that is wrong need not wait for
+    )
 
 _ids = itertools.count(1)
 

@@ -17,41 +17,36 @@ from starlette.types import Scope
 
 from jaxllm.config.server import ServerConfig
 from jaxllm.config.values import comma_separated
-from jaxllm.serving import lora, status, training
+from jaxllm.serving import control, mcp, status
 from jaxllm.serving.access import usage
-from jaxllm.serving.access.audit import Audited
 from jaxllm.serving.access.usage import UsageStore
 from jaxllm.serving.anthropic import routes as anthropic
 from jaxllm.serving.batches import routes as batches
 from jaxllm.serving.batches.runner import Batches
 from jaxllm.serving.dialects import llama_cpp, sagemaker
-from jaxllm.serving.http.answers import install_openapi
-from jaxllm.serving.http.errors import install_error_handlers
-from jaxllm.serving.http.middleware import OriginGuard, ProxyPrefix, RequestIds, SameRoute
-from jaxllm.serving.http.reading import ContentEncoding
-from jaxllm.serving.http.records import Observer, Records, log_request
+from jaxllm.serving.http.answers import install_error_handlers, install_openapi
+from jaxllm.serving.http.middleware import ContentEncoding, OriginGuard, ProxyPrefix, RequestIds, SameRoute
 from jaxllm.serving.http.streaming import ClientDisconnected
-from jaxllm.serving.mcp import routes as mcp
 from jaxllm.serving.metrics import collector_registry
 from jaxllm.serving.openai import chat, completions, models, tokenize
 from jaxllm.serving.pooling import embeddings, scoring
 from jaxllm.serving.pooling.inputs import score_method
-from jaxllm.serving.registry import Registry
+from jaxllm.serving.request_log import Audited, Observer, Records, log_request
 from jaxllm.serving.responses import conversations
 from jaxllm.serving.responses import routes as responses
 from jaxllm.serving.responses.service import Responses
-from jaxllm.serving.state import ServerState
+from jaxllm.serving.state import Registry, ServerState
 from jaxllm.serving.store.database import Database, sqlite_url
 from jaxllm.serving.stored import Retention, deleters
 from jaxllm.serving.telemetry import Telemetry
-from jaxllm.serving.web.routes import make_router as make_web_router
-from jaxllm.serving.web.routes import make_swagger_router
+from jaxllm.serving.web import make_router as make_web_router
+from jaxllm.serving.web import make_swagger_router
 
 API_ROUTERS = (
     models.router, chat.router, completions.router, tokenize.router, responses.router, conversations.router,
     anthropic.router, embeddings.router, scoring.router, batches.upload_router, batches.files_router,
-    batches.router, mcp.router, llama_cpp.router, status.info_router, sagemaker.router, training.sleeping_router,
-    usage.router, lora.router, lora.list_router, training.router,
+    batches.router, mcp.router, llama_cpp.router, status.info_router, sagemaker.router, control.sleeping_router,
+    usage.router, control.adapters_router, control.adapter_list_router, control.router,
 )  # fmt: skip
 
 

@@ -19,10 +19,9 @@ from jaxllm.engine.start.room import MemoryRoom
 from jaxllm.errors import ConfigError, JaxLLMError
 from jaxllm.folders import in_home
 from jaxllm.serving.dialects.candle_vllm import is_candle_vllm, read_candle_vllm
-from jaxllm.serving.loadable import LoadableModel
 from jaxllm.serving.pooling.inputs import score_method
-from jaxllm.serving.registry import Registry
-from jaxllm.serving.served_model import read_chat_template
+from jaxllm.serving.served_model import LoadableModel, read_chat_template
+from jaxllm.serving.state import Registry
 from jaxllm.weights.folder import gguf_models, whole_name
 from jaxllm.wording import did_you_mean
 

@@ -1,4 +1,4 @@
-"""One HTTP request's sequences: the engine streams of its prompts, merged, measured, and stopped together."""
+"""The answers to one request under way: their sequences, merged, measured and stopped together, and their texts."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 import msgspec
+from fastapi import Request
 
-from jaxllm.chat.answer import Step
-from jaxllm.chat.prompt import AnswerSettings, Prompt
+from jaxllm.chat.answer import AnswerReader, Step
+from jaxllm.chat.conversation import Conversation
+from jaxllm.chat.prompt import AnswerSettings, ConversationPrompt, Prompt, prepare
+from jaxllm.chat.tool_loop import Asked, Told, ToolLoop
 from jaxllm.engine.doors.streams import Gain, Stream
 from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.errors import EngineDeadError
 from jaxllm.requests.outputs import PromptScores, WeightVersionSpan, extend_versions
-from jaxllm.serving.call import Call
+from jaxllm.serving.call import ClientCall
 from jaxllm.serving.hand_over import HandedOn, HandOver, check_hand_over
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.records import Clock, ModelCall, Phases
-from jaxllm.serving.request_metrics import SequenceTimer
-from jaxllm.serving.served_model import stopped
+from jaxllm.serving.http.streaming import until_disconnect
+from jaxllm.serving.request_metrics import Clock, ModelCall, Phases, SequenceTimer
+from jaxllm.serving.served_model import ServedModel, stopped
 
 OPENING_SECONDS = 0.1
 """How long a stream's first byte may wait, so that a refusal by the engine still gets its own status code."""
@@ -120,7 +123,7 @@ class Generation:
 
     def __init__(
         self,
-        call: Call,
+        call: ClientCall,
         prompts: list[Prompt],
         request: GenerationSettings,
         prefix: str,
@@ -334,3 +337,109 @@ async def collect(generation: Generation) -> list[Choice]:
     for index, choice in enumerate(best):
         choice.index = index
     return best
+
+
+class Reply(AnswerReader):
+    """A conversation's sequences and the parsers of their texts. Entering `generation` starts it.
+
+    `name` is the client's name for the model.
+    """
+
+    def __init__(
+        self,
+        call: ClientCall,
+        prompt: ConversationPrompt,
+        settings: GenerationSettings,
+        prefix: str,
+        *,
+        goes_on: bool = False,
+    ):
+        self.name = call.name
+        model = call.model
+        self.generation = Generation(call, [prompt.prompt], settings, prefix, goes_on=goes_on)
+        self.token_text = model.token_text
+        self.token_bytes = model.token_bytes
+        self.system_fingerprint = model.system_fingerprint
+        super().__init__(prompt, self.generation.num_choices)
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.generation.prompts[0].token_ids
+
+    @property
+    def max_tokens(self) -> int:
+        """The most that each choice may have."""
+        max_tokens = self.generation.prompts[0].params.max_tokens
+        assert max_tokens is not None
+        return max_tokens
+
+    def usage(self) -> Usage:
+        """Tokens so far, those of the reasoning among them."""
+        usage = self.generation.usage()
+        usage.reasoning_tokens = self.reasoning_tokens
+        return usage
+
+
+async def collect_for(request: Request, generation: Generation) -> list[Choice]:
+    """Every choice of a generation that nobody streams. Raises ClientDisconnected when the client goes away first."""
+    async with generation:
+        return await until_disconnect(request.receive, collect(generation))
+
+
+class ReplyLoop(ToolLoop[Told, Asked]):
+    """A loop whose answers are replies of one model."""
+
+    def __init__(self, model: ServedModel, most_calls: int, *, parallel: bool = True):
+        super().__init__(most_calls, parallel=parallel)
+        self.model = model
+        self.reply: Reply | None = None
+        """The one under way, or yet to be read."""
+        self._past, self._past_phases = Usage(0, 0), Phases()
+        """Of the replies that are over."""
+
+    def abort(self, error: APIError) -> None:
+        """Stop now; the client gets the error."""
+        self.stop(error)
+        if self.reply is not None:
+            self.reply.generation.abort(error)
+
+    def usage(self) -> Usage:
+        """Of all replies so far."""
+        return self._past if self.reply is None else self._past + self.reply.usage()
+
+    def phases(self) -> Phases:
+        """Where the time of all replies so far has gone."""
+        return self._past_phases if self.reply is None else self._past_phases + self.reply.generation.phases()
+
+    async def enter(self, reply: Reply) -> None:
+        """Start the next one."""
+        await reply.generation.__aenter__()
+        self.reply = reply
+        if isinstance(self.ended_by, APIError):
+            reply.generation.abort(self.ended_by)
+
+    async def leave(self) -> None:
+        """End the one under way, if there is one."""
+        if self.reply is not None:
+            self._past, self._past_phases = self.usage(), self.phases()
+            reply, self.reply = self.reply, None
+            await reply.generation.__aexit__()
+
+
+async def begin_reply(
+    call: ClientCall,
+    conversation: Conversation,
+    settings: GenerationSettings,
+    *,
+    prefix: str,
+    goes_on: bool = False,
+) -> Reply:
+    """Render, tokenize and check a conversation; nothing runs before the reply's `generation` is entered.
+
+    `prefix` begins the reply's id; with `goes_on` it is
+    part of a request that was accepted before, which a server that is stopping finishes.
+    Raises APIError, or InvalidRequestError naming the field.
+    """
+    call.model.check_accepting(goes_on=goes_on)
+    prompt = await call.state.prepare(prepare, call.model, conversation, settings)
+    return Reply(call, prompt, settings, prefix, goes_on=goes_on)

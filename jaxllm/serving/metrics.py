@@ -15,8 +15,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from jaxllm.engine.messages import STEP_TOKENS, EngineStats
-from jaxllm.serving.loadable import LoadableModel
-from jaxllm.serving.registry import Registry
+from jaxllm.serving.served_model import LoadableModel
+from jaxllm.serving.state import Registry
 
 # Names shared with vLLM.
 GAUGES = {

@@ -13,8 +13,7 @@ from jaxllm.config.values import format_bytes
 from jaxllm.errors import EngineDeadError, JaxLLMError
 from jaxllm.machine import return_freed_memory
 from jaxllm.serving.http.api_error import APIError, unavailable
-from jaxllm.serving.loadable import LoadableModel, Stage
-from jaxllm.serving.served_model import ServedModel
+from jaxllm.serving.served_model import LoadableModel, ServedModel, Stage
 
 logger = logging.getLogger(__name__)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from prometheus_client import Counter, Histogram
 from prometheus_client.core import Metric
 
 from jaxllm.engine.messages import TokenDelta
+from jaxllm.requests.sampling import SamplingParams
 
 _REQUEST_SECONDS = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _TTFT_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -133,3 +135,98 @@ class SequenceTimer:
 
     def _observe(self, name: str, value: float) -> None:
         self._metrics.observe(name, value)
+
+
+@dataclass(kw_only=True)
+class ModelCall:
+    """What the model was asked once for a request, and what came of it.
+
+    Attributes:
+        operation: "generate" or "embed".
+        num_answers: sequences that were generated, of all prompts.
+        params: how they were sampled.
+        finish_reasons: how they ended, in that order.
+        prompts, answers: their texts, where the record is to have them.
+        ended: when the last of it came, or it was given up.
+    """
+
+    operation: str
+    model: str
+    clock: Clock
+    num_answers: int = 0
+    prompt_tokens: int = 0
+    params: SamplingParams | None = None
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    finish_reasons: list[str] = field(default_factory=list)
+    prompts: list[str] = field(default_factory=list)
+    answers: list[str] = field(default_factory=list)
+    ended: float = 0.0
+
+
+@dataclass
+class Phases:
+    """How long each took, in seconds; None is what has not been measured yet.
+
+    Attributes:
+        queue: from the request's arrival to the first step that ran it.
+        prefill: from there to its first token.
+        decode: from there to its last token so far.
+        padding: its share of the padding rows that its steps ran, once a sequence of it has ended.
+        num_answers: the sequences that `decode` is of.
+    """
+
+    queue: float | None = None
+    prefill: float | None = None
+    decode: float | None = None
+    padding: float | None = None
+    num_answers: int = 0
+
+    def __add__(self, other: Phases) -> Phases:
+        return Phases(
+            _sum(self.queue, other.queue),
+            _sum(self.prefill, other.prefill),
+            _sum(self.decode, other.decode),
+            _sum(self.padding, other.padding),
+            self.num_answers + other.num_answers,
+        )
+
+
+@dataclass
+class Clock:
+    """When a request came, when its first sequence began to run, and when its first and its last token so far came.
+
+    Seconds since the epoch.
+    """
+
+    arrival: float
+    scheduled: float | None = None
+    first: float | None = None
+    last: float | None = None
+    padding: float | None = None
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        now = time.time()
+        self.scheduled = self.scheduled or delta.first_scheduled_time
+        if delta.token_ids:
+            self.first, self.last = self.first or now, now
+        if delta.finish_reason is not None:
+            self.padding = _sum(self.padding, delta.padding)
+
+    def phases(self, num_answers: int) -> Phases:
+        """Of a request with that many sequences."""
+        return Phases(
+            _between(self.arrival, self.scheduled),
+            _between(self.scheduled, self.first),
+            _between(self.first, self.last),
+            self.padding,
+            num_answers,
+        )
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else max(end - start, 0.0)
+
+
+def _sum(one: float | None, other: float | None) -> float | None:
+    return other if one is None else one if other is None else one + other

@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 
 from jaxllm.config.server import ServerConfig
 from jaxllm.errors import ConfigError
-from jaxllm.serving.http.records import ModelCall, Record
+from jaxllm.serving.request_log import Record
+from jaxllm.serving.request_metrics import ModelCall
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -48,7 +48,7 @@ from jaxllm.requests.adapters import AdapterUse
 from jaxllm.requests.outputs import Logprob, PromptScores
 from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
 from jaxllm.requests.tasks import ModelTasks, PoolingParams
-from jaxllm.serving.loadable import LoadableModel
+from jaxllm.serving.served_model import LoadableModel
 from jaxllm.text.tokenizer import Tokenizer
 
 BOS = 256
@@ -478,8 +478,8 @@ def app_of(
 ) -> FastAPI:
     """The application of a server with this engine, with `others` by their models' names, and with `unloaded`."""
     from jaxllm.serving.app import create_app
-    from jaxllm.serving.registry import Registry
     from jaxllm.serving.served_model import ServedModel
+    from jaxllm.serving.state import Registry
 
     models = [ServedModel(config.of_model, engine)]
     models += [ServedModel(ModelConfig(model=name), other) for name, other in (others or {}).items()]
@@ -491,8 +491,8 @@ def app_of(
 
 def serve_engine(config: ServeConfig, engine: Any, listener: socket.socket) -> None:
     """Serve this one engine until a signal."""
-    from jaxllm.serving.registry import single_model
     from jaxllm.serving.server import run_server
+    from jaxllm.serving.state import single_model
 
     run_server(config.of_server, lambda: single_model(config, engine), listener)
 

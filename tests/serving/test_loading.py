@@ -14,8 +14,8 @@ from jaxllm.config import ServeConfig
 from jaxllm.errors import ConfigError
 from jaxllm.progress import tell
 from jaxllm.serving.http.listening import address, bind
-from jaxllm.serving.registry import Registry, single_model
 from jaxllm.serving.server import Server, run_server
+from jaxllm.serving.state import Registry, single_model
 from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import FakeEngine
 

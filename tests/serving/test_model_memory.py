@@ -12,7 +12,7 @@ import pytest
 from jaxllm.config import ModelConfig, ServeConfig
 from jaxllm.errors import ConfigError
 from jaxllm.serving.catalog import ServerModels
-from jaxllm.serving.loadable import LoadableModel
+from jaxllm.serving.served_model import LoadableModel
 from tests.serving.conftest import wait_for
 from tests.serving.on_demand import Serve, Starts, refusal, serve, starts
 

@@ -23,10 +23,10 @@ from jaxllm.serving.anthropic.response import (
     StopReason,
     ThinkingTokensDetails,
 )
-from jaxllm.serving.chunks import ChunkWriter
+from jaxllm.serving.generation import Reply
+from jaxllm.serving.http.answers import ignored_fields
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.request_model import ignored_fields
-from jaxllm.serving.reply import Reply
+from jaxllm.serving.http.streaming import ChunkWriter
 
 _encode = msgspec.json.Encoder().encode
 

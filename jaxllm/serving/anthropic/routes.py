@@ -13,12 +13,10 @@ from jaxllm.serving.anthropic.message import MessageWriter
 from jaxllm.serving.anthropic.request import CountTokensRequest, MessagesRequest
 from jaxllm.serving.anthropic.response import AnthropicErrorResponse, AnthropicMessage, MessageStreamEvent, TokenCount
 from jaxllm.serving.anthropic.translate import FIELD_NAMES, conversation, generation_settings
-from jaxllm.serving.call import open_call
-from jaxllm.serving.chunks import chunk_stream
-from jaxllm.serving.generation import Generation
+from jaxllm.serving.call import chunk_stream, open_call
+from jaxllm.serving.generation import Generation, begin_reply
 from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.streaming import until_disconnect
-from jaxllm.serving.reply import begin_reply
 from jaxllm.serving.state import ServerState
 
 router = APIRouter(route_class=AnthropicRoute, tags=["anthropic"])

@@ -29,7 +29,7 @@ from jaxllm.serving.batches.caller import (
 from jaxllm.serving.batches.journal import Journal, Tally
 from jaxllm.serving.batches.stores import UNFINISHED, BatchRow, BatchStore, FileRow, FileStore
 from jaxllm.serving.batches.types import BatchError, LineError, LineResult
-from jaxllm.serving.loadable import LoadableModel
+from jaxllm.serving.served_model import LoadableModel
 from jaxllm.serving.store.database import Database
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from jaxllm.serving.batches.run import BatchRun, Stores, Suspended
 from jaxllm.serving.batches.stores import CANCELLABLE, BatchRow, BatchStore, FileStore, files_of, new_batch_id
 from jaxllm.serving.batches.types import BatchRequest
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.loadable import LoadableModel
+from jaxllm.serving.served_model import LoadableModel
 from jaxllm.serving.state import ServerState
 from jaxllm.serving.store.database import Database
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import struct
+import threading
 from collections import deque
 from heapq import nsmallest
 from typing import Any
 
 import httptools
-from starlette.types import Send
+import uvicorn
+from starlette.types import ASGIApp, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEADER_BYTES = 64 * 1024
@@ -307,3 +310,19 @@ class BoundedProtocol(HttpToolsProtocol):
             head = b"content-type: text/plain; charset=utf-8\r\nconnection: close\r\n"
             self.transport.write(STATUS_LINE[status] + head + b"content-length: %d\r\n\r\n" % len(text) + text)
             self.transport.close()
+
+
+def serve_on_thread(
+    app: ASGIApp, listener: socket.socket, name: str, tls: ssl.SSLContext | None = None
+) -> tuple[uvicorn.Server, threading.Thread]:
+    """Serve a small application on an event loop of its own, until the server's `should_exit` is set."""
+    settings = uvicorn.Config(
+        app, http=BoundedProtocol, ws="none", lifespan="off", log_config=None, access_log=False,
+        server_header=False, timeout_graceful_shutdown=1,
+    )  # fmt: skip
+    settings.load()
+    settings.ssl = tls
+    server = uvicorn.Server(settings)
+    thread = threading.Thread(target=server.run, args=([listener],), name=name, daemon=True)
+    thread.start()
+    return server, thread

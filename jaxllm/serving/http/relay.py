@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from fastapi import Request, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxllm.serving.http.reading import Share, read_pieces
+from jaxllm.serving.http.json_body import Share, read_pieces
 
 _CARRIED = (
     "type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers",

@@ -14,13 +14,11 @@ from jaxllm.chat.prompt import render
 from jaxllm.config.server import ServerConfig
 from jaxllm.engine.messages import TokenDelta
 from jaxllm.requests.outputs import WeightVersionSpan
-from jaxllm.serving.call import open_call
-from jaxllm.serving.chunks import ChunkWriter, chunk_stream, collect_for
-from jaxllm.serving.generation import Choice, note_version
-from jaxllm.serving.http.answers import DONE, json_response, returns
-from jaxllm.serving.http.errors import ErrorResponse
-from jaxllm.serving.http.request_model import ignored_fields
-from jaxllm.serving.http.route import JSONRoute
+from jaxllm.serving.call import chunk_stream, open_call
+from jaxllm.serving.generation import Choice, Reply, begin_reply, collect_for, note_version
+from jaxllm.serving.http.answers import DONE, ErrorResponse, ignored_fields, json_response, returns
+from jaxllm.serving.http.request_model import JSONRoute
+from jaxllm.serving.http.streaming import ChunkWriter
 from jaxllm.serving.openai.chat_request import ChatRequest
 from jaxllm.serving.openai.chat_response import (
     CalledFunction,
@@ -41,7 +39,6 @@ from jaxllm.serving.openai.logprobs import ChatLogprobs, chat_logprobs, prompt_l
 from jaxllm.serving.openai.timings import timings
 from jaxllm.serving.openai.usage import chunk_usage, stream_options, usage_object
 from jaxllm.serving.openai.weight_spans import weight_spans
-from jaxllm.serving.reply import Reply, begin_reply
 from jaxllm.serving.state import ServerState
 
 router = APIRouter(route_class=JSONRoute, tags=["chat"])

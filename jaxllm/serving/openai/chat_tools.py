@@ -12,12 +12,11 @@ from jaxllm.chat.conversation import Conversation, Tool
 from jaxllm.chat.parsing.events import Content, Reasoning
 from jaxllm.config.server import ServerConfig
 from jaxllm.errors import Field
-from jaxllm.serving.call import Call
-from jaxllm.serving.chunks import ChunkWriter, chunk_stream
-from jaxllm.serving.http.answers import json_response
-from jaxllm.serving.http.request_model import ignored_fields
-from jaxllm.serving.http.streaming import until_disconnect
-from jaxllm.serving.mcp.execution import Ended, Execution, Happening, ToolRun, asked_tools, injected_tools
+from jaxllm.serving.call import ClientCall, chunk_stream
+from jaxllm.serving.generation import begin_reply
+from jaxllm.serving.http.answers import ignored_fields, json_response
+from jaxllm.serving.http.streaming import ChunkWriter, until_disconnect
+from jaxllm.serving.mcp import Ended, Execution, Happening, ToolRun, asked_tools, injected_tools
 from jaxllm.serving.openai.chat_request import ChatRequest
 from jaxllm.serving.openai.chat_response import (
     ChatChoice,
@@ -30,7 +29,6 @@ from jaxllm.serving.openai.chat_response import (
     MCPCallDelta,
 )
 from jaxllm.serving.openai.usage import chunk_usage, stream_options, usage_object
-from jaxllm.serving.reply import begin_reply
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 
@@ -43,7 +41,7 @@ async def tools_for(state: ServerState, model: ServedModel, body: ChatRequest) -
 
 
 async def execute(
-    call: Call,
+    call: ClientCall,
     body: ChatRequest,
     conversation: Conversation,
     request: Request,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from jaxllm.serving.generation import Usage
-from jaxllm.serving.http.records import Phases
+from jaxllm.serving.request_metrics import Phases
 
 
 class Timings(msgspec.Struct, kw_only=True):

@@ -16,10 +16,9 @@ from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.outputs import shape_vector
 from jaxllm.requests.sampling import INT32_MAX
 from jaxllm.requests.tasks import PoolingParams
-from jaxllm.serving.call import Call, open_call
+from jaxllm.serving.call import ClientCall, open_call
 from jaxllm.serving.http.answers import json_response, returns
-from jaxllm.serving.http.request_model import Label, RequestModel, refuse
-from jaxllm.serving.http.route import JSONRoute
+from jaxllm.serving.http.request_model import JSONRoute, Label, RequestModel, refuse
 from jaxllm.serving.openai.messages import TextPart
 from jaxllm.serving.pooling.embedding_types import (
     MAX_INPUTS,
@@ -151,7 +150,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
     return await vectors_of(await open_call(request, body.model, keep_alive=body.keep_alive), body, request)
 
 
-async def vectors_of(call: Call, body: EmbeddingRequest, request: Request) -> Response:
+async def vectors_of(call: ClientCall, body: EmbeddingRequest, request: Request) -> Response:
     """What /embeddings answers, of a model that has been taken."""
     run = PoolingRun(call, body, "embd")
     vectors = await embed(request.app.state.server, call.model, request, body, run)

@@ -12,7 +12,7 @@ from jaxllm.chat.prompt import render
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError, ContextLengthError, Field, InvalidRequestError
 from jaxllm.requests.tasks import Activation, ModelTasks, Pooling, PoolingParams
-from jaxllm.serving.call import Call
+from jaxllm.serving.call import ClientCall
 from jaxllm.serving.openai.messages import FIELD_NAMES
 from jaxllm.serving.pooling.embedding_types import InputFields, PoolingFields
 from jaxllm.serving.pooling.run import PoolingRun
@@ -154,7 +154,7 @@ def activate(logits: np.ndarray, activation: Activation) -> np.ndarray:
 
 async def class_scores(
     state: ServerState,
-    call: Call,
+    call: ClientCall,
     request: Request,
     body: InputFields,
     run: PoolingRun,

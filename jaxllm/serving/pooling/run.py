@@ -12,12 +12,12 @@ from fastapi import Request
 
 from jaxllm.requests.outputs import PooledOutput
 from jaxllm.requests.tasks import PoolingParams
-from jaxllm.serving.call import Call
+from jaxllm.serving.call import ClientCall
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.records import Clock, ModelCall
 from jaxllm.serving.http.streaming import until_disconnect
 from jaxllm.serving.openai.usage import PromptTokensDetails
 from jaxllm.serving.pooling.embedding_types import PoolingFields, PoolingUsage
+from jaxllm.serving.request_metrics import Clock, ModelCall
 
 
 class PoolingRun:
@@ -26,7 +26,7 @@ class PoolingRun:
     Raises InvalidRequestError for a priority that its tenant may not have.
     """
 
-    def __init__(self, call: Call, fields: PoolingFields, kind: str):
+    def __init__(self, call: ClientCall, fields: PoolingFields, kind: str):
         self.id = f"{kind}-{fields.request_id or uuid.uuid4().hex}"
         self.created = int(time.time())
         self._model = call.model

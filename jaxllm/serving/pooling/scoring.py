@@ -8,9 +8,9 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
-from jaxllm.serving.call import Call, open_call
+from jaxllm.serving.call import ClientCall, open_call
 from jaxllm.serving.http.answers import json_response, returns
-from jaxllm.serving.http.route import JSONRoute
+from jaxllm.serving.http.request_model import JSONRoute
 from jaxllm.serving.pooling.embedding_types import InputFields
 from jaxllm.serving.pooling.inputs import class_scores, score_pairs
 from jaxllm.serving.pooling.run import PoolingRun
@@ -78,7 +78,7 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
     )
 
 
-async def classes_of(call: Call, body: InputFields, request: Request, *, raw: bool) -> Response:
+async def classes_of(call: ClientCall, body: InputFields, request: Request, *, raw: bool) -> Response:
     """What /classify answers, of a model that has been taken."""
     model = call.model
     run = PoolingRun(call, body, "classify")

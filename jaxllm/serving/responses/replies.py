@@ -8,9 +8,8 @@ from dataclasses import replace
 from jaxllm.chat.conversation import naming
 from jaxllm.chat.prompt import sampling_params
 from jaxllm.errors import ContextLengthError
-from jaxllm.serving.call import Call
-from jaxllm.serving.generation import GenerationSettings
-from jaxllm.serving.reply import Reply, begin_reply
+from jaxllm.serving.call import ClientCall
+from jaxllm.serving.generation import GenerationSettings, Reply, begin_reply
 from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.messages import turns
 from jaxllm.serving.responses.offers import Offer
@@ -26,7 +25,7 @@ class Replies:
 
     def __init__(
         self,
-        call: Call,
+        call: ClientCall,
         body: ResponseRequest,
         context: Sequence[Item],
         own: Sequence[Item],

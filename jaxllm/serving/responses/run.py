@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 
-from jaxllm.serving.call import Call
+from jaxllm.serving.call import ClientCall
+from jaxllm.serving.http.answers import to_api_error
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.errors import to_api_error
 from jaxllm.serving.responses.events import ResponseEvent, server_sent
 from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.objects import Response
@@ -26,7 +26,7 @@ class ResponseRun:
     def __init__(
         self,
         loop: ResponseLoop,
-        call: Call,
+        call: ClientCall,
         writer: EventWriter,
         input_items: Sequence[Item],
         store: ResponseStore,

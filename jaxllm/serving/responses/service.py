@@ -12,10 +12,10 @@ from msgspec import UNSET
 from jaxllm.chat.conversation import naming
 from jaxllm.chat.prompt import render
 from jaxllm.errors import InvalidRequestError
-from jaxllm.serving.call import Call
+from jaxllm.serving.call import ClientCall
+from jaxllm.serving.http.answers import ignored_fields
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.request_model import ignored_fields
-from jaxllm.serving.mcp.execution import injected_tools
+from jaxllm.serving.mcp import injected_tools
 from jaxllm.serving.responses.any_item import ItemReference
 from jaxllm.serving.responses.approvals import approved_calls
 from jaxllm.serving.responses.background import BackgroundRuns
@@ -46,7 +46,7 @@ class Responses:
         self.conversations = ConversationStore(database)
         self.background = BackgroundRuns(self.store)
 
-    async def prepare(self, body: ResponseRequest, call: Call) -> ResponseRun:
+    async def prepare(self, body: ResponseRequest, call: ClientCall) -> ResponseRun:
         """A run that has yet to be entered. Raises APIError or InvalidRequestError naming the field."""
         toolbox = await self._toolbox(body, call.model)
         context, own = await self._context(body, call.tenant.name)
@@ -71,7 +71,7 @@ class Responses:
         )
         return ResponseRun(loop, call, writer, own, self.store, keeps_events=body.background and body.stream)
 
-    async def count_tokens(self, body: PromptFields, call: Call) -> int:
+    async def count_tokens(self, body: PromptFields, call: ClientCall) -> int:
         """Tokens of the prompt that a response would have. Raises APIError or InvalidRequestError naming the field."""
         model = call.model
         toolbox = await self._toolbox(body, model)

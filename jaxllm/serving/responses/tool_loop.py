@@ -10,7 +10,7 @@ import msgspec
 
 from jaxllm.errors import ContextLengthError
 from jaxllm.mcp.tools import ToolResult, refused
-from jaxllm.serving.reply import ReplyLoop
+from jaxllm.serving.generation import ReplyLoop
 from jaxllm.serving.responses.events import ResponseEvent
 from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.objects import OutputMcpCall

@@ -11,7 +11,7 @@ from jaxllm.chat.conversation import Tool, parse_arguments
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.mcp.servers import ToolServer
 from jaxllm.mcp.tools import ServerTool, ToolResult, refused
-from jaxllm.serving.mcp.execution import offered
+from jaxllm.serving.mcp import offered
 from jaxllm.serving.responses.mcp_request import McpTool
 from jaxllm.serving.responses.objects import OutputMcpCall
 from jaxllm.serving.served_model import ServedModel

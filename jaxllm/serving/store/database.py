@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
-from sqlalchemy import URL, ColumnElement, String, event, func, make_url, select
+from alembic.operations import Operations
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import URL, ColumnElement, Connection, String, event, func, inspect, make_url, select
 from sqlalchemy.exc import ArgumentError, DBAPIError, InvalidRequestError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
@@ -18,9 +23,6 @@ from jaxllm.errors import ConfigError, one_line
 from jaxllm.folders import in_home
 from jaxllm.serving.http.api_error import APIError, telling_full
 from jaxllm.wording import shown
-
-if TYPE_CHECKING:
-    from jaxllm.serving.store.layout import TableLayout
 
 BUSY_SECONDS = 30.0
 """How long a write to SQLite waits for another process that is writing."""
@@ -91,7 +93,6 @@ class Database:
             if self._sqlite and self._path is not None:
                 with telling_full():
                     self._path.parent.mkdir(parents=True, exist_ok=True)
-            from jaxllm.serving.store.layout import upgrade  # Alembic comes with it, which many a server never needs
 
             async with self._first_connection() as connection:
                 if self._sqlite:  # two servers may start at once
@@ -106,7 +107,6 @@ class Database:
 
     async def layout(self) -> TableLayout:
         """The version of its tables, which stay as they are. Raises as `open`."""
-        from jaxllm.serving.store.layout import layout_of
 
         async with self._first_connection() as connection:
             return await connection.run_sync(layout_of)
@@ -240,3 +240,68 @@ def _set_pragmas(connection: Any, _: Any) -> None:
 
 def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0]
+
+
+logger = logging.getLogger(__name__)
+
+_A_TABLE = "responses"
+"""One that every version has."""
+
+
+class TableLayout(NamedTuple):
+    """Which version a database's tables are; None where there are none yet. `newest` is the last that we know."""
+
+    version: str | None
+    newest: str
+
+
+def layout_of(connection: Connection) -> TableLayout:
+    """What is there, changing nothing.
+
+    Raises:
+        ConfigError: a version that we do not know, of a newer jaxllm.
+    """
+    newest = _versions().get_current_head()
+    assert newest is not None, "there is one line of versions"
+    context = MigrationContext.configure(connection)
+    found = context.get_current_revision()
+    if found is None:
+        return TableLayout(_unversioned(connection), newest)
+    if found not in {one.revision for one in _versions().walk_revisions()}:
+        raise ConfigError(
+            f"the database of stored objects has tables of version {found}, which a newer jaxllm has made; this one "
+            f"knows versions up to {newest}: use the newer one, or another data_dir or database_url"
+        )
+    return TableLayout(found, newest)
+
+
+def upgrade(connection: Connection) -> TableLayout:
+    """Bring the tables to the newest version, inside the caller's transaction; what was there. Raises as `layout_of`.
+
+    Whoever calls this holds a lock: two of them at once would both change the same tables.
+    """
+    before, versions = layout_of(connection), _versions()
+    if before.version == before.newest:
+        return before
+    context = MigrationContext.configure(
+        connection, opts={"fn": lambda revision, _: versions._upgrade_revs("head", revision)}
+    )
+    if before.version is not None and context.get_current_revision() is None:
+        context.stamp(versions, before.version)
+    context.run_migrations(op=Operations(context))
+    if before.version is not None:
+        logger.info("the tables of stored objects went from version %s to %s", before.version, before.newest)
+    return before
+
+
+def _unversioned(connection: Connection) -> str | None:
+    """The version of a database that says none, as those do that were made before there were versions."""
+    inspector = inspect(connection)
+    if not inspector.has_table(_A_TABLE):
+        return None
+    return "2" if "owner" in {column["name"] for column in inspector.get_columns(_A_TABLE)} else "1"
+
+
+@cache
+def _versions() -> ScriptDirectory:
+    return ScriptDirectory(str(Path(__file__).parent))

@@ -1,21 +1,30 @@
-"""A record of each HTTP request (who, what, how long, how many tokens) and its line of the log."""
+"""The record of each HTTP request, its line of the log, and the audit log of who has called what."""
 
 from __future__ import annotations
 
+import json
 import logging
+import logging.handlers
+import os
+import queue
 import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxllm.engine.messages import TokenDelta
+from jaxllm.errors import ConfigError, reason
+from jaxllm.folders import in_home
 from jaxllm.logs import FIELDS
-from jaxllm.requests.sampling import SamplingParams
+from jaxllm.serving.http.middleware import ID_HEADER
+from jaxllm.serving.http.request_model import NOTED, RECORD
+from jaxllm.serving.request_metrics import ModelCall, Phases
 
 LOG = "jaxllm.requests"
 logger = logging.getLogger(LOG)
@@ -24,38 +33,8 @@ PROBES = frozenset({"/livez", "/health", "/ping", "/ready", "/readyz", "/load", 
 """Routes that are asked every few seconds: a line tells of them only where they fail."""
 
 
-RECORD = "jaxllm.record"
-"""The place of a request's record in its scope, where anybody wants to have one."""
-
 Observer = Callable[["Record"], None]
 """Called with each record that is complete."""
-
-
-@dataclass(kw_only=True)
-class ModelCall:
-    """What the model was asked once for a request, and what came of it.
-
-    Attributes:
-        operation: "generate" or "embed".
-        num_answers: sequences that were generated, of all prompts.
-        params: how they were sampled.
-        finish_reasons: how they ended, in that order.
-        prompts, answers: their texts, where the record is to have them.
-        ended: when the last of it came, or it was given up.
-    """
-
-    operation: str
-    model: str
-    clock: Clock
-    num_answers: int = 0
-    prompt_tokens: int = 0
-    params: SamplingParams | None = None
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    finish_reasons: list[str] = field(default_factory=list)
-    prompts: list[str] = field(default_factory=list)
-    answers: list[str] = field(default_factory=list)
-    ended: float = 0.0
 
 
 @dataclass
@@ -177,74 +156,6 @@ class Records:
             await self._app({**scope, RECORD: record}, receive_noting, send_noting)
 
 
-@dataclass
-class Phases:
-    """How long each took, in seconds; None is what has not been measured yet.
-
-    Attributes:
-        queue: from the request's arrival to the first step that ran it.
-        prefill: from there to its first token.
-        decode: from there to its last token so far.
-        padding: its share of the padding rows that its steps ran, once a sequence of it has ended.
-        num_answers: the sequences that `decode` is of.
-    """
-
-    queue: float | None = None
-    prefill: float | None = None
-    decode: float | None = None
-    padding: float | None = None
-    num_answers: int = 0
-
-    def __add__(self, other: Phases) -> Phases:
-        return Phases(
-            _sum(self.queue, other.queue),
-            _sum(self.prefill, other.prefill),
-            _sum(self.decode, other.decode),
-            _sum(self.padding, other.padding),
-            self.num_answers + other.num_answers,
-        )
-
-
-@dataclass
-class Clock:
-    """When a request came, when its first sequence began to run, and when its first and its last token so far came.
-
-    Seconds since the epoch.
-    """
-
-    arrival: float
-    scheduled: float | None = None
-    first: float | None = None
-    last: float | None = None
-    padding: float | None = None
-
-    def on_delta(self, delta: TokenDelta) -> None:
-        now = time.time()
-        self.scheduled = self.scheduled or delta.first_scheduled_time
-        if delta.token_ids:
-            self.first, self.last = self.first or now, now
-        if delta.finish_reason is not None:
-            self.padding = _sum(self.padding, delta.padding)
-
-    def phases(self, num_answers: int) -> Phases:
-        """Of a request with that many sequences."""
-        return Phases(
-            _between(self.arrival, self.scheduled),
-            _between(self.scheduled, self.first),
-            _between(self.first, self.last),
-            self.padding,
-            num_answers,
-        )
-
-
-def _between(start: float | None, end: float | None) -> float | None:
-    return None if start is None or end is None else max(end - start, 0.0)
-
-
-def _sum(one: float | None, other: float | None) -> float | None:
-    return other if one is None else one if other is None else one + other
-
-
 def log_request(record: Record) -> None:
     """Write the line, in text or in JSON: prompts and answers are in the latter alone, if the record has them."""
     if record.path in PROBES and record.status < 400:
@@ -299,3 +210,107 @@ def _spent(record: Record) -> str:
 
 def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 6)
+
+
+CLIENT_GONE = 499
+REFUSALS = (400, 401, 403, 404, 405, 421)
+"""What is logged although no route of the API has been reached."""
+
+
+class AuditLog:
+    """A file of JSON lines, written on a thread of its own, so that no request waits for the disk.
+
+    Raises ConfigError where it cannot be written.
+    """
+
+    def __init__(self, path: Path):
+        self._path = in_home(path)
+        self._waiting: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+        try:
+            self._file = _File(self._path)
+        except OSError as error:
+            raise ConfigError(f"audit_log is {str(path)!r}: {reason(error)}") from None
+        self._writer = logging.handlers.QueueListener(self._waiting, self._file)
+        self._writer.start()
+
+    def write(self, entry: dict[str, Any]) -> None:
+        """Queue an entry; the writer sees to the rest."""
+        line = json.dumps(entry, ensure_ascii=False)
+        self._waiting.put(logging.LogRecord(__name__, logging.INFO, "", 0, line, None, None))
+
+    def reopen(self) -> None:
+        """Go on in the file that has the name now, where another program has moved the old one away.
+
+        Where that cannot be opened the log says so, and the old file is written on.
+        """
+        try:
+            self._file.reopen()
+        except OSError as error:
+            logger.error("the audit log stays where it is: %s: %s", self._path, reason(error))
+        else:
+            logger.info("the audit log goes on in %s", self._path)
+
+    def close(self) -> None:
+        """Write what is queued, and no more."""
+        self._writer.stop()
+        self._file.close()
+
+
+class _File(logging.FileHandler):
+    """Appends lines to a file that this user alone may read."""
+
+    def __init__(self, path: Path):
+        super().__init__(path, encoding="utf-8")
+
+    def _open(self) -> Any:
+        return open(os.open(self.baseFilename, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a", encoding="utf-8")
+
+    def reopen(self) -> None:
+        with self.lock:  # type: ignore[union-attr]
+            opened = self._open()
+            self.stream, old = opened, self.stream
+            old.close()
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A line that could not be written, of a full disk for example, is told of in the log, with what it says."""
+        logger.exception("the audit log cannot be written: %s", record.getMessage())
+
+
+class Audited:
+    """Writes an entry for each request to a route of the API when it has been answered, and for each refusal."""
+
+    def __init__(self, app: ASGIApp, *, log: AuditLog):
+        self._app = app
+        self._log = log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = datetime.now(UTC)
+        noted: dict[str, Any] = {}
+        status, request_id = CLIENT_GONE, None
+
+        async def send_noted(message: Message) -> None:
+            nonlocal status, request_id
+            if message["type"] == "http.response.start":
+                status, request_id = message["status"], Headers(raw=message["headers"]).get(ID_HEADER)
+            await send(message)
+
+        try:
+            await self._app({**scope, NOTED: noted}, receive, send_noted)
+        finally:
+            if noted or status in REFUSALS:
+                client = scope.get("client")
+                self._log.write(
+                    {
+                        "time": began.isoformat(timespec="milliseconds"),
+                        "key": noted.get("key"),
+                        "address": client[0] if client else None,
+                        "method": scope["method"],
+                        "route": noted.get("route"),
+                        "model": noted.get("model"),
+                        "status": status,
+                        "id": request_id,
+                    }
+                )
