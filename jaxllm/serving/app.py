@@ -27,11 +27,11 @@ from jaxllm.serving.dialects import llama_cpp, sagemaker
 from jaxllm.serving.http.answers import install_error_handlers, install_openapi
 from jaxllm.serving.http.middleware import ContentEncoding, OriginGuard, ProxyPrefix, RequestIds, SameRoute
 from jaxllm.serving.http.streaming import ClientDisconnected
-from jaxllm.serving.metrics import collector_registry
+from jaxllm.serving.metrics import ServerCollector
 from jaxllm.serving.openai import chat, completions, models, tokenize
 from jaxllm.serving.pooling import embeddings, scoring
 from jaxllm.serving.pooling.inputs import score_method
-from jaxllm.serving.request_log import Audited, Observer, Records, log_request
+from jaxllm.serving.request_log import AuditLog, Observer, Records, log_request
 from jaxllm.serving.responses import conversations
 from jaxllm.serving.responses import routes as responses
 from jaxllm.serving.responses.service import Responses
@@ -53,7 +53,7 @@ API_ROUTERS = (
 def make_routes(config: ServerConfig) -> FastAPI:
     """An application with the server's routes, which `create_app` gives models; it takes a third of a second.
 
-    FastAPI reads what a route takes when it first looks for one. That is done here, so that no request waits for it.
+    FastAPI reads the parameters of routes at the first look for one: that is done here, so that no request waits.
     """
     app = FastAPI(
         title="jaxllm",
@@ -83,8 +83,6 @@ def make_routes(config: ServerConfig) -> FastAPI:
 
 def create_app(config: ServerConfig, registry: Registry, routes: FastAPI | None = None) -> FastAPI:
     """The server's routes over running engines; the caller shuts down those that run when the server has ended.
-
-    `routes` are those of `make_routes`, where somebody has made them already.
 
     Raises ConfigError when a file, a store or a collector that the settings name cannot be used, or a model's
     score_method does not suit it.
@@ -123,12 +121,9 @@ def create_app(config: ServerConfig, registry: Registry, routes: FastAPI | None 
     app.state.server = state
     app.state.responses = Responses(state, database)
     app.state.batches = Batches(app, state, database)
-    app.state.metrics = collector_registry(registry, vllm_names=config.vllm_metrics)
-    has_names = config.api_key_file is not None
-    app.state.usage = UsageStore(state.usage, database, keeps=has_names)
-    add_guards(app, config, () if telemetry is None else [telemetry])
-    if state.audit is not None:
-        app.add_middleware(Audited, log=state.audit)
+    app.state.metrics = ServerCollector(registry, vllm_names=config.vllm_metrics)
+    app.state.usage = UsageStore(state.usage, database, keeps=config.api_key_file is not None)
+    add_guards(app, config, () if telemetry is None else [telemetry], state.audit)
     return app
 
 
@@ -140,10 +135,12 @@ def find_route(scope: Scope) -> BaseRoute | None:
     return next((route for route in routes if route.matches(asked)[0] is not Match.NONE), None)
 
 
-def add_guards(app: Starlette, config: ServerConfig, observers: Sequence[Observer] = ()) -> None:
-    """What every request goes through before it reaches a route, the last one added first.
+def add_guards(
+    app: Starlette, config: ServerConfig, observers: Sequence[Observer] = (), audit: AuditLog | None = None
+) -> None:
+    """The layers that every request passes before it reaches a route, the last one added first.
 
-    `observers` are shown the record of each request when it has ended, and then the log is.
+    The `observers` and the audit log are shown the record of each request.
     """
     app.add_middleware(ContentEncoding)
     app.add_middleware(SameRoute)
@@ -159,7 +156,8 @@ def add_guards(app: Starlette, config: ServerConfig, observers: Sequence[Observe
     app.add_middleware(ProxyPrefix, root_path=config.root_path)
     app.add_middleware(RequestIds)
     shown = [*observers, *([log_request] if config.logs_requests else [])]
-    app.add_middleware(Records, observers=shown, keeps_texts=config.log_prompts)
+    if shown or audit is not None:
+        app.add_middleware(Records, observers=shown, keeps_texts=config.log_prompts, audit=audit)
 
 
 async def _nobody_listens(request: Request, error: Exception) -> Response:

@@ -17,7 +17,7 @@ from jaxllm.serving.access.keys import OTHERS, Metered, Tenant, Window, refused,
 from jaxllm.serving.access.usage import Used
 from jaxllm.serving.adapters import LoadedAdapter
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.request_model import FOREVER, RECORD, YIELDS, note
+from jaxllm.serving.http.request_model import FOREVER, RECORD, YIELDS
 from jaxllm.serving.http.streaming import (
     Answer,
     AnswerSource,
@@ -146,11 +146,11 @@ class ClientCall:
 
         Raises InvalidRequestError where it does both, or one in `scales` is unknown.
         """
-        if self._adapter is None:
-            return self._of.adapters.uses(scales)
-        if scales is not None:
+        if self._adapter is not None and scales is not None:
             raise InvalidRequestError([Field("lora"), f" is set, but model {self.name!r} is an adapter already"])
-        return (self._adapter.use(self._adapter.scale),)
+        if self._adapter is not None:
+            return (self._adapter.use(self._adapter.scale),)
+        return self._of.adapters.uses(scales) if self._of.config.enable_lora or scales is not None else ()
 
     @asynccontextmanager
     async def asking(
@@ -262,13 +262,13 @@ async def open_call(
     state: ServerState = request.app.state.server
     tenant = tenant_of(request)
     called, model = state.registry.called(name, tenant)
-    note(request, model=model.name)
+    record = request.scope.get(RECORD)
+    if record is not None:
+        record.asked_model = model.name
 
     async def begin() -> ClientCall:
         adapter = None if called in model.names else model.adapters.get(called)
-        call = ClientCall(
-            state, called, model, tenant, adapter=adapter, record=request.scope.get(RECORD), headers=answer.headers
-        )
+        call = ClientCall(state, called, model, tenant, adapter=adapter, record=record, headers=answer.headers)
         await call.begin(keep_alive=keep_alive, yields=YIELDS in request.scope)
         return await answer.held.enter_async_context(call)
 

@@ -58,9 +58,8 @@ class CatalogEntry(ModelConfig):
     @property
     def of_model(self) -> ModelConfig:
         """The model's own part, with its names and with a process for its engine."""
-        own = part_of(self, ModelConfig)
-        names = {"served_model_name": ",".join(self.names), "engine_process": True}
-        return own.model_copy(update=names | {"lora_modules": self.adapters})
+        changed = {"served_model_name": ",".join(self.names), "engine_process": True, "lora_modules": self.adapters}
+        return part_of(self, ModelConfig).model_copy(update=changed)
 
 
 def read_catalog(config: ServeConfig) -> list[CatalogEntry]:
@@ -116,11 +115,8 @@ class ServerModels:
 
     def __init__(self, config: ServeConfig):
         catalog = read_catalog(config)
-        self._any_name = config.serve_any_model_name
+        self._config = config
         self._are_several = bool(catalog)
-        self._max_loaded = config.most_loaded_models if catalog else None
-        self._memory = config.model_memory
-        self._min_seconds = config.model_min_seconds
         self._models = [
             LoadableModel(
                 entry.of_model, _start_engine, preload=entry.preload, pinned=entry.pinned, hidden=entry.hidden,
@@ -130,7 +126,8 @@ class ServerModels:
         ]  # fmt: skip
         if not catalog:
             only = config.of_model.model_copy(update={"engine_process": config.engine_process is not False})
-            self._models.append(LoadableModel(only, _start_only_engine, preload=True, pinned=True))
+            start = partial(_start_engine, asks_for_room=False)  # with a question it would be planned twice
+            self._models.append(LoadableModel(only, start, preload=True, pinned=True))
         for model in self._models:
             with self._naming(model):
                 read_chat_template(model.config)
@@ -138,7 +135,7 @@ class ServerModels:
 
     @property
     def names(self) -> list[str]:
-        """What the server is called by, in listings of servers."""
+        """The names of all models that are listed."""
         return [name for model in self._models if not model.hidden for name in model.names]
 
     def start(self) -> Registry:
@@ -149,10 +146,10 @@ class ServerModels:
                     model.load(partial(self._check_memory, model))
         return Registry(
             self._models,
-            any_name=self._any_name,
-            max_loaded=self._max_loaded,
-            memory=self._memory,
-            min_seconds=self._min_seconds,
+            any_name=self._config.serve_any_model_name,
+            max_loaded=self._config.most_loaded_models if self._are_several else None,
+            memory=self._config.model_memory,
+            min_seconds=self._config.model_min_seconds,
         )
 
     def shutdown(self) -> None:
@@ -163,11 +160,11 @@ class ServerModels:
 
     def _check_memory(self, model: LoadableModel, nbytes: int | None) -> None:
         """Raises ConfigError where a model does not fit beside those that were loaded before it at the start."""
-        others = sum(other.planned_bytes or 0 for other in self._models if other.served is not None)
-        if self._memory is not None and others + (nbytes or 0) > self._memory:
+        most, others = self._config.model_memory, sum(one.planned_bytes or 0 for one in self._models if one.served)
+        if most is not None and others + (nbytes or 0) > most:
             raise ConfigError(
                 f"it takes {format_bytes(nbytes or 0)} of memory, and those preloaded before it "
-                f"{format_bytes(others)}; model_memory is {format_bytes(self._memory)}: raise it, or preload fewer"
+                f"{format_bytes(others)}; model_memory is {format_bytes(most)}: raise it, or preload fewer"
             )
 
     @contextmanager
@@ -221,7 +218,7 @@ def _in_file(path: Path, defaults: Mapping[str, Any]) -> Iterator[tuple[str, Cat
 
 
 def _in_directory(folder: Path, defaults: Mapping[str, Any]) -> Iterator[tuple[str, CatalogEntry]]:
-    """The models that lie in a folder, by name; nothing below its own folders is looked at."""
+    """The models that lie in a folder, by name, and not those in folders below its own."""
     try:
         folders = [path for path in folder.iterdir() if (path / "config.json").is_file()]
         named = [(path.name, path) for path in folders] + [
@@ -279,15 +276,12 @@ def _checked(found: list[tuple[str, CatalogEntry]], max_loaded: int | None) -> l
     return entries
 
 
-def _start_only_engine(config: ModelConfig, given_up: threading.Event, room: MemoryRoom) -> AsyncLLM:
-    """Without a question for room, for which it would be planned twice: nobody else has any."""
-    return _start_engine(config, given_up, None)
-
-
-def _start_engine(config: ModelConfig, given_up: threading.Event, room: MemoryRoom | None) -> AsyncLLM:
+def _start_engine(
+    config: ModelConfig, given_up: threading.Event, room: MemoryRoom, *, asks_for_room: bool = True
+) -> AsyncLLM:
     from jaxllm.engine.doors.async_llm import AsyncLLM  # takes a second, in which probes are answered
 
-    engine = AsyncLLM(config, given_up=given_up, room=room)
+    engine = AsyncLLM(config, given_up=given_up, room=room if asks_for_room else None)
     try:
         score_method(config, engine.info.tasks)
     except BaseException:

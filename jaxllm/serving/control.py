@@ -1,4 +1,4 @@
-"""Routes that stop a model: vLLM's for sleep, and a trainer's, who generates between changes of its weights."""
+"""Routes that change a running model: sleep, a trainer's pauses and weights, and LoRA adapters."""
 
 from __future__ import annotations
 
@@ -66,17 +66,22 @@ class State(msgspec.Struct):
     status: str
 
 
+class Done(msgspec.Struct):
+    success: bool = True
+
+
 class Paused(msgspec.Struct):
     is_paused: bool
-
-
-class CacheReset(msgspec.Struct):
-    success: bool = True
 
 
 class WeightInfo(msgspec.Struct):
     weight_version: str | None
     """Null where the model is not loaded."""
+
+
+def _find(request: Request, model: str | None) -> LoadableModel:
+    registry: Registry = request.app.state.server.registry
+    return registry.find(model, tenant_of(request))
 
 
 async def _model(request: Request, name: str | None) -> ServedModel:
@@ -119,12 +124,12 @@ async def is_paused(request: Request, model: ModelName = None) -> Response:
     return json_response(Paused(served is not None and served.engine.is_paused))
 
 
-@router.post("/reset_prefix_cache", responses=returns(CacheReset))
+@router.post("/reset_prefix_cache", responses=returns(Done))
 async def reset_prefix_cache(request: Request, model: ModelName = None) -> Response:
     """Later requests find nothing in the prefix cache. Running ones go on with what they hold."""
     served = await _model(request, model)
     await asyncio.to_thread(served.engine.reset_prefix_cache)
-    return json_response(CacheReset())
+    return json_response(Done())
 
 
 @router.post("/update_weights", responses=returns(WeightInfo))
@@ -149,15 +154,6 @@ async def weight_info(request: Request, model: ModelName = None) -> Response:
     return json_response(WeightInfo(None if served is None else served.engine.weight_version))
 
 
-def _find(request: Request, model: str | None) -> LoadableModel:
-    registry: Registry = request.app.state.server.registry
-    return registry.find(model, tenant_of(request))
-
-
-class Done(msgspec.Struct):
-    success: bool = True
-
-
 class Sleeping(msgspec.Struct):
     is_sleeping: bool
 
@@ -167,7 +163,7 @@ async def sleep(request: Request, level: Level = 1, mode: Mode = "abort", model:
     """Give back the devices' memory that a model takes; answers when it is free. The next request wakes it up."""
     check_admin(request)
     registry: Registry = request.app.state.server.registry
-    await registry.loader.sleep(registry.find(model, tenant_of(request)), level, wait=mode == "wait")
+    await registry.loader.sleep(_find(request, model), level, wait=mode == "wait")
     return json_response(Done())
 
 
@@ -178,7 +174,7 @@ async def wake_up(request: Request, tags: WakeTags = None, model: ModelName = No
         message = f"tags is {tags}; weights and kv_cache are woken up together: send both, or none"
         raise APIError(400, message, param="tags")
     registry: Registry = request.app.state.server.registry
-    found = registry.find(model, tenant_of(request))
+    found = _find(request, model)
     if found.served is not None and not found.is_awake:
         await registry.loader.load(found)
     return json_response(Done())
@@ -187,8 +183,7 @@ async def wake_up(request: Request, tags: WakeTags = None, model: ModelName = No
 @sleeping_router.get("/is_sleeping", responses=returns(Sleeping))
 async def is_sleeping(request: Request, model: ModelName = None) -> Response:
     """Whether a model sleeps; wakes nothing."""
-    registry: Registry = request.app.state.server.registry
-    return json_response(Sleeping(registry.find(model, tenant_of(request)).state == "sleeping"))
+    return json_response(Sleeping(_find(request, model).state == "sleeping"))
 
 
 adapters_router = APIRouter(route_class=JSONRoute, tags=["adapters"])
@@ -227,10 +222,6 @@ class AdapterShown(msgspec.Struct, kw_only=True):
     """How strongly requests use it that choose no adapter; 0 is not at all."""
 
 
-class ScalesSet(msgspec.Struct):
-    success: bool = True
-
-
 @adapters_router.post("/load_lora_adapter", response_class=PlainTextResponse, responses=returns())
 async def load_lora_adapter(body: LoadLoRARequest, request: Request) -> Response:
     """Load an adapter, under whose name requests then find it; answers once the engine has used it."""
@@ -241,13 +232,16 @@ async def load_lora_adapter(body: LoadLoRARequest, request: Request) -> Response
         raise _wrong(
             "Both 'lora_name' and 'lora_path' must be provided.", "lora_path" if body.lora_name else "lora_name"
         )
-    model = registry.find(body.base_model_name, tenant_of(request))
+    model = _find(request, body.base_model_name)
     _check_enabled(model)
-    call = await open_call(request, model.name if body.base_model_name is None else body.base_model_name)
+    parent = model.name if body.base_model_name is None else body.base_model_name
+    call = await open_call(request, parent)
     async with model.adapters.changing:
         _check_name(registry, model, body)
-        source = await _resolved(state, body.lora_path)
-        parent = model.name if body.base_model_name is None else body.base_model_name
+        try:
+            source = str(await state.offload(resolve_adapter, body.lora_path))
+        except ModelNotFoundError as error:
+            raise APIError(404, str(error), type="NotFoundError", param="lora_path", code="adapter_not_found") from None
         adapter = model.adapters.new(body.lora_name, body.lora_path, parent, source=source)
         try:
             await check_adapter(call.model.engine, adapter)
@@ -280,14 +274,14 @@ async def unload_lora_adapter(body: UnloadLoRARequest, request: Request) -> Resp
 @adapters_router.get("/lora-adapters", responses=returns(list[AdapterShown]))
 async def list_lora_adapters(request: Request, model: ModelName = None) -> Response:
     """A model's adapters, by the numbers that the field `lora` takes, as llama.cpp lists them; loads nothing."""
-    adapters = request.app.state.server.registry.find(model, tenant_of(request)).adapters
+    adapters = _find(request, model).adapters
     listed = [
         AdapterShown(id=one.number, name=one.name, path=one.path, scale=adapters.default_scale(one)) for one in adapters
     ]
     return json_response(listed)
 
 
-@adapter_list_router.post("/lora-adapters", responses=returns(ScalesSet))
+@adapter_list_router.post("/lora-adapters", responses=returns(Done))
 async def set_lora_adapters(
     body: Annotated[list[AdapterScale], pydantic.Field(max_length=MAX_ADAPTERS)],
     request: Request,
@@ -295,11 +289,11 @@ async def set_lora_adapters(
 ) -> Response:
     """Say which adapters requests use that choose none, and how strongly; those that are not listed are not used."""
     check_admin(request, CHANGES_ADAPTERS)
-    found: LoadableModel = request.app.state.server.registry.find(model, tenant_of(request))
+    found = _find(request, model)
     _check_enabled(found)
     with naming(lambda place: Field(*place.path[1:])):  # the body itself is the list
         found.adapters.set_default_scales(adapter_scales(body))
-    return json_response(ScalesSet())
+    return json_response(Done())
 
 
 def _check_enabled(model: LoadableModel) -> None:
@@ -322,14 +316,6 @@ def _check_name(registry: Registry, model: LoadableModel, body: LoadLoRARequest)
         raise _wrong(f"lora_name is {shown(name)}; it must be {SERVED_NAME}", "lora_name")
     elif registry.has_name(name):
         raise _wrong(f"lora_name is {name!r}, which is the name of a model, or of another model's adapter", "lora_name")
-
-
-async def _resolved(state: ServerState, path: str) -> str:
-    """Where the adapter is on this machine, fetched from the hub if need be."""
-    try:
-        return str(await state.offload(resolve_adapter, path))
-    except ModelNotFoundError as error:
-        raise APIError(404, str(error), type="NotFoundError", param="lora_path", code="adapter_not_found") from None
 
 
 def _wrong(message: str, param: str) -> APIError:

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 FLUSH_SECONDS = 3
 """How long cancelled requests get to send their last chunk to a client that reads slowly."""
 END_SECONDS = 30
-"""How long everything behind config.shutdown_timeout may take, before the process ends whatever it waits for."""
+"""How long everything after config.shutdown_timeout may take, before the process ends whatever it waits for."""
 IDLE_CONNECTION_SECONDS = 30
 
 
@@ -53,8 +53,12 @@ class Entrance:
     """An ASGI application that answers at once, and with the server's routes as soon as `start` has returned.
 
     `start` makes the models in a thread. Until then probes are told how far it is, the page is served, and every other
-    request gets 503 in the shape of its own API. What `start` raises is kept in `error`; `on_ready` is called when it
-    has either returned or failed.
+    request gets 503 in the shape of its own API. `on_ready` is called when `start` has returned, or failed.
+
+    Attributes:
+        app: the server's routes, once there are models, and `state` what these share.
+        error: raised by `start`.
+        loop: that the server runs on, once it does.
     """
 
     def __init__(self, config: ServerConfig, start: Callable[[], Registry], on_ready: Callable[[], None]):
@@ -64,11 +68,8 @@ class Entrance:
         self._start = start
         self._on_ready = on_ready
         self.app: FastAPI | None = None
-        """The server's routes, once there are models."""
         self.state: ServerState | None = None
-        """What the routes share, once there are models."""
         self.loop: asyncio.AbstractEventLoop | None = None
-        """That the server runs on, once it does."""
         self._waiting_room = self._make_waiting_room()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -109,11 +110,11 @@ class Entrance:
         self._on_ready()
 
     def _make_models(self) -> Registry:
-        with watched_by(self._note):
-            return self._start()
+        def note(doing: str, done: int, total: int) -> None:
+            self.stage = Stage(doing, done, total)
 
-    def _note(self, doing: str, done: int, total: int) -> None:
-        self.stage = Stage(doing, done, total)
+        with watched_by(note):
+            return self._start()
 
     async def _progress(self, _: Request) -> Response:
         body = msgspec.json.encode(self.stage)
@@ -163,7 +164,7 @@ class Server(uvicorn.Server):
         self._listener = listener
         self._lame_until: float | None = None
         self._deadline: float | None = None
-        self._watchdog = Watchdog()
+        self._watchdog = Watchdog.asked_for()
         self._last_resort: threading.Timer | None = None
         self._reloading: asyncio.Task[None] | None = None
 
@@ -217,7 +218,8 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if await super().on_tick(counter):
             return True
-        self._watchdog.feed()
+        if self._watchdog is not None:
+            self._watchdog.feed()
         state = self.entrance.state
         if state is not None and self._ends_with_engine and not state.leaving:
             self.death = next((model.served.engine.death for model in state.registry.dead() if model.served), None)
@@ -229,14 +231,17 @@ class Server(uvicorn.Server):
         if self._lame_until is None:
             self._lame_until = now + state.config.lameduck
             notify("STOPPING=1", "STATUS=Stopping")
-            if state.config.lameduck:
-                announce_lame_duck(state)
+            if seconds := state.config.lameduck:
+                _say(f"Stopping in {seconds:g} s; requests are answered until then (Ctrl-C again to exit at once)")
         if now < self._lame_until:
             return False
         if self._deadline is None:
             state.drain()
-            self._deadline = now + state.config.shutdown_timeout
-            announce_drain(state)
+            seconds, waiting = state.config.shutdown_timeout, ""
+            self._deadline = now + seconds
+            if count := len(state.running):
+                waiting = f": {count} running requests have {seconds:g} s to finish (Ctrl-C again to exit at once)"
+            _say(f"Stopping{waiting}")
         return not state.running or now >= self._deadline
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -260,25 +265,8 @@ def announce(state: ServerState, listener: socket.socket) -> None:
     _say(f"Serving {names} on {base}/v1 ({sizes}; docs at {base}/docs{page})")
 
 
-def announce_lame_duck(state: ServerState) -> None:
-    """Print how long requests are still answered."""
-    _say(f"Stopping in {state.config.lameduck:g} s; requests are answered until then (Ctrl-C again to exit at once)")
-
-
-def announce_drain(state: ServerState) -> None:
-    """Print what the server's end waits for."""
-    waiting = ""
-    if state.running:
-        seconds, count = state.config.shutdown_timeout, len(state.running)
-        waiting = f": {count} running requests have {seconds:g} s to finish (Ctrl-C again to exit at once)"
-    _say(f"Stopping{waiting}")
-
-
 def _say(text: str) -> None:
-    """Print a line, or log it where standard output is closed or full: that is no reason to stop serving.
-
-    With JSON it is logged in any case, so that all that the server says can be read alike.
-    """
+    """Print a line; log it with JSON, or where standard output is closed or full, for that is no reason to stop."""
     if logs.settings().format == "json":
         logger.info(text)
         return

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 
 import msgspec
 from fastapi import Request
@@ -53,24 +54,16 @@ class GenerationSettings(AnswerSettings):
 class Usage:
     """Tokens of one request: cached ones are part of the prompt's, those of the reasoning of the completion's."""
 
-    prompt_tokens: int
-    completion_tokens: int
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0
     drafted_tokens: int = 0
-    """Tried ahead."""
+    """Tokens tried ahead; the taken ones of them were the model's choice."""
     taken_tokens: int = 0
-    """Those of them that were what the model chose."""
 
     def __add__(self, other: Usage) -> Usage:
-        return Usage(
-            self.prompt_tokens + other.prompt_tokens,
-            self.completion_tokens + other.completion_tokens,
-            self.cached_tokens + other.cached_tokens,
-            self.reasoning_tokens + other.reasoning_tokens,
-            self.drafted_tokens + other.drafted_tokens,
-            self.taken_tokens + other.taken_tokens,
-        )
+        return Usage(*map(operator.add, astuple(self), astuple(other)))
 
 
 def note_version(spans: list[WeightVersionSpan], delta: TokenDelta) -> None:
@@ -112,10 +105,9 @@ class Generation:
     """An async context: entering starts every sequence, leaving aborts those that have not finished.
 
     Choice index of sequence j of prompt i is i * n + j, n being those that are generated: best_of, where the request
-    sets it. Entering raises what the engine says at once: QueueFullError, EngineDeadError, InvalidRequestError; and 429
-    where it may use more tokens than its key has left. With `prompt_only` the prompts are scored and the one generated
-    token dropped. With `goes_on` it belongs to a request that was accepted before, which is the one that
-    ServedModel.running has.
+    sets it. Entering raises what the engine says at once: QueueFullError, EngineDeadError, InvalidRequestError; and as
+    ClientCall.asking. With `prompt_only` the prompts are scored and the one generated token dropped. With `goes_on` it
+    belongs to a request that was accepted before, and that ServedModel.running has.
 
     Raises InvalidRequestError for a priority that its tenant may not have, for adapters that are not there, and where
     its prompt cannot be handed to another server, or taken from one.
@@ -146,7 +138,6 @@ class Generation:
         self._priority = call.tenant.priority(request.priority)
         self._prompt_only = prompt_only
         self._goes_on = goes_on
-        self._unfinished = set(range(self.num_choices))
         arrival = time.time()
         self._timers = [
             SequenceTimer(model.metrics, arrival, len(prompt.token_ids), prompt.params.max_tokens)
@@ -159,10 +150,9 @@ class Generation:
         self._opening: list[Gain] = []
         self._failure: Exception | None = None
         self._ended_by = stopped()
-        """What an abort is told as."""
-        self._completion_tokens = 0
+        self._usage = Usage(prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts))
+        """Of all gains handed out so far, but for cached tokens: these are by prompt."""
         self._cached_tokens: dict[int, int] = {}
-        self._drafted_tokens = self._taken_tokens = 0
         self._finish_reasons: dict[int, str] = {}
         self._texts = [""] * self.num_choices
         """Of the choices, where the request's record is to have them."""
@@ -174,9 +164,8 @@ class Generation:
 
     async def __aenter__(self) -> Generation:
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(
-                self._call.asking(self, self._asked, self._most_tokens, goes_on=self._goes_on)
-            )
+            most = self._usage.prompt_tokens + self.n * sum(prompt.params.max_tokens or 0 for prompt in self.prompts)
+            await stack.enter_async_context(self._call.asking(self, self._asked, most, goes_on=self._goes_on))
             tenant = self._call.tenant
             requests = [
                 EngineRequest(
@@ -209,18 +198,20 @@ class Generation:
     def _end(self) -> None:
         """Note how it has ended; sequences that have not finished end now."""
         reason = "abort" if self._failure in (None, self._ended_by) else "error"
-        for index in self._unfinished:
-            self._timers[index].on_delta(TokenDelta(request_id=self.id, finish_reason=reason))
+        for index in range(self.num_choices):
+            if index not in self._finish_reasons:
+                self._finish_reasons[index] = reason
+                self._timers[index].on_delta(TokenDelta(request_id=self.id, finish_reason=reason))
         for start in range(0, self.num_choices, self.n):
             longest = max(timer.num_tokens for timer in self._timers[start : start + self.n])
             self._model.metrics.observe("request_max_num_generation_tokens", longest)
         asked = self._asked
         asked.num_answers = self.num_choices
-        asked.prompt_tokens = self._prompt_tokens
+        asked.prompt_tokens = self._usage.prompt_tokens
         asked.params = self.prompts[0].params
         asked.completion_tokens = sum(timer.num_tokens for timer in self._timers)
         asked.cached_tokens = sum(self._cached_tokens.values())
-        asked.finish_reasons = [self._finish_reasons.get(index, reason) for index in range(self.num_choices)]
+        asked.finish_reasons = [self._finish_reasons[index] for index in range(self.num_choices)]
         if self._keeps_texts:
             asked.answers = self._texts
             if self._model.engine.tokenizer is not None:
@@ -234,7 +225,7 @@ class Generation:
         if self._opening:
             opening, self._opening = self._opening, []
             yield self._counted(opening)
-        while self._unfinished:
+        while len(self._finish_reasons) < self.num_choices:
             if self._failure is not None:
                 raise self._failure
             gains = await self._next(timeout)
@@ -249,13 +240,7 @@ class Generation:
 
     def usage(self) -> Usage:
         """Tokens of all gains handed out so far; a prompt counts once whatever n is."""
-        return Usage(
-            prompt_tokens=self._prompt_tokens,
-            completion_tokens=self._completion_tokens,
-            cached_tokens=sum(self._cached_tokens.values()),
-            drafted_tokens=self._drafted_tokens,
-            taken_tokens=self._taken_tokens,
-        )
+        return replace(self._usage, cached_tokens=sum(self._cached_tokens.values()))
 
     @property
     def handed_on(self) -> HandedOn | None:
@@ -268,15 +253,6 @@ class Generation:
     def phases(self) -> Phases:
         """Where its time has gone so far."""
         return self._asked.clock.phases(self.num_choices)
-
-    @property
-    def _prompt_tokens(self) -> int:
-        return sum(len(prompt.token_ids) for prompt in self.prompts)
-
-    @property
-    def _most_tokens(self) -> int:
-        """That the request may use."""
-        return self._prompt_tokens + self.n * sum(prompt.params.max_tokens or 0 for prompt in self.prompts)
 
     async def _next(self, timeout: float | None) -> list[Gain]:
         """What came, up to the first event that tells of a failure, which it leaves in `_failure`."""
@@ -301,16 +277,15 @@ class Generation:
             if self._keeps_texts:
                 self._texts[index] += delta.text
             if delta.finish_reason is not None:
-                self._unfinished.discard(index)
                 self._finish_reasons[index] = delta.finish_reason
         return gains
 
     def _counted(self, gains: list[Gain]) -> list[Gain]:
         for index, delta in gains:
-            self._completion_tokens += len(delta.token_ids)
+            self._usage.completion_tokens += len(delta.token_ids)
+            self._usage.drafted_tokens += delta.num_drafted
+            self._usage.taken_tokens += delta.num_taken
             self._cached_tokens.setdefault(index // self.n, delta.num_cached_tokens)
-            self._drafted_tokens += delta.num_drafted
-            self._taken_tokens += delta.num_taken
         return gains
 
 
@@ -322,8 +297,16 @@ def _failure(delta: TokenDelta) -> Exception:
     return APIError(500, f"the request failed: {delta.error}", type="server_error", code="request_failed")
 
 
-async def collect(generation: Generation) -> list[Choice]:
-    """Run to the end and return every choice; of best_of choices the n with the highest mean log-probability."""
+async def collect_for(request: Request, generation: Generation) -> list[Choice]:
+    """Every choice of a generation that is not streamed; of best_of the n with the highest mean log-probability.
+
+    Raises ClientDisconnected when the client goes away first.
+    """
+    async with generation:
+        return await until_disconnect(request.receive, _collected(generation))
+
+
+async def _collected(generation: Generation) -> list[Choice]:
     choices = [Choice(index) for index in range(generation.num_choices)]
     async for gains in generation.arrivals():
         for index, delta in gains:
@@ -340,10 +323,7 @@ async def collect(generation: Generation) -> list[Choice]:
 
 
 class Reply(AnswerReader):
-    """A conversation's sequences and the parsers of their texts. Entering `generation` starts it.
-
-    `name` is the client's name for the model.
-    """
+    """A conversation's sequences and the parsers of their texts. Entering `generation` starts it."""
 
     def __init__(
         self,
@@ -355,6 +335,7 @@ class Reply(AnswerReader):
         goes_on: bool = False,
     ):
         self.name = call.name
+        """The client's name for the model."""
         model = call.model
         self.generation = Generation(call, [prompt.prompt], settings, prefix, goes_on=goes_on)
         self.token_text = model.token_text
@@ -380,12 +361,6 @@ class Reply(AnswerReader):
         return usage
 
 
-async def collect_for(request: Request, generation: Generation) -> list[Choice]:
-    """Every choice of a generation that nobody streams. Raises ClientDisconnected when the client goes away first."""
-    async with generation:
-        return await until_disconnect(request.receive, collect(generation))
-
-
 class ReplyLoop(ToolLoop[Told, Asked]):
     """A loop whose answers are replies of one model."""
 
@@ -394,7 +369,7 @@ class ReplyLoop(ToolLoop[Told, Asked]):
         self.model = model
         self.reply: Reply | None = None
         """The one under way, or yet to be read."""
-        self._past, self._past_phases = Usage(0, 0), Phases()
+        self._past, self._past_phases = Usage(), Phases()
         """Of the replies that are over."""
 
     def abort(self, error: APIError) -> None:
@@ -427,18 +402,12 @@ class ReplyLoop(ToolLoop[Told, Asked]):
 
 
 async def begin_reply(
-    call: ClientCall,
-    conversation: Conversation,
-    settings: GenerationSettings,
-    *,
-    prefix: str,
-    goes_on: bool = False,
+    call: ClientCall, conversation: Conversation, settings: GenerationSettings, *, prefix: str, goes_on: bool = False
 ) -> Reply:
     """Render, tokenize and check a conversation; nothing runs before the reply's `generation` is entered.
 
-    `prefix` begins the reply's id; with `goes_on` it is
-    part of a request that was accepted before, which a server that is stopping finishes.
-    Raises APIError, or InvalidRequestError naming the field.
+    The `prefix` begins the reply's id. A reply that `goes_on` is part of a request that was accepted before, which a
+    server that is stopping finishes. Raises APIError, or InvalidRequestError naming the field.
     """
     call.model.check_accepting(goes_on=goes_on)
     prompt = await call.state.prepare(prepare, call.model, conversation, settings)

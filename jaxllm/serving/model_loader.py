@@ -38,13 +38,7 @@ class ModelLoader:
     Everything is called on the server's event loop, but for `drain`, which a signal handler may call.
     """
 
-    def __init__(
-        self,
-        models: Sequence[LoadableModel],
-        most: int | None = None,
-        memory: int | None = None,
-        min_seconds: float = 0.0,
-    ):
+    def __init__(self, models: Sequence[LoadableModel], most: int | None, memory: int | None, min_seconds: float):
         """None is any number."""
         self._models = models
         self._most = len(models) if most is None else most
@@ -119,13 +113,15 @@ class ModelLoader:
             if model.served is None or not model.is_awake:
                 return
             if not model.served.engine.can_sleep:
-                message = "only an engine in a process of its own (engine_process) can sleep"
-                raise APIError(400, message)
+                raise APIError(400, "only an engine in a process of its own (engine_process) can sleep")
+            message = (
+                f"model {model.name!r} was put to sleep before the answer was complete; the next request wakes it up"
+            )
             with model.falling_asleep():
                 while model.is_in_use:
                     if not wait:
                         for request in list(model.served.running):
-                            request.abort(_asleep(model))
+                            request.abort(unavailable(message, code="model_asleep"))
                     await asyncio.sleep(LEASE_SECONDS)
                 try:
                     await self._in_thread(partial(model.sleep, level))
@@ -244,7 +240,7 @@ class ModelLoader:
         return going
 
     def _others(self, model: LoadableModel) -> list[LoadableModel]:
-        """All that are loaded, or have a place already, but for this one."""
+        """The other models that are loaded, or have a place already."""
         return [one for one in self._models if one is not model and (one.served is not None or one is self._placed)]
 
     def _fits(self, model: LoadableModel, others: Sequence[LoadableModel]) -> bool:
@@ -303,11 +299,6 @@ def _check_unused(model: LoadableModel) -> None:
 
 def _busy(model: LoadableModel, reason: str, what: str) -> APIError:
     return APIError(409, f"model {model.name!r} {reason}: it cannot {what} now", param="model", code="model_busy")
-
-
-def _asleep(model: LoadableModel) -> APIError:
-    message = f"model {model.name!r} was put to sleep before the answer was complete; the next request wakes it up"
-    return unavailable(message, code="model_asleep")
 
 
 def _at_capacity(reason: str) -> APIError:

@@ -22,12 +22,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxllm.errors import ConfigError, reason
 from jaxllm.folders import in_home
 from jaxllm.logs import FIELDS
-from jaxllm.serving.http.middleware import ID_HEADER
-from jaxllm.serving.http.request_model import NOTED, RECORD
+from jaxllm.serving.http.middleware import HTTPLayer
+from jaxllm.serving.http.request_model import RECORD
 from jaxllm.serving.request_metrics import ModelCall, Phases
 
 LOG = "jaxllm.requests"
-logger = logging.getLogger(LOG)
+logger = logging.getLogger(__name__)
 
 PROBES = frozenset({"/livez", "/health", "/ping", "/ready", "/readyz", "/load", "/metrics"})
 """Routes that are asked every few seconds: a line tells of them only where they fail."""
@@ -39,21 +39,22 @@ Observer = Callable[["Record"], None]
 
 @dataclass
 class Record:
-    """A request, from its first byte until its answer has been sent and what goes on after that has ended.
+    """A request, from its first byte until its answer has been sent and work that outlives the answer has ended.
 
     A context that may be entered several times at once: the last exit ends the record and shows it to its observers.
 
     Attributes:
         client: its address and port, "-" where there is none.
-        began, ended: seconds since the epoch.
-        seconds: how long it took, by a clock that nobody sets.
+        server: the address and port that it came to.
+        keeps_texts: whether prompts and answers are to be kept.
+        route: the path of its route, once that is known.
+        api_route, asked_model: a route of the API and a model as the audit log has them, once they are known.
+        key_name: the name of its API key, once that is known and if it has one.
+        trace_id: of its caller's trace, or of one that begins here.
         status: of the answer; 499 where the client went away before there was one.
         client_gone: whether it went away before the answer was complete.
-        server: the address and port that it came to.
-        route: the path of the route that it is for, once that is known.
-        key_name: the name of the API key that it came with, once that is known and if it has one.
-        trace_id: of the trace that it belongs to: its caller's, or one that begins here.
-        keeps_texts: whether prompts and answers are to be kept.
+        began, ended: seconds since the epoch.
+        seconds: its duration, by a monotonic clock.
     """
 
     method: str
@@ -64,7 +65,9 @@ class Record:
     observers: Sequence[Observer] = ()
     keeps_texts: bool = False
     route: str | None = None
+    api_route: str | None = None
     key_name: str | None = None
+    asked_model: str | None = None
     request_id: str = ""
     trace_id: str | None = None
     status: int = 499
@@ -92,11 +95,6 @@ class Record:
         self.route = f"/v1{path}" if "/v1/" in self.path and not path.startswith("/v1/") else path
 
     @property
-    def model(self) -> str | None:
-        """The model that answered."""
-        return self.calls[-1].model if self.calls else None
-
-    @property
     def finish_reasons(self) -> list[str]:
         """How the last call's sequences ended."""
         return self.calls[-1].finish_reasons if self.calls else []
@@ -110,28 +108,20 @@ class Record:
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
 
 
-class Records:
-    """Makes a record of each request for `observers`; without any it does nothing."""
+class Records(HTTPLayer):
+    """Makes a record of each request, for `observers` and for the audit log."""
 
-    def __init__(self, app: ASGIApp, *, observers: Sequence[Observer], keeps_texts: bool):
-        self._app = app
+    def __init__(self, app: ASGIApp, *, observers: Sequence[Observer], keeps_texts: bool, audit: AuditLog | None):
+        super().__init__(app)
         self._observers = observers
         self._keeps_texts = keeps_texts
+        self._audit = audit
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._observers:
-            await self._app(scope, receive, send)
-            return
-        client = scope.get("client")
-        peer = f"{client[0]}:{client[1]}" if client else "-"
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        peer = ":".join(map(str, scope.get("client") or "-"))
+        headers, server = Headers(scope=scope), scope.get("server")
         record = Record(
-            scope["method"],
-            scope["path"],
-            peer,
-            Headers(scope=scope),
-            scope.get("server"),
-            self._observers,
-            self._keeps_texts,
+            scope["method"], scope["path"], peer, headers, server, self._observers, keeps_texts=self._keeps_texts
         )
         if found := _TRACEPARENT.fullmatch(record.headers.get("traceparent", "")):
             record.trace_id = found[1]
@@ -153,7 +143,11 @@ class Records:
             await send(message)
 
         with record:
-            await self._app({**scope, RECORD: record}, receive_noting, send_noting)
+            try:
+                await self.app({**scope, RECORD: record}, receive_noting, send_noting)
+            finally:
+                if self._audit is not None:
+                    self._audit.write_request(record)
 
 
 def log_request(record: Record) -> None:
@@ -161,11 +155,11 @@ def log_request(record: Record) -> None:
     if record.path in PROBES and record.status < 400:
         return
     line = f'{record.client} "{record.method} {quote(record.path)}" {record.status}, request {record.request_id}'
-    logger.info("%s%s", line, _spent(record), extra={FIELDS: fields(record)})
+    logging.getLogger(LOG).info("%s%s", line, _spent(record), extra={FIELDS: fields(record)})
 
 
 def fields(record: Record) -> dict[str, Any]:
-    """What a log's reader looks for by name; null is what the request has not."""
+    """The record's line in JSON; a field is null where the request has none of it."""
     phases, calls = record.phases, record.calls
     found: dict[str, Any] = {
         "request_id": record.request_id,
@@ -176,14 +170,14 @@ def fields(record: Record) -> dict[str, Any]:
         "client": record.client,
         "client_gone": record.client_gone,
         "key": record.key_name,
-        "model": record.model,
+        "model": calls[-1].model if calls else None,
         "duration_seconds": round(record.seconds, 6),
         "input_tokens": sum(call.prompt_tokens for call in calls),
         "cached_tokens": sum(call.cached_tokens for call in calls),
         "output_tokens": sum(call.completion_tokens for call in calls),
-        "queue_seconds": _rounded(phases.queue),
-        "prefill_seconds": _rounded(phases.prefill),
-        "decode_seconds": _rounded(phases.decode),
+        "queue_seconds": phases.queue and round(phases.queue, 6),
+        "prefill_seconds": phases.prefill and round(phases.prefill, 6),
+        "decode_seconds": phases.decode and round(phases.decode, 6),
         "finish_reasons": record.finish_reasons,
     }
     if record.keeps_texts:
@@ -208,13 +202,8 @@ def _spent(record: Record) -> str:
     return "".join(f", {part}" for part in parts)
 
 
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 6)
-
-
-CLIENT_GONE = 499
 REFUSALS = (400, 401, 403, 404, 405, 421)
-"""What is logged although no route of the API has been reached."""
+"""Statuses that are logged although no route of the API has been reached."""
 
 
 class AuditLog:
@@ -227,11 +216,27 @@ class AuditLog:
         self._path = in_home(path)
         self._waiting: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
         try:
-            self._file = _File(self._path)
+            self._file = _File(self._path, encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"audit_log is {str(path)!r}: {reason(error)}") from None
         self._writer = logging.handlers.QueueListener(self._waiting, self._file)
         self._writer.start()
+
+    def write_request(self, record: Record) -> None:
+        """Queue the entry of a request to a route of the API that has been answered, or of a refusal."""
+        if record.api_route is not None or record.status in REFUSALS:
+            self.write(
+                {
+                    "time": datetime.fromtimestamp(record.began, UTC).isoformat(timespec="milliseconds"),
+                    "key": record.key_name,
+                    "address": record.client.rpartition(":")[0] or None,
+                    "method": record.method,
+                    "route": record.api_route,
+                    "model": record.asked_model,
+                    "status": record.status,
+                    "id": record.request_id or None,
+                }
+            )
 
     def write(self, entry: dict[str, Any]) -> None:
         """Queue an entry; the writer sees to the rest."""
@@ -259,9 +264,6 @@ class AuditLog:
 class _File(logging.FileHandler):
     """Appends lines to a file that this user alone may read."""
 
-    def __init__(self, path: Path):
-        super().__init__(path, encoding="utf-8")
-
     def _open(self) -> Any:
         return open(os.open(self.baseFilename, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a", encoding="utf-8")
 
@@ -274,43 +276,3 @@ class _File(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         """A line that could not be written, of a full disk for example, is told of in the log, with what it says."""
         logger.exception("the audit log cannot be written: %s", record.getMessage())
-
-
-class Audited:
-    """Writes an entry for each request to a route of the API when it has been answered, and for each refusal."""
-
-    def __init__(self, app: ASGIApp, *, log: AuditLog):
-        self._app = app
-        self._log = log
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        began = datetime.now(UTC)
-        noted: dict[str, Any] = {}
-        status, request_id = CLIENT_GONE, None
-
-        async def send_noted(message: Message) -> None:
-            nonlocal status, request_id
-            if message["type"] == "http.response.start":
-                status, request_id = message["status"], Headers(raw=message["headers"]).get(ID_HEADER)
-            await send(message)
-
-        try:
-            await self._app({**scope, NOTED: noted}, receive, send_noted)
-        finally:
-            if noted or status in REFUSALS:
-                client = scope.get("client")
-                self._log.write(
-                    {
-                        "time": began.isoformat(timespec="milliseconds"),
-                        "key": noted.get("key"),
-                        "address": client[0] if client else None,
-                        "method": scope["method"],
-                        "route": noted.get("route"),
-                        "model": noted.get("model"),
-                        "status": status,
-                        "id": request_id,
-                    }
-                )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ _ITL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 
 SECONDS = {
     "time_to_first_token_seconds": ("From arrival to the first token.", _TTFT_SECONDS),
     "inter_token_latency_seconds": ("Between one output of a sequence and its next.", _ITL_SECONDS),
-    "request_time_per_output_token_seconds": ("From the first token to the last, for each behind it.", _ITL_SECONDS),
+    "request_time_per_output_token_seconds": ("From the first token to the last, for each after it.", _ITL_SECONDS),
     "e2e_request_latency_seconds": ("From arrival to the last token.", _REQUEST_SECONDS),
     "request_queue_time_seconds": ("From arrival to the first step that ran the request.", _REQUEST_SECONDS),
     "request_inference_time_seconds": ("From the first step to the last token.", _REQUEST_SECONDS),
@@ -72,9 +73,6 @@ class RequestMetrics:
     def observe(self, name: str, value: float) -> None:
         self.histograms[name].labels(self.model_name).observe(max(value, 0.0))
 
-    def count_finished(self, reason: str) -> None:
-        self.finished.labels(self.model_name, reason).inc()
-
     def count_rejected(self) -> None:
         """The queue was full."""
         self.rejected.labels(self.model_name, QUEUE_FULL).inc()
@@ -112,29 +110,26 @@ class SequenceTimer:
             self.num_tokens += len(delta.token_ids)
         if delta.finish_reason:
             self._on_finish(now, delta.finish_reason)
-            self._observe("request_num_preemptions", delta.num_preemptions)
+            self._metrics.observe("request_num_preemptions", delta.num_preemptions)
 
     def _on_finish(self, now: float, reason: str) -> None:
-        self._metrics.count_finished(reason)
-        self._observe("e2e_request_latency_seconds", now - self._arrival)
-        self._observe("request_prompt_tokens", self._prompt_tokens)
-        self._observe("request_generation_tokens", self.num_tokens)
+        self._metrics.finished.labels(self._metrics.model_name, reason).inc()
+        self._metrics.observe("e2e_request_latency_seconds", now - self._arrival)
+        self._metrics.observe("request_prompt_tokens", self._prompt_tokens)
+        self._metrics.observe("request_generation_tokens", self.num_tokens)
         if self._max_tokens is not None:
-            self._observe("request_params_max_tokens", self._max_tokens)
+            self._metrics.observe("request_params_max_tokens", self._max_tokens)
         if self._scheduled is not None:
-            self._observe("request_queue_time_seconds", self._scheduled - self._arrival)
-            self._observe("request_inference_time_seconds", now - self._scheduled)
-            self._observe("request_prefill_kv_computed_tokens", self._prompt_tokens - self._cached_tokens)
+            self._metrics.observe("request_queue_time_seconds", self._scheduled - self._arrival)
+            self._metrics.observe("request_inference_time_seconds", now - self._scheduled)
+            self._metrics.observe("request_prefill_kv_computed_tokens", self._prompt_tokens - self._cached_tokens)
             if self._first is not None:
-                self._observe("request_prefill_time_seconds", self._first - self._scheduled)
+                self._metrics.observe("request_prefill_time_seconds", self._first - self._scheduled)
         if self._first is not None:
-            self._observe("request_decode_time_seconds", now - self._first)
+            self._metrics.observe("request_decode_time_seconds", now - self._first)
             if self.num_tokens > 1:
                 per_token = (self._last - self._first) / (self.num_tokens - 1)
-                self._observe("request_time_per_output_token_seconds", per_token)
-
-    def _observe(self, name: str, value: float) -> None:
-        self._metrics.observe(name, value)
+                self._metrics.observe("request_time_per_output_token_seconds", per_token)
 
 
 @dataclass(kw_only=True)
@@ -166,14 +161,13 @@ class ModelCall:
 
 @dataclass
 class Phases:
-    """How long each took, in seconds; None is what has not been measured yet.
+    """The phases of a request in seconds; None is not measured yet.
 
     Attributes:
         queue: from the request's arrival to the first step that ran it.
         prefill: from there to its first token.
-        decode: from there to its last token so far.
+        decode: from there to its last token so far, of `num_answers` sequences.
         padding: its share of the padding rows that its steps ran, once a sequence of it has ended.
-        num_answers: the sequences that `decode` is of.
     """
 
     queue: float | None = None
@@ -194,10 +188,7 @@ class Phases:
 
 @dataclass
 class Clock:
-    """When a request came, when its first sequence began to run, and when its first and its last token so far came.
-
-    Seconds since the epoch.
-    """
+    """A request's arrival, its first step, and its first and its last token so far, in seconds since the epoch."""
 
     arrival: float
     scheduled: float | None = None
@@ -215,13 +206,8 @@ class Clock:
 
     def phases(self, num_answers: int) -> Phases:
         """Of a request with that many sequences."""
-        return Phases(
-            _between(self.arrival, self.scheduled),
-            _between(self.scheduled, self.first),
-            _between(self.first, self.last),
-            self.padding,
-            num_answers,
-        )
+        times = (self.arrival, self.scheduled, self.first, self.last)
+        return Phases(*itertools.starmap(_between, itertools.pairwise(times)), self.padding, num_answers)
 
 
 def _between(start: float | None, end: float | None) -> float | None:

@@ -37,9 +37,7 @@ from jaxllm.serving.request_metrics import RequestMetrics
 from jaxllm.weights.source import resolve_adapter
 
 if TYPE_CHECKING:
-    from jaxllm.engine.doors.async_llm import (
-        AsyncLLM,  # imports JAX, which a command line that is wrong need not wait for
-    )
+    from jaxllm.engine.doors.async_llm import AsyncLLM  # imports JAX, for which a wrong command line need not wait
 
 
 OF_THE_MACHINE = frozenset({"download_dir", "compile_cache_dir", "engine_process", "max_num_waiting"})
@@ -59,15 +57,16 @@ def stopped() -> APIError:
 
 
 class ServedModel(ChatModel):
-    """A model that conversations are held with over HTTP.
+    """A model that conversations are held with over HTTP; earlier `metrics` of it are gone on with.
 
-    `running` are the requests under way; none begins once `draining` is true.
+    Attributes:
+        names: its names in requests; metrics and notices use the first.
+        running: the requests under way; none begins once `draining` is true.
 
     Raises ConfigError when config.chat_template cannot be read; see ChatModel.
     """
 
     def __init__(self, config: ModelConfig, engine: AsyncLLM, metrics: RequestMetrics | None = None):
-        """`metrics` are those to go on with, of the same model."""
         super().__init__(
             engine,
             chat_template=read_chat_template(config),
@@ -79,7 +78,6 @@ class ServedModel(ChatModel):
         self.engine: AsyncLLM
         self.config = config
         self.names = config.names
-        """What requests may call it. The first is the one that metrics and notices use."""
         self.system_fingerprint = system_fingerprint(config, engine.info.max_model_len, self.chat_template)
         self.metrics = metrics or RequestMetrics(self.names[0], engine.info.max_model_len)
         self.running: set[Running] = set()
@@ -95,20 +93,16 @@ class ServedModel(ChatModel):
 
 def read_chat_template(config: ModelConfig) -> str | None:
     """The text of config.chat_template, if one is set. Raises ConfigError when it cannot be read."""
-    if config.chat_template is None:
-        return None
+    path = config.chat_template
     try:
-        return config.chat_template.read_text(encoding="utf-8")
+        return None if path is None else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"chat_template is {str(config.chat_template)!r}, which cannot be read: {reason(error)}"
-        ) from None
+        raise ConfigError(f"chat_template is {str(path)!r}, which cannot be read: {reason(error)}") from None
 
 
 def engine_settings(config: EngineConfig) -> dict[str, Any]:
-    """Those that may change an answer, as JSON has them."""
-    fields = set(EngineConfig.model_fields) - OF_THE_MACHINE
-    return config.model_dump(mode="json", include=fields)
+    """The settings that may change an answer, as JSON has them."""
+    return config.model_dump(mode="json", include=set(EngineConfig.model_fields) - OF_THE_MACHINE)
 
 
 def system_fingerprint(config: ModelConfig, max_model_len: int, chat_template: str | None) -> str:
@@ -150,25 +144,22 @@ class Stage(msgspec.Struct, frozen=True):
         return f"{self.doing} ({self.done} of {self.total})" if self.total else self.doing
 
 
-def _room_for_all(nbytes: int | None) -> None:
-    """Nobody has to make room."""
-
-
 class LoadableModel:
-    """A model that can be loaded and unloaded. What it was found to be and what it has counted outlives its engine.
+    """A model that can be loaded and unloaded. Its description and its counters outlive its engine.
 
     Attributes:
+        name: its name in metrics and notices.
         adapters: those that requests may choose.
-        served: what runs its requests while it is loaded; an engine that is asleep is woken first.
+        served: runs its requests while it is loaded; an engine that is asleep is woken first.
         stage: how far a load is, while there is one.
         on_change: called, in any thread, when its state or its stage has changed.
-        error: why the last load failed, if it did, as clients are told it.
-        awaited: whether the server is not ready before this model is: one that was loaded at the start.
+        error: why the last load failed, if it did, in words for clients.
+        awaited: whether it was loaded at the start: the server is not ready before it is.
         info, has_chat_template, metrics: of the last load; None before the first.
-        planned_bytes: what its last engine, or the one that is starting, was planned to take of each device or of the
-            host, where that is known.
-        keep_alive: seconds without a request after which it is unloaded: what the last request that said something of
-            it wanted, or else its own; infinity is never.
+        planned_bytes: the plan of its last engine, or of the one that is starting, for each device or for the host,
+            where that is known.
+        keep_alive: seconds without a request after which it is unloaded, by the last request that set it, or else by
+            its settings; infinity is never.
         calls: those that hold it; while there are any it is not unloaded.
         last_used: when a call last began or ended, on the monotonic clock.
         loaded_at: when its last load ended, on the same clock.
@@ -188,6 +179,7 @@ class LoadableModel:
         """For pinned to ttl see CatalogEntry; `budget` are the bytes that an engine may take."""
         self.config = config
         self.names = config.names
+        self.name = self.names[0]
         self.adapters = ModelAdapters(self.name, config.lora_modules or ())
         self.pinned = pinned
         self.hidden = hidden
@@ -221,11 +213,6 @@ class LoadableModel:
         return model
 
     @property
-    def name(self) -> str:
-        """The name that metrics and notices use."""
-        return self.names[0]
-
-    @property
     def stage(self) -> Stage | None:
         return self._stage
 
@@ -251,12 +238,12 @@ class LoadableModel:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a request runs on it; others may wait for their turn, or until it is loaded or woken up."""
+        """Whether a request runs on it, and does not only wait."""
         return any(not call.waits for call in self.calls)
 
     @property
     def held_bytes(self) -> int:
-        """What it takes of the memory that is planned with: of its devices, and asleep of a CPU's."""
+        """Its share of the planned memory: of its devices, and asleep of a CPU's."""
         if self.served is None:
             return 0
         if self.is_awake:
@@ -283,12 +270,13 @@ class LoadableModel:
         """The newest statistics; counters go on from one engine to the next."""
         return self._past if self.served is None else added(self._past, self.served.engine.stats())
 
-    def load(self, make_room: MakeRoom = _room_for_all) -> None:
+    def load(self, make_room: MakeRoom | None = None) -> None:
         """Start its engine, or wake it up; blocks until that can run requests. Raises whatever keeps it from it."""
 
         def ask(nbytes: int | None) -> None:
             self.planned_bytes = nbytes
-            make_room(nbytes)
+            if make_room is not None:
+                make_room(nbytes)
 
         try:
             with watched_by(self._note):
@@ -334,7 +322,6 @@ class LoadableModel:
         return served
 
     def _started(self, room: MemoryRoom) -> ServedModel:
-        """It, with an engine that runs."""
         if self.served is not None:
             past = counted(self.stats())
             self.served.engine.wake_up(self._given_up, room)
@@ -371,11 +358,9 @@ class LoadableModel:
 
 def _told_to_clients(error: BaseException) -> str:
     """Why a model could not be loaded. The error itself has paths in it, and is for the log alone."""
-    match error:
-        case CheckpointError():
-            reason = "its files are damaged, or not of a kind that is served"
-        case ConfigError():
-            reason = "its settings cannot be honoured with this model on this machine"
-        case _:
-            reason = "its engine did not start"
+    reason = "its engine did not start"
+    if isinstance(error, CheckpointError):
+        reason = "its files are damaged, or not of a kind that is served"
+    elif isinstance(error, ConfigError):
+        reason = "its settings cannot be honoured with this model on this machine"
     return f"{reason}; the server's log has the details"

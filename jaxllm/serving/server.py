@@ -13,13 +13,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 from urllib.parse import urlsplit
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from jaxllm import logs
@@ -137,12 +136,7 @@ def configure_logging(config: ServerConfig) -> None:
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     if config.logs_requests:
         logging.getLogger(REQUEST_LOG).setLevel(logging.INFO)
-    for chatty in (
-        "mcp",
-        "httpx2",
-        "httpcore2",
-        "alembic",
-    ):  # tell urls, whole messages, plugins; ours say what matters
+    for chatty in ("mcp", "httpx2", "httpcore2", "alembic"):  # they tell urls, whole messages, plugins
         logging.getLogger(chatty).setLevel(logging.CRITICAL)
 
 
@@ -177,14 +171,6 @@ def _ending_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-class Following(msgspec.Struct):
-    """The body of /health."""
-
-    status: Literal["loading", "ok"]
-    process_id: int
-    num_processes: int
-
-
 @dataclass
 class FollowingServer:
     """Answers /health on a thread from when all processes have come: 503 until this one can run steps."""
@@ -194,25 +180,26 @@ class FollowingServer:
 
     def listen(self, group: Group) -> None:
         """Open the port. Of several processes on a machine each takes the next one after `port`."""
-        port = self.config.port + group.place if self.config.port else 0
-        listener = bind(self.config.host, port)
+        listener = bind(self.config.host, self.config.port + group.place if self.config.port else 0)
         app = Starlette(routes=[Route("/health", self._health)])
         serve_on_thread(app, listener, "health", make_context(self.config))
         logger.info("/health is at %s; process 0 answers requests", address(listener, scheme(self.config)))
 
     async def _health(self, _: Request) -> Response:
-        assert self.config.process_id is not None and self.config.num_processes is not None
         is_ready = self.ready.is_set()
-        status: Literal["loading", "ok"] = "ok" if is_ready else "loading"
-        body = Following(status, self.config.process_id, self.config.num_processes)
-        return Response(msgspec.json.encode(body), 200 if is_ready else 503, media_type="application/json")
+        body = {
+            "status": "ok" if is_ready else "loading",
+            "process_id": self.config.process_id,
+            "num_processes": self.config.num_processes,
+        }
+        return JSONResponse(body, 200 if is_ready else 503)
 
 
 def serve_as_follower(config: ServeConfig) -> NoReturn:
     """Follow process 0 until it ends the group; the process ends with it.
 
-    At SIGTERM or SIGINT the process stays for as long as a server's requests get to finish, for process 0 is most
-    likely told to stop too and then ends the group in order. A second signal ends it at once.
+    After SIGTERM or SIGINT the process stays for as long as a server's requests get to finish: process 0 is most
+    likely told to stop too, and ends the group in order. A second signal ends it at once.
 
     Raises ConfigError, ModelNotFoundError and CheckpointError as the server of process 0 would.
     """

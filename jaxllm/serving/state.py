@@ -58,8 +58,6 @@ class ServerState:
         self.registry = registry
         self.leaving = False
         """Whether the server is to stop soon: it answers, and asks to be sent nothing more."""
-        self.draining = False
-        """Whether the server is stopping."""
         self.keys = Keys(config, [name for model in registry for name in model.names])
         self.limits = RateLimits(config.rate_limit_store)
         self.usage = Ledger()
@@ -88,12 +86,12 @@ class ServerState:
     def check_accepting(self) -> None:
         """Raises 503 when no new request can start, whatever model it asks for."""
         self.registry.check_alive()
-        if self.draining:
+        if self.registry.draining:
             raise unavailable("the server is shutting down", code="shutting_down")
 
     def drain(self) -> None:
         """From now on no request begins."""
-        self.leaving = self.draining = True
+        self.leaving = True
         self.registry.drain()
 
     async def offload(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -136,9 +134,6 @@ class ServerState:
         self.keys.reload()
         if self.audit is not None:
             self.audit.reopen()
-        await self._reload_tool_servers()
-
-    async def _reload_tool_servers(self) -> None:
         try:
             path, settings = await self.offload(find_settings, self.config.mcp_config)
         except ConfigError as error:
@@ -230,7 +225,8 @@ class Registry:
 
     def _may_use(self, tenant: Tenant, model: LoadableModel, name: str) -> bool:
         """Who may use a model may use its adapters; others may where they are given an adapter's own name."""
-        return tenant.may_use([*model.names, name] if model.adapters.get(name) else model.names)
+        is_adapter = name not in model.names and model.adapters.get(name) is not None
+        return tenant.may_use([*model.names, name] if is_adapter else model.names)
 
     def default_name_for(self, tenant: Tenant) -> str | None:
         """What a request asks for that names no model: the default one, or the first that its tenant may use."""
@@ -349,9 +345,8 @@ class Changes:
 
 class LoadProgress(msgspec.Struct, kw_only=True):
     stages: list[str]
-    """What is known of what a load does: what it does now."""
+    """The known stages of a load: the one that it is in."""
     current: str
-    """The same, in words."""
     value: float
     """How much of that is done, from 0 to 1; 0 where nothing is counted."""
 

@@ -38,8 +38,9 @@ from jaxllm.serving.served_model import engine_settings
 from jaxllm.serving.state import ServerState
 from jaxllm.wording import did_you_mean, shown
 
-router = APIRouter(tags=["status"])
+logger = logging.getLogger(__name__)
 
+router = APIRouter(tags=["status"])
 info_router = APIRouter(route_class=JSONRoute, tags=["status"])
 
 
@@ -175,8 +176,10 @@ API = "api"
 """The process that answers HTTP. Those of engines are engine/MODEL, or engine/MODEL/NUMBER of several."""
 MOST_SECONDS = 300.0
 PROFILE_SECONDS, TRACE_SECONDS = 30.0, 3.0
-"""Unless a request says how long."""
+"""The times of a profile and of a trace, by default."""
 
+FindApp = Callable[[], FastAPI | None]
+FindLoop = Callable[[], asyncio.AbstractEventLoop | None]
 Answering = Callable[[Request], Awaitable[Response]]
 _PROBES: dict[str, Answering] = {
     "/health": health,
@@ -186,14 +189,12 @@ _PROBES: dict[str, Answering] = {
     "/load": load,
     "/metrics": metrics,
 }
-
-logger = logging.getLogger(__name__)
 END_SECONDS = 3.0
 """How long the end waits for what is being answered."""
 
 
 class Overview(msgspec.Struct):
-    """What can be asked for, and of which processes."""
+    """The routes, and the processes that they can be asked of."""
 
     processes: list[str]
     routes: list[str]
@@ -203,26 +204,21 @@ class Monitor:
     """The routes, over a server that may still be loading its models.
 
     Args:
-        find_app: the server's application, None until it is there.
-        find_loop: the event loop that the server runs on, None before it does.
+        find_app: gives the server's application, None until it is there.
+        find_loop: gives the event loop that the server runs on, None before it does.
     """
 
-    def __init__(
-        self,
-        find_app: Callable[[], FastAPI | None],
-        find_loop: Callable[[], asyncio.AbstractEventLoop | None],
-    ):
+    def __init__(self, find_app: FindApp, find_loop: FindLoop):
         self._find_app = find_app
         self._find_loop = find_loop
-        looks: dict[str, Answering] = {
+        self._looks: dict[str, Answering] = {
             "/debug/": self.overview,
             "/debug/pprof/profile": self.profile,
             "/debug/pprof/heap": self.heap,
             "/debug/stacks": self.stacks,
             "/debug/trace": self.trace,
         }
-        self._paths = list(looks)
-        plain: dict[str, Answering] = {"/livez": livez, "/version": show_version} | looks
+        plain: dict[str, Answering] = {"/livez": livez, "/version": show_version} | self._looks
         routes = [Route(path, answer) for path, answer in plain.items()]
         routes += [Route(path, partial(self._probe, answer)) for path, answer in _PROBES.items()]
         self.app = Starlette(routes=routes, exception_handlers=dict.fromkeys(HANDLED, refuse))
@@ -241,7 +237,7 @@ class Monitor:
     async def overview(self, request: Request) -> Response:
         """The processes by their names, and the routes of /debug/."""
         _check_names(request, ())
-        return json_response(Overview(list(self.processes), self._paths))
+        return json_response(Overview(list(self.processes), list(self._looks)))
 
     async def profile(self, request: Request) -> Response:
         """Where the threads of a process spend `seconds`, in pprof's format."""
@@ -252,7 +248,7 @@ class Monitor:
     async def heap(self, request: Request) -> Response:
         """What holds memory: `of` the devices, or `of` Python; by default what the process is about."""
         _check_names(request, ("process", "of"))
-        of = request.query_params.get("of", "python" if self._name(request) == API else "device")
+        of = request.query_params.get("of", "python" if _process(request) == API else "device")
         if of not in ("python", "device"):
             raise APIError(400, f"of is {shown(of)}; it must be python or device", param="of")
         return _file(await self._look(request, "python_heap" if of == "python" else "device_heap"), "heap.pb.gz")
@@ -269,7 +265,7 @@ class Monitor:
         return _file(data, "trace.zip", "application/zip")
 
     async def _look(self, request: Request, what: What, seconds: float = 0.0) -> bytes:
-        name, processes = self._name(request), self.processes
+        name, processes = _process(request), self.processes
         look_at = processes.get(name)
         if look_at is None:
             near = did_you_mean(name, processes) or f"; there are {', '.join(processes)}"
@@ -278,10 +274,6 @@ class Monitor:
 
     def _look_here(self, what: What, seconds: float) -> bytes:
         return stacks(self._find_loop()).encode() if what == "stacks" else look(what, seconds)
-
-    @staticmethod
-    def _name(request: Request) -> str:
-        return request.query_params.get("process", API)
 
     async def _probe(self, answer: Answering, request: Request) -> Response:
         app = self._find_app()
@@ -295,11 +287,7 @@ async def refuse(request: Request, error: Exception) -> Response:
 
 
 @contextmanager
-def monitoring(
-    config: ServerConfig,
-    find_app: Callable[[], FastAPI | None],
-    find_loop: Callable[[], asyncio.AbstractEventLoop | None],
-) -> Iterator[str | None]:
+def monitoring(config: ServerConfig, find_app: FindApp, find_loop: FindLoop) -> Iterator[str | None]:
     """The monitor port is open inside, if the settings name one; yields its address. For the functions see Monitor.
 
     Raises ConfigError where it cannot be had.
@@ -327,6 +315,10 @@ def is_local(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host in LOCAL_NAMES
+
+
+def _process(request: Request) -> str:
+    return request.query_params.get("process", API)
 
 
 def _check_names(request: Request, known: tuple[str, ...]) -> None:

@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 600.0
 """How often it is looked for what is old."""
 AT_ONCE = 100
-"""Objects that one transaction deletes, and for which others who write may have to wait."""
+"""Objects that one transaction deletes; other writers wait for it."""
 PAUSE_SECONDS = 0.05
-"""Between two transactions, for those others."""
+"""Between two transactions, for other writers."""
 DeleteBefore = Callable[[int, int], Awaitable[int]]
 """Deletes objects of one kind that are older than a time, at most so many; how many there were."""
 
@@ -96,15 +96,16 @@ async def listed(database: Database, name: str, limit: int) -> list[StoredEntry]
         rows = await session.execute(
             select(kind.id, kind.owner, kind.time_of, kind.detail).order_by(kind.time_of.desc(), kind.id).limit(limit)
         )
-        return [StoredEntry(id, name, owner, time_of, _text(detail)) for id, owner, time_of, detail in rows]
-
-
-def _text(detail: str | bytes) -> str:
-    return detail.decode(errors="replace") if isinstance(detail, bytes) else detail
+        return [
+            StoredEntry(
+                id, name, owner, time_of, detail.decode(errors="replace") if isinstance(detail, bytes) else detail
+            )
+            for id, owner, time_of, detail in rows
+        ]
 
 
 async def delete_old(deleters: Mapping[str, DeleteBefore], time_of: int) -> dict[str, int]:
-    """Delete all that is older than a time in seconds since 1970; how many of each kind there were."""
+    """Delete all that is older than a time in seconds since 1970; returns the counts by kind."""
     deleted = dict.fromkeys(deleters, 0)
     for kind, delete_before in deleters.items():
         while count := await delete_before(time_of, AT_ONCE):
@@ -134,15 +135,11 @@ class Retention:
 
     async def _run(self, seconds: float) -> None:
         while True:
-            if self._database.exists:
-                await self._look(int(time.time() - seconds))
+            try:
+                deleted = await delete_old(self._deleters, int(time.time() - seconds)) if self._database.exists else {}
+                if any(deleted.values()):
+                    told = ", ".join(f"{count} {kind}" for kind, count in deleted.items())
+                    logger.info("deleted as too old: %s", told)
+            except (SQLAlchemyError, OSError, StorageFullError):
+                logger.exception("old objects could not be deleted; the next attempt is in %g seconds", LOOK_SECONDS)
             await asyncio.sleep(LOOK_SECONDS)
-
-    async def _look(self, time_of: int) -> None:
-        try:
-            deleted = await delete_old(self._deleters, time_of)
-        except (SQLAlchemyError, OSError, StorageFullError):
-            logger.exception("old objects could not be deleted; the next attempt is in %g seconds", LOOK_SECONDS)
-            return
-        if any(deleted.values()):
-            logger.info("deleted as too old: %s", ", ".join(f"{count} {kind}" for kind, count in deleted.items()))

@@ -61,8 +61,8 @@ def check_telemetry(config: ServerConfig) -> None:
 class Telemetry:
     """An observer of records that sends their spans and measurements to a collector, from threads of its own.
 
-    A request is a span, and each call of the model a span in it, which has one for each of its phases. It belongs to
-    the trace that the caller's `traceparent` names, if there is one.
+    A request is a span of its caller's trace, if `traceparent` names one. Each call of the model is a span in it, and
+    each phase of a call one in that.
 
     Raises ConfigError, see `check_telemetry`.
     """
@@ -114,13 +114,9 @@ class Telemetry:
 
         caller = TraceContextTextMapPropagator().extract(dict(record.headers))
         attributes = http_attributes(record)
-        span = self._tracer.start_span(
-            record.method if record.route is None else f"{record.method} {record.route}",
-            caller,
-            SpanKind.SERVER,
-            attributes,
-            start_time=_nanoseconds(record.began),
-        )
+        name = record.method if record.route is None else f"{record.method} {record.route}"
+        began = _nanoseconds(record.began)
+        span = self._tracer.start_span(name, caller, SpanKind.SERVER, attributes, start_time=began)
         record.trace_id = format_trace_id(span.get_span_context().trace_id)
         if record.status >= 400 or record.client_gone:
             _mark_failed(span, error_type(record))
@@ -174,7 +170,7 @@ _MEASURED_BY = frozenset({
 
 
 def http_attributes(record: Record) -> dict[str, Any]:
-    """Of the span of a request, by OpenTelemetry's conventions for HTTP."""
+    """The attributes of a request's span, by OpenTelemetry's conventions for HTTP."""
     found: dict[str, Any] = {
         "http.request.method": record.method,
         "http.response.status_code": record.status,
@@ -188,9 +184,10 @@ def http_attributes(record: Record) -> dict[str, Any]:
 
 
 def call_attributes(record: Record, call: ModelCall) -> dict[str, Any]:
-    """Of the span of a call; what was not asked for, or is not known, is left out."""
+    """The attributes of a call's span, without those that were not asked for or are not known."""
+    operation = "text_completion" if record.path.rstrip("/") in ("/v1/completions", "/completions") else "chat"
     found: dict[str, Any] = {
-        "gen_ai.operation.name": _operation(record, call),
+        "gen_ai.operation.name": "embeddings" if call.operation == "embed" else operation,
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": call.model,
         "gen_ai.response.model": call.model,
@@ -224,14 +221,8 @@ def call_attributes(record: Record, call: ModelCall) -> dict[str, Any]:
 
 
 def error_type(record: Record) -> str:
-    """Why a request has no whole answer: that its client went away, or the status."""
+    """The reason of an incomplete answer: a client that went away, or the status."""
     return "client_gone" if record.client_gone else str(record.status)
-
-
-def _operation(record: Record, call: ModelCall) -> str:
-    if call.operation == "embed":
-        return "embeddings"
-    return "text_completion" if record.path.rstrip("/") in ("/v1/completions", "/completions") else "chat"
 
 
 def _server(record: Record) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 from sqlalchemy import BigInteger, String, select
@@ -69,45 +69,37 @@ class Used(NamedTuple):
 
 
 class Ledger:
-    """Usage as it is counted in this process, until it is taken away to be kept elsewhere."""
+    """Usage as it is counted in this process, until it is taken away to be kept elsewhere.
+
+    Attributes:
+        totals: by owner and model, since the start.
+        pending: counted since it was last taken away.
+    """
 
     def __init__(self) -> None:
-        self._pending: dict[Account, Used] = {}
-        self._totals: dict[tuple[str, str], Used] = {}
-
-    @property
-    def totals(self) -> Mapping[tuple[str, str], Used]:
-        """By owner and model, since the start."""
-        return self._totals
-
-    @property
-    def pending(self) -> Mapping[Account, Used]:
-        """What has been counted since it was last taken away."""
-        return self._pending
+        self.totals: dict[tuple[str, str], Used] = {}
+        self.pending: dict[Account, Used] = {}
 
     def add(self, owner: str | None, model: str, used: Used) -> None:
         """Count what a request has used, today."""
         name = owner or ""
         day = datetime.fromtimestamp(time.time(), UTC).date().isoformat()
-        self._totals[name, model] = self._totals.get((name, model), Used()).plus(used)
+        self.totals[name, model] = self.totals.get((name, model), Used()).plus(used)
         self.put_back({Account(name, day, model): used})
 
     def take(self) -> dict[Account, Used]:
         """Take away what is pending."""
-        taken, self._pending = self._pending, {}
+        taken, self.pending = self.pending, {}
         return taken
 
     def put_back(self, usage: Mapping[Account, Used]) -> None:
         """Make pending what could not be kept elsewhere."""
-        for account, used in usage.items():
-            self._pending[account] = self._pending.get(account, Used()).plus(used)
+        _add_up(self.pending, usage)
 
 
 def usage_by_key(ledger: Ledger, reader: Tenant) -> bytes:
     """In Prometheus' format, what keys have used since the start: all of them for an admin, for another its own."""
-    shown = CollectorRegistry()
-    shown.register(_Usage(ledger, reader))
-    return generate_latest(shown)
+    return generate_latest(_Usage(ledger, reader))
 
 
 class _Usage(Collector):
@@ -139,10 +131,7 @@ class UsageRow(Base):
 
 
 class UsageStore:
-    """Writes what a ledger counts into the database, where it outlives the server and servers add up.
-
-    Without `keeps` nothing is written: what there is, is what the ledger has counted since the start.
-    """
+    """Writes what a ledger counts into the database, where servers add up; nothing without `keeps`."""
 
     def __init__(self, ledger: Ledger, database: Database, *, keeps: bool):
         self._ledger = ledger
@@ -151,7 +140,6 @@ class UsageStore:
         self._writing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Write from now on."""
         if self._keeps:
             self._writing = asyncio.create_task(self._write_again_and_again(), name="write usage")
 
@@ -189,7 +177,8 @@ class UsageStore:
                 for row in await session.scalars(select(UsageRow).where(UsageRow.owner == name, days)):
                     used = Used(row.requests, row.prompt_tokens, row.cached_tokens, row.completion_tokens)
                     found[Account(row.owner, row.day, row.model)] = used
-        _add_up(found, self._ledger.pending, name, since, until)
+        pending = self._ledger.pending.items()
+        _add_up(found, {one: used for one, used in pending if one.owner == name and since <= one.day <= until})
         return sorted(found.items())
 
     async def _write_again_and_again(self) -> None:
@@ -254,7 +243,6 @@ async def usage(
     return json_response(UsageList(api_key=owner, data=data))
 
 
-def _add_up(found: dict[Account, Used], pending: Mapping[Account, Used], owner: str, since: str, until: str) -> None:
-    for account, used in pending.items():
-        if account.owner == owner and since <= account.day <= until:
-            found[account] = found.get(account, Used()).plus(used)
+def _add_up(sums: dict[Account, Used], usage: Mapping[Account, Used]) -> None:
+    for account, used in usage.items():
+        sums[account] = sums.get(account, Used()).plus(used)

@@ -110,7 +110,7 @@ class Batches:
         """Wait for engines that died to be started again; False when the server ends instead."""
         while any(model.is_dead for model in models) and not self._closing.is_set():
             await asyncio.sleep(POLL_SECONDS)
-        return not (self._closing.is_set() or self._state.draining)
+        return not (self._closing.is_set() or self._state.registry.draining)
 
     async def _advance(self, batch_id: str) -> Suspended | None:
         """Run a batch; what it raised when it had to stop before its end and may go on."""
@@ -130,4 +130,4 @@ class Batches:
         return None
 
     def _draining(self) -> bool:
-        return self._state.draining
+        return self._state.registry.draining

@@ -6,6 +6,7 @@ import asyncio
 import re
 import uuid
 import zlib
+from abc import ABC, abstractmethod
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -21,7 +22,20 @@ from jaxllm.wording import shown
 LOCAL_NAMES = frozenset({"localhost"})
 
 
-class OriginGuard:
+class HTTPLayer(ABC):
+    """A layer around an application that handles HTTP requests, and lets everything else through."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await (self.handle if scope["type"] == "http" else self.app)(scope, receive, send)
+
+    @abstractmethod
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+
+class OriginGuard(HTTPLayer):
     """Refuses requests that a foreign page makes a browser send (403), and names that are not this server's (421).
 
     A request with several names, or in HTTP/1.1 with none, is refused as well (400): others may read another one.
@@ -34,26 +48,25 @@ class OriginGuard:
     """
 
     def __init__(self, app: ASGIApp, *, allowed_origins: list[str], allowed_hosts: list[str], has_key: bool):
-        self._app = app
+        super().__init__(app)
         self._origins = frozenset(allowed_origins)
         self._hosts = frozenset(host.lower() for host in allowed_hosts) or frozenset({"*"} if has_key else ())
         self._has_key = has_key
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
-        if scope["type"] == "http":
-            headers = Headers(scope=scope)
-            hosts, origin = headers.getlist("host"), headers.get("origin")
-            host = next(iter(hosts), "")
-            if len(hosts) != 1 and (hosts or scope["http_version"] == "1.1"):  # RFC 9112 section 3.2
-                message = f"the request has {len(hosts)} Host headers; it must have one"
-                app = error_response(APIError(400, message, code="invalid_host"))
-            elif not self._is_ours(host):
-                message = f"Host is {shown(host)}, not a name of this server; see --allowed-hosts"
-                app = error_response(APIError(421, message, code="unknown_host"))
-            elif origin is not None and not self._may_call(origin, host):
-                message = f"Origin is {shown(origin)}, whose pages may not call this server; see --allowed-origins"
-                app = error_response(APIError(403, message, type="permission_error", code="foreign_origin"))
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self.app
+        headers = Headers(scope=scope)
+        hosts, origin = headers.getlist("host"), headers.get("origin")
+        host = next(iter(hosts), "")
+        if len(hosts) != 1 and (hosts or scope["http_version"] == "1.1"):  # RFC 9112 section 3.2
+            message = f"the request has {len(hosts)} Host headers; it must have one"
+            app = error_response(APIError(400, message, code="invalid_host"))
+        elif not self._is_ours(host):
+            message = f"Host is {shown(host)}, not a name of this server; see --allowed-hosts"
+            app = error_response(APIError(421, message, code="unknown_host"))
+        elif origin is not None and not self._may_call(origin, host):
+            message = f"Origin is {shown(origin)}, whose pages may not call this server; see --allowed-origins"
+            app = error_response(APIError(403, message, type="permission_error", code="foreign_origin"))
         await app(scope, receive, send)
 
     def _is_ours(self, host: str) -> bool:
@@ -72,16 +85,10 @@ ID_HEADER = "X-Request-Id"
 _ID = re.compile(r"[!-~]([ -~]{0,254}[!-~])?")
 
 
-class RequestIds:
+class RequestIds(HTTPLayer):
     """Every response has X-Request-Id: what its request had there, else what its route says, else a new one."""
 
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         sent = Headers(scope=scope).get(ID_HEADER)
 
         async def send_named(message: Message) -> None:
@@ -90,7 +97,7 @@ class RequestIds:
                 headers[ID_HEADER] = sent or headers.get(ID_HEADER) or uuid.uuid4().hex
             await send(message)
 
-        app = self._app
+        app = self.app
         if sent is not None and not _ID.fullmatch(sent):
             message = f"{ID_HEADER} is {shown(sent)}; it must be from 1 to 256 printable ASCII characters"
             app, sent = error_response(APIError(400, message)), None
@@ -100,7 +107,7 @@ class RequestIds:
 PREFIX_HEADER = "X-Forwarded-Prefix"
 
 
-class ProxyPrefix:
+class ProxyPrefix(HTTPLayer):
     """Lets routes be reached under the prefix as well as without it, whether the proxy cuts it off or not.
 
     Pages and /openapi.json name addresses with it. `root_path` is the server's own; without one the header of the
@@ -108,38 +115,31 @@ class ProxyPrefix:
     """
 
     def __init__(self, app: ASGIApp, *, root_path: str | None):
-        self._app = app
+        super().__init__(app)
         self._root_path = root_path
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
-        if scope["type"] == "http":
-            prefix = self._root_path or Headers(scope=scope).get(PREFIX_HEADER, "").rstrip("/")
-            if prefix and not PREFIX.fullmatch(prefix):
-                message = (
-                    f"{PREFIX_HEADER} is {shown(prefix)}; it must be a path of letters, digits and -._~, such as /llm"
-                )
-                app = error_response(APIError(400, message))
-            elif prefix and scope["path"] == prefix:  # the page's addresses are relative to /llm/
-                app = RedirectResponse(f"{prefix}/", 308)
-            elif prefix:
-                scope["root_path"] = prefix
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self.app
+        prefix = self._root_path or Headers(scope=scope).get(PREFIX_HEADER, "").rstrip("/")
+        if prefix and not PREFIX.fullmatch(prefix):
+            message = f"{PREFIX_HEADER} is {shown(prefix)}; it must be a path of letters, digits and -._~, such as /llm"
+            app = error_response(APIError(400, message))
+        elif prefix and scope["path"] == prefix:  # the page's addresses are relative to /llm/
+            app = RedirectResponse(f"{prefix}/", 308)
+        elif prefix:
+            scope["root_path"] = prefix
         await app(scope, receive, send)
 
 
-class SameRoute:
+class SameRoute(HTTPLayer):
     """Answers HEAD as GET, without the body, and a path with a slash at its end as the path without it."""
 
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            scope = {**scope, "path": _without_slash(scope)}
-            if scope["method"] == "HEAD":
-                scope["method"] = "GET"
-                send = _headers_only(send)
-        await self._app(scope, receive, send)
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope = {**scope, "path": _without_slash(scope)}
+        if scope["method"] == "HEAD":
+            scope["method"] = "GET"
+            send = _headers_only(send)
+        await self.app(scope, receive, send)
 
 
 GZIP = ("gzip", "x-gzip")
@@ -148,20 +148,16 @@ PIECE = 256 * 1024
 _WRAPPED = 16 + zlib.MAX_WBITS
 
 
-class ContentEncoding:
+class ContentEncoding(HTTPLayer):
     """Decodes bodies with `Content-Encoding: gzip`; reading one with another encoding raises APIError 415."""
 
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            encoding = Headers(scope=scope).get("content-encoding", "").strip().lower()
-            if encoding in GZIP:
-                receive = Inflated(receive).receive
-            elif encoding not in ("", "identity"):
-                receive = _refusing(encoding)
-        await self._app(scope, receive, send)
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        encoding = Headers(scope=scope).get("content-encoding", "").strip().lower()
+        if encoding in GZIP:
+            receive = Inflated(receive).receive
+        elif encoding not in ("", "identity"):
+            receive = _refusing(encoding)
+        await self.app(scope, receive, send)
 
 
 class Inflated:

@@ -217,9 +217,6 @@ TENANT = "jaxllm.tenant"
 RECORD = "jaxllm.record"
 """Where a request's scope has its record, if anybody wants to have one."""
 
-NOTED = "jaxllm.noted"
-"""Where a request's scope has what the audit log is told of it."""
-
 YIELDS = "jaxllm.yields"
 """In a request's scope where it makes no busy model give up its place: a line of a batch."""
 
@@ -244,6 +241,8 @@ class JSONRoute(APIRoute):
     Raises APIError: 401 wrong or missing key, 413 too large, 415 not JSON by its Content-Type (so that no page in a
     browser can post here without the CORS check), 400 with line and column when the JSON is malformed.
     """
+
+    largest_body = sys.maxsize
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The request's call ends when its answer is sent, its client is gone or it has failed."""
@@ -272,15 +271,22 @@ class JSONRoute(APIRoute):
             if self.body_field is None:
                 return await handler(request)
             with state.body_memory.share() as share:
-                pieces = await read_body(request, state.config.max_body_size, share)
+                pieces = await read_body(request, min(state.config.max_body_size, self.largest_body), share)
                 ignored_fields.set([] if state.config.unknown_fields == "warn" else None)
                 if sum(map(len, pieces)) <= SMALL_BODY:
-                    value = _parsed(b"".join(pieces))
+                    value = self._parsed(b"".join(pieces))
                 else:
                     value = await state.read_large(self._read_large, state.bodies, pieces)
             return await handler(ParsedRequest(request.scope, request.receive, value))
 
         return handle
+
+    @staticmethod
+    def _parsed(raw: bytes) -> Any:
+        value = parse_object(raw)
+        if may_overflow(raw):
+            check_numbers(value)
+        return value
 
     def _read_large(self, bodies: BodyProcess, pieces: list[bytes]) -> Any:
         """The validated body: what takes long is not left to the event loop."""
@@ -300,32 +306,27 @@ def bearer_key(request: Request) -> str:
 
 def let_in(request: Request, sent: str) -> None:
     """Note in whose name a request comes, unless the server itself sends it and has said so. Raises APIError 401."""
-    note(request, route=request.scope["route"].path)
+    record = request.scope.get(RECORD)
+    if record is not None:
+        record.api_route = request.scope["route"].path
     if TENANT not in request.scope:
         request.scope[TENANT] = request.app.state.server.keys.check(sent)
-    note(request, key=request.scope[TENANT].name)
-    if RECORD in request.scope:
-        request.scope[RECORD].key_name = request.scope[TENANT].name
-
-
-def note(request: Request, **learnt: str | None) -> None:
-    """Tell the audit log, where there is one, something of a request."""
-    request.scope.get(NOTED, {}).update(learnt)
+    if record is not None:
+        record.key_name = request.scope[TENANT].name
 
 
 class ListRoute(JSONRoute):
     """As JSONRoute, but for a list of at most SMALL_BODY bytes."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler = APIRoute.get_route_handler(self)
+    largest_body = SMALL_BODY
 
-        async def handle(request: Request) -> Response:
-            let_in(request, self.sent_key(request))
-            with request.app.state.server.body_memory.share() as share:
-                value = _parsed_list(b"".join(await read_body(request, SMALL_BODY, share)))
-            return await handler(ParsedRequest(request.scope, request.receive, value))
-
-        return handle
+    @staticmethod
+    def _parsed(raw: bytes) -> Any:
+        value = parse_json(raw)
+        if not isinstance(value, list):
+            raise APIError(400, f"the body is {shown(value)}; it must be a JSON list", code="invalid_json")
+        check_numbers(value)
+        return value
 
 
 FORM_OVERHEAD = 64 * 1024
@@ -367,22 +368,6 @@ class MultipartRoute(APIRoute):
 def too_large(limit: int) -> APIError:
     message = f"the file is larger than {limit} bytes, the most this server takes"
     return APIError(413, message, param="file", code="file_too_large", headers={"Connection": "close"})
-
-
-def _parsed(raw: bytes) -> dict[str, Any]:
-    value = parse_object(raw)
-    if may_overflow(raw):
-        check_numbers(value)
-    return value
-
-
-def _parsed_list(raw: bytes) -> list[Any]:
-    """Raises APIError 400 where the JSON is malformed, or no list."""
-    value = parse_json(raw)
-    if not isinstance(value, list):
-        raise APIError(400, f"the body is {shown(value)}; it must be a JSON list", code="invalid_json")
-    check_numbers(value)
-    return value
 
 
 def _limited(receive: Receive, limit: int) -> Receive:
