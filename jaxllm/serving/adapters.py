@@ -53,7 +53,6 @@ class LoadedAdapter:
     source: str = ""
 
     def use(self, scale: float) -> AdapterUse:
-        """The part of a request to the engine that says so."""
         return AdapterUse(id=self.id, name=self.name, path=self.source or self.path, scale=scale)
 
 

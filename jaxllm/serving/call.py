@@ -185,7 +185,6 @@ class ClientCall:
             await self._settle(reservation, used)
 
     async def _count_request(self) -> None:
-        """Raises 429 where the key has used its requests a minute."""
         limit = self.tenant.requests_per_minute
         if limit is not None:
             await self._take("requests", limit, 1, f"this API key may send {limit} requests a minute")

@@ -179,7 +179,6 @@ class ServerModels:
 
 
 def _in_file(path: Path, defaults: Mapping[str, Any]) -> Iterator[tuple[str, CatalogEntry]]:
-    """The entries of a file, each with where it is."""
     document = read_mapping(path, "--models", "names to models, or hold a list of models")
     if is_candle_vllm(document):
         yield from ((where, _entry(where, fields, defaults)) for where, fields in read_candle_vllm(path, document))

@@ -85,7 +85,6 @@ def _find(request: Request, model: str | None) -> LoadableModel:
 
 
 async def _model(request: Request, name: str | None) -> ServedModel:
-    """It is loaded if it is not."""
     check_admin(request, CHANGES)
     return (await open_call(request, name)).model
 
@@ -303,7 +302,6 @@ def _check_enabled(model: LoadableModel) -> None:
 
 
 def _check_name(registry: Registry, model: LoadableModel, body: LoadLoRARequest) -> None:
-    """Raises APIError 400 where the adapter's name is taken, by another one or by a model."""
     name = body.lora_name
     if model.adapters.get(name) is not None:
         if not body.load_inplace:

@@ -254,7 +254,6 @@ class Server(uvicorn.Server):
 
 
 def announce(state: ServerState, listener: socket.socket) -> None:
-    """Print what is being served and where."""
     info = state.registry.find(None).info
     sizes = f"context {info.max_model_len} tokens, {info.max_num_seqs} sequences at once" if info else "on demand"
     names, base = ", ".join(state.registry.names), address(listener, scheme(state.config))

@@ -196,7 +196,6 @@ class Generation:
         await self._entered.aclose()
 
     def _end(self) -> None:
-        """Note how it has ended; sequences that have not finished end now."""
         reason = "abort" if self._failure in (None, self._ended_by) else "error"
         for index in range(self.num_choices):
             if index not in self._finish_reasons:
@@ -251,11 +250,9 @@ class Generation:
         return HandedOn(info.transfer, len(self.prompts[0].token_ids) // info.page_size)
 
     def phases(self) -> Phases:
-        """Where its time has gone so far."""
         return self._asked.clock.phases(self.num_choices)
 
     async def _next(self, timeout: float | None) -> list[Gain]:
-        """What came, up to the first event that tells of a failure, which it leaves in `_failure`."""
         assert self._stream is not None
         try:
             gains = await self._stream.next(timeout)
@@ -383,18 +380,15 @@ class ReplyLoop(ToolLoop[Told, Asked]):
         return self._past if self.reply is None else self._past + self.reply.usage()
 
     def phases(self) -> Phases:
-        """Where the time of all replies so far has gone."""
         return self._past_phases if self.reply is None else self._past_phases + self.reply.generation.phases()
 
     async def enter(self, reply: Reply) -> None:
-        """Start the next one."""
         await reply.generation.__aenter__()
         self.reply = reply
         if isinstance(self.ended_by, APIError):
             reply.generation.abort(self.ended_by)
 
     async def leave(self) -> None:
-        """End the one under way, if there is one."""
         if self.reply is not None:
             self._past, self._past_phases = self.usage(), self.phases()
             reply, self.reply = self.reply, None

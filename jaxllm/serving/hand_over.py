@@ -23,7 +23,6 @@ class HandOver:
 
     @property
     def hands_on(self) -> bool:
-        """Whether the prompt is computed for another server."""
         return self.pages_at is None
 
 

@@ -185,7 +185,6 @@ class ModelMetrics:
                 yield metric
 
     def _family(self, family: Family, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        """A metric with a label beside the model's name, by the label's values."""
         metric: Any = family(name, text, labels=["model_name", label])
         for value, count in values.items():
             metric.add_metric([self._model.name, value], count)
@@ -193,7 +192,6 @@ class ModelMetrics:
         return found
 
     def _info(self, name: str, text: str, labels: Mapping[str, object], value: float) -> Metric:
-        """A metric whose labels say what there is to say."""
         metric = GaugeMetricFamily(name, text, labels=["model_name", *labels])
         metric.add_metric([self._model.name, *map(str, labels.values())], value)
         return metric
@@ -240,7 +238,6 @@ class _Families(Collector):
 
 
 def _prefixed(metric: Metric, prefix: str, **labels: str) -> Metric:
-    """The same under another name, with further labels."""
     renamed = Metric(prefix + metric.name, metric.documentation, metric.type)
     renamed.samples = [
         Sample(prefix + s.name, {**s.labels, **labels}, s.value, s.timestamp, s.exemplar)

@@ -176,7 +176,6 @@ class ModelLoader:
         return None
 
     async def _load(self, model: LoadableModel) -> None:
-        """Raises whatever keeps it from loading."""
         async with self._changing:
             if self._draining:
                 raise _shutting_down()
@@ -213,7 +212,6 @@ class ModelLoader:
 
     @property
     def _next(self) -> LoadableModel | None:
-        """The first model that is to be loaded and has no room yet."""
         return next((one for one in self._turns if not one.is_awake and one is not self._placed), None)
 
     def _makes_room(self, model: LoadableModel) -> bool:
@@ -240,11 +238,9 @@ class ModelLoader:
         return going
 
     def _others(self, model: LoadableModel) -> list[LoadableModel]:
-        """The other models that are loaded, or have a place already."""
         return [one for one in self._models if one is not model and (one.served is not None or one is self._placed)]
 
     def _fits(self, model: LoadableModel, others: Sequence[LoadableModel]) -> bool:
-        """Whether a model may be loaded beside those."""
         if sum(one.served is None or one.is_awake for one in others) >= self._most:
             return False
         planned = model.planned_bytes or 0
@@ -263,7 +259,6 @@ class ModelLoader:
             raise unavailable(message, code=FAILED)
 
     def _limit(self, model: LoadableModel) -> str:
-        """What is full, in words."""
         if self._memory is None or model.planned_bytes is None:
             return f"max_loaded_models is {self._most}"
         return f"it takes {format_bytes(model.planned_bytes)}, and model_memory is {format_bytes(self._memory)}"

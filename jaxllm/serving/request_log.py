@@ -256,7 +256,6 @@ class AuditLog:
             logger.info("the audit log goes on in %s", self._path)
 
     def close(self) -> None:
-        """Write what is queued, and no more."""
         self._writer.stop()
         self._file.close()
 

@@ -74,7 +74,6 @@ class ServerState:
 
     @property
     def running(self) -> set[Running]:
-        """The requests under way."""
         return {request for model in self.registry.loaded for request in model.running}
 
     @property
@@ -240,7 +239,6 @@ class Registry:
 
     @property
     def loaded(self) -> list[ServedModel]:
-        """The models that are loaded now."""
         return [model.served for model in self if model.served is not None]
 
     def serves(self, name: str) -> bool:
@@ -248,11 +246,9 @@ class Registry:
         return self._any_name or self.has_name(name)
 
     def has_name(self, name: str) -> bool:
-        """Whether a model, or an adapter of one, has this name."""
         return self._named(name) is not None
 
     def _named(self, name: str) -> LoadableModel | None:
-        """The model that has this name, or an adapter of it."""
         return self._by_name.get(name) or next((model for model in self if model.adapters.get(name)), None)
 
     def find(self, name: str | None, tenant: Tenant = OTHERS) -> LoadableModel:
@@ -296,7 +292,6 @@ class Registry:
             model.draining = True
 
     def dead(self) -> list[LoadableModel]:
-        """The loaded models whose engines have stopped."""
         return [model for model in self if model.is_dead]
 
     def check_alive(self) -> None:
@@ -327,7 +322,6 @@ class Changes:
         self._bells: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
 
     def ring(self) -> None:
-        """Something has changed."""
         for bell, loop in list(self._bells.items()):
             with suppress(RuntimeError):  # the loop was closed, and who watched there is gone
                 loop.call_soon_threadsafe(bell.set)

@@ -59,8 +59,6 @@ class StoredCount(NamedTuple):
 
 
 class StoredEntry(NamedTuple):
-    """One stored object."""
-
     id: str
     kind: str
     owner: str | None
@@ -70,7 +68,6 @@ class StoredEntry(NamedTuple):
 
 
 def deleters(database: Database, data_dir: Path) -> dict[str, DeleteBefore]:
-    """What deletes old objects of each kind."""
     return {
         "responses": ResponseStore(database).delete_before,
         "conversations": ConversationStore(database).delete_before,
@@ -128,7 +125,6 @@ class Retention:
             self._task = asyncio.create_task(self._run(self._seconds), name="delete old objects")
 
     async def close(self) -> None:
-        """A transaction under way is rolled back."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})

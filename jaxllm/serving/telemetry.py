@@ -104,7 +104,6 @@ class Telemetry:
             self._measure(record, call)
 
     def close(self) -> None:
-        """Send what has not been sent yet; it blocks."""
         self._tracers.shutdown()
         self._meters.shutdown()
 
@@ -233,7 +232,6 @@ def _server(record: Record) -> dict[str, Any]:
 
 
 def _messages(role: str, texts: Sequence[str], finish_reasons: Sequence[str] = ()) -> str:
-    """Texts in the form that the conventions give to messages."""
     said: list[dict[str, Any]] = [{"role": role, "parts": [{"type": "text", "content": text}]} for text in texts]
     for message, reason in zip(said, finish_reasons, strict=False):
         message["finish_reason"] = reason

@@ -127,7 +127,6 @@ class Tenant(BaseModel):
         return self.name or ""
 
     def may_use(self, names: Iterable[str]) -> bool:
-        """Whether a model of these names is one of its own."""
         return self.models is None or not self.models.isdisjoint(names)
 
     def cache_salt(self, asked: str | None) -> str | None:
@@ -167,7 +166,6 @@ def check_admin(request: Request, what: str = "unload models or put them to slee
 
 
 def _in_utc(value: datetime) -> datetime:
-    """What names no zone is meant in UTC."""
     return value.replace(tzinfo=UTC) if value.tzinfo is None else value
 
 
@@ -193,7 +191,6 @@ class ApiKey(Tenant):
 
 
 def new_key() -> str:
-    """A fresh one, of 256 random bits."""
     return _PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
 
 
@@ -203,7 +200,6 @@ def digest_of(key: str) -> bytes:
 
 
 def hash_of(key: str) -> str:
-    """As the file of keys has it."""
     return _HASH + digest_of(key).hex()
 
 

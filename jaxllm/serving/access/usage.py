@@ -61,7 +61,6 @@ class Used(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of prompts and answers together."""
         return self.prompt_tokens + self.completion_tokens
 
     def plus(self, other: Used) -> Used:
@@ -88,7 +87,6 @@ class Ledger:
         self.put_back({Account(name, day, model): used})
 
     def take(self) -> dict[Account, Used]:
-        """Take away what is pending."""
         taken, self.pending = self.pending, {}
         return taken
 
@@ -144,7 +142,6 @@ class UsageStore:
             self._writing = asyncio.create_task(self._write_again_and_again(), name="write usage")
 
     async def close(self) -> None:
-        """Write what there is, and no more."""
         if self._writing is not None:
             self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)

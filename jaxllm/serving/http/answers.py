@@ -237,7 +237,6 @@ def install_openapi(app: FastAPI) -> None:
 
 
 def _placeholder(struct: Any) -> dict[str, Any]:
-    """Stands for a struct's schema, whose name depends on which others there are."""
     if struct not in RESPONSES:
         RESPONSES.append(struct)
     return {"x-struct": RESPONSES.index(struct)}

@@ -102,8 +102,6 @@ class _Parser:
 
 
 class _Counted:
-    """A transport that counts what it is given to send."""
-
     def __init__(self, transport: asyncio.Transport):
         self._transport = transport
         self.written = 0
@@ -291,7 +289,6 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _waits_since(self) -> float | None:
-        """Since when it waits for its client; None where the client waits for us."""
         if self._has_unread:
             return self._last_sent
         if len(self._unanswered) > self._in_body:
@@ -302,7 +299,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse(431, f"the headers are longer than {MAX_HEADER_BYTES} bytes")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer and close; only close where another answer is under way, which this one would get into."""
         if self._unanswered:
             self.transport.abort()
         elif not self.transport.is_closing():

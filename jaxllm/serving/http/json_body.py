@@ -128,7 +128,6 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(packed: bytes | memoryview) -> Any:
-    """The value that was packed; long lists of integers are `Integers`."""
     return decode(packed, ext_hook=_extended)
 
 
@@ -197,7 +196,6 @@ def _wrong_number(path: tuple[str | int, ...], value: float, accepted: str) -> A
 
 
 def _parts(values: list[Any] | dict[str, Any]) -> Iterator[bytes]:
-    """Lists, or objects, that make `values` together: each is small, or has one entry alone."""
     if len(packed := encode(values)) <= SLICE:
         yield packed
         return
@@ -258,7 +256,6 @@ class BodyMemory:
 
     @contextmanager
     def share(self) -> Iterator[Share]:
-        """What one body takes; it is given back at the end."""
         share = Share(self)
         try:
             yield share
@@ -266,7 +263,6 @@ class BodyMemory:
             self._give_back(share)
 
     def keep(self, share: Share, piece: bytes) -> None:
-        """More of a body that is being read."""
         nbytes, before = sys.getsizeof(piece), share.nbytes // SMALL_BODY
         share.pieces.append(piece)
         share.nbytes += nbytes

@@ -117,7 +117,6 @@ logger = logging.getLogger(__name__)
 
 
 def scheme(config: ServerConfig) -> str:
-    """http or https."""
     return "http" if config.ssl_certfile is None else "https"
 
 

@@ -223,7 +223,6 @@ def _without_slash(scope: Scope) -> str:
 
 
 def _headers_only(send: Send) -> Send:
-    """The answer ends with its headers: whoever streams more is told that the client is gone."""
     ended = False
 
     async def send_headers(message: Message) -> None:

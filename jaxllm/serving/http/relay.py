@@ -83,7 +83,6 @@ class WholeAnswer(NamedTuple):
         return cls(messages[0]["status"], list(messages[0].get("headers", ())), body)
 
     def response(self) -> Response:
-        """What is sent to the client."""
         shown = Response(self.body, self.status)
         shown.raw_headers = self.headers
         return shown

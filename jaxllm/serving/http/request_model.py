@@ -77,12 +77,10 @@ def refusing(field: str | None = None) -> Iterator[None]:
 
 
 def are_integers(values: list[Any]) -> bool:
-    """Whether all of them are, without looking at each where that is known."""
     return isinstance(values, Integers) or all(type(value) is int for value in values)
 
 
 def _says_nothing(name: str, value: Any) -> bool:
-    """Whether a field that is not supported asks nothing: SDKs send whole objects with empty values in them."""
     return value in (None, "", []) or (value == {} and name not in SAID_BY_PRESENCE)
 
 
@@ -289,7 +287,6 @@ class JSONRoute(APIRoute):
         return value
 
     def _read_large(self, bodies: BodyProcess, pieces: list[bytes]) -> Any:
-        """The validated body: what takes long is not left to the event loop."""
         assert self.body_field is not None
         value = bodies.read(pieces)
         validated, errors = self.body_field.validate(value, loc=("body",))

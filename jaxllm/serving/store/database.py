@@ -40,7 +40,6 @@ class Base(DeclarativeBase):
 
 
 def sqlite_url(data_dir: Path) -> URL:
-    """Of the default database."""
     return URL.create("sqlite+aiosqlite", database=str(in_home(data_dir) / "jaxllm.db"))
 
 
@@ -143,7 +142,6 @@ class Database:
             yield session
 
     async def close(self) -> None:
-        """Close every connection; using the database again reopens it."""
         await self._engine.dispose()
 
     @property
@@ -201,7 +199,6 @@ async def _telling() -> AsyncIterator[None]:
 
 
 def _with_driver(url: URL) -> URL:
-    """The same for asyncio where a URL names PostgreSQL alone, as most who hand one out write it."""
     return url.set(drivername="postgresql+asyncpg") if url.drivername in ("postgres", "postgresql") else url
 
 
@@ -256,11 +253,7 @@ class TableLayout(NamedTuple):
 
 
 def layout_of(connection: Connection) -> TableLayout:
-    """What is there, changing nothing.
-
-    Raises:
-        ConfigError: a version that we do not know, of a newer jaxllm.
-    """
+    """What is there, changing nothing. Raises ConfigError: a version that we do not know, of a newer jaxllm."""
     newest = _versions().get_current_head()
     assert newest is not None, "there is one line of versions"
     context = MigrationContext.configure(connection)
@@ -295,7 +288,6 @@ def upgrade(connection: Connection) -> TableLayout:
 
 
 def _unversioned(connection: Connection) -> str | None:
-    """The version of a database that says none, as those do that were made before there were versions."""
     inspector = inspect(connection)
     if not inspector.has_table(_A_TABLE):
         return None
