@@ -89,7 +89,7 @@ class ModelAdapters:
         self._by_name[adapter.name] = adapter
 
     def found_at(self, adapter: LoadedAdapter, source: str) -> LoadedAdapter:
-        """The same adapter, now that it is known where it is on this machine."""
+        """The same adapter, now that its place on this machine is known."""
         found = self._by_name[adapter.name] = replace(adapter, source=source)
         return found
 

@@ -312,7 +312,7 @@ def _check_name(registry: Registry, model: LoadableModel, body: LoadLoRARequest)
             )
     elif not is_served_name(name):
         raise _wrong(f"lora_name is {shown(name)}; it must be {SERVED_NAME}", "lora_name")
-    elif registry.has_name(name):
+    elif registry.named(name) is not None:
         raise _wrong(f"lora_name is {name!r}, which is the name of a model, or of another model's adapter", "lora_name")
 
 

@@ -149,7 +149,7 @@ class Generation:
         self._stream: Stream | None = None
         self._opening: list[Gain] = []
         self._failure: Exception | None = None
-        self._ended_by = stopped()
+        self._ended_by: APIError | None = None
         self._usage = Usage(prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts))
         """Of all gains handed out so far, but for cached tokens: these are by prompt."""
         self._cached_tokens: dict[int, int] = {}
@@ -264,7 +264,7 @@ class Generation:
                 self._failure = _failure(delta)
                 return gains[:at]
             if delta.finish_reason == "abort":
-                self._failure = self._ended_by
+                self._failure = self._ended_by = self._ended_by or stopped()
                 return gains[:at]
             self._asked.clock.on_delta(delta)
             if self._prompt_only:

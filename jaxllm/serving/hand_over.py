@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from jaxllm.chat.prompt import Prompt
 from jaxllm.config.parts import is_peer
 from jaxllm.engine.messages import PagesAt, TransferInfo
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.requests.adapters import AdapterUse
-from jaxllm.requests.sampling import SamplingParams
 
 WIRE_NAME = "kv_transfer_params"
 
@@ -34,15 +33,8 @@ class HandedOn:
     pages: int
 
 
-class HasParams(Protocol):
-    """A prompt with what is asked of it."""
-
-    @property
-    def params(self) -> SamplingParams: ...
-
-
 def check_hand_over(
-    asked: HandOver, info: TransferInfo | None, prompts: Sequence[HasParams], adapters: Sequence[AdapterUse]
+    asked: HandOver, info: TransferInfo | None, prompts: Sequence[Prompt], adapters: Sequence[AdapterUse]
 ) -> None:
     """Refuse what an engine's role, or a request's other fields, do not allow.
 

@@ -284,7 +284,7 @@ def offered(model: ServedModel, tools: Sequence[ServerTool]) -> list[Tool]:
 router = APIRouter(route_class=JSONRoute, tags=["tool servers"])
 
 
-class FunctionShown(msgspec.Struct, kw_only=True):
+class FunctionShown(msgspec.Struct):
     name: str
     description: str | None
     parameters: dict[str, Any]
@@ -344,7 +344,8 @@ async def list_tools(request: Request) -> Response:
     """The tools of all MCP servers that are ready."""
     state: ServerState = request.app.state.server
     await state.tool_servers.ready()
-    return json_response(ToolList(data=[_tool(tool) for tool in state.tool_servers.tools()]))
+    shown = [FunctionShown(one.full_name, one.description, one.parameters) for one in state.tool_servers.tools()]
+    return json_response(ToolList(data=[ToolShown(function=function) for function in shown]))
 
 
 @router.post("/mcp/tools/{name}", responses=returns(ToolOutput))
@@ -367,11 +368,6 @@ async def list_servers(request: Request) -> Response:
     """The MCP servers of the configuration, and how they are."""
     state: ServerState = request.app.state.server
     return json_response(ServerList(data=[_server(server) for server in state.tool_servers.servers.values()]))
-
-
-def _tool(tool: ServerTool) -> ToolShown:
-    function = FunctionShown(name=tool.full_name, description=tool.description, parameters=tool.parameters)
-    return ToolShown(function=function)
 
 
 def _server(server: ToolServer) -> ServerShown:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from math import ceil
 from typing import Any
@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from jaxllm.engine.messages import STEP_TOKENS, EngineStats
+from jaxllm.serving.access.usage import Collected
 from jaxllm.serving.served_model import LoadableModel
 from jaxllm.serving.state import Registry
 
@@ -226,15 +227,7 @@ def merged(texts: Mapping[str, str]) -> bytes:
         for metric in text_string_to_metric_families(text):
             known = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
             known.samples += [sample._replace(labels={**sample.labels, "replica": name}) for sample in metric.samples]
-    return generate_latest(_Families(families.values()))
-
-
-class _Families(Collector):
-    def __init__(self, metrics: Iterable[Metric]):
-        self._metrics = metrics
-
-    def collect(self) -> Iterable[Metric]:
-        return self._metrics
+    return generate_latest(Collected(families.values()))
 
 
 def _prefixed(metric: Metric, prefix: str, **labels: str) -> Metric:

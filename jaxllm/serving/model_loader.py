@@ -124,7 +124,7 @@ class ModelLoader:
                             request.abort(unavailable(message, code="model_asleep"))
                     await asyncio.sleep(LEASE_SECONDS)
                 try:
-                    await self._in_thread(partial(model.sleep, level))
+                    await self._in_thread(partial(model.served.engine.sleep, level))
                 except EngineDeadError as error:
                     raise APIError(500, f"model {model.name!r}: {error}", type="server_error", code=FAILED) from None
         logger.info("model %s sleeps at level %d", model.name, level)
@@ -275,7 +275,7 @@ class ModelLoader:
             await asyncio.sleep(POLL_SECONDS)
             async with self._changing:
                 for model in self._models:
-                    if model.is_left_alone:
+                    if model.is_idle and time.monotonic() - model.last_used >= model.keep_alive:
                         await self._unload(model)
 
 

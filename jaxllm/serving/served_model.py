@@ -257,11 +257,6 @@ class LoadableModel:
         return self.served is not None and not self.calls and not self.pinned
 
     @property
-    def is_left_alone(self) -> bool:
-        """Whether it is to be unloaded because nobody has asked for it for long enough."""
-        return self.is_idle and time.monotonic() - self.last_used >= self.keep_alive
-
-    @property
     def is_dead(self) -> bool:
         """Whether it is loaded and its engine has stopped."""
         return self.served is not None and self.served.engine.is_dead
@@ -278,8 +273,11 @@ class LoadableModel:
             if make_room is not None:
                 make_room(nbytes)
 
+        def note(doing: str, done: int, total: int) -> None:
+            self.stage = Stage(doing, done, total)
+
         try:
-            with watched_by(self._note):
+            with watched_by(note):
                 served = self._started(MemoryRoom(self._budget, ask))
         except APIError:
             raise  # there was no room for it: that is no failure of its own
@@ -292,11 +290,6 @@ class LoadableModel:
             return_freed_memory()
         finally:
             self.stage = None
-
-    def sleep(self, level: int) -> None:
-        """Give back what its engine has of the devices; blocks until that is free. See AsyncLLM.sleep."""
-        assert self.served is not None and not self.is_in_use
-        self.served.engine.sleep(level)
 
     @contextmanager
     def falling_asleep(self) -> Iterator[None]:
@@ -344,9 +337,6 @@ class LoadableModel:
                 asyncio.run(check_adapter(engine, found))
             except (ModelNotFoundError, InvalidRequestError) as error:
                 raise ConfigError(f"lora_modules: {error}") from None
-
-    def _note(self, doing: str, done: int, total: int) -> None:
-        self.stage = Stage(doing, done, total)
 
     def _keep(self, served: ServedModel) -> None:
         self.info, self.metrics = served.engine.info, served.metrics

@@ -219,18 +219,13 @@ class Registry:
 
     def names_for(self, tenant: Tenant) -> list[str]:
         """Those of them that a tenant may use."""
-        named = ((name, self._named(name)) for name in self.names)
+        named = ((name, self.named(name)) for name in self.names)
         return [name for name, model in named if model is not None and self._may_use(tenant, model, name)]
 
     def _may_use(self, tenant: Tenant, model: LoadableModel, name: str) -> bool:
         """Who may use a model may use its adapters; others may where they are given an adapter's own name."""
         is_adapter = name not in model.names and model.adapters.get(name) is not None
         return tenant.may_use([*model.names, name] if is_adapter else model.names)
-
-    def default_name_for(self, tenant: Tenant) -> str | None:
-        """What a request asks for that names no model: the default one, or the first that its tenant may use."""
-        first = (name for name, model in self._by_name.items() if tenant.may_use(model.names))
-        return next(first, None)
 
     @property
     def default_name(self) -> str:
@@ -243,12 +238,9 @@ class Registry:
 
     def serves(self, name: str) -> bool:
         """Whether requests for a model of this name are answered."""
-        return self._any_name or self.has_name(name)
+        return self._any_name or self.named(name) is not None
 
-    def has_name(self, name: str) -> bool:
-        return self._named(name) is not None
-
-    def _named(self, name: str) -> LoadableModel | None:
+    def named(self, name: str) -> LoadableModel | None:
         return self._by_name.get(name) or next((model for model in self if model.adapters.get(name)), None)
 
     def find(self, name: str | None, tenant: Tenant = OTHERS) -> LoadableModel:
@@ -262,9 +254,10 @@ class Registry:
 
         Raises 404 for an unknown name, which is also one that the tenant may not use.
         """
-        name = self.default_name_for(tenant) if name is None else name
+        if name is None:  # the default one, or the first that the tenant may use
+            name = next((name for name, model in self._by_name.items() if tenant.may_use(model.names)), None)
         if name is not None and self.serves(name):
-            model = self._named(name) or self._by_name[self.default_name]
+            model = self.named(name) or self._by_name[self.default_name]
             if self._may_use(tenant, model, name):
                 return name, model
         raise _unknown(name, self.names_for(tenant))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, date, datetime, timedelta
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -95,22 +95,26 @@ class Ledger:
         _add_up(self.pending, usage)
 
 
+class Collected(Collector):
+    """Metrics that have been collected already."""
+
+    def __init__(self, metrics: Iterable[Metric]):
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics
+
+
 def usage_by_key(ledger: Ledger, reader: Tenant) -> bytes:
     """In Prometheus' format, what keys have used since the start: all of them for an admin, for another its own."""
-    return generate_latest(_Usage(ledger, reader))
-
-
-class _Usage(Collector):
-    def __init__(self, ledger: Ledger, reader: Tenant):
-        self._ledger, self._reader = ledger, reader
-
-    def collect(self) -> Iterator[Metric]:
-        for name, (text, read) in COUNTERS.items():
-            metric = CounterMetricFamily(f"jaxllm:{name}", text, labels=["api_key", "model_name"])
-            for (owner, model), used in sorted(self._ledger.totals.items()):
-                if self._reader.admin or owner == self._reader.group:
-                    metric.add_metric([owner or NO_KEY, model], read(used))
-            yield metric
+    metrics = []
+    for name, (text, read) in COUNTERS.items():
+        metric = CounterMetricFamily(f"jaxllm:{name}", text, labels=["api_key", "model_name"])
+        for (owner, model), used in sorted(ledger.totals.items()):
+            if reader.admin or owner == reader.group:
+                metric.add_metric([owner or NO_KEY, model], read(used))
+        metrics.append(metric)
+    return generate_latest(Collected(metrics))
 
 
 class UsageRow(Base):

@@ -135,11 +135,12 @@ class SameRoute(HTTPLayer):
     """Answers HEAD as GET, without the body, and a path with a slash at its end as the path without it."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope = {**scope, "path": _without_slash(scope)}
-        if scope["method"] == "HEAD":
-            scope["method"] = "GET"
-            send = _headers_only(send)
-        await self.app(scope, receive, send)
+        path, method = scope["path"], scope["method"]
+        if path.removeprefix(scope.get("root_path", "")).strip("/"):  # /llm/, the page under a proxy's prefix, stays
+            path = path.rstrip("/")
+        if method == "HEAD":
+            method, send = "GET", _headers_only(send)
+        await self.app({**scope, "path": path, "method": method}, receive, send)
 
 
 GZIP = ("gzip", "x-gzip")
@@ -214,12 +215,6 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _without_slash(scope: Scope) -> str:
-    """Worked example: /llm/v1/models/ becomes /llm/v1/models; /llm/, the page under a proxy's prefix, stays."""
-    path: str = scope["path"]
-    return path.rstrip("/") if path.removeprefix(scope.get("root_path", "")).strip("/") else path
 
 
 def _headers_only(send: Send) -> Send:

@@ -80,10 +80,6 @@ def are_integers(values: list[Any]) -> bool:
     return isinstance(values, Integers) or all(type(value) is int for value in values)
 
 
-def _says_nothing(name: str, value: Any) -> bool:
-    return value in (None, "", []) or (value == {} and name not in SAID_BY_PRESENCE)
-
-
 def _fail_fast(schema: Any) -> None:
     if isinstance(schema, dict):
         if schema.get("fail_fast"):
@@ -144,16 +140,16 @@ class RequestModel(BaseModel):
         for name in data:
             if name in known:
                 continue
-            if name in cls.unsupported and _says_nothing(name, present.get(name)):
+            value = present.get(name)
+            is_empty = value in (None, "", []) or (value == {} and name not in SAID_BY_PRESENCE)
+            if name in cls.unsupported and is_empty:  # SDKs send whole objects with empty values in them
                 present.pop(name, None)
                 continue
             if ignored is None:
                 raise refuse(cls._problem(name), name)
             present.pop(name, None)
-            if (
-                len(ignored) < MAX_WARNINGS
-                and (warning := f"{cls.__name__}: {cls._problem(name)}; ignored") not in ignored
-            ):
+            warning = f"{cls.__name__}: {cls._problem(name)}; ignored"
+            if len(ignored) < MAX_WARNINGS and warning not in ignored:
                 ignored.append(warning)
         return present
 

@@ -51,7 +51,9 @@ class Database:
 
     def __init__(self, url: str | URL):
         try:
-            self._url = _with_driver(make_url(url))
+            self._url = make_url(url)
+            if self._url.drivername in ("postgres", "postgresql"):  # as most who hand one out write it
+                self._url = self._url.set(drivername="postgresql+asyncpg")
             self._sqlite = self._url.get_backend_name() == "sqlite"
             # Immediate: a transaction that writes queues for SQLite's one write lock instead of failing half-way.
             arguments = {"timeout": BUSY_SECONDS, "isolation_level": "IMMEDIATE"} if self._sqlite else {}
@@ -59,7 +61,9 @@ class Database:
             self._engine = create_async_engine(self._url, connect_args=arguments, pool_pre_ping=not self._sqlite)
         except (ArgumentError, InvalidRequestError, ImportError) as error:
             accepted = "sqlite+aiosqlite:///PATH, or postgresql://… with `pip install jaxllm[postgres]`"
-            raise ConfigError(f"database_url cannot be used ({_first_line(error)}); it must be {accepted}") from None
+            raise ConfigError(
+                f"database_url cannot be used ({str(error).splitlines()[0]}); it must be {accepted}"
+            ) from None
         if self._sqlite:
             event.listen(self._engine.sync_engine, "connect", _set_pragmas)
         self._sessions = async_sessionmaker(self._engine, expire_on_commit=False)
@@ -198,10 +202,6 @@ async def _telling() -> AsyncIterator[None]:
         raise APIError(400, message) from None
 
 
-def _with_driver(url: URL) -> URL:
-    return url.set(drivername="postgresql+asyncpg") if url.drivername in ("postgres", "postgresql") else url
-
-
 def _errors_of(dialect: Any) -> tuple[type[Exception], ...]:
     """What asyncpg raises before there is a connection, which SQLAlchemy leaves as it is."""
     if dialect.driver != "asyncpg":
@@ -233,10 +233,6 @@ def _set_pragmas(connection: Any, _: Any) -> None:
     for pragma in ("synchronous = NORMAL", "foreign_keys = ON"):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
 
 
 logger = logging.getLogger(__name__)

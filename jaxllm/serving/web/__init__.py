@@ -18,37 +18,21 @@ from starlette.datastructures import Headers
 
 STATIC = Path(__file__).parent / "static"
 
-PAGE_POLICY = "; ".join(
-    [
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self' 'unsafe-inline'",  # antd adds its components' style sheets as they are first shown
-        "img-src 'self' data:",
-        "font-src 'self'",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    ]
+_POLICY = (
+    "default-src 'none'; script-src {scripts}; "
+    "style-src 'self' 'unsafe-inline'; "  # antd adds its components' style sheets as they are first shown
+    "img-src 'self' data:; font-src {fonts}; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
 )
+PAGE_POLICY = _POLICY.format(scripts="'self'", fonts="'self'")
 """Scripts come from files alone, and the page talks to the server that it comes from and to nobody else."""
 
 SWAGGER = Path(__file__).parent / "swagger"
 """Out of the npm package swagger-ui-dist 5.35.0, with its licence."""
 SWAGGER_FILES = ("swagger-ui-bundle.js", "swagger-ui.css")
 
-SWAGGER_POLICY = "; ".join(
-    [
-        "default-src 'none'",
-        "script-src 'self' 'unsafe-inline'",  # the page begins with a script of one call
-        "style-src 'self' 'unsafe-inline'",
-        "img-src 'self' data:",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    ]
-)
+SWAGGER_POLICY = _POLICY.format(scripts="'self' 'unsafe-inline'", fonts="'none'")
+"""The page begins with a script of one call."""
 
 HEADERS = {
     "Cache-Control": "no-cache",  # kept, and asked about each time: names stay the same when contents change
