@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -206,8 +205,8 @@ class Clock:
 
     def phases(self, num_answers: int) -> Phases:
         """Of a request with that many sequences."""
-        times = (self.arrival, self.scheduled, self.first, self.last)
-        return Phases(*itertools.starmap(_between, itertools.pairwise(times)), self.padding, num_answers)
+        queue, prefill = _between(self.arrival, self.scheduled), _between(self.scheduled, self.first)
+        return Phases(queue, prefill, _between(self.first, self.last), self.padding, num_answers)
 
 
 def _between(start: float | None, end: float | None) -> float | None:

@@ -9,11 +9,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from alembic.operations import Operations
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
 from sqlalchemy import URL, ColumnElement, Connection, String, event, func, inspect, make_url, select
 from sqlalchemy.exc import ArgumentError, DBAPIError, InvalidRequestError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_sessionmaker, create_async_engine
@@ -23,6 +20,11 @@ from jaxllm.errors import ConfigError, one_line
 from jaxllm.folders import in_home
 from jaxllm.serving.http.api_error import APIError, telling_full
 from jaxllm.wording import shown
+
+if TYPE_CHECKING:
+    from alembic.script import ScriptDirectory  # Alembic is imported where it is used: many a server never needs it
+
+logger = logging.getLogger(__name__)
 
 BUSY_SECONDS = 30.0
 """How long a write to SQLite waits for another process that is writing."""
@@ -96,7 +98,6 @@ class Database:
             if self._sqlite and self._path is not None:
                 with telling_full():
                     self._path.parent.mkdir(parents=True, exist_ok=True)
-
             async with self._first_connection() as connection:
                 if self._sqlite:  # two servers may start at once
                     await _log_ahead(connection)
@@ -110,7 +111,6 @@ class Database:
 
     async def layout(self) -> TableLayout:
         """The version of its tables, which stay as they are. Raises as `open`."""
-
         async with self._first_connection() as connection:
             return await connection.run_sync(layout_of)
 
@@ -235,8 +235,6 @@ def _set_pragmas(connection: Any, _: Any) -> None:
     cursor.close()
 
 
-logger = logging.getLogger(__name__)
-
 _A_TABLE = "responses"
 """One that every version has."""
 
@@ -249,7 +247,9 @@ class TableLayout(NamedTuple):
 
 
 def layout_of(connection: Connection) -> TableLayout:
-    """What is there, changing nothing. Raises ConfigError: a version that we do not know, of a newer jaxllm."""
+    """The version that is there. Raises ConfigError where it is unknown, of a newer jaxllm."""
+    from alembic.runtime.migration import MigrationContext
+
     newest = _versions().get_current_head()
     assert newest is not None, "there is one line of versions"
     context = MigrationContext.configure(connection)
@@ -269,6 +269,9 @@ def upgrade(connection: Connection) -> TableLayout:
 
     Whoever calls this holds a lock: two of them at once would both change the same tables.
     """
+    from alembic.operations import Operations
+    from alembic.runtime.migration import MigrationContext
+
     before, versions = layout_of(connection), _versions()
     if before.version == before.newest:
         return before
@@ -292,4 +295,6 @@ def _unversioned(connection: Connection) -> str | None:
 
 @cache
 def _versions() -> ScriptDirectory:
+    from alembic.script import ScriptDirectory
+
     return ScriptDirectory(str(Path(__file__).parent))
