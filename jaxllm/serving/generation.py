@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 from fastapi import Request
@@ -16,19 +15,32 @@ from jaxllm.chat.answer import AnswerReader, Step
 from jaxllm.chat.conversation import Conversation
 from jaxllm.chat.prompt import AnswerSettings, ConversationPrompt, Prompt, prepare
 from jaxllm.chat.tool_loop import Asked, Told, ToolLoop
+from jaxllm.config.parts import is_peer
 from jaxllm.engine.doors.streams import Gain, Stream
-from jaxllm.engine.messages import EngineRequest, TokenDelta
-from jaxllm.errors import EngineDeadError
+from jaxllm.engine.messages import EngineRequest, PagesAt, TokenDelta, TransferInfo
+from jaxllm.errors import EngineDeadError, Field, InvalidRequestError
+from jaxllm.requests.adapters import AdapterUse
 from jaxllm.requests.outputs import PromptScores, WeightVersionSpan, extend_versions
 from jaxllm.serving.call import ClientCall
-from jaxllm.serving.hand_over import HandedOn, HandOver, check_hand_over
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.streaming import until_disconnect
-from jaxllm.serving.request_metrics import Clock, ModelCall, Phases, SequenceTimer
+from jaxllm.serving.request_metrics import Clock, ModelCall, Phases, SequenceTimer, Usage
 from jaxllm.serving.served_model import ServedModel, stopped
 
+WIRE_NAME = "kv_transfer_params"
 OPENING_SECONDS = 0.1
 """How long a stream's first byte may wait, so that a refusal by the engine still gets its own status code."""
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """A prompt of which two servers do a part: it goes on with the pages at `pages_at`, or is computed for another."""
+
+    pages_at: PagesAt | None = None
+
+    @property
+    def hands_on(self) -> bool:
+        return self.pages_at is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,22 +60,6 @@ class GenerationSettings(AnswerSettings):
     cache_salt: str | None = None
     lora: Mapping[int, float] | None = None
     hand_over: HandOver | None = None
-
-
-@dataclass
-class Usage:
-    """Tokens of one request: cached ones are part of the prompt's, those of the reasoning of the completion's."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    reasoning_tokens: int = 0
-    drafted_tokens: int = 0
-    """Tokens tried ahead; the taken ones of them were the model's choice."""
-    taken_tokens: int = 0
-
-    def __add__(self, other: Usage) -> Usage:
-        return Usage(*map(operator.add, astuple(self), astuple(other)))
 
 
 def note_version(spans: list[WeightVersionSpan], delta: TokenDelta) -> None:
@@ -134,7 +130,7 @@ class Generation:
         self._adapters = call.adapter_uses(request.lora)
         self._hand_over = request.hand_over
         if request.hand_over is not None:
-            check_hand_over(request.hand_over, model.engine.info.transfer, prompts, self._adapters)
+            _check_hand_over(request.hand_over, model.engine.info.transfer, prompts, self._adapters)
         self._priority = call.tenant.priority(request.priority)
         self._prompt_only = prompt_only
         self._goes_on = goes_on
@@ -242,12 +238,12 @@ class Generation:
         return replace(self._usage, cached_tokens=sum(self._cached_tokens.values()))
 
     @property
-    def handed_on(self) -> HandedOn | None:
-        """Where another server finds the pages of the prompt; None where that was not asked for."""
+    def handed_on(self) -> tuple[TransferInfo, int] | None:
+        """The engine that has the prompt's full pages for another server, and their number; None if not asked for."""
         info = self._model.engine.info
         if self._hand_over is None or not self._hand_over.hands_on or info.transfer is None:
             return None
-        return HandedOn(info.transfer, len(self.prompts[0].token_ids) // info.page_size)
+        return info.transfer, len(self.prompts[0].token_ids) // info.page_size
 
     def phases(self) -> Phases:
         return self._asked.clock.phases(self.num_choices)
@@ -284,6 +280,32 @@ class Generation:
             self._usage.taken_tokens += delta.num_taken
             self._cached_tokens.setdefault(index // self.n, delta.num_cached_tokens)
         return gains
+
+
+def _check_hand_over(
+    asked: HandOver, info: TransferInfo | None, prompts: Sequence[Prompt], adapters: Sequence[AdapterUse]
+) -> None:
+    """Raises InvalidRequestError where the engine's role, or another field of the request, does not allow it."""
+    flag, role = ("do_remote_decode", "kv_producer") if asked.hands_on else ("do_remote_prefill", "kv_consumer")
+    at, most = asked.pages_at, prompts[0].params.max_tokens
+    problem: list[str | Field]
+    if info is None:
+        problem = [Field(WIRE_NAME), " is not available: this server was started without kv_transfer_config"]
+    elif info.role not in (role, "kv_both"):
+        told = f" is true, and this server's kv_role is {info.role}; accepted with {role}, kv_both"
+        problem = [Field(WIRE_NAME, flag), told]
+    elif at is not None and not is_peer(at.host, info.peers):
+        told = f" is {at.host!r}; this server fetches pages from {', '.join(info.peers)} (kv_peers)"
+        problem = [Field(WIRE_NAME, "remote_host"), told]
+    elif adapters:
+        problem = [Field(WIRE_NAME), " is set with an adapter, whose pages other servers do not know; leave it out"]
+    elif len(prompts) > 1:
+        problem = [Field(WIRE_NAME), f" is set with {len(prompts)} prompts; accepted is 1"]
+    elif asked.hands_on and most != 1:
+        problem = [Field("max_tokens"), f" is {most}; with {WIRE_NAME}.do_remote_decode it must be 1"]
+    else:
+        return
+    raise InvalidRequestError(problem)
 
 
 def _failure(delta: TokenDelta) -> Exception:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from prometheus_client import Counter, Histogram
 from prometheus_client.core import Metric
@@ -215,3 +216,19 @@ def _between(start: float | None, end: float | None) -> float | None:
 
 def _sum(one: float | None, other: float | None) -> float | None:
     return other if one is None else one if other is None else one + other
+
+
+@dataclass
+class Usage:
+    """Tokens of one request: cached ones are part of the prompt's, those of the reasoning of the completion's."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+    drafted_tokens: int = 0
+    """Tokens tried ahead; the taken ones of them were the model's choice."""
+    taken_tokens: int = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(*map(operator.add, astuple(self), astuple(other)))

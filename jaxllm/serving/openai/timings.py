@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from jaxllm.serving.generation import Usage
-from jaxllm.serving.request_metrics import Phases
+from jaxllm.serving.request_metrics import Phases, Usage
 
 
 class Timings(msgspec.Struct, kw_only=True):

@@ -9,11 +9,10 @@ from msgspec import UNSET
 
 from jaxllm.chat.answer import Piece
 from jaxllm.mcp.tools import ToolResult
-from jaxllm.serving.generation import Usage
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.openai.logprobs import TokenBytes
 from jaxllm.serving.openai.timings import timings
-from jaxllm.serving.request_metrics import Phases
+from jaxllm.serving.request_metrics import Phases, Usage
 from jaxllm.serving.responses.answer_writer import AnswerWriter, OutputItems
 from jaxllm.serving.responses.events import (
     Completed,
