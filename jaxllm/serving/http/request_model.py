@@ -148,8 +148,10 @@ class RequestModel(BaseModel):
             if ignored is None:
                 raise refuse(cls._problem(name), name)
             present.pop(name, None)
+            if len(ignored) == MAX_WARNINGS:
+                continue  # similar names are slow to find
             warning = f"{cls.__name__}: {cls._problem(name)}; ignored"
-            if len(ignored) < MAX_WARNINGS and warning not in ignored:
+            if warning not in ignored:
                 ignored.append(warning)
         return present
 
