@@ -57,11 +57,7 @@ class LoadedAdapter:
 
 
 class ModelAdapters:
-    """The adapters of one model, by name.
-
-    Attributes:
-        changing: held while an adapter is loaded or unloaded.
-    """
+    """The adapters of one model, by name; `changing` is held while one is loaded or unloaded."""
 
     def __init__(self, parent: str, modules: Iterable[LoRAModule] = ()):
         self.changing = asyncio.Lock()
@@ -129,9 +125,7 @@ class ModelAdapters:
 async def check_adapter(engine: AsyncLLM, adapter: LoadedAdapter) -> None:
     """Have the engine read the adapter, and compute one token with it.
 
-    Raises:
-        InvalidRequestError: it cannot be used with this model.
-        EngineDeadError, JaxLLMError: the engine has failed.
+    Raises InvalidRequestError where it cannot be used with this model; EngineDeadError or JaxLLMError of the engine.
     """
     writes = engine.info.tasks.why_no_text is None
     request = EngineRequest(

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from jaxllm.engine.doors.async_llm import AsyncLLM
 
 PLACE = ("multi_process", "num_processes", "process_id", "coordinator_address", "cluster", "cluster_secret")
+CALLED_HERE = {"lora_modules": "adapters here", "served_model_name": "name here, and aliases"}
 MODELS = "models"
 """The key of a list of entries; without it the file's keys are the models' names."""
 
@@ -200,10 +201,8 @@ def _in_file(path: Path, defaults: Mapping[str, Any]) -> Iterator[tuple[str, Cat
             raise ConfigError(f"{where}: {twice.pop()} is set again; the key is the name")
         entry = named | fields
         for key in entry:
-            if key == "lora_modules":
-                raise ConfigError(f"{where}: lora_modules is called adapters here")
-            if key == "served_model_name":
-                raise ConfigError(f"{where}: served_model_name is called name here, and aliases")
+            if key in CALLED_HERE:
+                raise ConfigError(f"{where}: {key} is called {CALLED_HERE[key]}")
             if key in PLACE:
                 raise ConfigError(f"{where}: {key} is for a server of one model")
             if key not in CatalogEntry.model_fields:

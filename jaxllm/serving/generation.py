@@ -45,13 +45,13 @@ class HandOver:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationSettings(AnswerSettings):
-    """What a request asks of the server besides.
+    """The settings of an answer with those that only a server knows.
 
     Attributes:
         priority: lower runs earlier.
         request_id: the caller's own, part of the answer's id.
         cache_salt: only requests with the same salt share cached prefixes.
-        lora: how strongly adapters are used, by their numbers; None where the caller says nothing of them.
+        lora: scales of adapters by their numbers; None where the caller says nothing of them.
         hand_over: the prompt is computed for another server, or was computed by one.
     """
 

@@ -13,7 +13,7 @@ from jaxllm.config.values import format_bytes
 from jaxllm.errors import EngineDeadError, JaxLLMError
 from jaxllm.machine import return_freed_memory
 from jaxllm.serving.http.api_error import APIError, unavailable
-from jaxllm.serving.served_model import LoadableModel, ServedModel, Stage
+from jaxllm.serving.served_model import LoadableModel, ServedModel, Stage, shutting_down
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class ModelLoader:
         task = self._turns.get(model)
         if task is None:
             if self._draining:
-                raise _shutting_down()
+                raise shutting_down()
             self._check_pinned(model)
             if not model.is_awake:
                 model.stage = Stage(WAITING)
@@ -154,7 +154,7 @@ class ModelLoader:
         try:
             while not self.may_run(model):
                 if self._draining:
-                    return _shutting_down()
+                    return shutting_down()
                 if self._next is model and not self._in_the_way(model):
                     await self._load(model)
                     break
@@ -167,7 +167,7 @@ class ModelLoader:
             return error
         except Exception as error:
             if self._draining:
-                return _shutting_down()
+                return shutting_down()
             logger.error("model %s: %s", model.name, error, exc_info=not isinstance(error, JaxLLMError))
             return unavailable(f"model {model.name!r} could not be loaded: {model.error}", code=FAILED)
         finally:
@@ -178,7 +178,7 @@ class ModelLoader:
     async def _load(self, model: LoadableModel) -> None:
         async with self._changing:
             if self._draining:
-                raise _shutting_down()
+                raise shutting_down()
             began = time.monotonic()
             model.stage = Stage(STARTING)
             try:
@@ -204,7 +204,7 @@ class ModelLoader:
         while self._in_the_way(model):
             await asyncio.sleep(LEASE_SECONDS)
             if self._draining:
-                raise _shutting_down()
+                raise shutting_down()
         going, self._placed = self._going(model), model
         for one in going:
             logger.info("model %s is unloaded to make room for %s", one.name, model.name)
@@ -298,7 +298,3 @@ def _busy(model: LoadableModel, reason: str, what: str) -> APIError:
 
 def _at_capacity(reason: str) -> APIError:
     return unavailable(f"at capacity: {reason}; retry later", code=AT_CAPACITY)
-
-
-def _shutting_down() -> APIError:
-    return unavailable("the server is shutting down", code="shutting_down")

@@ -44,9 +44,7 @@ QUEUE_FULL = "max_num_queued_reqs"
 
 def lengths_up_to(most: int) -> list[int]:
     """1, 2, 5, 10, 20, 50 … up to `most`."""
-    found = []
-    for exponent in range(len(str(most))):
-        found += [digit * 10**exponent for digit in (1, 2, 5)]
+    found = (digit * 10**exponent for exponent in range(len(str(most))) for digit in (1, 2, 5))
     return [length for length in found if length <= most]
 
 

@@ -52,8 +52,13 @@ class Running(Protocol):
 
 
 def stopped() -> APIError:
-    """What clients are told whose answers are not complete when the server ends."""
+    """The error of answers that are not complete when the server ends."""
     return unavailable("the server stopped before the answer was complete", code="shutting_down")
+
+
+def shutting_down() -> APIError:
+    """The error of requests that come too late."""
+    return unavailable("the server is shutting down", code="shutting_down")
 
 
 class ServedModel(ChatModel):
@@ -88,7 +93,7 @@ class ServedModel(ChatModel):
         if self.engine.is_dead:
             raise EngineDeadError(f"the engine has stopped; no request to {self.names[0]} can be answered")
         if self.draining and not goes_on:
-            raise unavailable("the server is shutting down", code="shutting_down")
+            raise shutting_down()
 
 
 def read_chat_template(config: ModelConfig) -> str | None:

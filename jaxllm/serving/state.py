@@ -29,7 +29,7 @@ from jaxllm.serving.http.api_error import APIError, unavailable
 from jaxllm.serving.http.json_body import BodyMemory, BodyProcess
 from jaxllm.serving.model_loader import ModelLoader
 from jaxllm.serving.request_log import AuditLog
-from jaxllm.serving.served_model import LoadableModel, ModelState, Running, ServedModel
+from jaxllm.serving.served_model import LoadableModel, ModelState, Running, ServedModel, shutting_down
 from jaxllm.wording import did_you_mean
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class ServerState:
         """Raises 503 when no new request can start, whatever model it asks for."""
         self.registry.check_alive()
         if self.registry.draining:
-            raise unavailable("the server is shutting down", code="shutting_down")
+            raise shutting_down()
 
     def drain(self) -> None:
         """From now on no request begins."""

@@ -134,10 +134,7 @@ class Tenant(BaseModel):
         return asked
 
     def priority(self, asked: int) -> int:
-        """Of a request that asks for one; 0 is what it asks for that says nothing, which may be less than allowed.
-
-        Raises InvalidRequestError where it asks for more than is allowed.
-        """
+        """The priority of a request; 0, which says nothing, is raised to the ceiling. Raises InvalidRequestError."""
         ceiling = self.priority_ceiling
         if ceiling is None or asked >= ceiling:
             return asked
@@ -153,7 +150,7 @@ OTHERS = Tenant(admin=True)
 
 
 def tenant_of(request: Request) -> Tenant:
-    """In whose name a request comes that its route has let in."""
+    """The tenant of a request that its route has let in."""
     tenant: Tenant = request.scope[TENANT]
     return tenant
 
@@ -214,7 +211,7 @@ def read_keys(path: Path) -> list[ApiKey]:
         where = f"{path}: key {shown(name)}"
         if not isinstance(fields, dict):
             raise ConfigError(f"{where} must be a mapping of setting: value, and have at least a hash")
-        key = _key(where, {"name": name}, fields)
+        key = _key(where, name, fields)
         if same := next((other for other in keys if other.digest == key.digest), None):
             raise ConfigError(f"{where}: its hash is that of key {same.name!r}; each needs a key of its own")
         keys.append(key)
@@ -232,12 +229,12 @@ def _refused(problem: str) -> APIError:
     return APIError(401, problem, type="authentication_error", code="invalid_api_key", headers=headers)
 
 
-def _key(where: str, named: dict[str, Any], fields: dict[Any, Any]) -> ApiKey:
+def _key(where: str, name: str, fields: dict[Any, Any]) -> ApiKey:
     settings = [name for name in ApiKey.model_fields if name != "name"]
     if unknown := next((name for name in fields if name not in settings), None):
         raise ConfigError(f"{where}: unknown setting {shown(unknown)}{did_you_mean(str(unknown), settings)}")
     try:
-        return ApiKey(**named, **fields)
+        return ApiKey(name=name, **fields)
     except ValidationError as error:
         first = error.errors()[0]
     setting = str(first["loc"][0])

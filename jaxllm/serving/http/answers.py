@@ -178,11 +178,8 @@ def returns(
 ) -> dict[int | str, dict[str, Any]]:
     """The `responses` argument of a route that answers with one of `answers` or, if asked to stream, with `events`.
 
-    Without answers it always streams.
-
-    They are msgspec structs, or lists of some.
-
-    The data of each event is one of `events` as JSON; that of the last is `done`, if given.
+    They are msgspec structs, or lists of some. A route without answers always streams. The data of the last event is
+    `done`, if given.
     """
     schemas = [_placeholder(answer) for answer in answers]
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
