@@ -19,7 +19,7 @@ from jaxllm import AsyncLLM
 from jaxllm.config import ServeConfig
 from jaxllm.engine.core.request import Request
 from jaxllm.serving.app import create_app
-from jaxllm.serving.state import single_model
+from tests.serving.fake_engine import single_model
 from tests.serving.mixed_requests import write_model
 from tests.sizes import FIELDS
 

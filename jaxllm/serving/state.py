@@ -16,7 +16,6 @@ from fastapi import Query
 from msgspec import UNSET, UnsetType
 
 from jaxllm.chat.conversation import Conversation
-from jaxllm.config import ServeConfig
 from jaxllm.config.server import ServerConfig
 from jaxllm.errors import ConfigError, EngineDeadError
 from jaxllm.machine import cores
@@ -33,7 +32,7 @@ from jaxllm.serving.served_model import LoadableModel, ModelState, Running, Serv
 from jaxllm.wording import did_you_mean
 
 if TYPE_CHECKING:
-    from jaxllm.engine.doors.async_llm import AsyncLLM
+    pass
 
 
 logger = logging.getLogger(__name__)
@@ -42,6 +41,20 @@ GRAMMAR_THREADS = 2 * MAX_PROCESSES
 """More than can compile at once, so that grammars which have been compiled pass those that have not."""
 TEMPLATE_THREADS = 4
 """For requests with templates of their own, which may take seconds to render."""
+
+RELEASE_SECONDS = 5.0
+"""How long requests that were cancelled when the server stopped may take to give their models back."""
+MAX_NAMES_SHOWN = 20
+MAX_NEAR = 3
+"""Names like an unknown one that are told."""
+MAX_COMPARED = 200
+"""Characters of an unknown name that is compared with those of models: a stranger's may have megabytes."""
+
+ModelName = Annotated[str | None, Query(description="A name that /v1/models lists; by default the first.")]
+"""The query parameter of routes whose request has no body."""
+
+_encode = msgspec.json.Encoder().encode
+
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -149,20 +162,6 @@ class ServerState:
         if self.audit is not None:
             await asyncio.to_thread(self.audit.close)
         end_compiling()  # what runs on them now; the program's end would wait for it
-
-
-RELEASE_SECONDS = 5.0
-"""How long requests that were cancelled when the server stopped may take to give their models back."""
-MAX_NAMES_SHOWN = 20
-MAX_NEAR = 3
-"""Names like an unknown one that are told."""
-MAX_COMPARED = 200
-"""Characters of an unknown name that is compared with those of models: a stranger's may have megabytes."""
-
-ModelName = Annotated[str | None, Query(description="A name that /v1/models lists; by default the first.")]
-"""The query parameter of routes whose request has no body."""
-
-_encode = msgspec.json.Encoder().encode
 
 
 class Registry:
@@ -300,12 +299,6 @@ class Registry:
             await asyncio.sleep(0.01)
         held = {model.name: len(model.calls) for model in self if model.calls}
         assert not held, f"calls that were never ended, by model: {held}"
-
-
-def single_model(config: ServeConfig, engine: AsyncLLM) -> Registry:
-    """The registry of a server that was started with one model. Raises ConfigError, see ServedModel."""
-    model = LoadableModel.loaded(ServedModel(config.of_model, engine))
-    return Registry([model], any_name=config.serve_any_model_name)
 
 
 class Changes:

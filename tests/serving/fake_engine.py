@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import msgspec
@@ -50,6 +50,9 @@ from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
 from jaxllm.requests.tasks import ModelTasks, PoolingParams
 from jaxllm.serving.served_model import LoadableModel
 from jaxllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxllm.serving.state import Registry
 
 BOS = 256
 NEW_WEIGHTS = "/models/new"
@@ -489,10 +492,18 @@ def app_of(
     )
 
 
+def single_model(config: ServeConfig, engine: Any) -> Registry:
+    """The registry of a server with one model, which is loaded."""
+    from jaxllm.serving.served_model import ServedModel
+    from jaxllm.serving.state import Registry
+
+    model = LoadableModel.loaded(ServedModel(config.of_model, engine))
+    return Registry([model], any_name=config.serve_any_model_name)
+
+
 def serve_engine(config: ServeConfig, engine: Any, listener: socket.socket) -> None:
     """Serve this one engine until a signal."""
     from jaxllm.serving.server import run_server
-    from jaxllm.serving.state import single_model
 
     run_server(config.of_server, lambda: single_model(config, engine), listener)
 

@@ -36,6 +36,17 @@ _PREFIX = "jaxllm-"
 _HASH = "sha256:"
 _RANDOM_BYTES = 32
 
+T = TypeVar("T")
+
+Metered = Literal["requests", "tokens"]
+
+SCHEMES = ("redis://", "rediss://")
+ANSWER_SECONDS = 2.0
+"""How long a Redis may take to answer."""
+_SAME_SECONDS = 5.0
+"""Two windows of a key begin a minute or more apart; Redis tells their ends in whole seconds."""
+
+
 Positive = Annotated[int, Field(ge=1)]
 
 
@@ -243,17 +254,6 @@ def _key(where: str, name: str, fields: dict[Any, Any]) -> ApiKey:
     if setting == "hash":  # somebody may have put the key itself there
         raise ConfigError(f"{where}: hash must be sha256: and 64 hexadecimal digits, as `jaxllm keys new` prints them")
     raise ConfigError(f"{where}: {setting} is {shown(first['input'])}: {wrong_setting(first)}")
-
-
-T = TypeVar("T")
-
-Metered = Literal["requests", "tokens"]
-
-SCHEMES = ("redis://", "rediss://")
-ANSWER_SECONDS = 2.0
-"""How long a Redis may take to answer."""
-_SAME_SECONDS = 5.0
-"""Two windows of a key begin a minute or more apart; Redis tells their ends in whole seconds."""
 
 
 class Window(NamedTuple):

@@ -17,6 +17,9 @@ from jaxllm.config.server import ServerConfig
 from jaxllm.errors import ConfigError, reason
 from jaxllm.folders import in_home
 
+logger = logging.getLogger(__name__)
+
+
 WAITING_CONNECTIONS = 2048
 """That the system keeps while the model loads, or the event loop is busy."""
 UNSENT_BYTES = 128 * 1024
@@ -111,9 +114,6 @@ def _remove_stale(path: Path) -> None:
             path.unlink()
             return
     raise ConfigError(f"uds is {str(path)!r}, where another server listens")
-
-
-logger = logging.getLogger(__name__)
 
 
 def scheme(config: ServerConfig) -> str:

@@ -19,6 +19,10 @@ from jaxllm.serving.http.api_error import APIError
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Gained = TypeVar("Gained")
+Gaining = TypeVar("Gaining", contravariant=True)
+
+_encode = msgspec.json.Encoder().encode
 
 KEEP_ALIVE = b": keep-alive\n\n"
 NOTICE_SECONDS = 1.0
@@ -168,12 +172,6 @@ async def telling(answer: Answer, work: Coroutine[Any, Any, T], doing: Callable[
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-Gained = TypeVar("Gained")
-Gaining = TypeVar("Gaining", contravariant=True)
-
-_encode = msgspec.json.Encoder().encode
 
 
 class AnswerSource(Protocol[Gained]):
