@@ -128,7 +128,7 @@ def create_app(config: ServerConfig, registry: Registry, routes: FastAPI | None 
 
 
 def find_route(scope: Scope) -> BaseRoute | None:
-    """The route of the API that answers a request, whatever it is behind; None where there is none."""
+    """The route of the API that answers a request, whatever prefix it has; None where there is none."""
     path = scope["path"].removeprefix(scope.get("root_path", "")).removeprefix("/v1")
     asked = {**scope, "path": path, "root_path": ""}
     routes = (route for router in API_ROUTERS for route in router.routes)

@@ -170,7 +170,7 @@ class ServerModels:
 
     @contextmanager
     def _naming(self, model: LoadableModel) -> Iterator[None]:
-        """Where there are several models an error says which of them it is about."""
+        """Errors name the model where there are several."""
         try:
             yield
         except JaxLLMError as error:

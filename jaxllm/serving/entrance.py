@@ -43,9 +43,9 @@ from jaxllm.serving.web import make_router as make_web_router
 logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 3
-"""How long cancelled requests get to send their last chunk to a client that reads slowly."""
+"""The time that cancelled requests have to send their last chunk to a client that reads slowly."""
 END_SECONDS = 30
-"""How long everything after config.shutdown_timeout may take, before the process ends whatever it waits for."""
+"""The time after config.shutdown_timeout at whose end the process ends, whatever it waits for."""
 IDLE_CONNECTION_SECONDS = 30
 
 

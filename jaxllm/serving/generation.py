@@ -29,7 +29,7 @@ from jaxllm.serving.served_model import ServedModel, stopped
 
 WIRE_NAME = "kv_transfer_params"
 OPENING_SECONDS = 0.1
-"""How long a stream's first byte may wait, so that a refusal by the engine still gets its own status code."""
+"""The longest wait of a stream's first byte, in which a refusal by the engine still gets its own status code."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Choice:
     stop_reason: int | str | None = None
     weight_versions: list[WeightVersionSpan] = field(default_factory=list)
     deltas: list[TokenDelta] = field(default_factory=list)
-    """What it was collected from."""
+    """The deltas that it was collected from."""
 
     def add(self, delta: TokenDelta) -> None:
         self.deltas.append(delta)
@@ -147,11 +147,11 @@ class Generation:
         self._failure: Exception | None = None
         self._ended_by: APIError | None = None
         self._usage = Usage(prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts))
-        """Of all gains handed out so far, but for cached tokens: these are by prompt."""
+        """The usage of all gains handed out so far, without cached tokens, which are by prompt."""
         self._cached_tokens: dict[int, int] = {}
         self._finish_reasons: dict[int, str] = {}
         self._texts = [""] * self.num_choices
-        """Of the choices, where the request's record is to have them."""
+        """Texts of the choices, if the request's record keeps them."""
         self._keeps_texts = call.record is not None and call.record.keeps_texts
 
     @property
@@ -389,7 +389,7 @@ class ReplyLoop(ToolLoop[Told, Asked]):
         self.reply: Reply | None = None
         """The one under way, or yet to be read."""
         self._past, self._past_phases = Usage(), Phases()
-        """Of the replies that are over."""
+        """Sums of the replies that are over."""
 
     def abort(self, error: APIError) -> None:
         """Stop now; the client gets the error."""
@@ -398,7 +398,7 @@ class ReplyLoop(ToolLoop[Told, Asked]):
             self.reply.generation.abort(error)
 
     def usage(self) -> Usage:
-        """Of all replies so far."""
+        """The usage of all replies so far."""
         return self._past if self.reply is None else self._past + self.reply.usage()
 
     def phases(self) -> Phases:

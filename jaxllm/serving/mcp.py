@@ -33,7 +33,7 @@ from jaxllm.wording import shown
 SHORTEST_RESULT = 200
 """Characters: a context that does not hold so much of each result either is full."""
 BETWEEN = "\n\n"
-"""What stands between the texts of two answers."""
+"""The separator between the texts of two answers."""
 
 
 @dataclass
@@ -111,7 +111,7 @@ class Execution(ReplyLoop[Happenings, ToolRun]):
         await self.leave()
 
     async def arrivals(self, timeout: float | None = None) -> AsyncIterator[Happenings]:
-        """What happens, in order; an empty list after `timeout` seconds of silence."""
+        """The happenings, in order; an empty list after `timeout` seconds of silence."""
         async with aclosing(self.turns(timeout)) as turns:
             async for happenings in turns:
                 yield happenings
@@ -184,7 +184,7 @@ class Execution(ReplyLoop[Happenings, ToolRun]):
         return self._call.state.tool_servers.find(name) if name in self._offered else None
 
     def _tokens_left(self) -> int | None:
-        """Of the request's max_tokens, which all answers share."""
+        """The rest of the request's max_tokens, which all answers share."""
         if self._settings.max_tokens is None:
             return None
         return max(self._settings.max_tokens - self.usage().completion_tokens, 0)
@@ -232,7 +232,7 @@ def _not_run(reason: str) -> ToolResult:
 
 
 async def injected_tools(state: ServerState, model: ServedModel) -> list[Tool]:
-    """What is offered to a request that says nothing of tools; nothing where config.mcp_inject is off.
+    """The tools for a request that says nothing of tools; none where config.mcp_inject is off.
 
     Raises InvalidRequestError where there are more than a request may have.
     """
@@ -246,7 +246,7 @@ async def injected_tools(state: ServerState, model: ServedModel) -> list[Tool]:
 async def asked_tools(
     state: ServerState, model: ServedModel, allowed: Collection[str] | None, place: Field
 ) -> list[Tool]:
-    """What is offered to a request that asks for the servers' tools: all, or those that are `allowed` by name.
+    """The tools for a request that asks for the servers': all, or those that are `allowed` by name.
 
     Raises InvalidRequestError of `place` where there are none, or not all of these; 503 while no server is ready.
     """

@@ -221,7 +221,7 @@ class ModelMetrics:
 
 
 def merged(texts: Mapping[str, str]) -> bytes:
-    """What several servers say at /metrics, by their names, in one text: each sample has its server as `replica`."""
+    """The /metrics of several servers, by their names, in one text: each sample has its server as `replica`."""
     families: dict[str, Metric] = {}
     for name, text in texts.items():
         for metric in text_string_to_metric_families(text):

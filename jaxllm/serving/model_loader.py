@@ -22,9 +22,9 @@ FAILED = "model_failed"
 WAITING = "Waiting for its turn"
 STARTING = "Starting the engine's process"
 LEASE_SECONDS = 0.02
-"""How often models that have to answer requests first are looked at, before they sleep or make room."""
+"""The time between two looks at models that must answer requests before they sleep or make room."""
 POLL_SECONDS = 0.5
-"""How often idle models are looked for."""
+"""The time between two looks for idle models."""
 
 
 class ModelLoader:
@@ -74,7 +74,7 @@ class ModelLoader:
             raise error
 
     def may_run(self, model: LoadableModel) -> bool:
-        """Whether a request that comes now may run: the model is awake, and need not make room for another."""
+        """True if a new request may run now: the model is awake, and need not make room for another."""
         return model.is_awake and not self._makes_room(model)
 
     def begin(self, model: LoadableModel) -> asyncio.Task[APIError | None]:
@@ -215,14 +215,14 @@ class ModelLoader:
         return next((one for one in self._turns if not one.is_awake and one is not self._placed), None)
 
     def _makes_room(self, model: LoadableModel) -> bool:
-        """Whether a model takes no requests any more, since it must go for the next one."""
+        """True if a model takes no requests any more, since it must go for the next one."""
         if (following := self._next) is None:
             return False
         stays = model.is_in_use and time.monotonic() < model.loaded_at + self._min_seconds
         return not stays and model in self._going(following)
 
     def _in_the_way(self, model: LoadableModel) -> list[LoadableModel]:
-        """Of those that must go for a model, the ones that cannot go yet."""
+        """The models that must go for another and cannot go yet."""
         return [one for one in self._going(model) if one.is_in_use or one is self._placed]
 
     def _going(self, model: LoadableModel) -> list[LoadableModel]:
@@ -247,7 +247,7 @@ class ModelLoader:
         return self._memory is None or sum(one.held_bytes for one in others) + planned <= self._memory
 
     def _takes_room(self, model: LoadableModel) -> bool:
-        """Whether there is more of it once the model is unloaded; asleep it may have given back all."""
+        """True if unloading the model makes room; asleep it may have given back everything."""
         return model.is_awake or (self._memory is not None and model.held_bytes > 0)
 
     def _check_pinned(self, model: LoadableModel) -> None:

@@ -96,12 +96,12 @@ class Record:
 
     @property
     def finish_reasons(self) -> list[str]:
-        """How the last call's sequences ended."""
+        """The ends of the last call's sequences."""
         return self.calls[-1].finish_reasons if self.calls else []
 
     @property
     def phases(self) -> Phases:
-        """Of all calls."""
+        """The phases of all calls."""
         return sum((call.clock.phases(call.num_answers) for call in self.calls), Phases())
 
 

@@ -1,4 +1,4 @@
-"""What the server measures of requests as they pass, in vLLM's names: times, lengths, and what was asked for."""
+"""Measurements of requests as they pass, by vLLM's names: times, lengths and parameters."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ class Clock:
             self.padding = _sum(self.padding, delta.padding)
 
     def phases(self, num_answers: int) -> Phases:
-        """Of a request with that many sequences."""
+        """The phases of a request with that many sequences."""
         queue, prefill = _between(self.arrival, self.scheduled), _between(self.scheduled, self.first)
         return Phases(queue, prefill, _between(self.first, self.last), self.padding, num_answers)
 

@@ -134,13 +134,13 @@ class Holder(Protocol):
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """How far a load is, also as the body of /ready and /health until the models are loaded.
+    """The progress of a load, also as the body of /ready and /health until the models are loaded.
 
     Both numbers are 0 where nothing is counted.
     """
 
     doing: str
-    """What is going on, in words."""
+    """The present step, in words."""
     done: int = 0
     total: int = 0
     status: str = "loading"
@@ -238,12 +238,12 @@ class LoadableModel:
 
     @property
     def is_awake(self) -> bool:
-        """Whether it is loaded, and its engine there to run requests."""
+        """True if it is loaded, and its engine runs requests."""
         return self.served is not None and not self._falls_asleep and not self.served.engine.is_asleep
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a request runs on it, and does not only wait."""
+        """True if a request runs on it, and does not only wait."""
         return any(not call.waits for call in self.calls)
 
     @property
@@ -258,12 +258,12 @@ class LoadableModel:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody asks for it, and it may be unloaded."""
+        """True if no call holds it, and it may be unloaded."""
         return self.served is not None and not self.calls and not self.pinned
 
     @property
     def is_dead(self) -> bool:
-        """Whether it is loaded and its engine has stopped."""
+        """True if it is loaded and its engine has stopped."""
         return self.served is not None and self.served.engine.is_dead
 
     def stats(self) -> EngineStats:

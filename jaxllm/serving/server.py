@@ -50,10 +50,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SWITCH_SECONDS = 0.0005
-"""How long a thread that reads a large body, or encodes a long text, may keep the event loop waiting: Python's own 5 ms
-add up, for an event takes several turns of the loop."""
+"""The longest that a thread with a large body or a long text may keep the event loop waiting: Python's own 5 ms add up,
+for an event takes several turns of the loop."""
 _OTHERS = ("VLLM_", "LLAMA_ARG_", "OLLAMA_")
-"""How the variables of other servers' settings begin."""
+"""Prefixes of the variables of other servers' settings."""
 _LINKS = re.compile(r"_SERVICE_(HOST|PORT)|_PORT(_\d+_(TCP|UDP)|=\w+://)")
 """Variables that Kubernetes sets for a service that is called vllm, as VLLM_PORT=tcp://10.0.0.7:80."""
 

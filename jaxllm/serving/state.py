@@ -43,7 +43,7 @@ TEMPLATE_THREADS = 4
 """For requests with templates of their own, which may take seconds to render."""
 
 RELEASE_SECONDS = 5.0
-"""How long requests that were cancelled when the server stopped may take to give their models back."""
+"""The time that requests which were cancelled at the server's end have to give their models back."""
 MAX_NAMES_SHOWN = 20
 MAX_NEAR = 3
 """Names like an unknown one that are told."""
@@ -70,7 +70,7 @@ class ServerState:
         self.config = config
         self.registry = registry
         self.leaving = False
-        """Whether the server is to stop soon: it answers, and asks to be sent nothing more."""
+        """True if the server is to stop soon: it answers, and asks to be sent nothing more."""
         self.keys = Keys(config, [name for model in registry for name in model.names])
         self.limits = RateLimits(config.rate_limit_store)
         self.usage = Ledger()
@@ -91,7 +91,7 @@ class ServerState:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests to the models loaded at the start wait for no compile."""
+        """True if requests to the models loaded at the start wait for no compile."""
         awaited = [model.served for model in self.registry if model.awaited and model.served is not None]
         return all(model.engine.is_dead or model.engine.stats().ready for model in awaited)
 
@@ -107,7 +107,7 @@ class ServerState:
         self.registry.drain()
 
     async def offload(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run tokenizer or template work on a thread, so that nobody's stream waits for it."""
+        """Run tokenizer or template work on a thread, so that no stream waits for it."""
         return await self._call(self._workers, lambda: function(*args, **kwargs))
 
     async def offload_grammar(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -200,9 +200,9 @@ class Registry:
             raise ConfigError("model is missing: a server needs at least one")
         self.loader = ModelLoader(list(self), max_loaded, memory, min_seconds)
         self.draining = False
-        """Whether the server is stopping."""
+        """True while the server is stopping."""
         self.changes = Changes()
-        """Of the models, and of `draining`."""
+        """Changes of the models, and of `draining`."""
         for model in self:
             model.on_change = self.changes.ring
 
@@ -217,7 +217,7 @@ class Registry:
         return names + [adapter.name for model in shown for adapter in model.adapters]
 
     def names_for(self, tenant: Tenant) -> list[str]:
-        """Those of them that a tenant may use."""
+        """The names of them that a tenant may use."""
         named = ((name, self.named(name)) for name in self.names)
         return [name for name, model in named if model is not None and self._may_use(tenant, model, name)]
 
@@ -228,7 +228,7 @@ class Registry:
 
     @property
     def default_name(self) -> str:
-        """What a request asks for that names no model."""
+        """The model of requests that name none."""
         return next(iter(self._by_name))
 
     @property
@@ -236,7 +236,7 @@ class Registry:
         return [model.served for model in self if model.served is not None]
 
     def serves(self, name: str) -> bool:
-        """Whether requests for a model of this name are answered."""
+        """True if requests for a model of this name are answered."""
         return self._any_name or self.named(name) is not None
 
     def named(self, name: str) -> LoadableModel | None:

@@ -1,4 +1,4 @@
-"""What a server says of itself: to probes and dashboards, at /server_info, and on a port of its own for monitoring."""
+"""A server's own state: for probes and dashboards, at /server_info, and on a port of its own for monitoring."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ _PROBES: dict[str, Answering] = {
     "/metrics": metrics,
 }
 END_SECONDS = 3.0
-"""How long the end waits for what is being answered."""
+"""The longest that the end waits for answers under way."""
 
 
 class Overview(msgspec.Struct):
@@ -225,7 +225,7 @@ class Monitor:
 
     @property
     def processes(self) -> dict[str, LookAt]:
-        """How to look at each process that runs now, by its name."""
+        """Functions that look at each process that runs now, by its name."""
         found: dict[str, LookAt] = {API: self._look_here}
         app = self._find_app()
         for model in () if app is None else app.state.server.registry.loaded:
@@ -310,7 +310,7 @@ def monitoring(config: ServerConfig, find_app: FindApp, find_loop: FindLoop) -> 
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine can reach it, by whose names alone it is then called."""
+    """True if only this machine can reach it, by whose names alone it is then called."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -20,7 +20,7 @@ from jaxllm.serving.store.database import Database
 
 logger = logging.getLogger(__name__)
 LOOK_SECONDS = 600.0
-"""How often it is looked for what is old."""
+"""The time between two looks for old objects."""
 AT_ONCE = 100
 """Objects that one transaction deletes; other writers wait for it."""
 PAUSE_SECONDS = 0.05
@@ -37,7 +37,7 @@ class StoredKind(NamedTuple):
     time_of: Any
     """Seconds since 1970 from which its age counts."""
     detail: ColumnElement[str] | Any
-    """What is worth seeing of one."""
+    """A column that is worth seeing."""
 
 
 KINDS = {
@@ -51,7 +51,7 @@ KINDS = {
 
 
 class StoredCount(NamedTuple):
-    """How many objects of a kind there are, and the times of the oldest and the newest."""
+    """The number of objects of a kind, and the times of the oldest and the newest."""
 
     number: int
     oldest: int | None
@@ -77,7 +77,7 @@ def deleters(database: Database, data_dir: Path) -> dict[str, DeleteBefore]:
 
 
 async def counted(database: Database) -> dict[str, StoredCount]:
-    """How many objects of each kind there are."""
+    """The numbers of objects of each kind."""
     async with database.session() as session:
         rows = {
             name: (await session.execute(select(func.count(), func.min(kind.time_of), func.max(kind.time_of)))).one()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PROVIDER = "jaxllm"
 EXPORT_SECONDS = 5
-"""How long a collector may take to accept what it is sent."""
+"""The longest that a collector may take to accept data."""
 _PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 _SECONDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)

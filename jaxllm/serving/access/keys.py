@@ -1,4 +1,4 @@
-"""Who calls: a name by its API key, what it may do and how much of it, and the file of keys that says so."""
+"""Callers: their names by API keys, their rights and limits, and the file of keys that grants these."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Metered = Literal["requests", "tokens"]
 
 SCHEMES = ("redis://", "rediss://")
 ANSWER_SECONDS = 2.0
-"""How long a Redis may take to answer."""
+"""The longest that a Redis may take to answer."""
 _SAME_SECONDS = 5.0
 """Two windows of a key begin a minute or more apart; Redis tells their ends in whole seconds."""
 
@@ -65,11 +65,11 @@ class Keys:
 
     @property
     def have_names(self) -> bool:
-        """Whether there is a file of keys, which names them."""
+        """True with a file of keys, which names them."""
         return self._path is not None
 
     def check(self, sent: str) -> Tenant:
-        """In whose name a request comes that brings this key. Raises 401.
+        """The tenant of a request that brings this key. Raises 401.
 
         Every key is compared, and each in constant time, so that the answer's time says nothing of them.
         """
@@ -85,7 +85,7 @@ class Keys:
         raise _refused("the API key is wrong" if sent else "no API key; send it as 'Authorization: Bearer KEY'")
 
     def named(self, name: str | None) -> Tenant:
-        """In whose name something goes on that was begun with a key. Raises 401 when that is gone or has expired."""
+        """The tenant of work that was begun with a key. Raises 401 when the key is gone or has expired."""
         if name is None:
             return OTHERS
         for key in self._own:
@@ -134,14 +134,14 @@ class Tenant(BaseModel):
 
     @property
     def group(self) -> str:
-        """What the engine tells its requests from others' by: see FairQueue."""
+        """The name of its requests' group in the engine: see FairQueue."""
         return self.name or ""
 
     def may_use(self, names: Iterable[str]) -> bool:
         return self.models is None or not self.models.isdisjoint(names)
 
     def cache_salt(self, asked: str | None) -> str | None:
-        """Of a request that brings one: only requests with the same share cached prefixes."""
+        """The salt of a request that brings one: only requests with the same share cached prefixes."""
         return asked
 
     def priority(self, asked: int) -> int:
@@ -261,7 +261,7 @@ class Window(NamedTuple):
 
     remaining: int
     resets: float
-    """When it ends, in seconds since 1970."""
+    """Its end, in seconds since 1970."""
 
 
 class RateLimits:

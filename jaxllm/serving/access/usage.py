@@ -1,4 +1,4 @@
-"""How many tokens each name has used: counted, stored, and told at /metrics and /usage."""
+"""The usage of each name in tokens: counted, stored, and told at /metrics and /usage."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 router = APIRouter(route_class=JSONRoute, tags=["status"])
 
 NO_KEY = "-"
-"""What requests without a key of the file are counted under: no key is called that."""
+"""The name of requests without a key of the file: no key is called that."""
 COUNTERS = {
     "key_requests": ("Requests for a model, by API key.", lambda used: used.requests),
     "key_prompt_tokens": ("Prompt tokens, by API key.", lambda used: used.prompt_tokens),
@@ -39,12 +39,12 @@ COUNTERS = {
     "key_generation_tokens": ("Tokens generated, by API key.", lambda used: used.completion_tokens),
 }
 WRITE_SECONDS = 10.0
-"""How often usage is written. A server that dies loses what it has counted since."""
+"""The time between two writes. A server that dies loses the usage since the last one."""
 DAYS_SHOWN = 30
 
 
 class Account(NamedTuple):
-    """What usage is counted by: `owner` is the name of a key, empty for whoever has none, and `day` one in UTC."""
+    """A key's usage of a model on a day in UTC; `owner` is the key's name, empty without one."""
 
     owner: str
     day: str
@@ -169,7 +169,7 @@ class UsageStore:
             logger.error("the usage of API keys could not be written; it is tried again: %s", error, exc_info=not known)
 
     async def of(self, owner: str | None, since: str, until: str) -> list[tuple[Account, Used]]:
-        """What an owner has used from one day to another, both included, by day and model."""
+        """An owner's usage from one day to another, both included, by day and model."""
         name = owner or ""
         found: dict[Account, Used] = {}
         if self._keeps:

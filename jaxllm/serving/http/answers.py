@@ -33,7 +33,7 @@ HANDLED: tuple[type[Exception], ...] = (
     APIError, InvalidRequestError, QueueFullError, EnginePausedError, EngineDeadError, StorageFullError,
     RequestValidationError, HTTPException, Exception,
 )  # fmt: skip
-"""What `to_api_error` answers: frameworks want to have each named."""
+"""The exceptions that `to_api_error` answers: frameworks want to have each named."""
 
 
 ignored_fields: ContextVar[list[str] | None] = ContextVar("ignored_fields", default=None)
@@ -54,7 +54,7 @@ class ErrorResponse(msgspec.Struct):
 
 
 def to_api_error(error: Exception) -> APIError:
-    """What a client is told about `error`; an unforeseen one becomes a 500 without details."""
+    """The error that a client is told; an unforeseen one becomes a 500 without details."""
     match error:
         case APIError():
             return error
@@ -167,7 +167,7 @@ RESPONSES: list[Any] = []
 """All that the routes said they return."""
 
 DONE = "[DONE]"
-"""What ends a stream of OpenAI's older routes."""
+"""The last event of a stream of OpenAI's older routes."""
 
 
 def returns(

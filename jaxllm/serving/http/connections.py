@@ -22,15 +22,15 @@ MAX_HEADERS = 128
 HEADER_SECONDS = 15.0
 """From the connection, or a request's first byte, until its headers are complete."""
 BODY_SILENCE_SECONDS = 30.0
-"""How long a body may pause."""
+"""The longest pause of a body."""
 MIN_BODY_RATE = 1024
 """Bytes a second that a body must reach once BODY_SILENCE_SECONDS have passed."""
 SEND_SECONDS = 60.0
-"""How long a client may take nothing of what it is sent."""
+"""The longest that a client may take nothing of its answer."""
 MAX_CONNECTIONS = 900
 """Most systems let a process have 1024 files open."""
 GRACE_SECONDS = 5.0
-"""How much longer than others a client that has asked for something may be silent before it makes room for another."""
+"""The longer silence of a client that has asked for something already, before it makes room for another."""
 MAX_PIPELINED = 100
 """Requests that a client may send before the first of them is answered."""
 CHECK_SECONDS = 1.0
@@ -39,9 +39,9 @@ _RESET = struct.pack("ii", 1, 0)
 
 
 def _until_close(cycle: RequestResponseCycle) -> Send:
-    """How HTTP/1.0 sends an answer of unknown length: it has no chunks, so the end of the connection is its end.
+    """Send an answer of unknown length in HTTP/1.0: it has no chunks, so the end of the connection is its end.
 
-    uvicorn would choose chunks where nobody says a length, and holds an answer without them against its length.
+    uvicorn would choose chunks for an unknown length, and holds an answer without them against its length.
     """
     send = cycle.send
     known_length = False
@@ -59,7 +59,7 @@ def _until_close(cycle: RequestResponseCycle) -> Send:
 
 
 def _closing_unless_read(cycle: RequestResponseCycle) -> Send:
-    """How a client that waits for `100 Continue` is refused: nothing says whether its body still comes (RFC 9110)."""
+    """Close after refusing a client that waits for `100 Continue`: its body may still come, or not (RFC 9110)."""
     send = cycle.send
 
     async def send_closing(message: Any) -> None:
@@ -133,17 +133,17 @@ class BoundedProtocol(HttpToolsProtocol):
         self._header_bytes = 0
         """In the chunks that have brought neither complete headers nor a part of a body, one after the other."""
         self._header_size = 0
-        """Of the request line and the headers that are complete: they may all come in one chunk."""
+        """The size of the request line and the complete headers: they may all come in one chunk."""
         self._in_headers = True
         self._in_body = False
         self._since = 0.0
         self._body_bytes = 0
         self._last_byte = 0.0
-        """When the client last sent one, or had its answer."""
+        """The time when the client last sent one, or had its answer."""
         self._sent = 0
         """Bytes that have left this process."""
         self._last_sent = 0.0
-        """When there were more of them, or none were left to send."""
+        """The time when there were more of them, or none were left to send."""
         self._watch: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -280,7 +280,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _has_unread(self) -> bool:
-        """Whether there is something to send that the client does not take; notes when it last took something."""
+        """True while the client does not take all that it is sent; notes when it last took something."""
         unsent = self.transport.get_write_buffer_size()
         sent = self.transport.written - unsent
         if sent > self._sent or not unsent:

@@ -32,7 +32,7 @@ UINT64_MAX = 2**64 - 1
 SLICE = 64 * 1024
 """Bytes, which a call unpacks in less than a millisecond."""
 READ_SECONDS = 10
-"""Of processor time that one body may take."""
+"""The processor time that one body may take."""
 READ_MEMORY_BYTES = 2**30
 """Beside a few times the body's own bytes."""
 
@@ -81,7 +81,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 def may_overflow(raw: bytes) -> bool:
-    """Whether a number in it, or what looks like one in a text, may be beyond 64 bits.
+    """True if a number in it, or in a text of it, may be beyond 64 bits.
 
     Worked example: 1.5E+400 becomes 0.0e000.
     """
@@ -172,7 +172,7 @@ def _answer(raw: bytes) -> bytes:
 
 
 def _outside_strings(raw: bytes) -> Iterator[bytes]:
-    """What of it is not in quotes, of one slice after the other: of all at once the pieces would take gigabytes."""
+    """The parts that are not in quotes, slice by slice: of all at once the pieces would take gigabytes."""
     start, in_string = 0, False
     while start < len(raw):
         end = min(start + SLICE, len(raw))
@@ -231,7 +231,7 @@ def _extended(kind: int, content: memoryview) -> Any:
 
 
 class Share:
-    """What one body takes of the memory for all."""
+    """One body's share of the memory for all."""
 
     def __init__(self, memory: BodyMemory):
         self.memory = memory

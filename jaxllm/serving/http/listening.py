@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 WAITING_CONNECTIONS = 2048
-"""That the system keeps while the model loads, or the event loop is busy."""
+"""Connections that the system keeps while the model loads, or the event loop is busy."""
 UNSENT_BYTES = 128 * 1024
 """That the system keeps of a connection beside what is on its way: megabytes otherwise for each client that does not
 read."""
@@ -43,7 +43,7 @@ def listening(config: ServerConfig) -> Iterator[socket.socket]:
 
 
 def address(listener: socket.socket, scheme: str = "http") -> str:
-    """How clients reach it, as http://127.0.0.1:8000 or unix:/run/jaxllm.sock."""
+    """Its address for clients, as http://127.0.0.1:8000 or unix:/run/jaxllm.sock."""
     name = listener.getsockname()
     if isinstance(name, str):
         return f"unix:{name}"
@@ -121,7 +121,7 @@ def scheme(config: ServerConfig) -> str:
 
 
 def make_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """What connections are encrypted by; None without a certificate. Raises ConfigError naming the setting."""
+    """The context that encrypts connections; None without a certificate. Raises ConfigError naming the setting."""
     if config.ssl_certfile is None:
         others = {"ssl_keyfile": config.ssl_keyfile, "ssl_ca_certs": config.ssl_ca_certs}
         for name, value in (others | {"ssl_cert_reqs": config.ssl_cert_reqs or None}).items():

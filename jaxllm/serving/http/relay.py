@@ -16,7 +16,7 @@ _CARRIED = (
     "type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers",
     "client", "server",
 )  # fmt: skip
-"""What of an ASGI scope describes the request; the rest belongs to the process that has received it."""
+"""The part of an ASGI scope that describes the request; the rest belongs to the process that has received it."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class RelayedAnswer(Response):
     """Sends on the messages of an answer that comes from elsewhere.
 
     Where `lost` says of an exception that the other process is gone, a stream of events ends with the event that
-    `error_event` makes of it; other bodies are cut off, by the exception, so that nobody takes them for complete.
+    `error_event` makes of it; other bodies are cut off, by the exception, so that no client takes them for complete.
     """
 
     background = None

@@ -43,7 +43,7 @@ from jaxllm.wording import did_you_mean, shown
 
 MAX_WARNINGS = 32
 MAX_NAME_LENGTH = 64
-"""Of fields for which a similar name is looked up."""
+"""The longest field for which a similar name is looked up."""
 
 MAX_LABEL_LENGTH = 256
 Label = Field(default=None, max_length=MAX_LABEL_LENGTH, pattern=r"^[!-~]([ -~]*[!-~])?$")
@@ -53,9 +53,9 @@ SAID_BY_PRESENCE = {"web_search_options"}
 """Fields of which an empty object asks for something."""
 
 _BODIES: list[type[RequestModel]] = []
-"""Those that have a path."""
+"""The models that have a path."""
 FOREVER = sys.float_info.max
-"""For as long as nobody needs its place. Infinity is no number of a request's."""
+"""As long as there is room for it. Infinity is no number of a request's."""
 _SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _PART = r"(\d+(?:\.\d*)?|\.\d+)(h|ms|m|s|us|µs|ns)"
 _DURATION = re.compile(rf"([+-]?)((?:{_PART})+|0)", re.ASCII)
@@ -113,7 +113,7 @@ class RequestModel(BaseModel):
     path: ClassVar[str] = ""
     """The route of a whole body, which others point to for a field of its own."""
     called_here: ClassVar[Mapping[str, str]] = {}
-    """What fields of other routes are called in this one."""
+    """Names here of fields that other routes call otherwise."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -208,10 +208,10 @@ class KeepAliveFields(RequestModel):
 
 
 TENANT = "jaxllm.tenant"
-"""Where a request's scope has the name in which it comes."""
+"""The place of a request's tenant in its scope."""
 
 RECORD = "jaxllm.record"
-"""Where a request's scope has its record, if anybody wants to have one."""
+"""The place of a request's record in its scope, if one is kept."""
 
 YIELDS = "jaxllm.yields"
 """In a request's scope where it makes no busy model give up its place: a line of a batch."""
@@ -251,7 +251,7 @@ class JSONRoute(APIRoute):
 
     @staticmethod
     def error_event(body: bytes) -> bytes:
-        """How a stream that has begun tells of an error, of which `body` would have been the answer."""
+        """The event by which a stream that has begun tells of an error, whose answer would have been `body`."""
         return b"data: " + body + b"\n\ndata: [DONE]\n\n"
 
     @staticmethod

@@ -26,9 +26,9 @@ _encode = msgspec.json.Encoder().encode
 
 KEEP_ALIVE = b": keep-alive\n\n"
 NOTICE_SECONDS = 1.0
-"""How long a request waits before its stream begins with a comment: what fails within that has a status of its own."""
+"""The wait before a stream begins with a comment: a failure within it has a status of its own."""
 LOOK_SECONDS = 0.5
-"""How often what it waits for is looked at, for another comment where that has changed."""
+"""The time between two looks at the work, for another comment where that has changed."""
 
 
 class ClientDisconnected(Exception):
@@ -136,7 +136,7 @@ class Answer:
         await self._send({"type": "http.response.body", "body": f": {line}\n\n".encode(), "more_body": True})
 
     async def send(self, message: Message) -> None:
-        """What the route has to say, as it would be sent without comments before it."""
+        """Send a message of the route, as if there were no comments before it."""
         is_start = message["type"] == "http.response.start"
         if is_start and not self._begun:
             await self._start(message)
@@ -175,7 +175,7 @@ async def telling(answer: Answer, work: Coroutine[Any, Any, T], doing: Callable[
 
 
 class AnswerSource(Protocol[Gained]):
-    """Where an answer comes from, as a Generation: an async context, within which it arrives."""
+    """The source of an answer, such as a Generation: an async context, within which it arrives."""
 
     id: str
 
@@ -184,16 +184,16 @@ class AnswerSource(Protocol[Gained]):
     async def __aexit__(self, *raised: object) -> Any: ...
 
     def arrivals(self, timeout: float | None = None) -> AsyncIterator[list[tuple[int, Gained]]]:
-        """What choices gain, as (index, gain); an empty list after `timeout` seconds of silence."""
+        """The gains of choices, as (index, gain); an empty list after `timeout` seconds of silence."""
 
 
 class ChunkWriter(ABC, Generic[Gaining]):
     """Turns what choices gain into the chunks of one API; by default events without a name, as OpenAI's."""
 
     done: bytes = b"data: [DONE]\n\n"
-    """What ends a stream."""
+    """The end of a stream."""
     keep_alive: bytes = KEEP_ALIVE
-    """What fills its silence."""
+    """The filling of its silence."""
 
     def first(self) -> Iterable[msgspec.Struct]:
         """Chunks to send before any token exists."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BUSY_SECONDS = 30.0
-"""How long a write to SQLite waits for another process that is writing."""
+"""The longest that a write to SQLite waits for another process that is writing."""
 _NO_CHARACTER = "22021"
 """PostgreSQL's code for a text that has what is no character to it: NUL."""
 MIGRATION_LOCK = 0x6A61786C6C6D
@@ -80,7 +80,7 @@ class Database:
 
     @property
     def place(self) -> str:
-        """Where it is, without the password."""
+        """Its place, without the password."""
         return str(self._path) if self._sqlite and self._path is not None else self._url.render_as_string()
 
     async def open(self) -> TableLayout | None:
@@ -191,7 +191,7 @@ async def page_of(
 
 @asynccontextmanager
 async def _telling() -> AsyncIterator[None]:
-    """What PostgreSQL cannot hold is a mistake of the request that brings it, whichever field it is in."""
+    """A character that PostgreSQL cannot hold is a mistake of the request, whichever field it is in."""
     try:
         with telling_full():
             yield
@@ -203,7 +203,7 @@ async def _telling() -> AsyncIterator[None]:
 
 
 def _errors_of(dialect: Any) -> tuple[type[Exception], ...]:
-    """What asyncpg raises before there is a connection, which SQLAlchemy leaves as it is."""
+    """asyncpg's errors before there is a connection, which SQLAlchemy leaves as they are."""
     if dialect.driver != "asyncpg":
         return ()
     from asyncpg import InterfaceError, PostgresError
@@ -240,7 +240,7 @@ _A_TABLE = "responses"
 
 
 class TableLayout(NamedTuple):
-    """Which version a database's tables are; None where there are none yet. `newest` is the last that we know."""
+    """The version of a database's tables, None where there are none yet; `newest` is the last that we know."""
 
     version: str | None
     newest: str

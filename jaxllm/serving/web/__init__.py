@@ -42,9 +42,9 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 _TYPES = {".js": "text/javascript", ".woff2": "font/woff2", ".svg": "image/svg+xml"}
-"""Those that some systems' tables lack or name otherwise."""
+"""Types that some systems' tables lack or name otherwise."""
 _PACKED = (".woff2",)
-"""What gzip makes no smaller."""
+"""Suffixes of files that gzip makes no smaller."""
 
 
 def make_router() -> APIRouter:
