@@ -34,7 +34,7 @@ from jaxllm.serving.app import create_app, find_route
 from jaxllm.serving.http.answers import error_response, to_api_error
 from jaxllm.serving.http.json_body import BodyMemory
 from jaxllm.serving.http.relay import RelayedAnswer, RelayedRequest, WholeAnswer, answer
-from jaxllm.serving.http.request_model import FORM_OVERHEAD
+from jaxllm.serving.http.route import FORM_OVERHEAD
 from jaxllm.serving.metrics import merged
 from jaxllm.serving.served_model import stopped
 from jaxllm.serving.server import check_settings, configure_logging, warn_of_open_doors

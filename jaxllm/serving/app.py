@@ -26,7 +26,7 @@ from jaxllm.serving.batches.runner import Batches
 from jaxllm.serving.dialects import llama_cpp, sagemaker
 from jaxllm.serving.http.answers import install_error_handlers, install_openapi
 from jaxllm.serving.http.middleware import ContentEncoding, OriginGuard, ProxyPrefix, RequestIds, SameRoute
-from jaxllm.serving.http.streaming import ClientDisconnected
+from jaxllm.serving.http.route import ClientDisconnected
 from jaxllm.serving.metrics import ServerCollector
 from jaxllm.serving.openai import chat, completions, models, tokenize
 from jaxllm.serving.pooling import embeddings, scoring

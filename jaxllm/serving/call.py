@@ -17,8 +17,10 @@ from jaxllm.serving.access.keys import OTHERS, Metered, Tenant, Window, refused,
 from jaxllm.serving.access.usage import Used
 from jaxllm.serving.adapters import LoadedAdapter
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.request_model import FOREVER, RECORD, YIELDS
-from jaxllm.serving.http.streaming import (
+from jaxllm.serving.http.request_model import FOREVER
+from jaxllm.serving.http.route import (
+    RECORD,
+    YIELDS,
     Answer,
     AnswerSource,
     ChunkWriter,

@@ -19,7 +19,8 @@ from jaxllm.serving.adapters import check_adapter
 from jaxllm.serving.call import open_call
 from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.api_error import APIError, unavailable
-from jaxllm.serving.http.request_model import JSONRoute, ListRoute, RequestModel
+from jaxllm.serving.http.request_model import RequestModel
+from jaxllm.serving.http.route import JSONRoute, ListRoute
 from jaxllm.serving.openai.sampling import MAX_ADAPTERS, AdapterScale, adapter_scales
 from jaxllm.serving.served_model import LoadableModel, ServedModel
 from jaxllm.serving.state import ModelName, Registry, ServerState

@@ -23,7 +23,7 @@ from jaxllm.requests.adapters import AdapterUse
 from jaxllm.requests.outputs import PromptScores, WeightVersionSpan, extend_versions
 from jaxllm.serving.call import ClientCall
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.streaming import until_disconnect
+from jaxllm.serving.http.route import until_disconnect
 from jaxllm.serving.request_metrics import Clock, ModelCall, Phases, SequenceTimer, Usage
 from jaxllm.serving.served_model import ServedModel, stopped
 

@@ -24,8 +24,8 @@ from jaxllm.serving.call import ClientCall
 from jaxllm.serving.generation import GenerationSettings, Reply, ReplyLoop, begin_reply
 from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.api_error import APIError, unavailable
-from jaxllm.serving.http.request_model import JSONRoute, RequestModel
-from jaxllm.serving.http.streaming import until_disconnect
+from jaxllm.serving.http.request_model import RequestModel
+from jaxllm.serving.http.route import JSONRoute, until_disconnect
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 from jaxllm.wording import shown

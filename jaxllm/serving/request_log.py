@@ -23,7 +23,7 @@ from jaxllm.errors import ConfigError, reason
 from jaxllm.folders import in_home
 from jaxllm.logs import FIELDS
 from jaxllm.serving.http.middleware import HTTPLayer
-from jaxllm.serving.http.request_model import RECORD
+from jaxllm.serving.http.route import RECORD
 from jaxllm.serving.request_metrics import ModelCall, Phases
 
 LOG = "jaxllm.requests"

@@ -33,7 +33,7 @@ from jaxllm.serving.http.api_error import APIError, unavailable
 from jaxllm.serving.http.connections import serve_on_thread
 from jaxllm.serving.http.listening import address, bind
 from jaxllm.serving.http.middleware import LOCAL_NAMES, OriginGuard
-from jaxllm.serving.http.request_model import JSONRoute, bearer_key
+from jaxllm.serving.http.route import JSONRoute, bearer_key
 from jaxllm.serving.served_model import engine_settings
 from jaxllm.serving.state import ServerState
 from jaxllm.wording import did_you_mean, shown

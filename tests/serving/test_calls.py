@@ -20,8 +20,7 @@ from jaxllm.serving import state as registry_module
 from jaxllm.serving.access.keys import OTHERS
 from jaxllm.serving.call import ClientCall, open_call
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.request_model import TENANT
-from jaxllm.serving.http.streaming import ANSWER, Answer
+from jaxllm.serving.http.route import ANSWER, TENANT, Answer
 from jaxllm.serving.request_log import Record
 from jaxllm.serving.served_model import LoadableModel, ServedModel
 from jaxllm.serving.state import Registry, ServerState

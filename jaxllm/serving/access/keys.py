@@ -25,7 +25,7 @@ from jaxllm.config.values import comma_separated, read_mapping, split_if_text
 from jaxllm.errors import ConfigError, InvalidRequestError, one_line
 from jaxllm.folders import in_home
 from jaxllm.serving.http.api_error import APIError, unavailable
-from jaxllm.serving.http.request_model import TENANT
+from jaxllm.serving.http.route import TENANT
 from jaxllm.wording import did_you_mean, shown, wrong_setting
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from jaxllm.errors import StorageFullError
 from jaxllm.serving.access.keys import Tenant, tenant_of
 from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.request_model import JSONRoute
+from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.store.database import Base, Database
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from fastapi import Request, Response
 
 from jaxllm.serving.anthropic.response import AnthropicError, AnthropicErrorResponse
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.request_model import JSONRoute, bearer_key
+from jaxllm.serving.http.route import JSONRoute, bearer_key
 
 OVERLOADED = 529
 

@@ -26,7 +26,7 @@ from jaxllm.serving.anthropic.response import (
 from jaxllm.serving.generation import Reply
 from jaxllm.serving.http.answers import ignored_fields
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.streaming import ChunkWriter
+from jaxllm.serving.http.route import ChunkWriter
 
 _encode = msgspec.json.Encoder().encode
 

@@ -9,16 +9,8 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from jaxllm.chat.conversation import MAX_TOOLS, TOOL_NAME
 from jaxllm.requests.sampling import MAX_STOP_STRINGS
-from jaxllm.serving.anthropic.content import (
-    CacheControl,
-    MessageParam,
-    TextBlockParam,
-    Turn,
-    bounded,
-    check_turns,
-    take_turns,
-)
-from jaxllm.serving.http.request_model import KeepAliveFields, RequestModel, refuse
+from jaxllm.serving.anthropic.content import MessageParam, TextBlockParam, Turn, bounded, check_turns, take_turns
+from jaxllm.serving.http.request_model import CacheControl, KeepAliveFields, RequestModel, refuse
 from jaxllm.wording import shown
 
 

@@ -16,7 +16,7 @@ from jaxllm.serving.anthropic.translate import FIELD_NAMES, conversation, genera
 from jaxllm.serving.call import chunk_stream, open_call
 from jaxllm.serving.generation import Generation, begin_reply
 from jaxllm.serving.http.answers import json_response, returns
-from jaxllm.serving.http.streaming import until_disconnect
+from jaxllm.serving.http.route import until_disconnect
 from jaxllm.serving.state import ServerState
 
 router = APIRouter(route_class=AnthropicRoute, tags=["anthropic"])

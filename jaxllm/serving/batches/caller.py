@@ -25,7 +25,7 @@ from jaxllm.serving.access.keys import Tenant
 from jaxllm.serving.batches.types import BatchError, LineError, LineResponse, LineResult
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.json_body import SMALL_BODY, check_numbers, check_structure
-from jaxllm.serving.http.request_model import TENANT, YIELDS
+from jaxllm.serving.http.route import TENANT, YIELDS
 from jaxllm.serving.model_loader import AT_CAPACITY, FAILED
 from jaxllm.serving.served_model import LoadableModel
 from jaxllm.serving.state import ServerState

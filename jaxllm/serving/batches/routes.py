@@ -26,7 +26,7 @@ from jaxllm.serving.batches.types import (
 )
 from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.request_model import JSONRoute, MultipartRoute, too_large
+from jaxllm.serving.http.route import JSONRoute, MultipartRoute, too_large
 
 router = APIRouter(route_class=JSONRoute, tags=["batches"])
 

@@ -14,7 +14,7 @@ from jaxllm.chat.prompt import render
 from jaxllm.serving.access.keys import tenant_of
 from jaxllm.serving.call import open_call
 from jaxllm.serving.http.answers import json_response, returns
-from jaxllm.serving.http.request_model import JSONRoute
+from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.openai.messages import FIELD_NAMES, Messages, TemplateFields
 from jaxllm.serving.openai.tools import ToolFields
 from jaxllm.serving.state import ServerState

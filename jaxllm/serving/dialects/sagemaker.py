@@ -10,7 +10,8 @@ from pydantic import Discriminator, Tag
 from jaxllm.errors import InvalidRequestError
 from jaxllm.serving.call import open_call
 from jaxllm.serving.http.answers import DONE, ErrorResponse, returns
-from jaxllm.serving.http.request_model import JSONRoute, RequestModel
+from jaxllm.serving.http.request_model import RequestModel
+from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.openai.chat import create_chat_completion
 from jaxllm.serving.openai.chat_request import ChatRequest
 from jaxllm.serving.openai.chat_response import ChatCompletion, ChatCompletionChunk

@@ -17,8 +17,7 @@ from jaxllm.requests.outputs import WeightVersionSpan
 from jaxllm.serving.call import chunk_stream, open_call
 from jaxllm.serving.generation import Choice, Reply, begin_reply, collect_for, note_version
 from jaxllm.serving.http.answers import DONE, ErrorResponse, ignored_fields, json_response, returns
-from jaxllm.serving.http.request_model import JSONRoute
-from jaxllm.serving.http.streaming import ChunkWriter
+from jaxllm.serving.http.route import ChunkWriter, JSONRoute
 from jaxllm.serving.openai.chat_request import ChatRequest
 from jaxllm.serving.openai.chat_response import (
     CalledFunction,

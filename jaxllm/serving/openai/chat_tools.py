@@ -15,7 +15,7 @@ from jaxllm.errors import Field
 from jaxllm.serving.call import ClientCall, chunk_stream
 from jaxllm.serving.generation import begin_reply
 from jaxllm.serving.http.answers import ignored_fields, json_response
-from jaxllm.serving.http.streaming import ChunkWriter, until_disconnect
+from jaxllm.serving.http.route import ChunkWriter, until_disconnect
 from jaxllm.serving.mcp import Ended, Execution, Happening, ToolRun, asked_tools, injected_tools
 from jaxllm.serving.openai.chat_request import ChatRequest
 from jaxllm.serving.openai.chat_response import (

@@ -17,8 +17,7 @@ from jaxllm.requests.outputs import PromptScores, WeightVersionSpan
 from jaxllm.serving.call import chunk_stream, open_call
 from jaxllm.serving.generation import Choice, Generation, GenerationSettings, collect_for, note_version
 from jaxllm.serving.http.answers import DONE, ErrorResponse, ignored_fields, json_response, returns
-from jaxllm.serving.http.request_model import JSONRoute
-from jaxllm.serving.http.streaming import ChunkWriter
+from jaxllm.serving.http.route import ChunkWriter, JSONRoute
 from jaxllm.serving.openai.completion_types import Completion, CompletionChoice, CompletionRequest
 from jaxllm.serving.openai.kv_transfer import kv_transfer_answer
 from jaxllm.serving.openai.logprobs import CompletionLogprobs, CompletionLogprobsBuilder, prompt_logprobs, token_number

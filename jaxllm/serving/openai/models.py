@@ -11,8 +11,8 @@ from msgspec import UNSET, UnsetType
 
 from jaxllm.serving.access.keys import Tenant, check_admin, tenant_of
 from jaxllm.serving.http.answers import json_response, returns
-from jaxllm.serving.http.request_model import JSONRoute, RequestModel
-from jaxllm.serving.http.streaming import EventStream
+from jaxllm.serving.http.request_model import RequestModel
+from jaxllm.serving.http.route import EventStream, JSONRoute
 from jaxllm.serving.served_model import LoadableModel, ModelState
 from jaxllm.serving.state import ModelEvent, ServerState, model_events
 

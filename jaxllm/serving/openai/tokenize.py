@@ -10,7 +10,7 @@ from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.serving.access.keys import tenant_of
 from jaxllm.serving.call import open_call
 from jaxllm.serving.http.answers import json_response, returns
-from jaxllm.serving.http.request_model import JSONRoute
+from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.openai.messages import FIELD_NAMES
 from jaxllm.serving.openai.tokenize_types import (
     DetokenizeRequest,

@@ -18,7 +18,8 @@ from jaxllm.requests.sampling import INT32_MAX
 from jaxllm.requests.tasks import PoolingParams
 from jaxllm.serving.call import ClientCall, open_call
 from jaxllm.serving.http.answers import json_response, returns
-from jaxllm.serving.http.request_model import JSONRoute, Label, RequestModel, refuse
+from jaxllm.serving.http.request_model import Label, RequestModel, refuse
+from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.openai.messages import TextPart
 from jaxllm.serving.pooling.embedding_types import (
     MAX_INPUTS,

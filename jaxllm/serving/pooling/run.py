@@ -14,7 +14,7 @@ from jaxllm.requests.outputs import PooledOutput
 from jaxllm.requests.tasks import PoolingParams
 from jaxllm.serving.call import ClientCall
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.streaming import until_disconnect
+from jaxllm.serving.http.route import until_disconnect
 from jaxllm.serving.openai.usage import PromptTokensDetails
 from jaxllm.serving.pooling.embedding_types import PoolingFields, PoolingUsage
 from jaxllm.serving.request_metrics import Clock, ModelCall

@@ -10,7 +10,7 @@ from msgspec import UNSET
 
 from jaxllm.serving.call import ClientCall, open_call
 from jaxllm.serving.http.answers import json_response, returns
-from jaxllm.serving.http.request_model import JSONRoute
+from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.pooling.embedding_types import InputFields
 from jaxllm.serving.pooling.inputs import class_scores, score_pairs
 from jaxllm.serving.pooling.run import PoolingRun

@@ -30,9 +30,8 @@ from jaxllm.serving.responses.events import (
     SummaryPartAdded,
     SummaryPartDone,
 )
-from jaxllm.serving.responses.items import new_id
+from jaxllm.serving.responses.items import ItemStatus, new_id
 from jaxllm.serving.responses.objects import (
-    ItemStatus,
     OutputFunctionCall,
     OutputItem,
     OutputMcpApprovalRequest,

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from jaxllm.serving.access.keys import tenant_of
 from jaxllm.serving.http.answers import json_response, returns
-from jaxllm.serving.http.request_model import JSONRoute
+from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.responses.conversation_store import ConversationStore
 from jaxllm.serving.responses.objects import DeletedConversation, ItemList, ListedItem, StoredConversation, listed
 from jaxllm.serving.responses.paging import After, Include, Limit, OrderQuery, page
