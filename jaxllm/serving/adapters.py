@@ -11,12 +11,7 @@ from typing import TYPE_CHECKING
 
 from jaxllm.config.parts import LoRAModule
 from jaxllm.engine.messages import EngineRequest
-from jaxllm.errors import (
-    EngineDeadError,
-    Field,
-    InvalidRequestError,
-    JaxLLMError,
-)
+from jaxllm.errors import EngineDeadError, Field, InvalidRequestError, JaxLLMError
 from jaxllm.requests.adapters import AdapterUse
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.tasks import PoolingParams

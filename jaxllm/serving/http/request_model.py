@@ -21,9 +21,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.serving.http.answers import ignored_fields
-from jaxllm.serving.http.json_body import (
-    Integers,
-)
+from jaxllm.serving.http.json_body import Integers
 from jaxllm.wording import did_you_mean, shown
 
 MAX_WARNINGS = 32
