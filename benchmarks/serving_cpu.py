@@ -30,14 +30,16 @@ def serve(port: int, steps_per_second: int) -> None:
     from jaxllm.engine.doors.process_client import ProcessClient
     from jaxllm.engine.start.tokenizer import resolve_tokenizer
     from jaxllm.serving.http.listening import bind
-    from jaxllm.serving.registry import single_model
+    from jaxllm.serving.served_model import LoadableModel, ServedModel
     from jaxllm.serving.server import run_server
+    from jaxllm.serving.state import Registry
 
     config = ServeConfig(model=MODEL, port=port, seed=steps_per_second, log_level="warning")
     engine = (ProcessClient(config, main=paced_engine), resolve_tokenizer(config))
     with mock.patch("jaxllm.engine.doors.async_llm.start_engine", return_value=engine):
         llm = AsyncLLM(config)
-    run_server(config.of_server, lambda: single_model(config, llm), bind(config.host, config.port))
+    models = Registry([LoadableModel.loaded(ServedModel(config.of_model, llm))])
+    run_server(config.of_server, lambda: models, bind(config.host, config.port))
 
 
 async def read_stream(port: int, tokens: int, counts: list[int], at: int) -> None:

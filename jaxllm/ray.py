@@ -35,14 +35,14 @@ from jaxllm.config.server import ServerConfig
 from jaxllm.config.sources import read_settings
 from jaxllm.errors import ConfigError, EngineDeadError, QueueFullError, one_line
 from jaxllm.serving.app import create_app, find_route
-from jaxllm.serving.http.errors import error_response, to_api_error
-from jaxllm.serving.http.reading import BodyMemory
+from jaxllm.serving.http.answers import error_response, to_api_error
+from jaxllm.serving.http.json_body import BodyMemory
 from jaxllm.serving.http.relay import RelayedAnswer, RelayedRequest, WholeAnswer, answer
 from jaxllm.serving.http.route import FORM_OVERHEAD
 from jaxllm.serving.metrics import merged
-from jaxllm.serving.monitor import monitoring
 from jaxllm.serving.served_model import stopped
 from jaxllm.serving.server import check_settings, configure_logging, warn_of_open_doors
+from jaxllm.serving.status import monitoring
 from jaxllm.sharding import nvidia
 from jaxllm.wording import did_you_mean
 

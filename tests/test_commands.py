@@ -19,7 +19,7 @@ import jaxllm.cli.settings
 from jaxllm.cli.main import app
 from jaxllm.config import ModelConfig, ServeConfig
 from jaxllm.config.sources import translated
-from jaxllm.serving.loadable import LoadableModel
+from jaxllm.serving.served_model import LoadableModel
 from tests.serving.fake_engine import FakeEngine, app_of
 
 ROOT = Path(__file__).parents[1]

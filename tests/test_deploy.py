@@ -32,7 +32,7 @@ GROUP: list[dict[str, Any]] = list(yaml.safe_load_all((DEPLOY / "leaderworkerset
 POOL: list[dict[str, Any]] = list(yaml.safe_load_all((DEPLOY / "inferencepool.yaml").read_text()))
 SERVERS, PICKED = POOL[0], {document["kind"]: document for document in POOL[1:]}
 END_SECONDS = 30
-"""What the server takes at most after all else, see serving/server.py."""
+"""What the server takes at most after all else, see serving/entrance.py."""
 
 
 def program(name: str, reason: str) -> str:

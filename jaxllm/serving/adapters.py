@@ -17,7 +17,9 @@ from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.steering import AdapterUse
 
 if TYPE_CHECKING:
-    from jaxllm.engine.doors.async_llm import AsyncLLM
+    from jaxllm.engine.doors.async_llm import (
+        AsyncLLM,  # imports JAX, which a command line that is wrong need not wait for
+    )
 
 _ids = itertools.count(1)
 
@@ -27,14 +29,14 @@ class LoadedAdapter:
     """An adapter that requests may choose.
 
     Attributes:
-        name: what requests call it, as their `model`.
+        name: its name in the field `model` of requests.
         path: a folder, file or hub id, as it was given.
-        id: what engines call it. No other one gets it again, not even the same adapter loaded anew, so that nothing
-            that was computed with the old one is used.
-        number: what llama.cpp's clients call it: 0 for the first of its model; no other one of the model gets it.
-        parent: what listings call its model.
-        scale: what its effect is multiplied by where it is chosen by name.
-        source: where it is on this machine; empty as long as nobody has looked.
+        id: its name in engines. The same adapter gets another one when it is loaded anew, so that nothing that was
+            computed with the old one is used.
+        number: its name for llama.cpp's clients: 0 for the first of its model; no other one of the model gets it.
+        parent: the name of its model in listings.
+        scale: of its effect where it is chosen by name.
+        source: its place on this machine; empty before it is looked for.
     """
 
     name: str
@@ -46,16 +48,11 @@ class LoadedAdapter:
     source: str = ""
 
     def use(self, scale: float) -> AdapterUse:
-        """What tells the engine to use it."""
         return AdapterUse(id=self.id, name=self.name, path=self.source or self.path, scale=scale)
 
 
 class ModelAdapters:
-    """The adapters of one model, by name.
-
-    Attributes:
-        changing: held while an adapter is loaded or unloaded.
-    """
+    """The adapters of one model, by name; `changing` is held while one is loaded or unloaded."""
 
     def __init__(self, parent: str, modules: Iterable[LoRAModule] = ()):
         self.changing = asyncio.Lock()
@@ -69,11 +66,10 @@ class ModelAdapters:
         return iter(list(self._by_name.values()))
 
     def get(self, name: str) -> LoadedAdapter | None:
-        """The adapter of that name, if there is one."""
         return self._by_name.get(name)
 
     def new(self, name: str, path: str, parent: str, scale: float = 1.0, source: str = "") -> LoadedAdapter:
-        """An adapter with a number of its own, which nobody can choose before `keep`."""
+        """An adapter with a number of its own, which can be chosen after `keep`."""
         adapter = LoadedAdapter(name, path, next(_ids), self._next_number, parent, scale, source)
         self._next_number += 1
         return adapter
@@ -84,7 +80,7 @@ class ModelAdapters:
         self._by_name[adapter.name] = adapter
 
     def found_at(self, adapter: LoadedAdapter, source: str) -> LoadedAdapter:
-        """The same adapter, now that it is known where it is on this machine."""
+        """The same adapter, now that its place on this machine is known."""
         found = self._by_name[adapter.name] = replace(adapter, source=source)
         return found
 
@@ -95,11 +91,11 @@ class ModelAdapters:
             self._default_scales.pop(old.number, None)
 
     def default_scale(self, adapter: LoadedAdapter) -> float:
-        """How strongly requests use it that choose no adapter; 0 is not at all."""
+        """Its scale in requests that choose no adapter; 0 is not at all."""
         return self._default_scales.get(adapter.number, 0.0)
 
     def set_default_scales(self, scales: Mapping[int, float]) -> None:
-        """Which adapters, by number, requests use that choose none. Raises InvalidRequestError for an unknown one."""
+        """Set those of requests that choose no adapter, by number. Raises InvalidRequestError for an unknown one."""
         self._check(scales)
         self._default_scales = dict(scales)
 
@@ -124,9 +120,7 @@ class ModelAdapters:
 async def check_adapter(engine: AsyncLLM, adapter: LoadedAdapter) -> None:
     """Have the engine read the adapter, and compute one token with it.
 
-    Raises:
-        InvalidRequestError: it cannot be used with this model.
-        EngineDeadError, JaxLLMError: the engine has failed.
+    Raises InvalidRequestError where it cannot be used with this model; EngineDeadError or JaxLLMError of the engine.
     """
     writes = engine.info.tasks.why_no_text is None
     request = EngineRequest(
@@ -140,10 +134,6 @@ async def check_adapter(engine: AsyncLLM, adapter: LoadedAdapter) -> None:
         async for gains in stream.arrivals():
             for _, delta in gains:
                 if delta.error is not None:
-                    raise _error(adapter, delta.error, invalid=delta.invalid, dead=delta.is_dead)
-
-
-def _error(adapter: LoadedAdapter, message: str, *, invalid: bool, dead: bool) -> Exception:
-    kind = EngineDeadError if dead else InvalidRequestError if invalid else JaxLLMError
-    reason = message.removeprefix(f"adapter {adapter.name!r}: ")  # which the engine's own errors begin with
-    return kind(f"adapter {adapter.name!r} cannot be used: {reason}")
+                    kind = EngineDeadError if delta.is_dead else InvalidRequestError if delta.invalid else JaxLLMError
+                    reason = delta.error.removeprefix(f"adapter {adapter.name!r}: ")  # the engine's own errors begin so
+                    raise kind(f"adapter {adapter.name!r} cannot be used: {reason}")

@@ -17,47 +17,42 @@ from starlette.types import Scope
 
 from jaxllm.config.server import ServerConfig
 from jaxllm.config.values import comma_separated
-from jaxllm.serving import lora, status, training
+from jaxllm.serving import control, mcp, status
 from jaxllm.serving.access import usage
-from jaxllm.serving.access.audit import Audited
 from jaxllm.serving.access.usage import UsageStore
 from jaxllm.serving.anthropic import routes as anthropic
 from jaxllm.serving.batches import routes as batches
 from jaxllm.serving.batches.run import Batches
 from jaxllm.serving.dialects import llama_cpp, sagemaker
-from jaxllm.serving.http.answers import install_openapi
-from jaxllm.serving.http.errors import install_error_handlers
-from jaxllm.serving.http.middleware import OriginGuard, ProxyPrefix, RequestIds, SameRoute
-from jaxllm.serving.http.reading import ContentEncoding
-from jaxllm.serving.http.records import Observer, Records, log_request
-from jaxllm.serving.http.streaming import ClientDisconnected
-from jaxllm.serving.mcp import routes as mcp
-from jaxllm.serving.metrics import collector_registry
+from jaxllm.serving.http.answers import install_error_handlers, install_openapi
+from jaxllm.serving.http.middleware import ContentEncoding, OriginGuard, ProxyPrefix, RequestIds, SameRoute
+from jaxllm.serving.http.route import ClientDisconnected
+from jaxllm.serving.metrics import ServerCollector
 from jaxllm.serving.openai import chat, completions, models, tokenize
 from jaxllm.serving.pooling import routes as pooling
 from jaxllm.serving.pooling.inputs import score_method
-from jaxllm.serving.registry import Registry
+from jaxllm.serving.request_log import AuditLog, Observer, Records, log_request
 from jaxllm.serving.responses import routes as responses
 from jaxllm.serving.responses.service import Responses
-from jaxllm.serving.state import ServerState
+from jaxllm.serving.state import Registry, ServerState
 from jaxllm.serving.store.database import Database, sqlite_url
 from jaxllm.serving.stored import Retention, deleters
 from jaxllm.serving.telemetry import Telemetry
-from jaxllm.serving.web.routes import make_router as make_web_router
-from jaxllm.serving.web.routes import make_swagger_router
+from jaxllm.serving.web import make_router as make_web_router
+from jaxllm.serving.web import make_swagger_router
 
 API_ROUTERS = (
     models.router, chat.router, completions.router, tokenize.router, responses.router, responses.conversations_router,
     anthropic.router, pooling.router, pooling.scoring_router, batches.upload_router, batches.files_router,
-    batches.router, mcp.router, llama_cpp.router, status.info_router, sagemaker.router, training.sleeping_router,
-    usage.router, lora.router, lora.list_router, training.router,
+    batches.router, mcp.router, llama_cpp.router, status.info_router, sagemaker.router, control.sleeping_router,
+    usage.router, control.adapters_router, control.adapter_list_router, control.router,
 )  # fmt: skip
 
 
 def make_routes(config: ServerConfig) -> FastAPI:
     """An application with the server's routes, which `create_app` gives models; it takes a third of a second.
 
-    FastAPI reads what a route takes when it first looks for one. That is done here, so that no request waits for it.
+    FastAPI reads the parameters of routes at the first look for one: that is done here, so that no request waits.
     """
     app = FastAPI(
         title="jaxllm",
@@ -87,8 +82,6 @@ def make_routes(config: ServerConfig) -> FastAPI:
 
 def create_app(config: ServerConfig, registry: Registry, routes: FastAPI | None = None) -> FastAPI:
     """The server's routes over running engines; the caller shuts down those that run when the server has ended.
-
-    `routes` are those of `make_routes`, where somebody has made them already.
 
     Raises ConfigError when a file, a store or a collector that the settings name cannot be used, or a model's
     score_method does not suit it.
@@ -127,27 +120,26 @@ def create_app(config: ServerConfig, registry: Registry, routes: FastAPI | None 
     app.state.server = state
     app.state.responses = Responses(state, database)
     app.state.batches = Batches(app, state, database)
-    app.state.metrics = collector_registry(registry, vllm_names=config.vllm_metrics)
-    has_names = config.api_key_file is not None
-    app.state.usage = UsageStore(state.usage, database, keeps=has_names)
-    add_guards(app, config, () if telemetry is None else [telemetry])
-    if state.audit is not None:
-        app.add_middleware(Audited, log=state.audit)
+    app.state.metrics = ServerCollector(registry, vllm_names=config.vllm_metrics)
+    app.state.usage = UsageStore(state.usage, database, keeps=config.api_key_file is not None)
+    add_guards(app, config, () if telemetry is None else [telemetry], state.audit)
     return app
 
 
 def find_route(scope: Scope) -> BaseRoute | None:
-    """The route of the API that answers a request, whatever it is behind; None where there is none."""
+    """The route of the API that answers a request, whatever prefix it has; None where there is none."""
     path = scope["path"].removeprefix(scope.get("root_path", "")).removeprefix("/v1")
     asked = {**scope, "path": path, "root_path": ""}
     routes = (route for router in API_ROUTERS for route in router.routes)
     return next((route for route in routes if route.matches(asked)[0] is not Match.NONE), None)
 
 
-def add_guards(app: Starlette, config: ServerConfig, observers: Sequence[Observer] = ()) -> None:
-    """What every request goes through before it reaches a route, the last one added first.
+def add_guards(
+    app: Starlette, config: ServerConfig, observers: Sequence[Observer] = (), audit: AuditLog | None = None
+) -> None:
+    """The layers that every request passes before it reaches a route, the last one added first.
 
-    `observers` are shown the record of each request when it has ended, and then the log is.
+    The `observers` and the audit log are shown the record of each request.
     """
     app.add_middleware(ContentEncoding)
     app.add_middleware(SameRoute)
@@ -163,7 +155,8 @@ def add_guards(app: Starlette, config: ServerConfig, observers: Sequence[Observe
     app.add_middleware(ProxyPrefix, root_path=config.root_path)
     app.add_middleware(RequestIds)
     shown = [*observers, *([log_request] if config.logs_requests else [])]
-    app.add_middleware(Records, observers=shown, keeps_texts=config.log_prompts)
+    if shown or audit is not None:
+        app.add_middleware(Records, observers=shown, keeps_texts=config.log_prompts, audit=audit)
 
 
 async def _nobody_listens(request: Request, error: Exception) -> Response:

@@ -13,18 +13,27 @@ from fastapi import Request
 
 from jaxllm.errors import Field, InvalidRequestError, QueueFullError
 from jaxllm.requests.steering import AdapterUse
-from jaxllm.serving.access.keys import OTHERS, Tenant, tenant_of
-from jaxllm.serving.access.limits import Metered, Window, refused
+from jaxllm.serving.access.keys import OTHERS, Metered, Tenant, Window, refused, tenant_of
 from jaxllm.serving.access.usage import Used
 from jaxllm.serving.adapters import LoadedAdapter
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.records import RECORD, ModelCall, Record
 from jaxllm.serving.http.request_model import FOREVER
-from jaxllm.serving.http.route import YIELDS, note
-from jaxllm.serving.http.streaming import Answer, telling, until_disconnect
-from jaxllm.serving.loadable import LoadableModel
+from jaxllm.serving.http.route import (
+    RECORD,
+    YIELDS,
+    Answer,
+    AnswerSource,
+    ChunkWriter,
+    EventStream,
+    Gained,
+    chunks_of,
+    telling,
+    until_disconnect,
+)
 from jaxllm.serving.model_loader import WAITING
-from jaxllm.serving.served_model import Running, ServedModel
+from jaxllm.serving.request_log import Record
+from jaxllm.serving.request_metrics import ModelCall
+from jaxllm.serving.served_model import LoadableModel, Running, ServedModel
 from jaxllm.serving.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -40,7 +49,7 @@ class Reservation(NamedTuple):
     window: Window
 
 
-class Call:
+class ClientCall:
     """A client's call of a model: its key, its hold on the model, what it uses, and the record of its request.
 
     An async context. It holds its model from its creation, and its record from its entry; its end gives back
@@ -84,7 +93,7 @@ class Call:
         assert self._of.served is not None, f"{self._of.name} is not loaded"
         return self._of.served
 
-    async def __aenter__(self) -> Call:
+    async def __aenter__(self) -> ClientCall:
         if self.record is not None:
             self._entered.enter_context(self.record)
         return self
@@ -124,9 +133,9 @@ class Call:
         if keep_alive is not None:
             model.keep_alive = keep_alive
 
-    def again(self) -> Call:
+    def again(self) -> ClientCall:
         """A second call like it, for work that goes on after the request has ended."""
-        call = Call(self.state, self.name, self._of, self.tenant, adapter=self._adapter, record=self.record)
+        call = ClientCall(self.state, self.name, self._of, self.tenant, adapter=self._adapter, record=self.record)
         call.waits = False
         return call
 
@@ -139,11 +148,11 @@ class Call:
 
         Raises InvalidRequestError where it does both, or one in `scales` is unknown.
         """
-        if self._adapter is None:
-            return self._of.adapters.uses(scales)
-        if scales is not None:
+        if self._adapter is not None and scales is not None:
             raise InvalidRequestError([Field("lora"), f" is set, but model {self.name!r} is an adapter already"])
-        return (self._adapter.use(self._adapter.scale),)
+        if self._adapter is not None:
+            return (self._adapter.use(self._adapter.scale),)
+        return self._of.adapters.uses(scales) if self._of.config.enable_lora or scales is not None else ()
 
     @asynccontextmanager
     async def asking(
@@ -178,7 +187,6 @@ class Call:
             await self._settle(reservation, used)
 
     async def _count_request(self) -> None:
-        """Raises 429 where the key has used its requests a minute."""
         limit = self.tenant.requests_per_minute
         if limit is not None:
             await self._take("requests", limit, 1, f"this API key may send {limit} requests a minute")
@@ -225,14 +233,29 @@ class Call:
         return window
 
 
+async def chunk_stream(
+    call: ClientCall,
+    generation: AnswerSource[Gained],
+    writer: ChunkWriter[Gained],
+    headers: Mapping[str, str] | None = None,
+) -> EventStream:
+    """An answer as server-sent events, which ends with its call at the latest; errors become an event.
+
+    Raises what the answer's beginning raises.
+    """
+    await call.enter(generation)
+    events = chunks_of(generation, writer, call.state.config.sse_keep_alive)
+    return EventStream(generation.id, events, headers=headers, keep_alive=writer.keep_alive)
+
+
 async def open_call(
     request: Request, name: str | None, *, keep_alive: float | None = None, stream: bool = False
-) -> Call:
+) -> ClientCall:
     """The call of a request for a model, open until the last byte of the answer; each request opens one, once.
 
     A request that wants a `stream` is told in comments how far its model is, if that has to be loaded.
 
-    Raises 404 for an unknown name, and otherwise as Call.begin.
+    Raises 404 for an unknown name, and otherwise as ClientCall.begin.
     """
     answer = Answer.of(request)
     assert not answer.has_call, "a request opens its call once"
@@ -240,13 +263,13 @@ async def open_call(
     state: ServerState = request.app.state.server
     tenant = tenant_of(request)
     called, model = state.registry.called(name, tenant)
-    note(request, model=model.name)
+    record = request.scope.get(RECORD)
+    if record is not None:
+        record.asked_model = model.name
 
-    async def begin() -> Call:
+    async def begin() -> ClientCall:
         adapter = None if called in model.names else model.adapters.get(called)
-        call = Call(
-            state, called, model, tenant, adapter=adapter, record=request.scope.get(RECORD), headers=answer.headers
-        )
+        call = ClientCall(state, called, model, tenant, adapter=adapter, record=record, headers=answer.headers)
         await call.begin(keep_alive=keep_alive, yields=YIELDS in request.scope)
         return await answer.held.enter_async_context(call)
 

@@ -20,10 +20,9 @@ from jaxllm.engine.messages import MemoryRoom
 from jaxllm.errors import ConfigError, JaxLLMError
 from jaxllm.folders import in_home
 from jaxllm.serving.dialects.candle_vllm import is_candle_vllm, read_candle_vllm
-from jaxllm.serving.loadable import LoadableModel
 from jaxllm.serving.pooling.inputs import score_method
-from jaxllm.serving.registry import Registry
-from jaxllm.serving.served_model import read_chat_template
+from jaxllm.serving.served_model import LoadableModel, read_chat_template
+from jaxllm.serving.state import Registry
 from jaxllm.weights.folder import gguf_models, whole_name
 from jaxllm.wording import did_you_mean
 
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from jaxllm.engine.doors.async_llm import AsyncLLM
 
 PLACE = ("multi_process", "num_processes", "process_id", "coordinator_address", "cluster", "cluster_secret")
+CALLED_HERE = {"lora_modules": "adapters here", "served_model_name": "name here, and aliases"}
 MODELS = "models"
 """The key of a list of entries; without it the file's keys are the models' names."""
 
@@ -60,9 +60,8 @@ class CatalogEntry(ModelConfig):
     @property
     def of_model(self) -> ModelConfig:
         """The model's own part, with its names and with a process for its engine."""
-        own = part_of(self, ModelConfig)
-        names = {"served_model_name": ",".join(self.names), "engine_process": True}
-        return own.model_copy(update=names | {"lora_modules": self.adapters})
+        changed = {"served_model_name": ",".join(self.names), "engine_process": True, "lora_modules": self.adapters}
+        return part_of(self, ModelConfig).model_copy(update=changed)
 
 
 def read_catalog(config: ServeConfig) -> list[CatalogEntry]:
@@ -118,11 +117,8 @@ class ServerModels:
 
     def __init__(self, config: ServeConfig):
         catalog = read_catalog(config)
-        self._any_name = config.serve_any_model_name
+        self._config = config
         self._are_several = bool(catalog)
-        self._max_loaded = config.most_loaded_models if catalog else None
-        self._memory = config.model_memory
-        self._min_seconds = config.model_min_seconds
         self._models = [
             LoadableModel(
                 entry.of_model, _start_engine, preload=entry.preload, pinned=entry.pinned, hidden=entry.hidden,
@@ -132,7 +128,8 @@ class ServerModels:
         ]  # fmt: skip
         if not catalog:
             only = config.of_model.model_copy(update={"engine_process": config.engine_process is not False})
-            self._models.append(LoadableModel(only, _start_only_engine, preload=True, pinned=True))
+            start = partial(_start_engine, asks_for_room=False)  # with a question it would be planned twice
+            self._models.append(LoadableModel(only, start, preload=True, pinned=True))
         for model in self._models:
             with self._naming(model):
                 read_chat_template(model.config)
@@ -140,7 +137,7 @@ class ServerModels:
 
     @property
     def names(self) -> list[str]:
-        """What the server is called by, in listings of servers."""
+        """The names of all models that are listed."""
         return [name for model in self._models if not model.hidden for name in model.names]
 
     def start(self) -> Registry:
@@ -151,10 +148,10 @@ class ServerModels:
                     model.load(partial(self._check_memory, model))
         return Registry(
             self._models,
-            any_name=self._any_name,
-            max_loaded=self._max_loaded,
-            memory=self._memory,
-            min_seconds=self._min_seconds,
+            any_name=self._config.serve_any_model_name,
+            max_loaded=self._config.most_loaded_models if self._are_several else None,
+            memory=self._config.model_memory,
+            min_seconds=self._config.model_min_seconds,
         )
 
     def shutdown(self) -> None:
@@ -165,16 +162,16 @@ class ServerModels:
 
     def _check_memory(self, model: LoadableModel, nbytes: int | None) -> None:
         """Raises ConfigError where a model does not fit beside those that were loaded before it at the start."""
-        others = sum(other.planned_bytes or 0 for other in self._models if other.served is not None)
-        if self._memory is not None and others + (nbytes or 0) > self._memory:
+        most, others = self._config.model_memory, sum(one.planned_bytes or 0 for one in self._models if one.served)
+        if most is not None and others + (nbytes or 0) > most:
             raise ConfigError(
                 f"it takes {format_bytes(nbytes or 0)} of memory, and those preloaded before it "
-                f"{format_bytes(others)}; model_memory is {format_bytes(self._memory)}: raise it, or preload fewer"
+                f"{format_bytes(others)}; model_memory is {format_bytes(most)}: raise it, or preload fewer"
             )
 
     @contextmanager
     def _naming(self, model: LoadableModel) -> Iterator[None]:
-        """Where there are several models an error says which of them it is about."""
+        """Errors name the model where there are several."""
         try:
             yield
         except JaxLLMError as error:
@@ -184,7 +181,6 @@ class ServerModels:
 
 
 def _in_file(path: Path, defaults: Mapping[str, Any]) -> Iterator[tuple[str, CatalogEntry]]:
-    """The entries of a file, each with where it is."""
     document = read_mapping(path, "--models", "names to models, or hold a list of models")
     if is_candle_vllm(document):
         yield from ((where, _entry(where, fields, defaults)) for where, fields in read_candle_vllm(path, document))
@@ -206,10 +202,8 @@ def _in_file(path: Path, defaults: Mapping[str, Any]) -> Iterator[tuple[str, Cat
             raise ConfigError(f"{where}: {twice.pop()} is set again; the key is the name")
         entry = named | fields
         for key in entry:
-            if key == "lora_modules":
-                raise ConfigError(f"{where}: lora_modules is called adapters here")
-            if key == "served_model_name":
-                raise ConfigError(f"{where}: served_model_name is called name here, and aliases")
+            if key in CALLED_HERE:
+                raise ConfigError(f"{where}: {key} is called {CALLED_HERE[key]}")
             if key in PLACE:
                 raise ConfigError(f"{where}: {key} is for a server of one model")
             if key not in CatalogEntry.model_fields:
@@ -223,7 +217,7 @@ def _in_file(path: Path, defaults: Mapping[str, Any]) -> Iterator[tuple[str, Cat
 
 
 def _in_directory(folder: Path, defaults: Mapping[str, Any]) -> Iterator[tuple[str, CatalogEntry]]:
-    """The models that lie in a folder, by name; nothing below its own folders is looked at."""
+    """The models that lie in a folder, by name, and not those in folders below its own."""
     try:
         folders = [path for path in folder.iterdir() if (path / "config.json").is_file()]
         named = [(path.name, path) for path in folders] + [
@@ -281,15 +275,12 @@ def _checked(found: list[tuple[str, CatalogEntry]], max_loaded: int | None) -> l
     return entries
 
 
-def _start_only_engine(config: ModelConfig, given_up: threading.Event, room: MemoryRoom) -> AsyncLLM:
-    """Without a question for room, for which it would be planned twice: nobody else has any."""
-    return _start_engine(config, given_up, None)
-
-
-def _start_engine(config: ModelConfig, given_up: threading.Event, room: MemoryRoom | None) -> AsyncLLM:
+def _start_engine(
+    config: ModelConfig, given_up: threading.Event, room: MemoryRoom, *, asks_for_room: bool = True
+) -> AsyncLLM:
     from jaxllm.engine.doors.async_llm import AsyncLLM  # takes a second, in which probes are answered
 
-    engine = AsyncLLM(config, given_up=given_up, room=room)
+    engine = AsyncLLM(config, given_up=given_up, room=room if asks_for_room else None)
     try:
         score_method(config, engine.info.tasks)
     except BaseException:

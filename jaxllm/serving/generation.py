@@ -1,41 +1,57 @@
-"""One HTTP request's sequences: the engine streams of its prompts, merged, measured, and stopped together."""
+"""The answers to one request under way: their sequences, merged, measured and stopped together, and their texts."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
+from fastapi import Request
 
-from jaxllm.chat.parser import Step
-from jaxllm.chat.prompt import AnswerSettings, Prompt
+from jaxllm.chat.answer import Asked, Told, ToolLoop
+from jaxllm.chat.conversation import Conversation
+from jaxllm.chat.parser import AnswerReader, Step
+from jaxllm.chat.prompt import AnswerSettings, ConversationPrompt, Prompt, prepare
+from jaxllm.config.parts import is_peer
 from jaxllm.engine.doors.streams import Gain, Stream
-from jaxllm.engine.messages import EngineRequest, TokenDelta
-from jaxllm.errors import EngineDeadError
+from jaxllm.engine.messages import EngineRequest, PagesAt, TokenDelta, TransferInfo
+from jaxllm.errors import EngineDeadError, Field, InvalidRequestError
 from jaxllm.requests.outputs import PromptScores, WeightVersionSpan, extend_versions
-from jaxllm.serving.call import Call
-from jaxllm.serving.hand_over import HandedOn, HandOver, check_hand_over
+from jaxllm.requests.steering import AdapterUse
+from jaxllm.serving.call import ClientCall
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.records import Clock, ModelCall, Phases
-from jaxllm.serving.request_metrics import SequenceTimer
-from jaxllm.serving.served_model import stopped
+from jaxllm.serving.http.route import until_disconnect
+from jaxllm.serving.request_metrics import Clock, ModelCall, Phases, SequenceTimer, Usage
+from jaxllm.serving.served_model import ServedModel, stopped
 
+WIRE_NAME = "kv_transfer_params"
 OPENING_SECONDS = 0.1
-"""How long a stream's first byte may wait, so that a refusal by the engine still gets its own status code."""
+"""The longest wait of a stream's first byte, in which a refusal by the engine still gets its own status code."""
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """A prompt of which two servers do a part: it goes on with the pages at `pages_at`, or is computed for another."""
+
+    pages_at: PagesAt | None = None
+
+    @property
+    def hands_on(self) -> bool:
+        return self.pages_at is None
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationSettings(AnswerSettings):
-    """What a request asks of the server besides.
+    """The settings of an answer with those that only a server knows.
 
     Attributes:
         priority: lower runs earlier.
         request_id: the caller's own, part of the answer's id.
         cache_salt: only requests with the same salt share cached prefixes.
-        lora: how strongly adapters are used, by their numbers; None where the caller says nothing of them.
+        lora: scales of adapters by their numbers; None where the caller says nothing of them.
         hand_over: the prompt is computed for another server, or was computed by one.
     """
 
@@ -44,30 +60,6 @@ class GenerationSettings(AnswerSettings):
     cache_salt: str | None = None
     lora: Mapping[int, float] | None = None
     hand_over: HandOver | None = None
-
-
-@dataclass
-class Usage:
-    """Tokens of one request: cached ones are part of the prompt's, those of the reasoning of the completion's."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int = 0
-    reasoning_tokens: int = 0
-    drafted_tokens: int = 0
-    """Tried ahead."""
-    taken_tokens: int = 0
-    """Those of them that were what the model chose."""
-
-    def __add__(self, other: Usage) -> Usage:
-        return Usage(
-            self.prompt_tokens + other.prompt_tokens,
-            self.completion_tokens + other.completion_tokens,
-            self.cached_tokens + other.cached_tokens,
-            self.reasoning_tokens + other.reasoning_tokens,
-            self.drafted_tokens + other.drafted_tokens,
-            self.taken_tokens + other.taken_tokens,
-        )
 
 
 def note_version(spans: list[WeightVersionSpan], delta: TokenDelta) -> None:
@@ -89,7 +81,7 @@ class Choice:
     stop_reason: int | str | None = None
     weight_versions: list[WeightVersionSpan] = field(default_factory=list)
     deltas: list[TokenDelta] = field(default_factory=list)
-    """What it was collected from."""
+    """The deltas that it was collected from."""
 
     def add(self, delta: TokenDelta) -> None:
         self.deltas.append(delta)
@@ -109,10 +101,9 @@ class Generation:
     """An async context: entering starts every sequence, leaving aborts those that have not finished.
 
     Choice index of sequence j of prompt i is i * n + j, n being those that are generated: best_of, where the request
-    sets it. Entering raises what the engine says at once: QueueFullError, EngineDeadError, InvalidRequestError; and 429
-    where it may use more tokens than its key has left. With `prompt_only` the prompts are scored and the one generated
-    token dropped. With `goes_on` it belongs to a request that was accepted before, which is the one that
-    ServedModel.running has.
+    sets it. Entering raises what the engine says at once: QueueFullError, EngineDeadError, InvalidRequestError; and as
+    ClientCall.asking. With `prompt_only` the prompts are scored and the one generated token dropped. With `goes_on` it
+    belongs to a request that was accepted before, and that ServedModel.running has.
 
     Raises InvalidRequestError for a priority that its tenant may not have, for adapters that are not there, and where
     its prompt cannot be handed to another server, or taken from one.
@@ -120,7 +111,7 @@ class Generation:
 
     def __init__(
         self,
-        call: Call,
+        call: ClientCall,
         prompts: list[Prompt],
         request: GenerationSettings,
         prefix: str,
@@ -139,11 +130,10 @@ class Generation:
         self._adapters = call.adapter_uses(request.lora)
         self._hand_over = request.hand_over
         if request.hand_over is not None:
-            check_hand_over(request.hand_over, model.engine.info.transfer, prompts, self._adapters)
+            _check_hand_over(request.hand_over, model.engine.info.transfer, prompts, self._adapters)
         self._priority = call.tenant.priority(request.priority)
         self._prompt_only = prompt_only
         self._goes_on = goes_on
-        self._unfinished = set(range(self.num_choices))
         arrival = time.time()
         self._timers = [
             SequenceTimer(model.metrics, arrival, len(prompt.token_ids), prompt.params.max_tokens)
@@ -155,14 +145,13 @@ class Generation:
         self._stream: Stream | None = None
         self._opening: list[Gain] = []
         self._failure: Exception | None = None
-        self._ended_by = stopped()
-        """What an abort is told as."""
-        self._completion_tokens = 0
+        self._ended_by: APIError | None = None
+        self._usage = Usage(prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts))
+        """The usage of all gains handed out so far, without cached tokens, which are by prompt."""
         self._cached_tokens: dict[int, int] = {}
-        self._drafted_tokens = self._taken_tokens = 0
         self._finish_reasons: dict[int, str] = {}
         self._texts = [""] * self.num_choices
-        """Of the choices, where the request's record is to have them."""
+        """Texts of the choices, if the request's record keeps them."""
         self._keeps_texts = call.record is not None and call.record.keeps_texts
 
     @property
@@ -171,9 +160,8 @@ class Generation:
 
     async def __aenter__(self) -> Generation:
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(
-                self._call.asking(self, self._asked, self._most_tokens, goes_on=self._goes_on)
-            )
+            most = self._usage.prompt_tokens + self.n * sum(prompt.params.max_tokens or 0 for prompt in self.prompts)
+            await stack.enter_async_context(self._call.asking(self, self._asked, most, goes_on=self._goes_on))
             tenant = self._call.tenant
             requests = [
                 EngineRequest(
@@ -204,20 +192,21 @@ class Generation:
         await self._entered.aclose()
 
     def _end(self) -> None:
-        """Note how it has ended; sequences that have not finished end now."""
         reason = "abort" if self._failure in (None, self._ended_by) else "error"
-        for index in self._unfinished:
-            self._timers[index].on_delta(TokenDelta(request_id=self.id, finish_reason=reason))
+        for index in range(self.num_choices):
+            if index not in self._finish_reasons:
+                self._finish_reasons[index] = reason
+                self._timers[index].on_delta(TokenDelta(request_id=self.id, finish_reason=reason))
         for start in range(0, self.num_choices, self.n):
             longest = max(timer.num_tokens for timer in self._timers[start : start + self.n])
             self._model.metrics.observe("request_max_num_generation_tokens", longest)
         asked = self._asked
         asked.num_answers = self.num_choices
-        asked.prompt_tokens = self._prompt_tokens
+        asked.prompt_tokens = self._usage.prompt_tokens
         asked.params = self.prompts[0].params
         asked.completion_tokens = sum(timer.num_tokens for timer in self._timers)
         asked.cached_tokens = sum(self._cached_tokens.values())
-        asked.finish_reasons = [self._finish_reasons.get(index, reason) for index in range(self.num_choices)]
+        asked.finish_reasons = [self._finish_reasons[index] for index in range(self.num_choices)]
         if self._keeps_texts:
             asked.answers = self._texts
             if self._model.engine.tokenizer is not None:
@@ -231,7 +220,7 @@ class Generation:
         if self._opening:
             opening, self._opening = self._opening, []
             yield self._counted(opening)
-        while self._unfinished:
+        while len(self._finish_reasons) < self.num_choices:
             if self._failure is not None:
                 raise self._failure
             gains = await self._next(timeout)
@@ -246,37 +235,20 @@ class Generation:
 
     def usage(self) -> Usage:
         """Tokens of all gains handed out so far; a prompt counts once whatever n is."""
-        return Usage(
-            prompt_tokens=self._prompt_tokens,
-            completion_tokens=self._completion_tokens,
-            cached_tokens=sum(self._cached_tokens.values()),
-            drafted_tokens=self._drafted_tokens,
-            taken_tokens=self._taken_tokens,
-        )
+        return replace(self._usage, cached_tokens=sum(self._cached_tokens.values()))
 
     @property
-    def handed_on(self) -> HandedOn | None:
-        """Where another server finds the pages of the prompt; None where that was not asked for."""
+    def handed_on(self) -> tuple[TransferInfo, int] | None:
+        """The engine that has the prompt's full pages for another server, and their number; None if not asked for."""
         info = self._model.engine.info
         if self._hand_over is None or not self._hand_over.hands_on or info.transfer is None:
             return None
-        return HandedOn(info.transfer, len(self.prompts[0].token_ids) // info.page_size)
+        return info.transfer, len(self.prompts[0].token_ids) // info.page_size
 
     def phases(self) -> Phases:
-        """Where its time has gone so far."""
         return self._asked.clock.phases(self.num_choices)
 
-    @property
-    def _prompt_tokens(self) -> int:
-        return sum(len(prompt.token_ids) for prompt in self.prompts)
-
-    @property
-    def _most_tokens(self) -> int:
-        """That the request may use."""
-        return self._prompt_tokens + self.n * sum(prompt.params.max_tokens or 0 for prompt in self.prompts)
-
     async def _next(self, timeout: float | None) -> list[Gain]:
-        """What came, up to the first event that tells of a failure, which it leaves in `_failure`."""
         assert self._stream is not None
         try:
             gains = await self._stream.next(timeout)
@@ -288,7 +260,7 @@ class Generation:
                 self._failure = _failure(delta)
                 return gains[:at]
             if delta.finish_reason == "abort":
-                self._failure = self._ended_by
+                self._failure = self._ended_by = self._ended_by or stopped()
                 return gains[:at]
             self._asked.clock.on_delta(delta)
             if self._prompt_only:
@@ -298,17 +270,42 @@ class Generation:
             if self._keeps_texts:
                 self._texts[index] += delta.text
             if delta.finish_reason is not None:
-                self._unfinished.discard(index)
                 self._finish_reasons[index] = delta.finish_reason
         return gains
 
     def _counted(self, gains: list[Gain]) -> list[Gain]:
         for index, delta in gains:
-            self._completion_tokens += len(delta.token_ids)
+            self._usage.completion_tokens += len(delta.token_ids)
+            self._usage.drafted_tokens += delta.num_drafted
+            self._usage.taken_tokens += delta.num_taken
             self._cached_tokens.setdefault(index // self.n, delta.num_cached_tokens)
-            self._drafted_tokens += delta.num_drafted
-            self._taken_tokens += delta.num_taken
         return gains
+
+
+def _check_hand_over(
+    asked: HandOver, info: TransferInfo | None, prompts: Sequence[Prompt], adapters: Sequence[AdapterUse]
+) -> None:
+    """Raises InvalidRequestError where the engine's role, or another field of the request, does not allow it."""
+    flag, role = ("do_remote_decode", "kv_producer") if asked.hands_on else ("do_remote_prefill", "kv_consumer")
+    at, most = asked.pages_at, prompts[0].params.max_tokens
+    problem: list[str | Field]
+    if info is None:
+        problem = [Field(WIRE_NAME), " is not available: this server was started without kv_transfer_config"]
+    elif info.role not in (role, "kv_both"):
+        told = f" is true, and this server's kv_role is {info.role}; accepted with {role}, kv_both"
+        problem = [Field(WIRE_NAME, flag), told]
+    elif at is not None and not is_peer(at.host, info.peers):
+        told = f" is {at.host!r}; this server fetches pages from {', '.join(info.peers)} (kv_peers)"
+        problem = [Field(WIRE_NAME, "remote_host"), told]
+    elif adapters:
+        problem = [Field(WIRE_NAME), " is set with an adapter, whose pages other servers do not know; leave it out"]
+    elif len(prompts) > 1:
+        problem = [Field(WIRE_NAME), f" is set with {len(prompts)} prompts; accepted is 1"]
+    elif asked.hands_on and most != 1:
+        problem = [Field("max_tokens"), f" is {most}; with {WIRE_NAME}.do_remote_decode it must be 1"]
+    else:
+        return
+    raise InvalidRequestError(problem)
 
 
 def _failure(delta: TokenDelta) -> Exception:
@@ -319,8 +316,16 @@ def _failure(delta: TokenDelta) -> Exception:
     return APIError(500, f"the request failed: {delta.error}", type="server_error", code="request_failed")
 
 
-async def collect(generation: Generation) -> list[Choice]:
-    """Run to the end and return every choice; of best_of choices the n with the highest mean log-probability."""
+async def collect_for(request: Request, generation: Generation) -> list[Choice]:
+    """Every choice of a generation that is not streamed; of best_of the n with the highest mean log-probability.
+
+    Raises ClientDisconnected when the client goes away first.
+    """
+    async with generation:
+        return await until_disconnect(request.receive, _collected(generation))
+
+
+async def _collected(generation: Generation) -> list[Choice]:
     choices = [Choice(index) for index in range(generation.num_choices)]
     async for gains in generation.arrivals():
         for index, delta in gains:
@@ -334,3 +339,92 @@ async def collect(generation: Generation) -> list[Choice]:
     for index, choice in enumerate(best):
         choice.index = index
     return best
+
+
+class Reply(AnswerReader):
+    """A conversation's sequences and the parsers of their texts. Entering `generation` starts it."""
+
+    def __init__(
+        self,
+        call: ClientCall,
+        prompt: ConversationPrompt,
+        settings: GenerationSettings,
+        prefix: str,
+        *,
+        goes_on: bool = False,
+    ):
+        self.name = call.name
+        """The client's name for the model."""
+        model = call.model
+        self.generation = Generation(call, [prompt.prompt], settings, prefix, goes_on=goes_on)
+        self.token_text = model.token_text
+        self.token_bytes = model.token_bytes
+        self.system_fingerprint = model.system_fingerprint
+        super().__init__(prompt.conversation, prompt.parsers(self.generation.num_choices))
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.generation.prompts[0].token_ids
+
+    @property
+    def max_tokens(self) -> int:
+        """The most that each choice may have."""
+        max_tokens = self.generation.prompts[0].params.max_tokens
+        assert max_tokens is not None
+        return max_tokens
+
+    def usage(self) -> Usage:
+        """Tokens so far, those of the reasoning among them."""
+        usage = self.generation.usage()
+        usage.reasoning_tokens = self.reasoning_tokens
+        return usage
+
+
+class ReplyLoop(ToolLoop[Told, Asked]):
+    """A loop whose answers are replies of one model."""
+
+    def __init__(self, model: ServedModel, most_calls: int, *, parallel: bool = True):
+        super().__init__(most_calls, parallel=parallel)
+        self.model = model
+        self.reply: Reply | None = None
+        """The one under way, or yet to be read."""
+        self._past, self._past_phases = Usage(), Phases()
+        """Sums of the replies that are over."""
+
+    def abort(self, error: APIError) -> None:
+        """Stop now; the client gets the error."""
+        self.stop(error)
+        if self.reply is not None:
+            self.reply.generation.abort(error)
+
+    def usage(self) -> Usage:
+        """The usage of all replies so far."""
+        return self._past if self.reply is None else self._past + self.reply.usage()
+
+    def phases(self) -> Phases:
+        return self._past_phases if self.reply is None else self._past_phases + self.reply.generation.phases()
+
+    async def enter(self, reply: Reply) -> None:
+        await reply.generation.__aenter__()
+        self.reply = reply
+        if isinstance(self.ended_by, APIError):
+            reply.generation.abort(self.ended_by)
+
+    async def leave(self) -> None:
+        if self.reply is not None:
+            self._past, self._past_phases = self.usage(), self.phases()
+            reply, self.reply = self.reply, None
+            await reply.generation.__aexit__()
+
+
+async def begin_reply(
+    call: ClientCall, conversation: Conversation, settings: GenerationSettings, *, prefix: str, goes_on: bool = False
+) -> Reply:
+    """Render, tokenize and check a conversation; nothing runs before the reply's `generation` is entered.
+
+    The `prefix` begins the reply's id. A reply that `goes_on` is part of a request that was accepted before, which a
+    server that is stopping finishes. Raises APIError, or InvalidRequestError naming the field.
+    """
+    call.model.check_accepting(goes_on=goes_on)
+    prompt = await call.state.prepare(prepare, call.model, conversation, settings)
+    return Reply(call, prompt, settings, prefix, goes_on=goes_on)

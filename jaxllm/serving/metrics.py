@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from math import ceil
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from jaxllm.engine.messages import STEP_TOKENS, EngineStats
-from jaxllm.serving.loadable import LoadableModel
-from jaxllm.serving.registry import Registry
+from jaxllm.serving.access.usage import Collected
+from jaxllm.serving.served_model import LoadableModel
+from jaxllm.serving.state import Registry
+
+Family = Callable[..., Any]
+Read = Callable[[EngineStats], float]
 
 # Names shared with vLLM.
-GAUGES = {
+GAUGES: dict[str, tuple[str, Read]] = {
     "num_requests_running": ("Sequences in the running batch.", lambda s: s.num_running),
     "num_requests_waiting": ("Sequences waiting for their first step.", lambda s: s.num_waiting + s.num_preparing),
-    "kv_cache_usage_perc": ("Share of KV pages in use, 1 is all of them.", lambda s: _used_pages(s)),
+    "kv_cache_usage_perc": (
+        "Share of KV pages in use, 1 is all of them.",
+        lambda s: 1 - s.num_free_pages / s.num_pages if s.num_pages else 0.0,
+    ),
 }
-COUNTERS = {
+COUNTERS: dict[str, tuple[str, Read]] = {
     "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_cache_queries),
     "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", lambda s: s.prefix_cache_hits),
     "external_prefix_cache_queries": (
@@ -43,26 +50,9 @@ COUNTERS = {
     ),
     "generation_tokens": ("Tokens generated.", lambda s: s.generation_tokens),
 }
-LABELLED_GAUGES = {
-    "num_requests_waiting_by_reason": (
-        "Sequences waiting for their first step: for a place in one, or deferred until their grammar is ready.",
-        "reason",
-        {"capacity": lambda s: s.num_waiting, "deferred": lambda s: s.num_preparing},
-    ),
-}
-LABELLED_COUNTERS = {
-    "prompt_tokens_by_source": (
-        "Prompt tokens processed, by where their keys and values come from.",
-        "source",
-        {
-            "local_compute": lambda s: s.prompt_tokens - s.cached_prompt_tokens,
-            "local_cache_hit": lambda s: s.cached_prompt_tokens,
-        },
-    ),
-}
 
 # Names of our own.
-OWN_GAUGES = {
+OWN_GAUGES: dict[str, tuple[str, Read]] = {
     "kv_pages": ("KV pages.", lambda s: s.num_pages),
     "kv_pages_free": (
         "KV pages not in use, those that still hold reusable prefixes included.",
@@ -80,7 +70,7 @@ OWN_GAUGES = {
         lambda s: s.step_device_wait_seconds / max(s.num_steps, 1),
     ),
 }
-OWN_COUNTERS = {
+OWN_COUNTERS: dict[str, tuple[str, Read]] = {
     "steps": ("Steps run.", lambda s: s.num_steps),
     "step_host_seconds": (
         "Host time of all steps, everything but waiting for the device.",
@@ -103,7 +93,7 @@ OWN_COUNTERS = {
 
 
 class ServerCollector(Collector):
-    """Everything /metrics shows of all models, each under its name."""
+    """Everything /metrics shows of all models, each under its name; with `vllm_names` under vLLM's names too."""
 
     def __init__(self, registry: Registry, *, vllm_names: bool):
         self._models = [ModelMetrics(model, vllm_names=vllm_names) for model in registry]
@@ -124,7 +114,6 @@ class ModelMetrics:
     def __init__(self, model: LoadableModel, *, vllm_names: bool):
         self._model = model
         self._vllm_names = vllm_names
-        self._model_name = model.name
 
     def collect(self) -> Iterator[Metric]:
         """Nothing of a model that was never loaded; of one that is unloaded, what it counted."""
@@ -136,36 +125,76 @@ class ModelMetrics:
             yield _prefixed(metric, "jaxllm:")
         for metric in shared if self._vllm_names else ():
             yield _prefixed(metric, "vllm:", engine="0")
-        yield from self._families("jaxllm:", stats, OWN_GAUGES, OWN_COUNTERS)
-        yield from self._compiles(stats)
-        yield from self._buckets(stats)
+        for metric in self._own(stats):
+            yield _prefixed(metric, "jaxllm:")
 
     def _shared(self, stats: EngineStats) -> Iterator[Metric]:
-        """What has vLLM's name, without a prefix."""
-        yield from self._families("", stats, GAUGES, COUNTERS)
-        yield from self._labelled(GaugeMetricFamily, LABELLED_GAUGES, stats)
-        yield from self._labelled(CounterMetricFamily, LABELLED_COUNTERS, stats)
-        yield self._accepted(stats)
+        """The metrics that vLLM has too."""
+        yield from self._simple(stats, GAUGES, COUNTERS)
+        reasons = {"capacity": stats.num_waiting, "deferred": stats.num_preparing}
+        text = "Sequences waiting for their first step: for a place in one, or deferred until their grammar is ready."
+        yield self._family(GaugeMetricFamily, "num_requests_waiting_by_reason", text, "reason", reasons)
+        cached = stats.cached_prompt_tokens
+        sources = {"local_compute": stats.prompt_tokens - cached, "local_cache_hit": cached}
+        text = "Prompt tokens processed, by where their keys and values come from."
+        yield self._family(CounterMetricFamily, "prompt_tokens_by_source", text, "source", sources)
+        positions = {str(position): count for position, count in enumerate(stats.accepted_by_position)}
+        text = "Tokens tried ahead that were the model's choice, by how far ahead they were."
+        name = "spec_decode_num_accepted_tokens_per_pos"
+        yield self._family(CounterMetricFamily, name, text, "position", positions)
         yield self._steps(stats)
-        yield self._sleep_state()
+        served = self._model.served
+        now = None if served is None else served.engine.sleep_level
+        states = {
+            state: float(level == now) for level, state in enumerate(("awake", "weights_offloaded", "discard_all"))
+        }
+        text = "1 for the state that the engine is in: awake, or asleep with its weights in memory or without them."
+        yield self._family(GaugeMetricFamily, "engine_sleep_state", text, "sleep_state", states)
         yield self._cache_config()
         if self._model.config.enable_lora:
-            yield self._adapters(stats)
+            text = "When this was read, in seconds since 1970; the labels say which adapters requests use."
+            labels = {
+                "max_lora": self._model.config.max_loras,
+                "running_lora_adapters": ",".join(sorted(stats.running_adapters)),
+                "waiting_lora_adapters": ",".join(sorted(stats.waiting_adapters)),
+            }
+            yield self._info("lora_requests_info", text, labels, time.time())
         if self._model.metrics is not None:
             yield from self._model.metrics.collect()
 
-    def _labelled(self, family: type[Metric], table: dict, stats: EngineStats) -> Iterator[Metric]:
-        for name, (text, label, values) in table.items():
-            metric: Any = family(name, text, labels=["model_name", label])  # type: ignore[call-arg]
-            for value, read in values.items():
-                metric.add_metric([self._model_name, value], read(stats))
-            yield metric
+    def _own(self, stats: EngineStats) -> Iterator[Metric]:
+        yield from self._simple(stats, OWN_GAUGES, OWN_COUNTERS)
+        kinds = {"foreseen": stats.compiles_foreseen, "unforeseen": stats.compiles_unforeseen}
+        text = "Executables compiled, foreseen by the planner or not."
+        yield self._family(CounterMetricFamily, "compiles", text, "kind", kinds)
+        buckets = sorted(stats.scheduled_tokens.keys() | stats.padded_tokens.keys())
+        real = {bucket: stats.scheduled_tokens.get(bucket, 0) for bucket in buckets}
+        padding = {bucket: stats.padded_tokens.get(bucket, 0) for bucket in buckets}
+        waste = {bucket: padding[bucket] / max(real[bucket] + padding[bucket], 1) for bucket in buckets}
+        text = "Real tokens run, by bucket."
+        yield self._family(CounterMetricFamily, "bucket_scheduled_tokens", text, "bucket", real)
+        text = "Padding rows run, by bucket."
+        yield self._family(CounterMetricFamily, "bucket_padded_tokens", text, "bucket", padding)
+        text = "Padding rows among all rows run, by bucket."
+        yield self._family(GaugeMetricFamily, "padding_waste_ratio", text, "bucket", waste)
 
-    def _accepted(self, stats: EngineStats) -> Metric:
-        text = "Tokens tried ahead that were the model's choice, by how far ahead they were."
-        metric = CounterMetricFamily("spec_decode_num_accepted_tokens_per_pos", text, labels=["model_name", "position"])
-        for position, count in enumerate(stats.accepted_by_position):
-            metric.add_metric([self._model_name, str(position)], count)
+    def _simple(self, stats: EngineStats, gauges: dict, counters: dict) -> Iterator[Metric]:
+        for family, table in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, (text, read) in table.items():
+                metric = family(name, text, labels=["model_name"])
+                metric.add_metric([self._model.name], read(stats))
+                yield metric
+
+    def _family(self, family: Family, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        metric: Any = family(name, text, labels=["model_name", label])
+        for value, count in values.items():
+            metric.add_metric([self._model.name, value], count)
+        found: Metric = metric
+        return found
+
+    def _info(self, name: str, text: str, labels: Mapping[str, object], value: float) -> Metric:
+        metric = GaugeMetricFamily(name, text, labels=["model_name", *labels])
+        metric.add_metric([self._model.name, *map(str, labels.values())], value)
         return metric
 
     def _steps(self, stats: EngineStats) -> Metric:
@@ -173,16 +202,7 @@ class ModelMetrics:
         metric = HistogramMetricFamily("iteration_tokens_total", text, labels=["model_name"])
         bounds = [*(str(float(bound)) for bound in STEP_TOKENS), "+Inf"]
         buckets = list(zip(bounds, accumulate(stats.steps_by_tokens), strict=True))
-        metric.add_metric([self._model_name], buckets, stats.step_tokens)
-        return metric
-
-    def _sleep_state(self) -> Metric:
-        text = "1 for the state that the engine is in: awake, or asleep with its weights in memory or without them."
-        metric = GaugeMetricFamily("engine_sleep_state", text, labels=["model_name", "sleep_state"])
-        served = self._model.served
-        now = None if served is None else served.engine.sleep_level
-        for level, state in enumerate(("awake", "weights_offloaded", "discard_all")):
-            metric.add_metric([self._model_name, state], float(level == now))
+        metric.add_metric([self._model.name], buckets, stats.step_tokens)
         return metric
 
     def _cache_config(self) -> Metric:
@@ -197,86 +217,20 @@ class ModelMetrics:
             "gpu_memory_utilization": config.gpu_memory_utilization,
             "kv_cache_memory_bytes": config.kv_cache_memory,
         }
-        metric = GaugeMetricFamily(
-            "cache_config_info",
-            "Always 1; the labels say how the KV cache is laid out.",
-            labels=["model_name", *labels],
-        )
-        metric.add_metric([self._model_name, *map(str, labels.values())], 1)
-        return metric
-
-    def _adapters(self, stats: EngineStats) -> Metric:
-        labels = {
-            "max_lora": str(self._model.config.max_loras),
-            "running_lora_adapters": ",".join(sorted(stats.running_adapters)),
-            "waiting_lora_adapters": ",".join(sorted(stats.waiting_adapters)),
-        }
-        text = "When this was read, in seconds since 1970; the labels say which adapters requests use."
-        metric = GaugeMetricFamily("lora_requests_info", text, labels=["model_name", *labels])
-        metric.add_metric([self._model_name, *labels.values()], time.time())
-        return metric
-
-    def _families(self, prefix: str, stats: EngineStats, gauges: dict, counters: dict) -> Iterator[Metric]:
-        for family, table in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
-            for name, (text, read) in table.items():
-                metric = family(prefix + name, text, labels=["model_name"])
-                metric.add_metric([self._model_name], read(stats))
-                yield metric
-
-    def _compiles(self, stats: EngineStats) -> Iterable[Metric]:
-        metric = CounterMetricFamily(
-            "jaxllm:compiles", "Executables compiled, foreseen by the planner or not.", labels=["model_name", "kind"]
-        )
-        metric.add_metric([self._model_name, "foreseen"], stats.compiles_foreseen)
-        metric.add_metric([self._model_name, "unforeseen"], stats.compiles_unforeseen)
-        return [metric]
-
-    def _buckets(self, stats: EngineStats) -> Iterable[Metric]:
-        labels = ["model_name", "bucket"]
-        real = CounterMetricFamily("jaxllm:bucket_scheduled_tokens", "Real tokens run, by bucket.", labels=labels)
-        padding = CounterMetricFamily("jaxllm:bucket_padded_tokens", "Padding rows run, by bucket.", labels=labels)
-        waste = GaugeMetricFamily(
-            "jaxllm:padding_waste_ratio", "Padding rows among all rows run, by bucket.", labels=labels
-        )
-        for bucket in sorted(stats.scheduled_tokens.keys() | stats.padded_tokens.keys()):
-            scheduled, padded = stats.scheduled_tokens.get(bucket, 0), stats.padded_tokens.get(bucket, 0)
-            real.add_metric([self._model_name, bucket], scheduled)
-            padding.add_metric([self._model_name, bucket], padded)
-            waste.add_metric([self._model_name, bucket], padded / max(scheduled + padded, 1))
-        return [real, padding, waste]
-
-
-def collector_registry(registry: Registry, *, vllm_names: bool) -> CollectorRegistry:
-    """What /metrics is written from; with `vllm_names` under vLLM's names too."""
-    collectors = CollectorRegistry(auto_describe=False)
-    collectors.register(ServerCollector(registry, vllm_names=vllm_names))
-    return collectors
+        return self._info("cache_config_info", "Always 1; the labels say how the KV cache is laid out.", labels, 1)
 
 
 def merged(texts: Mapping[str, str]) -> bytes:
-    """What several servers say at /metrics, by their names, in one text: each sample has its server as `replica`."""
+    """The /metrics of several servers, by their names, in one text: each sample has its server as `replica`."""
     families: dict[str, Metric] = {}
     for name, text in texts.items():
         for metric in text_string_to_metric_families(text):
             known = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
             known.samples += [sample._replace(labels={**sample.labels, "replica": name}) for sample in metric.samples]
-    return generate_latest(_Families(families.values()))
-
-
-class _Families(Collector):
-    def __init__(self, metrics: Iterable[Metric]):
-        self._metrics = metrics
-
-    def collect(self) -> Iterable[Metric]:
-        return self._metrics
-
-
-def _used_pages(stats: EngineStats) -> float:
-    return 1 - stats.num_free_pages / stats.num_pages if stats.num_pages else 0.0
+    return generate_latest(Collected(families.values()))
 
 
 def _prefixed(metric: Metric, prefix: str, **labels: str) -> Metric:
-    """The same under another name, with further labels."""
     renamed = Metric(prefix + metric.name, metric.documentation, metric.type)
     renamed.samples = [
         Sample(prefix + s.name, {**s.labels, **labels}, s.value, s.timestamp, s.exemplar)

@@ -13,8 +13,7 @@ from jaxllm.config.values import format_bytes
 from jaxllm.errors import EngineDeadError, JaxLLMError
 from jaxllm.machine import return_freed_memory
 from jaxllm.serving.http.api_error import APIError, unavailable
-from jaxllm.serving.loadable import LoadableModel, Stage
-from jaxllm.serving.served_model import ServedModel
+from jaxllm.serving.served_model import LoadableModel, ServedModel, Stage, shutting_down
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +22,9 @@ FAILED = "model_failed"
 WAITING = "Waiting for its turn"
 STARTING = "Starting the engine's process"
 LEASE_SECONDS = 0.02
-"""How often models that have to answer requests first are looked at, before they sleep or make room."""
+"""The time between two looks at models that must answer requests before they sleep or make room."""
 POLL_SECONDS = 0.5
-"""How often idle models are looked for."""
+"""The time between two looks for idle models."""
 
 
 class ModelLoader:
@@ -39,13 +38,7 @@ class ModelLoader:
     Everything is called on the server's event loop, but for `drain`, which a signal handler may call.
     """
 
-    def __init__(
-        self,
-        models: Sequence[LoadableModel],
-        most: int | None = None,
-        memory: int | None = None,
-        min_seconds: float = 0.0,
-    ):
+    def __init__(self, models: Sequence[LoadableModel], most: int | None, memory: int | None, min_seconds: float):
         """None is any number."""
         self._models = models
         self._most = len(models) if most is None else most
@@ -81,7 +74,7 @@ class ModelLoader:
             raise error
 
     def may_run(self, model: LoadableModel) -> bool:
-        """Whether a request that comes now may run: the model is awake, and need not make room for another."""
+        """True if a new request may run now: the model is awake, and need not make room for another."""
         return model.is_awake and not self._makes_room(model)
 
     def begin(self, model: LoadableModel) -> asyncio.Task[APIError | None]:
@@ -89,7 +82,7 @@ class ModelLoader:
         task = self._turns.get(model)
         if task is None:
             if self._draining:
-                raise _shutting_down()
+                raise shutting_down()
             self._check_pinned(model)
             if not model.is_awake:
                 model.stage = Stage(WAITING)
@@ -120,16 +113,18 @@ class ModelLoader:
             if model.served is None or not model.is_awake:
                 return
             if not model.served.engine.can_sleep:
-                message = "only an engine in a process of its own (engine_process) can sleep"
-                raise APIError(400, message)
+                raise APIError(400, "only an engine in a process of its own (engine_process) can sleep")
+            message = (
+                f"model {model.name!r} was put to sleep before the answer was complete; the next request wakes it up"
+            )
             with model.falling_asleep():
                 while model.is_in_use:
                     if not wait:
                         for request in list(model.served.running):
-                            request.abort(_asleep(model))
+                            request.abort(unavailable(message, code="model_asleep"))
                     await asyncio.sleep(LEASE_SECONDS)
                 try:
-                    await self._in_thread(partial(model.sleep, level))
+                    await self._in_thread(partial(model.served.engine.sleep, level))
                 except EngineDeadError as error:
                     raise APIError(500, f"model {model.name!r}: {error}", type="server_error", code=FAILED) from None
         logger.info("model %s sleeps at level %d", model.name, level)
@@ -159,7 +154,7 @@ class ModelLoader:
         try:
             while not self.may_run(model):
                 if self._draining:
-                    return _shutting_down()
+                    return shutting_down()
                 if self._next is model and not self._in_the_way(model):
                     await self._load(model)
                     break
@@ -172,7 +167,7 @@ class ModelLoader:
             return error
         except Exception as error:
             if self._draining:
-                return _shutting_down()
+                return shutting_down()
             logger.error("model %s: %s", model.name, error, exc_info=not isinstance(error, JaxLLMError))
             return unavailable(f"model {model.name!r} could not be loaded: {model.error}", code=FAILED)
         finally:
@@ -181,10 +176,9 @@ class ModelLoader:
         return None
 
     async def _load(self, model: LoadableModel) -> None:
-        """Raises whatever keeps it from loading."""
         async with self._changing:
             if self._draining:
-                raise _shutting_down()
+                raise shutting_down()
             began = time.monotonic()
             model.stage = Stage(STARTING)
             try:
@@ -210,7 +204,7 @@ class ModelLoader:
         while self._in_the_way(model):
             await asyncio.sleep(LEASE_SECONDS)
             if self._draining:
-                raise _shutting_down()
+                raise shutting_down()
         going, self._placed = self._going(model), model
         for one in going:
             logger.info("model %s is unloaded to make room for %s", one.name, model.name)
@@ -218,18 +212,17 @@ class ModelLoader:
 
     @property
     def _next(self) -> LoadableModel | None:
-        """The first model that is to be loaded and has no room yet."""
         return next((one for one in self._turns if not one.is_awake and one is not self._placed), None)
 
     def _makes_room(self, model: LoadableModel) -> bool:
-        """Whether a model takes no requests any more, since it must go for the next one."""
+        """True if a model takes no requests any more, since it must go for the next one."""
         if (following := self._next) is None:
             return False
         stays = model.is_in_use and time.monotonic() < model.loaded_at + self._min_seconds
         return not stays and model in self._going(following)
 
     def _in_the_way(self, model: LoadableModel) -> list[LoadableModel]:
-        """Of those that must go for a model, the ones that cannot go yet."""
+        """The models that must go for another and cannot go yet."""
         return [one for one in self._going(model) if one.is_in_use or one is self._placed]
 
     def _going(self, model: LoadableModel) -> list[LoadableModel]:
@@ -245,18 +238,16 @@ class ModelLoader:
         return going
 
     def _others(self, model: LoadableModel) -> list[LoadableModel]:
-        """All that are loaded, or have a place already, but for this one."""
         return [one for one in self._models if one is not model and (one.served is not None or one is self._placed)]
 
     def _fits(self, model: LoadableModel, others: Sequence[LoadableModel]) -> bool:
-        """Whether a model may be loaded beside those."""
         if sum(one.served is None or one.is_awake for one in others) >= self._most:
             return False
         planned = model.planned_bytes or 0
         return self._memory is None or sum(one.held_bytes for one in others) + planned <= self._memory
 
     def _takes_room(self, model: LoadableModel) -> bool:
-        """Whether there is more of it once the model is unloaded; asleep it may have given back all."""
+        """True if unloading the model makes room; asleep it may have given back everything."""
         return model.is_awake or (self._memory is not None and model.held_bytes > 0)
 
     def _check_pinned(self, model: LoadableModel) -> None:
@@ -268,7 +259,6 @@ class ModelLoader:
             raise unavailable(message, code=FAILED)
 
     def _limit(self, model: LoadableModel) -> str:
-        """What is full, in words."""
         if self._memory is None or model.planned_bytes is None:
             return f"max_loaded_models is {self._most}"
         return f"it takes {format_bytes(model.planned_bytes)}, and model_memory is {format_bytes(self._memory)}"
@@ -285,7 +275,7 @@ class ModelLoader:
             await asyncio.sleep(POLL_SECONDS)
             async with self._changing:
                 for model in self._models:
-                    if model.is_left_alone:
+                    if model.is_idle and time.monotonic() - model.last_used >= model.keep_alive:
                         await self._unload(model)
 
 
@@ -306,14 +296,5 @@ def _busy(model: LoadableModel, reason: str, what: str) -> APIError:
     return APIError(409, f"model {model.name!r} {reason}: it cannot {what} now", param="model", code="model_busy")
 
 
-def _asleep(model: LoadableModel) -> APIError:
-    message = f"model {model.name!r} was put to sleep before the answer was complete; the next request wakes it up"
-    return unavailable(message, code="model_asleep")
-
-
 def _at_capacity(reason: str) -> APIError:
     return unavailable(f"at capacity: {reason}; retry later", code=AT_CAPACITY)
-
-
-def _shutting_down() -> APIError:
-    return unavailable("the server is shutting down", code="shutting_down")

@@ -88,16 +88,21 @@ def notify(*lines: str) -> None:
 
 
 class Watchdog:
-    """Tells systemd that the event loop turns, twice as often as WatchdogSec asks for; it restarts us otherwise."""
+    """Tells systemd every so many seconds that the event loop turns; it restarts us otherwise."""
 
-    def __init__(self) -> None:
+    def __init__(self, every: float):
+        self._every = every
+        self._next = 0.0
+
+    @classmethod
+    def asked_for(cls) -> Watchdog | None:
+        """One that tells it twice as often as WatchdogSec asks for; None where that is not set."""
         asked = os.environ.get("WATCHDOG_USEC", "")
         for_us = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
-        self._every = int(asked) / 2e6 if asked.isdecimal() and int(asked) and for_us else None
-        self._next = 0.0
+        return cls(int(asked) / 2e6) if asked.isdecimal() and int(asked) and for_us else None
 
     def feed(self) -> None:
         """Call this as often as you like."""
-        if self._every is not None and time.monotonic() >= self._next:
+        if time.monotonic() >= self._next:
             self._next = time.monotonic() + self._every
             notify("WATCHDOG=1")

@@ -1,22 +1,43 @@
-"""A model as a server uses it: what runs on it now, and the fingerprint of what decides its answers."""
+"""One model of the server, loaded or not: its settings, its state, and the calls that hold it."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import msgspec
 
 from jaxllm.chat.prompt import ChatModel
 from jaxllm.config import EngineConfig, ModelConfig
-from jaxllm.errors import ConfigError, EngineDeadError, reason
+from jaxllm.engine.messages import EngineInfo, EngineStats, MemoryRoom
+from jaxllm.engine.scale.routing import added, counted
+from jaxllm.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    reason,
+)
+from jaxllm.machine import return_freed_memory
+from jaxllm.progress import tell, watched_by
+from jaxllm.serving.access.keys import Tenant
+from jaxllm.serving.adapters import ModelAdapters, check_adapter
 from jaxllm.serving.http.api_error import APIError, unavailable
 from jaxllm.serving.request_metrics import RequestMetrics
+from jaxllm.weights.source import resolve_adapter
 
 if TYPE_CHECKING:
-    from jaxllm.engine.doors.async_llm import (
-        AsyncLLM,  # imports JAX, which a command line that is wrong need not wait for
-    )
+    from jaxllm.engine.doors.async_llm import AsyncLLM  # imports JAX, for which a wrong command line need not wait
+
 
 OF_THE_MACHINE = frozenset({"download_dir", "compile_cache_dir", "engine_process", "max_num_waiting"})
 """Settings of the engine that say where and when it runs, not what it answers."""
@@ -30,20 +51,26 @@ class Running(Protocol):
 
 
 def stopped() -> APIError:
-    """What clients are told whose answers are not complete when the server ends."""
+    """The error of answers that are not complete when the server ends."""
     return unavailable("the server stopped before the answer was complete", code="shutting_down")
 
 
-class ServedModel(ChatModel):
-    """A model that conversations are held with over HTTP.
+def shutting_down() -> APIError:
+    """The error of requests that come too late."""
+    return unavailable("the server is shutting down", code="shutting_down")
 
-    `running` are the requests under way; none begins once `draining` is true.
+
+class ServedModel(ChatModel):
+    """A model that conversations are held with over HTTP; earlier `metrics` of it are gone on with.
+
+    Attributes:
+        names: its names in requests; metrics and notices use the first.
+        running: the requests under way; none begins once `draining` is true.
 
     Raises ConfigError when config.chat_template cannot be read; see ChatModel.
     """
 
     def __init__(self, config: ModelConfig, engine: AsyncLLM, metrics: RequestMetrics | None = None):
-        """`metrics` are those to go on with, of the same model."""
         super().__init__(
             engine,
             chat_template=read_chat_template(config),
@@ -55,7 +82,6 @@ class ServedModel(ChatModel):
         self.engine: AsyncLLM
         self.config = config
         self.names = config.names
-        """What requests may call it. The first is the one that metrics and notices use."""
         self.system_fingerprint = system_fingerprint(config, engine.info.max_model_len, self.chat_template)
         self.metrics = metrics or RequestMetrics(self.names[0], engine.info.max_model_len)
         self.running: set[Running] = set()
@@ -66,25 +92,21 @@ class ServedModel(ChatModel):
         if self.engine.is_dead:
             raise EngineDeadError(f"the engine has stopped; no request to {self.names[0]} can be answered")
         if self.draining and not goes_on:
-            raise unavailable("the server is shutting down", code="shutting_down")
+            raise shutting_down()
 
 
 def read_chat_template(config: ModelConfig) -> str | None:
     """The text of config.chat_template, if one is set. Raises ConfigError when it cannot be read."""
-    if config.chat_template is None:
-        return None
+    path = config.chat_template
     try:
-        return config.chat_template.read_text(encoding="utf-8")
+        return None if path is None else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"chat_template is {str(config.chat_template)!r}, which cannot be read: {reason(error)}"
-        ) from None
+        raise ConfigError(f"chat_template is {str(path)!r}, which cannot be read: {reason(error)}") from None
 
 
 def engine_settings(config: EngineConfig) -> dict[str, Any]:
-    """Those that may change an answer, as JSON has them."""
-    fields = set(EngineConfig.model_fields) - OF_THE_MACHINE
-    return config.model_dump(mode="json", include=fields)
+    """The settings that may change an answer, as JSON has them."""
+    return config.model_dump(mode="json", include=set(EngineConfig.model_fields) - OF_THE_MACHINE)
 
 
 def system_fingerprint(config: ModelConfig, max_model_len: int, chat_template: str | None) -> str:
@@ -93,3 +115,246 @@ def system_fingerprint(config: ModelConfig, max_model_len: int, chat_template: s
     described = [version("jaxllm"), engine_settings(config), max_model_len, template]
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
     return f"fp_{digest[:12]}"
+
+
+ModelState = Literal["unloaded", "loading", "loaded", "sleeping", "failed"]
+StartEngine = Callable[[ModelConfig, threading.Event, MemoryRoom], "AsyncLLM"]
+"""Starts a model's engine once there is room for it, and gives up where the event is set meanwhile."""
+MakeRoom = Callable[[int | None], None]
+"""Called in the thread that loads with the bytes that an engine will take, or None where that is not known; returns
+when they are free. Raises what keeps the model from being loaded: APIError where others do."""
+
+
+class Holder(Protocol):
+    """A client's call, which holds a model; it `waits` until its turn has come and the model is loaded."""
+
+    tenant: Tenant
+    waits: bool
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """The progress of a load, also as the body of /ready and /health until the models are loaded.
+
+    Both numbers are 0 where nothing is counted.
+    """
+
+    doing: str
+    """The present step, in words."""
+    done: int = 0
+    total: int = 0
+    status: str = "loading"
+
+    def __str__(self) -> str:
+        return f"{self.doing} ({self.done} of {self.total})" if self.total else self.doing
+
+
+class LoadableModel:
+    """A model that can be loaded and unloaded. Its description and its counters outlive its engine.
+
+    Attributes:
+        name: its name in metrics and notices.
+        adapters: those that requests may choose.
+        served: runs its requests while it is loaded; an engine that is asleep is woken first.
+        stage: how far a load is, while there is one.
+        on_change: called, in any thread, when its state or its stage has changed.
+        error: why the last load failed, if it did, in words for clients.
+        awaited: whether it was loaded at the start: the server is not ready before it is.
+        info, has_chat_template, metrics: of the last load; None before the first.
+        planned_bytes: the plan of its last engine, or of the one that is starting, for each device or for the host,
+            where that is known.
+        keep_alive: seconds without a request after which it is unloaded, by the last request that set it, or else by
+            its settings; infinity is never.
+        calls: those that hold it; while there are any it is not unloaded.
+        last_used: when a call last began or ended, on the monotonic clock.
+        loaded_at: when its last load ended, on the same clock.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        start: StartEngine,
+        *,
+        preload: bool = False,
+        pinned: bool = False,
+        hidden: bool = False,
+        ttl: float | None = None,
+        budget: int | None = None,
+    ):
+        """For pinned to ttl see CatalogEntry; `budget` are the bytes that an engine may take."""
+        self.config = config
+        self.names = config.names
+        self.name = self.names[0]
+        self.adapters = ModelAdapters(self.name, config.lora_modules or ())
+        self.pinned = pinned
+        self.hidden = hidden
+        self.keep_alive = self._ttl = math.inf if ttl is None else ttl
+        self._budget = budget
+        self._start = start
+        self._given_up = threading.Event()
+        self.served: ServedModel | None = None
+        self.on_change: Callable[[], None] = lambda: None
+        self._stage: Stage | None = None
+        self.error: str | None = None
+        self.awaited = preload
+        self.info: EngineInfo | None = None
+        self.has_chat_template: bool | None = None
+        self.metrics: RequestMetrics | None = None
+        self.planned_bytes: int | None = None
+        self.calls: set[Holder] = set()
+        self._falls_asleep = False
+        self.last_used = self.loaded_at = 0.0
+        self._past = EngineStats()
+
+    @classmethod
+    def loaded(cls, served: ServedModel) -> LoadableModel:
+        """A model that was loaded by its owner, who keeps its engine, and stays loaded."""
+
+        def start(config: ModelConfig, given_up: threading.Event, room: MemoryRoom) -> AsyncLLM:
+            raise AssertionError("a pinned model is not unloaded")
+
+        model = cls(served.config, start, preload=True, pinned=True)
+        model._keep(served)
+        return model
+
+    @property
+    def stage(self) -> Stage | None:
+        return self._stage
+
+    @stage.setter
+    def stage(self, stage: Stage | None) -> None:
+        self._stage = stage
+        self.on_change()
+
+    @property
+    def state(self) -> ModelState:
+        if self.is_awake:
+            return "loaded"
+        if self.stage is not None:
+            return "loading"
+        if self.error is not None:
+            return "failed"
+        return "unloaded" if self.served is None else "sleeping"
+
+    @property
+    def is_awake(self) -> bool:
+        """True if it is loaded, and its engine runs requests."""
+        return self.served is not None and not self._falls_asleep and not self.served.engine.is_asleep
+
+    @property
+    def is_in_use(self) -> bool:
+        """True if a request runs on it, and does not only wait."""
+        return any(not call.waits for call in self.calls)
+
+    @property
+    def held_bytes(self) -> int:
+        """Its share of the planned memory: of its devices, and asleep of a CPU's."""
+        if self.served is None:
+            return 0
+        if self.is_awake:
+            return self.planned_bytes or 0
+        engine = self.served.engine
+        return engine.kept_bytes if engine.info.platform == "cpu" else 0
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no call holds it, and it may be unloaded."""
+        return self.served is not None and not self.calls and not self.pinned
+
+    @property
+    def is_dead(self) -> bool:
+        """True if it is loaded and its engine has stopped."""
+        return self.served is not None and self.served.engine.is_dead
+
+    def stats(self) -> EngineStats:
+        """The newest statistics; counters go on from one engine to the next."""
+        return self._past if self.served is None else added(self._past, self.served.engine.stats())
+
+    def load(self, make_room: MakeRoom | None = None) -> None:
+        """Start its engine, or wake it up; blocks until that can run requests. Raises whatever keeps it from it."""
+
+        def ask(nbytes: int | None) -> None:
+            self.planned_bytes = nbytes
+            if make_room is not None:
+                make_room(nbytes)
+
+        def note(doing: str, done: int, total: int) -> None:
+            self.stage = Stage(doing, done, total)
+
+        try:
+            with watched_by(note):
+                served = self._started(MemoryRoom(self._budget, ask))
+        except APIError:
+            raise  # there was no room for it: that is no failure of its own
+        except BaseException as error:
+            self.error = _told_to_clients(error)
+            raise
+        else:
+            self.error = None
+            self._keep(served)
+            return_freed_memory()
+        finally:
+            self.stage = None
+
+    @contextmanager
+    def falling_asleep(self) -> Iterator[None]:
+        """Requests that come now wait, until it has gone to sleep inside and they have woken it up."""
+        self._falls_asleep = True
+        self.on_change()
+        try:
+            yield
+        finally:
+            self._falls_asleep = False
+            self.on_change()
+
+    def give_up(self) -> None:
+        """End a load under way, which then raises EngineDeadError, and any later one."""
+        self._given_up.set()
+
+    def detach(self) -> ServedModel:
+        """From now on it is unloaded; whoever calls this shuts down the engine of what it returns."""
+        assert self.served is not None and not self.is_in_use
+        served, self._past = self.served, counted(self.stats())
+        self.served, self.awaited = None, False
+        self.on_change()
+        return served
+
+    def _started(self, room: MemoryRoom) -> ServedModel:
+        if self.served is not None:
+            past = counted(self.stats())
+            self.served.engine.wake_up(self._given_up, room)
+            self._past = past
+            return self.served
+        engine = self._start(self.config, self._given_up, room)
+        try:
+            self._check_adapters(engine)
+            return ServedModel(self.config, engine, self.metrics)
+        except BaseException:
+            engine.shutdown()
+            raise
+
+    def _check_adapters(self, engine: AsyncLLM) -> None:
+        """Raises ConfigError for an adapter that is not there, or that the engine cannot use."""
+        for adapter in self.adapters:
+            tell(f"Loading adapter {adapter.name}", 0, 0)
+            try:
+                found = self.adapters.found_at(adapter, str(resolve_adapter(adapter.path)))
+                asyncio.run(check_adapter(engine, found))
+            except (ModelNotFoundError, InvalidRequestError) as error:
+                raise ConfigError(f"lora_modules: {error}") from None
+
+    def _keep(self, served: ServedModel) -> None:
+        self.info, self.metrics = served.engine.info, served.metrics
+        self.has_chat_template = served.has_chat_template
+        self.last_used = self.loaded_at = time.monotonic()
+        self.keep_alive = self._ttl
+        self.served = served
+
+
+def _told_to_clients(error: BaseException) -> str:
+    """Why a model could not be loaded. The error itself has paths in it, and is for the log alone."""
+    reason = "its engine did not start"
+    if isinstance(error, CheckpointError):
+        reason = "its files are damaged, or not of a kind that is served"
+    elif isinstance(error, ConfigError):
+        reason = "its settings cannot be honoured with this model on this machine"
+    return f"{reason}; the server's log has the details"

@@ -1,8 +1,7 @@
-"""`serve(config)`: listen, load, answer, and stop cleanly."""
+"""`serve(config)`: check the settings, take the port, run the server; or follow the process that does."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import re
@@ -11,17 +10,18 @@ import socket
 import ssl
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from types import FrameType
-from typing import NoReturn
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NoReturn
 from urllib.parse import urlsplit
 
-import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
-from jaxllm import logs, own_process
+from jaxllm import logs
 from jaxllm.config import ServeConfig
 from jaxllm.config.server import OTHER_KEY_VARIABLES, ServerConfig
 from jaxllm.errors import ConfigError, EngineDeadError
@@ -29,36 +29,31 @@ from jaxllm.folders import in_home, unwritable
 from jaxllm.logs import LogSettings
 from jaxllm.machine import share_one_heap
 from jaxllm.mcp.settings import find_settings
-from jaxllm.serving.access.audit import AuditLog
-from jaxllm.serving.access.keys import read_keys
-from jaxllm.serving.access.limits import RateLimits
+from jaxllm.serving.access.keys import RateLimits, read_keys
 from jaxllm.serving.catalog import ServerModels
-from jaxllm.serving.follower import serve_as_follower
-from jaxllm.serving.http.connections import BoundedProtocol
-from jaxllm.serving.http.listening import address, listening, make_context, reload_certificate, scheme
-from jaxllm.serving.http.records import LOG as REQUEST_LOG
-from jaxllm.serving.loading import Entrance
-from jaxllm.serving.monitor import is_local, monitoring
-from jaxllm.serving.registry import Registry
-from jaxllm.serving.running import Watchdog, noted, notify
-from jaxllm.serving.served_model import stopped
-from jaxllm.serving.state import ServerState
+from jaxllm.serving.entrance import Server, exit_now
+from jaxllm.serving.http.connections import serve_on_thread
+from jaxllm.serving.http.listening import address, bind, listening, make_context, scheme
+from jaxllm.serving.request_log import LOG as REQUEST_LOG
+from jaxllm.serving.request_log import AuditLog
+from jaxllm.serving.running import noted
+from jaxllm.serving.state import Registry
+from jaxllm.serving.status import is_local, monitoring
 from jaxllm.serving.store.database import Database
 from jaxllm.serving.telemetry import check_telemetry
 from jaxllm.sharding.clusters import settled
 
+if TYPE_CHECKING:
+    from jaxllm.engine.scale.lockstep.meeting import Group
+
+
 logger = logging.getLogger(__name__)
 
-FLUSH_SECONDS = 3
-"""How long cancelled requests get to send their last chunk to a client that reads slowly."""
-END_SECONDS = 30
-"""How long everything behind config.shutdown_timeout may take, before the process ends whatever it waits for."""
-IDLE_CONNECTION_SECONDS = 30
 SWITCH_SECONDS = 0.0005
-"""How long a thread that reads a large body, or encodes a long text, may keep the event loop waiting: Python's own 5 ms
-add up, for an event takes several turns of the loop."""
+"""The longest that a thread with a large body or a long text may keep the event loop waiting: Python's own 5 ms add up,
+for an event takes several turns of the loop."""
 _OTHERS = ("VLLM_", "LLAMA_ARG_", "OLLAMA_")
-"""How the variables of other servers' settings begin."""
+"""Prefixes of the variables of other servers' settings."""
 _LINKS = re.compile(r"_SERVICE_(HOST|PORT)|_PORT(_\d+_(TCP|UDP)|=\w+://)")
 """Variables that Kubernetes sets for a service that is called vllm, as VLLM_PORT=tcp://10.0.0.7:80."""
 
@@ -141,12 +136,7 @@ def configure_logging(config: ServerConfig) -> None:
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     if config.logs_requests:
         logging.getLogger(REQUEST_LOG).setLevel(logging.INFO)
-    for chatty in (
-        "mcp",
-        "httpx2",
-        "httpcore2",
-        "alembic",
-    ):  # tell urls, whole messages, plugins; ours say what matters
+    for chatty in ("mcp", "httpx2", "httpcore2", "alembic"):  # they tell urls, whole messages, plugins
         logging.getLogger(chatty).setLevel(logging.CRITICAL)
 
 
@@ -174,172 +164,63 @@ def _ending_on_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda signum, _: _exit_now(128 + signum))
+    before = signal.signal(signal.SIGTERM, lambda signum, _: exit_now(128 + signum))
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _exit_now(status: int) -> NoReturn:
-    """Without waiting for anything, and with the engines' processes, which may not be able to see that we are gone."""
-    own_process.kill_all()
-    os._exit(status)
+@dataclass
+class FollowingServer:
+    """Answers /health on a thread from when all processes have come: 503 until this one can run steps."""
+
+    config: ServeConfig
+    ready: threading.Event = field(default_factory=threading.Event)
+
+    def listen(self, group: Group) -> None:
+        """Open the port. Of several processes on a machine each takes the next one after `port`."""
+        listener = bind(self.config.host, self.config.port + group.place if self.config.port else 0)
+        app = Starlette(routes=[Route("/health", self._health)])
+        serve_on_thread(app, listener, "health", make_context(self.config))
+        logger.info("/health is at %s; process 0 answers requests", address(listener, scheme(self.config)))
+
+    async def _health(self, _: Request) -> Response:
+        is_ready = self.ready.is_set()
+        body = {
+            "status": "ok" if is_ready else "loading",
+            "process_id": self.config.process_id,
+            "num_processes": self.config.num_processes,
+        }
+        return JSONResponse(body, 200 if is_ready else 503)
 
 
-class Server(uvicorn.Server):
-    """uvicorn, with a drain between the signal and the end."""
+def serve_as_follower(config: ServeConfig) -> NoReturn:
+    """Follow process 0 until it ends the group; the process ends with it.
 
-    def __init__(
-        self,
-        config: ServerConfig,
-        start: Callable[[], Registry],
-        listener: socket.socket,
-        ends_with_engine: bool = False,
-    ):
-        self.death: str | None = None
-        """Why its engine died, where the server has ended with it."""
-        self._ends_with_engine = ends_with_engine
-        self.entrance = Entrance(config, start, self._begin)
-        settings = uvicorn.Config(
-            self.entrance,
-            host=config.host,
-            port=config.port,
-            http=partial(BoundedProtocol, send_timeout=config.send_timeout),  # type: ignore[arg-type]
-            ws="none",
-            lifespan="on",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=IDLE_CONNECTION_SECONDS,
-            timeout_graceful_shutdown=FLUSH_SECONDS,
-        )
-        settings.load()
-        settings.ssl = self._tls = make_context(config)
-        super().__init__(settings)
-        self._listener = listener
-        self._lame_until: float | None = None
-        self._deadline: float | None = None
-        self._watchdog = Watchdog()
-        self._last_resort: threading.Timer | None = None
-        self._reloading: asyncio.Task[None] | None = None
+    After SIGTERM or SIGINT the process stays for as long as a server's requests get to finish: process 0 is most
+    likely told to stop too, and ends the group in order. A second signal ends it at once.
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        state = self.entrance.state
-        if state is None or state.leaving:
-            _exit_now(128 + sig)
-        state.leaving = True
-        if not state.config.lameduck:
-            state.drain()
-        seconds = state.config.lameduck + state.config.shutdown_timeout + END_SECONDS
-        self._last_resort = threading.Timer(seconds, _exit_now, [128 + sig])
-        self._last_resort.daemon = True
-        self._last_resort.start()
-
-    def run(self, sockets: list[socket.socket] | None = None) -> None:
-        try:
-            super().run(sockets)
-        finally:
-            if self._last_resort is not None:
-                self._last_resort.cancel()
-
-    def _begin(self) -> None:
-        """The models are there, or never will be."""
-        state = self.entrance.state
-        if state is None:
-            self.should_exit = True
-            return
-        if hasattr(signal, "SIGHUP") and threading.current_thread() is threading.main_thread():
-            self._reload_on_sighup(state, sys.stdin is not None and sys.stdin.isatty())
-        announce(state, self._listener)
-        notify("READY=1", f"STATUS=Serving {', '.join(state.registry.names)}")
-
-    def _reload_on_sighup(self, state: ServerState, has_terminal: bool) -> None:
-        """SIGHUP reads files again: the certificate, and those of ServerState.
-
-        The same signal tells that a terminal was closed: that ends us.
-        """
-        loop = asyncio.get_running_loop()
-
-        def reload() -> None:
-            if has_terminal and not sys.stdin.isatty():
-                self.handle_exit(signal.SIGTERM, None)
-            else:
-                if self._tls is not None:
-                    reload_certificate(self._tls, state.config)
-                self._reloading = loop.create_task(state.reload())
-
-        loop.add_signal_handler(signal.SIGHUP, reload)
-
-    async def on_tick(self, counter: int) -> bool:
-        if await super().on_tick(counter):
-            return True
-        self._watchdog.feed()
-        state = self.entrance.state
-        if state is not None and self._ends_with_engine and not state.leaving:
-            self.death = next((model.served.engine.death for model in state.registry.dead() if model.served), None)
-            if self.death is not None:
-                return True
-        if state is None or not state.leaving:
-            return False
-        now = time.monotonic()
-        if self._lame_until is None:
-            self._lame_until = now + state.config.lameduck
-            notify("STOPPING=1", "STATUS=Stopping")
-            if state.config.lameduck:
-                announce_lame_duck(state)
-        if now < self._lame_until:
-            return False
-        if self._deadline is None:
-            state.drain()
-            self._deadline = now + state.config.shutdown_timeout
-            announce_drain(state)
-        return not state.running or now >= self._deadline
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        state = self.entrance.state
-        if state is not None:
-            state.drain()
-            for request in state.running:
-                request.abort(stopped())
-        await super().shutdown(sockets)
-
-
-def announce(state: ServerState, listener: socket.socket) -> None:
-    """Print what is being served and where."""
-    info = state.registry.find(None).info
-    sizes = f"context {info.max_model_len} tokens, {info.max_num_seqs} sequences at once" if info else "on demand"
-    names, base = ", ".join(state.registry.names), address(listener, scheme(state.config))
-    if state.config.uds is not None:
-        _say(f"Serving {names} on {base} ({sizes})")
-        return
-    page = f"; a page to talk to it at {base}/" if state.config.web else ""
-    _say(f"Serving {names} on {base}/v1 ({sizes}; docs at {base}/docs{page})")
-
-
-def announce_lame_duck(state: ServerState) -> None:
-    """Print how long requests are still answered."""
-    _say(f"Stopping in {state.config.lameduck:g} s; requests are answered until then (Ctrl-C again to exit at once)")
-
-
-def announce_drain(state: ServerState) -> None:
-    """Print what the server's end waits for."""
-    waiting = ""
-    if state.running:
-        seconds, count = state.config.shutdown_timeout, len(state.running)
-        waiting = f": {count} running requests have {seconds:g} s to finish (Ctrl-C again to exit at once)"
-    _say(f"Stopping{waiting}")
-
-
-def _say(text: str) -> None:
-    """Print a line, or log it where standard output is closed or full: that is no reason to stop serving.
-
-    With JSON it is logged in any case, so that all that the server says can be read alike.
+    Raises ConfigError, ModelNotFoundError and CheckpointError as the server of process 0 would.
     """
-    if logs.settings().format == "json":
-        logger.info(text)
-        return
-    try:
-        print(text, flush=True)
-    except OSError as error:
-        logger.warning("standard output cannot be written (%s): %s", error.strerror, text)
+    from jaxllm.engine.scale.lockstep.follower import Follower
+    from jaxllm.engine.start.follow import follow
+    from jaxllm.engine.start.leave import leave
+
+    server = FollowingServer(config)
+    asked: list[int] = []
+
+    def begin(group: Group) -> None:
+        server.listen(group)
+
+        def stop(number: int, _: object) -> None:
+            asked.append(number)
+            if len(asked) > 1:
+                leave(128 + number)
+            assert isinstance(group.hold, Follower)
+            group.hold.stop_within(config.lameduck + config.shutdown_timeout, signal.Signals(number).name)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, stop)
+
+    follow(config.of_model, begin, server.ready.set)

@@ -1,31 +1,39 @@
-"""What every route of one server shares."""
+"""The state that every route of a server shares: its models by their names, keys, limits, and threads for work."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Concatenate, Literal, ParamSpec, TypeVar
+
+import msgspec
+from fastapi import Query
+from msgspec import UNSET, UnsetType
 
 from jaxllm.chat.conversation import Conversation
 from jaxllm.config.server import ServerConfig
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, EngineDeadError
 from jaxllm.machine import cores
 from jaxllm.mcp.servers import ToolServers
 from jaxllm.mcp.settings import find_settings
 from jaxllm.requests.structured_outputs import MAX_PROCESSES, end_compiling
-from jaxllm.serving.access.audit import AuditLog
-from jaxllm.serving.access.keys import Keys
-from jaxllm.serving.access.limits import RateLimits
+from jaxllm.serving.access.keys import OTHERS, Keys, RateLimits, Tenant, refused
 from jaxllm.serving.access.usage import Ledger
-from jaxllm.serving.http.api_error import unavailable
-from jaxllm.serving.http.json_body import BodyProcess
-from jaxllm.serving.http.reading import BodyMemory
-from jaxllm.serving.registry import Registry
-from jaxllm.serving.served_model import Running, ServedModel
+from jaxllm.serving.http.api_error import APIError, unavailable
+from jaxllm.serving.http.json_body import BodyMemory, BodyProcess
+from jaxllm.serving.model_loader import ModelLoader
+from jaxllm.serving.request_log import AuditLog
+from jaxllm.serving.served_model import LoadableModel, ModelState, Running, ServedModel, shutting_down
+from jaxllm.wording import did_you_mean
+
+if TYPE_CHECKING:
+    pass
+
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +41,20 @@ GRAMMAR_THREADS = 2 * MAX_PROCESSES
 """More than can compile at once, so that grammars which have been compiled pass those that have not."""
 TEMPLATE_THREADS = 4
 """For requests with templates of their own, which may take seconds to render."""
+
+RELEASE_SECONDS = 5.0
+"""The time that requests which were cancelled at the server's end have to give their models back."""
+MAX_NAMES_SHOWN = 20
+MAX_NEAR = 3
+"""Names like an unknown one that are told."""
+MAX_COMPARED = 200
+"""Characters of an unknown name that is compared with those of models: a stranger's may have megabytes."""
+
+ModelName = Annotated[str | None, Query(description="A name that /v1/models lists; by default the first.")]
+"""The query parameter of routes whose request has no body."""
+
+_encode = msgspec.json.Encoder().encode
+
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,9 +70,7 @@ class ServerState:
         self.config = config
         self.registry = registry
         self.leaving = False
-        """Whether the server is to stop soon: it answers, and asks to be sent nothing more."""
-        self.draining = False
-        """Whether the server is stopping."""
+        """True if the server is to stop soon: it answers, and asks to be sent nothing more."""
         self.keys = Keys(config, [name for model in registry for name in model.names])
         self.limits = RateLimits(config.rate_limit_store)
         self.usage = Ledger()
@@ -67,28 +87,27 @@ class ServerState:
 
     @property
     def running(self) -> set[Running]:
-        """The requests under way."""
         return {request for model in self.registry.loaded for request in model.running}
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests to the models loaded at the start wait for no compile."""
+        """True if requests to the models loaded at the start wait for no compile."""
         awaited = [model.served for model in self.registry if model.awaited and model.served is not None]
         return all(model.engine.is_dead or model.engine.stats().ready for model in awaited)
 
     def check_accepting(self) -> None:
         """Raises 503 when no new request can start, whatever model it asks for."""
         self.registry.check_alive()
-        if self.draining:
-            raise unavailable("the server is shutting down", code="shutting_down")
+        if self.registry.draining:
+            raise shutting_down()
 
     def drain(self) -> None:
         """From now on no request begins."""
-        self.leaving = self.draining = True
+        self.leaving = True
         self.registry.drain()
 
     async def offload(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run tokenizer or template work on a thread, so that nobody's stream waits for it."""
+        """Run tokenizer or template work on a thread, so that no stream waits for it."""
         return await self._call(self._workers, lambda: function(*args, **kwargs))
 
     async def offload_grammar(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -127,9 +146,6 @@ class ServerState:
         self.keys.reload()
         if self.audit is not None:
             self.audit.reopen()
-        await self._reload_tool_servers()
-
-    async def _reload_tool_servers(self) -> None:
         try:
             path, settings = await self.offload(find_settings, self.config.mcp_config)
         except ConfigError as error:
@@ -146,3 +162,241 @@ class ServerState:
         if self.audit is not None:
             await asyncio.to_thread(self.audit.close)
         end_compiling()  # what runs on them now; the program's end would wait for it
+
+
+class Registry:
+    """Every model of a server. Iterating gives each once, the default first.
+
+    With `any_name` the default model also answers requests for names that no model has. At most `max_loaded` models
+    are loaded at a time, which take at most `memory` bytes; by default all that there are. For `min_seconds` see
+    ModelLoader.
+
+    Raises ConfigError when two models have a name in common, or there is none.
+    """
+
+    def __init__(
+        self,
+        models: Iterable[LoadableModel],
+        *,
+        any_name: bool = False,
+        max_loaded: int | None = None,
+        memory: int | None = None,
+        min_seconds: float = 0.0,
+    ):
+        self._by_name: dict[str, LoadableModel] = {}
+        self._any_name = any_name
+        for model in models:
+            for name in model.names:
+                if self._by_name.setdefault(name, model) is not model:
+                    raise ConfigError(f"served_model_name is {name!r} for two models; each needs names of its own")
+        owners = dict(self._by_name)
+        for model in dict.fromkeys(self._by_name.values()):
+            for adapter in model.adapters:
+                if owners.setdefault(adapter.name, model) is not model or adapter.name in self._by_name:
+                    raise ConfigError(
+                        f"lora_modules has the name {adapter.name!r}, which another model or adapter has already"
+                    )
+        if not self._by_name:
+            raise ConfigError("model is missing: a server needs at least one")
+        self.loader = ModelLoader(list(self), max_loaded, memory, min_seconds)
+        self.draining = False
+        """True while the server is stopping."""
+        self.changes = Changes()
+        """Changes of the models, and of `draining`."""
+        for model in self:
+            model.on_change = self.changes.ring
+
+    def __iter__(self) -> Iterator[LoadableModel]:
+        return iter(dict.fromkeys(self._by_name.values()))
+
+    @property
+    def names(self) -> list[str]:
+        """All names that are listed: of models, those of the default one first, and then of their adapters."""
+        shown = [model for model in self if not model.hidden]
+        names = [name for name, model in self._by_name.items() if not model.hidden]
+        return names + [adapter.name for model in shown for adapter in model.adapters]
+
+    def names_for(self, tenant: Tenant) -> list[str]:
+        """The names of them that a tenant may use."""
+        named = ((name, self.named(name)) for name in self.names)
+        return [name for name, model in named if model is not None and self._may_use(tenant, model, name)]
+
+    def _may_use(self, tenant: Tenant, model: LoadableModel, name: str) -> bool:
+        """Who may use a model may use its adapters; others may where they are given an adapter's own name."""
+        is_adapter = name not in model.names and model.adapters.get(name) is not None
+        return tenant.may_use([*model.names, name] if is_adapter else model.names)
+
+    @property
+    def default_name(self) -> str:
+        """The model of requests that name none."""
+        return next(iter(self._by_name))
+
+    @property
+    def loaded(self) -> list[ServedModel]:
+        return [model.served for model in self if model.served is not None]
+
+    def serves(self, name: str) -> bool:
+        """True if requests for a model of this name are answered."""
+        return self._any_name or self.named(name) is not None
+
+    def named(self, name: str) -> LoadableModel | None:
+        return self._by_name.get(name) or next((model for model in self if model.adapters.get(name)), None)
+
+    def find(self, name: str | None, tenant: Tenant = OTHERS) -> LoadableModel:
+        """The model of that name, or of that adapter, or the default one, for whoever only looks at it: it is neither
+        held nor loaded. Raises as `called`.
+        """
+        return self.called(name, tenant)[1]
+
+    def called(self, name: str | None, tenant: Tenant = OTHERS) -> tuple[str, LoadableModel]:
+        """The same, after the name that it is asked for by: its own where the request names none.
+
+        Raises 404 for an unknown name, which is also one that the tenant may not use.
+        """
+        if name is None:  # the default one, or the first that the tenant may use
+            name = next((name for name, model in self._by_name.items() if tenant.may_use(model.names)), None)
+        if name is not None and self.serves(name):
+            model = self.named(name) or self._by_name[self.default_name]
+            if self._may_use(tenant, model, name):
+                return name, model
+        raise _unknown(name, self.names_for(tenant))
+
+    def find_loaded(self, name: str | None, tenant: Tenant = OTHERS) -> ServedModel:
+        """The same, for who needs its tokenizer or its template. Raises 503 where the model is not loaded now."""
+        model = self.find(name, tenant)
+        if model.served is None:
+            message = f"model {model.name!r} is {model.state}; a request for it, or POST /models/load, loads it"
+            raise unavailable(message, code="model_not_loaded")
+        return model.served
+
+    def check_concurrency(self, tenant: Tenant) -> None:
+        """Raises 429 where a tenant holds models with more requests than it may have under way."""
+        most = tenant.max_concurrency
+        if most is not None and sum(call.tenant.name == tenant.name for m in self for call in m.calls) > most:
+            raise refused(f"this API key may have {most} requests under way at once", 1.0)
+
+    def drain(self) -> None:
+        """From now on no model is loaded, and no request begins."""
+        self.draining = True
+        self.changes.ring()
+        self.loader.drain()
+        for model in self.loaded:
+            model.draining = True
+
+    def dead(self) -> list[LoadableModel]:
+        return [model for model in self if model.is_dead]
+
+    def check_alive(self) -> None:
+        """Raises EngineDeadError when the engines of all models have stopped; an unloaded model has none to stop."""
+        if all(model.is_dead for model in self):
+            names = ", ".join(model.name for model in self)
+            raise EngineDeadError(f"the engine has stopped; no request to {names} can be answered")
+
+    async def check_released(self) -> None:
+        """Asserts that no request holds a model any more, once no request can begin."""
+        deadline = asyncio.get_running_loop().time() + RELEASE_SECONDS
+        while any(model.calls for model in self) and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.01)
+        held = {model.name: len(model.calls) for model in self if model.calls}
+        assert not held, f"calls that were never ended, by model: {held}"
+
+
+class Changes:
+    """Rings the bells of all who watch; any thread, and a signal handler, may ring."""
+
+    def __init__(self) -> None:
+        self._bells: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
+
+    def ring(self) -> None:
+        for bell, loop in list(self._bells.items()):
+            with suppress(RuntimeError):  # the loop was closed, and who watched there is gone
+                loop.call_soon_threadsafe(bell.set)
+
+    @contextmanager
+    def watched(self) -> Iterator[asyncio.Event]:
+        """A bell on the running event loop that is set at each change."""
+        bell = asyncio.Event()
+        self._bells[bell] = asyncio.get_running_loop()
+        try:
+            yield bell
+        finally:
+            del self._bells[bell]
+
+
+class LoadProgress(msgspec.Struct, kw_only=True):
+    stages: list[str]
+    """The known stages of a load: the one that it is in."""
+    current: str
+    value: float
+    """How much of that is done, from 0 to 1; 0 where nothing is counted."""
+
+
+class LoadedInfo(msgspec.Struct, kw_only=True):
+    """What a model was found to be."""
+
+    max_model_len: int
+    has_chat_template: bool | None
+    num_parameters: int
+
+
+class ModelEventData(msgspec.Struct, kw_only=True):
+    status: ModelState
+    progress: LoadProgress | UnsetType = UNSET
+    """While it loads."""
+    info: LoadedInfo | UnsetType = UNSET
+    """Once it is loaded."""
+    error: str | UnsetType = UNSET
+    """Why it could not be loaded."""
+
+
+class ModelEvent(msgspec.Struct, kw_only=True):
+    model: str
+    """A name that /v1/models lists."""
+    event: Literal["model_status"] = "model_status"
+    data: ModelEventData
+
+
+async def model_events(registry: Registry, tenant: Tenant, silence: float) -> AsyncIterator[list[bytes]]:
+    """The state of every listed model that the tenant may use, and from then on each change, until the server stops.
+
+    Changes that come faster than they are read are told together. An empty list stands for `silence` seconds without.
+    """
+    told: dict[str, ModelEventData] = {}
+    with registry.changes.watched() as bell:
+        while not registry.draining:
+            bell.clear()
+            now = {name: _data(registry.find(name)) for name in registry.names_for(tenant)}
+            news = [ModelEvent(model=name, data=data) for name, data in now.items() if told.get(name) != data]
+            told = now
+            if news:
+                yield [b"data: " + _encode(event) + b"\n\n" for event in news]
+            with suppress(TimeoutError):
+                await asyncio.wait_for(bell.wait(), silence)
+                continue
+            yield []
+
+
+def _unknown(name: str | None, names: list[str]) -> APIError:
+    """`names` are those that the caller may know."""
+    if name is None:
+        return APIError(404, "this API key may use no model of this server", param="model", code="model_not_found")
+    near = did_you_mean(name, names, MAX_NEAR).removesuffix("?") if len(name) <= MAX_COMPARED else ""
+    shown = ", ".join(names[:MAX_NAMES_SHOWN]) + (", …" if len(names) > MAX_NAMES_SHOWN else "")
+    message = f"model {name!r} is not served here{near}; this server has {shown}"
+    return APIError(404, message, param="model", code="model_not_found")
+
+
+def _data(model: LoadableModel) -> ModelEventData:
+    data, stage = ModelEventData(status=model.state), model.stage
+    if data.status == "loading" and stage is not None:
+        done = stage.done / stage.total if stage.total else 0.0
+        data.progress = LoadProgress(stages=[stage.doing], current=stage.doing, value=done)
+    elif data.status == "loaded" and model.info is not None:
+        data.info = LoadedInfo(
+            max_model_len=model.info.max_model_len,
+            has_chat_template=model.has_chat_template,
+            num_parameters=model.info.num_parameters,
+        )
+    elif data.status == "failed" and model.error is not None:
+        data.error = model.error
+    return data

@@ -19,11 +19,11 @@ from jaxllm.serving.store.database import Database
 
 logger = logging.getLogger(__name__)
 LOOK_SECONDS = 600.0
-"""How often it is looked for what is old."""
+"""The time between two looks for old objects."""
 AT_ONCE = 100
-"""Objects that one transaction deletes, and for which others who write may have to wait."""
+"""Objects that one transaction deletes; other writers wait for it."""
 PAUSE_SECONDS = 0.05
-"""Between two transactions, for those others."""
+"""Between two transactions, for other writers."""
 DeleteBefore = Callable[[int, int], Awaitable[int]]
 """Deletes objects of one kind that are older than a time, at most so many; how many there were."""
 
@@ -36,7 +36,7 @@ class StoredKind(NamedTuple):
     time_of: Any
     """Seconds since 1970 from which its age counts."""
     detail: ColumnElement[str] | Any
-    """What is worth seeing of one."""
+    """A column that is worth seeing."""
 
 
 KINDS = {
@@ -50,7 +50,7 @@ KINDS = {
 
 
 class StoredCount(NamedTuple):
-    """How many objects of a kind there are, and the times of the oldest and the newest."""
+    """The number of objects of a kind, and the times of the oldest and the newest."""
 
     number: int
     oldest: int | None
@@ -58,8 +58,6 @@ class StoredCount(NamedTuple):
 
 
 class StoredEntry(NamedTuple):
-    """One stored object."""
-
     id: str
     kind: str
     owner: str | None
@@ -69,7 +67,6 @@ class StoredEntry(NamedTuple):
 
 
 def deleters(database: Database, data_dir: Path) -> dict[str, DeleteBefore]:
-    """What deletes old objects of each kind."""
     return {
         "responses": ResponseStore(database).delete_before,
         "conversations": ConversationStore(database).delete_before,
@@ -79,7 +76,7 @@ def deleters(database: Database, data_dir: Path) -> dict[str, DeleteBefore]:
 
 
 async def counted(database: Database) -> dict[str, StoredCount]:
-    """How many objects of each kind there are."""
+    """The numbers of objects of each kind."""
     async with database.session() as session:
         rows = {
             name: (await session.execute(select(func.count(), func.min(kind.time_of), func.max(kind.time_of)))).one()
@@ -95,15 +92,16 @@ async def listed(database: Database, name: str, limit: int) -> list[StoredEntry]
         rows = await session.execute(
             select(kind.id, kind.owner, kind.time_of, kind.detail).order_by(kind.time_of.desc(), kind.id).limit(limit)
         )
-        return [StoredEntry(id, name, owner, time_of, _text(detail)) for id, owner, time_of, detail in rows]
-
-
-def _text(detail: str | bytes) -> str:
-    return detail.decode(errors="replace") if isinstance(detail, bytes) else detail
+        return [
+            StoredEntry(
+                id, name, owner, time_of, detail.decode(errors="replace") if isinstance(detail, bytes) else detail
+            )
+            for id, owner, time_of, detail in rows
+        ]
 
 
 async def delete_old(deleters: Mapping[str, DeleteBefore], time_of: int) -> dict[str, int]:
-    """Delete all that is older than a time in seconds since 1970; how many of each kind there were."""
+    """Delete all that is older than a time in seconds since 1970; returns the counts by kind."""
     deleted = dict.fromkeys(deleters, 0)
     for kind, delete_before in deleters.items():
         while count := await delete_before(time_of, AT_ONCE):
@@ -126,22 +124,17 @@ class Retention:
             self._task = asyncio.create_task(self._run(self._seconds), name="delete old objects")
 
     async def close(self) -> None:
-        """A transaction under way is rolled back."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
 
     async def _run(self, seconds: float) -> None:
         while True:
-            if self._database.exists:
-                await self._look(int(time.time() - seconds))
+            try:
+                deleted = await delete_old(self._deleters, int(time.time() - seconds)) if self._database.exists else {}
+                if any(deleted.values()):
+                    told = ", ".join(f"{count} {kind}" for kind, count in deleted.items())
+                    logger.info("deleted as too old: %s", told)
+            except (SQLAlchemyError, OSError, StorageFullError):
+                logger.exception("old objects could not be deleted; the next attempt is in %g seconds", LOOK_SECONDS)
             await asyncio.sleep(LOOK_SECONDS)
-
-    async def _look(self, time_of: int) -> None:
-        try:
-            deleted = await delete_old(self._deleters, time_of)
-        except (SQLAlchemyError, OSError, StorageFullError):
-            logger.exception("old objects could not be deleted; the next attempt is in %g seconds", LOOK_SECONDS)
-            return
-        if any(deleted.values()):
-            logger.info("deleted as too old: %s", ", ".join(f"{count} {kind}" for kind, count in deleted.items()))

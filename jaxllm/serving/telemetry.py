@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 
 from jaxllm.config.server import ServerConfig
 from jaxllm.errors import ConfigError
-from jaxllm.serving.http.records import ModelCall, Record
+from jaxllm.serving.request_log import Record
+from jaxllm.serving.request_metrics import ModelCall
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 PROVIDER = "jaxllm"
 EXPORT_SECONDS = 5
-"""How long a collector may take to accept what it is sent."""
+"""The longest that a collector may take to accept data."""
 _PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 _SECONDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
@@ -60,8 +61,8 @@ def check_telemetry(config: ServerConfig) -> None:
 class Telemetry:
     """An observer of records that sends their spans and measurements to a collector, from threads of its own.
 
-    A request is a span, and each call of the model a span in it, which has one for each of its phases. It belongs to
-    the trace that the caller's `traceparent` names, if there is one.
+    A request is a span of its caller's trace, if `traceparent` names one. Each call of the model is a span in it, and
+    each phase of a call one in that.
 
     Raises ConfigError, see `check_telemetry`.
     """
@@ -103,7 +104,6 @@ class Telemetry:
             self._measure(record, call)
 
     def close(self) -> None:
-        """Send what has not been sent yet; it blocks."""
         self._tracers.shutdown()
         self._meters.shutdown()
 
@@ -113,13 +113,9 @@ class Telemetry:
 
         caller = TraceContextTextMapPropagator().extract(dict(record.headers))
         attributes = http_attributes(record)
-        span = self._tracer.start_span(
-            record.method if record.route is None else f"{record.method} {record.route}",
-            caller,
-            SpanKind.SERVER,
-            attributes,
-            start_time=_nanoseconds(record.began),
-        )
+        name = record.method if record.route is None else f"{record.method} {record.route}"
+        began = _nanoseconds(record.began)
+        span = self._tracer.start_span(name, caller, SpanKind.SERVER, attributes, start_time=began)
         record.trace_id = format_trace_id(span.get_span_context().trace_id)
         if record.status >= 400 or record.client_gone:
             _mark_failed(span, error_type(record))
@@ -173,7 +169,7 @@ _MEASURED_BY = frozenset({
 
 
 def http_attributes(record: Record) -> dict[str, Any]:
-    """Of the span of a request, by OpenTelemetry's conventions for HTTP."""
+    """The attributes of a request's span, by OpenTelemetry's conventions for HTTP."""
     found: dict[str, Any] = {
         "http.request.method": record.method,
         "http.response.status_code": record.status,
@@ -187,9 +183,10 @@ def http_attributes(record: Record) -> dict[str, Any]:
 
 
 def call_attributes(record: Record, call: ModelCall) -> dict[str, Any]:
-    """Of the span of a call; what was not asked for, or is not known, is left out."""
+    """The attributes of a call's span, without those that were not asked for or are not known."""
+    operation = "text_completion" if record.path.rstrip("/") in ("/v1/completions", "/completions") else "chat"
     found: dict[str, Any] = {
-        "gen_ai.operation.name": _operation(record, call),
+        "gen_ai.operation.name": "embeddings" if call.operation == "embed" else operation,
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": call.model,
         "gen_ai.response.model": call.model,
@@ -223,14 +220,8 @@ def call_attributes(record: Record, call: ModelCall) -> dict[str, Any]:
 
 
 def error_type(record: Record) -> str:
-    """Why a request has no whole answer: that its client went away, or the status."""
+    """The reason of an incomplete answer: a client that went away, or the status."""
     return "client_gone" if record.client_gone else str(record.status)
-
-
-def _operation(record: Record, call: ModelCall) -> str:
-    if call.operation == "embed":
-        return "embeddings"
-    return "text_completion" if record.path.rstrip("/") in ("/v1/completions", "/completions") else "chat"
 
 
 def _server(record: Record) -> dict[str, Any]:
@@ -241,7 +232,6 @@ def _server(record: Record) -> dict[str, Any]:
 
 
 def _messages(role: str, texts: Sequence[str], finish_reasons: Sequence[str] = ()) -> str:
-    """Texts in the form that the conventions give to messages."""
     said: list[dict[str, Any]] = [{"role": role, "parts": [{"type": "text", "content": text}]} for text in texts]
     for message, reason in zip(said, finish_reasons, strict=False):
         message["finish_reason"] = reason

@@ -247,7 +247,7 @@ def _chat_request(body: Mapping[str, Any]) -> ChatRequest:
     from fastapi.exceptions import RequestValidationError
     from pydantic import ValidationError
 
-    from jaxllm.serving.http.errors import to_api_error
+    from jaxllm.serving.http.answers import to_api_error
     from jaxllm.serving.openai.chat_types import ChatRequest
 
     try:

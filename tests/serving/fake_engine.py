@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import msgspec
@@ -47,8 +47,11 @@ from jaxllm.errors import CheckpointError, EngineDeadError
 from jaxllm.requests.outputs import Logprob, ModelTasks, PoolingParams, PromptScores
 from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
 from jaxllm.requests.steering import AdapterUse
-from jaxllm.serving.loadable import LoadableModel
+from jaxllm.serving.served_model import LoadableModel
 from jaxllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxllm.serving.state import Registry
 
 BOS = 256
 NEW_WEIGHTS = "/models/new"
@@ -477,8 +480,8 @@ def app_of(
 ) -> FastAPI:
     """The application of a server with this engine, with `others` by their models' names, and with `unloaded`."""
     from jaxllm.serving.app import create_app
-    from jaxllm.serving.registry import Registry
     from jaxllm.serving.served_model import ServedModel
+    from jaxllm.serving.state import Registry
 
     models = [ServedModel(config.of_model, engine)]
     models += [ServedModel(ModelConfig(model=name), other) for name, other in (others or {}).items()]
@@ -488,9 +491,17 @@ def app_of(
     )
 
 
+def single_model(config: ServeConfig, engine: Any) -> Registry:
+    """The registry of a server with one model, which is loaded."""
+    from jaxllm.serving.served_model import ServedModel
+    from jaxllm.serving.state import Registry
+
+    model = LoadableModel.loaded(ServedModel(config.of_model, engine))
+    return Registry([model], any_name=config.serve_any_model_name)
+
+
 def serve_engine(config: ServeConfig, engine: Any, listener: socket.socket) -> None:
     """Serve this one engine until a signal."""
-    from jaxllm.serving.registry import single_model
     from jaxllm.serving.server import run_server
 
     run_server(config.of_server, lambda: single_model(config, engine), listener)

@@ -19,8 +19,8 @@ from jaxllm.errors import ConfigError, EngineDeadError
 from jaxllm.mcp.settings import OFF
 from jaxllm.progress import tell
 from jaxllm.serving.app import create_app
-from jaxllm.serving.loadable import LoadableModel
-from jaxllm.serving.registry import Registry
+from jaxllm.serving.served_model import LoadableModel
+from jaxllm.serving.state import Registry
 from tests.serving.batches.running import Running
 from tests.serving.fake_engine import FakeEngine
 

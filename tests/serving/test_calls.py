@@ -16,17 +16,14 @@ from jaxllm.config import ModelConfig, ServeConfig
 from jaxllm.config.server import ServerConfig
 from jaxllm.errors import ConfigError
 from jaxllm.mcp.settings import OFF
-from jaxllm.serving import registry as registry_module
+from jaxllm.serving import state as registry_module
 from jaxllm.serving.access.keys import OTHERS
-from jaxllm.serving.call import Call, open_call
+from jaxllm.serving.call import ClientCall, open_call
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.records import Record
-from jaxllm.serving.http.route import TENANT
-from jaxllm.serving.http.streaming import ANSWER, Answer
-from jaxllm.serving.loadable import LoadableModel
-from jaxllm.serving.registry import Registry
-from jaxllm.serving.served_model import ServedModel
-from jaxllm.serving.state import ServerState
+from jaxllm.serving.http.route import ANSWER, TENANT, Answer
+from jaxllm.serving.request_log import Record
+from jaxllm.serving.served_model import LoadableModel, ServedModel
+from jaxllm.serving.state import Registry, ServerState
 from tests.serving.batches.conftest import start
 from tests.serving.batches.running import Running, chat
 from tests.serving.conftest import wait_for
@@ -156,8 +153,8 @@ def state_of(*names: str) -> ServerState:
     return ServerState(ServerConfig(mcp_config=OFF), make_registry(*names))
 
 
-async def begun(state: ServerState, name: str) -> Call:
-    call = Call(state, *state.registry.called(name))
+async def begun(state: ServerState, name: str) -> ClientCall:
+    call = ClientCall(state, *state.registry.called(name))
     await call.begin()
     return call
 
@@ -193,7 +190,7 @@ def test_a_call_ends_what_was_entered_in_it_and_its_record() -> None:
                 ended.append("stream")
                 raise ValueError("it could not be stopped")
 
-        call = Call(state, *state.registry.called("a"), record=record)
+        call = ClientCall(state, *state.registry.called("a"), record=record)
         await call.begin()
         with record, pytest.raises(ValueError, match="could not be stopped"):
             async with call, call.again():

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from jaxllm.errors import CheckpointError
-from jaxllm.serving.http import streaming
+from jaxllm.serving.http import route
 from tests.serving.conftest import wait_for
 from tests.serving.on_demand import Serve, Several, Starts, serve, starts
 
@@ -30,8 +30,8 @@ BODIES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "NOTICE_SECONDS", 0.05)
-    monkeypatch.setattr(streaming, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(route, "NOTICE_SECONDS", 0.05)
+    monkeypatch.setattr(route, "LOOK_SECONDS", 0.02)
 
 
 @contextmanager
@@ -107,7 +107,7 @@ def test_a_load_that_fails_becomes_an_event_of_the_api(serve: Serve, starts: Sta
 
 
 def test_what_fails_at_once_has_its_own_status(serve: Serve, starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "NOTICE_SECONDS", 60)  # on a busy machine a load takes its time
+    monkeypatch.setattr(route, "NOTICE_SECONDS", 60)  # on a busy machine a load takes its time
     server = serve("a", "b")
     starts.misfits["a"] = "it is too large"
     with pytest.raises(openai.InternalServerError, match="its settings cannot be honoured"):

@@ -13,11 +13,12 @@ import pytest
 from jaxllm.config import ServeConfig
 from jaxllm.errors import ConfigError
 from jaxllm.progress import tell
+from jaxllm.serving.entrance import Server
 from jaxllm.serving.http.listening import address, bind
-from jaxllm.serving.registry import Registry, single_model
-from jaxllm.serving.server import Server, run_server
+from jaxllm.serving.server import run_server
+from jaxllm.serving.state import Registry
 from tests.serving.conftest import wait_for
-from tests.serving.fake_engine import FakeEngine
+from tests.serving.fake_engine import FakeEngine, single_model
 
 HELLO = [{"role": "user", "content": "Hi"}]
 

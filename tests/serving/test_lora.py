@@ -12,8 +12,8 @@ from fastapi.testclient import TestClient
 from jaxllm.cli.main import main
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.serving.loadable import LoadableModel
-from jaxllm.serving.registry import Registry
+from jaxllm.serving.served_model import LoadableModel
+from jaxllm.serving.state import Registry
 from tests.serving.access.conftest import write_keys
 from tests.serving.fake_engine import FakeEngine
 

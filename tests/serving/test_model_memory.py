@@ -12,7 +12,7 @@ import pytest
 from jaxllm.config import ModelConfig, ServeConfig
 from jaxllm.errors import ConfigError
 from jaxllm.serving.catalog import ServerModels
-from jaxllm.serving.loadable import LoadableModel
+from jaxllm.serving.served_model import LoadableModel
 from tests.serving.conftest import wait_for
 from tests.serving.on_demand import Serve, Starts, refusal, serve, starts
 
@@ -76,7 +76,8 @@ def test_pinned_models_leave_no_room(serve: Serve, starts: Starts) -> None:
 def test_models_that_are_preloaded_must_fit_together(starts: Starts) -> None:
     starts.sizes = {"a": 4 * GIB, "b": 3 * GIB}
     models = ServerModels(ServeConfig(model="a"))
-    models._memory, models._are_several = 6 * GIB, True
+    models._config = ServeConfig(model="a", model_memory=6 * GIB)
+    models._are_several = True
     models._models = [LoadableModel(ModelConfig(model=name), starts, preload=True) for name in "ab"]
     with pytest.raises(ConfigError, match="model 'b': it takes 3 GiB of memory, and those preloaded before it 4 GiB"):
         models.start()

@@ -13,7 +13,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from jaxllm.logs import JSONLines
-from jaxllm.serving.http.records import LOG
+from jaxllm.serving.request_log import LOG
 from tests.serving.access.conftest import key, write_keys
 from tests.serving.api_surface import BODIES
 from tests.serving.conftest import wait_for

@@ -1,1 +1,1 @@
-"""Who may call, what they may do, and what they have used."""
+"""Callers: their keys, their rights and limits, and their usage."""

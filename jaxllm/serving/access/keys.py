@@ -1,25 +1,31 @@
-"""Who calls: a name by its API key, what it may do, and the file of keys that says so."""
+"""Callers: their names by API keys, their rights and limits, and the file of keys that grants these."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import secrets
-from collections.abc import Collection, Iterable
+import time
+from collections.abc import Awaitable, Collection, Iterable
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from fastapi import Request
+from limits import RateLimitItemPerMinute
+from limits.aio.strategies import FixedWindowRateLimiter
+from limits.errors import ConfigurationError, StorageError
+from limits.storage import storage_from_string
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from jaxllm.config.server import ServerConfig
 from jaxllm.config.sources import read_mapping
 from jaxllm.config.values import comma_separated, of_text
-from jaxllm.errors import ConfigError, InvalidRequestError
+from jaxllm.errors import ConfigError, InvalidRequestError, one_line
 from jaxllm.folders import in_home
-from jaxllm.serving.http.api_error import APIError
+from jaxllm.serving.http.api_error import APIError, unavailable
 from jaxllm.serving.http.route import TENANT
 from jaxllm.wording import did_you_mean, shown, wrong_setting
 
@@ -30,6 +36,17 @@ NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 _PREFIX = "jaxllm-"
 _HASH = "sha256:"
 _RANDOM_BYTES = 32
+
+T = TypeVar("T")
+
+Metered = Literal["requests", "tokens"]
+
+SCHEMES = ("redis://", "rediss://")
+ANSWER_SECONDS = 2.0
+"""The longest that a Redis may take to answer."""
+_SAME_SECONDS = 5.0
+"""Two windows of a key begin a minute or more apart; Redis tells their ends in whole seconds."""
+
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -49,11 +66,11 @@ class Keys:
 
     @property
     def have_names(self) -> bool:
-        """Whether there is a file of keys, which names them."""
+        """True with a file of keys, which names them."""
         return self._path is not None
 
     def check(self, sent: str) -> Tenant:
-        """In whose name a request comes that brings this key. Raises 401.
+        """The tenant of a request that brings this key. Raises 401.
 
         Every key is compared, and each in constant time, so that the answer's time says nothing of them.
         """
@@ -69,7 +86,7 @@ class Keys:
         raise _refused("the API key is wrong" if sent else "no API key; send it as 'Authorization: Bearer KEY'")
 
     def named(self, name: str | None) -> Tenant:
-        """In whose name something goes on that was begun with a key. Raises 401 when that is gone or has expired."""
+        """The tenant of work that was begun with a key. Raises 401 when the key is gone or has expired."""
         if name is None:
             return OTHERS
         for key in self._own:
@@ -118,22 +135,18 @@ class Tenant(BaseModel):
 
     @property
     def group(self) -> str:
-        """What the engine tells its requests from others' by: see FairQueue."""
+        """The name of its requests' group in the engine: see FairQueue."""
         return self.name or ""
 
     def may_use(self, names: Iterable[str]) -> bool:
-        """Whether a model of these names is one of its own."""
         return self.models is None or not self.models.isdisjoint(names)
 
     def cache_salt(self, asked: str | None) -> str | None:
-        """Of a request that brings one: only requests with the same share cached prefixes."""
+        """The salt of a request that brings one: only requests with the same share cached prefixes."""
         return asked
 
     def priority(self, asked: int) -> int:
-        """Of a request that asks for one; 0 is what it asks for that says nothing, which may be less than allowed.
-
-        Raises InvalidRequestError where it asks for more than is allowed.
-        """
+        """The priority of a request; 0, which says nothing, is raised to the ceiling. Raises InvalidRequestError."""
         ceiling = self.priority_ceiling
         if ceiling is None or asked >= ceiling:
             return asked
@@ -149,7 +162,7 @@ OTHERS = Tenant(admin=True)
 
 
 def tenant_of(request: Request) -> Tenant:
-    """In whose name a request comes that its route has let in."""
+    """The tenant of a request that its route has let in."""
     tenant: Tenant = request.scope[TENANT]
     return tenant
 
@@ -162,7 +175,6 @@ def check_admin(request: Request, what: str = "unload models or put them to slee
 
 
 def _in_utc(value: datetime) -> datetime:
-    """What names no zone is meant in UTC."""
     return value.replace(tzinfo=UTC) if value.tzinfo is None else value
 
 
@@ -188,7 +200,6 @@ class ApiKey(Tenant):
 
 
 def new_key() -> str:
-    """A fresh one, of 256 random bits."""
     return _PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
 
 
@@ -198,7 +209,6 @@ def digest_of(key: str) -> bytes:
 
 
 def hash_of(key: str) -> str:
-    """As the file of keys has it."""
     return _HASH + digest_of(key).hex()
 
 
@@ -213,7 +223,7 @@ def read_keys(path: Path) -> list[ApiKey]:
         where = f"{path}: key {shown(name)}"
         if not isinstance(fields, dict):
             raise ConfigError(f"{where} must be a mapping of setting: value, and have at least a hash")
-        key = _key(where, {"name": name}, fields)
+        key = _key(where, name, fields)
         if same := next((other for other in keys if other.digest == key.digest), None):
             raise ConfigError(f"{where}: its hash is that of key {same.name!r}; each needs a key of its own")
         keys.append(key)
@@ -231,12 +241,12 @@ def _refused(problem: str) -> APIError:
     return APIError(401, problem, type="authentication_error", code="invalid_api_key", headers=headers)
 
 
-def _key(where: str, named: dict[str, Any], fields: dict[Any, Any]) -> ApiKey:
+def _key(where: str, name: str, fields: dict[Any, Any]) -> ApiKey:
     settings = [name for name in ApiKey.model_fields if name != "name"]
     if unknown := next((name for name in fields if name not in settings), None):
         raise ConfigError(f"{where}: unknown setting {shown(unknown)}{did_you_mean(str(unknown), settings)}")
     try:
-        return ApiKey(**named, **fields)
+        return ApiKey(name=name, **fields)
     except ValidationError as error:
         first = error.errors()[0]
     setting = str(first["loc"][0])
@@ -245,3 +255,90 @@ def _key(where: str, named: dict[str, Any], fields: dict[Any, Any]) -> ApiKey:
     if setting == "hash":  # somebody may have put the key itself there
         raise ConfigError(f"{where}: hash must be sha256: and 64 hexadecimal digits, as `jaxllm keys new` prints them")
     raise ConfigError(f"{where}: {setting} is {shown(first['input'])}: {wrong_setting(first)}")
+
+
+class Window(NamedTuple):
+    """The minute that is being counted for a key; it begins with the first thing that is counted in it."""
+
+    remaining: int
+    resets: float
+    """Its end, in seconds since 1970."""
+
+
+class RateLimits:
+    """Counts by key. Raises ConfigError where `url`, a Redis, cannot be used; None counts in this process."""
+
+    def __init__(self, url: str | None):
+        self._url = url
+        if url is not None and not url.startswith(SCHEMES):
+            raise ConfigError("rate_limit_store must be redis://HOST:PORT/NUMBER, or rediss:// for TLS")
+        storage = storage_from_string("async+memory://") if url is None else _redis(url)
+        self._limiter = FixedWindowRateLimiter(storage)
+
+    async def check(self) -> None:
+        """Raises ConfigError where the store does not answer."""
+        try:
+            answers = await self._limiter.storage.check()
+        except StorageError as error:
+            raise ConfigError(f"rate_limit_store does not answer: {one_line(error.storage_error)}") from None
+        if not answers:
+            raise ConfigError("rate_limit_store does not answer: see that the server it names runs")
+
+    async def take(self, kind: Metered, name: str, limit: int, cost: int) -> tuple[bool, Window]:
+        """Count `cost` for a key unless that would be more than its `limit`; whether it was counted.
+
+        Raises 503 where the store does not answer.
+        """
+        item = RateLimitItemPerMinute(limit, namespace="jaxllm")
+        taken = await self._asked(self._limiter.test(item, kind, name, cost=cost))
+        if taken and not await self._asked(self._limiter.hit(item, kind, name, cost=cost)):
+            await self._asked(self._limiter.hit(item, kind, name, cost=-cost))  # another server was faster
+            taken = False
+        return taken, await self._window(item, kind, name)
+
+    async def correct(self, kind: Metered, name: str, limit: int, difference: int, window: Window) -> None:
+        """Count more than was taken in a window, or with a negative `difference` less, if that has not ended.
+
+        Raises 503 where the store does not answer.
+        """
+        item = RateLimitItemPerMinute(limit, namespace="jaxllm")
+        if difference < 0:
+            now = await self._window(item, kind, name)
+            if time.time() >= window.resets or abs(now.resets - window.resets) > _SAME_SECONDS:
+                return
+        if difference:
+            await self._asked(self._limiter.hit(item, kind, name, cost=difference))
+
+    async def _window(self, item: RateLimitItemPerMinute, kind: Metered, name: str) -> Window:
+        stats = await self._asked(self._limiter.get_window_stats(item, kind, name))
+        return Window(stats.remaining, stats.reset_time)
+
+    async def _asked(self, answer: Awaitable[T]) -> T:
+        try:
+            return await answer
+        except StorageError as error:
+            logger.error("rate_limit_store does not answer: %s", one_line(error.storage_error))
+            raise unavailable(
+                "the store of this server's rate limits does not answer", code="rate_limits_unavailable"
+            ) from None
+
+
+def _redis(url: str) -> Any:
+    """Each command is tried once more at once, for connections that a server which was started again has forgotten."""
+    try:
+        from redis.asyncio.retry import Retry
+        from redis.backoff import NoBackoff
+
+        options: dict[str, Any] = {"socket_timeout": ANSWER_SECONDS, "socket_connect_timeout": ANSWER_SECONDS}
+        options |= {"implementation": "redispy", "wrap_exceptions": True, "retry": Retry(NoBackoff(), 1)}
+        return storage_from_string(f"async+{url}", **options)
+    except ImportError:
+        raise ConfigError("rate_limit_store is a Redis, which needs `pip install jaxllm[redis]`") from None
+    except (ConfigurationError, ValueError) as error:
+        raise ConfigError(f"rate_limit_store cannot be used: {one_line(error)}") from None
+
+
+def refused(message: str, seconds: float) -> APIError:
+    """429: the same request may be sent again in so many seconds."""
+    again = {"Retry-After": str(max(math.ceil(seconds), 1))}
+    return APIError(429, message, type="rate_limit_error", code="rate_limit_exceeded", headers=again)

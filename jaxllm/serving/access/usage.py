@@ -1,17 +1,17 @@
-"""How many tokens each name has used: counted, stored, and told at /metrics and /usage."""
+"""The usage of each name in tokens: counted, stored, and told at /metrics and /usage."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, date, datetime, timedelta
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 from sqlalchemy import BigInteger, String, select
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 router = APIRouter(route_class=JSONRoute, tags=["status"])
 
 NO_KEY = "-"
-"""What requests without a key of the file are counted under: no key is called that."""
+"""The name of requests without a key of the file: no key is called that."""
 COUNTERS = {
     "key_requests": ("Requests for a model, by API key.", lambda used: used.requests),
     "key_prompt_tokens": ("Prompt tokens, by API key.", lambda used: used.prompt_tokens),
@@ -39,12 +39,12 @@ COUNTERS = {
     "key_generation_tokens": ("Tokens generated, by API key.", lambda used: used.completion_tokens),
 }
 WRITE_SECONDS = 10.0
-"""How often usage is written. A server that dies loses what it has counted since."""
+"""The time between two writes. A server that dies loses the usage since the last one."""
 DAYS_SHOWN = 30
 
 
 class Account(NamedTuple):
-    """What usage is counted by: `owner` is the name of a key, empty for whoever has none, and `day` one in UTC."""
+    """A key's usage of a model on a day in UTC; `owner` is the key's name, empty without one."""
 
     owner: str
     day: str
@@ -61,7 +61,6 @@ class Used(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of prompts and answers together."""
         return self.prompt_tokens + self.completion_tokens
 
     def plus(self, other: Used) -> Used:
@@ -69,58 +68,53 @@ class Used(NamedTuple):
 
 
 class Ledger:
-    """Usage as it is counted in this process, until it is taken away to be kept elsewhere."""
+    """Usage as it is counted in this process, until it is taken away to be kept elsewhere.
+
+    Attributes:
+        totals: by owner and model, since the start.
+        pending: counted since it was last taken away.
+    """
 
     def __init__(self) -> None:
-        self._pending: dict[Account, Used] = {}
-        self._totals: dict[tuple[str, str], Used] = {}
-
-    @property
-    def totals(self) -> Mapping[tuple[str, str], Used]:
-        """By owner and model, since the start."""
-        return self._totals
-
-    @property
-    def pending(self) -> Mapping[Account, Used]:
-        """What has been counted since it was last taken away."""
-        return self._pending
+        self.totals: dict[tuple[str, str], Used] = {}
+        self.pending: dict[Account, Used] = {}
 
     def add(self, owner: str | None, model: str, used: Used) -> None:
         """Count what a request has used, today."""
         name = owner or ""
         day = datetime.fromtimestamp(time.time(), UTC).date().isoformat()
-        self._totals[name, model] = self._totals.get((name, model), Used()).plus(used)
+        self.totals[name, model] = self.totals.get((name, model), Used()).plus(used)
         self.put_back({Account(name, day, model): used})
 
     def take(self) -> dict[Account, Used]:
-        """Take away what is pending."""
-        taken, self._pending = self._pending, {}
+        taken, self.pending = self.pending, {}
         return taken
 
     def put_back(self, usage: Mapping[Account, Used]) -> None:
         """Make pending what could not be kept elsewhere."""
-        for account, used in usage.items():
-            self._pending[account] = self._pending.get(account, Used()).plus(used)
+        _add_up(self.pending, usage)
+
+
+class Collected(Collector):
+    """Metrics that have been collected already."""
+
+    def __init__(self, metrics: Iterable[Metric]):
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics
 
 
 def usage_by_key(ledger: Ledger, reader: Tenant) -> bytes:
     """In Prometheus' format, what keys have used since the start: all of them for an admin, for another its own."""
-    shown = CollectorRegistry()
-    shown.register(_Usage(ledger, reader))
-    return generate_latest(shown)
-
-
-class _Usage(Collector):
-    def __init__(self, ledger: Ledger, reader: Tenant):
-        self._ledger, self._reader = ledger, reader
-
-    def collect(self) -> Iterator[Metric]:
-        for name, (text, read) in COUNTERS.items():
-            metric = CounterMetricFamily(f"jaxllm:{name}", text, labels=["api_key", "model_name"])
-            for (owner, model), used in sorted(self._ledger.totals.items()):
-                if self._reader.admin or owner == self._reader.group:
-                    metric.add_metric([owner or NO_KEY, model], read(used))
-            yield metric
+    metrics = []
+    for name, (text, read) in COUNTERS.items():
+        metric = CounterMetricFamily(f"jaxllm:{name}", text, labels=["api_key", "model_name"])
+        for (owner, model), used in sorted(ledger.totals.items()):
+            if reader.admin or owner == reader.group:
+                metric.add_metric([owner or NO_KEY, model], read(used))
+        metrics.append(metric)
+    return generate_latest(Collected(metrics))
 
 
 class UsageRow(Base):
@@ -139,10 +133,7 @@ class UsageRow(Base):
 
 
 class UsageStore:
-    """Writes what a ledger counts into the database, where it outlives the server and servers add up.
-
-    Without `keeps` nothing is written: what there is, is what the ledger has counted since the start.
-    """
+    """Writes what a ledger counts into the database, where servers add up; nothing without `keeps`."""
 
     def __init__(self, ledger: Ledger, database: Database, *, keeps: bool):
         self._ledger = ledger
@@ -151,12 +142,10 @@ class UsageStore:
         self._writing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Write from now on."""
         if self._keeps:
             self._writing = asyncio.create_task(self._write_again_and_again(), name="write usage")
 
     async def close(self) -> None:
-        """Write what there is, and no more."""
         if self._writing is not None:
             self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)
@@ -180,7 +169,7 @@ class UsageStore:
             logger.error("the usage of API keys could not be written; it is tried again: %s", error, exc_info=not known)
 
     async def of(self, owner: str | None, since: str, until: str) -> list[tuple[Account, Used]]:
-        """What an owner has used from one day to another, both included, by day and model."""
+        """An owner's usage from one day to another, both included, by day and model."""
         name = owner or ""
         found: dict[Account, Used] = {}
         if self._keeps:
@@ -189,7 +178,8 @@ class UsageStore:
                 for row in await session.scalars(select(UsageRow).where(UsageRow.owner == name, days)):
                     used = Used(row.requests, row.prompt_tokens, row.cached_tokens, row.completion_tokens)
                     found[Account(row.owner, row.day, row.model)] = used
-        _add_up(found, self._ledger.pending, name, since, until)
+        pending = self._ledger.pending.items()
+        _add_up(found, {one: used for one, used in pending if one.owner == name and since <= one.day <= until})
         return sorted(found.items())
 
     async def _write_again_and_again(self) -> None:
@@ -254,7 +244,6 @@ async def usage(
     return json_response(UsageList(api_key=owner, data=data))
 
 
-def _add_up(found: dict[Account, Used], pending: Mapping[Account, Used], owner: str, since: str, until: str) -> None:
-    for account, used in pending.items():
-        if account.owner == owner and since <= account.day <= until:
-            found[account] = found.get(account, Used()).plus(used)
+def _add_up(sums: dict[Account, Used], usage: Mapping[Account, Used]) -> None:
+    for account, used in usage.items():
+        sums[account] = sums.get(account, Used()).plus(used)

@@ -16,11 +16,10 @@ from jaxllm.chat.events import Content, Event, Reasoning, ToolArguments, ToolCal
 from jaxllm.chat.parser import Piece
 from jaxllm.engine.messages import TokenDelta
 from jaxllm.serving.anthropic.request import MessagesRequest, ThinkingAdaptive, ThinkingEnabled
-from jaxllm.serving.chunks import ChunkWriter
+from jaxllm.serving.generation import Reply
+from jaxllm.serving.http.answers import ignored_fields
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.request_model import ignored_fields
-from jaxllm.serving.http.streaming import server_sent
-from jaxllm.serving.reply import Reply
+from jaxllm.serving.http.route import ChunkWriter, server_sent
 
 StopReason = Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
 

@@ -48,14 +48,11 @@ from jaxllm.serving.anthropic.request import (
     ToolResultBlockParam,
     ToolUseBlockParam,
 )
-from jaxllm.serving.call import open_call
-from jaxllm.serving.chunks import chunk_stream
-from jaxllm.serving.generation import Generation, GenerationSettings
+from jaxllm.serving.call import chunk_stream, open_call
+from jaxllm.serving.generation import Generation, GenerationSettings, begin_reply
 from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.route import JSONRoute, bearer_key
-from jaxllm.serving.http.streaming import until_disconnect
-from jaxllm.serving.reply import begin_reply
+from jaxllm.serving.http.route import JSONRoute, bearer_key, until_disconnect
 from jaxllm.serving.state import ServerState
 
 

@@ -26,8 +26,8 @@ from jaxllm.serving.batches.types import BatchError, LineError, LineResponse, Li
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.json_body import SMALL_BODY, check_numbers, check_structure
 from jaxllm.serving.http.route import TENANT, YIELDS
-from jaxllm.serving.loadable import LoadableModel
 from jaxllm.serving.model_loader import AT_CAPACITY, FAILED
+from jaxllm.serving.served_model import LoadableModel
 from jaxllm.serving.state import ServerState
 from jaxllm.wording import did_you_mean, shown
 

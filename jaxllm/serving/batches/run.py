@@ -34,7 +34,7 @@ from jaxllm.serving.batches.journal import Journal, Tally
 from jaxllm.serving.batches.stores import CANCELLABLE, UNFINISHED, BatchRow, BatchStore, FileRow, FileStore, files_of
 from jaxllm.serving.batches.types import BatchError, BatchRequest, LineError, LineResult
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.loadable import LoadableModel
+from jaxllm.serving.served_model import LoadableModel
 from jaxllm.serving.state import ServerState
 from jaxllm.serving.store.database import Database
 
@@ -289,7 +289,7 @@ class Batches:
 
     @property
     def draining(self) -> bool:
-        return self._state.draining
+        return self._state.registry.draining
 
     def journal(self, batch_id: str) -> Journal:
         return Journal(self._directory / batch_id)

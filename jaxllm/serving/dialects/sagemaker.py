@@ -9,8 +9,7 @@ from pydantic import Discriminator, Tag
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.serving.call import open_call
-from jaxllm.serving.http.answers import DONE, returns
-from jaxllm.serving.http.errors import ErrorResponse
+from jaxllm.serving.http.answers import DONE, ErrorResponse, returns
 from jaxllm.serving.http.request_model import RequestModel
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.openai.chat import create_chat_completion

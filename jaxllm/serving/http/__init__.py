@@ -1,1 +1,1 @@
-"""What every API needs of HTTP: bodies checked, errors, streams, the OpenAPI document."""
+"""The HTTP that every API needs: bodies checked, errors, streams, the OpenAPI document."""

@@ -1,17 +1,146 @@
-"""Answers are msgspec structs: here they are encoded, and described in /openapi.json."""
+"""Errors and answers as bodies: OpenAI's error object, and msgspec structs that /openapi.json describes."""
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 
-from jaxllm.serving.http.errors import ErrorResponse
-from jaxllm.serving.http.request_model import ignored_fields
+from jaxllm.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    EnginePausedError,
+    InvalidRequestError,
+    QueueFullError,
+    StorageFullError,
+)
+from jaxllm.serving.http.api_error import RETRY_AFTER_SECONDS, APIError, dotted, unavailable
+from jaxllm.wording import must, shown
+
+logger = logging.getLogger(__name__)
+
+
+HANDLED: tuple[type[Exception], ...] = (
+    APIError, InvalidRequestError, QueueFullError, EnginePausedError, EngineDeadError, StorageFullError,
+    RequestValidationError, HTTPException, Exception,
+)  # fmt: skip
+"""The exceptions that `to_api_error` answers: frameworks want to have each named."""
+
+
+ignored_fields: ContextVar[list[str] | None] = ContextVar("ignored_fields", default=None)
+"""With `unknown_fields: warn`, what the current request sent in vain; None, the default, refuses such fields."""
+
+
+class Error(msgspec.Struct, kw_only=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(msgspec.Struct):
+    """The body of every error but Anthropic's."""
+
+    error: Error
+
+
+def to_api_error(error: Exception) -> APIError:
+    """The error that a client is told; an unforeseen one becomes a 500 without details."""
+    match error:
+        case APIError():
+            return error
+        case InvalidRequestError():
+            code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
+            return APIError(400, str(error), param=error.param, code=code)
+        case QueueFullError():
+            headers = {"Retry-After": RETRY_AFTER_SECONDS}
+            return APIError(429, str(error), type="rate_limit_error", code="queue_full", headers=headers)
+        case EnginePausedError():
+            return unavailable(str(error), code="engine_paused")
+        case EngineDeadError():
+            return unavailable(str(error), code="engine_dead")
+        case StorageFullError():
+            return APIError(507, str(error), type="server_error", code="insufficient_storage")
+        case RequestValidationError():
+            return _validation_error(error)
+        case HTTPException():
+            return APIError(error.status_code, str(error.detail), headers=_plain(error.headers))
+        case _:
+            return APIError(500, "internal server error; the server's log has details", type="server_error")
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Answer every exception that leaves a route with `to_api_error`, in the shape of the route's own API."""
+
+    async def handle(request: Request, error: Exception) -> Response:
+        place = f"{request.method} {request.url.path}"
+        if isinstance(error, HTTPException) and error.status_code == 404:
+            error = APIError(404, f"no route {place}", code="not_found")
+        elif isinstance(error, HTTPException) and error.status_code == 405:
+            headers = _plain(error.headers) or {}
+            message = f"no route {place}; this path takes {headers.get('Allow', 'other methods')}"
+            error = APIError(405, message, code="method_not_allowed", headers=headers)
+        respond = getattr(request.scope.get("route"), "error_response", error_response)
+        return respond(to_api_error(error))
+
+    for exception in HANDLED:
+        app.add_exception_handler(exception, handle)
+
+
+def error_response(error: APIError) -> Response:
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+def _validation_error(error: RequestValidationError) -> APIError:
+    """One line from pydantic's report: the errors at its deepest path, which is where the client went wrong."""
+    found = [(*_locate(item, error.body), item) for item in error.errors()]
+    path, value, _ = max(found, key=lambda entry: len(entry[0]))
+    items = [item for other, _, item in found if other == path]
+    first = max(items, key=lambda item: "param" in item.get("ctx", {}))
+    if "param" in first.get("ctx", {}):  # raised by our own models, with a message that is already a sentence
+        named = (*path, first["ctx"]["param"]) if first["ctx"]["param"] else path
+        place = dotted(path)
+        place = "" if first["msg"].startswith(place) else place
+        return APIError(400, first["msg"], param=dotted(named) or None, place=place)
+    name = dotted(path)
+    if first["type"] == "missing":
+        return APIError(400, f"{name} is required", param=name)
+    subject = name or "the body"
+    return APIError(400, f"{subject} is {shown(value)}; it {must(items)}", param=name or None)
+
+
+def _locate(item: dict[str, Any], body: Any) -> tuple[tuple[str | int, ...], Any]:
+    """The path of an error inside the body as sent, without pydantic's names of union branches, and the value there.
+
+    Of a query parameter it is the parameter's name.
+    """
+    if item["loc"][0] != "body":
+        return tuple(item["loc"][1:]), item["input"]
+    path: list[str | int] = []
+    value = body
+    for at, part in enumerate(item["loc"][1:], start=2):
+        in_object = isinstance(value, Mapping) and part in value
+        if in_object or (isinstance(value, list) and isinstance(part, int) and part < len(value)):
+            value = value[part]
+        elif item["type"] == "missing" and at == len(item["loc"]) and isinstance(value, Mapping):
+            value = None
+        else:
+            continue
+        path.append(part)
+    return tuple(path), value
+
+
+def _plain(headers: Any) -> dict[str, str] | None:
+    return dict(headers) if headers else None
 
 
 def json_response(
@@ -38,7 +167,7 @@ RESPONSES: list[Any] = []
 """All that the routes said they return."""
 
 DONE = "[DONE]"
-"""What ends a stream of OpenAI's older routes."""
+"""The last event of a stream of OpenAI's older routes."""
 
 
 def returns(
@@ -49,11 +178,8 @@ def returns(
 ) -> dict[int | str, dict[str, Any]]:
     """The `responses` argument of a route that answers with one of `answers` or, if asked to stream, with `events`.
 
-    Without answers it always streams.
-
-    They are msgspec structs, or lists of some.
-
-    The data of each event is one of `events` as JSON; that of the last is `done`, if given.
+    They are msgspec structs, or lists of some. A route without answers always streams. The data of the last event is
+    `done`, if given.
     """
     schemas = [_placeholder(answer) for answer in answers]
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
@@ -108,7 +234,6 @@ def install_openapi(app: FastAPI) -> None:
 
 
 def _placeholder(struct: Any) -> dict[str, Any]:
-    """Stands for a struct's schema, whose name depends on which others there are."""
     if struct not in RESPONSES:
         RESPONSES.append(struct)
     return {"x-struct": RESPONSES.index(struct)}

@@ -16,11 +16,7 @@ _DISK_FULL = "53100"
 
 
 class APIError(Exception):
-    """An error with everything its HTTP response needs.
-
-    Attributes:
-        reason: the message without the place in the body that it may begin with.
-    """
+    """An error with everything its HTTP response needs; its `reason` is the message without the place in the body."""
 
     def __init__(
         self,

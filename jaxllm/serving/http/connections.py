@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import struct
+import threading
 from collections import deque
 from heapq import nsmallest
 from typing import Any
 
 import httptools
-from starlette.types import Send
+import uvicorn
+from starlette.types import ASGIApp, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEADER_BYTES = 64 * 1024
@@ -19,15 +22,15 @@ MAX_HEADERS = 128
 HEADER_SECONDS = 15.0
 """From the connection, or a request's first byte, until its headers are complete."""
 BODY_SILENCE_SECONDS = 30.0
-"""How long a body may pause."""
+"""The longest pause of a body."""
 MIN_BODY_RATE = 1024
 """Bytes a second that a body must reach once BODY_SILENCE_SECONDS have passed."""
 SEND_SECONDS = 60.0
-"""How long a client may take nothing of what it is sent."""
+"""The longest that a client may take nothing of its answer."""
 MAX_CONNECTIONS = 900
 """Most systems let a process have 1024 files open."""
 GRACE_SECONDS = 5.0
-"""How much longer than others a client that has asked for something may be silent before it makes room for another."""
+"""The longer silence of a client that has asked for something already, before it makes room for another."""
 MAX_PIPELINED = 100
 """Requests that a client may send before the first of them is answered."""
 CHECK_SECONDS = 1.0
@@ -36,9 +39,9 @@ _RESET = struct.pack("ii", 1, 0)
 
 
 def _until_close(cycle: RequestResponseCycle) -> Send:
-    """How HTTP/1.0 sends an answer of unknown length: it has no chunks, so the end of the connection is its end.
+    """Send an answer of unknown length in HTTP/1.0: it has no chunks, so the end of the connection is its end.
 
-    uvicorn would choose chunks where nobody says a length, and holds an answer without them against its length.
+    uvicorn would choose chunks for an unknown length, and holds an answer without them against its length.
     """
     send = cycle.send
     known_length = False
@@ -56,7 +59,7 @@ def _until_close(cycle: RequestResponseCycle) -> Send:
 
 
 def _closing_unless_read(cycle: RequestResponseCycle) -> Send:
-    """How a client that waits for `100 Continue` is refused: nothing says whether its body still comes (RFC 9110)."""
+    """Close after refusing a client that waits for `100 Continue`: its body may still come, or not (RFC 9110)."""
     send = cycle.send
 
     async def send_closing(message: Any) -> None:
@@ -99,8 +102,6 @@ class _Parser:
 
 
 class _Counted:
-    """A transport that counts what it is given to send."""
-
     def __init__(self, transport: asyncio.Transport):
         self._transport = transport
         self.written = 0
@@ -132,17 +133,17 @@ class BoundedProtocol(HttpToolsProtocol):
         self._header_bytes = 0
         """In the chunks that have brought neither complete headers nor a part of a body, one after the other."""
         self._header_size = 0
-        """Of the request line and the headers that are complete: they may all come in one chunk."""
+        """The size of the request line and the complete headers: they may all come in one chunk."""
         self._in_headers = True
         self._in_body = False
         self._since = 0.0
         self._body_bytes = 0
         self._last_byte = 0.0
-        """When the client last sent one, or had its answer."""
+        """The time when the client last sent one, or had its answer."""
         self._sent = 0
         """Bytes that have left this process."""
         self._last_sent = 0.0
-        """When there were more of them, or none were left to send."""
+        """The time when there were more of them, or none were left to send."""
         self._watch: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -279,7 +280,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _has_unread(self) -> bool:
-        """Whether there is something to send that the client does not take; notes when it last took something."""
+        """True while the client does not take all that it is sent; notes when it last took something."""
         unsent = self.transport.get_write_buffer_size()
         sent = self.transport.written - unsent
         if sent > self._sent or not unsent:
@@ -288,7 +289,6 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _waits_since(self) -> float | None:
-        """Since when it waits for its client; None where the client waits for us."""
         if self._has_unread:
             return self._last_sent
         if len(self._unanswered) > self._in_body:
@@ -299,7 +299,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse(431, f"the headers are longer than {MAX_HEADER_BYTES} bytes")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer and close; only close where another answer is under way, which this one would get into."""
         if self._unanswered:
             self.transport.abort()
         elif not self.transport.is_closing():
@@ -307,3 +306,19 @@ class BoundedProtocol(HttpToolsProtocol):
             head = b"content-type: text/plain; charset=utf-8\r\nconnection: close\r\n"
             self.transport.write(STATUS_LINE[status] + head + b"content-length: %d\r\n\r\n" % len(text) + text)
             self.transport.close()
+
+
+def serve_on_thread(
+    app: ASGIApp, listener: socket.socket, name: str, tls: ssl.SSLContext | None = None
+) -> tuple[uvicorn.Server, threading.Thread]:
+    """Serve a small application on an event loop of its own, until the server's `should_exit` is set."""
+    settings = uvicorn.Config(
+        app, http=BoundedProtocol, ws="none", lifespan="off", log_config=None, access_log=False,
+        server_header=False, timeout_graceful_shutdown=1,
+    )  # fmt: skip
+    settings.load()
+    settings.ssl = tls
+    server = uvicorn.Server(settings)
+    thread = threading.Thread(target=server.run, args=([listener],), name=name, daemon=True)
+    thread.start()
+    return server, thread

@@ -1,9 +1,4 @@
-"""JSON bodies: bounded before anything is built of them, and large ones read in a process of their own.
-
-A call that parses megabytes stops every thread of its process. `python -m jaxllm.serving.http.json_body` is a process
-for them, which gives way to those that answer. A body is checked and parsed there, and comes back packed: in a form
-that is unpacked in short calls, between which other threads run.
-"""
+"""JSON bodies: read within limits of one and of all, and large ones parsed in a process of their own."""
 
 from __future__ import annotations
 
@@ -12,16 +7,20 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pydantic_core
 from msgspec.msgpack import Ext, decode, encode
 
 from jaxllm.own_process import AskedProcesses, Died, TimedOut, answer_questions
 from jaxllm.requests.sampling import INT64_MIN
-from jaxllm.serving.http.api_error import APIError, dotted
+from jaxllm.serving.http.api_error import RETRY_AFTER_SECONDS, APIError, dotted
 from jaxllm.wording import shown
+
+if TYPE_CHECKING:
+    from starlette.requests import Request  # a process that reads bodies needs no web framework
 
 SMALL_BODY = 64 * 1024
 """Bytes up to which a body is taken as it is, whatever it holds."""
@@ -33,7 +32,7 @@ UINT64_MAX = 2**64 - 1
 SLICE = 64 * 1024
 """Bytes, which a call unpacks in less than a millisecond."""
 READ_SECONDS = 10
-"""Of processor time that one body may take."""
+"""The processor time that one body may take."""
 READ_MEMORY_BYTES = 2**30
 """Beside a few times the body's own bytes."""
 
@@ -82,7 +81,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 def may_overflow(raw: bytes) -> bool:
-    """Whether a number in it, or what looks like one in a text, may be beyond 64 bits.
+    """True if a number in it, or in a text of it, may be beyond 64 bits.
 
     Worked example: 1.5E+400 becomes 0.0e000.
     """
@@ -129,7 +128,6 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(packed: bytes | memoryview) -> Any:
-    """The value that was packed; long lists of integers are `Integers`."""
     return decode(packed, ext_hook=_extended)
 
 
@@ -174,7 +172,7 @@ def _answer(raw: bytes) -> bytes:
 
 
 def _outside_strings(raw: bytes) -> Iterator[bytes]:
-    """What of it is not in quotes, of one slice after the other: of all at once the pieces would take gigabytes."""
+    """The parts that are not in quotes, slice by slice: of all at once the pieces would take gigabytes."""
     start, in_string = 0, False
     while start < len(raw):
         end = min(start + SLICE, len(raw))
@@ -198,7 +196,6 @@ def _wrong_number(path: tuple[str | int, ...], value: float, accepted: str) -> A
 
 
 def _parts(values: list[Any] | dict[str, Any]) -> Iterator[bytes]:
-    """Lists, or objects, that make `values` together: each is small, or has one entry alone."""
     if len(packed := encode(values)) <= SLICE:
         yield packed
         return
@@ -231,6 +228,97 @@ def _extended(kind: int, content: memoryview) -> Any:
     for part in parts:
         values += part
     return values
+
+
+class Share:
+    """One body's share of the memory for all."""
+
+    def __init__(self, memory: BodyMemory):
+        self.memory = memory
+        self.pieces: list[bytes] = []
+        self.nbytes = 0
+        self.given_up = False
+        """Its pieces were dropped before the body was complete, for others to have room."""
+
+
+class BodyMemory:
+    """Memory that the bodies of all requests share until they are parsed.
+
+    Beyond `limit` bytes the large body that has not grown for longest is given up: who sends slowly makes room for
+    others. Bodies of at most SMALL_BODY bytes always have room.
+    """
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._nbytes = 0
+        self._growing: dict[Share, None] = {}
+        """Large bodies that are being read; the last is the one that has grown last."""
+
+    @contextmanager
+    def share(self) -> Iterator[Share]:
+        share = Share(self)
+        try:
+            yield share
+        finally:
+            self._give_back(share)
+
+    def keep(self, share: Share, piece: bytes) -> None:
+        nbytes, before = sys.getsizeof(piece), share.nbytes // SMALL_BODY
+        share.pieces.append(piece)
+        share.nbytes += nbytes
+        self._nbytes += nbytes
+        if share.nbytes // SMALL_BODY > before:  # a few bytes now and then are no growth
+            self._growing.pop(share, None)
+            self._growing[share] = None
+        while self._nbytes > self._limit and self._growing:
+            slowest = next(iter(self._growing))
+            self._give_back(slowest)
+            slowest.given_up = True
+
+    def complete(self, share: Share) -> None:
+        """The body is there: it is given up no more."""
+        self._growing.pop(share, None)
+
+    def _give_back(self, share: Share) -> None:
+        self.complete(share)
+        self._nbytes -= share.nbytes
+        share.nbytes = 0
+        share.pieces.clear()
+
+
+async def read_body(request: Request, limit: int, share: Share) -> list[bytes]:
+    """The body, which is JSON, in the pieces that it came in. Raises APIError 415, and what `read_pieces` raises."""
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json" and not content_type.endswith("+json"):
+        raise APIError(415, f"Content-Type is {content_type!r}; it must be application/json")
+    return await read_pieces(request, limit, share)
+
+
+async def read_pieces(request: Request, limit: int, share: Share) -> list[bytes]:
+    """The body in the pieces that it came in.
+
+    Raises APIError 413 where it has, or says that it has, more bytes, and 503 where others need its share of memory.
+    """
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise _too_large(limit)
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise _too_large(limit)
+        share.memory.keep(share, chunk)
+        if share.given_up:
+            message = "the server reads too many large bodies at once to keep this one; send it again later"
+            headers = {"Connection": "close", "Retry-After": RETRY_AFTER_SECONDS}
+            raise APIError(503, message, type="server_error", code="bodies_too_large", headers=headers)
+    share.memory.complete(share)
+    return share.pieces
+
+
+def _too_large(limit: int) -> APIError:
+    message = f"the body is larger than {limit} bytes"
+    return APIError(413, message, code="body_too_large", headers={"Connection": "close"})
 
 
 if __name__ == "__main__":

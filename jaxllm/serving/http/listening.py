@@ -17,8 +17,11 @@ from jaxllm.config.server import ServerConfig
 from jaxllm.errors import ConfigError, reason
 from jaxllm.folders import in_home
 
+logger = logging.getLogger(__name__)
+
+
 WAITING_CONNECTIONS = 2048
-"""That the system keeps while the model loads, or the event loop is busy."""
+"""Connections that the system keeps while the model loads, or the event loop is busy."""
 UNSENT_BYTES = 128 * 1024
 """That the system keeps of a connection beside what is on its way: megabytes otherwise for each client that does not
 read."""
@@ -40,7 +43,7 @@ def listening(config: ServerConfig) -> Iterator[socket.socket]:
 
 
 def address(listener: socket.socket, scheme: str = "http") -> str:
-    """How clients reach it, as http://127.0.0.1:8000 or unix:/run/jaxllm.sock."""
+    """Its address for clients, as http://127.0.0.1:8000 or unix:/run/jaxllm.sock."""
     name = listener.getsockname()
     if isinstance(name, str):
         return f"unix:{name}"
@@ -113,16 +116,12 @@ def _remove_stale(path: Path) -> None:
     raise ConfigError(f"uds is {str(path)!r}, where another server listens")
 
 
-logger = logging.getLogger(__name__)
-
-
 def scheme(config: ServerConfig) -> str:
-    """http or https."""
     return "http" if config.ssl_certfile is None else "https"
 
 
 def make_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """What connections are encrypted by; None without a certificate. Raises ConfigError naming the setting."""
+    """The context that encrypts connections; None without a certificate. Raises ConfigError naming the setting."""
     if config.ssl_certfile is None:
         others = {"ssl_keyfile": config.ssl_keyfile, "ssl_ca_certs": config.ssl_ca_certs}
         for name, value in (others | {"ssl_cert_reqs": config.ssl_cert_reqs or None}).items():

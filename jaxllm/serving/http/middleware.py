@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import uuid
+import zlib
+from abc import ABC, abstractmethod
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -12,14 +15,27 @@ from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxllm.config.values import PREFIX
+from jaxllm.serving.http.answers import error_response
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.errors import error_response
 from jaxllm.wording import shown
 
 LOCAL_NAMES = frozenset({"localhost"})
 
 
-class OriginGuard:
+class HTTPLayer(ABC):
+    """A layer around an application that handles HTTP requests, and lets everything else through."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await (self.handle if scope["type"] == "http" else self.app)(scope, receive, send)
+
+    @abstractmethod
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+
+class OriginGuard(HTTPLayer):
     """Refuses requests that a foreign page makes a browser send (403), and names that are not this server's (421).
 
     A request with several names, or in HTTP/1.1 with none, is refused as well (400): others may read another one.
@@ -32,26 +48,25 @@ class OriginGuard:
     """
 
     def __init__(self, app: ASGIApp, *, allowed_origins: list[str], allowed_hosts: list[str], has_key: bool):
-        self._app = app
+        super().__init__(app)
         self._origins = frozenset(allowed_origins)
         self._hosts = frozenset(host.lower() for host in allowed_hosts) or frozenset({"*"} if has_key else ())
         self._has_key = has_key
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
-        if scope["type"] == "http":
-            headers = Headers(scope=scope)
-            hosts, origin = headers.getlist("host"), headers.get("origin")
-            host = next(iter(hosts), "")
-            if len(hosts) != 1 and (hosts or scope["http_version"] == "1.1"):  # RFC 9112 section 3.2
-                message = f"the request has {len(hosts)} Host headers; it must have one"
-                app = error_response(APIError(400, message, code="invalid_host"))
-            elif not self._is_ours(host):
-                message = f"Host is {shown(host)}, not a name of this server; see --allowed-hosts"
-                app = error_response(APIError(421, message, code="unknown_host"))
-            elif origin is not None and not self._may_call(origin, host):
-                message = f"Origin is {shown(origin)}, whose pages may not call this server; see --allowed-origins"
-                app = error_response(APIError(403, message, type="permission_error", code="foreign_origin"))
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self.app
+        headers = Headers(scope=scope)
+        hosts, origin = headers.getlist("host"), headers.get("origin")
+        host = next(iter(hosts), "")
+        if len(hosts) != 1 and (hosts or scope["http_version"] == "1.1"):  # RFC 9112 section 3.2
+            message = f"the request has {len(hosts)} Host headers; it must have one"
+            app = error_response(APIError(400, message, code="invalid_host"))
+        elif not self._is_ours(host):
+            message = f"Host is {shown(host)}, not a name of this server; see --allowed-hosts"
+            app = error_response(APIError(421, message, code="unknown_host"))
+        elif origin is not None and not self._may_call(origin, host):
+            message = f"Origin is {shown(origin)}, whose pages may not call this server; see --allowed-origins"
+            app = error_response(APIError(403, message, type="permission_error", code="foreign_origin"))
         await app(scope, receive, send)
 
     def _is_ours(self, host: str) -> bool:
@@ -70,16 +85,10 @@ ID_HEADER = "X-Request-Id"
 _ID = re.compile(r"[!-~]([ -~]{0,254}[!-~])?")
 
 
-class RequestIds:
+class RequestIds(HTTPLayer):
     """Every response has X-Request-Id: what its request had there, else what its route says, else a new one."""
 
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         sent = Headers(scope=scope).get(ID_HEADER)
 
         async def send_named(message: Message) -> None:
@@ -88,7 +97,7 @@ class RequestIds:
                 headers[ID_HEADER] = sent or headers.get(ID_HEADER) or uuid.uuid4().hex
             await send(message)
 
-        app = self._app
+        app = self.app
         if sent is not None and not _ID.fullmatch(sent):
             message = f"{ID_HEADER} is {shown(sent)}; it must be from 1 to 256 printable ASCII characters"
             app, sent = error_response(APIError(400, message)), None
@@ -98,7 +107,7 @@ class RequestIds:
 PREFIX_HEADER = "X-Forwarded-Prefix"
 
 
-class ProxyPrefix:
+class ProxyPrefix(HTTPLayer):
     """Lets routes be reached under the prefix as well as without it, whether the proxy cuts it off or not.
 
     Pages and /openapi.json name addresses with it. `root_path` is the server's own; without one the header of the
@@ -106,38 +115,91 @@ class ProxyPrefix:
     """
 
     def __init__(self, app: ASGIApp, *, root_path: str | None):
-        self._app = app
+        super().__init__(app)
         self._root_path = root_path
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
-        if scope["type"] == "http":
-            prefix = self._root_path or Headers(scope=scope).get(PREFIX_HEADER, "").rstrip("/")
-            if prefix and not PREFIX.fullmatch(prefix):
-                message = (
-                    f"{PREFIX_HEADER} is {shown(prefix)}; it must be a path of letters, digits and -._~, such as /llm"
-                )
-                app = error_response(APIError(400, message))
-            elif prefix and scope["path"] == prefix:  # the page's addresses are relative to /llm/
-                app = RedirectResponse(f"{prefix}/", 308)
-            elif prefix:
-                scope["root_path"] = prefix
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self.app
+        prefix = self._root_path or Headers(scope=scope).get(PREFIX_HEADER, "").rstrip("/")
+        if prefix and not PREFIX.fullmatch(prefix):
+            message = f"{PREFIX_HEADER} is {shown(prefix)}; it must be a path of letters, digits and -._~, such as /llm"
+            app = error_response(APIError(400, message))
+        elif prefix and scope["path"] == prefix:  # the page's addresses are relative to /llm/
+            app = RedirectResponse(f"{prefix}/", 308)
+        elif prefix:
+            scope["root_path"] = prefix
         await app(scope, receive, send)
 
 
-class SameRoute:
+class SameRoute(HTTPLayer):
     """Answers HEAD as GET, without the body, and a path with a slash at its end as the path without it."""
 
-    def __init__(self, app: ASGIApp):
-        self._app = app
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path, method = scope["path"], scope["method"]
+        if path.removeprefix(scope.get("root_path", "")).strip("/"):  # /llm/, the page under a proxy's prefix, stays
+            path = path.rstrip("/")
+        if method == "HEAD":
+            method, send = "GET", _headers_only(send)
+        await self.app({**scope, "path": path, "method": method}, receive, send)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            scope = {**scope, "path": _without_slash(scope)}
-            if scope["method"] == "HEAD":
-                scope["method"] = "GET"
-                send = _headers_only(send)
-        await self._app(scope, receive, send)
+
+GZIP = ("gzip", "x-gzip")
+PIECE = 256 * 1024
+"""Most decoded bytes that a route gets at once: it counts them, and refuses a body that is too large."""
+_WRAPPED = 16 + zlib.MAX_WBITS
+
+
+class ContentEncoding(HTTPLayer):
+    """Decodes bodies with `Content-Encoding: gzip`; reading one with another encoding raises APIError 415."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        encoding = Headers(scope=scope).get("content-encoding", "").strip().lower()
+        if encoding in GZIP:
+            receive = Inflated(receive).receive
+        elif encoding not in ("", "identity"):
+            receive = _refusing(encoding)
+        await self.app(scope, receive, send)
+
+
+class Inflated:
+    """A request's body, decoded in pieces of at most `PIECE` bytes; gzip's members may follow one another.
+
+    Decoding runs on a thread, and begins when the route reads: after it has checked the key.
+    """
+
+    def __init__(self, receive: Receive):
+        self._receive = receive
+        self._stream = zlib.decompressobj(_WRAPPED)
+        self._compressed = b""
+        self._more_comes = True
+        self._begun = self._more_inside = self._ended = False
+
+    async def receive(self) -> Message:
+        """Raises APIError 400 where the body is no gzip, or ends too early."""
+        if self._ended:
+            return await self._receive()
+        while self._more_comes and not (self._compressed or self._more_inside):
+            message = await self._receive()
+            if message["type"] != "http.request":
+                return message
+            self._compressed, self._more_comes = message.get("body", b""), message.get("more_body", False)
+        piece = await asyncio.to_thread(self._decode) if self._compressed or self._more_inside else b""
+        self._ended = not (self._more_comes or self._compressed or self._more_inside)
+        if self._ended and self._begun and not self._stream.eof:
+            raise _not_gzip("it ends too early")
+        return {"type": "http.request", "body": piece, "more_body": not self._ended}
+
+    def _decode(self) -> bytes:
+        if self._stream.eof:
+            self._stream = zlib.decompressobj(_WRAPPED)
+        self._begun = True
+        try:
+            piece = self._stream.decompress(self._compressed, PIECE)
+        except zlib.error as error:
+            raise _not_gzip(str(error)) from None
+        self._compressed = self._stream.unused_data if self._stream.eof else self._stream.unconsumed_tail
+        self._more_inside = len(piece) == PIECE and not self._stream.eof
+        return piece
 
 
 def _name(url: str) -> str:
@@ -155,14 +217,7 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _without_slash(scope: Scope) -> str:
-    """Worked example: /llm/v1/models/ becomes /llm/v1/models; /llm/, the page under a proxy's prefix, stays."""
-    path: str = scope["path"]
-    return path.rstrip("/") if path.removeprefix(scope.get("root_path", "")).strip("/") else path
-
-
 def _headers_only(send: Send) -> Send:
-    """The answer ends with its headers: whoever streams more is told that the client is gone."""
     ended = False
 
     async def send_headers(message: Message) -> None:
@@ -174,3 +229,16 @@ def _headers_only(send: Send) -> Send:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     return send_headers
+
+
+def _refusing(encoding: str) -> Receive:
+    async def refuse() -> Message:
+        message = f"Content-Encoding is {shown(encoding)}; it must be gzip or left out"
+        raise APIError(415, message, code="unsupported_encoding", headers={"Accept-Encoding": "gzip"})
+
+    return refuse
+
+
+def _not_gzip(reason: str) -> APIError:
+    message = f"the body is not valid gzip, which Content-Encoding says it is: {reason}"
+    return APIError(400, message, code="invalid_encoding", headers={"Connection": "close"})

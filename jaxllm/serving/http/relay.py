@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 from fastapi import Request, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxllm.serving.http.reading import Share, read_pieces
+from jaxllm.serving.http.json_body import Share, read_pieces
 
 _CARRIED = (
     "type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers",
     "client", "server",
 )  # fmt: skip
-"""What of an ASGI scope describes the request; the rest belongs to the process that has received it."""
+"""The part of an ASGI scope that describes the request; the rest belongs to the process that has received it."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,6 @@ class WholeAnswer(NamedTuple):
         return cls(messages[0]["status"], list(messages[0].get("headers", ())), body)
 
     def response(self) -> Response:
-        """What is sent to the client."""
         shown = Response(self.body, self.status)
         shown.raw_headers = self.headers
         return shown
@@ -93,7 +92,7 @@ class RelayedAnswer(Response):
     """Sends on the messages of an answer that comes from elsewhere.
 
     Where `lost` says of an exception that the other process is gone, a stream of events ends with the event that
-    `error_event` makes of it; other bodies are cut off, by the exception, so that nobody takes them for complete.
+    `error_event` makes of it; other bodies are cut off, by the exception, so that no client takes them for complete.
     """
 
     background = None

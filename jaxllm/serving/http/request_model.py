@@ -1,4 +1,4 @@
-"""What all request bodies share: strict types, and no field ignored in silence."""
+"""The base of all request bodies: strict types, and no field ignored in silence."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import (
@@ -22,12 +21,13 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.sampling import INT64_MAX, INT64_MIN
+from jaxllm.serving.http.answers import ignored_fields
 from jaxllm.serving.http.json_body import Integers
 from jaxllm.wording import did_you_mean, shown
 
 MAX_WARNINGS = 32
 MAX_NAME_LENGTH = 64
-"""Of fields for which a similar name is looked up."""
+"""The longest field for which a similar name is looked up."""
 
 MAX_LABEL_LENGTH = 256
 Label = Field(default=None, max_length=MAX_LABEL_LENGTH, pattern=r"^[!-~]([ -~]*[!-~])?$")
@@ -36,13 +36,10 @@ Label = Field(default=None, max_length=MAX_LABEL_LENGTH, pattern=r"^[!-~]([ -~]*
 SAID_BY_PRESENCE = {"web_search_options"}
 """Fields of which an empty object asks for something."""
 
-ignored_fields: ContextVar[list[str] | None] = ContextVar("ignored_fields", default=None)
-"""With `unknown_fields: warn`, what the current request sent in vain; None, the default, refuses such fields."""
-
 _BODIES: list[type[RequestModel]] = []
-"""Those that have a path."""
+"""The models that have a path."""
 FOREVER = sys.float_info.max
-"""For as long as nobody needs its place. Infinity is no number of a request's."""
+"""As long as there is room for it. Infinity is no number of a request's."""
 _SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _PART = r"(\d+(?:\.\d*)?|\.\d+)(h|ms|m|s|us|µs|ns)"
 _DURATION = re.compile(rf"([+-]?)((?:{_PART})+|0)", re.ASCII)
@@ -64,13 +61,7 @@ def refusing(field: str | None = None) -> Iterator[None]:
 
 
 def are_integers(values: list[Any]) -> bool:
-    """Whether all of them are, without looking at each where that is known."""
     return isinstance(values, Integers) or all(type(value) is int for value in values)
-
-
-def _says_nothing(name: str, value: Any) -> bool:
-    """Whether a field that is not supported asks nothing: SDKs send whole objects with empty values in them."""
-    return value in (None, "", []) or (value == {} and name not in SAID_BY_PRESENCE)
 
 
 def _fail_fast(schema: Any) -> None:
@@ -106,7 +97,7 @@ class RequestModel(BaseModel):
     path: ClassVar[str] = ""
     """The route of a whole body, which others point to for a field of its own."""
     called_here: ClassVar[Mapping[str, str]] = {}
-    """What fields of other routes are called in this one."""
+    """Names here of fields that other routes call otherwise."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -133,16 +124,18 @@ class RequestModel(BaseModel):
         for name in data:
             if name in known:
                 continue
-            if name in cls.unsupported and _says_nothing(name, present.get(name)):
+            value = present.get(name)
+            is_empty = value in (None, "", []) or (value == {} and name not in SAID_BY_PRESENCE)
+            if name in cls.unsupported and is_empty:  # SDKs send whole objects with empty values in them
                 present.pop(name, None)
                 continue
             if ignored is None:
                 raise refuse(cls._problem(name), name)
             present.pop(name, None)
-            if (
-                len(ignored) < MAX_WARNINGS
-                and (warning := f"{cls.__name__}: {cls._problem(name)}; ignored") not in ignored
-            ):
+            if len(ignored) == MAX_WARNINGS:
+                continue  # similar names are slow to find
+            warning = f"{cls.__name__}: {cls._problem(name)}; ignored"
+            if warning not in ignored:
                 ignored.append(warning)
         return present
 

@@ -12,7 +12,7 @@ import msgspec
 from jaxllm.chat.parser import Step
 from jaxllm.requests.outputs import PromptScores, WeightVersionSpan
 from jaxllm.serving.generation import Usage
-from jaxllm.serving.http.records import Phases
+from jaxllm.serving.request_metrics import Phases
 from jaxllm.text.spellings import escaped
 
 TokenText = Callable[[int], str]

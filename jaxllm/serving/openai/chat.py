@@ -16,15 +16,12 @@ from jaxllm.config.server import ServerConfig
 from jaxllm.engine.messages import TokenDelta
 from jaxllm.errors import Field
 from jaxllm.requests.outputs import WeightVersionSpan
-from jaxllm.serving.call import Call, open_call
-from jaxllm.serving.chunks import ChunkWriter, Gaining, chunk_stream, collect_for
-from jaxllm.serving.generation import Choice, Usage, note_version
-from jaxllm.serving.http.answers import DONE, json_response, returns
-from jaxllm.serving.http.errors import ErrorResponse
+from jaxllm.serving.call import ClientCall, chunk_stream, open_call
+from jaxllm.serving.generation import Choice, Reply, Usage, begin_reply, collect_for, note_version
+from jaxllm.serving.http.answers import DONE, ErrorResponse, json_response, returns
 from jaxllm.serving.http.request_model import ignored_fields
-from jaxllm.serving.http.route import JSONRoute
-from jaxllm.serving.http.streaming import until_disconnect
-from jaxllm.serving.mcp.execution import Ended, Execution, Happening, ToolRun, asked_tools, injected_tools
+from jaxllm.serving.http.route import ChunkWriter, Gaining, JSONRoute, until_disconnect
+from jaxllm.serving.mcp import Ended, Execution, Happening, ToolRun, asked_tools, injected_tools
 from jaxllm.serving.openai.answers import ChatLogprobs, chat_logprobs, prompt_logprobs, timings, weight_spans
 from jaxllm.serving.openai.chat_types import (
     CalledFunction,
@@ -44,7 +41,6 @@ from jaxllm.serving.openai.chat_types import (
 )
 from jaxllm.serving.openai.kv_transfer import kv_transfer_answer
 from jaxllm.serving.openai.sampling import chunk_usage, stream_options, usage_object
-from jaxllm.serving.reply import Reply, begin_reply
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 
@@ -255,7 +251,7 @@ def _delta(event: Event) -> ChatDelta:
 
 
 async def _execute(
-    call: Call, body: ChatRequest, conversation: Conversation, request: Request, labels: dict[str, str]
+    call: ClientCall, body: ChatRequest, conversation: Conversation, request: Request, labels: dict[str, str]
 ) -> Response:
     """The answer, once the model calls no more tools; a client that goes away ends the tool that runs."""
     assert body.mcp is not None

@@ -17,13 +17,11 @@ from jaxllm.engine.messages import TokenDelta
 from jaxllm.errors import Field as Place
 from jaxllm.requests.outputs import PromptScores, WeightVersionSpan
 from jaxllm.requests.sampling import MAX_LOGPROBS
-from jaxllm.serving.call import Call, open_call
-from jaxllm.serving.chunks import ChunkWriter, chunk_stream, collect_for
-from jaxllm.serving.generation import Choice, Generation, GenerationSettings, note_version
-from jaxllm.serving.http.answers import DONE, json_response, returns
-from jaxllm.serving.http.errors import ErrorResponse
-from jaxllm.serving.http.request_model import are_integers, ignored_fields, refuse
-from jaxllm.serving.http.route import JSONRoute
+from jaxllm.serving.call import ClientCall, chunk_stream, open_call
+from jaxllm.serving.generation import Choice, Generation, GenerationSettings, collect_for, note_version
+from jaxllm.serving.http.answers import DONE, ErrorResponse, ignored_fields, json_response, returns
+from jaxllm.serving.http.request_model import are_integers, refuse
+from jaxllm.serving.http.route import ChunkWriter, JSONRoute
 from jaxllm.serving.openai.answers import (
     CompletionLogprobs,
     CompletionLogprobsBuilder,
@@ -207,7 +205,7 @@ def completion_prompts(model: ServedModel, body: CompletionRequest, settings: Ge
 class CompletionWriter(ChunkWriter[TokenDelta]):
     """A whole completion, or the chunks of its stream, of which a choice's last carries its finish reason."""
 
-    def __init__(self, body: CompletionRequest, generation: Generation, call: Call):
+    def __init__(self, body: CompletionRequest, generation: Generation, call: ClientCall):
         self._body = body
         self._generation = generation
         self._call = call

@@ -8,8 +8,7 @@ import msgspec
 from pydantic import Field, model_validator
 
 from jaxllm.engine.messages import PagesAt
-from jaxllm.serving.generation import Generation
-from jaxllm.serving.hand_over import HandOver
+from jaxllm.serving.generation import Generation, HandOver
 from jaxllm.serving.http.request_model import RequestModel, refuse
 
 MAX_HOST = 255
@@ -79,10 +78,11 @@ def kv_transfer_answer(generation: Generation) -> KVTransferAnswer | msgspec.Uns
     found = generation.handed_on
     if found is None:
         return msgspec.UNSET
+    engine, pages = found
     return KVTransferAnswer(
-        remote_engine_id=found.engine.engine_id,
+        remote_engine_id=engine.engine_id,
         remote_request_id=generation.id,
-        remote_host=found.engine.host,
-        remote_port=found.engine.port,
-        remote_block_ids=list(range(found.pages)),
+        remote_host=engine.host,
+        remote_port=engine.port,
+        remote_block_ids=list(range(pages)),
     )

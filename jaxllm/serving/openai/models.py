@@ -12,11 +12,9 @@ from msgspec import UNSET, UnsetType
 from jaxllm.serving.access.keys import Tenant, check_admin, tenant_of
 from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.request_model import RequestModel
-from jaxllm.serving.http.route import JSONRoute
-from jaxllm.serving.http.streaming import EventStream
-from jaxllm.serving.loadable import LoadableModel, ModelState
-from jaxllm.serving.registry import ModelEvent, model_events
-from jaxllm.serving.state import ServerState
+from jaxllm.serving.http.route import EventStream, JSONRoute
+from jaxllm.serving.served_model import LoadableModel, ModelState
+from jaxllm.serving.state import ModelEvent, ServerState, model_events
 
 router = APIRouter(route_class=JSONRoute, tags=["models"])
 
@@ -126,7 +124,8 @@ def _model(state: ServerState, name: str, tenant: Tenant) -> Model:
 def _status(model: LoadableModel) -> ModelStatus:
     status = ModelStatus(value=model.state)
     if model.state == "loading" and model.stage is not None:
-        status.doing, status.done, status.total = model.stage
+        stage = model.stage
+        status.doing, status.done, status.total = stage.doing, stage.done, stage.total
     elif model.state == "failed" and model.error is not None:
         status.error = model.error
     return status

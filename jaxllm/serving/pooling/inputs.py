@@ -17,14 +17,15 @@ from jaxllm.chat.prompt import render
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError, ContextLengthError, Field, InvalidRequestError
 from jaxllm.requests.outputs import Activation, ModelTasks, PooledOutput, Pooling, PoolingParams
-from jaxllm.serving.call import Call
+from jaxllm.serving.call import ClientCall
 from jaxllm.serving.http.answers import json_response
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.records import Clock, ModelCall
-from jaxllm.serving.http.streaming import until_disconnect
+from jaxllm.serving.http.records import Clock
+from jaxllm.serving.http.route import until_disconnect
 from jaxllm.serving.openai.messages import FIELD_NAMES
 from jaxllm.serving.openai.sampling import PromptTokensDetails
 from jaxllm.serving.pooling.types import ComparisonFields, InputFields, PoolingFields
+from jaxllm.serving.request_metrics import ModelCall
 from jaxllm.serving.served_model import ServedModel
 
 Method = Literal["yes_no", "cosine", "classifier"]
@@ -48,7 +49,7 @@ class PoolingUsage(msgspec.Struct, kw_only=True):
 class PoolingRun:
     """One request's prompts, for one `run`. Raises InvalidRequestError for a priority that its tenant may not have."""
 
-    def __init__(self, request: Request, call: Call, fields: PoolingFields, kind: str):
+    def __init__(self, request: Request, call: ClientCall, fields: PoolingFields, kind: str):
         self.id = f"{kind}-{fields.request_id or uuid.uuid4().hex}"
         self.created = int(time.time())
         self.call = call

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.outputs import PoolingParams, shape_vector
 from jaxllm.requests.sampling import INT32_MAX
-from jaxllm.serving.call import Call, open_call
+from jaxllm.serving.call import ClientCall, open_call
 from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.request_model import Label, ModelFields, RequestModel, refuse
 from jaxllm.serving.http.route import JSONRoute
@@ -242,7 +242,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
     return await vectors_of(await open_call(request, body.model, keep_alive=body.keep_alive), body, request)
 
 
-async def vectors_of(call: Call, body: EmbeddingRequest, request: Request) -> Response:
+async def vectors_of(call: ClientCall, body: EmbeddingRequest, request: Request) -> Response:
     """The answer of /embeddings, of a model that has been taken."""
     run = PoolingRun(request, call, body, "embd")
     vectors = await embed(run, body)
@@ -344,7 +344,7 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
     return await classes_of(call, body, request, raw=not body.use_activation)
 
 
-async def classes_of(call: Call, body: InputFields, request: Request, *, raw: bool) -> Response:
+async def classes_of(call: ClientCall, body: InputFields, request: Request, *, raw: bool) -> Response:
     """The answer of /classify, of a model that has been taken."""
     run = PoolingRun(request, call, body, "classify")
     probs, labels = await class_scores(run, body, raw=raw), run.tasks.labels

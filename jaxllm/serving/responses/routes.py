@@ -12,8 +12,7 @@ from jaxllm.serving.access.keys import tenant_of
 from jaxllm.serving.call import open_call
 from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.route import JSONRoute
-from jaxllm.serving.http.streaming import EventStream, until_disconnect
+from jaxllm.serving.http.route import EventStream, JSONRoute, until_disconnect
 from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.objects import (
     EVENTS,

@@ -14,11 +14,10 @@ from jaxllm.chat.conversation import naming
 from jaxllm.chat.prompt import sampling_params
 from jaxllm.errors import ContextLengthError
 from jaxllm.mcp.tools import ToolResult, refused
-from jaxllm.serving.call import Call
-from jaxllm.serving.generation import GenerationSettings
-from jaxllm.serving.http.errors import to_api_error
-from jaxllm.serving.http.streaming import server_sent
-from jaxllm.serving.reply import Reply, ReplyLoop, begin_reply
+from jaxllm.serving.call import ClientCall
+from jaxllm.serving.generation import GenerationSettings, Reply, ReplyLoop, begin_reply
+from jaxllm.serving.http.answers import to_api_error
+from jaxllm.serving.http.route import server_sent
 from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.objects import OutputMcpCall, Response, ResponseEvent
 from jaxllm.serving.responses.request import ResponseRequest
@@ -33,7 +32,7 @@ logger = logging.getLogger(__name__)
 class Replies:
     """Begins replies to a `context` that ends with the request's `own`. Raises InvalidRequestError for bad settings."""
 
-    def __init__(self, call: Call, body: ResponseRequest, context: Sequence[Item], own: Sequence[Item]):
+    def __init__(self, call: ClientCall, body: ResponseRequest, context: Sequence[Item], own: Sequence[Item]):
         self.call = call
         """The request's: a run that outlives the request takes one more."""
         self.body = body

@@ -14,10 +14,10 @@ from sqlalchemy.exc import SQLAlchemyError
 from jaxllm.chat.conversation import naming
 from jaxllm.chat.prompt import render
 from jaxllm.errors import InvalidRequestError, StorageFullError
-from jaxllm.serving.call import Call
+from jaxllm.serving.call import ClientCall
+from jaxllm.serving.http.answers import ignored_fields
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.request_model import ignored_fields
-from jaxllm.serving.mcp.execution import injected_tools
+from jaxllm.serving.mcp import injected_tools
 from jaxllm.serving.responses.items import Item, ItemReference, MessageItem, new_id
 from jaxllm.serving.responses.objects import STOPPED, ConversationReference, Response
 from jaxllm.serving.responses.request import FunctionTool, McpTool, PromptFields, ReasoningConfig, ResponseRequest
@@ -157,7 +157,7 @@ class Responses:
         self.conversations = ConversationStore(database)
         self.background = BackgroundRuns(self.store)
 
-    async def prepare(self, body: ResponseRequest, call: Call) -> ResponseRun:
+    async def prepare(self, body: ResponseRequest, call: ClientCall) -> ResponseRun:
         """A run that has yet to be entered. Raises APIError or InvalidRequestError naming the field."""
         toolbox = await self._toolbox(body, call.model)
         context, own = await self._context(body, call.tenant.name)
@@ -167,7 +167,7 @@ class Responses:
         most_calls = self._state.config.mcp_max_calls
         return ResponseRun(replies, toolbox, writer, self.store, approved=approved, most_calls=most_calls)
 
-    async def count_tokens(self, body: PromptFields, call: Call) -> int:
+    async def count_tokens(self, body: PromptFields, call: ClientCall) -> int:
         """Tokens of the prompt that a response would have. Raises APIError or InvalidRequestError naming the field."""
         model = call.model
         toolbox = await self._toolbox(body, model)

@@ -13,7 +13,7 @@ from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.mcp.servers import ToolServer
 from jaxllm.mcp.tools import ServerTool, ToolResult, refused
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.mcp.execution import offered
+from jaxllm.serving.mcp import offered
 from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.objects import OutputMcpCall
 from jaxllm.serving.responses.request import (

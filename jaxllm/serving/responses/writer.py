@@ -13,10 +13,9 @@ from jaxllm.chat.events import Content, Reasoning, ToolArguments, ToolCall
 from jaxllm.chat.parser import Piece, Step
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.mcp.tools import ToolResult
-from jaxllm.serving.generation import Usage
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.records import Phases
 from jaxllm.serving.openai.answers import ChatTokenLogprob, TokenBytes, chat_logprobs, timings
+from jaxllm.serving.request_metrics import Phases, Usage
 from jaxllm.serving.responses.items import Item, ItemStatus, new_id
 from jaxllm.serving.responses.objects import (
     EVENTS,

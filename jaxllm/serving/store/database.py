@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sqlalchemy import URL, ColumnElement, String, event, func, make_url, select
+from sqlalchemy import URL, ColumnElement, Connection, String, event, func, inspect, make_url, select
 from sqlalchemy.exc import ArgumentError, DBAPIError, InvalidRequestError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
@@ -20,10 +22,12 @@ from jaxllm.serving.http.api_error import APIError, telling_full
 from jaxllm.wording import shown
 
 if TYPE_CHECKING:
-    from jaxllm.serving.store.layout import TableLayout
+    from alembic.script import ScriptDirectory  # Alembic is imported where it is used: many a server never needs it
+
+logger = logging.getLogger(__name__)
 
 BUSY_SECONDS = 30.0
-"""How long a write to SQLite waits for another process that is writing."""
+"""The longest that a write to SQLite waits for another process that is writing."""
 _NO_CHARACTER = "22021"
 """PostgreSQL's code for a text that has what is no character to it: NUL."""
 MIGRATION_LOCK = 0x6A61786C6C6D
@@ -38,7 +42,6 @@ class Base(DeclarativeBase):
 
 
 def sqlite_url(data_dir: Path) -> URL:
-    """Of the default database."""
     return URL.create("sqlite+aiosqlite", database=str(in_home(data_dir) / "jaxllm.db"))
 
 
@@ -50,7 +53,9 @@ class Database:
 
     def __init__(self, url: str | URL):
         try:
-            self._url = _with_driver(make_url(url))
+            self._url = make_url(url)
+            if self._url.drivername in ("postgres", "postgresql"):  # as most who hand one out write it
+                self._url = self._url.set(drivername="postgresql+asyncpg")
             self._sqlite = self._url.get_backend_name() == "sqlite"
             # Immediate: a transaction that writes queues for SQLite's one write lock instead of failing half-way.
             arguments = {"timeout": BUSY_SECONDS, "isolation_level": "IMMEDIATE"} if self._sqlite else {}
@@ -58,7 +63,9 @@ class Database:
             self._engine = create_async_engine(self._url, connect_args=arguments, pool_pre_ping=not self._sqlite)
         except (ArgumentError, InvalidRequestError, ImportError) as error:
             accepted = "sqlite+aiosqlite:///PATH, or postgresql://… with `pip install jaxllm[postgres]`"
-            raise ConfigError(f"database_url cannot be used ({_first_line(error)}); it must be {accepted}") from None
+            raise ConfigError(
+                f"database_url cannot be used ({str(error).splitlines()[0]}); it must be {accepted}"
+            ) from None
         if self._sqlite:
             event.listen(self._engine.sync_engine, "connect", _set_pragmas)
         self._sessions = async_sessionmaker(self._engine, expire_on_commit=False)
@@ -73,7 +80,7 @@ class Database:
 
     @property
     def place(self) -> str:
-        """Where it is, without the password."""
+        """Its place, without the password."""
         return str(self._path) if self._sqlite and self._path is not None else self._url.render_as_string()
 
     async def open(self) -> TableLayout | None:
@@ -91,8 +98,6 @@ class Database:
             if self._sqlite and self._path is not None:
                 with telling_full():
                     self._path.parent.mkdir(parents=True, exist_ok=True)
-            from jaxllm.serving.store.layout import upgrade  # Alembic comes with it, which many a server never needs
-
             async with self._first_connection() as connection:
                 if self._sqlite:  # two servers may start at once
                     await _log_ahead(connection)
@@ -106,8 +111,6 @@ class Database:
 
     async def layout(self) -> TableLayout:
         """The version of its tables, which stay as they are. Raises as `open`."""
-        from jaxllm.serving.store.layout import layout_of
-
         async with self._first_connection() as connection:
             return await connection.run_sync(layout_of)
 
@@ -143,7 +146,6 @@ class Database:
             yield session
 
     async def close(self) -> None:
-        """Close every connection; using the database again reopens it."""
         await self._engine.dispose()
 
     @property
@@ -189,7 +191,7 @@ async def page_of(
 
 @asynccontextmanager
 async def _telling() -> AsyncIterator[None]:
-    """What PostgreSQL cannot hold is a mistake of the request that brings it, whichever field it is in."""
+    """A character that PostgreSQL cannot hold is a mistake of the request, whichever field it is in."""
     try:
         with telling_full():
             yield
@@ -200,13 +202,8 @@ async def _telling() -> AsyncIterator[None]:
         raise APIError(400, message) from None
 
 
-def _with_driver(url: URL) -> URL:
-    """The same for asyncio where a URL names PostgreSQL alone, as most who hand one out write it."""
-    return url.set(drivername="postgresql+asyncpg") if url.drivername in ("postgres", "postgresql") else url
-
-
 def _errors_of(dialect: Any) -> tuple[type[Exception], ...]:
-    """What asyncpg raises before there is a connection, which SQLAlchemy leaves as it is."""
+    """asyncpg's errors before there is a connection, which SQLAlchemy leaves as they are."""
     if dialect.driver != "asyncpg":
         return ()
     from asyncpg import InterfaceError, PostgresError
@@ -238,5 +235,66 @@ def _set_pragmas(connection: Any, _: Any) -> None:
     cursor.close()
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
+_A_TABLE = "responses"
+"""One that every version has."""
+
+
+class TableLayout(NamedTuple):
+    """The version of a database's tables, None where there are none yet; `newest` is the last that we know."""
+
+    version: str | None
+    newest: str
+
+
+def layout_of(connection: Connection) -> TableLayout:
+    """The version that is there. Raises ConfigError where it is unknown, of a newer jaxllm."""
+    from alembic.runtime.migration import MigrationContext
+
+    newest = _versions().get_current_head()
+    assert newest is not None, "there is one line of versions"
+    context = MigrationContext.configure(connection)
+    found = context.get_current_revision()
+    if found is None:
+        return TableLayout(_unversioned(connection), newest)
+    if found not in {one.revision for one in _versions().walk_revisions()}:
+        raise ConfigError(
+            f"the database of stored objects has tables of version {found}, which a newer jaxllm has made; this one "
+            f"knows versions up to {newest}: use the newer one, or another data_dir or database_url"
+        )
+    return TableLayout(found, newest)
+
+
+def upgrade(connection: Connection) -> TableLayout:
+    """Bring the tables to the newest version, inside the caller's transaction; what was there. Raises as `layout_of`.
+
+    Whoever calls this holds a lock: two of them at once would both change the same tables.
+    """
+    from alembic.operations import Operations
+    from alembic.runtime.migration import MigrationContext
+
+    before, versions = layout_of(connection), _versions()
+    if before.version == before.newest:
+        return before
+    context = MigrationContext.configure(
+        connection, opts={"fn": lambda revision, _: versions._upgrade_revs("head", revision)}
+    )
+    if before.version is not None and context.get_current_revision() is None:
+        context.stamp(versions, before.version)
+    context.run_migrations(op=Operations(context))
+    if before.version is not None:
+        logger.info("the tables of stored objects went from version %s to %s", before.version, before.newest)
+    return before
+
+
+def _unversioned(connection: Connection) -> str | None:
+    inspector = inspect(connection)
+    if not inspector.has_table(_A_TABLE):
+        return None
+    return "2" if "owner" in {column["name"] for column in inspector.get_columns(_A_TABLE)} else "1"
+
+
+@cache
+def _versions() -> ScriptDirectory:
+    from alembic.script import ScriptDirectory
+
+    return ScriptDirectory(str(Path(__file__).parent))

@@ -16,7 +16,7 @@ from fastapi.testclient import TestClient
 
 from jaxllm.config.server import ServerConfig
 from jaxllm.errors import ConfigError
-from jaxllm.serving.access.audit import AuditLog
+from jaxllm.serving.request_log import AuditLog
 from tests.serving.access.conftest import CHAT, Keyed, key, write_keys
 from tests.serving.batches.running import Running, chat
 from tests.serving.conftest import wait_for

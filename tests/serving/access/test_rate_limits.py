@@ -23,16 +23,13 @@ from jaxllm.config.server import ServerConfig
 from jaxllm.errors import ConfigError
 from jaxllm.mcp.settings import OFF
 from jaxllm.serving import call as call_module
-from jaxllm.serving.access import limits
-from jaxllm.serving.access.keys import Tenant
-from jaxllm.serving.access.limits import RateLimits, Window
-from jaxllm.serving.call import Call
+from jaxllm.serving.access import keys
+from jaxllm.serving.access.keys import RateLimits, Tenant, Window
+from jaxllm.serving.call import ClientCall
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.records import Clock, ModelCall
-from jaxllm.serving.loadable import LoadableModel
-from jaxllm.serving.registry import Registry
-from jaxllm.serving.served_model import ServedModel
-from jaxllm.serving.state import ServerState
+from jaxllm.serving.request_metrics import Clock, ModelCall
+from jaxllm.serving.served_model import LoadableModel, ServedModel
+from jaxllm.serving.state import Registry, ServerState
 from tests.serving.access.conftest import CHAT, Keyed, write_keys
 from tests.serving.batches.running import Running, chat
 from tests.serving.conftest import wait_for
@@ -265,7 +262,7 @@ def test_a_redis_that_hangs_is_a_503_and_used_again_when_it_answers(
 ) -> None:
     import redis
 
-    monkeypatch.setattr(limits, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(keys, "ANSWER_SECONDS", 0.2)
     with redis.Redis.from_url(redis_url) as client:
         process = client.info("server")["process_id"]
 
@@ -308,7 +305,7 @@ def test_what_was_reserved_stays_counted_where_the_store_is_gone(
             raise APIError(503, "gone")
 
         monkeypatch.setattr(state.limits, "correct", gone)
-        call = Call(state, "fake", model, Tenant(name="alice", tokens_per_minute=10))
+        call = ClientCall(state, "fake", model, Tenant(name="alice", tokens_per_minute=10))
         async with call, call.asking(AbortedByNobody(), asked, 8):
             asked.prompt_tokens = 2
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from fastapi.testclient import TestClient
 
-from jaxllm.serving.http.reading import PIECE
+from jaxllm.serving.http.middleware import PIECE
 from tests.serving.fake_engine import FakeEngine
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}

@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from jaxllm.config import ServeConfig
 from jaxllm.errors import EngineDeadError
-from jaxllm.serving.http.reading import BodyMemory
+from jaxllm.serving.http.json_body import BodyMemory
 from jaxllm.serving.http.relay import RelayedAnswer, RelayedRequest, answer
 from tests.serving.fake_engine import FakeEngine, app_of
 

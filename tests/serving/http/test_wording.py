@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pydantic_core.core_schema import ErrorType
 
 from jaxllm.config import ServeConfig
-from jaxllm.serving.http.errors import to_api_error
+from jaxllm.serving.http.answers import to_api_error
 from jaxllm.serving.http.request_model import RequestModel
 from jaxllm.wording import ACCEPTED
 from tests.serving.api_surface import BODIES, Route, routes

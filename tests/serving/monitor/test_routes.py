@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 from jaxllm.config.server import ServerConfig
 from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError
 from jaxllm.serving.http.listening import bind
-from jaxllm.serving.monitor import Monitor, monitoring
+from jaxllm.serving.status import Monitor, monitoring
 from tests.looking.decode import decode
 from tests.serving.fake_engine import CannedClient, FakeEngine
 
@@ -170,7 +170,7 @@ def test_a_long_profile_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch
         held.wait()
         return b""
 
-    monkeypatch.setattr("jaxllm.serving.monitor.look", profile_for_long)
+    monkeypatch.setattr("jaxllm.serving.status.look", profile_for_long)
     answers: list[int] = []
 
     def ask(url: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from fastapi.testclient import TestClient
 
-from jaxllm.serving.web.routes import STATIC
+from jaxllm.serving.web import STATIC
 from tests.serving.fake_engine import FakeEngine
 
 TYPES = {

@@ -1,4 +1,4 @@
-"""Tools of MCP servers in chats: what requests are offered, and completions whose tools the server runs."""
+"""Tools of MCP servers: their routes, and chats that are offered them or have the server run them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,25 @@ import json
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from jaxllm.chat.conversation import MAX_TOOLS, Conversation, Message, Tool, known_arguments, parse_arguments
-from jaxllm.chat.conversation import Call as MadeCall
+import msgspec
+import pydantic
+from fastapi import APIRouter, Request, Response
+
+from jaxllm.chat.conversation import MAX_TOOLS, Call, Conversation, Message, Tool, known_arguments, parse_arguments
 from jaxllm.chat.events import Content, Event, ParsedOutput, Reasoning, join_events
 from jaxllm.errors import ContextLengthError, Field, InvalidRequestError
+from jaxllm.mcp.servers import ServerStatus, ToolServer
+from jaxllm.mcp.settings import Transport
 from jaxllm.mcp.tools import ServerTool, ToolResult, as_data, cut, defused
 from jaxllm.requests.outputs import ParsedCall
-from jaxllm.serving.call import Call
-from jaxllm.serving.generation import GenerationSettings
-from jaxllm.serving.http.api_error import unavailable
-from jaxllm.serving.reply import Reply, ReplyLoop, begin_reply
+from jaxllm.serving.call import ClientCall
+from jaxllm.serving.generation import GenerationSettings, Reply, ReplyLoop, begin_reply
+from jaxllm.serving.http.answers import json_response, returns
+from jaxllm.serving.http.api_error import APIError, unavailable
+from jaxllm.serving.http.request_model import RequestModel
+from jaxllm.serving.http.route import JSONRoute, until_disconnect
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 from jaxllm.wording import shown
@@ -26,7 +33,7 @@ from jaxllm.wording import shown
 SHORTEST_RESULT = 200
 """Characters: a context that does not hold so much of each result either is full."""
 BETWEEN = "\n\n"
-"""What stands between the texts of two answers."""
+"""The separator between the texts of two answers."""
 
 
 @dataclass
@@ -69,7 +76,7 @@ class Execution(ReplyLoop[Happenings, ToolRun]):
 
     def __init__(
         self,
-        call: Call,
+        call: ClientCall,
         reply: Reply,
         conversation: Conversation,
         settings: GenerationSettings,
@@ -104,7 +111,7 @@ class Execution(ReplyLoop[Happenings, ToolRun]):
         await self.leave()
 
     async def arrivals(self, timeout: float | None = None) -> AsyncIterator[Happenings]:
-        """What happens, in order; an empty list after `timeout` seconds of silence."""
+        """The happenings, in order; an empty list after `timeout` seconds of silence."""
         async with aclosing(self.turns(timeout)) as turns:
             async for happenings in turns:
                 yield happenings
@@ -177,7 +184,7 @@ class Execution(ReplyLoop[Happenings, ToolRun]):
         return self._call.state.tool_servers.find(name) if name in self._offered else None
 
     def _tokens_left(self) -> int | None:
-        """Of the request's max_tokens, which all answers share."""
+        """The rest of the request's max_tokens, which all answers share."""
         if self._settings.max_tokens is None:
             return None
         return max(self._settings.max_tokens - self.usage().completion_tokens, 0)
@@ -203,7 +210,7 @@ class Execution(ReplyLoop[Happenings, ToolRun]):
         await self.enter(reply)
 
     def _with_results(self, answer: ParsedOutput, runs: Sequence[ToolRun], longest: int, *, last: bool) -> Conversation:
-        calls = [MadeCall(run.call.id, run.call.name, known_arguments(run.call.arguments)) for run in runs]
+        calls = [Call(run.call.id, run.call.name, known_arguments(run.call.arguments)) for run in runs]
         said = Message("assistant", answer.content or "", answer.reasoning, calls)
         special = list(self.model.special_tokens)
         results = []
@@ -225,7 +232,7 @@ def _not_run(reason: str) -> ToolResult:
 
 
 async def injected_tools(state: ServerState, model: ServedModel) -> list[Tool]:
-    """What is offered to a request that says nothing of tools; nothing where config.mcp_inject is off.
+    """The tools for a request that says nothing of tools; none where config.mcp_inject is off.
 
     Raises InvalidRequestError where there are more than a request may have.
     """
@@ -239,7 +246,7 @@ async def injected_tools(state: ServerState, model: ServedModel) -> list[Tool]:
 async def asked_tools(
     state: ServerState, model: ServedModel, allowed: Collection[str] | None, place: Field
 ) -> list[Tool]:
-    """What is offered to a request that asks for the servers' tools: all, or those that are `allowed` by name.
+    """The tools for a request that asks for the servers': all, or those that are `allowed` by name.
 
     Raises InvalidRequestError of `place` where there are none, or not all of these; 503 while no server is ready.
     """
@@ -272,3 +279,104 @@ def offered(model: ServedModel, tools: Sequence[ServerTool]) -> list[Tool]:
         )
         for tool in tools
     ]
+
+
+router = APIRouter(route_class=JSONRoute, tags=["tool servers"])
+
+
+class FunctionShown(msgspec.Struct):
+    name: str
+    description: str | None
+    parameters: dict[str, Any]
+
+
+class ToolShown(msgspec.Struct, kw_only=True):
+    """As a chat completion takes it in `tools`."""
+
+    type: Literal["function"] = "function"
+    function: FunctionShown
+
+
+class ToolList(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ToolShown]
+
+
+class ToolCallRequest(RequestModel):
+    arguments: dict[str, Any] = pydantic.Field(default_factory=dict)
+    """What the tool is called with."""
+
+
+class ToolOutput(msgspec.Struct, kw_only=True):
+    object: Literal["mcp.tool_result"] = "mcp.tool_result"
+    name: str
+    server_label: str
+    output: str
+    error: dict[str, Any] | None
+    """null where the tool succeeded; else its type is one of OpenAI's, and the output says it in words."""
+
+
+class RefusedTool(msgspec.Struct, kw_only=True):
+    name: str
+    reason: str
+
+
+class ServerShown(msgspec.Struct, kw_only=True):
+    label: str
+    description: str | None
+    transport: Transport
+    status: ServerStatus
+    error: str | None
+    """What is wrong, where the status is failed."""
+    tools: list[str]
+    """What the model calls them."""
+    refused: list[RefusedTool]
+    """Tools that cannot be offered, by the server's own names."""
+
+
+class ServerList(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ServerShown]
+
+
+@router.get("/mcp/tools", responses=returns(ToolList))
+async def list_tools(request: Request) -> Response:
+    """The tools of all MCP servers that are ready."""
+    state: ServerState = request.app.state.server
+    await state.tool_servers.ready()
+    shown = [FunctionShown(one.full_name, one.description, one.parameters) for one in state.tool_servers.tools()]
+    return json_response(ToolList(data=[ToolShown(function=function) for function in shown]))
+
+
+@router.post("/mcp/tools/{name}", responses=returns(ToolOutput))
+async def call_tool(name: str, body: ToolCallRequest, request: Request) -> Response:
+    """Run one of them. Its failure is told in the answer; a client that goes away ends it."""
+    state: ServerState = request.app.state.server
+    await state.tool_servers.ready()
+    tool = state.tool_servers.find(name)
+    if tool is None:
+        message = f"there is no tool {shown(name)}; /v1/mcp/tools lists those that there are"
+        raise APIError(404, message, param="name", code="tool_not_found")
+    result = await until_disconnect(request.receive, state.tool_servers.call(tool, body.arguments))
+    return json_response(
+        ToolOutput(name=tool.full_name, server_label=tool.server, output=result.text, error=result.error)
+    )
+
+
+@router.get("/mcp/servers", responses=returns(ServerList))
+async def list_servers(request: Request) -> Response:
+    """The MCP servers of the configuration, and how they are."""
+    state: ServerState = request.app.state.server
+    return json_response(ServerList(data=[_server(server) for server in state.tool_servers.servers.values()]))
+
+
+def _server(server: ToolServer) -> ServerShown:
+    return ServerShown(
+        label=server.label,
+        description=server.description,
+        transport=server.settings.transport,
+        status=server.status,
+        error=server.error,
+        tools=[tool.full_name for tool in server.tools],
+        refused=[RefusedTool(name=name, reason=reason) for name, reason in server.refused.items()],
+    )
