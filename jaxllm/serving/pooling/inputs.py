@@ -20,12 +20,11 @@ from jaxllm.requests.outputs import Activation, ModelTasks, PooledOutput, Poolin
 from jaxllm.serving.call import ClientCall
 from jaxllm.serving.http.answers import json_response
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.records import Clock
 from jaxllm.serving.http.route import until_disconnect
 from jaxllm.serving.openai.messages import FIELD_NAMES
 from jaxllm.serving.openai.sampling import PromptTokensDetails
 from jaxllm.serving.pooling.types import ComparisonFields, InputFields, PoolingFields
-from jaxllm.serving.request_metrics import ModelCall
+from jaxllm.serving.request_metrics import Clock, ModelCall
 from jaxllm.serving.served_model import ServedModel
 
 Method = Literal["yes_no", "cosine", "classifier"]
