@@ -18,8 +18,8 @@ from jaxllm.config import EngineConfig
 from jaxllm.config.values import format_bytes
 from jaxllm.cpu_kernels.huge_pages import use_huge_pages
 from jaxllm.engine.core.step_weights import Kept
+from jaxllm.engine.features.logits import processors_of
 from jaxllm.engine.features.offload.offload import transfer_of
-from jaxllm.engine.features.processors import processors_of
 from jaxllm.engine.messages import EngineInfo
 from jaxllm.engine.scale.data_parallel import Core
 from jaxllm.engine.scale.lockstep.leader import Leader

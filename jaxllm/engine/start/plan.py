@@ -19,7 +19,7 @@ from jaxllm.engine.features import features_of, features_of_encoder
 from jaxllm.engine.features.drafts.feature import DraftsFeature
 from jaxllm.engine.features.drafts.models import AbstractDraft
 from jaxllm.engine.features.drafts.rules import DraftDepth, DraftRule
-from jaxllm.engine.features.processors import processors_of
+from jaxllm.engine.features.logits import processors_of
 from jaxllm.engine.start.draft import DraftBlueprint, draft_blueprint, mtp_blueprint, with_states
 from jaxllm.engine.start.host_experts import expert_places, place_bytes, with_host_experts
 from jaxllm.engine.start.memory import (
