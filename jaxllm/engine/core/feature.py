@@ -2,11 +2,12 @@
 
 The core knows requests, pages, slots, steps and tokens. Everything else is a `Feature`, which says in one place what a
 request brings for it, what its slot is told, what a step is sent, what is traced into it, and what is made of what the
-step gives. Features meet only through the core, and a request that uses none pays for none.
+step gives. Features meet only through the core, and a request that uses none pays for none: only hooks that a feature
+overrides are called, and after `prepare` only for its own requests.
 
 A request's way past them, in order:
 
-    prepare   the request is added: what it brings, checked; or None, and the feature is asked nothing more of it
+    prepare   a request is added that sets a field of `asked_by`: what it brings, checked; None: it is asked no more
     job       what has to be made ready for it on a thread, before it is scheduled
     fits      whether it can begin now
     extend    what is known of its prefix

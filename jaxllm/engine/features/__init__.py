@@ -32,12 +32,11 @@ def features_of(
     """
     from jaxllm.engine.core.registry import Features
     from jaxllm.engine.features.adapters.adapters import AdaptersFeature, NoAdaptersFeature
-    from jaxllm.engine.features.adjustments import AdjustmentsFeature
     from jaxllm.engine.features.grammar.grammar import GrammarFeature
     from jaxllm.engine.features.inside import CapturesFeature, PatchingFeature, SteeringFeature
+    from jaxllm.engine.features.logits import AdjustmentsFeature, ProcessorsFeature
     from jaxllm.engine.features.offload.offload import OffloadFeature
     from jaxllm.engine.features.offload.pages import ROW_KINDS
-    from jaxllm.engine.features.processors import ProcessorsFeature
     from jaxllm.engine.features.readout import PoolingFeature, ScoresFeature
     from jaxllm.engine.features.states import StatesFeature
 

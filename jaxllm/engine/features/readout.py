@@ -327,7 +327,7 @@ class PoolingFeature(Feature):
             elif kind == "logits" and ends:
                 logits.append((request, end - 1))
         found = [self._reading(sums, self.around.device.run(SUMS, owner))] if sums else []
-        return [*found, *self._logits(logits)]
+        return [*found, *(self._logits(logits) if logits else ())]
 
     def _logits(self, wanted: list[tuple[Request, int]]) -> Iterable[Reading]:
         size = self.around.device.most_rows

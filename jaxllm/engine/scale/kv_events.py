@@ -146,8 +146,7 @@ def hash_of(before: int | None, tokens: Sequence[int]) -> int:
 class EventPublisher:
     """A thread that owns the sockets. A batch has the next number, also one that has to be left out.
 
-    Raises:
-        ConfigError: pyzmq is missing, or an address cannot be used.
+    Raises ConfigError: pyzmq is missing, or an address cannot be used.
     """
 
     def __init__(self, config: KVEventsConfig):

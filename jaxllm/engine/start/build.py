@@ -29,8 +29,8 @@ from jaxllm.engine.core.runner import Runner
 from jaxllm.engine.core.scheduler import Scheduler
 from jaxllm.engine.features.adapters.adapters import AdapterStore
 from jaxllm.engine.features.adapters.reading import AdapterReader, BaseWeights
+from jaxllm.engine.features.logits import processors_of
 from jaxllm.engine.features.offload.offload import OffloadFeature, transfer_of
-from jaxllm.engine.features.processors import processors_of
 from jaxllm.engine.messages import EngineInfo, MemoryRoom
 from jaxllm.engine.scale.data_parallel import Core, DataParallelCore, RankDevice, Ranks
 from jaxllm.engine.scale.kv_events import EventPublisher, KVEvents

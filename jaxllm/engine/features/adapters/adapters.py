@@ -218,7 +218,7 @@ class AdapterPlaces:
         self._free = list(range(count - 1, -1, -1))
         self._place_of: dict[int, int] = {}
         """By adapter, the longest unused first."""
-        self._holders: dict[int, int] = {}
+        self._holders: Counter[int] = Counter()
 
     def fits(self, adapters: Sequence[int]) -> bool:
         """Whether all these adapters can be on the devices together with those that are held."""
@@ -233,16 +233,13 @@ class AdapterPlaces:
             if adapter not in self._place_of:
                 self._place_of[adapter] = self._free.pop() if self._free else self._evict(adapters)
                 entered.append(adapter)
-            self._holders[adapter] = self._holders.get(adapter, 0) + 1
+            self._holders[adapter] += 1
             self._place_of[adapter] = self._place_of.pop(adapter)  # the last used is the last
         return [self._place_of[adapter] for adapter in adapters], entered
 
     def release(self, adapters: Sequence[int]) -> None:
         """A request that took them runs no longer."""
-        for adapter in adapters:
-            self._holders[adapter] -= 1
-            if not self._holders[adapter]:
-                del self._holders[adapter]
+        self._holders -= Counter(adapters)  # which drops what is held no longer
 
     def check(self, held: Sequence[Sequence[int]]) -> None:
         """Assert that the places agree with the adapters `held` by all running requests."""

@@ -183,9 +183,7 @@ class AdapterReader:
     def read(self, path: str) -> AdapterRows:
         """An adapter's rows, in host memory.
 
-        Raises:
-            CheckpointError: the file cannot be read, its rank is too high, or it changes what this model cannot have
-                changed; one line that names the file and the tensor.
+        Raises CheckpointError: the file cannot be read, its rank is too high, or it changes what it must not.
         """
         adapter = open_adapter(Path(path))
         if adapter.rank > self.sizes.rank:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -30,7 +31,6 @@ from jaxllm.engine.features.drafts.rules import (
 )
 from jaxllm.engine.features.drafts.verify import Drafter, verify
 from jaxllm.engine.messages import EngineRequest, EngineStats, TokenDelta
-from jaxllm.models.decoder import Decoder
 
 RECALL = Key("put", 0, frozenset({"recall"}))
 
@@ -110,14 +110,13 @@ class DraftsFeature(Feature):
 
     def drafter(self, step: TracedStep, rows: int) -> Drafter:
         """What makes drafts for `rows` sequences in a step that is traced."""
-        rule, count, maker = self._rule.with_rows(rows), len(step.sizes.caches), step.maker
+        rule, count = self._rule.with_rows(rows), len(step.sizes.caches)
+        parts, maker = dict(step.parts), step.maker
 
-        def model() -> Decoder:
-            found: Decoder = maker.model(dict(step.parts))
-            return found
+        model = partial(maker.model, parts)
 
         def drafting() -> Any:
-            return nnx.merge(self._graph, jax.tree.unflatten(self._tree, maker.further(dict(step.parts))))
+            return nnx.merge(self._graph, jax.tree.unflatten(self._tree, maker.further(parts)))
 
         if isinstance(rule, ModuleDrafts):
             return ModuleDrafter(drafting, model, rule.num_tokens, count, step.sizes.page_size, rule.layers)

@@ -223,35 +223,31 @@ class PageCopies:
     def read(self, rows: list[tuple[CacheRow, Digest]]) -> list[tuple[list[Digest], Arriving]]:
         """Copy pages and states to the host."""
         found = list[tuple[list[Digest], Arriving]]()
-        for kind, some in _parts_of(rows):
-            key = _key("copy_out", kind, len(some))
-            arrays = self._device.run(key, self._numbers(kind, some, key.size))
+        for key, numbers, of, some in self._parts("copy_out", rows):
+            arrays = self._device.run(key, numbers)
             for array in arrays:
                 array.copy_to_host_async()
-            found.append(([digest for _, digest in some], partial(self._blocks[kind].split, arrays, len(some))))
+            found.append(([digest for _, digest in some], partial(self._blocks[of].split, arrays, len(some))))
         return found
 
     def write(self, rows: list[tuple[CacheRow, Page]]) -> None:
         """Fill pages and states with what the host has."""
-        for kind, some in _parts_of(rows):
-            key = _key("copy_in", kind, len(some))
-            contents = self._blocks[kind].join([content for _, content in some], key.size)
-            self._device.run(key, self._numbers(kind, some, key.size), *contents)
+        for key, numbers, of, some in self._parts("copy_in", rows):
+            contents = self._blocks[of].join([content for _, content in some], key.size)
+            self._device.run(key, numbers, *contents)
 
-    def _numbers(self, kind: RowKind, some: list[tuple[CacheRow, T]], size: int) -> np.ndarray:
-        padding = [self._padding[kind]] * (size - len(some))
-        return np.array([*(row.number for row, _ in some), *padding], np.int32)
-
-
-def _parts_of(rows: list[tuple[CacheRow, T]]) -> Iterator[tuple[RowKind, list[tuple[CacheRow, T]]]]:
-    for kind, same in groupby(rows, lambda entry: entry[0].kind):
-        some = list(same)
-        for start in range(0, len(some), SIZES[kind][-1]):
-            yield kind, some[start : start + SIZES[kind][-1]]
-
-
-def _key(kind: Kind, of: RowKind, count: int) -> Key:
-    return Key(kind, smallest_covering(SIZES[of], count), frozenset({of}))
+    def _parts(
+        self, kind: Kind, rows: list[tuple[CacheRow, T]]
+    ) -> Iterator[tuple[Key, np.ndarray, RowKind, list[tuple[CacheRow, T]]]]:
+        """Steps that copy these rows: their key, the numbers of the rows, and the rows, all of one kind."""
+        for of, same in groupby(rows, lambda entry: entry[0].kind):
+            some = list(same)
+            for start in range(0, len(some), SIZES[of][-1]):
+                part = some[start : start + SIZES[of][-1]]
+                key = Key(kind, smallest_covering(SIZES[of], len(part)), frozenset({of}))
+                numbers = np.full(key.size, self._padding[of], np.int32)
+                numbers[: len(part)] = [row.number for row, _ in part]
+                yield key, numbers, of, part
 
 
 def copying_step(key: Key, maker: StepFunctions) -> Built:

@@ -68,8 +68,7 @@ class PageListener:
     ):
         """`give` gives the pages of prefixes up to the first that is not there, on any thread.
 
-        Raises:
-            ConfigError: it cannot listen there.
+        Raises ConfigError: it cannot listen there.
         """
         self._secret, self._contents, self._give = secret, contents, give
         self._listener = _listen(address)

@@ -60,7 +60,8 @@ class _Budgeted(Generic[Kept]):
     def __contains__(self, digest: Digest) -> bool:
         return digest in self._kept
 
-    def _use(self, digest: Digest) -> Kept | None:
+    def get(self, digest: Digest) -> Kept | None:
+        """What is kept, as the one used last now; None if it is not here."""
         with self._lock:
             if digest in self._kept:
                 self._kept.move_to_end(digest)
@@ -89,13 +90,9 @@ class HostPages(_Budgeted[Page]):
 
     def add(self, digest: Digest, page: Page) -> None:
         """Keep a page, as the one used last."""
-        if self._use(digest) is None:
+        if self.get(digest) is None:
             for lost in self._keep(digest, page):
                 self._on_full(*lost)
-
-    def get(self, digest: Digest) -> Page | None:
-        """A page, which is the one used last now; None if it is not here."""
-        return self._use(digest)
 
 
 class DiskPages(_Budgeted[int]):
@@ -106,12 +103,9 @@ class DiskPages(_Budgeted[int]):
     """
 
     def __init__(self, folder: Path, name: str, budget: int, lengths: Collection[int]):
-        """Files lie in `folder`/`name`, which is a digest of all that decides what is in them.
+        """Files lie in `folder`/`name`, a digest of all that decides what is in them; a page or a state has `lengths`.
 
-        `budget` is in bytes, and `lengths` are those that a page or a state has.
-
-        Raises:
-            ConfigError: the folder cannot be made, or others than this user may write to it.
+        Raises ConfigError: the folder cannot be made, or others than this user may write to it.
         """
         self._lengths = lengths
         self._folder = folder / name
@@ -173,7 +167,7 @@ class DiskPages(_Budgeted[int]):
         return self._folder / digest.hex()
 
     def _touch(self, digest: Digest) -> None:
-        self._use(digest)
+        self.get(digest)
         with contextlib.suppress(OSError):  # another process has deleted it
             os.utime(self._path(digest))
 

@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 PULLING_THREADS = 8
 """Requests beyond that wait for a thread, and no longer than for their pages."""
-
-
 MOST_PLACES = 256
 """Servers of which it is said once that no pages come from there; requests name them, so others are only counted."""
 
@@ -130,8 +128,7 @@ class Pulls:
     def note(self, source: PagesAt, seconds: float, problem: str | None) -> None:
         """A pull has ended, with a problem or without; one that lasts is said once.
 
-        Raises:
-            JaxLLMError: of a problem, where pages must come.
+        Raises JaxLLMError: of a problem, where pages must come.
         """
         place = (source.host, source.port)
         with self._changed:
@@ -186,8 +183,7 @@ class Pull:
     def run(self) -> None:
         """Bring the pages to host memory, as far as they can be had in time; what keeps them is said and counted.
 
-        Raises:
-            JaxLLMError: some did not come, and must.
+        Raises JaxLLMError: some did not come, and must.
         """
         problem = None
         with self._pulls.running(self):
@@ -228,20 +224,17 @@ class Pull:
         try:
             with socket.create_connection((self._source.host, self._source.port), timeout=left) as connection:
                 connection.settimeout(None)  # from now on the timer ends it
-                self._receive(self._introduced(connection), digests)
+                with self._lock:
+                    self._connection = connection
+                if self._over is not None or not introduce(connection, self._pulls.secret):
+                    raise _NotPulledError(self._over or "its cluster_secret is another")
+                self._receive(Wire(connection, FromGiver), digests)
         except TimeoutError:
             raise _NotPulledError(late) from None
         except (OSError, WireError, UnicodeError) as error:  # the last of names that no host can have
             raise _NotPulledError(self._over or reason(error)) from None
         finally:
             timer.cancel()
-
-    def _introduced(self, connection: socket.socket) -> Wire[FromGiver]:
-        with self._lock:
-            self._connection = connection
-        if self._over is not None or not introduce(connection, self._pulls.secret):
-            raise _NotPulledError(self._over or "its cluster_secret is another")
-        return Wire(connection, FromGiver)
 
     def _receive(self, wire: Wire[FromGiver], digests: list[Digest]) -> None:
         wire.send(PagesWanted(self._pulls.contents, digests))
@@ -298,8 +291,7 @@ def new_peers(
     `lengths` are those of a page and of a state. What comes goes to `host`; `give` gives pages of prefixes up to the
     first that is not there.
 
-    Raises:
-        ConfigError: nobody can listen at the config's address.
+    Raises ConfigError: nobody can listen at the config's address.
     """
     pulls = listener = None
     if config.takes:

@@ -90,8 +90,7 @@ class Follower:
     def follow(self, device: Device | Stages) -> str:
         """Run the steps that come; returns when process 0 ends the group, with the reason if there is one.
 
-        Raises:
-            EngineDeadError: process 0 is gone or silent, or its steps have a gap.
+        Raises EngineDeadError: process 0 is gone or silent, or its steps have a gap.
         """
         while True:
             message, arrays = self._receive(SILENT_SECONDS)

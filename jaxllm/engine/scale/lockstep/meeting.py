@@ -63,10 +63,8 @@ def meet(config: EngineConfig, agreement: dict[str, str], on_broken: Callable[[s
     """Wait until all processes of `config` have come and agree.
 
     `agreement` must be the same in all, in words, by its name. `on_broken` is called with a reason when the group is
-    over, in any thread; it ends the process.
-
-    Raises:
-        ConfigError: one does not come in time, has another secret, or differs.
+    over, in any thread; it ends the process. Raises ConfigError: one does not come in time, has another secret, or
+    differs.
     """
     if config.process_id == 0:
         return _Meeting(config, agreement).wait(on_broken)

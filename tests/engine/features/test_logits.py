@@ -13,7 +13,7 @@ from jaxllm.engine.core.keys import SAMPLED
 from jaxllm.engine.core.registry import Features
 from jaxllm.engine.core.sampler import SamplingRows, mask_words, sample
 from jaxllm.engine.core.slots import Slots, slot_shapes
-from jaxllm.engine.features.adjustments import MAX_BLOCKED, AdjustmentsFeature
+from jaxllm.engine.features.logits import MAX_BLOCKED, AdjustmentsFeature
 from jaxllm.requests.sampling import MAX_LOGIT_BIAS
 from jaxllm.text.spellings import MAX_SPELLING_LENGTH, MAX_SPELLINGS
 from tests.engine.core.test_sampler import VOCAB, bitmask, make_rows, random_logits
