@@ -22,6 +22,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float32, UInt8
 
 from jaxllm.quantization.gguf_decode import FORMATS
+from jaxllm.quantization.stored import packed
 
 Vector = Float32[Array, "m"]
 Members = list[Vector]
@@ -149,9 +150,8 @@ Block = Float32[Array, "n 32"]
 
 def _packed(codes: Array, run: int, bits: int) -> UInt8[Array, "n _"]:
     """The lowest `bits` of codes `[n, i]` as `gguf_decode` takes them apart: each `8 / bits` runs in `run` bytes."""
-    shifts = np.arange(0, 8, bits)[:, None]
-    runs = (codes & ((1 << bits) - 1)).reshape(len(codes), -1, len(shifts), run) << shifts
-    return runs.sum(2).reshape(len(codes), -1).astype(jnp.uint8)
+    runs = (codes & ((1 << bits) - 1)).reshape(len(codes), -1, 8 // bits, run)
+    return packed(runs, bits).reshape(len(codes), -1).astype(jnp.uint8)
 
 
 def _joined(*parts: UInt8[Array, "n _"]) -> UInt8[Array, "n bytes"]:

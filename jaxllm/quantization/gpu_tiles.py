@@ -16,7 +16,7 @@ from jaxllm.pallas_kernels.matrices import E2M1, ROWS, SCALES, PackedFormat, Pac
 from jaxllm.quantization.coded import FLOAT16, Coded, CodedKind, OrderedKind
 from jaxllm.quantization.gguf_decode import FORMATS, k_scales, q3_scales
 from jaxllm.quantization.gguf_weight import GgufBlocks, GgufKind
-from jaxllm.quantization.stored import E8M0, UINT8, Coding, Stored, unpacked
+from jaxllm.quantization.stored import E8M0, UINT8, Coding, Stored, packed, unpacked
 from jaxllm.quantization.weight import Quantized, WeightKind
 from jaxllm.sharding.mesh import Axes, Layout
 
@@ -270,10 +270,7 @@ def _plane(codes: np.ndarray, bits: int, width: int) -> np.ndarray:
     *stack, rows, inputs = codes.shape
     per_byte = 8 // bits
     parts = codes.reshape(*stack, rows // ROWS, ROWS, inputs // (width * per_byte), per_byte, width)
-    packed = np.zeros((*parts.shape[:-2], width), np.uint8)
-    for index in range(per_byte):
-        packed |= parts[..., index, :] << np.uint8(index * bits)
-    return np.ascontiguousarray(packed.swapaxes(-3, -2))
+    return np.ascontiguousarray(packed(parts, bits).swapaxes(-3, -2))
 
 
 def _tiled_words(words: np.ndarray) -> np.ndarray:

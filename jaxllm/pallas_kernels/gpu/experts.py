@@ -88,7 +88,8 @@ def _products(
     else:
         both = jnp.concatenate([multiply(x, part) for part in gate_up], axis=-1)
         both = both if biases is None else both + biases[0][group]
-        hidden = _gated(both, activation) if gate is None else gate(both)
+        first, second = jnp.split(both, 2, axis=-1)
+        hidden = activation(first) * second if gate is None else gate(both)
     outputs = jnp.concatenate([multiply(hidden, part) for part in down], axis=-1)
     return outputs if biases is None else outputs + biases[1][group]
 
@@ -97,11 +98,6 @@ def _in_their_order(x: Float[Array, "n i"], order: Int[Array, "X i"], group: Int
     """Every row as its group's columns lie; rows side by side share one of `x`, but each has an order of its own."""
     rows = jnp.repeat(x, group.shape[0] // x.shape[0], axis=0)
     return jnp.take_along_axis(rows, order[group], axis=1, mode="promise_in_bounds")
-
-
-def _gated(both: Float[Array, "N n"], activation: Activation) -> Float[Array, "N n//2"]:
-    gate, up = jnp.split(both, 2, axis=-1)
-    return activation(gate) * up
 
 
 def _gates(matrix: KernelMatrix | PackedMatrix) -> bool:

@@ -132,18 +132,16 @@ class Product:
         @pl.when(program.there > 0)
         def _() -> None:
             sums = lax.fori_loop(*program.steps, add_step, jnp.zeros(shape, jnp.float32))
-            self._store(program, out_ref, sums if finish is None else finish(sums), axis)
-
-    def _store(self, program: Program, out_ref: Any, sums: Float[Array, "a b"], axis: int) -> None:
-        place, inside = program.lane, program.inside
-        if self.activation is not None:
-            gate, up = neighbours(sums, axis)
-            sums = self.activation(gate) * up
-            place = program.block * sums.shape[axis] + jnp.arange(sums.shape[axis])
-            inside = place < out_ref.shape[2]
-        row, live = (jnp.expand_dims(vector, axis) for vector in (program.row, program.live))
-        place, inside = (jnp.expand_dims(vector, 1 - axis) for vector in (place, inside))
-        triton_store(out_ref.at[program.part, row, place], sums.astype(out_ref.dtype), mask=live & inside)
+            sums = sums if finish is None else finish(sums)
+            place, inside = program.lane, program.inside
+            if self.activation is not None:
+                gate, up = neighbours(sums, axis)
+                sums = self.activation(gate) * up
+                place = program.block * sums.shape[axis] + jnp.arange(sums.shape[axis])
+                inside = place < out_ref.shape[2]
+            row, live = (jnp.expand_dims(vector, axis) for vector in (program.row, program.live))
+            place, inside = (jnp.expand_dims(vector, 1 - axis) for vector in (place, inside))
+            triton_store(out_ref.at[program.part, row, place], sums.astype(out_ref.dtype), mask=live & inside)
 
 
 def neighbours(x: Float[Array, "n m"], axis: int) -> tuple[Array, Array]:

@@ -99,11 +99,6 @@ class AttentionSpec:
         return kv_head, kv_head * self.group + in_group, (row < self.tile_heads) & (in_group < self.group)
 
     @property
-    def buffers(self) -> int:
-        """Of a layer's pages."""
-        return 2 if self.latent_dim is None else 1
-
-    @property
     def value_dim(self) -> int:
         return self.latent_dim or self.head_dim
 
