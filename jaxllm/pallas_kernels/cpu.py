@@ -16,7 +16,6 @@ from jaxllm.pallas_kernels.delta_rule import EPS
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.pages import Pages
 from jaxllm.pallas_kernels.products import Norm, RootMeanSquare
-from jaxllm.pallas_kernels.products import tiles as reference_grouped_matmul
 from jaxllm.pallas_kernels.ssd import SSDInputs
 from jaxllm.pallas_kernels.states import kept_length
 
@@ -185,7 +184,7 @@ def grouped_matmul(x: Float[Array, "N i"], weights: Any, group_sizes: Int[Array,
     """Each group of rows by its own matrix; only those that have rows are read."""
     matrices = weights.matrices
     if matrices is None or len(matrices) != 1:
-        return reference_grouped_matmul(x, weights, group_sizes)
+        return products.tiles(x, weights, group_sizes)
     return cpu_kernels.grouped_matmul(x, matrices[0], group_sizes)
 
 

@@ -3,9 +3,8 @@
 As llama.cpp does it (`quantize_row_*_ref`, `make_qkx2_quants`, `make_qx_quants` in ggml-quants.c,
 https://github.com/ggml-org/ggml): candidates for the scale of each group are tried one after another, for all groups
 at once; the scales of a block are rounded to integers, and codes are the nearest under the scales as they are stored.
-With `weights`, how much an error of each counts, as `quantize_row_*_impl` does it. For blocks of 32 the `gguf`
-package takes a block's extremes for the ends of the codes' range; here scales are searched for as those of k-quants
-are, which costs a little time and saves a few percent of the error.
+With `weights`, how much an error of each counts, as `quantize_row_*_impl` does it. Scales of blocks of 32 are searched
+for as those of k-quants are, which takes longer than the `gguf` package and saves a few percent of the error.
 """
 
 from __future__ import annotations

@@ -236,8 +236,8 @@ class GpuTiledKind:
 
         low = plane(0, apart.codes & np.uint8((1 << format.bits) - 1), format.bits)
         high = plane(1, apart.codes >> np.uint8(format.bits), format.high) if format.high else None
-        words = None if apart.words is None else _tiled_words(apart.words)
-        halves = tuple(_tiled_halves(half) for half in apart.halves)
+        words = None if apart.words is None else _tiled(apart.words, 2)
+        halves = tuple(_tiled(half, 1) for half in apart.halves)
         return GpuTiles(low, high, words, halves, format, self.dtype, self.scale)
 
 
@@ -273,15 +273,10 @@ def _plane(codes: np.ndarray, bits: int, width: int) -> np.ndarray:
     return np.ascontiguousarray(packed(parts, bits).swapaxes(-3, -2))
 
 
-def _tiled_words(words: np.ndarray) -> np.ndarray:
-    *stack, rows, blocks, count = words.shape
-    parts = words.reshape(*stack, rows // ROWS, ROWS, blocks, count)
-    return np.ascontiguousarray(np.moveaxis(parts, -3, -1))
-
-
-def _tiled_halves(half: np.ndarray) -> np.ndarray:
-    *stack, rows, blocks = half.shape
-    return np.ascontiguousarray(half.reshape(*stack, rows // ROWS, ROWS, blocks).swapaxes(-1, -2))
+def _tiled(array: np.ndarray, kept: int) -> np.ndarray:
+    """Rows 16 at a time, which become the last axis, after the `kept` last ones."""
+    parts = array.reshape(*array.shape[: -1 - kept], -1, ROWS, *array.shape[-kept:])
+    return np.ascontiguousarray(np.moveaxis(parts, -1 - kept, -1))
 
 
 def _by_row(tiles: PackedMatrix) -> PackedMatrix:
