@@ -34,8 +34,8 @@ def experts(
     x: Float[Array, "T E"],
     logits: Float[Array, "T X"],
     bias: Float[Array, "X"] | None,
-    gate_up: Matrices,
-    down: Matrices,
+    gate_up: Any,
+    down: Any,
     *,
     first: Int[Array, ""] | int,
     here: int,
@@ -43,26 +43,30 @@ def experts(
     meta: StepMetadata,
     interpret: bool = False,
     **options: Any,
-) -> Mixture:
-    """See `Kernels.experts`."""
+) -> Mixture | None:
+    """See `Kernels.experts`; None for experts of a kind that no kernel knows."""
+    if gate_up.kernel_matrices is None or down.kernel_matrices is None:
+        return None
     tokens = x.shape[0]
     rows = tokens * routing.top_k
     tile_rows = choose_tile_rows(rows, here)
     weights, lists = route(logits, bias, first, here, routing, tile_rows, meta, interpret=interpret)
-    outputs = _products(x, lists, rows, tile_rows, gate_up, down, interpret, **options)
+    matrices = gate_up.kernel_matrices, down.kernel_matrices
+    outputs = _products(x, lists, rows, tile_rows, *matrices, interpret, **options)
     return Mixture(weights, outputs.reshape(tokens, routing.top_k, -1))
 
 
 def chosen_experts(
-    x: Float[Array, "T E"], group: Int[Array, "P"], gate_up: Matrices, down: Matrices, *, interpret: bool = False,
-    **options: Any,
-) -> Float[Array, "P E"]:  # fmt: skip
-    """See `Kernels.chosen_experts`."""
-    count = down[0].shape[0]
+    x: Float[Array, "T E"], group: Int[Array, "P"], gate_up: Any, down: Any, *, interpret: bool = False, **options: Any
+) -> Float[Array, "P E"] | None:
+    """See `Kernels.chosen_experts`; None for experts of a kind that no kernel knows."""
+    if gate_up.kernel_matrices is None or down.kernel_matrices is None:
+        return None
+    count, matrices = down.shape[0], (gate_up.kernel_matrices, down.kernel_matrices)
     (rows,) = group.shape
     tile_rows = choose_tile_rows(rows, count)
     lists = list_rows(group, count, x.shape[0], tile_rows, interpret=interpret)
-    outputs = _products(x, lists, rows, tile_rows, gate_up, down, interpret, **options)
+    outputs = _products(x, lists, rows, tile_rows, *matrices, interpret, **options)
     return jnp.where((group < count)[:, None], outputs, 0)
 
 
@@ -121,7 +125,7 @@ def add_norm(
     elif isinstance(out, Unsummed):
         added = (out.parts,)
     else:
-        added = (out,)
+        added = (out.astype(x.dtype),)
     return pl.pallas_call(
         functools.partial(_norm_kernel, size=size, eps=norm.eps),
         out_shape=(shape, shape),
