@@ -167,8 +167,7 @@ def ssd(
 
 
 def _runs(meta: StepMetadata) -> cpu_kernels.Runs:
-    rows = meta.states
-    assert rows is not None, "a model with states is run with their rows"
+    rows = meta.state_rows
     return cpu_kernels.Runs(
         meta.num_seqs.reshape(1),
         meta.query_start,
@@ -189,7 +188,7 @@ def grouped_matmul(x: Float[Array, "N i"], weights: Any, group_sizes: Int[Array,
 
 
 def _before(x: jax.Array, norm: Norm | None) -> tuple[jax.Array, cpu_kernels.RowNorm | None]:
-    """What the kernels take: the norm with `x` as it is, or `x` behind a norm that they do not know."""
+    """What the kernels take: the norm with `x` as it is, or the result of a norm that they do not know."""
     if isinstance(norm, RootMeanSquare):
         return x, cpu_kernels.RowNorm(norm.weight, norm.eps)
     return (x if norm is None else norm(x)), None

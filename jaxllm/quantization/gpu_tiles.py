@@ -295,7 +295,7 @@ def _by_row(tiles: PackedMatrix) -> PackedMatrix:
 
 
 def _rows_together(array: Any, axis: int, kept: int) -> Any:
-    """The rows of a tile, which are an `axis`, behind each other with those of others; the last `kept` axes stay."""
+    """The rows of all tiles, which are an `axis`, as one axis; the last `kept` axes stay."""
     moved = jnp.moveaxis(array, axis, -1 - kept)
     return moved.reshape(*moved.shape[: -2 - kept], -1, *moved.shape[-kept:])
 

@@ -149,7 +149,7 @@ def _norm_kernel(weight_ref: Any, x_ref: Any, *refs: Any, size: int, eps: float)
     def load(ref: Any, *part: int) -> Array:
         return triton_load(ref.at[*part, row, channel], mask=mask, other=0).astype(jnp.float32)
 
-    x = load(x_ref)  # before what is added to it: behind that, sums of two parts would be spilled
+    x = load(x_ref)  # before what is added to it: after that, sums of two parts would be spilled
     out = jnp.zeros(channel.shape, jnp.float32)
     if len(added_refs) > 1:
         mixed_ref, outputs_ref, *added_refs = added_refs
