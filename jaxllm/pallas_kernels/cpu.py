@@ -16,7 +16,6 @@ from jaxllm.pallas_kernels.delta_rule import EPS
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.pages import Pages
 from jaxllm.pallas_kernels.products import Norm, RootMeanSquare
-from jaxllm.pallas_kernels.products import tiles as reference_grouped_matmul
 from jaxllm.pallas_kernels.ssd import SSDInputs
 from jaxllm.pallas_kernels.states import kept_length
 
@@ -168,8 +167,7 @@ def ssd(
 
 
 def _runs(meta: StepMetadata) -> cpu_kernels.Runs:
-    rows = meta.states
-    assert rows is not None, "a model with states is run with their rows"
+    rows = meta.state_rows
     return cpu_kernels.Runs(
         meta.num_seqs.reshape(1),
         meta.query_start,
@@ -185,12 +183,12 @@ def grouped_matmul(x: Float[Array, "N i"], weights: Any, group_sizes: Int[Array,
     """Each group of rows by its own matrix; only those that have rows are read."""
     matrices = weights.matrices
     if matrices is None or len(matrices) != 1:
-        return reference_grouped_matmul(x, weights, group_sizes)
+        return products.tiles(x, weights, group_sizes)
     return cpu_kernels.grouped_matmul(x, matrices[0], group_sizes)
 
 
 def _before(x: jax.Array, norm: Norm | None) -> tuple[jax.Array, cpu_kernels.RowNorm | None]:
-    """What the kernels take: the norm with `x` as it is, or `x` behind a norm that they do not know."""
+    """What the kernels take: the norm with `x` as it is, or the result of a norm that they do not know."""
     if isinstance(norm, RootMeanSquare):
         return x, cpu_kernels.RowNorm(norm.weight, norm.eps)
     return (x if norm is None else norm(x)), None

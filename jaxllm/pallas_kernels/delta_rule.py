@@ -75,8 +75,7 @@ def _decodes(
     x: Tokens, buffer: Float[Array, "N H Dk Dv"], meta: StepMetadata
 ) -> tuple[Float[Array, "n H Dv"], Float[Array, "N H Dk Dv"]]:
     """The first sequences, which have the one token in `x` each; zero after the last of them."""
-    assert meta.states is not None, "a model with states is run with their rows"
-    rows: StateRows = jax.tree.map(lambda numbers: numbers[: len(x.v)], meta.states)
+    rows: StateRows = jax.tree.map(lambda numbers: numbers[: len(x.v)], meta.state_rows)
     live, nowhere = jnp.arange(len(x.v)) < meta.num_decodes, len(buffer)
     read, after = step(x, read_state(buffer, rows))
     for where, wanted in ((rows.written, live), (rows.kept, live & (rows.kept_tokens > 0))):
@@ -128,8 +127,7 @@ def prefill(
     Windows are cut across the step, not the sequences, so that their number is fixed: what needs no state is computed
     for all at once. Then each pair of a sequence and a window that has tokens of it takes its turn.
     """
-    assert meta.states is not None
-    rows, count, last_seq = meta.states, len(x.v), len(meta.context_len) - 1
+    rows, count, last_seq = meta.state_rows, len(x.v), len(meta.context_len) - 1
     width = min(WINDOW, 1 << (count - 1).bit_length())
     padding = -count % width
     padded = Tokens(*(jnp.pad(a, [(0, padding), *[(0, 0)] * (a.ndim - 1)]) for a in x))

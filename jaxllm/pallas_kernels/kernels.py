@@ -132,9 +132,9 @@ COMPILED_GPU = replace(
     COMPILED,
     linear=gpu_products.linear,
     grouped_matmul=products.tiles,
-    experts=gpu_products.experts,
-    chosen_experts=gpu_products.chosen_experts,
-    add_norm=gpu_products.add_norm,
+    experts=_gpu("experts", "experts"),
+    chosen_experts=_gpu("experts", "chosen_experts"),
+    add_norm=_gpu("experts", "add_norm"),
     wide_sums=False,
     gpu_tiles=True,
 )

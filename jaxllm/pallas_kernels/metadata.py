@@ -75,6 +75,12 @@ class StepMetadata:
     """Static: some of its tokens may be refused once they have run; see `states.py`."""
 
     @property
+    def state_rows(self) -> StateRows:
+        """`states` of a model that has some."""
+        assert self.states is not None, "a model with states is run with their rows"
+        return self.states
+
+    @property
     def live(self) -> Bool[Array, "T"]:
         """The tokens that are not padding."""
         return self.seq_ids < self.page_table.shape[0]

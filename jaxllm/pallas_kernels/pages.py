@@ -85,22 +85,14 @@ def stored_as_bits(dtype: Any) -> np.dtype:
     return np.dtype(np.uint16) if dtype.itemsize == 2 else dtype
 
 
-def to_storage(x: Float[Array, "..."], dtype: Any) -> Shaped[Array, "..."]:
-    """Values as pages of `dtype` keep them: cast, quantized, or as bits where `dtype` is another integer type."""
-    if jnp.dtype(dtype) in _CODES:
-        return _quantize(x.astype(jnp.float32), jnp.dtype(dtype))
-    return lax.bitcast_convert_type(x, dtype) if jnp.issubdtype(dtype, jnp.integer) else x.astype(dtype)
+def to_storage(x: Float[Array, "*n D"], dtype: Any) -> Shaped[Array, "*n _"]:
+    """Values as pages of `dtype` keep them: cast, quantized, or as bits where `dtype` is another integer type.
 
-
-def from_storage(x: Shaped[Array, "..."], dtype: Any) -> Float[Array, "..."]:
-    """What `to_storage` kept, as floats; `dtype` is the type that bits stand for, or that quantized ones become."""
-    if x.dtype in _CODES:
-        return _dequantize(x).astype(dtype)
-    return lax.bitcast_convert_type(x, dtype) if jnp.issubdtype(x.dtype, jnp.integer) else x
-
-
-def _quantize(x: Float[Array, "*n D"], dtype: np.dtype) -> Shaped[Array, "*n _"]:
-    """Codes, the largest number of a row being the largest code, then the bytes of the row's scale."""
+    Of quantized ones the largest number of a row is the largest code; the bytes of the row's scale follow the codes.
+    """
+    if jnp.dtype(dtype) not in _CODES:
+        return lax.bitcast_convert_type(x, dtype) if jnp.issubdtype(dtype, jnp.integer) else x.astype(dtype)
+    dtype, x = jnp.dtype(dtype), x.astype(jnp.float32)
     scale = jnp.abs(x).max(-1, keepdims=True) / LARGEST_CODE[dtype]
     codes = x / jnp.where(scale > 0, scale, 1)
     codes = jnp.round(codes) if _CODES[dtype] == jnp.int8 else codes
@@ -108,10 +100,13 @@ def _quantize(x: Float[Array, "*n D"], dtype: np.dtype) -> Shaped[Array, "*n _"]
     return jnp.concatenate([lax.bitcast_convert_type(part, dtype) for part in parts], axis=-1)
 
 
-def _dequantize(rows: Shaped[Array, "*n _"]) -> Float[Array, "*n D"]:
-    codes = lax.bitcast_convert_type(rows[..., :-SCALE_BYTES], _CODES[rows.dtype])
-    scale = lax.bitcast_convert_type(rows[..., -SCALE_BYTES:], jnp.float32)
-    return codes.astype(jnp.float32) * scale[..., None]
+def from_storage(x: Shaped[Array, "*n _"], dtype: Any) -> Float[Array, "*n _"]:
+    """What `to_storage` kept, as floats; `dtype` is the type that bits stand for, or that quantized ones become."""
+    if x.dtype not in _CODES:
+        return lax.bitcast_convert_type(x, dtype) if jnp.issubdtype(x.dtype, jnp.integer) else x
+    codes = lax.bitcast_convert_type(x[..., :-SCALE_BYTES], _CODES[x.dtype])
+    scale = lax.bitcast_convert_type(x[..., -SCALE_BYTES:], jnp.float32)
+    return (codes.astype(jnp.float32) * scale[..., None]).astype(dtype)
 
 
 def write_pages(pages: Pages, k: Float[Array, "T K D"], v: Float[Array, "T K D"] | None, meta: StepMetadata) -> Pages:

@@ -1,9 +1,9 @@
 """A layer's products in plain XLA, norms before them, sums that are left to the next kernel, and a sampler's sums.
 
 Grouped products multiply rows, sorted by group, each by its own group's weight (the experts of an MoE layer):
-`(x [N, i], weights [X, o, i], group_sizes [X]) -> [N, o]`, `x[r] @ weight[g].T` for every row `r` of group `g`;
-accumulated and returned in float32. With `group_sizes` [2, 0, 1] and N = 5, rows 0 and 1 are of group 0 and row 2 is of
-group 2; rows 3 and 4 are of none, and come out zero, whatever they hold.
+`(x [N, i], weights [X, o, i], group_sizes [X]) -> [N, o]`, `x[r] @ weight[g].T` for every row `r` of group `g`, in
+float32. With `group_sizes` [2, 0, 1] and N = 5, rows 0 and 1 are of group 0 and row 2 is of group 2; rows 3 and 4 are
+of none, and come out zero.
 """
 
 from __future__ import annotations
@@ -80,11 +80,7 @@ class RootMeanSquare(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Unsummed:
-    """A product by parts of its inputs: the sum of the parts is the product.
-
-    Attributes:
-        parts: float32.
-    """
+    """A product by parts of its inputs: the sum of the parts, float32, is the product."""
 
     parts: Float[Array, "P T E"]
 
@@ -144,11 +140,9 @@ def low_rank(
     """The parts of a product `p`, with `sum over n of scales[t, n] * (b[n].T @ (a[n] @ x[t]) + gain[n] * p[t])` added.
 
     `parts` are what the product has of each tensor that it is fused of, float32 as the result. Each goes with `r` of
-    the `k` rows of `a`, and with as many columns of `b` and `gain` as it has, all in the same order. An adapter's own
-    rank of a part, `ranks[n, part]`, may be below `r`; the rest of its rows are zeros, and so are the gains of one that
-    has none.
-
-    All adapters are computed for all tokens in two products: `N * r` columns beside the thousands of the weight itself.
+    the `k` rows of `a`, and with as many columns of `b` and `gain` as it has, all in the same order. Rows past an
+    adapter's own rank of a part, `ranks[n, part]`, are zeros, and so are the gains of one that has none. All adapters
+    are computed for all tokens in two products.
     """
     a, b, gain, _ = arrays
     places, rank, _ = b.shape

@@ -270,10 +270,10 @@ def packed_attention(
     tokens, _, dim = q.shape
     size = min(TILE, tokens)
     options = Options(scale, softcap=softcap, value_dim=dim)
-    behind = -tokens % size
-    q, k, v = (jnp.pad(x, ((0, behind), (0, 0), (0, 0))) for x in (q, k, v))
+    missing = -tokens % size
+    q, k, v = (jnp.pad(x, ((0, missing), (0, 0), (0, 0))) for x in (q, k, v))
     seqs = meta.context_len.shape[0]
-    seq_ids = jnp.pad(meta.seq_ids, (0, behind), constant_values=seqs)
+    seq_ids = jnp.pad(meta.seq_ids, (0, missing), constant_values=seqs)
     queries = rearrange(q, "(n t) (kv group) dim -> n kv (group t) dim", t=size, kv=k.shape[1])
     keys, values = (rearrange(x, "(n t) kv dim -> n kv t dim", t=size) for x in (k, v))
     group = queries.shape[2] // size

@@ -51,12 +51,11 @@ def recurrent(
     Returns:
         What the heads read, and the buffer with the states after this step and those that are to be kept.
     """
-    assert meta.states is not None, "a model with states is run with their rows"
-    past = _by_group(read_state(buffer, meta.states), inputs)
+    past = _by_group(read_state(buffer, meta.state_rows), inputs)
     if meta.decode_only:
         return _decoded(inputs, past, buffer, meta)
     tokens = grouped(inputs)
-    first, lengths = meta.query_start, kept_length(meta.states, meta)
+    first, lengths = meta.query_start, kept_length(meta.state_rows, meta)
     rows = len(past)
 
     def run(token: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -68,7 +67,7 @@ def recurrent(
 
     kept = jnp.concatenate([past, past[:1]])  # a row more, for what is not kept
     y, after, kept = lax.fori_loop(0, first[-1], run, (jnp.zeros_like(tokens.x), past, kept))
-    return finished(y, inputs), write_state(buffer, after, kept[:-1], meta.states)
+    return finished(y, inputs), write_state(buffer, after, kept[:-1], meta.state_rows)
 
 
 def chunked(
@@ -78,14 +77,13 @@ def chunked(
 
     They end at positions that are multiples of `CHUNK`: steps that end there too change no result.
     """
-    assert meta.states is not None, "a model with states is run with their rows"
-    past = _by_group(read_state(buffer, meta.states), inputs)
+    past = _by_group(read_state(buffer, meta.state_rows), inputs)
     if meta.decode_only:
         return _decoded(inputs, past, buffer, meta)
     tokens = grouped(inputs)
     padded = _Tokens(*(jnp.pad(part, [(0, CHUNK)] + [(0, 0)] * (part.ndim - 1)) for part in tokens))
     first, length = meta.query_start, jnp.diff(meta.query_start)
-    lengths = kept_length(meta.states, meta)
+    lengths = kept_length(meta.state_rows, meta)
     into = (meta.context_len - length) % CHUNK  # how far into a chunk each sequence is already
     decodes = jnp.arange(len(length)) < meta.num_decodes
     pieces = jnp.where(decodes, 0, -(-(into + length) // CHUNK) * (length > 0))
@@ -111,7 +109,7 @@ def chunked(
     after = jnp.where(along(decodes, past), moved, past)
     y = jnp.zeros_like(padded.x).at[jnp.where(decodes, first[:-1], len(padded.x))].set(read, mode="drop")
     y, after, kept = lax.fori_loop(0, ends[-1], run, (y, after, after))
-    return finished(y[: len(inputs.x)], inputs), write_state(buffer, after, kept, meta.states)
+    return finished(y[: len(inputs.x)], inputs), write_state(buffer, after, kept, meta.state_rows)
 
 
 class _Tokens(NamedTuple):
@@ -158,8 +156,7 @@ def _decoded(
 ) -> tuple[Float[Array, "T H P"], Float[Array, "B H P N"]]:
     """One token of each sequence: what is kept of one is its state after that."""
     after, y = jax.vmap(moved_on)(past, *grouped(inputs))
-    assert meta.states is not None
-    return finished(y, inputs), write_state(buffer, after, after, meta.states)
+    return finished(y, inputs), write_state(buffer, after, after, meta.state_rows)
 
 
 def _chunk_read(state: Float[Array, "G J P N"], tokens: _Tokens) -> Float[Array, "L G J P"]:

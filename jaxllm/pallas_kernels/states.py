@@ -79,11 +79,10 @@ def run_states(
     """What the tokens read, and the states after them, which in a tentative step are yet to be settled."""
     if not meta.tentative:
         return kernel(*tokens, *constants, buffer, meta)
-    assert meta.states is not None, "a model with states is run with their rows"
-    count = len(meta.states.read)
+    count = len(meta.state_rows.read)
     own, nowhere = jnp.arange(count, dtype=jnp.int32), jnp.full(count, count, jnp.int32)
-    rows = StateRows(own, meta.states.begins, own, kept=nowhere, kept_tokens=jnp.zeros_like(own))
-    out, _ = kernel(*tokens, *constants, buffer[meta.states.read], replace(meta, states=rows))
+    rows = StateRows(own, meta.state_rows.begins, own, kept=nowhere, kept_tokens=jnp.zeros_like(own))
+    out, _ = kernel(*tokens, *constants, buffer[meta.state_rows.read], replace(meta, states=rows))
     return out, Tentative(buffer, tokens, constants, kernel)
 
 
@@ -124,14 +123,13 @@ def causal_conv(
     Returns:
         The convolution, and the buffer with the states after this step and those that are to be kept.
     """
-    assert meta.states is not None, "a model with states is run with their rows"
     u = u.astype(jnp.float32)
-    past = read_state(buffer, meta.states)
+    past = read_state(buffer, meta.state_rows)
     out = _convolve(u, past, taps, meta)
-    kept = _last_inputs(u, past, meta, kept_length(meta.states, meta))
+    kept = _last_inputs(u, past, meta, kept_length(meta.state_rows, meta))
     after = _last_inputs(u, past, meta, jnp.diff(meta.query_start))
     out = out if bias is None else out + bias
-    return out if activation is None else activation(out), write_state(buffer, after, kept, meta.states)
+    return out if activation is None else activation(out), write_state(buffer, after, kept, meta.state_rows)
 
 
 def _convolve(

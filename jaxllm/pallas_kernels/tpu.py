@@ -98,19 +98,18 @@ def lacks(kv_cache_dtype: str, dtype: np.dtype, use: PageUse | None) -> Lacks | 
         return Lacks(f"dtype {dtype.name!r}", "dtype 'bfloat16' or 'float32'")
     if use is None:
         return None
-    if use.sinks:
-        return Lacks("attention sinks")
-    if use.chunked:
-        return Lacks("attention in chunks")
-    if use.alibi:
-        return Lacks("attention biases by distance (ALiBi)")
-    if len(use.dims) == 1:
-        return Lacks("latent attention")
-    if max(use.dims) > LANES:
-        return Lacks(f"heads of {max(use.dims)} channels")
-    # They lie along the rows of a tile; where float32 ones fill more than one, queries may not.
-    if use.heads not in (1, 2, 4) and (use.heads % 8 or dtype == np.float32):
-        return Lacks(f"{use.heads} KV heads a device in {dtype.name}")
+    # Heads lie along the rows of a tile; where float32 ones fill more than one, queries may not.
+    rows_fit = use.heads in (1, 2, 4) or (use.heads % 8 == 0 and dtype != np.float32)
+    missing = {
+        "attention sinks": use.sinks,
+        "attention in chunks": use.chunked,
+        "attention biases by distance (ALiBi)": use.alibi,
+        "latent attention": len(use.dims) == 1,
+        f"heads of {max(use.dims)} channels": max(use.dims) > LANES,
+        f"{use.heads} KV heads a device in {dtype.name}": not rows_fit,
+    }
+    if any(missing.values()):
+        return Lacks(next(what for what, is_missing in missing.items() if is_missing))
     if use.sequences > most_sequences(use.pages_per_seq):
         return Lacks(
             f"a page table of {use.sequences:,} sequences and {use.pages_per_seq:,} pages of each",

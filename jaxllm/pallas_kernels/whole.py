@@ -6,8 +6,9 @@ reverse. Here a step is `S` sequences of `T / S` tokens each, from their first t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -83,9 +84,7 @@ def delta_rule(
         read, after = step(x, state)
         return after, read
 
-    state = jnp.zeros((seqs, *buffer.shape[1:]), jnp.float32)
-    _, read = lax.scan(run, state, Tokens(*(_by_time(part, seqs) for part in tokens)))
-    return _by_sequence(read), buffer
+    return _scanned(run, (seqs, *buffer.shape[1:]), tokens), buffer
 
 
 def state_space(
@@ -98,17 +97,15 @@ def state_space(
     def run(state: jax.Array, x: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         return jax.vmap(ssd.moved_on)(state, *x)
 
-    state = jnp.zeros((seqs, groups, heads, dim, buffer.shape[-1]), jnp.float32)
-    _, read = lax.scan(run, state, tuple(_by_time(part, seqs) for part in tokens))
-    return ssd.finished(_by_sequence(read), inputs), buffer
+    read = _scanned(run, (seqs, groups, heads, dim, buffer.shape[-1]), tokens)
+    return ssd.finished(read, inputs), buffer
 
 
-def _by_time(x: Float[Array, "T *n"], seqs: int) -> Float[Array, "L S *n"]:
-    return x.reshape(seqs, -1, *x.shape[1:]).swapaxes(0, 1)
-
-
-def _by_sequence(x: Float[Array, "L S *n"]) -> Float[Array, "T *n"]:
-    return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+def _scanned(run: Callable[..., Any], shape: tuple[int, ...], tokens: Any) -> Float[Array, "T *n"]:
+    """What `run` gives for each token of all sequences, one after the other, from states of `shape` that are zero."""
+    by_time = jax.tree.map(lambda x: x.reshape(shape[0], -1, *x.shape[1:]).swapaxes(0, 1), tokens)
+    _, read = lax.scan(run, jnp.zeros(shape, jnp.float32), by_time)
+    return read.swapaxes(0, 1).reshape(-1, *read.shape[2:])
 
 
 WHOLE = replace(COMPILED, name="whole", attention=attention, delta_rule=delta_rule, ssd=state_space)

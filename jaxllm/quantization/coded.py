@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Int8
 
 from jaxllm.errors import CheckpointError
 from jaxllm.pallas_kernels.matrices import RUN, KernelMatrix, PackedMatrix, arranged, quantize_runs
-from jaxllm.quantization.stored import FP8, INT8, UINT8, Codes, Coding, Stored, unpacked
+from jaxllm.quantization.stored import FP8, INT8, UINT8, Codes, Coding, Stored, packed, unpacked
 from jaxllm.quantization.weight import Quantized, Weight, WeightKind, product
 from jaxllm.sharding.mesh import Axes, Layout, place
 
@@ -184,11 +184,8 @@ class CodedKind:
         rows, columns = coding.block
         if coding.of_blocks:
             return codes.reshape(*codes.shape[:-2], -1, rows, codes.shape[-1]), scale, None
-        parts = np.split(codes.reshape(*codes.shape[:-1], -1, columns), 8 // coding.bits, axis=-1)
-        packed = parts[0]
-        for index, part in enumerate(parts[1:], 1):
-            packed = packed | part << index * coding.bits
-        return packed, scale, zero
+        runs = codes.reshape(*codes.shape[:-1], -1, 8 // coding.bits, columns * coding.bits // 8)
+        return packed(runs, coding.bits), scale, zero
 
     def _holds(self, kept: Codes, inputs: int) -> bool:
         coding, own = self.coding, kept.coding

@@ -16,7 +16,7 @@ from jaxllm.pallas_kernels.matrices import E2M1, ROWS, SCALES, PackedFormat, Pac
 from jaxllm.quantization.coded import FLOAT16, Coded, CodedKind, OrderedKind
 from jaxllm.quantization.gguf_decode import FORMATS, k_scales, q3_scales
 from jaxllm.quantization.gguf_weight import GgufBlocks, GgufKind
-from jaxllm.quantization.stored import E8M0, UINT8, Coding, Stored, unpacked
+from jaxllm.quantization.stored import E8M0, UINT8, Coding, Stored, packed, unpacked
 from jaxllm.quantization.weight import Quantized, WeightKind
 from jaxllm.sharding.mesh import Axes, Layout
 
@@ -236,8 +236,8 @@ class GpuTiledKind:
 
         low = plane(0, apart.codes & np.uint8((1 << format.bits) - 1), format.bits)
         high = plane(1, apart.codes >> np.uint8(format.bits), format.high) if format.high else None
-        words = None if apart.words is None else _tiled_words(apart.words)
-        halves = tuple(_tiled_halves(half) for half in apart.halves)
+        words = None if apart.words is None else _tiled(apart.words, 2)
+        halves = tuple(_tiled(half, 1) for half in apart.halves)
         return GpuTiles(low, high, words, halves, format, self.dtype, self.scale)
 
 
@@ -270,21 +270,13 @@ def _plane(codes: np.ndarray, bits: int, width: int) -> np.ndarray:
     *stack, rows, inputs = codes.shape
     per_byte = 8 // bits
     parts = codes.reshape(*stack, rows // ROWS, ROWS, inputs // (width * per_byte), per_byte, width)
-    packed = np.zeros((*parts.shape[:-2], width), np.uint8)
-    for index in range(per_byte):
-        packed |= parts[..., index, :] << np.uint8(index * bits)
-    return np.ascontiguousarray(packed.swapaxes(-3, -2))
+    return np.ascontiguousarray(packed(parts, bits).swapaxes(-3, -2))
 
 
-def _tiled_words(words: np.ndarray) -> np.ndarray:
-    *stack, rows, blocks, count = words.shape
-    parts = words.reshape(*stack, rows // ROWS, ROWS, blocks, count)
-    return np.ascontiguousarray(np.moveaxis(parts, -3, -1))
-
-
-def _tiled_halves(half: np.ndarray) -> np.ndarray:
-    *stack, rows, blocks = half.shape
-    return np.ascontiguousarray(half.reshape(*stack, rows // ROWS, ROWS, blocks).swapaxes(-1, -2))
+def _tiled(array: np.ndarray, kept: int) -> np.ndarray:
+    """Rows 16 at a time, which become the last axis, after the `kept` last ones."""
+    parts = array.reshape(*array.shape[: -1 - kept], -1, ROWS, *array.shape[-kept:])
+    return np.ascontiguousarray(np.moveaxis(parts, -1 - kept, -1))
 
 
 def _by_row(tiles: PackedMatrix) -> PackedMatrix:
@@ -303,7 +295,7 @@ def _by_row(tiles: PackedMatrix) -> PackedMatrix:
 
 
 def _rows_together(array: Any, axis: int, kept: int) -> Any:
-    """The rows of a tile, which are an `axis`, behind each other with those of others; the last `kept` axes stay."""
+    """The rows of all tiles, which are an `axis`, as one axis; the last `kept` axes stay."""
     moved = jnp.moveaxis(array, axis, -1 - kept)
     return moved.reshape(*moved.shape[: -2 - kept], -1, *moved.shape[-kept:])
 

@@ -117,16 +117,9 @@ class Codes:
             values = groups.astype(np.float32)
             values -= self.zeros(codes.shape, (1, step)).astype(np.float32)[..., None]
         values = (values * scale).reshape(codes.shape)
-        return (
-            values
-            if self.order is None
-            else np.take_along_axis(values, np.argsort(self.order, axis=-1)[..., None, :], -1)
-        )
-
-    def moved(self, transform: Callable[[np.ndarray], np.ndarray]) -> Codes:
-        """Of the same rows elsewhere, of a coding that has scales for each row."""
-        assert self.coding.block[0] == 1 and self.order is None
-        return replace(self, scale=transform(self.scale), zero=None if self.zero is None else transform(self.zero))
+        if self.order is None:
+            return values
+        return np.take_along_axis(values, np.argsort(self.order, axis=-1)[..., None, :], -1)
 
     def rows(self, index: slice, axis: int, shape: tuple[int, ...]) -> Codes:
         """Of some of a matrix's rows, or of some matrices."""
@@ -138,21 +131,16 @@ class Codes:
         return Codes(replace(self.coding, block=block), scale, zero, order)
 
 
-def stacked(parts: list[Codes], inputs: int) -> Codes:
-    """Of a stack of matrices of one coding, but for their order."""
-    first = parts[0]
-    zeros = [part.zero for part in parts if part.zero is not None]
-    order = None
-    if any(part.order is not None for part in parts):
-        natural = np.arange(inputs, dtype=np.int32)
-        order = np.stack([natural if part.order is None else part.order for part in parts])
-    return Codes(first.coding, np.stack([part.scale for part in parts]), np.stack(zeros) if zeros else None, order)
-
-
 def unpacked(codes: Any, bits: int) -> Any:
-    """`[*n, bytes]` -> `[*n, 8 / bits, bytes]`: the lowest bits of all bytes come first."""
+    """`[*n, bytes]` -> `[*n, 8 / bits, bytes]`, of NumPy or JAX: the lowest bits of all bytes come first."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     return (codes[..., None, :] >> shifts) & np.uint8((1 << bits) - 1)
+
+
+def packed(codes: Any, bits: int) -> Any:
+    """The inverse of `unpacked`, of codes that have no other bits."""
+    shifts = np.arange(0, 8, bits, dtype=codes.dtype)[:, None]
+    return (codes << shifts).sum(-2, dtype=codes.dtype)
 
 
 def dequantize(data: np.ndarray, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -265,15 +253,26 @@ def stack(tensors: Sequence[Stored]) -> Stored:
     importance = [tensor.importance for tensor in tensors if tensor.importance is not None]
     whole = whole._replace(importance=np.stack(importance) if len(importance) == len(tensors) else None)
     codes = [tensor.codes for tensor in tensors if tensor.codes is not None]
-    return whole._replace(codes=stacked(codes, first.shape[-1])) if codes else whole
+    if not codes:
+        return whole
+    order = None
+    if any(part.order is not None for part in codes):
+        natural = np.arange(first.shape[-1], dtype=np.int32)
+        order = np.stack([natural if part.order is None else part.order for part in codes])
+    zeros = [part.zero for part in codes if part.zero is not None]
+    zero = np.stack(zeros) if zeros else None
+    return whole._replace(codes=Codes(codes[0].coding, np.stack([part.scale for part in codes]), zero, order))
 
 
 def transformed(tensors: Sequence[Stored], transform: Callable[..., np.ndarray], *, by_rows: bool) -> Stored:
     """One tensor made of some; still in GGUF's blocks, or codes, where `transform` only moves whole rows of those."""
     first = tensors[0]
     if by_rows and len(tensors) == 1 and first.codes is not None and first.codes.coding.block[0] == 1:
-        rows = first.with_rows(transform(first.by_rows))
-        return rows._replace(codes=first.codes.moved(transform))
+        kept = first.codes
+        assert kept.order is None
+        zero = None if kept.zero is None else transform(kept.zero)
+        codes = replace(kept, scale=transform(kept.scale), zero=zero)
+        return first.with_rows(transform(first.by_rows))._replace(codes=codes)
     if not (by_rows and all(t.packed and t.dtype == first.dtype for t in tensors)):
         tensors = [tensor.plain() for tensor in tensors]
     if not by_rows:  # the inputs are others

@@ -168,19 +168,21 @@ class Fused(Weight):
 
     @property
     def matrices(self) -> tuple[Any, ...] | None:
-        found = [part.matrices for part in self.parts]
-        return None if None in found else tuple(m for part in found for m in part)  # type: ignore[union-attr]
+        return _joined([part.matrices for part in self.parts])
 
     @property
     def kernel_matrices(self) -> tuple[KernelMatrix | PackedMatrix, ...] | None:
-        found = [part.kernel_matrices for part in self.parts]
-        return None if None in found else tuple(m for part in found for m in part)  # type: ignore[union-attr]
+        return _joined([part.kernel_matrices for part in self.parts])
 
     def matmul(self, x: Float[Array, "T i"]) -> Float[Array, "T o"]:
         return jnp.concatenate([part.matmul(x) for part in self.parts], axis=-1)
 
     def select(self, index: Int[Array, ""]) -> Fused:
         return Fused(tuple(part.select(index) for part in self.parts))
+
+
+def _joined(parts: list[Any]) -> tuple[Any, ...] | None:
+    return None if None in parts else tuple(matrix for part in parts for matrix in part)
 
 
 TILE = 1 << 20
@@ -247,13 +249,8 @@ def _by_head(x: Float[Array, "T H n"], matrix: Float[Array, "H o i"], contract: 
 
     Heads are moved to the front first: XLA:CPU cannot run every bfloat16 product with a batch axis that is not.
     """
-    out = lax.dot_general(
-        x.swapaxes(0, 1).astype(matrix.dtype),
-        matrix,
-        (((2,), (contract,)), ((0,), (0,))),
-        precision=precision(matrix),
-        preferred_element_type=jnp.float32,
-    )
+    heads, numbers = x.swapaxes(0, 1).astype(matrix.dtype), (((2,), (contract,)), ((0,), (0,)))
+    out = lax.dot_general(heads, matrix, numbers, precision(matrix), preferred_element_type=jnp.float32)
     return out.swapaxes(0, 1).astype(x.dtype)
 
 

@@ -95,7 +95,7 @@ def attention(
     return run, (
         array(tokens, heads, head_dim, dtype=dtype),
         array(tokens, kv_heads, head_dim, dtype=dtype),
-        (page,) * spec.buffers,
+        (page,) * (1 if latent_dim else 2),
         metadata(tokens, 64, width),
         metadata(few, few, width),
         (array(tokens, head_dim // 2, dtype=F32),) * 2,

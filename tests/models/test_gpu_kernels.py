@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxllm.pallas_kernels.gpu.experts import add_norm
-from jaxllm.pallas_kernels.gpu.products import experts, linear
+from jaxllm.pallas_kernels.gpu.experts import add_norm, experts
+from jaxllm.pallas_kernels.gpu.products import linear
 from jaxllm.pallas_kernels.kernels import GPU
 from tests.gpu_here import INTERPRET
 from tests.models.harness import Chunk, Harness

@@ -25,8 +25,13 @@ from jaxllm.models.layers.mlp import ClampedSwiglu
 from jaxllm.models.layers.moe import MoE
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import REFERENCE, Kernels, StepMetadata
+<<<<<<< HEAD
 from jaxllm.pallas_kernels.gpu import products as gpu_products
 from jaxllm.sharding.mesh import build_meshes
+=======
+from jaxllm.pallas_kernels.gpu import experts as gpu_experts
+from jaxllm.sharding.mesh import build_mesh
+>>>>>>> heads/kernels
 from tests.devices import over_devices
 from tests.gpu_here import INTERPRET
 
@@ -226,8 +231,8 @@ def layer_oracle(name: str, params: Params, x: np.ndarray) -> np.ndarray:
 
 INTERPRETED = replace(
     REFERENCE,
-    experts=partial(gpu_products.experts, interpret=INTERPRET),
-    chosen_experts=partial(gpu_products.chosen_experts, interpret=INTERPRET),
+    experts=partial(gpu_experts.experts, interpret=INTERPRET),
+    chosen_experts=partial(gpu_experts.chosen_experts, interpret=INTERPRET),
 )
 """With the experts of NVIDIA GPUs."""
 

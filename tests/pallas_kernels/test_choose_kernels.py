@@ -8,7 +8,7 @@ import pytest
 
 from jaxllm.errors import ConfigError
 from jaxllm.pallas_kernels import REFERENCE, choose_kernels
-from jaxllm.pallas_kernels.gpu import products as gpu_products
+from jaxllm.pallas_kernels.kernels import COMPILED_GPU
 from jaxllm.pallas_kernels.pages import PageUse
 from jaxllm.pallas_kernels.products import ragged_dot, tiles
 from tests.pallas_kernels.oracle import ragged_batch
@@ -36,7 +36,7 @@ def test_a_platform_gets_its_own_products_and_pages_whatever_the_attention():
     assert choose_kernels("auto", "cpu").grouped_matmul is tiles
     assert choose_kernels("auto", "cpu").page_dtype(jnp.bfloat16) == np.uint16
     for backend in ("auto", "reference", "gpu"):
-        assert choose_kernels(backend, "gpu").experts is gpu_products.experts
+        assert choose_kernels(backend, "gpu").experts is COMPILED_GPU.experts
         assert choose_kernels(backend, "gpu").page_dtype(jnp.bfloat16) == jnp.bfloat16
 
 

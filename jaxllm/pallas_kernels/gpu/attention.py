@@ -1,13 +1,11 @@
 """Paged attention for NVIDIA GPUs: Pallas kernels for what stands before it and after it; `flash` is between them.
 
-Before it heads are normed and rotated, and keys and values stored in their pages, by one kernel: a program per (token,
-KV head) has the query heads that share the KV head, its key and its value. It costs a read and a write of each; the
-pages are updated in place. Padding tokens write nothing.
+Before it one kernel norms and rotates heads and stores keys and values in their pages, in place: a program per (token,
+KV head) has the query heads that share the KV head, its key and its value. Padding tokens write nothing.
 
 Before latent attention, two kinds of programs work beside each other. Those of a (block of channels, head, tile of
-rows) multiply queries by their head's rows of the matrix that expands latents, read where they lie, once for each tile.
-Those of a token norm and rotate its latent, store it, and rotate the rest of its queries. After latent attention a
-program of a (head, tile of rows) multiplies by that head's other rows.
+rows) multiply queries by their head's rows of the matrix that expands latents. Those of a token norm and rotate its
+latent, store it, and rotate the rest of its queries. Afterwards programs multiply by each head's other rows.
 """
 
 from __future__ import annotations
@@ -47,11 +45,9 @@ def paged_attention(
 ) -> tuple[Float[Array, "T H Dv"], Pages]:
     """Norms and rotates heads where that is asked for, writes the pages, then attends; see `reference.paged_attention`.
 
-    Queries that come without new keys are neither normed nor rotated. Where queries, keys and values are one product by
-    parts of its inputs, `unsummed`, the kernel that rotates them adds these up.
-
-    Accumulates in float32; the dots take the query's dtype (bfloat16, float16 or float32), and pages of another dtype
-    are cast to it as they are read. `interpret` runs the kernels as XLA operations, on any platform.
+    Queries that come without new keys are neither normed nor rotated. With `unsummed`, a product by parts of its inputs
+    that is queries, keys and values, the kernel that rotates them adds the parts up. Sums are float32; dots take the
+    query's dtype, and pages of another one are cast to it as they are read.
     """
     _, heads, head_dim = q.shape
     _, kv_heads, page_size, _ = pages[0].shape

@@ -34,8 +34,8 @@ def experts(
     x: Float[Array, "T E"],
     logits: Float[Array, "T X"],
     bias: Float[Array, "X"] | None,
-    gate_up: Matrices,
-    down: Matrices,
+    gate_up: Any,
+    down: Any,
     *,
     first: Int[Array, ""] | int,
     here: int,
@@ -43,26 +43,30 @@ def experts(
     meta: StepMetadata,
     interpret: bool = False,
     **options: Any,
-) -> Mixture:
-    """See `Kernels.experts`."""
+) -> Mixture | None:
+    """See `Kernels.experts`; None for experts of a kind that no kernel knows."""
+    if gate_up.kernel_matrices is None or down.kernel_matrices is None:
+        return None
     tokens = x.shape[0]
     rows = tokens * routing.top_k
     tile_rows = choose_tile_rows(rows, here)
     weights, lists = route(logits, bias, first, here, routing, tile_rows, meta, interpret=interpret)
-    outputs = _products(x, lists, rows, tile_rows, gate_up, down, interpret, **options)
+    matrices = gate_up.kernel_matrices, down.kernel_matrices
+    outputs = _products(x, lists, rows, tile_rows, *matrices, interpret, **options)
     return Mixture(weights, outputs.reshape(tokens, routing.top_k, -1))
 
 
 def chosen_experts(
-    x: Float[Array, "T E"], group: Int[Array, "P"], gate_up: Matrices, down: Matrices, *, interpret: bool = False,
-    **options: Any,
-) -> Float[Array, "P E"]:  # fmt: skip
-    """See `Kernels.chosen_experts`."""
-    count = down[0].shape[0]
+    x: Float[Array, "T E"], group: Int[Array, "P"], gate_up: Any, down: Any, *, interpret: bool = False, **options: Any
+) -> Float[Array, "P E"] | None:
+    """See `Kernels.chosen_experts`; None for experts of a kind that no kernel knows."""
+    if gate_up.kernel_matrices is None or down.kernel_matrices is None:
+        return None
+    count, matrices = down.shape[0], (gate_up.kernel_matrices, down.kernel_matrices)
     (rows,) = group.shape
     tile_rows = choose_tile_rows(rows, count)
     lists = list_rows(group, count, x.shape[0], tile_rows, interpret=interpret)
-    outputs = _products(x, lists, rows, tile_rows, gate_up, down, interpret, **options)
+    outputs = _products(x, lists, rows, tile_rows, *matrices, interpret, **options)
     return jnp.where((group < count)[:, None], outputs, 0)
 
 
@@ -88,7 +92,8 @@ def _products(
     else:
         both = jnp.concatenate([multiply(x, part) for part in gate_up], axis=-1)
         both = both if biases is None else both + biases[0][group]
-        hidden = _gated(both, activation) if gate is None else gate(both)
+        first, second = jnp.split(both, 2, axis=-1)
+        hidden = activation(first) * second if gate is None else gate(both)
     outputs = jnp.concatenate([multiply(hidden, part) for part in down], axis=-1)
     return outputs if biases is None else outputs + biases[1][group]
 
@@ -97,11 +102,6 @@ def _in_their_order(x: Float[Array, "n i"], order: Int[Array, "X i"], group: Int
     """Every row as its group's columns lie; rows side by side share one of `x`, but each has an order of its own."""
     rows = jnp.repeat(x, group.shape[0] // x.shape[0], axis=0)
     return jnp.take_along_axis(rows, order[group], axis=1, mode="promise_in_bounds")
-
-
-def _gated(both: Float[Array, "N n"], activation: Activation) -> Float[Array, "N n//2"]:
-    gate, up = jnp.split(both, 2, axis=-1)
-    return activation(gate) * up
 
 
 def _gates(matrix: KernelMatrix | PackedMatrix) -> bool:
@@ -125,7 +125,7 @@ def add_norm(
     elif isinstance(out, Unsummed):
         added = (out.parts,)
     else:
-        added = (out,)
+        added = (out.astype(x.dtype),)
     return pl.pallas_call(
         functools.partial(_norm_kernel, size=size, eps=norm.eps),
         out_shape=(shape, shape),
@@ -149,7 +149,7 @@ def _norm_kernel(weight_ref: Any, x_ref: Any, *refs: Any, size: int, eps: float)
     def load(ref: Any, *part: int) -> Array:
         return triton_load(ref.at[*part, row, channel], mask=mask, other=0).astype(jnp.float32)
 
-    x = load(x_ref)  # before what is added to it: behind that, sums of two parts would be spilled
+    x = load(x_ref)  # before what is added to it: after that, sums of two parts would be spilled
     out = jnp.zeros(channel.shape, jnp.float32)
     if len(added_refs) > 1:
         mixed_ref, outputs_ref, *added_refs = added_refs

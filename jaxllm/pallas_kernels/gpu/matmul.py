@@ -2,15 +2,14 @@
 
 One program per (block of outputs, tile of rows or part of the inputs). A tile is up to `tile_rows` rows of one group,
 so that a program multiplies by one matrix; it walks that matrix's inputs a step at a time, and expands codes in
-registers. Rows are read from where they are and written where they belong, by the list of their group: nothing is
-sorted or gathered before. No weight is copied, transposed or expanded in memory, and only those of groups that have
-rows are read. The parts of long rows are walked side by side, and the kernel that reads their sums adds them up.
+registers. Rows are read and written where they are, by the list of their group; no weight is copied, transposed or
+expanded in memory, and only those of groups that have rows are read. The parts of long rows are walked side by side,
+and the kernel that reads their sums adds them up.
 
-`matmul` is for floats, and for codes and many rows. With a few rows a group, memory bandwidth is the limit: the weights
-are read once. With 128 rows and more a group the tensor cores are; weights of few bits are then expanded once for each
-128 rows. `integer_matmul` is for weights of int8 with a scale a row, and inputs rounded to int8 by runs (W8A8): inputs
-are rounded once, by a kernel before it. It multiplies a run at a time by the tensor cores' instructions for integers,
-whose sums are exact, and adds them up in float32 by the scales of the run; a weight's own scale comes last.
+`matmul` is for floats, and for codes and many rows: with 128 rows and more a group the tensor cores are the limit.
+`integer_matmul` is for weights of int8 with a scale a row, and inputs rounded to int8 by runs (W8A8), by a kernel
+before it. It multiplies a run at a time by the tensor cores' instructions for integers, whose sums are exact, and adds
+them up in float32 by the scales of the run; a weight's own scale comes last.
 """
 
 from __future__ import annotations
@@ -132,18 +131,16 @@ class Product:
         @pl.when(program.there > 0)
         def _() -> None:
             sums = lax.fori_loop(*program.steps, add_step, jnp.zeros(shape, jnp.float32))
-            self._store(program, out_ref, sums if finish is None else finish(sums), axis)
-
-    def _store(self, program: Program, out_ref: Any, sums: Float[Array, "a b"], axis: int) -> None:
-        place, inside = program.lane, program.inside
-        if self.activation is not None:
-            gate, up = neighbours(sums, axis)
-            sums = self.activation(gate) * up
-            place = program.block * sums.shape[axis] + jnp.arange(sums.shape[axis])
-            inside = place < out_ref.shape[2]
-        row, live = (jnp.expand_dims(vector, axis) for vector in (program.row, program.live))
-        place, inside = (jnp.expand_dims(vector, 1 - axis) for vector in (place, inside))
-        triton_store(out_ref.at[program.part, row, place], sums.astype(out_ref.dtype), mask=live & inside)
+            sums = sums if finish is None else finish(sums)
+            place, inside = program.lane, program.inside
+            if self.activation is not None:
+                gate, up = neighbours(sums, axis)
+                sums = self.activation(gate) * up
+                place = program.block * sums.shape[axis] + jnp.arange(sums.shape[axis])
+                inside = place < out_ref.shape[2]
+            row, live = (jnp.expand_dims(vector, axis) for vector in (program.row, program.live))
+            place, inside = (jnp.expand_dims(vector, 1 - axis) for vector in (place, inside))
+            triton_store(out_ref.at[program.part, row, place], sums.astype(out_ref.dtype), mask=live & inside)
 
 
 def neighbours(x: Float[Array, "n m"], axis: int) -> tuple[Array, Array]:

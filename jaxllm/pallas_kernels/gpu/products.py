@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxllm.pallas_kernels.matrices import KernelMatrix, PackedMatrix, arranged
-from jaxllm.pallas_kernels.products import Late, Later, Mixture, Norm, Residual, RootMeanSquare, Unsummed, dot, late_sum
+from jaxllm.pallas_kernels.products import Late, Later, Norm, Residual, dot, late_sum
 from jaxllm.pallas_kernels.products import linear as reference_linear
 
 
@@ -51,37 +51,6 @@ def linear(
         return out
     out = late_sum(out).astype(given)
     return out if residual is None else (residual + out).astype(dtype)
-
-
-def experts(
-    x: Float[Array, "T E"], logits: Float[Array, "T X"], bias: jax.Array | None, gate_up: Any, down: Any, **options: Any
-) -> Mixture | None:
-    """See `Kernels.experts`; None for experts of a kind that no kernel knows."""
-    from jaxllm.pallas_kernels.gpu import experts as kernel  # Pallas takes half a second to import
-
-    if gate_up.kernel_matrices is None or down.kernel_matrices is None:
-        return None
-    return kernel.experts(x, logits, bias, gate_up.kernel_matrices, down.kernel_matrices, **options)
-
-
-def chosen_experts(
-    x: Float[Array, "T E"], group: jax.Array, gate_up: Any, down: Any, **options: Any
-) -> Float[Array, "P E"] | None:
-    """See `Kernels.chosen_experts`; None for experts of a kind that no kernel knows."""
-    from jaxllm.pallas_kernels.gpu import experts as kernel
-
-    if gate_up.kernel_matrices is None or down.kernel_matrices is None:
-        return None
-    return kernel.chosen_experts(x, group, gate_up.kernel_matrices, down.kernel_matrices, **options)
-
-
-def add_norm(
-    x: Float[Array, "T E"], out: Late, norm: RootMeanSquare
-) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
-    """`x + out`, and the norm of it."""
-    from jaxllm.pallas_kernels.gpu import experts as kernel
-
-    return kernel.add_norm(x, out if isinstance(out, Mixture | Unsummed) else out.astype(x.dtype), norm)
 
 
 def _product(x: jax.Array, matrix: KernelMatrix | PackedMatrix, dtype: Any, interpret: bool) -> Late:

@@ -1,8 +1,8 @@
 """How tokens choose their experts on NVIDIA GPUs, and each expert's list of those that did.
 
-From logits to lists and tiles in one kernel of one program, as long as the step is small: the rounds of top-k are what
-it costs, some microseconds, where XLA's softmax, sort, mask and the rest take that for each of their launches. Of more
-tokens blocks choose beside each other, then each expert looks through all choices for its own, then lists are cut.
+In a small step one kernel of one program goes from logits to lists and tiles: the rounds of top-k cost some
+microseconds, which XLA's softmax, sort, mask and the rest take for each of their launches. With more tokens blocks
+choose beside each other, then each expert looks through all choices for its own, then lists are cut.
 """
 
 from __future__ import annotations

@@ -38,8 +38,7 @@ def _launch(
     out_shape: tuple[int, int], grid: tuple[int, ...], meta: StepMetadata, interpret: bool,
 ) -> tuple[Float[Array, "_ _"], Float[Array, "N H _ _"]]:  # fmt: skip
     """Runs `kernel(_Rows, refs of arrays and the states before, output, states after)`: the output and the states."""
-    rows = meta.states
-    assert rows is not None, "a model with states is run with their rows"
+    rows = meta.state_rows
     numbers = [rows.read, rows.begins.astype(jnp.int32), rows.written, rows.kept, rows.kept_tokens]
     given = [meta.num_decodes.reshape(1), *numbers, *arrays, buffer.reshape(-1, buffer.shape[-1])]
     out, states = pl.pallas_call(

@@ -73,7 +73,7 @@ class AttentionSpec:
     softcap: float | None
     latent_dim: int | None = None
     quantized: bool = False
-    """Pages hold codes and, behind them, the bytes of their scale; see `pages.py`."""
+    """Pages hold codes and then the bytes of their scale; see `pages.py`."""
     chunked: bool = False
     """A query sees keys from the last multiple of `window` on."""
     interpret: bool = False
@@ -97,11 +97,6 @@ class AttentionSpec:
         kv_head = lax.div(head_tile, tiles)
         in_group = lax.rem(head_tile, tiles) * self.tile_heads + row
         return kv_head, kv_head * self.group + in_group, (row < self.tile_heads) & (in_group < self.group)
-
-    @property
-    def buffers(self) -> int:
-        """Of a layer's pages."""
-        return 2 if self.latent_dim is None else 1
 
     @property
     def value_dim(self) -> int:
@@ -261,7 +256,7 @@ def _load_codes(ref: Any, rows: Array, live: Array, part: Part, spec: AttentionS
 
 
 def _load_scale(ref: Any, rows: Array, live: Array, spec: AttentionSpec) -> Array:
-    """The float32 whose bytes lie behind the codes, lowest first."""
+    """The float32 whose bytes follow the codes, lowest first."""
     bits = jnp.zeros(rows.shape, jnp.int32)
     for index in range(SCALE_BYTES):
         byte = triton_load(ref.at[rows, spec.head_dim + index], mask=live, other=0).astype(jnp.int32) & 255

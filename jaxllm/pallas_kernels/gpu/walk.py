@@ -187,7 +187,7 @@ class Walk:
             rows = load_rows(index, start)
             for place in range(len(found)):
                 product = dot(self._numbers(low[place], high[place], number), rows)
-                if kind.shifts and place == 0:  # behind a product: in front of it, it takes registers that are needed
+                if kind.shifts and place == 0:  # after a product: before it, it takes registers that are needed
                     row_sum = dot(ones, rows) + (0 if start % format.group == 0 else row_sum)
                 of_group[place] = product if start % format.group == 0 else of_group[place] + product
                 if end % format.group:

@@ -15,6 +15,7 @@ import pytest
 from jaxllm.pallas_kernels import Mixture, RootMeanSquare, StepMetadata
 from jaxllm.pallas_kernels.gpu.experts import add_norm, experts
 from jaxllm.pallas_kernels.gpu.route import RowLists, groups_of_rows, list_rows, route
+from jaxllm.quantization.weight import fuse
 from tests.gpu_here import INTERPRET
 from tests.pallas_kernels.gpu.test_matmul import KINDS
 
@@ -242,8 +243,8 @@ def check_layer(
         x,
         jnp.asarray(routed.logits),
         None,
-        tuple(m for w in gate_up for m in w.kernel_matrices),
-        tuple(m for w in down for m in w.kernel_matrices),
+        fuse(list(gate_up)),
+        fuse(list(down)),
         first=0,
         here=EXPERTS,
         routing=router,
