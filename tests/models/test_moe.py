@@ -25,13 +25,8 @@ from jaxllm.models.layers.mlp import ClampedSwiglu
 from jaxllm.models.layers.moe import MoE
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import REFERENCE, Kernels, StepMetadata
-<<<<<<< HEAD
-from jaxllm.pallas_kernels.gpu import products as gpu_products
-from jaxllm.sharding.mesh import build_meshes
-=======
 from jaxllm.pallas_kernels.gpu import experts as gpu_experts
-from jaxllm.sharding.mesh import build_mesh
->>>>>>> heads/kernels
+from jaxllm.sharding.mesh import build_meshes
 from tests.devices import over_devices
 from tests.gpu_here import INTERPRET
 
