@@ -34,7 +34,7 @@ import numpy as np
 
 from jaxllm.engine.core.pages import PagePool
 from jaxllm.engine.messages import EngineRequest
-from jaxllm.engine.scale.routing import Policy, PrefixFirst, Replica, RoundRobin, nodes_of
+from jaxllm.engine.scale.routing import Policy, Replica, nodes_of, prefix_first
 
 PAGE_TOKENS = 64
 SYSTEM_PAGES, TURN_PAGES, ANSWER_PAGES = 16, (1, 4), (2, 8)
@@ -44,28 +44,28 @@ STEP_PAGES = 32
 """Of prompts, in one step: by which the routing rule weighs them against sequences."""
 
 
-class TwoAtRandom:
+def in_turn() -> Policy:
+    """Each in its turn."""
+    turns = count()
+    return lambda request, replicas: replicas[next(turns) % len(replicas)]
+
+
+def two_at_random() -> Policy:
     """The less busy one of two that are drawn, as Ray Serve chooses."""
-
-    def __init__(self) -> None:
-        self._dice = random.Random(2)
-
-    def choose(self, request: EngineRequest, replicas: Sequence[Replica]) -> Replica:
-        return min(self._dice.sample(replicas, 2), key=lambda replica: replica.load)
+    dice = random.Random(2)
+    return lambda request, replicas: min(dice.sample(replicas, 2), key=lambda replica: replica.load)
 
 
-class LeastBusy:
+def least_busy(request: EngineRequest, replicas: Sequence[Replica]) -> Replica:
     """Who has the least to do, whatever it holds."""
-
-    def choose(self, request: EngineRequest, replicas: Sequence[Replica]) -> Replica:
-        return min(replicas, key=lambda replica: replica.load)
+    return min(replicas, key=lambda replica: replica.load)
 
 
 RULES: dict[str, Callable[[], Policy]] = {
-    "prefix": PrefixFirst,
-    "turn": RoundRobin,
-    "two": TwoAtRandom,
-    "least": LeastBusy,
+    "prefix": lambda: prefix_first,
+    "turn": in_turn,
+    "two": two_at_random,
+    "least": lambda: least_busy,
 }
 
 
@@ -189,7 +189,7 @@ class Fleet:
         answer = [self._word() for _ in range(dice.randint(*ANSWER_PAGES))]
         request = EngineRequest(request_id=str(next(self._names)), prompt_token_ids=list(conversation.said))
         turn = Turn(request, conversation, answer, now)
-        chosen = self._policy.choose(request, self._replicas)
+        chosen = self._policy(request, self._replicas)
         chosen.begin(request, nodes_of(request, 1))
         server = self.servers[chosen.number]
         server.waiting.append(turn)

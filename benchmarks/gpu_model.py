@@ -25,7 +25,7 @@ from jaxllm.pallas_kernels.matrices import E2M1
 from jaxllm.quantization.coded import CodedKind, groups
 from jaxllm.quantization.schemes import SCHEMES
 from jaxllm.quantization.stored import E8M0
-from jaxllm.sharding.mesh import build_mesh, named_sharding
+from jaxllm.sharding.mesh import build_meshes, named_sharding
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.loader import ParamSpec, dummy_parameters
 
@@ -90,7 +90,7 @@ class Model:
             isq_map=_more_bits(model_config(given)["num_hidden_layers"]) if label == "q4_k_m" else None,
             kv_cache_memory=2**24 if given.tiny else None,
         )  # fmt: skip
-        self.mesh = build_mesh(1)
+        self.mesh = build_meshes(1)[0]
         platform = Platform.of(self.mesh.devices.flat[0])
         self.blueprint = make_blueprint(config, open_checkpoint(folder, "dummy"), platform)
         self.sizes, self.config = self.blueprint.sizes, self.blueprint.spec.config

@@ -78,7 +78,7 @@ def measure(model: str, isq: str | None, kernels: str, cache: str) -> dict[str, 
     from jaxllm.config import EngineConfig
     from jaxllm.engine.start.blueprint import make_blueprint
     from jaxllm.engine.start.platform import Platform
-    from jaxllm.sharding.mesh import build_mesh
+    from jaxllm.sharding.mesh import build_meshes
     from jaxllm.weights import open_checkpoint
     from jaxllm.weights.folder import reading_ahead
     from jaxllm.weights.loader import load_parameters
@@ -86,7 +86,7 @@ def measure(model: str, isq: str | None, kernels: str, cache: str) -> dict[str, 
 
     cpu_kernels.available()
     config = EngineConfig(model=model, isq=isq, cpu_kernels=kernels, dequantize=False)
-    path, mesh = resolve_model(config.model), build_mesh(1)
+    path, mesh = resolve_model(config.model), build_meshes(1)[0]
     platform = Platform.of(mesh.devices.flat[0])
 
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]

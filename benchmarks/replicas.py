@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 from jaxllm import AsyncLLM, EngineConfig, SamplingParams
 from jaxllm.engine.doors.replicas import start_replicas
 from jaxllm.engine.doors.streams import Streams
-from jaxllm.engine.scale.routing import Policy, PrefixFirst, RoundRobin
+from jaxllm.engine.scale.routing import Policy, prefix_first
 
 SYSTEM_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 96, 32, 8
 CONVERSATIONS_A_PROMPT = 4
@@ -94,9 +95,12 @@ def main() -> None:
     parser.add_argument("--kv-cache-memory", type=int, default=256 * 2**20)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    found = {
-        name: measure(arguments, policy) for name, policy in (("prefix", PrefixFirst()), ("in turn", RoundRobin()))
+    turns = itertools.count()
+    policies: dict[str, Policy] = {
+        "prefix": prefix_first,
+        "in turn": lambda request, replicas: replicas[next(turns) % len(replicas)],
     }
+    found = {name: measure(arguments, policy) for name, policy in policies.items()}
     for name, one in found.items():
         print(
             f"{name:8} prompt tokens of each {numbers(one['prompt_tokens'])}, {one['cached_share']:.1%} of them from "

@@ -271,7 +271,7 @@ class LLM(Inside, Controls):
             save_adapter(Path(folder.name), source, config or {})
             source = folder.name
         request = LoRARequest(name, next(_adapter_ids), in_home(source).absolute(), scale)
-        self._run([(None, [0], SamplingParams(max_tokens=1))], False, adapters=[(request.use,)])
+        self._run([(None, [0], SamplingParams(max_tokens=1))], False, adapters=[steering.adapter_uses(request)])
         return request
 
     def get_tokenizer(self) -> Tokenizer:

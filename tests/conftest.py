@@ -23,7 +23,9 @@ CORE = (
     "batch", "device", "device_state", "executables", "handle", "keys", "packing", "runner", "sampler", "saved",
     "sizes", "slots", "step",
 )  # fmt: skip
-FEATURES = ("adapters", "adjustments", "drafts", "grammar", "processors", "readout", "states")
+FEATURES = (
+    "adapters", "adjustments", "captures", "drafts", "grammar", "pooling", "processors", "scores", "states", "steering",
+)  # fmt: skip
 """What works with arrays; what schedules, and what keeps pages, is tested with stand-ins that are no such types."""
 CHECKED = (
     *(f"engine.core.{name}" for name in CORE),

@@ -93,9 +93,9 @@ def test_pages_whose_state_is_gone_are_not_fetched(
         source = compute(producer, prompt)
         tiers = inside(producer, lambda core: core.features["offload"].tiers)
         tiers.wait()
-        for digest, page in tiers._host.items():
+        for digest, page in tiers._host._kept.items():
             if page.nbytes == inside(consumer, lambda core: core.features["offload"].tiers.peers.pulls.state_bytes):
-                del tiers._host._pages[digest]
+                del tiers._host._kept[digest]
         found = deltas(consumer, prompt, GREEDY, pages_at=source)
     assert said(found) == expected(alone, prompt, GREEDY) and found[0].num_cached_tokens == 0
     assert stats(consumer).num_pulled_pages == before and "it has 0 of the 8 pages" in caplog.text

@@ -11,7 +11,7 @@ def test_one_replica_computes_each_page_once(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(fleet, "TURN_PAGES", (2, 2))
     monkeypatch.setattr(fleet, "ANSWER_PAGES", (3, 3))
     slowly = ["--replicas", "1", "--requests", "60", "--seconds", "1e6", "--systems", "1"]
-    ran = fleet.Fleet(fleet.parse(slowly), fleet.PrefixFirst())
+    ran = fleet.Fleet(fleet.parse(slowly), fleet.prefix_first)
     ran.run()
     (server,) = ran.servers
     assert server.requests == len(ran.first_tokens) == 60

@@ -16,7 +16,7 @@ import pytest
 
 from jaxllm import LLM, EngineConfig, SamplingParams
 from jaxllm.engine.core.loop import EngineCore
-from jaxllm.engine.features.offload.disk_pages import CHECKSUM
+from jaxllm.engine.features.offload.pages import CHECKSUM
 from jaxllm.engine.start.blueprint import plan_engine
 from jaxllm.errors import ConfigError
 from tests.reference.tiny import tiny_config, write_checkpoint

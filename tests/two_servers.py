@@ -118,13 +118,13 @@ def expected(alone: LLM, prompt: list[int], params: SamplingParams) -> list[int]
 
 
 def with_giver(producer: AsyncLLM, give: Callable[..., Iterator[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    listener = inside(producer, lambda core: core.features["offload"].tiers.peers._listener)
+    listener = inside(producer, lambda core: core.features["offload"].tiers.peers.listener)
     monkeypatch.setattr(listener, "_give", give)
 
 
 def with_death(producer: AsyncLLM, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The producer gives a page, or a state, at a time, and is gone when it comes to the one numbered `at`."""
-    listener = inside(producer, lambda core: core.features["offload"].tiers.peers._listener)
+    listener = inside(producer, lambda core: core.features["offload"].tiers.peers.listener)
     give = listener._give
 
     def die(digests: Sequence[bytes]) -> Iterator[Any]:

@@ -36,10 +36,7 @@ def read_output(ready: ConversationPrompt, output: RequestOutput) -> None:
 async def speak(
     engine: AsyncLLM, ready: ConversationPrompt, *, priority: int = 0, cache_salt: str | None = None
 ) -> AsyncGenerator[Piece, None]:
-    """The answer of an engine of this process, as it comes; closing the iterator stops it.
-
-    Raises QueueFullError, EngineDeadError, or what `failure` makes of a request that fails.
-    """
+    """The answer of an engine of this process, as it comes; closing the iterator stops it. Raises as AsyncLLM does."""
     from jaxllm.engine.doors.sequences import failure
     from jaxllm.engine.messages import EngineRequest
 

@@ -98,8 +98,7 @@ def _json_members(source: Source, writer: CallWriter, key: str, inner: bool) -> 
                 writer.begin(name)
                 writer.write("".join(waiting))
                 called = True
-        yield from source.skip_space()
-        if (yield from source.one_of((",", "}"))) == "}":
+        if (yield from source.one_of((",", "}"), spaced=True)) == "}":
             break
         key = yield from _call_key(source, any_key=called)
     if not called:
@@ -111,7 +110,7 @@ def _json_members(source: Source, writer: CallWriter, key: str, inner: bool) -> 
 
 
 def _quoted_name(source: Source, writer: CallWriter) -> Scan[str]:
-    yield from source.expect('"')
+    yield from source.expect('"', spaced=True)
     name = yield from tool_name(source, writer)
     yield from source.expect('"')
     return name
@@ -120,13 +119,11 @@ def _quoted_name(source: Source, writer: CallWriter) -> Scan[str]:
 def _call_key(source: Source, any_key: bool = False) -> Scan[str]:
     """A key and its colon; "" for `any_key`."""
     key = ""
-    yield from source.skip_space()
     if not any_key:
-        key = yield from source.one_of((*_NAME_KEYS, *_ARGUMENT_KEYS, *_OTHER_KEYS))
-    elif (yield from source.peek()) == '"':
+        key = yield from source.one_of((*_NAME_KEYS, *_ARGUMENT_KEYS, *_OTHER_KEYS), spaced=True)
+    elif (yield from source.peek(spaced=True)) == '"':
         yield from json_value(source)
-    yield from source.skip_space()
-    yield from source.expect(":")
+    yield from source.expect(":", spaced=True)
     yield from source.skip_space()
     return key
 
@@ -137,8 +134,7 @@ def json_calls(source: Source, writer: CallWriter, *, close: str = "", bare: boo
     An object among them that began as a call and is none of a known tool is left, and the next is read. A `bare` one,
     which no marker tells from other JSON, is not read to its end for that: it may be the answer, which streams.
     """
-    yield from source.skip_space()
-    if (yield from source.peek()) == "[":
+    if (yield from source.peek(spaced=True)) == "[":
         yield from listed_calls(source, writer, json_call, json_value, close)
         return
     before = writer.count
@@ -163,14 +159,12 @@ def listed_calls(
     source: Source, writer: CallWriter, call: CallScan, same: Callable[[Source], Scan[None]], close: str
 ) -> Scan[None]:
     """[`call`, …], then perhaps `close`. One among them that is no call of a known tool is left: `same` reads it."""
-    yield from source.skip_space()
-    yield from source.expect("[")
+    yield from source.expect("[", spaced=True)
     before = writer.count
     while True:
         yield from source.skip_space()
         yield from or_leave(source, writer, call(source, writer), same(source))
-        yield from source.skip_space()
-        if (yield from source.one_of((",", "]"))) == "]":
+        if (yield from source.one_of((",", "]"), spaced=True)) == "]":
             break
     if writer.count == before:
         raise MalformedError
@@ -209,13 +203,10 @@ def _named_object(source: Source, writer: CallWriter) -> Scan[None]:
     """{"NAME": {…}}."""
     with begun():
         yield from source.expect("{")
-        yield from source.skip_space()
         name = yield from _quoted_name(source, writer)
-        yield from source.skip_space()
-        yield from source.expect(":")
+        yield from source.expect(":", spaced=True)
         yield from named_arguments(source, writer, name)
-        yield from source.skip_space()
-        yield from source.expect("}")
+        yield from source.expect("}", spaced=True)
         writer.claim()
 
 
@@ -230,15 +221,13 @@ def fenced_calls(source: Source, writer: CallWriter) -> Scan[None]:
 
 def action_calls(source: Source, writer: CallWriter) -> Scan[None]:
     """After Action: a fence with JSON calls."""
-    yield from source.skip_space()
-    yield from source.expect("```")
+    yield from source.expect("```", spaced=True)
     yield from fenced_calls(source, writer)
 
 
 def mistral_calls(source: Source, writer: CallWriter) -> Scan[None]:
     """After [TOOL_CALLS]: an array of calls, or name[CALL_ID]…[ARGS]{…}, whose markers may be missing."""
-    yield from source.skip_space()
-    if (yield from source.peek()) in "[{":
+    if (yield from source.peek(spaced=True)) in "[{":
         yield from json_calls(source, writer)
         return
     name = yield from tool_name(source, writer)
@@ -273,19 +262,13 @@ def line_call(source: Source, writer: CallWriter) -> Scan[None]:
 def section(
     source: Source, writer: CallWriter, *, open: str, call: CallScan, end: str, inside: bool = False, part: bool = False
 ) -> Scan[None]:
-    """`open` and what `call` reads, again and again, and `end` after the last; `inside` is after the first `open`.
-
-    With `part` the beginning of `open` at the text's end is taken for all of it.
-    """
+    """`call` after each `open`, and `end`; begun `inside`, after the first `open`, or ended with a `part` of one."""
     if not inside:
-        yield from source.skip_space()
-        yield from source.expect(open)
+        yield from source.expect(open, spaced=True)
     while True:
         yield from call(source, writer)
         yield from source.skip_space()
-        if not (yield from source.any_left()):
-            break
-        if not (yield from source.literal(open) if part else source.follows(open)):
+        if not (yield from source.any_left()) or not (yield from source.literal(open, whole=not part)):
             break
     yield from closing(source, writer, end)
 
@@ -299,10 +282,7 @@ def prefixed_call(
     prefix: str = "",
     numbered: bool = False,
 ) -> Scan[None]:
-    """`prefix` name `middle` {…} `closers`.
-
-    If `numbered`, the name is name:0, which with its prefix is the call's id.
-    """
+    """`prefix` name `middle` {…} `closers`; if `numbered`, the name is name:0, and with its prefix the call's id."""
     yield from source.skip_space()
     if prefix:
         yield from source.literal(prefix)
@@ -311,8 +291,7 @@ def prefixed_call(
     if numbered:
         yield from source.expect(":")
         call_id = f"{prefix}{name}:{(yield from source.run(_NUMBER))}"
-    yield from source.skip_space()
-    yield from source.one_of(middles)
+    yield from source.one_of(middles, spaced=True)
     yield from named_arguments(source, writer, name, call_id, closers)
     yield from closing(source, writer, *closers)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from jaxllm.chat.calls import closing, named_arguments
@@ -25,7 +26,6 @@ class MessageReader(ABC):
         ENDS: what ends a message, and is no part of it.
         TEXT_ENDS: those of them that end a message which is no call.
         CUT_HEADER: a header that the answer's end has cut off, which is not shown.
-        calls: messages for known tools are calls.
         also_ends: what ends a body besides, and belongs to the next message.
     """
 
@@ -51,10 +51,9 @@ class MessageReader(ABC):
         """The body of a message whose header has been read."""
 
     def answer(self, constrained_after: str = "", openings: Sequence[str] = ()) -> Scan[None]:
-        """The whole answer; it may begin inside the analysis, or behind `<|start|>assistant`.
+        """The whole answer, which may begin inside the analysis.
 
-        If it does, or with one of `openings`, all messages before `constrained_after`, the end of a header, are
-        reasoning.
+        If it does, or with one of `openings`, all before `constrained_after`, the end of a header, is reasoning.
         """
         if constrained_after and (self.in_analysis or (yield from self.source.next_of(openings))):
             self._constrained_after = constrained_after
@@ -115,13 +114,11 @@ class MessageReader(ABC):
         self._begins = True
         self.in_analysis = kind is Reasoning
         self._say(kind, "".join(source.kept))
-        try:
+        with suppress(UnfinishedError):
             ends = (*self.TEXT_ENDS, *self.also_ends, *more_ends)
             stop = yield from source.copy_until(ends, lambda text: self._say(kind, text))
             if stop in self.TEXT_ENDS:
                 source.take(len(stop))
-        except UnfinishedError:
-            pass
         self.in_analysis = False
 
     def say_kept(self) -> None:

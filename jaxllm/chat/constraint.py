@@ -24,7 +24,6 @@ from jaxllm.text.reasoning import ReasoningFormat
 
 CONSTRAINT = Field("structured_outputs")
 """The field of what the request itself asks of the text."""
-TOOLS = Field("tools")
 BLAME_SECONDS = 10.0
 """How long the one of several tools that cannot be enforced is looked for."""
 
@@ -101,7 +100,7 @@ def _compiled_calls(calls: Callable[[], StructuredOutputs | None], tools: Sequen
         for tool in tools:
             if time.monotonic() < deadline:
                 _check_parameters(tool)
-        raise InvalidRequestError(["the ", TOOLS, f" cannot be called as asked: {error}"]) from None
+        raise InvalidRequestError(["the ", Field("tools"), f" cannot be called as asked: {error}"]) from None
 
 
 def _check_parameters(tool: Tool) -> None:
@@ -158,15 +157,11 @@ def tool_constraint(
 ) -> StructuredOutputs | None:
     """The grammar that makes the model call as asked, in the format of `formats`; OutputParser reads all it allows.
 
-    `choice` is "required" for a call of any of `tools`, a NamedTool for one call of that one, and "auto" for the
-    model's choice. With `parallel` it may make several calls, but one of a NamedTool. Arguments follow the tools'
-    schemas; for a tool that isn't strict, keywords that llguidance does not enforce are ignored. "auto" is constrained
-    if some tool is strict and the format marks its calls: after the mark the call must be valid; other tools' arguments
-    are any object. In formats whose strings are not JSON, `text_limits` enforces a string's pattern and length.
-
-    `after` is where the constraint begins, such as "</think>"; `special_tokens` are the tokenizer's, with their ids;
-    `in_reasoning` tells that the prompt has opened the thought, where the format has one.
-    None: nothing needs, or can be, enforced.
+    With `parallel` there may be several calls, but one of a NamedTool. Arguments follow the tools' schemas; for a tool
+    that isn't strict, keywords that llguidance does not enforce are ignored. A `choice` of "auto" is constrained if
+    some tool is strict and the format marks its calls: after the mark the call must be valid; other tools' arguments
+    are any object. `after` is the text at which the constraint begins, such as "</think>"; `in_reasoning` tells that
+    the prompt has opened the thought, where the format has one. None: nothing needs, or can be, enforced.
     """
     if formats.tools is None:
         return None
@@ -190,7 +185,7 @@ class _Grammar:
         self._written = tool_format.written
         self._special = {text: f"<[{token_id}]>" for text, token_id in special_tokens.items()}
         texts = sorted(filter(None, self._special), key=len, reverse=True)
-        self._split = re.compile("|".join(map(re.escape, texts))) if texts else None
+        self._split = re.compile(f"({'|'.join(map(re.escape, texts))})") if texts else None
         self._rules: dict[str, str] = {}
 
     def required(self, tools: Sequence[Tool], parallel: bool, *, leading_space: bool, in_reasoning: bool) -> str:
@@ -242,7 +237,9 @@ class _Grammar:
         """A call, with an alternative for each tool; `skip` leaves out that much of its beginning."""
         alternatives = []
         for at, tool in enumerate(tools):
-            parameters = _parameters(tool, any_object=not lenient and not tool.strict)
+            parameters = {"type": "object", **tool.parameters} if tool.parameters else _EMPTY_OBJECT
+            if not lenient and not tool.strict:
+                parameters = {"type": "object"}
             head = self._head(tool.name, skip)
             arguments = self._arguments(f"f{at}", parameters, strict=tool.strict)
             alternatives.append(f"{head} {arguments} {self._text(self._written.end)}")
@@ -278,7 +275,8 @@ class _Grammar:
         for at, (key, schema) in enumerate(parameters.get("properties", {}).items()):
             types = value_types(schema, parameters)
             is_text = "true" if types == {"string"} else "false"
-            stated = part_type(types)
+            named = types - {"integer"} if "number" in types else types
+            stated = next(iter(named)).replace("integer", "number") if len(named) == 1 else "object"
             opening = (
                 part.replace("{string}", is_text).replace("{type}", stated).replace("{key}", key) for part in tags.open
             )
@@ -339,10 +337,7 @@ class _Grammar:
     def _members(
         self, rule: str, parameters: dict[str, Any], strict: bool, marks: tuple[str, str, str, str], value: _Value
     ) -> str:
-        """Properties in the schema's order; `marks` are what opens, follows a key, stands between members, and closes.
-
-        Commas come only between those that are there.
-        """
+        """Properties in the schema's order; `marks` open, follow a key, part those that are there, and close."""
         opens, colon, comma, closes = marks
         properties = list(parameters.get("properties", {}).items())
         last = f"{rule}_{len(properties)}"
@@ -384,7 +379,7 @@ class _Grammar:
         return f"({' | '.join(kinds)})" if kinds and types <= {"object", "array"} else "any_value"
 
     def _json(self, rule: str, schema: Any, root: dict[str, Any], strict: bool) -> str:
-        """A rule for JSON of a property's schema, with the definitions that its references mean."""
+        """A rule for a property's JSON, with the definitions that its schema's references mean."""
         if isinstance(schema, dict):
             schema = {**{key: root[key] for key in ("$defs", "definitions") if key in root}, **schema}
         self._rules[f"{rule}_json"] = _json_rule(schema, strict)
@@ -392,23 +387,12 @@ class _Grammar:
 
     def _text(self, text: str) -> str:
         """`text` as literals and special tokens."""
-        parts = []
-        at = 0
-        for match in self._split.finditer(text) if self._split else ():
-            parts += [_quoted(text[at : match.start()]), self._special[match.group()]]
-            at = match.end()
-        parts.append(_quoted(text[at:]))
-        return " ".join(filter(None, parts))
+        parts = self._split.split(text) if self._split else [text]
+        return " ".join(filter(None, (self._special.get(part) or _quoted(part) for part in parts)))
 
     def _lark(self, start: str) -> str:
         rules = "".join(f"{name}: {body}\n" for name, body in self._rules.items())
         return f"%llguidance {{}}\nstart: {start}\n{rules}"
-
-
-def part_type(types: set[str]) -> str:
-    """What a tag says of a value that may be of `types`: of several that none of them is text."""
-    named = types - {"integer"} if "number" in types else types
-    return next(iter(named)).replace("integer", "number") if len(named) == 1 else "object"
 
 
 _json_text = partial(json.dumps, ensure_ascii=False)
@@ -433,11 +417,3 @@ def _json_rule(schema: Any, strict: bool) -> str:
     options = {"whitespace_pattern": r"[ \n\t]{1,32}", "lenient": not strict}
     schema = plain(schema) if isinstance(schema, bool) else schema
     return "%json " + json.dumps(closed(plain({**schema, "x-guidance": options})))
-
-
-def _parameters(tool: Tool, any_object: bool) -> dict[str, Any]:
-    if any_object:
-        return {"type": "object"}
-    if not tool.parameters:
-        return _EMPTY_OBJECT
-    return {"type": "object", **tool.parameters}

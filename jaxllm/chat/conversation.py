@@ -136,8 +136,7 @@ class Rendering:
         continues_last: the last message is left open, so that the model goes on with it.
         special_tokens: the tokenizer adds its own to the rendered text, whose template usually has them already.
 
-    Raises:
-        InvalidRequestError: a variable has a name that is not the caller's to set.
+    Raises InvalidRequestError: a variable has a name that is not the caller's to set.
     """
 
     chat_template: str | None = None
@@ -175,10 +174,7 @@ class Rendering:
 
 
 def thinking_variables(thinks: bool | None, effort: str | None = None, budget: int | None = None) -> dict[str, Any]:
-    """The variables that tell templates to think or not, how hard, and how long.
-
-    An effort alone turns thinking on, "none" turns it off.
-    """
+    """Variables that tell templates to think or not, how hard, how long. An effort alone turns it on, "none" off."""
     if thinks is None and effort is not None:
         thinks = effort != "none"
     told = {} if thinks is None else dict.fromkeys(THINKING_VARIABLES, thinks)
@@ -195,8 +191,7 @@ class Conversation:
         structured_outputs: what the answer's text must match, wherever it begins.
         separate_reasoning: whether reasoning is told apart from the answer's text, or stays in it.
 
-    Raises:
-        InvalidRequestError: there are too many messages, or calls and their results do not belong together.
+    Raises InvalidRequestError: there are too many messages, or calls and their results do not belong together.
     """
 
     messages: list[Message]
@@ -214,10 +209,7 @@ class Conversation:
 
 
 def given_messages(messages: Sequence[Any]) -> list[Message]:
-    """Messages of a notebook, as chat completions and transformers take them.
-
-    Arguments of calls become objects if they are the JSON text of one. Raises InvalidRequestError for all but text.
-    """
+    """Messages of a notebook, arguments of calls as objects. Raises InvalidRequestError for all but text."""
     from jaxllm.text.chat_template import check_text  # it loads jinja2
 
     check_text(messages)
@@ -241,10 +233,7 @@ def _with_object(call: Any) -> Any:
 
 
 def given_tools(tools: Sequence[Any], choice: Any = "auto") -> tuple[list[Tool], ToolChoice]:
-    """Tools and a choice of a notebook, as chat completions take them: those that may be called, and how.
-
-    Raises InvalidRequestError where they are something else.
-    """
+    """The tools of a notebook that may be called, and how. Raises InvalidRequestError where they are something else."""
     offered = [_given_tool(tool, at) for at, tool in enumerate(tools)]
     names = [tool.name for tool in offered]
     repeated = next((name for name in names if names.count(name) > 1), None)
@@ -363,7 +352,6 @@ def with_tools_as_text(
 
 
 def _calls_text(calls: Sequence[dict[str, Any]], tool_format: ToolFormat) -> str:
-    """Calls as a model of this format writes them."""
     around = tool_format.written
     calls_text = []
     for at, function in enumerate(call["function"] for call in calls):
@@ -379,17 +367,11 @@ EFFORT_BUDGETS: dict[str, int | None] = {
 
 
 def thinking_fields(
-    conversation: Conversation,
-    reasoning: ReasoningFormat | None,
-    template: str,
-    asked: int | None,
-    *,
-    in_reasoning: bool,
+    conversation: Conversation, reasoning: ReasoningFormat | None, template: str, asked: int | None, in_reasoning: bool
 ) -> dict[str, Any]:
-    """The fields of SamplingParams that bound an answer's reasoning.
+    """The fields of SamplingParams that bound an answer's reasoning. Raises InvalidRequestError of max_thinking_tokens.
 
-    `asked` is max_thinking_tokens, which only a model that marks its reasoning can honour; other ways of asking have no
-    effect on a model that does not. Raises InvalidRequestError of max_thinking_tokens.
+    `asked` is that field, which needs a model that marks its reasoning; others ignore the other ways of asking.
     """
     if reasoning is None:
         if asked is not None:

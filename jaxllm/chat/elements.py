@@ -8,18 +8,10 @@ from functools import partial
 from typing import Any
 from xml.sax.saxutils import unescape
 
+from jaxllm.chat import values
 from jaxllm.chat.calls import closing, either, marked, sections, tool_name
 from jaxllm.chat.events import CallSyntax, CallWriter, Tags, ToolFormat, Written
 from jaxllm.chat.source import Emit, MalformedError, Scan, Source, quoted_text
-from jaxllm.chat.values import (
-    followed,
-    json_from_raw,
-    parameter_types,
-    properties_of,
-    raw_argument,
-    raw_value,
-    value_types,
-)
 
 MAX_NESTING = 64
 """Of elements, each level of which takes some of Python's stack."""
@@ -34,17 +26,12 @@ _Element = str | list[tuple[str, Any]]
 
 
 def element_call(source: Source, writer: CallWriter) -> Scan[None]:
-    """MiniMax M3's call after INVOKE, with elements that may hold others.
-
-    It is given when it is complete: an element that comes again makes an array of the first.
-    """
+    """MiniMax M3's call after INVOKE, given when it is complete: an element that comes again makes an array of them."""
     name = yield from tool_name(source, writer)
     yield from source.expect('">')
     found: list[tuple[str, Any]] = []
-    yield from source.skip_space()
-    while (yield from source.one_of((INVOKE_END, f"{MARK}<"))) != INVOKE_END:
+    while (yield from source.one_of((INVOKE_END, f"{MARK}<"), spaced=True)) != INVOKE_END:
         found.append((yield from _element(source, 1)))
-        yield from source.skip_space()
     writer.begin(name)
     root = writer.schemas[name]
     writer.write(json.dumps(_object(found, root, root), ensure_ascii=False))
@@ -72,7 +59,7 @@ def _element(source: Source, depth: int) -> Scan[tuple[str, _Element]]:
 
 
 def _value(element: _Element, schema: Any, root: Any) -> Any:
-    types = value_types(schema, root)
+    types = values.value_types(schema, root)
     if not isinstance(element, str):
         if "array" in types:
             items = _of_kind(schema, root, "array").get("items")
@@ -80,22 +67,24 @@ def _value(element: _Element, schema: Any, root: Any) -> Any:
         return _object(element, _of_kind(schema, root, "object"), root)
     if types and "string" not in types and not element.strip():
         return [] if "array" in types else {} if "object" in types else element
-    return json.loads(json_from_raw(element, types))
+    return json.loads(values.json_from_raw(element, types))
 
 
 def _object(elements: list[tuple[str, Any]], schema: Any, root: Any) -> dict[str, Any]:
-    properties = properties_of(schema, root)
-    values: dict[str, list[Any]] = {}
+    properties = values.properties_of(schema, root)
+    found: dict[str, list[Any]] = {}
     for name, element in elements:
-        values.setdefault(name, []).append(_value(element, properties.get(name), root))
-    return {name: found[0] if len(found) == 1 else found for name, found in values.items()}
+        found.setdefault(name, []).append(_value(element, properties.get(name), root))
+    return {name: same[0] if len(same) == 1 else same for name, same in found.items()}
 
 
 def _of_kind(schema: Any, root: Any, kind: str) -> dict[str, Any]:
     """The schema itself, or the first of those that it joins, that describes values of this kind."""
-    whole = followed(schema, root)
+    whole = values.followed(schema, root)
     options = [option for union in ("anyOf", "oneOf") for option in whole.get(union) or ()]
-    return next((followed(option, root) for option in options if kind in value_types(option, root)), whole)
+    return next(
+        (values.followed(option, root) for option in options if kind in values.value_types(option, root)), whole
+    )
 
 
 STEP_CALLS, STEP_CALLS_END = "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"
@@ -123,8 +112,7 @@ def invoked_calls(
     """
     opening = f'<{prefix}invoke name="'
     if not inside:
-        yield from source.skip_space()
-        yield from source.expect(opening)
+        yield from source.expect(opening, spaced=True)
     while True:
         tag = yield from _invocation(source, writer, prefix, end, after, doubled)
         yield from source.skip_space()
@@ -141,14 +129,11 @@ def step_calls(source: Source, writer: CallWriter, *, inside: bool = False) -> S
     more = (STEP_SEPARATOR, STEP_CALL)
     after = (*more, STEP_CALLS_END)
     if not inside:
-        yield from source.skip_space()
-        yield from source.expect(STEP_CALL)
+        yield from source.expect(STEP_CALL, spaced=True)
     while True:
-        yield from source.skip_space()
-        if (yield from source.peek()) == "f":
+        if (yield from source.peek(spaced=True)) == "f":
             yield from source.expect(f"function{STEP_SEPARATOR}")
-        yield from source.skip_space()
-        yield from source.expect('<steptml:invoke name="')
+        yield from source.expect('<steptml:invoke name="', spaced=True)
         if (yield from _invocation(source, writer, "steptml:", STEP_CALL_END, after)) != STEP_CALL_END:
             yield from closing(source, writer, STEP_CALL_END)
         yield from source.skip_space()
@@ -156,8 +141,7 @@ def step_calls(source: Source, writer: CallWriter, *, inside: bool = False) -> S
             break
         source.take(len(tag))
         if tag == STEP_SEPARATOR:
-            yield from source.skip_space()
-            yield from source.expect(STEP_CALL)
+            yield from source.expect(STEP_CALL, spaced=True)
     yield from closing(source, writer, STEP_CALLS_END)
 
 
@@ -172,20 +156,18 @@ def _invocation(
         return ""
     opening = f'<{prefix}invoke name="'
     parameter, finished = f'<{prefix}parameter name="', f"</{prefix}invoke>"
-    unknown = list(properties_of(writer.schemas[name], writer.schemas[name]))
-    yield from source.skip_space()
-    while (tag := (yield from source.one_of((parameter, finished, end, opening)))) == parameter:
+    unknown = list(values.properties_of(writer.schemas[name], writer.schemas[name]))
+    while (tag := (yield from source.one_of((parameter, finished, end, opening), spaced=True))) == parameter:
         key = yield from source.text_until('"')
-        yield from source.skip_space()
-        stated = yield from source.one_of((*_STATED, ">"))
-        types = _STATED[stated] if stated in _STATED else parameter_types(writer, name, key)
+        stated = yield from source.one_of((*_STATED, ">"), spaced=True)
+        types = _STATED[stated] if stated in _STATED else values.parameter_types(writer, name, key)
         close = f"</{prefix}parameter>"
         unknown = [other for other in unknown if other != key]
         stops = [f'{parameter}{other}"' for other in unknown]
         stops += [f"{finished}{space}{tag}" for space in ("", "\n") for tag in (end, opening, *after)]
         stops += [f"\n{stop}" for stop in stops]
         last = [f"{before}{finished}{behind}" for before in ("", "\n") for behind in ("", "\n")]
-        yield from raw_argument(source, writer, key, types, (close, *stops), last)
+        yield from values.raw_argument(source, writer, key, types, (close, *stops), last)
     writer.end()
     return tag
 
@@ -206,15 +188,13 @@ def function_elements(source: Source, writer: CallWriter) -> Scan[None]:
     name = yield from tool_name(source, writer)
     yield from source.expect(f"{quote}>")
     writer.begin(name)
-    yield from source.skip_space()
-    while (yield from source.one_of((*_PARAMS, FUNCTION_END))) != FUNCTION_END:
+    while (yield from source.one_of((*_PARAMS, FUNCTION_END), spaced=True)) != FUNCTION_END:
         quote = yield from source.one_of(_QUOTES)
         key = yield from source.text_until(quote)
         yield from source.expect(">")
         writer.key(key)
-        yield from _param_value(source, parameter_types(writer, name, key), writer.write)
+        yield from _param_value(source, values.parameter_types(writer, name, key), writer.write)
         writer.claim()
-        yield from source.skip_space()
     writer.end()
 
 
@@ -225,14 +205,14 @@ def _param_value(source: Source, types: set[str], write: Emit) -> Scan[None]:
     if (yield from source.next_of((CDATA,))):
         source.take(len(CDATA))
         stops = [f"{CDATA_END}{space}{PARAM_END}" for space in ("", "\n")]
-        stop = yield from raw_value(source, types, stops, write)
+        stop = yield from values.raw_value(source, types, stops, write)
         yield from source.expect(stop)
         return
     source.put_back(source.position - start)
     pieces: list[str] = []
     stop = yield from source.copy_until((PARAM_END, FUNCTION_END, *_PARAMS), pieces.append)
     text = "".join(pieces)
-    write(f'"{quoted_text(unescape(text, _ENTITIES))}"' if types == {"string"} else json_from_raw(text, types))
+    write(f'"{quoted_text(unescape(text, _ENTITIES))}"' if types == {"string"} else values.json_from_raw(text, types))
     if stop == PARAM_END:
         yield from source.expect(stop)
 
@@ -257,12 +237,7 @@ MINICPM5 = ToolFormat(
     Written("", f'{FUNCTION} name="{{name}}">', FUNCTION_END, "\n"),
     marked=f'{FUNCTION} name="',
     arguments=Tags(
-        (f'{PARAM} name="{{key}}">',),
-        PARAM_END,
-        exact=True,
-        between="",
-        literal=(CDATA, CDATA_END),
-        markup="<&\n",
+        (f'{PARAM} name="{{key}}">',), PARAM_END, exact=True, between="", literal=(CDATA, CDATA_END), markup="<&\n"
     ),
     detect=((f"{FUNCTION} name=", f"{PARAM} name="),),
     markers=(FUNCTION, FUNCTION_END, PARAM, PARAM_END),

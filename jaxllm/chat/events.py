@@ -6,6 +6,7 @@ import secrets
 import string
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -43,6 +44,7 @@ class ToolArguments(msgspec.Struct, frozen=True):
 
 
 Event = Content | Reasoning | ToolCall | ToolArguments
+Schemas = dict[str, dict[str, Any]]
 
 
 class ParsedOutput(msgspec.Struct):
@@ -72,16 +74,16 @@ def join_events(events: Iterable[Event]) -> ParsedOutput:
     return ParsedOutput("".join(content) or None, "".join(reasoning) or None, parsed)
 
 
-_ALPHANUMERIC = string.ascii_letters + string.digits
-
-
 def long_id() -> str:
     return "call_" + secrets.token_hex(12)
 
 
-def short_id() -> str:
-    """Mistral's templates take ids of exactly nine alphanumerics."""
-    return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+def random_id(characters: str, length: int) -> str:
+    return "".join(secrets.choice(characters) for _ in range(length))
+
+
+short_id = partial(random_id, string.ascii_letters + string.digits, 9)
+"""Mistral's templates take ids of exactly nine alphanumerics."""
 
 
 class CallWriter:
@@ -92,14 +94,7 @@ class CallWriter:
         count: calls given.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        events: list[Event],
-        schemas: dict[str, dict[str, Any]],
-        new_id: Callable[[], str],
-        leave: Emit = lambda text: None,
-    ):
+    def __init__(self, source: Source, events: list[Event], schemas: Schemas, new_id: Callable[[], str], leave: Emit):
         self.schemas = schemas
         self.count = 0
         self._source = source
@@ -125,7 +120,13 @@ class CallWriter:
     def write(self, text: str) -> None:
         """More of the arguments; what was read up to here is part of the call."""
         if self._next is not None:
-            self._give(*self._next)
+            name, call_id = self._next
+            if call_id is None or call_id in self._given:
+                call_id = self._new_id()
+            self._given.add(call_id)
+            self._events.append(ToolCall(self.count, call_id, name))
+            self.count += 1
+            self._next = None
         self._source.kept.clear()
         self._events.append(ToolArguments(self.count - 1, self._held + text))
         self._held = ""
@@ -151,16 +152,9 @@ class CallWriter:
         self._source.kept.clear()
         self._leave(text)
 
-    def _give(self, name: str, call_id: str | None) -> None:
-        if call_id is None or call_id in self._given:
-            call_id = self._new_id()
-        self._given.add(call_id)
-        self._events.append(ToolCall(self.count, call_id, name))
-        self.count += 1
-        self._next = None
-
 
 CallScan = Callable[[Source, CallWriter], Scan[None]]
+Groups = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -238,7 +232,7 @@ class ToolFormat:
     quote: str = ""
     thought: tuple[str, str] | None = None
     marked: str = ""
-    detect: tuple[tuple[str, ...], ...] = ()
+    detect: Groups = ()
     markers: tuple[str, ...] = ()
     new_id: Callable[[], str] = long_id
     variant_of: str = ""

@@ -5,22 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import TypeVar
 
-from jaxllm.chat.calls import (
-    action_calls,
-    fenced_calls,
-    json_calls,
-    line_call,
-    marked,
-    mistral_calls,
-    named_objects,
-    prefixed_call,
-    sections,
-)
+from jaxllm.chat import calls
 from jaxllm.chat.channels import FUNCTIONARY_FORMAT, HARMONY_FORMAT, MUSE_FORMAT
 from jaxllm.chat.elements import MINICPM5, MINIMAX_M3, STEP3, invoked
-from jaxllm.chat.events import CallSyntax, OutputFormats, Tags, ToolFormat, Written, short_id
+from jaxllm.chat.events import CallSyntax, Groups, OutputFormats, Tags, ToolFormat, Written, short_id
 from jaxllm.chat.notations import (
     KIMI_K3,
     SOLAR_OPEN,
@@ -73,12 +64,9 @@ def detect_formats(
 ) -> OutputFormats:
     """The formats that a model answers in.
 
-    `chat_template` is its Jinja source. A template that shows no format of tool calls gets "json". A parser of "auto"
-    is detected from the template, "none" parses nothing, and a name takes that format; vLLM's names are known too.
-    Where one of the two is a format of messages on channels, "auto" means the same for the other.
-
-    Raises:
-        ConfigError: a parser has an unknown name, or the two do not go together.
+    A parser of "auto" is detected from the template, which gets "json" if it shows no format of calls; "none" parses
+    nothing, and a name, ours or vLLM's, takes that format. Where one of the two is a format of messages on channels,
+    "auto" means the same for the other. Raises ConfigError: a name is unknown, or the two do not go together.
     """
     template = chat_template or ""
     spoken = next((known for known in TOOL_FORMATS if known.is_spoken(template)), None)
@@ -93,10 +81,8 @@ def detect_formats(
     if channels and {known.name for known in (tools, reasoning) if known} != {channels}:
         has_reasoning = channels in {known.name for known in REASONING_FORMATS}
         mended = f"both must be {channels}," if has_reasoning else "reasoning_parser must be"
-        raise ConfigError(
-            f"tool_call_parser is {tool_call_parser!r} and reasoning_parser is {reasoning_parser!r}; answers in the "
-            f"format {channels} are messages, so {mended} auto or none"
-        )
+        given = f"tool_call_parser is {tool_call_parser!r} and reasoning_parser is {reasoning_parser!r}"
+        raise ConfigError(f"{given}; answers in the format {channels} are messages, so {mended} auto or none")
     return OutputFormats(tools, reasoning)
 
 
@@ -125,46 +111,48 @@ def _unknown(wanted: str, names: Sequence[str], aliases: Mapping[str, str]) -> s
     return f"{known}; it must be one of {', '.join(names)}, or vLLM's name for one of them{hint}"
 
 
-_BARE_JSON = CallSyntax(partial(json_calls, bare=True), first="{[")
+_BARE_JSON = CallSyntax(partial(calls.json_calls, bare=True), first="{[")
 _NAME_AND_ARGUMENTS = '{"name": "{name}", "arguments": '
 _NAME_AND_PARAMETERS = '{"name": "{name}", "parameters": '
-_TOOL_CALL = CallSyntax(partial(json_calls, close="</tool_call>"), "<tool_call>")
-_DEEPSEEK_MARKERS = (
-    "<｜tool▁calls▁begin｜>",
-    "<｜tool▁call▁begin｜>",
-    "<｜tool▁sep｜>",
-    "<｜tool▁call▁end｜>",
-    "<｜tool▁calls▁end｜>",
+_TOOL_CALL = CallSyntax(partial(calls.json_calls, close="</tool_call>"), "<tool_call>")
+_DEEPSEEK_MARKERS = tuple(
+    f"<｜tool▁{part}｜>" for part in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
 )
-_KIMI_MARKERS = tuple(
-    f"<|tool_{part}|>"
-    for part in ("calls_section_begin", "call_begin", "call_argument_begin", "call_end", "calls_section_end")
-)
-_PLAMO = {
-    f"{end} {part}": f"<|plamo:{end}_{part}:plamo|>"
-    for part in ("tool_requests", "tool_request", "tool_name", "tool_arguments")
-    for end in ("begin", "end")
-}
-_PLAMO_NAME = _PLAMO["begin tool_request"] + _PLAMO["begin tool_name"]
-_PLAMO_ARGUMENTS = f"{_PLAMO['end tool_name']}{_PLAMO['begin tool_arguments']}<|plamo:constrain|>json<|plamo:msg|>"
-_PLAMO_ENDS = (_PLAMO["end tool_arguments"], _PLAMO["end tool_request"])
 
 
 def _deepseek(name: str, detect: tuple[str, ...], prefix: str, middle: str, end: str, between: str) -> ToolFormat:
     begin, call, separator, call_end, stop = _DEEPSEEK_MARKERS
-    scan = partial(prefixed_call, prefix=prefix, middles=("```json", separator), closers=("```", call_end))
+    scan = partial(calls.prefixed_call, prefix=prefix, middles=("```json", separator), closers=("```", call_end))
     return ToolFormat(
         name,
-        sections(begin, call, scan, stop),
+        calls.sections(begin, call, scan, stop),
         Written(begin, f"{call}{prefix}{{name}}{middle}", end + call_end, between, stop),
         detect=(detect,),
         markers=_DEEPSEEK_MARKERS,
     )
 
 
+def _kimi_k2() -> ToolFormat:
+    parts = ("calls_section_begin", "call_begin", "call_argument_begin", "call_end", "calls_section_end")
+    start, call, argument, call_end, stop = markers = tuple(f"<|tool_{part}|>" for part in parts)
+    scan = partial(calls.prefixed_call, prefix="functions.", middles=(argument,), closers=(call_end,), numbered=True)
+    written = Written(start, f"{call}functions.{{name}}:{{index}}{argument}", call_end, "", stop)
+    return ToolFormat("kimi_k2", calls.sections(start, call, scan, stop), written, markers=markers)
+
+
+def _plamo3() -> ToolFormat:
+    parts = ("tool_requests", "tool_request", "tool_name", "tool_arguments")
+    marks = [(f"<|plamo:begin_{part}:plamo|>", f"<|plamo:end_{part}:plamo|>") for part in parts]
+    (start, stop), (call, call_end), (name, name_end), (arguments, arguments_end) = marks
+    middle = f"{name_end}{arguments}<|plamo:constrain|>json<|plamo:msg|>"
+    scan = partial(calls.prefixed_call, middles=(middle,), closers=(arguments_end, call_end))
+    written = Written(start, f"{call}{name}{{name}}{middle}", arguments_end + call_end, "", stop)
+    markers = (*chain.from_iterable(marks), "<|plamo:constrain|>", "<|plamo:msg|>")
+    return ToolFormat("plamo3", calls.sections(start, call + name, scan, stop)[:1], written, markers=markers)
+
+
 def _json_lines(name: str, open: str, close: str) -> ToolFormat:
-    """Each call as JSON between two tags, on lines of its own."""
-    syntax = CallSyntax(partial(json_calls, close=close), open, ends_reasoning=bool(close))
+    syntax = CallSyntax(partial(calls.json_calls, close=close), open, ends_reasoning=bool(close))
     markers = tuple(filter(None, (open, close)))
     return ToolFormat(
         name, (syntax,), Written("", f"{open}\n{_NAME_AND_ARGUMENTS}", f"}}\n{close}", "\n"), markers=markers
@@ -172,15 +160,10 @@ def _json_lines(name: str, open: str, close: str) -> ToolFormat:
 
 
 def _json_list(
-    name: str,
-    open: str,
-    close: str,
-    *others: CallSyntax,
-    call: str = _NAME_AND_ARGUMENTS,
-    detect: tuple[tuple[str, ...], ...] = (),
+    name: str, open: str, close: str, *others: CallSyntax, call: str = _NAME_AND_ARGUMENTS, detect: Groups = ()
 ) -> ToolFormat:
     """A list of calls as JSON between two tags; they may also come in `others` ways."""
-    syntaxes = CallSyntax(partial(json_calls, close=close), open), *others
+    syntaxes = CallSyntax(partial(calls.json_calls, close=close), open), *others
     markers = tuple(filter(None, (open, close)))
     return ToolFormat(name, syntaxes, Written(f"{open}[", call, "}", ", ", f"]{close}"), detect=detect, markers=markers)
 
@@ -198,7 +181,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     MINICPM5,
     ToolFormat(
         "lfm2",
-        marked(partial(json_or_pythonic_calls, end="<|tool_call_end|>"), "<|tool_call_start|>"),
+        calls.marked(partial(json_or_pythonic_calls, end="<|tool_call_end|>"), "<|tool_call_start|>"),
         Written("<|tool_call_start|>[", "{name}(", ")", ", ", "]<|tool_call_end|>"),
         arguments="pythonic",
         detect=(("<|tool_call_start|>",), ("<|tool_list_start|>",)),
@@ -213,34 +196,18 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ),
     ToolFormat(
         "apertus",
-        marked(partial(named_objects, close="<|tools_suffix|>"), "<|tools_prefix|>"),
+        calls.marked(partial(calls.named_objects, close="<|tools_suffix|>"), "<|tools_prefix|>"),
         Written("<|tools_prefix|>[", '{"{name}": ', "}", ", ", "]<|tools_suffix|>"),
         markers=("<|tools_prefix|>", "<|tools_suffix|>"),
     ),
     KIMI_K3,
     MINIMAX_M3,
     invoked("dots", "", "dots_function_call", alone=False),
-    ToolFormat(
-        "plamo3",
-        sections(
-            _PLAMO["begin tool_requests"],
-            _PLAMO_NAME,
-            partial(prefixed_call, middles=(_PLAMO_ARGUMENTS,), closers=_PLAMO_ENDS),
-            _PLAMO["end tool_requests"],
-        )[:1],
-        Written(
-            _PLAMO["begin tool_requests"],
-            f"{_PLAMO_NAME}{{name}}{_PLAMO_ARGUMENTS}",
-            "".join(_PLAMO_ENDS),
-            "",
-            _PLAMO["end tool_requests"],
-        ),
-        markers=(*_PLAMO.values(), "<|plamo:constrain|>", "<|plamo:msg|>"),
-    ),
+    _plamo3(),
     _json_lines("longcat", "<longcat_tool_call>", "</longcat_tool_call>"),
     ToolFormat(
         "internlm",
-        marked(partial(json_calls, close="<|action_end|>"), "<|action_start|><|plugin|>"),
+        calls.marked(partial(calls.json_calls, close="<|action_end|>"), "<|action_start|><|plugin|>"),
         Written("", f"<|action_start|><|plugin|>\n{_NAME_AND_PARAMETERS}", "}\n<|action_end|>", "\n"),
         detect=(("<|action_start|>", "<|plugin|>"),),
         markers=("<|action_start|>", "<|plugin|>", "<|action_end|>"),
@@ -248,7 +215,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     _json_lines("granite-20b-fc", "<function_call>", ""),
     ToolFormat(
         "gigachat3",
-        (CallSyntax(json_calls, "<|function_call|>"), CallSyntax(json_calls, "function call<|role_sep|>")),
+        (CallSyntax(calls.json_calls, "<|function_call|>"), CallSyntax(calls.json_calls, "function call<|role_sep|>")),
         Written("", f"<|function_call|>{_NAME_AND_ARGUMENTS}", "}", "\n"),
         detect=(("<|function_call|>",), ("'function call'", "<|role_sep|>")),
         markers=("<|function_call|>", "<|role_sep|>"),
@@ -269,29 +236,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         between="\n",
     ),
     _deepseek("deepseek_v31", _DEEPSEEK_MARKERS[:1], prefix="", middle="<｜tool▁sep｜>", end="", between=""),
-    ToolFormat(
-        "kimi_k2",
-        sections(
-            "<|tool_calls_section_begin|>",
-            "<|tool_call_begin|>",
-            partial(
-                prefixed_call,
-                prefix="functions.",
-                middles=("<|tool_call_argument_begin|>",),
-                closers=("<|tool_call_end|>",),
-                numbered=True,
-            ),
-            "<|tool_calls_section_end|>",
-        ),
-        Written(
-            "<|tool_calls_section_begin|>",
-            "<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>",
-            "<|tool_call_end|>",
-            "",
-            "<|tool_calls_section_end|>",
-        ),
-        markers=_KIMI_MARKERS,
-    ),
+    _kimi_k2(),
     _json_list(
         "cohere_command",
         "<|START_ACTION|>",
@@ -300,14 +245,14 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ),
     ToolFormat(
         "command_r",
-        (CallSyntax(action_calls, "Action:"),),
+        (CallSyntax(calls.action_calls, "Action:"),),
         Written("Action: ```json\n[", '{"tool_name": "{name}", "parameters": ', "}", ", ", "]\n```"),
         marked="Action: ```json\n[",
         detect=(("Action:", "tool_name"),),
     ),
     ToolFormat(
         "mistral",
-        (CallSyntax(mistral_calls, "[TOOL_CALLS]"),),
+        (CallSyntax(calls.mistral_calls, "[TOOL_CALLS]"),),
         Written("", "[TOOL_CALLS]{name}[ARGS]"),
         detect=(("[TOOL_CALLS]", "[ARGS]"),),
         markers=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
@@ -315,14 +260,14 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     ),
     ToolFormat(
         "mistral_v3",
-        (CallSyntax(mistral_calls, "[TOOL_CALLS]"),),
+        (CallSyntax(calls.mistral_calls, "[TOOL_CALLS]"),),
         Written("[TOOL_CALLS] [", _NAME_AND_ARGUMENTS, "}", ", ", "]"),
         markers=("[TOOL_CALLS]",),
         new_id=short_id,
     ),
     ToolFormat(
         "glm45",
-        marked(keyed_call, "<tool_call>"),
+        calls.marked(keyed_call, "<tool_call>"),
         Written("", "<tool_call>{name}", "</tool_call>", "\n"),
         arguments=Tags(("<arg_key>{key}</arg_key>", "<arg_value>"), "</arg_value>"),
         detect=(("<arg_key>",),),
@@ -340,7 +285,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     _json_lines("hermes", "<tool_call>", "</tool_call>"),
     ToolFormat(
         "llama3_json",
-        (CallSyntax(json_calls, "<|python_tag|>"), _BARE_JSON),
+        (CallSyntax(calls.json_calls, "<|python_tag|>"), _BARE_JSON),
         Written("", _NAME_AND_PARAMETERS, "}", "; "),
         detect=(("<|python_tag|>",), ('{"name": function name, "parameters"',)),
         markers=("<|python_tag|>",),
@@ -361,15 +306,18 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
         "phi4_mini_json",
         "<|tool_call|>",
         "<|/tool_call|>",
-        CallSyntax(json_calls, "functools"),
+        CallSyntax(calls.json_calls, "functools"),
         detect=(("<|tool_call|>",), ("<|tool|>",)),
     ),
     ToolFormat(
-        "glm4", (CallSyntax(line_call),), Written("", "{name}\n", "", "\n"), detect=(("<|observation|>",), ("[gMASK]",))
+        "glm4",
+        (CallSyntax(calls.line_call),),
+        Written("", "{name}\n", "", "\n"),
+        detect=(("<|observation|>",), ("[gMASK]",)),
     ),
     ToolFormat(
         "json",
-        (CallSyntax(fenced_calls, "```"), _TOOL_CALL, _BARE_JSON),
+        (CallSyntax(calls.fenced_calls, "```"), _TOOL_CALL, _BARE_JSON),
         Written("", _NAME_AND_ARGUMENTS, "}", "\n"),
         detect=((),),
     ),

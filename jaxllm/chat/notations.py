@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import re
-import secrets
 import string
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from jaxllm.chat import values
 from jaxllm.chat.calls import closing, json_arguments, json_calls, marked, named_arguments, sections, tool_name
-from jaxllm.chat.events import CallSyntax, CallWriter, Tags, ToolFormat, Written
+from jaxllm.chat.events import CallSyntax, CallWriter, Tags, ToolFormat, Written, random_id
 from jaxllm.chat.source import MAX_DEPTH, MalformedError, Scan, Source, quoted_text
-from jaxllm.chat.values import (
-    followed,
-    json_from_raw,
-    parameter_types,
-    properties_of,
-    raw_argument,
-    raw_value,
-    value_types,
-)
 
 _BARE = re.compile(r"[^,:{}\[\]]+")
 
@@ -54,17 +45,15 @@ def keyed_call(
     yield from source.skip_space()
     if separator:
         yield from source.literal(separator)
-        yield from source.skip_space()
-    while (yield from source.one_of((key_tag, close))) == key_tag:
+    while (yield from source.one_of((key_tag, close), spaced=True)) == key_tag:
         key = (yield from source.text_until(_close(form, "arg_key"))).strip()
         yield from source.skip_space()
-        types = parameter_types(writer, name, key)
+        types = values.parameter_types(writer, name, key)
         if (yield from source.one_of((value_tag, type_tag))) == type_tag:
             stated = (yield from source.text_until(_close(form, "arg_type"))).strip().lower()
-            types = types or value_types({"type": stated}, {})
-            yield from source.skip_space()
-            yield from source.expect(value_tag)
-        yield from raw_argument(source, writer, key, types, (end,), last)
+            types = types or values.value_types({"type": stated}, {})
+            yield from source.expect(value_tag, spaced=True)
+        yield from values.raw_argument(source, writer, key, types, (end,), last)
     writer.end()
 
 
@@ -95,8 +84,7 @@ def function_tag(
     schema says otherwise; else one on lines of its own is without their newlines.
     """
     if wrapped:
-        yield from source.skip_space()
-        yield from source.expect("<function=")
+        yield from source.expect("<function=", spaced=True)
     name = yield from tool_name(source, writer)
     yield from source.expect(">")
     yield from source.skip_space()
@@ -110,18 +98,15 @@ def function_tag(
 
 
 def _parameters(source: Source, writer: CallWriter, name: str, ends: Sequence[str], verbatim: bool) -> Scan[None]:
-    """Up to and with one of `ends`. A value on lines of its own ends at a newline and a tag, another at a tag.
-
-    </parameter> may be missing.
-    """
-    while (yield from source.one_of(("<parameter=", *ends))) not in ends:
+    """Up to and with one of `ends`. A value on lines of its own ends at a newline and a tag, another at a tag."""
+    while (yield from source.one_of(("<parameter=", *ends), spaced=True)) not in ends:
         key = yield from source.text_until(">")
         line = not verbatim and (yield from source.peek()) == "\n" and (yield from source.literal("\n"))
         stops = ["</parameter>", "</function>", "<parameter="]
         if line:
             stops = ["\n" + stop for stop in stops]
-        types = parameter_types(writer, name, key) or ({"string"} if verbatim else set())
-        yield from raw_argument(source, writer, key, types, stops)
+        types = values.parameter_types(writer, name, key) or ({"string"} if verbatim else set())
+        yield from values.raw_argument(source, writer, key, types, stops)
     writer.end()
 
 
@@ -159,8 +144,7 @@ def _gemma_object(source: Source, writer: CallWriter, quote: str, root: Any) -> 
     schemas: list[Any] = [root]
     expected = "value"
     while True:
-        yield from source.skip_space()
-        char = yield from source.peek()
+        char = yield from source.peek(spaced=True)
         if closers and char == closers[-1] and expected in ("first key", "first value", "comma"):
             source.take(1)
             write(closers.pop())
@@ -171,7 +155,7 @@ def _gemma_object(source: Source, writer: CallWriter, quote: str, root: Any) -> 
                 raise MalformedError
             write(source.take(1))
             closers.append("}" if char == "{" else "]")
-            schemas.append(followed(schemas[-1], root).get("items") if char == "[" else None)
+            schemas.append(values.followed(schemas[-1], root).get("items") if char == "[" else None)
             expected = "first key" if char == "{" else "first value"
         elif expected in ("value", "first value"):
             if (yield from _opens(source, quote)):
@@ -180,15 +164,14 @@ def _gemma_object(source: Source, writer: CallWriter, quote: str, root: Any) -> 
                 yield from source.expect(quote)
                 write('"')
             else:
-                write(json_from_raw((yield from _bare(source)), value_types(schemas[-1], root)))
+                write(values.json_from_raw((yield from _bare(source)), values.value_types(schemas[-1], root)))
             expected = "comma"
         elif expected in ("key", "first key"):
             quoted = yield from _opens(source, quote)
             key = yield from (source.text_until(quote) if quoted else _bare(source))
             write(f'"{quoted_text(key)}":')
-            yield from source.skip_space()
-            yield from source.expect(":")
-            schemas[-1] = properties_of(schemas[-2], root).get(key)
+            yield from source.expect(":", spaced=True)
+            schemas[-1] = values.properties_of(schemas[-2], root).get(key)
             expected = "value"
         elif char == ",":
             write(source.take(1))
@@ -230,10 +213,7 @@ _AFTER_XTML_ARGUMENTS = (XTML_ARGUMENT, XTML_CALL_END, XTML_TOOLS_END)
 
 
 def xtml_call(source: Source, writer: CallWriter) -> Scan[None]:
-    """Kimi K3's call after <|open|>call tool=": NAME" index="1"<|sep|> ….
-
-    A value ends at its closing tag and another tag, so the first may be in it.
-    """
+    """Kimi K3's call after XTML_CALL. A value ends at its closing tag and another tag, so the first may be in it."""
     name = yield from tool_name(source, writer)
     yield from source.expect('"')
     yield from source.text_until(XTML_SEP)
@@ -245,7 +225,7 @@ def xtml_call(source: Source, writer: CallWriter) -> Scan[None]:
         kind = yield from source.text_until('"')
         yield from source.expect(XTML_SEP)
         writer.key(key.replace("&quot;", '"').replace("&amp;", "&"))
-        yield from raw_value(source, {"string"} if kind == "string" else set(), stops, writer.write)
+        yield from values.raw_value(source, {"string"} if kind == "string" else set(), stops, writer.write)
         yield from source.expect(XTML_ARGUMENT_END)
         writer.claim()
     if tag == _JSON:
@@ -261,26 +241,16 @@ SOLAR_CALL, SOLAR_NAME, SOLAR_ARGUMENTS, SOLAR_CALL_END = (
 )
 SOLAR_CALL_2, SOLAR_CALL_2_END = "<|tool_call:start|>", "<|tool_call:end|>"
 SOLAR_ARGUMENT, SOLAR_VALUE, SOLAR_ARGUMENT_END = (f"<|tool_arg:{part}|>" for part in ("start", "value", "end"))
-_ALPHANUMERIC = string.ascii_lowercase + string.digits
 _ID_CHARACTERS = re.compile(r"[\w-]+")
 _ID = re.compile(r"[a-z0-9]{10}")
 
 
-def solar_id() -> str:
-    """Solar's calls have ids of ten small letters and digits."""
-    return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(10))
-
-
 def identified_call(source: Source, writer: CallWriter) -> Scan[None]:
-    """Solar Open's call after SOLAR_CALL: its id, the function's name and {…}.
-
-    An id that the family would not write is replaced.
-    """
+    """Solar Open's call after SOLAR_CALL: its id, replaced if the family would not write it, the name, and {…}."""
     call_id = yield from source.run(_ID_CHARACTERS)
     yield from source.expect(SOLAR_NAME)
     name = yield from tool_name(source, writer)
-    yield from source.skip_space()
-    yield from source.expect(SOLAR_ARGUMENTS)
+    yield from source.expect(SOLAR_ARGUMENTS, spaced=True)
     yield from named_arguments(source, writer, name, call_id if _ID.fullmatch(call_id) else None, (SOLAR_CALL_END,))
     yield from closing(source, writer, SOLAR_CALL_END)
 
@@ -290,11 +260,10 @@ def tagged_call(source: Source, writer: CallWriter) -> Scan[None]:
     yield from source.skip_space()
     name = yield from tool_name(source, writer)
     writer.begin(name)
-    yield from source.skip_space()
-    while (yield from source.one_of((SOLAR_ARGUMENT, SOLAR_CALL_2_END))) == SOLAR_ARGUMENT:
+    while (yield from source.one_of((SOLAR_ARGUMENT, SOLAR_CALL_2_END), spaced=True)) == SOLAR_ARGUMENT:
         key = yield from source.text_until(SOLAR_VALUE)
         stops = (SOLAR_ARGUMENT_END, SOLAR_ARGUMENT, SOLAR_CALL_2_END)
-        yield from raw_argument(source, writer, key, parameter_types(writer, name, key), stops)
+        yield from values.raw_argument(source, writer, key, values.parameter_types(writer, name, key), stops)
     writer.end()
 
 
@@ -305,7 +274,7 @@ SOLAR_OPEN = ToolFormat(
     thought=("<|think|>", "<|end|><|begin|>assistant"),
     detect=((SOLAR_CALL,),),
     markers=(SOLAR_SECTION, SOLAR_SECTION_END, SOLAR_CALL, SOLAR_NAME, SOLAR_ARGUMENTS, SOLAR_CALL_END),
-    new_id=solar_id,
+    new_id=partial(random_id, string.ascii_lowercase + string.digits, 10),
 )
 SOLAR_OPEN2 = ToolFormat(
     "solar_open2",

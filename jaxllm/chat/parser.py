@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -29,14 +30,14 @@ from jaxllm.text.reasoning import CITATION_END, FUNCTIONARY, HARMONY, MUSE, Reas
 
 _MESSAGES: dict[str, type[MessageReader]] = {HARMONY: Harmony, MUSE: Muse, FUNCTIONARY: Functionary}
 _CITED = re.compile(r"[0-9:,.\[\] ]+")
+"""The numbers of what is cited, after CITATION_END."""
 
 
 class OutputParser:
-    """Splits generated text into content, reasoning and tool calls as it arrives.
+    """A parser that splits generated text into content, reasoning and tool calls as it arrives.
 
-    Every way of splitting a text into `feed`s gives the same events but for how text is divided among them. Only what
-    may still become a marker, the beginning of a call, or whitespace beside one is held back; time is linear in the
-    text.
+    Every way of splitting a text into `feed`s gives the same events but for how text is divided among them. Only a
+    possible beginning of a marker or a call, or whitespace beside one, is held back; time is linear in the text.
 
     Content: whitespace around reasoning and calls is dropped, except between two pieces of content, where it keeps them
     apart. Whitespace at the beginning of an answer without either, and at its end, is kept.
@@ -44,12 +45,11 @@ class OutputParser:
     Calls: a call of an unknown tool, or one that is malformed or ends before its arguments begin, is content, markers
     and all; one that max_tokens has cut before that is left out. Once the arguments have begun, the call has been
     sent: where they turn out malformed they end and what follows is content, and where the answer ends they stay
-    unfinished, as they do at OpenAI's. In both cases they are not the JSON text of an object, so that no client runs a
-    call that the model did not finish. What looked like a call and was none is looked through once more, since another
-    may begin in it.
+    unfinished, as they do at OpenAI's. In both cases they are not the JSON text of an object, so that no client runs
+    such a call. Text that looked like a call and was none is looked through once more: another may begin in it.
 
     Reasoning: ends at its closing mark, or at a call whose marker models write nowhere else. A closing mark where no
-    reasoning is open is left out at the answer's beginning, and right behind reasoning or a call.
+    reasoning is open is left out at the answer's beginning, and right after reasoning or a call.
 
     `constrained_after` is the text that a constraint on the answer waits for, where it waits for one: then reasoning
     ends there and nowhere else, since what comes before follows no schema.
@@ -101,13 +101,13 @@ class OutputParser:
         return self._writer.count
 
     def feed(self, text: str) -> list[Event]:
-        """What `text`, the next piece of the answer, adds."""
+        """The events that `text`, the next piece of the answer, adds."""
         self._source.feed(text)
         next(self._scan)
         return self._new_events()
 
     def finish(self, *, cut: bool = False) -> list[Event]:
-        """What was held back; the answer is over. Where it was `cut`, a call's markup at its end is no content."""
+        """The events held back; the answer is over. If it was `cut`, a call's markup at its end is no content."""
         self._source.ended = True
         self._source.cut = cut
         next(self._scan, None)
@@ -154,7 +154,7 @@ class OutputParser:
         yield from self._stray_marks()
 
     def _stray_marks(self) -> Scan[None]:
-        """Marks that would close reasoning and come right behind it, or behind a call, are no part of the text."""
+        """Marks that would close reasoning and come right after it, or after a call, are no part of the text."""
         source = self._source
         start = source.position
         yield from source.skip_space()
@@ -171,7 +171,7 @@ class OutputParser:
         source = self._source
         calls, closes = self._reasoning_ends(reasoning)
         stops = (*closes, *calls, *reasoning.around)
-        try:
+        with suppress(UnfinishedError):
             while (stop := (yield from source.copy_until(stops, self._thought))) not in closes:
                 if stop in reasoning.around:
                     yield from self._mark(stop)
@@ -181,20 +181,16 @@ class OutputParser:
                     self._begins.add_mark(reasoning.close)
                     return
             source.take(len(stop))
-        except UnfinishedError:
-            pass
 
     def _thinking_aloud(self, reasoning: ReasoningFormat, opened: str) -> Scan[None]:
         """Reasoning and its marks as the beginning of the content."""
         source = self._source
         self._content(("" if opened else reasoning.open) + "".join(source.kept))
         calls, closes = self._reasoning_ends(reasoning)
-        try:
+        with suppress(UnfinishedError):
             stop = yield from source.copy_until((*closes, *calls), self._content)
             if stop in closes:
                 self._content(source.take(len(stop)))
-        except UnfinishedError:
-            pass
         self._in_reasoning = False
 
     def _reasoning_ends(self, reasoning: ReasoningFormat) -> tuple[dict[str, CallSyntax], tuple[str, ...]]:
@@ -230,7 +226,8 @@ class OutputParser:
         source.take(len(mark))
         if mark == CITATION_END:
             try:
-                yield from _citation(source)
+                yield from source.run(_CITED)
+                yield from source.expect(">")
             except MalformedError:
                 self._left("".join(source.kept))
         elif self._wrapper and mark == self._wrapper[0]:
@@ -279,7 +276,6 @@ class OutputParser:
             self._content(text)
 
     def _thought(self, text: str) -> None:
-        """Reasoning that has been read."""
         self._source.kept.clear()
         if body := text.rstrip(WHITESPACE):
             self._events.append(Reasoning("".join(self._thought_space) + body))
@@ -320,27 +316,26 @@ class _Beginnings:
     """Where a format's calls may begin, and where marks are that are no part of the text."""
 
     def __init__(self, syntaxes: Sequence[CallSyntax], names: Iterable[str], marks: Sequence[str]):
-        self.markers = [*(syntax.marker for syntax in syntaxes if syntax.marker), *marks]
         self._by_text: dict[str, CallSyntax | None] = dict.fromkeys(marks)
         for syntax in syntaxes:
             texts = [syntax.marker] if syntax.marker else list(syntax.first or {name[0] for name in names})
             self._by_text |= dict.fromkeys(texts, syntax)
-        self._pattern = self._any_of_them()
+        self._prepare()
 
     def add_mark(self, mark: str) -> None:
         """From here on `mark` is no part of the text."""
-        self.markers.append(mark)
         self._by_text[mark] = None
-        self._pattern = self._any_of_them()
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self.markers = [text for text, syntax in self._by_text.items() if syntax is None or syntax.marker]
+        texts = sorted(self._by_text, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, texts))) if texts else None
 
     def search(self, source: Source) -> tuple[int, str, CallSyntax | None] | None:
         """Where the next is, its text, and how the call goes on that begins there; None for a mark."""
         match = self._pattern.search(source.text, source.at) if self._pattern else None
         return (match.start(), match.group(), self._by_text[match.group()]) if match else None
-
-    def _any_of_them(self) -> re.Pattern[str] | None:
-        texts = sorted(self._by_text, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, texts))) if texts else None
 
 
 def _comes_again(source: Source, marker: str) -> Scan[bool]:
@@ -351,13 +346,6 @@ def _comes_again(source: Source, marker: str) -> Scan[bool]:
         return True
     source.put_back(source.position - start)
     return False
-
-
-def _citation(source: Source) -> Scan[None]:
-    """Behind CITATION_END: the numbers of what is cited, and >."""
-    while (yield from source.any_left()) and source.take_run(_CITED):
-        pass
-    yield from source.expect(">")
 
 
 def _merged(events: Iterable[Event]) -> Iterable[Event]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import tokenizers
@@ -40,8 +40,6 @@ MAX_TEXT_TOKENS = 2**18
 """Of a text that need not fit the context: one that is cut or only tokenized. The context's length if that is more."""
 MAX_KEPT_TEMPLATE = 64 * 1024
 """Characters of a template whose formats are remembered: a stranger's may have megabytes."""
-
-
 ContentFormat = Literal["auto", "string", "openai"]
 
 
@@ -95,15 +93,12 @@ class ChatModel:
     def encode(
         self, text: str, source: Field, *, add_special_tokens: bool = True, may_be_cut: bool = False
     ) -> list[int]:
-        """Token ids of a text. Raises ContextLengthError of `source`, see `check_length`."""
+        """Token ids of a text. Raises ContextLengthError of `source`, without encoding one that is too long."""
         self.check_length(text, source, may_be_cut=may_be_cut)
         return self.tokenizer.encode(text, add_special_tokens)
 
     def check_length(self, text: str, source: Field, *, may_be_cut: bool) -> None:
-        """Refuse a text that surely does not fit the context, or with `may_be_cut` one beyond MAX_TEXT_TOKENS.
-
-        Raises ContextLengthError of `source`, without encoding all of the text.
-        """
+        """Refuse a text that surely does not fit the context, or if it `may_be_cut` one beyond MAX_TEXT_TOKENS."""
         context = self.engine.info.max_model_len
         most = max(context, MAX_TEXT_TOKENS) if may_be_cut else context
         if self.tokenizer.exceeds(text, most):
@@ -126,12 +121,12 @@ class ChatModel:
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
-        """The tokenizer's `grammar_tokens`; none where there is no tokenizer."""
+        """The tokenizer's `grammar_tokens`; none without a tokenizer."""
         return {} if self.engine.tokenizer is None else grammar_tokens(self.tokenizer.backend)
 
     @cached_property
     def special_token_ids(self) -> frozenset[int]:
-        """What skip_special_tokens leaves out of a text; nothing where there is no tokenizer."""
+        """The tokens that skip_special_tokens leaves out of a text; none without a tokenizer."""
         tokenizer = self.engine.tokenizer
         return frozenset() if tokenizer is None else special_token_ids(tokenizer.backend)
 
@@ -148,17 +143,13 @@ _detect = lru_cache(maxsize=32)(detect_formats)
 
 def grammar_tokens(tokenizer: tokenizers.Tokenizer) -> dict[str, int]:
     """The tokens, with their ids, that llguidance takes for special: those marked so and those added as <…>."""
-    added = tokenizer.get_added_tokens_decoder()
-    return {
-        token.content: token_id
-        for token_id, token in added.items()
-        if token.special or (token.content.startswith("<") and token.content.endswith(">"))
-    }
+    added = tokenizer.get_added_tokens_decoder().items()
+    return {t.content: i for i, t in added if t.special or (t.content.startswith("<") and t.content.endswith(">"))}
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerSettings:
-    """How answers are generated, whoever asks.
+    """The ways in which answers are generated, whoever asks.
 
     Attributes:
         sampling: fields of SamplingParams that the caller set, by name; the others are the model's.
@@ -200,13 +191,12 @@ class Prompt:
 
 @dataclass
 class Rendered:
-    """A conversation as the model gets it, and the formats it answers in."""
+    """A conversation as the model gets it, the formats it answers in, and the template that rendered it."""
 
     text: str
     token_ids: list[int]
     formats: OutputFormats
     template: str
-    """That rendered it."""
 
 
 @dataclass
@@ -232,10 +222,8 @@ class ConversationPrompt:
             formats = dataclasses.replace(formats, reasoning=known and known.as_content(opened=self.in_reasoning))
         if formats.reasoning is None and not tools:
             return [None] * num_choices
-        return [
-            OutputParser(formats, tools=tools, in_reasoning=self.in_reasoning, constrained_after=after)
-            for _ in range(num_choices)
-        ]
+        parser = partial(OutputParser, formats, tools=tools, in_reasoning=self.in_reasoning, constrained_after=after)
+        return [parser() for _ in range(num_choices)]
 
 
 def prepare(model: ChatModel, conversation: Conversation, settings: AnswerSettings) -> ConversationPrompt:
@@ -252,21 +240,19 @@ def prepare(model: ChatModel, conversation: Conversation, settings: AnswerSettin
         reason = " is false, but this model writes its reasoning on a channel of its own; it must be true"
         raise InvalidRequestError([Field("separate_reasoning"), reason])
     in_reasoning, derived = _derived(model, conversation, rendered, settings.sampling.get("max_thinking_tokens"))
-    if derived["structured_outputs"] is not None and settings.beam_search is not None:
-        raise InvalidRequestError("use_beam_search is not available with tools that constrain the answer", "tools")
-    if "max_thinking_tokens" in derived and settings.beam_search is not None:
-        raise InvalidRequestError("use_beam_search is not available with a thinking budget", "use_beam_search")
-    predicted = settings.prediction and model.encode(settings.prediction, Field("prediction"), add_special_tokens=False)
-    params = sampling_params(
-        model,
-        settings,
-        predicted_token_ids=predicted or (),
-        shown_special_token_ids=model.marker_ids(formats, with_tools=bool(conversation.tools)),
-        **derived,
-    )
+    if settings.beam_search is not None:
+        if derived["structured_outputs"] is not None:
+            raise InvalidRequestError("use_beam_search is not available with tools that constrain the answer", "tools")
+        if "max_thinking_tokens" in derived:
+            raise InvalidRequestError("use_beam_search is not available with a thinking budget", "use_beam_search")
+    if settings.prediction:
+        predicted = model.encode(settings.prediction, Field("prediction"), add_special_tokens=False)
+        derived["predicted_token_ids"] = predicted
+    derived["shown_special_token_ids"] = model.marker_ids(formats, with_tools=bool(conversation.tools))
+    params = sampling_params(model, settings, **derived)
     prompt = fitted(model, rendered.token_ids, params, settings, Field("messages"))
-    params = room_for_constraint(prompt.params, conversation, formats.reasoning, in_reasoning=in_reasoning)
-    return ConversationPrompt(dataclasses.replace(prompt, params=params), formats, conversation, in_reasoning)
+    prompt.params = room_for_constraint(prompt.params, conversation, formats.reasoning, in_reasoning=in_reasoning)
+    return ConversationPrompt(prompt, formats, conversation, in_reasoning)
 
 
 def prepare_params(model: ChatModel, conversation: Conversation, params: SamplingParams) -> ConversationPrompt:
@@ -288,10 +274,7 @@ def prepare_params(model: ChatModel, conversation: Conversation, params: Samplin
 
 
 def render(model: ChatModel, conversation: Conversation, *, may_be_cut: bool = False) -> Rendered:
-    """The prompt of a conversation; with `may_be_cut` it need not fit the context.
-
-    Raises InvalidRequestError where the template or a setting refuses.
-    """
+    """The prompt of a conversation, which need not fit the context if it `may_be_cut`. Raises InvalidRequestError."""
     values = _template_values(model, conversation, may_be_cut=may_be_cut)
     text, template = model.tokenizer.render(values, own=model.chat_template), values["template"]
     special = conversation.rendering.special_tokens
@@ -306,8 +289,8 @@ def fitted(
 
     `source` is where the prompt comes from. Raises InvalidRequestError naming the field.
     """
-    context = model.engine.info.max_model_len
-    asked, default, truncate = settings.max_tokens, settings.default_max_tokens, settings.truncate_prompt_tokens
+    context, truncate = model.engine.info.max_model_len, settings.truncate_prompt_tokens
+    asked, default = settings.max_tokens, settings.default_max_tokens
     if truncate is not None:
         keep = truncate if truncate > 0 else max(context - (asked or default or 1), 1)
         token_ids = token_ids[-keep:] if settings.truncation_side == "left" else token_ids[:keep]
@@ -318,12 +301,8 @@ def fitted(
         raise ContextLengthError([source, message])
     if asked is not None and asked > room and not settings.cut_to_context:
         field = Field("max_tokens")
-        raise ContextLengthError(
-            [
-                field, f" is {asked} and ", source, f" has {length} tokens, {asked + length} together; "
-                f"the context holds {context}, so ", field, f" may be at most {room}",
-            ]
-        )  # fmt: skip
+        together = f" has {length} tokens, {asked + length} together; the context holds {context}, so "
+        raise ContextLengthError([field, f" is {asked} and ", source, together, field, f" may be at most {room}"])
     max_tokens = min(asked or default or room, room)
     params = dataclasses.replace(params, max_tokens=max_tokens)
     try:
@@ -336,10 +315,7 @@ def fitted(
 
 
 def sampling_params(model: ChatModel, settings: AnswerSettings, **derived: Any) -> SamplingParams:
-    """The caller's values, else the model's own defaults, else OpenAI's; `derived` are ours.
-
-    Raises InvalidRequestError when a value is out of range.
-    """
+    """The caller's values, else the model's defaults, else OpenAI's; `derived` are ours. Raises InvalidRequestError."""
     info, logprobs = model.engine.info, settings.logprobs
     num_generated = settings.num_generated
     if settings.beam_search is not None:
@@ -350,16 +326,9 @@ def sampling_params(model: ChatModel, settings: AnswerSettings, **derived: Any) 
         num_generated = settings.n  # the search ranks its own beams and returns n
     elif num_generated > settings.n and logprobs is None:
         logprobs = 0  # what the choices are ranked by
-    fields = {
-        **info.default_sampling.fields(),
-        **settings.sampling,
-        "max_tokens": settings.max_tokens,
-        "logprobs": logprobs,
-        "prompt_logprobs": settings.prompt_logprobs,
-        "n": num_generated,
-        "detokenize": model.engine.tokenizer is not None,
-    }
-    return SamplingParams(**fields | derived)
+    fields = {**info.default_sampling.fields(), **settings.sampling, "n": num_generated, "logprobs": logprobs}
+    fields |= {"max_tokens": settings.max_tokens, "prompt_logprobs": settings.prompt_logprobs}
+    return SamplingParams(**fields | {"detokenize": model.engine.tokenizer is not None} | derived)
 
 
 def _derived(
@@ -372,17 +341,12 @@ def _derived(
     constraint = answer_constraint(
         conversation, rendered.formats, rendered.text, in_reasoning=in_reasoning, special_tokens=model.special_tokens
     )
-    thinking = thinking_fields(
-        conversation, reasoning, rendered.template, max_thinking_tokens, in_reasoning=in_reasoning
-    )
+    thinking = thinking_fields(conversation, reasoning, rendered.template, max_thinking_tokens, in_reasoning)
     return in_reasoning, {"structured_outputs": constraint, **thinking}
 
 
 def _template_values(model: ChatModel, conversation: Conversation, *, may_be_cut: bool) -> dict[str, Any]:
-    """The arguments of `jaxllm.text.chat_template.render`, with the tools where the template wants them.
-
-    Raises ContextLengthError where one message alone is too long.
-    """
+    """The arguments of `jaxllm.text.chat_template.render`, with the tools where the template wants them."""
     for message in conversation.messages:
         model.check_length(message.text, Field("messages"), may_be_cut=may_be_cut)
     tools = conversation.tools
@@ -396,18 +360,14 @@ def _template_values(model: ChatModel, conversation: Conversation, *, may_be_cut
     tool_format = model.formats(template).tools
     if tools and tool_format is None:
         raise InvalidRequestError([Field("tools"), " are turned off (tool_call_parser is none)"])
-    if tool_format is not None and "tools" not in template and (tools or _has_tool_turns(conversation, messages)):
+    # A notebook's messages may have calls and results that are meant for a template which does not know them.
+    as_given = not conversation.separate_reasoning and any(m.given is not None for m in conversation.messages)
+    has_turns = not as_given and any(m["role"] == "tool" or "tool_calls" in m for m in messages)
+    if tool_format is not None and "tools" not in template and (tools or has_turns):
         values["messages"] = with_tools_as_text(messages, tools, tool_format)
         values["tools"] = None
     values["messages"] = in_format(values["messages"], template, model.content_format)
     return values
-
-
-def _has_tool_turns(conversation: Conversation, messages: Sequence[dict[str, Any]]) -> bool:
-    """Whether the conversation has calls or results that its template may not know; a notebook's may be meant so."""
-    if not conversation.separate_reasoning and any(message.given is not None for message in conversation.messages):
-        return False
-    return any(message["role"] == "tool" or "tool_calls" in message for message in messages)
 
 
 def _check_roles(messages: Sequence[Message], template: str) -> None:

@@ -38,10 +38,8 @@ def pythonic_calls(source: Source, writer: CallWriter, *, end: str) -> Scan[None
 def json_or_pythonic_calls(source: Source, writer: CallWriter, *, end: str) -> Scan[None]:
     """An array of calls as JSON, or a list of calls of Python's; then perhaps `end`."""
     start = source.position
-    yield from source.skip_space()
-    yield from source.expect("[")
-    yield from source.skip_space()
-    as_json = (yield from source.peek()) == "{"
+    yield from source.expect("[", spaced=True)
+    as_json = (yield from source.peek(spaced=True)) == "{"
     source.put_back(source.position - start)
     yield from (json_calls(source, writer, close=end) if as_json else pythonic_calls(source, writer, end=end))
 
@@ -72,8 +70,7 @@ def _call(source: Source, writer: CallWriter) -> Scan[None]:
 
 def _keyword(source: Source, writer: CallWriter) -> Scan[None]:
     key = yield from _run(source, _IDENTIFIER)
-    yield from source.skip_space()
-    yield from source.expect("=")
+    yield from source.expect("=", spaced=True)
     writer.key(key)
     yield from _value(source, writer.write)
 
@@ -90,8 +87,7 @@ def _any_argument(source: Source) -> Scan[None]:
         yield from _value(source, nowhere)
         return
     word = yield from _run(source, _IDENTIFIER)
-    yield from source.skip_space()
-    if (yield from source.peek()) == "=":
+    if (yield from source.peek(spaced=True)) == "=":
         source.take(1)
         yield from _value(source, nowhere)
     elif word not in _WORDS:
@@ -99,8 +95,7 @@ def _any_argument(source: Source) -> Scan[None]:
 
 
 def _value(source: Source, write: Emit, depth: int = 0) -> Scan[None]:
-    yield from source.skip_space()
-    char = yield from source.peek()
+    char = yield from source.peek(spaced=True)
     if depth == MAX_NESTING:
         raise MalformedError
     if char in "'\"":
@@ -121,7 +116,6 @@ def _value(source: Source, write: Emit, depth: int = 0) -> Scan[None]:
 
 
 def _scalar(word: str) -> str:
-    """A number or a word as JSON has it."""
     word = _WORDS.get(word, word)
     if is_scalar(word):
         return word
@@ -138,15 +132,13 @@ def _items(
 ) -> Scan[None]:
     """`item`s with commas between, and perhaps one after the last, and `close`. `between` comes before the first."""
     while True:
-        yield from source.skip_space()
-        if (yield from source.peek()) == close:
+        if (yield from source.peek(spaced=True)) == close:
             source.take(1)
             return
         write(between)
         between = ", "
         yield from item()
-        yield from source.skip_space()
-        if (yield from source.one_of((",", close))) == close:
+        if (yield from source.one_of((",", close), spaced=True)) == close:
             return
 
 
@@ -154,21 +146,18 @@ def _group(source: Source, write: Emit, depth: int) -> Scan[None]:
     """(a, b) and {a, b} as an array, {a: b} as an object; one value in parentheses without a comma is that value."""
     in_braces = source.take(1) == "{"
     close = "}" if in_braces else ")"
-    yield from source.skip_space()
-    if (yield from source.peek()) == close:
+    if (yield from source.peek(spaced=True)) == close:
         source.take(1)
         write("{}" if in_braces else "[]")
         return
     pieces: list[str] = []
     yield from _value(source, pieces.append, depth)
     first = "".join(pieces)
-    yield from source.skip_space()
-    mark = yield from source.one_of((":", ",", "}") if in_braces else (",", ")"))
+    mark = yield from source.one_of((":", ",", "}") if in_braces else (",", ")"), spaced=True)
     if mark == ":":
         write("{" + _key(first) + ": ")
         yield from _value(source, write, depth)
-        yield from source.skip_space()
-        if (yield from source.one_of((",", "}"))) == ",":
+        if (yield from source.one_of((",", "}"), spaced=True)) == ",":
             yield from _items(source, "}", partial(_member, source, write, depth), write, ", ")
         write("}")
     elif mark == ")":
@@ -183,8 +172,7 @@ def _group(source: Source, write: Emit, depth: int) -> Scan[None]:
 def _member(source: Source, write: Emit, depth: int) -> Scan[None]:
     name: list[str] = []
     yield from _value(source, name.append, depth)
-    yield from source.skip_space()
-    yield from source.expect(":")
+    yield from source.expect(":", spaced=True)
     write(_key("".join(name)) + ": ")
     yield from _value(source, write, depth)
 

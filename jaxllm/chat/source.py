@@ -93,8 +93,10 @@ class Source:
             yield
         return True
 
-    def peek(self) -> Scan[str]:
-        """The next character."""
+    def peek(self, *, spaced: bool = False) -> Scan[str]:
+        """The next character; if `spaced`, whitespace may come before it, here and below."""
+        if spaced:
+            yield from self.skip_space()
         if not (yield from self.any_left()):
             raise UnfinishedError
         return self.text[self.at]
@@ -109,16 +111,14 @@ class Source:
     def skip_space(self) -> Scan[None]:
         yield from self.run(_SPACE)
 
-    def literal(self, text: str) -> Scan[bool]:
-        """Consume `text` if it is next. At the end of the source its beginning is enough."""
-        while (found := self.starts_with(text)) is None:
-            if self.ended:
-                self.take(len(self.text) - self.at)
-                return True
+    def literal(self, text: str, *, whole: bool = False) -> Scan[bool]:
+        """Consume `text` if it is next; unless it must be `whole`, its beginning is enough at the end of the source."""
+        while (found := self.starts_with(text)) is None and not self.ended:
             yield
-        if found:
-            self.take(len(text))
-        return found
+        if not found and (whole or found is not None):
+            return False
+        self.take(min(len(text), len(self.text) - self.at))
+        return True
 
     def next_of(self, texts: Sequence[str]) -> Scan[str]:
         """The one of `texts` that comes next, not consumed; "" if none does."""
@@ -129,14 +129,10 @@ class Source:
                 return known or ""
             yield
 
-    def follows(self, text: str) -> Scan[bool]:
-        """Consume `text` if all of it is next."""
-        found = yield from self.next_of((text,))
-        self.take(len(found))
-        return found == text
-
-    def one_of(self, texts: Sequence[str]) -> Scan[str]:
+    def one_of(self, texts: Sequence[str], *, spaced: bool = False) -> Scan[str]:
         """Consume the first of `texts` that is next; of texts that begin alike the longer comes first."""
+        if spaced:
+            yield from self.skip_space()
         while True:
             for text in texts:
                 found = self.starts_with(text)
@@ -152,15 +148,14 @@ class Source:
                 raise UnfinishedError
             yield
 
-    def expect(self, text: str) -> Scan[None]:
+    def expect(self, text: str, *, spaced: bool = False) -> Scan[None]:
         """Consume `text`, which must be next."""
-        yield from self.one_of((text,))
+        yield from self.one_of((text,), spaced=spaced)
 
     def copy_until(self, stops: Sequence[str], emit: Emit, last: Sequence[str] = ()) -> Scan[str]:
         """Give `emit` the text before the first of `stops`, as it comes; the stop is not consumed and is returned.
 
-        One of `last` is a stop where the text ends with it. The beginning of a stop that the answer's end has cut is
-        left out.
+        One of `last` is a stop where the text ends with it. A beginning of a stop that the end has cut is left out.
         """
         pattern = re.compile("|".join(map(re.escape, stops)))
         while True:
@@ -195,19 +190,12 @@ class Source:
 
         Of a text that was cut, a word or one character is taken for its own.
         """
-        count = self._begun_marker(markers)
-        if self.ended:
-            return count if self.cut and count > 1 and not self.text[-count:].isalnum() else 0
-        return count
-
-    def _begun_marker(self, markers: Sequence[str]) -> int:
-        """How many characters at the end of the text are the beginning of a marker, or all of it."""
-        longest = max(map(len, markers), default=0)
-        tail = self.text[max(self.at, len(self.text) - longest) :]
+        tail = self.text[max(self.at, len(self.text) - max(map(len, markers), default=0)) :]
         first = {marker[0] for marker in markers}
         for skipped, char in enumerate(tail):
             if char in first and any(marker.startswith(tail[skipped:]) for marker in markers):
-                return len(tail) - skipped
+                is_marker = not self.ended or (self.cut and len(tail) - skipped > 1 and not tail[skipped:].isalnum())
+                return len(tail) - skipped if is_marker else 0
         return 0
 
 

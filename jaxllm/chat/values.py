@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxllm.chat.events import CallWriter
 from jaxllm.chat.source import Emit, Scan, Source, quoted_text
+from jaxllm.requests.schema import pointed
 from jaxllm.requests.structured_outputs import ascii_classes
 
 MAX_PARTS = 200
@@ -22,7 +23,6 @@ _KINDS = {
     list: "array",
     dict: "object",
 }
-_KNOWN = frozenset(_KINDS.values())
 
 
 def followed(schema: Any, root: Any, seen: set[int] | None = None) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def followed(schema: Any, root: Any, seen: set[int] | None = None) -> dict[str, 
         return {}
     seen.add(id(schema))
     whole = schema.get("allOf")
-    others = [_referred(schema["$ref"], root)] if "$ref" in schema else []
+    others = [pointed(schema["$ref"], root)] if "$ref" in schema else []
     others += whole if isinstance(whole, list) else []
     merged = {key: value for key, value in schema.items() if key not in ("$ref", "allOf")}
     for other in others:
@@ -45,27 +45,13 @@ def followed(schema: Any, root: Any, seen: set[int] | None = None) -> dict[str, 
     return merged
 
 
-def _referred(reference: Any, root: Any) -> Any:
-    """What a JSON pointer such as #/$defs/day points to."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return None
-    found = root
-    for part in reference[1:].split("/")[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
-            found = found[int(key)]
-        else:
-            found = found.get(key) if isinstance(found, dict) else None
-    return found
-
-
 def value_types(schema: Any, root: Any, seen: set[int] | None = None) -> set[str]:
     """The JSON types that a property's schema allows; empty when it doesn't say. `root` is the whole schema."""
     seen = set() if seen is None else seen
     schema = followed(schema, root, seen)
     stated = schema.get("type", [])
     types = {stated} if isinstance(stated, str) else {kind for kind in stated if isinstance(kind, str)}
-    types &= _KNOWN
+    types &= set(_KINDS.values())
     for union in ("anyOf", "oneOf"):
         options = schema.get(union)
         if isinstance(options, list):
@@ -80,10 +66,7 @@ def value_types(schema: Any, root: Any, seen: set[int] | None = None) -> set[str
 
 
 def json_from_raw(raw: str, types: set[str]) -> str:
-    """The JSON text of a value written raw: a string as it is, anything else as JSON.
-
-    `raw` is what JSON says it is where `types` allow that, and a string otherwise.
-    """
+    """The JSON text of a value written raw, which is a string unless JSON says otherwise and `types` allow that."""
     text = raw.strip()
     if "boolean" in types and text in ("True", "False"):
         text = text.lower()
@@ -105,10 +88,7 @@ def _refuse(constant: str) -> None:
 def raw_value(
     source: Source, types: set[str], stops: Sequence[str], write: Emit, last: Sequence[str] = ()
 ) -> Scan[str]:
-    """Text up to the first of `stops` as JSON, streamed where only a string is allowed; the stop, not consumed.
-
-    One of `last` is a stop at the end of the whole text.
-    """
+    """Text up to one of `stops`, or of `last` at its end, as JSON; a string is streamed. The stop, not consumed."""
     if types == {"string"}:
         write('"')
         stop = yield from source.copy_until(stops, lambda text: write(quoted_text(text)), last)
@@ -128,7 +108,6 @@ def raw_argument(
     if (yield from raw_value(source, types, stops, writer.write, last)) == stops[0]:
         yield from source.expect(stops[0])
         writer.claim()
-    yield from source.skip_space()
 
 
 def properties_of(schema: Any, root: Any) -> dict[str, Any]:
@@ -172,14 +151,13 @@ def whole_text(pattern: str) -> str:
 
     Worked example: `whole_text("^a|b")` is `a(?s:.*)|(?s:.*)b`, each in a group.
     """
-    return "|".join(f"(?:{_anchored(alternative)})" for alternative in _alternatives(pattern))
-
-
-def _anchored(alternative: list[str]) -> str:
-    starts, ends = alternative[:1] == ["^"], alternative[-1:] == ["$"]
-    inner = "".join(alternative[starts : len(alternative) - ends])
-    escaped = ascii_classes(inner).replace("\\/", "/").replace("/", "\\/")
-    return ("" if starts else "(?s:.*)") + f"(?:{escaped})" + ("" if ends else "(?s:.*)")
+    anchored = []
+    for alternative in _alternatives(pattern):
+        starts, ends = alternative[:1] == ["^"], alternative[-1:] == ["$"]
+        inner = "".join(alternative[starts : len(alternative) - ends])
+        escaped = ascii_classes(inner).replace("\\/", "/").replace("/", "\\/")
+        anchored.append(("" if starts else "(?s:.*)") + f"(?:{escaped})" + ("" if ends else "(?s:.*)"))
+    return "|".join(f"(?:{alternative})" for alternative in anchored)
 
 
 def _alternatives(pattern: str) -> list[list[str]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,17 +58,16 @@ def attention(
     rotary: Rotary | None = None,
     norms: HeadNorms | None = None,
 ) -> tuple[Float[Array, "T H Dv"], PageBuffers]:
-    """Write new keys and values into their pages, then attend to what each token may see.
+    """`pallas_kernels.reference.paged_attention`, with what is done to queries and keys first.
 
     Args:
-        q, k, v: float32 or bfloat16, all the same. Without `v` pages are `(latent,)` and a value is the first
-            `value_dim` channels of a key. With no heads in `k` and `v` nothing is written.
+        q, k, v: float32 or bfloat16, all the same.
         pages: `[N, K, page_size, D]`, float32, or uint16 for the bits of bfloat16; or `[N, K, page_size, D + 4]`, int8
-            or uint8 (the bits of e4m3), of codes with the bytes of their float32 scale behind them. Updated in place
-            when donated. What is not finite is stored as zero.
+            or uint8 (the bits of e4m3), of codes and then the bytes of their float32 scale. Updated in place when
+            donated. What is not finite is stored as zero.
         positions, seq_ids, page_table: as in `StepMetadata`. Tokens of one sequence that follow each other go together;
             a token whose `seq_id` is S or more is padding: nothing is written, and its output is zero.
-        rotary, norms: what is done to queries and keys first, in float32: norms, then rotation.
+        norms, rotary: of queries and keys, in float32: norms, then rotation.
 
     Returns:
         The output in `q`'s dtype and the new pages. Sums run in float32; with pages of 16 or 8 bits and BF16
@@ -135,66 +135,20 @@ class Runs(NamedTuple):
     kept_length: Int[Array, "S"]
 
 
-def causal_conv(
-    x: Float[Array, "T C"],
-    taps: Float[Array, "C k"],
-    bias: Float[Array, "C"] | None,
-    buffer: Float[Array, "N r C"],
-    runs: Runs,
-    silu: bool,
-) -> tuple[Float[Array, "T C"], Float[Array, "N r C"]]:
-    """A depthwise convolution over each run and the inputs before it, with silu behind it or not; float32.
+def run_states(
+    target: str, out: tuple[int, ...], arrays: Sequence[Array], buffer: Array, runs: Runs, *more: Array,
+    **attributes: Any,
+) -> tuple[Array, Array]:  # fmt: skip
+    """A layer's kernel `target`, token by token: a result does not depend on the batch around it.
 
-    `x` is float32 or bfloat16. The buffer, of the last `r = k - 1` inputs, is updated in place when donated. Padding
-    gives zero.
+    Args:
+        out: the shape of the output, float32; zero for padding.
+        arrays: what each token gives, and constants.
+        buffer: a state a row; updated in place when donated.
     """
-    shapes = ShapeDtypeStruct(x.shape, jnp.float32), ShapeDtypeStruct(buffer.shape, buffer.dtype)
-    more = () if bias is None else (bias.astype(jnp.float32),)
-    return call("jaxllm_causal_conv", shapes, input_output_aliases={2: 1})(
-        x, taps.astype(jnp.float32), buffer, *_integers(runs), *more, bias=bias is not None, silu=silu
+    shapes = ShapeDtypeStruct(out, jnp.float32), ShapeDtypeStruct(buffer.shape, buffer.dtype)
+    integers = (field.astype(jnp.int32) for field in runs)
+    made: tuple[Array, Array] = call(target, shapes, input_output_aliases={len(arrays): 1})(
+        *arrays, buffer, *integers, *more, **attributes
     )
-
-
-def delta_rule(
-    qkv: Float[Array, "T C"],
-    decay: Float[Array, "T H"],
-    beta: Float[Array, "T H"],
-    buffer: Float[Array, "N H Dk Dv"],
-    runs: Runs,
-    *,
-    key_heads: int,
-    epsilon: float,
-) -> tuple[Float[Array, "T H Dv"], Float[Array, "N H Dk Dv"]]:
-    """The gated delta rule of float32, token by token: a result does not depend on the batch around it.
-
-    `epsilon` is added to the sum of a query's or key's squares. The buffer is updated in place when donated. Padding
-    gives zero.
-    """
-    _, heads, _, value_dim = buffer.shape
-    shapes = ShapeDtypeStruct((len(qkv), heads, value_dim), jnp.float32), ShapeDtypeStruct(buffer.shape, buffer.dtype)
-    return call("jaxllm_delta_rule", shapes, input_output_aliases={3: 1})(
-        qkv, decay, beta, buffer, *_integers(runs), key_heads=np.int64(key_heads), epsilon=np.float32(epsilon)
-    )
-
-
-def ssd(
-    x: Float[Array, "T H P"],
-    dt: Float[Array, "T H"],
-    a: Float[Array, "H"],
-    b: Float[Array, "T G N"],
-    c: Float[Array, "T G N"],
-    skip: Float[Array, "H"],
-    buffer: Float[Array, "B H P N"],
-    runs: Runs,
-) -> tuple[Float[Array, "T H P"], Float[Array, "B H P N"]]:
-    """State-space duals of float32 (see `pallas_kernels/ssd.py`), token by token: a result does not depend on the batch
-    around it.
-
-    The buffer is updated in place when donated. Padding gives zero.
-    """
-    shapes = ShapeDtypeStruct(x.shape, jnp.float32), ShapeDtypeStruct(buffer.shape, buffer.dtype)
-    return call("jaxllm_ssd", shapes, input_output_aliases={6: 1})(x, dt, a, b, c, skip, buffer, *_integers(runs))
-
-
-def _integers(runs: Runs) -> tuple[Array, ...]:
-    return tuple(field.astype(jnp.int32) for field in runs)
+    return made

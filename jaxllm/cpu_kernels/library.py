@@ -118,7 +118,6 @@ def compiled_path(
 
 
 def _version(compiler: str, machine: str) -> str:
-    """What the result depends on, as a name."""
     parts = sources_version(machine), output_of([compiler, "--version"]), jaxlib.__version__
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
@@ -138,21 +137,10 @@ def _at_once() -> int:
 
 
 TARGETS = (
-    "jaxllm_linear",
-    "jaxllm_mlp",
-    "jaxllm_argmax",
-    "jaxllm_rows",
-    "jaxllm_grouped",
-    "jaxllm_attention",
-    "jaxllm_log_sum_exp",
-    "jaxllm_normalise",
-    "jaxllm_running_weights",
-    "jaxllm_causal_conv",
-    "jaxllm_delta_rule",
-    "jaxllm_ssd",
-    "jaxllm_low_rank",
-    "jaxllm_zeros",
-)
+    "jaxllm_linear", "jaxllm_mlp", "jaxllm_argmax", "jaxllm_rows", "jaxllm_grouped", "jaxllm_attention",
+    "jaxllm_log_sum_exp", "jaxllm_normalise", "jaxllm_running_weights", "jaxllm_causal_conv", "jaxllm_delta_rule",
+    "jaxllm_ssd", "jaxllm_low_rank", "jaxllm_zeros",
+)  # fmt: skip
 
 PORTABLE, EVERY_ISA = "portable", "all"
 
@@ -182,13 +170,13 @@ def _load() -> Loaded:
     asked = os.environ.get(CPU_ISA_VARIABLE, "")
     known = list(ISAS.get(platform.machine(), {}))
     if asked not in ("", EVERY_ISA, PORTABLE, *known):
-        return Loaded(None, _refused(asked, runnable_here(known) or known))
+        return Loaded(None, _refused(asked, known))
     try:
         library = _packaged() or _registered(compiled_path(isas=_compiled_for(asked, known)))
     except (BuildError, OSError) as error:
         return Loaded(None, str(error))
     if asked not in ("", EVERY_ISA) and not library.jaxllm_set_isa(asked.encode()):
-        return Loaded(None, _refused(asked, runnable_here(known) or known))
+        return Loaded(None, _refused(asked, known))
     library.jaxllm_set_threads(physical_cores())
     return Loaded(library, "")
 
@@ -201,7 +189,8 @@ def _compiled_for(asked: str, known: list[str]) -> list[str] | None:
     return wanted if not asked or asked in (wanted or ()) else [isa for isa in known if isa == asked]
 
 
-def _refused(asked: str, runnable: list[str]) -> str:
+def _refused(asked: str, known: list[str]) -> str:
+    runnable = runnable_here(known) or known
     return f"{CPU_ISA_VARIABLE} is {asked!r}; this machine runs {', '.join([*reversed(runnable), PORTABLE, EVERY_ISA])}"
 
 
@@ -249,7 +238,7 @@ def call(target: str, result: Any, **options: Any) -> Any:
 
 
 def available() -> bool:
-    """Whether the kernels can run here; the first call compiles them if need be. `reason()` says why not."""
+    """The kernels can run here; the first call compiles them if need be. `reason()` says why not."""
     return load().library is not None
 
 
@@ -271,16 +260,8 @@ def runnable_isas() -> list[str]:
 
 
 def rounds_to_bf16(isa_name: str) -> bool:
-    """Whether products with bf16 weights, and attention over pages of 16 or 8 bits, round what they multiply to bf16.
-
-    Instruction sets that do not multiply in float32.
-    """
+    """Products with bf16 weights, and attention over pages of 16 or 8 bits, round what they multiply to bf16."""
     return library().jaxllm_rounds_to_bf16(isa_name.encode())
-
-
-def set_threads(count: int) -> None:
-    """How many threads a call may use, its own included."""
-    library().jaxllm_set_threads(count)
 
 
 @contextlib.contextmanager
@@ -296,17 +277,14 @@ def forced(
         ValueError: this machine does not have that instruction set.
     """
     lib, before = library(), isa()
-    if isa_name is not None and not lib.jaxllm_set_isa(isa_name.encode()):
-        raise ValueError(f"the ISA is {isa_name!r}; this machine runs {', '.join(runnable_isas())}")
-    if threads is not None:
-        set_threads(threads)
-    if reads_by_group is not None:
-        reads_by_group_before = lib.jaxllm_set_reads_by_group(reads_by_group)
-    try:
-        yield
-    finally:
-        if reads_by_group is not None:
-            lib.jaxllm_set_reads_by_group(reads_by_group_before)
-        lib.jaxllm_set_isa(before.encode())
+    with contextlib.ExitStack() as undo:
+        if isa_name is not None:
+            if not lib.jaxllm_set_isa(isa_name.encode()):
+                raise ValueError(f"the ISA is {isa_name!r}; this machine runs {', '.join(runnable_isas())}")
+            undo.callback(lib.jaxllm_set_isa, before.encode())
         if threads is not None:
-            set_threads(physical_cores())
+            lib.jaxllm_set_threads(threads)
+            undo.callback(lib.jaxllm_set_threads, physical_cores())
+        if reads_by_group is not None:
+            undo.callback(lib.jaxllm_set_reads_by_group, lib.jaxllm_set_reads_by_group(reads_by_group))
+        yield

@@ -33,7 +33,6 @@ class Tiles(NamedTuple):
 
     @property
     def inputs(self) -> int:
-        """That the tiles have room for."""
         return self.tiles.shape[-2] * tile_inputs(self.format)
 
 

@@ -13,7 +13,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from enum import IntEnum
 from typing import Any
 
 import jax
@@ -113,26 +112,8 @@ GROUP = 16
 _room = Room()
 
 
-class TileFormat(IntEnum):
-    """How tiles hold weights; numbered as in `src/formats.h`."""
-
-    Q4_0 = 0
-    Q4_1 = 1
-    Q5_0 = 2
-    Q5_1 = 3
-    Q8_0 = 4
-    Q4_K = 5
-    Q5_K = 6
-    Q6_K = 7
-    BF16 = 8
-    F32 = 9
-    U4 = 10
-    I8 = 11
-    E4M3 = 12
-
-
-FORMATS = tuple(format.name.lower() for format in TileFormat)
-"""The formats' names, which are also what `repack` takes them from."""
+FORMATS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "bf16", "f32", "u4", "i8", "e4m3")
+"""How tiles hold weights, in the order of `src/formats.h`: the names are also what `repack` takes them from."""
 
 SCALED = ("i8", "e4m3")
 """Whose scales lie beside the tiles: float32 `[*stack, groups, runs, 16]`, one for each row and run of inputs."""
@@ -148,7 +129,7 @@ def number(format: str) -> int:
     """
     if format.lower() not in FORMATS:
         raise ValueError(f"the format is {format!r}; there are tiles of {', '.join(FORMATS)}")
-    return int(TileFormat[format.upper()])
+    return FORMATS.index(format.lower())
 
 
 def tile_inputs(format: str) -> int:
@@ -218,9 +199,8 @@ def unpack(
     if tiles.shape[2] != tile_bytes(format) or rows > len(tiles) * GROUP or inputs > held:
         raise ValueError(f"{format} tiles of shape {list(tiles.shape)} do not hold [{rows}, {inputs}] weights")
     runs = 0 if scales is None else scales.shape[1]
-    if (format.lower() in SCALED) != (scales is not None) or (
-        scales is not None and scales.shape != (len(tiles), runs, GROUP)
-    ):
+    wanted = (len(tiles), runs, GROUP) if format.lower() in SCALED else None
+    if wanted != (None if scales is None else scales.shape):
         raise ValueError(f"{format} tiles with {'no scales' if scales is None else f'scales {list(scales.shape)}'}")
     tiles = np.ascontiguousarray(tiles)
     out = np.empty((rows, inputs), np.float32)

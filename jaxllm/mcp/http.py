@@ -22,7 +22,7 @@ def http_client(settings: ServerSettings) -> httpx2.AsyncClient:
     return httpx2.AsyncClient(
         headers={"Accept-Encoding": "identity", **settings.headers},
         timeout=httpx2.Timeout(settings.timeout, read=max(READ_SECONDS, settings.timeout)),
-        event_hooks={"response": [_note, _limit]},
+        event_hooks={"response": [_note_and_limit]},
         transport=PublicOnly() if settings.public_only else None,
         trust_env=not settings.public_only,
     )
@@ -69,14 +69,11 @@ async def public_address(host: str, port: int) -> str:
     return addresses[0]
 
 
-async def _note(response: httpx2.Response) -> None:
+async def _note_and_limit(response: httpx2.Response) -> None:
+    """Note a refusal, and bound the size of an answer; in a stream of events the SDK limits each event's."""
     statuses = failed_statuses.get()
     if statuses is not None and response.status_code >= 400:
         statuses[:] = [response.status_code]
-
-
-async def _limit(response: httpx2.Response) -> None:
-    """Bound an answer's size; a stream of events may go on, and the SDK limits each event's size."""
     if response.headers.get("Content-Encoding", "identity") != "identity":
         raise httpx2.StreamError("the answer is compressed, although it was asked not to be")
     if not response.headers.get("Content-Type", "").lower().startswith("text/event-stream"):

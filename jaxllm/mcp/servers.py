@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 
@@ -216,23 +216,19 @@ class ToolServer:
         failed_statuses.set([])
         connection = Connection(self.settings)
         try:
-            await self._connect(connection)
+            with anyio.CancelScope(deadline=anyio.current_time() + self.settings.timeout) as opening:
+                async with connection.open(ended=self._lost.set, changed=self._changed.set) as client:
+                    await self._list(client)
+                    opening.deadline = float("inf")
+                    self._client, self._ready_at = client, time.monotonic()
+                    self._settle("ready", None)
+                    logger.info("MCP server %s: %d tools", self.label, len(self.tools))
+                    await self._keep(client)
+            raise TimeoutError
         except Exception as error:
             return connection.why(error)
         finally:
             self._client = None
-
-    async def _connect(self, connection: Connection) -> NoReturn:
-        lost = self._lost
-        with anyio.CancelScope(deadline=anyio.current_time() + self.settings.timeout) as opening:
-            async with connection.open(ended=lost.set, changed=self._changed.set) as client:
-                await self._list(client)
-                opening.deadline = float("inf")
-                self._client, self._ready_at = client, time.monotonic()
-                self._settle("ready", None)
-                logger.info("MCP server %s: %d tools", self.label, len(self.tools))
-                await self._keep(client)
-        raise TimeoutError
 
     async def _keep(self, client: Client) -> None:
         """List the tools anew whenever they have changed. Raises Lost at the end."""

@@ -80,18 +80,14 @@ class ServerSettings:
 
     def shown(self, text: object) -> str:
         """Words about this server, or by it, on one line and without its secrets."""
+        url = urlsplit(self.url or "")
+        secrets = {*self.secrets, *self.env.values(), *self.headers.values()}
+        secrets |= {value.partition(" ")[2] for value in self.headers.values()}  # of "Bearer KEY"
+        secrets |= {url.query, url.username or "", url.password or ""}
         line = one_line(text, most=100_000)
-        for secret in sorted(self._secrets(), key=len, reverse=True):
-            line = line.replace(secret, "***")
+        for secret in sorted(secrets, key=len, reverse=True):
+            line = line.replace(secret, "***") if len(secret) >= _SHORTEST_SECRET else line
         return one_line(line)
-
-    def _secrets(self) -> set[str]:
-        found = {*self.secrets, *self.env.values(), *self.headers.values()}
-        found |= {value.partition(" ")[2] for value in self.headers.values()}  # of "Bearer KEY"
-        if self.url is not None:
-            url = urlsplit(self.url)
-            found |= {url.query, url.username or "", url.password or ""}
-        return {secret for secret in found if len(secret) >= _SHORTEST_SECRET}
 
 
 Text = Annotated[str, Field(min_length=1)]

@@ -87,7 +87,11 @@ class Child:
         for kind, seconds in ((signal.SIGTERM, GRACE_SECONDS), (getattr(signal, "SIGKILL", signal.SIGTERM), 1.0)):
             if self._process.returncode is not None and not _group_lives(self._process.pid) and not _alive(family):
                 break
-            _signal(self._process.pid, family, kind)
+            with contextlib.suppress(ProcessLookupError, PermissionError, AttributeError):
+                os.killpg(self._process.pid, kind)
+            for one in family:  # some may have left the group
+                with contextlib.suppress(psutil.Error):
+                    one.send_signal(kind)
             await self._gone(family, seconds)
         with anyio.move_on_after(_LAST_WORDS_SECONDS):  # asyncio keeps what belongs to a pipe until its end is read
             await self.read_all.wait()
@@ -224,12 +228,3 @@ def _group(process: psutil.Process) -> int | None:
         return os.getpgid(process.pid)
     except OSError:
         return None
-
-
-def _signal(pid: int, family: list[psutil.Process], kind: int) -> None:
-    """Signal the group, and one by one the processes that have left it."""
-    with contextlib.suppress(ProcessLookupError, PermissionError, AttributeError):
-        os.killpg(pid, kind)
-    for one in family:
-        with contextlib.suppress(psutil.Error):
-            one.send_signal(kind)

@@ -1,4 +1,4 @@
-"""What a model's layers remember of earlier tokens, as each layer says it, and the buffers which that takes."""
+"""The memory of a model's layers for earlier tokens, as each layer states it, and the buffers which that takes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Paged:
 
 
 class Repeated(NamedTuple):
-    """So many `channels` of an array belong to `groups`, of which each device needs at least one whole."""
+    """That many `channels` of an array belong to `groups`, of which each device needs at least one whole."""
 
     channels: int
     groups: int
@@ -66,7 +66,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Joined:
-    """What a layer of several mixers keeps: the buffers of each, one after the other."""
+    """The cache of a layer of several mixers: the buffers of each, one after the other."""
 
     specs: tuple[Paged | PerSlot, ...]
 
@@ -75,7 +75,7 @@ CacheSpec = Paged | PerSlot | Joined | Shared | None  # what one layer keeps; No
 
 
 def parts_of(specs: Iterable[CacheSpec]) -> list[Paged | PerSlot]:
-    """What layers keep of their own, that of several mixers one by one."""
+    """The caches that layers have of their own, those of several mixers one by one."""
     found: list[Paged | PerSlot] = []
     for spec in specs:
         found += spec.specs if isinstance(spec, Joined) else (spec,) if isinstance(spec, (Paged, PerSlot)) else ()
@@ -93,16 +93,16 @@ class Buffer(NamedTuple):
     axes: Axes
 
     def bytes_per_device(self, tp: int) -> int:
-        """What one of `tp` devices holds of it."""
+        """Bytes of it on one of `tp` devices."""
         return math.prod(self.shape) * self.dtype.itemsize // num_pieces(self.axes, tp)
 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """How the caches of one engine lie on its devices.
+    """The layout of an engine's caches on its devices.
 
     Attributes:
-        page_dtype: what pages keep numbers as; quantized ones have a scale behind each row.
+        page_dtype: of the numbers in pages; quantized ones have a scale after each row.
         page_size: tokens in one page.
         tp: devices that share each layer; KV heads are replicated where there are more devices than heads.
     """
@@ -113,7 +113,7 @@ class CacheLayout:
     page_layout: PageLayout = BY_HEAD
 
     def buffers(self, spec: CacheSpec, num_pages: int, num_states: int) -> tuple[Buffer, ...]:
-        """What a layer keeps for `num_pages` pages and the states of `num_states` sequences."""
+        """The buffers of a layer for `num_pages` pages and the states of `num_states` sequences."""
         if isinstance(spec, Joined):
             return tuple(buffer for part in spec.specs for buffer in self.buffers(part, num_pages, num_states))
         if isinstance(spec, Paged):
@@ -136,11 +136,11 @@ class CacheLayout:
         return Buffer((count, *sizes), np.dtype(jnp.float32), (None, *axes))
 
     def page_bytes(self, specs: Sequence[CacheSpec]) -> int:
-        """What one page takes in all layers of a device."""
+        """Bytes of one page in all layers of a device."""
         return self._bytes(specs, 1, 0)
 
     def state_bytes(self, specs: Sequence[CacheSpec]) -> int:
-        """What the states of one sequence take in all layers of a device."""
+        """Bytes of one sequence's states in all layers of a device."""
         return self._bytes(specs, 0, 1)
 
     def _bytes(self, specs: Sequence[CacheSpec], num_pages: int, num_states: int) -> int:

@@ -1,4 +1,4 @@
-"""What tells one decoder-only model from another, as data, whether its sizes go together, and what divides them."""
+"""A decoder-only model as data, checks that its sizes go together, and the numbers of devices that divide them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MIXERS_BESIDE: dict[Literal["attention_beside_ssd"], tuple[MixerKind, ...]] = {
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What one layer does that others may not: its mixer, rotation (None: no positions), window, MLP, experts.
+    """One layer, which may differ from others: its mixer, rotation (None: no positions), window, MLP, experts.
 
     Attributes:
         chunked: a token sees those from the last multiple of `window` on.
@@ -56,12 +56,12 @@ class LayerKind:
 
     @property
     def attends(self) -> bool:
-        """Whether it keeps keys and values of every token."""
+        """The layer keeps keys and values of every token."""
         return "attention" in self.mixers
 
     @property
     def dense(self) -> bool:
-        """Whether it has an MLP without experts."""
+        """The layer has an MLP without experts."""
         return self.mlp and not self.sparse
 
 
@@ -96,7 +96,7 @@ class ClassifierConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderConfig:
-    """What tells one encoder from another besides the fields of a DecoderConfig.
+    """The properties of an encoder that are no fields of a DecoderConfig.
 
     Attributes:
         positions: rows of the table of learnt positions; 0 where there is none.
@@ -166,7 +166,7 @@ class DecoderConfig:
         per_layer: inputs that each layer has besides what the one before it gives.
         attention_softcap, logit_softcap: `cap * tanh(x / cap)` on attention logits and on the output's.
         qkv_clip: numbers of queries, keys and values that are further than that from 0 become as far as that.
-        encoder: set where tokens see those behind them too, so that nothing is generated; a `LayerKind`'s window then
+        encoder: set where tokens see later ones too, so that nothing is generated; a `LayerKind`'s window then
             reaches as far to both sides.
         num_labels: rows of a classification head in place of the vocabulary's; 0 is a language model.
     """
@@ -232,7 +232,7 @@ class DecoderConfig:
 
     @property
     def attends(self) -> bool:
-        """Whether some layer does."""
+        """Some layer keeps keys and values of every token."""
         return any(layer.attends for layer in self.layers)
 
     @property
@@ -248,13 +248,13 @@ class DecoderConfig:
 
     @property
     def length_rule(self) -> LengthRule | None:
-        """How the rotary embedding depends on a sequence's length, if it does."""
+        """The rule by which the rotary embedding depends on a sequence's length, if it does."""
         found = [rope for rope in self.ropes if rope.depends_on_length]
         return LengthRule(found[0].original_length, found[0].kind == "longrope") if found else None
 
     @property
     def caches(self) -> tuple[CacheSpec, ...]:
-        """What each layer keeps of earlier tokens."""
+        """The caches of the layers."""
         return tuple(self._cache(layer) for layer in self.layers)
 
     @property
@@ -264,7 +264,7 @@ class DecoderConfig:
 
     @property
     def has_states(self) -> bool:
-        """Whether some layer keeps a state of each sequence."""
+        """Some layer keeps a state of each sequence."""
         return any(isinstance(spec, PerSlot) for spec in parts_of(self.caches))
 
     def head_dim_of(self, layer: LayerKind) -> int:
@@ -283,7 +283,7 @@ class DecoderConfig:
 
     @property
     def layer_shapes(self) -> LayerShapes:
-        """What the layers have of each token."""
+        """Sizes of the activations that layers have for each token."""
         return LayerShapes(self.hidden_size, self.kv_heads)
 
     def num_kv_heads_of(self, layer: LayerKind) -> int:
@@ -329,12 +329,11 @@ def check_decoder(c: DecoderConfig) -> None:
         _refuse("the number of state-space heads", 0, "1 or more in a model with state-space layers")
     if c.ssd is not None and c.ssd.heads % c.ssd.groups:
         _refuse("the number of state-space groups", c.ssd.groups, f"a divisor of {c.ssd.heads} heads")
-    if c.ssd is not None and c.ssd.kernel < 2:
-        _refuse("the number of tokens that a convolution sees", c.ssd.kernel, "2 or more")
     if c.conv is None and any(layer.mixer == "conv" for layer in c.layers):
         _refuse("the number of tokens that a convolution sees", 0, "2 or more in a model with convolutions")
-    if c.conv is not None and c.conv.kernel < 2:
-        _refuse("the number of tokens that a convolution sees", c.conv.kernel, "2 or more")
+    for mixer in (c.ssd, c.conv):
+        if mixer is not None and mixer.kernel < 2:
+            _refuse("the number of tokens that a convolution sees", mixer.kernel, "2 or more")
     if any(layer.chunked and layer.window is None for layer in c.layers):
         _refuse("the size of attention's chunks", "missing", "1 or more in a model with layers of chunks")
     if (delta := c.delta) is not None and delta.value_heads % delta.key_heads:
@@ -388,7 +387,7 @@ class Divided(NamedTuple):
     replicable: bool = False
 
     def fits(self, degree: int) -> bool:
-        """Whether `degree` devices can share it."""
+        """True where `degree` devices can share it."""
         return self.size % degree == 0 or (self.replicable and degree % self.size == 0)
 
 

@@ -184,7 +184,10 @@ class DecoderLayer(nnx.Module):
         if self.add_norm is None or first is None or is_whole():
             assert late is None, "no layer of a step with such hands leaves anything to the next"
             x, cache = self._whole(x, angles, cache, meta)
-            return self._ended(x, given), None, cache
+            if self.per_layer is not None:
+                assert given is not None
+                x = self.per_layer(x, given)
+            return x if self.scale is None else (x * self.scale[...]).astype(x.dtype), None, cache
         x, normed = (x, first.traced(x)) if late is None else self.add_norm(x, late, first.traced)
         if self.mixers:
             later = LATER if self.mixer_scales == (1.0,) else None
@@ -201,7 +204,7 @@ class DecoderLayer(nnx.Module):
         self, x: Float[Array, "T E"], angles: Angles | None, cache: Cache, meta: StepMetadata, *,
         norm: Norm | None = None, residual: Residual = None,
     ) -> tuple[Late, Cache]:  # fmt: skip
-        """What the mixers give of `norm(x)`, added to `residual` if there is one; one with a state keeps that first."""
+        """The mixers' output for `norm(x)`, added to `residual` if there is one; states come first in the cache."""
         parts = (cache,) if len(self.mixers) == 1 else (cache[: self.num_states], cache[self.num_states :])
         kept: Cache = ()
         for mixer, scale, own in zip(self.mixers, self.mixer_scales, parts, strict=True):
@@ -224,7 +227,7 @@ class DecoderLayer(nnx.Module):
             post = self.attention_post_norm
             at_once = post is None and self.residual_scale == 1.0 and (self.mixer_scales == (1.0,) or not is_whole())
             with summing("attention_out" if at_once else None):  # of several mixers it is the sum
-                norm = _traced(self.attention_norm)
+                norm = None if self.attention_norm is None else self.attention_norm.traced
                 out, cache = self._mix(x, angles, cache, meta, norm=norm, residual=x if at_once else None)
             x = out if at_once else _sum("attention_out", x, _added(out, post, self.residual_scale))
         tap("residual_middle", x)
@@ -234,17 +237,11 @@ class DecoderLayer(nnx.Module):
         post, block = self.mlp_post_norm, self.mlp
 
         def mlp(residual: Float[Array, "T E"] | None) -> Float[Array, "T E"]:
-            return block(source, meta, norm=_traced(norm), residual=residual)
+            return block(source, meta, norm=None if norm is None else norm.traced, residual=residual)
 
         if post is None and self.mlp_scale == 1.0:
             return summed("mlp_out", mlp, x), cache
         return _sum("mlp_out", x, _added(mlp(None), post, self.mlp_scale)), cache
-
-    def _ended(self, x: Float[Array, "T E"], given: Float[Array, "T n"] | None) -> Float[Array, "T E"]:
-        if self.per_layer is not None:
-            assert given is not None
-            x = self.per_layer(x, given)
-        return x if self.scale is None else (x * self.scale[...]).astype(x.dtype)
 
 
 def _sum(point: str, x: Float[Array, "T E"], out: Float[Array, "T E"]) -> Float[Array, "T E"]:
@@ -254,7 +251,6 @@ def _sum(point: str, x: Float[Array, "T E"], out: Float[Array, "T E"]) -> Float[
 
 
 def _added(out: Float[Array, "T E"], post: Norm | None, scale: float) -> Float[Array, "T E"]:
-    """What the residual stream gets of a block's output."""
     out = out if post is None else post(out)
     return out if scale == 1.0 else (out * scale).astype(out.dtype)
 
@@ -264,9 +260,7 @@ def _run_layer(
     graph: Any, kinds: tuple[type[LayerHand], ...], weights: Any, x: Any, late: Any, angles: Any, cache: Cache,
     places: Any, meta: StepMetadata, given: Any, told: tuple[Any, ...],
 ) -> Any:  # fmt: skip
-    """One layer with the hands in it, and what has become of their data. Being jitted, it is traced once for all layers
-    that differ by nothing but their weights.
-    """
+    """One layer with the hands in it, traced once for all layers that differ by nothing but their weights."""
     hands = [kind(data) for kind, data in zip(kinds, told, strict=True)]
     with telling(Told(meta, hands, places)) as layer:
         x, late, cache = nnx.merge(graph, weights)(x, late, angles, cache, meta, given)
@@ -278,10 +272,6 @@ def _run_layer(
 
 def _norm(config: DecoderConfig, options: BuildOptions) -> RMSNorm | LayerNorm:
     return norm_of_kind(config.norm, config.hidden_size, config.norm_eps, options.kernels)
-
-
-def _traced(norm: RMSNorm | LayerNorm | None) -> Norm | None:
-    return None if norm is None else norm.traced
 
 
 def _mixer(config: DecoderConfig, mixer: MixerKind, index: int, options: BuildOptions) -> Mixer:

@@ -121,7 +121,7 @@ def _run_layer(graph: Any, weights: Any, x: jax.Array, angles: Angles | None, me
 
 
 class TokenPlaces(nnx.Module):
-    """What is added to a token's embedding for its position in its text, and for the text of a pair that it is of."""
+    """Embeddings of a token's position in its text, and of the text of a pair that it belongs to."""
 
     def __init__(self, config: EncoderConfig, size: int, options: BuildOptions):
         self.positions = param((config.positions, size), options.dtype) if config.positions else None
@@ -168,7 +168,7 @@ class Projections(nnx.Module):
 
 
 def pool_texts(x: Float[Array, "T E"], meta: StepMetadata, pooling: Pooling) -> Float[Array, "S E"]:
-    """What stands for each text of the step, in float32; of no meaning where there is none."""
+    """The vector of each text of the step, in float32; of no meaning where there is none."""
     if pooling != "mean":
         row = meta.query_start[:-1] if pooling == "cls" else jnp.maximum(meta.query_start[1:] - 1, 0)
         return x.at[row].get(mode="clip").astype(jnp.float32)

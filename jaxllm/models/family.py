@@ -1,4 +1,4 @@
-"""What a model family is, and what most read alike from a config.json: sizes, rotary settings, windows, experts."""
+"""A model family, and keys of config.json that most read alike: sizes, rotary settings, windows, experts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Family:
     mtp_names: Callable[[DecoderConfig, int], NameMap] | None = None
 
     def names(self, format: str, config: DecoderConfig) -> dict[str, Pattern]:
-        """Where a checkpoint of this format, "gguf" or another, has the tensors of a model."""
+        """The names of a model's tensors in a checkpoint of this format, "gguf" or another."""
         standard, own = (GGUF_NAMES, self.gguf_names) if format == "gguf" else (hf_names(config), self.hf_names)
         return standard | (own(config) if callable(own) else own)
 
@@ -69,11 +69,11 @@ def hf_decoder(
     c: dict[str, Any], *, layers: LayerKind | Iterable[LayerKind] | None = None, attention_bias: bool | None = False,
     **differences: Any,
 ) -> DecoderConfig:  # fmt: skip
-    """The config by the keys of config.json that most families share, and by what the family reads `differences` from.
+    """A DecoderConfig from the keys of config.json that most families share, changed by the family's `differences`.
 
     Args:
         layers: one kind for all layers or one for each; without it all have the rotary embedding that `c` describes.
-        attention_bias: whether queries, keys, values and the output have biases; null means no.
+        attention_bias: queries, keys, values and the output have biases; null means no.
     """
     layers = LayerKind(hf_rope(c)) if layers is None else layers
     every = (layers,) * c["num_hidden_layers"] if isinstance(layers, LayerKind) else tuple(layers)
@@ -132,7 +132,7 @@ def hf_head_dim(c: dict[str, Any]) -> int:
 
 
 def hf_rope_parameters(c: dict[str, Any], default: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What a config.json says of the rotary embedding, by its old key or its new one; else `default`."""
+    """The entry of a config.json about the rotary embedding, by its old key or its new one; else `default`."""
     return c.get("rope_scaling") or c.get("rope_parameters") or default or {}
 
 
@@ -175,7 +175,8 @@ def hf_rope(
         fields["attention_factor"] = given.get("attention_factor") or _yarn_attention_factor(given, factor)
     if kind == "longrope":
         fields |= {f"{name}_divisors": tuple(map(float, given[f"{name}_factor"])) for name in ("short", "long")}
-        fields["attention_factor"] = given.get("attention_factor") or longrope_attention_factor(factor, original)
+        usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        fields["attention_factor"] = given.get("attention_factor") or usual
     if given.get("divisors"):
         fields["divisors"] = tuple(given["divisors"])
     if given.get("attn_factor"):  # on cosine and sine, whatever the scaling
@@ -207,13 +208,8 @@ def hf_windows(c: dict[str, Any], *, period: int) -> list[int | None]:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """How much sharper YaRN makes attention at `factor` times the original context (arXiv:2309.00071, section 3.4)."""
+    """The factor on attention at `factor` times the original context in YaRN (arXiv:2309.00071, section 3.4)."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def longrope_attention_factor(factor: float, original: int) -> float:
-    """LongRoPE's factor on cosine and sine: the root of 1 + ln(factor) / ln(original)."""
-    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
 def _yarn_attention_factor(given: dict[str, Any], factor: float) -> float:

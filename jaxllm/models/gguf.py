@@ -26,7 +26,7 @@ from jaxllm.models.hf_fields import (
     ORIGINAL_LENGTH,
     SIZE,
     THETA,
-)  # fmt: skip
+)
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import FLAG, TEXT, FieldKind, FieldKinds, check_fields, either, many, real, shown, whole
 
@@ -89,7 +89,7 @@ class GgufFile:
 
     @property
     def further_layers(self) -> int:
-        """How many layers past the last predict further tokens."""
+        """The number of layers past the last, which predict further tokens."""
         return self("nextn_predict_layers", 0)
 
     @property
@@ -98,7 +98,7 @@ class GgufFile:
         return self("attention.key_length", None) or self("embedding_length") // self("attention.head_count")
 
     def has(self, *names: str) -> bool:
-        """Whether one of these tensors is there; `blk.*` is any layer."""
+        """True where one of these tensors is there; `blk.*` is any layer."""
         return any(name in self._tensors for name in names)
 
     def rows(self, name: str) -> int:
@@ -131,13 +131,13 @@ def _read(file: GgufFile, entry: Any) -> Any:
     return file(entry) if isinstance(entry, str) else entry(file) if callable(entry) else entry
 
 
-def with_experts(table: Table) -> Table:
-    """A table of which nothing is read where no layer has experts."""
+def with_experts(own: Table) -> Table:
+    """`GGUF_EXPERTS` and a family's own table, of which nothing is read where no layer has experts."""
 
     def either(entry: Any) -> Callable[[GgufFile], Any]:
         return lambda file: _read(file, entry) if file.has("blk.*.ffn_gate_inp.weight") else ABSENT
 
-    return {key: either(entry) for key, entry in table.items()}
+    return {key: either(entry) for key, entry in (GGUF_EXPERTS | own).items()}
 
 
 def as_stored(file: GgufFile, config: DecoderConfig) -> DecoderConfig:
@@ -182,7 +182,7 @@ def only(key: str, value: Any, meaning: str) -> Callable[[GgufFile], Any]:
 
 
 def tensor(*names: str) -> Callable[[GgufFile], bool]:
-    """Whether one of these tensors is there; `blk.*` is any layer."""
+    """`GgufFile.has` for a table."""
     return lambda file: file.has(*names)
 
 
@@ -207,18 +207,13 @@ def layer_types(period: int) -> Callable[[GgufFile], list[str]]:
     return types
 
 
-def _rotated_part(file: GgufFile) -> Any:
-    size = file("rope.dimension_count", 0)
-    return Fraction(size, file.head_dim) if size else ABSENT
-
-
 def _norm_eps(file: GgufFile) -> float:
     key = "attention.layer_norm_epsilon"
     return file("attention.layer_norm_rms_epsilon", file(key) if key in file else REQUIRED)
 
 
 def rope_scaling(file: GgufFile, mscales: Callable[[float], dict[str, float]] | None = None) -> dict[str, Any]:
-    """How the rotary embedding is stretched.
+    """The stretching of the rotary embedding, as `rope_scaling` of a config.json.
 
     `mscales` makes two keys of config.json of `yarn_log_multiplier`: what part of YaRN's factor is on the logits and
     not on cosine and sine. Without it, files of the architecture have no such key.
@@ -277,7 +272,9 @@ GGUF_KEYS: Table = {
     "tie_word_embeddings": lambda file: not file.has("output.weight"),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"), _norm_eps),
     "rope_theta": optional("rope.freq_base", 10_000.0),
-    "partial_rotary_factor": _rotated_part,
+    "partial_rotary_factor": lambda file: (
+        Fraction(file("rope.dimension_count"), file.head_dim) if file("rope.dimension_count", 0) else ABSENT
+    ),
     "rope_scaling": rope_scaling,
 }
 """Of all architectures."""

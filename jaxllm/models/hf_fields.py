@@ -1,4 +1,4 @@
-"""What the values of a config.json must be, whatever its family; what is not read is not looked at."""
+"""The values that a config.json may have, whatever its family. Keys that are not read are not checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where most families keep their tensors, by the names of Hugging Face's checkpoints and of GGUF files."""
+"""The usual names of tensors in Hugging Face's checkpoints and in GGUF files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def in_layers(
 
 
 def hf_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """Where most families keep their tensors. Entries that a model has no parameter for are never looked at."""
+    """The tensors of most families. Entries that a model has no parameter for are never looked at."""
     attention, mlp = "model.layers.*.self_attn", "model.layers.*.mlp"
     names = {
         "embed.weight": "model.embed_tokens.weight",
@@ -94,11 +94,11 @@ def hf_mtp_names(config: DecoderConfig, number: int, own: Mapping[str, Pattern] 
 
 
 _WORD_EMBEDDINGS = ("embed_tokens.weight", "embeddings.word_embeddings.weight", "embeddings.tok_embeddings.weight")
-"""What follows the prefix of a model's names; the later ones are encoders'."""
+"""The names after a model's prefix; the later ones are encoders'."""
 
 
 def hf_renaming(tensors: Iterable[str]) -> Callable[[str], str]:
-    """How a checkpoint spells `model.…` and `lm_head.…`.
+    """The function from names `model.…` and `lm_head.…` to their spelling in a checkpoint.
 
     Embedding models leave `model.` out, and multimodal wrappers put the name of their language model in front. Modules
     that predict further tokens may have a copy of the embedding under a longer name.
@@ -157,7 +157,7 @@ GGUF_NAMES: dict[str, Pattern] = {
     ),
     "layers.*.mlp.shared_gate.weight": Source("blk.*.ffn_gate_inp_shexp.weight", lambda row: row.reshape(1, -1)),
 }  # fmt: skip
-"""Where all architectures keep their tensors."""
+"""The tensors of all architectures."""
 
 ENCODER_NAMES: dict[str, Pattern] = {
     "places.positions": "position_embd.weight",
@@ -167,7 +167,7 @@ ENCODER_NAMES: dict[str, Pattern] = {
     **linear("classifier.dense", "cls"),
     **linear("classifier.output", "cls.output"),
 }
-"""Where encoders keep theirs, whose norms come after the residual sums."""
+"""The tensors of encoders, whose norms come after the residual sums."""
 
 
 def permuted_names(config: DecoderConfig) -> dict[str, Pattern]:

@@ -1,4 +1,4 @@
-"""How a model is built, whatever its family, and which of its layers run together in stages."""
+"""Options with which a model of any family is built, and the stages in which its layers run together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxllm.pallas_kernels import REFERENCE, Kernels
 
 @dataclass(frozen=True)
 class AdapterSizes:
-    """How many adapters are on the devices at once, and the greatest rank that one may have."""
+    """The number of adapters that are on the devices at once, and the greatest rank that one may have."""
 
     places: int
     rank: int
@@ -36,12 +36,12 @@ class Stage:
 
     @property
     def first(self) -> bool:
-        """Whether it takes tokens, and not the states that another has come to."""
+        """The stage takes tokens, and not the output of another."""
         return self.index == 0
 
     @property
     def last(self) -> bool:
-        """Whether what it gives is the model's."""
+        """The stage's output is the model's."""
         return self.index == self.count - 1
 
     @property
@@ -55,7 +55,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """What every layer is told when it is made.
+    """Options of every layer.
 
     Attributes:
         dtype: of activations and dense weights.
@@ -90,10 +90,7 @@ def places_to_part(caches: Sequence[CacheSpec]) -> list[int]:
 def share_layers(costs: Sequence[int], head: int, cuts: Sequence[int], count: int) -> tuple[Stage, ...]:
     """`count` stages of which the dearest is as cheap as can be.
 
-    Args:
-        costs: of each layer, in any unit.
-        head: what the last stage has to do besides.
-        cuts: as `places_to_part` gives them; at least `count - 1`.
+    `costs` are those of the layers, and `head` what the last stage has to do besides. `cuts` are of `places_to_part`.
 
     Worked example: six layers of 1 each and a head of 2, in two stages, are parted into 4 and 2 layers.
     """

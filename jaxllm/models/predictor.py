@@ -33,7 +33,7 @@ from jaxllm.weights.names import NameMap, Source, Transform, expand, renamed
 
 @runtime_checkable
 class Head(Protocol):
-    """What scores tokens: a Decoder, or what stands for one."""
+    """Scores tokens: a Decoder, or a stand-in for one."""
 
     @property
     def kernels(self) -> Kernels: ...
@@ -46,7 +46,7 @@ class Head(Protocol):
 
 
 class Predicted(NamedTuple):
-    """What a module gives: what the head reads, what takes the place of the model's state, and its pages."""
+    """A module's output: states for the head, states that take the place of the model's, and its pages."""
 
     hidden: Float[Array, "T E"]
     state: Float[Array, "T E"]
@@ -57,7 +57,7 @@ class Predictor(Decoder):
     """A module that drafts. Unless it does otherwise, it has the model's states, embeddings and head."""
 
     def read(self, states: Float[Array, "T n"]) -> Float[Array, "T E"]:
-        """What it makes of the model's states of some tokens; it is kept until the token after each is known."""
+        """The module's form of the model's states of tokens; it is kept until the token after each is known."""
         return states
 
     def embed_for(self, model: Decoder, tokens: jax.Array) -> Float[Array, "T E"]:
@@ -68,14 +68,14 @@ class Predictor(Decoder):
         self, embeddings: Float[Array, "T E"], hidden: Float[Array, "T E"], caches: tuple[Cache, ...],
         meta: StepMetadata,
     ) -> Predicted:  # fmt: skip
-        """What comes after tokens with these `embeddings`.
+        """Predict the tokens after those with these `embeddings`.
 
         They come after those whose states are `hidden`; `meta` has the positions of the latter.
         """
         raise NotImplementedError
 
     def head_for(self, model: Decoder) -> Head:
-        """What scores all tokens of the model's vocabulary."""
+        """The head that scores all tokens of the model's vocabulary."""
         return model
 
 
@@ -110,7 +110,6 @@ class MTPSpec(ModelSpec):
     """The module of a checkpoint."""
 
     def build(self, options: BuildOptions) -> MTPModule:
-        """The module, with abstract weights."""
         return MTPModule(self.config, options)
 
 
@@ -142,7 +141,7 @@ def mtp_spec(checkpoint: Checkpoint, spec: ModelSpec) -> MTPSpec:
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """What a head has besides a Llama of one layer.
+    """The properties of a head that a Llama of one layer does not have.
 
     Attributes:
         layers: it reads the states in front of these layers of the model, in ascending order.
@@ -280,17 +279,15 @@ class Eagle3Spec(ModelSpec):
     eagle: Eagle3Config
 
     def build(self, options: BuildOptions) -> Eagle3Head:
-        """The head, with abstract weights."""
         return Eagle3Head(self.config, self.eagle, options)
 
     @property
     def shape(self) -> Any:
-        """All that it builds depends on."""
         return self.config, self.eagle
 
 
 def names_a_head(c: dict[str, Any]) -> bool:
-    """Whether a config.json is that of such a head."""
+    """True for the config.json of such a head."""
     named = c.get("architectures")
     return isinstance(named, list) and any(name in ARCHITECTURES for name in named)
 
@@ -320,14 +317,17 @@ def _eagle3_spec(checkpoint: Checkpoint, model: DecoderConfig) -> Eagle3Spec:
         own_embedding=f"{prefix}embed_tokens.weight" in tensors,
         norm_before_residual=bool(c.get("norm_before_residual")),
     )  # fmt: skip
-    _check_pair(c, config, eagle, model)
+    size = c.get("target_hidden_size") or (model.hidden_size if eagle.own_embedding else config.hidden_size)
+    if size != model.hidden_size:
+        raise CheckpointError(f"is a head for a model with states of {size} channels; accepted is {model.hidden_size}")
+    if config.vocab_size != model.vocab_size:
+        raise CheckpointError(f"vocab_size is {config.vocab_size}; accepted is the model's, {model.vocab_size}")
     layer = "layers.0" if f"{prefix}layers.0.hidden_norm.weight" in tensors else "midlayer"
     ignored = ("t2d", "*rotary_emb.inv_freq")
     return Eagle3Spec(llama.LLAMA, config, _names(config, prefix, f"{prefix}{layer}"), ignored, eagle)
 
 
 def _flat(c: dict[str, Any]) -> dict[str, Any]:
-    """One table of all that a config.json says, looked at."""
     if not names_a_head(c):
         raise CheckpointError(
             f"architectures is {shown(c.get('architectures'))}; accepted are {', '.join(ARCHITECTURES)}"
@@ -361,15 +361,6 @@ def _layers(c: dict[str, Any], count: int) -> tuple[int, ...]:
     return layers
 
 
-def _check_pair(c: dict[str, Any], config: DecoderConfig, eagle: Eagle3Config, model: DecoderConfig) -> None:
-    """Raises CheckpointError where the head is for another model."""
-    size = c.get("target_hidden_size") or (model.hidden_size if eagle.own_embedding else config.hidden_size)
-    if size != model.hidden_size:
-        raise CheckpointError(f"is a head for a model with states of {size} channels; accepted is {model.hidden_size}")
-    if config.vocab_size != model.vocab_size:
-        raise CheckpointError(f"vocab_size is {config.vocab_size}; accepted is the model's, {model.vocab_size}")
-
-
 def _names(config: DecoderConfig, prefix: str, layer: str) -> NameMap:
     def rename(name: str) -> str:
         for ours, theirs in (("model.layers.0.", f"{layer}."), ("model.", prefix)):
@@ -383,7 +374,7 @@ def _names(config: DecoderConfig, prefix: str, layer: str) -> NameMap:
 
 
 def _tokens(vocab_size: int) -> Transform:
-    """What the output head's rows are, of how much is added to the number of each."""
+    """The tokens of the output head's rows, from the offsets between the numbers of both."""
 
     def transform(offsets: np.ndarray) -> np.ndarray:
         tokens: np.ndarray = offsets + np.arange(len(offsets))

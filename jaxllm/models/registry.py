@@ -1,4 +1,4 @@
-"""How a checkpoint finds its model family, and the model its tensors."""
+"""From a checkpoint to its model family, its config, its tensors' names and the model with abstract weights."""
 
 from __future__ import annotations
 
@@ -40,15 +40,11 @@ from jaxllm.weights.names import NameMap, Pattern, expand, renamed
 from jaxllm.weights.saved import SavedCheckpoint
 from jaxllm.wording import did_you_mean
 
+_MODULES = [import_module(f"{families.__name__}.{file.name}") for file in iter_modules(families.__path__)]
+_FOUND = {value.name: value for module in _MODULES for value in vars(module).values() if isinstance(value, Family)}
 
-def find_families() -> tuple[Family, ...]:
-    """Every `Family` that a file of `families/` has at its top level, by name."""
-    modules = [import_module(f"{families.__name__}.{file.name}") for file in iter_modules(families.__path__)]
-    found = {value.name: value for module in modules for value in vars(module).values() if isinstance(value, Family)}
-    return tuple(found[name] for name in sorted(found, key=str.casefold))
-
-
-FAMILIES = find_families()
+FAMILIES = tuple(_FOUND[name] for name in sorted(_FOUND, key=str.casefold))
+"""Every `Family` that a file of `families/` has at its top level, by name."""
 
 GGUF_FAMILIES = {
     name: family
@@ -65,16 +61,13 @@ IGNORED_TENSORS: tuple[str, ...] = (
     "*rotary_emb.inv_freq", "rope_freqs.weight", "rope_factors_*.weight", "*.k_scale", "*.v_scale", "model.mtp_*",
     "*.masked_bias", "h.*.attn.bias", "transformer.h.*.attn.bias", "gpt_neox.layers.*.attention.bias", "mtp.*",
 )  # fmt: skip
-"""Tensors that say nothing the config does not, or something of quantized keys and values: those are scaled by row.
-
-Modules of ERNIE, Nemotron and Qwen that predict further tokens are among them, and the masks of GPT-2 and GPT-NeoX.
-"""
+"""Tensors that the config makes superfluous, scales of quantized keys and values, and modules that predict tokens."""
 
 IMAGE_TENSORS = (
     "*vision_tower.*", "*multi_modal_projector.*", "*mm_projector.*", "*audio_tower.*", "*embed_vision.*",
     "*embed_audio.*", "*vision_embedder.*", "vision_model.*", "*.visual.*",
 )  # fmt: skip
-"""What a wrapper has besides its language model, for images and sounds."""
+"""Tensors of a wrapper for images and sounds, besides its language model."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +111,6 @@ def model_spec(checkpoint: Checkpoint) -> ModelSpec:
 
 
 def _saved_spec(checkpoint: SavedCheckpoint) -> ModelSpec:
-    """A checkpoint of `jaxllm convert` names its family and has the config whole."""
     c = checkpoint.config
     family = _find(checkpoint, "family", c["family"], {family.name: family for family in FAMILIES})
     try:
@@ -202,7 +194,7 @@ def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
     head, tensors = rename("lm_head.weight"), checkpoint.tensors
     if config.tie_word_embeddings and head in tensors:
         embedding = next((source.name for (source,) in names["embed.weight"] if source.name in tensors), None)
-        if embedding is not None and tensors[head] == tensors[embedding] and _same(checkpoint, head, embedding):
+        if embedding is not None and _same(checkpoint, head, embedding):
             ignored += (head,)
         else:
             config = replace(config, tie_word_embeddings=False)
@@ -211,6 +203,11 @@ def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
     ignored += tuple(rename(f"model.layers.{config.num_layers + i}.*") for i in range(further))
     ignored += tuple(map(rename, _unused("model.layers.{}.self_attn.{}_*", config)))
     return ModelSpec(family, config, names, ignored)
+
+
+def _same(checkpoint: Checkpoint, a: str, b: str) -> bool:
+    numbers = (checkpoint.read(name).expand().view(np.uint8) for name in (a, b))
+    return checkpoint.tensors[a] == checkpoint.tensors[b] and np.array_equal(next(numbers), next(numbers))
 
 
 def adapter_names(spec: ModelSpec) -> dict[str, NameMap]:
@@ -251,10 +248,6 @@ def _find(checkpoint: Checkpoint, key: str, kind: Any, known: dict[str, Family])
         hint = did_you_mean(str(kind)[:60], supported)
         raise CheckpointError(f"{checkpoint.path}: {key} is {shown(kind)}; supported are {', '.join(supported)}{hint}")
     return known[kind]
-
-
-def _same(checkpoint: Checkpoint, *names: str) -> bool:
-    return np.array_equal(*(checkpoint.read(name).expand().view(np.uint8) for name in names))
 
 
 logger = logging.getLogger(__name__)
@@ -376,4 +369,4 @@ class LiveModel(NamedTuple):
 
     parts: ModelParts
     arrays: Callable[[], Sequence[jax.Array]]
-    """Those of all parameters now: the leaves of one after the other, in the order of `parts.params`."""
+    """The arrays of all parameters now: the leaves of one after the other, in the order of `parts.params`."""

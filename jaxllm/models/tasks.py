@@ -1,4 +1,4 @@
-"""What a checkpoint and sentence-transformers' files beside it say of its use: heads, pooling, prompts."""
+"""The uses that a checkpoint and sentence-transformers' files beside it state: heads, pooling, prompts."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def class_labels(checkpoint: Checkpoint) -> tuple[str, ...]:
     if checkpoint.format == "gguf":
         if GGUF_HEAD not in checkpoint.tensors:
             return ()
-        labels = GgufFile(checkpoint)("classifier.output_labels", [])
-        return tuple(labels) or _numbered(GgufFile(checkpoint).rows(GGUF_HEAD))
+        file = GgufFile(checkpoint)
+        return tuple(file("classifier.output_labels", [])) or _numbered(file.rows(GGUF_HEAD))
     check_fields(c, _CLASSIFIER_FIELDS)
     if not any(name.endswith(CLASSIFIER) for name in c.get("architectures") or ()):
         return ()
@@ -61,7 +61,7 @@ def class_labels(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def read_tasks(checkpoint: Checkpoint, encodes: bool = False) -> ModelTasks:
-    """What `checkpoint` is made for, from its config and from the files that sentence-transformers writes beside it.
+    """The tasks of `checkpoint`, from its config and from the files that sentence-transformers writes beside it.
 
     `encodes` says that its model is an encoder, whose texts are pooled by the mean where no file says how.
 
@@ -106,7 +106,7 @@ def longest_text(checkpoint: Checkpoint) -> int | None:
 
 
 def gguf_pooling(checkpoint: Checkpoint, usual: Pooling) -> Pooling:
-    """What stands for a text, as a GGUF file says, or the `usual`."""
+    """The pooling that a GGUF file states, or the `usual`."""
     return _GGUF_POOLING.get(GgufFile(checkpoint)("pooling_type", 0), usual)
 
 
@@ -158,7 +158,7 @@ _PROMPTS = FieldKind(
 
 @dataclass(frozen=True)
 class SentenceFiles:
-    """How a text becomes a vector; where there are no such files, nothing is said.
+    """The way from a text to a vector; where there are no such files, nothing is stated.
 
     Attributes:
         kinds: of the modules.
@@ -237,7 +237,6 @@ def _dense(path: Path, module: SentenceModule) -> Projection:
 
 
 def _longest(path: Path) -> int | None:
-    """`max_seq_length` of the file, which has one of several names."""
     names = (f"sentence_{kind}_config.json" for kind in _KINDS_OF_BERT)
     name = next((name for name in names if model_file(path, name).exists()), None)
     if name is None:

@@ -1,4 +1,4 @@
-"""Whether a model is served, by its config.json or the metadata of its GGUF file alone, and what is missing if not."""
+"""A model's support, judged by its config.json or its GGUF metadata alone, and the mechanisms that it lacks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MECHANISMS: dict[str, tuple[str, ...]] = {
     "an encoder that the decoder attends to": ("is_encoder_decoder", "encoder_layers", "decoder_start_token_id"),
     "rotary embeddings of several axes": ("mrope_section", "rope.dimension_sections"),
 }  # fmt: skip
-"""What no family has, or few, and keys of config.json or of GGUF metadata that ask for it.
+"""Mechanisms that no family has, or few, and the keys of config.json or of GGUF metadata that ask for them.
 
 Names that end with a dot begin the names of several keys.
 """
@@ -42,7 +42,7 @@ SHORTEST_LIKENESS = 4  # letters at the beginning that make one name like anothe
 
 
 class Verdict(NamedTuple):
-    """What is known of a model without its weights.
+    """The judgement of a model without its weights.
 
     Attributes:
         family: the one that serves the model, or the nearest.
@@ -74,7 +74,6 @@ class ConfigFile(Checkpoint):
         self.tensors: dict[str, TensorInfo] = {}
 
     def read(self, name: str) -> Stored:
-        """There is nothing to read."""
         raise CheckpointError(f"{self.path}: no tensor {name!r}")
 
 
@@ -111,7 +110,7 @@ def _opened(path: Path) -> Checkpoint:
 
 
 def _described(checkpoint: Checkpoint) -> tuple[Any, dict[str, Any]]:
-    """What a model calls its architecture, and its other keys: of a wrapper also those of the language model."""
+    """A model's name for its architecture, and its other keys: of a wrapper also those of the language model."""
     c = checkpoint.config
     if checkpoint.format == "gguf":
         kind = c.get("general.architecture")

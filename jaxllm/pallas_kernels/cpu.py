@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxllm import cpu_kernels
@@ -134,9 +135,13 @@ def causal_conv(
     meta: StepMetadata,
     activation: Callable[[jax.Array], jax.Array] | None = None,
 ) -> tuple[Float[Array, "T C"], Float[Array, "N r C"]]:
-    """`pallas_kernels.causal_conv` in C++, which knows one activation."""
+    """`states.causal_conv` in C++, which knows one activation."""
     silu = activation is jax.nn.silu
-    out, buffer = cpu_kernels.causal_conv(u, taps, bias, buffer, _runs(meta), silu)
+    more = () if bias is None else (bias.astype(jnp.float32),)
+    arrays, attributes = (u, taps.astype(jnp.float32)), {"bias": bias is not None, "silu": silu}
+    out, buffer = cpu_kernels.run_states(
+        "jaxllm_causal_conv", u.shape, arrays, buffer, _runs(meta), *more, **attributes
+    )
     return out if silu or activation is None else activation(out), buffer
 
 
@@ -149,15 +154,17 @@ def delta_rule(
     *,
     key_heads: int,
 ) -> tuple[Float[Array, "T H Dv"], Float[Array, "N H Dk Dv"]]:
-    """`pallas_kernels.delta_rule` in C++, token by token."""
-    return cpu_kernels.delta_rule(qkv, decay, beta, buffer, _runs(meta), key_heads=key_heads, epsilon=EPS)
+    """`delta_rule.delta_rule` in C++, token by token."""
+    shape, arrays = (len(qkv), buffer.shape[1], buffer.shape[3]), (qkv, decay, beta)
+    attributes = {"key_heads": np.int64(key_heads), "epsilon": np.float32(EPS)}
+    return cpu_kernels.run_states("jaxllm_delta_rule", shape, arrays, buffer, _runs(meta), **attributes)
 
 
 def ssd(
     inputs: SSDInputs, buffer: Float[Array, "B H P N"], meta: StepMetadata
 ) -> tuple[Float[Array, "T H P"], Float[Array, "B H P N"]]:
-    """`pallas_kernels.ssd` in C++, token by token."""
-    return cpu_kernels.ssd(*inputs, buffer, _runs(meta))
+    """`ssd.recurrent` in C++."""
+    return cpu_kernels.run_states("jaxllm_ssd", inputs.x.shape, inputs, buffer, _runs(meta))
 
 
 def _runs(meta: StepMetadata) -> cpu_kernels.Runs:

@@ -6,8 +6,8 @@ Each value head keeps a matrix `S [Dk, Dv]` of its sequence, in float32. A token
     S <- S + k^T (beta (v - k S))
     out = q S
 
-Prompts run in windows of neighbouring tokens, by products of matrices: what a window's tokens write depends on each
-other by a triangular system, which is solved at once (section 3.3); the windows of a sequence follow each other.
+Prompts run in windows of neighbouring tokens, by products of matrices: the tokens of a window depend on each other by a
+triangular system, which is solved at once (section 3.3); the windows of a sequence follow each other.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def delta_rule(
     """What each token reads of its sequence's state, and the buffer with the states after this step.
 
     Args:
-        qkv: queries and keys of `K = key_heads` heads each, of any length, for they are normed here; then the values.
-            Value head `h` uses head `h // (H // K)` of queries and keys.
+        qkv: queries and keys of `K = key_heads` heads each, which are normed here; then the values. Value head `h` uses
+            head `h // (H // K)` of queries and keys.
         decay: the logarithm of what the state is multiplied by, at most 0.
         beta: how much of the difference is written, 0 … 1.
         buffer: one sequence's state a row.
@@ -74,7 +74,7 @@ def step(x: Tokens, state: Float[Array, "S H Dk Dv"]) -> tuple[Float[Array, "S H
 def _decodes(
     x: Tokens, buffer: Float[Array, "N H Dk Dv"], meta: StepMetadata
 ) -> tuple[Float[Array, "n H Dv"], Float[Array, "N H Dk Dv"]]:
-    """The sequences of one token, which are the first, and of which `x` has the tokens; zero after the last of them."""
+    """The first sequences, which have the one token in `x` each; zero after the last of them."""
     assert meta.states is not None, "a model with states is run with their rows"
     rows: StateRows = jax.tree.map(lambda numbers: numbers[: len(x.v)], meta.states)
     live, nowhere = jnp.arange(len(x.v)) < meta.num_decodes, len(buffer)
@@ -106,7 +106,7 @@ class _Windows(NamedTuple):
     """What all windows know without any state, of each token `w` of a window.
 
     Attributes:
-        q: behind the decay since the sequence's first token in the window.
+        q: after the decay since the sequence's first token in the window.
         attention: how much each token reads of what each wrote.
         write, forget: what each token writes is `write - forget S`, where S is the state before the window.
         decay: the logarithm of the decay since the sequence's first token in the window, its own included.
@@ -123,10 +123,10 @@ class _Windows(NamedTuple):
 def prefill(
     x: Tokens, out: Float[Array, "T H Dv"], buffer: Float[Array, "N H Dk Dv"], meta: StepMetadata
 ) -> tuple[Float[Array, "T H Dv"], Float[Array, "N H Dk Dv"]]:
-    """Runs the sequences that have more than one token in this step; of the others `out` has what they read already.
+    """Runs the sequences that have more than one token in this step; `out` has what the others read.
 
-    Windows are cut across the step, not the sequences, so that there are as many whatever the sequences: what needs no
-    state is computed for all at once. Then each pair of a sequence and a window that has tokens of it takes its turn.
+    Windows are cut across the step, not the sequences, so that their number is fixed: what needs no state is computed
+    for all at once. Then each pair of a sequence and a window that has tokens of it takes its turn.
     """
     assert meta.states is not None
     rows, count, last_seq = meta.states, len(x.v), len(meta.context_len) - 1
@@ -161,12 +161,8 @@ def prefill(
         buffer = buffer.at[where].set(jnp.stack(after), mode="drop")
         done = (window + 1) * width > end
         following = jnp.minimum(seq + 1, last_seq)
-        return (
-            jnp.where(done, seq + 1, seq),
-            jnp.where(done, meta.query_start[following] // width, window + 1),
-            out,
-            buffer,
-        )
+        window = jnp.where(done, meta.query_start[following] // width, window + 1)
+        return jnp.where(done, seq + 1, seq), window, out, buffer
 
     first = jnp.minimum(meta.num_decodes, last_seq)
     carry = (meta.num_decodes, meta.query_start[first] // width, out, buffer)

@@ -55,24 +55,19 @@ class Kernels:
             of each pair; pairs of the expert after the last give zeros. The rest is as of `experts`.
         add_norm: `(x, out, norm)` -> `x + out` and its norm; may be absent. `out` may be a `Mixture` or `Unsummed`.
         latent_attention: `(q [T, H, d], latent [T, D], weight, norm, angles, pages, meta, *, scale, one_product)` ->
-            latent attention and the pages, from what projections give to what the output's takes; may be absent. A
-            head's rows of the weight, `[o, L]`, first make its keys of the normed latent, the others its values.
-            `one_product` says that queries and latents are projected from the same.
-        causal_conv: see `states.causal_conv`.
-        delta_rule: see `delta_rule.delta_rule`.
-        ssd: see `ssd.recurrent`.
-        low_rank: see `products.low_rank`.
+            latent attention and the pages, between the projections; may be absent. A head's first rows of the weight,
+            `[o, L]`, make its keys of the normed latent, the others its values. `one_product` says that queries and
+            latents are projected from the same.
+        causal_conv, delta_rule, ssd, low_rank: see their defaults.
         adapted: `(x, weight, norm, residual, AdapterArrays, AdapterUses)` -> the parts of a product with what adapters
             add to them; may be absent.
-        packed_attention: attention of whole texts without pages; see `reference.packed_attention`.
-        normalise: a norm that stands by itself; see `products.normalise`.
+        packed_attention, normalise: attention of whole texts without pages, and a norm by itself; see their defaults.
         sums: a sampler's, over rows of logits.
         native: these are the C++ kernels of a CPU, for which weights go into tiles where there are kernels for them.
         gpu_tiles: these are kernels of NVIDIA GPUs, for which weights of few bits go into tiles of theirs.
         rotates_heads: attention takes the heads' norms and angles, and applies them itself; and with an `add_norm`,
             the `Unsummed` that queries, keys and values are the sum of, to read it in their place.
-        wide_sums: what devices have each of a sum is added up in float32; else in the model's own type, which is half
-            as much to send, and no conversion afterwards.
+        wide_sums: devices add up their parts of a sum in float32; else in the model's own type, half as much to send.
         smallest_rows: that a decode is padded to; one alone would leave XLA's fast matrix products.
     """
 
@@ -130,7 +125,7 @@ def _gpu_latent_attention(
 REFERENCE = Kernels("reference", reference.paged_attention, products.linear, products.tiles, pages.stored_as_bits)
 """Plain XLA, as CPUs like it, and the oracle of the others."""
 
-COMPILED = replace(REFERENCE, grouped_matmul=products.ragged_dot, page_dtype=pages.stored_as_is, ssd=ssd.chunked)
+COMPILED = replace(REFERENCE, grouped_matmul=products.ragged_dot, page_dtype=np.dtype, ssd=ssd.chunked)
 """Plain XLA, as accelerators like it."""
 
 COMPILED_GPU = replace(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 
@@ -37,14 +38,14 @@ class StepMetadata:
 
     Worked example, page_size 4: sequence 0 decodes its 6th token, sequence 1 prefills tokens 4…6 of its prompt:
 
-        positions    [5, 4, 5, 6, 0, 0, 0, 0]     T = 8, three rows of padding behind
+        positions    [5, 4, 5, 6, 0, 0, 0, 0]     T = 8, then three rows of padding
         context_len  [6, 7, 0, 0]                 S = 4; tokens after this step, the query tokens included
         query_start  [0, 1, 4, 4, 4]
         page_table   [[3, 9, 0], [5, 2, 0], ...]  token p of a sequence lives in page_table[s, p // 4], row p % 4
         num_decodes  [1]
         num_seqs     [2]
 
-    Page 0 belongs to nobody: padding reads and writes it. Query token `t` of sequence `s` attends to positions
+    Page 0 is unused: padding reads and writes it. Query token `t` of sequence `s` attends to positions
     `0 … positions[t]` (and, with a window `w`, only to the last `w` of them).
     """
 
@@ -75,5 +76,30 @@ class StepMetadata:
 
     @property
     def live(self) -> Bool[Array, "T"]:
-        """Which tokens are not padding."""
+        """The tokens that are not padding."""
         return self.seq_ids < self.page_table.shape[0]
+
+
+def prefill_tiles(meta: StepMetadata, tokens: int, block_q: int) -> Int[Array, "tiles 4"]:
+    """Cuts the prefill chunks into tiles of at most `block_q` tokens: rows (sequence, first token, tokens, position).
+
+    The first token is an index into the batch, the position is that token's. Tiles left over have 0 tokens.
+
+    Worked example, block_q 2, one decode row, then chunks of 3 and 2 tokens that follow 4 and 0 cached ones:
+
+        query_start [0, 1, 4, 6], context_len [9, 7, 2]  ->  [1, 1, 2, 4], [1, 3, 1, 6], [2, 4, 2, 0]
+    """
+    num_seqs = meta.context_len.shape[0]
+    seq = jnp.arange(num_seqs)
+    query_len = meta.query_start[1:] - meta.query_start[:-1]
+    is_prefill = (seq >= meta.num_decodes) & (seq < meta.num_seqs)
+    ends = jnp.cumsum(jnp.where(is_prefill, -(-query_len // block_q), 0))
+
+    num_tiles = tokens // block_q + min(num_seqs, tokens)
+    tile = jnp.arange(num_tiles)
+    owner = jnp.minimum(jnp.searchsorted(ends, tile, side="right", method="compare_all"), num_seqs - 1)
+    begin = jnp.where(owner > 0, ends[owner - 1], 0)
+    offset = (tile - begin) * block_q
+    count = jnp.where(tile < ends[-1], jnp.clip(query_len[owner] - offset, 0, block_q), 0)
+    position = meta.context_len[owner] - query_len[owner] + offset
+    return jnp.stack([owner, meta.query_start[owner] + offset, count, position], axis=1).astype(jnp.int32)

@@ -16,8 +16,8 @@ from jaxllm.pallas_kernels.metadata import StepMetadata
 Pages = tuple[Shaped[Array, "N _ _ _"], ...]
 """One layer's buffers, in the layout that its kernels want; see `PageLayout`.
 
-Of a float type, of its bits (see `stored_as_bits`), or quantized: D codes and behind them, in as many channels as
-`SCALE_BYTES`, the scale of one token's head.
+Of a float type, of its bits (see `stored_as_bits`), or quantized: D codes, and then in `SCALE_BYTES` channels the scale
+of one token's head.
 """
 
 QUANTIZED = {"int8": np.dtype(np.int8), "fp8": np.dtype(np.uint8)}
@@ -38,11 +38,7 @@ class PageLayout(NamedTuple):
     """Makes a device's part of a buffer, while tracing."""
 
 
-def _by_head(num_pages: int, page_size: int, heads: int, dims: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    return tuple((num_pages, heads, page_size, dim) for dim in dims)
-
-
-BY_HEAD = PageLayout(_by_head, heads_axis=1)
+BY_HEAD = PageLayout(lambda pages, size, heads, dims: tuple((pages, heads, size, dim) for dim in dims), heads_axis=1)
 """`(k_pages, v_pages)`, each `[N, K, page_size, D]`; or `(latent_pages,)`, with values in the keys' first channels."""
 
 
@@ -70,20 +66,13 @@ LANES = 128
 """Channels that a TPU's registers, and its memory's tiles, have beside each other."""
 
 
-def _interleaved(num_pages: int, page_size: int, heads: int, dims: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    return ((num_pages, page_size, 2 * heads, -(-max(dims) // LANES) * LANES),)
-
-
-INTERLEAVED = PageLayout(_interleaved, heads_axis=2)
+INTERLEAVED = PageLayout(
+    lambda pages, size, heads, dims: ((pages, size, 2 * heads, -(-max(dims) // LANES) * LANES),), heads_axis=2
+)
 """`(kv_pages,)`, `[N, page_size, 2 K, D']`: each head's key and then its value, filled up to `LANES` channels."""
 
 _CODES = {QUANTIZED["int8"]: jnp.dtype(jnp.int8), QUANTIZED["fp8"]: jnp.dtype(jnp.float8_e4m3fn)}
 LARGEST_CODE = {QUANTIZED["int8"]: 127.0, QUANTIZED["fp8"]: float(jnp.finfo(jnp.float8_e4m3fn).max)}
-
-
-def stored_as_is(dtype: Any) -> np.dtype:
-    """Pages keep floats."""
-    return np.dtype(dtype)
 
 
 def stored_as_bits(dtype: Any) -> np.dtype:
@@ -148,5 +137,5 @@ def places(meta: StepMetadata, page_size: int) -> tuple[Int[Array, "T"], Int[Arr
 
 
 def finite(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`x`, with zero for what is not."""
+    """`x`, with zero for what is not finite."""
     return jnp.where(jnp.isfinite(x), x, 0)

@@ -1,4 +1,4 @@
-"""A layer's products in plain XLA, norms in front of them, and sums that are left to the next kernel.
+"""A layer's products in plain XLA, norms before them, sums that are left to the next kernel, and a sampler's sums.
 
 Grouped products multiply rows, sorted by group, each by its own group's weight (the experts of an MoE layer):
 `(x [N, i], weights [X, o, i], group_sizes [X]) -> [N, o]`, `x[r] @ weight[g].T` for every row `r` of group `g`;
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm import cpu_kernels
 from jaxllm.cpu_kernels import AdapterArrays, AdapterUses
+
+Matrix: TypeAlias = Any
+"""A weight `[o, i]`, or a stack of them; see `quantization.weight`."""
+Norm: TypeAlias = Any
+"""Any norm over the last axis: called with `x`, it gives as much. `RootMeanSquare` is the one that kernels know."""
 
 
 def precision(x: jax.Array) -> lax.Precision | None:
@@ -43,10 +48,6 @@ def linear(
     """The weight's own product."""
     out = weight.matmul(x if norm is None else norm(x))
     return (out if residual is None else residual + out.astype(residual.dtype)).astype(dtype)
-
-
-Norm = Any
-"""Any norm over the last axis: called with `x`, it gives as much. `RootMeanSquare` is the one that kernels know."""
 
 
 def normalise(
@@ -151,45 +152,29 @@ def low_rank(
     """
     a, b, gain, _ = arrays
     places, rank, _ = b.shape
-    inner = _product(x, a.reshape(-1, a.shape[-1]).T).reshape(len(x), places, len(parts), rank)
+    inner = dot(x.astype(a.dtype), a.reshape(-1, a.shape[-1])).reshape(len(x), places, len(parts), rank)
     inner = inner * uses.scales[:, :, None, None]
     factor = 1 + jnp.matmul(uses.scales, gain.astype(jnp.float32), precision=lax.Precision.HIGHEST)
     added, first = [], 0
     for index, part in enumerate(parts):
         end = first + part.shape[1]
         matrix = b[:, :, first:end].reshape(places * rank, -1)
-        added.append(part * factor[:, first:end] + _product(inner[:, :, index].reshape(len(x), -1), matrix))
+        own = inner[:, :, index].reshape(len(x), -1).astype(b.dtype)
+        added.append(part * factor[:, first:end] + dot(own, matrix, contract=0))
         first = end
     return tuple(added)
 
 
-def _product(x: jax.Array, matrix: jax.Array) -> jax.Array:
-    x = x.astype(matrix.dtype)
-    return jnp.matmul(x, matrix, precision=precision(matrix), preferred_element_type=jnp.float32)
-
-
 MIN_TILE, MAX_TILE = 2, 64
-"""Fewest and most rows that are multiplied at a time: XLA:CPU leaves its fast path for a single row."""
+"""The fewest and the most rows that are multiplied at a time: as many as an average group has, in powers of two.
 
-
-@runtime_checkable
-class Matrix(Protocol):
-    """What kernels ask of a weight: a matrix `[o, i]`, or a stack of them; see `quantization.weight`."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def matmul(self, x: jax.Array) -> jax.Array: ...
-
-    def select(self, index: jax.Array) -> Matrix: ...
-
-    def dequantize(self) -> jax.Array: ...
+XLA:CPU leaves its fast path for a single row."""
 
 
 def sort_by_group(group: Int[Array, "N"], num_groups: int) -> tuple[Int[Array, "N"], Int[Array, "N"], Int[Array, "X"]]:
     """The rows in the order of their groups, each row's place in that order, and how many rows each group has.
 
-    Rows whose group is `num_groups` are nobody's and come last.
+    Rows whose group is `num_groups` are unused and come last.
 
     Worked example: groups [2, 0, 1, 0] of two  ->  [1, 3, 2, 0], [3, 0, 2, 1], [2, 1]
     """
@@ -201,7 +186,8 @@ def sort_by_group(group: Int[Array, "N"], num_groups: int) -> tuple[Int[Array, "
 def tiles(x: Float[Array, "N i"], weight: Matrix, group_sizes: Int[Array, "X"]) -> Float[Array, "N o"]:
     """Group by group, a tile of rows at a time: reads the weights of groups that have rows, once, and no others."""
     num_rows, (num_groups, out_features, _) = x.shape[0], weight.shape
-    tile = _tile_rows(num_rows, num_groups)
+    average = -(-num_rows // num_groups)
+    tile = min(max(MIN_TILE, min(MAX_TILE, 1 << (average - 1).bit_length())), num_rows)
     ends = jnp.cumsum(group_sizes)
     used = jnp.cumsum(group_sizes > 0)
 
@@ -224,12 +210,6 @@ def tiles(x: Float[Array, "N i"], weight: Matrix, group_sizes: Int[Array, "X"]) 
     return lax.fori_loop(0, used[-1], group_body, jnp.zeros((num_rows, out_features), jnp.float32))
 
 
-def _tile_rows(num_rows: int, num_groups: int) -> int:
-    """Rows multiplied at a time: the power of two that holds an average group, within `MIN_TILE` … `MAX_TILE`."""
-    average = -(-num_rows // num_groups)
-    return min(max(MIN_TILE, min(MAX_TILE, 1 << (average - 1).bit_length())), num_rows)
-
-
 def ragged_dot(x: Float[Array, "N i"], weight: Matrix, group_sizes: Int[Array, "X"]) -> Float[Array, "N o"]:
     """The compiler's own, where it has one that does not multiply every row by every weight."""
     matrices = weight.dequantize()
@@ -237,13 +217,9 @@ def ragged_dot(x: Float[Array, "N i"], weight: Matrix, group_sizes: Int[Array, "
         dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
     )
     out = lax.ragged_dot_general(
-        x.astype(matrices.dtype),
-        matrices,
-        group_sizes,
-        numbers,
-        precision=precision(matrices),
+        x.astype(matrices.dtype), matrices, group_sizes, numbers, precision=precision(matrices),
         preferred_element_type=jnp.float32,
-    )
+    )  # fmt: skip
     grouped = jnp.arange(x.shape[0]) < jnp.sum(group_sizes)
     return jnp.where(grouped[:, None], out, 0)
 

@@ -1,9 +1,8 @@
-"""Paged attention in plain XLA: the CPU's path for now, and the oracle of the kernels.
+"""Paged attention in plain XLA: the oracle of the kernels, and the path of a CPU without its own.
 
 Both halves walk the pages block by block with a running softmax (Milakov & Gimelshein 2018, arXiv:1805.02867) and stop
 at the longest context they have, so that the cost follows the batch and not the model's maximum. Decode rows go
 together, a block of every sequence's pages at a time; prefill rows go one tile of one sequence's queries at a time.
-Neither half ever holds pages for the other's rows.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxllm.pallas_kernels.metadata import StepMetadata
+from jaxllm.pallas_kernels.metadata import StepMetadata, prefill_tiles
 from jaxllm.pallas_kernels.pages import Pages, from_storage, write_pages
 from jaxllm.pallas_kernels.products import precision
 
@@ -161,24 +160,11 @@ def paged_attention(
         pages = write_pages(pages, k, v, meta)
     grouped = rearrange(q, "token (kv group) dim -> token kv group dim", kv=num_kv)
     if meta.decode_only:
-        live = jnp.arange(tokens) < meta.num_decodes
-        out = _decode(grouped, meta.page_table, meta.positions, live, pages, options)
+        query = jnp.where(jnp.arange(tokens) < meta.num_decodes, meta.positions, -1)
+        out = _walk(grouped, meta.page_table, query[:, None], pages, options, DECODE_BLOCK)
     else:
         out = _mixed(grouped, pages, meta, options)
     return rearrange(out, "token kv group dim -> token (kv group) dim").astype(q.dtype), pages
-
-
-def _decode(
-    q: Float[Array, "S K G D"],
-    page_table: Int[Array, "S P"],
-    positions: Int[Array, "S"],
-    live: jax.Array,
-    pages: Pages,
-    options: Options,
-) -> Float[Array, "S K G Dv"]:
-    """One query token of each sequence; rows that are not `live` come out zero."""
-    out = _walk(q, page_table, jnp.where(live, positions, -1)[:, None], pages, options, DECODE_BLOCK)
-    return jnp.where(live[:, None, None, None], out, 0)
 
 
 def _walk(
@@ -191,7 +177,7 @@ def _walk(
 ) -> Float[Array, "S K M Dv"]:
     """Queries at positions `query`, one for all rows of a sequence or one each, over their sequences' pages.
 
-    A query at -1 sees nothing.
+    A query at -1 sees nothing, and comes out zero.
     """
     page_size = pages[0].shape[2]
     per_block = max(block_tokens // page_size, 1)
@@ -208,7 +194,8 @@ def _walk(
 
     first = jnp.min(jnp.where(query >= 0, options.first_visible(query), jnp.iinfo(jnp.int32).max)) // block
     last = (jnp.max(query) + block) // block
-    return lax.fori_loop(first, last, body, options.start(q.shape[:-1])).finish()
+    out = lax.fori_loop(first, last, body, options.start(q.shape[:-1])).finish()
+    return jnp.where(query[:, None, :, None] >= 0, out, 0)
 
 
 def _mixed(q: Float[Array, "T K G D"], pages: Pages, meta: StepMetadata, options: Options) -> Float[Array, "T K G Dv"]:
@@ -223,67 +210,35 @@ def _mixed(q: Float[Array, "T K G D"], pages: Pages, meta: StepMetadata, options
     def decode_group(i: jax.Array, out: jax.Array) -> jax.Array:
         begin = i * rows
         live = begin + jnp.arange(rows) < meta.num_decodes
-        at = lax.dynamic_slice_in_dim(positions, begin, rows)
-        table = lax.dynamic_slice_in_dim(page_table, begin, rows)
-        part = _decode(lax.dynamic_slice_in_dim(padded, begin, rows), table, at, live, pages, options)
+        query = jnp.where(live, lax.dynamic_slice_in_dim(positions, begin, rows), -1)[:, None]
+        queries, table = (lax.dynamic_slice_in_dim(array, begin, rows) for array in (padded, page_table))
+        part = _walk(queries, table, query, pages, options, DECODE_BLOCK)
         return lax.dynamic_update_slice_in_dim(out, part, begin, 0)
 
     def prefill_tile(i: jax.Array, out: jax.Array) -> jax.Array:
-        seq, begin, end = tiles.seq[i], tiles.begin[i], tiles.end[i]
-        at = lax.dynamic_slice_in_dim(positions, begin, tile)
-        live = begin + jnp.arange(tile) < end
-        part = _prefill_tile(
-            lax.dynamic_slice_in_dim(padded, begin, tile), page_table[seq], jnp.where(live, at, -1), pages, options
-        )
+        seq, begin, count, first = tiles[i]
+        place = jnp.arange(tile)
+        query = jnp.where(place < count, first + place, -1)
+        part = _prefill_tile(lax.dynamic_slice_in_dim(padded, begin, tile), page_table[seq], query, pages, options)
         # Rows past the chunk's end belong to the next tile, which comes later and overwrites them; what the last
         # tile leaves in padding rows is zero, as its masked rows saw nothing.
         return lax.dynamic_update_slice_in_dim(out, part, begin, 0)
 
-    tiles = _tiles(meta, tile)
+    tiles = prefill_tiles(meta, tokens, tile)
     out = jnp.zeros((tokens + tile, num_kv, group, options.value_dim), jnp.float32)
     out = lax.fori_loop(0, (meta.num_decodes + rows - 1) // rows, decode_group, out)
-    return lax.fori_loop(0, tiles.number, prefill_tile, out)[:tokens]
-
-
-class QueryTiles(NamedTuple):
-    """Tiles of prefill queries: each one's sequence and its token range."""
-
-    seq: jax.Array
-    begin: jax.Array
-    end: jax.Array
-    number: jax.Array
-
-
-def _tiles(meta: StepMetadata, tile: int) -> QueryTiles:
-    """Cut every prefill chunk into tiles, in the order of their tokens.
-
-    Worked example, tile 4, one decode and chunks of 5 and 2 tokens: query_start [0, 1, 6, 8]
-        seq [1, 1, 2]   begin [1, 5, 6]   end [6, 6, 8]   number 3
-    """
-    num_seqs = meta.context_len.shape[0]
-    index = jnp.arange(num_seqs)
-    prefill = (index >= meta.num_decodes) & (index < meta.num_seqs)
-    lengths = jnp.where(prefill, jnp.diff(meta.query_start), 0)
-    ends = jnp.cumsum((lengths + tile - 1) // tile)
-    most = (meta.positions.shape[0] + tile - 1) // tile + num_seqs
-    slot = jnp.arange(most)
-    seq = jnp.minimum(jnp.searchsorted(ends, slot, side="right"), num_seqs - 1)
-    first = jnp.where(seq > 0, ends[seq - 1], 0)
-    begin = meta.query_start[seq] + (slot - first) * tile
-    return QueryTiles(seq, begin, meta.query_start[seq + 1], ends[-1])
+    return lax.fori_loop(0, jnp.sum(tiles[:, 2] > 0), prefill_tile, out)[:tokens]
 
 
 def _prefill_tile(
     q: Float[Array, "B K G D"], page_ids: Int[Array, "P"], query: Int[Array, "B"], pages: Pages, options: Options
 ) -> Float[Array, "B K G Dv"]:
-    """A tile of one sequence's queries at positions `query` (-1: no token, comes out zero)."""
     size, _, group, _ = q.shape
     rows = rearrange(q, "size kv group dim -> 1 kv (group size) dim")
     sinks, slopes = (None if x is None else jnp.repeat(x, size, axis=1) for x in (options.sinks, options.slopes))
     options = options._replace(sinks=sinks, slopes=slopes)
     out = _walk(rows, page_ids[None], jnp.tile(query, group)[None], pages, options, PREFILL_BLOCK)
-    out = rearrange(out, "1 kv (group size) dim -> size kv group dim", group=group)
-    return jnp.where((query >= 0)[:, None, None, None], out, 0)
+    return rearrange(out, "1 kv (group size) dim -> size kv group dim", group=group)
 
 
 def _gather(pages: Shaped[Array, "N K page D"], ids: Int[Array, "S n"]) -> Shaped[Array, "S K n*page D"]:

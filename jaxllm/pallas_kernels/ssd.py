@@ -101,9 +101,7 @@ def chunked(
         read = _chunk_read(after[seq], here)
         keeps = (begin < lengths[seq]) & (lengths[seq] <= end)
         kept = lax.cond(
-            keeps,
-            lambda: kept.at[seq].set(_chunk_state(after[seq], here, lengths[seq] - begin)),
-            lambda: kept,
+            keeps, lambda: kept.at[seq].set(_chunk_state(after[seq], here, lengths[seq] - begin)), lambda: kept
         )
         new = _chunk_state(after[seq], here, end - begin)
         return lax.dynamic_update_slice_in_dim(y, read, at, 0), after.at[seq].set(new), kept

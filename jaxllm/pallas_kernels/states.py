@@ -1,10 +1,9 @@
 """States of sequences: how layers read and write them, the simplest of them, and steps whose tokens may be refused.
 
 A causal depthwise convolution keeps the last inputs of each sequence. Other layers keep matrices (`delta_rule`, `ssd`),
-which cannot forget a token. So a step of which some tokens may be refused runs its tokens over copies of the states,
-one layer's at a time, and keeps what the kernel was given of each token: kilobytes, where a state is megabytes. Once it
-is known which tokens stay, the kernel runs those again, over the states themselves. To keep the state after each token
-instead would take that many times the states' memory, and as much more traffic.
+which cannot forget a token. A step of which some tokens may be refused therefore runs its tokens over copies of the
+states, one layer's at a time, and keeps what the kernel was given of each token: kilobytes, where a state is megabytes.
+Once it is known which tokens stay, the kernel runs those again, over the states themselves.
 """
 
 from __future__ import annotations

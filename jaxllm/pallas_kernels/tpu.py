@@ -75,7 +75,6 @@ def paged_attention(
 
 
 def _filled_up(x: Float[Array, "T _ D"], lanes: int) -> Float[Array, "T _ lanes"]:
-    """More channels, of zeros."""
     return jnp.pad(x, ((0, 0), (0, 0), (0, lanes - x.shape[-1])))
 
 

@@ -129,7 +129,6 @@ class Coded(Quantized):
     def _of_run(
         self, codes: Int8[Array, "T i"], scale: Float[Array, "T r"], start: jax.Array | int, size: int
     ) -> Float[Array, "T o"]:
-        """What the inputs from `start` on add to the sums."""
         inputs, weights = (lax.dynamic_slice_in_dim(each, start, size, 1) for each in (codes, self.codes))
         sums = lax.dot_general(inputs, weights, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
         return sums.astype(jnp.float32) * lax.dynamic_slice_in_dim(scale, start // RUN, 1, 1)
@@ -172,7 +171,6 @@ class CodedKind:
         return Coded(place(layout, codes, coding.codes), place(layout, scales, coding.scale), zero, coding, self.dtype)
 
     def _parts(self, tensor: Stored) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Codes, scales and zeros of a tensor as a weight has them."""
         coding, kept = self.coding, tensor.codes
         if tensor.packed and kept is not None and kept.coding == coding:
             return tensor.data.reshape(*kept.scale.shape, -1), kept.scale, kept.zero

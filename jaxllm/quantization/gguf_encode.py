@@ -301,7 +301,6 @@ def _signed_scales(scales: Float32[Array, "n 16"], most: int) -> tuple[Array, Ar
 
 
 def _packed_k_scales(sc: Array, mn: Array) -> UInt8[Array, "n 12"]:
-    """See `gguf_decode.k_scales`."""
     low = [sc[:, :4] | (sc[:, 4:] >> 4) << 6, mn[:, :4] | (mn[:, 4:] >> 4) << 6, sc[:, 4:] & 15 | (mn[:, 4:] & 15) << 4]
     return jnp.concatenate(low, axis=1).astype(jnp.uint8)
 
@@ -367,7 +366,6 @@ def encode(values: np.ndarray, dtype: str, importance: np.ndarray | None = None)
 
 
 def _block_weights(values: np.ndarray, dtype: str, importance: np.ndarray) -> Callable[[slice], np.ndarray]:
-    """How much each weight of some blocks counts."""
     elements, rule = FORMATS[dtype].elements, IMPORTANCE[dtype]
     *lead, inputs = values.shape
     a_row, rows = inputs // elements, lead[-1]

@@ -291,24 +291,21 @@ def _by_row(tiles: PackedMatrix) -> PackedMatrix:
     """The same arrays with `o` in place of tiles and the rows of each."""
 
     def of_plane(plane: Any) -> Any:
-        *stack, count, blocks, rows, width = plane.shape
-        return plane.swapaxes(-3, -2).reshape(*stack, count * rows, blocks, width)
-
-    def of_words(words: Any) -> Any:
-        *stack, count, blocks, number, rows = words.shape
-        return jnp.moveaxis(words, -1, -3).reshape(*stack, count * rows, blocks, number)
-
-    def of_half(half: Any) -> Any:
-        *stack, count, blocks, rows = half.shape
-        return half.swapaxes(-1, -2).reshape(*stack, count * rows, blocks)
+        return _rows_together(plane, -2, 2)
 
     return replace(
         tiles,
         low=of_plane(tiles.low),
         high=None if tiles.high is None else of_plane(tiles.high),
-        words=None if tiles.words is None else of_words(tiles.words),
-        halves=tuple(map(of_half, tiles.halves)),
+        words=None if tiles.words is None else _rows_together(tiles.words, -1, 2),
+        halves=tuple(_rows_together(half, -1, 1) for half in tiles.halves),
     )
+
+
+def _rows_together(array: Any, axis: int, kept: int) -> Any:
+    """The rows of a tile, which are an `axis`, behind each other with those of others; the last `kept` axes stay."""
+    moved = jnp.moveaxis(array, axis, -1 - kept)
+    return moved.reshape(*moved.shape[: -2 - kept], -1, *moved.shape[-kept:])
 
 
 def _expand(tiles: PackedMatrix) -> Float[Array, "*n i"]:

@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
 from jaxllm.quantization.coded import FLOAT16, OrderedKind, fp8_blocks, groups, per_channel
+from jaxllm.quantization.gguf_decode import FORMATS
 from jaxllm.quantization.gguf_weight import BLOCK, GgufKind, block_type
 from jaxllm.quantization.stored import FP8, INT8, UINT8, Coding
 from jaxllm.quantization.weight import DenseKind, WeightKind
 
 SCHEMES: dict[str, Callable[[np.dtype], WeightKind]] = {
-    "q4_0": lambda dtype: GgufKind("Q4_0", dtype),
-    "q4_1": lambda dtype: GgufKind("Q4_1", dtype),
-    "q5_0": lambda dtype: GgufKind("Q5_0", dtype),
-    "q5_1": lambda dtype: GgufKind("Q5_1", dtype),
-    "q8_0": lambda dtype: GgufKind("Q8_0", dtype),
-    "q2k": lambda dtype: GgufKind("Q2_K", dtype),
-    "q3k": lambda dtype: GgufKind("Q3_K", dtype),
-    "q4k": lambda dtype: GgufKind("Q4_K", dtype),
-    "q5k": lambda dtype: GgufKind("Q5_K", dtype),
-    "q6k": lambda dtype: GgufKind("Q6_K", dtype),
-    "int8": lambda dtype: per_channel(INT8, dtype),
-    "int4": lambda dtype: groups(dtype),
-    "fp8": lambda dtype: per_channel(FP8, dtype),
-    "w8a8": lambda dtype: per_channel(INT8, dtype, activations=True),
+    **{type.lower().replace("_k", "k"): partial(GgufKind, type) for type in FORMATS},
+    "int8": partial(per_channel, INT8),
+    "int4": groups,
+    "fp8": partial(per_channel, FP8),
+    "w8a8": partial(per_channel, INT8, activations=True),
 }
 """What a weight may be quantized to, made for a model that computes in a type."""
 
 BLOCKS = {name: kind for name, make in SCHEMES.items() if isinstance(kind := make(np.dtype(np.float32)), GgufKind)}
-"""Of those, the ones that GGUF has."""
+"""The GGUF schemes among them."""
 
 KEPT = "none"
 """The scheme that leaves a weight as the checkpoint has it."""

@@ -334,7 +334,6 @@ class HostShare:
         return PartlyOnHost(resident, host, tuple(np.dtype(array.dtype) for array in arrays))
 
     def _part(self, array: Any, rows: slice) -> Any:
-        """Some matrices of each device's."""
         each = array.shape[0] // self.devices
         count = len(range(each)[rows])
         shape = (self.devices * count, *array.shape[1:])

@@ -59,13 +59,9 @@ class LayerShapes:
     width: int
     heads: tuple[tuple[int, int] | None, ...]
 
-    def has(self, name: str, layer: int) -> bool:
-        """Whether the layer has that activation."""
-        return name not in CACHED or self.heads[layer] is not None
-
     def having(self, name: str) -> list[int]:
-        """The layers that have it."""
-        return [layer for layer in range(len(self.heads)) if self.has(name, layer)]
+        """The layers that have an activation of this name."""
+        return [layer for layer, heads in enumerate(self.heads) if name not in CACHED or heads is not None]
 
     def of(self, tap: Tap) -> tuple[int, ...]:
         """The shape of an activation at one token."""
@@ -107,11 +103,7 @@ def _counted(positions: tuple[int, ...], num_prompt: int) -> list[int]:
 
 
 def read_capture(capture: CaptureRequest, positions: str | Sequence[int], layers: LayerShapes) -> CaptureParams:
-    """What a caller asks for, by its own names or TransformerLens's.
-
-    Raises:
-        InvalidRequestError: naming the field, its value, and what would be accepted.
-    """
+    """The captures that a caller asks for, by our names or TransformerLens's. Raises InvalidRequestError."""
     num_layers = len(layers.heads)
     if isinstance(capture, str):
         capture = [capture]
@@ -126,7 +118,7 @@ def read_capture(capture: CaptureRequest, positions: str | Sequence[int], layers
     if not settled:
         raise _refused("names no activation; it must have one")
     for name, layer in settled:
-        if not layers.has(name, layer):
+        if name in CACHED and layer not in layers.having(name):
             known = ", ".join(map(str, layers.having(name))) or "none"
             raise _refused(f"has layer {layer} of {name!r}; layers with {name} of their own are {known}")
     return CaptureParams(tuple(settled), _positions(positions), tuple(map(layers.of, settled)))
@@ -220,8 +212,7 @@ class Captures(Mapping[str, dict[int, np.ndarray]]):
     def to_xarray(self) -> xarray.Dataset:
         """A variable for each name, with the axes layer, position and channel; those of all heads one after another.
 
-        Raises:
-            ConfigError: xarray is not installed.
+        Raises ConfigError: xarray is not installed.
         """
         return dataset(self.positions, {tap: _flat(array) for tap, array in self.values_by_tap.items()}, FINAL)
 

@@ -50,9 +50,8 @@ class _Translator:
         while self._at < len(self._text):
             name = self._name()
             self._skip(_SPACE)
-            if not self._text.startswith("::=", self._at):
+            if not self._take("::="):
                 raise self._error("'::=' must follow the rule's name")
-            self._at += 3
             self._skip(_SPACE_AND_LINES)
             if name in bodies:
                 raise self._error(f"the rule {name!r} is there twice")
@@ -68,8 +67,7 @@ class _Translator:
 
     def _alternatives(self, space: re.Pattern[str]) -> str:
         found = [self._sequence(space)]
-        while self._next_is("|"):
-            self._at += 1
+        while self._take("|"):
             self._skip(_SPACE_AND_LINES)
             found.append(self._sequence(space))
         return " | ".join(found)
@@ -87,43 +85,34 @@ class _Translator:
         return " ".join(parts) or '""'
 
     def _item(self) -> str:
-        match self._text[self._at]:
-            case '"':
-                return self._literal()
-            case "[":
-                return self._class()
-            case "(":
-                return self._group()
-            case ".":
-                self._at += 1
-                return "/(?s:.)/"
-            case "<" | "!":
-                raise self._error("tokens in angle brackets are not supported")
-            case _:
-                return self._rule(self._name())
+        if self._take('"'):
+            return self._literal()
+        if self._take("["):
+            return self._class()
+        if self._take("("):
+            return self._group()
+        if self._take("."):
+            return "/(?s:.)/"
+        if self._text[self._at] in "<!":
+            raise self._error("tokens in angle brackets are not supported")
+        return self._rule(self._name())
 
     def _literal(self) -> str:
-        self._at += 1
         characters = []
-        while not self._next_is('"'):
+        while not self._take('"'):
             characters.append(json.dumps(self._character("a text's closing '\"'"), ensure_ascii=False))
-        self._at += 1
         return f"({' '.join(characters)})" if characters else '""'
 
     def _class(self) -> str:
-        self._at += 1
-        negated = "^" if self._next_is("^") else ""
-        self._at += len(negated)
+        negated = "^" if self._take("^") else ""
         ranges = []
-        while not self._next_is("]"):
+        while not self._take("]"):
             first = last = self._character("a class's closing ']'")
-            if self._next_is("-") and self._text[self._at + 1 : self._at + 2] != "]":
-                self._at += 1
+            if self._text[self._at + 1 : self._at + 2] != "]" and self._take("-"):
                 last = self._character("a range's end")
             if last < first:
                 raise self._error(f"the range from {first!r} to {last!r} is empty")
             ranges.append(f"\\x{{{ord(first):x}}}-\\x{{{ord(last):x}}}")
-        self._at += 1
         if not ranges:
             raise self._error("a class of characters is empty")
         return f"/[{negated}{''.join(ranges)}]/"
@@ -132,12 +121,10 @@ class _Translator:
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise self._error(f"groups lie more than {MAX_DEPTH} deep")
-        self._at += 1
         self._skip(_SPACE_AND_LINES)
         inside = self._alternatives(_SPACE_AND_LINES)
-        if not self._next_is(")"):
+        if not self._take(")"):
             raise self._error("a group's closing ')' is missing")
-        self._at += 1
         self._depth -= 1
         return f"({inside})"
 
@@ -180,11 +167,13 @@ class _Translator:
         return name.group()
 
     def _rule(self, name: str) -> str:
-        """What a rule is called in Lark, where capitals and dashes mean something."""
+        """The rule's name in Lark, where capitals and dashes mean something."""
         return f"rule_{self._numbers.setdefault(name, len(self._numbers))}"
 
-    def _next_is(self, char: str) -> bool:
-        return self._text.startswith(char, self._at)
+    def _take(self, text: str) -> bool:
+        found = self._text.startswith(text, self._at)
+        self._at += len(text) if found else 0
+        return found
 
     def _skip(self, space: re.Pattern[str]) -> None:
         self._at = space.match(self._text, self._at).end()  # type: ignore[union-attr]

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import jax
     import numpy as np
 
-_FIELD = "logits_processors"
 _DTYPES = {"b": "bool", "i": "int32", "u": "int32", "f": "float32"}
 """What each kind of default value is kept as."""
 
@@ -50,11 +49,7 @@ class LogitsProcessor:
 
 
 def read_processors(functions: Sequence[Callable[..., jax.Array]]) -> tuple[LogitsProcessor, ...]:
-    """Those that an engine is given, whose keyword-only parameters are their arguments.
-
-    Raises:
-        ConfigError: naming what is wrong with one of them.
-    """
+    """The processors of an engine, whose keyword-only parameters are their arguments. Raises ConfigError."""
     found = tuple(map(_read, functions))
     names = [processor.name for processor in found]
     for name in names:
@@ -72,27 +67,21 @@ def _read(function: Callable[..., jax.Array]) -> LogitsProcessor:
     first = [parameter for parameter in parameters if parameter.kind is not inspect.Parameter.KEYWORD_ONLY]
     if len(first) != 2 or any(parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD for parameter in first):
         taken = ", ".join(parameter.name for parameter in parameters)
-        raise ConfigError(
-            f"logits_processors has {name}({taken}); it must take (logits, state), and arguments behind a *: "
-            "(logits, state, *, scale=1.0)"
-        )
+        accepted = "it must take (logits, state), and arguments behind a *: (logits, state, *, scale=1.0)"
+        raise ConfigError(f"logits_processors has {name}({taken}); {accepted}")
     return LogitsProcessor(name, function, {parameter.name: _default(name, parameter) for parameter in named})
 
 
 def _default(name: str, parameter: inspect.Parameter) -> np.ndarray:
-    if parameter.default is inspect.Parameter.empty:
-        raise ConfigError(
-            f"logits_processors: the argument {parameter.name!r} of {name} has no default value, which says what shape "
-            "and type requests may give it"
-        )
     import numpy as np
 
-    value = np.asarray(parameter.default)
+    given, said = parameter.default, f"logits_processors: the argument {parameter.name!r} of {name} has"
+    if given is inspect.Parameter.empty:
+        raise ConfigError(f"{said} no default value, which says what shape and type requests may give it")
+    value = np.asarray(given)
     if value.dtype.kind not in _DTYPES:
-        raise ConfigError(
-            f"logits_processors: the argument {parameter.name!r} of {name} has the default {parameter.default!r}; it "
-            "must be a number, True or False, or an array of them"
-        )
+        accepted = "it must be a number, True or False, or an array of them"
+        raise ConfigError(f"{said} the default {given!r}; {accepted}")
     return value.astype(_DTYPES[value.dtype.kind])
 
 
@@ -101,13 +90,9 @@ Chosen = Mapping[str, Mapping[str, Any]]
 
 
 def read_chosen(given: Mapping[str, Any] | Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What a request uses, as `Chosen`: of a list of names, or a dictionary of names and arguments.
-
-    Raises:
-        InvalidRequestError: it is neither.
-    """
+    """`Chosen` from a list of names, or from names and arguments. Raises InvalidRequestError: it is neither."""
     accepted = "a list of names, or a dictionary of names and arguments, as {'scale': {'factor': 2.0}}"
-    problem = InvalidRequestError([Field(_FIELD), f" is {given!r}; it must be {accepted}"])
+    problem = _refused(f" is {given!r}; it must be {accepted}")
     if isinstance(given, str) or not isinstance(given, Mapping | Sequence):
         raise problem
     chosen = given if isinstance(given, Mapping) else {name: {} for name in given if isinstance(name, str)}
@@ -116,22 +101,20 @@ def read_chosen(given: Mapping[str, Any] | Sequence[str]) -> dict[str, dict[str,
     for name, arguments in chosen.items():
         if not isinstance(name, str) or not isinstance(arguments, Mapping | None):
             raise problem
-    return {name: {key: _plain(value) for key, value in (found or {}).items()} for name, found in chosen.items()}
-
-
-def _plain(value: Any) -> Any:
-    """Numbers and lists of them, which can be compared."""
     import numpy as np
 
-    return value if isinstance(value, str) or value is None else np.asarray(value).tolist()
+    def plain(value: Any) -> Any:
+        return value if isinstance(value, str) or value is None else np.asarray(value).tolist()  # can be compared
+
+    return {name: {key: plain(value) for key, value in (found or {}).items()} for name, found in chosen.items()}
+
+
+def _refused(problem: str) -> InvalidRequestError:
+    return InvalidRequestError([Field("logits_processors"), problem])
 
 
 def argument(name: str, key: str, value: Any, shape: Sequence[int], dtype: str) -> np.ndarray:
-    """What a request gives as the argument `key` of the processor `name`, as the array that this takes.
-
-    Raises:
-        InvalidRequestError: it has another shape, or other values.
-    """
+    """A request's argument `key` of the processor `name`, as an array. Raises InvalidRequestError: it does not fit."""
     import numpy as np
 
     try:
@@ -142,8 +125,7 @@ def argument(name: str, key: str, value: Any, shape: Sequence[int], dtype: str) 
     except (TypeError, ValueError, OverflowError):
         fits = False
     if not fits or found.shape != tuple(shape):
-        said = f" has {value!r} for {key!r} of {name}; it must be {dtype} of the shape {list(shape)}"
-        raise InvalidRequestError([Field(_FIELD), said])
+        raise _refused(f" has {value!r} for {key!r} of {name}; it must be {dtype} of the shape {list(shape)}")
     return found.astype(dtype)
 
 
@@ -152,21 +134,14 @@ Declared = Mapping[str, Mapping[str, tuple[tuple[int, ...], str]]]
 
 
 def check_chosen(declared: Declared, chosen: Chosen) -> None:
-    """Refuse what an engine does not have.
-
-    Raises:
-        InvalidRequestError: a processor, or an argument, or its value.
-    """
+    """Refuse what an engine does not have. Raises InvalidRequestError: a processor, or an argument, or its value."""
     for name, arguments in chosen.items():
         if not declared:
-            said = f" has {name!r}, and this engine has none; they are given as LLM(logits_processors=[...])"
-            raise InvalidRequestError([Field(_FIELD), said])
+            raise _refused(f" has {name!r}, and this engine has none; they are given as LLM(logits_processors=[...])")
         if name not in declared:
-            said = f" has {name!r}{did_you_mean(name, declared)}; this engine has {', '.join(declared)}"
-            raise InvalidRequestError([Field(_FIELD), said])
+            raise _refused(f" has {name!r}{did_you_mean(name, declared)}; this engine has {', '.join(declared)}")
         for key, value in arguments.items():
             if key not in declared[name]:
                 known = ", ".join(declared[name]) or "no arguments"
-                said = f" has {key!r} for {name}{did_you_mean(key, declared[name])}; it takes {known}"
-                raise InvalidRequestError([Field(_FIELD), said])
+                raise _refused(f" has {key!r} for {name}{did_you_mean(key, declared[name])}; it takes {known}")
             argument(name, key, value, *declared[name][key])

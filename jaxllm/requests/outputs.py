@@ -1,12 +1,14 @@
 """What a finished or running request looks like to its caller, and what a model can be asked for besides text.
 
-Names and meanings are vLLM's."""
+Names and meanings are vLLM's.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from html import escape
+from itertools import chain
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
@@ -85,8 +87,7 @@ class CompletionOutput:
         """A row for each token, and for each alternative that `logprobs` has: position, token_id, token, logprob, rank,
         and whether it was chosen.
 
-        Raises:
-            ConfigError: pandas is not installed.
+        Raises ConfigError: pandas is not installed.
         """
         return frame(token_rows(self.token_ids, self.logprobs))
 
@@ -130,11 +131,6 @@ class PooledOutput(NamedTuple):
 
     values: np.ndarray
     num_cached_tokens: int
-
-    @classmethod
-    def from_bytes(cls, pooled: bytes, num_cached_tokens: int) -> PooledOutput:
-        """`pooled` as a TokenDelta carries it."""
-        return cls(np.frombuffer(pooled, "<f4").astype(np.float32), num_cached_tokens)
 
 
 def shape_vector(vector: np.ndarray, dimensions: int | None, normalize: bool) -> np.ndarray:
@@ -198,16 +194,12 @@ class RequestOutput:
         Args:
             prompt: the tokens of the prompt instead, with what `prompt_logprobs` says of them.
 
-        Raises:
-            ConfigError: pandas is not installed.
+        Raises ConfigError: pandas is not installed.
         """
         if prompt:
             return frame(token_rows(self.prompt_token_ids, self.prompt_logprobs))
-        return frame(
-            row
-            for output in self.outputs
-            for row in token_rows(output.token_ids, output.logprobs, completion=output.index)
-        )
+        rows = (token_rows(output.token_ids, output.logprobs, completion=output.index) for output in self.outputs)
+        return frame(chain.from_iterable(rows))
 
     def __repr__(self) -> str:
         asked = f"{len(self.prompt_token_ids):,} tokens" if self.prompt is None else shortened(self.prompt)
@@ -225,12 +217,9 @@ class RequestOutput:
         texts = [prompt + text_block(output._text_html()) for output in self.outputs[:1]]
         texts += [text_block("… ", faint=True) + text_block(output._text_html()) for output in self.outputs[1:]]
         notes = "; ".join(output._summary() for output in self.outputs)
-        tint = " · the stronger the tint, the less likely the token; hover for others" if self._is_tinted else ""
+        is_tinted = any(steps is not None for steps in (self.prompt_logprobs, *(o.logprobs for o in self.outputs)))
+        tint = " · the stronger the tint, the less likely the token; hover for others" if is_tinted else ""
         return panel(texts, f"{len(self.prompt_token_ids):,} tokens of prompt → {notes}{tint}")
-
-    @property
-    def _is_tinted(self) -> bool:
-        return self.prompt_logprobs is not None or any(output.logprobs is not None for output in self.outputs)
 
 
 MAX_ENTRIES = 2**20
@@ -282,15 +271,16 @@ class PromptScores(msgspec.Struct):
             yield [first, *((i, lp) for i, lp in others if i != first[0] and lp.logprob > -np.inf)]
 
 
-class ScoresInProgress:
+class ScoresInProgress(NamedTuple):
     """Arrays that are filled chunk by chunk; see PromptScores."""
 
-    def __init__(self, tokens: np.ndarray, ids: np.ndarray, ranks: np.ndarray, logprobs: np.ndarray):
-        self.tokens, self.ids, self.ranks, self.logprobs = tokens, ids, ranks, logprobs
+    tokens: np.ndarray
+    ids: np.ndarray
+    ranks: np.ndarray
+    logprobs: np.ndarray
 
     def finish(self) -> PromptScores:
-        """As plain data."""
-        return PromptScores(*(a.tobytes() for a in (self.tokens, self.ids, self.ranks, self.logprobs)))
+        return PromptScores(*(array.tobytes() for array in self))
 
 
 def of_vocabulary(token: int, row: np.ndarray) -> RankedLogprobs:
@@ -382,6 +372,5 @@ class PoolingParams:
         if self.token_ids and self.kind != "logits":
             raise InvalidRequestError(f"token_ids needs kind 'logits', not {self.kind!r}", param="token_ids")
         if len(self.token_ids) > MAX_TOKEN_IDS:
-            raise InvalidRequestError(
-                f"token_ids has {len(self.token_ids)} ids; it may have {MAX_TOKEN_IDS}", param="token_ids"
-            )
+            problem = f"token_ids has {len(self.token_ids)} ids; it may have {MAX_TOKEN_IDS}"
+            raise InvalidRequestError(problem, param="token_ids")

@@ -59,7 +59,6 @@ _FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_i
 _TOKEN_IDS = (
     "allowed_token_ids", "stop_token_ids", "shown_special_token_ids", "logprob_token_ids", "predicted_token_ids",
 )  # fmt: skip
-_TEXTS = ("stop", "bad_words")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +166,7 @@ class SamplingParams:
         for name in _FLAGS:
             _check(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         set_field(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
-        for name in _TEXTS:
+        for name in ("stop", "bad_words"):
             set_field(self, name, _tuple(name, getattr(self, name), "a list of strings") or ())
         for name in _TOKEN_IDS:
             ids = _tuple(name, getattr(self, name), "a list of token ids")
@@ -231,15 +230,8 @@ class SamplingParams:
     @property
     def adjusts_logits(self) -> bool:
         """True when logits change before the choice, so that even argmax needs the request's history."""
-        return bool(
-            self.logit_bias
-            or self.allowed_token_ids
-            or self.bad_words
-            or self.min_tokens
-            or self.presence_penalty
-            or self.frequency_penalty
-            or self.repetition_penalty != 1.0
-        )
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        return bool(penalties or self.logit_bias or self.allowed_token_ids or self.bad_words or self.min_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,8 +48,7 @@ def plain(schema: Any) -> Any:
     With `"x-guidance": {"lenient": true}` in it, as a tool's schema has that is not strict, numbers that cannot be
     enforced exactly are left out as well.
 
-    Raises:
-        UnenforceableError: a bound, or a number among the values, that llguidance would round.
+    Raises UnenforceableError: a bound, or a number among the values, that llguidance would round.
     """
     if isinstance(schema, bool):
         return {} if schema else {"not": {}}
@@ -74,24 +73,20 @@ def _copied(schema: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]
             nodes.append(value)
         return value
 
-    root, at = copy(schema), 0
-    while at < len(nodes):
-        node = nodes[at]
-        for key in _ONE:
-            if key in node:
-                node[key] = copy(node[key])
-        for key in _LISTED:
-            if isinstance(node.get(key), list):
-                node[key] = [copy(value) for value in node[key]]
-        for key in _NAMED:
-            if isinstance(node.get(key), dict):
-                node[key] = {name: copy(value) for name, value in node[key].items()}
-        at += 1
+    root = copy(schema)
+    for node in nodes:  # there are more and more
+        for key in dict.fromkeys((*_ONE, *_LISTED, *_NAMED)):
+            value = node.get(key)
+            if key in _LISTED and isinstance(value, list):
+                node[key] = [copy(inner) for inner in value]
+            elif key in _NAMED and isinstance(value, dict):
+                node[key] = {name: copy(inner) for name, inner in value.items()}
+            elif key in _ONE and isinstance(value, dict):
+                node[key] = copy(value)
     return root, nodes
 
 
 def _prune(node: dict[str, Any]) -> None:
-    """Leave out the node's own keywords that forbid nothing."""
     for key in (*_MAXIMA, *_MINIMA):
         if isinstance(node.get(key), float) and node[key].is_integer():
             node[key] = int(node[key])
@@ -147,10 +142,6 @@ def _is_zero(value: Any, _: dict[str, Any]) -> bool:
     return type(value) is int and value == 0
 
 
-def _is_beyond_answers(value: Any, _: dict[str, Any]) -> bool:
-    return type(value) is int and value >= MOST_COUNTED
-
-
 _NEEDLESS: dict[str, Callable[[Any, dict[str, Any]], bool]] = {
     "uniqueItems": lambda value, _: value is False,
     "contains": lambda _, node: _is_zero(node.get("minContains"), node) and "maxContains" not in node,
@@ -165,7 +156,7 @@ _NEEDLESS: dict[str, Callable[[Any, dict[str, Any]], bool]] = {
     "$dynamicAnchor": lambda *_: True,
     "$recursiveAnchor": lambda *_: True,
     **dict.fromkeys(("minLength", "minItems", "minProperties"), _is_zero),
-    **dict.fromkeys(_MAXIMA, _is_beyond_answers),
+    **dict.fromkeys(_MAXIMA, lambda value, _: _is_integer(value) and value >= MOST_COUNTED),
 }
 """Of each keyword, whether it forbids nothing at this value in this schema."""
 
@@ -189,17 +180,17 @@ def check_numbers(node: dict[str, Any], *, lenient: bool = False) -> None:
     Integers' exclusive bounds become inclusive ones, since it counts to the next integer in floats. With `lenient`
     bounds that would be rounded are left out.
 
-    Raises:
-        UnenforceableError: it names the keyword and the value.
+    Raises UnenforceableError: it names the keyword and the value.
     """
-    is_whole = _has_only_integers(node.get("type"))
+    types = node["type"] if isinstance(node.get("type"), list) else [node.get("type")]
+    is_whole = "integer" in types and all(isinstance(name, str) and name in _WHOLE for name in types)
     if is_whole:
         for inclusive, exclusive, step in (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1)):
             _include(node, inclusive, exclusive, step)
     for key in (*_BOUNDS, "multipleOf"):
         value: Any = node.get(key)
         excludes = key.startswith("exclusive") or node.get(f"exclusive{key.capitalize()}") is True
-        if _is_number(value) and not _is_exact(key, value, is_whole, excludes):
+        if type(value) in (int, float) and not _is_exact(key, value, is_whole, excludes):
             if not lenient:
                 problem = f"which would be rounded; it is exact from {-_SAFE} to {_SAFE}"
                 raise UnenforceableError(f"{key} is {value}, {problem}")
@@ -208,11 +199,6 @@ def check_numbers(node: dict[str, Any], *, lenient: bool = False) -> None:
         for value in _integers(node.get(key)):
             if not -(2**63) <= value < 2**64:
                 raise UnenforceableError(f"{key} has {value}; integers must be from {-(2**63)} to {2**64 - 1}")
-
-
-def _has_only_integers(types: Any) -> bool:
-    named = types if isinstance(types, list) else [types]
-    return "integer" in named and all(isinstance(name, str) and name in _WHOLE for name in named)
 
 
 def _include(node: dict[str, Any], inclusive: str, exclusive: str, step: int) -> None:
@@ -229,10 +215,6 @@ def _include(node: dict[str, Any], inclusive: str, exclusive: str, step: int) ->
     if _is_exact(inclusive, nearest, True):
         node[inclusive] = nearest
         del node[exclusive]
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
 
 
 def _is_integer(value: Any) -> bool:
@@ -253,7 +235,6 @@ def _is_exact(key: str, value: float, is_whole: bool, excludes: bool = False) ->
 
 
 def _integers(value: Any) -> list[int]:
-    """All integers inside a JSON value."""
     found, todo = [], [value]
     while todo:
         value = todo.pop()
@@ -381,7 +362,8 @@ class _Closing:
 
     def _are_told_apart(self, members: list[Any]) -> bool:
         """By a property that all require, with other values in each; else closing makes one of what was several."""
-        objects = [m for m in map(self._resolved, members) if not (isinstance(m, dict) and m.get("type") == "null")]
+        found = [self._target(m["$ref"]) if isinstance(m, dict) and m.keys() == {"$ref"} else m for m in members]
+        objects = [m for m in found if not (isinstance(m, dict) and m.get("type") == "null")]
         if not all(isinstance(m, dict) and "required" in m and "properties" in m for m in objects):
             return len(objects) == 1
         for name in objects[0]["required"] if objects else ():
@@ -390,19 +372,24 @@ class _Closing:
                 return True
         return len(objects) == 1
 
-    def _resolved(self, node: Any) -> Any:
-        return self._target(node["$ref"]) if isinstance(node, dict) and node.keys() == {"$ref"} else node
-
     def _target(self, reference: str) -> Any:
-        """What a reference to this document means; None for another."""
-        if not reference.startswith("#"):
-            return None
-        node: Any = self._root
-        for step in filter(None, reference[1:].split("/")):
-            step = step.replace("~1", "/").replace("~0", "~")
-            node = node[int(step)] if isinstance(node, list) and step.isdigit() else node
-            node = node.get(step) if isinstance(node, dict) else node
-        return node if isinstance(node, (dict, bool)) else None
+        """The schema that a reference to this document means; None for another."""
+        found = pointed(reference, self._root)
+        return found if isinstance(found, (dict, bool)) else None
+
+
+def pointed(reference: Any, root: Any) -> Any:
+    """The part of a document that a JSON pointer such as #/$defs/day means; None where it means none."""
+    if not isinstance(reference, str) or not f"{reference}/".startswith("#/"):
+        return None
+    found = root
+    for part in reference.split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+            found = found[int(key)]
+        else:
+            found = found.get(key) if isinstance(found, dict) else None
+    return found
 
 
 def _other_values(node: dict[str, Any]) -> Iterator[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
@@ -25,11 +25,7 @@ MOST_SHOWN = 20
 
 
 def optional(module: str, method: str) -> Any:
-    """A package that jaxllm works without.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """A package that jaxllm works without. Raises ConfigError: it is not installed."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
@@ -47,26 +43,14 @@ def token_rows(
         step = None if steps is None else steps[position]
         candidates: Iterable[tuple[int, Likely | None]] = step.items() if step else [(token_id, None)]
         for candidate, entry in candidates:
-            rows.append(
-                same
-                | {
-                    "position": position,
-                    "token_id": candidate,
-                    "token": None if entry is None else entry.decoded_token,
-                    "logprob": float("nan") if entry is None else entry.logprob,
-                    "rank": None if entry is None else entry.rank,
-                    "chosen": candidate == token_id,
-                }
-            )
+            token, logprob, rank = (entry.decoded_token, entry.logprob, entry.rank) if entry else (None, math.nan, None)
+            row = {"position": position, "token_id": candidate, "token": token, "logprob": logprob, "rank": rank}
+            rows.append({**same, **row, "chosen": candidate == token_id})
     return rows
 
 
 def frame(rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
-    """A DataFrame of rows; ranks are whole numbers, of which some may be missing.
-
-    Raises:
-        ConfigError: pandas is not installed.
-    """
+    """A DataFrame of rows, of whose ranks some may be missing. Raises ConfigError: pandas is not installed."""
     found = optional("pandas", "to_pandas").DataFrame(list(rows))
     return found.astype({"rank": "Int64"}) if "rank" in found else found
 
@@ -75,8 +59,7 @@ def dataset(positions: np.ndarray, values: Mapping[tuple[str, int], np.ndarray],
     """Activations by their names and layers; a name whose layers or channels are others than the first's has axes of
     its own.
 
-    Raises:
-        ConfigError: xarray is not installed.
+    Raises ConfigError: xarray is not installed.
     """
     xr = optional("xarray", "to_xarray")
     coordinates = {"position": positions}
@@ -104,7 +87,10 @@ class OutputList(list[T], Generic[T]):
     """A list of outputs that a notebook shows one under the other."""
 
     def _repr_html_(self) -> str:
-        shown = [_html_of(output) or f"<pre>{escape(repr(output))}</pre>" for output in self[:MOST_SHOWN]]
+        shown = [
+            output._repr_html_() if hasattr(output, "_repr_html_") else f"<pre>{escape(repr(output))}</pre>"
+            for output in self[:MOST_SHOWN]
+        ]
         left = len(self) - len(shown)
         return "<hr>".join([*shown, *([f"<em>and {left:,} more</em>"] if left else [])]) or "<em>no outputs</em>"
 
@@ -115,8 +101,7 @@ class TableList(OutputList[T]):
     def to_pandas(self) -> pandas.DataFrame:
         """The tables of all of them, one after the other; `output` is the place in the list.
 
-        Raises:
-            ConfigError: pandas is not installed.
+        Raises ConfigError: pandas is not installed.
         """
         pd = optional("pandas", "to_pandas")
         tables = [output.to_pandas() for output in self]  # type: ignore[attr-defined]
@@ -125,14 +110,9 @@ class TableList(OutputList[T]):
         return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
 
 
-def _html_of(output: object) -> str | None:
-    show: Callable[[], str] | None = getattr(output, "_repr_html_", None)
-    return None if show is None else show()
-
-
 MOST_TOKENS = 2000
 """Of a text; what follows is counted only."""
-_ORANGE = (230, 120, 0)
+_ORANGE = "230,120,0"
 _STRONGEST = 0.6
 """How opaque the tint of an impossible token is: text remains readable on it, on light pages and on dark ones."""
 
@@ -188,32 +168,25 @@ def _hint(token_id: int, step: Mapping[int, Likely] | None) -> str:
     own = step[token_id]
     ranked = "" if own.rank is None else f", rank {own.rank}"
     exact = f"log-probability {own.logprob:.3f}{ranked}, token {token_id}"
-    first = f"{_named(token_id, own)}: {_percent(own.logprob)} ({exact})"
-    others = [
-        f"{_named(other, entry)}: {_percent(entry.logprob)}" for other, entry in step.items() if other != token_id
-    ]
-    return "\n".join([first, *others])
+    others = [_chance(other, entry) for other, entry in step.items() if other != token_id]
+    return "\n".join([f"{_chance(token_id, own)} ({exact})", *others])
 
 
-def _named(token_id: int, entry: Likely) -> str:
-    return str(token_id) if entry.decoded_token is None else repr(entry.decoded_token)
-
-
-def _percent(logprob: float) -> str:
-    return f"{100 * math.exp(logprob):.3g} %"
+def _chance(token_id: int, entry: Likely) -> str:
+    name = str(token_id) if entry.decoded_token is None else repr(entry.decoded_token)
+    return f"{name}: {100 * math.exp(entry.logprob):.3g} %"
 
 
 def tinted(tokens: Iterable[ShownToken]) -> str:
     """Spans whose background is the stronger the less likely the token was, each with its hint as a tooltip."""
-    return "".join(_span(token) for token in tokens)
-
-
-def _span(token: ShownToken) -> str:
-    style = ""
-    if token.probability is not None:
-        opacity = _STRONGEST * (1 - min(max(token.probability, 0.0), 1.0))
-        style = f' style="background-color:rgba({",".join(map(str, _ORANGE))},{opacity:.3f})"'
-    return f'<span title="{escape(token.hint)}"{style}>{escape(token.text)}</span>'
+    spans = []
+    for token in tokens:
+        style = ""
+        if token.probability is not None:
+            opacity = _STRONGEST * (1 - min(max(token.probability, 0.0), 1.0))
+            style = f' style="background-color:rgba({_ORANGE},{opacity:.3f})"'
+        spans.append(f'<span title="{escape(token.hint)}"{style}>{escape(token.text)}</span>')
+    return "".join(spans)
 
 
 def text_block(html: str, *, faint: bool = False) -> str:
@@ -224,9 +197,8 @@ def text_block(html: str, *, faint: bool = False) -> str:
 
 def panel(texts: Sequence[str], note: str) -> str:
     """One output: texts under each other, and a line about them."""
-    shown = "".join(
-        f'<div style="white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.6">{text}</div>' for text in texts
-    )
+    style = "white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.6"
+    shown = "".join(f'<div style="{style}">{text}</div>' for text in texts)
     return f'<div style="margin:.4em 0">{shown}<div style="font-size:85%;opacity:.7">{escape(note)}</div></div>'
 
 
@@ -272,12 +244,10 @@ def heat_map(title: str, values: np.ndarray, rows: Axis, columns: Axis) -> str:
         if at % max(1, math.ceil(len(cells) / 16)) == 0:
             parts.append(_text(0, y + _CELL_HEIGHT - 1, label))
         for place, (column, value) in enumerate(zip(column_labels, row, strict=True)):
-            hint = f"{rows.name} {label}, {columns.name} {column}: {value:.4g}"
-            at_place = (
-                f'x="{_MARGIN + place * width:.1f}" y="{y}" width="{width + 0.3:.1f}" height="{_CELL_HEIGHT + 0.3}"'
-            )
-            fill = _colour(value, least, most)
-            parts.append(f'<rect {at_place} fill="{fill}"><title>{escape(hint)}</title></rect>')
+            hint = escape(f"{rows.name} {label}, {columns.name} {column}: {value:.4g}")
+            x, fill = _MARGIN + place * width, _colour(value, least, most)
+            size = f'width="{width + 0.3:.1f}" height="{_CELL_HEIGHT + 0.3}"'
+            parts.append(f'<rect x="{x:.1f}" y="{y}" {size} fill="{fill}"><title>{hint}</title></rect>')
     ends = f"{rows.name} down; {columns.name} {column_labels[0]} to {column_labels[-1]} across" if column_labels else ""
     parts.append(_text(_MARGIN, _LINE + height + _LINE - 2, ends))
     whole = height + 2 * _LINE
@@ -293,7 +263,7 @@ def _text(x: float, y: float, text: str) -> str:
 
 
 def _fewer(values: np.ndarray, labels: Sequence[str], most: int) -> tuple[np.ndarray, list[str]]:
-    """At most so many rows, and their labels: 0-3, 4-7 where each is of four."""
+    """At most `most` rows, and their labels: 0-3, 4-7 where each is of four."""
     each = max(1, math.ceil(len(values) / most))
     if each == 1:
         return values, list(labels)

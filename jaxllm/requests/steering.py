@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Integral
 from os import PathLike, fspath
 from typing import Any
 
@@ -14,6 +13,7 @@ import msgspec
 import numpy as np
 
 from jaxllm.errors import InvalidRequestError
+from jaxllm.requests.captures import integers
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,11 +61,7 @@ Steers = Steer | Sequence[Steer] | Sequence[Steer | Sequence[Steer] | None] | No
 
 
 def steers_of(given: Steers, count: int) -> list[list[Steer]]:
-    """Those of each of `count` prompts.
-
-    Raises:
-        InvalidRequestError: there is an entry for each of another number of prompts.
-    """
+    """The entries of each of `count` prompts. Raises InvalidRequestError if they are for another number of prompts."""
     if given is None or isinstance(given, Steer):
         return [[] if given is None else [given]] * count
     given = list(given)
@@ -79,11 +75,7 @@ def steers_of(given: Steers, count: int) -> list[list[Steer]]:
 def read_steering(
     steers: Sequence[Steer], num_prompt: int, *, num_layers: int, width: int, longest: int
 ) -> Steering | None:
-    """The sum of vectors for a prompt of so many tokens, in a context of `longest`; None without any.
-
-    Raises:
-        InvalidRequestError: a layer, a vector or positions that this model does not have, or positions that differ.
-    """
+    """The sum of vectors for a prompt, in a context of `longest`; None without any. Raises InvalidRequestError."""
     if not steers:
         return None
     ranges = {_range(steer.positions, num_prompt, longest): steer.positions for steer in steers}
@@ -160,11 +152,7 @@ class Patching:
 
 
 def patches_of(given: Patches, count: int) -> list[Patch]:
-    """Those of each of `count` prompts.
-
-    Raises:
-        InvalidRequestError: there is an entry for each of another number of prompts.
-    """
+    """The entries of each of `count` prompts. Raises InvalidRequestError if they are for another number of prompts."""
     if given is None or isinstance(given, Mapping):
         return [given or {}] * count
     given = list(given)
@@ -174,11 +162,7 @@ def patches_of(given: Patches, count: int) -> list[Patch]:
 
 
 def read_patch(patch: Patch, num_prompt: int, *, num_layers: int, width: int, longest: int) -> Patching | None:
-    """The patches of a prompt of so many tokens, in a context of `longest`; None without any.
-
-    Raises:
-        InvalidRequestError: a layer, a position or a value that this model does not have.
-    """
+    """The patches of a prompt, in a context of `longest`; None without any. Raises InvalidRequestError."""
     if not patch:
         return None
     most = MOST_BYTES // (4 * width)
@@ -186,7 +170,10 @@ def read_patch(patch: Patch, num_prompt: int, *, num_layers: int, width: int, lo
         raise _refused(f"has {len(patch)} entries; accepted are up to {most}", "patch")
     found: dict[tuple[int, int], np.ndarray] = {}
     for place, given in patch.items():
-        layer, position = _place(place)
+        numbers = integers(place) if isinstance(place, tuple) else []
+        if len(numbers) != 2:
+            raise _refused(f"has the key {place!r}; it must be (layer, position)", "patch")
+        layer, position = numbers
         if not -num_layers <= layer < num_layers:
             raise _refused(f"has layer {layer}; layers go from 0 to {num_layers - 1}", "patch")
         if not -num_prompt <= position < longest:
@@ -204,13 +191,6 @@ def read_patch(patch: Patch, num_prompt: int, *, num_layers: int, width: int, lo
     places = tuple(sorted(found))
     values = np.stack([found[place] for place in places]).tobytes()
     return Patching(places, values, hashlib.sha256(repr(places).encode() + values).hexdigest())
-
-
-def _place(place: Any) -> tuple[int, int]:
-    pair = isinstance(place, tuple) and len(place) == 2
-    if not pair or not all(isinstance(number, Integral) and not isinstance(number, bool) for number in place):
-        raise _refused(f"has the key {place!r}; it must be (layer, position)", "patch")
-    return int(place[0]), int(place[1])
 
 
 class AdapterUse(msgspec.Struct, frozen=True):
@@ -242,11 +222,6 @@ class LoRARequest:
     lora_path: str | PathLike[str]
     scale: float = 1.0
 
-    @property
-    def use(self) -> AdapterUse:
-        """The same as the engine is told it."""
-        return AdapterUse(self.lora_int_id, self.lora_name, fspath(self.lora_path), self.scale)
-
 
 LoRA = LoRARequest | Sequence[LoRARequest]
 """One adapter, or several that are added together."""
@@ -263,4 +238,4 @@ def adapter_uses(given: LoRA | None) -> tuple[AdapterUse, ...]:
         if isinstance(request.scale, bool) or not isinstance(request.scale, (int, float)) or abs(request.scale) > 1e6:
             said = f"the scale of adapter {request.lora_name!r} is {request.scale!r}; accepted are numbers up to 1e6"
             raise InvalidRequestError(said, param="lora_request")
-    return tuple(request.use for request in requests)
+    return tuple(AdapterUse(r.lora_int_id, r.lora_name, fspath(r.lora_path), r.scale) for r in requests)

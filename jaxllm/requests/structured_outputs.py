@@ -15,7 +15,7 @@ import sys
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import Field, InvalidRequestError, one_line
@@ -103,14 +103,11 @@ class StructuredOutputs:
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             found = f"{' and '.join(given)} are set" if given else "nothing is set"
-            raise InvalidRequestError(
-                f"structured_outputs: {found}; it must have exactly one of {', '.join(KINDS)}",
-                param="structured_outputs",
-            )
+            problem = f"structured_outputs: {found}; it must have exactly one of {', '.join(KINDS)}"
+            raise InvalidRequestError(problem, param="structured_outputs")
         if self.choice is not None and not (self.choice and all(isinstance(c, str) and c for c in self.choice)):
-            raise InvalidRequestError(
-                f"choice is {list(self.choice)!r}; it must be a list of non-empty strings", param="choice"
-            )
+            problem = f"choice is {list(self.choice)!r}; it must be a list of non-empty strings"
+            raise InvalidRequestError(problem, param="choice")
 
     @property
     def kind(self) -> str:
@@ -119,10 +116,7 @@ class StructuredOutputs:
 
 
 def grammar_text(outputs: StructuredOutputs) -> str:
-    """The grammar that `compile_grammar` gives, found in this process, which a hostile constraint can end.
-
-    Raises as it does.
-    """
+    """The grammar that `compile_grammar` gives, found in this process, which a hostile constraint can end."""
     from llguidance import LLMatcher
 
     kind = outputs.kind
@@ -242,9 +236,8 @@ def ascii_classes(regex: str) -> str:
 def compile_grammar(outputs: StructuredOutputs) -> str:
     """The constraint as llguidance's grammar text, known to be enforceable; blocks while another process finds out.
 
-    Raises:
-        InvalidRequestError: it is malformed, uses what llguidance cannot enforce, or needs more time, stack or memory
-            than one grammar may have. Its pieces are the field and what is wrong with it.
+    Raises InvalidRequestError: it is malformed, uses what llguidance cannot enforce, or needs more time, stack or
+    memory than one grammar may have. Its pieces are the field and what is wrong with it.
     """
     kind = outputs.kind
     value = getattr(outputs, kind)
@@ -285,22 +278,18 @@ class GrammarCache:
                 self._left += len(self._grammars.popitem(last=False)[1])
 
 
-class GrammarProcesses:
+class GrammarProcesses(AskedProcesses):
     """At most MAX_PROCESSES at once, started when they are needed; waiting for one does not hold up the others."""
 
     def __init__(self, seconds: float = COMPILE_SECONDS, stack_bytes: int = COMPILE_STACK_BYTES) -> None:
-        self._seconds = seconds
-        self._stack_bytes = stack_bytes
-        self._processes = AskedProcesses("jaxllm.requests.structured_outputs", str(stack_bytes), most=MAX_PROCESSES)
+        super().__init__("jaxllm.requests.structured_outputs", str(stack_bytes), most=MAX_PROCESSES)
+        self._seconds, self._stack_bytes = seconds, stack_bytes
 
     def compile(self, kind: str, value: Any) -> str:
-        """The grammar text of `StructuredOutputs(**{kind: value})`. Blocks; any thread may call it.
-
-        Raises InvalidRequestError when it is refused, or needs more time, stack or memory than it may have.
-        """
+        """The grammar text of `StructuredOutputs(**{kind: value})`, or InvalidRequestError. Any thread may call it."""
         try:
             question = json.dumps({kind: value}).encode()
-            reply = json.loads(self._processes.ask(question, processor_seconds=self._seconds))
+            reply = json.loads(self.ask(question, processor_seconds=self._seconds))
         except TimedOut:
             problem = f" takes more than {self._seconds:g} seconds of processor time to compile"
             raise InvalidRequestError([Field(kind), problem]) from None
@@ -314,21 +303,12 @@ class GrammarProcesses:
             raise InvalidRequestError([Field(kind), reply["error"]])
         return reply["grammar"]
 
-    def close(self) -> None:
-        """End the processes; what they compile now is refused, and a later `compile` starts another."""
-        self._processes.close()
-
 
 _compiled = GrammarCache(16 * 2**20)
 _processes = GrammarProcesses()
 
 
-def _answer(stack_bytes: int, asked: bytes) -> bytes:
-    return json.dumps(_reply(json.loads(asked), stack_bytes)).encode()
-
-
-def _reply(fields: dict[str, Any], stack_bytes: int) -> dict[str, str]:
-    outputs = StructuredOutputs(**fields)
+def _reply(outputs: StructuredOutputs, stack_bytes: int) -> dict[str, str]:
     try:
         grammar = call_with_stack("compile", stack_bytes, lambda: grammar_text(outputs))
     except InvalidRequestError as error:
@@ -357,4 +337,8 @@ def _vocabulary(bits: int) -> LLTokenizer:
 
 if __name__ == "__main__":
     stack = int(sys.argv[1])
-    answer_questions(partial(_answer, stack), COMPILE_MEMORY_BYTES + stack, idle_seconds=IDLE_SECONDS)
+
+    def answer(asked: bytes) -> bytes:
+        return json.dumps(_reply(StructuredOutputs(**json.loads(asked)), stack)).encode()
+
+    answer_questions(answer, COMPILE_MEMORY_BYTES + stack, idle_seconds=IDLE_SECONDS)

@@ -16,7 +16,7 @@ from jaxllm.config.values import format_bytes
 from jaxllm.engine.core.handle import RanExecutable, RanSequence, RanStep, StepKind
 from jaxllm.engine.core.keys import Kind
 from jaxllm.engine.core.sizes import StepSizes
-from jaxllm.engine.features.readout.pooling import SUMS
+from jaxllm.engine.features.pooling import SUMS
 from jaxllm.engine.start.memory import weight_bytes
 from jaxllm.errors import ConfigError, InvalidRequestError
 from jaxllm.models.caches import CacheSpec, Joined, Paged, Shared, parts_of

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from jaxllm.engine.core.handle import StepKind
     from jaxllm.engine.doors.thread_client import ThreadClient
-    from jaxllm.engine.scale.data_parallel.core import Core
+    from jaxllm.engine.scale.data_parallel import Core
     from jaxllm.models.decoder import Decoder
     from jaxllm.models.registry import LiveModel
     from jaxllm.research.explained import ProfilerTrace, StepExplanation
@@ -360,7 +360,7 @@ def _check_ended(delta: TokenDelta) -> None:
 
 
 def _unembed(states: np.ndarray, normed: bool, core: Core) -> np.ndarray:
-    from jaxllm.engine.features.readout.scores import ScoresFeature
+    from jaxllm.engine.features.scores import ScoresFeature
 
     scores = core.features["scores"]
     assert isinstance(scores, ScoresFeature)

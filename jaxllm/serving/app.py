@@ -23,7 +23,7 @@ from jaxllm.serving.access.audit import Audited
 from jaxllm.serving.access.usage import UsageStore
 from jaxllm.serving.anthropic import routes as anthropic
 from jaxllm.serving.batches import routes as batches
-from jaxllm.serving.batches.runner import Batches
+from jaxllm.serving.batches.run import Batches
 from jaxllm.serving.dialects import llama_cpp, sagemaker
 from jaxllm.serving.http.answers import install_openapi
 from jaxllm.serving.http.errors import install_error_handlers
@@ -34,10 +34,9 @@ from jaxllm.serving.http.streaming import ClientDisconnected
 from jaxllm.serving.mcp import routes as mcp
 from jaxllm.serving.metrics import collector_registry
 from jaxllm.serving.openai import chat, completions, models, tokenize
-from jaxllm.serving.pooling import embeddings, scoring
+from jaxllm.serving.pooling import routes as pooling
 from jaxllm.serving.pooling.inputs import score_method
 from jaxllm.serving.registry import Registry
-from jaxllm.serving.responses import conversations
 from jaxllm.serving.responses import routes as responses
 from jaxllm.serving.responses.service import Responses
 from jaxllm.serving.state import ServerState
@@ -48,8 +47,8 @@ from jaxllm.serving.web.routes import make_router as make_web_router
 from jaxllm.serving.web.routes import make_swagger_router
 
 API_ROUTERS = (
-    models.router, chat.router, completions.router, tokenize.router, responses.router, conversations.router,
-    anthropic.router, embeddings.router, scoring.router, batches.upload_router, batches.files_router,
+    models.router, chat.router, completions.router, tokenize.router, responses.router, responses.conversations_router,
+    anthropic.router, pooling.router, pooling.scoring_router, batches.upload_router, batches.files_router,
     batches.router, mcp.router, llama_cpp.router, status.info_router, sagemaker.router, training.sleeping_router,
     usage.router, lora.router, lora.list_router, training.router,
 )  # fmt: skip
@@ -71,7 +70,7 @@ def make_routes(config: ServerConfig) -> FastAPI:
     for router in API_ROUTERS:
         app.include_router(router, prefix="/v1", dependencies=shown_key)
         app.include_router(router, include_in_schema=False)
-    for router in (scoring.cohere_router, embeddings.cohere_router):
+    for router in (pooling.rerank_v2_router, pooling.embed_v2_router):
         app.include_router(router, dependencies=shown_key)
     app.include_router(status.router)
     app.include_router(make_swagger_router())

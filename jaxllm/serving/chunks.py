@@ -10,6 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 from fastapi import Request
 
+from jaxllm.serving.call import Call
 from jaxllm.serving.generation import Choice, Generation, collect
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.errors import to_api_error
@@ -65,15 +66,19 @@ class ChunkWriter(ABC, Generic[Gaining]):
         return b"data: " + _encode(error.body) + b"\n\n"
 
 
-def chunk_stream(
+async def chunk_stream(
+    call: Call,
     generation: AnswerSource[Gained],
     writer: ChunkWriter[Gained],
-    silence: float,
     headers: Mapping[str, str] | None = None,
 ) -> EventStream:
-    """An answer as server-sent events; so many seconds of `silence` are filled, errors become an event."""
-    events = _chunks(generation, writer, silence)
-    return EventStream(generation.id, events, generation, headers=headers, keep_alive=writer.keep_alive)
+    """An answer as server-sent events, which ends with its call at the latest; errors become an event.
+
+    Raises what the answer's beginning raises.
+    """
+    await call.enter(generation)
+    events = _chunks(generation, writer, call.state.config.sse_keep_alive)
+    return EventStream(generation.id, events, headers=headers, keep_alive=writer.keep_alive)
 
 
 async def collect_for(request: Request, generation: Generation) -> list[Choice]:

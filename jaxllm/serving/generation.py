@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 import msgspec
@@ -13,15 +14,12 @@ from jaxllm.chat.parser import Step
 from jaxllm.chat.prompt import AnswerSettings, Prompt
 from jaxllm.engine.doors.streams import Gain, Stream
 from jaxllm.engine.messages import EngineRequest, TokenDelta
-from jaxllm.errors import EngineDeadError, QueueFullError
+from jaxllm.errors import EngineDeadError
 from jaxllm.requests.outputs import PromptScores, WeightVersionSpan, extend_versions
-from jaxllm.requests.steering import AdapterUse
-from jaxllm.serving.access.limits import Reservation
-from jaxllm.serving.access.usage import Used
+from jaxllm.serving.call import Call
 from jaxllm.serving.hand_over import HandedOn, HandOver, check_hand_over
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.records import Clock, ModelCall, Phases, Record, current_record
-from jaxllm.serving.loadable import Lease
+from jaxllm.serving.http.records import Clock, ModelCall, Phases
 from jaxllm.serving.request_metrics import SequenceTimer
 from jaxllm.serving.served_model import stopped
 
@@ -116,18 +114,17 @@ class Generation:
     token dropped. With `goes_on` it belongs to a request that was accepted before, which is the one that
     ServedModel.running has.
 
-    The lease is the request's, who releases it. Raises InvalidRequestError for a priority that its tenant may not have,
-    for adapters that are not there, and where its prompt cannot be handed to another server, or taken from one.
+    Raises InvalidRequestError for a priority that its tenant may not have, for adapters that are not there, and where
+    its prompt cannot be handed to another server, or taken from one.
     """
 
     def __init__(
         self,
-        lease: Lease,
+        call: Call,
         prompts: list[Prompt],
         request: GenerationSettings,
         prefix: str,
         *,
-        adapters: tuple[AdapterUse, ...] = (),
         prompt_only: bool = False,
         goes_on: bool = False,
     ):
@@ -137,23 +134,24 @@ class Generation:
         self.num_returned = request.n
         self.created = int(time.time())
         self._request = request
-        self._model = model = lease.model
-        self._adapters = lease.adapter_uses(request.lora)
+        self._call = call
+        self._model = model = call.model
+        self._adapters = call.adapter_uses(request.lora)
         self._hand_over = request.hand_over
         if request.hand_over is not None:
             check_hand_over(request.hand_over, model.engine.info.transfer, prompts, self._adapters)
-        self._priority = lease.tenant.priority(request.priority)
-        self._meter = lease.meter
-        self._reservation: Reservation | None = None
+        self._priority = call.tenant.priority(request.priority)
         self._prompt_only = prompt_only
         self._goes_on = goes_on
         self._unfinished = set(range(self.num_choices))
-        self._clock = Clock(time.time())
+        arrival = time.time()
         self._timers = [
-            SequenceTimer(model.metrics, self._clock.arrival, len(prompt.token_ids), prompt.params.max_tokens)
+            SequenceTimer(model.metrics, arrival, len(prompt.token_ids), prompt.params.max_tokens)
             for prompt in prompts
             for _ in range(self.n)
         ]
+        self._asked = ModelCall(operation="generate", model=model.names[0], clock=Clock(arrival))
+        self._entered = AsyncExitStack()
         self._stream: Stream | None = None
         self._opening: list[Gain] = []
         self._failure: Exception | None = None
@@ -165,27 +163,26 @@ class Generation:
         self._finish_reasons: dict[int, str] = {}
         self._texts = [""] * self.num_choices
         """Of the choices, where the request's record is to have them."""
-        self._record: Record | None = None
+        self._keeps_texts = call.record is not None and call.record.keeps_texts
 
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.n
 
     async def __aenter__(self) -> Generation:
-        self._model.check_accepting(goes_on=self._goes_on)
-        self._record = current_record()
-        if not self._goes_on:
-            self._model.running.add(self)
-        try:
-            self._reservation = await self._meter.reserve(self._most_tokens)
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(
+                self._call.asking(self, self._asked, self._most_tokens, goes_on=self._goes_on)
+            )
+            tenant = self._call.tenant
             requests = [
                 EngineRequest(
                     request_id=self.id,
                     prompt_token_ids=prompt.token_ids,
                     sampling_params=prompt.params,
                     priority=self._priority,
-                    cache_salt=self._meter.tenant.cache_salt(self._request.cache_salt),
-                    group=self._meter.tenant.group,
+                    cache_salt=tenant.cache_salt(self._request.cache_salt),
+                    group=tenant.group,
                     adapters=self._adapters,
                     hands_on=self._hand_over is not None and self._hand_over.hands_on,
                     pages_at=None if self._hand_over is None else self._hand_over.pages_at,
@@ -193,38 +190,38 @@ class Generation:
                 for prompt in self.prompts
             ]
             searches = [prompt.beam_search for prompt in self.prompts if prompt.beam_search is not None]
-            self._stream = self._model.engine.run(requests, searches=searches).__enter__()
+            self._stream = stack.enter_context(self._model.engine.run(requests, searches=searches))
+            stack.callback(self._end)
             for _ in self.prompts:
                 self._model.metrics.observe("request_params_n", self.num_returned)
             self._opening = await self._next(OPENING_SECONDS)
             if self._failure is not None and not self._opening:
                 raise self._failure
-        except BaseException as error:
-            self._failure = error if isinstance(error, Exception) else None
-            if isinstance(error, QueueFullError):
-                self._model.metrics.count_rejected()
-            await self.__aexit__()
-            raise
+            self._entered = stack.pop_all()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._model.running.discard(self)
-        reservation, self._reservation = self._reservation, None
-        if self._stream is None:  # it never began
-            await self._meter.settle(reservation, self._model.names[0], Used())
-            return
-        self._stream.__exit__()
+        await self._entered.aclose()
+
+    def _end(self) -> None:
+        """Note how it has ended; sequences that have not finished end now."""
         reason = "abort" if self._failure in (None, self._ended_by) else "error"
         for index in self._unfinished:
             self._timers[index].on_delta(TokenDelta(request_id=self.id, finish_reason=reason))
         for start in range(0, self.num_choices, self.n):
             longest = max(timer.num_tokens for timer in self._timers[start : start + self.n])
             self._model.metrics.observe("request_max_num_generation_tokens", longest)
-        if self._record is not None:
-            self._record.calls.append(self._call(self._record.keeps_texts, reason))
-        generated = sum(timer.num_tokens for timer in self._timers)
-        used = Used(0, self._prompt_tokens, sum(self._cached_tokens.values()), generated)
-        await self._meter.settle(reservation, self._model.names[0], used)
+        asked = self._asked
+        asked.num_answers = self.num_choices
+        asked.prompt_tokens = self._prompt_tokens
+        asked.params = self.prompts[0].params
+        asked.completion_tokens = sum(timer.num_tokens for timer in self._timers)
+        asked.cached_tokens = sum(self._cached_tokens.values())
+        asked.finish_reasons = [self._finish_reasons.get(index, reason) for index in range(self.num_choices)]
+        if self._keeps_texts:
+            asked.answers = self._texts
+            if self._model.engine.tokenizer is not None:
+                asked.prompts = [self._model.tokenizer.decode(prompt.token_ids, False) for prompt in self.prompts]
 
     async def arrivals(self, timeout: float | None = None) -> AsyncIterator[list[Gain]]:
         """Events in the order they came, as many as there are; an empty list after `timeout` seconds of silence.
@@ -267,7 +264,7 @@ class Generation:
 
     def phases(self) -> Phases:
         """Where its time has gone so far."""
-        return self._clock.phases(self.num_choices)
+        return self._asked.clock.phases(self.num_choices)
 
     @property
     def _prompt_tokens(self) -> int:
@@ -293,36 +290,17 @@ class Generation:
             if delta.finish_reason == "abort":
                 self._failure = self._ended_by
                 return gains[:at]
-            self._clock.on_delta(delta)
+            self._asked.clock.on_delta(delta)
             if self._prompt_only:
                 delta = msgspec.structs.replace(delta, token_ids=[], text="", logprobs=None)
                 gains[at] = index, delta
             self._timers[index].on_delta(delta)
-            if self._record is not None and self._record.keeps_texts:
+            if self._keeps_texts:
                 self._texts[index] += delta.text
             if delta.finish_reason is not None:
                 self._unfinished.discard(index)
                 self._finish_reasons[index] = delta.finish_reason
         return gains
-
-    def _call(self, keeps_texts: bool, reason: str) -> ModelCall:
-        """What the request's record says of this; `reason` is how those ended that have not finished."""
-        model, prompts = self._model, self.prompts
-        reads = keeps_texts and model.engine.tokenizer is not None
-        return ModelCall(
-            operation="generate",
-            model=model.names[0],
-            clock=self._clock,
-            num_answers=self.num_choices,
-            prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
-            params=prompts[0].params,
-            completion_tokens=sum(timer.num_tokens for timer in self._timers),
-            cached_tokens=sum(self._cached_tokens.values()),
-            finish_reasons=[self._finish_reasons.get(index, reason) for index in range(self.num_choices)],
-            prompts=[model.tokenizer.decode(prompt.token_ids, False) for prompt in prompts] if reads else [],
-            answers=self._texts if keeps_texts else [],
-            ended=time.time(),
-        )
 
     def _counted(self, gains: list[Gain]) -> list[Gain]:
         for index, delta in gains:

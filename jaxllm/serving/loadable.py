@@ -6,20 +6,18 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from jaxllm.config import ModelConfig
 from jaxllm.engine.messages import EngineInfo, EngineStats, MemoryRoom
 from jaxllm.engine.scale.routing import added, counted
-from jaxllm.errors import CheckpointError, ConfigError, Field, InvalidRequestError, ModelNotFoundError
+from jaxllm.errors import CheckpointError, ConfigError, InvalidRequestError, ModelNotFoundError
 from jaxllm.machine import return_freed_memory
 from jaxllm.progress import tell, watched_by
-from jaxllm.requests.steering import AdapterUse
 from jaxllm.serving.access.keys import Tenant
-from jaxllm.serving.access.limits import Meter
-from jaxllm.serving.adapters import LoadedAdapter, ModelAdapters, check_adapter
+from jaxllm.serving.adapters import ModelAdapters, check_adapter
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.request_metrics import RequestMetrics
 from jaxllm.serving.served_model import ServedModel
@@ -34,6 +32,13 @@ StartEngine = Callable[[ModelConfig, threading.Event, MemoryRoom], "AsyncLLM"]
 MakeRoom = Callable[[int | None], None]
 """Called in the thread that loads with the bytes that an engine will take, or None where that is not known; returns
 when they are free. Raises what keeps the model from being loaded: APIError where others do."""
+
+
+class Caller(Protocol):
+    """A client's call, which holds a model; it `waits` until its turn has come and the model is loaded."""
+
+    tenant: Tenant
+    waits: bool
 
 
 class Stage(NamedTuple):
@@ -66,8 +71,8 @@ class LoadableModel:
             host, where that is known.
         keep_alive: seconds without a request after which it is unloaded: what the last request that said something of
             it wanted, or else its own; infinity is never.
-        leases: who holds it; while anybody does it is not unloaded.
-        last_used: when a lease last began or ended, on the monotonic clock.
+        calls: those that hold it; while there are any it is not unloaded.
+        last_used: when a call last began or ended, on the monotonic clock.
         loaded_at: when its last load ended, on the same clock.
     """
 
@@ -101,7 +106,7 @@ class LoadableModel:
         self.has_chat_template: bool | None = None
         self.metrics: RequestMetrics | None = None
         self.planned_bytes: int | None = None
-        self.leases: set[Lease] = set()
+        self.calls: set[Caller] = set()
         self._falls_asleep = False
         self.last_used = self.loaded_at = 0.0
         self._past = EngineStats()
@@ -149,7 +154,7 @@ class LoadableModel:
     @property
     def is_in_use(self) -> bool:
         """Whether a request runs on it; others may wait for their turn, or until it is loaded or woken up."""
-        return any(not lease.waits for lease in self.leases)
+        return any(not call.waits for call in self.calls)
 
     @property
     def held_bytes(self) -> int:
@@ -164,7 +169,7 @@ class LoadableModel:
     @property
     def is_idle(self) -> bool:
         """Whether nobody asks for it, and it may be unloaded."""
-        return self.served is not None and not self.leases and not self.pinned
+        return self.served is not None and not self.calls and not self.pinned
 
     @property
     def is_left_alone(self) -> bool:
@@ -276,67 +281,3 @@ def _told_to_clients(error: BaseException) -> str:
         case _:
             reason = "its engine did not start"
     return f"{reason}; the server's log has the details"
-
-
-class Lease:
-    """One request's hold on its model, which stays in place until the request has sent its last byte.
-
-    `name` is what the client calls the model, or one of its adapters; the `meter` says in whose name the request comes,
-    and counts what it uses. A context manager that releases the model at its end. It `waits` until its turn has come
-    and the model is loaded: until then others may have that unloaded.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        of: LoadableModel,
-        meter: Meter,
-        *,
-        waits: bool = False,
-        adapter: LoadedAdapter | None = None,
-    ):
-        self.name = name
-        self.meter = meter
-        self.waits = waits
-        self._of = of
-        self._adapter = adapter
-        of.leases.add(self)
-        of.last_used = time.monotonic()
-
-    @property
-    def tenant(self) -> Tenant:
-        """In whose name the request comes."""
-        return self.meter.tenant
-
-    @property
-    def model(self) -> ServedModel:
-        """The model itself, which is loaded by the time that a request gets its lease."""
-        assert self._of.served is not None, f"{self._of.name} is not loaded"
-        return self._of.served
-
-    def again(self) -> Lease:
-        """A second lease of the model, for work that goes on after the request has ended."""
-        return Lease(self.name, self._of, self.meter, adapter=self._adapter)
-
-    def adapter_uses(self, scales: Mapping[int, float] | None = None) -> tuple[AdapterUse, ...]:
-        """The adapters that the request uses: the one that it names as its model, or those of its field `lora`.
-
-        Raises InvalidRequestError where it does both, or one in `scales` is unknown.
-        """
-        if self._adapter is None:
-            return self._of.adapters.uses(scales)
-        if scales is not None:
-            raise InvalidRequestError([Field("lora"), f" is set, but model {self.name!r} is an adapter already"])
-        return (self._adapter.use(self._adapter.scale),)
-
-    def release(self) -> None:
-        """Give the model back; does nothing from the second call on."""
-        if self in self._of.leases:
-            self._of.leases.remove(self)
-            self._of.last_used = time.monotonic()
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()

@@ -15,13 +15,14 @@ from jaxllm.config.values import SERVED_NAME, is_served_name
 from jaxllm.errors import Field, InvalidRequestError, ModelNotFoundError
 from jaxllm.serving.access.keys import check_admin, tenant_of
 from jaxllm.serving.adapters import check_adapter
+from jaxllm.serving.call import open_call
 from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.request_model import RequestModel
 from jaxllm.serving.http.route import JSONRoute, ListRoute
 from jaxllm.serving.loadable import LoadableModel
 from jaxllm.serving.openai.sampling import MAX_ADAPTERS, AdapterScale, adapter_scales
-from jaxllm.serving.registry import ModelName, Registry, leased
+from jaxllm.serving.registry import ModelName, Registry
 from jaxllm.serving.state import ServerState
 from jaxllm.weights.source import resolve_adapter
 from jaxllm.wording import shown
@@ -81,14 +82,14 @@ async def load_lora_adapter(body: LoadLoRARequest, request: Request) -> Response
         )
     model = registry.find(body.base_model_name, tenant_of(request))
     _check_enabled(model)
-    lease = await leased(request, model.name if body.base_model_name is None else body.base_model_name)
+    call = await open_call(request, model.name if body.base_model_name is None else body.base_model_name)
     async with model.adapters.changing:
         _check_name(registry, model, body)
         source = await _resolved(state, body.lora_path)
         parent = model.name if body.base_model_name is None else body.base_model_name
         adapter = model.adapters.new(body.lora_name, body.lora_path, parent, source=source)
         try:
-            await check_adapter(lease.model.engine, adapter)
+            await check_adapter(call.model.engine, adapter)
         except InvalidRequestError as error:
             raise APIError(400, str(error), param="lora_path", code="adapter_refused") from None
         model.adapters.keep(adapter)

@@ -72,7 +72,7 @@ class ModelLoader:
         if self.may_run(model):
             return
         limit = model.config.max_num_waiting
-        if sum(lease.waits for lease in model.leases) > max(limit, 1):
+        if sum(call.waits for call in model.calls) > max(limit, 1):
             raise _at_capacity(f"{limit} requests wait for {model.name} already, and max_num_waiting is {limit}")
         if yields and model not in self._turns and (busy := [*self._in_the_way(model), *self._turns]):
             names = ", ".join(one.name for one in dict.fromkeys(busy))
@@ -166,8 +166,8 @@ class ModelLoader:
                 if model.stage is None and not model.is_awake:
                     model.stage = Stage(WAITING)
                 await asyncio.sleep(LEASE_SECONDS)
-            for lease in model.leases:
-                lease.waits = False
+            for call in model.calls:
+                call.waits = False
         except APIError as error:
             return error
         except Exception as error:
@@ -299,7 +299,7 @@ def _check_unused(model: LoadableModel) -> None:
     if model.stage is not None:
         raise _busy(model, "is loading", "be unloaded")
     if model.served is not None and not model.is_idle:
-        raise _busy(model, "is pinned" if model.pinned else f"is busy with {len(model.leases)} requests", "be unloaded")
+        raise _busy(model, "is pinned" if model.pinned else f"is busy with {len(model.calls)} requests", "be unloaded")
 
 
 def _busy(model: LoadableModel, reason: str, what: str) -> APIError:

@@ -1,4 +1,4 @@
-"""The models of one server, by the names that requests ask for, and the leases by which requests hold them."""
+"""The models of one server, by the names that requests ask for, and their states as events."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
-from fastapi import Query, Request
+from fastapi import Query
 from msgspec import UNSET, UnsetType
 
 from jaxllm.config import ServeConfig
 from jaxllm.errors import ConfigError, EngineDeadError
-from jaxllm.serving.access.keys import OTHERS, Tenant, tenant_of
-from jaxllm.serving.access.limits import Meter, refused
+from jaxllm.serving.access.keys import OTHERS, Tenant
+from jaxllm.serving.access.limits import refused
 from jaxllm.serving.http.api_error import APIError, unavailable
-from jaxllm.serving.http.request_model import FOREVER
-from jaxllm.serving.http.route import ANSWER_HEADERS, YIELDS, early_stream, hold, note
-from jaxllm.serving.http.streaming import telling, until_disconnect
-from jaxllm.serving.loadable import Lease, LoadableModel, ModelState
-from jaxllm.serving.model_loader import WAITING, ModelLoader
+from jaxllm.serving.loadable import LoadableModel, ModelState
+from jaxllm.serving.model_loader import ModelLoader
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.wording import did_you_mean
 
@@ -37,8 +34,6 @@ MAX_COMPARED = 200
 
 ModelName = Annotated[str | None, Query(description="A name that /v1/models lists; by default the first.")]
 """The query parameter of routes whose request has no body."""
-
-_TAKEN = "jaxllm.taken"
 
 _encode = msgspec.json.Encoder().encode
 
@@ -133,7 +128,12 @@ class Registry:
 
     def find(self, name: str | None, tenant: Tenant = OTHERS) -> LoadableModel:
         """The model of that name, or of that adapter, or the default one, for whoever only looks at it: it is neither
-        held nor loaded.
+        held nor loaded. Raises as `called`.
+        """
+        return self.called(name, tenant)[1]
+
+    def called(self, name: str | None, tenant: Tenant = OTHERS) -> tuple[str, LoadableModel]:
+        """The same, after the name that it is asked for by: its own where the request names none.
 
         Raises 404 for an unknown name, which is also one that the tenant may not use.
         """
@@ -141,7 +141,7 @@ class Registry:
         if name is not None and self.serves(name):
             model = self._named(name) or self._by_name[self.default_name]
             if self._may_use(tenant, model, name):
-                return model
+                return name, model
         raise _unknown(name, self.names_for(tenant))
 
     def find_loaded(self, name: str | None, tenant: Tenant = OTHERS) -> ServedModel:
@@ -152,44 +152,10 @@ class Registry:
             raise unavailable(message, code="model_not_loaded")
         return model.served
 
-    async def lease(
-        self, name: str | None, keep_alive: float | None = None, meter: Meter | None = None, *, yields: bool = False
-    ) -> Lease:
-        """Hold the model that a request asks for, or the default one, when its turn has come and it is loaded.
-
-        From then on it stays loaded for `keep_alive` seconds without a request, where that is given. The `meter` counts
-        the request for its tenant.
-
-        Raises 404 for an unknown name, 400 where a model that is never unloaded is to stay for a time, 429 where the
-        tenant has too many requests under way or has sent too many, and 503 as ModelLoader.load.
-        """
-        meter = meter or Meter()
-        tenant = meter.tenant
-        model = self.find(name, tenant)
-        if keep_alive is not None and model.pinned and keep_alive != FOREVER:
-            message = f"keep_alive is {keep_alive:g} s: model {model.name!r} is not unloaded; leave it out, or send -1"
-            raise APIError(400, message, param="keep_alive")
-        called = self.default_name_for(tenant) if name is None else name
-        assert called is not None, "a model without a name is not found"
-        adapter = None if called in self._by_name else model.adapters.get(called)
-        lease = Lease(called, model, meter, waits=True, adapter=adapter)
-        try:
-            self._check_concurrency(tenant)
-            await meter.count_request(model.name)
-            if lease.waits:  # its turn may have come meanwhile
-                await self.loader.load(model, yields=yields)
-        except BaseException:
-            lease.release()
-            raise
-        lease.waits = False
-        if keep_alive is not None:
-            model.keep_alive = keep_alive
-        return lease
-
-    def _check_concurrency(self, tenant: Tenant) -> None:
+    def check_concurrency(self, tenant: Tenant) -> None:
         """Raises 429 where a tenant holds models with more requests than it may have under way."""
         most = tenant.max_concurrency
-        if most is not None and sum(lease.tenant.name == tenant.name for m in self for lease in m.leases) > most:
+        if most is not None and sum(call.tenant.name == tenant.name for m in self for call in m.calls) > most:
             raise refused(f"this API key may have {most} requests under way at once", 1.0)
 
     def drain(self) -> None:
@@ -213,37 +179,10 @@ class Registry:
     async def check_released(self) -> None:
         """Asserts that no request holds a model any more, once no request can begin."""
         deadline = asyncio.get_running_loop().time() + RELEASE_SECONDS
-        while any(model.leases for model in self) and asyncio.get_running_loop().time() < deadline:
+        while any(model.calls for model in self) and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.01)
-        held = {model.name: len(model.leases) for model in self if model.leases}
-        assert not held, f"leases that their requests never released, by model: {held}"
-
-
-async def leased(request: Request, name: str | None, *, keep_alive: float | None = None, stream: bool = False) -> Lease:
-    """The model that a request asks for, held until the last byte of its answer; each request calls this once.
-
-    One that wants a `stream` is told in comments how far its model is, if that has to be loaded.
-
-    Raises as Registry.lease.
-    """
-    assert _TAKEN not in request.scope, "a request takes its model once"
-    request.scope[_TAKEN] = True
-    state = request.app.state.server
-    registry: Registry = state.registry
-    meter = Meter(tenant_of(request), state.limits, state.usage, request.scope[ANSWER_HEADERS])
-    model = registry.find(name, meter.tenant)
-    note(request, model=model.name)
-
-    async def take() -> Lease:
-        return hold(request, await registry.lease(name, keep_alive, meter, yields=YIELDS in request.scope))
-
-    if not stream or registry.loader.may_run(model):
-        return await take()
-
-    def doing() -> str:
-        return f"loading {model.name}: {model.stage or WAITING}"
-
-    return await until_disconnect(request.receive, telling(early_stream(request), take(), doing))
+        held = {model.name: len(model.calls) for model in self if model.calls}
+        assert not held, f"calls that were never ended, by model: {held}"
 
 
 def single_model(config: ServeConfig, engine: AsyncLLM) -> Registry:

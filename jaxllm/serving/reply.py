@@ -6,32 +6,31 @@ from jaxllm.chat.answer import Asked, Told, ToolLoop
 from jaxllm.chat.conversation import Conversation
 from jaxllm.chat.parser import AnswerReader
 from jaxllm.chat.prompt import ConversationPrompt, prepare
+from jaxllm.serving.call import Call
 from jaxllm.serving.generation import Generation, GenerationSettings, Usage
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.records import Phases
-from jaxllm.serving.loadable import Lease
 from jaxllm.serving.served_model import ServedModel
-from jaxllm.serving.state import ServerState
 
 
 class Reply(AnswerReader):
     """A conversation's sequences and the parsers of their texts. Entering `generation` starts it.
 
-    `name` is what the client calls the model. The lease is the request's, who releases it.
+    `name` is the client's name for the model.
     """
 
     def __init__(
         self,
-        lease: Lease,
+        call: Call,
         prompt: ConversationPrompt,
         settings: GenerationSettings,
         prefix: str,
         *,
         goes_on: bool = False,
     ):
-        self.name = lease.name
-        model = lease.model
-        self.generation = Generation(lease, [prompt.prompt], settings, prefix, goes_on=goes_on)
+        self.name = call.name
+        model = call.model
+        self.generation = Generation(call, [prompt.prompt], settings, prefix, goes_on=goes_on)
         self.token_text = model.token_text
         self.token_bytes = model.token_bytes
         self.system_fingerprint = model.system_fingerprint
@@ -96,8 +95,7 @@ class ReplyLoop(ToolLoop[Told, Asked]):
 
 
 async def begin_reply(
-    state: ServerState,
-    lease: Lease,
+    call: Call,
     conversation: Conversation,
     settings: GenerationSettings,
     *,
@@ -106,10 +104,10 @@ async def begin_reply(
 ) -> Reply:
     """Render, tokenize and check a conversation; nothing runs before the reply's `generation` is entered.
 
-    `lease` is the request's hold on the model that is to answer; `prefix` begins the reply's id; with `goes_on` it is
+    `prefix` begins the reply's id; with `goes_on` it is
     part of a request that was accepted before, which a server that is stopping finishes.
     Raises APIError, or InvalidRequestError naming the field.
     """
-    lease.model.check_accepting(goes_on=goes_on)
-    prompt = await state.prepare(prepare, lease.model, conversation, settings)
-    return Reply(lease, prompt, settings, prefix, goes_on=goes_on)
+    call.model.check_accepting(goes_on=goes_on)
+    prompt = await call.state.prepare(prepare, call.model, conversation, settings)
+    return Reply(call, prompt, settings, prefix, goes_on=goes_on)

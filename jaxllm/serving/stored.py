@@ -14,8 +14,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from jaxllm.errors import StorageFullError
 from jaxllm.serving.batches.stores import BatchRow, BatchStore, FileRow, FileStore, files_of
-from jaxllm.serving.responses.conversation_store import ConversationRow, ConversationStore
-from jaxllm.serving.responses.response_store import ResponseRow, ResponseStore
+from jaxllm.serving.responses.stores import ConversationRow, ConversationStore, ResponseRow, ResponseStore
 from jaxllm.serving.store.database import Database
 
 logger = logging.getLogger(__name__)

@@ -12,12 +12,13 @@ from fastapi import APIRouter, Query, Request, Response
 
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.serving.access.keys import check_admin, tenant_of
+from jaxllm.serving.call import open_call
 from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.api_error import APIError, unavailable
 from jaxllm.serving.http.request_model import RequestModel
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.loadable import LoadableModel
-from jaxllm.serving.registry import ModelName, Registry, leased
+from jaxllm.serving.registry import ModelName, Registry
 from jaxllm.serving.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class WeightInfo(msgspec.Struct):
 async def _model(request: Request, name: str | None) -> ServedModel:
     """It is loaded if it is not."""
     check_admin(request, CHANGES)
-    return (await leased(request, name)).model
+    return (await open_call(request, name)).model
 
 
 @router.post("/pause", responses=returns(State))

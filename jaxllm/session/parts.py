@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from jaxllm.engine.doors.async_llm import AsyncLLM
     from jaxllm.llm import LLM
-    from jaxllm.serving.openai.chat_request import ChatRequest
+    from jaxllm.serving.openai.chat_types import ChatRequest
 
 READY_SECONDS = 60.0
 
@@ -103,11 +103,14 @@ class LoopThread:
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine; cancelling the future cancels it. Raises JaxLLMError once this is closed."""
-        try:
-            return asyncio.run_coroutine_threadsafe(work, self._started())
-        except JaxLLMError:
-            work.close()
-            raise
+        with self._lock:
+            if self._closed:
+                work.close()
+                raise JaxLLMError("the session is closed")
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=_run, args=(self._loop,), name="jaxllm-session", daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Run it while the calling thread waits; an interruption of that cancels it."""
@@ -157,15 +160,6 @@ class LoopThread:
             asyncio.run_coroutine_threadsafe(last, loop).result()
         finally:
             loop.call_soon_threadsafe(loop.stop)
-
-    def _started(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
-            if self._closed:
-                raise JaxLLMError("the session is closed")
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=_run, args=(self._loop,), name="jaxllm-session", daemon=True).start()
-            return self._loop
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
@@ -254,7 +248,7 @@ def _chat_request(body: Mapping[str, Any]) -> ChatRequest:
     from pydantic import ValidationError
 
     from jaxllm.serving.http.errors import to_api_error
-    from jaxllm.serving.openai.chat_request import ChatRequest
+    from jaxllm.serving.openai.chat_types import ChatRequest
 
     try:
         return ChatRequest.model_validate(body)

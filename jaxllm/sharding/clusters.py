@@ -93,7 +93,11 @@ def settled(config: Config, *, looks: bool = False, variables: Variables = os.en
     stated = {name: value for name in _FIELDS if (value := getattr(config, name)) is not None}
     place = found | stated
     if place.get("num_processes", 1) == 1:
-        _refuse_parts(stated)
+        if "num_processes" not in stated and stated:
+            name, value = next(iter(stated.items()))
+            raise ConfigError(f"{name} is {value!r}, but num_processes is missing: say how many processes there are")
+        if stated.get("process_id"):
+            raise ConfigError(f"process_id is {stated['process_id']}, but num_processes is 1: accepted is 0")
         return config
     _check(config, place)
     return config.model_copy(update={**place, "cluster": "off"})
@@ -110,14 +114,6 @@ def _told_by(launcher: Launcher, variables: Variables) -> dict[str, object]:
     address = launcher.address(variables)
     told: dict[str, object] = {"num_processes": int(count), "process_id": int(number)}
     return told if address is None else told | {"coordinator_address": address}
-
-
-def _refuse_parts(stated: Mapping[str, object]) -> None:
-    if "num_processes" not in stated and stated:
-        name, value = next(iter(stated.items()))
-        raise ConfigError(f"{name} is {value!r}, but num_processes is missing: say how many processes there are")
-    if stated.get("process_id"):
-        raise ConfigError(f"process_id is {stated['process_id']}, but num_processes is 1: accepted is 0")
 
 
 def _check(config: EngineConfig, place: Mapping[str, object]) -> None:
@@ -156,16 +152,13 @@ def _check_devices(config: EngineConfig, count: int) -> None:
             f"{ending}"
         )
     if (stages % count and count % stages) or tp * stages % count:
+        fitting = [n for n in range(2, tp * stages + 1) if tp * stages % n == 0 and not (stages % n and n % stages)]
+        accepted = " or ".join(map(str, fitting))
         raise ConfigError(
             f"pipeline_parallel_size is {stages} and tensor_parallel_size is {tp}, and {count} processes share the "
-            f"model: each is to have whole stages, or an equal part of one; accepted are {_accepted(tp, stages)} "
+            f"model: each is to have whole stages, or an equal part of one; accepted are {accepted} "
             f"processes; {ending}"
         )
-
-
-def _accepted(tp: int, stages: int) -> str:
-    found = [n for n in range(2, tp * stages + 1) if tp * stages % n == 0 and not (stages % n and n % stages)]
-    return " or ".join(map(str, found))
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -40,18 +40,11 @@ def num_pieces(axes: Axes, tp: int, dp: int = 1) -> int:
     return math.prod(sizes[name] for name in names)
 
 
-def build_mesh(tensor_parallel_size: int, data_parallel_size: int = 1) -> Mesh:
-    """A `(data_parallel_size, tensor_parallel_size)` mesh over the first devices, equally many of each process.
+def build_meshes(tensor_parallel_size: int, pipeline_parallel_size: int = 1, data_parallel_size: int = 1) -> list[Mesh]:
+    """A `(data_parallel_size, tensor_parallel_size)` mesh for each stage, over the first devices of each process.
 
-    Raises ConfigError if there are fewer devices than asked for, or an NVIDIA GPU that JAX cannot run on.
-    """
-    return build_meshes(tensor_parallel_size, 1, data_parallel_size)[0]
-
-
-def build_meshes(tensor_parallel_size: int, pipeline_parallel_size: int, data_parallel_size: int = 1) -> list[Mesh]:
-    """One such mesh for each stage, over the next devices each; process 0 has the last, whose results it reads.
-
-    Raises as `build_mesh`.
+    Process 0 has the last stage, whose results it reads. Raises ConfigError if there are fewer devices than asked for,
+    or an NVIDIA GPU that JAX cannot run on.
     """
     tp, dp = tensor_parallel_size, data_parallel_size
     of_stage, count = dp * tp, dp * tp * pipeline_parallel_size
@@ -262,23 +255,6 @@ devices; the result is None in a process without target devices.
 """
 
 
-class Copied:
-    """JAX copies the array; on GPUs also from one process to another."""
-
-    def __init__(self, source: Mesh, target: Mesh):
-        self._source, self._target = named_sharding(source, ()), named_sharding(target, ())
-        here = jax.process_index()
-        self._gives, self._takes = here in processes_of(source), here in processes_of(target)
-
-    def __call__(self, array: jax.Array | None, form: jax.ShapeDtypeStruct) -> jax.Array | None:
-        if not (self._gives or self._takes):
-            return None
-        if array is None:
-            array = jax.make_array_from_single_device_arrays(form.shape, self._source, [], dtype=form.dtype)
-        found = jax.device_put(array, self._target)
-        return found if self._takes else None
-
-
 class Exchange:
     """Sends arrays between processes whose devices do not reach each other, through a server in each.
 
@@ -288,11 +264,8 @@ class Exchange:
     def __init__(self, server: Any, addresses: Sequence[str], first: int):
         """`addresses` are those of all processes' servers; `first` is the number that all count from."""
         self._server, self._addresses = server, addresses
-        self._numbers = itertools.count(first)
+        self.numbers = itertools.count(first)
         self._connections: dict[int, Any] = {}
-
-    def number(self) -> int:
-        return next(self._numbers)
 
     def offer(self, number: int, array: jax.Array) -> None:
         """Keep an array of one device until it is taken, also while it is still being computed."""
@@ -307,34 +280,48 @@ class Exchange:
         return found
 
 
-class Pulled:
-    """Each process that needs the array takes it from one that has it, and gives all of its devices a copy."""
-
-    def __init__(self, source: Mesh, target: Mesh, exchange: Exchange):
-        self._exchange = exchange
-        self._here = jax.process_index()
-        givers, takers = processes_of(source), processes_of(target)
-        self._pairs = [(givers[at % len(givers)], taker) for at, taker in enumerate(takers)]
-        self._sharding = named_sharding(target, ())
-        self._devices = [device for device in target.devices.flat if device.process_index == self._here]
-
-    def __call__(self, array: jax.Array | None, form: jax.ShapeDtypeStruct) -> jax.Array | None:
-        found = None
-        for giver, taker in self._pairs:
-            number = self._exchange.number()
-            if giver == self._here:
-                assert array is not None, "this process has the devices that give it"
-                self._exchange.offer(number, array.addressable_shards[0].data)
-            if taker == self._here:
-                found = self._exchange.take(number, giver, self._devices[0], form)
-        if found is None:
-            return None
-        copies = [jax.device_put(found, device) for device in self._devices]
-        return jax.make_array_from_single_device_arrays(form.shape, self._sharding, copies)
-
-
 def hand_over(source: Mesh, target: Mesh, exchange: Exchange | None) -> HandOver:
     """The way from one mesh to another; `exchange` is there where JAX copies nothing between processes."""
     if exchange is None or processes_of(source) == processes_of(target):
-        return Copied(source, target)
-    return Pulled(source, target, exchange)
+        return _copying(source, target)
+    return _pulling(source, target, exchange)
+
+
+def _copying(source: Mesh, target: Mesh) -> HandOver:
+    """JAX copies the array; on GPUs also from one process to another."""
+    before, after = named_sharding(source, ()), named_sharding(target, ())
+    gives, takes = is_here(source), is_here(target)
+
+    def copy(array: jax.Array | None, form: jax.ShapeDtypeStruct) -> jax.Array | None:
+        if not (gives or takes):
+            return None
+        if array is None:
+            array = jax.make_array_from_single_device_arrays(form.shape, before, [], dtype=form.dtype)
+        found = jax.device_put(array, after)
+        return found if takes else None
+
+    return copy
+
+
+def _pulling(source: Mesh, target: Mesh, exchange: Exchange) -> HandOver:
+    """Each process that needs the array takes it from one that has it, and gives all of its devices a copy."""
+    here, givers = jax.process_index(), processes_of(source)
+    pairs = [(givers[at % len(givers)], taker) for at, taker in enumerate(processes_of(target))]
+    sharding = named_sharding(target, ())
+    devices = [device for device in target.devices.flat if device.process_index == here]
+
+    def pull(array: jax.Array | None, form: jax.ShapeDtypeStruct) -> jax.Array | None:
+        found = None
+        for giver, taker in pairs:
+            number = next(exchange.numbers)  # here and in every other process
+            if giver == here:
+                assert array is not None, "this process has the devices that give it"
+                exchange.offer(number, array.addressable_shards[0].data)
+            if taker == here:
+                found = exchange.take(number, giver, devices[0], form)
+        if found is None:
+            return None
+        copies = [jax.device_put(found, device) for device in devices]
+        return jax.make_array_from_single_device_arrays(form.shape, sharding, copies)
+
+    return pull

@@ -61,19 +61,15 @@ def driver_version() -> str | None:
 
 def installed_cuda() -> int | None:
     """The CUDA that JAX's plugin is for; None where there is no plugin."""
-    return next((major for major in NEEDED_DRIVER if _exists(f"jax_plugins.xla_cuda{major}")), None)
+    try:
+        return next((major for major in NEEDED_DRIVER if find_spec(f"jax_plugins.xla_cuda{major}")), None)
+    except ModuleNotFoundError:  # jax_plugins itself
+        return None
 
 
 def hidden() -> bool:
     """Whether CUDA_VISIBLE_DEVICES leaves no GPU to be used."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
-
-
-def _exists(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # of its parent
-        return False
 
 
 def _smi(query: str) -> list[list[str]]:

@@ -102,7 +102,7 @@ def load_backend(folder: Path) -> tokenizers.Tokenizer:
 
 @contextmanager
 def rust_errors(kind: type[JaxLLMError], before: str) -> Iterator[None]:
-    """What tokenizers raises, as one line of `kind`: bare Exceptions, and a BaseException of pyo3's where it panics."""
+    """Raise errors of tokenizers as one line of `kind`: Exceptions, and the BaseException of pyo3 where it panics."""
     try:
         yield
     except BaseException as error:

@@ -61,11 +61,6 @@ def _compile(template: str) -> jinja2.Template:
     return _environment().from_string(template)
 
 
-def syntax_tree(template: str) -> nodes.Template:
-    """What a template is made of. Raises jinja2.TemplateSyntaxError, or RecursionError for blocks too deep."""
-    return _environment().parse(template)
-
-
 def render(
     template: str, messages: list[dict[str, Any]], *, continue_final_message: bool = False, **values: Any
 ) -> str:
@@ -145,7 +140,6 @@ def check_text(messages: Sequence[Any]) -> None:
 
 
 def _problem(part: Any) -> str | None:
-    """What keeps a part of a content from being text alone."""
     if not isinstance(part, Mapping):
         return f"is {one_line(part, 100)!r}"
     if part.get("type") != "text":
@@ -186,10 +180,10 @@ def in_format(
 
 @lru_cache(maxsize=32)
 def _read_by(template: str) -> Literal["string", "openai"] | None:
-    """What a template can read; None where that is both."""
+    """The form of contents that a template can read; None where that is both."""
     try:
-        tree = syntax_tree(template)
-    except (TemplateSyntaxError, RecursionError):
+        tree = _environment().parse(template)
+    except (TemplateSyntaxError, RecursionError):  # the latter for blocks that are too deep
         return None  # rendering says what is wrong with it
     if not any(_is_content(loop.iter) for loop in tree.find_all(nodes.For)):
         return "string"

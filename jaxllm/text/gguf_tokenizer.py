@@ -27,7 +27,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 
 
 class _Ends(NamedTuple):
-    """What encoders have around a text where a file names no tokens; `doubled` says that two are between texts."""
+    """The tokens around an encoder's text where a file names none; `doubled` means two between texts."""
 
     first: str
     last: str
@@ -222,6 +222,7 @@ def _sentencepiece(file: _Stored) -> Tokenizer:
 
     Gemma's runs of spaces are written with real ones: they are found in the text as it is, and no merge makes them.
     """
+    ranks: Sequence[float]
     if str(file.metadata.get("general.architecture")).startswith("gemma"):
         ranks = list(range(len(file.tokens)))  # Gemma's scores do not follow its merge order; the token order does
     elif file.scores is None:

@@ -1,4 +1,4 @@
-"""How model families mark reasoning in their answers, and which way a chat template speaks."""
+"""The marks of reasoning in the answers of model families, and the marks that a chat template uses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPT_TAIL = 16  # tokens at a prompt's end in which an opening marker is looke
 
 
 CITATION_END = "</co:"
-"""What begins the closing tag of Cohere's citations, `<co>Paris</co: 0:[1]>`; what is cited follows."""
+"""The beginning of the closing tag of Cohere's citations, `<co>Paris</co: 0:[1]>`; the source follows."""
 HARMONY = "harmony"  # gpt-oss's messages on channels, which have a parser of their own
 HARMONY_TOKENS = (
     "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>",
@@ -70,7 +70,7 @@ class ReasoningFormat:
 
     @property
     def openings(self) -> tuple[str, ...]:
-        """What an answer begins with that has reasoning, or whose text is marked."""
+        """The first marks of an answer that has reasoning, or whose text is marked."""
         return tuple(filter(None, (*self.opens, self.answer)))
 
     def as_content(self, *, opened: bool) -> ReasoningFormat:
@@ -156,7 +156,7 @@ def _speaks(template: str, known: ReasoningFormat) -> bool:
 
 
 def opens_reasoning(reasoning: ReasoningFormat | None, prompt_text: str, continued: str = "") -> bool:
-    """Whether an answer to the rendered prompt begins inside a reasoning block.
+    """True where an answer to the rendered prompt begins inside a reasoning block.
 
     It does where the prompt ends with the opening marker, and where `continued`, the text of an assistant's message
     that the model goes on with, opens a block without closing it. Markers elsewhere in the prompt, such as in a user's

@@ -1,4 +1,4 @@
-"""How texts are spelled in tokens: how families cut them, the bytes of parts of characters, and bad words."""
+"""Spellings of texts in tokens: cuts of each family, the bytes of parts of characters, and bad words."""
 
 from __future__ import annotations
 
@@ -49,19 +49,12 @@ REPLACEMENT = "\ufffd"  # what decoders give for bytes that are no whole charact
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # a byte in SentencePiece's vocabularies
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in byte-level vocabularies.
-
-    The formula is `bytes_to_unicode` of GPT-2's encoder.py: visible characters of Latin-1 stand for themselves, and the
-    other bytes, in their order, are the characters from U+0100 on.
-    """
-    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + place): byte for place, byte in enumerate(others)}
-
-
-_ALPHABET = _byte_alphabet()
-_CHARACTERS = {byte: character for character, byte in _ALPHABET.items()}
+# Characters for bytes in byte-level vocabularies, by `bytes_to_unicode` of GPT-2's encoder.py: visible ones of Latin-1
+# stand for themselves, and those from U+0100 on, in their order, for the other bytes.
+_VISIBLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+_OTHERS = [byte for byte in range(256) if byte not in _VISIBLE]
+_CHARACTERS = {byte: chr(byte) for byte in _VISIBLE} | {byte: chr(256 + i) for i, byte in enumerate(_OTHERS)}
+_ALPHABET = {character: byte for byte, character in _CHARACTERS.items()}
 
 
 def piece_bytes(piece: str) -> bytes | None:
@@ -77,7 +70,7 @@ def piece_bytes(piece: str) -> bytes | None:
 
 
 def byte_level(token: bytes) -> str:
-    """How a byte-level vocabulary spells these bytes.
+    """The spelling of these bytes in a byte-level vocabulary.
 
     Worked example: `byte_level(b" \xe2")` is "Ġâ".
     """
@@ -96,12 +89,12 @@ def escaped(token: bytes) -> str | None:
     return None
 
 
-MAX_SPELLINGS = 2 * MAX_BAD_WORDS  # each word may be behind a space, or not
+MAX_SPELLINGS = 2 * MAX_BAD_WORDS  # each word may follow a space, or not
 MAX_SPELLING_LENGTH = 16
 
 
 def spellings(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """The token sequences that each word is: at the start of a text, and behind a space."""
+    """The token sequences of each word: at the start of a text, and after a space."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         for text in (word.strip(), " " + word.strip()):

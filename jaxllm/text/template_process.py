@@ -18,7 +18,7 @@ MEMORY_BYTES = 256 * 2**20
 MAX_PROMPT_CHARACTERS = 16 * 2**20
 
 _TEXT, _PROBLEM = b"t", b"p"
-"""What an answer begins with. A text is no JSON: to parse a long one would hold up the threads of who asked."""
+"""The first byte of an answer. A text is no JSON: parsing a long one would hold up the threads that asked."""
 
 
 def json_text(values: dict[str, Any]) -> str:

@@ -32,7 +32,7 @@ from jaxllm.weights.folder import EOS_FIELDS, gguf_models, model_file, read_gene
 LONG_TEXT = 16 * 1024
 """Characters, or tokens, from which on other threads go on while the library works: only its batch calls let them."""
 _SMOLLM3_TOOLS = "xml_tools"
-"""What SmolLM3's first template calls the tools; it looks for no other name, and later ones take both."""
+"""The name of the tools in SmolLM3's first template, which looks for no other; later ones take both."""
 _CACHE_DIR = user_folder("XDG_CACHE_HOME", "~/.cache") / "tokenizers"
 _NAMED_TEMPLATE = FieldKind(
     "an object with a name and a template",
@@ -96,7 +96,7 @@ class Tokenizer:
             return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def exceeds(self, text: str, most: int) -> bool:
-        """Whether `text` surely has more than `most` tokens, found out without encoding much more than these.
+        """True where `text` surely has more than `most` tokens, found out without encoding much more than these.
 
         Slices are encoded by themselves, and each loses what a cut may add: the longest token and one more.
         """
@@ -198,7 +198,7 @@ class Tokenizer:
         }
 
     def render(self, values: dict[str, Any], own: str | None = None) -> str:
-        """What a template makes of `chat_template_values`: one of the checkpoint's or `own` here, another in a process.
+        """The prompt of `chat_template_values`: a template of the checkpoint or `own` runs here, another in a process.
 
         Raises InvalidRequestError as `apply_chat_template` does.
         """
@@ -234,7 +234,17 @@ def load_tokenizer(path: Path, *, cache_dir: Path | None = None) -> Tokenizer:
     Those of GGUF and tiktoken files are converted once and kept in `cache_dir` (default ~/.cache/jaxllm/tokenizers).
     Raises CheckpointError when there is no tokenizer, it is corrupt, or its kind is unknown.
     """
-    return _from_directory(tokenizer_directory(path, cache_dir=cache_dir))
+    path = tokenizer_directory(path, cache_dir=cache_dir)
+    backend = load_backend(path)
+    config = _read(path, "tokenizer_config.json", _CONFIG_FIELDS)
+    special_tokens = _special_tokens(_read(path, "special_tokens_map.json")) | _special_tokens(config)
+    special_tokens |= named_extras(config)
+    rows = _embedding_rows(path)
+    add_stated_tokens(path, backend, config, special_tokens, rows)
+    _set_added_tokens(path, backend, config, special_tokens)
+    add_special_tokens(path, backend, config, special_tokens, rows)
+    eos, templates = _generation_eos(path), _templates(path, config)
+    return Tokenizer(backend, special_tokens=special_tokens, extra_eos_token_ids=eos, templates=templates)
 
 
 def tokenizer_directory(path: Path, *, cache_dir: Path | None = None) -> Path:
@@ -258,26 +268,12 @@ def _kept(cache_dir: Path | None) -> Path:
 
 
 def has_chat_template(path: Path) -> bool:
-    """Whether the tokenizer in this folder or .gguf file has a default chat template. Raises as load_tokenizer does."""
+    """True where the tokenizer of a folder or .gguf file has a default chat template. Raises as load_tokenizer does."""
     directory = tokenizer_directory(path)
     return "default" in _templates(directory, _read(directory, "tokenizer_config.json", _CONFIG_FIELDS))
 
 
-def _from_directory(path: Path) -> Tokenizer:
-    backend = load_backend(path)
-    config = _read(path, "tokenizer_config.json", _CONFIG_FIELDS)
-    special_tokens = _special_tokens(_read(path, "special_tokens_map.json")) | _special_tokens(config)
-    special_tokens |= named_extras(config)
-    rows = _embedding_rows(path)
-    add_stated_tokens(path, backend, config, special_tokens, rows)
-    _set_added_tokens(path, backend, config, special_tokens)
-    add_special_tokens(path, backend, config, special_tokens, rows)
-    eos, templates = _generation_eos(path), _templates(path, config)
-    return Tokenizer(backend, special_tokens=special_tokens, extra_eos_token_ids=eos, templates=templates)
-
-
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """eos_token and others whose names end like it."""
     named = {key: text_of(value) for key, value in config.items() if key.endswith("_token") and key[:4] != "add_"}
     return {key: value for key, value in named.items() if value is not None}
 
@@ -314,7 +310,7 @@ def _set_added_tokens(
 
 
 def _added_tokens(path: Path, backend: tokenizers.Tokenizer) -> tuple[list[str], list[str]]:
-    """What tokenizer.json's own rule puts before and after a text."""
+    """The tokens that tokenizer.json's own rule puts before and after a text."""
     with rust_errors(CheckpointError, f"{path / 'tokenizer.json'}: "):
         plain, full = (backend.encode("a", add_special_tokens=added).tokens for added in (False, True))
     start = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), None)
@@ -331,7 +327,6 @@ def _generation_eos(path: Path) -> list[int]:
 
 
 def _embedding_rows(path: Path) -> int | None:
-    """The model's `vocab_size`, where config.json states it."""
     config = _read(path, "config.json")
     text = config.get("text_config")
     rows = (text if isinstance(text, dict) else config).get("vocab_size")

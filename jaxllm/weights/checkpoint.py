@@ -58,7 +58,7 @@ class Checkpoint:
         """Release the files; arrays already read keep theirs alive."""
 
 
-class Place(NamedTuple):
+class ByteRange(NamedTuple):
     """The bytes of a tensor."""
 
     file: Path
@@ -70,7 +70,7 @@ class MappedCheckpoint(Checkpoint):
     """Tensors in files that are mapped into memory."""
 
     def __init__(self) -> None:
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, ByteRange] = {}
         self._maps: dict[Path, np.ndarray] | None = {}
 
     def map(self, file: Path) -> np.ndarray:

@@ -23,7 +23,7 @@ from jaxtyping import Float32
 
 from jaxllm.errors import CheckpointError
 from jaxllm.quantization.stored import FLOATS, Stored
-from jaxllm.weights.checkpoint import Checkpoint, MappedCheckpoint, Place, TensorInfo, WrappedCheckpoint
+from jaxllm.weights.checkpoint import ByteRange, Checkpoint, MappedCheckpoint, TensorInfo, WrappedCheckpoint
 from jaxllm.weights.fields import MAX_RANK, TEXT, check_apart, check_fields, is_storable, shown, whole
 from jaxllm.weights.folder import check_no_device, generation_config_of, part_files, read_generation_config
 
@@ -49,7 +49,7 @@ class GGUFCheckpoint(MappedCheckpoint):
         for file, header in zip(files, headers, strict=True):
             self.map(file)
             for name, (shape, dtype, offset, nbytes) in header.tensors.items():
-                self.tensors[name], self.places[name] = TensorInfo(shape, dtype), Place(file, offset, nbytes)
+                self.tensors[name], self.places[name] = TensorInfo(shape, dtype), ByteRange(file, offset, nbytes)
 
     def read(self, name: str) -> Stored:
         data = self.bytes_of(name)

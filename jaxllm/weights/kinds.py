@@ -72,20 +72,18 @@ class KindChooser:
                 raise ConfigError(f"isq_map has {pattern!r}, which no tensor of {self.checkpoint.path} is named like")
 
     def __call__(self, spec: ParamSpec) -> tuple[WeightKind, ...]:
-        kinds = self._kinds(spec)
+        saved = isinstance(self.checkpoint, SavedCheckpoint)
+        if self.gpu_tiles and not saved and fnmatch.fnmatchcase(spec.path, ABSORBED) and spec.dtype.itemsize == 2:
+            kinds = spec.kinds
+        elif not self.checkpoint.tensors:
+            kinds = (self._scheme_kind(spec, spec.path),)
+        else:
+            kinds = tuple(self._of(spec, source) for source in find_sources(self.checkpoint, spec, self.names))
+            kinds = kinds[:1] if len(set(kinds)) == 1 else kinds
         rows, inputs, stack = self._rows(spec), self._inputs(spec), len(spec.shape) > 2
         if self.gpu_tiles:
             return tuple(gpu_tiled(kind, rows, inputs) for kind in kinds)
         return tuple(tiled(kind, rows, inputs, stack=stack) for kind in kinds) if self.tiles else kinds
-
-    def _kinds(self, spec: ParamSpec) -> tuple[WeightKind, ...]:
-        saved = isinstance(self.checkpoint, SavedCheckpoint)
-        if self.gpu_tiles and not saved and fnmatch.fnmatchcase(spec.path, ABSORBED) and spec.dtype.itemsize == 2:
-            return spec.kinds
-        if not self.checkpoint.tensors:
-            return (self._scheme_kind(spec, spec.path),)
-        kinds = tuple(self._of(spec, source) for source in find_sources(self.checkpoint, spec, self.names))
-        return kinds[:1] if len(set(kinds)) == 1 else kinds
 
     @property
     def notes(self) -> list[str]:
@@ -117,8 +115,10 @@ class KindChooser:
                 return replace(saved, kind=columns, divided=self._input_parts(spec) > 1)
         types, coding = sorted({info.dtype for info in infos}), common_coding([info.coding for info in infos])
         if coding is not None and source.keeps(coding) and not (coding.order and self._divides_stack(spec)):
-            rows, inputs, devices = self._row_counts(spec), spec.shape[-1], self._input_parts(spec)
-            return coded_kind(coding, spec.dtype, rows, inputs, devices=devices, blocks=self.tiles)
+            stored = [segment.rows for segment in spec.layout.segments] if spec.layout else []
+            moved = [*self._rows(spec), *stored]  # numbers of rows that move together: blocks of rows must divide them
+            devices = self._input_parts(spec)
+            return coded_kind(coding, spec.dtype, moved, spec.shape[-1], devices=devices, blocks=self.tiles)
         if len(types) == 1 and types[0] in FORMATS and source.moves_blocks(FORMATS[types[0]].elements):
             return GgufKind(types[0], spec.dtype)
         scheme = RECODED.get(types[0], RECODED_OTHERS) if source.moves_rows else RECODED_OTHERS
@@ -149,11 +149,6 @@ class KindChooser:
     def _divides_stack(self, spec: ParamSpec) -> bool:
         """Whether devices have parts of each expert's inputs: sorted inputs would be on other devices."""
         return len(spec.shape) > 2 and self._input_parts(spec) > 1
-
-    def _row_counts(self, spec: ParamSpec) -> list[int]:
-        """Numbers of rows that move together: blocks of rows must divide them."""
-        stored = [segment.rows for segment in spec.layout.segments] if spec.layout else []
-        return [*self._rows(spec), *stored]
 
     def _rows(self, spec: ParamSpec) -> list[int]:
         """A device's rows, segment by segment."""

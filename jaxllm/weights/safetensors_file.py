@@ -17,7 +17,7 @@ import numpy as np
 from jaxllm.errors import CheckpointError
 from jaxllm.quantization.stored import Stored
 from jaxllm.weights import fields
-from jaxllm.weights.checkpoint import MappedCheckpoint, Place, TensorInfo
+from jaxllm.weights.checkpoint import ByteRange, MappedCheckpoint, TensorInfo
 from jaxllm.weights.fields import MAX_RANK, MAX_SIZE, check_apart, check_fields, is_storable, shown
 from jaxllm.weights.folder import (
     NO_PICKLES,
@@ -64,7 +64,9 @@ class SafetensorsCheckpoint(MappedCheckpoint):
         if weights and not self.tensors:
             held = f", but {', '.join(found[:3])}: {NO_PICKLES}" if (found := pickles(path)) else ""
             raise CheckpointError(f"{path}: holds no *.safetensors file{held}")
-        self._check_index()
+        for name, shard in _index(path).items():
+            if name not in self.places or self.places[name].file.name != shard:
+                raise CheckpointError(f"{path / _INDEX}: names tensor {shown(name)} in {shard}, which does not hold it")
 
     def _add_file(self, file: Path, before: str = "") -> None:
         for name, info, place in _read_header(file):
@@ -72,13 +74,6 @@ class SafetensorsCheckpoint(MappedCheckpoint):
             if name in self.tensors:
                 raise CheckpointError(f"{file}: tensor {shown(name)} is also in {self.places[name].file.name}")
             self.tensors[name], self.places[name] = info, place
-
-    def _check_index(self) -> None:
-        for name, file in _index(self.path).items():
-            if name not in self.places or self.places[name].file.name != file:
-                raise CheckpointError(
-                    f"{self.path / _INDEX}: names tensor {shown(name)} in {file}, which does not hold it"
-                )
 
     def read(self, name: str) -> Stored:
         data = self.bytes_of(name)
@@ -126,7 +121,7 @@ def _index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _read_header(file: Path) -> list[tuple[str, TensorInfo, Place]]:
+def _read_header(file: Path) -> list[tuple[str, TensorInfo, ByteRange]]:
     size = file.stat().st_size
     with open(file, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -144,7 +139,7 @@ def _read_header(file: Path) -> list[tuple[str, TensorInfo, Place]]:
     return found
 
 
-def _entry(file: Path, size: int, start: int, name: str, entry: Any) -> tuple[str, TensorInfo, Place]:
+def _entry(file: Path, size: int, start: int, name: str, entry: Any) -> tuple[str, TensorInfo, ByteRange]:
     here = f"{file}: tensor {shown(name)}"
     if not isinstance(entry, dict) or not entry.keys() >= _ENTRY_FIELDS.keys():
         raise CheckpointError(f"{here}: corrupt safetensors header: accepted are dtype, shape and data_offsets")
@@ -154,4 +149,4 @@ def _entry(file: Path, size: int, start: int, name: str, entry: Any) -> tuple[st
         raise CheckpointError(f"{here}: {end - begin:,} bytes are no {dtype} of shape {shape}")
     if start + end > size:
         raise CheckpointError(f"{here}: truncated: it ends at byte {start + end:,} of a file of {size:,}")
-    return name, TensorInfo(shape, dtype), Place(file, start + begin, end - begin)
+    return name, TensorInfo(shape, dtype), ByteRange(file, start + begin, end - begin)

@@ -263,7 +263,17 @@ def list_builtin_models(download_dir: Path | None = None) -> list[LocalModel]:
 
 def list_local_models(download_dir: Path | None = None) -> list[LocalModel]:
     """The built-in models, fetched or not, then those in the hub's cache, where each .gguf file is a model."""
-    return list_builtin_models(download_dir) + sorted(_hub_models())
+    models = []
+    for repo in _cached_repositories():
+        newest = max(repo.revisions, key=lambda revision: revision.last_modified, default=None)
+        if newest is None:
+            continue
+        ggufs = [file for file in newest.files if file.file_name.endswith(".gguf")]
+        for file in ggufs:
+            models.append(LocalModel(f"{repo.repo_id}:{file.file_name}", file.size_on_disk, file.file_path, "hub"))
+        if any(file.file_name.endswith(".safetensors") for file in newest.files):
+            models.append(LocalModel(repo.repo_id, repo.size_on_disk, newest.snapshot_path, "hub"))
+    return list_builtin_models(download_dir) + sorted(models)
 
 
 def find_local(name: str, download_dir: Path | None = None) -> LocalModel:
@@ -305,20 +315,6 @@ def remove_local(model: LocalModel) -> None:
     elif found := _cached_repository(repo):
         # The library's `delete_revisions` looks for commits alone, and a copy of a repository has the same ones.
         shutil.rmtree(found.repo_path)
-
-
-def _hub_models() -> list[LocalModel]:
-    models = []
-    for repo in _cached_repositories():
-        newest = max(repo.revisions, key=lambda revision: revision.last_modified, default=None)
-        if newest is None:
-            continue
-        ggufs = [file for file in newest.files if file.file_name.endswith(".gguf")]
-        for file in ggufs:
-            models.append(LocalModel(f"{repo.repo_id}:{file.file_name}", file.size_on_disk, file.file_path, "hub"))
-        if any(file.file_name.endswith(".safetensors") for file in newest.files):
-            models.append(LocalModel(repo.repo_id, repo.size_on_disk, newest.snapshot_path, "hub"))
-    return models
 
 
 def _cached_repositories() -> list[CachedRepoInfo]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxllm import cpu_kernels
+from jaxllm.pallas_kernels import StateRows, StepMetadata, cpu
 from tests.cpu_kernels.weights import ISAS, needs_kernels
 
 pytestmark = needs_kernels
@@ -21,14 +22,18 @@ CHANNELS = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
 TOKENS = 90
 CUTS = {"whole": (), "by one": range(1, TOKENS), "in chunks": (1, 8, 64, 65), "late": (TOKENS - 1,)}
 
-Layer = Callable[[slice, Any, cpu_kernels.Runs], tuple[jax.Array, jax.Array]]
+Layer = Callable[[slice, Any, StepMetadata], tuple[jax.Array, jax.Array]]
 """Some tokens of the sequence, the buffer, and which rows hold its state -> their outputs, and the buffer."""
 
 
-def run(begin: int, end: int, kept: int = 0) -> cpu_kernels.Runs:
+def run(begin: int, end: int, kept: int = 0) -> StepMetadata:
     """Tokens `begin … end - 1`, whose state has row 1; the state after `kept` of them goes to row 2."""
-    numbers = [1], [0, end - begin], [1], [begin == 0], [1], [2 if kept else 0], [kept]
-    return cpu_kernels.Runs(*(jnp.asarray(n, jnp.int32) for n in numbers))
+    row, tokens = jnp.ones(1, jnp.int32), jnp.arange(begin, end)
+    states = StateRows(row, jnp.array([begin == 0]), row, jnp.array([2 if kept else 0]), jnp.array([kept]))
+    return StepMetadata(
+        tokens, jnp.zeros_like(tokens), jnp.array([end]), jnp.array([0, end - begin]), jnp.zeros((1, 1), jnp.int32),
+        jnp.int32(0), jnp.int32(1), jnp.full_like(tokens, end), decode_only=False, states=states,
+    )  # fmt: skip
 
 
 def in_chunks(layer: Layer, cuts: Sequence[int], buffer: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -43,10 +48,10 @@ def in_chunks(layer: Layer, cuts: Sequence[int], buffer: np.ndarray) -> tuple[np
 def convolution(dtype: Any = np.float32) -> tuple[Layer, np.ndarray]:
     dice = np.random.default_rng(2)
     x = jnp.asarray(dice.normal(size=(TOKENS, CHANNELS)), dtype)
-    taps, bias = (dice.normal(size=shape).astype(np.float32) for shape in ((CHANNELS, TAPS), (CHANNELS,)))
-    step = jax.jit(lambda x, buffer, runs: cpu_kernels.causal_conv(x, taps, bias, buffer, runs, silu=True))
+    taps, bias = (jnp.asarray(dice.normal(size=shape), jnp.float32) for shape in ((CHANNELS, TAPS), (CHANNELS,)))
+    step = jax.jit(lambda x, buffer, meta: cpu.causal_conv(x, taps, bias, buffer, meta, jax.nn.silu))
     buffer = dice.normal(size=(3, TAPS - 1, CHANNELS)).astype(np.float32)
-    return lambda tokens, buffer, runs: step(x[tokens], buffer, runs), buffer
+    return lambda tokens, buffer, meta: step(x[tokens], buffer, meta), buffer
 
 
 def rule() -> tuple[Layer, np.ndarray]:
@@ -54,9 +59,9 @@ def rule() -> tuple[Layer, np.ndarray]:
     qkv = dice.normal(size=(TOKENS, CHANNELS)).astype(np.float32)
     decay = -np.exp(dice.uniform(-7, 1, (TOKENS, HEADS))).astype(np.float32)
     beta = dice.uniform(0, 1, (TOKENS, HEADS)).astype(np.float32)
-    step = jax.jit(lambda *a: cpu_kernels.delta_rule(*a, key_heads=KEY_HEADS, epsilon=1e-6))
+    step = jax.jit(lambda *a: cpu.delta_rule(*a, key_heads=KEY_HEADS))
     buffer = dice.normal(size=(3, HEADS, KEY_DIM, VALUE_DIM)).astype(np.float32)
-    return lambda tokens, buffer, runs: step(qkv[tokens], decay[tokens], beta[tokens], buffer, runs), buffer
+    return lambda tokens, buffer, meta: step(qkv[tokens], decay[tokens], beta[tokens], buffer, meta), buffer
 
 
 LAYERS = {"convolution": convolution, "convolution, bf16": lambda: convolution(jnp.bfloat16), "rule": rule}

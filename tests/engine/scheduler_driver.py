@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from jaxllm.engine.core.feature import Feature, Surroundings
 from jaxllm.engine.core.loop import EngineCore
@@ -12,15 +13,15 @@ from jaxllm.engine.core.pages import PagePool
 from jaxllm.engine.core.registry import Features
 from jaxllm.engine.core.request import Batch, Request, Status
 from jaxllm.engine.core.scheduler import Scheduler
-from jaxllm.engine.features.adapters.adapters import AdaptersFeature
-from jaxllm.engine.features.adapters.store import AdapterPlaces
+from jaxllm.engine.features.adapters.adapters import AdapterPlaces, AdaptersFeature
 from jaxllm.engine.features.drafts.feature import DraftsFeature
 from jaxllm.engine.features.drafts.rules import DraftDepth, NgramDrafts
-from jaxllm.engine.features.grammar.feature import GrammarFeature
+from jaxllm.engine.features.grammar.grammar import GrammarFeature
 from jaxllm.engine.features.offload.tiers import PageTiers
-from jaxllm.engine.features.readout.scores import ScoresFeature
-from jaxllm.engine.features.states.states import StatesFeature
+from jaxllm.engine.features.scores import ScoresFeature
+from jaxllm.engine.features.states import StatesFeature
 from jaxllm.engine.messages import EngineRequest, EngineStats
+from jaxllm.models.registry import AdaptedModel
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.steering import AdapterUse
 from tests.engine.simulated_device import VOCAB, SimulatedOffload, SimulatedRunner, alone, salted
@@ -55,7 +56,11 @@ class Driver:
         self.pool = PagePool(num_pages, page_size, caching and snapshots != 0)
         self.max_model_len = (num_pages - 1) * page_size
         self.runner = SimulatedRunner(num_pages, page_size, has_states=snapshots is not None)
-        listed: list[Feature] = [GrammarFeature(), AdaptersFeature(None, places), ScoresFeature()]
+        listed: list[Feature] = [
+            GrammarFeature(),
+            AdaptersFeature(mock.Mock(spec=AdaptedModel), places),
+            ScoresFeature(),
+        ]
         self.num_drafts = num_drafts
         if num_drafts:
             listed.append(DraftsFeature(NgramDrafts(num_drafts, 1, 1), DraftDepth(num_drafts)))
@@ -67,22 +72,20 @@ class Driver:
             max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, vocab_size=VOCAB, buffers_of=lambda paged: []
         )
         around = Surroundings(self.runner, sizes, self.pool, None, [])  # type: ignore[arg-type]
-        self.features = Features(listed).attached(around)
+        self.features = Features(feature.attached(around) for feature in listed)
         self.runner.features = self.features
-        around.features = lambda: self.features
         self.states = self.features["states"].cache if "states" in self.features else None  # type: ignore[attr-defined]
         self.adapters: AdapterPlaces = self.features["adapters"].places  # type: ignore[attr-defined]
         self.features["adapters"].store = SimpleNamespace(known=rows_of)  # type: ignore[attr-defined]
-        self.offload = self.features.get("offload")
-        if isinstance(self.offload, SimulatedOffload):
-            self.offload.runner = self.runner
+        self.offload = next((f for f in self.features if isinstance(f, SimulatedOffload)), None)
+        if self.offload is not None:
             self.offload.keep_in(PageTiers(self.pool, host_pages, has_states=snapshots is not None))
         self.scheduler = Scheduler(
             self.pool, max_num_seqs, budget, self.max_model_len, decode_steps=decode_steps, features=self.features
         )
-        around.running, around.prefix_root = (lambda: self.scheduler.running), self.scheduler.prefix_root
         stops = [] if stop is None else [stop]
         self.core = EngineCore(self.scheduler, self.pool, self.runner, None, stops, features=self.features)  # type: ignore[arg-type]
+        around.core = self.core
         self.stop = stop
         self.requests: list[Request] = []
         self.tokens: dict[str, list[int]] = {}
@@ -163,7 +166,7 @@ class Driver:
                 self.done[delta.request_id] = self.tokens[delta.request_id]
         self.pool.check([r.pages for r in self.scheduler.running])
         self.adapters.check([r.extras["adapters"].ids for r in self.scheduler.running if "adapters" in r.extras])
-        if isinstance(self.offload, SimulatedOffload):
+        if self.offload is not None:
             self.offload._kept.wait()
         if self.states is not None:
             self.states.check([row for r in self.scheduler.running for row in r.extras["states"].reserved.rows])

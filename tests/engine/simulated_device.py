@@ -15,16 +15,15 @@ from unittest import mock
 import numpy as np
 
 from jaxllm.engine.core.executables import Compiles
-from jaxllm.engine.core.feature import Surroundings
+from jaxllm.engine.core.feature import Feature
 from jaxllm.engine.core.handle import Handle, RanStep, SampledRow
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.registry import Features
 from jaxllm.engine.core.request import Batch, Request, Status
 from jaxllm.engine.core.sampler import Sampled, Settled
 from jaxllm.engine.features.adapters.adapters import PUT_TABLES
-from jaxllm.engine.features.offload.host_pages import CacheRow
-from jaxllm.engine.features.offload.offload import OffloadFeature
-from jaxllm.engine.features.offload.page_copies import LeavingPages, PageBlocks
+from jaxllm.engine.features.offload.offload import LeavingPages, OffloadFeature, PageBlocks
+from jaxllm.engine.features.offload.pages import CacheRow
 
 VOCAB = 3
 
@@ -76,17 +75,11 @@ class SimulatedLeaving(LeavingPages):
 class SimulatedOffload(OffloadFeature):
     """Copies what the simulated device holds."""
 
-    runner: SimulatedRunner
-
-    def attach(self, around: Surroundings) -> None:
+    def attach(self) -> None:
         with mock.patch("jaxllm.engine.features.offload.offload.PageCopies"):
-            super().attach(around)
-
-    def _read(self, rows: list[tuple[CacheRow, Any]]) -> Any:
-        return self.runner.read_pages(rows)
-
-    def _write(self, rows: list[tuple[CacheRow, Any]]) -> None:
-        self.runner.write_pages(rows)
+            super().attach()
+        runner: Any = self.around.device
+        self.copies.read, self.copies.write = runner.read_pages, runner.write_pages  # type: ignore[method-assign]
 
 
 class SimulatedRunner:
@@ -153,6 +146,9 @@ class SimulatedRunner:
         self.before_step()
         self.log.append("backbone")
         starts = {chunk.request.request_id: chunk.start for chunk in batch.chunks}
+        for request in batch.admitted:
+            for feature, extra in self.features.of(request, Feature.seat):
+                feature.seat(request, extra)
         self._position |= {request.slot: starts[request.request_id] for request in batch.admitted}
         begins = [self._position[chunk.request.slot] for chunk in batch.chunks]
         for chunk in batch.chunks:

@@ -12,7 +12,7 @@ from jaxllm.engine.core.registry import Features
 from jaxllm.engine.core.sizes import StepSizes
 from jaxllm.engine.core.step import StepFunctions
 from jaxllm.models.caches import CacheLayout, Paged
-from jaxllm.sharding.mesh import build_mesh
+from jaxllm.sharding.mesh import build_meshes
 
 PAGED = Paged(1, (8, 8))
 
@@ -33,4 +33,4 @@ class NoModel(StepFunctions):
 
     def __init__(self, sizes: StepSizes, features: Features):
         self.sizes, self.features = sizes, features
-        self.state = StateShapes(build_mesh(1), sizes, jnp.float32, features)
+        self.state = StateShapes(build_meshes(1)[0], sizes, jnp.float32, features)

@@ -17,7 +17,7 @@ from jaxllm.errors import CheckpointError
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import abstract_model, model_spec
 from jaxllm.models.tasks import read_tasks
-from jaxllm.sharding.mesh import build_mesh
+from jaxllm.sharding.mesh import build_meshes
 from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.gguf_file import read_header
@@ -247,7 +247,7 @@ def test_parts_of_latent_attention_that_do_not_fit(dims, tmp_path, heads):
     spec = model_spec(checkpoint)
     _, params = abstract_model(spec, BuildOptions())
     with pytest.raises(CheckpointError, match="attn_k_b and attn_v_b are of shapes"):
-        load_parameters(checkpoint, params, spec.names, build_mesh(1), ignored=spec.ignored)
+        load_parameters(checkpoint, params, spec.names, build_meshes(1)[0], ignored=spec.ignored)
 
 
 def test_tensors_that_share_bytes(tmp_path, heads):

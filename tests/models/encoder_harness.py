@@ -14,12 +14,12 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxllm.engine.core.batch import whole_texts
-from jaxllm.engine.features.readout.pooling import with_token_types
+from jaxllm.engine.features.pooling import with_token_types
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import abstract_model, model_spec
 from jaxllm.pallas_kernels import REFERENCE, Kernels
 from jaxllm.quantization.weight import WeightKind
-from jaxllm.sharding.mesh import build_mesh
+from jaxllm.sharding.mesh import build_meshes
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.loader import ParamSpec, load_parameters
 
@@ -44,7 +44,7 @@ class EncoderHarness:
         spec = model_spec(checkpoint)
         self.config = spec.config
         model, params = abstract_model(spec, BuildOptions(dtype, tp, kernels), kinds)
-        mesh = build_mesh(tp)
+        mesh = build_meshes(tp)[0]
         loaded = load_parameters(checkpoint, params, spec.names, mesh, ignored=spec.ignored)
         self._weights = tuple(jax.tree.leaves(loaded))
         checkpoint.close()

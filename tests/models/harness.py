@@ -20,7 +20,7 @@ from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import abstract_model, model_spec
 from jaxllm.pallas_kernels import REFERENCE, Kernels, StateRows, StepMetadata
 from jaxllm.quantization.weight import WeightKind
-from jaxllm.sharding.mesh import build_mesh
+from jaxllm.sharding.mesh import build_meshes
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.loader import ParamSpec, load_parameters
 
@@ -93,7 +93,7 @@ class Harness:
         self.config = spec.config
         options = BuildOptions(dtype, tp, kernels, expert_parallel)
         model, params = abstract_model(spec, options, kinds)
-        mesh = build_mesh(tp)
+        mesh = build_meshes(tp)[0]
         loaded = load_parameters(checkpoint, params, spec.names, mesh, ignored=spec.ignored)
         self._weights = tuple(jax.tree.leaves(loaded))
         checkpoint.close()

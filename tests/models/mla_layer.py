@@ -21,7 +21,7 @@ from jaxllm.models.layers.rope import Angles
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import REFERENCE, Kernels, StepMetadata
 from jaxllm.pallas_kernels.gpu.attention import latent_attention
-from jaxllm.sharding.mesh import TENSOR, build_mesh
+from jaxllm.sharding.mesh import TENSOR, build_meshes
 from tests.gpu_here import INTERPRET
 
 SIZE = 44
@@ -198,7 +198,7 @@ def run(case: Case, tp: int, dtype: Any = jnp.float32, kernels: Kernels = REFERE
     jitted = jax.jit(
         jax.shard_map(
             step,
-            mesh=build_mesh(tp),
+            mesh=build_meshes(tp)[0],
             in_specs=(specs, P(), pages_spec, P()),
             out_specs=(P(), pages_spec),
             check_vma=False,

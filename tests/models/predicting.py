@@ -14,7 +14,7 @@ from jaxllm.models.caches import CacheLayout
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import ModelSpec, abstract_model
 from jaxllm.pallas_kernels import REFERENCE
-from jaxllm.sharding.mesh import build_mesh
+from jaxllm.sharding.mesh import build_meshes
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.loader import load_parameters
 from tests.models.harness import metadata
@@ -34,7 +34,7 @@ def predicted(
 ) -> Found:
     """What the module of `spec` gives of one sequence, which runs in steps that end at the `cuts`."""
     model, params = abstract_model(spec, BuildOptions(jnp.float32, 1, REFERENCE))
-    mesh = build_mesh(1)
+    mesh = build_meshes(1)[0]
     loaded = load_parameters(checkpoint, params, spec.names, mesh, ignored=spec.ignored)
     graph, state = nnx.split(model)
     tree, (cache,) = jax.tree.structure(state), spec.config.caches

@@ -17,7 +17,7 @@ from jaxllm.models.config import DecoderConfig
 from jaxllm.models.layers.rope import RopeConfig, inverse_frequencies
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import FAMILIES, abstract_model, model_spec
-from jaxllm.sharding.mesh import build_mesh
+from jaxllm.sharding.mesh import build_meshes
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.loader import load_parameters
 from tests.reference.tiny import write_checkpoint
@@ -46,7 +46,7 @@ def parameters(path: Path) -> dict[str, np.ndarray]:
 
 @cache
 def one_device() -> Any:
-    return build_mesh(1)
+    return build_meshes(1)[0]
 
 
 def assert_same_parameters(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:

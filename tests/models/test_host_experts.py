@@ -21,7 +21,7 @@ from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.stored import Stored
 from jaxllm.quantization.tiles import TiledKind
 from jaxllm.quantization.weight import DenseKind, HostShare, WeightKind
-from jaxllm.sharding.mesh import build_mesh, named_sharding
+from jaxllm.sharding.mesh import build_meshes, named_sharding
 from tests.models.test_moe import (
     EXPERTS,
     INTERPRETED,
@@ -90,7 +90,7 @@ def steps(
     layer = MoE(SIZE, LAYERS[name], "silu", options)
     graph, state = nnx.split(layer)
     leaves, tree = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-    mesh = build_mesh(1)
+    mesh = build_meshes(1)[0]
     host = named_sharding(mesh, (), on_host=True)
     values = []
     for path, variable in leaves:

@@ -26,7 +26,7 @@ from jaxllm.models.layers.moe import MoE
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import REFERENCE, Kernels, StepMetadata
 from jaxllm.pallas_kernels.gpu import products as gpu_products
-from jaxllm.sharding.mesh import build_mesh
+from jaxllm.sharding.mesh import build_meshes
 from tests.devices import over_devices
 from tests.gpu_here import INTERPRET
 
@@ -250,7 +250,9 @@ def build(
     specs = [P(*variable.get_metadata()["axes"]) for variable in variables.values()]
 
     def sharded_layer(values: list[Any], x: jax.Array, meta: StepMetadata) -> jax.Array:
-        mapped = jax.shard_map(forward, mesh=build_mesh(tp), in_specs=(specs, P(), P()), out_specs=P(), check_vma=False)
+        mapped = jax.shard_map(
+            forward, mesh=build_meshes(tp)[0], in_specs=(specs, P(), P()), out_specs=P(), check_vma=False
+        )
         return mapped(values, x, meta)
 
     return jax.jit(sharded_layer), variables

@@ -19,7 +19,7 @@ from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import abstract_model, model_spec
 from jaxllm.quantization.gguf_weight import GgufBlocks
 from jaxllm.quantization.weight import Dense, Fused
-from jaxllm.sharding.mesh import build_mesh
+from jaxllm.sharding.mesh import build_meshes
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.kinds import KindChooser
 from jaxllm.weights.loader import dummy_parameters, load_parameters
@@ -105,7 +105,7 @@ def test_weights_quantized_in_situ_are_near_those_of_the_checkpoint(scheme, tmp_
     for isq in (None, scheme):
         kinds = KindChooser(checkpoint, spec.names, isq=isq)
         _, params = abstract_model(spec, BuildOptions(jnp.float32), kinds)
-        loaded.append(load_parameters(checkpoint, params, spec.names, build_mesh(1), ignored=spec.ignored))
+        loaded.append(load_parameters(checkpoint, params, spec.names, build_meshes(1)[0], ignored=spec.ignored))
     for param, plain, found in zip(params, *loaded, strict=True):
         if not isinstance(plain, Dense) or isinstance(found, Dense):
             continue
@@ -157,7 +157,7 @@ def test_dummy_weights_are_quantized_too(tmp_path):
     write_checkpoint("llama_gqa", tmp_path)
     config = EngineConfig(model=str(tmp_path), load_format="dummy", isq="q4_0", dtype="float32")
     blueprint = make_blueprint(config, open_checkpoint(tmp_path, "dummy"), ROOMY)
-    drawn = dummy_parameters(blueprint.params, build_mesh(1), 0)
+    drawn = dummy_parameters(blueprint.params, build_meshes(1)[0], 0)
     for spec, value in zip(blueprint.params, drawn, strict=True):
         expected = jax.tree.map(lambda a: (a.shape, a.dtype), spec.abstract())
         assert jax.tree.map(lambda a: (a.shape, a.dtype), value) == expected

@@ -16,7 +16,7 @@ from jaxllm.engine.start.plan import Blueprint, step_functions
 from jaxllm.engine.start.platform import Platform
 from jaxllm.models.caches import CacheSpec, Paged, PerSlot, parts_of
 from jaxllm.models.registry import FAMILIES, model_spec
-from jaxllm.sharding.mesh import build_mesh
+from jaxllm.sharding.mesh import build_meshes
 from jaxllm.weights import open_checkpoint
 from tests.reference.tiny import tiny_config
 
@@ -79,7 +79,7 @@ def test_the_whole_context_is_planned(published, blueprint):
 
 def test_steps_have_the_shapes_of_the_model(blueprint):
     config, sizes = blueprint.spec.config, blueprint.sizes
-    functions = step_functions(blueprint, build_mesh(1))
+    functions = step_functions(blueprint, build_meshes(1)[0])
     if config.encoder is not None:
         encode, arguments = functions.step(Key("encode", 16))
         (hidden,) = jax.eval_shape(encode, *arguments)

@@ -21,7 +21,7 @@ from jaxllm.quantization.schemes import coded_kind
 from jaxllm.quantization.stored import Codes, Coding, Stored
 from jaxllm.quantization.tiles import tiled
 from jaxllm.quantization.weight import Dense, DenseKind, Fused, Weight
-from jaxllm.sharding.mesh import TENSOR, build_mesh
+from jaxllm.sharding.mesh import TENSOR, build_meshes
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.kinds import KindChooser
 from jaxllm.weights.loader import ParamSpec, load_parameters
@@ -213,7 +213,7 @@ def loaded(path: Path, **options) -> dict[str, object]:
     checkpoint = open_checkpoint(path)
     spec, kinds = model_spec(checkpoint), chooser(path, **options)
     _, params = abstract_model(spec, BuildOptions(jnp.bfloat16), kinds)
-    values = load_parameters(checkpoint, params, spec.names, build_mesh(1), ignored=spec.ignored)
+    values = load_parameters(checkpoint, params, spec.names, build_meshes(1)[0], ignored=spec.ignored)
     return {param.path: value for param, value in zip(params, values, strict=True)}
 
 

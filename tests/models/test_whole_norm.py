@@ -14,7 +14,7 @@ from jaxllm.models.layers.norm import WholeRMSNorm
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import REFERENCE, Kernels
 from jaxllm.pallas_kernels.kernels import CPU
-from jaxllm.sharding.mesh import build_mesh
+from jaxllm.sharding.mesh import build_meshes
 
 
 @pytest.mark.parametrize("kernels", [REFERENCE, CPU], ids=lambda kernels: kernels.name)
@@ -30,7 +30,7 @@ def test_the_mean_is_over_all_heads(kernels: Kernels):
     def run(weight: jax.Array, x: jax.Array) -> jax.Array:
         return nnx.merge(graph, nnx.State({"weight": nnx.Param(weight)}))(x)
 
-    mapped = jax.shard_map(run, mesh=build_mesh(1), in_specs=(P(), P()), out_specs=P(), check_vma=False)
+    mapped = jax.shard_map(run, mesh=build_meshes(1)[0], in_specs=(P(), P()), out_specs=P(), check_vma=False)
     found = jax.jit(mapped)(jnp.asarray(weight, jnp.float32), jnp.asarray(x, jnp.float32))
     flat = x.reshape(5, 12)
     expected = flat / np.sqrt((flat**2).mean(1, keepdims=True) + eps) * weight

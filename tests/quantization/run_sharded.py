@@ -15,7 +15,7 @@ from jaxllm import cpu_kernels
 from jaxllm.quantization.schemes import SCHEMES
 from jaxllm.quantization.tiles import TiledKind, tile_format
 from jaxllm.quantization.weight import WeightKind
-from jaxllm.sharding.mesh import TENSOR, Layout, Segment, build_mesh, named_sharding
+from jaxllm.sharding.mesh import TENSOR, Layout, Segment, build_meshes, named_sharding
 from tests.quantization.blocks import stored
 
 ROWS, INPUTS = (64, 64), 1024
@@ -38,7 +38,7 @@ def main(out: str) -> None:
     *tensors, x = values()
     found = {"devices": np.array(jax.device_count())}
     for tp in (2, 4):
-        mesh = build_mesh(tp)
+        mesh = build_meshes(tp)[0]
         layout = Layout((Segment(ROWS[0], tp), Segment(ROWS[1], 2)), tp)  # on 4 devices two hold each of the second's
         for scheme, kind in kinds().items():
             for axes, laid_out in (((TENSOR, None), layout), ((None, TENSOR), None)):

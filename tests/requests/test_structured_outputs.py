@@ -14,6 +14,7 @@ import pytest
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.structured_outputs import (
     MAX_GRAMMAR_LENGTH,
+    GrammarCache,
     GrammarProcesses,
     StructuredOutputs,
     compile_grammar,
@@ -182,3 +183,16 @@ def test_a_long_list_of_choices_is_followed_or_refused():
     assert compile_grammar(StructuredOutputs(choice=[f"word {i}" for i in range(5_000)]))
     with pytest.raises(InvalidRequestError, match=f"it may have {MAX_GRAMMAR_LENGTH}"):
         compile_grammar(StructuredOutputs(choice=[f"word {i}" for i in range(100_000)]))
+
+
+def test_grammars_are_kept_by_their_size():
+    cache = GrammarCache(10)
+    cache.put(b"a", "12345")
+    cache.put(b"b", "1234")
+    assert cache.get(b"a") == "12345"
+    cache.put(b"c", "12")  # for which the one used least recently makes room
+    assert [cache.get(key) for key in (b"a", b"b", b"c")] == ["12345", None, "12"]
+    cache.put(b"d", "x" * 11)
+    assert [cache.get(key) for key in (b"a", b"b", b"c", b"d")] == [None] * 4
+    cache.put(b"a", "1234567890")
+    assert cache.get(b"a") == "1234567890"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, InvalidRequestError, SamplingParams
-from jaxllm.engine.features.readout.scores import Stretch, together
+from jaxllm.engine.features.scores import Stretch, together
 from jaxllm.research.scores import pairs
 from tests.reference import load_golden
 from tests.reference.tiny import tiny_prompt, write_checkpoint

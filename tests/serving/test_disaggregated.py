@@ -239,9 +239,9 @@ def test_a_request_with_an_adapter_is_refused(
 ) -> None:
     monkeypatch.setattr(engine.info, "transfer", TransferInfo(engine_id="e", role="kv_both", host="h", port=1))
     from jaxllm.requests.steering import AdapterUse
-    from jaxllm.serving.loadable import Lease
+    from jaxllm.serving.call import Call
 
-    monkeypatch.setattr(Lease, "adapter_uses", lambda *_: (AdapterUse(id=1, name="a", path="/a", scale=1.0),))
+    monkeypatch.setattr(Call, "adapter_uses", lambda *_: (AdapterUse(id=1, name="a", path="/a", scale=1.0),))
     body = {"prompt": "Hi", "max_tokens": 1, "kv_transfer_params": FIRST}
     answer = make_client(engine).post("/v1/completions", json=body)
     assert (

@@ -103,7 +103,7 @@ def test_a_load_that_fails_becomes_an_event_of_the_api(serve: Serve, starts: Sta
         told = json.loads(events[0].removeprefix("data: "))
         assert told["error"]["code"] == "model_failed" and events[-1] == "data: [DONE]"
     assert "its files are damaged" in told["error"]["message"]
-    wait_for(lambda: not server.models[0].leases)
+    wait_for(lambda: not server.models[0].calls)
 
 
 def test_what_fails_at_once_has_its_own_status(serve: Serve, starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,8 +131,8 @@ def test_a_client_that_leaves_ends_its_wait_and_not_the_load(serve: Serve, start
     gate = starts.held["a"] = threading.Event()
     with streamed(server, "/completions") as lines:
         next(lines)
-        assert len(server.models[0].leases) == 1
-    wait_for(lambda: not server.models[0].leases)
+        assert len(server.models[0].calls) == 1
+    wait_for(lambda: not server.models[0].calls)
     gate.set()
     wait_for(lambda: server.states() == {"a": "loaded"})
 

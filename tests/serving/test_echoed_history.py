@@ -85,9 +85,7 @@ def test_anthropics_messages(url: str, engine: FakeEngine, reply: str) -> None:
             client.messages.create(messages=[USER, {"role": "assistant", "content": list(content)}, last], **ask)
 
 
-@pytest.mark.covers("ChatMessageParam", "cache_control")
-@pytest.mark.covers("TextPart", "cache_control")
-@pytest.mark.covers("RefusalPart", "cache_control")
+@pytest.mark.covers("Cacheable", "cache_control")
 @pytest.mark.parametrize(
     "message",
     [
@@ -110,7 +108,7 @@ def test_an_assistant_that_said_nothing(client: TestClient, engine: FakeEngine, 
     assert prompt(engine) == "[user]Hi[assistant][user]Hi[assistant]"
 
 
-@pytest.mark.covers("ChatTool", "cache_control")
+@pytest.mark.covers("Cacheable", "cache_control")
 def test_tools_with_a_hint_for_the_cache(client: TestClient, engine: FakeEngine) -> None:
     engine.info.max_model_len = 4000
     tool = {**TOOL, "cache_control": {"type": "ephemeral"}}

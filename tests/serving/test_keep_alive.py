@@ -76,7 +76,7 @@ def test_a_pinned_model_cannot_be_told_to_go(serve: Serve) -> None:
         ask(server, "a", "10m")
     assert "keep_alive is 600 s: model 'a' is not unloaded; leave it out, or send -1" in str(raised.value)
     assert raised.value.param == "keep_alive"
-    assert not server.models[0].leases and not server.models[1].leases
+    assert not server.models[0].calls and not server.models[1].calls
 
 
 @pytest.mark.parametrize(

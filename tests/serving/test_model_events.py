@@ -76,7 +76,7 @@ def test_each_change_is_told_to_who_follows(serve: Serve, starts: Starts) -> Non
         wait_for(lambda: follower.last("a")["status"] == "loaded")
         info = {"max_model_len": 256, "has_chat_template": True, "num_parameters": 10**6}
         assert follower.last("a") == {"status": "loaded", "info": info}
-        wait_for(lambda: not server.models[0].leases)
+        wait_for(lambda: not server.models[0].calls)
         server.ask("b")  # which takes the place of a
         wait_for(lambda: follower.last("b")["status"] == "loaded")
         assert follower.last("a") == {"status": "unloaded"}

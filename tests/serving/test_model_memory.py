@@ -86,7 +86,7 @@ def test_models_that_are_preloaded_must_fit_together(starts: Starts) -> None:
 def test_probes_and_listings_reset_no_timer(serve: Serve, starts: Starts) -> None:
     server = serve("a")
     server.ask("a")
-    wait_for(lambda: not server.models[0].leases)
+    wait_for(lambda: not server.models[0].calls)
     before = server.models[0].last_used
     base = server.url.removesuffix("/v1")
     for path in (

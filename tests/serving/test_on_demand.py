@@ -63,7 +63,7 @@ def test_all_who_wait_wait_for_one_load(serve: Serve, starts: Starts) -> None:
     gate = starts.held["a"] = threading.Event()
     with ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(server.ask, "a") for _ in range(4)]
-        wait_for(lambda: len(server.models[0].leases) == 4)
+        wait_for(lambda: len(server.models[0].calls) == 4)
         wait_for(lambda: server.status("a")["doing"] == "Loading a")
         status = server.status("a")
         assert (status["value"], status["doing"], status["done"], status["total"]) == ("loading", "Loading a", 3, 7)
@@ -79,7 +79,7 @@ def test_a_load_goes_on_when_its_client_is_gone(serve: Serve, starts: Starts) ->
         httpx.post(f"{server.url}/completions", json={"model": "a", "prompt": "Hi"}, timeout=httpx.Timeout(5, read=0.2))
     gate.set()
     wait_for(lambda: server.states() == {"a": "loaded"})
-    wait_for(lambda: not server.models[0].leases)
+    wait_for(lambda: not server.models[0].calls)
 
 
 def test_the_model_that_was_not_used_for_longest_makes_room(serve: Serve, starts: Starts) -> None:
@@ -209,7 +209,7 @@ def test_models_are_loaded_and_unloaded_by_routes(serve: Serve, starts: Starts) 
         pytest.raises(openai.ConflictError, match="'a' is busy with 1 requests: it cannot be unload"),
     ):
         server.post("/models/unload", "a")
-    wait_for(lambda: not server.models[0].leases)
+    wait_for(lambda: not server.models[0].calls)
     for _ in range(2):
         assert server.post("/models/unload", "a") == {"success": True}
     assert starts.events == ["start a", "started a", "stopped a"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from jaxllm.serving.openai.completion_types import CompletionRequest
+from jaxllm.serving.openai.completions import CompletionRequest
 from tests.serving.api_surface import BODIES
 from tests.serving.fake_engine import BOS, FakeEngine
 from tests.serving.sending import HELLO, send
@@ -20,11 +20,7 @@ WITHOUT_MODEL = (
 
 
 @pytest.mark.covers("GenerationRequest", "model")
-@pytest.mark.covers("TokenizeRequest", "model")
-@pytest.mark.covers("DetokenizeRequest", "model")
-@pytest.mark.covers("PromptFields", "model")
-@pytest.mark.covers("CountTokensRequest", "model")
-@pytest.mark.covers("PoolingFields", "model")
+@pytest.mark.covers("ModelFields", "model")
 @pytest.mark.parametrize(
     "path",
     [path for path in BODIES if "{" not in path and path not in WITHOUT_MODEL],
@@ -75,9 +71,7 @@ SCHEMA_EXTRAS = {"name": "x", "description": "d", "strict": True}
 @pytest.mark.covers("JSONSchema", "name", "description", "strict")
 @pytest.mark.covers("HistoryToolCall", "index")
 @pytest.mark.covers("TextSchemaFormat", "name", "description", "strict")
-@pytest.mark.covers("ToolUseBlockParam", "cache_control")
-@pytest.mark.covers("ToolResultBlockParam", "cache_control")
-@pytest.mark.covers("ToolParam", "cache_control")
+@pytest.mark.covers("Cacheable", "cache_control")
 @pytest.mark.parametrize(
     ("path", "without", "with_them"),
     [

@@ -17,7 +17,7 @@ PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
 @pytest.mark.covers("POST /v1/apply-template")
-@pytest.mark.covers("ApplyTemplateRequest", "messages", "model")
+@pytest.mark.covers("ApplyTemplateRequest", "messages")
 def test_apply_template(client: TestClient, engine: FakeEngine) -> None:
     assert client.post("/apply-template", json={"messages": HELLO}).json() == {"prompt": PROMPT}
     closed = {"messages": HELLO, "add_generation_prompt": False, "model": "fake"}

@@ -28,7 +28,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 def waiting(server: Several, at: int) -> int:
     """How many requests wait for a model."""
-    return sum(lease.waits for lease in server.models[at].leases)
+    return sum(call.waits for call in server.models[at].calls)
 
 
 @contextmanager
@@ -153,7 +153,7 @@ def test_a_stream_that_waits_for_its_turn_is_told_so(serve: Serve, starts: Start
             assert next(lines) == ": loading a: Waiting for its turn"
     starts.held["b"].set()
     assert asked.result() == "I am b."
-    wait_for(lambda: not any(model.leases for model in server.models))
+    wait_for(lambda: not any(model.calls for model in server.models))
 
 
 def test_a_batch_makes_no_busy_model_give_way(serve: Serve, starts: Starts) -> None:

@@ -72,7 +72,7 @@ def test_a_message_waits_until_its_model_is_loaded(open_page: Open, serve: Serve
 def test_the_page_about_the_server_shows_all_models(open_page: Open, serve: Serve) -> None:
     server = serve("alpha", "beta")
     server.ask("alpha")
-    wait_for(lambda: not server.models[0].leases)
+    wait_for(lambda: not server.models[0].calls)
     page = opened(open_page, server)
     page.page.get_by_role("link", name="Server").click()
     rows = page.page.get_by_role("main").get_by_role("listitem")

@@ -19,7 +19,7 @@ from jaxllm.quantization.gguf_encode import encode
 from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.stored import Stored
 from jaxllm.quantization.weight import DenseKind
-from jaxllm.sharding.mesh import TENSOR, build_mesh, split_rows
+from jaxllm.sharding.mesh import TENSOR, build_meshes, split_rows
 from jaxllm.weights.checkpoint import Checkpoint, TensorInfo
 from jaxllm.weights.kinds import KindChooser
 from jaxllm.weights.loader import ParamSpec, load_parameters
@@ -65,7 +65,7 @@ def test_what_is_transposed_on_the_way_is_encoded_anew_and_said():
     assert chosen == (GgufKind("Q8_0", FLOAT32),)
     assert kinds.notes == ["1 weights stored as Q4_0 are kept as Q8_0: quantized once more at load"]
     spec = ParamSpec(path, declared.shape, FLOAT32, declared.axes, layout, chosen)
-    (weight,) = load_parameters(checkpoint, [spec], names, build_mesh(1))
+    (weight,) = load_parameters(checkpoint, [spec], names, build_meshes(1)[0])
     k_b, v_b = (gguf_dequantize(checkpoint.blocks[name], "Q4_0") for name in arrays)
     expected = np.concatenate([k_b.swapaxes(1, 2), v_b], axis=1).reshape(-1, latent)
     np.testing.assert_allclose(jax.jit(lambda w: w.dequantize())(weight), expected, atol=0.02)
@@ -75,7 +75,7 @@ def test_what_is_transposed_on_the_way_is_encoded_anew_and_said():
     chosen = for_gpu(replace(declared, dtype=BFLOAT16, kinds=(DenseKind(BFLOAT16),)))
     assert chosen == (DenseKind(BFLOAT16),) and for_gpu.notes == []
     spec = ParamSpec(path, declared.shape, BFLOAT16, declared.axes, layout, chosen)
-    (weight,) = load_parameters(checkpoint, [spec], names, build_mesh(1))
+    (weight,) = load_parameters(checkpoint, [spec], names, build_meshes(1)[0])
     np.testing.assert_array_equal(weight.array, expected.astype(BFLOAT16))
     assert KindChooser(checkpoint, names, isq="q4k", packed=False, gpu_tiles=True)(spec) == (DenseKind(BFLOAT16),)
 
@@ -97,7 +97,7 @@ def test_heads_whose_blocks_are_whole_are_moved_as_they_are(stored: str, kept: s
     chosen = kinds(declared)
     assert chosen == ((GgufKind(kept, FLOAT32) if packed else DenseKind(FLOAT32)),)
     assert bool(kinds.notes) == (packed and stored != kept)
-    (weight,) = load_parameters(checkpoint, [replace(declared, kinds=chosen)], names, build_mesh(1))
+    (weight,) = load_parameters(checkpoint, [replace(declared, kinds=chosen)], names, build_meshes(1)[0])
     heads = gguf_dequantize(checkpoint.blocks["blk.0.ssm_out.weight"], stored).reshape(6, 4, 128)
     expected = heads[:, [0, 2, 1, 3]].reshape(6, 512)
     found = np.asarray(jax.jit(lambda w: w.dequantize())(weight))
@@ -129,7 +129,7 @@ def test_blocks_of_the_file_are_kept_before_others_that_stand_in(stored, inputs,
     chosen = KindChooser(checkpoint, names, isq="q4k", packed=False)(spec)
     assert chosen == (GgufKind(kept, FLOAT32),)
     if kept == stored:
-        (weight,) = load_parameters(checkpoint, [replace(spec, kinds=chosen)], names, build_mesh(1))
+        (weight,) = load_parameters(checkpoint, [replace(spec, kinds=chosen)], names, build_meshes(1)[0])
         expected = gguf_dequantize(checkpoint.blocks["blk.0.ffn_down.weight"], stored)
         np.testing.assert_array_equal(weight.dequantize(), expected)
 
@@ -167,7 +167,7 @@ def test_quantizing_while_loading_never_holds_the_float_model(scheme):
     names = expand({name: name for name in checkpoint.tensors}, 1)
     chosen = KindChooser(checkpoint, names, isq=scheme)
     specs = [replace(spec, kinds=chosen(spec)) for spec in declared]
-    mesh = build_mesh(1)
+    mesh = build_meshes(1)[0]
     load_parameters(checkpoint, specs[:1], names, mesh, ignored=("w*",))  # compiles the encoder
     tracemalloc.start()
     loaded = load_parameters(checkpoint, specs, names, mesh)

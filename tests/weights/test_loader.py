@@ -15,7 +15,7 @@ from jaxllm.errors import CheckpointError
 from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.stored import Stored
 from jaxllm.quantization.weight import Dense, DenseKind, Fused
-from jaxllm.sharding.mesh import TENSOR, Layout, Segment, build_mesh, padded_rows
+from jaxllm.sharding.mesh import TENSOR, Layout, Segment, build_meshes, padded_rows
 from jaxllm.weights import loader
 from jaxllm.weights.checkpoint import Checkpoint, TensorInfo
 from jaxllm.weights.loader import READ_AHEAD, ParamSpec, dummy_parameters, load_parameters
@@ -53,7 +53,7 @@ def norm(path: str, rows: int = 4) -> ParamSpec:
 
 @pytest.fixture
 def mesh():
-    return build_mesh(1)
+    return build_meshes(1)[0]
 
 
 def test_fuses_transforms_pads_and_casts(mesh):
@@ -153,7 +153,7 @@ def test_dummy_weights_compile_once_for_all_layers(mesh, monkeypatch):
 
 def test_quantized_dummy_weights_share_no_memory(monkeypatch):
     """Or a step of a large model would read one layer's weights over and over, out of the cache."""
-    one = build_mesh(1)
+    one = build_meshes(1)[0]
     kinds = (GgufKind("Q4_0", FLOAT32),)
     specs = [ParamSpec(f"layers.{i}.up", (32, 64), FLOAT32, (TENSOR, None), None, kinds) for i in range(3)]
     (packed,) = {leaf.array.shape for leaf in specs[0].leaves()}

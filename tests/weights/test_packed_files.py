@@ -11,7 +11,7 @@ import pytest
 
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import abstract_model, model_spec
-from jaxllm.sharding.mesh import build_mesh
+from jaxllm.sharding.mesh import build_meshes
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.kinds import KindChooser
 from jaxllm.weights.loader import load_parameters
@@ -25,7 +25,7 @@ def test_packed_weights_take_the_files_memory(name):
     spec = model_spec(checkpoint)
     _, params = abstract_model(spec, BuildOptions(jnp.bfloat16), KindChooser(checkpoint, spec.names))
     stored = sum(checkpoint.read(name).data.nbytes for name in checkpoint.tensors)
-    loaded = load_parameters(checkpoint, params, spec.names, build_mesh(1), ignored=spec.ignored)
+    loaded = load_parameters(checkpoint, params, spec.names, build_meshes(1)[0], ignored=spec.ignored)
     held = sum(array.nbytes for array in jax.tree.leaves(loaded))
     assert held <= 1.03 * stored
     assert held > 0.9 * stored
@@ -43,7 +43,7 @@ def test_packed_weights_load_in_twice_the_time_of_reading_the_file():
         checkpoint = open_checkpoint(path)
         jax.block_until_ready(load_parameters(checkpoint, params, spec.names, mesh, ignored=spec.ignored))
 
-    checkpoint, mesh = open_checkpoint(path), build_mesh(1)
+    checkpoint, mesh = open_checkpoint(path), build_meshes(1)[0]
     spec = model_spec(checkpoint)
     _, params = abstract_model(spec, BuildOptions(jnp.bfloat16), KindChooser(checkpoint, spec.names))
     assert seconds(load) < 2 * seconds(read) + 0.1

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from jaxllm.compat import compile_lowered, compile_to_save
 from jaxllm.engine.core.jobs import Job, Jobs
-from jaxllm.engine.core.keys import PLAIN, SAMPLED, Key, Kind, Variant, room
-from jaxllm.engine.core.registry import SAMPLING
+from jaxllm.engine.core.keys import PLAIN, SAMPLED, SAMPLING, Key, Kind, Variant, room
 from jaxllm.engine.core.saved import CompilingProcess, SavedExecutables
 from jaxllm.engine.core.sizes import Buckets, smallest_covering
 from jaxllm.engine.core.step import StepFunctions
@@ -281,7 +280,10 @@ class Executables:
             if job is None:
                 self._helped.pop(str(key), None)
                 if not (
-                    self._eager or key in self._foreseen or key.kind in ("put", "read") or self.features.is_rare(key)
+                    self._eager
+                    or key in self._foreseen
+                    or key.kind in ("put", "read")
+                    or any(f.rare for f in self.features.named(key.variant))
                 ):
                     self._unforeseen += 1
                     logger.warning("compiling %s, which was not planned", key)
@@ -342,7 +344,7 @@ class Executables:
     def _load_or_compile(self, key: Key) -> Compiled:
         began = time.perf_counter()
         function, args = self._functions.step(key)
-        saved = self._saved if self.features.is_saved(key) else None
+        saved = self._saved if all(f.is_saved for f in self.features.named(key.variant)) else None
         found = None if saved is None else saved.load(key, args)
         if found is not None:
             with self._lock:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, runtime_checkable
 
 import jax
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
     from jaxllm.engine.core.device import Device
     from jaxllm.engine.core.device_state import StateShapes
-    from jaxllm.engine.core.handle import Result
+    from jaxllm.engine.core.handle import Result, SampledRow
     from jaxllm.engine.core.jobs import Jobs
+    from jaxllm.engine.core.loop import EngineCore
     from jaxllm.engine.core.pages import FoundPrefix, PagePool, PrefixNode
-    from jaxllm.engine.core.registry import Features
     from jaxllm.engine.core.request import Chunk, Request
     from jaxllm.engine.core.sampler import SamplingRows
     from jaxllm.engine.core.sizes import Buckets, StepSizes
@@ -58,14 +58,11 @@ EVERYTHING = 2**30
 
 
 class Plan(NamedTuple):
-    """Executables that are compiled ahead because an engine has a feature."""
+    """Executables compiled ahead: no request can run without the `first`, and some not without those of `soon`."""
 
     first: Sequence[Key] = ()
-    """No request can run without them."""
     soon: Sequence[Key] = ()
-    """Some request cannot run without them."""
     late: Sequence[Key] = ()
-    """The rest."""
 
 
 class Errand(NamedTuple):
@@ -74,21 +71,14 @@ class Errand(NamedTuple):
     run: Callable[[], None]
     """Called on a thread; what it raises ends the request, and no other."""
     jobs: Jobs | None = None
-    """Whose threads run it; the core's own where there are none."""
-
-
-class Row(NamedTuple):
-    """A row of hidden states, and the request that it belongs to."""
-
-    request: Request
-    row: int
+    """Whose threads run it, if not the core's own."""
 
 
 class Ran(NamedTuple):
     """A backbone that has been enqueued: its chunks, each of which begins at a row, and the rows that sample."""
 
     chunks: Sequence[tuple[Chunk, int]]
-    sampled: Sequence[Row]
+    sampled: Sequence[SampledRow]
     found: Mapping[str, Any]
     """What the step gives besides, by feature."""
 
@@ -169,21 +159,15 @@ class Surroundings:
     pool: PagePool
     tokenizer: Tokenizer | None
     eos_token_ids: Sequence[int]
-    running: Callable[[], Sequence[Request]] = tuple
-    """The requests that run, in order."""
-    features: Callable[[], Features] = lambda: _none()
-    """Those of the core, the one itself among them."""
-    prefix_root: Callable[[Request], PrefixNode] = lambda request: None
-    """Where a request's cached prefixes begin."""
-    is_paused: Callable[[], bool] = lambda: False
+    core: EngineCore = field(init=False)
+    """A weak reference to the core, which is there once requests come."""
 
 
 class Built(NamedTuple):
     """A step function, and the abstract arguments that the host sends."""
 
     step: Callable[..., tuple[Any, ...]]
-    """`(parts, *sent)`, where `parts` has what lives on the devices by name; returns what it changed of that, then its
-    output."""
+    """`(parts, *sent)`, where `parts` live on the devices; returns those that it changed, then its output."""
     sent: Sequence[Any] = ()
     output: Any = None
     """How its output lies on the mesh; None: every device has all of it."""
@@ -197,10 +181,12 @@ class Feature:
 
     name: str
     """Its part of `request.extras`, of the slots, of a step's fields and outputs, and its word in a variant."""
+    asked_by: tuple[str, ...] = ()
+    """Fields of an EngineRequest or of its sampling parameters; only requests that set one concern it. None: all do."""
     on: tuple[Kind, ...] = ()
     """Kinds of steps that may be compiled with it."""
     rare = False
-    """Such steps are compiled when a request first asks for them, and its part of the device's state is made then."""
+    """Such steps are compiled, and its part of the device's state is made, when a request first asks for it."""
     rooms: tuple[int, ...] = ()
     """How much of it a step may have room for, where it is not all or nothing."""
     samples = False
@@ -216,26 +202,22 @@ class Feature:
     has_part = False
     """Its state on the devices is a part of its own, which only steps that have it take; else it is in the slots."""
     words: tuple[str, ...] = ()
-    """What it calls its own steps, where they are not called by its name."""
+    """What it calls its own steps, where they are not called by its name, and kinds of steps that it builds."""
     gives = False
     """Its steps give something besides tokens."""
     always = False
     """It has a hand in every step of its kinds, without a word for it."""
-    kinds: tuple[Kind, ...] = ()
-    """Kinds of steps that it builds itself."""
     bit = 0
     """What a slot's `uses` has set where its request uses the feature."""
-
-    # ------------------------------------------------------------ the start
+    around: Surroundings
+    """What its host half works with, once it is attached to a core."""
 
     def plan(self, buckets: Buckets) -> Plan:
         """Executables that are compiled ahead besides those that every engine has."""
         return Plan()
 
     def slot(self, sizes: StepSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
-        """What each slot keeps for it on the device: shapes and dtypes of one row. What `build` puts has at least one
-        axis, as batches that run side by side lie along the first.
-        """
+        """What each slot keeps on the device: shapes and dtypes of a row. What the default `build` puts has an axis."""
         return {}
 
     def part(self, state: StateShapes) -> Any:
@@ -270,20 +252,15 @@ class Feature:
     def attached(self, around: Surroundings) -> Self:
         """The feature of one core."""
         found = copy.copy(self)
-        found.attach(around)
+        found.around = around
+        found.attach()
         return found
 
-    def attach(self, around: Surroundings) -> None:
+    def attach(self) -> None:
         """Get ready for the requests of one core."""
 
-    # ------------------------------------------------------------ a request
-
     def prepare(self, request: Request, asked: EngineRequest) -> Any:
-        """What a request brings for it, checked; None if the request does not use it.
-
-        Raises:
-            InvalidRequestError: the request alone fails.
-        """
+        """What a request brings for it, checked; None if it is not used after all. Raises InvalidRequestError."""
 
     def needs(self, request: Request, extra: Any) -> Iterable[Key]:
         """Executables of its own, "put", "read" and the like, that this request needs and not every request does."""
@@ -308,9 +285,7 @@ class Feature:
         return True
 
     def extend(self, request: Request, extra: Any, found: FoundPrefix) -> bool:
-        """Say what it knows of the request's prefix: shorten `found`, or lengthen it. False: it had better wait for a
-        step that is under way.
-        """
+        """Shorten or lengthen what was `found` of its prefix; False where it had better wait for a step under way."""
         return True
 
     def place(self, request: Request, extra: Any, found: FoundPrefix) -> None:
@@ -324,8 +299,6 @@ class Feature:
 
     def forget(self, request: Request, extra: Any) -> None:
         """It is over, in whatever way."""
-
-    # ------------------------------------------------------------ the schedule
 
     def begin_step(self) -> None:
         """A step is about to be scheduled."""
@@ -374,11 +347,9 @@ class Feature:
     def stats(self, stats: EngineStats, running: Iterable[Request], waiting: Iterable[Request]) -> None:
         """Fill in what it counts."""
 
-    # ------------------------------------------------------------ a step, on the host
-
     def needed(self, chunks: Sequence[Chunk]) -> int:
-        """How much of it a step of these chunks needs, some of which use it."""
-        return int(any(self.name in chunk.request.extras for chunk in chunks))
+        """How much of it a step of these chunks needs, some of which use it; asked where it has `rooms`."""
+        return 1
 
     def apart(self, request: Request, extra: Any, tokens: range) -> bool:
         """Whether these tokens need a backbone by itself: more is done with them than choosing the next token."""
@@ -432,8 +403,6 @@ class Feature:
     def said(self, request: Request, extra: Any, delta: TokenDelta) -> None:
         """`delta` is what its caller is told: add to it."""
 
-    # ------------------------------------------------------------ a step, on the device
-
     def traced(self, step: TracedStep) -> Traced:
         """What it does to the step that is being traced."""
         return Traced()
@@ -451,15 +420,7 @@ class Course(Protocol):
 
 
 class Followed(NamedTuple):
-    """What a feature makes of tokens that its request was given."""
+    """Tokens that must follow those that a request was given, unsampled; if it is `complete`, nothing can."""
 
     forced: Sequence[int] = ()
-    """Tokens that must follow, without being sampled."""
     complete: bool = False
-    """Nothing can follow: the request ends."""
-
-
-def _none() -> Features:
-    from jaxllm.engine.core.registry import Features
-
-    return Features()

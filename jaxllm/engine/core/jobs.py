@@ -15,7 +15,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from jaxllm import compat
-from jaxllm.engine.core import feature
+from jaxllm.engine.core.feature import Errand, Feature
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.registry import Features
 from jaxllm.engine.core.request import Request
@@ -189,7 +189,8 @@ class Preparation:
 
     def begin(self, request: Request, missing: list[Key]) -> bool:
         """Make ready what the request waits for, the executables `missing` among it; False where it need not wait."""
-        asked = [job for one, extra in self._features.of(request) if (job := one.job(request, extra)) is not None]
+        found = (f.job(request, extra) for f, extra in self._features.of(request, Feature.job))
+        asked = [job for job in found if job is not None]
         if not missing and not asked:
             return False
         jobs = next((job.jobs for job in reversed(asked) if job.jobs is not None), self._jobs)
@@ -206,7 +207,7 @@ class Preparation:
         """Make nothing more ready, and cancel what has begun. Any thread may call this."""
         self._jobs.close()
 
-    def _prepare(self, missing: list[Key], asked: Sequence[feature.Job]) -> None:
+    def _prepare(self, missing: list[Key], asked: Sequence[Errand]) -> None:
         for key in missing:
             self._compile(key)
         for job in asked:

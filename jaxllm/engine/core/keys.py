@@ -25,6 +25,8 @@ beyond argmax, and features by their names. A feature of which there may be more
 
 PLAIN: Variant = frozenset()
 SAMPLED: Variant = frozenset({"sampled"})
+SAMPLING: tuple[Kind, ...] = ("decode", "verify", "head")
+"""Steps that choose tokens."""
 
 
 class Uses(NamedTuple):

@@ -12,6 +12,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from jaxllm.engine.core.fair_queue import RecentGroups
+from jaxllm.engine.core.feature import Feature
 from jaxllm.engine.core.handle import Counting, Handle, RanStep, Result, StepKind
 from jaxllm.engine.core.jobs import Preparation
 from jaxllm.engine.core.pages import PagePool, PrefixNode
@@ -98,7 +99,9 @@ class EngineCore:
     @property
     def _idles(self) -> bool:
         """No request waits for anything, and features have something to do meanwhile."""
-        return not self._scheduler.num_unfinished and any(feature.has_idle_work for feature in self.features)
+        return not self._scheduler.num_unfinished and any(
+            feature.has_idle_work for feature in self.features.having(Feature.idle)
+        )
 
     @property
     def _num_schedulable(self) -> int:
@@ -129,11 +132,9 @@ class EngineCore:
         most, count = self._scheduler.max_model_len - request.samples, request.num_prompt
         if count > most:  # which the front doors check; it would wait for ever
             raise InvalidRequestError(f"prompt has {count} tokens; accepted are up to {most}", param="prompt")
-        for feature in self.features:
-            extra = feature.prepare(request, message)
-            if extra is not None:
-                request.extras[feature.name] = extra
-        salts = tuple(salt for one, extra in self.features.of(request) if (salt := one.salt(extra)) is not None)
+        self.features.prepare(request, message)
+        salted = self.features.of(request, Feature.salt)
+        salts = tuple(salt for feature, extra in salted if (salt := feature.salt(extra)) is not None)
         root: PrefixNode = (message.cache_salt, *salts) if salts else message.cache_salt
         request.cache_root = request.prefix_node = root_of(root, self._cache_generation)
         self._results.begin(request)
@@ -166,7 +167,7 @@ class EngineCore:
         if self._pending is not None and self._scheduler.awaits_text(admitting=self._paused is None):
             deltas += self._read_pending(None)
         if self._idles and not self._has_requests:
-            for feature in self.features:
+            for feature in self.features.having(Feature.idle):
                 feature.idle()
         batch = Batch() if self._paused == "keep" else self._scheduler.schedule(admitting=self._paused is None)
         if batch.admitted:
@@ -179,7 +180,7 @@ class EngineCore:
         deltas += self._read_pending(handle)
         if handle is not None and handle.waiting:
             self._runner.sample_waiting(handle)
-        for feature in self.features:
+        for feature in self.features.having(Feature.turned):
             feature.turned()
         self._counting.so_far.step_host_seconds += time.thread_time() - began
         if not self.has_work and not self._scheduler.running:
@@ -240,9 +241,13 @@ class EngineCore:
             compiles_pending=compiles.pending,
             ready=True,
         )
-        for feature in self.features:
+        for feature in self.features.having(Feature.stats):
             feature.stats(found, self._scheduler.running, self._scheduler.waiting)
         return found
+
+    def prefix_root(self, request: Request) -> PrefixNode:
+        """The root of a request's cached prefixes."""
+        return self._scheduler.prefix_root(request)
 
     @property
     def is_paused(self) -> bool:
@@ -260,7 +265,7 @@ class EngineCore:
     def reset_prefix_cache(self) -> None:
         """Requests that are added from now on share nothing with earlier ones, whose pages are used again in time."""
         self._cache_generation += 1
-        for feature in self.features:
+        for feature in self.features.having(Feature.reset):
             feature.reset(root_of(None, self._cache_generation))
 
     @property
@@ -287,7 +292,7 @@ class EngineCore:
         """End the threads that compile and that prepare requests, and what waits for them. Any thread may call this."""
         self._runner.device.close()
         self._preparation.close()
-        for feature in self.features:
+        for feature in self.features.having(Feature.close):
             feature.close()
 
     def _start_prepared(self) -> list[TokenDelta]:
@@ -351,13 +356,13 @@ class EngineCore:
         self._counting.so_far.generation_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             delta.num_preemptions, delta.padding = request.num_preemptions, request.padding
-            for feature, extra in self.features.of(request):
+            for feature, extra in self.features.of(request, Feature.ended):
                 feature.ended(request, extra, delta)
             self._forget(request)
         return delta
 
     def _forget(self, request: Request) -> None:
-        for feature, extra in self.features.of(request):
+        for feature, extra in self.features.of(request, Feature.forget):
             feature.forget(request, extra)
         self._scheduler.finish(request)
         del self._requests[request.request_id]
@@ -389,7 +394,7 @@ class IdleCheck:
         self._last = now
         try:
             pool.check([])
-            for feature in self._features:
+            for feature in self._features.having(Feature.check):
                 feature.check()
             fault = None
         except AssertionError as error:

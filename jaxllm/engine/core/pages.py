@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.engine.core.feature import Feature
+
 if TYPE_CHECKING:
     from jaxllm.engine.core.registry import Features
     from jaxllm.engine.core.request import Request
@@ -185,7 +187,7 @@ def find_prefix(pool: PagePool, features: Features, request: Request, root: Pref
     found.pages, _ = pool.acquire_prefix(found.tokens, root)
     found.chain = pool.chain(found.pages)
     found.depth = found.known = len(found.pages)
-    for feature, extra in features.of(request):
+    for feature, extra in features.of(request, Feature.extend):
         if not feature.extend(request, extra, found):
             pool.release(found.pages)
             return None

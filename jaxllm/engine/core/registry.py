@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxllm.engine.core.feature import EVERYTHING, Course, Feature, Fields, Surroundings
-from jaxllm.engine.core.keys import PLAIN, USES, Key, Kind, Uses, Variant, covers, room
+from jaxllm.engine.core.feature import EVERYTHING, Course, Feature, Fields
+from jaxllm.engine.core.keys import PLAIN, SAMPLING, USES, Key, Kind, Uses, Variant, covers, room
 from jaxllm.engine.core.packing import Packing, core_fields
 
 if TYPE_CHECKING:
     from jaxllm.engine.core.handle import SampledRow
     from jaxllm.engine.core.request import Chunk, Request
     from jaxllm.engine.core.sizes import StepSizes
+    from jaxllm.engine.messages import EngineRequest
 
-
-SAMPLING: tuple[Kind, ...] = ("decode", "verify", "head")
-"""Steps that choose tokens."""
+Hook = Callable[..., Any]
+"""A method of Feature, by which the registry finds those that override it: no other's default is ever called."""
 
 
 class Features:
@@ -31,6 +31,8 @@ class Features:
             feature.bit = 1 << index
         self._variants: dict[tuple[Kind, Variant], tuple[Variant, ...]] = {}
         self._packings: dict[Key, Packing] = {}
+        self._uses: dict[Key, Uses] = {}
+        self._having: dict[Hook, list[Feature]] = {}
 
     def __iter__(self) -> Iterator[Feature]:
         return iter(self._by_name.values())
@@ -41,77 +43,76 @@ class Features:
     def __contains__(self, name: str) -> bool:
         return name in self._by_name
 
-    def get(self, name: str) -> Feature | None:
-        """The one with this name, if there is one."""
-        return self._by_name.get(name)
+    def having(self, hook: Hook) -> Sequence[Feature]:
+        """Those that override `hook`."""
+        if hook not in self._having:
+            self._having[hook] = [f for f in self if getattr(type(f), hook.__name__) is not hook]
+        return self._having[hook]
 
-    def attached(self, around: Surroundings) -> Features:
-        """Those of one core."""
-        return Features(feature.attached(around) for feature in self)
+    def of(self, request: Request, hook: Hook | None = None) -> list[tuple[Feature, Any]]:
+        """Those that a request uses, and that override `hook` if one is named, each with what the request brought."""
+        extras = request.extras
+        return [(f, extras[f.name]) for f in (self if hook is None else self.having(hook)) if f.name in extras]
 
-    def of(self, request: Request) -> list[tuple[Feature, Any]]:
-        """The features that a request uses, each with what it brought for it."""
-        return [(self._by_name[name], extra) for name, extra in request.extras.items()]
+    def prepare(self, request: Request, message: EngineRequest) -> None:
+        """Have the features that `message` asks for note in `request.extras` what it brings for them."""
+        params = message.sampling_params if message.samples else None
+        for feature in self.having(Feature.prepare):
+            values = [getattr(of, name, None) for name in feature.asked_by for of in (message, params)]
+            if not feature.asked_by or any(v is not None and v is not False and v != () for v in values):
+                extra = feature.prepare(request, message)
+                if extra is not None:
+                    request.extras[feature.name] = extra
 
     def named(self, variant: Variant) -> list[Feature]:
         """Those of a variant."""
         return [f for f in self if room(variant, f.name) or not variant.isdisjoint(f.words)]
 
-    def inside(self, kind: Kind, variant: Variant) -> list[Feature]:
-        """Those that have a hand in a step."""
+    def inside(self, kind: Kind, variant: Variant, hook: Hook | None = None) -> list[Feature]:
+        """Those that have a hand in a step, and override `hook` if one is named."""
+        there = [f for f in (self if hook is None else self.having(hook)) if kind in f.on]
         sampled = "sampled" in variant
-        there = ((f, f.always or (sampled if f.in_sampler else room(variant, f.name))) for f in self if kind in f.on)
-        return [feature for feature, has_hand in there if has_hand]
+        return [f for f in there if f.always or (sampled if f.in_sampler else room(variant, f.name))]
 
     def uses(self, key: Key) -> Uses:
         """What a step has to do with what lives on the devices."""
-        found, named = USES[key.kind], self.named(key.variant)
-        always = [feature for feature in self if feature.always and key.kind in feature.on]
-        for feature in reversed([*named, *always]):
-            found = feature.uses(key, found)
-        return found._replace(output=True) if any(feature.gives for feature in named) else found
-
-    def is_rare(self, key: Key) -> bool:
-        """Whether nothing with this name is compiled before it is asked for."""
-        return any(feature.rare for feature in self.named(key.variant))
+        if key not in self._uses:
+            found, named = USES[key.kind], self.named(key.variant)
+            always = [feature for feature in self if feature.always and key.kind in feature.on]
+            for feature in reversed([*named, *always]):
+                found = feature.uses(key, found)
+            self._uses[key] = found._replace(output=found.output or any(feature.gives for feature in named))
+        return self._uses[key]
 
     @property
     def decodes(self) -> tuple[Kind, ...]:
         """The kinds of steps that decode."""
-        return ("decode", *(kind for feature in self for kind in feature.kinds if kind == "verify"))
-
-    def is_saved(self, key: Key) -> bool:
-        """Whether another start finds the same under this name."""
-        return all(feature.is_saved for feature in self.named(key.variant))
+        return ("decode", "verify") if any("verify" in feature.words for feature in self) else ("decode",)
 
     def builder(self, word: str) -> Feature:
         """Whose steps are called by this word: a feature's name, or what it calls one of several."""
-        return self._by_name.get(word) or next(f for f in self if word in f.words or word in f.kinds)
+        return self._by_name.get(word) or next(f for f in self if word in f.words)
 
     def wanted(
         self, kind: Kind, chunks: Sequence[Chunk | SampledRow], sampled: bool = False, late: bool = False
     ) -> Variant:
         """What chunks, or rows of a head, need of a step of this kind, which is `late` or not."""
-        names = {name for chunk in chunks for name in chunk.request.extras}
         words = ["sampled"] if sampled else []
-        for name in names:
+        for name in {name for chunk in chunks for name in chunk.request.extras}:
             feature = self._by_name[name]
-            own = not feature.in_sampler and not feature.always
-            has = kind in feature.on and own and (late or not feature.late)
-            needed = feature.needed(chunks) if has else 0  # type: ignore[arg-type]
-            if needed:
-                words.append(f"{name}{needed}" if feature.rooms else name)
+            if kind not in feature.on or feature.in_sampler or feature.always or (feature.late and not late):
+                continue
+            if not feature.rooms:
+                words.append(name)
+            elif needed := feature.needed(chunks):  # type: ignore[arg-type]
+                words.append(f"{name}{needed}")
         return frozenset(words)
 
     def variants(self, kind: Kind, wanted: Variant = PLAIN) -> tuple[Variant, ...]:
-        """Those that can do what is wanted of a step, cheapest first.
-
-        Features that are rare are only in those that were asked for them.
-        """
-        found = self._variants.get((kind, wanted))
-        if found is None:
-            found = self._variants[kind, wanted] = tuple(v for v in self._every(kind, wanted) if covers(v, wanted))
-        return found
+        """Those that can do what is wanted of a step, cheapest first, with no rare feature but those wanted."""
+        if (kind, wanted) not in self._variants:
+            self._variants[kind, wanted] = tuple(v for v in self._every(kind, wanted) if covers(v, wanted))
+        return self._variants[kind, wanted]
 
     def _every(self, kind: Kind, wanted: Variant) -> Iterator[Variant]:
         planned = [f.name for f in self if kind in f.on and not (f.rare or f.in_sampler or f.always)]
@@ -127,31 +128,29 @@ class Features:
 
     def packing(self, key: Key, sizes: StepSizes) -> Packing:
         """How the int32 vector of a step with a batch is laid out."""
-        found = self._packings.get(key)
-        if found is None:
+        if key not in self._packings:
             fields = core_fields(key, sizes)
-            for feature in self.inside(key.kind, key.variant):
+            for feature in self.inside(key.kind, key.variant, Feature.fields):
                 fields |= feature.fields(key, sizes)
-            found = self._packings[key] = Packing(**fields)
-        return found
+            self._packings[key] = Packing(**fields)
+        return self._packings[key]
 
     def pack(self, key: Key, x: Fields, chunks: Sequence[Chunk]) -> list[np.ndarray]:
         """Have the features of a step fill their fields; returns what else is sent."""
-        found: list[np.ndarray] = []
-        for feature in self.inside(key.kind, key.variant):
+        for feature in self.inside(key.kind, key.variant, Feature.padding):
             if feature.late:
                 feature.padding(key, x)  # what is late comes when it is known
-            else:
-                found += feature.pack(key, x, chunks)
-        return found
+        packing = self.inside(key.kind, key.variant, Feature.pack)
+        return [vector for feature in packing for vector in feature.pack(key, x, chunks)]
 
     def apart(self, request: Request, tokens: range) -> bool:
         """Whether these tokens of a request need a backbone by itself."""
-        return any(feature.apart(request, extra, tokens) for feature, extra in self.of(request))
+        return any(feature.apart(request, extra, tokens) for feature, extra in self.of(request, Feature.apart))
 
     def certain(self, request: Request) -> int:
         """How many tokens of a request may be sampled before some feature must see them."""
-        return min((feature.certain(request, extra) for feature, extra in self.of(request)), default=EVERYTHING)
+        certain = (feature.certain(request, extra) for feature, extra in self.of(request, Feature.certain))
+        return min(certain, default=EVERYTHING)
 
     def read_history(self, request: Request) -> bool:
         """Whether a request's slot must hold the whole of its tokens."""
@@ -159,18 +158,18 @@ class Features:
 
     def course(self, request: Request) -> Course | None:
         """The text that a request's tokens must follow."""
-        found = (feature.course(request, extra) for feature, extra in self.of(request) if feature.late)
+        found = (feature.course(request, extra) for feature, extra in self.of(request, Feature.course))
         return next((course for course in found if course is not None), None)
 
     def is_late(self, request: Request) -> bool:
         """Whether the last token of it that is being sampled may be one that a feature fills in late."""
-        late = ((feature, extra) for feature, extra in self.of(request) if feature.late)
-        return any(
-            feature.course(request, extra) is not None or request.num_inflight > feature.certain(request, extra)
-            for feature, extra in late
+        return self.course(request) is not None or any(
+            feature.late and request.num_inflight > feature.certain(request, extra)
+            for feature, extra in self.of(request, Feature.certain)
         )
 
     def first_read(self, request: Request) -> int:
         """The first token whose hidden state is needed: only those before it may come from the prefix cache."""
         last = len(request.token_ids) - 1
-        return min([last, *(feature.first_read(request, extra) for feature, extra in self.of(request))])
+        reading = self.of(request, Feature.first_read)
+        return min([last, *(feature.first_read(request, extra) for feature, extra in reading)])

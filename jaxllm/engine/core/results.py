@@ -9,7 +9,7 @@ from functools import lru_cache
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from jaxllm.engine.core.feature import Followed
+from jaxllm.engine.core.feature import Feature, Followed
 from jaxllm.engine.core.handle import Handle, Result
 from jaxllm.engine.core.registry import Features
 from jaxllm.engine.core.request import Request
@@ -165,10 +165,10 @@ class Results:
                 _row_logprobs(logprobs, row, token, request.params)
                 for row, token in enumerate(delta.token_ids, result.row)
             ]
-        for feature, extra in self._features.of(request):
+        for feature, extra in self._features.of(request, Feature.said):
             feature.said(request, extra, delta)
-            followed = feature.follow(request, extra, delta)
-            settled += self._follow(request, followed, delta, pending)
+        for feature, extra in self._features.of(request, Feature.follow):
+            settled += self._follow(request, feature.follow(request, extra, delta), delta, pending)
         return delta, settled
 
     def _follow(self, request: Request, followed: Followed, delta: TokenDelta, pending: Handle | None) -> int:

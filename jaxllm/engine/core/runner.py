@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxllm.engine.core.device import Device
-from jaxllm.engine.core.feature import EVERYTHING, Fields, Ran, Reading, Row
+from jaxllm.engine.core.feature import EVERYTHING, Feature, Fields, Ran, Reading
 from jaxllm.engine.core.handle import Handle, RanExecutable, RanStep, SampledRow
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.packing import SETTING_FLOATS, SETTING_INTS, admit_packing
@@ -50,9 +50,9 @@ class Runner:
 
     def missing(self, request: Request) -> list[Key]:
         """Executables that not every request needs, that this one does, and that are not compiled yet."""
-        used = self._features.of(request)
-        keys = [key for feature, extra in used for key in feature.needs(request, extra)]
-        own = [(f, extra) for f, extra in used if f.on and not (f.in_sampler or f.always)]
+        needing = self._features.of(request, Feature.needs)
+        keys = [key for feature, extra in needing for key in feature.needs(request, extra)]
+        own = [(f, extra) for f, extra in self._features.of(request) if f.on and not (f.in_sampler or f.always)]
         variant = frozenset(f"{f.name}{f.amount(extra)}" if f.rooms else f.name for f, extra in own)
         if variant:
             count = len(request.token_ids)
@@ -72,7 +72,7 @@ class Runner:
 
     def before_step(self) -> None:
         """Have features do what comes before a step, or before nothing."""
-        for feature in self._features:
+        for feature in self._features.having(Feature.before_step):
             feature.before_step()
 
     def _dispatch(self, batch: Batch) -> Handle:
@@ -137,7 +137,7 @@ class Runner:
         self._pack_new_pages(x["new_pages"], batch)
         sent = self._features.pack(key, x, batch.chunks)
         if batch.late:
-            for feature in self._features:
+            for feature in self._features.having(Feature.fill_ahead):
                 feature.fill_ahead([row.request for row in rows], x)
         self._count(key, count, chunks=batch.chunks)
         sampled = self.device.run(key, ints, *sent)
@@ -171,8 +171,8 @@ class Runner:
     ) -> list[Reading]:
         """The features' readings of the hidden states that a backbone has left."""
         names = {name for chunk, _ in begins for name in chunk.request.extras}
-        ran = Ran(begins, [Row(*row) for row in rows], found)
-        return [reading for feature in self._features if feature.name in names for reading in feature.read(ran)]
+        ran = Ran(begins, rows, found)
+        return [r for f in self._features.having(Feature.read) if f.name in names for r in f.read(ran)]
 
     def _pack_chunks(self, x: Fields, batch: Batch) -> None:
         x["num_decodes"][...] = batch.num_decodes
@@ -188,16 +188,17 @@ class Runner:
             x["query_start"][index + 1 :] = row
 
     def _head(self, rows: list[SampledRow], late: bool = False) -> Sampled:
-        count, requests = len(rows), [row.request for row in rows]
+        count = len(rows)
         wanted = self._features.wanted("head", rows, _samples(rows), late)
         key = self.device.covering("head", count, wanted)
         ints, x = self._features.packing(key, self.sizes).new()
         x["hidden_row"][:count] = [row.row for row in rows]
         x["slot"][:] = self._slot_rows(rows, key.size)
-        for feature in self._features.inside(key.kind, key.variant):
+        for feature in self._features.inside(key.kind, key.variant, Feature.padding):
             feature.padding(key, x)
-            if late and feature.late:
-                feature.fill(requests, x)
+        if late:
+            for feature in self._features.inside(key.kind, key.variant, Feature.fill):
+                feature.fill([row.request for row in rows], x)
         self._count(key, count)
         sampled: Sampled = self.device.run(key, ints)
         return sampled
@@ -207,7 +208,7 @@ class Runner:
         self._known_pages[request.slot] = len(request.pages)
         assert request.settings is not None, "prepare() comes before dispatch()"
         self.device.run(ADMIT, admission(request, start, self.sizes.pages_per_seq), request.settings.floats)
-        for feature, extra in self._features.of(request):
+        for feature, extra in self._features.of(request, Feature.seat):
             feature.seat(request, extra)
         if self._features.read_history(request):
             slot = np.array([request.slot], np.int32)

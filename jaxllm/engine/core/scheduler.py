@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxllm.engine.core.fair_queue import FairQueue, Sharers, gives_way, in_turn, preempted_first, prompt_shares
-from jaxllm.engine.core.feature import EVERYTHING
+from jaxllm.engine.core.feature import EVERYTHING, Feature
 from jaxllm.engine.core.handle import Result
 from jaxllm.engine.core.pages import PagePool, PrefixNode, find_prefix
 from jaxllm.engine.core.registry import Features
@@ -57,7 +57,8 @@ class Ahead:
         If something is late, such steps are not compiled with features that are rare.
         """
         running = _unfilled(requests)
-        most = max((feature.ahead(running, len(requests)) for feature in self._features), default=0)
+        found = (feature.ahead(running, len(requests)) for feature in self._features.having(Feature.ahead))
+        most = max(found, default=0)
         if not most:
             return 0
         late = any(self._features.course(r) is not None for r in running)
@@ -76,7 +77,8 @@ class Ahead:
         """The number of tokens that this step may run of the request after those that are known now."""
         if not batch.most_ahead:
             return batch.num_steps - 1
-        depths = [feature.depth(request, extra, batch.most_ahead) for feature, extra in self._features.of(request)]
+        deep = self._features.of(request, Feature.depth)
+        depths = [feature.depth(request, extra, batch.most_ahead) for feature, extra in deep]
         limits = [max(depths, default=0), request.max_total - request.num_total - 1]
         limits.append(self._features.certain(request) - request.num_inflight - 1)
         rule = self.length_rule
@@ -172,7 +174,7 @@ class Scheduler:
 
         Without `admitting` only requests go on that run; one that is preempted then waits.
         """
-        for feature in self.features:
+        for feature in self.features.having(Feature.begin_step):
             feature.begin_step()
         favoured = self._make_way() if admitting else None
         tries = not self._admits(admitting) and not self.ahead.awaits_text(self.running)
@@ -218,7 +220,7 @@ class Scheduler:
         request.num_unsettled -= tried
         if request.status is Status.RUNNING:
             request.num_computed -= refused
-        for feature, extra in self.features.of(request):
+        for feature, extra in self.features.of(request, Feature.settled):
             feature.settled(request, extra, result)
 
     def accept(self, request: Request, tokens: Sequence[int], num_sampled: int) -> None:
@@ -267,7 +269,7 @@ class Scheduler:
 
     def _has_places(self, request: Request) -> bool:
         """A waiting request can begin, as far as its features know."""
-        return all(feature.fits(request, extra) for feature, extra in self.features.of(request))
+        return all(feature.fits(request, extra) for feature, extra in self.features.of(request, Feature.fits))
 
     def _fits(self, request: Request) -> bool:
         """There is a slot for a waiting request, and as many pages as its first chunk may need."""
@@ -318,7 +320,7 @@ class Scheduler:
         request.num_computed = request.num_registered = 0
         request.prefix_node = None
         request.slot = -1
-        for feature, extra in self.features.of(request):
+        for feature, extra in self.features.of(request, Feature.release):
             feature.release(request, extra)
 
     def _admit(self, batch: Batch, budget: int, shares: dict[Sharers, int], favoured: Request | None) -> None:
@@ -367,7 +369,7 @@ class Scheduler:
         request.num_registered, request.prefix_node = len(cached), found.node
         request.slot = self._free_slots.pop()
         request.status = Status.RUNNING
-        for feature, extra in self.features.of(request):
+        for feature, extra in self.features.of(request, Feature.place):
             feature.place(request, extra, found)
         request.first_scheduled_time = request.first_scheduled_time or time.time()
         bisect.insort(self.running, request, key=lambda r: r.order)
@@ -377,7 +379,7 @@ class Scheduler:
 
     def _cut(self, request: Request, start: int, length: int) -> int:
         """Tokens of a chunk that begins at `start`, and has `length` at most."""
-        for feature, extra in self.features.of(request):
+        for feature, extra in self.features.of(request, Feature.cut):
             length = feature.cut(request, extra, start, length)
         return length
 
@@ -386,7 +388,7 @@ class Scheduler:
         num_sampled = 1 + further if start + length == request.num_total else 0
         chunk = Chunk(request, start, length, num_sampled)
         batch.chunks.append(chunk)
-        for feature, extra in self.features.of(request):
+        for feature, extra in self.features.of(request, Feature.scheduled):
             feature.scheduled(chunk, extra, further, tries=batch.most_ahead > 0)
         request.num_computed += length + further
         request.num_inflight += num_sampled
@@ -406,7 +408,7 @@ class Scheduler:
             tokens = request.token_ids[index * size : (index + 1) * size]
             request.prefix_node = self.pool.register(request.pages[index], request.prefix_node, tokens)
             request.num_registered += 1
-            for feature, extra in self.features.of(request):
+            for feature, extra in self.features.of(request, Feature.registered):
                 feature.registered(request, extra)
 
 

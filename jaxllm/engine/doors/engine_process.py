@@ -18,14 +18,14 @@ from jaxllm.engine.doors.share import Share
 from jaxllm.engine.doors.thread_client import Inbox, Question, carry_out
 from jaxllm.engine.messages import EngineInfo, EngineRequest, EngineStats, MemoryRoom, Order, TokenDelta
 from jaxllm.engine.start.leave import leave as leave_now
-from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError, JaxLLMError, one_line
+from jaxllm.errors import ConfigError, EngineDeadError, JaxLLMError, one_line
 from jaxllm.logs import LogSettings
 from jaxllm.looking import What, look
 from jaxllm.progress import watched_by
 from jaxllm.sharding import nvidia
 
 if TYPE_CHECKING:
-    from jaxllm.engine.scale.data_parallel.core import Core
+    from jaxllm.engine.scale.data_parallel import Core
     from jaxllm.engine.scale.lockstep.leader import Leader
     from jaxllm.engine.scale.lockstep.meeting import Group
 
@@ -82,18 +82,11 @@ class Beat(msgspec.Struct, tag=True):
     """The process lives."""
 
 
-class Seen(msgspec.Struct, tag=True):
-    """The result of a look at the process, or why it could not be had."""
+class Answered(msgspec.Struct, tag=True):
+    """What came of `Ask`: data, or the problem that prevented it, whose `kind` is an error type of jaxllm.errors."""
 
     number: int
     data: bytes = b""
-    problem: str = ""
-
-
-class Obeyed(msgspec.Struct, tag=True):
-    """An order has been carried out, or could not be: `kind` is an error type of jaxllm.errors."""
-
-    number: int
     kind: str = ""
     problem: str = ""
 
@@ -115,26 +108,25 @@ class Stop(msgspec.Struct, tag=True):
 
 
 class Look(msgspec.Struct, tag=True):
-    """Look at the process, see jaxllm.looking; the answer has the same number."""
+    """Look at the process, see jaxllm.looking."""
 
-    number: int
     what: What
     seconds: float
 
 
-class Obey(msgspec.Struct, tag=True):
-    """Do something between two steps; the answer has the same number."""
+class Ask(msgspec.Struct, tag=True):
+    """Look at the process, or do something between two steps; the answer has the same number."""
 
     number: int
-    order: Order
+    order: Look | Order
 
 
 class Keep(msgspec.Struct, tag=True):
     """Leave the weights in the file that was inherited for that, and end."""
 
 
-to_engine = msgspec.msgpack.Decoder(Admit | Add | Abort | Look | Obey | Keep | Stop)
-FromEngine = Started | Doing | Planned | Failed | Began | Outputs | Seen | Obeyed | Beat
+to_engine = msgspec.msgpack.Decoder(Admit | Add | Abort | Ask | Keep | Stop)
+FromEngine = Started | Doing | Planned | Failed | Began | Outputs | Answered | Beat
 from_engine = msgspec.msgpack.Decoder(FromEngine)
 encode = msgspec.msgpack.Encoder().encode
 
@@ -177,32 +169,27 @@ class FrontDoor:
             self.send(Beat())
             time.sleep(BEAT_SECONDS)
 
-    def _look(self, asked: Look) -> None:
-        """In a thread of its own, so that it works whatever the loop does."""
-        try:
-            self.send(Seen(asked.number, look(asked.what, asked.seconds)))
-        except InvalidRequestError as error:
-            self.send(Seen(asked.number, problem=str(error)))
-        except Exception as error:
-            logger.exception("%s of the engine's process failed", asked.what)
-            self.send(Seen(asked.number, problem=f"{asked.what} failed: {type(error).__name__}: {error}"))
-
-    def _obey(self, asked: Obey) -> None:
-        """In a thread of its own, which waits until the loop has done its part."""
+    def _answer(self, asked: Ask) -> None:
+        """In a thread of its own: a look works whatever the loop does, and an order waits for the loop's part of it."""
 
         def ask(ask: Callable[[Core], Any]) -> Any:
             question = Question(ask)
             self.inbox.put(question)
             return question.answer.result()
 
+        order, data, name = asked.order, b"", type(asked.order).__name__
         try:
-            carry_out(asked.order, ask)
-            self.send(Obeyed(asked.number))
+            if isinstance(order, Look):
+                data = look(order.what, order.seconds)
+            else:
+                carry_out(order, ask)
+            self.send(Answered(asked.number, data))
         except JaxLLMError as error:
-            self.send(Obeyed(asked.number, type(error).__name__, str(error)))
+            self.send(Answered(asked.number, kind=type(error).__name__, problem=str(error)))
         except Exception as error:
-            logger.exception("%s failed", type(asked.order).__name__)
-            self.send(Obeyed(asked.number, JaxLLMError.__name__, f"{type(error).__name__}: {one_line(error)}"))
+            logger.exception("%s failed", name)
+            problem = f"{name} failed: {type(error).__name__}: {one_line(error)}"
+            self.send(Answered(asked.number, kind=JaxLLMError.__name__, problem=problem))
 
     def _listen(self) -> None:
         """Hand what comes to the loop; a message that cannot be read ends it, for no later one would be heard."""
@@ -210,10 +197,8 @@ class FrontDoor:
             while not isinstance(message := to_engine.decode(self._pipe.recv_bytes()), Stop):
                 if isinstance(message, Admit):
                     self._admitted.set()
-                elif isinstance(message, Look):
-                    threading.Thread(target=self._look, args=(message,), name="look", daemon=True).start()
-                elif isinstance(message, Obey):
-                    threading.Thread(target=self._obey, args=(message,), name="obey", daemon=True).start()
+                elif isinstance(message, Ask):
+                    threading.Thread(target=self._answer, args=(message,), name="answer", daemon=True).start()
                 elif isinstance(message, Keep):
                     self.is_to_keep = True
                     self.inbox.put(None)

@@ -20,6 +20,8 @@ from jaxllm.engine.doors.engine_process import (
     Abort,
     Add,
     Admit,
+    Answered,
+    Ask,
     Beat,
     Began,
     Doing,
@@ -27,12 +29,9 @@ from jaxllm.engine.doors.engine_process import (
     FromEngine,
     Keep,
     Look,
-    Obey,
-    Obeyed,
     Outputs,
     Planned,
     ProcessSettings,
-    Seen,
     Started,
     Stop,
     encode,
@@ -104,7 +103,7 @@ class ProcessClient:
         self._killed: str | None = None
         self._silent_beats = 0
         self._numbers = itertools.count()
-        self._asked: dict[int, queue.SimpleQueue[Seen | Obeyed | None]] = {}
+        self._asked: dict[int, queue.SimpleQueue[Answered | None]] = {}
         """The queues of callers that wait for an answer, by its number."""
         self._starting = True
         self._asking = False
@@ -150,7 +149,7 @@ class ProcessClient:
             raise self._dead()
         if isinstance(message, Began):
             self._begun.update(message.request_ids)
-        if isinstance(message, Seen | Obeyed) and (asked := self._asked.get(message.number)) is not None:
+        if isinstance(message, Answered) and (asked := self._asked.get(message.number)) is not None:
             asked.put(message)
         if not isinstance(message, Outputs):
             return []
@@ -176,29 +175,19 @@ class ProcessClient:
             InvalidRequestError: that cannot be had of the process.
             EngineDeadError: the process has ended, or did not answer.
         """
-        found = self._answer(lambda number: Look(number, what, seconds), seconds + LOOK_SECONDS)
-        assert isinstance(found, Seen)
-        if found.problem:
-            raise InvalidRequestError(found.problem)
-        return found.data
+        return self._ask(Look(what, seconds), seconds + LOOK_SECONDS)
 
     def order(self, order: Order) -> None:
-        found = self._answer(lambda number: Obey(number, order), None)
-        assert isinstance(found, Obeyed)
-        if found.problem:
-            raise getattr(errors, found.kind)(found.problem)
+        self._ask(order, None)
 
-    def _answer(self, ask: Callable[[int], Look | Obey], timeout: float | None) -> Seen | Obeyed:
-        """The process's answer to a message that has a number.
-
-        Raises EngineDeadError where it has ended, or says nothing for so long.
-        """
-        number, answer = next(self._numbers), queue.SimpleQueue[Seen | Obeyed | None]()
+    def _ask(self, order: Look | Order, timeout: float | None) -> bytes:
+        """The process's answer; raises the error that it answers, and EngineDeadError if it ends or answers nothing."""
+        number, answer = next(self._numbers), queue.SimpleQueue[Answered | None]()
         self._asked[number] = answer
         try:
             if self._gone is not None or self._ended.is_set():
                 raise EngineDeadError(self._gone or "the engine process has ended")
-            self._outbox.put(encode(ask(number)))
+            self._outbox.put(encode(Ask(number, order)))
             found = answer.get(timeout=timeout)
         except queue.Empty:
             raise EngineDeadError(f"the engine process did not answer within {timeout:g} s") from None
@@ -206,7 +195,9 @@ class ProcessClient:
             del self._asked[number]
         if found is None:
             raise EngineDeadError(self._gone or "the engine process has ended")
-        return found
+        if found.problem:
+            raise getattr(errors, found.kind)(found.problem)
+        return found.data
 
     def keep_weights(self) -> None:
         self._gone = self._gone or "the engine is asleep"

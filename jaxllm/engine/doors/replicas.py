@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from itertools import chain, repeat
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,16 +17,12 @@ from jaxllm.engine.doors.deaths import RESTART_PAUSES, start_again
 from jaxllm.engine.doors.process_client import ProcessClient
 from jaxllm.engine.doors.share import Keeper
 from jaxllm.engine.messages import EngineClient, EngineRequest, EngineStats, LookAt, MemoryRoom, Order, TokenDelta
-from jaxllm.engine.scale.routing import Policy, Replica, ReplicaRouter, counted, together
+from jaxllm.engine.scale.routing import Policy, Replica, ReplicaRouter, counted, prefix_first, together
 from jaxllm.engine.start.tokenizer import resolve_tokenizer
 from jaxllm.errors import ConfigError, EngineDeadError
 from jaxllm.requests.logits_processors import LogitsProcessor
 from jaxllm.sharding.clusters import settled
 from jaxllm.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from jaxllm.engine.scale.routing import Policy
-
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +44,7 @@ class Replicas:
     """
 
     def __init__(
-        self, count: int, start: StartReplica, *, given_up: threading.Event | None = None, policy: Policy | None = None
+        self, count: int, start: StartReplica, *, given_up: threading.Event | None = None, policy: Policy = prefix_first
     ):
         self._start = start
         self._closing = threading.Event()
@@ -271,7 +266,7 @@ def start_replicas(
     config: EngineConfig,
     given_up: threading.Event | None = None,
     keeper: Keeper | None = None,
-    policy: Policy | None = None,
+    policy: Policy = prefix_first,
 ) -> Replicas:
     """Running engines, config.data_parallel_size of them; `policy` says which request goes where.
 

@@ -111,7 +111,7 @@ def pooled_output(delta: TokenDelta) -> PooledOutput:
     """The result that the one delta of a request with pooling carries. Raises JaxLLMError when it failed."""
     if delta.pooled is None:
         raise failure(delta)
-    return PooledOutput.from_bytes(delta.pooled, delta.num_cached_tokens)
+    return PooledOutput(np.frombuffer(delta.pooled, "<f4").astype(np.float32), delta.num_cached_tokens)
 
 
 def rank_vocabulary(delta: TokenDelta) -> None:

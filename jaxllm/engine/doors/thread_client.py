@@ -33,7 +33,7 @@ from jaxllm.errors import ConfigError, EngineDeadError
 from jaxllm.threads import start_thread
 
 if TYPE_CHECKING:
-    from jaxllm.engine.scale.data_parallel.core import Core
+    from jaxllm.engine.scale.data_parallel import Core
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from jaxllm.requests.logits_processors import LogitsProcessor
 
 if TYPE_CHECKING:  # front doors, which do without JAX, import some features' rules
     from jaxllm.engine.core.feature import Feature
+    from jaxllm.engine.core.keys import Kind
     from jaxllm.engine.core.registry import Features
     from jaxllm.engine.core.sizes import StepSizes
     from jaxllm.engine.features.drafts.feature import DraftsFeature
@@ -31,22 +32,22 @@ def features_of(
     devices give away is kept elsewhere.
     """
     from jaxllm.engine.core.registry import Features
-    from jaxllm.engine.features.adapters.adapters import AdaptersFeature
-    from jaxllm.engine.features.adapters.steering import SteeringFeature
-    from jaxllm.engine.features.adjustments.adjustments import AdjustmentsFeature
-    from jaxllm.engine.features.grammar.feature import GrammarFeature
-    from jaxllm.engine.features.processors.processing import ProcessorsFeature
-    from jaxllm.engine.features.readout.captures import CapturesFeature
-    from jaxllm.engine.features.readout.patching import PatchingFeature
-    from jaxllm.engine.features.readout.pooling import PoolingFeature
-    from jaxllm.engine.features.readout.scores import ScoresFeature
-    from jaxllm.engine.features.states.states import StatesFeature
+    from jaxllm.engine.features.adapters.adapters import AdaptersFeature, NoAdaptersFeature
+    from jaxllm.engine.features.adjustments import AdjustmentsFeature
+    from jaxllm.engine.features.captures import CapturesFeature
+    from jaxllm.engine.features.grammar.grammar import GrammarFeature
+    from jaxllm.engine.features.pooling import PoolingFeature
+    from jaxllm.engine.features.processors import ProcessorsFeature
+    from jaxllm.engine.features.scores import ScoresFeature
+    from jaxllm.engine.features.states import StatesFeature
+    from jaxllm.engine.features.steering import PatchingFeature, SteeringFeature
 
+    decodes: tuple[Kind, ...] = ("decode",) if drafts is None else ("decode", "verify")
     found: list[Feature] = [
         ProcessorsFeature(processors),
         AdjustmentsFeature(),
         GrammarFeature(),
-        AdaptersFeature(adapted, adapter_places, ("decode", "verify") if drafts is not None else ("decode",)),
+        NoAdaptersFeature() if adapted is None else AdaptersFeature(adapted, adapter_places, decodes),
         SteeringFeature(),
         PatchingFeature(),
         CapturesFeature(widest_activation),
@@ -58,8 +59,8 @@ def features_of(
     if sizes.keeps_by_slot:
         found.append(StatesFeature(sizes.max_num_seqs + 1, sizes.num_snapshots))
     if offloads:
-        from jaxllm.engine.features.offload.host_pages import ROW_KINDS
         from jaxllm.engine.features.offload.offload import OffloadFeature
+        from jaxllm.engine.features.offload.pages import ROW_KINDS
 
         found.append(OffloadFeature(kind for kind in ROW_KINDS if sizes.buffers_of(paged=kind == "page")))
     return Features(found)
@@ -68,6 +69,6 @@ def features_of(
 def features_of_encoder() -> Features:
     """Those of an encoder, which samples nothing."""
     from jaxllm.engine.core.registry import Features
-    from jaxllm.engine.features.readout.pooling import PoolingFeature
+    from jaxllm.engine.features.pooling import PoolingFeature
 
     return Features([PoolingFeature()])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
+from typing import Any
 
 import msgspec
 
@@ -14,19 +15,8 @@ MOST_AHEAD = 4.0
 """A prefix is worth waiting for at most this much more to do than the least busy engine has: see `Replica.load`."""
 
 
-class Policy(Protocol):
-    """Chooses among replicas."""
-
-    def choose(self, request: EngineRequest, replicas: Sequence[Replica]) -> Replica:
-        """One of `replicas`, of which there is at least one."""
-
-
 class Replica:
-    """What is known here of one engine: what it has to do, and which prefixes it was sent.
-
-    `load` is a number of sequences that run or wait; a prompt that is still to be computed counts as one more for each
-    `step_tokens` of it.
-    """
+    """What is known here of one engine: what it has to do, and which prefixes it was sent."""
 
     def __init__(self, number: int, *, num_pages: int, page_size: int, step_tokens: int):
         self.number = number
@@ -34,12 +24,13 @@ class Replica:
         self._num_pages = num_pages
         self._step_tokens = step_tokens
         self._nodes: OrderedDict[int, None] = OrderedDict()
-        """Of the prefixes that its pages may hold, the one that was not used for longest first."""
+        """Prefixes that its pages may hold, the longest unused first."""
         self._pending: dict[str, int] = {}
         """Unfinished sequences, with the tokens of their prompts that are still to be computed."""
 
     @property
     def load(self) -> float:
+        """Sequences that run or wait, and one more for each `step_tokens` of their prompts that are to be computed."""
         return len(self._pending) + sum(self._pending.values()) / self._step_tokens
 
     def matched(self, nodes: Sequence[int]) -> int:
@@ -74,50 +65,38 @@ class Replica:
 
 def nodes_of(request: EngineRequest, page_size: int) -> list[int]:
     """A number for each full page of a prompt, which is that of all prompts that are the same up to there."""
-    ids, node = (
-        request.prompt_token_ids,
-        hash((request.cache_salt, request.adapters)) if request.adapters else hash(request.cache_salt),
-    )
-    nodes = []
+    ids, salt, nodes = request.prompt_token_ids, request.cache_salt, []
+    node = hash((salt, request.adapters)) if request.adapters else hash(salt)
     for start in range(0, len(ids) - page_size + 1, page_size):
         node = hash((node, *ids[start : start + page_size]))
         nodes.append(node)
     return nodes
 
 
-class PrefixFirst:
+Policy = Callable[[EngineRequest, Sequence[Replica]], Replica]
+"""Chooses among replicas, of which there is at least one."""
+
+
+def prefix_first(request: EngineRequest, replicas: Sequence[Replica]) -> Replica:
     """The longest known prefix decides, unless its engine has too much to do; without one, who has the least to do."""
-
-    def choose(self, request: EngineRequest, replicas: Sequence[Replica]) -> Replica:
-        nodes = nodes_of(request, replicas[0].page_size)
-        least = min(replica.load for replica in replicas)
-        near = [replica for replica in replicas if replica.load <= least + MOST_AHEAD]
-        return max(near, key=lambda replica: (replica.matched(nodes), -replica.load, -len(replica._nodes)))
-
-
-class RoundRobin:
-    """Each in its turn: what PrefixFirst is measured against."""
-
-    def __init__(self) -> None:
-        self._turn = 0
-
-    def choose(self, request: EngineRequest, replicas: Sequence[Replica]) -> Replica:
-        self._turn += 1
-        return replicas[self._turn % len(replicas)]
+    nodes = nodes_of(request, replicas[0].page_size)
+    least = min(replica.load for replica in replicas)
+    near = [replica for replica in replicas if replica.load <= least + MOST_AHEAD]
+    return max(near, key=lambda replica: (replica.matched(nodes), -replica.load, -len(replica._nodes)))
 
 
 class ReplicaRouter:
     """Knows which of `replicas` runs each unfinished sequence."""
 
-    def __init__(self, replicas: Sequence[Replica], policy: Policy | None = None):
+    def __init__(self, replicas: Sequence[Replica], policy: Policy = prefix_first):
         self.replicas = replicas
         self.owners: dict[str, int] = {}
         """Unfinished sequence -> the number of its replica."""
-        self._policy = policy or PrefixFirst()
+        self._policy = policy
 
     def choose(self, request: EngineRequest, among: Sequence[Replica] | None = None) -> Replica:
-        """The replica that a request is best sent to, of all or of some."""
-        return self._policy.choose(request, self.replicas if among is None else among)
+        """The replica that a request is best sent to, among these or all."""
+        return self._policy(request, self.replicas if among is None else among)
 
     def begin(self, request: EngineRequest, replica: Replica) -> None:
         """A replica has been sent the request."""
@@ -169,10 +148,7 @@ def added(past: EngineStats, now: EngineStats) -> EngineStats:
 
 def counted(*stats: EngineStats) -> EngineStats:
     """What stays of engines that have ended: their counters."""
-    total = EngineStats()
-    for one in stats:
-        total = added(one, total)
-    return total
+    return reduce(lambda total, one: added(one, total), stats, EngineStats())
 
 
 def together(past: EngineStats, now: Sequence[EngineStats]) -> EngineStats:

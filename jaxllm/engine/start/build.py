@@ -27,15 +27,13 @@ from jaxllm.engine.core.pages import PagePool
 from jaxllm.engine.core.registry import Features
 from jaxllm.engine.core.runner import Runner
 from jaxllm.engine.core.scheduler import Scheduler
+from jaxllm.engine.features.adapters.adapters import AdapterStore
 from jaxllm.engine.features.adapters.reading import AdapterReader, BaseWeights
-from jaxllm.engine.features.adapters.store import AdapterStore
 from jaxllm.engine.features.offload.offload import OffloadFeature, transfer_of
-from jaxllm.engine.features.processors.processing import processors_of
+from jaxllm.engine.features.processors import processors_of
 from jaxllm.engine.messages import EngineInfo, MemoryRoom
-from jaxllm.engine.scale.data_parallel.core import Core, DataParallelCore
-from jaxllm.engine.scale.data_parallel.ranks import RankDevice, Ranks
-from jaxllm.engine.scale.kv_events.events import KVEvents
-from jaxllm.engine.scale.kv_events.publisher import EventPublisher
+from jaxllm.engine.scale.data_parallel import Core, DataParallelCore, RankDevice, Ranks
+from jaxllm.engine.scale.kv_events import EventPublisher, KVEvents
 from jaxllm.engine.scale.lockstep.leader import Leader
 from jaxllm.engine.scale.lockstep.meeting import Group
 from jaxllm.engine.start.agreement import agree_on_memory, agree_on_plan, join_group, open_exchange
@@ -358,21 +356,18 @@ def new_core(
         backend = tokenizer.backend if tokenizer else None
         pool = _new_pool(prepared)
         around = Surroundings(device, blueprint.sizes, pool, backend, eos)
-        features = functions.features.attached(around)
+        features = Features(feature.attached(around) for feature in functions.features)
         scheduler = _new_scheduler(prepared, pool, features)
-        scheduling = weakref.proxy(scheduler)  # what features work with keeps no core: engines end without a collection
-        around.running = lambda: scheduling.running
-        around.prefix_root = lambda request: scheduling.prefix_root(request)
         if not encodes:
-            features["grammar"].grammars, features["adapters"].store = grammars, store  # type: ignore[attr-defined]
+            features["grammar"].grammars = grammars  # type: ignore[attr-defined]
+        if store is not None:
+            features["adapters"].store = store  # type: ignore[attr-defined]
         if OffloadFeature.name in features:
             tiers = page_tiers(config, blueprint, prepared.last.mesh, prepared.checkpoint.path, pool)
             assert tiers is not None, "an engine that offloads was told where to"
             features[OffloadFeature.name].keep_in(tiers)  # type: ignore[attr-defined]
         events = _new_events(config, pool, rank)
         features = features if events is None else Features([*features, events])
-        asked = weakref.proxy(features)
-        around.features = lambda: asked
         found = EngineCore(
             scheduler,
             pool,
@@ -384,8 +379,7 @@ def new_core(
             model,
             WeightReader(config, blueprint, functions, prepared.last.mesh),
         )
-        turning = weakref.proxy(found)
-        around.is_paused = lambda: turning.is_paused
+        around.core = weakref.proxy(found)  # which features keep no reference to: engines end without a collection
         return found
 
     count = prepared.config.num_batches

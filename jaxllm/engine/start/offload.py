@@ -14,8 +14,8 @@ from jaxllm.config import EngineConfig
 from jaxllm.config.values import format_bytes
 from jaxllm.engine.core.pages import PagePool
 from jaxllm.engine.core.saved import fingerprint
-from jaxllm.engine.features.offload.disk_pages import DiskPages
-from jaxllm.engine.features.offload.page_copies import PageBlocks
+from jaxllm.engine.features.offload.offload import PageBlocks
+from jaxllm.engine.features.offload.pages import DiskPages
 from jaxllm.engine.features.offload.tiers import PageTiers
 from jaxllm.engine.start.agreement import files_digest
 from jaxllm.engine.start.plan import Blueprint, EnginePlan

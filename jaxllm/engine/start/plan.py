@@ -13,10 +13,10 @@ from jaxllm.config.values import format_bytes
 from jaxllm.engine.core.sizes import Buckets, Limits, StepSizes
 from jaxllm.engine.core.step import StepFunctions
 from jaxllm.engine.features import features_of, features_of_encoder
-from jaxllm.engine.features.drafts.draft_model import AbstractDraft
 from jaxllm.engine.features.drafts.feature import DraftsFeature
+from jaxllm.engine.features.drafts.models import AbstractDraft
 from jaxllm.engine.features.drafts.rules import DraftDepth, DraftRule
-from jaxllm.engine.features.processors.processing import processors_of
+from jaxllm.engine.features.processors import processors_of
 from jaxllm.engine.start.draft import DraftBlueprint
 from jaxllm.errors import ConfigError
 from jaxllm.models.options import AdapterSizes, BuildOptions

@@ -27,18 +27,14 @@ def _either(path: str, first: str, second: str, kinds: tuple[str, str] = ("weigh
 
 
 # BERT, RoBERTa and XLM-RoBERTa: encoders with learnt positions, and norms after the residual sums
-def bert_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """A text's first token has the first position."""
-    return _bert(c, first_position=0)
-
-
 def roberta_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """Positions begin after that of padding; the rows before them are unused."""
     pad = c.get("pad_token_id", 1)
-    return _bert({"type_vocab_size": 2} | c, first_position=0 if pad is None else pad + 1)
+    return bert_from_hf({"type_vocab_size": 2} | c, first_position=0 if pad is None else pad + 1)
 
 
-def _bert(c: dict[str, Any], first_position: int) -> DecoderConfig:
+def bert_from_hf(c: dict[str, Any], first_position: int = 0) -> DecoderConfig:
+    """The first token of a text has the `first_position`."""
     check_only(c, {"is_decoder": (None, False), "position_embedding_type": (None, "absolute")})
     positions = c.get("max_position_embeddings", 512)
     encoder = EncoderConfig(
@@ -114,7 +110,7 @@ _NOMIC_BERT_ONLY: dict[str, tuple[Any, ...]] = {
     "mlp_fc2_bias": (None, False), "rotary_emb_fraction": (None, 1, 1.0), "rotary_emb_interleaved": (None, False),
     "rotary_emb_scale_base": (None,), "rotary_scaling_factor": (None,), "num_experts": (None, 0),
 }  # fmt: skip
-"""What those files may say of things that other models of their kind have."""
+"""Values that those files may have for keys of other models of their kind."""
 
 
 def nomic_bert_from_hf(c: dict[str, Any]) -> DecoderConfig:
@@ -159,15 +155,13 @@ NOMIC_BERT = Family(
 
 
 # ModernBERT: an encoder with rotary positions, of which every third layer sees all of a text (arXiv:2412.13663)
-MODERNBERT_DEFAULTS: dict[str, Any] = {
-    "max_position_embeddings": 8192, "hidden_activation": "gelu", "norm_eps": 1e-5, "local_attention": 128,
-    "global_attn_every_n_layers": 3, "classifier_pooling": "cls", "classifier_activation": "gelu",
-}  # fmt: skip
-
-
 def modernbert_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """Half of `local_attention` is seen on either side. The two kinds of layers have rotary bases of their own."""
-    c = MODERNBERT_DEFAULTS | c
+    defaults: dict[str, Any] = {
+        "max_position_embeddings": 8192, "hidden_activation": "gelu", "norm_eps": 1e-5, "local_attention": 128,
+        "global_attn_every_n_layers": 3, "classifier_pooling": "cls", "classifier_activation": "gelu",
+    }  # fmt: skip
+    c = defaults | c
     if c.get("norm_bias"):
         raise CheckpointError(f"norm_bias is {shown(c['norm_bias'])}; accepted is false")
     number, every = c["num_hidden_layers"], c["global_attn_every_n_layers"]
@@ -195,7 +189,7 @@ def modernbert_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 
 def _no_gguf_head(file: GgufFile) -> Any:
-    """What a classification head is made of is not stored."""
+    """A file does not state the parts of a classification head."""
     if file.has(GGUF_HEAD):
         raise CheckpointError(
             f"tensor {GGUF_HEAD!r} is a classification head, and GGUF files of ModernBERT do not say what it takes "

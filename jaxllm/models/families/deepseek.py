@@ -162,17 +162,8 @@ V3 = Family(
 
 
 # GLM-4: half of each head is rotated, in neighbouring pairs (arXiv:2406.12793); the 0414 models have more norms
-def glm_from_hf(c: dict[str, Any]) -> DecoderConfig:
+def glm_from_hf(c: dict[str, Any], post_norms: bool = False) -> DecoderConfig:
     """q, k and v have biases unless `attention_bias` says otherwise; o has none."""
-    return _glm(c, post_norms=False)
-
-
-def glm4_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """The same with four norms a layer."""
-    return _glm(c, post_norms=True)
-
-
-def _glm(c: dict[str, Any], post_norms: bool) -> DecoderConfig:
     c = {
         "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-07, "max_position_embeddings": 131_072,
     } | c  # fmt: skip
@@ -189,7 +180,7 @@ GLM = Family(
 GLM4 = Family(
     name="GLM-4-0414", models="GLM-4-9B-0414, GLM-4-32B-0414, GLM-Z1",
     architectures=("Glm4ForCausalLM",), model_types=("glm4",), gguf_architectures=("glm4",),
-    from_hf=glm4_from_hf,
+    from_hf=partial(glm_from_hf, post_norms=True),
     hf_names=in_layers(
         "model.layers.*", {"attention_post_norm": "post_self_attn_layernorm", "mlp_post_norm": "post_mlp_layernorm"}
     ),

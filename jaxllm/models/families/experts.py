@@ -19,14 +19,14 @@ from jaxllm.weights.names import AnyOf, Pattern, Source, halves_apart, transpose
 
 # MiniMax M2: a norm over all heads of queries and keys, part of each head rotated, experts chosen by sigmoids
 MINIMAX_M2_THETA = 5_000_000.0
-MINIMAX_M2_DEFAULTS = {
-    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196_608, "num_experts_per_tok": 8,
-}  # fmt: skip
 
 
 def minimax_m2_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """`rotary_dim` is what is rotated of a head. `intermediate_size` is the experts'; there is no dense MLP."""
-    c = MINIMAX_M2_DEFAULTS | {"num_local_experts": c.get("num_experts", 256)} | c
+    c = {
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196_608, "num_experts_per_tok": 8,
+        "num_local_experts": c.get("num_experts", 256),
+    } | c  # fmt: skip
     head_dim = hf_head_dim(c)
     rope = hf_rope(c, theta=MINIMAX_M2_THETA, partial=(c.get("rotary_dim") or head_dim) / head_dim)
     moe = hf_experts(
@@ -60,15 +60,14 @@ GPT_OSS_ROPE: dict[str, Any] = {
 }  # fmt: skip
 """`rope_parameters` of a config that has none."""
 SWIGLU = ClampedSwiglu(1.702, 7.0)
-GPT_OSS_DEFAULTS = {
-    "head_dim": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "sliding_window": 128, "num_experts_per_tok": 4,
-    "max_position_embeddings": 131_072,
-}  # fmt: skip
 
 
 def gpt_oss_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """`intermediate_size` is that of the experts."""
-    c = GPT_OSS_DEFAULTS | {"num_local_experts": c.get("num_experts", 128)} | c
+    c = {
+        "head_dim": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "sliding_window": 128, "num_experts_per_tok": 4,
+        "max_position_embeddings": 131_072, "num_local_experts": c.get("num_experts", 128),
+    } | c  # fmt: skip
     rope = hf_rope(c, theta=GPT_OSS_THETA, parameters=hf_rope_parameters(c, GPT_OSS_ROPE))
     swiglu = ClampedSwiglu(float(c.get("swiglu_alpha", SWIGLU.alpha)), float(c.get("swiglu_limit", SWIGLU.limit)))
     moe = hf_experts(
@@ -113,20 +112,16 @@ GPT_OSS = Family(
 
 
 # Hunyuan, dense and with experts: Llama with norms on queries and keys after their rotation
-def hunyuan_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """`attention_bias` is on q, k, v and o alike."""
-    return _hunyuan({"rms_norm_eps": 1e-5} | c, None)
-
-
 def hunyuan_moe_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """Experts beside a shared one of the same size in every layer; numbers may be lists with one for each."""
-    c = {"rms_norm_eps": 1e-5, "num_experts": 1, "moe_topk": 1} | c
+    c = {"num_experts": 1, "moe_topk": 1} | c
     size = c["intermediate_size"]
     for key, accepted in (("moe_intermediate_size", size), ("num_shared_expert", 1)):
         if c.get(key) is not None and _of_all(c, key) != accepted:
             raise CheckpointError(f"{key} is {shown(c[key])}; accepted is {accepted}")
     count, top_k = _of_all(c, "num_experts"), _of_all(c, "moe_topk")
-    return _hunyuan(c, MoEConfig(num_experts=count, top_k=top_k, hidden=size, renormalize=True, shared_hidden=size))
+    moe = MoEConfig(num_experts=count, top_k=top_k, hidden=size, renormalize=True, shared_hidden=size)
+    return hunyuan_from_hf(c, moe)
 
 
 def _of_all(c: dict[str, Any], key: str) -> int:
@@ -137,7 +132,9 @@ def _of_all(c: dict[str, Any], key: str) -> int:
     return values[0]
 
 
-def _hunyuan(c: dict[str, Any], moe: MoEConfig | None) -> DecoderConfig:
+def hunyuan_from_hf(c: dict[str, Any], moe: MoEConfig | None = None) -> DecoderConfig:
+    """A dense model, or one with experts in every layer."""
+    c = {"rms_norm_eps": 1e-5} | c
     layer = LayerKind(_hunyuan_rope(c), sparse=moe is not None)
     bias = c.get("attention_bias", False)
     return hf_decoder(c, layers=layer, attention_bias=bias, qk_norm="rms", qk_norm_rotated=True, moe=moe)
@@ -233,10 +230,6 @@ def _bias_row(name: str) -> dict[str, Pattern]:
     return {"layers.*.mlp.router.correction_bias": Source(name, lambda bias: bias.reshape(-1))}
 
 
-def _gguf_shared_experts(file: GgufFile) -> int:
-    return file("expert_shared_feed_forward_length", 0) // file("expert_feed_forward_length")
-
-
 ERNIE = Family(
     name="ERNIE 4.5", models="ERNIE-4.5-0.3B",
     architectures=("Ernie4_5ForCausalLM",), model_types=("ernie4_5",), gguf_architectures=("ernie4_5",),
@@ -251,7 +244,10 @@ ERNIE_MOE = Family(
     gguf={
         "rope_theta": optional("rope.freq_base", ERNIE_THETA),
         "moe_num_experts": "expert_count", "moe_k": "expert_used_count",
-        "moe_intermediate_size": "expert_feed_forward_length", "moe_num_shared_experts": _gguf_shared_experts,
+        "moe_intermediate_size": "expert_feed_forward_length",
+        "moe_num_shared_experts": lambda file: (
+            file("expert_shared_feed_forward_length", 0) // file("expert_feed_forward_length")
+        ),
         "moe_layer_start_index": optional("leading_dense_block_count", 0),
         "moe_layer_interval": optional("interleave_moe_layer_step", 1),
     },

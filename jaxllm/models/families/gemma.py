@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,17 +17,7 @@ import numpy as np
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import ClassifierConfig, DecoderConfig, EncoderConfig, LayerKind
 from jaxllm.models.family import Family, hf_decoder, hf_rope, hf_windows, sliding_layers
-from jaxllm.models.gguf import (
-    ABSENT,
-    GGUF_EXPERTS,
-    GgufFile,
-    Table,
-    layer_types,
-    nonzero,
-    optional,
-    rope_scaling,
-    with_experts,
-)  # fmt: skip
+from jaxllm.models.gguf import ABSENT, GgufFile, layer_types, nonzero, optional, rope_scaling, with_experts
 from jaxllm.models.hf_fields import COUNT, SIZE, maybe
 from jaxllm.models.layers.experts import MoEConfig
 from jaxllm.models.layers.mlp import PerLayerConfig
@@ -174,6 +165,7 @@ GEMMA4_DEFAULTS: dict[str, Any] = {
 UNIFIED_DEFAULTS = GEMMA4_DEFAULTS | {
     "hidden_size_per_layer_input": 0, "sliding_window": 1024, "max_position_embeddings": 262_144,
 }  # fmt: skip
+"""Of the 12B model's class in transformers."""
 GEMMA4_FIELDS: FieldKinds = {
     "num_experts": maybe(COUNT),
     "top_k_experts": maybe(COUNT),
@@ -185,17 +177,9 @@ GEMMA4_FIELDS: FieldKinds = {
 UNROTATED = 1e20  # a GGUF file divides the frequencies of pairs that do not rotate by more than this
 
 
-def gemma4_from_hf(c: dict[str, Any]) -> DecoderConfig:
+def gemma4_from_hf(c: dict[str, Any], defaults: dict[str, Any] = GEMMA4_DEFAULTS) -> DecoderConfig:
     """Windows on five of six layers, unless `layer_types` says otherwise; the last layer never has one."""
-    return _gemma4(GEMMA4_DEFAULTS | c)
-
-
-def unified_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """The 12B model, whose class in transformers has other defaults."""
-    return _gemma4(UNIFIED_DEFAULTS | c)
-
-
-def _gemma4(c: dict[str, Any]) -> DecoderConfig:
+    c = defaults | c
     width = c["hidden_size_per_layer_input"]
     return hf_decoder(
         c, layers=_gemma4_layers(c), hidden_act=c.get("hidden_activation") or GELU,
@@ -240,7 +224,7 @@ def _gemma4_layers(c: dict[str, Any]) -> tuple[LayerKind, ...]:
 
 
 def _per_layer_changes(c: dict[str, Any], windows: Sequence[int | None]) -> list[dict[str, Any]]:
-    """What single layers have otherwise: as newer files list it, or as older ones say it of layers without a window."""
+    """Differences of single layers: newer files list them, older ones state them for layers without a window."""
     given = c.get("per_layer_config")
     if given is None:
         full = {"head_dim": c.get("global_head_dim", GLOBAL_HEAD_DIM)}
@@ -374,7 +358,7 @@ def _gguf_per_layer(file: GgufFile) -> dict[str, Any]:
 
 
 def _gguf_kv_heads(file: GgufFile) -> int:
-    """Those of a layer with a window, if there is one."""
+    """The number in a layer with a window, if there is one."""
     kinds = layer_types(PERIOD)(file)
     return file.by_layer("attention.head_count_kv")[kinds.index(SLIDING) if SLIDING in kinds else 0]
 
@@ -401,39 +385,38 @@ def _gguf_ropes(file: GgufFile) -> dict[str, Any]:
     return {FULL: everywhere, SLIDING: {"rope_theta": file("rope.freq_base_swa", LOCAL["rope_theta"])}}
 
 
-GEMMA4_GGUF: Table = {
-    "hidden_size_per_layer_input": optional("embedding_length_per_layer_input", 0),
-    "vocab_size_per_layer_input": lambda file: (
-        file.rows("per_layer_token_embd.weight") if file("embedding_length_per_layer_input", 0) else ABSENT
-    ),
-    "head_dim": "attention.key_length_swa",
-    "num_key_value_heads": _gguf_kv_heads,
-    "intermediate_size": lambda file: file.by_layer("feed_forward_length")[0],
-    "per_layer_config": _gguf_per_layer,
-    "num_kv_shared_layers": optional("attention.shared_kv_layers", 0),
-    "attention_k_eq_v": _gguf_keys_are_values,
-    "sliding_window": nonzero("attention.sliding_window"),
-    "layer_types": layer_types(PERIOD),
-    "rope_parameters": _gguf_ropes,
-    "rope_scaling": ABSENT,
-    "partial_rotary_factor": ABSENT,
-    "final_logit_softcapping": optional("final_logit_softcapping", USUAL_CAP),
-    "enable_moe_block": lambda file: bool(file("expert_count", 0)),
-    **with_experts({**GGUF_EXPERTS, "top_k_experts": "expert_used_count"}),
-}
-
 GEMMA4 = Family(
     name="Gemma 4", models="Gemma 4 E2B, E4B, 26B-A4B, 31B (text)",
     architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
     model_types=("gemma4_text",), wrappers=("gemma4",), fields=GEMMA4_FIELDS,
     from_hf=gemma4_from_hf, hf_names=gemma4_hf_names,
-    gguf_architectures=("gemma4",), gguf=GEMMA4_GGUF, gguf_names=gemma4_gguf_names,
+    gguf_architectures=("gemma4",), gguf_names=gemma4_gguf_names,
+    gguf={
+        "hidden_size_per_layer_input": optional("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": lambda file: (
+            file.rows("per_layer_token_embd.weight") if file("embedding_length_per_layer_input", 0) else ABSENT
+        ),
+        "head_dim": "attention.key_length_swa",
+        "num_key_value_heads": _gguf_kv_heads,
+        "intermediate_size": lambda file: file.by_layer("feed_forward_length")[0],
+        "per_layer_config": _gguf_per_layer,
+        "num_kv_shared_layers": optional("attention.shared_kv_layers", 0),
+        "attention_k_eq_v": _gguf_keys_are_values,
+        "sliding_window": nonzero("attention.sliding_window"),
+        "layer_types": layer_types(PERIOD),
+        "rope_parameters": _gguf_ropes,
+        "rope_scaling": ABSENT,
+        "partial_rotary_factor": ABSENT,
+        "final_logit_softcapping": optional("final_logit_softcapping", USUAL_CAP),
+        "enable_moe_block": lambda file: bool(file("expert_count", 0)),
+        **with_experts({"top_k_experts": "expert_used_count"}),
+    },
 )  # fmt: skip
 
 UNIFIED = Family(
     name="Gemma 4 unified", models="Gemma 4 12B (text)",
     architectures=("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
     model_types=("gemma4_unified_text",), wrappers=("gemma4_unified",), fields=GEMMA4_FIELDS,
-    from_hf=unified_from_hf, hf_names=gemma4_hf_names,
+    from_hf=partial(gemma4_from_hf, defaults=UNIFIED_DEFAULTS), hf_names=gemma4_hf_names,
     gguf_architectures=("gemma4",), gguf=None,
 )  # fmt: skip

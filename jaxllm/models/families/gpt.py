@@ -73,7 +73,7 @@ def gpt_neox_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """`rotary_pct` and `rotary_emb_base` are older names of two keys."""
     beside = bool(c.get("use_parallel_residual", True))
     theta, partial = c.get("rotary_emb_base") or 10_000.0, c.get("rotary_pct") or 0.25
-    c = {"hidden_act": "gelu", "max_position_embeddings": 2048} | c
+    c = {"hidden_act": "gelu"} | c
     return hf_decoder(
         c, layers=LayerKind(hf_rope(c, theta=theta, partial=partial)), norm_eps=c.get("layer_norm_eps", 1e-5),
         attention_bias=c.get("attention_bias", True), mlp_bias=True, norm="layer", gated_mlp=False,

@@ -15,11 +15,10 @@ from jaxllm.models.families.mamba import (
     gguf_ssd_names,
     hf_ssd_names,
     hf_time_step_limits,
-)  # fmt: skip
+)
 from jaxllm.models.family import Family, hf_decoder, hf_experts, hf_rope
 from jaxllm.models.gguf import ABSENT, GGUF_EXPERTS, GgufFile, Table, only, optional, with_experts
 from jaxllm.models.hf_fields import LAYERS
-from jaxllm.models.layers.experts import MoEConfig
 from jaxllm.models.layers.recurrent import ConvConfig, SSDConfig
 from jaxllm.models.names import hf_expert_names, in_layers, permuted_names
 from jaxllm.weights.fields import shown
@@ -31,15 +30,7 @@ STATES, ATTENTION = LayerKind(None, mixer="ssd", mlp=False), LayerKind(None, mlp
 KINDS = {"mamba": STATES, "attention": ATTENTION, "mlp": MLP, "moe": EXPERTS}
 KINDS |= {"linear_attention": STATES, "full_attention": ATTENTION}
 LETTERS = {"M": STATES, "*": ATTENTION, "-": MLP, "E": EXPERTS}
-NEMOTRON_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 131_072, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "max_position_embeddings": 4096, "intermediate_size": 21_504, "mlp_hidden_act": "relu2", "mamba_num_heads": 128,
-    "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4, "use_conv_bias": True,
-    "n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 7688,
-    "moe_shared_expert_intermediate_size": 7688, "num_experts_per_tok": 2, "routed_scaling_factor": 1.0, "n_group": 1,
-    "topk_group": 1, "norm_topk_prob": True,
-}  # fmt: skip
-UNREAD = {"attention_bias": (None, False), "sliding_window": (None,)}
+UNREAD = {"attention_bias": ((None, False), "null or false"), "sliding_window": ((None,), "null")}
 """Keys that transformers has, and that its layers do not look at."""
 
 
@@ -49,24 +40,31 @@ def nemotron_from_hf(c: dict[str, Any]) -> DecoderConfig:
     A step's length is kept within `time_step_limit`, as in NVIDIA's own code. transformers 5.24 keeps it above
     `time_step_min` too, in prompts and not in answers.
     """
-    c = NEMOTRON_DEFAULTS | {"head_dim": c.get("attention_head_dim") or 128} | c
+    defaults: dict[str, Any] = {
+        "vocab_size": 131_072, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "max_position_embeddings": 4096, "intermediate_size": 21_504, "mlp_hidden_act": "relu2", "mamba_num_heads": 128,
+        "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4, "use_conv_bias": True,
+        "n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688, "num_experts_per_tok": 2, "routed_scaling_factor": 1.0,
+        "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "head_dim": c.get("attention_head_dim") or 128,
+    }  # fmt: skip
+    c = defaults | c
     check_activation(c, "mamba_hidden_act")
-    for name, accepted in UNREAD.items():
-        if c.get(name) not in accepted:
-            raise CheckpointError(f"{name} is {shown(c[name])}; accepted is {' or '.join(map(_json, accepted))}")
+    for name, (values, accepted) in UNREAD.items():
+        if c.get(name) not in values:
+            raise CheckpointError(f"{name} is {shown(c[name])}; accepted is {accepted}")
     layers = _nemotron_layers(c)
     sparse = any(layer.sparse for layer in layers)
     if sparse and c.get("mlp_bias"):
         raise CheckpointError("mlp_bias is True; accepted is false in a model with experts")
+    moe = None
+    if sparse:  # DeepSeek V3's router, over experts without gates, which may work on a projection
+        shared, latent = c["moe_shared_expert_intermediate_size"], c.get("moe_latent_size") or 0
+        moe = replace(deepseek.sigmoid_experts(c), shared_hidden=shared, gated=False, latent=latent)
     return hf_decoder(
         c, layers=layers, norm_eps=c.get("layer_norm_epsilon", 1e-5), hidden_act=c["mlp_hidden_act"], gated_mlp=False,
-        mlp_bias=c.get("mlp_bias"), moe=_nemotron_moe(c) if sparse else None,
-        ssd=_nemotron_ssd(c) if STATES in layers else None,
+        mlp_bias=c.get("mlp_bias"), moe=moe, ssd=_nemotron_ssd(c) if STATES in layers else None,
     )  # fmt: skip
-
-
-def _json(value: Any) -> str:
-    return "null" if value is None else str(value).lower()
 
 
 def _nemotron_layers(c: dict[str, Any]) -> tuple[LayerKind, ...]:
@@ -81,12 +79,6 @@ def _nemotron_layers(c: dict[str, Any]) -> tuple[LayerKind, ...]:
             f"hybrid_override_pattern is {shown(pattern)}; accepted is a letter for each layer, of {' '.join(LETTERS)}"
         )
     return tuple(LETTERS[letter] for letter in pattern)
-
-
-def _nemotron_moe(c: dict[str, Any]) -> MoEConfig:
-    """DeepSeek V3's router, over experts without gates, which may work on a projection."""
-    shared = c["moe_shared_expert_intermediate_size"]
-    return replace(deepseek.sigmoid_experts(c), shared_hidden=shared, gated=False, latent=c.get("moe_latent_size") or 0)
 
 
 def _nemotron_ssd(c: dict[str, Any]) -> SSDConfig:
@@ -123,9 +115,10 @@ def _nemotron_names(config: DecoderConfig, model: str) -> dict[str, Pattern]:
         "layers.*.mlp.router.correction_bias": f"{block}.gate.e_score_correction_bias",
         **hf_ssd_names(config, block),
     }  # fmt: skip
-    for part in ("up", "down") if config.moe is not None else ():
-        each = Source(f"{block}.experts.{{}}.{part}_proj.weight", stack=config.moe.num_experts)
-        names[f"layers.*.mlp.experts.{part}.weight"] = AnyOf(each, f"{block}.experts.{part}_proj")
+    experts = f"{block}.experts"
+    for part in ("up", "down"):
+        each = Source(f"{experts}.{{}}.{part}_proj.weight", stack=config.moe.num_experts if config.moe else 0)
+        names[f"layers.*.mlp.experts.{part}.weight"] = AnyOf(each, f"{experts}.{part}_proj")
     return names
 
 

@@ -20,7 +20,7 @@ from jaxllm.weights.names import AnyOf, Pattern, Source, without_middle_axis
 
 # What families with state-space layers spell alike: keys of GGUF files, limits of config.json, names of tensors
 def hf_time_step_limits(c: dict[str, Any]) -> dict[str, Any]:
-    """What `time_step_limit` keeps a step's length within; transformers writes infinity as an object.
+    """The limits of a step's length by `time_step_limit`; transformers writes infinity as an object.
 
     Raises CheckpointError if it is not two numbers in their order.
     """
@@ -81,7 +81,7 @@ MAMBA_GGUF: Table = {
     "mamba_n_groups": "ssm.group_count",
     "mamba_d_conv": "ssm.conv_kernel",
 }
-"""Those keys in GGUF files."""
+"""The same keys in GGUF files."""
 
 
 def hf_ssd_names(config: DecoderConfig, block: str) -> dict[str, Pattern]:
@@ -99,7 +99,7 @@ def hf_ssd_names(config: DecoderConfig, block: str) -> dict[str, Pattern]:
 
 
 def gguf_ssd_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """Where all architectures of GGUF files keep the tensors of state-space layers."""
+    """Tensors of state-space layers in GGUF files of all architectures."""
     return {
         **_input_names(config, "blk.*.ssm_in"),
         "layers.*.ssd.taps": Source("blk.*.ssm_conv1d.weight", without_middle_axis),
@@ -183,11 +183,6 @@ MAMBA2 = Family(
 
 
 # Falcon-H1: attention and a state-space layer side by side in each layer, and a factor on nearly everything
-FALCON_H1_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 128_000, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
-    "mamba_d_ssm": 1024, "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_expand": 2,
-}  # fmt: skip
 FACTORS = (
     "embedding_multiplier", "lm_head_multiplier", "key_multiplier", "attention_in_multiplier",
     "attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier",
@@ -196,7 +191,12 @@ FACTORS = (
 
 def falcon_h1_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """Factors on queries and keys are one on the logits; those on the inputs of products are on their outputs."""
-    c = FALCON_H1_DEFAULTS | c
+    defaults: dict[str, Any] = {
+        "vocab_size": 128_000, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+        "mamba_d_ssm": 1024, "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_expand": 2,
+    }  # fmt: skip
+    c = defaults | c
     factor = {name: float(c.get(name) or 1.0) for name in FACTORS}
     gate, down = c.get("mlp_multipliers") or (1.0, 1.0)
     into, bias = factor["attention_in_multiplier"], bool(c.get("attention_bias"))
@@ -255,7 +255,7 @@ FALCON_H1 = Family(
 
 
 # Granite 3: Llama with a factor of its own on embeddings, attention, each residual sum and the logits
-def hf_scales(c: dict[str, Any]) -> dict[str, float]:
+def hf_scales(c: dict[str, Any]) -> dict[str, Any]:
     """DecoderConfig's factors. Logits are divided by `logits_scaling`."""
     return {
         "embedding_scale": float(c.get("embedding_multiplier", 1.0)),
@@ -290,15 +290,15 @@ GRANITE = Family(
 # Granite 4: state-space layers, and attention in every few layers, mostly without positions; dense, or with experts
 ATTENTION = ("attention", "full_attention")
 GRANITE4_LAYER_TYPES = (*ATTENTION, "mamba", "linear_attention")  # as checkpoints call them, and as transformers does
-GRANITE4_DEFAULTS: dict[str, Any] = {
-    "hidden_size": 4096, "intermediate_size": 11_008, "shared_intermediate_size": 1024, "num_local_experts": 8,
-    "num_experts_per_tok": 2, "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_expand": 2,
-}  # fmt: skip
 
 
 def granite4_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """A model without experts has the shared MLP alone. With them there is a softmax over the chosen ones' logits."""
-    c = GRANITE4_DEFAULTS | c
+    defaults: dict[str, Any] = {
+        "hidden_size": 4096, "intermediate_size": 11_008, "shared_intermediate_size": 1024, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_expand": 2,
+    }  # fmt: skip
+    c = defaults | c
     kinds = c.get("layer_types") or ["mamba"] * c["num_hidden_layers"]
     positions = c.get("position_embedding_type")
     if positions not in ("rope", "nope", None):
@@ -334,11 +334,6 @@ def granite4_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
     }
 
 
-def granite4_gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """Rows of queries and keys are moved, though mostly nothing rotates them."""
-    return permuted_names(config) | gguf_ssd_names(config)
-
-
 def attending_kv_heads(file: GgufFile) -> int:
     """The KV heads of each layer that has any. Raises CheckpointError where they differ, or no layer has."""
     heads = file.by_layer("attention.head_count_kv")
@@ -354,7 +349,9 @@ GRANITE4 = Family(
     architectures=("GraniteMoeHybridForCausalLM",), model_types=("granitemoehybrid",),
     layer_types=GRANITE4_LAYER_TYPES,
     from_hf=granite4_from_hf, hf_names=granite4_hf_names,
-    gguf_architectures=("granitehybrid",), gguf_names=granite4_gguf_names,
+    gguf_architectures=("granitehybrid",),
+    # Rows of queries and keys are moved, though mostly nothing rotates them.
+    gguf_names=lambda config: permuted_names(config) | gguf_ssd_names(config),
     # A layer without KV heads is a state-space layer. Rotary embeddings are there unless a key says that they are not,
     # which llama.cpp has for another purpose.
     gguf=GRANITE_GGUF | MAMBA_GGUF | {

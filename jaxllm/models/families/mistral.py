@@ -103,17 +103,16 @@ MINISTRAL3 = Family(
 # Mistral 4: DeepSeek's latent attention, Ministral 3's queries that grow with the position, softmax experts
 MISTRAL4_ROPE = MINISTRAL3_ROPE | {"rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 8192}
 """`rope_parameters` of a config that has none."""
-MISTRAL4_DEFAULTS = {
-    "n_shared_experts": 1, "n_routed_experts": 128, "moe_intermediate_size": 2048, "num_experts_per_tok": 4,
-    "kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128,
-    "first_k_dense_replace": 0, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 1_048_576,
-}  # fmt: skip
 
 
 def mistral4_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """The share of a head that is rotated is told by its sizes, whatever `partial_rotary_factor` says."""
-    c = MISTRAL4_DEFAULTS | c
+    c = {
+        "n_shared_experts": 1, "n_routed_experts": 128, "moe_intermediate_size": 2048, "num_experts_per_tok": 4,
+        "kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "first_k_dense_replace": 0, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 1_048_576,
+    } | c  # fmt: skip
     c |= {key: c.get(key) or 1 for key in ("n_group", "topk_group")}
     given = hf_rope_parameters(c, MISTRAL4_ROPE)
     given = {key: value for key, value in given.items() if key != "partial_rotary_factor"}
@@ -124,7 +123,7 @@ def mistral4_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 
 def _mistral4_gguf_rope(file: GgufFile) -> dict[str, Any]:
-    """What llama.cpp leaves out of its files is what all published models have."""
+    """Keys that llama.cpp leaves out of its files have the values of all published models."""
     beta, original = MISTRAL4_ROPE["llama_4_scaling_beta"], MISTRAL4_ROPE["original_max_position_embeddings"]
     return deepseek.latent_gguf_rope(file) | {
         "llama_4_scaling_beta": file("attention.temperature_scale", beta),
@@ -148,16 +147,15 @@ LLAMA4_THETA = 500_000.0
 CHUNK = 8192
 WITHOUT_NORM = 128
 """A GGUF file does not say whether queries and keys have a norm: they do not in the model of so many experts."""
-LLAMA4_DEFAULTS: dict[str, Any] = {
-    "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072,
-    "intermediate_size_mlp": 16_384, "num_local_experts": 16, "num_experts_per_tok": 1, "use_qk_norm": True,
-    "attention_chunk_size": CHUNK, "attn_temperature_tuning": True, "attn_scale": 0.1, "floor_scale": 8192,
-}  # fmt: skip
 
 
 def llama4_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """`intermediate_size` is that of the experts; `no_rope_layers` has a 1 for each layer that does rotate."""
-    c = LLAMA4_DEFAULTS | c
+    c = {
+        "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072,
+        "intermediate_size_mlp": 16_384, "num_local_experts": 16, "num_experts_per_tok": 1, "use_qk_norm": True,
+        "attention_chunk_size": CHUNK, "attn_temperature_tuning": True, "attn_scale": 0.1, "floor_scale": 8192,
+    } | c  # fmt: skip
     number, step = c["num_hidden_layers"], c.get("interleave_moe_layer_step", 1)
     rotating, chunk = rotating_layers(c), c["attention_chunk_size"]
     sparse = c["moe_layers"] if c.get("moe_layers") is not None else range(step - 1, number, step)

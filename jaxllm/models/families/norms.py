@@ -8,7 +8,7 @@ from typing import Any
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.family import Family, hf_decoder, hf_rope, hf_windows
-from jaxllm.models.gguf import GgufFile, Table, layer_types, nonzero, optional, rows, tensor
+from jaxllm.models.gguf import Table, layer_types, nonzero, optional, rows, tensor
 from jaxllm.models.hf_fields import LAYER_TYPES
 from jaxllm.models.names import in_layers, linear
 from jaxllm.weights.fields import shown
@@ -52,10 +52,6 @@ def olmo3_from_hf(c: dict[str, Any]) -> DecoderConfig:
     return hf_decoder(c, layers=layers, attention_bias=c.get("attention_bias", False), **WHAT_OLMO_IS, **stated)
 
 
-def _olmo3_gguf_ropes(file: GgufFile) -> dict[str, Any]:
-    return {"sliding_attention": {"rope_theta": file("rope.freq_base_swa", file("rope.freq_base", 10_000.0))}}
-
-
 OLMO3 = Family(
     name="OLMo 3", models="OLMo 3 7B, 32B",
     architectures=("Olmo3ForCausalLM",), model_types=("olmo3",),
@@ -63,7 +59,9 @@ OLMO3 = Family(
     gguf_architectures=("olmo2",), owns=lambda file: file("attention.sliding_window", 0) > 0,
     gguf={
         "sliding_window": "attention.sliding_window", "layer_types": layer_types(4),
-        "rope_parameters": _olmo3_gguf_ropes,
+        "rope_parameters": lambda file: {
+            "sliding_attention": {"rope_theta": file("rope.freq_base_swa", file("rope.freq_base", 10_000.0))}
+        },
     },
 )  # fmt: skip
 
@@ -145,17 +143,16 @@ STABLELM = Family(
 
 
 # StarCoder 2: LayerNorm and biases throughout, an MLP without a gate (Lozhkov et al. 2024, arXiv:2402.19173)
-STARCODER2_DEFAULTS = {
-    "hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 2, "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-}  # fmt: skip
-
-
 def starcoder2_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """A window, where there is one, is on every layer."""
+    defaults: dict[str, Any] = {
+        "hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 2, "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    c = defaults | c
     bias = c.get("use_bias", True)
     return hf_decoder(
-        STARCODER2_DEFAULTS | c, layers=LayerKind(hf_rope(c), c.get("sliding_window")), norm="layer",
+        c, layers=LayerKind(hf_rope(c), c.get("sliding_window")), norm="layer",
         norm_eps=c.get("norm_epsilon", 1e-5), gated_mlp=False, attention_bias=bias, mlp_bias=bias,
     )  # fmt: skip
 

@@ -149,12 +149,12 @@ def _check_size(name: str, what: str, found: int, accepted: int) -> None:
 
 
 def _rate(logarithm: np.ndarray) -> np.ndarray:
-    """What the softplus of a token's logit is multiplied by to give the logarithm of its decay."""
+    """The factor on the softplus of a token's logit that makes it the logarithm of its decay."""
     return -np.exp(np.asarray(logarithm, np.float32))
 
 
 def gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """What all files have under the same names. Norms have their 1 already."""
+    """Tensors that all files have under the same names. Norms have their 1 already."""
     return {
         **in_layers("blk.*", {
             "delta.qkv": "attn_qkv", "delta.gate": "attn_gate", "delta.beta_decay": ("ssm_beta", "ssm_alpha"),
@@ -202,7 +202,7 @@ def tiled_gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
 
 
 def _untiled(delta: DeltaConfig, size: int) -> np.ndarray:
-    """Where the rows of each value head are, in the order of the key heads that they use.
+    """Places of the rows of each value head, in the order of the key heads that they use.
 
     Worked example, two key heads and four value heads of one row: the file has heads 0 2 1 3.
     """

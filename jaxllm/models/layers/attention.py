@@ -56,7 +56,7 @@ class QueryScaling:
 
 
 def kv_shards(num_kv_heads: int, tp: int) -> int:
-    """How many different pieces the KV heads are cut into; with more devices than heads each is replicated."""
+    """The number of different pieces of the KV heads; with more devices than heads each is replicated."""
     return min(num_kv_heads, tp)
 
 
@@ -266,7 +266,11 @@ class MLAttention(nnx.Module):
     ) -> tuple[Late, Pages]:  # fmt: skip
         """Attention of `norm(x)`, added to `residual` if there is one, and the pages with the new latents."""
         x = x if norm is None else norm(x)
-        queries, latent, kv_b = self._queries(x, meta), self.kv_a(x), self.kv_b.weight.get_value()
+        queries = self.q(x) if self.config.q_lora_rank is None else self.q_b(self.q_a_norm(self.q_a(x)))
+        queries = queries.reshape(x.shape[0], self.heads, self.config.qk_head_dim)  # without rotation first
+        if self.query_scaling is not None:
+            queries = self.query_scaling(queries, meta.positions)
+        latent, kv_b = self.kv_a(x), self.kv_b.weight.get_value()
         with jax.named_scope("paged_attention"):
             done = self.kernels.latent_attention(
                 queries, latent, kv_b, self.kv_a_norm.traced, angles, pages, meta,
@@ -274,12 +278,6 @@ class MLAttention(nnx.Module):
             )  # fmt: skip
         out, pages = done or self._attend(queries, latent, kv_b, angles, pages, meta)
         return self.output(out.reshape(x.shape[0], -1), residual=residual), pages
-
-    def _queries(self, x: Float[Array, "T E"], meta: StepMetadata) -> Float[Array, "T H D"]:
-        """This device's heads, channels without rotation first. A factor on all of a query may come before it."""
-        q = self.q(x) if self.config.q_lora_rank is None else self.q_b(self.q_a_norm(self.q_a(x)))
-        q = q.reshape(x.shape[0], self.heads, self.config.qk_head_dim)
-        return q if self.query_scaling is None else self.query_scaling(q, meta.positions)
 
     def _attend(
         self, queries: Float[Array, "T H d"], latent: Float[Array, "T D"], kv_b: Any, angles: Angles | None,
@@ -296,6 +294,6 @@ class MLAttention(nnx.Module):
         return kv_b.expand_heads(out, self.expanded, slice(config.qk_nope_head_dim, None)), pages
 
     def _keys(self, latent: Float[Array, "T D"], angles: Angles | None) -> Float[Array, "T 1 D"]:
-        """What is cached: the normalised latent, then the rotated channels."""
+        """The cached row: the normalised latent, then the rotated channels."""
         latent, k_rope = jnp.split(latent[:, None], [self.config.kv_lora_rank], axis=-1)
         return jnp.concatenate([self.kv_a_norm(latent), rotate(k_rope, angles)], axis=-1)

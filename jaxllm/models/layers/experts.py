@@ -1,4 +1,4 @@
-"""How tokens choose their experts (arXiv:1701.06538), and these: stacks of matrices, for rows sorted by expert."""
+"""The choice of experts (arXiv:1701.06538), and the experts: stacks of matrices, for rows sorted by expert."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.errors import CheckpointError
-from jaxllm.models.layers.host_experts import ExpertPlaces, layer_places, places_for, run_in_turns
+from jaxllm.models.layers.hands import told
+from jaxllm.models.layers.host_experts import ExpertPlaces, places_for, run_in_turns
 from jaxllm.models.layers.linear import param, weight
 from jaxllm.models.layers.mlp import ACTIVATIONS, ClampedSwiglu, gated
 from jaxllm.models.layers.norm import RMSNorm
@@ -28,12 +29,12 @@ SCORING: dict[str, Callable[[jax.Array], jax.Array]] = {
     "softmax": partial(jax.nn.softmax, axis=-1),
     "sigmoid": jax.nn.sigmoid,
 }
-"""What turns a token's logits into its experts' scores."""
+"""Functions from a token's logits to the scores of experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """How tokens choose their experts, and how large those are.
+    """The rule by which tokens choose their experts, and the sizes of these.
 
     Attributes:
         hidden: the size of one expert's MLP; `shared_hidden` that of the MLP every token passes (0: none).
@@ -169,7 +170,7 @@ class ExpertStack(NamedTuple):
 
     @property
     def num_experts(self) -> int:
-        """How many these are."""
+        """The number of these experts."""
         return self.down.shape[0]
 
 
@@ -187,7 +188,7 @@ class Experts(nnx.Module):
         sharing = options.tp * options.dp if whole else 1
         self.num_on_host = options.host_experts
         host = HostShare(self.num_on_host, sharing) if self.num_on_host else None
-        axes = (EVERY, None, None) if whole else (None, TENSOR, None)
+        axes: Axes = (EVERY, None, None) if whole else (None, TENSOR, None)
         first = ExpertLinear((count, layout.rows, size), axes, options, layout, bias=config.expert_bias, host=host)
         self.gate_up = first if config.gated else None
         self.up = None if config.gated else first
@@ -196,16 +197,16 @@ class Experts(nnx.Module):
         self.activation = activation
         self.swiglu = config.swiglu
         self.here = config.num_experts // sharing
-        """How many of the experts a device has, or has a part of."""
+        """The number of experts that a device has, or has a part of."""
         self.serve_all_batches = whole and options.dp > 1
-        """Whether tokens of other batches use the experts that are here."""
+        """Tokens of other batches use the experts that are here, too."""
         self.kernels = options.kernels
 
     def mixture(
         self, x: Float[Array, "T E"], logits: Float[Array, "T X"], bias: Float[Array, "X"] | None, routing: MoEConfig,
         first: jax.Array | int, meta: StepMetadata,
     ) -> Mixture | None:  # fmt: skip
-        """What tokens get of the experts from `first` on that are here, where there are kernels for all of it."""
+        """The output of the experts from `first` on that are here, where there are kernels for all of it."""
         if self.num_on_host:
             return None
         stack = self._on_device()
@@ -258,13 +259,13 @@ class Experts(nnx.Module):
     def _pairs_of_all(
         self, group: Int[Array, "P"], pairs: Callable[[Int[Array, "P"], ExpertStack], Float[Array, "P E"]]
     ) -> Float[Array, "P E"]:
-        """What `pairs` of tokens and experts give where some are in host memory.
+        """The output of `pairs` of tokens and experts where some are in host memory.
 
         Each pair is computed once, and adds zeros where it is not.
         """
         first, down = self._first.weight.get_value(), self.down.weight.get_value()
         assert isinstance(first, PartlyOnHost) and isinstance(down, PartlyOnHost), "so they were declared"
-        biases, resident, layer = (self._first.own_bias, self.down.own_bias), first.num_resident, layer_places()
+        biases, resident, layer = (self._first.own_bias, self.down.own_bias), first.num_resident, told()
         out = jnp.zeros((len(group), down.shape[1]), jnp.float32)
         if first.resident is not None and down.resident is not None:
             theirs = (None if bias is None else bias[:resident] for bias in biases)
@@ -279,7 +280,7 @@ class Experts(nnx.Module):
             place = place_of.at[on_host].get(mode="fill", fill_value=num_places)
             return pairs(place, ExpertStack(first.stack_of(places.first), down.stack_of(places.down), *theirs))
 
-        assert layer.places is not None
+        assert layer.places is not None, "a layer with experts in host memory is given places"
         out, layer.places = run_in_turns(first, down, layer.places, waiting, run, out)
         return out
 
@@ -293,7 +294,7 @@ class Experts(nnx.Module):
     def products(
         self, rows: Float[Array, "N E"], group_sizes: Int[Array, "X"], stack: ExpertStack
     ) -> Float[Array, "N E"]:
-        """What each row gets of the expert whose group it is in, in float32; rows after all groups get zeros."""
+        """The output for each row of the expert whose group it is in, in float32; zeros for rows after all groups."""
         hidden = self._product(rows, group_sizes, stack.first, stack.first_bias)
         if self.up is not None:
             hidden = ACTIVATIONS[self.activation](hidden)
@@ -312,7 +313,7 @@ class Experts(nnx.Module):
 
     @property
     def _gate(self) -> Callable[[jax.Array], jax.Array] | None:
-        """What is done to what the first product gives, where that is not `activation(gate) * up`."""
+        """The function of the first product's output, where that is not `activation(gate) * up`."""
         return self.swiglu if self.up is None else ACTIVATIONS[self.activation]
 
     @property
@@ -339,7 +340,7 @@ class ExpertLinear(nnx.Module):
 
     @property
     def own_bias(self) -> Float[Array, "X o"] | None:
-        """What this device adds."""
+        """The bias that this device adds."""
         if self.bias is None or not self.shares_inputs or tensor_size() == 1:
             return None if self.bias is None else self.bias[...]
         return jnp.where(tensor_rank() == 0, self.bias[...], 0)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from jaxllm.pallas_kernels import Late, StepMetadata
 
 Product = Callable[[Float[Array, "T E"] | None], Float[Array, "T E"]]
-"""What a block gives, added to a residual stream where there is one."""
+"""A block's output, added to a residual stream where there is one."""
 
 
 class LayerHand:
@@ -52,7 +52,7 @@ class Hand:
         """A pytree that the hand in the layer `index` is made of; `x` is the residual stream that it takes."""
 
     def took(self, index: int, data: Any) -> None:
-        """What the `data` of the hand in that layer have become."""
+        """The layer has run, and these are the `data` of the hand in it now."""
 
     def before(self, index: int, x: Float[Array, "T E"], late: Late | None) -> None:
         """The layer `index` takes `x`, with what is yet to be added to it."""
@@ -63,7 +63,7 @@ class Hand:
 
 @dataclass
 class Told:
-    """What the layer that is traced finds without its being handed from call to call."""
+    """Context of the layer that is traced, which is not handed from call to call."""
 
     meta: StepMetadata
     hands: Sequence[LayerHand] = ()
@@ -86,14 +86,14 @@ def telling(told: Told) -> Iterator[Told]:
 
 
 def told() -> Told:
-    """What is traced now is told this."""
+    """The context of the layer that is traced now."""
     found = _told.get()
     assert found is not None, "a layer is traced inside telling()"
     return found
 
 
 def is_whole() -> bool:
-    """Whether the layer that is traced must leave its whole output, because of some hand in it."""
+    """Some hand in the layer that is traced needs its whole output."""
     found = _told.get()
     return found is not None and any(hand.whole for hand in found.hands)
 

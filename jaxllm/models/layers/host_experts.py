@@ -16,7 +16,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.models.caches import Buffer, Cache
-from jaxllm.models.layers.hands import Told, told
 from jaxllm.quantization.weight import PartlyOnHost
 from jaxllm.sharding.mesh import TENSOR, Axes
 
@@ -51,7 +50,7 @@ class Turn(NamedTuple):
         return _find(self.now, num_experts)
 
     def after(self, places: ExpertPlaces) -> ExpertPlaces:
-        """What is where once these have run."""
+        """The places once these have run."""
         used = self.now > 0
         recent = places.order + used * len(used)
         return places._replace(
@@ -90,7 +89,7 @@ def _find(expert: Int[Array, "C"], num_experts: int) -> Int[Array, "N"]:
 
 
 def _rank(order: Int[Array, "C"], among: Bool[Array, "C"]) -> Int[Array, "C"]:
-    """How many places `among` those come before each one; of two alike the one with the lower number does."""
+    """The number of places `among` those before each one; of two alike the one with the lower number comes first."""
     at = jnp.arange(len(order))
     before = (order < order[:, None]) | ((order == order[:, None]) & (at < at[:, None]))
     return jnp.sum(before & among, axis=1).astype(jnp.int32)
@@ -165,10 +164,3 @@ def split_places(caches: Sequence[Cache]) -> tuple[list[Cache], list[ExpertPlace
 def with_places(caches: Sequence[Cache], places: Sequence[ExpertPlaces | None]) -> tuple[Cache, ...]:
     """The two put together again."""
     return tuple((*cache,) if there is None else (*cache, there) for cache, there in zip(caches, places, strict=True))
-
-
-def layer_places() -> Told:
-    """What the layer that is traced is told, its places among it."""
-    found = told()
-    assert found.places is not None, "a layer with experts in host memory is given places"
-    return found

@@ -37,7 +37,7 @@ class AdapterTable(nnx.Variable):
 
 
 def adapter_uses() -> AdapterUses:
-    """How much of each adapter the step's tokens have."""
+    """The scales of each adapter for the step's tokens."""
     step = told().meta
     assert step.adapter_scales is not None, "tables are used in steps that have scales"
     assert step.adapter_gains is not None, "a model with tables knows which of its adapters have gains"
@@ -77,13 +77,13 @@ class AdapterTables(nnx.Module):
         return AdapterArrays(self.a[...], self.b[...], self.gain[...], self.ranks[...])
 
     def biases(self) -> Float[Array, "T o"]:
-        """What the tokens' adapters add to a product's bias, float32."""
+        """The biases of the tokens' adapters, float32."""
         assert self.bias is not None, "a product without a bias gets none"
         # No product of matrices: how that sums up may depend on the number of tokens.
         return jnp.sum(adapter_uses().scales[:, :, None] * self.bias[...], axis=1)
 
     def added(self, parts: Sequence[Float[Array, "T _"]], x: Float[Array, "T i"]) -> tuple[jax.Array, ...]:
-        """What a product has of each tensor, float32, and what the tokens' adapters add to it for their inputs `x`."""
+        """The `parts` of a product, one a tensor, with the outputs of the tokens' adapters for inputs `x`; float32."""
         return self.kernels.low_rank(parts, x, self.arrays, adapter_uses())
 
 
@@ -148,10 +148,7 @@ class Linear(nnx.Module):
     def _adapted(
         self, x: Float[Array, "T i"], norm: Norm | None, residual: Float[Array, "T o"] | None = None
     ) -> Sequence[Float[Array, "T _"]]:
-        """The parts of this device's product and what adapters add to them, in float32.
-
-        There may be a `residual`, which is added, where the product has one part.
-        """
+        """The parts of this device's product and what adapters add to them, in float32; of one part, on `residual`."""
         assert self.low_rank is not None
         weight = self.weight.get_value()
         found = self.kernels.adapted(x, weight, norm, residual, self.low_rank.arrays, adapter_uses())

@@ -30,10 +30,9 @@ class MoE(nnx.Module):
     """A router, experts, and the shared experts where there are any.
 
     Over the tensor axis either every expert's hidden size is divided, or (`expert_parallel`) the experts themselves.
-    Activations are whole on every device, so that both end in one sum over the axis.
-
-    Where several batches run side by side, experts are divided over the data axis as well. A device is then given the
-    rows of all batches, and each batch gets its own rows back.
+    Activations are whole on every device, so that both end in one sum over the axis. Where several batches run side by
+    side, experts are divided over the data axis as well: a device is given the rows of all batches, and each batch gets
+    its own rows back.
     """
 
     def __init__(

@@ -217,12 +217,16 @@ class StateSpaceDual(nnx.Module):
         u, past = run_states(convolution, (jnp.concatenate(convolved, axis=-1),), constants, cache[0], meta)
         with jax.named_scope("ssd"):
             y, states = run_states(partial(_ssd, self.kernels.ssd), *self._inputs(u, dt), cache[1], meta)
-        return self.output(self._gated(y, z).astype(x.dtype), residual=residual), (past, states)
+        y, gate = y.reshape(z.shape), jax.nn.silu(z.astype(jnp.float32))
+        if self.norm is None or self.config.norm == "after_gate":
+            y = y * gate if self.norm is None else self.norm(y * gate)
+        else:
+            y = self.norm(y) * gate
+        return self.output(y.astype(x.dtype), residual=residual), (past, states)
 
     def _inputs(
         self, u: Float[Array, "T C"], dt: Float[Array, "T H"]
     ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-        """What the states take of each token, and of the layer."""
         (tokens, heads), config = dt.shape, self.config
         dt = jax.nn.softplus(dt.astype(jnp.float32) + self.dt_bias[...])
         shared = self.groups * config.state_size
@@ -234,12 +238,6 @@ class StateSpaceDual(nnx.Module):
             c.reshape(tokens, self.groups, config.state_size),
         )
         return of_tokens, (-self.fade[...], self.skip[...])
-
-    def _gated(self, y: Float[Array, "T H P"], z: Float[Array, "T C"]) -> Float[Array, "T C"]:
-        flat, gate = y.reshape(z.shape), jax.nn.silu(z.astype(jnp.float32))
-        if self.norm is None:
-            return flat * gate
-        return self.norm(flat * gate) if self.config.norm == "after_gate" else self.norm(flat) * gate
 
 
 def _ssd(

@@ -118,7 +118,7 @@ def rope_angles(rope: RopeConfig, positions: Int[Array, "T"], lengths: Int[Array
 
 
 def _dynamic_shrink(rope: RopeConfig, lengths: Int[Array, "T"]) -> Float[Array, "T half"]:
-    """What a base that grows with the length does to each frequency: the base grows by `stretch ** (d / (d - 2))`."""
+    """The factor on each frequency of a base that grows with the length, by `stretch ** (d / (d - 2))`."""
     longer = jnp.maximum(lengths, rope.original_length).astype(jnp.float32) / rope.original_length
     stretch = rope.factor * longer - (rope.factor - 1)
     powers = np.arange(0, rope.dim, 2) / (rope.dim - 2)

@@ -59,14 +59,14 @@ def paged_attention(
     latent_dim = None if v is not None else options.value_dim or head_dim
     spec = AttentionSpec(
         heads, kv_heads, head_dim, page_size, q.dtype, options.scale, options.window, options.softcap, latent_dim,
-        quantized=pages[0].dtype in QUANTIZED.values(), chunked=options.chunked,
+        quantized=pages[0].dtype in QUANTIZED.values(), chunked=options.chunked, interpret=interpret,
     )  # fmt: skip
     per_head = PerHead(options.sinks, options.slopes)
     if v is None:
         pages = write_pages(pages, k, v, meta)
     elif k.shape[1]:
-        q, pages = rotate_and_store(q, k, v, pages, meta, spec, angles, norms, unsummed, interpret=interpret)
-    return attend_to_pages(q, pages, meta, spec, per_head, interpret=interpret), pages
+        q, pages = rotate_and_store(q, k, v, pages, meta, spec, angles, norms, unsummed)
+    return attend_to_pages(q, pages, meta, spec, per_head), pages
 
 
 LARGEST = float(jnp.finfo(jnp.float32).max)
@@ -82,8 +82,6 @@ def rotate_and_store(
     angles: Any,
     norms: tuple[RootMeanSquare, RootMeanSquare] | None,
     unsummed: Unsummed | None = None,
-    *,
-    interpret: bool = False,
 ) -> tuple[Float[Array, "T H D"], Pages]:
     """The queries and the pages with the new keys and values; without `angles` heads are not rotated.
 
@@ -94,20 +92,15 @@ def rotate_and_store(
     # The segments of one product lie side by side already: joined again they are that product, and nothing is copied.
     joined = jnp.concatenate([segment.reshape(tokens, -1) for segment in (q, k, v)], axis=1)
     qkv = joined[None] if unsummed is None else unsummed.parts
-    tables = [
-        *(() if angles is None else (angles.cos, angles.sin)),
-        *(() if norms is None else (n.weight for n in norms)),
-    ]
+    rotation = () if angles is None else (angles.cos, angles.sin)
+    tables = [*rotation, *(norm.weight for norm in norms or ())]
     flat = [buffer.reshape(-1, buffer.shape[-1]) for buffer in pages]
     arrays = [meta.positions, meta.seq_ids, meta.page_table, qkv, *tables, *flat]
     rotated, *flat = pl.pallas_call(
         functools.partial(
-            _store_kernel,
-            spec=spec,
-            num_seqs=meta.page_table.shape[0],
+            _store_kernel, spec=spec, num_seqs=meta.page_table.shape[0],
             rotary_dim=0 if angles is None else 2 * angles.cos.shape[1],
-            interleaved=angles is not None and angles.interleaved,
-            eps=None if norms is None else tuple(norm.eps for norm in norms),
+            interleaved=angles is not None and angles.interleaved, eps=tuple(norm.eps for norm in norms or ()),
         ),
         out_shape=[
             jax.ShapeDtypeStruct((tokens * spec.heads, spec.head_dim), q.dtype),
@@ -115,16 +108,16 @@ def rotate_and_store(
         ],
         grid=(tokens, spec.kv_heads),
         input_output_aliases={len(arrays) - 2: 1, len(arrays) - 1: 2},
-        interpret=interpret,
+        interpret=spec.interpret,
         compiler_params=triton_compiler_params(num_warps=2, num_stages=1),
         name="rotate_and_store",
-    )(*arrays)
+    )(*arrays)  # fmt: skip
     return rotated.reshape(q.shape), tuple(x.reshape(buffer.shape) for x, buffer in zip(flat, pages, strict=True))
 
 
 def _store_kernel(
     positions_ref: Any, seq_ids_ref: Any, page_table_ref: Any, qkv_ref: Any, *refs: Any, spec: AttentionSpec,
-    num_seqs: int, rotary_dim: int, interleaved: bool, eps: tuple[float, ...] | None,
+    num_seqs: int, rotary_dim: int, interleaved: bool, eps: tuple[float, ...],
 ) -> None:  # fmt: skip
     *tables, _k_pages, _v_pages, q_out, k_pages, v_pages = refs
     angle_refs, weight_refs = (tables[:2], tables[2:]) if rotary_dim else ((), tables)
@@ -230,11 +223,11 @@ def latent_attention(
     heads, size = q.shape[1], latent.shape[1]
     (buffer,) = pages
     quantized = buffer.dtype in QUANTIZED.values()
-    spec = AttentionSpec(heads, 1, size, buffer.shape[2], q.dtype, scale, None, None, expand.shape[1], quantized)
-    absorbed, pages = absorb_and_store(
-        q, latent, expand, norm, angles, pages, meta, spec, one_product=one_product, interpret=interpret
+    spec = AttentionSpec(
+        heads, 1, size, buffer.shape[2], q.dtype, scale, None, None, expand.shape[1], quantized, interpret=interpret
     )
-    out = attend_to_pages(absorbed, pages, meta, spec, interpret=interpret)
+    absorbed, pages = absorb_and_store(q, latent, expand, norm, angles, pages, meta, spec, one_product=one_product)
+    out = attend_to_pages(absorbed, pages, meta, spec)
     still = q.shape[2] - (size - spec.value_dim)
     return expand_heads(out, expand, still, interpret=interpret), pages
 
@@ -250,7 +243,6 @@ def absorb_and_store(
     spec: AttentionSpec,
     *,
     one_product: bool,
-    interpret: bool = False,
 ) -> tuple[Float[Array, "T H D"], Pages]:
     """Queries in the space of latents, and the pages with the new ones.
 
@@ -268,25 +260,17 @@ def absorb_and_store(
     flat = buffer.reshape(-1, buffer.shape[-1])
     tables = [norm.weight, *(() if angles is None else (angles.cos, angles.sin))]
     arrays = [meta.positions, meta.seq_ids, meta.page_table, queries, latent, expand, *tables, flat]
+    static: dict[str, Any] = {
+        "spec": spec, "num_seqs": meta.page_table.shape[0], "query_dim": query_dim, "begin": begin,
+        "tile_rows": tile_rows, "absorbing": absorbing, "interleaved": angles is not None and angles.interleaved,
+        "eps": norm.eps,
+    }  # fmt: skip
     absorbed, flat = pl.pallas_call(
-        functools.partial(
-            _absorb_kernel,
-            spec=spec,
-            num_seqs=meta.page_table.shape[0],
-            query_dim=query_dim,
-            begin=begin,
-            tile_rows=tile_rows,
-            absorbing=absorbing,
-            interleaved=angles is not None and angles.interleaved,
-            eps=norm.eps,
-        ),
-        out_shape=[
-            jax.ShapeDtypeStruct((tokens * heads, size), q.dtype),
-            jax.ShapeDtypeStruct(flat.shape, flat.dtype),
-        ],
+        functools.partial(_absorb_kernel, **static),
+        out_shape=[jax.ShapeDtypeStruct((tokens * heads, size), q.dtype), jax.ShapeDtypeStruct(flat.shape, flat.dtype)],
         grid=(absorbing + tokens,),
         input_output_aliases={len(arrays) - 1: 1},
-        interpret=interpret,
+        interpret=spec.interpret,
         compiler_params=triton_compiler_params(num_warps=4, num_stages=1),
         name="absorb_and_store",
     )(*arrays)

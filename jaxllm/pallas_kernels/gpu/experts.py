@@ -9,7 +9,6 @@ them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,61 +20,56 @@ from jaxtyping import Array, Float, Int
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
 from jaxllm.pallas_kernels.gpu import packed
 from jaxllm.pallas_kernels.gpu.few_rows import code_product
-from jaxllm.pallas_kernels.gpu.matmul import choose_tile_rows
+from jaxllm.pallas_kernels.gpu.matmul import Activation, choose_tile_rows
 from jaxllm.pallas_kernels.gpu.route import RowLists, groups_of_rows, list_rows, route
 from jaxllm.pallas_kernels.matrices import ROWS, KernelMatrix, PackedMatrix
 from jaxllm.pallas_kernels.metadata import StepMetadata
 from jaxllm.pallas_kernels.products import Late, Mixture, RootMeanSquare, Unsummed, late_sum
+
+Matrices = tuple[KernelMatrix | PackedMatrix, ...]
+"""A weight: several where the parts of a fused one were not joined."""
 
 
 def experts(
     x: Float[Array, "T E"],
     logits: Float[Array, "T X"],
     bias: Float[Array, "X"] | None,
-    gate_up: tuple[KernelMatrix | PackedMatrix, ...],
-    down: tuple[KernelMatrix | PackedMatrix, ...],
+    gate_up: Matrices,
+    down: Matrices,
     *,
     first: Int[Array, ""] | int,
     here: int,
     routing: Any,
-    activation: Callable[[jax.Array], jax.Array],
-    gate: Callable[[jax.Array], jax.Array] | None = None,
-    biases: tuple[Float[Array, "X n"], Float[Array, "X E"]] | None = None,
     meta: StepMetadata,
     interpret: bool = False,
+    **options: Any,
 ) -> Mixture:
-    """See `Kernels.experts`; weights are given as matrices, several where the parts of a fused one were not joined."""
+    """See `Kernels.experts`."""
     tokens = x.shape[0]
     rows = tokens * routing.top_k
     tile_rows = choose_tile_rows(rows, here)
     weights, lists = route(logits, bias, first, here, routing, tile_rows, meta, interpret=interpret)
-    matrices: dict[str, Any] = {
-        "gate_up": gate_up,
-        "down": down,
-        "activation": activation,
-        "gate": gate,
-        "biases": biases,
-    }
-    outputs = _products(x, lists, rows, tile_rows, **matrices, interpret=interpret)
+    outputs = _products(x, lists, rows, tile_rows, gate_up, down, interpret, **options)
     return Mixture(weights, outputs.reshape(tokens, routing.top_k, -1))
 
 
 def chosen_experts(
-    x: Float[Array, "T E"], group: Int[Array, "P"], count: int, *, interpret: bool = False, **matrices: Any
-) -> Float[Array, "P E"]:
-    """See `Kernels.chosen_experts`; `count` is how many experts there are, and `matrices` are as of `experts`."""
+    x: Float[Array, "T E"], group: Int[Array, "P"], gate_up: Matrices, down: Matrices, *, interpret: bool = False,
+    **options: Any,
+) -> Float[Array, "P E"]:  # fmt: skip
+    """See `Kernels.chosen_experts`."""
+    count = down[0].shape[0]
     (rows,) = group.shape
     tile_rows = choose_tile_rows(rows, count)
     lists = list_rows(group, count, x.shape[0], tile_rows, interpret=interpret)
-    outputs = _products(x, lists, rows, tile_rows, **matrices, interpret=interpret)
+    outputs = _products(x, lists, rows, tile_rows, gate_up, down, interpret, **options)
     return jnp.where((group < count)[:, None], outputs, 0)
 
 
 def _products(
-    x: Float[Array, "T E"], lists: RowLists, rows: int, tile_rows: int, *,
-    gate_up: tuple[KernelMatrix | PackedMatrix, ...], down: tuple[KernelMatrix | PackedMatrix, ...],
-    activation: Callable[[jax.Array], jax.Array], gate: Callable[[jax.Array], jax.Array] | None,
-    biases: tuple[Float[Array, "X n"], Float[Array, "X E"]] | None, interpret: bool,
+    x: Float[Array, "T E"], lists: RowLists, rows: int, tile_rows: int, gate_up: Matrices, down: Matrices,
+    interpret: bool, *, activation: Activation, gate: Activation | None = None,
+    biases: tuple[Float[Array, "X n"], Float[Array, "X E"]] | None = None,
 ) -> Float[Array, "P E"]:  # fmt: skip
     """What each of `rows` pairs gives, in float32, and anything for those that are on no list."""
     sorted_ = any(matrix.order is not None for matrix in (*gate_up, *down))
@@ -105,7 +99,7 @@ def _in_their_order(x: Float[Array, "n i"], order: Int[Array, "X i"], group: Int
     return jnp.take_along_axis(rows, order[group], axis=1, mode="promise_in_bounds")
 
 
-def _gated(both: Float[Array, "N n"], activation: Callable[[jax.Array], jax.Array]) -> Float[Array, "N n//2"]:
+def _gated(both: Float[Array, "N n"], activation: Activation) -> Float[Array, "N n//2"]:
     gate, up = jnp.split(both, 2, axis=-1)
     return activation(gate) * up
 
@@ -115,7 +109,7 @@ def _gates(matrix: KernelMatrix | PackedMatrix) -> bool:
     return isinstance(matrix, KernelMatrix) or matrix.shape[-2] % (2 * ROWS) == 0
 
 
-def _is_lowered(activation: Callable[[jax.Array], jax.Array]) -> bool:
+def _is_lowered(activation: Activation) -> bool:
     """Triton knows no error function, which exact GELU is made of."""
     return "erf" not in str(jax.make_jaxpr(activation)(jnp.float32(0)))
 

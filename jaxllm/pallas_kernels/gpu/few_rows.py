@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from jaxllm.compat import triton_load
 from jaxllm.pallas_kernels.gpu.expand import numbers_of_e4m3
-from jaxllm.pallas_kernels.gpu.matmul import PART_STEPS, Activation, Product, integer_matmul, launch, matmul
+from jaxllm.pallas_kernels.gpu.matmul import PART_STEPS, Product, ProductOptions, integer_matmul, launch, matmul
 from jaxllm.pallas_kernels.gpu.route import RowLists
 from jaxllm.pallas_kernels.matrices import KernelMatrix
 from jaxllm.pallas_kernels.products import Late, Unsummed, dot
@@ -35,7 +35,7 @@ def code_product(
     lists: RowLists | None = None,
     rows: int = 0,
     tile_rows: int = 0,
-    **options: Any,
+    **options: Unpack[ProductOptions],
 ) -> Late:
     """`matmul` by the kernel that suits the matrix and the rows; `lists` are of tiles of `tile_rows`."""
     if matrix.rounds:
@@ -71,10 +71,7 @@ def few_rows_of_groups(
     matrix: KernelMatrix,
     lists: RowLists | None = None,
     rows: int = 0,
-    *,
-    activation: Activation | None = None,
-    dtype: Any = jnp.float32,
-    interpret: bool = False,
+    **options: Unpack[ProductOptions],
 ) -> Float[Array, "N o"] | Unsummed:
     """As `matmul`, of at most MOST_ROWS rows or tiles of as many; rows may be walked in parts."""
     outputs, stored = matrix.codes.shape[-2:]
@@ -87,9 +84,8 @@ def few_rows_of_groups(
     return launch(
         "few_rows", functools.partial(_group_kernel, matrix=matrix, names=tuple(tables), nbytes=nbytes),
         x.astype(matrix.dtype), [matrix.codes.reshape(-1, stored), *tables.values()], lists, rows,
-        Product(outputs, BLOCK_OUT, MOST_ROWS, rows // x.shape[0], activation),
-        parts=1 if whole else pl.cdiv(pl.cdiv(stored, nbytes), GROUP_STEPS), dtype=dtype, warps=NUM_WARPS,
-        stages=NUM_STAGES, interpret=interpret,
+        Product(outputs, BLOCK_OUT, MOST_ROWS, rows // x.shape[0], **options),
+        parts=1 if whole else pl.cdiv(pl.cdiv(stored, nbytes), GROUP_STEPS), warps=NUM_WARPS, stages=NUM_STAGES,
     )  # fmt: skip
 
 
@@ -155,10 +151,7 @@ def few_rows_of_blocks(
     matrix: KernelMatrix,
     lists: RowLists | None = None,
     rows: int = 0,
-    *,
-    activation: Activation | None = None,
-    dtype: Any = jnp.float32,
-    interpret: bool = False,
+    **options: Unpack[ProductOptions],
 ) -> Float[Array, "N o"] | Unsummed:
     """As `few_rows_of_groups`."""
     outputs, inputs = matrix.shape[-2:]
@@ -168,16 +161,15 @@ def few_rows_of_blocks(
     codes = lax.bitcast_convert_type(matrix.codes, jnp.uint8).reshape(-1, inputs)
     tile_rows = MOST_ROWS if lists is not None or rows > 8 else 8
     return launch(
-        "block_scaled_few_rows", functools.partial(_block_kernel, matrix=matrix, step=step, plain=interpret),
+        "block_scaled_few_rows", functools.partial(_block_kernel, matrix=matrix, step=step),
         x.astype(matrix.dtype), [codes, matrix.scale.reshape(-1, matrix.scale.shape[-1])], lists, rows,
-        Product(outputs, BLOCKS_OUT, tile_rows, rows // x.shape[0], activation),
-        parts=1 if lists is not None else max(1, most), dtype=dtype, warps=2, stages=3, interpret=interpret,
+        Product(outputs, BLOCKS_OUT, tile_rows, rows // x.shape[0], **options),
+        parts=1 if lists is not None else max(1, most), warps=2, stages=3,
     )  # fmt: skip
 
 
 def _block_kernel(
-    list_refs: Sequence[Any], refs: Sequence[Any], out_ref: Any, product: Product, *, matrix: KernelMatrix, step: int,
-    plain: bool,
+    list_refs: Sequence[Any], refs: Sequence[Any], out_ref: Any, product: Product, *, matrix: KernelMatrix, step: int
 ) -> None:  # fmt: skip
     x_ref, codes_ref, scale_ref = refs
     program = product.program(list_refs, out_ref, codes_ref.shape[1] // step)
@@ -190,7 +182,7 @@ def _block_kernel(
         mask = jnp.broadcast_to(program.live[:, None], (product.tile_rows, step))
         inputs = triton_load(x_ref.at[program.x_row[:, None], at[None, :]], mask=mask, other=0)
         column = jnp.broadcast_to(lax.div(index * step, matrix.scale_columns), scale_row.shape)
-        sums_of_step = dot(numbers_of_e4m3(codes, inputs.dtype, plain=plain), inputs)
+        sums_of_step = dot(numbers_of_e4m3(codes, inputs.dtype, plain=product.interpret), inputs)
         return sums + sums_of_step * scale_ref[scale_row, column][:, None]
 
     product.add_up(program, out_ref, add_step)

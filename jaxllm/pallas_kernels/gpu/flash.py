@@ -2,60 +2,53 @@
 
 Decode rows run as flash-decoding. A sequence's blocks of keys are cut into splits of a fixed number of blocks, or of
 more where that would be over MAX_SPLITS: the cut depends on the sequence alone, so that a request's logits depend on no
-bucket and no batch-mate. The (sequence, split) pairs of all rows are one list, and the programs of a KV head take turns
-at it: a long context among short ones spreads over the whole GPU. Each program finds its pairs from the context
-lengths. Splits leave float32 partials, which a second, small kernel combines; rows that are not live come out of it as
-zeros. A program has the query heads that share the KV head as the rows of one tile, padded to the 16 that a tensor-core
-dot needs. Decode reads each live key and value once: `2 * context * K * D * itemsize` bytes a sequence and layer (4 KiB
-a token for Llama-3-8B in bf16) at `H / K` times 2 FLOPs a byte, far below any GPU's balance: memory bandwidth is the
-limit, and the padded rows of the dot are free. Partials add `splits * H * D * 8` bytes a row (write and read).
+bucket and no batch-mate. The (sequence, split) pairs of all rows are one list, which each program finds from the
+context lengths; the programs of a KV head take turns at it, so that a long context among short ones spreads over the
+whole GPU. Splits leave float32 partials, which a second, small kernel combines. A program has the query heads that
+share the KV head as the rows of one tile, padded to the 16 that a tensor-core dot needs. Each live key and value is
+read once: `2 * context * K * D * itemsize` bytes a sequence and layer, at `H / K` times 2 FLOPs a byte: memory
+bandwidth is the limit, and the padded rows of the dot are free.
 
-Prefill chunks run as FlashAttention-2, one program per (tile, KV head). A tile is `block_q` consecutive query tokens of
-one sequence times the `H / K` query heads that share the KV head, packed as rows (row r is token r // group, head
+Prefill chunks run as FlashAttention-2, one program per (tile, KV head). A tile is some consecutive query tokens of one
+sequence times the `H / K` query heads that share the KV head, packed as rows (row r is token r // group, head
 r % group), so that each key read from memory serves the whole group and a small chunk still fills the tensor cores. A
-few XLA operations on the batch's metadata lay the tiles out; they depend on no activation, so XLA computes them once
-for all layers of a step. A chunk of n tokens ending at context c costs about `4 * H * D * (n * c - n² / 2)` FLOPs and
-reads `2 * c * K * D * itemsize` bytes for each of its tiles (mostly from L2): with 128 rows a tile, 128 FLOPs a byte,
-so compute is the limit from D = 64 up. Work is not split along the keys: one short chunk over a very long prefix has
-few programs and leaves a large GPU partly idle.
+chunk of n tokens ending at context c costs about `4 * H * D * (n * c - n² / 2)` FLOPs and reads
+`2 * c * K * D * itemsize` bytes for each of its tiles (mostly from L2): with 128 rows a tile, 128 FLOPs a byte, so
+compute is the limit from D = 64 up. Work is not split along the keys: one short chunk over a very long prefix leaves a
+large GPU partly idle.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
-from jaxllm.pallas_kernels.gpu.tile import MASKED, AttentionSpec, Given, PerHead, Tile, attend, cdiv, first_key
-from jaxllm.pallas_kernels.metadata import StepMetadata
+from jaxllm.pallas_kernels.gpu.tile import MASKED, AttentionSpec, PerHead, Tile, attend, cdiv, first_key
+from jaxllm.pallas_kernels.metadata import StepMetadata, prefill_tiles
 from jaxllm.pallas_kernels.pages import Pages
 
 
 def attend_to_pages(
-    q: Float[Array, "T H D"],
-    pages: Pages,
-    meta: StepMetadata,
-    spec: AttentionSpec,
-    per_head: PerHead = PerHead(),
-    *,
-    interpret: bool = False,
+    q: Float[Array, "T H D"], pages: Pages, meta: StepMetadata, spec: AttentionSpec, per_head: PerHead = PerHead()
 ) -> Float[Array, "T H Dv"]:
     """Attention once all that is new lies in the pages."""
     tokens = q.shape[0]
     # Decode rows are the first rows: in a mixed batch row i < num_decodes is still sequence i's.
     rows = min(tokens, meta.context_len.shape[0])
-    decoded = decode_attention(q[:rows], pages, meta, spec, per_head, interpret=interpret)
+    decoded = decode_attention(q[:rows], pages, meta, spec, per_head)
     if meta.decode_only:
         return decoded
 
     token = jnp.arange(tokens)[:, None, None]
-    prefilled = prefill_attention(q, pages, meta, spec, per_head, interpret=interpret)
+    prefilled = prefill_attention(q, pages, meta, spec, per_head)
     decoded = jnp.pad(decoded, ((0, tokens - rows), (0, 0), (0, 0)))
     is_prefill = meta.seq_ids[:, None, None] < meta.context_len.shape[0]
     return jnp.where(token < meta.num_decodes, decoded, jnp.where(is_prefill, prefilled, 0))
@@ -76,13 +69,7 @@ def most_splits(max_context: int, spec: AttentionSpec) -> int:
 
 
 def decode_attention(
-    q: Float[Array, "R H D"],
-    pages: Pages,
-    meta: StepMetadata,
-    spec: AttentionSpec,
-    per_head: PerHead = PerHead(),
-    *,
-    interpret: bool = False,
+    q: Float[Array, "R H D"], pages: Pages, meta: StepMetadata, spec: AttentionSpec, per_head: PerHead = PerHead()
 ) -> Float[Array, "R H Dv"]:
     """Attention of the decode rows, row i being sequence i's one query; rows from `num_decodes` on are zero."""
     rows, heads, _ = q.shape
@@ -90,27 +77,30 @@ def decode_attention(
     given = _given(q, pages, meta, per_head)
     statistic = jax.ShapeDtypeStruct((rows * splits * heads,), jnp.float32)
     partials = pl.pallas_call(
-        functools.partial(_decode_kernel, spec=spec, given=given, rows=rows, splits=splits),
+        functools.partial(_decode_kernel, spec=spec, names=tuple(given), rows=rows, splits=splits),
         out_shape=(jax.ShapeDtypeStruct((rows * splits * heads, spec.value_dim), jnp.float32), statistic, statistic),
         grid=(spec.head_tiles, min(rows * splits, cdiv(TARGET_PROGRAMS, spec.head_tiles))),
-        interpret=interpret,
+        interpret=spec.interpret,
         compiler_params=triton_compiler_params(num_warps=spec.decode_warps, num_stages=3),
         name="paged_attention_decode",
-    )(meta.num_decodes.reshape(1), meta.context_len, *given.flat)
+    )(meta.num_decodes.reshape(1), meta.context_len, *given.values())
     out = pl.pallas_call(
         functools.partial(_combine_kernel, spec=spec, splits=splits),
         out_shape=jax.ShapeDtypeStruct((rows * heads, spec.value_dim), q.dtype),
         grid=(rows, heads),
-        interpret=interpret,
+        interpret=spec.interpret,
         compiler_params=triton_compiler_params(num_warps=4, num_stages=1),
         name="paged_attention_combine",
     )(meta.num_decodes.reshape(1), meta.context_len, *partials)
     return out.reshape(rows, heads, spec.value_dim)
 
 
-def _given(q: Float[Array, "n H D"], pages: Pages, meta: StepMetadata, per_head: PerHead) -> Given:
-    rows, *flat_pages = (array.reshape(-1, array.shape[-1]) for array in (q, *pages))
-    return Given(meta.page_table, rows, flat_pages, per_head)
+def _given(q: Float[Array, "n H D"], pages: Pages, meta: StepMetadata, per_head: PerHead) -> dict[str, Array]:
+    """What `attend` reads, by name."""
+    rows, *flat = (array.reshape(-1, array.shape[-1]) for array in (q, *pages))
+    own = {name: numbers for name, numbers in per_head._asdict().items() if numbers is not None}
+    buffers = {f"pages {index}": buffer for index, buffer in enumerate(flat)}
+    return {"page_table": meta.page_table, "q": rows, **buffers, **own}
 
 
 def _blocks(context_len: Array, spec: AttentionSpec) -> tuple[Array, Array]:
@@ -125,10 +115,11 @@ def _split_blocks(blocks: Array) -> Array:
 
 
 def _decode_kernel(
-    num_decodes_ref: Any, context_len_ref: Any, *refs: Any, spec: AttentionSpec, given: Given, rows: int, splits: int
+    num_decodes_ref: Any, context_len_ref: Any, *refs: Any, spec: AttentionSpec, names: Sequence[str], rows: int,
+    splits: int,
 ) -> None:  # fmt: skip
     *inputs, acc_ref, m_ref, l_ref = refs
-    given = given.of_refs(inputs)
+    given = dict(zip(names, inputs, strict=True))
     head_tile, program = pl.program_id(0), pl.program_id(1)
     row = jnp.arange(pl.next_power_of_2(rows))
     contexts = triton_load(context_len_ref.at[row], mask=(row < rows) & (row < num_decodes_ref[0]), other=0)
@@ -211,39 +202,8 @@ def _warps(tile_rows: int, spec: AttentionSpec) -> int:
     return 8 if tile_rows >= 128 or part.padded >= 256 or part.size < part.padded or spec.quantized else 4
 
 
-def prefill_tiles(meta: StepMetadata, tokens: int, block_q: int) -> Int[Array, "tiles 4"]:
-    """Cuts the prefill chunks into tiles of at most `block_q` tokens: rows (sequence, first token, tokens, position).
-
-    The first token is an index into the batch, the position is that token's. Tiles left over have 0 tokens.
-
-    Worked example, block_q 2, one decode row, then chunks of 3 and 2 tokens that follow 4 and 0 cached ones:
-
-        query_start [0, 1, 4, 6], context_len [9, 7, 2]  ->  [1, 1, 2, 4], [1, 3, 1, 6], [2, 4, 2, 0]
-    """
-    num_seqs = meta.context_len.shape[0]
-    seq = jnp.arange(num_seqs)
-    query_len = meta.query_start[1:] - meta.query_start[:-1]
-    is_prefill = (seq >= meta.num_decodes) & (seq < meta.num_seqs)
-    ends = jnp.cumsum(jnp.where(is_prefill, -(-query_len // block_q), 0))
-
-    num_tiles = tokens // block_q + min(num_seqs, tokens)
-    tile = jnp.arange(num_tiles)
-    owner = jnp.minimum(jnp.searchsorted(ends, tile, side="right", method="compare_all"), num_seqs - 1)
-    begin = jnp.where(owner > 0, ends[owner - 1], 0)
-    offset = (tile - begin) * block_q
-    count = jnp.where(tile < ends[-1], jnp.clip(query_len[owner] - offset, 0, block_q), 0)
-    position = meta.context_len[owner] - query_len[owner] + offset
-    return jnp.stack([owner, meta.query_start[owner] + offset, count, position], axis=1).astype(jnp.int32)
-
-
 def prefill_attention(
-    q: Float[Array, "T H D"],
-    pages: Pages,
-    meta: StepMetadata,
-    spec: AttentionSpec,
-    per_head: PerHead = PerHead(),
-    *,
-    interpret: bool = False,
+    q: Float[Array, "T H D"], pages: Pages, meta: StepMetadata, spec: AttentionSpec, per_head: PerHead = PerHead()
 ) -> Float[Array, "T H Dv"]:
     """Attention of the prefill rows; decode and padding rows of the result are undefined.
 
@@ -254,19 +214,19 @@ def prefill_attention(
     tiles = prefill_tiles(meta, tokens, tile_rows // spec.tile_heads)
     given = _given(q, pages, meta, per_head)
     out = pl.pallas_call(
-        functools.partial(_prefill_kernel, spec=spec, given=given, tile_rows=tile_rows),
+        functools.partial(_prefill_kernel, spec=spec, names=tuple(given), tile_rows=tile_rows),
         out_shape=jax.ShapeDtypeStruct((tokens * heads, spec.value_dim), q.dtype),
         grid=(tiles.shape[0], spec.head_tiles),
-        interpret=interpret,
+        interpret=spec.interpret,
         compiler_params=triton_compiler_params(num_warps=_warps(tile_rows, spec), num_stages=2),
         name="paged_attention_prefill",
-    )(tiles, *given.flat)
+    )(tiles, *given.values())
     return out.reshape(tokens, heads, spec.value_dim)
 
 
-def _prefill_kernel(tiles_ref: Any, *refs: Any, spec: AttentionSpec, given: Given, tile_rows: int) -> None:
+def _prefill_kernel(tiles_ref: Any, *refs: Any, spec: AttentionSpec, names: Sequence[str], tile_rows: int) -> None:
     *inputs, out_ref = refs
-    given = given.of_refs(inputs)
+    given = dict(zip(names, inputs, strict=True))
     tile, head_tile = pl.program_id(0), pl.program_id(1)
     seq, first_token, count, first_position = (tiles_ref[tile, column] for column in range(4))
 

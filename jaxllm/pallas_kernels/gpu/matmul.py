@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +63,14 @@ class Program(NamedTuple):
     matrix_row: Int[Array, "m"]
 
 
+class ProductOptions(TypedDict, total=False):
+    """See `Product`."""
+
+    activation: Activation | None
+    dtype: Any
+    interpret: bool
+
+
 @dataclass(frozen=True)
 class Product:
     """What is static about a product of rows with a matrix, or with each group's of a stack.
@@ -74,13 +82,17 @@ class Product:
         share: neighbouring rows that share one of the inputs.
         activation: with it the first half of a matrix is a gate, and the result, half as wide, is
             `activation(gate) * up`. A gate's output and the one that it is for are neighbours in a program.
+        dtype: of the result, unless rows are walked in parts, which gives float32.
+        interpret: the kernel is run as XLA operations, on any platform.
     """
 
     outputs: int
     block_out: int
     tile_rows: int
     share: int
-    activation: Activation | None
+    activation: Activation | None = None
+    dtype: Any = jnp.float32
+    interpret: bool = False
 
     def program(self, list_refs: Sequence[Any], out_ref: Any, steps: int) -> Program:
         """This program's share of `steps` steps: with `RowLists` of their second tile, else of all rows or inputs."""
@@ -143,12 +155,11 @@ def neighbours(x: Float[Array, "n m"], axis: int) -> tuple[Array, Array]:
 
 def launch(
     name: str, kernel: Callable[..., None], x: Array, arrays: Sequence[Array], lists: RowLists | None, rows: int,
-    product: Product, *, parts: int = 1, dtype: Any, warps: int, stages: int, interpret: bool,
+    product: Product, *, parts: int = 1, warps: int, stages: int,
 ) -> Late:  # fmt: skip
     """Runs `kernel(list_refs, refs of x and arrays, out_ref, product)` for each program of a product.
 
-    Without `lists`, rows are those of `x`, tile by tile, or in several `parts` of one tile: what these give is
-    `Unsummed` then, in float32.
+    Without `lists`, rows are those of `x`, tile by tile, or in several `parts` of one tile, which are `Unsummed` then.
     """
     given = () if lists is None else (lists.tiles, lists.rows)
     wide = product.outputs if product.activation is None else product.outputs // 2
@@ -159,9 +170,9 @@ def launch(
 
     sums = pl.pallas_call(
         body,
-        out_shape=jax.ShapeDtypeStruct((parts, rows, wide), jnp.float32 if parts > 1 else dtype),
+        out_shape=jax.ShapeDtypeStruct((parts, rows, wide), jnp.float32 if parts > 1 else product.dtype),
         grid=(pl.cdiv(product.outputs, product.block_out), max(tiles, parts)),
-        interpret=interpret,
+        interpret=product.interpret,
         compiler_params=triton_compiler_params(warps, stages),
         name=name,
     )(*given, x, *arrays)
@@ -185,15 +196,12 @@ def matmul(
     matrix: KernelMatrix,
     lists: RowLists | None = None,
     rows: int = 0,
-    *,
-    activation: Activation | None = None,
-    dtype: Any = jnp.float32,
-    interpret: bool = False,
+    **options: Unpack[ProductOptions],
 ) -> Float[Array, "N o"]:
     """`x @ matrix.T`, or with `lists` `x[r // (N // n)] @ matrix[group of r].T`; summed in float32.
 
     Of the `rows` N those without a group are anything. The experts of a token, whose rows lie side by side, read the
-    one row of it. For an `activation` see `Product`.
+    one row of it. For the options see `Product`.
     """
     rows = x.shape[0] if lists is None else rows
     codes = matrix.codes.reshape(-1, matrix.codes.shape[-1])
@@ -204,8 +212,8 @@ def matmul(
     tables = {name: table.reshape(-1) for name, table in matrix.tables.items()}
     return launch(
         "matmul_of_tiles", functools.partial(_kernel, matrix=matrix, names=tuple(tables)), x.astype(matrix.dtype),
-        [codes, *tables.values()], lists, rows, Product(outputs, BLOCK_OUT, tile_rows, rows // x.shape[0], activation),
-        dtype=dtype, warps=8 if tile_rows > 64 else 4, stages=_stages(matrix, tile_rows), interpret=interpret,
+        [codes, *tables.values()], lists, rows, Product(outputs, BLOCK_OUT, tile_rows, rows // x.shape[0], **options),
+        warps=8 if tile_rows > 64 else 4, stages=_stages(matrix, tile_rows),
     )  # fmt: skip
 
 
@@ -321,10 +329,7 @@ def integer_matmul(
     lists: RowLists | None = None,
     rows: int = 0,
     tile_rows: int = 0,
-    *,
-    activation: Activation | None = None,
-    dtype: Any = jnp.float32,
-    interpret: bool = False,
+    **options: Unpack[ProductOptions],
 ) -> Float[Array, "N o"] | Unsummed:
     """As `matmul`, with `x` rounded; `lists` are of tiles of `tile_rows`, and rows may be walked in parts."""
     outputs, inputs = matrix.shape[-2:]
@@ -336,12 +341,12 @@ def integer_matmul(
     parts = 1
     if lists is None and rows <= size:
         parts = max(1, min(tiling.programs // blocks, pl.cdiv(inputs, RUN * runs) // PART_STEPS))
-    codes, scale = round_runs(x, interpret=interpret)
+    codes, scale = round_runs(x, interpret=options.get("interpret", False))
     return launch(
         "matmul_of_integers", functools.partial(_integer_kernel, runs=runs), codes,
         [scale, matrix.codes.reshape(-1, inputs), matrix.scale.reshape(-1)], lists, rows,
-        Product(outputs, tiling.block_out, size, rows // x.shape[0], activation), parts=parts, dtype=dtype,
-        warps=tiling.warps if size != 64 else 4, stages=tiling.stages, interpret=interpret,
+        Product(outputs, tiling.block_out, size, rows // x.shape[0], **options), parts=parts,
+        warps=tiling.warps if size != 64 else 4, stages=tiling.stages,
     )  # fmt: skip
 
 

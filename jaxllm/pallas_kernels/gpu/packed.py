@@ -4,21 +4,19 @@ One program per (some tiles of outputs, tile of rows, part of the inputs). A pro
 while the next ones are loaded, and expands codes in registers to small integers, which 16-bit floats hold exactly.
 
 With a few rows the memory is the limit: a group's products are summed by tensor cores and multiplied by its scale
-afterwards, in float32, which is one operation for each row where scaling weights would be one for each weight, and
-rounds nothing. With many rows the tensor cores are the limit: weights are scaled first. The parts of long rows are
-walked side by side, and what they give is added up by the kernel that reads it. Matrices of several formats that have
-the same inputs are one kernel's, some blocks each: a Q4_K_M file has queries and keys in Q4_K, and values in Q6_K.
-
-For hundreds of rows weights are expanded in memory first, large ones in parts: a library multiplies floats at four
-times the rate of a kernel that expands them for each tile of rows, which pays for writing and reading them.
+afterwards, in float32, which is one operation for each row and not for each weight, and rounds nothing. With many rows
+the tensor cores are the limit: weights are scaled first. The parts of long rows are walked side by side, and the kernel
+that reads their sums adds them up. Matrices of several formats that have the same inputs share a kernel, some blocks
+each: a Q4_K_M file has queries and keys in Q4_K, and values in Q6_K. For hundreds of rows weights are expanded in
+memory first, large ones in parts: a library multiplies floats at four times the rate of such a kernel.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +25,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
+from jaxllm.pallas_kernels.gpu.matmul import Activation, ProductOptions
 from jaxllm.pallas_kernels.gpu.route import RowLists
 from jaxllm.pallas_kernels.gpu.walk import Tiling, Walk, arrays_by_name, step_of
 from jaxllm.pallas_kernels.matrices import EXPANDED_BYTES, ROWS, SCALES, PackedMatrix
@@ -43,8 +42,6 @@ LOADED = 128 * 64
 
 MOST_PARTS = 8
 """That a row's inputs are walked in: the kernel that adds up what they give reads all of it in one program."""
-
-GateActivation = Callable[[jax.Array], jax.Array]
 
 FEW = Tiling(step=128)
 MANY = Tiling(warps=4, step=64, stages=3, programs=1, ahead=False, scaled=True)
@@ -64,7 +61,7 @@ def late_matmul(
         found = [expanded_matmul(x, matrix, dtype=dtype, interpret=interpret) for matrix in matrices]
         return found[0] if len(found) == 1 else jnp.concatenate(found, axis=-1)
     tile_rows = min(MOST_ROWS, max(8, pl.next_power_of_2(count)))
-    sums = _multiply(x, matrices, None, count, tile_rows, None, dtype, tiling, interpret)
+    sums = _multiply(x, matrices, None, count, tile_rows, tiling, dtype=dtype, interpret=interpret)
     return sums[0] if len(sums) == 1 else Unsummed(sums)
 
 
@@ -74,28 +71,20 @@ def grouped_matmul(
     lists: RowLists,
     rows: int,
     tile_rows: int,
-    *,
-    activation: GateActivation | None = None,
-    dtype: Any = jnp.float32,
-    interpret: bool = False,
+    **options: Unpack[ProductOptions],
 ) -> Float[Array, "N o"]:
-    """What `matmul.grouped_matmul` gives, of a stack of matrices; lists are of tiles of `tile_rows`."""
-    return _multiply(x, [matrix], lists, rows, tile_rows, activation, dtype, None, interpret)[0]
+    """As `matmul.matmul`, of a stack of matrices; lists are of tiles of `tile_rows`."""
+    return _multiply(x, [matrix], lists, rows, tile_rows, **options)[0]
 
 
 @dataclass(frozen=True)
 class Section:
-    """A matrix among those of a kernel: some blocks of programs are its.
-
-    Attributes:
-        matrix: the matrix, without its arrays.
-        names: of those, in the order in which the kernel is given them.
-        step: inputs that are walked at a time.
-        blocks: of outputs.
-    """
+    """A matrix among those of a kernel, to which some blocks of programs belong."""
 
     matrix: PackedMatrix
+    """Without its arrays."""
     names: tuple[str, ...]
+    """Of those, in the order in which the kernel is given them."""
     tiling: Tiling
     step: int
     outputs: int
@@ -104,7 +93,8 @@ class Section:
 
 def _multiply(
     x: jax.Array, matrices: Sequence[PackedMatrix], lists: RowLists | None, rows: int, tile_rows: int,
-    activation: GateActivation | None, dtype: Any, tiling: Tiling | None, interpret: bool,
+    tiling: Tiling | None = None, *, activation: Activation | None = None, dtype: Any = jnp.float32,
+    interpret: bool = False,
 ) -> Float[Array, "P T o"]:  # fmt: skip
     """What each part of the inputs gives: float32, or of `dtype` where there is only one."""
     x = x.astype(matrices[0].dtype)
@@ -136,21 +126,15 @@ def _multiply(
         parts = max(1, min(min(each.programs for each in tilings) // (total * row_tiles), most))
     return pl.pallas_call(
         functools.partial(
-            _kernel,
-            sections=tuple(sections),
-            listed=lists is not None,
-            tile_rows=tile_rows,
-            split=split,
-            share=rows // x.shape[0],
-            activation=activation,
-            plain=interpret,
+            _kernel, sections=tuple(sections), listed=lists is not None, tile_rows=tile_rows, split=split,
+            share=rows // x.shape[0], activation=activation, plain=interpret,
         ),
         out_shape=jax.ShapeDtypeStruct((parts, rows, wide), dtype if parts == 1 else jnp.float32),
         grid=(total, row_tiles, parts),
         interpret=interpret,
         compiler_params=triton_compiler_params(warps, stages),
         name="packed_matmul",
-    )(x, *given)
+    )(x, *given)  # fmt: skip
 
 
 def _best(matrix: PackedMatrix, tile_rows: int, gated: bool) -> Tiling:
@@ -159,8 +143,7 @@ def _best(matrix: PackedMatrix, tile_rows: int, gated: bool) -> Tiling:
 
 
 def _few(matrix: PackedMatrix, tile_rows: int, gated: bool) -> Tiling:
-    """The best of those measured on an H200, as far as no GPU's compiler spills registers: scales of what is loaded
-    ahead must fit into them."""
+    """The best of those measured on an H200 that spill no registers on any GPU: scales loaded ahead must fit in."""
     format = matrix.format
     if format.width < 32:  # with four warps a thread has less than the four bytes that can be loaded ahead
         shorter = gated and format.scales == "zero" and format.group >= 32
@@ -192,7 +175,7 @@ def _many(matrix: PackedMatrix) -> Tiling:
 
 def _kernel(
     x_ref: Any, *refs: Any, sections: tuple[Section, ...], listed: bool, tile_rows: int, split: int, share: int,
-    activation: GateActivation | None, plain: bool,
+    activation: Activation | None, plain: bool,
 ) -> None:  # fmt: skip
     *arrays, out_ref = refs
     list_refs, left = (arrays[:2], iter(arrays[2:])) if listed else ([], iter(arrays))

@@ -30,8 +30,8 @@ def linear(
 ) -> Late:
     """`norm(x) @ weight.T + residual`, of which norm and residual may be None; summed in float32, given in `dtype`.
 
-    A library rounds its sums to `dtype` itself; to convert them afterwards would be one more kernel. For somebody who
-    adds later, a product that a kernel makes by parts of the inputs stays `Unsummed`.
+    A library rounds its sums to `dtype` itself; converting them afterwards would be one more kernel. With `LATER` for a
+    residual, a product that a kernel makes by parts of the inputs stays `Unsummed`.
     """
     matrices = weight.kernel_matrices
     if matrices is None:
@@ -72,8 +72,7 @@ def chosen_experts(
 
     if gate_up.kernel_matrices is None or down.kernel_matrices is None:
         return None
-    matrices = {"gate_up": gate_up.kernel_matrices, "down": down.kernel_matrices}
-    return kernel.chosen_experts(x, group, down.shape[0], **matrices, **options)
+    return kernel.chosen_experts(x, group, gate_up.kernel_matrices, down.kernel_matrices, **options)
 
 
 def add_norm(
@@ -86,7 +85,6 @@ def add_norm(
 
 
 def _product(x: jax.Array, matrix: KernelMatrix | PackedMatrix, dtype: Any, interpret: bool) -> Late:
-    """May be `Unsummed`."""
     x = x if matrix.order is None else arranged(x, matrix.order, matrix.divided)
     if isinstance(matrix, PackedMatrix):
         from jaxllm.pallas_kernels.gpu import packed

@@ -28,7 +28,7 @@ class RowLists(NamedTuple):
 
     Worked example, groups [2, 0, 2, 3, 2] of three, at most 4 rows each, tiles of 2:
 
-        rows     [1, _, _, _,  _, _, _, _,  0, 2, 4, _]    group 0's, 1's and 2's; row 3 is nobody's
+        rows     [1, _, _, _,  _, _, _, _,  0, 2, 4, _]    group 0's, 1's and 2's; row 3 has none
         tiles    [0, 0, 1], [2, 8, 2], [2, 10, 1]
     """
 
@@ -38,14 +38,14 @@ class RowLists(NamedTuple):
 
 
 def most_tiles(num_rows: int, num_groups: int, tile_rows: int) -> int:
-    """That so many rows may be cut into."""
+    """The most that rows may be cut into."""
     return num_rows // tile_rows + min(num_groups, num_rows)
 
 
 def list_rows(
     group: Int[Array, "N"], num_groups: int, most: int, tile_rows: int, *, interpret: bool = False
 ) -> RowLists:
-    """The rows of groups that have at most `most` rows each; rows of group `num_groups` are nobody's.
+    """The rows of groups that have at most `most` rows each; rows of group `num_groups` are unused.
 
     A program has a group, and looks through all rows for its own.
     """
@@ -58,7 +58,21 @@ def list_rows(
         compiler_params=triton_compiler_params(num_warps=8, num_stages=2),
         name="list_rows",
     )(group)
-    return RowLists(rows, row_tiles(sizes, num_rows, most, tile_rows, interpret=interpret))
+
+    def cut(sizes_ref: Any, tiles_ref: Any) -> None:
+        number = jnp.arange(pl.next_power_of_2(num_groups))
+        own = triton_load(sizes_ref.at[number], mask=number < num_groups, other=0)
+        store_tiles(tiles_ref, number, own, most, tile_rows)
+
+    tiles = pl.pallas_call(
+        cut,
+        out_shape=jax.ShapeDtypeStruct((most_tiles(num_rows, num_groups, tile_rows), 3), jnp.int32),
+        grid=(1,),
+        interpret=interpret,
+        compiler_params=triton_compiler_params(num_warps=4, num_stages=1),
+        name="row_tiles",
+    )(sizes)
+    return RowLists(rows, tiles)
 
 
 def _list_kernel(group_ref: Any, rows_ref: Any, sizes_ref: Any, *, num_rows: int, most: int) -> None:
@@ -82,28 +96,6 @@ def groups_of_rows(lists: RowLists, num_rows: int, tile_rows: int) -> Int[Array,
     row = lists.rows.at[first[:, None] + at].get(mode="clip")
     row = jnp.where(at < count[:, None], row, num_rows)
     return jnp.zeros((num_rows,), jnp.int32).at[row].set(group[:, None], mode="drop")
-
-
-def row_tiles(
-    sizes: Int[Array, "X"], num_rows: int, most: int, tile_rows: int, *, interpret: bool = False
-) -> Int[Array, "tiles 3"]:
-    """The tiles of `RowLists`, whose groups have so many of `num_rows` rows, at most `most` each."""
-
-    def kernel(sizes_ref: Any, tiles_ref: Any) -> None:
-        group = jnp.arange(pl.next_power_of_2(num_groups))
-        store_tiles(
-            tiles_ref, group, triton_load(sizes_ref.at[group], mask=group < num_groups, other=0), most, tile_rows
-        )
-
-    num_groups = sizes.shape[0]
-    return pl.pallas_call(
-        kernel,
-        out_shape=jax.ShapeDtypeStruct((most_tiles(num_rows, num_groups, tile_rows), 3), jnp.int32),
-        grid=(1,),
-        interpret=interpret,
-        compiler_params=triton_compiler_params(num_warps=4, num_stages=1),
-        name="row_tiles",
-    )(sizes)
 
 
 def store_tiles(tiles_ref: Any, group: Array, sizes: Array, most: int, tile_rows: int) -> None:
@@ -149,14 +141,6 @@ class Routed(NamedTuple):
     pairs: RowLists
 
 
-class _Choice(NamedTuple):
-    """Of a block of tokens, over all experts."""
-
-    weights: Float[Array, "R X"]
-    place: Int[Array, "R X"]
-    """0 for a token's best expert, 1 for the next; `top_k` for those that it does not use."""
-
-
 def route(
     logits: Float[Array, "T X"],
     bias: Float[Array, "X"] | None,
@@ -173,15 +157,13 @@ def route(
     lanes = pl.next_power_of_2(experts)
     rows = max(1, min(pl.next_power_of_2(tokens), BLOCK_SCORES // lanes))
     pairs = tokens * config.top_k
+    weights_shape = jax.ShapeDtypeStruct((pairs,), jnp.float32)
     static = {"config": config, "num_seqs": meta.page_table.shape[0], "here": here, "rows": rows}
 
     def launch(name: str, kernel: Any, programs: int, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
         return pl.pallas_call(
             functools.partial(kernel, **static),
-            out_shape=(
-                jax.ShapeDtypeStruct((pairs,), jnp.float32),
-                *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes),
-            ),
+            out_shape=(weights_shape, *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)),
             grid=(programs,),
             interpret=interpret,
             compiler_params=triton_compiler_params(num_warps=max(1, rows * lanes // WARP_SCORES), num_stages=1),
@@ -201,14 +183,14 @@ def route(
 def _choose_kernel(
     seq_ids_ref: Any, first_ref: Any, logits_ref: Any, *refs: Any, config: Any, num_seqs: int, here: int, rows: int
 ) -> None:
-    """A block of tokens: their weights, and the experts of their pairs, `here` standing for nobody."""
+    """A block of tokens: their weights, and the experts of their pairs, `here` where there is none."""
     *bias_refs, weights_ref, experts_ref = refs
     expert = jnp.arange(pl.next_power_of_2(logits_ref.shape[1]))
     token = pl.program_id(0) * rows + jnp.arange(rows)
-    choice, used = _chosen(seq_ids_ref, first_ref, logits_ref, bias_refs, weights_ref, token, config, num_seqs, here)
+    place, used = _chosen(seq_ids_ref, first_ref, logits_ref, bias_refs, weights_ref, token, config, num_seqs, here)
     group = jnp.where(used, expert[None, :] - first_ref[0], here)
-    pair = token[:, None] * config.top_k + choice.place
-    inside = (choice.place < config.top_k) & (token < logits_ref.shape[0])[:, None]
+    pair = token[:, None] * config.top_k + place
+    inside = (place < config.top_k) & (token < logits_ref.shape[0])[:, None]
     scatter(experts_ref, pair, group, inside)
 
 
@@ -223,12 +205,10 @@ def _route_kernel(
 
     def body(block: Array, sizes: Array) -> Array:
         token = block * rows + jnp.arange(rows)
-        choice, used = _chosen(
-            seq_ids_ref, first_ref, logits_ref, bias_refs, weights_ref, token, config, num_seqs, here
-        )
+        place, used = _chosen(seq_ids_ref, first_ref, logits_ref, bias_refs, weights_ref, token, config, num_seqs, here)
         count = used.astype(jnp.int32)
         at = group[None, :] * tokens + sizes[None, :] + jnp.cumsum(count, axis=0) - count
-        scatter(lists_ref, at, token[:, None] * config.top_k + choice.place, used)
+        scatter(lists_ref, at, token[:, None] * config.top_k + place, used)
         return sizes + jnp.sum(count, axis=0)
 
     sizes = lax.fori_loop(0, pl.cdiv(tokens, rows), body, jnp.zeros_like(group))
@@ -238,25 +218,28 @@ def _route_kernel(
 def _chosen(
     seq_ids_ref: Any, first_ref: Any, logits_ref: Any, bias_refs: Any, weights_ref: Any, token: Array, config: Any,
     num_seqs: int, here: int,
-) -> tuple[_Choice, Array]:  # fmt: skip
-    """What a block of tokens chooses, its weights being stored; and which of that is to be computed here."""
+) -> tuple[Array, Array]:  # fmt: skip
+    """Stores a block's weights; the places `[R, X]` of a token's experts, 0 for the best, and which are computed here.
+
+    The place of an expert that a token does not use is `top_k`.
+    """
     tokens, experts = logits_ref.shape
     expert = jnp.arange(pl.next_power_of_2(experts))
     known = expert < experts
     inside = token < tokens
     logits = triton_load(logits_ref.at[token[:, None], expert[None, :]], mask=inside[:, None] & known[None, :], other=0)
     bias = triton_load(bias_refs[0].at[expert], mask=known, other=0) if bias_refs else None
-    choice = _choose(logits, bias, expert, config)
+    weights, place = _choose(logits, bias, expert, config)
     live = triton_load(seq_ids_ref.at[token], mask=inside, other=num_seqs) < num_seqs
     first = first_ref[0]
-    chosen = choice.place < config.top_k
+    chosen = place < config.top_k
     used = chosen & live[:, None] & ((expert >= first) & (expert < first + here))[None, :]
-    pair = token[:, None] * config.top_k + choice.place
-    scatter(weights_ref, pair, jnp.where(used, choice.weights, 0), chosen & inside[:, None])
-    return choice, used
+    pair = token[:, None] * config.top_k + place
+    scatter(weights_ref, pair, jnp.where(used, weights, 0), chosen & inside[:, None])
+    return place, used
 
 
-def _choose(logits: Array, bias: Array | None, expert: Array, config: Any) -> _Choice:
+def _choose(logits: Array, bias: Array | None, expert: Array, config: Any) -> tuple[Array, Array]:
     known = (expert < config.num_experts)[None, :]
     if config.scoring == "softmax":
         exp = jnp.where(known, jnp.exp(logits - jnp.max(jnp.where(known, logits, -LARGEST), axis=1)[:, None]), 0)
@@ -279,7 +262,7 @@ def _choose(logits: Array, bias: Array | None, expert: Array, config: Any) -> _C
     if config.renormalize:
         total = jnp.sum(jnp.where(places < config.top_k, scores, 0), axis=1)
         weights = scores / (total + config.renormalize_eps)[:, None]
-    return _Choice(weights * config.scale, places)
+    return weights * config.scale, places
 
 
 def _best_groups_only(choice: Array, expert: Array, config: Any) -> Array:

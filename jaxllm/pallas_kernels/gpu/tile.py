@@ -1,18 +1,16 @@
 """What the GPU decode and prefill kernels share: one tile of queries attending to one sequence's pages.
 
-The pages are seen flattened to rows, [N * K * page_size, D]: the key at position p of a sequence is row
+The pages are flattened to rows, [N * K * page_size, D]: the key at position p of a sequence is row
 `(page * K + kv_head) * page_size + p % page_size`, with `page = page_table[seq, p // page_size]`. A block of keys is
-gathered row by row, so that a block may span several pages or part of one, and page_size need not divide anything.
-
-Softmax is online and in base 2: exp(x) = exp2(x * log2(e)), with log2(e) folded into the logits' scale (Milakov and
-Gimelshein 2018; Dao 2023, FlashAttention-2).
+gathered row by row, so that it may span several pages or part of one. Softmax is online and in base 2: exp(x) =
+exp2(x * log2(e)), with log2(e) folded into the logits' scale (Milakov and Gimelshein 2018; Dao 2023, FlashAttention-2).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -78,6 +76,8 @@ class AttentionSpec:
     """Pages hold codes and, behind them, the bytes of their scale; see `pages.py`."""
     chunked: bool = False
     """A query sees keys from the last multiple of `window` on."""
+    interpret: bool = False
+    """The kernels run as XLA operations, on any platform."""
 
     @property
     def group(self) -> int:
@@ -85,7 +85,6 @@ class AttentionSpec:
 
     @property
     def tile_heads(self) -> int:
-        """Query heads of a tile."""
         return self.group if self.latent_dim is None else min(self.group, LATENT_HEADS)
 
     @property
@@ -125,7 +124,6 @@ class AttentionSpec:
 
     @property
     def block_k(self) -> int:
-        """Keys per iteration."""
         size = sum(part.padded for part in self.parts) * jnp.dtype(self.dtype).itemsize
         if self.latent_dim is not None:
             budget = LATENT_BLOCK_BYTES
@@ -136,35 +134,10 @@ class AttentionSpec:
 
 
 class PerHead(NamedTuple):
-    """Numbers of each query head, where an attention has them: arrays `[H]`, or in a kernel what its tile has."""
+    """Numbers of each query head, where an attention has them: arrays `[H]`."""
 
     sinks: Any = None
     slopes: Any = None
-
-    @property
-    def there(self) -> dict[str, Any]:
-        """Those that there are, by name."""
-        return {name: numbers for name, numbers in self._asdict().items() if numbers is not None}
-
-
-class Given(NamedTuple):
-    """What a kernel reads: arrays, or in a kernel their refs; queries and pages are flattened to rows."""
-
-    page_table: Any
-    q: Any
-    pages: Sequence[Any]
-    per_head: PerHead
-
-    @property
-    def flat(self) -> tuple[Any, ...]:
-        """The arrays, as a kernel is given them."""
-        return (self.page_table, self.q, *self.pages, *self.per_head.there.values())
-
-    def of_refs(self, refs: Sequence[Any]) -> Given:
-        """The same of the refs of `flat`."""
-        page_table, q, *rest = refs
-        count = len(self.pages)
-        return Given(page_table, q, rest[:count], PerHead(**dict(zip(self.per_head.there, rest[count:], strict=True))))
 
 
 class OnlineSoftmax(NamedTuple):
@@ -214,7 +187,7 @@ class Tile(NamedTuple):
 
 def attend(
     tile: Tile,
-    given: Given,
+    refs: Mapping[str, Any],
     key_range: tuple[Array, Array],
     block_range: tuple[Array, Array],
     spec: AttentionSpec,
@@ -222,22 +195,23 @@ def attend(
 ) -> OnlineSoftmax:
     """The softmax of a tile over keys `key_range` (start, stop) of the blocks `block_range` (first, end).
 
-    Block i holds positions `i * block_k … (i + 1) * block_k - 1`. Nothing outside `key_range` is read. Sinks are left
-    out where `counts_sinks` is false.
+    Block i holds positions `i * block_k … (i + 1) * block_k - 1`; nothing outside `key_range` is read. `refs` are of
+    the page table, of queries and pages flattened to rows, and of `PerHead`. Sinks only count where `counts_sinks`.
     """
-    loaded = (triton_load(ref.at[tile.head], mask=tile.live, other=0) for ref in given.per_head.there.values())
-    sinks, slopes = PerHead(**dict(zip(given.per_head.there, loaded, strict=True)))
-    positions, page_refs = tile.position, given.pages
-    start = _start_softmax(len(positions), spec, sinks)
+    names = [name for name in PerHead._fields if name in refs]
+    own = {name: triton_load(refs[name].at[tile.head], mask=tile.live, other=0) for name in names}
+    slopes, positions = own.get("slopes"), tile.position
+    page_refs = [ref for name, ref in refs.items() if name.startswith("pages")]
+    start = _start_softmax(len(positions), spec, own.get("sinks"))
     if counts_sinks is not None:
         start = start._replace(l=jnp.where(counts_sinks, start.l, 0.0))
-    q = [_load_part(given.q, tile.row, tile.live, part) for part in spec.parts]
+    q = [_load_part(refs["q"], tile.row, tile.live, part) for part in spec.parts]
     key_start, key_stop = key_range
 
     def body(block: Array, state: OnlineSoftmax) -> OnlineSoftmax:
         keys = block * spec.block_k + jnp.arange(spec.block_k)
         live = (keys >= key_start) & (keys < key_stop)
-        page_ids = triton_load(given.page_table.at[tile.seq, lax.div(keys, spec.page_size)], mask=live, other=0)
+        page_ids = triton_load(refs["page_table"].at[tile.seq, lax.div(keys, spec.page_size)], mask=live, other=0)
         rows = (page_ids * spec.kv_heads + tile.kv_head) * spec.page_size + lax.rem(keys, spec.page_size)
 
         k = [_load_codes(page_refs[0], rows, live, part, spec) for part in spec.parts]

@@ -1,47 +1,174 @@
-"""An answer as it grows: the message, and the events that stream it."""
+"""/v1/messages: an answer as it grows, its content blocks, and the events that stream them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterable, Iterator
+from copy import copy
+from typing import Any, Literal
 
 import msgspec
-from msgspec import UNSET
+import pydantic_core
+from msgspec import UNSET, UnsetType
 
+from jaxllm.chat.events import Content, Event, Reasoning, ToolArguments, ToolCall
 from jaxllm.chat.parser import Piece
 from jaxllm.engine.messages import TokenDelta
-from jaxllm.serving.anthropic.blocks import BlockBuilder
-from jaxllm.serving.anthropic.errors import error_response
 from jaxllm.serving.anthropic.request import MessagesRequest, ThinkingAdaptive, ThinkingEnabled
-from jaxllm.serving.anthropic.response import (
-    AnthropicMessage,
-    MessageDelta,
-    MessageEnd,
-    MessageStart,
-    MessageStop,
-    MessageUsage,
-    Ping,
-    StopReason,
-    ThinkingTokensDetails,
-)
+from jaxllm.serving.anthropic.translate import tool_use_id
 from jaxllm.serving.chunks import ChunkWriter
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.request_model import ignored_fields
+from jaxllm.serving.http.streaming import server_sent
 from jaxllm.serving.reply import Reply
 
-_encode = msgspec.json.Encoder().encode
+StopReason = Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
 
 
-def encode_event(event: msgspec.Struct) -> bytes:
-    """A server-sent event named as its type."""
-    name = event.__struct_config__.tag
-    return f"event: {name}\ndata: ".encode() + _encode(event) + b"\n\n"
+class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: str
+
+
+class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use", kw_only=True):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class ThinkingTokensDetails(msgspec.Struct):
+    thinking_tokens: int
+
+
+class MessageUsage(msgspec.Struct, kw_only=True):
+    """Prompt tokens are the sum of the first three; null where that is not known yet."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int | None
+    cache_read_input_tokens: int | None
+    output_tokens: int
+    output_tokens_details: ThinkingTokensDetails | None = None
+
+
+class AnthropicMessage(msgspec.Struct, tag_field="type", tag="message", kw_only=True):
+    id: str
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[ContentBlock]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
+    warnings: list[str] | UnsetType = UNSET
+    """With `unknown_fields: warn`, what was sent in vain."""
+
+
+class TokenCount(msgspec.Struct):
+    input_tokens: int
+
+
+class AnthropicError(msgspec.Struct, kw_only=True):
+    type: str
+    message: str
+
+
+class AnthropicErrorResponse(msgspec.Struct, tag_field="type", tag="error"):
+    error: AnthropicError
+
+
+class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
+    message: AnthropicMessage
+
+
+class ContentBlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
+    index: int
+    content_block: ContentBlock
+
+
+class BlockTextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
+    text: str
+
+
+class ThinkingDelta(msgspec.Struct, tag_field="type", tag="thinking_delta"):
+    thinking: str
+
+
+class SignatureDelta(msgspec.Struct, tag_field="type", tag="signature_delta"):
+    signature: str
+
+
+class InputJSONDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
+    partial_json: str
+
+
+BlockDelta = BlockTextDelta | ThinkingDelta | SignatureDelta | InputJSONDelta
+
+
+class ContentBlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
+    index: int
+    delta: BlockDelta
+
+
+class ContentBlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):
+    index: int
+
+
+class MessageEnd(msgspec.Struct, kw_only=True):
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
+    delta: MessageEnd
+    usage: MessageUsage
+
+
+class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
+    pass
+
+
+class Ping(msgspec.Struct, tag_field="type", tag="ping"):
+    pass
+
+
+MessageStreamEvent = (
+    MessageStart | ContentBlockStart | ContentBlockDelta | ContentBlockStop | MessageDelta | MessageStop | Ping
+    | AnthropicErrorResponse
+)  # fmt: skip
+
+OVERLOADED = 529
+
+_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", OVERLOADED: "overloaded_error",
+}  # fmt: skip
+
+
+def status_of(error: APIError) -> int:
+    """Anthropic's clients know 529 for a server that cannot answer now, not 503."""
+    return OVERLOADED if error.status == 503 else error.status
+
+
+def error_response(error: APIError) -> AnthropicErrorResponse:
+    """The shape has no place for the field's name, so the message begins with it unless it says it anyway."""
+    status, message, param = status_of(error), str(error), error.body["error"]["param"] or ""
+    if param not in message:
+        message = f"{param}: {error.reason}"
+    kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return AnthropicErrorResponse(AnthropicError(type=kind, message=message))
 
 
 class MessageWriter(ChunkWriter[TokenDelta]):
     """Writes the events of one reply's stream; `message()` is what they amount to."""
 
     done = b""
-    keep_alive = encode_event(Ping())
+    keep_alive = server_sent(Ping())
 
     def __init__(self, reply: Reply, body: MessagesRequest):
         self._reply = reply
@@ -53,10 +180,10 @@ class MessageWriter(ChunkWriter[TokenDelta]):
         self._end: MessageEnd | None = None
 
     def encode(self, chunk: msgspec.Struct) -> bytes:
-        return encode_event(chunk)
+        return server_sent(chunk)
 
     def error(self, error: APIError) -> bytes:
-        return encode_event(error_response(error))
+        return server_sent(error_response(error))
 
     def first(self) -> Iterator[msgspec.Struct]:
         """How much of the prompt is cached is known with the first token only, and said at the end."""
@@ -84,7 +211,6 @@ class MessageWriter(ChunkWriter[TokenDelta]):
         yield MessageStop()
 
     def message(self) -> AnthropicMessage:
-        """The finished answer, whole."""
         return self._message(self._usage())
 
     def _message(self, usage: MessageUsage) -> AnthropicMessage:
@@ -92,8 +218,8 @@ class MessageWriter(ChunkWriter[TokenDelta]):
             id=self._reply.generation.id,
             model=self._reply.name,
             content=self._builder.blocks,
-            stop_reason=self._end.stop_reason if self._end else None,
-            stop_sequence=self._end.stop_sequence if self._end else None,
+            stop_reason=self._end and self._end.stop_reason,
+            stop_sequence=self._end and self._end.stop_sequence,
             usage=usage,
         )
 
@@ -116,3 +242,102 @@ class MessageWriter(ChunkWriter[TokenDelta]):
             output_tokens=usage.completion_tokens,
             output_tokens_details=ThinkingTokensDetails(usage.reasoning_tokens),
         )
+
+
+class BlockBuilder:
+    """Collects `blocks` and says what a stream must send for each event.
+
+    White space opens no block: what stands between reasoning, text and calls would be blocks without words, which
+    clients may not send back. With `show_thinking` off thinking blocks stay empty.
+    """
+
+    def __init__(self, *, show_thinking: bool = True):
+        self.blocks: list[ContentBlock] = []
+        self.has_unfinished_call = False
+        """Some input is not what the model meant: nobody should act on it."""
+        self._show_thinking = show_thinking
+        self._open = False
+        self._space = ""
+        self._thinking: list[str] = []
+        self._arguments: list[str] = []
+
+    def add(self, events: Iterable[Event]) -> Iterator[MessageStreamEvent]:
+        for event in events:
+            match event:
+                case Content(text):
+                    yield from self._add_text(text)
+                case Reasoning(text):
+                    yield from self._add_thinking(text)
+                case ToolCall(_, id, name):
+                    yield from self._start(ToolUseBlock(id=tool_use_id(id), name=name, input={}))
+                case ToolArguments(_, text):
+                    self._arguments.append(text)
+                    yield self._delta(InputJSONDelta(text))
+
+    def finish(self) -> Iterator[MessageStreamEvent]:
+        """Close the open block."""
+        if not self._open:
+            return
+        match self.blocks[-1]:
+            case ThinkingBlock() as block:
+                block.signature = signature("".join(self._thinking))
+                yield self._delta(SignatureDelta(block.signature))
+            case ToolUseBlock() as block:
+                block.input, finished = parse_input("".join(self._arguments))
+                self.has_unfinished_call |= not finished
+        yield ContentBlockStop(len(self.blocks) - 1)
+        self._open, self._thinking, self._arguments = False, [], []
+
+    def _add_text(self, text: str) -> Iterator[MessageStreamEvent]:
+        if not (self._open and isinstance(self.blocks[-1], TextBlock)):
+            if not text.strip():
+                self._space += text
+                return
+            text = self._space + text
+            yield from self._start(TextBlock(""))
+        block = self.blocks[-1]
+        assert isinstance(block, TextBlock)
+        block.text += text
+        yield self._delta(BlockTextDelta(text))
+
+    def _add_thinking(self, text: str) -> Iterator[MessageStreamEvent]:
+        if not (self._open and isinstance(self.blocks[-1], ThinkingBlock)):
+            yield from self._start(ThinkingBlock("", ""))
+        self._thinking.append(text)
+        if self._show_thinking:
+            block = self.blocks[-1]
+            assert isinstance(block, ThinkingBlock)
+            block.thinking += text
+            yield self._delta(ThinkingDelta(text))
+
+    def _start(self, block: ContentBlock) -> Iterator[MessageStreamEvent]:
+        yield from self.finish()
+        self.blocks.append(block)
+        self._open, self._space = True, ""
+        yield ContentBlockStart(len(self.blocks) - 1, copy(block))
+
+    def _delta(self, delta: BlockDelta) -> ContentBlockDelta:
+        return ContentBlockDelta(len(self.blocks) - 1, delta)
+
+
+def signature(thinking: str) -> str:
+    """The digest of a thinking block, which clients keep beside its text."""
+    return hashlib.sha256(thinking.encode()).hexdigest()
+
+
+def parse_input(arguments: str) -> tuple[dict[str, Any], bool]:
+    """The input of a call, and whether it is finished; of one that was cut off, what of it there is."""
+    try:
+        return _object(pydantic_core.from_json(arguments)), True
+    except ValueError:
+        pass
+    try:
+        return _object(pydantic_core.from_json(arguments, allow_partial="trailing-strings")), False
+    except ValueError:
+        return {}, False
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError("not an object")
+    return value

@@ -1,28 +1,200 @@
-"""/v1/messages and /v1/messages/count_tokens: requests."""
+"""/v1/messages and /v1/messages/count_tokens: requests, and the messages and blocks that they send."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from jaxllm.chat.conversation import MAX_TOOLS, TOOL_NAME
+from jaxllm.chat.conversation import MAX_TOOLS, TOOL_NAME, check_pieces
 from jaxllm.requests.sampling import MAX_STOP_STRINGS
-from jaxllm.serving.anthropic.content import (
-    CacheControl,
-    MessageParam,
-    TextBlockParam,
-    Turn,
-    bounded,
-    check_turns,
-    take_turns,
-)
-from jaxllm.serving.http.request_model import KeepAliveFields, RequestModel, refuse
+from jaxllm.serving.http.request_model import Cacheable, KeepAliveFields, ModelFields, RequestModel, refuse, refusing
 from jaxllm.wording import shown
 
+UNREADABLE_BLOCKS = frozenset({
+    "bash_code_execution_tool_result", "browser_state", "code_execution_tool_result", "container_upload", "document",
+    "image", "redacted_thinking", "search_result", "server_tool_use", "text_editor_code_execution_tool_result",
+    "tool_reference", "tool_search_tool_result", "web_fetch_tool_result", "web_search_tool_result",
+})  # fmt: skip
+"""Types of blocks that Anthropic's service reads and this one refuses by name."""
 
-class ToolParam(RequestModel):
+
+def _readable(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind in UNREADABLE_BLOCKS:
+        raise refuse(f"blocks of type {kind!r} are not supported by this server", "type")
+    return value
+
+
+class TextBlockParam(Cacheable):
+    unsupported: ClassVar[frozenset[str]] = frozenset({"citations"})
+
+    type: Literal["text"]
+    text: str
+    """What is said."""
+
+
+class ThinkingBlockParam(RequestModel):
+    """The assistant's earlier reasoning, given to templates that show it."""
+
+    type: Literal["thinking"]
+    thinking: str
+    """The reasoning."""
+    signature: str | None = None
+    """Accepted, without effect: it is not checked."""
+
+
+class DirectCaller(RequestModel):
+    type: Literal["direct"]
+
+
+class ToolUseBlockParam(Cacheable):
+    """A call that the assistant made; the next message must begin with its tool_result."""
+
+    unsupported: ClassVar[frozenset[str]] = frozenset({"toolset_name"})
+
+    type: Literal["tool_use"]
+    id: str = Field(min_length=1)
+    """What its tool_result names it by."""
+    name: str = Field(min_length=1)
+    """Of the tool."""
+    input: dict[str, Any]
+    """What it was called with."""
+    caller: DirectCaller | None = None
+    """Only direct: there are no other callers."""
+
+
+class ToolResultBlockParam(Cacheable):
+    unsupported: ClassVar[frozenset[str]] = frozenset({"toolset_name"})
+
+    type: Literal["tool_result"]
+    tool_use_id: str = Field(min_length=1)
+    """Of the call that it answers."""
+    content: str | list[Annotated[TextBlockParam, BeforeValidator(_readable)]] | None = None
+    """Text, or a list of text blocks."""
+    is_error: bool = False
+    """The model reads the content behind "Error: "."""
+
+
+Block = TextBlockParam | ThinkingBlockParam | ToolUseBlockParam | ToolResultBlockParam
+
+_BLOCKS_OF_ROLE: dict[str, tuple[str, ...]] = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "tool_use"),
+    "system": ("text",),
+}
+
+
+class MessageParam(RequestModel):
+    role: Literal["user", "assistant", "system"]
+    """A system message among the others keeps its place."""
+    content: (
+        str
+        | Annotated[
+            list[Annotated[Annotated[Block, Field(discriminator="type")], BeforeValidator(_readable)]],
+            Field(min_length=1),
+        ]
+    )
+    """Text, or a list of blocks."""
+
+    @model_validator(mode="after")
+    def _blocks_of_role(self) -> MessageParam:
+        allowed = _BLOCKS_OF_ROLE[self.role]
+        for at, block in enumerate(self.blocks):
+            if block.type not in allowed:
+                message = (
+                    f"messages of role {self.role!r} have blocks of type {' or '.join(allowed)}, not {block.type!r}"
+                )
+                raise refuse(message, f"content[{at}].type")
+        return self
+
+    @property
+    def blocks(self) -> list[Block]:
+        if isinstance(self.content, str):
+            return [TextBlockParam(type="text", text=self.content)]
+        return list(self.content)
+
+
+def bounded(messages: Any) -> Any:
+    """Counts messages and blocks before anything looks into them: checking them takes time, on the event loop."""
+    if isinstance(messages, list):
+        blocks = _contents(messages)
+        with refusing():
+            check_pieces(len(messages) + len(blocks) + len(_contents(blocks)))
+    return messages
+
+
+def _contents(owners: list[Any]) -> list[Any]:
+    found = [owner["content"] for owner in owners if isinstance(owner, dict) and "content" in owner]
+    return [part for content in found if isinstance(content, list) for part in content]
+
+
+@dataclass
+class Turn:
+    """Messages in a row of one role, which are one turn; `first` is the position of the first of them."""
+
+    role: str
+    blocks: list[Block]
+    first: int
+
+    @property
+    def texts(self) -> list[str]:
+        return [block.text for block in self.blocks if isinstance(block, TextBlockParam)]
+
+    @property
+    def thoughts(self) -> list[str]:
+        return [block.thinking for block in self.blocks if isinstance(block, ThinkingBlockParam)]
+
+    @property
+    def calls(self) -> list[ToolUseBlockParam]:
+        return [block for block in self.blocks if isinstance(block, ToolUseBlockParam)]
+
+    @property
+    def results(self) -> list[ToolResultBlockParam]:
+        return [block for block in self.blocks if isinstance(block, ToolResultBlockParam)]
+
+
+def take_turns(messages: Sequence[MessageParam]) -> list[Turn]:
+    """Join messages in a row of one role, as Anthropic does."""
+    turns: list[Turn] = []
+    for at, message in enumerate(messages):
+        if turns and turns[-1].role == message.role:
+            turns[-1].blocks += message.blocks
+        else:
+            turns.append(Turn(message.role, message.blocks, at))
+    return turns
+
+
+def check_turns(turns: Sequence[Turn]) -> None:
+    """Refuse a conversation whose tool_use and tool_result blocks do not belong together.
+
+    Raises PydanticCustomError naming the message.
+    """
+    open_calls: dict[str, None] = {}
+    for turn in turns:
+        where = f"messages[{turn.first}]"
+        for block in turn.results:
+            if block.tool_use_id not in open_calls:
+                awaited = f"awaiting one are {', '.join(open_calls)}" if open_calls else "no call awaits one"
+                raise refuse(f"{where} has a tool_result for {shown(block.tool_use_id)}; {awaited}", where)
+            del open_calls[block.tool_use_id]
+        if open_calls:
+            raise refuse(f"{where} must begin with tool_result blocks for {', '.join(open_calls)}", where)
+        if any(not isinstance(block, ToolResultBlockParam) for block in turn.blocks[: len(turn.results)]):
+            raise refuse(f"{where} has other blocks before its tool_result blocks, which must come first", where)
+        open_calls = {call.id: None for call in turn.calls}
+        if len(open_calls) < len(turn.calls):
+            raise refuse(f"{where} has several tool_use blocks with one id; ids must differ", where)
+    if open_calls:
+        raise refuse(
+            f"messages ends with the calls {', '.join(open_calls)}; a user's message with their results must follow",
+            "messages",
+        )
+
+
+class ToolParam(Cacheable):
     unsupported: ClassVar[frozenset[str]] = frozenset({"defer_loading", "input_examples"})
 
     type: Literal["custom"] | None = None
@@ -39,8 +211,6 @@ class ToolParam(RequestModel):
     """Only direct: there are no other callers."""
     eager_input_streaming: Literal[True] | None = None
     """Inputs are always streamed as they are generated."""
-    cache_control: CacheControl | None = None
-    """Accepted, without effect: prefixes are cached by themselves."""
 
     @field_validator("input_schema")
     @classmethod
@@ -58,17 +228,8 @@ def _is_custom(value: Any) -> Any:
 
 
 class ToolChoiceAuto(RequestModel):
-    """The model decides."""
-
-    type: Literal["auto"]
-    disable_parallel_tool_use: bool = False
-    """One call an answer at most."""
-
-
-class ToolChoiceAny(RequestModel):
-    """Call some tool."""
-
-    type: Literal["any"]
+    type: Literal["auto", "any"]
+    """auto lets the model decide; any makes it call some tool."""
     disable_parallel_tool_use: bool = False
     """One call an answer at most."""
 
@@ -87,9 +248,7 @@ class ToolChoiceNone(RequestModel):
     type: Literal["none"]
 
 
-ToolChoiceParam = Annotated[
-    ToolChoiceAuto | ToolChoiceAny | ToolChoiceTool | ToolChoiceNone, Field(discriminator="type")
-]
+ToolChoiceParam = Annotated[ToolChoiceAuto | ToolChoiceTool | ToolChoiceNone, Field(discriminator="type")]
 
 
 class ThinkingEnabled(RequestModel):
@@ -131,7 +290,7 @@ class Metadata(RequestModel):
     """Accepted, without effect: nothing is stored."""
 
 
-class CountTokensRequest(RequestModel):
+class CountTokensRequest(ModelFields, Cacheable):
     """What makes up a prompt."""
 
     unsupported: ClassVar[frozenset[str]] = frozenset({
@@ -139,8 +298,6 @@ class CountTokensRequest(RequestModel):
         "workspace_id",
     })  # fmt: skip
 
-    model: str | None = None
-    """A name that /v1/models lists; by default the first."""
     messages: Annotated[list[MessageParam], BeforeValidator(bounded), Field(min_length=1)]
     """Messages in a row of one role are one turn; a last one of role assistant is continued."""
     system: str | list[TextBlockParam] | None = None
@@ -153,8 +310,6 @@ class CountTokensRequest(RequestModel):
     """By default the chat template's own default."""
     output_config: OutputConfig | None = None
     """How much the model thinks, and what its text matches."""
-    cache_control: CacheControl | None = None
-    """Accepted, without effect."""
 
     @model_validator(mode="after")
     def _conversation(self) -> CountTokensRequest:
@@ -175,7 +330,7 @@ class CountTokensRequest(RequestModel):
             if name in names[:at]:
                 raise refuse(f"tools[{at}].name is {name!r}, which an earlier tool has; names must differ", "tools")
         choice = self.tool_choice
-        if isinstance(choice, ToolChoiceAny | ToolChoiceTool) and not names:
+        if choice is not None and choice.type in ("any", "tool") and not names:
             raise refuse(f"tool_choice of type {choice.type!r} needs tools", "tool_choice")
         if isinstance(choice, ToolChoiceTool) and choice.name not in names:
             message = f"tool_choice.name is {shown(choice.name)}; tools has {', '.join(names)}"

@@ -58,7 +58,7 @@ class Unavailable(Exception):
 
 
 class Places:
-    """How many sequences of batches may be under way at once. First come, first served.
+    """The sequences of batches that may be under way at once. First come, first served.
 
     `total` may say more as time goes on. Who wants more than that runs alone.
     """
@@ -78,14 +78,11 @@ class Places:
             self._taken += wanted
 
     def give(self, count: int) -> None:
-        """Back what was taken."""
         self._taken -= count
         self._freed.set()
 
 
 class Caller:
-    """Shared by all batches of a server."""
-
     def __init__(self, app: FastAPI, state: ServerState):
         self._app = app
         self._registry = state.registry
@@ -98,7 +95,6 @@ class Caller:
         return self._registry.find(name if isinstance(name, str) and self._registry.serves(name) else None)
 
     def places(self, line: Line) -> Places:
-        """Those of the line's model."""
         return self._places[self.model_of(line)]
 
     async def call(self, endpoint: str, line: Line, owner: str | None) -> LineResult:
@@ -155,7 +151,7 @@ class Line:
     body: dict[str, Any]
 
     def num_sequences(self, endpoint: str) -> int:
-        """How many sequences the engine will run for this line, as far as the unchecked body tells."""
+        """The number of sequences that the engine will run for this line, as far as the unchecked body tells."""
         counts = [self.body.get(name) for name in ("n", "best_of")]
         each = max([count for count in counts if isinstance(count, int)], default=1)
         prompts = self.body.get(_PROMPTS.get(endpoint, ""))
@@ -166,7 +162,7 @@ class Line:
 
 @dataclass
 class InputReport:
-    """What checking an input file found; `model` is what all lines ask for, if they agree."""
+    """The findings in an input file; `model` is the one that all lines ask for, if they agree."""
 
     total: int = 0
     model: str | None = None
@@ -230,7 +226,6 @@ def _num_places(model: LoadableModel, config: ServerConfig) -> int:
 
 
 def _error_code(answer: Any) -> str | None:
-    """The code in an error's body, where it has one."""
     error = answer.get("error") if isinstance(answer, dict) else None
     return error.get("code") if isinstance(error, dict) else None
 

@@ -51,7 +51,7 @@ class Tally:
 
 @dataclass
 class Progress:
-    """What the journal holds: the lines that are done, their sums, and how often a crash met each of the others."""
+    """The contents of a journal: the lines that are done, their sums, and how often a crash met each of the others."""
 
     done: set[str] = field(default_factory=set)
     crashes: Counter[str] = field(default_factory=Counter)
@@ -148,7 +148,7 @@ def succeeded(result: LineResult) -> bool:
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, cut off behind the last whole one."""
+    """The lines of a file, cut off after the last whole one."""
     if not path.exists():
         return
     whole = 0

@@ -9,7 +9,7 @@ from fastapi import APIRouter, File, Form, Query, Request, Response, UploadFile
 from fastapi.responses import FileResponse
 
 from jaxllm.serving.access.keys import tenant_of
-from jaxllm.serving.batches.runner import Batches
+from jaxllm.serving.batches.run import Batches
 from jaxllm.serving.batches.stores import batch_object
 from jaxllm.serving.batches.types import (
     MAX_EXPIRY_SECONDS,
@@ -42,29 +42,25 @@ _BYTES: dict[str, Any] = {
 @router.post("/batches", responses=returns(Batch))
 async def create_batch(body: BatchRequest, request: Request) -> Response:
     """Run the requests of an uploaded file in the background, behind all other requests."""
-    batches: Batches = request.app.state.batches
-    return json_response(batch_object(await batches.create(body, tenant_of(request))))
+    return json_response(batch_object(await _batches(request).create(body, tenant_of(request))))
 
 
 @router.get("/batches", responses=returns(BatchList))
 async def list_batches(request: Request, query: Annotated[BatchListQuery, Query()]) -> Response:
     """Batches, the newest first."""
-    batches: Batches = request.app.state.batches
-    return json_response(await batches.store.page(query, tenant_of(request).name))
+    return json_response(await _batches(request).store.page(query, tenant_of(request).name))
 
 
 @router.get("/batches/{batch_id}", responses=returns(Batch))
 async def retrieve_batch(batch_id: str, request: Request) -> Response:
     """Where a batch stands."""
-    batches: Batches = request.app.state.batches
-    return json_response(batch_object(await batches.store.get(batch_id, tenant_of(request).name)))
+    return json_response(batch_object(await _batches(request).store.get(batch_id, tenant_of(request).name)))
 
 
 @router.post("/batches/{batch_id}/cancel", responses=returns(Batch))
 async def cancel_batch(batch_id: str, request: Request) -> Response:
     """Stop a batch; what has been answered by then is in its output file."""
-    batches: Batches = request.app.state.batches
-    return json_response(batch_object(await batches.cancel(batch_id, tenant_of(request).name)))
+    return json_response(batch_object(await _batches(request).cancel(batch_id, tenant_of(request).name)))
 
 
 @upload_router.post("/files", responses=returns(FileObject))
@@ -90,9 +86,8 @@ async def upload_file(
     limit = request.app.state.server.config.max_file_size
     if (file.size or 0) > limit:
         raise too_large(limit)
-    batches: Batches = request.app.state.batches
-    await batches.files.delete_expired()
-    saved = await batches.files.save(
+    await _batches(request).files.delete_expired()
+    saved = await _batches(request).files.save(
         file.file, tenant_of(request).name, filename=file.filename or "", purpose=purpose, expires_after=seconds
     )
     return json_response(saved)
@@ -101,15 +96,13 @@ async def upload_file(
 @files_router.get("/files", responses=returns(FileList))
 async def list_files(request: Request, query: Annotated[FileListQuery, Query()]) -> Response:
     """Files, the newest first unless asked otherwise."""
-    batches: Batches = request.app.state.batches
-    return json_response(await batches.files.page(query, tenant_of(request).name))
+    return json_response(await _batches(request).files.page(query, tenant_of(request).name))
 
 
 @files_router.get("/files/{file_id}", responses=returns(FileObject))
 async def retrieve_file(file_id: str, request: Request) -> Response:
     """What is known about a file."""
-    batches: Batches = request.app.state.batches
-    return json_response(await batches.files.get(file_id, tenant_of(request).name))
+    return json_response(await _batches(request).files.get(file_id, tenant_of(request).name))
 
 
 @files_router.get(
@@ -117,10 +110,9 @@ async def retrieve_file(file_id: str, request: Request) -> Response:
 )
 async def download_file(file_id: str, request: Request) -> Response:
     """The bytes of a file, as they were uploaded; never shown inside a page by a browser."""
-    batches: Batches = request.app.state.batches
     owner = tenant_of(request).name
-    file = await batches.files.get(file_id, owner)
-    path = await batches.files.path(file_id, owner)
+    file = await _batches(request).files.get(file_id, owner)
+    path = await _batches(request).files.path(file_id, owner)
     return FileResponse(
         path,
         media_type="application/octet-stream",
@@ -133,6 +125,9 @@ async def download_file(file_id: str, request: Request) -> Response:
 @files_router.delete("/files/{file_id}", responses=returns(FileDeleted))
 async def delete_file(file_id: str, request: Request) -> Response:
     """Delete a file. A batch that was made from it goes on: it has kept its input."""
-    batches: Batches = request.app.state.batches
-    await batches.files.delete(file_id, tenant_of(request).name)
+    await _batches(request).files.delete(file_id, tenant_of(request).name)
     return json_response(FileDeleted(id=file_id))
+
+
+def _batches(request: Request) -> Batches:
+    return request.app.state.batches

@@ -6,30 +6,26 @@ import asyncio
 import dataclasses
 import logging
 import time
+import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
-from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+from fastapi import FastAPI
+from filelock import Timeout
 
 from jaxllm.errors import StorageFullError
-from jaxllm.serving.batches.caller import (
-    ALL_PLACES,
-    Caller,
-    Line,
-    Places,
-    Unavailable,
-    check_input,
-    line_result,
-    read_lines,
-)
+from jaxllm.folders import in_home
+from jaxllm.serving.access.keys import Tenant
+from jaxllm.serving.batches.caller import ALL_PLACES, Caller, Line, Unavailable, check_input, line_result, read_lines
 from jaxllm.serving.batches.journal import Journal, Tally
-from jaxllm.serving.batches.stores import UNFINISHED, BatchRow, BatchStore, FileRow, FileStore
-from jaxllm.serving.batches.types import BatchError, LineError, LineResult
+from jaxllm.serving.batches.stores import CANCELLABLE, UNFINISHED, BatchRow, BatchStore, FileRow, FileStore, files_of
+from jaxllm.serving.batches.types import BatchError, BatchRequest, LineError, LineResult
+from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.loadable import LoadableModel
+from jaxllm.serving.state import ServerState
 from jaxllm.serving.store.database import Database
 
 logger = logging.getLogger(__name__)
@@ -57,41 +53,17 @@ class Suspended(Exception):
         self.models = models
 
 
-@dataclasses.dataclass
-class Stores:
-    """Where batches and files are kept."""
-
-    database: Database
-    batches: BatchStore
-    files: FileStore
-    directory: Path
-    """Holds a journal for each unfinished batch."""
-
-    def journal(self, batch_id: str) -> Journal:
-        return Journal(self.directory / batch_id)
-
-
 class BatchRun:
     """Runs a batch whose journal's lock is held. Never cancelled: `closing` makes it stop by itself, within a tick.
 
     While the disk is full it waits, with what is to be written in memory; what could not even be begun does not run.
     """
 
-    def __init__(
-        self,
-        batch_id: str,
-        stores: Stores,
-        caller: Caller,
-        closing: asyncio.Event,
-        draining: Callable[[], bool],
-    ):
+    def __init__(self, batches: Batches, batch_id: str):
         self._id = batch_id
-        self._stores = stores
-        self._batches = stores.batches
-        self._journal = stores.journal(batch_id)
-        self._caller = caller
-        self._closing = closing
-        self._draining = draining
+        self._of = batches
+        self._batches = batches.store
+        self._journal = batches.journal(batch_id)
         self._tally = Tally()
         self._done: set[str] = set()
         self._crashes: Counter[str] = Counter()
@@ -147,11 +119,11 @@ class BatchRun:
     async def _run_lines(self, batch: BatchRow) -> BatchRow:
         """Run what is not done. Returns the batch in finalizing, or in cancelling. Raises Suspended."""
         feeding = asyncio.create_task(self._feed(batch))
-        closing = asyncio.create_task(self._closing.wait())
+        closing = asyncio.create_task(self._of.closing.wait())
         try:
             while not feeding.done() and batch.status == "in_progress" and time.time() < batch.expires_at:
                 await asyncio.wait({feeding, closing}, timeout=TICK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                if self._closing.is_set() or self._draining():
+                if self._of.closing.is_set() or self._of.draining:
                     raise Suspended
                 batch = await self._record()
             finished = feeding.done()
@@ -184,22 +156,22 @@ class BatchRun:
                         continue
                     # what was running at a crash runs alone, so that the next crash meets the one that is to blame
                     wanted = ALL_PLACES if crashes else line.num_sequences(batch.endpoint)
-                    places = self._caller.places(line)
+                    places = self._of.caller.places(line)
                     await places.take(wanted)
                     task = group.create_task(self._run_line(batch, line))
-                    task.add_done_callback(partial(_give_back, places, wanted))
+                    task.add_done_callback(lambda _, places=places, wanted=wanted: places.give(wanted))
 
     async def _run_line(self, batch: BatchRow, line: Line) -> None:
-        model = self._started[line.custom_id] = self._caller.model_of(line)
+        model = self._started[line.custom_id] = self._of.caller.model_of(line)
         await self._with_room(lambda: _to_its_end(self._journal.start, line.custom_id))
         try:
-            result = await self._with_room(lambda: self._caller.call(batch.endpoint, line, batch.owner))
+            result = await self._with_room(lambda: self._of.caller.call(batch.endpoint, line, batch.owner))
         except (Unavailable, Suspended):
             raise
         except Exception:
             logger.exception("batch %s, line %r", self._id, line.custom_id)
             result = line_result(line, error=FAILED)
-        if model.is_dead or self._draining():  # the answer may be one that was cut short
+        if model.is_dead or self._of.draining:  # the answer may be one that was cut short
             raise Unavailable(model)
         self._results.append(result)
         if self._crashes[line.custom_id]:  # on disk before anything else runs that may crash
@@ -216,7 +188,7 @@ class BatchRun:
 
     def _blameless(self) -> set[str]:
         """Lines without a result that no crash has stopped: the server is stopping, or another model's engine died."""
-        stopping = self._closing.is_set() or self._draining()
+        stopping = self._of.closing.is_set() or self._of.draining
         unfinished = {name: model for name, model in self._started.items() if name not in self._done}
         return {name for name, model in unfinished.items() if stopping or not (model in self._dead or model.is_dead)}
 
@@ -239,7 +211,7 @@ class BatchRun:
             return await self._with_room(lambda: self._batches.change(self._id, **dataclasses.asdict(self._tally)))
 
     async def _with_room(self, write: Callable[[], Awaitable[T]]) -> T:
-        """What `write` gives, called again until the disk has room. Raises Suspended when the server stops first."""
+        """The result of `write`, called again until the disk has room. Raises Suspended when the server stops first."""
         while True:
             try:
                 written = await write()
@@ -254,7 +226,7 @@ class BatchRun:
                 return written
             with suppress(TimeoutError):
                 async with asyncio.timeout(ROOM_SECONDS):
-                    await self._closing.wait()
+                    await self._of.closing.wait()
                 raise Suspended
 
     async def _end(self, status: str, errors: list[BatchError] | None = None) -> None:
@@ -266,18 +238,18 @@ class BatchRun:
         files: dict[str, FileRow] = {}
         for column, path in (("output_file_id", self._journal.output), ("error_file_id", self._journal.errors)):
             if path.exists():
-                files[column] = await self._stores.files.adopt(
+                files[column] = await self._of.files.adopt(
                     f"file-{self._id.removeprefix('batch_')}-{path.stem}",
                     path,
                     batch.owner,
-                    filename=f"{self._id}_{path.name}",
-                    purpose="batch_output",
-                    expires_after=batch.output_expires_after,
+                    f"{self._id}_{path.name}",
+                    "batch_output",
+                    batch.output_expires_after,
                 )
         values = dataclasses.asdict(self._tally) | {column: row.id for column, row in files.items()}
         if errors is not None:
             values["errors"] = msgspec.to_builtins(errors)
-        async with self._stores.database.transaction() as session:
+        async with self._of.database.transaction() as session:
             session.add_all(files.values())
             batch = await self._batches.change_in(
                 session, self._id, status=status, **values | {f"{status}_at": int(time.time())}
@@ -294,5 +266,115 @@ async def _to_its_end(write: Callable[[str], None], custom_id: str) -> None:
         await writing
 
 
-def _give_back(places: Places, count: int, _: asyncio.Task[None]) -> None:
-    places.give(count)
+POLL_SECONDS = 0.5
+
+
+class Batches:
+    """A task for each batch under way; `files` and `store` are for the routes too."""
+
+    def __init__(self, app: FastAPI, state: ServerState, database: Database):
+        self._state = state
+        self.files = FileStore(database, files_of(state.config.data_dir))
+        self.store = BatchStore(database)
+        self.database = database
+        self.caller = Caller(app, state)
+        self.closing = asyncio.Event()
+        self._directory = in_home(state.config.data_dir) / "batches"
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def draining(self) -> bool:
+        return self._state.draining
+
+    def journal(self, batch_id: str) -> Journal:
+        return Journal(self._directory / batch_id)
+
+    async def resume(self) -> None:
+        """Go on with the unfinished batches of this directory that were made for a model served here."""
+        if not self.database.exists:
+            return
+        await self.files.delete_expired()
+        for batch in await self.store.unfinished():
+            if not self.journal(batch.id).exists:
+                continue  # another server's, which shares the database but not the directory
+            settled = batch.status == "cancelling" or batch.expires_at <= time.time()
+            if self._state.registry.serves(batch.served_model) or settled:
+                self._start(batch.id)
+            else:
+                logger.warning("batch %s waits for a server of %r", batch.id, batch.served_model)
+
+    async def create(self, request: BatchRequest, tenant: Tenant) -> BatchRow:
+        """Its lines run in the tenant's name.
+
+        Raises APIError when the input file is missing or was uploaded for something else, and StorageFullError.
+        """
+        self._state.check_accepting()
+        try:
+            file = await self.files.get(request.input_file_id, tenant.name)
+            path = await self.files.path(request.input_file_id, tenant.name)
+        except APIError as error:
+            raise APIError(400, str(error), param="input_file_id", code="invalid_input_file") from None
+        if file.purpose != "batch":
+            message = f"input_file_id is {file.id!r}, uploaded with purpose {file.purpose!r}; it must be 'batch'"
+            raise APIError(400, message, param="input_file_id", code="invalid_input_file")
+        batch_id = f"batch_{uuid.uuid4().hex}"
+        journal = self.journal(batch_id)
+        try:
+            await asyncio.to_thread(journal.begin, path)
+            batch = await self.store.add(batch_id, request, self._state.registry.default_name, tenant.name)
+        except Exception:
+            await asyncio.to_thread(journal.remove)
+            raise
+        self._start(batch.id)
+        return batch
+
+    async def cancel(self, batch_id: str, owner: str | None) -> BatchRow:
+        """Running lines stop soon after; those already answered stay in the output. Raises 404, or 400 when ended."""
+        await self.store.get(batch_id, owner)
+        batch = await self.store.change(batch_id, CANCELLABLE, status="cancelling", cancelling_at=int(time.time()))
+        if batch.status not in ("cancelling", "cancelled"):
+            message = f"the batch cannot be cancelled: its status is {batch.status!r}"
+            raise APIError(400, message, code="not_cancellable")
+        if self.journal(batch_id).exists:
+            self._start(batch_id)
+        return batch
+
+    async def close(self) -> None:
+        """Stop every batch where it is; what is unfinished is resumed at the next start."""
+        self.closing.set()
+        await asyncio.gather(*self._tasks.values())
+
+    def _start(self, batch_id: str) -> None:
+        if batch_id not in self._tasks and not self.closing.is_set():
+            task = asyncio.create_task(self._run(batch_id), name=batch_id)
+            self._tasks[batch_id] = task
+            task.add_done_callback(lambda _: self._tasks.pop(batch_id))
+
+    async def _run(self, batch_id: str) -> None:
+        while (suspended := await self._advance(batch_id)) is not None:
+            if not await self._return(suspended.models):
+                logger.info("batch %s is suspended until the server starts again", batch_id)
+                return
+
+    async def _return(self, models: Collection[LoadableModel]) -> bool:
+        """Wait for engines that died to be started again; False when the server ends instead."""
+        while any(model.is_dead for model in models) and not self.closing.is_set():
+            await asyncio.sleep(POLL_SECONDS)
+        return not (self.closing.is_set() or self.draining)
+
+    async def _advance(self, batch_id: str) -> Suspended | None:
+        """Run a batch; what it raised when it had to stop before its end and may go on."""
+        journal = self.journal(batch_id)
+        run = BatchRun(self, batch_id)
+        try:
+            with journal.lock():
+                await run.run()
+        except Timeout:
+            logger.info("batch %s runs in another server", batch_id)
+        except Suspended as suspended:
+            return suspended
+        except Exception:
+            logger.exception("batch %s is left as it is until the server starts again", batch_id)
+        else:
+            await asyncio.to_thread(journal.remove)
+        return None

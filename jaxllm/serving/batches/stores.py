@@ -21,10 +21,8 @@ from jaxllm.serving.batches.types import (
     COMPLETION_WINDOWS,
     Batch,
     BatchErrors,
-    BatchInputTokensDetails,
     BatchList,
     BatchListQuery,
-    BatchOutputTokensDetails,
     BatchRequest,
     BatchUsage,
     FileList,
@@ -33,6 +31,8 @@ from jaxllm.serving.batches.types import (
     RequestCounts,
 )
 from jaxllm.serving.http.api_error import APIError, telling_full
+from jaxllm.serving.openai.sampling import PromptTokensDetails
+from jaxllm.serving.responses.objects import OutputTokensDetails
 from jaxllm.serving.store.database import Base, Database, Numbered, Owned, page_of
 from jaxllm.wording import shown
 
@@ -81,14 +81,7 @@ class FileStore:
         return _object(row)
 
     async def adopt(
-        self,
-        file_id: str,
-        source: Path,
-        owner: str | None,
-        *,
-        filename: str,
-        purpose: str,
-        expires_after: int | None,
+        self, file_id: str, source: Path, owner: str | None, filename: str, purpose: str, expires_after: int | None
     ) -> FileRow:
         """Place a finished file here; it is stored once the caller has added the row. May be repeated."""
         path = self._directory / file_id
@@ -104,7 +97,7 @@ class FileStore:
         return _object(row)
 
     async def path(self, file_id: str, owner: str | None) -> Path:
-        """Where the bytes of a file are. Raises 404."""
+        """The path of the bytes of a file. Raises 404."""
         await self.get(file_id, owner)
         path = self._directory / file_id
         if not await asyncio.to_thread(path.is_file):
@@ -116,21 +109,11 @@ class FileStore:
         if query.purpose is not None:
             conditions.append(FileRow.purpose == query.purpose)
         async with self._database.session() as session:
+            descending = query.order == "desc"
             rows, has_more = await page_of(
-                session,
-                FileRow,
-                *conditions,
-                after=query.after,
-                limit=query.limit,
-                descending=query.order == "desc",
+                session, FileRow, *conditions, after=query.after, limit=query.limit, descending=descending
             )
-        data = [_object(row) for row in rows]
-        return FileList(
-            data=data,
-            first_id=data[0].id if data else None,
-            last_id=data[-1].id if data else None,
-            has_more=has_more,
-        )
+        return FileList(data=[_object(row) for row in rows], **_ends(rows), has_more=has_more)
 
     async def delete(self, file_id: str, owner: str | None) -> None:
         """Raises 404."""
@@ -160,7 +143,7 @@ class FileStore:
 
 
 def files_of(data_dir: Path) -> Path:
-    """Where the bytes of files are."""
+    """The folder of the bytes of files."""
     return in_home(data_dir) / "files"
 
 
@@ -261,12 +244,7 @@ class BatchStore:
         async with self._database.session() as session:
             own = BatchRow.owner == owner
             rows, has_more = await page_of(session, BatchRow, own, after=query.after, limit=query.limit)
-        return BatchList(
-            data=[batch_object(row) for row in rows],
-            first_id=rows[0].id if rows else None,
-            last_id=rows[-1].id if rows else None,
-            has_more=has_more,
-        )
+        return BatchList(data=[batch_object(row) for row in rows], **_ends(rows), has_more=has_more)
 
     async def unfinished(self) -> Sequence[BatchRow]:
         """Oldest first."""
@@ -295,37 +273,18 @@ class BatchStore:
         return (await session.scalars(select(BatchRow).where(BatchRow.id == batch_id))).one()
 
 
-def new_batch_id() -> str:
-    return f"batch_{uuid.uuid4().hex}"
-
-
 def batch_object(row: BatchRow) -> Batch:
     """The row as the API shows it."""
+    names = set(Batch.__struct_fields__) - {"object", "errors", "request_counts", "usage", "metadata"}
     return Batch(
-        id=row.id,
-        endpoint=row.endpoint,
-        model=row.model,
+        **{name: getattr(row, name) for name in names},
         errors=None if row.errors is None else msgspec.convert({"data": row.errors}, BatchErrors),
-        input_file_id=row.input_file_id,
-        completion_window=row.completion_window,
-        status=row.status,  # type: ignore[arg-type]
-        output_file_id=row.output_file_id,
-        error_file_id=row.error_file_id,
-        created_at=row.created_at,
-        in_progress_at=row.in_progress_at,
-        expires_at=row.expires_at,
-        finalizing_at=row.finalizing_at,
-        completed_at=row.completed_at,
-        failed_at=row.failed_at,
-        expired_at=row.expired_at,
-        cancelling_at=row.cancelling_at,
-        cancelled_at=row.cancelled_at,
         request_counts=RequestCounts(total=row.total, completed=row.completed, failed=row.failed),
         usage=BatchUsage(
             input_tokens=row.input_tokens,
-            input_tokens_details=BatchInputTokensDetails(row.cached_tokens),
+            input_tokens_details=PromptTokensDetails(row.cached_tokens),
             output_tokens=row.output_tokens,
-            output_tokens_details=BatchOutputTokensDetails(row.reasoning_tokens),
+            output_tokens_details=OutputTokensDetails(row.reasoning_tokens),
             total_tokens=row.input_tokens + row.output_tokens,
         ),
         metadata=row.labels,
@@ -367,11 +326,8 @@ def _row(
 
 
 def _object(row: FileRow) -> FileObject:
-    return FileObject(
-        id=row.id,
-        bytes=row.bytes,
-        created_at=row.created_at,
-        expires_at=row.expires_at,
-        filename=row.filename,
-        purpose=row.purpose,
-    )
+    return msgspec.convert(row, FileObject, from_attributes=True)
+
+
+def _ends(rows: Sequence[FileRow] | Sequence[BatchRow]) -> dict[str, str | None]:
+    return {"first_id": rows[0].id if rows else None, "last_id": rows[-1].id if rows else None}

@@ -8,6 +8,8 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from jaxllm.serving.http.request_model import RequestModel
+from jaxllm.serving.openai.sampling import PromptTokensDetails
+from jaxllm.serving.responses.objects import OutputTokensDetails
 from jaxllm.serving.responses.request import MetadataFields
 
 Purpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
@@ -112,19 +114,11 @@ class RequestCounts(msgspec.Struct, kw_only=True):
     failed: int
 
 
-class BatchInputTokensDetails(msgspec.Struct):
-    cached_tokens: int = 0
-
-
-class BatchOutputTokensDetails(msgspec.Struct):
-    reasoning_tokens: int = 0
-
-
 class BatchUsage(msgspec.Struct, kw_only=True):
     input_tokens: int
-    input_tokens_details: BatchInputTokensDetails
+    input_tokens_details: PromptTokensDetails
     output_tokens: int
-    output_tokens_details: BatchOutputTokensDetails
+    output_tokens_details: OutputTokensDetails
     total_tokens: int
 
 
@@ -162,7 +156,7 @@ class BatchList(msgspec.Struct, kw_only=True):
 
 
 class LineResponse(msgspec.Struct, kw_only=True):
-    """What the endpoint answered to one line."""
+    """The endpoint's answer to one line."""
 
     status_code: int
     request_id: str | None
@@ -170,8 +164,6 @@ class LineResponse(msgspec.Struct, kw_only=True):
 
 
 class LineError(msgspec.Struct):
-    """Why there is no answer."""
-
     code: str
     message: str
 

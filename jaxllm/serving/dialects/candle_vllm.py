@@ -42,7 +42,7 @@ MEGABYTE = 2**20
 
 
 def is_candle_vllm(document: Mapping[Any, Any]) -> bool:
-    """Whether a file has keys that only candle-vllm's have."""
+    """Say whether a file has keys that only candle-vllm's have."""
     models = document.get("models")
     if not isinstance(models, list):
         return False
@@ -85,7 +85,6 @@ def _entry(where: str, fields: Any, everywhere: Mapping[str, Any], shared: Mappi
 
 
 def _source(where: str, fields: Mapping[str, Any]) -> str:
-    """What our `model` calls the same files."""
     hub, local, file = (fields.get(key) for key in ("hf_id", "local_path", "weight_file"))
     for key in ("hf_id", "local_path", "weight_file"):
         if not isinstance(fields.get(key), str | None):
@@ -102,7 +101,6 @@ def _source(where: str, fields: Mapping[str, Any]) -> str:
 
 
 def _settings(where: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a model by our names."""
     _check_keys(f"{where}: params", params, PARAMS)
     settings: dict[str, Any] = {}
     origins: dict[str, str] = {}

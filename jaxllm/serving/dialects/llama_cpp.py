@@ -12,19 +12,17 @@ from fastapi import APIRouter, Query, Request, Response
 from jaxllm.chat.conversation import Conversation, naming, renaming
 from jaxllm.chat.prompt import render
 from jaxllm.serving.access.keys import tenant_of
+from jaxllm.serving.call import open_call
 from jaxllm.serving.http.answers import json_response, returns
+from jaxllm.serving.http.request_model import ModelFields
 from jaxllm.serving.http.route import JSONRoute
-from jaxllm.serving.openai.messages import FIELD_NAMES, Messages, TemplateFields
-from jaxllm.serving.openai.tools import ToolFields
-from jaxllm.serving.registry import leased
+from jaxllm.serving.openai.messages import FIELD_NAMES, Messages, TemplateFields, ToolFields
 from jaxllm.serving.state import ServerState
 
 router = APIRouter(route_class=JSONRoute, tags=["llama.cpp"])
 
 
-class ApplyTemplateRequest(TemplateFields, ToolFields):
-    model: str | None = None
-    """A name that /v1/models lists; by default the first."""
+class ApplyTemplateRequest(ModelFields, TemplateFields, ToolFields):
     messages: Messages
     """A chat, rendered as /v1/chat/completions does."""
 
@@ -77,7 +75,7 @@ class Props(msgspec.Struct, kw_only=True):
 async def apply_template(body: ApplyTemplateRequest, request: Request) -> Response:
     """The text of the prompt that /v1/chat/completions would give the model."""
     state: ServerState = request.app.state.server
-    model = (await leased(request, body.model)).model
+    model = (await open_call(request, body.model)).model
     with naming(renaming(FIELD_NAMES)):
         rendered = await state.prepare(render, model, body.conversation(), may_be_cut=True)
     return json_response(AppliedTemplate(rendered.text))

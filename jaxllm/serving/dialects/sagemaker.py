@@ -8,28 +8,26 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Discriminator, Tag
 
 from jaxllm.errors import InvalidRequestError
+from jaxllm.serving.call import open_call
 from jaxllm.serving.http.answers import DONE, returns
 from jaxllm.serving.http.errors import ErrorResponse
 from jaxllm.serving.http.request_model import RequestModel
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.openai.chat import create_chat_completion
-from jaxllm.serving.openai.chat_request import ChatRequest
-from jaxllm.serving.openai.chat_response import ChatCompletion, ChatCompletionChunk
-from jaxllm.serving.openai.completion_types import Completion, CompletionRequest
-from jaxllm.serving.openai.completions import create_completion
-from jaxllm.serving.pooling.embedding_types import EmbeddingList, EmbeddingRequest
-from jaxllm.serving.pooling.embeddings import vectors_of
-from jaxllm.serving.pooling.scoring import classes_of, rerank, score
-from jaxllm.serving.pooling.scoring_types import (
+from jaxllm.serving.openai.chat_types import ChatCompletion, ChatCompletionChunk, ChatRequest
+from jaxllm.serving.openai.completions import Completion, CompletionRequest, create_completion
+from jaxllm.serving.pooling.routes import (
     ClassificationList,
-    ClassifyRequest,
+    EmbeddingList,
     Ranking,
-    RerankRequest,
     ScoreList,
-    ScoreRequest,
     TextRank,
+    classes_of,
+    rerank,
+    score,
+    vectors_of,
 )
-from jaxllm.serving.registry import leased
+from jaxllm.serving.pooling.types import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 
 router = APIRouter(route_class=JSONRoute, tags=["SageMaker"])
 
@@ -63,8 +61,7 @@ ANSWERS = (ChatCompletion, Completion, EmbeddingList, ClassificationList, Rankin
 
 
 @router.post(
-    "/invocations",
-    responses=returns(*ANSWERS, events=(ChatCompletionChunk, Completion, ErrorResponse), done=DONE),
+    "/invocations", responses=returns(*ANSWERS, events=(ChatCompletionChunk, Completion, ErrorResponse), done=DONE)
 )
 async def invoke(body: Invocation, request: Request) -> Response:
     """A chat, a completion, embeddings or classes, a ranking or scores: whichever the body's fields ask for.
@@ -86,10 +83,10 @@ async def invoke(body: Invocation, request: Request) -> Response:
 
 async def _of_input(body: EmbeddingRequest, request: Request) -> Response:
     """Raises InvalidRequestError naming a field that is for vectors where the model tells classes apart."""
-    lease = await leased(request, body.model, keep_alive=body.keep_alive)
-    if not lease.model.engine.info.tasks.labels:
-        return await vectors_of(lease, body, request)
+    call = await open_call(request, body.model, keep_alive=body.keep_alive)
+    if not call.model.engine.info.tasks.labels:
+        return await vectors_of(call, body, request)
     known = ClassifyRequest.model_fields.keys()
     if name := next((name for name in body.model_fields_set if name not in known), None):
-        raise InvalidRequestError(f"{name} is for vectors; model {lease.name!r} classifies", name)
-    return await classes_of(lease, body, request, raw=body.use_activation is False)
+        raise InvalidRequestError(f"{name} is for vectors; model {call.name!r} classifies", name)
+    return await classes_of(call, body, request, raw=body.use_activation is False)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
@@ -26,6 +24,13 @@ PROBES = frozenset({"/livez", "/health", "/ping", "/ready", "/readyz", "/load", 
 """Routes that are asked every few seconds: a line tells of them only where they fail."""
 
 
+RECORD = "jaxllm.record"
+"""The place of a request's record in its scope, where anybody wants to have one."""
+
+Observer = Callable[["Record"], None]
+"""Called with each record that is complete."""
+
+
 @dataclass(kw_only=True)
 class ModelCall:
     """What the model was asked once for a request, and what came of it.
@@ -42,8 +47,8 @@ class ModelCall:
     operation: str
     model: str
     clock: Clock
-    num_answers: int
-    prompt_tokens: int
+    num_answers: int = 0
+    prompt_tokens: int = 0
     params: SamplingParams | None = None
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -56,6 +61,8 @@ class ModelCall:
 @dataclass
 class Record:
     """A request, from its first byte until its answer has been sent and what goes on after that has ended.
+
+    A context that may be entered several times at once: the last exit ends the record and shows it to its observers.
 
     Attributes:
         client: its address and port, "-" where there is none.
@@ -75,6 +82,7 @@ class Record:
     client: str
     headers: Headers
     server: tuple[str, int | None] | None = None
+    observers: Sequence[Observer] = ()
     keeps_texts: bool = False
     route: str | None = None
     key_name: str | None = None
@@ -86,6 +94,19 @@ class Record:
     began: float = field(default_factory=time.time)
     ended: float = 0.0
     seconds: float = 0.0
+    _start: float = field(default_factory=time.monotonic)
+    _num_open: int = 0
+
+    def __enter__(self) -> Record:
+        self._num_open += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._num_open -= 1
+        if self._num_open == 0:
+            self.ended, self.seconds = time.time(), time.monotonic() - self._start
+            for observer in self.observers:
+                observer(self)
 
     def note_route(self, path: str) -> None:
         """The path of its route, which routes under /v1 have without that: they answer without it too."""
@@ -109,50 +130,6 @@ class Record:
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
 
-Observer = Callable[[Record], None]
-"""Called with each record that is complete."""
-
-current: ContextVar[tuple[Record, _Hold] | None] = ContextVar("record", default=None)
-"""Of the request that is being answered; None where nobody wants to have one."""
-
-
-class _Hold:
-    """Counts who still has something to add; the last one ends the record."""
-
-    def __init__(self, record: Record, observers: Sequence[Observer]):
-        self._record = record
-        self._observers = observers
-        self._count = 0
-        self._start = time.monotonic()
-
-    def __enter__(self) -> None:
-        self._count += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._count -= 1
-        if self._count == 0:
-            record = self._record
-            record.ended, record.seconds = time.time(), time.monotonic() - self._start
-            for observer in self._observers:
-                observer(record)
-
-
-def current_record() -> Record | None:
-    """The one of the request that is being answered here."""
-    found = current.get()
-    return None if found is None else found[0]
-
-
-@contextmanager
-def goes_on() -> Iterator[None]:
-    """The request that is being answered is not over inside, though its answer may be."""
-    found = current.get()
-    if found is None:
-        yield
-        return
-    with found[1]:
-        yield
-
 
 class Records:
     """Makes a record of each request for `observers`; without any it does nothing."""
@@ -169,11 +146,16 @@ class Records:
         client = scope.get("client")
         peer = f"{client[0]}:{client[1]}" if client else "-"
         record = Record(
-            scope["method"], scope["path"], peer, Headers(scope=scope), scope.get("server"), self._keeps_texts
+            scope["method"],
+            scope["path"],
+            peer,
+            Headers(scope=scope),
+            scope.get("server"),
+            self._observers,
+            self._keeps_texts,
         )
         if found := _TRACEPARENT.fullmatch(record.headers.get("traceparent", "")):
             record.trace_id = found[1]
-        hold = _Hold(record, self._observers)
         complete = False
 
         async def receive_noting() -> Message:
@@ -191,12 +173,8 @@ class Records:
                 complete = not message.get("more_body", False)
             await send(message)
 
-        before = current.set((record, hold))
-        try:
-            with hold:
-                await self._app(scope, receive_noting, send_noting)
-        finally:
-            current.reset(before)
+        with record:
+            await self._app({**scope, RECORD: record}, receive_noting, send_noting)
 
 
 @dataclass

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import (
     BaseModel,
@@ -171,6 +171,13 @@ class CacheControl(RequestModel):
     """Accepted, without effect: prefixes are cached by themselves."""
 
 
+class Cacheable(RequestModel):
+    """What a client may mark as the end of a prefix."""
+
+    cache_control: CacheControl | None = None
+    """Accepted, without effect: prefixes are cached by themselves."""
+
+
 def seconds(value: Any) -> Any:
     """'1h30m' -> 5400.0, 300 -> 300.0, -1 and '-1m' -> FOREVER; a validator, which refuses all else."""
     match value:
@@ -195,3 +202,36 @@ class KeepAliveFields(RequestModel):
 
     keep_alive: Annotated[float | None, BeforeValidator(seconds, json_schema_input_type=float | str | None)] = None
     """How long the model stays loaded after this request, as "10m", or seconds; 0: not at all, -1: for good."""
+
+
+class ModelFields(RequestModel):
+    """The model that is asked."""
+
+    model: str | None = None
+    """A name that /v1/models lists; by default the first."""
+
+
+class Rule(NamedTuple):
+    """Fields that may not ask for anything where something else holds."""
+
+    where: Callable[[Any], bool]
+    """What holds of the request."""
+    fields: Mapping[str, tuple[Any, ...]]
+    """By name, the values besides null that ask for nothing."""
+    problem: str
+    """What is said of a field after its name."""
+
+
+def check_rules(body: RequestModel, rules: Iterable[Rule]) -> None:
+    """Refuse the first field that asks for something where it may not."""
+    for rule in rules:
+        if rule.where(body):
+            for name, neutral in rule.fields.items():
+                if name in body.model_fields_set and getattr(body, name) not in (None, *neutral):
+                    raise refuse(f"{name} {rule.problem}", name)
+
+
+def check_equal(name: str, value: object, other: str, others: object) -> None:
+    """Refuse a setting that two fields, the first of them `name`, set to different values."""
+    if value is not None and others is not None and value != others:
+        raise refuse(f"{name} is {value} and {other} is {others}: they are one setting, give one of them", name)

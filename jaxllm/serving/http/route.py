@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -16,27 +15,19 @@ from starlette.types import Message, Receive, Scope, Send
 from jaxllm.serving.http.api_error import APIError, telling_full
 from jaxllm.serving.http.json_body import SMALL_BODY, BodyProcess, check_numbers, may_overflow, parse_json, parse_object
 from jaxllm.serving.http.reading import read_body
-from jaxllm.serving.http.records import current_record
+from jaxllm.serving.http.records import RECORD
 from jaxllm.serving.http.request_model import ignored_fields
-from jaxllm.serving.http.streaming import EarlyStream
+from jaxllm.serving.http.streaming import ANSWER, Answer
 from jaxllm.wording import did_you_mean, shown
-
-Held = TypeVar("Held")
 
 TENANT = "jaxllm.tenant"
 """Where a request's scope has the name in which it comes."""
-
-ANSWER_HEADERS = "jaxllm.answer_headers"
-"""Where a request's scope has the headers that its answer gets, whatever that is."""
 
 NOTED = "jaxllm.noted"
 """Where a request's scope has what the audit log is told of it."""
 
 YIELDS = "jaxllm.yields"
 """In a request's scope where it makes no busy model give up its place: a line of a batch."""
-
-_HOLDS = "jaxllm.holds"
-_STREAM = "jaxllm.stream"
 
 
 class ParsedRequest(Request):
@@ -61,16 +52,13 @@ class JSONRoute(APIRoute):
     """
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """What the request took by `hold` is released when its answer is sent, its client is gone or it has failed."""
-        if (record := current_record()) is not None:
-            record.note_route(self.path)
+        """The request's call ends when its answer is sent, its client is gone or it has failed."""
+        if RECORD in scope:
+            scope[RECORD].note_route(self.path)
         silence = scope["app"].state.server.config.sse_keep_alive
-        headers: dict[str, str] = {}
-        scope[ANSWER_HEADERS] = headers
-        stream = scope[_STREAM] = EarlyStream(_with_headers(send, headers), self.error_event, silence)
-        with ExitStack() as held:
-            scope[_HOLDS] = held
-            await super().handle(scope, receive, stream.send)
+        answer = scope[ANSWER] = Answer(send, self.error_event, silence)
+        async with answer.held:
+            await super().handle(scope, receive, answer.send)
 
     @staticmethod
     def error_event(body: bytes) -> bytes:
@@ -110,18 +98,6 @@ class JSONRoute(APIRoute):
         return validated
 
 
-def early_stream(request: Request) -> EarlyStream:
-    """By which a request that waits can be told so, before its route has an answer."""
-    stream: EarlyStream = request.scope[_STREAM]
-    return stream
-
-
-def hold(request: Request, resource: AbstractContextManager[Held]) -> Held:
-    """Enter a context that ends after the last byte of the request's answer."""
-    held: ExitStack = request.scope[_HOLDS]
-    return held.enter_context(resource)
-
-
 def bearer_key(request: Request) -> str:
     """The key of the Authorization header, empty when there is none."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
@@ -134,8 +110,8 @@ def let_in(request: Request, sent: str) -> None:
     if TENANT not in request.scope:
         request.scope[TENANT] = request.app.state.server.keys.check(sent)
     note(request, key=request.scope[TENANT].name)
-    if (record := current_record()) is not None:
-        record.key_name = request.scope[TENANT].name
+    if RECORD in request.scope:
+        request.scope[RECORD].key_name = request.scope[TENANT].name
 
 
 def note(request: Request, **learnt: str | None) -> None:
@@ -197,18 +173,6 @@ class MultipartRoute(APIRoute):
 def too_large(limit: int) -> APIError:
     message = f"the file is larger than {limit} bytes, the most this server takes"
     return APIError(413, message, param="file", code="file_too_large", headers={"Connection": "close"})
-
-
-def _with_headers(send: Send, headers: Mapping[str, str]) -> Send:
-    """Add headers that are known by the time that the answer begins."""
-
-    async def send_more(message: Message) -> None:
-        if message["type"] == "http.response.start" and headers:
-            more = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-            message = {**message, "headers": [*message.get("headers", ()), *more]}
-        await send(message)
-
-    return send_more
 
 
 def _parsed(raw: bytes) -> dict[str, Any]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from contextlib import AsyncExitStack, aclosing
 from typing import Any, TypeVar
 
-from fastapi import Response
+import msgspec
+from fastapi import Request, Response
 from starlette.types import Message, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_encode = msgspec.json.Encoder().encode
 
 KEEP_ALIVE = b": keep-alive\n\n"
 NOTICE_SECONDS = 1.0
@@ -22,15 +25,17 @@ LOOK_SECONDS = 0.5
 """How often what it waits for is looked at, for another comment where that has changed."""
 
 
+def server_sent(event: msgspec.Struct) -> bytes:
+    """b'event: response.created\\ndata: {"type":"response.created",…}\\n\\n': an event that is named as its tag."""
+    return b"event: " + str(event.__struct_config__.tag).encode() + b"\ndata: " + _encode(event) + b"\n\n"
+
+
 class ClientDisconnected(Exception):
     """The client closed its connection before the response was complete."""
 
 
 class EventStream(Response):
-    """Sends events as they come, and `keep_alive` for each empty list; `context` is entered before the first byte.
-
-    So a refusal by the engine still gets a status of its own, and a client that goes away ends what it entered.
-    """
+    """Sends events as they come, and `keep_alive` for each empty list."""
 
     media_type = "text/event-stream"
 
@@ -38,14 +43,12 @@ class EventStream(Response):
         self,
         request_id: str,
         events: AsyncIterator[list[bytes]],
-        context: AbstractAsyncContextManager[Any] | None = None,
         *,
         headers: Mapping[str, str] | None = None,
         keep_alive: bytes = KEEP_ALIVE,
     ):
         self._request_id = request_id
         self._events = events
-        self._context = context if context is not None else nullcontext()
         self._keep_alive = keep_alive
         self.status_code = 200
         self.background = None
@@ -54,8 +57,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with self._context:
-                await until_disconnect(receive, self._stream(send))
+            await until_disconnect(receive, self._stream(send))
         except ClientDisconnected:
             logger.debug("client of %s went away", self._request_id)
 
@@ -92,11 +94,20 @@ _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-con
             (b"x-accel-buffering", b"no")]  # fmt: skip
 
 
-class EarlyStream:
-    """What a route sends through, so that comments may go ahead of its answer.
+ANSWER = "jaxllm.answer"
+"""The place of a request's answer in its scope."""
 
-    Once there was one, the answer's own status and headers come too late: of a stream only the events are sent, and
+
+class Answer:
+    """A route's answer as it is sent: comments may go ahead of it.
+
+    After a comment the answer's own status and headers come too late: of a stream only the events are sent, and
     another body, which tells of an error, becomes an event by `error_event`.
+
+    Attributes:
+        headers: more of them, added when the answer begins.
+        held: ends after the answer's last byte.
+        has_call: whether the request has opened its call of a model.
     """
 
     def __init__(self, send: Send, error_event: Callable[[bytes], bytes], silence: float):
@@ -104,22 +115,31 @@ class EarlyStream:
         self._send = send
         self._error_event = error_event
         self.silence = silence
+        self.headers: dict[str, str] = {}
+        self.held = AsyncExitStack()
+        self.has_call = False
         self._begun = False
         self._error: bytearray | None = None
+
+    @staticmethod
+    def of(request: Request) -> Answer:
+        answer: Answer = request.scope[ANSWER]
+        return answer
 
     async def comment(self, text: str) -> None:
         """Send a line that clients leave unread."""
         if not self._begun:
             self._begun = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+            await self._start({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         line = " ".join(text.split())
         await self._send({"type": "http.response.body", "body": f": {line}\n\n".encode(), "more_body": True})
 
     async def send(self, message: Message) -> None:
         """What the route has to say, as it would be sent without comments before it."""
-        if not self._begun:
-            await self._send(message)
-        elif message["type"] == "http.response.start":
+        is_start = message["type"] == "http.response.start"
+        if is_start and not self._begun:
+            await self._start(message)
+        elif is_start:
             self._error = None if message["status"] == 200 else bytearray()
         elif self._error is None:
             await self._send(message)
@@ -129,8 +149,12 @@ class EarlyStream:
                 event = self._error_event(bytes(self._error))
                 await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
+    async def _start(self, message: Message) -> None:
+        more = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self.headers.items()]
+        await self._send({**message, "headers": [*message.get("headers", ()), *more]})
 
-async def telling(stream: EarlyStream, work: Coroutine[Any, Any, T], doing: Callable[[], str]) -> T:
+
+async def telling(answer: Answer, work: Coroutine[Any, Any, T], doing: Callable[[], str]) -> T:
     """Await `work`; what it is `doing` is told in comments, at each change and after each silence."""
     task = asyncio.create_task(work)
     try:
@@ -138,8 +162,8 @@ async def telling(stream: EarlyStream, work: Coroutine[Any, Any, T], doing: Call
         told, silent = "", 0.0
         while not done:
             text = doing()
-            if text != told or silent >= stream.silence:
-                await stream.comment(text)
+            if text != told or silent >= answer.silence:
+                await answer.comment(text)
                 told, silent = text, 0.0
             done, _ = await asyncio.wait({task}, timeout=LOOK_SECONDS)
             silent += LOOK_SECONDS

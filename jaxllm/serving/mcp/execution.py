@@ -9,14 +9,15 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxllm.chat.conversation import MAX_TOOLS, Call, Conversation, Message, Tool, known_arguments, parse_arguments
+from jaxllm.chat.conversation import MAX_TOOLS, Conversation, Message, Tool, known_arguments, parse_arguments
+from jaxllm.chat.conversation import Call as MadeCall
 from jaxllm.chat.events import Content, Event, ParsedOutput, Reasoning, join_events
 from jaxllm.errors import ContextLengthError, Field, InvalidRequestError
 from jaxllm.mcp.tools import ServerTool, ToolResult, as_data, cut, defused
 from jaxllm.requests.outputs import ParsedCall
+from jaxllm.serving.call import Call
 from jaxllm.serving.generation import GenerationSettings
 from jaxllm.serving.http.api_error import unavailable
-from jaxllm.serving.loadable import Lease
 from jaxllm.serving.reply import Reply, ReplyLoop, begin_reply
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
@@ -68,8 +69,7 @@ class Execution(ReplyLoop[Happenings, ToolRun]):
 
     def __init__(
         self,
-        state: ServerState,
-        lease: Lease,
+        call: Call,
         reply: Reply,
         conversation: Conversation,
         settings: GenerationSettings,
@@ -77,11 +77,10 @@ class Execution(ReplyLoop[Happenings, ToolRun]):
         max_turns: int,
         max_calls: int,
     ):
-        super().__init__(lease.model, max_calls)
+        super().__init__(call.model, max_calls)
         self.id = reply.generation.id
         self.first = reply
-        self._state = state
-        self._lease = lease
+        self._call = call
         self._conversation = conversation
         self._settings = settings
         self._max_turns = max_turns
@@ -160,7 +159,7 @@ class Execution(ReplyLoop[Happenings, ToolRun]):
             arguments = parse_arguments(asked.call.arguments, Field("arguments"))
         except InvalidRequestError as error:
             return _not_run(str(error))
-        return await self._state.tool_servers.call(tool, arguments)
+        return await self._call.state.tool_servers.call(tool, arguments)
 
     def ended(self, asked: ToolRun, result: ToolResult) -> Happenings:
         asked.result = result
@@ -175,7 +174,7 @@ class Execution(ReplyLoop[Happenings, ToolRun]):
         return ToolRun(self._num_runs - 1, call, "" if tool is None else tool.server)
 
     def _find(self, name: str) -> ServerTool | None:
-        return self._state.tool_servers.find(name) if name in self._offered else None
+        return self._call.state.tool_servers.find(name) if name in self._offered else None
 
     def _tokens_left(self) -> int | None:
         """Of the request's max_tokens, which all answers share."""
@@ -194,9 +193,7 @@ class Execution(ReplyLoop[Happenings, ToolRun]):
         while True:
             conversation = self._with_results(answer, runs, longest, last=self._num_turns >= self._max_turns)
             try:
-                reply = await begin_reply(
-                    self._state, self._lease, conversation, settings, prefix="chatcmpl-", goes_on=True
-                )
+                reply = await begin_reply(self._call, conversation, settings, prefix="chatcmpl-", goes_on=True)
                 break
             except ContextLengthError:
                 longest //= 2
@@ -206,7 +203,7 @@ class Execution(ReplyLoop[Happenings, ToolRun]):
         await self.enter(reply)
 
     def _with_results(self, answer: ParsedOutput, runs: Sequence[ToolRun], longest: int, *, last: bool) -> Conversation:
-        calls = [Call(run.call.id, run.call.name, known_arguments(run.call.arguments)) for run in runs]
+        calls = [MadeCall(run.call.id, run.call.name, known_arguments(run.call.arguments)) for run in runs]
         said = Message("assistant", answer.content or "", answer.reasoning, calls)
         special = list(self.model.special_tokens)
         results = []

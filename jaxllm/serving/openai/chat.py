@@ -1,27 +1,32 @@
-"""/chat/completions"""
+"""/chat/completions: whole or streamed, and with MCP tools that the server runs between several answers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
-from jaxllm.chat.conversation import naming
+from jaxllm.chat.conversation import Conversation, Tool, naming
 from jaxllm.chat.events import Content, Event, Reasoning, ToolArguments, ToolCall
 from jaxllm.chat.parser import Piece, Step
 from jaxllm.chat.prompt import render
 from jaxllm.config.server import ServerConfig
 from jaxllm.engine.messages import TokenDelta
+from jaxllm.errors import Field
 from jaxllm.requests.outputs import WeightVersionSpan
-from jaxllm.serving.chunks import ChunkWriter, chunk_stream, collect_for
-from jaxllm.serving.generation import Choice, note_version
+from jaxllm.serving.call import Call, open_call
+from jaxllm.serving.chunks import ChunkWriter, Gaining, chunk_stream, collect_for
+from jaxllm.serving.generation import Choice, Usage, note_version
 from jaxllm.serving.http.answers import DONE, json_response, returns
 from jaxllm.serving.http.errors import ErrorResponse
 from jaxllm.serving.http.request_model import ignored_fields
 from jaxllm.serving.http.route import JSONRoute
-from jaxllm.serving.openai.chat_request import ChatRequest
-from jaxllm.serving.openai.chat_response import (
+from jaxllm.serving.http.streaming import until_disconnect
+from jaxllm.serving.mcp.execution import Ended, Execution, Happening, ToolRun, asked_tools, injected_tools
+from jaxllm.serving.openai.answers import ChatLogprobs, chat_logprobs, prompt_logprobs, timings, weight_spans
+from jaxllm.serving.openai.chat_types import (
     CalledFunction,
     ChatChoice,
     ChatChunkChoice,
@@ -29,19 +34,18 @@ from jaxllm.serving.openai.chat_response import (
     ChatCompletionChunk,
     ChatDelta,
     ChatMessage,
+    ChatRequest,
     FunctionDelta,
     MadeToolCall,
+    MCPCall,
+    MCPCallDelta,
     RenderedPrompt,
     ToolCallDelta,
 )
-from jaxllm.serving.openai.chat_tools import execute, tools_for
 from jaxllm.serving.openai.kv_transfer import kv_transfer_answer
-from jaxllm.serving.openai.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs
-from jaxllm.serving.openai.timings import timings
-from jaxllm.serving.openai.usage import chunk_usage, stream_options, usage_object
-from jaxllm.serving.openai.weight_spans import weight_spans
-from jaxllm.serving.registry import leased
+from jaxllm.serving.openai.sampling import chunk_usage, stream_options, usage_object
 from jaxllm.serving.reply import Reply, begin_reply
+from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 
 router = APIRouter(route_class=JSONRoute, tags=["chat"])
@@ -52,18 +56,16 @@ router = APIRouter(route_class=JSONRoute, tags=["chat"])
 )
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Continue a conversation."""
-    state: ServerState = request.app.state.server
-    lease = await leased(request, body.model, keep_alive=body.keep_alive, stream=body.stream)
+    call = await open_call(request, body.model, keep_alive=body.keep_alive, stream=body.stream)
+    state = call.state
     labels = body.take_labels(request.headers)
     with naming(body.own_names()):
-        conversation = body.conversation(await tools_for(state, lease.model, body))
+        conversation = body.conversation(await _tools(state, call.model, body))
         if body.executes:
-            return await execute(state, lease, body, conversation, request, labels)
-        reply = await begin_reply(state, lease, conversation, body.generation_settings(), prefix="chatcmpl-")
+            return await _execute(call, body, conversation, request, labels)
+        reply = await begin_reply(call, conversation, body.generation_settings(), prefix="chatcmpl-")
     if body.stream:
-        return chunk_stream(
-            reply.generation, ChatWriter(reply, body, state.config), state.config.sse_keep_alive, labels
-        )
+        return await chunk_stream(call, reply.generation, ChatWriter(reply, body, state.config), labels)
     choices = await collect_for(request, reply.generation)
     first = choices[0].prompt_logprobs
     scored = UNSET if first is None else await state.offload(prompt_logprobs, first, reply.token_text)
@@ -87,10 +89,10 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
 @router.post("/chat/completions/render", responses=returns(RenderedPrompt))
 async def render_chat_completion(body: ChatRequest, request: Request) -> Response:
     """The prompt that /chat/completions would give the model, as text and token ids; nothing is generated."""
-    state: ServerState = request.app.state.server
-    model = (await leased(request, body.model, keep_alive=body.keep_alive)).model
+    call = await open_call(request, body.model, keep_alive=body.keep_alive)
+    state, model = call.state, call.model
     with naming(body.own_names()):
-        conversation = body.conversation(await tools_for(state, model, body))
+        conversation = body.conversation(await _tools(state, model, body))
         rendered = await state.prepare(render, model, conversation)
     return json_response(
         RenderedPrompt(
@@ -100,6 +102,13 @@ async def render_chat_completion(body: ChatRequest, request: Request) -> Respons
             max_model_len=model.engine.info.max_model_len,
         )
     )
+
+
+async def _tools(state: ServerState, model: ServedModel, body: ChatRequest) -> list[Tool]:
+    """The MCP servers' tools, for a request that asks for them, or says nothing of tools."""
+    if body.mcp is not None:
+        return await asked_tools(state, model, body.mcp.allowed_tools, Field("mcp"))
+    return await injected_tools(state, model) if body.takes_tools else []
 
 
 def _choice(reply: Reply, body: ChatRequest, choice: Choice) -> ChatChoice:
@@ -135,24 +144,51 @@ def _logprobs(reply: Reply, body: ChatRequest, steps: Sequence[Step]) -> ChatLog
     )
 
 
-class ChatWriter(ChunkWriter[TokenDelta]):
-    """Chunks of a chat stream: the role, then the answer, then the finish reason alone, then the usage if asked for."""
+class _Writer(ChunkWriter[Gaining]):
+    """Chunks of a chat stream, all with what `reply` says of the answer; the usage comes last, if asked for."""
 
-    def __init__(self, reply: Reply, body: ChatRequest, config: ServerConfig):
+    def __init__(self, reply: Reply, body: ChatRequest, config: ServerConfig, usage: Callable[[], Usage]):
         self._reply = reply
         self._body = body
-        self._generation = reply.generation
         self._options = stream_options(body.stream_options, config)
-        self._pending: list[list[Step]] = [[] for _ in range(reply.generation.num_choices)]
-        self._pending_ids: list[list[int]] = [[] for _ in range(reply.generation.num_choices)]
-        self._versions: list[list[WeightVersionSpan]] = [[] for _ in range(reply.generation.num_choices)]
-        self._thoughts = ["" for _ in range(reply.generation.num_choices)]
+        self._usage = usage
+
+    def last(self) -> Iterator[ChatCompletionChunk]:
+        if self._options.include_usage:
+            chunk = self._chunk()
+            chunk.usage = usage_object(self._usage())
+            yield chunk
+
+    def _chunk(self, *choices: ChatChunkChoice) -> ChatCompletionChunk:
+        chunk = ChatCompletionChunk(
+            id=self._reply.generation.id,
+            created=self._reply.generation.created,
+            model=self._reply.name,
+            system_fingerprint=self._reply.system_fingerprint,
+            choices=list(choices),
+        )
+        if self._body.timings_per_token:
+            chunk.timings = timings(self._usage(), self._reply.generation.phases())
+        chunk.usage = chunk_usage(self._options, self._usage)
+        return chunk
+
+
+class ChatWriter(_Writer[TokenDelta]):
+    """Chunks of the role, of the answer, and of the finish reason alone."""
+
+    def __init__(self, reply: Reply, body: ChatRequest, config: ServerConfig):
+        super().__init__(reply, body, config, reply.usage)
+        self._num_choices = reply.generation.num_choices
+        self._pending: list[list[Step]] = [[] for _ in range(self._num_choices)]
+        self._pending_ids: list[list[int]] = [[] for _ in range(self._num_choices)]
+        self._versions: list[list[WeightVersionSpan]] = [[] for _ in range(self._num_choices)]
+        self._thoughts = [""] * self._num_choices
         """Reasoning that is sent once it has ended, for clients that ask for that."""
 
     def first(self) -> Iterator[ChatCompletionChunk]:
         echoed = self._body.echoed
         opening = None if self._reply.must_call else ""
-        for index in range(self._generation.num_choices):
+        for index in range(self._num_choices):
             chunk = self._chunk(ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=opening)))
             if index == 0:
                 chunk.warnings = ignored_fields.get() or UNSET
@@ -178,7 +214,7 @@ class ChatWriter(ChunkWriter[TokenDelta]):
             yield self._chunk(choice)
 
     def _shown(self, index: int, piece: Piece) -> Iterator[Event]:
-        """What is sent now of what the piece means: reasoning as the client wants to have it."""
+        """The events that are sent now, reasoning as the client wants to have it."""
         for event in piece.events:
             if not isinstance(event, Reasoning):
                 yield from self._ended_thoughts(index)
@@ -195,27 +231,7 @@ class ChatWriter(ChunkWriter[TokenDelta]):
             yield Reasoning(self._thoughts[index])
             self._thoughts[index] = ""
 
-    def last(self) -> Iterator[ChatCompletionChunk]:
-        if self._options.include_usage:
-            chunk = self._chunk()
-            chunk.usage = usage_object(self._reply.usage())
-            yield chunk
-
-    def _chunk(self, *choices: ChatChunkChoice) -> ChatCompletionChunk:
-        chunk = ChatCompletionChunk(
-            id=self._generation.id,
-            created=self._generation.created,
-            model=self._reply.name,
-            system_fingerprint=self._reply.system_fingerprint,
-            choices=list(choices),
-        )
-        if self._body.timings_per_token:
-            chunk.timings = timings(self._reply.usage(), self._generation.phases())
-        chunk.usage = chunk_usage(self._options, self._reply.usage)
-        return chunk
-
     def _filled(self, choice: ChatChunkChoice) -> ChatChunkChoice:
-        """The choice with the log-probabilities and ids that waited for it."""
         steps, self._pending[choice.index] = self._pending[choice.index], []
         if steps:
             choice.logprobs = _logprobs(self._reply, self._body, steps)
@@ -236,3 +252,99 @@ def _delta(event: Event) -> ChatDelta:
             return ChatDelta(content=None, tool_calls=[call])
         case ToolArguments(index=index, text=text):
             return ChatDelta(tool_calls=[ToolCallDelta(index=index, function=FunctionDelta(arguments=text))])
+
+
+async def _execute(
+    call: Call, body: ChatRequest, conversation: Conversation, request: Request, labels: dict[str, str]
+) -> Response:
+    """The answer, once the model calls no more tools; a client that goes away ends the tool that runs."""
+    assert body.mcp is not None
+    config = call.state.config
+    settings = body.generation_settings()
+    reply = await begin_reply(call, conversation, settings, prefix="chatcmpl-")
+    execution = Execution(
+        call,
+        reply,
+        conversation,
+        settings,
+        max_turns=min(config.mcp_max_turns, body.mcp.max_turns or config.mcp_max_turns),
+        max_calls=min(config.mcp_max_calls, body.mcp.max_calls or config.mcp_max_calls),
+    )
+    if body.stream:
+        writer = ExecutionWriter(reply, body, config, execution.usage)
+        return await chunk_stream(call, execution, writer, labels)
+    async with execution:
+        choice = await until_disconnect(request.receive, _collected(execution, body))
+    completion = ChatCompletion(
+        id=execution.id,
+        created=reply.generation.created,
+        model=reply.name,
+        system_fingerprint=reply.system_fingerprint,
+        choices=[choice],
+        usage=usage_object(execution.usage()),
+        conversation_id=body.conversation_id or UNSET,
+        resource_id=body.resource_id or UNSET,
+    )
+    return json_response(completion, request_id=execution.id, headers=labels)
+
+
+async def _collected(execution: Execution, body: ChatRequest) -> ChatChoice:
+    content, reasoning = "", ""
+    calls: dict[int, MCPCall] = {}
+    ended = Ended("abort")
+    async for happenings in execution.arrivals():
+        for _, happening in happenings:
+            match happening:
+                case Content(text=text):
+                    content += text
+                case Reasoning(text=text):
+                    reasoning += text
+                case ToolRun(index=index):
+                    calls[index] = MCPCall(**_call(happening))
+                case Ended():
+                    ended = happening
+    thought = reasoning if reasoning and body.include_reasoning else UNSET
+    message = ChatMessage(
+        content=content, reasoning=thought, reasoning_content=thought, mcp_calls=[calls[at] for at in sorted(calls)]
+    )
+    return ChatChoice(
+        index=0, message=message, logprobs=None, finish_reason=ended.finish_reason, stop_reason=ended.stop_reason
+    )
+
+
+class ExecutionWriter(_Writer[Happening]):
+    """Chunks of the role, of texts as they come, of each call as it begins and as it ends, and of the end."""
+
+    def first(self) -> Iterator[ChatCompletionChunk]:
+        chunk = self._of(ChatDelta(role="assistant", content=""))
+        chunk.warnings = ignored_fields.get() or UNSET
+        yield chunk
+
+    def chunks(self, index: int, delta: Happening) -> Iterator[ChatCompletionChunk]:
+        match delta:
+            case Reasoning() if not self._body.include_reasoning:
+                return
+            case Content() | Reasoning():
+                yield self._of(_delta(delta))
+            case ToolRun():
+                yield self._of(ChatDelta(mcp_calls=[MCPCallDelta(index=delta.index, **_call(delta))]))
+            case Ended():
+                chunk = self._of(ChatDelta())
+                choice = chunk.choices[0]
+                choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+                yield chunk
+
+    def _of(self, delta: ChatDelta) -> ChatCompletionChunk:
+        return self._chunk(ChatChunkChoice(index=0, delta=delta))
+
+
+def _call(run: ToolRun) -> dict[str, Any]:
+    return {
+        "id": run.call.id,
+        "name": run.call.name,
+        "server_label": run.server,
+        "arguments": run.call.arguments,
+        "status": run.status,
+        "output": None if run.result is None else run.result.text,
+        "error": None if run.result is None else run.result.error,
+    }

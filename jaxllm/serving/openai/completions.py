@@ -2,33 +2,157 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
+import msgspec
 from fastapi import APIRouter, Request, Response
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
+from pydantic import Field, field_validator, model_validator
 
 from jaxllm.chat.constraint import compiled
 from jaxllm.chat.parser import Step
 from jaxllm.chat.prompt import Prompt, fitted, sampling_params, with_completion_markers
-from jaxllm.config.server import ServerConfig
 from jaxllm.engine.messages import TokenDelta
-from jaxllm.errors import Field
+from jaxllm.errors import Field as Place
 from jaxllm.requests.outputs import PromptScores, WeightVersionSpan
+from jaxllm.requests.sampling import MAX_LOGPROBS
+from jaxllm.serving.call import Call, open_call
 from jaxllm.serving.chunks import ChunkWriter, chunk_stream, collect_for
 from jaxllm.serving.generation import Choice, Generation, GenerationSettings, note_version
 from jaxllm.serving.http.answers import DONE, json_response, returns
 from jaxllm.serving.http.errors import ErrorResponse
-from jaxllm.serving.http.request_model import ignored_fields
+from jaxllm.serving.http.request_model import are_integers, ignored_fields, refuse
 from jaxllm.serving.http.route import JSONRoute
-from jaxllm.serving.openai.completion_types import Completion, CompletionChoice, CompletionRequest
-from jaxllm.serving.openai.kv_transfer import kv_transfer_answer
-from jaxllm.serving.openai.logprobs import CompletionLogprobs, CompletionLogprobsBuilder, prompt_logprobs, token_number
-from jaxllm.serving.openai.timings import timings
-from jaxllm.serving.openai.usage import chunk_usage, stream_options, usage_object
-from jaxllm.serving.openai.weight_spans import weight_spans
-from jaxllm.serving.registry import leased
+from jaxllm.serving.openai.answers import (
+    CompletionLogprobs,
+    CompletionLogprobsBuilder,
+    PromptLogprobs,
+    Timings,
+    WeightSpan,
+    prompt_logprobs,
+    timings,
+    token_number,
+    weight_spans,
+)
+from jaxllm.serving.openai.kv_transfer import KVTransferAnswer, kv_transfer_answer
+from jaxllm.serving.openai.sampling import (
+    NO_LIMIT,
+    UNSUPPORTED_SAMPLING,
+    CompletionUsage,
+    GenerationRequest,
+    chunk_usage,
+    stream_options,
+    usage_object,
+)
 from jaxllm.serving.served_model import ServedModel
-from jaxllm.serving.state import ServerState
+
+DEFAULT_MAX_TOKENS = 16
+MAX_CHOICES = 1024
+
+
+class CompletionRequest(GenerationRequest):
+    unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_SAMPLING | {"suffix"}
+    path: ClassVar[str] = "/v1/completions"
+    called_here: ClassVar[Mapping[str, str]] = {
+        "max_output_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "input": "prompt",
+        "stop_sequences": "stop", "top_logprobs": "logprobs", "text": "response_format",
+    }  # fmt: skip
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    """One prompt as text or token ids, or a list of either."""
+    echo: bool = False
+    """Begin each choice with its prompt."""
+    logprobs: int | None = Field(default=None, ge=-1, le=MAX_LOGPROBS)
+    """Log-probabilities of this many most likely tokens besides the chosen one's; with echo, of the prompt's too."""
+    max_tokens: int = Field(default=DEFAULT_MAX_TOKENS, ge=NO_LIMIT)
+    """Upper bound on generated tokens; 0 only together with echo, to score a prompt; -1 is what the context leaves."""
+    add_special_tokens: bool = True
+    """Add the tokenizer's special tokens, such as the one that begins a sequence, to text prompts."""
+
+    @field_validator("prompt", mode="wrap")
+    @classmethod
+    def _one_kind(cls, value: Any, validate: Any) -> Any:
+        """Lists of ids are checked here: they may be long, and pydantic would try every branch on every element."""
+        if isinstance(value, list):
+            if not value:
+                raise refuse("prompt is an empty list; it must have at least one entry")
+            if are_integers(value) or all(isinstance(entry, list) and entry and are_integers(entry) for entry in value):
+                return value
+            if not all(isinstance(entry, str) for entry in value):
+                raise refuse("prompt must be a string, a list of strings, of token ids, or of lists of token ids")
+            return value
+        return validate(value)
+
+    @model_validator(mode="after")
+    def _completion_fields(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise refuse("max_tokens is 0; it must be 1 or more, or 0 together with echo", "max_tokens")
+        if self.logprob_token_ids and self.logprobs is None:
+            raise refuse("logprob_token_ids needs logprobs, which may be 0", "logprob_token_ids")
+        choices = len(self.prompts) * self.num_generated
+        if choices > MAX_CHOICES:
+            raise refuse(
+                f"prompt has {len(self.prompts)} entries with {self.num_generated} choices each; "
+                f"at most {MAX_CHOICES} choices",
+                "prompt",
+            )
+        return self
+
+    def generation_settings(self) -> GenerationSettings:
+        unbounded = self.max_tokens == NO_LIMIT
+        return self.settings(
+            max_tokens=max(self.max_tokens, 1) if "max_tokens" in self.model_fields_set and not unbounded else None,
+            default_max_tokens=None if unbounded else DEFAULT_MAX_TOKENS,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs_count,
+        )
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return self.prompt  # type: ignore[return-value]
+
+    @property
+    def prompt_logprobs_count(self) -> int | None:
+        """The number that the engine must compute, for the field and for an echo with logprobs."""
+        echoed = self.logprobs if self.echo else None
+        if self.prompt_logprobs is None or echoed is None:
+            return echoed if self.prompt_logprobs is None else self.prompt_logprobs
+        return -1 if -1 in (self.prompt_logprobs, echoed) else max(self.prompt_logprobs, echoed)
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    weight_versions: list[WeightSpan] | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    """A whole response, or one chunk of a stream (whose usage may be absent or null)."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: CompletionUsage | UnsetType | None = UNSET
+    timings: Timings | UnsetType = UNSET
+    kv_transfer_params: KVTransferAnswer | UnsetType = UNSET
+    conversation_id: str | UnsetType = UNSET
+    resource_id: str | UnsetType = UNSET
+    warnings: list[str] | UnsetType = UNSET
+
 
 router = APIRouter(route_class=JSONRoute, tags=["completions"])
 
@@ -36,23 +160,21 @@ router = APIRouter(route_class=JSONRoute, tags=["completions"])
 @router.post("/completions", responses=returns(Completion, events=(Completion, ErrorResponse), done=DONE))
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continue one or several prompts."""
-    state: ServerState = request.app.state.server
-    lease = await leased(request, body.model, keep_alive=body.keep_alive, stream=body.stream)
-    model = lease.model
+    call = await open_call(request, body.model, keep_alive=body.keep_alive, stream=body.stream)
+    state, model = call.state, call.model
     model.check_accepting()
     labels = body.take_labels(request.headers)
     settings = body.generation_settings()
     field = body.constraint_field
     if field is not None:
-        await state.offload_grammar(lambda: compiled(body.constraint(), Field(field)))
+        await state.offload_grammar(lambda: compiled(body.constraint(), Place(field)))
     prompts = await state.offload(completion_prompts, model, body, settings)
-    generation = Generation(lease, prompts, settings, "cmpl-", prompt_only=body.max_tokens == 0)
-    shaper = ChoiceShaper(body, generation, lease.name, model)
+    generation = Generation(call, prompts, settings, "cmpl-", prompt_only=body.max_tokens == 0)
+    writer = CompletionWriter(body, generation, call)
     if body.stream:
-        writer = CompletionWriter(body, generation, shaper, state.config)
-        return chunk_stream(generation, writer, state.config.sse_keep_alive, labels)
+        return await chunk_stream(call, generation, writer, labels)
     choices = await collect_for(request, generation)
-    completion = shaper.completion(await state.offload(lambda: [shaper.whole(choice) for choice in choices]))
+    completion = writer.completion(await state.offload(lambda: [writer.whole(choice) for choice in choices]))
     completion.usage = usage_object(generation.usage())
     completion.kv_transfer_params = kv_transfer_answer(generation)
     completion.conversation_id = body.conversation_id or UNSET
@@ -65,18 +187,12 @@ def completion_prompts(model: ServedModel, body: CompletionRequest, settings: Ge
     params = sampling_params(model, settings, structured_outputs=body.constraint())
     prompts = []
     for prompt in body.prompts:
-        token_ids = (
-            prompt
-            if isinstance(prompt, list)
-            else model.encode(
-                prompt,
-                Field("prompt"),
-                add_special_tokens=body.add_special_tokens,
-                may_be_cut=body.truncate_prompt_tokens is not None,
-            )
-        )
+        token_ids = prompt
+        if isinstance(prompt, str):
+            may_be_cut, special = body.truncate_prompt_tokens is not None, body.add_special_tokens
+            token_ids = model.encode(prompt, Place("prompt"), add_special_tokens=special, may_be_cut=may_be_cut)
         own = with_completion_markers(model, params, token_ids)
-        ready = fitted(model, token_ids, own, settings, Field("prompt"))
+        ready = fitted(model, token_ids, own, settings, Place("prompt"))
         if body.echo and model.engine.tokenizer is not None:  # else all texts are empty
             if isinstance(prompt, str) and len(ready.token_ids) == len(token_ids):
                 ready.text = prompt
@@ -87,28 +203,33 @@ def completion_prompts(model: ServedModel, body: CompletionRequest, settings: Ge
     return prompts
 
 
-class ChoiceShaper:
-    """Shapes text and log-probabilities of each choice, with its prompt in front when echoed.
+class CompletionWriter(ChunkWriter[TokenDelta]):
+    """A whole completion, or the chunks of its stream, with its prompt in front of each choice when echoed.
 
-    `name` is what the client calls the model.
+    The last chunk of a choice carries its finish reason.
     """
 
-    def __init__(self, body: CompletionRequest, generation: Generation, name: str, model: ServedModel):
+    def __init__(self, body: CompletionRequest, generation: Generation, call: Call):
         self._body = body
         self._generation = generation
-        self._name = name
-        self._fingerprint = model.system_fingerprint
-        self._token_text = token_number if body.return_tokens_as_token_ids else model.token_text
+        self._call = call
+        self._options = stream_options(body.stream_options, call.state.config)
         self._builders = None
         if body.logprobs is not None:
             returned = len(generation.prompts) * body.n
-            self._builders = [self._builder(model, body.logprobs, index) for index in range(returned)]
+            self._builders = [self._builder(call.model, body.logprobs, index) for index in range(returned)]
+        self._to_echo = set(range(generation.num_choices)) if body.echo else set()
+        self._pending: list[list[Step | None]] = [[] for _ in range(generation.num_choices)]
+        self._pending_ids: list[list[int]] = [[] for _ in range(generation.num_choices)]
+        self._versions: list[list[WeightVersionSpan]] = [[] for _ in range(generation.num_choices)]
+        self._begun: set[int] = set()
+        self._warnings = ignored_fields.get() or UNSET
 
     def _builder(self, model: ServedModel, count: int, index: int) -> CompletionLogprobsBuilder:
-        prompt, special = self.prompt(index), model.special_token_ids
+        prompt, special = self._prompt(index), model.special_token_ids
         return CompletionLogprobsBuilder(
-            count + len(self._body.logprob_token_ids or ()),
-            model.token_bytes,
+            count=count + len(self._body.logprob_token_ids or ()),
+            token_bytes=model.token_bytes,
             by_number=self._body.return_tokens_as_token_ids,
             special=special,
             hidden=special if prompt.params.skip_special_tokens else (),
@@ -118,69 +239,42 @@ class ChoiceShaper:
 
     def completion(self, choices: list[CompletionChoice]) -> Completion:
         """The response, or one chunk of it, around its choices."""
+        generation, timed = self._generation, self._body.timings_per_token
         return Completion(
-            id=self._generation.id,
-            created=self._generation.created,
-            model=self._name,
-            system_fingerprint=self._fingerprint,
+            id=generation.id,
+            created=generation.created,
+            model=self._call.name,
+            system_fingerprint=self._call.model.system_fingerprint,
             choices=choices,
-            timings=timings(self._generation.usage(), self._generation.phases())
-            if self._body.timings_per_token
-            else UNSET,
+            timings=timings(generation.usage(), generation.phases()) if timed else UNSET,
         )
 
     def whole(self, choice: Choice) -> CompletionChoice:
-        echo = self._body.echo
+        """A choice with all that it has gained."""
+        body, prompt, scores = self._body, self._prompt(choice.index), choice.prompt_logprobs
+        steps = [*_steps(scores), *choice.logprobs] if body.echo else choice.logprobs
         shaped = CompletionChoice(
             index=choice.index,
-            text=self.echo_text(choice.index) + choice.text if echo else choice.text,
-            logprobs=self.logprobs(
-                choice.index, [*_steps(choice.prompt_logprobs), *choice.logprobs] if echo else choice.logprobs
-            ),
+            text=prompt.text + choice.text if body.echo else choice.text,
+            logprobs=self._logprobs(choice.index, steps),
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
         )
-        if self._body.prompt_logprobs is not None and choice.prompt_logprobs is not None:
-            shaped.prompt_logprobs = prompt_logprobs(choice.prompt_logprobs, self._token_text)
-        if self._body.return_token_ids:
-            shaped.token_ids, shaped.prompt_token_ids = choice.token_ids, self.prompt(choice.index).token_ids
-        if self._body.return_weight_versions:
+        if body.prompt_logprobs is not None and scores is not None:
+            token_text = token_number if body.return_tokens_as_token_ids else self._call.model.token_text
+            shaped.prompt_logprobs = prompt_logprobs(scores, token_text)
+        if body.return_token_ids:
+            shaped.token_ids, shaped.prompt_token_ids = choice.token_ids, prompt.token_ids
+        if body.return_weight_versions:
             shaped.weight_versions = weight_spans(choice.weight_versions)
         return shaped
-
-    def prompt(self, index: int) -> Prompt:
-        """The prompt of a returned choice."""
-        return self._generation.prompts[index // self._body.n]
-
-    def echo_text(self, index: int) -> str:
-        return self.prompt(index).text
-
-    def logprobs(self, index: int, steps: Sequence[Step | None]) -> CompletionLogprobs | None:
-        return None if self._builders is None else self._builders[index].build(steps)
-
-
-class CompletionWriter(ChunkWriter[TokenDelta]):
-    """Chunks of a completion stream; the last of a choice carries its finish reason."""
-
-    def __init__(self, body: CompletionRequest, generation: Generation, shaper: ChoiceShaper, config: ServerConfig):
-        self._generation = generation
-        self._shaper = shaper
-        self._options = stream_options(body.stream_options, config)
-        self._to_echo = set(range(generation.num_choices)) if body.echo else set()
-        self._pending: list[list[Step | None]] = [[] for _ in range(generation.num_choices)]
-        self._pending_ids: list[list[int]] = [[] for _ in range(generation.num_choices)]
-        self._with_ids = body.return_token_ids
-        self._with_versions = body.return_weight_versions
-        self._versions: list[list[WeightVersionSpan]] = [[] for _ in range(generation.num_choices)]
-        self._begun: set[int] = set()
-        self._warnings = ignored_fields.get() or UNSET
 
     def chunks(self, index: int, delta: TokenDelta) -> Iterator[Completion]:
         """Log-probabilities of tokens whose text is still held back wait for the chunk that shows it."""
         text = delta.text
         if index in self._to_echo:
             self._to_echo.discard(index)
-            text = self._shaper.echo_text(index) + text
+            text = self._prompt(index).text + text
             self._pending[index] += _steps(delta.prompt_logprobs)
         self._pending[index] += delta.logprobs or []
         self._pending_ids[index] += delta.token_ids
@@ -190,16 +284,16 @@ class CompletionWriter(ChunkWriter[TokenDelta]):
             choice = CompletionChoice(
                 index=index,
                 text=text,
-                logprobs=self._shaper.logprobs(index, steps) if steps else None,
+                logprobs=self._logprobs(index, steps) if steps else None,
                 finish_reason=delta.finish_reason,
                 stop_reason=UNSET if delta.finish_reason is None else delta.stop_reason,
             )
-            if self._with_ids:
+            if self._body.return_token_ids:
                 choice.token_ids, self._pending_ids[index] = self._pending_ids[index], []
                 if index not in self._begun:
                     self._begun.add(index)
-                    choice.prompt_token_ids = self._shaper.prompt(index).token_ids
-            if self._with_versions and delta.finish_reason is not None:
+                    choice.prompt_token_ids = self._prompt(index).token_ids
+            if self._body.return_weight_versions and delta.finish_reason is not None:
                 choice.weight_versions = weight_spans(self._versions[index])
             yield self._chunk(choice)
 
@@ -210,10 +304,16 @@ class CompletionWriter(ChunkWriter[TokenDelta]):
             yield chunk
 
     def _chunk(self, *choices: CompletionChoice) -> Completion:
-        chunk = self._shaper.completion(list(choices))
+        chunk = self.completion(list(choices))
         chunk.warnings, self._warnings = self._warnings, UNSET
         chunk.usage = chunk_usage(self._options, self._generation.usage)
         return chunk
+
+    def _prompt(self, index: int) -> Prompt:
+        return self._generation.prompts[index // self._body.n]
+
+    def _logprobs(self, index: int, steps: Sequence[Step | None]) -> CompletionLogprobs | None:
+        return None if self._builders is None else self._builders[index].build(steps)
 
 
 def _steps(scores: PromptScores | None) -> Iterable[Step | None]:

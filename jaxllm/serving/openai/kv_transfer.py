@@ -63,7 +63,7 @@ class KVTransferParams(RequestModel):
 
 
 class KVTransferAnswer(msgspec.Struct, kw_only=True):
-    """What the server that goes on needs, as its request's kv_transfer_params."""
+    """The kv_transfer_params of the request to the server that goes on."""
 
     do_remote_prefill: bool = True
     do_remote_decode: bool = False

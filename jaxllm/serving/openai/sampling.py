@@ -1,12 +1,14 @@
-"""The fields of requests that generate: sampling, stops, log-probabilities, scheduling."""
+"""The fields of requests that generate: sampling, stops, log-probabilities, scheduling; and the tokens they used."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
+import msgspec
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
+from jaxllm.config.server import ServerConfig
 from jaxllm.engine.doors.beams import MAX_BEAM_WIDTH, BeamSearchParams
 from jaxllm.requests.sampling import (
     INT32_MAX,
@@ -19,11 +21,20 @@ from jaxllm.requests.sampling import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
+from jaxllm.serving import generation
 from jaxllm.serving.generation import GenerationSettings
-from jaxllm.serving.http.request_model import MAX_LABEL_LENGTH, KeepAliveFields, Label, RequestModel, refuse
+from jaxllm.serving.http.request_model import (
+    MAX_LABEL_LENGTH,
+    KeepAliveFields,
+    Label,
+    RequestModel,
+    Rule,
+    check_equal,
+    check_rules,
+    refuse,
+)
 from jaxllm.serving.openai.kv_transfer import KVTransferParams
 from jaxllm.serving.openai.structured import StructuredFields
-from jaxllm.serving.openai.usage import StreamOptions
 from jaxllm.wording import shown
 
 UNSUPPORTED_SAMPLING = frozenset({
@@ -39,14 +50,6 @@ MAX_ADAPTERS = 256
 """Of one request, or one setting of scales."""
 MAX_SCALE = 1e6
 """Of an adapter: no more than what shows that a number was not meant."""
-
-_NEUTRAL_IN_BEAMS: dict[str, tuple[Any, ...]] = {
-    "temperature": (0, 1), "top_p": (1,), "top_k": (-1, 0), "min_p": (0,), "presence_penalty": (0,),
-    "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},), "allowed_token_ids": (),
-    "bad_words": ([],), "logprob_token_ids": (), "stop": ([],), "stop_token_ids": ([],), "min_tokens": (0,),
-    "include_stop_str_in_output": (False,), "no_stop_trim": (False,), "max_thinking_tokens": (),
-}  # fmt: skip
-"""Fields that a search for the most likely text cannot honour, and the values that ask nothing of it."""
 
 
 def _at_most(limit: int) -> BeforeValidator:
@@ -125,13 +128,8 @@ class SamplingFields(RequestModel):
 
     @model_validator(mode="after")
     def _one_thinking_budget(self) -> Self:
-        budget, own = self.thinking_token_budget, self.max_thinking_tokens
-        if budget is not None and own is not None and budget != own:
-            raise refuse(
-                f"thinking_token_budget is {budget} and max_thinking_tokens is {own}: they are one setting, "
-                "give one of them",
-                "thinking_token_budget",
-            )
+        budget = self.thinking_token_budget
+        check_equal("thinking_token_budget", budget, "max_thinking_tokens", self.max_thinking_tokens)
         if budget is not None and budget >= 0:
             self.max_thinking_tokens = budget
         return self
@@ -154,6 +152,35 @@ class AdapterScale(RequestModel):
 def adapter_scales(given: Sequence[AdapterScale]) -> dict[int, float]:
     """Scales by number; of one that is there several times the last one, as in llama.cpp."""
     return {one.id: one.scale for one in given}
+
+
+class StreamOptions(RequestModel):
+    include_usage: bool = False
+    """Send a last chunk with the usage and no choices."""
+    continuous_usage_stats: bool = False
+    """Send the usage so far with every chunk."""
+
+
+_RULES = (
+    Rule(lambda body: not body.stream, {"stream_options": (StreamOptions(),)}, "needs stream to be true"),
+    Rule(lambda body: body.stream, {"prompt_logprobs": ()}, "is not available in a stream"),
+    Rule(lambda body: body.stream, {"use_beam_search": (False,)}, "is not available in a stream"),
+    Rule(
+        lambda body: body.use_beam_search,
+        {
+            "temperature": (0, 1), "top_p": (1,), "top_k": (-1, 0), "min_p": (0,), "presence_penalty": (0,),
+            "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},), "allowed_token_ids": (),
+            "bad_words": ([],), "logprob_token_ids": (), "stop": ([],), "stop_token_ids": ([],), "min_tokens": (0,),
+            "include_stop_str_in_output": (False,), "no_stop_trim": (False,), "max_thinking_tokens": (),
+        },
+        "is not available with use_beam_search",
+    ),
+    Rule(
+        lambda body: not body.use_beam_search,
+        {"length_penalty": (), "early_stopping": ()},
+        "needs use_beam_search to be true",
+    ),
+)  # fmt: skip
 
 
 class GenerationRequest(SamplingFields, StructuredFields, KeepAliveFields):
@@ -244,20 +271,11 @@ class GenerationRequest(SamplingFields, StructuredFields, KeepAliveFields):
 
     @model_validator(mode="after")
     def _stream_fields(self) -> GenerationRequest:
-        if self.stream_options is not None and self.stream_options.asks and not self.stream:
-            raise refuse("stream_options needs stream to be true", "stream_options")
-        if self.prompt_logprobs is not None and self.stream:
-            raise refuse("prompt_logprobs is not available in a stream", "prompt_logprobs")
+        check_rules(self, _RULES)
         if self.truncate_prompt_tokens == 0:
             raise refuse("truncate_prompt_tokens is 0; it must be -1, or 1 or more", "truncate_prompt_tokens")
         if self.use_beam_search:
             self._check_beams()
-        else:
-            alone = next(
-                (name for name in ("length_penalty", "early_stopping") if getattr(self, name) is not None), None
-            )
-            if alone is not None:
-                raise refuse(f"{alone} needs use_beam_search to be true", alone)
         if self.num_generated < self.n:
             raise refuse(f"best_of is {self.best_of} and n is {self.n}; best_of must be at least n", "best_of")
         if self.stream and self.num_generated > self.n:
@@ -278,14 +296,9 @@ class GenerationRequest(SamplingFields, StructuredFields, KeepAliveFields):
             raise refuse(f"{name} is {self.num_generated}; with kv_transfer_params.do_remote_decode it must be 1", name)
 
     def _check_beams(self) -> None:
-        if self.stream:
-            raise refuse("use_beam_search is not available in a stream", "use_beam_search")
         if self.num_generated > MAX_BEAM_WIDTH:
             name = "n" if self.best_of is None else "best_of"
             raise refuse(f"{name} is {self.num_generated}; with beam search it may be {MAX_BEAM_WIDTH}", name)
-        for name, neutral in _NEUTRAL_IN_BEAMS.items():
-            if getattr(self, name) not in (None, *neutral):
-                raise refuse(f"{name} is not available with use_beam_search", name)
         if self.constraint_field is not None:
             raise refuse(f"{self.constraint_field} is not available with use_beam_search", self.constraint_field)
 
@@ -307,7 +320,7 @@ class GenerationRequest(SamplingFields, StructuredFields, KeepAliveFields):
         return self.n if self.best_of is None else self.best_of
 
     def settings(self, **own: Any) -> GenerationSettings:
-        """What is asked of generating; `own` are the fields in which chat and text completions differ."""
+        """The settings of a generation; `own` are the fields in which chat and text completions differ."""
         beams, sampling = None, self.sampling()
         if self.use_beam_search:
             beams = BeamSearchParams(
@@ -338,3 +351,51 @@ _SAMPLING_FIELDS = (
     "allowed_token_ids", "bad_words", "skip_special_tokens", "logprob_token_ids",
     "max_thinking_tokens",
 )  # fmt: skip
+
+
+def stream_options(asked: StreamOptions | None, config: ServerConfig) -> StreamOptions:
+    """What a stream tells besides: what was asked for, or all of it where the server always sends the usage."""
+    if config.enable_force_include_usage:
+        return StreamOptions(include_usage=True, continuous_usage_stats=True)
+    return asked or StreamOptions()
+
+
+def chunk_usage(
+    options: StreamOptions, usage: Callable[[], generation.Usage]
+) -> CompletionUsage | msgspec.UnsetType | None:
+    """What every chunk but the last says of the usage: what it is so far, that it comes later, or nothing."""
+    if options.continuous_usage_stats:
+        return usage_object(usage())
+    return None if options.include_usage else msgspec.UNSET
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    """Tokens tried ahead that were what the model chose: of a prediction, or from wherever else the engine drafts."""
+    rejected_prediction_tokens: int = 0
+    """Those that were not. They are no part of completion_tokens."""
+
+
+class CompletionUsage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+def usage_object(usage: generation.Usage) -> CompletionUsage:
+    return CompletionUsage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(usage.cached_tokens),
+        completion_tokens_details=CompletionTokensDetails(
+            usage.reasoning_tokens, usage.taken_tokens, usage.drafted_tokens - usage.taken_tokens
+        ),
+    )

@@ -63,7 +63,6 @@ class JSONSchemaFormat(RequestModel):
 
     @property
     def asked(self) -> dict[str, Any] | bool | None:
-        """The schema, wherever it is."""
         return self.schema_ if self.json_schema is None else self.json_schema.schema_
 
 
@@ -146,7 +145,7 @@ class StructuredFields(RequestModel):
         return self
 
     def constraint(self) -> StructuredOutputs | None:
-        """What the text must match; None where anything may be generated."""
+        """The constraint on the text; None where anything may be generated."""
         name = self.constraint_field
         return None if name is None else StructuredOutputs(**_constraint(name, getattr(self, name)))
 
@@ -161,7 +160,6 @@ class StructuredFields(RequestModel):
 
 
 def _constraint(name: str, value: Any) -> dict[str, Any]:
-    """The arguments of StructuredOutputs that one field stands for."""
     match value:
         case JSONObjectSchemaFormat(schema_=schema) | JSONSchemaFormat(asked=schema):
             return {"json_object": True} if schema is None else {"json": _text(schema)}

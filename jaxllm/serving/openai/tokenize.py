@@ -1,26 +1,99 @@
-"""/tokenize and /detokenize"""
+"""/tokenize and /detokenize: vLLM's fields, and llama.cpp's `content`."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from typing import ClassVar
 
-from jaxllm.chat.conversation import naming, renaming
+import msgspec
+from fastapi import APIRouter, Request, Response
+from pydantic import model_validator
+
+from jaxllm.chat.conversation import Conversation, naming, renaming
 from jaxllm.chat.prompt import render
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.serving.access.keys import tenant_of
+from jaxllm.serving.call import open_call
 from jaxllm.serving.http.answers import json_response, returns
+from jaxllm.serving.http.request_model import ModelFields, refuse
 from jaxllm.serving.http.route import JSONRoute
-from jaxllm.serving.openai.messages import FIELD_NAMES
-from jaxllm.serving.openai.tokenize_types import (
-    DetokenizeRequest,
-    DetokenizeResponse,
-    TokenizeRequest,
-    TokenizeResponse,
-    TokenizerInfo,
-)
-from jaxllm.serving.registry import leased
+from jaxllm.serving.openai.messages import FIELD_NAMES, Messages, TemplateFields, ToolFields
 from jaxllm.serving.state import ServerState
 from jaxllm.text.tokenizer import Tokenizer
+
+_SOURCES = ("prompt", "messages", "content")
+
+
+class TokenizeRequest(ModelFields, TemplateFields, ToolFields):
+    unsupported: ClassVar[frozenset[str]] = frozenset({"mm_processor_kwargs", "parse_special", "with_pieces"})
+
+    prompt: str | None = None
+    """Text; special tokens are added unless add_special_tokens is false."""
+    content: str | None = None
+    """Text; llama.cpp's name, where special tokens are added only if add_special is true."""
+    messages: Messages | None = None
+    """A chat, rendered as /v1/chat/completions does."""
+    add_special_tokens: bool | None = None
+    """Add the tokenizer's special tokens; true for prompt, false otherwise."""
+    add_special: bool | None = None
+    """llama.cpp's name of add_special_tokens."""
+    return_token_strs: bool = False
+    """Also return each token's text."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TokenizeRequest:
+        given = [name for name in _SOURCES if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise refuse(f"give one of prompt, messages and content, not {' and '.join(given) or 'none'}", "prompt")
+        if self.add_special is not None and self.content is None:
+            raise refuse("add_special goes with content; use add_special_tokens", "add_special")
+        return self
+
+    def conversation(self) -> Conversation:
+        """The chat that is to be tokenized. Raises InvalidRequestError: see FIELD_NAMES."""
+        return Conversation(
+            messages=[message.message() for message in self.messages or ()],
+            tools=self.callable_tools(),
+            rendering=self.rendering(special_tokens=self.special_tokens),
+        )
+
+    @property
+    def special_tokens(self) -> bool:
+        for asked in (self.add_special_tokens, self.add_special):
+            if asked is not None:
+                return asked
+        return self.prompt is not None
+
+
+class TokenizeResponse(msgspec.Struct, kw_only=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeRequest(ModelFields):
+    tokens: list[int]
+    """Token ids."""
+
+
+class DetokenizeResponse(msgspec.Struct):
+    prompt: str
+
+
+class TokenizerInfo(msgspec.Struct, kw_only=True):
+    """The facts with which a client renders and counts as this server does."""
+
+    tokenizer_class: str
+    vocab_size: int
+    model_max_length: int
+    bos_token: str | None
+    eos_token: str | None
+    eos_token_ids: list[int]
+    special_tokens: dict[str, str]
+    chat_template: str | None
+    tool_call_parser: str | None
+    reasoning_parser: str | None
+
 
 router = APIRouter(route_class=JSONRoute, tags=["tokenizer"])
 
@@ -28,8 +101,8 @@ router = APIRouter(route_class=JSONRoute, tags=["tokenizer"])
 @router.post("/tokenize", responses=returns(TokenizeResponse))
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """The token ids of a text or a chat."""
-    state: ServerState = request.app.state.server
-    model = (await leased(request, body.model)).model
+    call = await open_call(request, body.model)
+    state, model = call.state, call.model
     if body.messages is not None:
         with naming(renaming(FIELD_NAMES)):
             tokens = (await state.prepare(render, model, body.conversation(), may_be_cut=True)).token_ids
@@ -51,8 +124,8 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
 @router.post("/detokenize", responses=returns(DetokenizeResponse))
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids, special tokens included."""
-    state: ServerState = request.app.state.server
-    model = (await leased(request, body.model)).model
+    call = await open_call(request, body.model)
+    state, model = call.state, call.model
     return json_response(DetokenizeResponse(await state.offload(_text, model.tokenizer, body.tokens)))
 
 

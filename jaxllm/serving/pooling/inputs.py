@@ -1,24 +1,31 @@
-"""Texts for a model that embeds or scores, as token ids cut to fit, and how pairs of texts and classes are judged."""
+"""Requests without generation: their texts as token ids cut to fit, run side by side, and judged by pair or class."""
 
 from __future__ import annotations
 
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Sequence
 from typing import Literal
 
+import msgspec
 import numpy as np
-from fastapi import Request
+from fastapi import Request, Response
 
 from jaxllm.chat.conversation import naming, renaming
 from jaxllm.chat.prompt import render
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError, ContextLengthError, Field, InvalidRequestError
-from jaxllm.requests.outputs import Activation, ModelTasks, Pooling, PoolingParams
-from jaxllm.serving.loadable import Lease
+from jaxllm.requests.outputs import Activation, ModelTasks, PooledOutput, Pooling, PoolingParams
+from jaxllm.serving.call import Call
+from jaxllm.serving.http.answers import json_response
+from jaxllm.serving.http.api_error import APIError
+from jaxllm.serving.http.records import Clock, ModelCall
+from jaxllm.serving.http.streaming import until_disconnect
 from jaxllm.serving.openai.messages import FIELD_NAMES
-from jaxllm.serving.pooling.embedding_types import InputFields, PoolingFields
-from jaxllm.serving.pooling.run import PoolingRun
-from jaxllm.serving.pooling.scoring_types import ComparisonFields
+from jaxllm.serving.openai.sampling import PromptTokensDetails
+from jaxllm.serving.pooling.types import ComparisonFields, InputFields, PoolingFields
 from jaxllm.serving.served_model import ServedModel
-from jaxllm.serving.state import ServerState
 
 Method = Literal["yes_no", "cosine", "classifier"]
 Pair = tuple[str, str]
@@ -32,20 +39,106 @@ JUDGE_PROMPT = (
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
 
+class PoolingUsage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class PoolingRun:
+    """One HTTP request's prompts, with the adapter that it names; `run` is called once.
+
+    Raises InvalidRequestError for a priority that its tenant may not have.
+    """
+
+    def __init__(self, request: Request, call: Call, fields: PoolingFields, kind: str):
+        self.id = f"{kind}-{fields.request_id or uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.call = call
+        self.model = call.model
+        self.tasks = call.model.engine.info.tasks
+        self.state = call.state
+        self._request = request
+        self._adapters = call.adapter_uses()
+        self._fields = fields
+        self._priority = call.tenant.priority(fields.priority)
+        self._task: asyncio.Task[list[PooledOutput]] | None = None
+        self._ended_by: APIError | None = None
+        self._usage: ModelCall
+
+    async def run(
+        self, prompts: Sequence[list[int]], params: PoolingParams, second_texts: Sequence[int] = ()
+    ) -> list[np.ndarray]:
+        """The values of every prompt, in order. `second_texts` are `AsyncLLM.pool`'s.
+
+        Raises:
+            ClientDisconnected: the client went away first; the engine stops then.
+            APIError: the error that it was aborted with, or 429 when the key has fewer tokens left than the prompts
+                have.
+            The engine's own errors: InvalidRequestError, QueueFullError, EngineDeadError, JaxLLMError.
+        """
+        asked = self._usage = ModelCall(operation="embed", model=self.model.names[0], clock=Clock(time.time()))
+        tokens = sum(map(len, prompts))
+        async with self.call.asking(self, asked, tokens):
+            asked.prompt_tokens = tokens
+            try:
+                outputs = await until_disconnect(self._request.receive, self._run(prompts, params, second_texts))
+            except asyncio.CancelledError:
+                if self._ended_by is not None:
+                    raise self._ended_by from None
+                raise
+            asked.cached_tokens = sum(output.num_cached_tokens for output in outputs)
+        return [output.values for output in outputs]
+
+    def abort(self, error: APIError) -> None:
+        """Stop now; the client gets the error."""
+        self._ended_by = error
+        if self._task is not None:
+            self._task.cancel()
+
+    def usage(self) -> PoolingUsage:
+        """The tokens of all prompts."""
+        tokens, cached = self._usage.prompt_tokens, PromptTokensDetails(self._usage.cached_tokens)
+        return PoolingUsage(prompt_tokens=tokens, total_tokens=tokens, prompt_tokens_details=cached)
+
+    def listed(self, kind: Callable[..., msgspec.Struct], data: Sequence[msgspec.Struct]) -> Response:
+        """The answer of one entry a prompt, as one of types' lists."""
+        answer = kind(id=self.id, created=self.created, model=self.call.name, data=data, usage=self.usage())
+        return json_response(answer, request_id=self.id)
+
+    async def _run(
+        self, prompts: Sequence[list[int]], params: PoolingParams, second_texts: Sequence[int]
+    ) -> list[PooledOutput]:
+        tenant = self.call.tenant
+        call = self.model.engine.pool(
+            prompts,
+            params,
+            request_id=self.id,
+            priority=self._priority,
+            cache_salt=tenant.cache_salt(self._fields.cache_salt),
+            group=tenant.group,
+            adapters=self._adapters,
+            second_texts=second_texts,
+        )
+        self._task = asyncio.create_task(call)
+        return await self._task
+
+
 def pooling_kind(model: ServedModel) -> Pooling:
     """The server's setting, or what the checkpoint asks for."""
     setting = model.config.pooling
     return model.engine.info.tasks.pooling if setting == "auto" else setting
 
 
-async def input_prompts(state: ServerState, model: ServedModel, body: InputFields) -> list[list[int]]:
+async def input_prompts(run: PoolingRun, body: InputFields) -> list[list[int]]:
     """Tokenize, cut and check every input of a request. Raises InvalidRequestError naming the entry."""
     if body.messages is None:
-        return await state.offload(_input_prompts, model, body)
+        return await run.state.offload(_input_prompts, run.model, body)
     with naming(renaming(FIELD_NAMES)):
         may_be_cut = body.truncate_prompt_tokens is not None
-        rendered = await state.prepare(render, model, body.conversation(), may_be_cut=may_be_cut)
-    return [check_length(model, cut(rendered.token_ids, kept_tokens(model, body), body.truncation_side), "messages")]
+        rendered = await run.state.prepare(render, run.model, body.conversation(), may_be_cut=may_be_cut)
+    kept = cut(rendered.token_ids, kept_tokens(run.model, body), body.truncation_side)
+    return [check_length(run.model, kept, "messages")]
 
 
 def text_prompt(model: ServedModel, text: str, keep: int, source: str, side: str = "right") -> list[int]:
@@ -66,7 +159,7 @@ def text_prompt(model: ServedModel, text: str, keep: int, source: str, side: str
 
 
 def kept_tokens(model: ServedModel, fields: PoolingFields) -> int:
-    """How many tokens truncate_prompt_tokens leaves; more than any text has where it is not set."""
+    """The number of tokens that truncate_prompt_tokens leaves; more than any text has where it is not set."""
     longest = model.engine.info.max_model_len
     match fields.truncate_prompt_tokens:
         case None:
@@ -116,29 +209,27 @@ def score_method(config: ModelConfig, tasks: ModelTasks) -> Method:
     return setting
 
 
-async def score_pairs(
-    state: ServerState, model: ServedModel, request: Request, pairs: list[Pair], body: ComparisonFields, run: PoolingRun
-) -> list[float]:
+async def score_pairs(run: PoolingRun, pairs: list[Pair], body: ComparisonFields) -> list[float]:
     """A score for each pair: a probability, or with cosine a number from -1 to 1.
 
     Raises:
         InvalidRequestError: a field does not suit how this model compares; APIError: a text is too long.
     """
-    method = score_method(model.config, model.engine.info.tasks)
+    model, offload = run.model, run.state.offload
+    method = score_method(model.config, run.tasks)
     _check_fields(model, body, method)
     names = body.named_texts()
-    short = await state.offload(_shorten_pairs, model, pairs, body, names)
+    short = await offload(_shorten_pairs, model, pairs, body, names)
     names = {
         cut: names[text] for pair, cuts in zip(pairs, short, strict=True) for text, cut in zip(pair, cuts, strict=True)
     }
-    pairs = short
     if method == "cosine":
-        return await _cosines(state, model, request, pairs, body, run, names)
+        return await _cosines(run, short, body, names)
     params = PoolingParams(kind="logits", token_ids=_answers(model) if method == "yes_no" else ())
-    found = await state.offload(lambda: [_pair_prompt(model, pair, body, names) for pair in pairs])
+    found = await offload(lambda: [_pair_prompt(model, pair, body, names) for pair in short])
     prompts, second_texts = zip(*found, strict=True)
-    logits = np.stack(await run.run(request, prompts, params, second_texts)).astype(np.float64)
-    return _relevance(logits, model.engine.info.tasks, raw=not body.use_activation).tolist()
+    logits = np.stack(await run.run(prompts, params, second_texts)).astype(np.float64)
+    return _relevance(logits, run.tasks, raw=not body.use_activation).tolist()
 
 
 def activate(logits: np.ndarray, activation: Activation) -> np.ndarray:
@@ -152,26 +243,17 @@ def activate(logits: np.ndarray, activation: Activation) -> np.ndarray:
     return weights / weights.sum(-1, keepdims=True)
 
 
-async def class_scores(
-    state: ServerState,
-    lease: Lease,
-    request: Request,
-    body: InputFields,
-    run: PoolingRun,
-    *,
-    raw: bool,
-) -> list[np.ndarray]:
-    """Of each input, its classes' probabilities, or with `raw` the head's own scores.
+async def class_scores(run: PoolingRun, body: InputFields, *, raw: bool) -> list[np.ndarray]:
+    """The probabilities of each input's classes, or with `raw` the head's own scores.
 
     Raises InvalidRequestError when the model has no classification head.
     """
-    model = lease.model
-    tasks = model.engine.info.tasks
-    if not tasks.labels:
-        raise InvalidRequestError(f"model {lease.name!r} has no classification head, so it cannot classify", "model")
-    prompts = await input_prompts(state, model, body)
-    logits = np.stack(await run.run(request, prompts, PoolingParams(kind="logits")))
-    return list(activate(logits, "identity" if raw else tasks.activation))
+    if not run.tasks.labels:
+        name = run.call.name
+        raise InvalidRequestError(f"model {name!r} has no classification head, so it cannot classify", "model")
+    prompts = await input_prompts(run, body)
+    logits = np.stack(await run.run(prompts, PoolingParams(kind="logits")))
+    return list(activate(logits, "identity" if raw else run.tasks.activation))
 
 
 def _input_prompts(model: ServedModel, body: InputFields) -> list[list[int]]:
@@ -207,20 +289,11 @@ def _relevance(logits: np.ndarray, tasks: ModelTasks, *, raw: bool) -> np.ndarra
     return odds if raw else activate(odds, "sigmoid")
 
 
-async def _cosines(
-    state: ServerState,
-    model: ServedModel,
-    request: Request,
-    pairs: list[Pair],
-    body: ComparisonFields,
-    run: PoolingRun,
-    names: dict[str, str],
-) -> list[float]:
-    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-    keep = kept_tokens(model, body)
-    before = model.engine.info.tasks.prompt(None)
-    prompts = await state.offload(lambda: [text_prompt(model, before + text, keep, names[text]) for text in texts])
-    vectors = np.stack(await run.run(request, prompts, PoolingParams(kind=pooling_kind(model)))).astype(np.float64)
+async def _cosines(run: PoolingRun, pairs: list[Pair], body: ComparisonFields, names: dict[str, str]) -> list[float]:
+    texts, model = list(dict.fromkeys(text for pair in pairs for text in pair)), run.model
+    keep, before = kept_tokens(model, body), run.tasks.prompt(None)
+    prompts = await run.state.offload(lambda: [text_prompt(model, before + text, keep, names[text]) for text in texts])
+    vectors = np.stack(await run.run(prompts, PoolingParams(kind=pooling_kind(model)))).astype(np.float64)
     units = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     unit = dict(zip(texts, units, strict=True))
     return [float(unit[first] @ unit[second]) for first, second in pairs]
@@ -230,7 +303,7 @@ def _check_fields(model: ServedModel, body: ComparisonFields, method: Method) ->
     tasks = model.engine.info.tasks
     if method == "classifier" and len(tasks.labels) != 1 and set(tasks.labels) != {"yes", "no"}:
         raise InvalidRequestError(
-            f"this model tells {len(tasks.labels)} classes apart; a score needs one, or yes and no; use /classify",
+            f"this model tells {len(tasks.labels)} classes apart; a score needs one, or yes and no; use /classify"
         )
     if body.instruction is not None and not _judges(model):
         raise InvalidRequestError("instruction has no place in how this model compares texts", "instruction")
@@ -239,14 +312,13 @@ def _check_fields(model: ServedModel, body: ComparisonFields, method: Method) ->
 
 
 def _judges(model: ServedModel) -> bool:
-    """Whether pairs are put to the model in JUDGE_PROMPT."""
+    """Say whether pairs are put to the model in JUDGE_PROMPT."""
     tasks = model.engine.info.tasks
     method = score_method(model.config, tasks)
     return method == "yes_no" or (method == "classifier" and tasks.judges_pairs)
 
 
 def _answers(model: ServedModel) -> tuple[int, int]:
-    """The tokens "yes" and "no"."""
     ids = [model.tokenizer.encode(word, add_special_tokens=False) for word in ("yes", "no")]
     if any(len(tokens) != 1 for tokens in ids):
         raise InvalidRequestError("score_method is 'yes_no', but this tokenizer has no single token for 'yes' and 'no'")

@@ -1,4 +1,4 @@
-"""Items as clients send them, and the plain form in which they are kept, listed and shown to the model."""
+"""Items as clients send them, and the one plain form in which they are kept, listed and shown to the model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from jaxllm.serving.http.request_model import RequestModel, refuse
-from jaxllm.serving.openai.tools import FunctionCall
+from jaxllm.serving.openai.messages import FunctionCall
 from jaxllm.wording import shown
 
 Item = dict[str, Any]
@@ -90,15 +90,18 @@ OutputPart = Annotated[InputText, one_of("input_text")]
 
 
 class InputItem(RequestModel):
+    not_kept: ClassVar[frozenset[str]] = frozenset()
+    """Fields that say nothing of the item."""
+
     id: str | None = Field(default=None, min_length=1, max_length=MAX_ID)
     """By default the server makes one."""
 
     def item(self) -> Item:
-        """The item in the form in which responses list it."""
-        raise NotImplementedError
-
-    def _identified(self, kind: str, **fields: Any) -> Item:
-        return {"id": self.id or new_id(ID_PREFIXES[kind]), "type": kind, **fields}
+        """The item as it is kept."""
+        fields = self.model_dump(exclude=set(self.not_kept))
+        if "status" in fields:
+            fields["status"] = fields["status"] or "completed"
+        return fields | {"id": self.id or new_id(ID_PREFIXES[fields["type"]])}
 
 
 class MessageItem(InputItem):
@@ -121,34 +124,31 @@ class MessageItem(InputItem):
         return self
 
     def item(self) -> Item:
-        """An answer's text is output_text, everybody else's input_text."""
-        assistant = self.role == "assistant"
-        parts = [InputText(type="input_text", text=self.content)] if isinstance(self.content, str) else self.content
-        content: list[dict[str, Any]] = []
-        for part in parts:
-            if assistant and not isinstance(part, RefusalContent):
-                annotations, logprobs = getattr(part, "annotations", None), getattr(part, "logprobs", None)
-                shown_part = {"type": "output_text", "text": part.text, "annotations": annotations or []}
-                content.append(shown_part | ({} if logprobs is None else {"logprobs": logprobs}))
-            else:
-                content.append(part.model_dump())
-        return self._identified("message", role=self.role, status=self.status or "completed", content=content)
+        """The text of an answer is output_text, that of all others input_text."""
+        kept = super().item()
+        if isinstance(self.content, str):
+            kept["content"] = [{"type": "input_text", "text": self.content}]
+        if self.role == "assistant":
+            kept["content"] = [part if part["type"] == "refusal" else _output_text(part) for part in kept["content"]]
+        return kept
+
+
+def _output_text(part: dict[str, Any]) -> dict[str, Any]:
+    kept = {"type": "output_text", "text": part["text"], "annotations": part.get("annotations") or []}
+    return kept if part.get("logprobs") is None else kept | {"logprobs": part["logprobs"]}
 
 
 class FunctionCallItem(FunctionCall, InputItem):
     """A call that the model made earlier."""
 
     unsupported: ClassVar[frozenset[str]] = frozenset({"async", "async_", "caller", "namespace"})
+    not_kept: ClassVar[frozenset[str]] = frozenset({"parsed_arguments"})
 
     type: Literal["function_call"]
     call_id: str = Field(min_length=1)
     """What its output names it by."""
     status: ItemStatus | None = None
     """Sent back as it came."""
-
-    def item(self) -> Item:
-        fields = {"call_id": self.call_id, "name": self.name, "arguments": self.arguments}
-        return self._identified("function_call", **fields, status=self.status or "completed")
 
 
 class FunctionCallOutputItem(InputItem):
@@ -164,14 +164,11 @@ class FunctionCallOutputItem(InputItem):
     status: ItemStatus | None = None
     """Sent back as it came."""
 
-    def item(self) -> Item:
-        output = self.output if isinstance(self.output, str) else [part.model_dump() for part in self.output]
-        fields = {"call_id": self.call_id, "output": output, "status": self.status or "completed"}
-        return self._identified("function_call_output", **fields)
-
 
 class ReasoningItem(InputItem):
     """Reasoning of an earlier answer; templates decide whether the model sees it again."""
+
+    not_kept: ClassVar[frozenset[str]] = frozenset({"encrypted_content"})
 
     type: Literal["reasoning"]
     summary: list[SummaryTextPart] = Field(default_factory=list)
@@ -190,7 +187,111 @@ class ReasoningItem(InputItem):
         return self
 
     def item(self) -> Item:
-        fields: dict[str, Any] = {"summary": [part.model_dump() for part in self.summary]}
-        if self.content is not None:
-            fields["content"] = [part.model_dump() for part in self.content]
-        return self._identified("reasoning", **fields, status=self.status or "completed")
+        kept = super().item()
+        if self.content is None:
+            del kept["content"]
+        return kept
+
+
+class ListedToolItem(RequestModel):
+    """A tool as its server described it."""
+
+    name: str
+    """As the server calls it."""
+    input_schema: dict[str, Any]
+    """JSON schema of its arguments."""
+    description: str | None = None
+    """What the server says of it."""
+    annotations: dict[str, Any] | None = None
+    """What else the server says of it."""
+
+
+class McpListToolsItem(InputItem):
+    """The tools that a server had: with it in the context, the response does not list them again."""
+
+    type: Literal["mcp_list_tools"]
+    server_label: str
+    """Of the server."""
+    tools: list[ListedToolItem]
+    """Sent back as they came; the model is told what the server says now."""
+    error: str | None = None
+    """Why there were none."""
+
+
+class McpCallItem(InputItem):
+    """A call that the server made, and what came of it."""
+
+    type: Literal["mcp_call"]
+    server_label: str
+    """Of the server that ran it."""
+    name: str
+    """Of the tool, as the server calls it."""
+    arguments: str
+    """JSON text of an object."""
+    output: str | None = None
+    """What the tool returned."""
+    error: dict[str, Any] | None = None
+    """What went wrong instead."""
+    approval_request_id: str | None = None
+    """Of the request that was approved."""
+    status: CallStatus | None = None
+    """One that is incomplete is not shown to the model."""
+
+
+class McpApprovalRequestItem(InputItem):
+    """A call that waits for approval."""
+
+    type: Literal["mcp_approval_request"]
+    id: str = Field(min_length=1, max_length=MAX_ID)
+    """What its answer names it by."""
+    server_label: str
+    """Of the server that would run it."""
+    name: str
+    """Of the tool, as the server calls it."""
+    arguments: str
+    """JSON text of an object."""
+
+
+class McpApprovalResponseItem(InputItem):
+    """The answer to a call that waits for approval."""
+
+    type: Literal["mcp_approval_response"]
+    approval_request_id: str
+    """Of the item that asked."""
+    approve: bool
+    """true runs the call before the model goes on, false tells the model that it was refused."""
+    reason: str | None = None
+    """Told to the model with a refusal."""
+
+
+class ItemReference(RequestModel):
+    """An item of a stored response or conversation, by its id."""
+
+    type: Literal["item_reference"] = "item_reference"
+    id: str = Field(min_length=1, max_length=MAX_ID)
+    """Of the item."""
+
+
+def _with_type(value: Any) -> Any:
+    """OpenAI lets messages and references leave their type out."""
+    if isinstance(value, dict) and value.get("type") is None:
+        kind = "message" if "role" in value else "item_reference" if value.keys() <= {"id", "type"} else None
+        return value | {"type": kind}
+    return value
+
+
+_New = (
+    MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem | McpListToolsItem | McpCallItem
+    | McpApprovalRequestItem | McpApprovalResponseItem
+)  # fmt: skip
+
+NewItem = Annotated[_New, Field(discriminator="type"), one_of(*ID_PREFIXES), BeforeValidator(_with_type)]
+"""An item with its content, as a conversation takes it."""
+
+AnyItem = Annotated[
+    _New | ItemReference,
+    Field(discriminator="type"),
+    one_of(*ID_PREFIXES, "item_reference"),
+    BeforeValidator(_with_type),
+]
+"""An item, or a reference to a stored one, as a response's input takes it."""

@@ -1,4 +1,4 @@
-"""The response and conversation objects."""
+"""Responses, their items and events, and conversations, as they are sent."""
 
 from __future__ import annotations
 
@@ -7,30 +7,17 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from jaxllm.serving.openai.timings import Timings
+from jaxllm.serving.openai.answers import ChatTokenLogprob, Timings
 from jaxllm.serving.responses.items import CallStatus, Item, ItemStatus
 
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 RUNNING = ("queued", "in_progress")
 
 
-class OutputTopLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[OutputTopLogprob]
-
-
 class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
     text: str
     annotations: list[dict[str, Any]] = []
-    logprobs: list[TokenLogprob] = []
+    logprobs: list[ChatTokenLogprob] = []
 
 
 class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
@@ -241,3 +228,57 @@ class DeletedConversation(msgspec.Struct):
     id: str
     object: Literal["conversation.deleted"] = "conversation.deleted"
     deleted: bool = True
+
+
+class ResponseEvent(msgspec.Struct, kw_only=True, tag_field="type"):
+    sequence_number: int = 0
+    """Counts the events of a response from 0."""
+
+
+_RESPONSE = (("response", Response),)
+_ITEM = (("output_index", int), ("item", OutputItem))
+_IN_ITEM = (("item_id", str), ("output_index", int))
+_IN_CONTENT = (*_IN_ITEM, ("content_index", int, 0))
+_IN_SUMMARY = (*_IN_ITEM, ("summary_index", int, 0))
+_PART, _SUMMARY_PART = ("part", OutputText | ReasoningText), ("part", SummaryText)
+_DELTA, _TEXT, _LOGPROBS = ("delta", str), ("text", str), ("logprobs", list[ChatTokenLogprob])
+_NAME, _ARGUMENTS = ("name", str), ("arguments", str)
+
+_EVENTS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
+    ("response.created", "Created", _RESPONSE),
+    ("response.queued", "Queued", _RESPONSE),
+    ("response.in_progress", "InProgress", _RESPONSE),
+    ("response.completed", "Completed", _RESPONSE),
+    ("response.incomplete", "Incomplete", _RESPONSE),
+    ("response.failed", "Failed", _RESPONSE),
+    ("response.output_item.added", "ItemAdded", _ITEM),
+    ("response.output_item.done", "ItemDone", _ITEM),
+    ("response.content_part.added", "PartAdded", (*_IN_CONTENT, _PART)),
+    ("response.content_part.done", "PartDone", (*_IN_CONTENT, _PART)),
+    ("response.output_text.delta", "OutputTextDelta", (*_IN_CONTENT, _DELTA, _LOGPROBS)),
+    ("response.output_text.done", "OutputTextDone", (*_IN_CONTENT, _TEXT, _LOGPROBS)),
+    ("response.reasoning_text.delta", "ReasoningDelta", (*_IN_CONTENT, _DELTA)),
+    ("response.reasoning_text.done", "ReasoningDone", (*_IN_CONTENT, _TEXT)),
+    ("response.reasoning_summary_part.added", "SummaryPartAdded", (*_IN_SUMMARY, _SUMMARY_PART)),
+    ("response.reasoning_summary_part.done", "SummaryPartDone", (*_IN_SUMMARY, _SUMMARY_PART)),
+    ("response.reasoning_summary_text.delta", "SummaryDelta", (*_IN_SUMMARY, _DELTA)),
+    ("response.reasoning_summary_text.done", "SummaryDone", (*_IN_SUMMARY, _TEXT)),
+    ("response.function_call_arguments.delta", "ArgumentsDelta", (*_IN_ITEM, _DELTA)),
+    ("response.function_call_arguments.done", "ArgumentsDone", (*_IN_ITEM, _NAME, _ARGUMENTS)),
+    ("response.mcp_list_tools.in_progress", "McpListToolsInProgress", _IN_ITEM),
+    ("response.mcp_list_tools.completed", "McpListToolsCompleted", _IN_ITEM),
+    ("response.mcp_list_tools.failed", "McpListToolsFailed", _IN_ITEM),
+    ("response.mcp_call.in_progress", "McpCallInProgress", _IN_ITEM),
+    ("response.mcp_call_arguments.delta", "McpArgumentsDelta", (*_IN_ITEM, _DELTA)),
+    ("response.mcp_call_arguments.done", "McpArgumentsDone", (*_IN_ITEM, _ARGUMENTS)),
+    ("response.mcp_call.completed", "McpCallCompleted", _IN_ITEM),
+    ("response.mcp_call.failed", "McpCallFailed", _IN_ITEM),
+    ("error", "StreamError", (("code", str | None), ("message", str), ("param", str | None))),
+)
+"""The name of each event, that of its schema, and its fields after the number."""
+
+EVENTS: dict[str, type[ResponseEvent]] = {
+    name: msgspec.defstruct(schema, fields, bases=(ResponseEvent,), kw_only=True, tag=name)
+    for name, schema, fields in _EVENTS
+}
+"""The events by their names."""

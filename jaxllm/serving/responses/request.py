@@ -1,22 +1,171 @@
-"""The body of POST /v1/responses, and of its relatives."""
+"""The bodies of POST /v1/responses and its relatives."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, field_validator, model_validator
 
 from jaxllm.chat.conversation import MAX_TOOLS
+from jaxllm.mcp.settings import LABEL, ServerSettings
+from jaxllm.mcp.tools import ServerTool
 from jaxllm.requests.sampling import MAX_LOGPROBS
-from jaxllm.serving.http.request_model import KeepAliveFields, RequestModel, refuse
+from jaxllm.serving.http.request_model import KeepAliveFields, ModelFields, RequestModel, Rule, check_rules, refuse
+from jaxllm.serving.openai.messages import FunctionDefinition
 from jaxllm.serving.openai.sampling import SamplingFields, TokenLimit
 from jaxllm.serving.openai.structured import JSONObjectFormat, TextFormat
-from jaxllm.serving.openai.tools import FunctionDefinition
-from jaxllm.serving.responses.any_item import AnyItem, NewItem
-from jaxllm.serving.responses.items import MAX_ITEMS
-from jaxllm.serving.responses.mcp_request import ChosenServer, McpTool
+from jaxllm.serving.responses.items import MAX_ITEMS, AnyItem, NewItem
 from jaxllm.wording import shown
+
+HEADER_NAME = r"^[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}$"
+MAX_HEADERS = 64
+MAX_TOOL_NAMES = 1024
+MAX_URL = 2048
+
+
+class ToolFilter(RequestModel):
+    """Some tools of a server: those that fit all that is given here."""
+
+    tool_names: list[str] | None = Field(default=None, max_length=MAX_TOOL_NAMES)
+    """Names, as the server has them."""
+    read_only: bool | None = None
+    """true: tools that say that they change nothing (readOnlyHint); false: all others."""
+
+    @model_validator(mode="after")
+    def _says_something(self) -> ToolFilter:
+        if self.tool_names is None and self.read_only is None:
+            raise refuse("a filter of tools has tool_names, read_only or both")
+        return self
+
+    def fits(self, tool: ServerTool) -> bool:
+        named = self.tool_names is None or tool.name in self.tool_names
+        return named and self.read_only in (None, tool.read_only)
+
+
+class ApprovalFilters(RequestModel):
+    """Which tools need approval: all but those of never; those of always even if never has them too."""
+
+    always: ToolFilter | None = None
+    """Tools that need it."""
+    never: ToolFilter | None = None
+    """Tools that do not."""
+
+    def asks(self, tool: ServerTool) -> bool:
+        if self.always is not None and self.always.fits(tool):
+            return True
+        return self.never is None or not self.never.fits(tool)
+
+
+_URL_RULES = (
+    Rule(
+        lambda body: body.server_url is None,
+        {"authorization": (), "headers": ()},
+        "belongs to server_url; configured servers have their own",
+    ),
+)
+
+
+class McpTool(RequestModel):
+    """The tools of a server, which this server calls itself."""
+
+    unsupported: ClassVar[frozenset[str]] = frozenset({"allowed_callers", "connector_id", "defer_loading", "tunnel_id"})
+
+    type: Literal["mcp"]
+    server_label: str = Field(pattern=f"^{LABEL}$")
+    """Of a configured server; with server_url any name, which those of its tools begin with."""
+    server_url: str | None = Field(default=None, max_length=MAX_URL)
+    """Of a server that is not configured: https and a public address, and only where allow_mcp_urls is set."""
+    server_description: str | None = None
+    """Tells the model what the server is for."""
+    authorization: SecretStr | None = None
+    """Sent to server_url as a bearer token; neither kept nor returned."""
+    headers: dict[str, SecretStr] | None = Field(default=None, max_length=MAX_HEADERS)
+    """Sent to server_url; neither kept nor returned."""
+    allowed_tools: list[str] | ToolFilter | None = None
+    """Names of tools, or a filter; by default all."""
+    require_approval: Literal["always", "never"] | ApprovalFilters = "always"
+    """Which calls wait for the client's approval."""
+
+    @field_validator("server_url")
+    @classmethod
+    def _https(cls, value: str) -> str:
+        try:
+            url = urlsplit(value)
+            known = url.scheme == "https" and url.hostname and url.username is None
+            url.port  # noqa: B018  raises where it is no number
+        except ValueError:
+            known = False
+        if not known:
+            raise refuse("server_url must be an https:// address, without a user's name and password")
+        return value
+
+    @field_validator("headers")
+    @classmethod
+    def _printable(cls, value: dict[str, SecretStr]) -> dict[str, SecretStr]:
+        for name, text in value.items():
+            if not re.match(HEADER_NAME, name) or name.lower() == "host":
+                raise refuse(f"headers has {shown(name)}, which may not be sent as a header")
+            if not text.get_secret_value().isprintable() or not text.get_secret_value().isascii():
+                raise refuse(f"headers[{shown(name)}] must be printable ASCII")
+        return value
+
+    @model_validator(mode="after")
+    def _belongs_to_url(self) -> McpTool:
+        check_rules(self, _URL_RULES)
+        return self
+
+    def allows(self, tool: ServerTool) -> bool:
+        match self.allowed_tools:
+            case None:
+                return True
+            case ToolFilter() as some:
+                return some.fits(tool)
+            case names:
+                return tool.name in names
+
+    def asks_approval(self, tool: ServerTool) -> bool:
+        match self.require_approval:
+            case ApprovalFilters() as filters:
+                return filters.asks(tool)
+            case word:
+                return word == "always"
+
+    def settings(self) -> ServerSettings:
+        """The settings with which server_url is reached."""
+        assert self.server_url is not None
+        headers = {name: text.get_secret_value() for name, text in (self.headers or {}).items()}
+        if self.authorization is not None:
+            headers["Authorization"] = f"Bearer {self.authorization.get_secret_value()}"
+        is_sse = urlsplit(self.server_url).path.rstrip("/").endswith("/sse")
+        return ServerSettings(
+            self.server_label,
+            "sse" if is_sse else "http",
+            url=self.server_url,
+            headers=headers,
+            description=self.server_description,
+            public_only=True,
+        )
+
+    def shown(self) -> dict[str, Any]:
+        """As a response repeats it: without what may be secret."""
+        fields = self.model_dump(exclude={"authorization"}) | {"headers": None}
+        if self.server_url is not None:
+            fields["server_url"] = f"https://{urlsplit(self.server_url).netloc}/<redacted>"
+        return fields
+
+
+class ChosenServer(RequestModel):
+    """Call a tool of this server."""
+
+    type: Literal["mcp"]
+    server_label: str
+    """Of a server in tools."""
+    name: str | None = None
+    """Of the tool, as the server has it; by default any."""
+
 
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
@@ -37,16 +186,14 @@ def _check_metadata(value: dict[str, str]) -> dict[str, str]:
     return value
 
 
+Metadata = Annotated[dict[str, str], AfterValidator(_check_metadata)]
+
+
 class MetadataFields(RequestModel):
     """What the caller attaches to an object."""
 
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     """Up to 16 strings by name, kept with the object."""
-
-    @field_validator("metadata")
-    @classmethod
-    def _sizes(cls, value: dict[str, str]) -> dict[str, str]:
-        return _check_metadata(value)
 
 
 class TextSchemaFormat(RequestModel):
@@ -144,11 +291,9 @@ class ConversationParam(RequestModel):
     """Of a conversation."""
 
 
-class PromptFields(RequestModel):
+class PromptFields(ModelFields):
     """What makes the prompt: the fields that creating a response and counting its input tokens share."""
 
-    model: str | None = None
-    """A name that /v1/models lists; by default the first."""
     input: str | Annotated[list[AnyItem], Field(max_length=MAX_ITEMS)] | None = None
     """A user's message, or items; may be left out when the response continues something."""
     instructions: str | None = None
@@ -216,6 +361,17 @@ class ResponseStreamOptions(RequestModel):
     """Only false: this server pads no events."""
 
 
+_RULES = (
+    Rule(lambda body: not body.stream, {"stream_options": ()}, "needs stream to be true"),
+    Rule(
+        lambda body: not body.store,
+        {"background": (False,)},
+        "needs store to be true: the response is fetched by its id",
+    ),
+    Rule(lambda body: LOGPROBS not in body.include, {"top_logprobs": (0,)}, f"needs include to have {LOGPROBS!r}"),
+)
+
+
 class ResponseRequest(PromptFields, MetadataFields, SamplingFields, KeepAliveFields):
     unsupported: ClassVar[frozenset[str]] = frozenset({
         "access_programs", "context_management", "image", "mm_processor_kwargs", "moderation", "prompt",
@@ -260,12 +416,7 @@ class ResponseRequest(PromptFields, MetadataFields, SamplingFields, KeepAliveFie
 
     @model_validator(mode="after")
     def _response_fields(self) -> ResponseRequest:
-        if self.stream_options is not None and not self.stream:
-            raise refuse("stream_options needs stream to be true", "stream_options")
-        if self.background and not self.store:
-            raise refuse("background needs store to be true: the response is fetched by its id", "background")
-        if self.top_logprobs and LOGPROBS not in self.include:
-            raise refuse(f"top_logprobs needs include to have {LOGPROBS!r}", "top_logprobs")
+        check_rules(self, _RULES)
         return self
 
     @property
@@ -283,13 +434,8 @@ class ConversationRequest(MetadataFields):
 
 
 class ConversationUpdate(RequestModel):
-    metadata: dict[str, str]
+    metadata: Metadata
     """Replaces what is there."""
-
-    @field_validator("metadata")
-    @classmethod
-    def _sizes(cls, value: dict[str, str]) -> dict[str, str]:
-        return _check_metadata(value)
 
 
 class ConversationItemsRequest(RequestModel):

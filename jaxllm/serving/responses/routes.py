@@ -1,45 +1,73 @@
-"""/responses: OpenAI's Responses API"""
+"""/responses and /conversations: OpenAI's Responses API"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Annotated, get_args
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi import Response as HTTPResponse
 
 from jaxllm.serving.access.keys import tenant_of
+from jaxllm.serving.call import open_call
 from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.http.streaming import EventStream, until_disconnect
-from jaxllm.serving.registry import leased
-from jaxllm.serving.responses.events import ResponseStreamEvent
-from jaxllm.serving.responses.objects import RUNNING, DeletedResponse, InputTokens, ItemList, Response
-from jaxllm.serving.responses.paging import After, Include, Limit, OrderQuery, page
-from jaxllm.serving.responses.request import InputTokensRequest, ResponseRequest
+from jaxllm.serving.responses.items import Item
+from jaxllm.serving.responses.objects import (
+    EVENTS,
+    RUNNING,
+    DeletedConversation,
+    DeletedResponse,
+    InputTokens,
+    ItemList,
+    ListedItem,
+    Response,
+    StoredConversation,
+    listed,
+)
+from jaxllm.serving.responses.request import (
+    ConversationItemsRequest,
+    ConversationRequest,
+    ConversationUpdate,
+    Includable,
+    InputTokensRequest,
+    ResponseRequest,
+)
 from jaxllm.serving.responses.service import Responses
 from jaxllm.serving.state import ServerState
 
 router = APIRouter(route_class=JSONRoute, tags=["responses"])
+conversations_router = APIRouter(route_class=JSONRoute, tags=["conversations"])
+
+MAX_PAGE = 100
+
+After = Annotated[str | None, Query(description="The id of the item behind which the page begins.")]
+Limit = Annotated[int, Query(ge=1, le=MAX_PAGE, description="Most items on a page.")]
+OrderQuery = Annotated[Literal["asc", "desc"], Query(description="asc is oldest first, desc newest first.")]
+Include = Annotated[
+    list[Includable] | None,
+    Query(alias="include[]", description="Accepted, without effect: items are returned with all that was kept."),
+]
 
 
-@router.post("/responses", responses=returns(Response, events=get_args(ResponseStreamEvent)))
+@router.post("/responses", responses=returns(Response, events=EVENTS.values()))
 async def create_response(body: ResponseRequest, request: Request) -> HTTPResponse:
     """Answer an input, and what it continues, with text or function calls."""
     state: ServerState = request.app.state.server
-    responses: Responses = request.app.state.responses
+    responses = _responses(request)
     keep_alive = state.config.sse_keep_alive
-    run = await responses.prepare(
-        body, await leased(request, body.model, keep_alive=body.keep_alive, stream=body.stream)
-    )
+    call = await open_call(request, body.model, keep_alive=body.keep_alive, stream=body.stream)
+    run = await responses.prepare(body, call)
     if body.background:
         begun = await responses.background.start(run)
         if body.stream:
             return EventStream(run.response.id, begun.follow(-1, keep_alive))
         return json_response(run.response, request_id=run.response.id)
     if body.stream:
-        return EventStream(run.response.id, run.events(keep_alive), run)
+        await call.enter(run)
+        return EventStream(run.response.id, run.events(keep_alive))
     async with run:
         response = await until_disconnect(request.receive, run.to_end())
     return json_response(response, request_id=response.id)
@@ -48,12 +76,11 @@ async def create_response(body: ResponseRequest, request: Request) -> HTTPRespon
 @router.post("/responses/input_tokens", responses=returns(InputTokens))
 async def count_input_tokens(body: InputTokensRequest, request: Request) -> HTTPResponse:
     """How many tokens the prompt of a response would have."""
-    responses: Responses = request.app.state.responses
-    lease = await leased(request, body.model)
-    return json_response(InputTokens(await responses.count_tokens(body, lease)))
+    call = await open_call(request, body.model)
+    return json_response(InputTokens(await _responses(request).count_tokens(body, call)))
 
 
-@router.get("/responses/{response_id}", responses=returns(Response, events=get_args(ResponseStreamEvent)))
+@router.get("/responses/{response_id}", responses=returns(Response, events=EVENTS.values()))
 async def retrieve_response(
     response_id: str,
     request: Request,
@@ -64,7 +91,7 @@ async def retrieve_response(
 ) -> HTTPResponse:
     """A stored response, or with `stream` its events, of one created with background and stream."""
     state: ServerState = request.app.state.server
-    responses: Responses = request.app.state.responses
+    responses = _responses(request)
     if starting_after is not None and not stream:
         raise APIError(400, "starting_after needs stream to be true", param="starting_after")
     owner = tenant_of(request).name
@@ -85,15 +112,14 @@ async def retrieve_response(
 @router.delete("/responses/{response_id}", responses=returns(DeletedResponse))
 async def delete_response(response_id: str, request: Request) -> HTTPResponse:
     """Forget a stored response; one that runs in the background is stopped."""
-    responses: Responses = request.app.state.responses
-    await responses.background.delete(response_id, tenant_of(request).name)
+    await _responses(request).background.delete(response_id, tenant_of(request).name)
     return json_response(DeletedResponse(response_id))
 
 
 @router.post("/responses/{response_id}/cancel", responses=returns(Response))
 async def cancel_response(response_id: str, request: Request) -> HTTPResponse:
     """Stop a background response; one that has ended stays as it is."""
-    responses: Responses = request.app.state.responses
+    responses = _responses(request)
     response = await responses.store.get(response_id, tenant_of(request).name)
     if not response.background:
         message = f"{response_id} was not created with background; only such responses can be cancelled"
@@ -113,11 +139,95 @@ async def list_input_items(
     order: OrderQuery = "desc",
 ) -> HTTPResponse:
     """What a response was given, with the items of the responses that it continues."""
-    responses: Responses = request.app.state.responses
-    items = await responses.store.input_items(response_id, tenant_of(request).name)
+    items = await _responses(request).store.input_items(response_id, tenant_of(request).name)
     return json_response(page(items, after=after, limit=limit, order=order))
 
 
+@conversations_router.post("/conversations", responses=returns(StoredConversation))
+async def create_conversation(body: ConversationRequest, request: Request) -> HTTPResponse:
+    """Begin a conversation, empty or with items."""
+    items = [item.item() for item in body.items]
+    return json_response(
+        await _responses(request).conversations.create(body.metadata or {}, items, tenant_of(request).name)
+    )
+
+
+@conversations_router.get("/conversations/{conversation_id}", responses=returns(StoredConversation))
+async def retrieve_conversation(conversation_id: str, request: Request) -> HTTPResponse:
+    """A conversation, without its items."""
+    return json_response(await _responses(request).conversations.get(conversation_id, tenant_of(request).name))
+
+
+@conversations_router.post("/conversations/{conversation_id}", responses=returns(StoredConversation))
+async def update_conversation(conversation_id: str, body: ConversationUpdate, request: Request) -> HTTPResponse:
+    """Replace a conversation's metadata."""
+    owner = tenant_of(request).name
+    return json_response(await _responses(request).conversations.update(conversation_id, body.metadata, owner))
+
+
+@conversations_router.delete("/conversations/{conversation_id}", responses=returns(DeletedConversation))
+async def delete_conversation(conversation_id: str, request: Request) -> HTTPResponse:
+    """Forget a conversation and its items; responses that belonged to it stay."""
+    await _responses(request).conversations.delete(conversation_id, tenant_of(request).name)
+    return json_response(DeletedConversation(conversation_id))
+
+
+@conversations_router.post("/conversations/{conversation_id}/items", responses=returns(ItemList))
+async def create_items(
+    conversation_id: str, body: ConversationItemsRequest, request: Request, include: Include = None
+) -> HTTPResponse:
+    """Put items at a conversation's end."""
+    owner = tenant_of(request).name
+    items = await _responses(request).conversations.add(conversation_id, [item.item() for item in body.items], owner)
+    shown = [listed(item) for item in items]
+    return json_response(ItemList(shown, shown[0].id, shown[-1].id, has_more=False))
+
+
+@conversations_router.get("/conversations/{conversation_id}/items", responses=returns(ItemList))
+async def list_items(
+    conversation_id: str,
+    request: Request,
+    after: After = None,
+    include: Include = None,
+    limit: Limit = 20,
+    order: OrderQuery = "desc",
+) -> HTTPResponse:
+    """A conversation's items."""
+    items = await _responses(request).conversations.items(conversation_id, tenant_of(request).name)
+    return json_response(page(items, after=after, limit=limit, order=order))
+
+
+@conversations_router.get("/conversations/{conversation_id}/items/{item_id}", responses=returns(ListedItem))
+async def retrieve_item(conversation_id: str, item_id: str, request: Request, include: Include = None) -> HTTPResponse:
+    """One item of a conversation."""
+    owner = tenant_of(request).name
+    return json_response(listed(await _responses(request).conversations.item_of(conversation_id, item_id, owner)))
+
+
+@conversations_router.delete("/conversations/{conversation_id}/items/{item_id}", responses=returns(StoredConversation))
+async def delete_item(conversation_id: str, item_id: str, request: Request) -> HTTPResponse:
+    """Take an item out of a conversation."""
+    owner = tenant_of(request).name
+    return json_response(await _responses(request).conversations.remove(conversation_id, item_id, owner))
+
+
+def _responses(request: Request) -> Responses:
+    return request.app.state.responses
+
+
+def page(items: Sequence[Item], *, after: str | None, limit: int, order: str) -> ItemList:
+    """Part of `items`, which are oldest first. Raises 404 when none has the id `after`."""
+    ordered = list(items) if order == "asc" else list(reversed(items))
+    start = 0
+    if after is not None:
+        start = next((at for at, item in enumerate(ordered, 1) if item["id"] == after), 0)
+        if start == 0:
+            raise APIError(404, f"after is {after!r}; no item of this list has that id", param="after")
+    shown = ordered[start : start + limit]
+    first_id, last_id = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+    return ItemList([listed(item) for item in shown], first_id, last_id, has_more=start + limit < len(ordered))
+
+
 async def _replay(events: bytes, after: int) -> AsyncIterator[list[bytes]]:
-    """The events of a stored stream behind number `after`."""
+    """The events of a stored stream after number `after`."""
     yield [event + b"\n\n" for event in events.split(b"\n\n")[after + 1 : -1]]

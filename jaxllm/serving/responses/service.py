@@ -1,81 +1,177 @@
-"""What the responses routes do: settle the context, begin a run, hand out what is stored."""
+"""The responses and conversations of a server: context settled, runs begun and kept going, and what is stored."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import aclosing
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing, suppress
 
 from msgspec import UNSET
+from sqlalchemy.exc import SQLAlchemyError
 
 from jaxllm.chat.conversation import naming
 from jaxllm.chat.prompt import render
-from jaxllm.errors import InvalidRequestError
+from jaxllm.errors import InvalidRequestError, StorageFullError
+from jaxllm.serving.call import Call
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.request_model import ignored_fields
-from jaxllm.serving.loadable import Lease
 from jaxllm.serving.mcp.execution import injected_tools
-from jaxllm.serving.responses.any_item import ItemReference
-from jaxllm.serving.responses.approvals import approved_calls
-from jaxllm.serving.responses.background import BackgroundRuns
-from jaxllm.serving.responses.conversation_store import ConversationStore
-from jaxllm.serving.responses.items import Item, MessageItem, new_id
-from jaxllm.serving.responses.mcp_request import McpTool
-from jaxllm.serving.responses.objects import ConversationReference, Response
-from jaxllm.serving.responses.offers import as_functions, check_choice, make_offer
-from jaxllm.serving.responses.replies import Replies
-from jaxllm.serving.responses.request import PromptFields, ResponseRequest
-from jaxllm.serving.responses.response_store import ResponseStore
-from jaxllm.serving.responses.run import ResponseRun
-from jaxllm.serving.responses.tool_loop import ResponseLoop
-from jaxllm.serving.responses.toolbox import Toolbox
+from jaxllm.serving.responses.items import Item, ItemReference, MessageItem, new_id
+from jaxllm.serving.responses.objects import STOPPED, ConversationReference, Response
+from jaxllm.serving.responses.request import FunctionTool, McpTool, PromptFields, ReasoningConfig, ResponseRequest
+from jaxllm.serving.responses.run import Replies, ResponseRun
+from jaxllm.serving.responses.stores import LEASE_SECONDS, ConversationStore, ResponseStore
+from jaxllm.serving.responses.toolbox import Toolbox, approved_calls, check_choice, make_offer
 from jaxllm.serving.responses.translate import Translation
 from jaxllm.serving.responses.writer import EventWriter
-from jaxllm.serving.served_model import ServedModel
+from jaxllm.serving.served_model import ServedModel, stopped
 from jaxllm.serving.state import ServerState
 from jaxllm.serving.store.database import Database
 
+logger = logging.getLogger(__name__)
+
+STOPPING_SECONDS = 3.0
+"""How long aborted runs get to be stored when the server stops."""
+
+
+class BackgroundRun:
+    """One response running as a task of its own; any number of streams may follow it."""
+
+    def __init__(self, run: ResponseRun, stack: AsyncExitStack):
+        self.run = run
+        self._changed = asyncio.Event()
+        self.task = asyncio.create_task(self._drive(stack))
+
+    async def follow(self, starting_after: int, keep_alive: float) -> AsyncIterator[list[bytes]]:
+        """The events after number `starting_after`, up to the last; an empty list after so many seconds of silence."""
+        position = starting_after + 1
+        while True:
+            changed = self._changed
+            events = self.run.sent[position:]
+            if events:
+                position += len(events)
+                yield events
+            elif self.task.done():
+                return
+            else:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(keep_alive):
+                        await changed.wait()
+                        continue
+                yield []
+
+    async def stop(self) -> None:
+        self.task.cancel()
+        await asyncio.wait({self.task})
+
+    async def _drive(self, stack: AsyncExitStack) -> None:
+        try:
+            async with stack:
+                async for _ in self.run.events():
+                    self._tell()
+        except Exception:
+            logger.exception("%s could not be stored", self.run.response.id)
+        finally:
+            asyncio.get_running_loop().call_soon(self._tell)  # when this task is done
+
+    def _tell(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+class BackgroundRuns:
+    """The responses that run in the background of this server, by their ids."""
+
+    def __init__(self, store: ResponseStore):
+        self._store = store
+        self._active: dict[str, BackgroundRun] = {}
+        self._renewing: asyncio.Task[None] | None = None
+
+    async def start(self, run: ResponseRun) -> BackgroundRun:
+        """Store the response and let it run. Raises what the engine says at once, such as QueueFullError."""
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(run.replies.call.again())
+            await stack.enter_async_context(run)
+            await run.begin_stored()
+            active = BackgroundRun(run, stack.pop_all())
+        response_id = run.response.id
+        self._active[response_id] = active
+        active.task.add_done_callback(lambda _: self._active.pop(response_id, None))
+        if self._renewing is None or self._renewing.done():
+            self._renewing = asyncio.create_task(self._renew())
+        return active
+
+    def get(self, response_id: str, owner: str | None) -> BackgroundRun | None:
+        """One that runs here and is the owner's."""
+        active = self._active.get(response_id)
+        return None if active is None or active.run.replies.call.tenant.name != owner else active
+
+    async def cancel(self, response_id: str) -> Response:
+        """Stop the response wherever it runs, whoever owns it. Raises 404 for an unknown id."""
+        response = await self._store.end(response_id, "cancelled")
+        await self._stop(response_id)
+        return response
+
+    async def delete(self, response_id: str, owner: str | None) -> None:
+        """Stop and forget the response. Raises 404 for one that is not there, or not the owner's."""
+        await self._store.delete(response_id, owner)
+        await self._stop(response_id)
+
+    async def close(self) -> None:
+        """End every run as failed and wait until that is stored."""
+        for active in self._active.values():
+            active.run.abort(stopped())
+        tasks = {active.task for active in self._active.values()}
+        if tasks:
+            await asyncio.wait(tasks, timeout=STOPPING_SECONDS)
+        for response_id, active in list(self._active.items()):
+            await active.stop()
+            await self._store.end(response_id, "failed", STOPPED)
+        if self._renewing is not None:
+            self._renewing.cancel()
+
+    async def _stop(self, response_id: str) -> None:
+        active = self._active.get(response_id)
+        if active is not None:
+            await active.stop()
+
+    async def _renew(self) -> None:
+        """Say that the runs are alive, and stop those that another server was asked to cancel or delete."""
+        while self._active:
+            await asyncio.sleep(LEASE_SECONDS / 3)
+            try:
+                ended = await self._store.renew(list(self._active))
+            except (SQLAlchemyError, StorageFullError):
+                logger.exception("the leases of background responses could not be renewed")
+                continue
+            for response_id in ended:
+                await self._stop(response_id)
+
 
 class Responses:
-    """One server's responses and conversations."""
-
     def __init__(self, state: ServerState, database: Database):
         self._state = state
         self.store = ResponseStore(database)
         self.conversations = ConversationStore(database)
         self.background = BackgroundRuns(self.store)
 
-    async def prepare(self, body: ResponseRequest, lease: Lease) -> ResponseRun:
+    async def prepare(self, body: ResponseRequest, call: Call) -> ResponseRun:
         """A run that has yet to be entered. Raises APIError or InvalidRequestError naming the field."""
-        toolbox = await self._toolbox(body, lease.model)
-        context, own = await self._context(body, lease.tenant.name)
+        toolbox = await self._toolbox(body, call.model)
+        context, own = await self._context(body, call.tenant.name)
         approved = approved_calls(context, own, body.server_labels.values())
-        replies = Replies(self._state, lease, body, context, own)
-        writer = EventWriter(
-            _response(body, replies),
-            summarizes=body.summarizes,
-            logprobs_count=body.logprobs_count,
-            shows_timings=body.timings_per_token,
-            token_bytes=replies.model.token_bytes,
-            find_tool=toolbox.find,
-        )
-        loop = ResponseLoop(
-            body,
-            replies,
-            toolbox,
-            writer,
-            approved=approved,
-            listed=_listed(context),
-            most_calls=self._state.config.mcp_max_calls,
-        )
-        return ResponseRun(loop, lease, writer, own, self.store, keeps_events=body.background and body.stream)
+        replies = Replies(call, body, context, own)
+        writer = EventWriter(_response(body, replies), body, call.model.token_bytes, toolbox.by_name)
+        most_calls = self._state.config.mcp_max_calls
+        return ResponseRun(replies, toolbox, writer, self.store, approved=approved, most_calls=most_calls)
 
-    async def count_tokens(self, body: PromptFields, lease: Lease) -> int:
+    async def count_tokens(self, body: PromptFields, call: Call) -> int:
         """Tokens of the prompt that a response would have. Raises APIError or InvalidRequestError naming the field."""
-        model = lease.model
+        model = call.model
         toolbox = await self._toolbox(body, model)
-        context, own = await self._context(body, lease.tenant.name)
+        context, own = await self._context(body, call.tenant.name)
         async with aclosing(toolbox):
             await toolbox.open()
             offer = make_offer(body, toolbox, forces=True, runs=True)
@@ -87,13 +183,15 @@ class Responses:
     async def _toolbox(self, body: PromptFields, model: ServedModel) -> Toolbox:
         """The request's tools, settled: without any, those of the configured servers, as functions."""
         if "tools" not in body.model_fields_set:
-            body.tools = list(as_functions(await injected_tools(self._state, model)))
+            body.tools = [
+                FunctionTool(type="function", name=tool.name, description=tool.description, parameters=tool.parameters)
+                for tool in await injected_tools(self._state, model)
+            ]
         check_choice(body)
-        wanted = {at: tool for at, tool in enumerate(body.tools) if isinstance(tool, McpTool)}
-        return Toolbox(self._state, model, wanted, body.function_names)
+        return Toolbox(self._state, model, body)
 
     async def _context(self, body: PromptFields, owner: str | None) -> tuple[list[Item], list[Item]]:
-        """All that the response is given, and the part of it that the request itself brings."""
+        """The whole context of the response, and the part of it that the request itself brings."""
         history = await self._history(body, owner)
         own = await self._own_items(body, history, owner)
         if not history and not own:
@@ -133,53 +231,31 @@ class Responses:
         return found
 
 
-def _listed(context: Sequence[Item]) -> Iterator[str]:
-    """The servers whose tools are listed in the context."""
-    for item in context:
-        if item["type"] == "mcp_list_tools" and item["error"] is None:
-            yield item["server_label"]
+_REPEATED = (
+    "background", "instructions", "max_output_tokens", "max_tool_calls", "parallel_tool_calls", "previous_response_id",
+    "prompt_cache_key", "safety_identifier", "store", "top_logprobs", "truncation", "user",
+)  # fmt: skip
+"""Fields of a request that the response repeats as they are."""
 
 
 def _response(body: ResponseRequest, replies: Replies) -> Response:
-    conversation = body.conversation_id
+    conversation, reasoning = body.conversation_id, body.reasoning or ReasoningConfig()
+    chosen = body.text.format if body.text is not None else None
+    shown_format = {"type": "text"} if chosen is None else chosen.model_dump(by_alias=True)
     return Response(
+        **{name: getattr(body, name) for name in _REPEATED},
         id=new_id("resp"),
         created_at=int(time.time()),
         status="queued" if body.background else "in_progress",
-        background=body.background,
-        instructions=body.instructions,
-        max_output_tokens=body.max_output_tokens,
-        max_tool_calls=body.max_tool_calls,
         metadata=body.metadata or {},
-        model=replies.model_name,
+        model=replies.call.name,
         output=[],
-        parallel_tool_calls=body.parallel_tool_calls,
-        previous_response_id=body.previous_response_id,
         conversation=None if conversation is None else ConversationReference(conversation),
-        prompt_cache_key=body.prompt_cache_key,
-        reasoning=_reasoning(body),
-        safety_identifier=body.safety_identifier,
-        store=body.store,
+        reasoning={"effort": reasoning.effort, "summary": reasoning.summary or reasoning.generate_summary},
         temperature=replies.params.temperature,
-        text=_text(body),
+        text={"format": shown_format, "verbosity": "medium"},
         tool_choice=body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump(),
         tools=[tool.shown() if isinstance(tool, McpTool) else tool.model_dump() for tool in body.tools],
-        top_logprobs=body.top_logprobs,
         top_p=replies.params.top_p,
-        truncation=body.truncation,
-        user=body.user,
         warnings=ignored_fields.get() or UNSET,
     )
-
-
-def _reasoning(body: PromptFields) -> dict[str, Any]:
-    config = body.reasoning
-    if config is None:
-        return {"effort": None, "summary": None}
-    return {"effort": config.effort, "summary": config.summary or config.generate_summary}
-
-
-def _text(body: PromptFields) -> dict[str, Any]:
-    chosen = body.text.format if body.text is not None else None
-    shown_format = {"type": "text"} if chosen is None else chosen.model_dump(by_alias=True)
-    return {"format": shown_format, "verbosity": "medium"}

@@ -1,19 +1,200 @@
-"""A response's items and settings as a conversation."""
+"""The items and settings of a response as a conversation."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from jaxllm.chat.conversation import Conversation, Message, Rendering, thinking_variables
-from jaxllm.errors import Field
+from jaxllm.chat.conversation import (
+    Call,
+    Conversation,
+    Message,
+    Rendering,
+    known_arguments,
+    parse_arguments,
+    thinking_variables,
+)
+from jaxllm.errors import Field, InvalidRequestError
+from jaxllm.mcp.tools import ToolResult, as_data, full_name
 from jaxllm.requests.structured_outputs import StructuredOutputs
 from jaxllm.serving.generation import GenerationSettings
 from jaxllm.serving.openai.structured import JSONObjectFormat
 from jaxllm.serving.responses.items import Item
-from jaxllm.serving.responses.messages import spoken
-from jaxllm.serving.responses.offers import Offer
 from jaxllm.serving.responses.request import PromptFields, ResponseRequest, TextSchemaFormat
+from jaxllm.serving.responses.toolbox import Offer
+
+
+@dataclass
+class Spoken:
+    """A message as it is put together from items."""
+
+    message: Message
+    origin: Item
+    """The item that it begins with."""
+    has_text: bool = False
+
+    def begins_anew(self, kind: str, *, answered: bool) -> bool:
+        """Say whether an item of the model's starts a message of its own after this one.
+
+        Reasoning comes before text, text before calls; what follows calls that nobody has `answered` belongs to them.
+        """
+        if self.message.calls:
+            return answered
+        if kind == "reasoning":
+            return self.has_text or self.message.reasoning is not None
+        return kind == "message" and self.has_text
+
+    def join(self, item: Item) -> None:
+        message = self.message
+        match item["type"]:
+            case "reasoning":
+                parts = item.get("content") or item["summary"]
+                if parts:
+                    message.reasoning = _after(message.reasoning, _text(parts))
+            case "message":
+                message.text = _after(message.text, _text(item["content"]))
+                self.has_text = True
+            case "function_call":
+                arguments = parse_arguments(item["arguments"], Field("input"))
+                message.calls.append(Call(item["call_id"], item["name"], arguments))
+            case "mcp_call" | "mcp_approval_request":
+                name = full_name(item["server_label"], item["name"])
+                message.calls.append(Call(_call_id(item), name, known_arguments(item["arguments"])))
+
+
+def spoken(items: Sequence[Item], special_tokens: Collection[str] = ()) -> list[Spoken]:
+    """Reasoning, text and calls that follow each other are one assistant's message; each output is a tool's message.
+
+    The calls that the server made bring their outputs along: [mcp_call A, mcp_call B] are assistant, tool, assistant,
+    tool. Outputs are told as data, in which the model's `special_tokens` mean nothing.
+    Raises InvalidRequestError where calls of functions and their outputs do not belong together.
+    """
+    calls = ("function_call", "mcp_call")  # max_output_tokens may end one in its middle, which no template renders
+    shown = [item for item in items if not (item["type"] in calls and item["status"] == "incomplete")]
+    _check_calls(shown)
+    transcript = _Transcript(shown, special_tokens)
+    for item in shown:
+        transcript.add(item)
+    transcript.end_answer()
+    return transcript.spoken
+
+
+def turns(items: Sequence[Item]) -> list[int]:
+    """The positions at which a conversation may be cut: where somebody other than the model begins to speak."""
+    return [
+        at
+        for at, item in enumerate(items)
+        if item["type"] == "message"
+        and item["role"] == "user"
+        and not (at and items[at - 1]["type"] == "message" and items[at - 1]["role"] == "user")
+    ]
+
+
+class _Transcript:
+    def __init__(self, items: Sequence[Item], special_tokens: Collection[str]):
+        self.spoken: list[Spoken] = []
+        self._special_tokens = special_tokens
+        self._made = {item["approval_request_id"] for item in items if item["type"] == "mcp_call"}
+        responses = [item for item in items if item["type"] == "mcp_approval_response"]
+        self._approvals = {item["approval_request_id"]: item for item in responses}
+        self._answer: Spoken | None = None
+        """The assistant's message that the next item may join."""
+        self._results: list[Spoken] = []
+        """The results of calls in that message that the server made: they come after it."""
+
+    def add(self, item: Item) -> None:
+        match item["type"]:
+            case "message" if item["role"] != "assistant":
+                self._other(Message("user" if item["role"] == "user" else "system", _text(item["content"])), item)
+            case "function_call_output":
+                output = item["output"]
+                text = output if isinstance(output, str) else _text(output)
+                self._other(Message("tool", text, call_id=item["call_id"]), item)
+            case "mcp_call" | "mcp_approval_request":
+                if (told := self._outcome(item)) is not None:
+                    self._join(item)
+                    self._results.append(Spoken(Message("tool", told, call_id=_call_id(item)), item))
+            case "mcp_list_tools" | "mcp_approval_response":
+                pass
+            case _:
+                self._join(item)
+
+    def end_answer(self) -> None:
+        self.spoken += self._results
+        self._answer, self._results = None, []
+
+    def _other(self, message: Message, item: Item) -> None:
+        self.end_answer()
+        self.spoken.append(Spoken(message, item))
+
+    def _join(self, item: Item) -> None:
+        answer = self._answer
+        answered = answer is not None and len(self._results) == len(answer.message.calls)
+        if answer is None or answer.begins_anew(item["type"], answered=answered):
+            self.end_answer()
+            self._answer = answer = Spoken(Message("assistant"), item)
+            self.spoken.append(answer)
+        answer.join(item)
+
+    def _outcome(self, item: Item) -> str | None:
+        """The words in which the model is told of a call's outcome; None where a later call tells it."""
+        if item["type"] == "mcp_call":
+            error = item["error"]
+            output = item["output"] or "" if error is None else _error_text(error)
+            return as_data(full_name(item["server_label"], item["name"]), ToolResult(output), self._special_tokens)
+        if item["id"] in self._made:
+            return None
+        answer = self._approvals.get(item["id"])
+        if answer is None:
+            return "The call was not made: the user has not approved it."
+        if answer["approve"]:
+            return "The call was approved, but not made."
+        reason = answer["reason"]
+        return "The call was not made: the user refused it." + (f" The reason given: {reason}" if reason else "")
+
+
+def _error_text(error: dict[str, Any]) -> str:
+    content = error.get("content")
+    if isinstance(content, list):
+        texts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
+        return f"The tool failed: {' '.join(texts)}"
+    return f"The tool failed: {error.get('message', 'it did not say why')}"
+
+
+def _call_id(item: Item) -> str:
+    """Nine letters and digits, which every template takes, where OpenAI's items have no id of the call."""
+    return hashlib.sha256(item["id"].encode()).hexdigest()[:9]
+
+
+def _after(before: str | None, text: str) -> str:
+    return f"{before}\n{text}" if before else text
+
+
+def _text(parts: Sequence[dict[str, Any]]) -> str:
+    return "\n".join(part["refusal"] if part["type"] == "refusal" else part["text"] for part in parts)
+
+
+def _check_calls(items: Sequence[Item]) -> None:
+    waiting: set[str] = set()
+    for item in items:
+        match item["type"]:
+            case "function_call":
+                if item["call_id"] in waiting:
+                    raise InvalidRequestError(f"input has two open function calls {item['call_id']!r}", "input")
+                waiting.add(item["call_id"])
+            case "function_call_output":
+                if item["call_id"] not in waiting:
+                    message = f"no function call with call_id {item['call_id']!r} comes before its output"
+                    raise InvalidRequestError(message, "input")
+                waiting.discard(item["call_id"])
+            case "message" if waiting and item["role"] != "assistant":
+                break
+    if waiting:
+        message = f"no output found for function call {', '.join(sorted(waiting))}; send function_call_output items"
+        raise InvalidRequestError(message, "input")
 
 
 class Translation:
@@ -57,7 +238,7 @@ class Translation:
         )
 
     def name(self, place: Field) -> Field:
-        """What the request calls a place of its Conversation or GenerationSettings."""
+        """The request's name for a place of its Conversation or GenerationSettings."""
         match place.path:
             case ("messages", int(at), *rest):
                 origin = self._places.get(id(self._origins[at]))

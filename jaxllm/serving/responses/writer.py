@@ -1,153 +1,154 @@
-"""A response as it is filled, and the events of its stream."""
+"""A response as it is filled from the pieces of replies, and the events of its stream."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from msgspec import UNSET
 
-from jaxllm.chat.parser import Piece
+from jaxllm.chat.conversation import parse_arguments
+from jaxllm.chat.events import Content, Reasoning, ToolArguments, ToolCall
+from jaxllm.chat.parser import Piece, Step
+from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.mcp.tools import ToolResult
 from jaxllm.serving.generation import Usage
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.records import Phases
-from jaxllm.serving.openai.logprobs import TokenBytes
-from jaxllm.serving.openai.timings import timings
-from jaxllm.serving.responses.answer_writer import AnswerWriter, OutputItems
-from jaxllm.serving.responses.events import (
-    Completed,
-    Created,
-    Failed,
-    Incomplete,
-    InProgress,
-    McpCallCompleted,
-    McpCallFailed,
-    McpListToolsCompleted,
-    McpListToolsFailed,
-    McpListToolsInProgress,
-    Queued,
-    ResponseEvent,
-    StreamError,
-)
-from jaxllm.serving.responses.items import Item, new_id
+from jaxllm.serving.openai.answers import ChatTokenLogprob, TokenBytes, chat_logprobs, timings
+from jaxllm.serving.responses.items import Item, ItemStatus, new_id
 from jaxllm.serving.responses.objects import (
+    EVENTS,
     STOPPED,
     IncompleteDetails,
     InputTokensDetails,
     ListedTool,
+    OutputFunctionCall,
+    OutputItem,
+    OutputMcpApprovalRequest,
     OutputMcpCall,
     OutputMcpListTools,
+    OutputMessage,
+    OutputReasoning,
+    OutputText,
     OutputTokensDetails,
+    ReasoningText,
     Response,
     ResponseError,
+    ResponseEvent,
     ResponseUsage,
+    SummaryText,
 )
+from jaxllm.serving.responses.request import ResponseRequest
 from jaxllm.serving.responses.toolbox import Listing, OfferedTool
-
-_TERMINAL = {"completed": Completed, "incomplete": Incomplete, "failed": Failed}
 
 
 class EventWriter:
     """Fills `response` while it says what a stream must send.
 
     Every method gives events that are to be encoded before the next is taken, for they show the response as it is
-    then; what is not taken is not done.
+    then; what is not taken is not done. One of the items that the model writes is open at a time. White space alone
+    opens no message: between reasoning, text and calls it is no text of its own.
+
+    Attributes:
+        calls: calls of servers' tools that wait to be run, or are running.
+        asks_client: the client has to run a function, or to approve a call, before the model goes on.
+        finish_reason: of the last reply: "stop", "tool_calls", "length", or what else ended it.
     """
 
     def __init__(
         self,
         response: Response,
-        *,
-        summarizes: bool,
-        logprobs_count: int | None,
-        shows_timings: bool,
+        body: ResponseRequest,
         token_bytes: TokenBytes,
-        find_tool: Callable[[str], OfferedTool | None],
+        offered: Mapping[str, OfferedTool],
     ):
         self.response = response
-        self._shows_timings = shows_timings
+        self.calls: list[OutputMcpCall] = []
+        self.asks_client = False
         self.finish_reason: str | None = None
-        """Of the last reply: "stop", "tool_calls", "length", or what else ended it."""
-        self._items = OutputItems(response.output)
-        self._answer = AnswerWriter(
-            self._items,
-            summarizes=summarizes,
-            logprobs_count=logprobs_count,
-            token_bytes=token_bytes,
-            find_tool=find_tool,
-        )
-        self._events = 0
-
-    @property
-    def calls(self) -> list[OutputMcpCall]:
-        """Those that wait to be run, or are running."""
-        return list(self._answer.calls)
+        self._body = body
+        self._token_bytes = token_bytes
+        self._offered = offered
+        self._num_events = 0
+        self._places: dict[str, int] = {}
+        """Where each item began, by its id; others may begin before it ends."""
+        self._open: OutputItem | None = None
+        self._texts: list[str] = []
+        self._logprobs: list[ChatTokenLogprob] = []
+        self._held = ""
+        """White space that no message has yet."""
+        self._steps: list[Step] = []
 
     @property
     def came_to_end(self) -> bool:
         """Whether the last reply is whole."""
         return self.finish_reason in ("stop", "tool_calls")
 
-    @property
-    def asks_client(self) -> bool:
-        """Whether the client has to do something before the model goes on."""
-        return self._answer.asks_client
-
     def open(self) -> Iterator[ResponseEvent]:
-        yield self._numbered(Created(response=self.response))
+        yield self._event("response.created", response=self.response)
         if self.response.status == "queued":
-            yield self._numbered(Queued(response=self.response))
+            yield self._event("response.queued", response=self.response)
             self.response.status = "in_progress"
-        yield self._numbered(InProgress(response=self.response))
+        yield self._event("response.in_progress", response=self.response)
 
     def list_tools(self, listing: Listing) -> Iterator[ResponseEvent]:
-        """What a server offers."""
         item = OutputMcpListTools(id=new_id("mcpl"), server_label=listing.label, tools=[])
-        yield self._numbered(self._items.begin(item))
-        yield self._numbered(McpListToolsInProgress(**self._items.place(item)))
+        yield self._begin_item(item)
+        yield self._within(item, "response.mcp_list_tools.in_progress")
         item.error = listing.error
         item.tools = [
             ListedTool(
-                name=tool.name,
-                input_schema=tool.parameters,
-                description=tool.description,
-                annotations=tool.annotations,
+                name=tool.name, input_schema=tool.parameters, description=tool.description, annotations=tool.annotations
             )
             for tool in listing.tools
         ]
-        ended = McpListToolsCompleted if listing.error is None else McpListToolsFailed
-        yield self._numbered(ended(**self._items.place(item)))
-        yield self._numbered(self._items.end(item))
+        yield self._within(item, f"response.mcp_list_tools.{'completed' if listing.error is None else 'failed'}")
+        yield self._end_item(item)
 
     def begin_approved(self, request: Item) -> Iterator[ResponseEvent]:
         """The call that an approval request asked for."""
         label, name, arguments = request["server_label"], request["name"], request["arguments"]
-        yield from self._all_numbered(self._answer.begin_call(label, name, arguments, approved=request["id"]))
+        yield from self._whole_call(label, name, arguments, approved=request["id"])
 
     def add(self, piece: Piece) -> Iterator[ResponseEvent]:
-        """What one piece of a reply brings."""
         self.finish_reason = piece.finish_reason
-        yield from self._all_numbered(self._answer.add(piece))
+        self._steps += piece.logprobs
+        for event in piece.events:
+            if not isinstance(event, Content):
+                self._steps.clear()
+            match event:
+                case Content(text):
+                    yield from self._add_text(text)
+                case Reasoning(text):
+                    yield from self._add_reasoning(text)
+                case ToolCall(_, call_id, name):
+                    yield from self._add_call(call_id, name)
+                case ToolArguments(_, text):
+                    yield from self._add_arguments(text)
 
     def end_reply(self) -> Iterator[ResponseEvent]:
         """The reply is over; `calls` may have to be run."""
-        yield from self._all_numbered(self._answer.end("completed" if self.came_to_end else "incomplete"))
+        if self._open is None and not self.response.output and self._held:
+            yield from self._begin_message(self._held)
+        yield from self._close("completed" if self.came_to_end else "incomplete")
+        self._held = ""
+        self._steps.clear()
 
     def end_call(self, call: OutputMcpCall, result: ToolResult) -> Iterator[ResponseEvent]:
-        """What came of one of `calls`."""
-        self._answer.calls.remove(call)
+        """One of `calls` has given its result."""
+        self.calls.remove(call)
         if result.error is None:
             call.status, call.output = "completed", result.text
-            yield self._numbered(McpCallCompleted(**self._items.place(call)))
         else:
             call.status, call.error = "failed", result.error
-            yield self._numbered(McpCallFailed(**self._items.place(call)))
-        yield self._numbered(self._items.end(call))
+        yield self._within(call, f"response.mcp_call.{call.status}")
+        yield self._end_item(call)
 
     def finish(self, usage: Usage, phases: Phases) -> Iterator[ResponseEvent]:
         """Close what is open and settle the response; `last` tells of it."""
-        yield from self._close()
+        yield from self._close_all()
         response = self.response
         self._account(usage, phases)
         if self.came_to_end:
@@ -161,45 +162,197 @@ class EventWriter:
         """Close what is open and settle the response as failed; `last` tells of it."""
         message, told = str(error), error.body["error"]
         self.finish_reason = "error"
-        yield from self._close()
+        yield from self._close_all()
         code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
         self.response.status, self.response.error = "failed", ResponseError(code, message)
         self.response.completed_at, self.response.incomplete_details = UNSET, None
         self._account(usage, phases)
-        yield self._numbered(StreamError(code=told["code"], message=message, param=told["param"]))
+        yield self._event("error", code=told["code"], message=message, param=told["param"])
 
     def last(self) -> ResponseEvent:
-        """The event that ends the stream; asked for again after `fail`, where it could not be kept, it is another."""
-        event = self._numbered(_TERMINAL[self.response.status](response=self.response))
-        self._events -= 1
+        """The event that ends the stream; after `fail`, where it could not be stored, it is another."""
+        event = self._event(f"response.{self.response.status}", response=self.response)
+        self._num_events -= 1
         return event
+
+    def _add_text(self, text: str) -> Iterator[ResponseEvent]:
+        if isinstance(self._open, OutputMessage):
+            yield self._say(self._open, text)
+            return
+        self._held += text
+        if self._held.strip():
+            yield from self._begin_message(self._held)
+
+    def _begin_message(self, text: str) -> Iterator[ResponseEvent]:
+        message = OutputMessage(id=new_id("msg"), status="in_progress", content=[])
+        yield from self._begin(message)
+        yield self._within(message, "response.content_part.added", part=OutputText(text=""))
+        yield self._say(message, text)
+
+    def _say(self, message: OutputMessage, text: str) -> ResponseEvent:
+        """The text with the log-probabilities of all tokens since the last, whose text may have been held back."""
+        self._texts.append(text)
+        steps, self._steps = self._steps, []
+        count = self._body.logprobs_count
+        logprobs = [] if count is None else chat_logprobs(steps, count, self._token_bytes).content
+        self._logprobs += logprobs
+        return self._within(message, "response.output_text.delta", delta=text, logprobs=logprobs)
+
+    def _add_reasoning(self, text: str) -> Iterator[ResponseEvent]:
+        summarizes, reasoning = self._body.summarizes, self._open
+        if not isinstance(reasoning, OutputReasoning):
+            reasoning = OutputReasoning(id=new_id("rs"), status="in_progress", summary=[], content=[])
+            yield from self._begin(reasoning)
+            if summarizes:
+                yield self._within(reasoning, "response.reasoning_summary_part.added", part=SummaryText(""))
+            else:
+                yield self._within(reasoning, "response.content_part.added", part=ReasoningText(""))
+        self._texts.append(text)
+        kind = "reasoning_summary_text" if summarizes else "reasoning_text"
+        yield self._within(reasoning, f"response.{kind}.delta", delta=text)
+
+    def _add_call(self, call_id: str, name: str) -> Iterator[ResponseEvent]:
+        offered = self._offered.get(name)
+        if offered is None:
+            yield from self._begin(
+                OutputFunctionCall(id=new_id("fc"), status="in_progress", call_id=call_id, name=name, arguments="")
+            )
+        elif offered.needs_approval:
+            yield from self._close("completed")
+            self._open, self._held = (
+                OutputMcpApprovalRequest(
+                    id=new_id("mcpr"), server_label=offered.tool.server, name=offered.tool.name, arguments=""
+                ),
+                "",
+            )
+        else:
+            call = _mcp_call(offered.tool.server, offered.tool.name)
+            yield from self._begin(call)
+            yield self._within(call, "response.mcp_call.in_progress")
+
+    def _add_arguments(self, text: str) -> Iterator[ResponseEvent]:
+        self._texts.append(text)
+        match self._open:
+            case OutputFunctionCall() as call:
+                yield self._within(call, "response.function_call_arguments.delta", delta=text)
+            case OutputMcpCall() as call:
+                yield self._within(call, "response.mcp_call_arguments.delta", delta=text)
+
+    def _begin(self, item: OutputItem) -> Iterator[ResponseEvent]:
+        yield from self._close("completed")
+        self._open, self._held = item, ""
+        yield self._begin_item(item)
+
+    def _close(self, status: ItemStatus) -> Iterator[ResponseEvent]:
+        """End the open item; a call of a server's tool ends when it has been run."""
+        item, text, logprobs = self._open, "".join(self._texts), self._logprobs
+        self._open, self._texts, self._logprobs = None, [], []
+        match item:
+            case OutputMcpCall():
+                yield from self._close_call(item, text, status)
+            case OutputMcpApprovalRequest():
+                yield from self._ask(item, text, status)
+            case OutputMessage():
+                part = OutputText(text=text, logprobs=logprobs)
+                yield self._within(item, "response.output_text.done", text=text, logprobs=logprobs)
+                yield self._within(item, "response.content_part.done", part=part)
+                item.content, item.status = [part], status
+                yield self._end_item(item)
+            case OutputReasoning() if self._body.summarizes:
+                summary = SummaryText(text)
+                yield self._within(item, "response.reasoning_summary_text.done", text=text)
+                yield self._within(item, "response.reasoning_summary_part.done", part=summary)
+                item.summary, item.status = [summary], status
+                yield self._end_item(item)
+            case OutputReasoning():
+                reasoning = ReasoningText(text)
+                yield self._within(item, "response.reasoning_text.done", text=text)
+                yield self._within(item, "response.content_part.done", part=reasoning)
+                item.content, item.status = [reasoning], status
+                yield self._end_item(item)
+            case OutputFunctionCall():
+                item.arguments, self.asks_client = text, True
+                yield self._within(item, "response.function_call_arguments.done", name=item.name, arguments=text)
+                item.status = status
+                yield self._end_item(item)
+
+    def _close_call(self, call: OutputMcpCall, arguments: str, status: ItemStatus) -> Iterator[ResponseEvent]:
+        call.arguments = arguments
+        yield self._within(call, "response.mcp_call_arguments.done", arguments=arguments)
+        if status == "completed":
+            self.calls.append(call)
+        else:
+            call.status = status
+            yield self._end_item(call)
+
+    def _ask(self, request: OutputMcpApprovalRequest, arguments: str, status: ItemStatus) -> Iterator[ResponseEvent]:
+        """Ask for approval, unless there is nothing to approve of: a call that is cut off, or cannot be run."""
+        if status == "completed" and _is_object(arguments):
+            request.arguments, self.asks_client = arguments, True
+            yield self._begin_item(request)
+            yield self._end_item(request)
+        else:
+            yield from self._whole_call(request.server_label, request.name, arguments, status=status)
+
+    def _whole_call(
+        self, label: str, name: str, arguments: str, *, approved: str | None = None, status: ItemStatus = "completed"
+    ) -> Iterator[ResponseEvent]:
+        """A call whose arguments are known already; `approved` is the id of the request that asked for it."""
+        call = _mcp_call(label, name, approved)
+        yield self._begin_item(call)
+        yield self._within(call, "response.mcp_call.in_progress")
+        yield self._within(call, "response.mcp_call_arguments.delta", delta=arguments)
+        yield from self._close_call(call, arguments, status)
+
+    def _close_all(self) -> Iterator[ResponseEvent]:
+        yield from self.end_reply()
+        while self.calls:
+            call = self.calls.pop(0)
+            call.status = "incomplete"
+            yield self._end_item(call)
 
     def _account(self, usage: Usage, phases: Phases) -> None:
-        self.response.usage = _usage(usage)
-        if self._shows_timings:
+        self.response.usage = ResponseUsage(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=InputTokensDetails(usage.cached_tokens),
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=OutputTokensDetails(usage.reasoning_tokens),
+            total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        )
+        if self._body.timings_per_token:
             self.response.timings = timings(usage, phases)
 
-    def _close(self) -> Iterator[ResponseEvent]:
-        yield from self.end_reply()
-        for call in self.calls:
-            call.status = "incomplete"
-            self._answer.calls.remove(call)
-            yield self._numbered(self._items.end(call))
+    def _begin_item(self, item: OutputItem) -> ResponseEvent:
+        place = self._places[item.id] = len(self.response.output)
+        self.response.output.append(item)
+        return self._event("response.output_item.added", output_index=place, item=item)
 
-    def _all_numbered(self, events: Iterable[ResponseEvent]) -> Iterator[ResponseEvent]:
-        return map(self._numbered, events)
+    def _end_item(self, item: OutputItem) -> ResponseEvent:
+        return self._event("response.output_item.done", output_index=self._places[item.id], item=item)
 
-    def _numbered(self, event: ResponseEvent) -> ResponseEvent:
-        event.sequence_number = self._events
-        self._events += 1
+    def _within(self, item: OutputItem, name: str, /, **fields: Any) -> ResponseEvent:
+        return self._event(name, item_id=item.id, output_index=self._places[item.id], **fields)
+
+    def _event(self, name: str, /, **fields: Any) -> ResponseEvent:
+        event = EVENTS[name](sequence_number=self._num_events, **fields)
+        self._num_events += 1
         return event
 
 
-def _usage(usage: Usage) -> ResponseUsage:
-    return ResponseUsage(
-        input_tokens=usage.prompt_tokens,
-        input_tokens_details=InputTokensDetails(usage.cached_tokens),
-        output_tokens=usage.completion_tokens,
-        output_tokens_details=OutputTokensDetails(usage.reasoning_tokens),
-        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+def _mcp_call(label: str, name: str, approved: str | None = None) -> OutputMcpCall:
+    return OutputMcpCall(
+        id=new_id("mcp"),
+        status="in_progress",
+        server_label=label,
+        name=name,
+        arguments="",
+        approval_request_id=approved,
     )
+
+
+def _is_object(arguments: str) -> bool:
+    try:
+        parse_arguments(arguments, Field("arguments"))
+    except InvalidRequestError:
+        return False
+    return True

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from jaxllm.errors import CheckpointError, one_line
-from jaxllm.quantization.stored import FLOATS, dequantize
 from jaxllm.weights.adapters.peft import SETTINGS_FILE, Adapter, LowRank, read_peft_adapter
 from jaxllm.weights.fields import check_fields, real, shown
 from jaxllm.weights.folder import NO_PICKLES, PICKLES, check_no_device
-from jaxllm.weights.gguf_file import GGUFHeader, read_header
+from jaxllm.weights.gguf_file import GGUFCheckpoint
 
 __all__ = ["Adapter", "LowRank", "open_adapter"]
 
@@ -42,8 +41,9 @@ def open_adapter(path: Path) -> Adapter:
 
 def _read_gguf(path: Path) -> Adapter:
     check_no_device(path)
-    header = read_header(path)
-    alpha, tensors = _alpha(path, header.metadata), _tensors(path, header)
+    file = GGUFCheckpoint(path)
+    alpha = _alpha(path, file.config)
+    tensors = {name: np.array(file.read(name).expand()) for name in file.tensors}
     updates, replaced = {}, {}
     for name, tensor in tensors.items():
         base, _, part = name.rpartition(".")
@@ -60,7 +60,7 @@ def _read_gguf(path: Path) -> Adapter:
             )
     if not updates and not replaced:
         raise CheckpointError(f"{path}: holds no tensors")
-    base_model = header.metadata.get("general.base_model.0.name")
+    base_model = file.config.get("general.base_model.0.name")
     return Adapter("gguf", path, updates, replaced, base_model if isinstance(base_model, str) else None)
 
 
@@ -75,21 +75,6 @@ def _alpha(path: Path, metadata: dict[str, Any]) -> float:
         )
     check_fields(metadata, {ALPHA: real(-1e9, 1e9)}, f"{path}: ")
     return float(metadata.get(ALPHA, 0))
-
-
-def _tensors(path: Path, header: GGUFHeader) -> dict[str, np.ndarray]:
-    data = np.memmap(path, np.uint8, mode="r")
-    found = {}
-    for name, (shape, dtype, offset, nbytes) in header.tensors.items():
-        stored = data[offset : offset + nbytes].view(np.ndarray)
-        if dtype in FLOATS:
-            found[name] = stored.view(FLOATS[dtype]).reshape(shape).copy()
-        else:
-            try:
-                found[name] = dequantize(stored, dtype, shape)
-            except CheckpointError as error:
-                raise CheckpointError(f"{path}: tensor {shown(name)}: {error}") from None
-    return found
 
 
 def _low_rank(path: Path, base: str, a: np.ndarray, b: np.ndarray | None, alpha: float) -> LowRank:

@@ -94,7 +94,10 @@ def _four_bits(parts: Parts, type_: str) -> Packed:
     def read() -> tuple[np.ndarray, Codes]:
         swapped = np.ascontiguousarray(parts.array(".weight")).view(np.uint8).reshape(-1)
         codes = unpack(swapped << 4 | swapped >> 4, 4)[:count].reshape(outputs, inputs)
-        largest = _nested(parts, state) if nested else parts.array(".weight.absmax")
+        largest = parts.array(".weight.absmax")
+        if nested:  # the blocks' largest numbers are quantized as well
+            shares = parts.array(".weight.nested_absmax")[np.arange(len(largest)) // state["nested_blocksize"]]
+            largest = parts.array(".weight.nested_quant_map")[largest] * shares + np.float32(state["nested_offset"])
         scale = largest[np.arange(0, count, group) // block].reshape(outputs, -1)
         return codes, Codes(coding, scale.astype(coding.scale))
 
@@ -114,13 +117,6 @@ def _state(parts: Parts, suffix: str) -> dict[str, Any]:
         raise parts.error(f"holds no {' and no '.join(sorted(missing))}", suffix)
     check_fields(state, STATE_FIELDS, f"{parts.prefix}{suffix}: ")
     return {"nested_blocksize": 256, "nested_offset": 0.0} | state
-
-
-def _nested(parts: Parts, state: dict[str, Any]) -> np.ndarray:
-    """The blocks' largest numbers, which are quantized as well: float32."""
-    codes = parts.array(".weight.absmax")
-    scale = parts.array(".weight.nested_absmax")[np.arange(len(codes)) // state["nested_blocksize"]]
-    return parts.array(".weight.nested_quant_map")[codes] * scale + np.float32(state["nested_offset"])
 
 
 BLOCK = 32

@@ -54,7 +54,9 @@ def find_compressed_tensors(checkpoint: Checkpoint, config: dict[str, Any]) -> d
     """
     check_fields(config, FIELDS, "quantization_config.")
     _check_formats(config)
-    rounded, accepted = _rounds_inputs(config), _bits(config)
+    rounded = _rounds_inputs(config)
+    given = {(group.get("weights") or {}).get("num_bits") for group in _groups(config).values()}
+    accepted = [bits for bits in BITS if bits in given] or list(BITS)
     found = {parts.name: _integers(parts, *_packed_size(parts, accepted)) for parts in matrices(checkpoint, PACKED)}
     for parts in matrices(checkpoint, ".weight_scale"):
         if parts.name in found:
@@ -93,12 +95,6 @@ def _check_formats(config: dict[str, Any]) -> None:
         weights = group.get("weights") or {}
         if weights.get("type", "int") == "int" and weights.get("num_bits", 8) not in BITS:
             raise unsupported(method, f"config_groups.{name}.weights.num_bits", weights["num_bits"], "2, 3, 4 or 8")
-
-
-def _bits(config: dict[str, Any]) -> list[int]:
-    """The bits of the codes of some group; all that are read if the groups do not say."""
-    given = {(group.get("weights") or {}).get("num_bits") for group in _groups(config).values()}
-    return [bits for bits in BITS if bits in given] or list(BITS)
 
 
 def _rounds_inputs(config: dict[str, Any]) -> bool:

@@ -20,7 +20,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import CheckpointError, ConfigError, JaxLLMError
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import abstract_model, model_spec
-from jaxllm.sharding.mesh import build_mesh
+from jaxllm.sharding.mesh import build_meshes
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.kinds import KindChooser
 from jaxllm.weights.loader import load_parameters
@@ -89,7 +89,7 @@ def test_sorted_inputs_that_devices_divide_stay_as_they_were_saved(case, tmp_pat
     _, params = abstract_model(spec, BuildOptions(np.float32, 2), kinds)
     assert kinds.notes == []
     down = next(param for param in params if param.path == "layers.0.mlp.down.weight")
-    mesh = build_mesh(1)
+    mesh = build_meshes(1)[0]
     (value,) = load_parameters(checkpoint, [down], spec.names, mesh, ignored=("*",))
     expected = open_checkpoint(packed).read("model.layers.0.mlp.down_proj.weight").expand()
     np.testing.assert_array_equal(value.dequantize(), expected)

@@ -10,7 +10,7 @@ from jaxllm.engine.core.keys import PLAIN, SAMPLED, Key
 from jaxllm.engine.start.blueprint import make_blueprint
 from jaxllm.engine.start.plan import step_functions
 from jaxllm.engine.start.platform import Platform
-from jaxllm.sharding.mesh import build_mesh
+from jaxllm.sharding.mesh import build_meshes
 from jaxllm.weights import open_checkpoint
 from tests.reference.tiny import write_checkpoint
 
@@ -27,7 +27,7 @@ def functions(request, tmp_path_factory):
     checkpoint = open_checkpoint(directory)
     blueprint = make_blueprint(config, checkpoint, Platform("cpu", 1, None, 2**33))
     sizes = replace(blueprint.sizes, num_pages=20_000)  # so that a copied buffer would stand out
-    return step_functions(replace(blueprint, sizes=sizes), build_mesh(1))
+    return step_functions(replace(blueprint, sizes=sizes), build_meshes(1)[0])
 
 
 @pytest.mark.every_version

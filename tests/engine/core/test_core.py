@@ -18,8 +18,8 @@ from jaxllm.engine.core.registry import Features
 from jaxllm.engine.core.request import Request, Status
 from jaxllm.engine.core.sampler import Sampled, Settled
 from jaxllm.engine.core.scheduler import Scheduler
-from jaxllm.engine.features.grammar.feature import GrammarFeature
-from jaxllm.engine.features.readout.scores import ScoresFeature
+from jaxllm.engine.features.grammar.grammar import GrammarFeature
+from jaxllm.engine.features.scores import ScoresFeature
 from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.structured_outputs import StructuredOutputs
@@ -78,12 +78,13 @@ class Engine:
         sizes: Any = SimpleNamespace(vocab_size=VOCAB)
         eos_ids = [] if eos is None else [eos]
         around = Surroundings(self.runner, sizes, self.pool, None, eos_ids)  # type: ignore[arg-type]
-        features = self.runner.features = Features([GrammarFeature(), ScoresFeature()]).attached(around)
+        listed = [GrammarFeature(), ScoresFeature()]
+        features = self.runner.features = Features(feature.attached(around) for feature in listed)
         self.scheduler = Scheduler(self.pool, max_num_seqs, 32, 100, features=features)
-        around.running, around.features = (lambda: self.scheduler.running), (lambda: features)
         self.grammars: Any = ScriptedGrammars(script or [], self.runner.log)
         features["grammar"].grammars = self.grammars  # type: ignore[attr-defined]
         self.core = EngineCore(self.scheduler, self.pool, self.runner, None, eos_ids, features=features)  # type: ignore[arg-type]
+        around.core = self.core
 
     def add(self, name: str, prompt: list[int], group: str = "", **params: Any) -> None:
         message = EngineRequest(

@@ -9,7 +9,7 @@ import pytest
 from jaxllm.engine.core.loop import FULL_CHECK_SECONDS, IdleCheck
 from jaxllm.engine.core.pages import PagePool
 from jaxllm.engine.core.registry import Features
-from jaxllm.engine.features.states.states import StatesFeature
+from jaxllm.engine.features.states import StatesFeature
 from tests.engine.core.test_core import Engine, tokens_of
 
 PAGES = 39

@@ -15,7 +15,7 @@ from jaxllm.engine.core.keys import SAMPLED, Key, Kind
 from jaxllm.engine.core.packing import SETTING_FLOATS, SETTING_INTS, Packing, admit_packing
 from jaxllm.engine.core.sampler import SamplingRows
 from jaxllm.engine.features import features_of, features_of_encoder
-from jaxllm.engine.features.readout.scores import score_packing
+from jaxllm.engine.features.scores import score_packing
 from jaxllm.models.caches import PerSlot
 from tests.engine.step_sizes import PAGED, step_sizes
 

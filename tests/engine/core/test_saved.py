@@ -26,7 +26,7 @@ from jaxllm.engine.start.blueprint import make_blueprint
 from jaxllm.engine.start.plan import Blueprint, step_functions
 from jaxllm.engine.start.platform import Platform
 from jaxllm.engine.start.prepared import step_manifest
-from jaxllm.sharding.mesh import build_mesh
+from jaxllm.sharding.mesh import build_meshes
 from jaxllm.weights import open_checkpoint
 from tests.reference.tiny import write_checkpoint
 
@@ -67,7 +67,7 @@ def blueprint_of(model: str, **fields: Any) -> Blueprint:
 
 @pytest.fixture(scope="module")
 def functions(model) -> StepFunctions:
-    return step_functions(blueprint_of(model), build_mesh(1))
+    return step_functions(blueprint_of(model), build_meshes(1)[0])
 
 
 def saved_in(root: Path, name: str = "model") -> SavedExecutables:
@@ -151,7 +151,8 @@ def test_a_step_that_takes_other_arrays_is_another(functions, tmp_path, caplog):
 
 def test_what_depends_on_a_callers_functions_is_not_saved(functions):
     keys = Key("head", 2, SAMPLED | {"processors"}), Key("put", 0, frozenset({"processors"})), Key("head", 2, SAMPLED)
-    assert [functions.features.is_saved(key) for key in keys] == [False, False, True]
+    named = [functions.features.named(key.variant) for key in keys]
+    assert [all(feature.is_saved for feature in features) for features in named] == [False, False, True]
 
 
 def test_what_is_saved_in_a_new_folder_is_loaded_whatever_the_umask(functions, tmp_path):
@@ -230,13 +231,13 @@ CHANGES = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_each_setting_that_a_step_depends_on_makes_another_set(model, what):
     before, after = blueprint_of(model), blueprint_of(model, **CHANGES[what])
-    mesh = build_mesh(1)
+    mesh = build_meshes(1)[0]
     assert step_manifest(before, mesh) != step_manifest(after, mesh)
     assert step_manifest(before, mesh) == step_manifest(blueprint_of(model), mesh)
 
 
 def test_what_surrounds_the_steps_makes_another_set(model, monkeypatch):
-    blueprint, mesh = blueprint_of(model), build_mesh(1)
+    blueprint, mesh = blueprint_of(model), build_meshes(1)[0]
     plain = step_manifest(blueprint, mesh)
     config = blueprint.spec.config
     other = replace(blueprint, spec=replace(blueprint.spec, config=replace(config, norm_eps=0.1)))

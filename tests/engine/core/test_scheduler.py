@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from jaxllm.engine.core.request import Status
-from jaxllm.engine.features.grammar import feature as grammar_feature
+from jaxllm.engine.features.grammar import grammar
 from jaxllm.engine.features.grammar.thinking_budget import Thinking
-from jaxllm.engine.features.offload.host_pages import CacheRow
+from jaxllm.engine.features.offload.pages import CacheRow
 from jaxllm.models.config import LengthRule
 from tests.engine.scheduler_driver import Driver
 
@@ -207,7 +207,7 @@ def test_no_drafts_are_tried_in_a_step_that_a_thinking_budget_has_a_say_in():
     driver = Driver(num_pages=20, page_size=4, max_num_seqs=2, budget=64, num_drafts=3)
     _, thinks = driver.add([1, 2, 0], max_tokens=30), driver.add([2, 1], max_tokens=30)
     thinking = mock.Mock(spec=Thinking, left=4, over=False, forced=None)
-    thinks.extras["grammar"] = grammar_feature._GrammarState(thinking=thinking)
+    thinks.extras["grammar"] = grammar._GrammarState(thinking=thinking)
     batches = [driver.step() for _ in range(2)]
     assert [chunk.num_sampled for chunk in batches[1].chunks] == [4, 3], "one is under way, and three more may follow"
     thinking.left = 0

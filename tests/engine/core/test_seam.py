@@ -13,7 +13,7 @@ import pytest
 
 from jaxllm import EngineConfig, SamplingParams
 from jaxllm.engine.core.device import Device
-from jaxllm.engine.core.feature import Feature, Fields, Surroundings, Traced, TracedStep
+from jaxllm.engine.core.feature import Feature, Fields, Traced, TracedStep
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.registry import Features
 from jaxllm.engine.core.request import Request
@@ -22,7 +22,7 @@ from jaxllm.engine.core.sizes import StepSizes
 from jaxllm.engine.core.slots import Slots
 from jaxllm.engine.features import features_of
 from jaxllm.engine.messages import EngineRequest
-from jaxllm.engine.scale.data_parallel.core import Core
+from jaxllm.engine.scale.data_parallel import Core
 from jaxllm.engine.start import plan, prepared
 from jaxllm.engine.start.build import build_core
 from tests.reference.tiny import write_checkpoint
@@ -41,14 +41,12 @@ class Warming(Feature, Traced):
     name = "warming"
     on = ("decode", "head")
     rare = samples = has_part = True
+    asked_by = ("warmth",)
     put = Key("put", 0, frozenset({name}))
     _warmth: jax.Array
 
     def slot(self, sizes: StepSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
         return {"warmth": ((), jnp.float32)}
-
-    def attach(self, around: Surroundings) -> None:
-        self._device = around.device
 
     def prepare(self, request: Request, asked: EngineRequest) -> float | None:
         return asked.warmth if isinstance(asked, Warmed) else None
@@ -57,7 +55,7 @@ class Warming(Feature, Traced):
         return [self.put]
 
     def seat(self, request: Request, extra: float) -> None:
-        self._device.run(self.put, np.array([request.slot], np.int32), np.float32(extra))
+        self.around.device.run(self.put, np.array([request.slot], np.int32), np.float32(extra))
 
     def traced(self, step: TracedStep) -> Traced:
         found = copy.copy(self)

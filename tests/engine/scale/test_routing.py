@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxllm import SamplingParams
 from jaxllm.engine.messages import EngineRequest
-from jaxllm.engine.scale.routing import MOST_AHEAD, PrefixFirst, Replica, RoundRobin, nodes_of
+from jaxllm.engine.scale.routing import MOST_AHEAD, Replica, nodes_of, prefix_first
 
 PAGE = 4
 names = iter(range(10**6))
@@ -20,8 +20,8 @@ def make(count: int, num_pages: int = 1000) -> list[Replica]:
     return [Replica(n, num_pages=num_pages, page_size=PAGE, step_tokens=32) for n in range(count)]
 
 
-def send(policy: PrefixFirst | RoundRobin, replicas: list[Replica], sent: EngineRequest) -> int:
-    chosen = policy.choose(sent, replicas)
+def send(replicas: list[Replica], sent: EngineRequest) -> int:
+    chosen = prefix_first(sent, replicas)
     chosen.begin(sent, nodes_of(sent, PAGE))
     return chosen.number
 
@@ -36,29 +36,29 @@ def test_a_number_stands_for_a_page_and_all_before_it() -> None:
 
 
 def test_a_conversation_stays_where_it_began() -> None:
-    replicas, policy = make(3), PrefixFirst()
+    replicas = make(3)
     prompts = {name: [name * 100 + at for at in range(12)] for name in range(1, 7)}
-    homes = {name: send(policy, replicas, request(prompt)) for name, prompt in prompts.items()}
+    homes = {name: send(replicas, request(prompt)) for name, prompt in prompts.items()}
     assert sorted(homes.values()) == [0, 0, 1, 1, 2, 2]
     for turn in range(5):
         for name, prompt in prompts.items():
             prompt += [turn] * 8
-            assert send(policy, replicas, request(list(prompt))) == homes[name]
+            assert send(replicas, request(list(prompt))) == homes[name]
 
 
 def test_new_prompts_go_where_there_is_the_least_to_do() -> None:
-    replicas, policy = make(2), PrefixFirst()
+    replicas = make(2)
     long = request(list(range(320)))  # ten steps
-    assert send(policy, replicas, long) == 0
-    assert [send(policy, replicas, request([1000 + at])) for at in range(5)] == [1] * 5
+    assert send(replicas, long) == 0
+    assert [send(replicas, request([1000 + at])) for at in range(5)] == [1] * 5
     replicas[0].computed(long.request_id)  # its prompt is computed: one sequence is left
-    assert send(policy, replicas, request([2000])) == 0
+    assert send(replicas, request([2000])) == 0
 
 
 def test_a_prefix_does_not_make_a_busy_engine_busier_without_end() -> None:
-    replicas, policy = make(2), PrefixFirst()
+    replicas = make(2)
     prompt = list(range(16))
-    homes = [send(policy, replicas, request([*prompt, 100 + at])) for at in range(40)]
+    homes = [send(replicas, request([*prompt, 100 + at])) for at in range(40)]
     assert homes[: int(MOST_AHEAD)] == [homes[0]] * int(MOST_AHEAD)
     assert abs(homes.count(0) - homes.count(1)) <= MOST_AHEAD
 
@@ -84,8 +84,3 @@ def test_no_more_is_remembered_than_there_are_pages() -> None:
         replica.begin(one, nodes_of(one, PAGE))
     assert replica.matched(nodes_of(second, PAGE)) == 3
     assert replica.matched(nodes_of(first, PAGE)) == 1  # its beginning is remembered the longest
-
-
-def test_round_robin_takes_turns() -> None:
-    replicas, policy = make(2), RoundRobin()
-    assert [send(policy, replicas, request([1])) for _ in range(4)] in ([0, 1, 0, 1], [1, 0, 1, 0])

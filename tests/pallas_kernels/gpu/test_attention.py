@@ -15,9 +15,8 @@ from jaxllm.models.layers.rope import RopeConfig, rope_angles, rotate
 from jaxllm.pallas_kernels import RootMeanSquare, Unsummed, reference
 from jaxllm.pallas_kernels.gpu import flash
 from jaxllm.pallas_kernels.gpu.attention import paged_attention
-from jaxllm.pallas_kernels.gpu.flash import prefill_tiles
 from jaxllm.pallas_kernels.gpu.tile import AttentionSpec
-from jaxllm.pallas_kernels.metadata import StepMetadata
+from jaxllm.pallas_kernels.metadata import StepMetadata, prefill_tiles
 from jaxllm.pallas_kernels.pages import QUANTIZED, to_storage, write_pages
 from tests.gpu_here import INTERPRET
 from tests.pallas_kernels.oracle import RaggedBatch, attention_oracle, ragged_batch, with_numbers_of_heads

@@ -48,7 +48,9 @@ def check(
     angles = rope_angles(RopeConfig(dim=rotary, interleaved=interleaved), meta.positions, meta.rotary_lengths)
     shape = (*batch.pages[0].shape[:-1], size + SCALE_BYTES * bool(pages))
     before = jnp.zeros(shape, QUANTIZED[pages] if pages else dtype)
-    spec = AttentionSpec(heads, 1, size, shape[2], jnp.dtype(dtype), 1.0, None, None, latents, bool(pages))
+    spec = AttentionSpec(
+        heads, 1, size, shape[2], jnp.dtype(dtype), 1.0, None, None, latents, bool(pages), interpret=INTERPRET
+    )
     found, (after,) = absorb_and_store(
         q,
         latent,
@@ -59,7 +61,6 @@ def check(
         meta,
         spec,
         one_product=one_product,
-        interpret=INTERPRET,
     )
 
     def rotated(x: np.ndarray) -> np.ndarray:

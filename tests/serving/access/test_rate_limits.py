@@ -18,12 +18,21 @@ from typing import Any
 import openai
 import pytest
 
+from jaxllm.config import ModelConfig
+from jaxllm.config.server import ServerConfig
 from jaxllm.errors import ConfigError
+from jaxllm.mcp.settings import OFF
+from jaxllm.serving import call as call_module
 from jaxllm.serving.access import limits
 from jaxllm.serving.access.keys import Tenant
-from jaxllm.serving.access.limits import Meter, RateLimits, Window
-from jaxllm.serving.access.usage import Used
+from jaxllm.serving.access.limits import RateLimits, Window
+from jaxllm.serving.call import Call
 from jaxllm.serving.http.api_error import APIError
+from jaxllm.serving.http.records import Clock, ModelCall
+from jaxllm.serving.loadable import LoadableModel
+from jaxllm.serving.registry import Registry
+from jaxllm.serving.served_model import ServedModel
+from jaxllm.serving.state import ServerState
 from tests.serving.access.conftest import CHAT, Keyed, write_keys
 from tests.serving.batches.running import Running, chat
 from tests.serving.conftest import wait_for
@@ -125,7 +134,7 @@ def test_requests_at_once(tmp_path: Path, start_with: Callable[..., Running]) ->
     assert error.value.response.headers["retry-after"] == "1"
     assert server.client.with_options(api_key="key-of-bob").completions.create(model="fake", prompt="Hi").choices
     streams[0].close()
-    wait_for(lambda: sum(len(model.leases) for model in server.app.state.server.registry) == 1)
+    wait_for(lambda: sum(len(model.calls) for model in server.app.state.server.registry) == 1)
     client.completions.create(**body).close()
     streams[1].close()
 
@@ -282,20 +291,28 @@ def test_without_its_package_a_redis_is_refused(monkeypatch: pytest.MonkeyPatch)
         RateLimits("redis://localhost")
 
 
+class AbortedByNobody:
+    def abort(self, error: APIError) -> None:
+        raise AssertionError
+
+
 def test_what_was_reserved_stays_counted_where_the_store_is_gone(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
-        meter = Meter(Tenant(name="alice", tokens_per_minute=10), RateLimits(None))
-        reservation = await meter.reserve(8)
+        model = LoadableModel.loaded(ServedModel(ModelConfig(model="fake"), FakeEngine()))
+        state = ServerState(ServerConfig(mcp_config=OFF), Registry([model]))
+        asked = ModelCall(operation="embed", model="fake", clock=Clock(0.0))
 
         async def gone(*_: Any) -> None:
             raise APIError(503, "gone")
 
-        monkeypatch.setattr(meter._limits, "correct", gone)
-        await meter.settle(reservation, "fake", Used(prompt_tokens=2))
+        monkeypatch.setattr(state.limits, "correct", gone)
+        call = Call(state, "fake", model, Tenant(name="alice", tokens_per_minute=10))
+        async with call, call.asking(AbortedByNobody(), asked, 8):
+            asked.prompt_tokens = 2
 
-    with caplog.at_level(logging.ERROR, limits.__name__):
+    with caplog.at_level(logging.ERROR, call_module.__name__):
         asyncio.run(main())
     assert "API key alice is counted 6 tokens too many: gone" in caplog.text
 

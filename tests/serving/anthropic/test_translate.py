@@ -12,18 +12,24 @@ from hypothesis import strategies as st
 
 from jaxllm.chat.conversation import Call, Message, NamedTool, Tool
 from jaxllm.chat.events import Content, Event, Reasoning, ToolArguments, ToolCall
-from jaxllm.serving.anthropic.blocks import BlockBuilder, parse_input
-from jaxllm.serving.anthropic.ids import template_call_id, tool_use_id
-from jaxllm.serving.anthropic.request import MessagesRequest
-from jaxllm.serving.anthropic.response import (
+from jaxllm.serving.anthropic.message import (
+    BlockBuilder,
     ContentBlockDelta,
     ContentBlockStart,
     ContentBlockStop,
     TextBlock,
     ThinkingBlock,
     ToolUseBlock,
+    parse_input,
 )
-from jaxllm.serving.anthropic.translate import conversation, generation_settings, messages
+from jaxllm.serving.anthropic.request import MessagesRequest
+from jaxllm.serving.anthropic.translate import (
+    conversation,
+    generation_settings,
+    messages,
+    template_call_id,
+    tool_use_id,
+)
 
 WEATHER = {"name": "weather", "description": "Weather now", "input_schema": {"type": "object", "properties": {}}}
 CALL = {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Köln"}}
@@ -48,7 +54,8 @@ def text(value: str) -> dict[str, Any]:
 @pytest.mark.covers("CountTokensRequest", "messages", "system")
 @pytest.mark.covers("MessageParam", "role", "content")
 @pytest.mark.covers("CacheControl", "ttl")
-@pytest.mark.covers("TextBlockParam", "text", "cache_control")
+@pytest.mark.covers("TextBlockParam", "text")
+@pytest.mark.covers("Cacheable", "cache_control")
 def test_system_and_turns() -> None:
     body = request(user("One"), user([text("Two")]), assistant("Yes"), user("Go"), system=[text("Be"), text("brief")])
     assert messages(body) == [
@@ -83,7 +90,7 @@ def test_tool_history() -> None:
 
 
 @pytest.mark.covers("CountTokensRequest", "tool_choice")
-@pytest.mark.covers("ToolChoiceAny", "disable_parallel_tool_use")
+@pytest.mark.covers("ToolChoiceAuto", "type", "disable_parallel_tool_use")
 @pytest.mark.parametrize(
     ("choice", "tools", "expected", "parallel"),
     [

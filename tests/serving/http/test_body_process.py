@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.json_body import SLICE, SMALL_BODY, BodyProcess, Integers, pack, unpack
-from jaxllm.serving.openai.tokenize_types import DetokenizeRequest
+from jaxllm.serving.openai.tokenize import DetokenizeRequest
 
 MANY = list(range(SLICE))
 LONG = "a 世\n" * SLICE

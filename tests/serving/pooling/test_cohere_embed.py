@@ -20,7 +20,7 @@ def embed(client: TestClient, **fields: Any) -> Any:
 
 
 @pytest.mark.covers("POST /v2/embed")
-@pytest.mark.covers("CohereEmbedRequest", "texts", "request_id", "model", "priority")
+@pytest.mark.covers("CohereEmbedRequest", "texts", "request_id", "priority")
 def test_vectors_of_texts(client: TestClient) -> None:
     body = embed(client, model="fake", texts=["Hi", "a"], input_type="search_document", request_id="mine", priority=2)
     vectors = body.pop("embeddings")

@@ -13,7 +13,7 @@ import pytest
 from fastapi.testclient import TestClient
 from openai.types.responses import Response
 
-from jaxllm.serving.responses.response_store import ResponseStore
+from jaxllm.serving.responses.stores import ResponseStore
 from jaxllm.serving.store.database import Database
 from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import REPLY, FakeEngine
@@ -96,7 +96,7 @@ def test_a_lost_one_fails_when_its_lease_ends(
     """As after a crash: the row says queued, and nobody renews it."""
     response = post(input="hi").json()
     lost = Response.model_validate(response).id.replace("resp_", "resp_0")
-    monkeypatch.setattr("jaxllm.serving.responses.response_store.LEASE_SECONDS", 0.0)
+    monkeypatch.setattr("jaxllm.serving.responses.stores.LEASE_SECONDS", 0.0)
     asyncio.run(_begin(tmp_path, response | {"id": lost, "status": "queued", "background": True, "output": []}))
     time.sleep(0.01)
     found = post.client.get(f"/v1/responses/{lost}").json()
@@ -110,7 +110,7 @@ def test_another_server_can_cancel_it(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("jaxllm.serving.responses.background.LEASE_SECONDS", 0.3)
+    monkeypatch.setattr("jaxllm.serving.responses.service.LEASE_SECONDS", 0.3)
     engine = roomy(delay=0.2)
     client, other = make_client(engine, data_dir=tmp_path), make_client(roomy(), data_dir=tmp_path)
     response_id = client.post("/v1/responses", json={"input": "hi", "background": True}).json()["id"]

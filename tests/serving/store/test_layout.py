@@ -16,8 +16,7 @@ from sqlalchemy import Connection, select, text
 
 import jaxllm.serving.app  # noqa: F401  every table is known then
 from jaxllm.errors import ConfigError
-from jaxllm.serving.responses.conversation_store import ConversationRow
-from jaxllm.serving.responses.response_store import ResponseRow
+from jaxllm.serving.responses.stores import ConversationRow, ResponseRow
 from jaxllm.serving.store.database import Base, Database, sqlite_url
 from jaxllm.serving.store.layout import TableLayout
 from tests.serving.fake_engine import FakeEngine

@@ -13,8 +13,7 @@ from sqlalchemy import Update, update
 
 from jaxllm.serving import stored
 from jaxllm.serving.batches.stores import BatchRow, FileRow
-from jaxllm.serving.responses.conversation_store import ConversationRow
-from jaxllm.serving.responses.response_store import ResponseRow
+from jaxllm.serving.responses.stores import ConversationRow, ResponseRow
 from jaxllm.serving.store.database import Database, sqlite_url
 from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import FakeEngine

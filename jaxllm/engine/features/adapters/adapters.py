@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import threading
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.engine.core.device_state import StateShapes
-from jaxllm.engine.core.feature import Built, Errand, Feature, Plan, Surroundings, Traced, TracedStep
+from jaxllm.engine.core.feature import Built, Errand, Feature, Plan, Traced, TracedStep
 from jaxllm.engine.core.keys import SAMPLED, Key, Kind
 from jaxllm.engine.core.packing import SETTING_INTS
 from jaxllm.engine.core.pages import FoundPrefix
@@ -20,9 +21,9 @@ from jaxllm.engine.core.request import Request
 from jaxllm.engine.core.sizes import Buckets, StepSizes
 from jaxllm.engine.core.slots import Slots
 from jaxllm.engine.core.step import StepFunctions
-from jaxllm.engine.features.adapters.reading import AdapterRows
-from jaxllm.engine.features.adapters.store import AdapterPlaces, AdapterStore, check_adapters
+from jaxllm.engine.features.adapters.reading import AdapterReader, AdapterRows
 from jaxllm.engine.messages import EngineRequest, EngineStats
+from jaxllm.errors import CheckpointError, InvalidRequestError
 from jaxllm.models.registry import AdaptedModel
 from jaxllm.pallas_kernels import StepMetadata
 from jaxllm.requests.steering import AdapterUse
@@ -39,6 +40,8 @@ class _Asked:
     """What each of its adapters adds to the model, in host memory."""
     places: list[int] = field(default_factory=list)
     """Where each of them is on the devices while the request runs."""
+    entering: list[tuple[int, AdapterRows]] = field(default_factory=list)
+    """Places, and what is still to be written there."""
 
     @property
     def ids(self) -> list[int]:
@@ -46,40 +49,46 @@ class _Asked:
         return [use.id for use in self.uses]
 
 
+class NoAdaptersFeature(Feature):
+    """Refuses them, in an engine that has no places for any."""
+
+    name = "adapters"
+    asked_by = ("adapters",)
+
+    def prepare(self, request: Request, asked: EngineRequest) -> None:
+        name = asked.adapters[0].name
+        raise InvalidRequestError(f"adapter {name!r}: this engine runs without adapters; see enable_lora")
+
+
 class AdaptersFeature(Feature):
     """Tables of the adapters that are on the devices are a part of their own; a slot has how much of each is added."""
 
     name = "adapters"
-    on: tuple[Kind, ...] = ("decode", "verify", "backbone")
+    asked_by = ("adapters",)
+    on = ("decode", "verify", "backbone")
     has_part = True
     words = ("scales",)
 
-    def __init__(self, adapted: AdaptedModel | None, places: int, decodes: Sequence[Kind] = ("decode",)):
-        """`adapted` is the model with tables; None, and no `places`, where an engine runs without adapters."""
+    def __init__(self, adapted: AdaptedModel, places: int, decodes: Sequence[Kind] = ("decode",)):
+        """`adapted` is the model with tables for `places` adapters."""
         self._decodes = decodes
-        if adapted is None:
-            self.on = ()
         self._adapted = adapted
         self.places = AdapterPlaces(places)
         self.store: AdapterStore | None = None
         """Where they are read, in the process that has requests."""
-        self._entering: list[tuple[AdapterRows, int]] = []
 
     # ------------------------------------------------------------ the start
 
     def plan(self, buckets: Buckets) -> Plan:
-        if self._adapted is None:
-            return Plan()
         largest = [Key("backbone", buckets.prefill[-1], frozenset({self.name}))]
         largest += [Key(kind, buckets.decode[-1], SAMPLED | {self.name}) for kind in self._decodes]
         return Plan(soon=[PUT_TABLES, PUT_SCALES, *largest])
 
     def slot(self, sizes: StepSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
-        return {"scales": ((self.places.count,), jnp.float32)} if self.places.count else {}
+        return {"scales": ((self.places.count,), jnp.float32)}
 
     def part(self, state: StateShapes) -> Any:
-        tables = () if self._adapted is None else self._adapted.tables
-        return tuple(state.sharded(table.shape, table.dtype, table.axes) for table in tables)
+        return tuple(state.sharded(table.shape, table.dtype, table.axes) for table in self._adapted.tables)
 
     def uses(self, key: Key, uses: Any) -> Any:
         return uses if key == PUT_SCALES else super().uses(key, uses)
@@ -94,16 +103,12 @@ class AdaptersFeature(Feature):
 
         return Built(step, [maker.state.ints(1), *map(maker.state.row_of, tables)])
 
-    def attach(self, around: Surroundings) -> None:
-        self._device = around.device
+    def attach(self) -> None:
         self.places = AdapterPlaces(self.places.count)
-        self._entering = []
 
     # ------------------------------------------------------------ a request
 
-    def prepare(self, request: Request, asked: EngineRequest) -> _Asked | None:
-        if not asked.adapters:
-            return None
+    def prepare(self, request: Request, asked: EngineRequest) -> _Asked:
         check_adapters(asked.adapters, self.places.count)
         return _Asked(asked.adapters)
 
@@ -129,7 +134,7 @@ class AdaptersFeature(Feature):
     def place(self, request: Request, extra: _Asked, found: FoundPrefix) -> None:
         extra.places, entering = self.places.take(extra.ids)
         placed = zip(extra.ids, extra.rows, extra.places, strict=True)
-        self._entering += [(rows, place) for adapter, rows, place in placed if adapter in entering]
+        extra.entering = [(place, rows) for adapter, rows, place in placed if adapter in entering]
 
     def release(self, request: Request, extra: _Asked) -> None:
         self.places.release(extra.ids)
@@ -147,19 +152,15 @@ class AdaptersFeature(Feature):
 
     # ------------------------------------------------------------ a step
 
-    def before_step(self) -> None:
-        entering, self._entering = self._entering, []
-        for rows, place in entering:
-            self._device.run(PUT_TABLES, np.array([place], np.int32), *rows)
-
     def seat(self, request: Request, extra: _Asked) -> None:
+        for place, rows in extra.entering:
+            self.around.device.run(PUT_TABLES, np.array([place], np.int32), *rows)
         scales = np.zeros(self.places.count, np.float32)
         for use, place in zip(extra.uses, extra.places, strict=True):
             scales[place] = use.scale
-        self._device.run(PUT_SCALES, np.array([request.slot], np.int32), scales)
+        self.around.device.run(PUT_SCALES, np.array([request.slot], np.int32), scales)
 
     def traced(self, step: TracedStep) -> Traced:
-        assert self._adapted is not None, "only an engine with adapters runs adapted steps"
         return _Adapting(self._adapted, step.parts[self.name], self.name, self.bit)
 
 
@@ -177,3 +178,101 @@ class _Adapting(Traced):
         uses = SETTING_INTS.unpack(slots.setting_ints[slot])["uses"] & self._bit > 0
         scales = jnp.where((uses & meta.live)[:, None], slots.of[self._name]["scales"][slot], 0)
         return replace(meta, adapter_scales=scales)
+
+
+def check_adapters(uses: Sequence[AdapterUse], most: int) -> None:
+    """Raises InvalidRequestError: an engine with places for `most` adapters cannot run a request with these."""
+    if len(uses) > most:
+        raise InvalidRequestError(
+            f"{len(uses)} adapters are asked for at once; accepted are max_loras, which is {most}"
+        )
+    names = [use.name for use in uses]
+    twice = next((use.name for use in uses if sum(other.id == use.id for other in uses) > 1), None)
+    if twice is not None:
+        raise InvalidRequestError(f"the adapters are {', '.join(names)}: {twice!r} is among them twice")
+
+
+class AdapterStore:
+    """Keeps the rows of the adapters used last. Any thread may ask for some."""
+
+    def __init__(self, reader: AdapterReader, most: int):
+        self._reader = reader
+        self._most = most
+        self._rows: OrderedDict[int, AdapterRows] = OrderedDict()
+        self._lock = threading.Lock()
+        self._reading = threading.Lock()
+
+    def known(self, use: AdapterUse) -> AdapterRows | None:
+        """The rows of an adapter, if it has been read."""
+        with self._lock:
+            if use.id in self._rows:
+                self._rows.move_to_end(use.id)
+            return self._rows.get(use.id)
+
+    def read(self, use: AdapterUse) -> AdapterRows:
+        """The rows of an adapter, which are read now if need be.
+
+        Raises:
+            InvalidRequestError: it cannot be read, or not be used with this model.
+        """
+        with self._reading:  # two requests for one adapter read it once
+            rows = self.known(use)
+            if rows is None:
+                try:
+                    rows = self._reader.read(use.path)
+                except CheckpointError as error:
+                    raise InvalidRequestError(f"adapter {use.name!r}: {error}") from error
+                with self._lock:
+                    self._rows[use.id] = rows
+                    while len(self._rows) > self._most:
+                        self._rows.popitem(last=False)
+        return rows
+
+
+class AdapterPlaces:
+    """Places in the tables of adapters, held by the requests that run; those that nobody holds keep their adapter.
+
+    When an adapter needs a place, it gets one that is empty, or that of the adapter that was unused for the longest.
+    """
+
+    def __init__(self, count: int):
+        self.count = count
+        self._free = list(range(count - 1, -1, -1))
+        self._place_of: dict[int, int] = {}
+        """By adapter, the longest unused first."""
+        self._holders: dict[int, int] = {}
+
+    def fits(self, adapters: Sequence[int]) -> bool:
+        """Whether all these adapters can be on the devices together with those that are held."""
+        missing = sum(adapter not in self._place_of for adapter in adapters)
+        idle = sum(adapter not in self._holders and adapter not in adapters for adapter in self._place_of)
+        return missing <= len(self._free) + idle
+
+    def take(self, adapters: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Hold a place for each of the adapters, which fit: their places, and those of them that have to be loaded."""
+        entered = []
+        for adapter in adapters:
+            if adapter not in self._place_of:
+                self._place_of[adapter] = self._free.pop() if self._free else self._evict(adapters)
+                entered.append(adapter)
+            self._holders[adapter] = self._holders.get(adapter, 0) + 1
+            self._place_of[adapter] = self._place_of.pop(adapter)  # the last used is the last
+        return [self._place_of[adapter] for adapter in adapters], entered
+
+    def release(self, adapters: Sequence[int]) -> None:
+        """A request that took them runs no longer."""
+        for adapter in adapters:
+            self._holders[adapter] -= 1
+            if not self._holders[adapter]:
+                del self._holders[adapter]
+
+    def check(self, held: Sequence[Sequence[int]]) -> None:
+        """Assert that the places agree with the adapters `held` by all running requests."""
+        counts = Counter(adapter for adapters in held for adapter in adapters)
+        assert counts == self._holders, "holders of adapters do not match the running requests"
+        assert sorted([*self._free, *self._place_of.values()]) == list(range(self.count)), "a place was lost"
+        assert set(counts) <= set(self._place_of), "an adapter is held that has no place"
+
+    def _evict(self, wanted: Sequence[int]) -> int:
+        idle = next(a for a in self._place_of if a not in self._holders and a not in wanted)
+        return self._place_of.pop(idle)

@@ -11,16 +11,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxllm.engine.core.device_state import StateShapes
-from jaxllm.engine.core.feature import Built, Feature, Fields, Plan, RanModel, Surroundings, Traced, TracedStep
+from jaxllm.engine.core.feature import Built, Feature, Fields, Plan, RanModel, Traced, TracedStep
 from jaxllm.engine.core.handle import Result
 from jaxllm.engine.core.keys import Key, Uses
 from jaxllm.engine.core.request import Chunk, Request
 from jaxllm.engine.core.sizes import Buckets, StepSizes
 from jaxllm.engine.core.slots import Slots
 from jaxllm.engine.core.step import StepFunctions
-from jaxllm.engine.features.drafts.draft_model import AbstractDraft, ModelDrafter
-from jaxllm.engine.features.drafts.drafter import Drafter
-from jaxllm.engine.features.drafts.module import ModuleDrafter
+from jaxllm.engine.features.drafts.models import AbstractDraft, ModelDrafter, ModuleDrafter
 from jaxllm.engine.features.drafts.ngrams import Guesses, NgramDrafter, RememberedTexts, recall_packing
 from jaxllm.engine.features.drafts.rules import (
     DraftDepth,
@@ -31,7 +29,7 @@ from jaxllm.engine.features.drafts.rules import (
     NgramDrafts,
     with_rows,
 )
-from jaxllm.engine.features.drafts.verify import verify
+from jaxllm.engine.features.drafts.verify import Drafter, verify
 from jaxllm.engine.messages import EngineRequest, EngineStats, TokenDelta
 from jaxllm.models.decoder import Decoder
 
@@ -59,9 +57,9 @@ class DraftsFeature(Feature):
 
     name = "drafts"
     on = ("decode", "verify", "backbone")
-    kinds = ("verify",)
-    words = ("recall",)
+    words = ("verify", "recall")
     always = has_part = reads_history = True
+    asked_by = ("samples",)
 
     def __init__(self, rule: DraftRule, depth: DraftDepth, draft: AbstractDraft | None = None):
         """`rule` says how they are found, `depth` how many are tried; `draft` is a model or module that makes them."""
@@ -148,17 +146,14 @@ class DraftsFeature(Feature):
 
     # ------------------------------------------------------------ a request
 
-    def attach(self, around: Surroundings) -> None:
-        self._around = around
+    def attach(self) -> None:
         self._remembered = RememberedTexts(self._remembered_size)
-        self._guesses = Guesses(self._rule, self._remembered, lambda: around.features())
+        self._guesses = Guesses(self._rule, self._remembered, self.around)
         self._num_drafts = self._num_draft_tokens = 0
         self._accepted = [0] * self._depth.most
 
-    def prepare(self, request: Request, asked: EngineRequest) -> _DraftState | None:
-        return (
-            None if asked.pooling is not None else _DraftState(DraftRecord(self._depth.most), asked.cache_salt is None)
-        )
+    def prepare(self, request: Request, asked: EngineRequest) -> _DraftState:
+        return _DraftState(DraftRecord(self._depth.most), asked.cache_salt is None)
 
     def seat(self, request: Request, extra: _DraftState) -> None:
         if not request.num_preemptions:
@@ -174,7 +169,7 @@ class DraftsFeature(Feature):
         """Remember a text, unless its request keeps its prefixes to itself: right drafts can be seen in a clock."""
         if extra.is_shared:
             for ints in self._remembered.add(text):
-                self._around.device.run(RECALL, ints)
+                self.around.device.run(RECALL, ints)
 
     # ------------------------------------------------------------ a step
 
@@ -192,7 +187,7 @@ class DraftsFeature(Feature):
 
     def settled(self, request: Request, extra: _DraftState, result: Result) -> None:
         taken = len(result.tokens) - 1
-        if result.num_drafted or self._around.features().course(request) is None:
+        if result.num_drafted or self.around.core.features.course(request) is None:
             extra.record.settle(taken)
         if result.num_drafted:
             self._num_drafts += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,14 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jaxllm.engine.core.feature import Course, RanModel, Traced
+from jaxllm.engine.core.feature import Course, Feature, RanModel, Surroundings, Traced
 from jaxllm.engine.core.keys import Variant
 from jaxllm.engine.core.packing import Packing
-from jaxllm.engine.core.registry import Features
 from jaxllm.engine.core.request import Request
 from jaxllm.engine.core.slots import Slots
-from jaxllm.engine.features.drafts.drafter import Asked
 from jaxllm.engine.features.drafts.rules import DraftRule, NgramDrafts
+from jaxllm.engine.features.drafts.verify import Asked
 
 Anywhere = Array | np.ndarray
 """On the devices, or on the host."""
@@ -149,12 +148,12 @@ SHORTEST, LONGEST = 2, 5
 class Guesses:
     """Fills what a masked step that tries drafts is told of its requests."""
 
-    def __init__(self, drafts: DraftRule, remembered: RememberedTexts, features: Callable[[], Features]):
+    def __init__(self, drafts: DraftRule, remembered: RememberedTexts, around: Surroundings):
         """Drafts are found as `drafts` says if it reads texts, and in a request's own text if a model makes them."""
         of_text = NgramDrafts(drafts.num_tokens, SHORTEST, LONGEST)
         self._rule = drafts if isinstance(drafts, NgramDrafts) else of_text
         self._remembered = remembered
-        self._features = features
+        self._around = around
         self._texts: WeakKeyDictionary[Request, _Text] = WeakKeyDictionary()
 
     def fill(self, requests: Sequence[Request], x: dict[str, np.ndarray]) -> None:
@@ -165,7 +164,7 @@ class Guesses:
         places, width = x["mask"].shape[1:]
         at: list[Course | None] = [None] * (len(requests) * places)
         for row, request in enumerate(requests):
-            course = self._features().course(request)
+            course = self._around.core.features.course(request)
             if course is None:
                 continue
             assert x["tokens"][row] >= 0, "guesses follow a token that has been read"
@@ -174,9 +173,8 @@ class Guesses:
             x["most_ahead"][row], x["num_given"][row] = 0, len(drafts)
             x["drafts"][row, : len(drafts)] = drafts
             at[row * places : row * places + len(courses)] = courses
-        for feature in self._features():
-            if feature.late:
-                feature.fill_courses(at, x["mask"][: len(requests)].reshape(-1, width))
+        for feature in self._around.core.features.having(Feature.fill_courses):
+            feature.fill_courses(at, x["mask"][: len(requests)].reshape(-1, width))
 
     def _try(self, request: Request, course: Course, most: int) -> tuple[list[int], list[Course]]:
         """Up to `most` drafts, and the request's place in its grammar before the first and after each."""

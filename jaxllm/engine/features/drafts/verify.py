@@ -1,30 +1,67 @@
-"""Several tokens of a sequence in one step: drafts are tried, and taken as far as they are what is sampled anyway.
-
-Every drafted position is an ordinary row: the model's logits there, the request's own penalties over the tokens up to
-there, and the random number of that position choose a token. As long as that is the drafted one, the next row has run
-behind the right token. So the tokens are those of a decode without drafts, whatever a request asks of the sampler.
-
-What refused tokens have left in pages is overwritten. States of sequences move on over the tokens that were right, once
-these are known (see `pallas_kernels/states.py`).
-"""
+"""What a step that tries tokens ahead wants to know of wherever they come from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Int
 
 from jaxllm.engine.core.batch import Gathering, between, decode_batch, forward, known_or_sampled, mixed_batch, told
 from jaxllm.engine.core.feature import RanModel, Traced, TracedStep
+from jaxllm.engine.core.keys import Variant
 from jaxllm.engine.core.sampler import Sampled, Settled, choose
 from jaxllm.engine.core.slots import Slots
-from jaxllm.engine.features.drafts.drafter import Asked, Drafter, with_own
 from jaxllm.models.decoder import Decoder
 from jaxllm.pallas_kernels import StepMetadata, settle, staying
+
+
+def with_own(slots: Slots, **rows: Array) -> Slots:
+    """Slots with other rows of what drafts keep there."""
+    return slots._replace(of=slots.of | {"drafts": slots.of["drafts"] | rows})
+
+
+class Asked(NamedTuple):
+    """The sequences that drafts are wanted for, `num_seqs` of `S`; those that are not `live` are padding, with its
+    slot.
+    """
+
+    slot: Int[Array, "S"]
+    position: Int[Array, "S"]
+    """Of each sequence's last token, which is in its slot's history."""
+    most: Int[Array, "S"]
+    """How many drafts may be tried, 0 for none."""
+    live: Bool[Array, "S"]
+    num_seqs: Int[Array, ""]
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """A source of drafts. `num_tokens` is `K`, the most that it gives."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def follows_decodes(self) -> bool:
+        """Whether it is told of decodes as well, and not of prompts alone."""
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """In front of which of the model's layers the states are that it reads; none are the last hidden states."""
+
+    def follow(self, step: RanModel, caches: Any, before: Slots, slots: Slots) -> Any:
+        """(caches, slots) after a step that has run prompts: what the source keeps of them is in.
+
+        `slots` are as that step leaves them, and were `before`.
+        """
+
+    def propose(self, caches: Any, slots: Slots, asked: Asked, variant: Variant, hands: Sequence[Traced]) -> Any:
+        """(caches, slots, drafts [S, K], how many of them there are for each sequence)."""
 
 
 def verify(

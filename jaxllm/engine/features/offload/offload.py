@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple, TypeVar
 
-from jaxllm.engine.core.feature import Built, Errand, Feature, Plan, Surroundings
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxllm.engine.core.device import Device
+from jaxllm.engine.core.feature import Built, Errand, Feature, Plan
 from jaxllm.engine.core.keys import Key, Kind
 from jaxllm.engine.core.pages import FoundPrefix
 from jaxllm.engine.core.registry import Features
 from jaxllm.engine.core.request import Request
-from jaxllm.engine.core.sizes import Buckets
+from jaxllm.engine.core.sizes import Buckets, StepSizes, smallest_covering
 from jaxllm.engine.core.step import StepFunctions
-from jaxllm.engine.features.offload.host_pages import CacheRow, Page, RowKind
-from jaxllm.engine.features.offload.page_copies import SIZES, LeavingPages, PageCopies, copying_step
+from jaxllm.engine.features.offload.pages import ROW_KINDS, CacheRow, Digest, Page, RowKind
 from jaxllm.engine.features.offload.pulls import Pull
 from jaxllm.engine.features.offload.tiers import PageTiers
 from jaxllm.engine.messages import EngineRequest, EngineStats, PagesAt, TokenDelta, TransferInfo
+from jaxllm.models.caches import Buffer
 
 
 @dataclass
@@ -25,9 +32,9 @@ class _OffloadState:
     hands_on: bool
     """Another server will fetch the pages of its prompt."""
     pages_at: PagesAt | None
-    """Where another server gives those."""
+    """The server that gives those of its prompt."""
     pull: Pull | None = None
-    """What brings them."""
+    """Brings them."""
     num_on_device: int = 0
     """Pages that it could have gone on after without the host."""
 
@@ -52,9 +59,9 @@ class OffloadFeature(Feature):
     def build(self, key: Key, maker: StepFunctions) -> Built:
         return copying_step(key, maker)
 
-    def attach(self, around: Surroundings) -> None:
-        self._around, self._returning = around, []
-        self._copies = PageCopies(around.device, around.sizes)
+    def attach(self) -> None:
+        around, self._returning = self.around, []
+        self.copies = PageCopies(around.device, around.sizes)
         self._queries = self._hits = 0
         self._spared = around.pool.pages_for(around.sizes.max_num_batched_tokens)
         """Free pages that are not filled with what the host has, where layers keep no states."""
@@ -62,7 +69,7 @@ class OffloadFeature(Feature):
     def keep_in(self, tiers: PageTiers) -> None:
         """Keep pages and states in `tiers` from now on."""
         self.tiers = tiers
-        pool = self._around.pool
+        pool = self.around.pool
         pool.on_snapshot, pool.on_lose_snapshot = tiers.state_kept, tiers.state_forgotten
 
     @property
@@ -70,16 +77,14 @@ class OffloadFeature(Feature):
         assert self.tiers is not None, "a core that offloads has tiers"
         return self.tiers
 
-    # ------------------------------------------------------------ a request
-
     def prepare(self, request: Request, asked: EngineRequest) -> _OffloadState:
         return _OffloadState(asked.hands_on, asked.pages_at)
 
     def job(self, request: Request, extra: _OffloadState) -> Errand | None:
         """Read what is on disk, unless the engine is paused: then it is computed again. Fetch from other servers."""
-        around, tiers = self._around, self._kept
-        root, tokens = around.prefix_root(request), request.token_ids[: around.features().first_read(request)]
-        on_disk = [] if around.is_paused() else tiers.on_disk(root, tokens)
+        core, tiers = self.around.core, self._kept
+        root, tokens = core.prefix_root(request), request.token_ids[: core.features.first_read(request)]
+        on_disk = [] if core.is_paused else tiers.on_disk(root, tokens)
         pull = extra.pull = tiers.pull(extra.pages_at, root, tokens, on_disk)
         if not on_disk and pull is None:
             return None
@@ -95,9 +100,9 @@ class OffloadFeature(Feature):
     def extend(self, request: Request, extra: _OffloadState, found: FoundPrefix) -> bool:
         """With states as many pages as lead to one, on the devices or in the host; else as there is room for."""
         extra.num_on_device = found.depth
-        size, count, tiers = self._around.pool.page_size, len(found.pages), self._kept
+        size, count, tiers = self.around.pool.page_size, len(found.pages), self._kept
         if not found.at_depths:
-            room = max(self._around.pool.num_free - self._spared, 0)
+            room = max(self.around.pool.num_free - self._spared, 0)
             node = found.chain[-1] if found.chain else found.root
             found.returning = tiers.find(node, found.tokens[count * size : (count + room) * size])
             found.depth = found.known = count + len(found.returning)
@@ -109,7 +114,7 @@ class OffloadFeature(Feature):
         return not back.awaited
 
     def place(self, request: Request, extra: _OffloadState, found: FoundPrefix) -> None:
-        size = self._around.pool.page_size
+        size = self.around.pool.page_size
         pages = request.pages[len(found.pages) :]
         back = zip(pages, found.returning, strict=False)
         self._returning += [(CacheRow("page", page), content) for page, content in back if content.nbytes]
@@ -122,29 +127,21 @@ class OffloadFeature(Feature):
     def ended(self, request: Request, extra: _OffloadState, delta: TokenDelta) -> None:
         """Copy the full pages of a prompt, and its state, to host memory, where other servers find them."""
         if extra.hands_on:
-            prompt, root = request.token_ids[: request.num_prompt], self._around.prefix_root(request)
-            self._keep(self._read(self._kept.to_hand_on(root, prompt, request.pages)))
+            prompt, root = request.token_ids[: request.num_prompt], self.around.core.prefix_root(request)
+            self._keep(self._kept.to_hand_on(root, prompt, request.pages))
 
     def forget(self, request: Request, extra: _OffloadState) -> None:
         if extra.pull is not None:
             extra.pull.cancel()
 
-    # ------------------------------------------------------------ between the steps
-
     def before_step(self) -> None:
         """What leaves is copied before anything is written there, and what comes back is written after that."""
         returning, self._returning = self._returning, []
-        self._keep(self._read(self._kept.take_leaving()))
-        self._write(returning)
+        self._keep(self._kept.take_leaving())
+        self.copies.write(returning)
 
-    def _read(self, rows: list[tuple[CacheRow, Any]]) -> list[LeavingPages]:
-        return self._copies.read(rows)
-
-    def _write(self, rows: list[tuple[CacheRow, Page]]) -> None:
-        self._copies.write(rows)
-
-    def _keep(self, leaving: list[LeavingPages]) -> None:
-        for part in leaving:
+    def _keep(self, rows: list[tuple[CacheRow, Digest]]) -> None:
+        for part in self.copies.read(rows):
             self._kept.keep(part.digests, part.contents)
 
     @property
@@ -153,7 +150,7 @@ class OffloadFeature(Feature):
 
     def idle(self) -> None:
         """Copy some pages or a state to disk that are not there yet."""
-        for part in self._read(self._kept.take_unsaved()):
+        for part in self.copies.read(self._kept.take_unsaved()):
             self._kept.save(part.digests, part.contents)
         self._kept.save_from_host()
 
@@ -165,9 +162,9 @@ class OffloadFeature(Feature):
         tiers = self._kept
         stats.offload_queries, stats.offload_hits = self._queries, self._hits
         stats.num_host_pages, stats.num_disk_pages = tiers.num_host, tiers.num_disk
-        pulls = None if tiers.peers is None else tiers.peers.pulls
-        if tiers.peers is not None:
-            stats.num_given_pages = tiers.peers.num_given
+        _, pulls, listener = tiers.peers or (None, None, None)
+        if listener is not None:
+            stats.num_given_pages = listener.num_given
         if pulls is not None:
             stats.num_pulls, stats.num_failed_pulls = pulls.num_pulls, pulls.num_failed
             stats.pull_seconds, stats.num_pulled_pages = pulls.seconds, pulls.num_pages
@@ -175,6 +172,136 @@ class OffloadFeature(Feature):
 
 def transfer_of(features: Features) -> TransferInfo | None:
     """How an engine exchanges pages with other servers, if it does."""
-    found = features.get(OffloadFeature.name)
-    tiers = found.tiers if isinstance(found, OffloadFeature) else None
+    tiers = next((feature.tiers for feature in features if isinstance(feature, OffloadFeature)), None)
     return None if tiers is None or tiers.peers is None else tiers.peers.info
+
+
+T = TypeVar("T")
+
+SIZES: dict[RowKind, tuple[int, ...]] = {"page": (4, 32), "state": (1,)}
+"""How many are copied at once; more in several steps. A state may be as large as a thousand pages."""
+
+
+class LeavingPages(NamedTuple):
+    """Pages, or states, on their way to the host, and what they are called there."""
+
+    digests: list[Digest]
+    arrays: Any
+    """Of each buffer as many rows, or more."""
+    blocks: PageBlocks
+
+    def contents(self) -> list[Page]:
+        """The pages, once they have arrived."""
+        return self.blocks.split(self.arrays, len(self.digests))
+
+
+class PageBlocks:
+    """How the parts of one page, or of one state, lie behind one another: a row of each layer's buffers."""
+
+    def __init__(self, buffers: Sequence[Buffer]):
+        """`buffers` are those that have such a row."""
+        self._parts = [(buffer.shape[1:], buffer.dtype) for buffer in buffers]
+        self._ends = np.cumsum([math.prod(shape) * dtype.itemsize for shape, dtype in self._parts]).tolist()
+        self.nbytes: int = self._ends[-1] if self._ends else 0
+        """What a page, or a state, takes over all devices."""
+
+    def split(self, arrays: Sequence[jax.Array], count: int) -> list[np.ndarray]:
+        """The first `count` pages of what a step gave, each uint8 `[nbytes]`; waits for it."""
+        pages = [np.empty(self.nbytes, np.uint8) for _ in range(count)]
+        for array, end, (shape, dtype) in zip(arrays, self._ends, self._parts, strict=True):
+            rows = np.asarray(array).reshape(len(array), -1).view(np.uint8)
+            begin = end - math.prod(shape) * dtype.itemsize
+            for page, row in zip(pages, rows, strict=False):
+                page[begin:end] = row
+        return pages
+
+    def join(self, pages: Sequence[np.ndarray], size: int) -> list[np.ndarray]:
+        """What a step takes for pages of the host's, padded to `size` of them: an array of each buffer."""
+        rows = np.zeros((size, self.nbytes), np.uint8)
+        for row, page in zip(rows, pages, strict=False):
+            row[:] = page
+        begins = [0, *self._ends]
+        return [
+            np.ascontiguousarray(rows[:, begin:end]).view(dtype).reshape(size, *shape)
+            for begin, end, (shape, dtype) in zip(begins, self._ends, self._parts, strict=False)
+        ]
+
+
+class PageCopies:
+    """Nothing waits for a copy here: it is enqueued among the steps."""
+
+    def __init__(self, device: Device, sizes: StepSizes):
+        self._device = device
+        self._blocks: dict[RowKind, PageBlocks] = {
+            kind: PageBlocks(sizes.buffers_of(paged=kind == "page")) for kind in ROW_KINDS
+        }
+        self._padding: dict[RowKind, int] = {"page": 0, "state": sizes.max_num_seqs}
+        """The rows of padding."""
+
+    def read(self, rows: list[tuple[CacheRow, Digest]]) -> list[LeavingPages]:
+        """Copy pages and states to the host."""
+        found = []
+        for kind, some in _parts_of(rows):
+            key = _key("copy_out", kind, len(some))
+            arrays = self._device.run(key, self._numbers(kind, some, key.size))
+            for array in arrays:
+                array.copy_to_host_async()
+            found.append(LeavingPages([digest for _, digest in some], arrays, self._blocks[kind]))
+        return found
+
+    def write(self, rows: list[tuple[CacheRow, Page]]) -> None:
+        """Fill pages and states with what the host has."""
+        for kind, some in _parts_of(rows):
+            key = _key("copy_in", kind, len(some))
+            contents = self._blocks[kind].join([content for _, content in some], key.size)
+            self._device.run(key, self._numbers(kind, some, key.size), *contents)
+
+    def _numbers(self, kind: RowKind, some: list[tuple[CacheRow, T]], size: int) -> np.ndarray:
+        padding = [self._padding[kind]] * (size - len(some))
+        return np.array([*(row.number for row, _ in some), *padding], np.int32)
+
+
+def _parts_of(rows: list[tuple[CacheRow, T]]) -> Iterator[tuple[RowKind, list[tuple[CacheRow, T]]]]:
+    """Of one kind each, and as many as are copied at once."""
+    for kind, same in groupby(rows, lambda entry: entry[0].kind):
+        some = list(same)
+        for start in range(0, len(some), SIZES[kind][-1]):
+            yield kind, some[start : start + SIZES[kind][-1]]
+
+
+def _key(kind: Kind, of: RowKind, count: int) -> Key:
+    return Key(kind, smallest_covering(SIZES[of], count), frozenset({of}))
+
+
+def copying_step(key: Key, maker: StepFunctions) -> Built:
+    """`(parts, numbers) -> (rows,)`: `size` rows of each buffer that has any; or `(parts, numbers, *rows) ->
+    (caches,)`, which fills them.
+    """
+    of: RowKind = "page" if "page" in key.variant else "state"
+    has_them, buffers = _has_rows(of, maker), maker.sizes.buffers_of(paged=of == "page")
+
+    def out(parts: dict[str, Any], numbers: jax.Array) -> tuple[Any, ...]:
+        found = zip(jax.tree.leaves(parts["caches"]), has_them, strict=True)
+        return (tuple(buffer[numbers] for buffer, has in found if has),)
+
+    def back(parts: dict[str, Any], numbers: jax.Array, *rows: jax.Array) -> tuple[Any, ...]:
+        found, tree = jax.tree.flatten(parts["caches"])
+        given = iter(rows)
+        pairs = zip(found, has_them, strict=True)
+        written = [buffer.at[numbers].set(next(given)) if has else buffer for buffer, has in pairs]
+        return (jax.tree.unflatten(tree, written),)
+
+    numbers = maker.state.ints(key.size)
+    if key.kind == "copy_out":
+        return Built(out, [numbers], tuple(P(*buffer.axes) for buffer in buffers))
+    return Built(back, [numbers, *(maker.state.sharded((key.size, *b.shape[1:]), b.dtype, b.axes) for b in buffers)])
+
+
+def _has_rows(of: RowKind, maker: StepFunctions) -> list[bool]:
+    """Of each array that layers keep, in turn, whether it has a row for each page, or for each state."""
+    sizes, found = maker.sizes, list[bool]()
+    paged = iter(sizes.is_paged)
+    for buffers, layer in zip(sizes.buffers, maker.state.abstract()["caches"], strict=True):
+        found += [next(paged) == (of == "page") for _ in buffers]
+        found += [False] * (len(jax.tree.leaves(layer)) - len(buffers))  # places of experts
+    return found

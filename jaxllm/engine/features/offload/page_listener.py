@@ -12,7 +12,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from jaxllm.engine.features.offload.host_pages import Digest, Page
+from jaxllm.engine.features.offload.pages import Digest, Page
 from jaxllm.errors import ConfigError, reason
 from jaxllm.sharding.wire import Wire, WireError, accept_each, admit, frame, interrupt
 

@@ -9,13 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxllm.config.parts import KVTransferConfig
 from jaxllm.engine.core.jobs import Jobs
-from jaxllm.engine.features.offload.host_pages import Digest, HostPages, Page
 from jaxllm.engine.features.offload.page_listener import (
     MOST_DIGESTS,
     AllGiven,
@@ -25,6 +26,7 @@ from jaxllm.engine.features.offload.page_listener import (
     PagesWanted,
     SomePages,
 )
+from jaxllm.engine.features.offload.pages import Digest, HostPages, Page
 from jaxllm.engine.messages import PagesAt, TransferInfo
 from jaxllm.errors import JaxLLMError, one_line, reason
 from jaxllm.sharding.wire import Wire, WireError, interrupt, introduce
@@ -43,45 +45,38 @@ class _NotPulledError(Exception):
     """Pages did not come, and why."""
 
 
+@dataclass(eq=False)
 class Pulls:
     """What all pulls of an engine share. Pages that several requests wait for are fetched once."""
 
-    def __init__(
-        self,
-        host: HostPages,
-        secret: bytes,
-        contents: str,
-        page_bytes: int,
-        state_bytes: int,
-        timeout: float,
-        *,
-        must_come: bool,
-    ):
-        """`contents` is a digest of all that decides what is in a page; with `must_come` a request fails without its
-        pages, instead of being computed.
-        """
-        self.host = host
-        self.secret = secret
-        self.contents = contents
-        self.page_bytes = page_bytes
-        self.state_bytes = state_bytes
-        self.timeout = timeout
-        self.must_come = must_come
+    host: HostPages
+    secret: bytes
+    contents: str
+    """A digest of all that decides what is in a page."""
+    page_bytes: int
+    state_bytes: int
+    timeout: float
+    must_come: bool
+    """A request fails without its pages, instead of being computed."""
+    num_pulls: int = 0
+    num_failed: int = 0
+    num_pages: int = 0
+    seconds: float = 0.0
+    """The time that requests have waited for pages, added up."""
+
+    def __post_init__(self) -> None:
         self.jobs = Jobs("pull", urgent_threads=PULLING_THREADS)
-        self.num_pulls = self.num_failed = self.num_pages = 0
-        self.seconds = 0.0
-        """That requests have waited for pages, together."""
         self._changed = threading.Condition()
         self._coming: set[Digest] = set()
         self._running: set[Pull] = set()
         self._complained: set[tuple[str, int]] = set()
-        """Of whom it was said that no pages come from there, and none have since."""
+        """Servers that the log said no pages come from, and none have since."""
 
     def begin(self, source: PagesAt, digests: Sequence[Digest], state: Digest | None = None) -> Pull:
         """A pull of the pages of these prefixes, which a thread runs; its time begins now.
 
-        `state` is what the state after all of them is called, where there is one; it may be among `digests`. Without
-        one of them the others are of no use then, so it brings all that host memory has room for, or nothing.
+        `digests` may include the `state` after all of them. As one is of no use without the others then, all of them
+        are brought or, where host memory has no room, none.
         """
         sizes = [self.state_bytes if digest == state else self.page_bytes for digest in digests]
         room = min(MOST_DIGESTS, sum(total <= self.host.budget for total in accumulate(sizes)))
@@ -125,10 +120,12 @@ class Pulls:
         with self._changed:
             self._changed.wait_for(lambda: self._coming.isdisjoint(digests), max(0.0, seconds))
 
-    def count(self, pages: int) -> None:
-        """So many have come."""
+    def take(self, digests: Sequence[Digest], pages: np.ndarray) -> None:
+        """Keep pages that have come."""
+        for digest, page in zip(digests, pages, strict=False):
+            self.host.add(digest, page.copy())  # else it would keep all that came with it
         with self._changed:
-            self.num_pages += pages
+            self.num_pages += len(pages)
 
     def note(self, source: PagesAt, seconds: float, problem: str | None) -> None:
         """A pull has ended, with a problem or without; one that lasts is said once.
@@ -159,32 +156,30 @@ class Pulls:
             )
 
 
+@dataclass(eq=False)
 class Pull:
     """The pages of one request's prompt. One thread runs it; any may cancel it."""
 
-    def __init__(self, pulls: Pulls, source: PagesAt, wanted: dict[Digest, int], room: int, count: int):
-        """`wanted` says how many bytes each has. They are the first of `count`, of which host memory has `room` for so
-        many.
-        """
-        self._pulls = pulls
-        self._source = source
-        self._wanted = wanted
-        self._room = room
-        self._count = count
+    _pulls: Pulls
+    _source: PagesAt
+    _wanted: dict[Digest, int]
+    """How many bytes each has."""
+    _room: int
+    """Host memory has room for this many of the `_count` pages."""
+    _count: int
+
+    def __post_init__(self) -> None:
         self._began = time.monotonic()
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
         self._over: str | None = None
         """Why nothing is received any more."""
         self._cancelled = False
-
-    @property
-    def jobs(self) -> Jobs:
-        """Whose threads run it: they wait for other servers, and for nothing else."""
-        return self._pulls.jobs
+        self.jobs = self._pulls.jobs
+        """The threads that run it: they wait for other servers, and for nothing else."""
 
     def cancel(self) -> None:
-        """Nobody waits for it any more: the connection ends at once."""
+        """No request waits for it any more: the connection ends at once."""
         self._cancelled = True
         self._stop("it was cancelled")
 
@@ -225,10 +220,10 @@ class Pull:
         return self._began + self._pulls.timeout - time.monotonic()
 
     def _fetch(self, digests: list[Digest]) -> None:
-        left = self._left
+        left, late = self._left, f"its {self._pulls.timeout:g} seconds (kv_timeout) were over"
         if left <= 0:
-            raise _NotPulledError(f"{self._late} before there was a thread for it")
-        timer = threading.Timer(left, self._stop, [self._late])
+            raise _NotPulledError(f"{late} before there was a thread for it")
+        timer = threading.Timer(left, self._stop, [late])
         timer.daemon = True
         timer.start()
         try:
@@ -236,15 +231,11 @@ class Pull:
                 connection.settimeout(None)  # from now on the timer ends it
                 self._receive(self._introduced(connection), digests)
         except TimeoutError:
-            raise _NotPulledError(self._late) from None
+            raise _NotPulledError(late) from None
         except (OSError, WireError, UnicodeError) as error:  # the last of names that no host can have
             raise _NotPulledError(self._over or reason(error)) from None
         finally:
             timer.cancel()
-
-    @property
-    def _late(self) -> str:
-        return f"its {self._pulls.timeout:g} seconds (kv_timeout) were over"
 
     def _introduced(self, connection: socket.socket) -> Wire[FromGiver]:
         with self._lock:
@@ -261,10 +252,8 @@ class Pull:
             match message:
                 case SomePages():
                     pages = self._checked(arrays, [self._wanted[digest] for digest in digests[got:]])
-                    for digest, page in zip(digests[got:], pages, strict=False):
-                        self._pulls.host.add(digest, page.copy())  # else it would keep all that came with it
+                    self._pulls.take(digests[got:], pages)
                     got += len(pages)
-                    self._pulls.count(len(pages))
                 case AllGiven():
                     if got < len(digests):
                         raise _NotPulledError(f"it has {got} of the {len(digests)} pages that were asked for")
@@ -289,48 +278,36 @@ class Pull:
             interrupt(connection)
 
 
-class Peers:
+class Peers(NamedTuple):
     """An engine's side of both directions, as far as its role has them."""
 
-    def __init__(
-        self,
-        config: KVTransferConfig,
-        secret: bytes,
-        contents: str,
-        page_bytes: int,
-        state_bytes: int,
-        host: HostPages,
-        give: Callable[[Sequence[Digest]], Iterator[Page]],
-    ):
-        """What comes goes to `host`; `give` gives pages of prefixes up to the first that is not there.
+    info: TransferInfo
+    pulls: Pulls | None
+    listener: PageListener | None
 
-        Raises:
-            ConfigError: nobody can listen at its address.
-        """
-        self.pulls: Pulls | None = None
-        self._listener: PageListener | None = None
-        if config.takes:
-            must_come = config.kv_load_failure_policy == "fail"
-            lengths = (page_bytes, state_bytes)
-            self.pulls = Pulls(host, secret, contents, *lengths, config.kv_timeout, must_come=must_come)
-        if config.gives:
-            self._listener = PageListener((config.kv_ip, config.kv_port), secret, contents, give)
-        self.info = TransferInfo(
-            engine_id=secrets.token_hex(8),
-            role=config.kv_role,
-            host=config.kv_ip,
-            port=0 if self._listener is None else self._listener.port,
-            peers=config.kv_peers,
-        )
 
-    @property
-    def num_given(self) -> int:
-        """Pages that others have been sent."""
-        return 0 if self._listener is None else self._listener.num_given
+def new_peers(
+    config: KVTransferConfig,
+    secret: bytes,
+    contents: str,
+    lengths: tuple[int, int],
+    host: HostPages,
+    give: Callable[[Sequence[Digest]], Iterator[Page]],
+) -> Peers:
+    """What exchanges pages with other servers whose pages hold what `contents` is a digest of as well.
 
-    def close(self) -> None:
-        """Bring and give nothing more."""
-        if self.pulls is not None:
-            self.pulls.close()
-        if self._listener is not None:
-            self._listener.close()
+    `lengths` are those of a page and of a state. What comes goes to `host`; `give` gives pages of prefixes up to the
+    first that is not there.
+
+    Raises:
+        ConfigError: nobody can listen at the config's address.
+    """
+    pulls = listener = None
+    if config.takes:
+        must_come = config.kv_load_failure_policy == "fail"
+        pulls = Pulls(host, secret, contents, *lengths, config.kv_timeout, must_come)
+    if config.gives:
+        listener = PageListener((config.kv_ip, config.kv_port), secret, contents, give)
+    port = 0 if listener is None else listener.port
+    info = TransferInfo(secrets.token_hex(8), config.kv_role, config.kv_ip, port, config.kv_peers)
+    return Peers(info, pulls, listener)

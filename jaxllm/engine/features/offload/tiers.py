@@ -13,16 +13,23 @@ import numpy as np
 from jaxllm.config.parts import KVTransferConfig
 from jaxllm.engine.core.jobs import Jobs
 from jaxllm.engine.core.pages import PagePool, PrefixNode
-from jaxllm.engine.features.offload.disk_pages import DiskPages
-from jaxllm.engine.features.offload.host_pages import CacheRow, Digest, HostPages, Page, PrefixDigests, chain, of_state
-from jaxllm.engine.features.offload.pulls import Peers, Pull
+from jaxllm.engine.features.offload.pages import (
+    CacheRow,
+    Digest,
+    DiskPages,
+    HostPages,
+    Page,
+    PrefixDigests,
+    chain,
+    of_state,
+)
+from jaxllm.engine.features.offload.pulls import Peers, Pull, new_peers
 from jaxllm.engine.messages import PagesAt
 
 logger = logging.getLogger(__name__)
 
 SAVED_AT_ONCE = 32
 """Pages, or one state, that an engine without work copies to disk before it looks whether there is work."""
-
 NOTHING = np.empty(0, np.uint8)
 """What a page holds where no layer has any."""
 
@@ -34,25 +41,23 @@ class Returning(NamedTuple):
     """What host memory adds to what the devices have of a prompt."""
 
     pages: list[Page]
-    """The pages behind those on the devices, as far as they are of use."""
+    """Those that follow the pages on the devices, as far as they are of use."""
     state: Page | None = None
     """The state after all of these, and after `depth` pages of the prompt."""
     depth: int = 0
     known: int = 0
     """Pages of the prompt that are on the devices and in host memory, with a state or without."""
     awaited: bool = False
-    """There will be more once the step that is being scheduled has been dispatched, which copies it to the host."""
+    """The step that is being scheduled will copy more of them to the host."""
 
 
 class PageTiers:
     """Host memory, and perhaps a disk and other servers, below one page pool and its states of prefixes.
 
     A page that is given away is copied to host memory before another prefix is written there; when that is full, the
-    longest unused go to disk. An engine without work copies to disk what is not there yet, so that another process
-    finds it. States are kept as pages are, and called by digests of their own. Where layers have states, a prompt goes
-    on from a prefix only where all its pages and the state after it are found.
-
-    The loop's thread calls all of this; copies and files are the business of a thread of its own.
+    longest unused go to disk. An engine without work copies to disk what is not there yet, for other processes. States
+    are kept as pages are, by digests of their own. Where layers have states, a prompt goes on from a prefix only where
+    all its pages and the state after it are found. The loop's thread calls all of this; another copies and writes.
     """
 
     def __init__(
@@ -64,24 +69,21 @@ class PageTiers:
         has_states: bool = False,
         has_pages: bool = True,
     ):
-        """With `has_states` the model's layers keep some; without `has_pages` nothing is in its pages, which are found
-        all the same.
-        """
-        self._has_states = has_states
-        self._has_pages = has_pages
-        self._page_size = pool.page_size
-        self._disk = disk
+        """Without `has_pages` nothing is in the model's pages, which are found all the same."""
+        self._has_states, self._has_pages = has_states, has_pages
+        self._page_size, self._disk = pool.page_size, disk
         self._host = HostPages(host_bytes, self._to_disk)
         self._digests = PrefixDigests()
         self._on_device: dict[Digest, CacheRow] = {}
-        """Where each page and each state is that can be found there."""
+        """The row of each page and each state that can be found there."""
         self._unsaved: dict[Digest, CacheRow] = {}
         """What is on the devices and on no disk, the oldest first."""
         self._unsaved_on_host: dict[Digest, None] = {}
         """What was given away before it could be saved."""
         self._leaving: dict[Digest, CacheRow] = {}
+        """What is to be copied to host memory."""
         self._arriving: set[Digest] = set()
-        """What is on its way to host memory."""
+        """What is on its way there."""
         self._jobs = Jobs("offload", urgent_threads=1)
         self.peers: Peers | None = None
         """Other servers, after `join`."""
@@ -89,12 +91,8 @@ class PageTiers:
         pool.on_give_away = self._given_away
 
     def join(self, config: KVTransferConfig, secret: bytes, contents: str, page_bytes: int, state_bytes: int) -> None:
-        """Exchange pages with other servers from now on, whose pages hold what `contents` is a digest of as well.
-
-        Raises:
-            ConfigError: nobody can listen at the config's address.
-        """
-        self.peers = Peers(config, secret, contents, page_bytes, state_bytes, self._host, self._give)
+        """Exchange pages with other servers from now on; see `new_peers`."""
+        self.peers = new_peers(config, secret, contents, (page_bytes, state_bytes), self._host, self._give)
 
     @property
     def num_host(self) -> int:
@@ -127,25 +125,23 @@ class PageTiers:
         self._submit(arrive)
 
     def find(self, node: PrefixNode, tokens: Sequence[int]) -> list[Page]:
-        """The pages in host memory of `tokens` behind the prefix `node`, as far as they are there."""
+        """The pages in host memory of `tokens` after the prefix `node`, as far as they are there."""
         begin = self._digests[node]
         return [] if begin is None else self._pages_of(chain(begin, tokens, self._page_size))
 
     def find_state(self, root: PrefixNode, nodes: Sequence[PrefixNode], tokens: Sequence[int], least: int) -> Returning:
-        """What host memory adds to the pages `nodes` of a prompt, which ends with `tokens` behind these, so that it can
-        go on after more than `least` pages.
-        """
+        """What host memory adds to a prompt of pages `nodes` and then `tokens`, beyond `least` pages."""
         digests = [digest for digest in (self._digests[node] for node in nodes) if digest is not None]
         begin = digests[-1] if digests else self._digests.of_root(root)
-        digests += takewhile(self._is_page_found, chain(begin, tokens, self._page_size))
+        digests += self._leading(begin, tokens, self._is_found)
         known = len(digests) if self._has_pages else len(nodes)
         for depth in range(len(digests), least, -1):
-            name, behind = of_state(digests[depth - 1]), digests[len(nodes) : depth]
-            if self._is_found(name) and not self._leaving.keys().isdisjoint([name, *behind]):
+            name, following = of_state(digests[depth - 1]), digests[len(nodes) : depth]
+            if self._is_found(name) and not self._leaving.keys().isdisjoint([name, *following]):
                 return Returning([], awaited=True)
             state = self._from_host(name)
-            pages = self._pages_of(behind) if state is not None else []
-            if state is not None and len(pages) == len(behind):  # else another thread has pushed some out meanwhile
+            pages = self._pages_of(following) if state is not None else []
+            if state is not None and len(pages) == len(following):  # else another thread has pushed some out meanwhile
                 return Returning(pages, state, depth, known)
         return Returning([], known=known)
 
@@ -153,7 +149,7 @@ class PageTiers:
         """What has to be read from disk so that a prompt goes on from the longest prefix known anywhere here."""
         if self._disk is None or not len(self._disk):
             return []
-        prefixes = list(takewhile(self._is_page_here, chain(self._digests.of_root(root), tokens, self._page_size)))
+        prefixes = self._leading(self._digests.of_root(root), tokens, self._is_here)
         if self._has_states:
             depths = range(len(prefixes), 0, -1)
             depth = next((depth for depth in depths if self._is_here(of_state(prefixes[depth - 1]))), 0)
@@ -163,9 +159,7 @@ class PageTiers:
     def pull(
         self, source: PagesAt | None, root: PrefixNode, tokens: Sequence[int], on_disk: Sequence[Digest] = ()
     ) -> Pull | None:
-        """What brings the pages of a prompt that another server has, and the state after them; None where nothing has
-        to come, since it is in memory, or `on_disk` and will be read.
-        """
+        """What brings a prompt's pages from another server, and the state after them; None if nothing has to come."""
         pulls = None if self.peers is None else self.peers.pulls
         if source is None or pulls is None:
             return None
@@ -179,9 +173,7 @@ class PageTiers:
     def to_hand_on(
         self, root: PrefixNode, tokens: Sequence[int], pages: Sequence[int]
     ) -> list[tuple[CacheRow, Digest]]:
-        """Of a prompt the pages, and the state that it can be gone on from, that are to be copied so that other servers
-        find them.
-        """
+        """A prompt's pages, and the last usable state, that are to be copied so that other servers find them."""
         prefixes = chain(self._digests.of_root(root), tokens, self._page_size)
         rows = [(CacheRow("page", page), digest) for page, digest in zip(pages, prefixes, strict=False)]
         found = rows if self._has_pages else []
@@ -210,8 +202,9 @@ class PageTiers:
         return self._host.get(digest)
 
     def _not_in_memory(self, prefixes: Sequence[Digest]) -> list[Digest]:
-        """What a prompt needs of its `prefixes` that is neither on the devices nor in host memory; what is there gives
-        way later. The state comes first, without which the pages are of no use.
+        """What a prompt needs that is neither on the devices nor in host memory; what is there will give way last.
+
+        The state comes first: without it the pages are of no use.
         """
         states = [of_state(prefixes[-1])] if prefixes and self._has_states else []
         needed = [*states, *(prefixes if self._has_pages else ())]
@@ -219,15 +212,14 @@ class PageTiers:
         elsewhere = (digest for digest in needed if digest not in self._on_device and digest not in coming)
         return [digest for digest in elsewhere if self._host.get(digest) is None]
 
-    def _is_page_found(self, prefix: Digest) -> bool:
-        return not self._has_pages or self._is_found(prefix)
+    def _leading(self, begin: Digest, tokens: Sequence[int], is_there: Callable[[Digest], bool]) -> list[Digest]:
+        """The prefixes of `tokens` after `begin`, up to the first page that is not there."""
+        prefixes = chain(begin, tokens, self._page_size)
+        return list(takewhile(is_there, prefixes)) if self._has_pages else prefixes
 
     def _is_found(self, digest: Digest) -> bool:
         """Whether it is in host memory, or on its way there."""
         return digest in self._leaving or digest in self._arriving or digest in self._host
-
-    def _is_page_here(self, prefix: Digest) -> bool:
-        return not self._has_pages or self._is_here(prefix)
 
     def _is_here(self, digest: Digest) -> bool:
         on_disk = self._disk is not None and digest in self._disk
@@ -251,12 +243,9 @@ class PageTiers:
     def take_unsaved(self) -> list[tuple[CacheRow, Digest]]:
         """Some of what is on the devices and on no disk; it counts as saved from now on."""
         some: list[tuple[CacheRow, Digest]] = []
-        for digest, row in self._unsaved.items():
-            some.append((row, digest))
-            if row.kind == "state" or len(some) == SAVED_AT_ONCE:
-                break
-        for _, digest in some:
-            del self._unsaved[digest]
+        while self._unsaved and len(some) < SAVED_AT_ONCE and (not some or some[-1][0].kind == "page"):
+            digest = next(iter(self._unsaved))
+            some.append((self._unsaved.pop(digest), digest))
         return some
 
     def save(self, digests: Sequence[Digest], pages: Arriving) -> None:
@@ -289,8 +278,9 @@ class PageTiers:
 
     def close(self) -> None:
         """Copy, fetch and give nothing more."""
-        if self.peers is not None:
-            self.peers.close()
+        for peer in (self.peers.pulls, self.peers.listener) if self.peers is not None else ():
+            if peer is not None:
+                peer.close()
         self._jobs.close()
 
     def _give(self, digests: Sequence[Digest]) -> Iterator[Page]:

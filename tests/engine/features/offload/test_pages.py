@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from jaxllm.engine.core.pages import PagePool
-from jaxllm.engine.features.offload.disk_pages import CHECKSUM, DiskPages
-from jaxllm.engine.features.offload.host_pages import CacheRow, HostPages, Page, PrefixDigests, chain
+from jaxllm.engine.features.offload.pages import CHECKSUM, CacheRow, DiskPages, HostPages, Page, PrefixDigests, chain
 from jaxllm.engine.features.offload.tiers import PageTiers
 from jaxllm.errors import ConfigError
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from jaxllm.engine.features.offload import page_listener
-from jaxllm.engine.features.offload.host_pages import Digest, HostPages, Page
 from jaxllm.engine.features.offload.page_listener import (
     MOST_DIGESTS,
     AllGiven,
@@ -24,6 +23,7 @@ from jaxllm.engine.features.offload.page_listener import (
     PagesWanted,
     SomePages,
 )
+from jaxllm.engine.features.offload.pages import Digest, HostPages, Page
 from jaxllm.engine.features.offload.pulls import PULLING_THREADS, Pulls
 from jaxllm.engine.messages import PagesAt
 from jaxllm.errors import ConfigError, JaxLLMError

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from jaxllm.engine.core.pages import PagePool, PrefixNode
-from jaxllm.engine.features.offload.disk_pages import DiskPages
-from jaxllm.engine.features.offload.host_pages import CacheRow, Digest, Page, chain, of_state
+from jaxllm.engine.features.offload.pages import CacheRow, Digest, DiskPages, Page, chain, of_state
 from jaxllm.engine.features.offload.tiers import PageTiers
-from jaxllm.engine.features.states.state_cache import StateCache
+from jaxllm.engine.features.states import StateCache
 
 SIZES = {"page": 100, "state": 250}
 """Bytes."""
@@ -118,10 +117,10 @@ def test_a_prompt_goes_on_from_the_last_prefix_with_all_its_pages_and_a_state(be
     host = below.tiers._host
     assert below.tiers.find_state(None, [], TOKENS, 0).depth == 3
     assert len(below.tiers.find_state(None, [], TOKENS, 0).pages) == 3, "the fourth is of no use"
-    host._pages.pop(below.digests[1])
+    host._kept.pop(below.digests[1])
     back = below.tiers.find_state(None, [], TOKENS, 0)
     assert (back.depth, len(back.pages), back.known) == (1, 1, 1)
-    host._pages.pop(of_state(below.digests[0]))
+    host._kept.pop(of_state(below.digests[0]))
     assert below.tiers.find_state(None, [], TOKENS, 0).depth == 0
 
 

@@ -13,7 +13,7 @@ from jaxllm.engine.core.registry import Features
 from jaxllm.engine.core.sampler import ALL
 from jaxllm.engine.core.sizes import StepSizes
 from jaxllm.engine.features import features_of
-from jaxllm.engine.scale.data_parallel.ranks import Joiner, WantedStep
+from jaxllm.engine.scale.data_parallel import Joiner, WantedStep
 from jaxllm.models.caches import PerSlot
 from tests.engine.step_sizes import PAGED, step_sizes
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxllm.engine.core.keys import Key
-from jaxllm.engine.scale.data_parallel.ranks import Ranks
+from jaxllm.engine.scale.data_parallel import Ranks
 from tests.engine.scale.data_parallel.test_joining import NOBODY, covering, features, put
 from tests.engine.step_sizes import step_sizes
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxllm.engine.core.pages import PagePool, PrefixNode
-from jaxllm.engine.scale.kv_events.events import AllBlocksCleared, KVEvent, KVEvents, as_array, as_map, hash_of
+from jaxllm.engine.scale.kv_events import AllBlocksCleared, KVEvent, KVEvents, as_array, as_map, hash_of
 from tests.engine.scale.kv_events.subscriber import Subscriber
 
 SIZE = 2

@@ -15,8 +15,7 @@ from jaxllm import LLM, SamplingParams
 from jaxllm.config import EngineConfig, make_config
 from jaxllm.config.parts import KVEventsConfig
 from jaxllm.engine.core.request import root_of
-from jaxllm.engine.scale.kv_events.events import BlockRemoved, BlockStored
-from jaxllm.engine.scale.kv_events.publisher import END, EventPublisher
+from jaxllm.engine.scale.kv_events import END, BlockRemoved, BlockStored, EventPublisher
 from jaxllm.errors import ConfigError
 from tests.engine.scale.kv_events.subscriber import Subscriber
 from tests.engine.scale.kv_events.test_events import prefixes_of

@@ -1,0 +1,245 @@
+"""Pages and states outside the devices: in host memory, and in files of a folder, which outlive the process."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import hashlib
+import logging
+import os
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Generic, Literal, NamedTuple, TypeVar
+
+import numpy as np
+
+from jaxllm.engine.core.pages import PrefixNode
+from jaxllm.errors import ConfigError
+from jaxllm.folders import UNFINISHED, make_private, others_may_write, write_whole
+
+logger = logging.getLogger(__name__)
+
+RowKind = Literal["page", "state"]
+ROW_KINDS: tuple[RowKind, RowKind] = ("page", "state")
+Digest = bytes
+"""32 bytes: of a prefix that ends with a full page, or of the state after one."""
+Page = np.ndarray
+"""What all layers keep of one page's tokens, or the states of all layers after a prefix, as bytes: uint8 `[nbytes]`.
+It is never changed."""
+Kept = TypeVar("Kept")
+
+CHECKSUM = 16
+"""Bytes at a file's beginning: a digest of what follows."""
+UNFINISHED_SECONDS = 3600
+"""A file that is unfinished after this time belongs to no running process."""
+
+
+class CacheRow(NamedTuple):
+    """A row of the layers' buffers: a page, or the state of one sequence or prefix."""
+
+    kind: RowKind
+    number: int
+
+
+class _Budgeted(Generic[Kept]):
+    """As many pages and states as a budget in bytes holds, the longest unused first. Any thread may use it."""
+
+    def __init__(self, budget: int, kept: OrderedDict[Digest, Kept], nbytes_of: Callable[[Kept], int]):
+        self.budget = budget
+        self._kept, self._nbytes_of = kept, nbytes_of
+        self.nbytes = sum(map(nbytes_of, kept.values()))
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __contains__(self, digest: Digest) -> bool:
+        return digest in self._kept
+
+    def _use(self, digest: Digest) -> Kept | None:
+        """What is kept, which is the last used now; None if it is not here."""
+        with self._lock:
+            if digest in self._kept:
+                self._kept.move_to_end(digest)
+            return self._kept.get(digest)
+
+    def _keep(self, digest: Digest, kept: Kept) -> list[tuple[Digest, Kept]]:
+        """Returns what gives way."""
+        dropped = []
+        with self._lock:
+            if digest not in self._kept:  # else another thread has kept it meanwhile
+                self._kept[digest] = kept
+                self.nbytes += self._nbytes_of(kept)
+            while self.nbytes > self.budget:
+                dropped.append(self._kept.popitem(last=False))
+                self.nbytes -= self._nbytes_of(dropped[-1][1])
+        return dropped
+
+
+class HostPages(_Budgeted[Page]):
+    """Pages and states in host memory."""
+
+    def __init__(self, budget: int, on_full: Callable[[Digest, Page], None] = lambda digest, page: None):
+        """`on_full` is called with each page that gives way, in the thread that adds another."""
+        super().__init__(budget, OrderedDict(), lambda page: page.nbytes)
+        self._on_full = on_full
+
+    def add(self, digest: Digest, page: Page) -> None:
+        """Keep a page, as the one used last."""
+        if self._use(digest) is None:
+            for lost in self._keep(digest, page):
+                self._on_full(*lost)
+
+    def get(self, digest: Digest) -> Page | None:
+        """A page, which is the one used last now; None if it is not here."""
+        return self._use(digest)
+
+
+class DiskPages(_Budgeted[int]):
+    """Pages and states in files, by their sizes.
+
+    A file appears when it is whole, and is checked when it is read. Several processes may share a folder: what one
+    deletes the other does not find.
+    """
+
+    def __init__(self, folder: Path, name: str, budget: int, lengths: Collection[int]):
+        """Files lie in `folder`/`name`, which is a digest of all that decides what is in them.
+
+        `budget` is in bytes, and `lengths` are those that a page or a state has.
+
+        Raises:
+            ConfigError: the folder cannot be made, or others than this user may write to it.
+        """
+        self._lengths = lengths
+        self._folder = folder / name
+        self._complained = False
+        try:
+            make_private(self._folder)
+            if any(others_may_write(place.stat()) for place in (folder, self._folder)):
+                raise ConfigError(f"kv_offload_dir is {str(folder)!r}, and others than this user may write there")
+            super().__init__(budget, self._found(), lambda nbytes: nbytes)
+        except OSError as error:
+            raise ConfigError(f"kv_offload_dir is {str(folder)!r}: {error.strerror}") from None
+
+    def write(self, digest: Digest, page: Page) -> None:
+        """Keep a page. What keeps it from that, as a full disk, is said once."""
+        if digest in self:
+            self._touch(digest)
+            return
+        try:
+            write_whole(self._path(digest), [_checksum(page), page.data])
+        except OSError as error:
+            self._complain("written", error)
+            return
+        for old, _ in self._keep(digest, page.nbytes + CHECKSUM):
+            self._path(old).unlink(missing_ok=True)
+
+    def read(self, digest: Digest) -> Page | None:
+        """A page; None if it is not there any more, or damaged, and then it is deleted."""
+        try:
+            content = np.fromfile(self._path(digest), np.uint8)
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError):
+                self._complain("read", error)
+            self._forget(digest)
+            return None
+        checksum, page = content[:CHECKSUM].tobytes(), content[CHECKSUM:]
+        if page.nbytes not in self._lengths or _checksum(page) != checksum:
+            logger.warning("%s is damaged, and deleted", self._path(digest))
+            self._forget(digest)
+            self._path(digest).unlink(missing_ok=True)
+            return None
+        self._touch(digest)
+        return page
+
+    def _found(self) -> OrderedDict[Digest, int]:
+        """What is there, the longest unused first."""
+        aged: list[tuple[float, Digest, int]] = []
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # another process deletes files as well
+                    status = entry.stat()
+                    modified = status.st_mtime
+                    if entry.name.startswith(UNFINISHED):
+                        if time.time() - modified > UNFINISHED_SECONDS:
+                            os.unlink(entry.path)
+                    elif len(entry.name) == 64:
+                        aged.append((modified, bytes.fromhex(entry.name), status.st_size))
+        return OrderedDict((digest, nbytes) for _, digest, nbytes in sorted(aged))
+
+    def _path(self, digest: Digest) -> Path:
+        return self._folder / digest.hex()
+
+    def _touch(self, digest: Digest) -> None:
+        self._use(digest)
+        with contextlib.suppress(OSError):  # another process has deleted it
+            os.utime(self._path(digest))
+
+    def _forget(self, digest: Digest) -> None:
+        with self._lock:
+            self.nbytes -= self._kept.pop(digest, 0)
+
+    def _complain(self, what: str, error: OSError) -> None:
+        if not self._complained:
+            self._complained = True
+            logger.warning("pages of the KV cache cannot be %s in %s: %s", what, self._folder, error.strerror)
+
+
+def _checksum(page: Page) -> bytes:
+    return hashlib.blake2b(page, digest_size=CHECKSUM).digest()
+
+
+class PrefixDigests:
+    """Digests of a page pool's nodes.
+
+    Prefixes that begin from nothing, or from a cache salt, are called the same in every process. Others depend on what
+    is known by numbers of this process only, such as adapters: no other process finds them.
+    """
+
+    def __init__(self) -> None:
+        self._here = secrets.token_bytes(16)
+        self._of: dict[PrefixNode, Digest] = {}
+
+    def __getitem__(self, node: PrefixNode) -> Digest | None:
+        """None of a node whose page was given away."""
+        return self._of.get(node) if isinstance(node, int) else self.of_root(node)
+
+    def of_root(self, root: PrefixNode) -> Digest:
+        """Where prefixes of a root begin."""
+        key = b"" if root is None or isinstance(root, str) else self._here
+        return hashlib.blake2b(repr(root).encode(), digest_size=32, key=key).digest()
+
+    def add(self, node: PrefixNode, parent: PrefixNode, tokens: Sequence[int]) -> Digest | None:
+        """The digest of a new node; None where nothing is known of its parent, so that it is never found."""
+        before = self[parent]
+        if before is None:
+            return None
+        self._of[node] = longer(before, tokens)
+        return self._of[node]
+
+    def forget(self, node: PrefixNode) -> Digest | None:
+        """The digest of a node that is no more."""
+        return self._of.pop(node, None)
+
+
+def of_state(prefix: Digest) -> Digest:
+    """Of the state after a prefix, which is kept among the pages and called otherwise than all of them."""
+    return hashlib.blake2b(prefix + b"state", digest_size=32).digest()
+
+
+def longer(before: Digest, tokens: Sequence[int]) -> Digest:
+    """Of the prefix that has a page of `tokens` more than `before`."""
+    return hashlib.blake2b(before + array.array("i", tokens).tobytes(), digest_size=32).digest()
+
+
+def chain(begin: Digest, tokens: Sequence[int], page_size: int) -> list[Digest]:
+    """Of every prefix of `tokens` in whole pages after the prefix `begin`, the shortest first."""
+    found = []
+    for start in range(0, len(tokens) - page_size + 1, page_size):
+        begin = longer(begin, tokens[start : start + page_size])
+        found.append(begin)
+    return found

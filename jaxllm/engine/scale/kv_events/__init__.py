@@ -1,1 +1,0 @@
-"""What an engine tells others about its prefix cache."""

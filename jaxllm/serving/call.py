@@ -1,0 +1,259 @@
+"""A client's call of a model: everything that accompanies it, from its arrival until its last byte has been sent."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import NamedTuple, TypeVar
+
+from fastapi import Request
+
+from jaxllm.errors import Field, InvalidRequestError, QueueFullError
+from jaxllm.requests.steering import AdapterUse
+from jaxllm.serving.access.keys import OTHERS, Tenant, tenant_of
+from jaxllm.serving.access.limits import Metered, Window, refused
+from jaxllm.serving.access.usage import Used
+from jaxllm.serving.adapters import LoadedAdapter
+from jaxllm.serving.http.api_error import APIError
+from jaxllm.serving.http.records import RECORD, ModelCall, Record
+from jaxllm.serving.http.request_model import FOREVER
+from jaxllm.serving.http.route import YIELDS, note
+from jaxllm.serving.http.streaming import Answer, telling, until_disconnect
+from jaxllm.serving.loadable import LoadableModel
+from jaxllm.serving.model_loader import WAITING
+from jaxllm.serving.served_model import Running, ServedModel
+from jaxllm.serving.state import ServerState
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Reservation(NamedTuple):
+    """Tokens that were counted before it was known how many are used."""
+
+    tokens: int
+    limit: int
+    window: Window
+
+
+class Call:
+    """A client's call of a model: its key, its hold on the model, what it uses, and the record of its request.
+
+    An async context. It holds its model from its creation, and its record from its entry; its end gives back
+    everything, also what was entered by `enter` and has not ended, for instance because the client left in the middle
+    of a stream. Nothing happens at a second end.
+
+    Attributes:
+        name: the client's name for the model, or for one of the model's adapters.
+        tenant: in whose name it comes.
+        record: of its request; None where no observer wants one.
+        waits: whether its turn has not come yet, or the model is not loaded: until then others may have that unloaded.
+    """
+
+    def __init__(
+        self,
+        state: ServerState,
+        name: str,
+        of: LoadableModel,
+        tenant: Tenant = OTHERS,
+        *,
+        adapter: LoadedAdapter | None = None,
+        record: Record | None = None,
+        headers: dict[str, str] | None = None,
+    ):
+        """The `headers` are those of the answer, which tell what its key has left."""
+        self.state = state
+        self.name = name
+        self.tenant = tenant
+        self.record = record
+        self.waits = True
+        self._of = of
+        self._adapter = adapter
+        self._headers = {} if headers is None else headers
+        self._entered = AsyncExitStack()
+        of.calls.add(self)
+        of.last_used = time.monotonic()
+
+    @property
+    def model(self) -> ServedModel:
+        """The model, which is loaded by the time that the call has begun."""
+        assert self._of.served is not None, f"{self._of.name} is not loaded"
+        return self._of.served
+
+    async def __aenter__(self) -> Call:
+        if self.record is not None:
+            self._entered.enter_context(self.record)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        try:
+            await self._entered.aclose()
+        finally:
+            if self in self._of.calls:
+                self._of.calls.remove(self)
+                self._of.last_used = time.monotonic()
+
+    async def begin(self, *, keep_alive: float | None = None, yields: bool = False) -> None:
+        """Wait until its turn has come and the model is loaded.
+
+        The model then stays loaded for `keep_alive` seconds without a call, where that is given. A call that `yields`
+        waits for no busy model.
+
+        Raises 400 where a model that is never unloaded is to stay for a time, 429 where the tenant has too many
+        requests under way or has sent too many, and 503 as ModelLoader.load. The model is given back then.
+        """
+        model = self._of
+        try:
+            if keep_alive is not None and model.pinned and keep_alive != FOREVER:
+                message = (
+                    f"keep_alive is {keep_alive:g} s: model {model.name!r} is not unloaded; leave it out, or send -1"
+                )
+                raise APIError(400, message, param="keep_alive")
+            self.state.registry.check_concurrency(self.tenant)
+            await self._count_request()
+            if self.waits:  # its turn may have come meanwhile
+                await self.state.registry.loader.load(model, yields=yields)
+        except BaseException:
+            await self.__aexit__()
+            raise
+        self.waits = False
+        if keep_alive is not None:
+            model.keep_alive = keep_alive
+
+    def again(self) -> Call:
+        """A second call like it, for work that goes on after the request has ended."""
+        call = Call(self.state, self.name, self._of, self.tenant, adapter=self._adapter, record=self.record)
+        call.waits = False
+        return call
+
+    async def enter(self, context: AbstractAsyncContextManager[T]) -> T:
+        """Enter what ends with the call at the latest."""
+        return await self._entered.enter_async_context(context)
+
+    def adapter_uses(self, scales: Mapping[int, float] | None = None) -> tuple[AdapterUse, ...]:
+        """The adapters that the request uses: the one that it names as its model, or those of its field `lora`.
+
+        Raises InvalidRequestError where it does both, or one in `scales` is unknown.
+        """
+        if self._adapter is None:
+            return self._of.adapters.uses(scales)
+        if scales is not None:
+            raise InvalidRequestError([Field("lora"), f" is set, but model {self.name!r} is an adapter already"])
+        return (self._adapter.use(self._adapter.scale),)
+
+    @asynccontextmanager
+    async def asking(
+        self, running: Running, asked: ModelCall, most_tokens: int, *, goes_on: bool = False
+    ) -> AsyncIterator[None]:
+        """Ask the model once, with at most `most_tokens` tokens of prompts and answers.
+
+        Inside, `running` is one of the requests under way; one that `goes_on` belongs to a request that is so already.
+        At the end the key is charged for the tokens in `asked` and the record keeps it, but not where it has no tokens
+        of a prompt: the engine has not taken it then.
+
+        Raises 503 where no request can start, and 429 where the key has not that many tokens left.
+        """
+        model = self.model
+        model.check_accepting(goes_on=goes_on)
+        reservation = None
+        if not goes_on:
+            model.running.add(running)
+        try:
+            reservation = await self._reserve(most_tokens)
+            yield
+        except QueueFullError:
+            model.metrics.count_rejected()
+            asked.prompt_tokens = 0
+            raise
+        finally:
+            model.running.discard(running)
+            asked.ended = time.time()
+            if asked.prompt_tokens and self.record is not None:
+                self.record.calls.append(asked)
+            used = Used(0, asked.prompt_tokens, asked.cached_tokens, asked.completion_tokens)
+            await self._settle(reservation, used)
+
+    async def _count_request(self) -> None:
+        """Raises 429 where the key has used its requests a minute."""
+        limit = self.tenant.requests_per_minute
+        if limit is not None:
+            await self._take("requests", limit, 1, f"this API key may send {limit} requests a minute")
+        self.state.usage.add(self.tenant.name, self._of.name, Used(requests=1))
+
+    async def _reserve(self, tokens: int) -> Reservation | None:
+        """Count the most tokens that something may use, before it begins; None where the key has no limit of tokens.
+
+        A request for more than a minute's tokens takes all of one: `_settle` counts the rest. Raises 429 where they are
+        not left.
+        """
+        limit = self.tenant.tokens_per_minute
+        if limit is None:
+            return None
+        wanted = min(tokens, limit)
+        problem = f"this API key may use {limit} tokens a minute, and the request may use {tokens}, max_tokens included"
+        return Reservation(wanted, limit, await self._take("tokens", limit, wanted, problem))
+
+    async def _settle(self, reservation: Reservation | None, used: Used) -> None:
+        """Count what was used in place of what was reserved. A store that does not answer leaves it as it is."""
+        if used != Used():
+            self.state.usage.add(self.tenant.name, self._of.name, used)
+        if reservation is None:
+            return
+        assert self.tenant.name is not None, "only a key of the file of keys has limits"
+        difference = used.tokens - reservation.tokens
+        try:
+            await self.state.limits.correct(
+                "tokens", self.tenant.name, reservation.limit, difference, reservation.window
+            )
+        except APIError as error:
+            logger.error("API key %s is counted %d tokens too many: %s", self.tenant.name, -difference, error)
+
+    async def _take(self, kind: Metered, limit: int, cost: int, problem: str) -> Window:
+        assert self.tenant.name is not None, "only a key of the file of keys has limits"
+        taken, window = await self.state.limits.take(kind, self.tenant.name, limit, cost)
+        seconds = max(window.resets - time.time(), 0.0)
+        self._headers[f"x-ratelimit-limit-{kind}"] = str(limit)
+        self._headers[f"x-ratelimit-remaining-{kind}"] = str(window.remaining)
+        self._headers[f"x-ratelimit-reset-{kind}"] = f"{math.ceil(seconds)}s"
+        if not taken:
+            message = f"{problem}; {window.remaining} are left, and the next minute begins in {math.ceil(seconds)} s"
+            raise refused(message, seconds)
+        return window
+
+
+async def open_call(
+    request: Request, name: str | None, *, keep_alive: float | None = None, stream: bool = False
+) -> Call:
+    """The call of a request for a model, open until the last byte of the answer; each request opens one, once.
+
+    A request that wants a `stream` is told in comments how far its model is, if that has to be loaded.
+
+    Raises 404 for an unknown name, and otherwise as Call.begin.
+    """
+    answer = Answer.of(request)
+    assert not answer.has_call, "a request opens its call once"
+    answer.has_call = True
+    state: ServerState = request.app.state.server
+    tenant = tenant_of(request)
+    called, model = state.registry.called(name, tenant)
+    note(request, model=model.name)
+
+    async def begin() -> Call:
+        adapter = None if called in model.names else model.adapters.get(called)
+        call = Call(
+            state, called, model, tenant, adapter=adapter, record=request.scope.get(RECORD), headers=answer.headers
+        )
+        await call.begin(keep_alive=keep_alive, yields=YIELDS in request.scope)
+        return await answer.held.enter_async_context(call)
+
+    if not stream or state.registry.loader.may_run(model):
+        return await begin()
+
+    def doing() -> str:
+        return f"loading {model.name}: {model.stage or WAITING}"
+
+    return await until_disconnect(request.receive, telling(answer, begin(), doing))
