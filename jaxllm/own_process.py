@@ -135,7 +135,7 @@ def _kill(process: subprocess.Popen[bytes], owner: int) -> None:
 
 
 Process = subprocess.Popen[bytes]
-Limits = tuple[float, float]
+AnswerLimits = tuple[float, float]
 """The seconds that an answer may take, of the clock and of the processor; 0 is no limit."""
 
 ORPHAN_SECONDS = 10.0
@@ -225,7 +225,7 @@ class AskedProcesses:
             question.stop()
         _end_all(idle)
 
-    def _answer(self, question: _Question, pieces: tuple[bytes, ...], limits: Limits) -> tuple[bytes | None, int]:
+    def _answer(self, question: _Question, pieces: tuple[bytes, ...], limits: AnswerLimits) -> tuple[bytes | None, int]:
         """The answer, or None and the exit status of the process that ended instead."""
         while True:
             process, was_idle = self._take()
@@ -333,7 +333,7 @@ def _alarm(seconds: float, processor_seconds: float) -> None:
         signal.setitimer(signal.ITIMER_PROF, processor_seconds)
 
 
-def _send(pipe: BinaryIO, pieces: tuple[bytes, ...], limits: Limits = (0.0, 0.0)) -> None:
+def _send(pipe: BinaryIO, pieces: tuple[bytes, ...], limits: AnswerLimits = (0.0, 0.0)) -> None:
     pipe.write(_HEADER.pack(sum(map(len, pieces)), *limits))
     for piece in pieces:
         pipe.write(piece)

@@ -145,13 +145,7 @@ def show(config: EngineConfig, *, json_output: Json = False) -> None:
         json_output: Print one JSON object instead of a table.
     """
     facts = describe(config)
-    total = facts["parameters"]
-    in_words = {
-        "weights": ", ".join(f"{kind} {100 * count / total:.3g} %" for kind, count in facts["weights"].items()),
-        "chat_template": "yes" if facts["chat_template"] else "no: it continues text",
-        "licence": facts["licence"] or "not stated in its files",
-    }
-    print_found(facts, json_output, ("", ""), _named_values(facts | in_words))
+    print_found(facts, json_output, ("", ""), _named_values(facts))
 
 
 def describe(config: EngineConfig) -> dict[str, Any]:
@@ -254,14 +248,24 @@ def _named_values(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def readable(name: str, value: Any) -> str:
     """A size as people read it: bytes in binary units, whole numbers with separators, lists on one line."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return format_bytes(value) if "bytes" in name or "memory" in name else f"{value:,}"
-    if isinstance(value, list | tuple) and value and all(isinstance(item, dict) for item in value):
-        return "\n".join(", ".join(readable(name, item).splitlines()) for item in value)
-    if isinstance(value, list | tuple):
-        return ", ".join(readable("", item) for item in value) or "–"
-    if isinstance(value, dict):
-        return "\n".join(f"{key}: {readable(str(key), item)}" for key, item in value.items())
+    match name, value:
+        case "weights", dict():
+            total = sum(value.values())
+            return ", ".join(f"{kind} {100 * count / total:.3g} %" for kind, count in value.items())
+        case "chat_template", _:
+            return "yes" if value else "no: it continues text"
+        case "licence", None:
+            return "not stated in its files"
+        case _, bool() | str() | float():
+            return str(value)
+        case _, int():
+            return format_bytes(value) if "bytes" in name or "memory" in name else f"{value:,}"
+        case _, [dict(), *_]:
+            return "\n".join(", ".join(readable(name, item).splitlines()) for item in value)
+        case _, list() | tuple():
+            return ", ".join(readable("", item) for item in value) or "–"
+        case _, dict():
+            return "\n".join(f"{key}: {readable(str(key), item)}" for key, item in value.items())
     return "–" if value is None else str(value)
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from jaxllm.config.values import Names, Seconds, ServedName, SettingsGroup, must_be, parse_named_paths
+from jaxllm.config.values import NameList, Seconds, ServedName, SettingsGroup, must_be, parse_named_paths
 
 MTP_NAMES = ("qwen3_next_mtp", "qwen3_5_mtp", "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp")
 """What vLLM also calls the method of the models whose modules are supported."""
@@ -162,7 +162,7 @@ class KVTransferConfig(SettingsGroup):
     """Seconds after which a request no longer waits for pages from another server."""
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     """What becomes of a request whose pages cannot be fetched: its prompt is computed here, or it fails."""
-    kv_peers: Names = ()
+    kv_peers: NameList = ()
     """Hosts and networks that requests may have pages fetched from, as prefill-1,10.0.0.0/8 (default: any)."""
 
     @property

@@ -151,7 +151,7 @@ def comma_separated(value: str | None) -> list[str]:
     return [part for item in (value or "").split(",") if (part := item.strip())]
 
 
-Names = Annotated[tuple[str, ...], of_text(comma_separated)]
+NameList = Annotated[tuple[str, ...], of_text(comma_separated)]
 SomeOf = Annotated[str, must_be("have at least one entry; leave it out, or say null, for none", comma_separated)]
 """Entries separated by commas. None is a mistake: a key that a variable was to hold, without which anybody may call."""
 

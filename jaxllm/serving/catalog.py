@@ -15,7 +15,7 @@ from jaxllm.chat.formats import detect_formats
 from jaxllm.config import ADAPTER_SIZES, ModelConfig, ServeConfig, make_config, part_of
 from jaxllm.config.parts import LoRAModules
 from jaxllm.config.sources import read_mapping
-from jaxllm.config.values import SERVED_NAME, Names, comma_separated, format_bytes, is_served_name
+from jaxllm.config.values import SERVED_NAME, NameList, comma_separated, format_bytes, is_served_name
 from jaxllm.engine.messages import MemoryRoom
 from jaxllm.errors import ConfigError, JaxLLMError
 from jaxllm.folders import in_home
@@ -40,7 +40,7 @@ class CatalogEntry(ModelConfig):
 
     name: str
     """What requests and listings call it."""
-    aliases: Names = ()
+    aliases: NameList = ()
     """Other names that requests may use."""
     preload: bool = False
     """Load it before the server is ready."""

@@ -70,10 +70,7 @@ def send_times(count: int, rate: float, source: random.Random) -> list[float]:
 
 
 async def run_load(
-    send: Callable[[list[int]], Awaitable[Trace]],
-    prompts: Sequence[list[int]],
-    times: Sequence[float],
-    concurrency: int | None,
+    send: Callable[[list[int]], Awaitable[Trace]], prompts: list[list[int]], times: list[float], concurrency: int | None
 ) -> tuple[list[Trace], float]:
     """Send each prompt at its time, at most `concurrency` in flight; returns the traces and the seconds of them all."""
     begin = time.perf_counter()
@@ -185,27 +182,22 @@ MOST_COLUMNS = 5
 
 
 def report(
-    benchmark: str,
-    config: EngineConfig,
-    load: Mapping[str, Any],
-    results: Sequence[Mapping[str, Any]],
-    file: Path | None,
+    name: str, config: EngineConfig, load: Mapping[str, Any], results: Sequence[Mapping[str, Any]], file: Path | None
 ) -> None:
     """Print one column a result, or one row of many, and with `file` write all that is needed to read it later."""
     flat = [flatten(result) for result in results]
-    names = {name: name.replace("_", " ") for name in flat[0]}
-    rows = [[title, *(_number(result.get(name)) for result in flat)] for name, title in names.items()]
+    rows = [[field.replace("_", " "), *(_number(result.get(field)) for result in flat)] for field in flat[0]]
     if wide := len(results) > MOST_COLUMNS:
         rows = [list(row) for row in zip(*rows, strict=True)]
     headings = rows.pop(0) if wide else [""] * (1 + len(results))
     numbers = () if wide else range(1, 1 + len(results))
-    print_table(headings, rows, title=f"{benchmark}: {config.model}", numbers=numbers)
+    print_table(headings, rows, title=f"{name}: {config.model}", numbers=numbers)
     if file is not None:
         document = {
-            "benchmark": benchmark,
+            "benchmark": name,
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "machine": platform.platform(),
-            "versions": {name: version(name) for name in ("jaxllm", "jax", "flax")},
+            "versions": {package: version(package) for package in ("jaxllm", "jax", "flax")},
             "config": config.model_dump(mode="json", exclude={"api_key"}),
             "load": dict(load),
             "results": [dict(result) for result in results],
