@@ -73,9 +73,9 @@ def test_the_core_is_small_and_names_no_feature() -> None:
     """Neither in a name nor in a text; what docstrings and comments tell is the reader's."""
     assert lines("engine/core/*.py") <= 6_000
     features = {
-        found[1]
+        name
         for path in (PACKAGE / "engine/features").rglob("*.py")
-        if (found := re.search(r'^    name = "(\w+)"$', path.read_text(encoding="utf-8"), re.MULTILINE))
+        for name in re.findall(r'^    name = "(\w+)"$', path.read_text(encoding="utf-8"), re.MULTILINE)
     }
     assert len(features) > 10
     words = {*features, *(name.removesuffix("s") for name in features), "draft", "lora", "thinking", "tiers"}

@@ -37,7 +37,7 @@ class Member:
     def __init__(self, hello: messages.Hello, wire: Wire[messages.FromFollower]):
         self.hello = hello
         self.wire = wire
-        self.answers: queue.SimpleQueue[messages.Answer | None] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[messages.MemberAnswer | None] = queue.SimpleQueue()
         """None where there will be no more."""
         self.leaves = ""
         """Why it is about to leave, where it was told to stop."""

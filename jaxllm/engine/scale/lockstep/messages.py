@@ -129,8 +129,8 @@ class End(msgspec.Struct, tag=True):
     reason: str = ""
 
 
-Answer = MemberMemory | TransferAddress | MemberPlan | Follows
-FromFollower = Hello | Answer | HasExecutable | TokenDigest | MemberFailed | Leaving | Left | Pulse
+MemberAnswer = MemberMemory | TransferAddress | MemberPlan | Follows
+FromFollower = Hello | MemberAnswer | HasExecutable | TokenDigest | MemberFailed | Leaving | Left | Pulse
 FromLeader = Welcome | Refused | MemberMemory | TransferAddresses | Agreed | RunStep | CompileNow | Pulse | End
 
 
