@@ -52,7 +52,7 @@ class Device:
         return found[-1] if uses.output else None
 
     def all_decode(self, decodes: bool) -> bool:
-        """The next step is best a decode: of a batch that `decodes`, or has other work as well."""
+        """The next step is best a decode: of a batch that `decodes`. Batches side by side ask each other (scale/)."""
         return decodes
 
     def wait(self) -> None:

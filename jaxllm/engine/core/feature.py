@@ -2,23 +2,23 @@
 
 The core knows requests, pages, slots, steps and tokens. Everything else is a `Feature`, which says in one place what a
 request brings for it, what its slot is told, what a step is sent, what is traced into it, and what is made of what the
-step gives. Features meet only through the core, and a request that uses none pays for none: only hooks that a feature
-overrides are called, and after `prepare` only for its own requests.
+step gives. Features meet only through the core. Only hooks that a feature overrides are called (those that describe its
+steps apart), and after `prepare` only for its own requests.
 
-A request's way past them, in order:
+The hooks in the order of a request's way, with the modules that call them:
 
-    prepare   a request is added that sets a field of `asked_by`: what it brings, checked; None: it is asked no more
-    job       what has to be made ready for it on a thread, before it is scheduled
-    fits      whether it can begin now
-    extend    what is known of its prefix
-    place     it begins: it has its slot and its pages
-    seat      what its slot is told goes to the device before its first step
-    pack      it has tokens in a step that is compiled with the feature: what that is sent
-    traced    what the feature does inside that step
-    read      after a backbone: further device work on its hidden states
-    follow    a step gave it tokens
-    said      its caller is told of these
-    release   it stops running: preempted or finished
+    prepare, salt, needs, job         it is added (loop.py, runner.py): what it brings, and what must be ready for it
+    fits, first_read, extend          it may begin (scheduler.py, pages.py): how much of its prefix is known
+    place                             it has its slot and its pages (scheduler.py)
+    ahead, depth, cut, scheduled      its tokens are chosen (scheduler.py), in each step
+    before_step, seat, pack           the step is dispatched (runner.py): its slot is told, its fields are filled
+    read                              a backbone is enqueued: more work on its hidden states (runner.py)
+    settled, said, follow, registered the step is read (loop.py, results.py), while the next one runs
+    fill                              late fields of the next step are filled, which is sampled after that (runner.py)
+    ended, forget, release            it has all its tokens; it is over; it runs no longer, also if preempted
+
+`plan`, `slot`, `part`, `uses`, `build`, `fields`, `sent` and `traced` describe the steps that the engine compiles with
+the feature (executables.py, step.py).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Reading(NamedTuple):
 
     arrays: Any
     deliver: Callable[[], Iterable[TokenDelta]]
-    """Returns deltas of requests that end with this."""
+    """Returns deltas of requests that end with this; requests that have ended meanwhile have none."""
 
 
 @dataclass
@@ -123,7 +123,7 @@ class Traced:
     """In front of which layers it reads the model's states: () is the last hidden states, None is none at all."""
 
     def metadata(self, meta: StepMetadata, slots: Slots) -> StepMetadata:
-        """What layers are told of the step."""
+        """The metadata that layers get of the step."""
         return meta
 
     def ran(self, ran: RanModel, caches: Any, before: Slots, slots: Slots) -> tuple[Any, Slots]:
@@ -131,15 +131,18 @@ class Traced:
         return caches, slots
 
     def hand(self, meta: StepMetadata) -> Hand | None:
-        """What it does between layers."""
+        """Its hand between layers."""
         return None
 
     def logits(self, logits: jax.Array, rows: SamplingRows, slots: Slots, x: Fields) -> jax.Array:
-        """[R, V], before a token is chosen; `x` has what the host sent of each row."""
+        """`[R, V]`, the whole vocabulary, before temperature and truncation; `x` has the fields of the head or decode.
+
+        It is given the logits of the features before it.
+        """
         return logits
 
     def out(self) -> Any:
-        """What the host gets besides the tokens; None for nothing."""
+        """Results for the host besides the tokens; None for nothing."""
         return None
 
 
@@ -153,7 +156,7 @@ class RanModel(NamedTuple):
 
 @dataclass
 class Surroundings:
-    """What a feature's host half works with."""
+    """The parts of an engine that a feature's host half works with."""
 
     device: Device
     sizes: StepSizes
@@ -187,19 +190,22 @@ class Feature:
     on: tuple[Kind, ...] = ()
     """Kinds of steps that may be compiled with it."""
     rare = False
-    """Such steps are compiled, and its part of the device's state is made, when a request first asks for it."""
+    """Such steps are compiled, and its part of the device's state is made, when a request first asks for it: for what
+    costs much where it is compiled in. What costs little is `in_sampler`, and skipped at run time."""
     rooms: tuple[int, ...] = ()
     """How much of it a step may have room for, where it is not all or nothing."""
     samples = False
     """It has a say in what is sampled: its steps are "sampled" too."""
     in_sampler = False
-    """It is part of everything that "sampled" means, and no word of its own."""
+    """It is in every "sampled" step, without a word of its own, and skipped at run time if no row uses it."""
     late = False
     """What it fills in depends on the tokens of the step before: such a step goes in two halves."""
+    after_first: Mapping[str, int] = {}
+    """Values of its fields in a decode of several tokens, for the tokens after the first."""
     reads_history = False
     """It needs the whole text of its requests in their slots."""
     is_saved = True
-    """Whether another start finds steps with it under the same name."""
+    """Another start finds steps with it under the same name."""
     has_part = False
     """Its state on the devices is a part of its own, which only steps that have it take; else it is in the slots."""
     words: tuple[str, ...] = ()
@@ -209,7 +215,7 @@ class Feature:
     always = False
     """It has a hand in every step of its kinds, without a word for it."""
     bit = 0
-    """What a slot's `uses` has set where its request uses the feature."""
+    """The bit of a slot's `uses` that is set if its request uses the feature."""
     around: Surroundings
     """What its host half works with, once it is attached to a core."""
 
@@ -282,7 +288,7 @@ class Feature:
         return EVERYTHING
 
     def fits(self, request: Request, extra: Any) -> bool:
-        """Whether the request can begin now."""
+        """The request can begin now."""
         return True
 
     def extend(self, request: Request, extra: Any, found: FoundPrefix) -> bool:
@@ -296,7 +302,9 @@ class Feature:
         """It runs no longer: preempted or finished."""
 
     def ended(self, request: Request, extra: Any, delta: TokenDelta) -> None:
-        """It has all its tokens, and still holds its pages; `delta` is the last that its caller is told."""
+        """It has all its tokens; `delta` is the last that its caller is told. It holds its pages unless it was
+        preempted.
+        """
 
     def forget(self, request: Request, extra: Any) -> None:
         """It is over, in whatever way."""
@@ -305,15 +313,15 @@ class Feature:
         """A step is about to be scheduled."""
 
     def ahead(self, requests: Sequence[Request], running: int) -> int:
-        """How many tokens a step may try ahead with each of these requests, with so many running in all."""
+        """The number of tokens that a step may try ahead with each of these requests, with `running` in all."""
         return 0
 
     def depth(self, request: Request, extra: Any, most: int) -> int:
-        """How many of `most` tokens to try ahead with this request."""
+        """The number of tokens to try ahead with this request, `most` at most."""
         return 0
 
     def cut(self, request: Request, extra: Any, start: int, length: int) -> int:
-        """How many of `length` tokens from `start` on a chunk had better have."""
+        """The number of tokens from `start` on that a chunk had better have, `length` at most."""
         return length
 
     def scheduled(self, chunk: Chunk, extra: Any, further: int, tries: bool) -> None:
@@ -327,7 +335,7 @@ class Feature:
 
     @property
     def has_idle_work(self) -> bool:
-        """Whether there is something to do while no request waits for anything."""
+        """There is something to do while no request waits for anything."""
         return False
 
     def idle(self) -> None:
@@ -349,19 +357,21 @@ class Feature:
         """Fill in what it counts."""
 
     def needed(self, chunks: Sequence[Chunk]) -> int:
-        """How much of it a step of these chunks needs, some of which use it; asked where it has `rooms`."""
+        """The room for it that a step of these chunks needs, some of which use it; asked if it has `rooms`."""
         return 1
 
     def apart(self, request: Request, extra: Any, tokens: range) -> bool:
-        """Whether these tokens need a backbone by itself: more is done with them than choosing the next token."""
+        """These tokens need a backbone by itself: more is done with them than choosing the next token."""
         return False
 
     def certain(self, request: Request, extra: Any) -> int:
-        """How many tokens more may be sampled before it must see them."""
+        """The number of tokens that may still be sampled before it must see them. A `course` says the same of each
+        token.
+        """
         return EVERYTHING
 
     def course(self, request: Request, extra: Any) -> Course | None:
-        """What the tokens that it fills in late follow; None where it goes by no text."""
+        """The text that the request's tokens must follow, as a grammar lets them; None if it goes by no text."""
 
     def fill_courses(self, courses: Sequence[Course | None], mask: np.ndarray) -> None:
         """Set row i of `mask` [R, V/32] to the tokens that may follow at the place i; None allows all."""
@@ -373,14 +383,17 @@ class Feature:
         """The request has taken its slot: tell the device."""
 
     def fill_ahead(self, requests: Sequence[Request], x: Fields) -> None:
-        """Choose what is tried ahead with requests whose text has a course, and fill in what is late of it."""
+        """Choose the tokens to try ahead with requests that have a `course`, and the masks of each place, which another
+        feature's `fill_courses` fills."""
 
     def fields(self, key: Key, sizes: StepSizes) -> dict[str, tuple[int, ...]]:
-        """What a step that has it is sent besides, as int32."""
+        """Further int32 fields of a step that has it. A head gets none of `pack`: what each row needs there is in
+        `slot`.
+        """
         return {}
 
     def sent(self, key: Key, state: StateShapes) -> tuple[Any, ...]:
-        """What it is sent besides that is no int32, abstract."""
+        """Inputs of a backbone that has it which are no int32, abstract."""
         return ()
 
     def padding(self, key: Key, x: Fields) -> None:
@@ -391,7 +404,7 @@ class Feature:
         return ()
 
     def fill(self, requests: Sequence[Request], x: Fields) -> None:
-        """Fill in what is late; row i is of request i."""
+        """Fill in late fields of the rows of a head, now that the step before has been read; row i is of request i."""
 
     def read(self, ran: Ran) -> Iterable[Reading]:
         """Device work on the hidden states that a backbone leaves, before others overwrite them."""
@@ -402,7 +415,7 @@ class Feature:
         return Followed()
 
     def said(self, request: Request, extra: Any, delta: TokenDelta) -> None:
-        """`delta` is what its caller is told: add to it."""
+        """`delta` has what a step gave the request, without what must follow: add to what its caller is told."""
 
     def traced(self, step: TracedStep) -> Traced:
         """What it does to the step that is being traced."""

@@ -60,14 +60,14 @@ class Handle:
     """Other parts of the step, of which there is nothing to know but what they have sampled."""
 
     def wait(self) -> float:
-        """Block until the step's results are on the host; returns the seconds it took."""
+        """Block until the devices have filled the step's results; returns the seconds it took."""
         began = time.perf_counter()
         for array in self.arrays():
             array.block_until_ready()
         return time.perf_counter() - began
 
     def arrays(self) -> list[jax.Array]:
-        """Everything the step hands to the host; what features copy there is waited for elsewhere."""
+        """Everything that the step hands to the host."""
         sampled = [part.sampled for part in (self, *self.further)]
         return jax.tree.leaves((sampled, [reading.arrays for reading in self.readings]))
 

@@ -6,7 +6,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import msgspec
 from tokenizers import Tokenizer
@@ -151,35 +151,16 @@ class EngineCore:
                 self._forget(request)
 
     def turn(self) -> list[TokenDelta]:
-        """Dispatch the next step, then read the one before it.
+        """Dispatch the next step and read the one before it, in the order that `_order` chooses.
 
-        A step in which features fill something in late is dispatched in two halves: the tokens of the step before it
-        settle its second half, and are read while its first half runs. One that tries tokens ahead in a text that must
-        be followed is whole, and the step before it is read first: its tokens settle what is tried too.
-
-        If several groups send requests, a step that prompts fill is read before the next is dispatched, which is in
-        the next turn: requests that have come meanwhile may be in it. Such a step is long beside what this costs.
+        `add`, `abort` and all else come between two turns, on the same thread.
         """
         began = time.thread_time()
-        deltas = self._start_prepared()
-        if self._lets_others_in:
-            return deltas + self._read_pending(None)
-        if self._pending is not None and self._scheduler.awaits_text(admitting=self._paused is None):
+        deltas, order = self._start_prepared(), self._order()
+        if order != "overlap":
             deltas += self._read_pending(None)
-        if self._idles and not self._has_requests:
-            for feature in self.features.having(Feature.idle):
-                feature.idle()
-        batch = Batch() if self._paused == "keep" else self._scheduler.schedule(admitting=self._paused is None)
-        if batch.admitted:
-            self.on_begin([request.request_id for request in batch.admitted])
-        handle = self._runner.dispatch(batch) if batch.chunks else None
-        if handle is not None:
-            self._counting.step(batch)
-        if handle is None:
-            self._runner.before_step()
-        deltas += self._read_pending(handle)
-        if handle is not None and handle.waiting:
-            self._runner.sample_waiting(handle)
+        if order != "read_only":
+            deltas += self._step()
         for feature in self.features.having(Feature.turned):
             feature.turned()
         self._counting.so_far.step_host_seconds += time.thread_time() - began
@@ -187,15 +168,49 @@ class EngineCore:
             self._idle_check.run()
         return deltas
 
-    @property
-    def _lets_others_in(self) -> bool:
-        ran = None if self._pending is None else self._pending.ran
-        if ran is None or ran.kind == "decode" or sum(ran.lengths) < self._scheduler.max_num_batched_tokens:
-            return False
-        return self._groups.are_several
+    def _order(self) -> Literal["overlap", "read_first", "read_only"]:
+        """The order of this turn.
+
+        - overlap: the next step is dispatched, and the one before it is read while the devices work.
+        - read_first: the next step tries tokens ahead in a text that must be followed; the tokens of the step before
+          it settle what is tried.
+        - read_only: several groups send requests, and prompts have filled the step under way: the next step is
+          dispatched in the next turn, so that requests that have come meanwhile may be in it. Such a step is long
+          beside what this costs.
+        """
+        if self._pending is None:
+            return "overlap"
+        ran = self._pending.ran
+        full = ran is not None and sum(ran.lengths) >= self._scheduler.max_num_batched_tokens
+        if ran is not None and full and ran.kind != "decode" and self._groups.are_several:
+            return "read_only"
+        return "read_first" if self._scheduler.awaits_text(admitting=self._paused is None) else "overlap"
+
+    def _step(self) -> list[TokenDelta]:
+        """Dispatch the next step, if there is something to run, and read what is under way.
+
+        A step in which features fill something in late is dispatched in two halves: the tokens of the step before it
+        settle its second half, and are read while its first half runs.
+        """
+        if self._idles and not self._has_requests:
+            for feature in self.features.having(Feature.idle):
+                feature.idle()
+        batch = Batch() if self._paused == "keep" else self._scheduler.schedule(admitting=self._paused is None)
+        handle = None
+        if batch.chunks:
+            if batch.admitted:
+                self.on_begin([request.request_id for request in batch.admitted])
+            handle = self._runner.dispatch(batch)
+            self._counting.step(batch)
+        else:
+            self._runner.before_step()
+        deltas = self._read_pending(handle)
+        if handle is not None and handle.waiting:
+            self._runner.sample_waiting(handle)
+        return deltas
 
     def _read_pending(self, handle: Handle | None) -> list[TokenDelta]:
-        """Read the step under way, if there is one, and put `handle` in its place."""
+        """Read the step under way, if there is one. While it is read, `handle` is the one under way."""
         previous, self._pending = self._pending, handle
         self._read_version, self._pending_version = self._pending_version, self.weight_version
         if previous is None:
@@ -315,7 +330,8 @@ class EngineCore:
         for result in handle.results():
             if result.request.status is Status.FINISHED:
                 continue  # it ended while this step was already under way
-            self._settle(result)
+            if result.num_reserved:
+                self._scheduler.settle(result)
             try:
                 deltas.append(self._accept(result, logprobs))
             except Exception as error:
@@ -339,11 +355,6 @@ class EngineCore:
         delta.num_cached_tokens, delta.first_scheduled_time = max(request.num_cached, 0), request.first_scheduled_time
         delta.num_preemptions, delta.padding = request.num_preemptions, request.padding
         return delta
-
-    def _settle(self, result: Result) -> None:
-        """Tokens that were tried ahead and that the device refused were never tokens; those that it took are."""
-        if result.num_reserved:
-            self._scheduler.settle(result)
 
     def _accept(self, result: Result, logprobs: Logprobs | None) -> TokenDelta:
         """The tokens that a step gave one request become its own, up to a stop."""

@@ -19,14 +19,15 @@ if TYPE_CHECKING:
     from jaxllm.engine.messages import EngineRequest
 
 Hook = Callable[..., Any]
-"""A method of Feature, by which the registry finds those that override it: no other's default is ever called."""
+"""A method of Feature, by which the registry finds the features that override it."""
 
 
 class Features:
-    """Those of an engine, or of one core, in the order in which they are asked."""
+    """The features of an engine, or of one core, in the order in which they are asked."""
 
     def __init__(self, features: Iterable[Feature] = ()):
         self._by_name = {feature.name: feature for feature in features}
+        assert len(self._by_name) < 32, "each has a bit of an int32"
         for index, feature in enumerate(self):
             feature.bit = 1 << index
         self._variants: dict[tuple[Kind, Variant], tuple[Variant, ...]] = {}
@@ -44,13 +45,15 @@ class Features:
         return name in self._by_name
 
     def having(self, hook: Hook) -> Sequence[Feature]:
-        """Those that override `hook`."""
+        """The features that override `hook`."""
         if hook not in self._having:
             self._having[hook] = [f for f in self if getattr(type(f), hook.__name__) is not hook]
         return self._having[hook]
 
     def of(self, request: Request, hook: Hook | None = None) -> list[tuple[Feature, Any]]:
-        """Those that a request uses, and that override `hook` if one is named, each with what the request brought."""
+        """The features that a request uses, and that override `hook` if one is named, each with what the request
+        brought.
+        """
         extras = request.extras
         return [(f, extras[f.name]) for f in (self if hook is None else self.having(hook)) if f.name in extras]
 
@@ -65,17 +68,17 @@ class Features:
                     request.extras[feature.name] = extra
 
     def named(self, variant: Variant) -> list[Feature]:
-        """Those of a variant."""
+        """The features of a variant."""
         return [f for f in self if room(variant, f.name) or not variant.isdisjoint(f.words)]
 
     def inside(self, kind: Kind, variant: Variant, hook: Hook | None = None) -> list[Feature]:
-        """Those that have a hand in a step, and override `hook` if one is named."""
+        """The features that have a hand in a step, and override `hook` if one is named."""
         there = [f for f in (self if hook is None else self.having(hook)) if kind in f.on]
         sampled = "sampled" in variant
         return [f for f in there if f.always or (sampled if f.in_sampler else room(variant, f.name))]
 
     def uses(self, key: Key) -> Uses:
-        """What a step has to do with what lives on the devices."""
+        """The parts of the state that a step takes and gives back."""
         if key not in self._uses:
             found, named = USES[key.kind], self.named(key.variant)
             always = [feature for feature in self if feature.always and key.kind in feature.on]
@@ -85,7 +88,7 @@ class Features:
         return self._uses[key]
 
     def is_rare(self, key: Key) -> bool:
-        """Whether nothing with this name is compiled before it is asked for."""
+        """Nothing with this name is compiled before it is asked for."""
         return any(feature.rare for feature in self.named(key.variant))
 
     @property
@@ -94,13 +97,13 @@ class Features:
         return ("decode", "verify") if any("verify" in feature.words for feature in self) else ("decode",)
 
     def builder(self, word: str) -> Feature:
-        """Whose steps are called by this word: a feature's name, or what it calls one of several."""
+        """The feature whose steps are called by this word: its name, or its word for one of several."""
         return self._by_name.get(word) or next(f for f in self if word in f.words)
 
     def wanted(
         self, kind: Kind, chunks: Sequence[Chunk | SampledRow], sampled: bool = False, late: bool = False
     ) -> Variant:
-        """What chunks, or rows of a head, need of a step of this kind, which is `late` or not."""
+        """The variant that chunks, or rows of a head, need of a step of this kind, which is `late` or not."""
         words = ["sampled"] if sampled else []
         for name in {name for chunk in chunks for name in chunk.request.extras}:
             feature = self._by_name[name]
@@ -113,7 +116,7 @@ class Features:
         return frozenset(words)
 
     def variants(self, kind: Kind, wanted: Variant = PLAIN) -> tuple[Variant, ...]:
-        """Those that can do what is wanted of a step, cheapest first, with no rare feature but those wanted."""
+        """The variants that can do what is wanted of a step, cheapest first, with no rare feature but those wanted."""
         if (kind, wanted) not in self._variants:
             self._variants[kind, wanted] = tuple(v for v in self._every(kind, wanted) if covers(v, wanted))
         return self._variants[kind, wanted]
@@ -131,7 +134,7 @@ class Features:
                     yield variant
 
     def packing(self, key: Key, sizes: StepSizes) -> Packing:
-        """How the int32 vector of a step with a batch is laid out."""
+        """The layout of the int32 vector of a step with a batch."""
         if key not in self._packings:
             fields = core_fields(key, sizes)
             for feature in self.inside(key.kind, key.variant, Feature.fields):
@@ -147,15 +150,15 @@ class Features:
         return [v for f in self.inside(key.kind, key.variant, Feature.pack) for v in f.pack(key, x, chunks)]
 
     def apart(self, request: Request, tokens: range) -> bool:
-        """Whether these tokens of a request need a backbone by itself."""
+        """These tokens of a request need a backbone by itself."""
         return any(feature.apart(request, extra, tokens) for feature, extra in self.of(request, Feature.apart))
 
     def certain(self, request: Request) -> int:
-        """How many tokens of a request may be sampled before some feature must see them."""
+        """The number of tokens of a request that may be sampled before some feature must see them."""
         return min((f.certain(request, extra) for f, extra in self.of(request, Feature.certain)), default=EVERYTHING)
 
     def read_history(self, request: Request) -> bool:
-        """Whether a request's slot must hold the whole of its tokens."""
+        """A request's slot must hold the whole of its tokens."""
         return any(feature.reads_history for feature, _ in self.of(request))
 
     def course(self, request: Request) -> Course | None:
@@ -164,7 +167,7 @@ class Features:
         return next((course for course in found if course is not None), None)
 
     def is_late(self, request: Request) -> bool:
-        """Whether the last token of it that is being sampled may be one that a feature fills in late."""
+        """The last token of it that is being sampled may be one that a feature fills in late."""
         return self.course(request) is not None or any(
             feature.late and request.num_inflight > feature.certain(request, extra)
             for feature, extra in self.of(request, Feature.certain)

@@ -94,7 +94,7 @@ class Request:
             arrival_time=message.arrival_time,
             priority=message.priority,
             group=message.group,
-            max_total=most if message.samples else prompt + 1,  # never sampled: done when the prompt is
+            max_total=most if message.samples else prompt + 1,  # one more than the prompt, so that no token is sampled
             rotary_len=prompt,
             samples=message.samples,
         )
@@ -122,7 +122,8 @@ def root_of(root: PrefixNode, generation: int) -> PrefixNode:
 
 @dataclass
 class Chunk:
-    """Tokens `start … start + length - 1` of one request; if `num_sampled` is not 0, its end chooses new tokens.
+    """Tokens `start … start + length - 1` of one request; if `num_sampled` is not 0, the prompt ends in it or before
+    it, and its end chooses new tokens, unless the request is only read.
 
     A decode may choose several, one after another: every one of them but the last is run as well. If tokens are
     tried ahead, `num_sampled` is the most it can be, and so is `start` as long as a step before has not been read.
@@ -162,12 +163,12 @@ class Batch:
 
     @property
     def tries(self) -> bool:
-        """A decode runs as one that tries tokens ahead, though perhaps with none: the device goes by its own places."""
+        """The step has room for tokens tried ahead, perhaps for none: only the device knows where sequences are."""
         return self.most_ahead > 0 or self.unsettled
 
     @property
     def verifies(self) -> bool:
-        """One executable tries them. If the host has a say, it knows which there are: nothing is unsettled."""
+        """It runs as one "verify". With a late feature every step before has been read, so nothing is unsettled."""
         return self.decode_only and (self.tries if not self.late else self.most_ahead > 0)
 
     @property

@@ -267,6 +267,7 @@ def _token_or_device(chunk: Chunk) -> int:
 
 def settings_of(request: Request, vocab_size: int, uses: int, seed: int) -> Settings:
     """Everything about a request that does not depend on when it runs; `uses` has a bit for each of its features.
+    `rotary_len` is set at its admission: it grows if the request is preempted because it has outgrown it.
 
     Raises:
         OverflowError, ValueError: a value does not fit where the device keeps it.

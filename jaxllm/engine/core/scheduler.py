@@ -343,8 +343,8 @@ class Scheduler:
     def _start(self, request: Request, room: int, batch: Batch) -> int | None:
         """Admit a request with up to `room` tokens, and return how many.
 
-        0 where it had better wait for a step that is under way, None where there are no pages or places for it: others
-        must not take those that become free before it.
+        The result is 0 if it had better wait for a step that is under way, so that others may begin, and None if there
+        are no pages or places for it, which others must not take before it.
         """
         if not self._has_places(request):
             return None
@@ -400,7 +400,9 @@ class Scheduler:
         self._register_full_pages(request)
 
     def _register_full_pages(self, request: Request) -> None:
-        """Full pages whose tokens are known become findable; steps run in order, so they will be written by then."""
+        """Full pages whose tokens are known become findable, also to a request that begins in the same step: steps run
+        in order, and a layer writes all keys and values of a step before any of its tokens attends.
+        """
         size = self.pool.page_size
         known = min(request.num_computed, len(request.token_ids))
         while (request.num_registered + 1) * size <= known:

@@ -23,7 +23,8 @@ class Slots(NamedTuple):
     `page_table[slot, i]` the page of positions `i * page_size` and on, `settings_*` what packing.py lays out.
 
     `history[slot, p]` is the token at position `p`. A step writes the tokens it samples, so that the next step can be
-    dispatched before the host has seen them; a prompt is written only where the whole history is read (penalties).
+    dispatched before the host has seen them; a backbone writes those it computes. A
+    prompt's cached prefix is written (`put_history`) only for features that read the whole history, as penalties do.
     `L` is the longest context plus one.
     """
 

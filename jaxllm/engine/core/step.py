@@ -162,9 +162,9 @@ def _for_each_batch(step: Callable[..., Any], num_sent: int, has_output: bool, *
     return *kept, tuple(jax.tree.map(itemgetter(batch), gathered) for batch in range(data_size()))
 
 
-_AFTER_FIRST = {"tokens": -1, "new_page": 0, "state_read": 0}
-"""The fields of a decode of several tokens for those after the first: each is in the history, in a page that is known,
-and goes on from the state in its slot."""
+_AFTER_FIRST = {"tokens": -1, "new_page": 0}
+"""The fields of a decode of several tokens for those after the first: each is in the history, in a page that is known.
+"""
 
 Jitted = tuple[Callable[..., Any], tuple[Any, ...]]
 """A jitted function, and the abstract arguments to compile it for."""
@@ -210,7 +210,8 @@ class StepFunctions(StepBuilder):
             x, caches, slots = packing.unpack(ints), parts["caches"], parts["slots"]
             if most == 1:
                 return one(parts, caches, slots, x, *handed)
-            further = x | {name: jnp.full_like(x[name], value) for name, value in _AFTER_FIRST.items() if name in x}
+            after_first = _AFTER_FIRST | dict(pair for f in self.features for pair in f.after_first.items())
+            further = x | {name: jnp.full_like(x[name], value) for name, value in after_first.items() if name in x}
 
             def body(index: jax.Array, carry: Any) -> Any:
                 caches, slots, sampled = carry
@@ -223,7 +224,7 @@ class StepFunctions(StepBuilder):
             caches, slots, sampled = lax.fori_loop(0, x["num_steps"], body, (caches, slots, nothing))
             return caches, slots, jax.tree.map(lambda a: a.reshape(rows * most, *a.shape[2:]), sampled)
 
-        return Built(step, [self.state.ints(packing.size), *self._sent(key), *self._handed(rows)])
+        return Built(step, [self.state.ints(packing.size), *self._handed(rows)])
 
     def _backbone(self, key: Key) -> Built:
         """`(parts, ints) -> (caches, slots, hidden[, outputs])`: `size` tokens up to the last norm.
@@ -231,7 +232,8 @@ class StepFunctions(StepBuilder):
         The features' own results are a dict by their names.
         """
         sizes, tokens = self.sizes, key.size
-        packing, sent, handed = self.features.packing(key, sizes), self._sent(key), self._handed(key.size)
+        packing, handed = self.features.packing(key, sizes), self._handed(key.size)
+        sent = [a for f in self.features.inside(*key[::2], Feature.sent) for a in f.sent(key, self.state)]
 
         def step(parts: DeviceParts, ints: jax.Array, *others: jax.Array) -> Any:
             x, before, buffer = packing.unpack(ints), parts["slots"], parts["hidden"]
@@ -259,7 +261,7 @@ class StepFunctions(StepBuilder):
             x |= {"position": slots.position[x["slot"]] - 1}
             return choose(self.model(parts), parts["hidden"][x["hidden_row"]], x, slots, key.variant, hands)
 
-        return Built(step, [self.state.ints(packing.size), *self._sent(key)])
+        return Built(step, [self.state.ints(packing.size)])
 
     def _encode(self, key: Key) -> Built:
         """`(parts, ints) -> (hidden,)`: `size` tokens of whole texts through an encoder."""
@@ -272,7 +274,7 @@ class StepFunctions(StepBuilder):
             hidden, _ = self.model(parts, hands)(ids, (), told(hands, meta, parts["slots"]))
             return (lax.dynamic_update_slice(buffer, hidden.astype(buffer.dtype), (0, 0)),)
 
-        return Built(step, [self.state.ints(packing.size), *self._sent(key)])
+        return Built(step, [self.state.ints(packing.size)])
 
     def _layers(self, key: Key) -> Built:
         """`(parts, ints) -> (caches, slots, [T, E])`: a decode or a backbone up to the end of this stage."""
@@ -305,10 +307,6 @@ class StepFunctions(StepBuilder):
         """`(parts, slot, history) -> (slots,)`: the tokens that a request has when it takes its slot."""
         sent = [self.state.ints(1), self.state.ints(self.sizes.max_model_len + 1)]
         return Built(lambda parts, *x: (put_history(parts["slots"], *x),), sent)
-
-    def _sent(self, key: Key) -> list[Any]:
-        """The features' inputs that are not int32, in turn."""
-        return [a for f in self.features.inside(*key[::2]) for a in f.sent(key, self.state)]
 
     def _handed(self, rows: int) -> list[Any]:
         """The hidden states that the stage before hands on to this one, if there is one before."""

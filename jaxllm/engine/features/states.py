@@ -239,6 +239,7 @@ class StatesFeature(Feature):
     name = "states"
     on = ("decode", "verify", "backbone")
     always = True
+    after_first = {"state_read": 0}  # noqa: RUF012  each goes on from the state in its slot
 
     def __init__(self, first_row: int, num_rows: int):
         """`num_rows` states of prefixes can be kept, from `first_row` on."""
