@@ -83,7 +83,7 @@ class Beat(msgspec.Struct, tag=True):
 
 
 class Answered(msgspec.Struct, tag=True):
-    """What came of `Ask`: data, or the problem that prevented it, whose `kind` is an error type of jaxllm.errors."""
+    """What came of `Do`: data, or the problem that prevented it, whose `kind` is an error type of jaxllm.errors."""
 
     number: int
     data: bytes = b""
@@ -114,7 +114,7 @@ class Look(msgspec.Struct, tag=True):
     seconds: float
 
 
-class Ask(msgspec.Struct, tag=True):
+class Do(msgspec.Struct, tag=True):
     """Look at the process, or do something between two steps; the answer has the same number."""
 
     number: int
@@ -125,7 +125,7 @@ class Keep(msgspec.Struct, tag=True):
     """Leave the weights in the file that was inherited for that, and end."""
 
 
-to_engine = msgspec.msgpack.Decoder(Admit | Add | Abort | Ask | Keep | Stop)
+to_engine = msgspec.msgpack.Decoder(Admit | Add | Abort | Do | Keep | Stop)
 FromEngine = Started | Doing | Planned | Failed | Began | Outputs | Answered | Beat
 from_engine = msgspec.msgpack.Decoder(FromEngine)
 encode = msgspec.msgpack.Encoder().encode
@@ -169,7 +169,7 @@ class FrontDoor:
             self.send(Beat())
             time.sleep(BEAT_SECONDS)
 
-    def _answer(self, asked: Ask) -> None:
+    def _answer(self, asked: Do) -> None:
         """In a thread of its own: a look works whatever the loop does, and an order waits for the loop's part of it."""
 
         def ask(ask: Callable[[Core], Any]) -> Any:
@@ -197,7 +197,7 @@ class FrontDoor:
             while not isinstance(message := to_engine.decode(self._pipe.recv_bytes()), Stop):
                 if isinstance(message, Admit):
                     self._admitted.set()
-                elif isinstance(message, Ask):
+                elif isinstance(message, Do):
                     threading.Thread(target=self._answer, args=(message,), name="answer", daemon=True).start()
                 elif isinstance(message, Keep):
                     self.is_to_keep = True

@@ -21,9 +21,9 @@ from jaxllm.engine.doors.engine_process import (
     Add,
     Admit,
     Answered,
-    Ask,
     Beat,
     Began,
+    Do,
     Doing,
     Failed,
     FromEngine,
@@ -187,7 +187,7 @@ class ProcessClient:
         try:
             if self._gone is not None or self._ended.is_set():
                 raise EngineDeadError(self._gone or "the engine process has ended")
-            self._outbox.put(encode(Ask(number, order)))
+            self._outbox.put(encode(Do(number, order)))
             found = answer.get(timeout=timeout)
         except queue.Empty:
             raise EngineDeadError(f"the engine process did not answer within {timeout:g} s") from None
