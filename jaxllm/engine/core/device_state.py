@@ -157,10 +157,7 @@ class WeightPacking:
         """Shapes and shardings of the packed tuple."""
         vector = jax.ShapeDtypeStruct((self._offsets[-1],), jnp.float32, sharding=NamedSharding(mesh, P()))
         large = (self._leaves[i] for i in self._large)
-        return (
-            vector,
-            *(jax.ShapeDtypeStruct(x.array.shape, x.array.dtype, sharding=x.sharding(mesh)) for x in large),
-        )
+        return (vector, *(jax.ShapeDtypeStruct(x.array.shape, x.array.dtype, sharding=x.sharding(mesh)) for x in large))
 
     def pack(self, parameters: Sequence[Value], mesh: Mesh) -> tuple[jax.Array, ...]:
         """The model's parameters on `mesh` -> the packed tuple."""

@@ -170,11 +170,7 @@ THREADS = 2
 class Preparation:
     """Compiles executables that few requests need, and does what features have to do first."""
 
-    def __init__(
-        self,
-        compile_key: Callable[[Key], object],
-        features: Features,
-    ):
+    def __init__(self, compile_key: Callable[[Key], object], features: Features):
         self._compile = compile_key
         self.on_ready: Callable[[], None] = lambda: None
         """Called on another thread when there is something for `take_ready`."""

@@ -44,11 +44,7 @@ class SavedExecutables:
     """
 
     def __init__(
-        self,
-        root: Path | None,
-        manifest: dict[str, str],
-        devices: Sequence[jax.Device],
-        shipped: Path | None = None,
+        self, root: Path | None, manifest: dict[str, str], devices: Sequence[jax.Device], shipped: Path | None = None
     ):
         """`manifest` says in words what the executables depend on; `devices` are those of the mesh, in its order.
 
@@ -264,11 +260,7 @@ class CompilingProcess:
             self._process.kill()
 
     def _follow(
-        self,
-        process: subprocess.Popen[str],
-        said: TextIO,
-        on_saved: Callable[[str], None],
-        on_end: Callable[[], None],
+        self, process: subprocess.Popen[str], said: TextIO, on_saved: Callable[[str], None], on_end: Callable[[], None]
     ) -> None:
         try:
             with process, said:

@@ -60,11 +60,7 @@ def slot_shapes(sizes: StepSizes, features: Features) -> Slots:
 def admit(slots: Slots, ints: Int[Array, "n"], floats: Float[Array, "F"], features: Features) -> Slots:
     """A request takes its slot; `ints` as `admit_packing` lays them out."""
     x = admit_packing(slots.page_table.shape[1]).unpack(ints)
-    rows = {
-        "position": x["position"],
-        "page_table": x["page_table"],
-        "setting_ints": x["settings"],
-    }
+    rows = {"position": x["position"], "page_table": x["page_table"], "setting_ints": x["settings"]}
     of = {name: features[name].begun(own, x["slot"], x["position"]) for name, own in slots.of.items()}
     return _put(slots._replace(of=of), x["slot"], **rows, setting_floats=floats)
 

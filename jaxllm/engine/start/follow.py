@@ -12,13 +12,7 @@ from jaxllm.engine.scale.lockstep.follower import Follower
 from jaxllm.engine.scale.lockstep.meeting import Group
 from jaxllm.engine.scale.lockstep.messages import Follows
 from jaxllm.engine.start.agreement import join_group
-from jaxllm.engine.start.build import (
-    closing_at_failure,
-    find_model,
-    gather_weights,
-    load_weights,
-    plan_and_compile,
-)
+from jaxllm.engine.start.build import closing_at_failure, find_model, gather_weights, load_weights, plan_and_compile
 from jaxllm.engine.start.leave import die, leave
 from jaxllm.engine.start.prepared import Clock, new_follower
 from jaxllm.engine.start.tokenizer import open_model

@@ -41,13 +41,7 @@ class Caches:
 
 
 def plan_caches(
-    config: EngineConfig,
-    budget: int,
-    weights: int,
-    page_bytes: int,
-    state_bytes: int,
-    wanted: int,
-    max_num_seqs: int,
+    config: EngineConfig, budget: int, weights: int, page_bytes: int, state_bytes: int, wanted: int, max_num_seqs: int
 ) -> Caches:
     """Share out `budget` bytes of a device: states of running sequences, then kept ones, then pages.
 
