@@ -140,11 +140,7 @@ class MergedCheckpoint(WrappedCheckpoint):
     """A checkpoint with tensors (`edited`) that are edited when they are read, and are float32 then."""
 
     def __init__(
-        self,
-        base: Checkpoint,
-        edits: Mapping[str, Sequence[Edit]],
-        copies: Mapping[str, str],
-        config: dict[str, Any],
+        self, base: Checkpoint, edits: Mapping[str, Sequence[Edit]], copies: Mapping[str, str], config: dict[str, Any]
     ):
         """`copies` are tensors that the base does not have -> those of the base that they begin as."""
         super().__init__(base)
