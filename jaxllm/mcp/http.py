@@ -13,8 +13,7 @@ from jaxllm.mcp.settings import ServerSettings
 from jaxllm.mcp.stdio import MAX_MESSAGE
 from jaxllm.mcp.tools import failed_statuses
 
-READ_SECONDS = 300.0
-"""A stream counts as dead after this silence; servers send something more often than that."""
+READ_SECONDS = 300.0  # a stream counts as dead after this silence; servers send something more often than that
 
 
 def http_client(settings: ServerSettings) -> httpx2.AsyncClient:

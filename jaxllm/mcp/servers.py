@@ -38,14 +38,11 @@ ServerStatus = Literal["starting", "ready", "failed", "stopped"]
 FIRST_DELAY = 0.5
 """Seconds before a further attempt to connect, doubled each time; a connection that was steady is retried at once."""
 STEADY_SECONDS = 5.0
-LOST_SECONDS = 5.0
-"""The time that a call waits to hear why its connection was lost."""
+LOST_SECONDS = 5.0  # the time that a call waits to hear why its connection was lost
 LONGEST_DELAY = 60.0
-LISTING_PAUSE = 1.0
-"""Seconds between two listings, however often a server says that its tools have changed."""
+LISTING_PAUSE = 1.0  # seconds between two listings, however often a server says that its tools have changed
 RESULT_LIMIT: int = ServerConfig.model_fields["mcp_result_limit"].default
-STARTING_SECONDS = 3.0
-"""The time that a request waits for servers which are just starting, so that it gets their tools."""
+STARTING_SECONDS = 3.0  # the time that a request waits for servers which are just starting, so that it gets their tools
 
 
 class ToolServers:
@@ -113,28 +110,20 @@ class ToolServer:
         self.label = settings.label
         self.description = settings.description
         self.status: ServerStatus = "starting"
-        self.error: str | None = None
-        """The last problem, while status is failed."""
+        self.error: str | None = None  # the last problem, while status is failed
         self.tools: Sequence[ServerTool] = ()
-        self.refused: Mapping[str, str] = {}
-        """Names of tools that cannot be offered, and why."""
+        self.refused: Mapping[str, str] = {}  # names of tools that cannot be offered, and why
         self._result_limit = result_limit
         self._client: Client | None = None
         self._task: asyncio.Task[None] | None = None
         self._scope: anyio.CancelScope | None = None
-        self._settled = asyncio.Event()
-        """The last attempt has succeeded or failed."""
-        self._problem: Problem | None = None
-        """The end of the connection before."""
-        self._ready_at: float | None = None
-        """When the present connection was made."""
-        self._in_haste = False
-        """Whether the next attempt does not wait: the server is there, and has only forgotten us."""
+        self._settled = asyncio.Event()  # the last attempt has succeeded or failed
+        self._problem: Problem | None = None  # the end of the connection before
+        self._ready_at: float | None = None  # when the present connection was made
+        self._in_haste = False  # whether the next attempt does not wait: the server is there, and has only forgotten us
         self._changed = asyncio.Event()
-        self._lost = asyncio.Event()
-        """The present connection should be left."""
-        self._attempted = asyncio.Event()
-        """The present connection has been left, and `error` says why."""
+        self._lost = asyncio.Event()  # the present connection should be left
+        self._attempted = asyncio.Event()  # the present connection has been left, and `error` says why
 
     def start(self) -> None:
         """Begin to connect, on the running event loop."""

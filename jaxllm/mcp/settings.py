@@ -28,16 +28,12 @@ logger = logging.getLogger(__name__)
 
 Transport = Literal["stdio", "http", "sse"]
 
-LABEL = r"[a-zA-Z0-9_-]{1,48}"
-"""It leaves room for a tool's own name in the 64 characters of a function's."""
+LABEL = r"[a-zA-Z0-9_-]{1,48}"  # it leaves room for a tool's own name in the 64 characters of a function's
 
-_SHORTEST_SECRET = 6
-"""Shorter values, as "1" or "true", are no secrets, and removing them would garble everything."""
+_SHORTEST_SECRET = 6  # shorter values, as "1" or "true", are no secrets, and removing them would garble everything
 
-DEFAULT_PATH = Path("mcp.json")
-"""The usual name of such a file, which has to be named here."""
-OFF = Path("off")
-"""Given instead of a file for no servers."""
+DEFAULT_PATH = Path("mcp.json")  # the usual name of such a file, which has to be named here
+OFF = Path("off")  # given instead of a file for no servers
 
 PYTHONS = ("python", "python3")
 """Commands that stand for the interpreter that runs jaxllm, in which tool servers' packages are installed."""
@@ -55,11 +51,9 @@ _TRANSPORTS: Mapping[str, Transport] = {
 class ServerSettings:
     """One server. Fields that may hold a secret are not in its repr."""
 
-    label: str
-    """The beginning of its tools' names; matches LABEL."""
+    label: str  # the beginning of its tools' names; matches LABEL
     transport: Transport
-    command: str | None = None
-    """The program of a stdio server: a path, or a name that is looked up in PATH."""
+    command: str | None = None  # the program of a stdio server: a path, or a name that is looked up in PATH
     args: tuple[str, ...] = field(default=(), repr=False)
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Variables of a stdio server, besides the few that it inherits."""
@@ -67,14 +61,10 @@ class ServerSettings:
     url: str | None = field(default=None, repr=False)
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Sent with every request to url, Authorization among them."""
-    timeout: float = 30.0
-    """Seconds that starting, listing and each call may take."""
-    description: str | None = None
-    """The server's purpose, in the operator's words."""
-    allowed_tools: tuple[str, ...] | None = None
-    """The server's own names of the tools that may be used; by default all."""
-    public_only: bool = False
-    """Reach url only by https and at public addresses: for urls that came in requests."""
+    timeout: float = 30.0  # seconds that starting, listing and each call may take
+    description: str | None = None  # the server's purpose, in the operator's words
+    allowed_tools: tuple[str, ...] | None = None  # the server's own names of the tools that may be used; by default all
+    public_only: bool = False  # reach url only by https and at public addresses: for urls that came in requests
     secrets: frozenset[str] = field(default=frozenset(), repr=False)
     """Further secret values, such as those of variables."""
 

@@ -297,8 +297,7 @@ class ProfilerTrace:
     """A trace of the devices and the host in a `with` block, written for Perfetto and XProf; see `LLM.trace`."""
 
     def __init__(self, folder: str | PathLike[str]):
-        self.folder = Path(folder)
-        """The folder to open in XProf."""
+        self.folder = Path(folder)  # the folder to open in XProf
         self._found: Path | None = None
 
     @property

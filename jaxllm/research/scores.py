@@ -102,8 +102,7 @@ def scored(ids: list[int], count: int, scores: PromptScores, num_cached_tokens: 
     return ScoredCompletion(ids[:count], ids[count:], logprobs, ranks, num_cached_tokens)
 
 
-CHUNK = 256
-"""Rows that are computed together while iterating."""
+CHUNK = 256  # rows that are computed together while iterating
 
 
 class LogitRows:

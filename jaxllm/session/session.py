@@ -77,12 +77,10 @@ class ConversationResult:
     messages: list[dict[str, Any]] = field(repr=False)
 
 
-Step = Said | Thought | ToolCalled | ToolReturned | ConversationResult
-"""The last one is the result."""
+Step = Said | Thought | ToolCalled | ToolReturned | ConversationResult  # the last one is the result
 
 
-Messages = Iterable[Mapping[str, Any]]
-"""As chat completions take them: {"role": "user", "content": "…"}."""
+Messages = Iterable[Mapping[str, Any]]  # as chat completions take them: {"role": "user", "content": "…"}
 MAX_TURNS = 10
 
 

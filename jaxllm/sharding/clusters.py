@@ -12,8 +12,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
 
 DEFAULT_PORT = 8476
-_FIRST_PORT, _PORTS = 61_440, 4_096
-"""Ports that jobs on one machine take by their names where no port is given."""
+_FIRST_PORT, _PORTS = 61_440, 4_096  # ports that jobs on one machine take by their names where no port is given
 
 Variables = Mapping[str, str]
 Config = TypeVar("Config", bound=EngineConfig)

@@ -18,11 +18,9 @@ logger = logging.getLogger(__name__)
 ON_THE_CPU = "or set JAX_PLATFORMS=cpu to run on the CPU"
 _NO_MEMORY = ("OUT_OF_MEMORY", "RESOURCE_EXHAUSTED", "out of memory", "no supported devices found")
 
-HEARTBEAT_SECONDS = 15
-"""JAX ends a process whose coordinator, or another process, has been silent for that long."""
+HEARTBEAT_SECONDS = 15  # JAX ends a process whose coordinator, or another process, has been silent for that long
 MEETING_SECONDS = 120
-CPU_THREADS = 16
-"""Of XLA's pool on a CPU: a collective waits in one of them for the other processes."""
+CPU_THREADS = 16  # of XLA's pool on a CPU: a collective waits in one of them for the other processes
 
 
 def find_devices() -> Sequence[jax.Device]:

@@ -23,11 +23,9 @@ from jaxllm.sharding.devices import find_devices
 TENSOR = "tensor"
 DATA = "data"
 
-HOST_MEMORY = "pinned_host"
-"""JAX's name for memory of the host that devices read by themselves."""
+HOST_MEMORY = "pinned_host"  # JAX's name for memory of the host that devices read by themselves
 
-EVERY = (DATA, TENSOR)
-"""Both axes: an array whose dimension lies along them has a piece on every device."""
+EVERY = (DATA, TENSOR)  # both axes: an array whose dimension lies along them has a piece on every device
 
 Axes = tuple[str | tuple[str, ...] | None, ...]
 """For each dimension of an array the mesh axis that divides it, several, or None."""
@@ -137,8 +135,7 @@ class Layout:
     segments: tuple[Segment, ...]
     tp: int
     axis: int = 0
-    pad_to: int = 0
-    """Rows after zero padding (vocabularies); 0 is no padding."""
+    pad_to: int = 0  # rows after zero padding (vocabularies); 0 is no padding
 
     @property
     def rows(self) -> int:

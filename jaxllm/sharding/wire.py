@@ -29,8 +29,7 @@ from jaxllm.errors import ConfigError, reason
 
 _LENGTHS = struct.Struct("<IQ")
 MOST_HEADER = 2**20
-MOST_BODY = 2**30
-"""Bytes; the largest arrays are those of an adapter."""
+MOST_BODY = 2**30  # bytes; the largest arrays are those of an adapter
 
 _DTYPES = {
     np.dtype(kind).name: np.dtype(kind)
@@ -181,8 +180,7 @@ def machine_name() -> tuple[str, str]:
 
 SECRET_FILE = DATA_DIR / "cluster-secret"
 _GREETING = b"jaxllm 1"
-_NONCE = _PROOF = 32
-"""Bytes."""
+_NONCE = _PROOF = 32  # bytes
 
 
 def group_secret(stated: str | None, file: Path = SECRET_FILE) -> bytes:

@@ -132,8 +132,7 @@ class WrappedCheckpoint(Checkpoint):
         self._base.close()
 
 
-Edit = Callable[[np.ndarray], np.ndarray]
-"""A tensor as float32 -> the tensor that replaces it."""
+Edit = Callable[[np.ndarray], np.ndarray]  # a tensor as float32 -> the tensor that replaces it
 
 
 class MergedCheckpoint(WrappedCheckpoint):

@@ -15,8 +15,7 @@ _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = 60
 _LONGEST = 200
 
-MAX_SIZE, MAX_RANK = 2**48, 8
-"""The largest tensor, in elements or bytes, and the most axes."""
+MAX_SIZE, MAX_RANK = 2**48, 8  # the largest tensor, in elements or bytes, and the most axes
 
 
 class FieldKind(NamedTuple):

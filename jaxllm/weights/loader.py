@@ -28,11 +28,9 @@ from jaxllm.wording import did_you_mean
 
 logger = logging.getLogger(__name__)
 
-READ_AHEAD = 2
-"""Parameters read (and dequantized) while an earlier one is on its way to the device."""
+READ_AHEAD = 2  # parameters read (and dequantized) while an earlier one is on its way to the device
 
-Value = Weight | Any
-"""A parameter: a Weight, or a plain array (norms, biases)."""
+Value = Weight | Any  # a parameter: a Weight, or a plain array (norms, biases)
 
 
 class Leaf(NamedTuple):

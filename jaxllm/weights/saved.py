@@ -54,11 +54,9 @@ SAVED_KINDS: dict[str, tuple[Callable[..., WeightKind], FieldKinds]] = {
 }  # fmt: skip
 """The name of each kind in a manifest, and its fields there; the type to compute in is the reader's."""
 
-TYPES = ("dtype", "codes", "scale")
-"""Fields that name types."""
+TYPES = ("dtype", "codes", "scale")  # fields that name types
 
-ORDERED = "ordered"
-"""A further field of kinds whose inputs were sorted: their order's name, or true for some order."""
+ORDERED = "ordered"  # a further field of kinds whose inputs were sorted: their order's name, or true for some order
 
 _SEGMENT = re.compile(r"(.*)\.(\d+)")
 _ORDER = re.compile("[0-9a-f]{16}")

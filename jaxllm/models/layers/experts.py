@@ -196,10 +196,8 @@ class Experts(nnx.Module):
         self.down = ExpertLinear((count, size, config.hidden), axes, options, bias=config.expert_bias, host=host)
         self.activation = activation
         self.swiglu = config.swiglu
-        self.here = config.num_experts // sharing
-        """The number of experts that a device has, or has a part of."""
-        self.serve_all_batches = whole and options.dp > 1
-        """Tokens of other batches use the experts that are here, too."""
+        self.here = config.num_experts // sharing  # the number of experts that a device has, or has a part of
+        self.serve_all_batches = whole and options.dp > 1  # tokens of other batches use the experts that are here, too
         self.kernels = options.kernels
 
     def mixture(

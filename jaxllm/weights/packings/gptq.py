@@ -102,8 +102,7 @@ def _zeros(words: np.ndarray, bits: int, v1: bool) -> np.ndarray:
 
 
 AWQ_BITS, AWQ_IN_WORD = 4, 8
-AWQ_ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])
-"""The output of each nibble of a word, lowest first."""
+AWQ_ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])  # the output of each nibble of a word, lowest first
 AWQ_VERSIONS = ("gemm", "marlin")
 AWQ_FIELDS = {
     "bits": whole(1, 32),
@@ -150,8 +149,7 @@ def _outputs(words: np.ndarray) -> np.ndarray:
     return nibbles[..., np.argsort(AWQ_ORDER)].reshape(len(words), -1)
 
 
-MARLIN_TILE, MARLIN_WIDTH = 16, 64
-"""Inputs and outputs of a tile."""
+MARLIN_TILE, MARLIN_WIDTH = 16, 64  # inputs and outputs of a tile
 
 
 def marlin(parts: Parts, weights: str, scales: str, group_size: int) -> Packed:
