@@ -40,11 +40,10 @@ PYTHONS = ("python", "python3")
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _LISTS = ("mcpServers", "servers")
-_TRANSPORTS: Mapping[str, Transport] = {
+_TRANSPORTS: Mapping[str, Transport] = {  # the transport for each `type`
     "stdio": "stdio", "http": "http", "streamable-http": "http", "streamable_http": "http", "streamableHttp": "http",
     "sse": "sse",
 }  # fmt: skip
-"""The transport for each `type`."""
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-INHERITED = (
+INHERITED = (  # variables that every server gets; the rest of our environment, such as keys, is kept from it
     "HOME", "LANG", "LC_ALL", "LC_CTYPE", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "TZ", "USER",
     "APPDATA", "COMSPEC", "HOMEDRIVE", "HOMEPATH", "LOCALAPPDATA", "PATHEXT", "PROCESSOR_ARCHITECTURE", "SYSTEMDRIVE",
     "SYSTEMROOT", "TEMP", "USERNAME", "USERPROFILE",
 )  # fmt: skip
-"""Variables that every server gets; the rest of our environment, such as keys, is kept from it."""
 
 MAX_MESSAGE = 16 * 2**20  # bytes of one message: it is parsed at once, on the event loop
 GRACE_SECONDS = 2.0  # the time for a server to end by itself once its stdin is closed, and again once it was told to

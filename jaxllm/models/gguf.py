@@ -260,7 +260,7 @@ def _log_multiplier(file: GgufFile, kind: str, accepted: bool) -> float:
     return multiplier
 
 
-GGUF_KEYS: Table = {
+GGUF_KEYS: Table = {  # of all architectures
     "vocab_size": rows("token_embd.weight"),
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -277,14 +277,12 @@ GGUF_KEYS: Table = {
     ),
     "rope_scaling": rope_scaling,
 }
-"""Of all architectures."""
 
-GGUF_EXPERTS: Table = {
+GGUF_EXPERTS: Table = {  # of those whose models have experts, by any of the names that config.json has for them
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), "expert_count"),
 }
-"""Of those whose models have experts, by any of the names that config.json has for them."""
 
 
 def or_zero(kind: FieldKind, zero: FieldKind = whole(0, 0)) -> FieldKind:
@@ -292,7 +290,7 @@ def or_zero(kind: FieldKind, zero: FieldKind = whole(0, 0)) -> FieldKind:
     return either(kind, zero)
 
 
-GGUF_FIELDS: FieldKinds = {
+GGUF_FIELDS: FieldKinds = {  # by their names without the architecture's in front
     **dict.fromkeys(("block_count", "interleave_moe_layer_step", "full_attention_interval"), LAYERS),
     **dict.fromkeys((
         "embedding_length", "feed_forward_length", "attention.value_length", "attention.key_length_swa",
@@ -339,4 +337,3 @@ GGUF_FIELDS: FieldKinds = {
     "rope.scaling.yarn_log_multiplier": real(0, 1e2),
     "classifier.output_labels": many(TEXT, 2**16),
 }  # fmt: skip
-"""By their names without the architecture's in front."""

@@ -131,7 +131,7 @@ def _join_kv_b(k_b: np.ndarray, v_b: np.ndarray) -> np.ndarray:
     return rows.reshape(-1, rows.shape[-1])
 
 
-GGUF_NAMES: dict[str, Pattern] = {
+GGUF_NAMES: dict[str, Pattern] = {  # the tensors of all architectures
     "embed.weight": "token_embd.weight",
     **linear("norm", "output_norm"),
     **linear("head", "output"),
@@ -157,9 +157,8 @@ GGUF_NAMES: dict[str, Pattern] = {
     ),
     "layers.*.mlp.shared_gate.weight": Source("blk.*.ffn_gate_inp_shexp.weight", lambda row: row.reshape(1, -1)),
 }  # fmt: skip
-"""The tensors of all architectures."""
 
-ENCODER_NAMES: dict[str, Pattern] = {
+ENCODER_NAMES: dict[str, Pattern] = {  # the tensors of encoders, whose norms come after the residual sums
     "places.positions": "position_embd.weight",
     "places.types": "token_types.weight",
     **linear("embedding_norm", "token_embd_norm"),
@@ -167,7 +166,6 @@ ENCODER_NAMES: dict[str, Pattern] = {
     **linear("classifier.dense", "cls"),
     **linear("classifier.output", "cls.output"),
 }
-"""The tensors of encoders, whose norms come after the residual sums."""
 
 
 def permuted_names(config: DecoderConfig) -> dict[str, Pattern]:

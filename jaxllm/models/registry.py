@@ -46,13 +46,12 @@ _FOUND = {value.name: value for module in _MODULES for value in vars(module).val
 FAMILIES = tuple(_FOUND[name] for name in sorted(_FOUND, key=str.casefold))
 """Every `Family` that a file of `families/` has at its top level, by name."""
 
-GGUF_FAMILIES = {
+GGUF_FAMILIES = {  # the architectures of GGUF files, and the family of one that no other owns
     name: family
     for family in FAMILIES
     if family.gguf is not None and family.owns is None
     for name in family.gguf_architectures
 }
-"""The architectures of GGUF files, and the family of one that no other owns."""
 
 WRAPPERS = {wrapper: family for family in FAMILIES for wrapper in family.wrappers}
 """Multimodal `model_type`s whose `text_config` is served, and the family of one that does not say its own type."""
@@ -63,11 +62,10 @@ IGNORED_TENSORS: tuple[str, ...] = (
 )  # fmt: skip
 """Tensors that the config makes superfluous, scales of quantized keys and values, and modules that predict tokens."""
 
-IMAGE_TENSORS = (
+IMAGE_TENSORS = (  # tensors of a wrapper for images and sounds, besides its language model
     "*vision_tower.*", "*multi_modal_projector.*", "*mm_projector.*", "*audio_tower.*", "*embed_vision.*",
     "*embed_audio.*", "*vision_embedder.*", "vision_model.*", "*.visual.*",
 )  # fmt: skip
-"""Tensors of a wrapper for images and sounds, besides its language model."""
 
 
 @dataclass(frozen=True)

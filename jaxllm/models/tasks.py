@@ -144,10 +144,9 @@ _POOLING: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean", "cls": "cls
 _POOLING_FLAGS: dict[str, Pooling] = {
     "pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls",
 }  # fmt: skip
-_ORDER = (
+_ORDER = (  # of the steps other than Dense, which come between Pooling and Normalize
     ["Transformer"], ["Transformer", "LogitScore"], ["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"],
 )  # fmt: skip
-"""Of the steps other than Dense, which come between Pooling and Normalize."""
 _KINDS_OF_BERT = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 _DENSE_ACTIVATIONS: dict[str, HeadActivation] = {name: name for name in get_args(HeadActivation)}
 _PROMPTS = FieldKind(

@@ -55,12 +55,11 @@ def _lws_address(variables: Variables) -> str | None:
     return f"{host}:{DEFAULT_PORT}" if host else None
 
 
-LAUNCHERS = {
+LAUNCHERS = {  # the launchers that `auto` looks for, by the names that `cluster` gives them
     "slurm": Launcher("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", _slurm_address),
     "ompi": Launcher("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", _ompi_address),
     "lws": Launcher("LWS_GROUP_SIZE", "LWS_WORKER_INDEX", _lws_address),
 }
-"""The launchers that `auto` looks for, by the names that `cluster` gives them."""
 
 
 def settled(config: Config, *, looks: bool = False, variables: Variables = os.environ) -> Config:

@@ -39,10 +39,9 @@ _NAMED_TEMPLATE = FieldKind(
     lambda value: isinstance(value, dict) and TEXT.fits(value.get("name")) and TEXT.fits(value.get("template")),
 )
 _TEMPLATE_FIELDS: FieldKinds = {"chat_template": either(TEXT, many(_NAMED_TEMPLATE, 64), NULL)}  # of chat_template.json
-_CONFIG_FIELDS: FieldKinds = (
+_CONFIG_FIELDS: FieldKinds = (  # of tokenizer_config.json
     ADDED_TOKEN_FIELDS | _TEMPLATE_FIELDS | {"add_bos_token": either(FLAG, NULL), "add_eos_token": either(FLAG, NULL)}
 )
-"""Of tokenizer_config.json."""
 
 
 def _check_characters(text: str) -> None:

@@ -146,14 +146,13 @@ def the_gguf_file(path: Path) -> Path:
 
 TOKEN_ID = whole(0, 2**31 - 1)
 EOS_FIELDS: FieldKinds = {"eos_token_id": either(TOKEN_ID, many(TOKEN_ID, 1024), NULL)}  # config.json has it too
-SAMPLING_FIELDS: FieldKinds = {
+SAMPLING_FIELDS: FieldKinds = {  # recommended sampling parameters
     "temperature": either(real(0, 1e3), NULL),
     "top_p": either(real(1e-6, 1), NULL),
     "top_k": either(whole(-1, 2**31 - 1), NULL),
     "min_p": either(real(0, 1), NULL),
     "repetition_penalty": either(real(1e-6, 1e3), NULL),
 }
-"""Recommended sampling parameters."""
 
 
 def generation_config_of(path: Path) -> Path:

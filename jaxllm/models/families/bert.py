@@ -98,12 +98,11 @@ ROBERTA = Family(
 
 
 # NomicBERT: BERT with rotary positions, a gated MLP and no biases (Nussbaum et al. 2024, arXiv:2402.01613)
-_FIRST_KEYS = {
+_FIRST_KEYS = {  # keys of the first published files, and what transformers calls the same
     "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
     "n_inner": "intermediate_size", "n_positions": "max_position_embeddings", "layer_norm_epsilon": "layer_norm_eps",
     "rotary_emb_base": "rope_theta",
 }  # fmt: skip
-"""Keys of the first published files, and what transformers calls the same."""
 _NOMIC_BERT_ONLY: dict[str, tuple[Any, ...]] = {
     "activation_function": (None, "swiglu"), "prenorm": (None, False), "parallel_block": (None, False),
     "use_rms_norm": (None, False), "qkv_proj_bias": (None, False), "mlp_fc1_bias": (None, False),
@@ -127,7 +126,7 @@ def nomic_bert_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 _NOMIC, _FIRST = "model.layers.*", "model.encoder.layers.*"
 _GATE_UP = (f"{_NOMIC}.mlp.gate_proj.weight", f"{_NOMIC}.mlp.up_proj.weight")
-NOMIC_BERT_NAMES: dict[str, Pattern] = {
+NOMIC_BERT_NAMES: dict[str, Pattern] = {  # transformers' names, or those of the first published files
     "embed.weight": "model.embeddings.word_embeddings.weight",
     "places.types": "model.embeddings.token_type_embeddings.weight",
     **_either("embedding_norm", "model.embeddings.LayerNorm", "model.emb_ln"),
@@ -142,7 +141,6 @@ NOMIC_BERT_NAMES: dict[str, Pattern] = {
     **linear("classifier.dense", "model.pooler.dense"),
     **linear("classifier.output", "classifier"),
 }
-"""transformers' names, or those of the first published files."""
 
 NOMIC_BERT = Family(
     name="NomicBERT", models="nomic-embed-text v1.5",

@@ -54,11 +54,10 @@ MINIMAX_M2 = Family(
 
 # gpt-oss: attention sinks, every other layer with a window, biased experts with a clamped gate (arXiv:2508.10925)
 GPT_OSS_THETA = 150_000.0
-GPT_OSS_ROPE: dict[str, Any] = {
+GPT_OSS_ROPE: dict[str, Any] = {  # `rope_parameters` of a config that has none
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
-"""`rope_parameters` of a config that has none."""
 SWIGLU = ClampedSwiglu(1.702, 7.0)
 
 

@@ -98,12 +98,11 @@ def _later(c: dict[str, Any], layers: Iterable[LayerKind], **differences: Any) -
     )  # fmt: skip
 
 
-FOUR_NORMS = NORM | in_layers("model.layers.*", {
+FOUR_NORMS = NORM | in_layers("model.layers.*", {  # `post_attention_layernorm` really comes after the attention
     "attention_norm": "input_layernorm", "attention_post_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm", "mlp_post_norm": "post_feedforward_layernorm",
     "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm",
 }, plus_one)  # fmt: skip
-"""`post_attention_layernorm` really comes after the attention."""
 
 
 def _gguf_scalar(layers_of_27b: int) -> Callable[[GgufFile], int]:
@@ -162,10 +161,9 @@ GEMMA4_DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": True, "hidden_size_per_layer_input": 256, "sliding_window": 512,
     "max_position_embeddings": 131_072,
 }  # fmt: skip
-UNIFIED_DEFAULTS = GEMMA4_DEFAULTS | {
+UNIFIED_DEFAULTS = GEMMA4_DEFAULTS | {  # of the 12B model's class in transformers
     "hidden_size_per_layer_input": 0, "sliding_window": 1024, "max_position_embeddings": 262_144,
 }  # fmt: skip
-"""Of the 12B model's class in transformers."""
 GEMMA4_FIELDS: FieldKinds = {
     "num_experts": maybe(COUNT),
     "top_k_experts": maybe(COUNT),

@@ -160,11 +160,10 @@ MPT_FIELDS: FieldKinds = {
     "attn_config": maybe(OBJECT), "no_bias": ALWAYS, "logit_scale": NULL,
     "norm_type": one_of("low_precision_layernorm", "layernorm"),
 }  # fmt: skip
-MPT_ATTENTION_FIELDS: FieldKinds = {
+MPT_ATTENTION_FIELDS: FieldKinds = {  # of `attn_config`
     "alibi": ALWAYS, "alibi_bias_max": FACTOR, "softmax_scale": maybe(FACTOR), "prefix_lm": NEVER, "qk_ln": NEVER,
     "attn_type": one_of("multihead_attention"), "clip_qkv": either(NULL, FACTOR, real(0, 0)),
 }  # fmt: skip
-"""Of `attn_config`."""
 
 
 def mpt_from_hf(c: dict[str, Any]) -> DecoderConfig:

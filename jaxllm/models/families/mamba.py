@@ -74,14 +74,13 @@ def mamba_ssd(c: dict[str, Any], inner: int, *, output_bias: bool, **differences
     )  # fmt: skip
 
 
-MAMBA_GGUF: Table = {
+MAMBA_GGUF: Table = {  # the same keys in GGUF files
     "mamba_n_heads": "ssm.time_step_rank",
     "mamba_d_head": gguf_ssd_head_dim,
     "mamba_d_state": "ssm.state_size",
     "mamba_n_groups": "ssm.group_count",
     "mamba_d_conv": "ssm.conv_kernel",
 }
-"""The same keys in GGUF files."""
 
 
 def hf_ssd_names(config: DecoderConfig, block: str) -> dict[str, Pattern]:
@@ -265,13 +264,12 @@ def hf_scales(c: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-GRANITE_GGUF: Table = {
+GRANITE_GGUF: Table = {  # a factor of 0 is none
     "embedding_multiplier": nonzero("embedding_scale", 1.0),
     "attention_multiplier": lambda file: file("attention.scale", 0) or file.head_dim**-0.5,
     "residual_multiplier": nonzero("residual_scale", 1.0),
     "logits_scaling": "logit_scale",
 }
-"""A factor of 0 is none."""
 
 
 def granite_from_hf(c: dict[str, Any]) -> DecoderConfig:

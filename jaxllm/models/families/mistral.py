@@ -59,11 +59,10 @@ MIXTRAL = Family(
 
 
 # Ministral 3: Mistral with YaRN, and queries that grow with the position as in Llama 4
-MINISTRAL3_ROPE: dict[str, Any] = {
+MINISTRAL3_ROPE: dict[str, Any] = {  # `rope_parameters` of a config that has none
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16_384,
     "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
-"""`rope_parameters` of a config that has none."""
 
 
 def ministral3_from_hf(c: dict[str, Any]) -> DecoderConfig:

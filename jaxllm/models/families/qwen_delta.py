@@ -218,13 +218,12 @@ GGUF: Table = {
     "linear_value_head_dim": lambda file: file("ssm.inner_size") // file("ssm.time_step_rank"),
     "linear_conv_kernel_dim": "ssm.conv_kernel",
 }
-MOE_GGUF: Table = {
+MOE_GGUF: Table = {  # files say neither that weights of experts are renormalised nor that some layers are dense
     **GGUF,
     **GGUF_EXPERTS,
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "intermediate_size": lambda file: file("feed_forward_length", file("expert_feed_forward_length")),
 }
-"""Files say neither that weights of experts are renormalised nor that some layers are dense."""
 
 
 NEXT = Family(

@@ -25,11 +25,10 @@ from jaxllm.pallas_kernels.products import sort_by_group
 from jaxllm.quantization.weight import HostShare, PartlyOnHost, Weight
 from jaxllm.sharding.mesh import EVERY, TENSOR, Axes, Layout, Segment, tensor_rank, tensor_size
 
-SCORING: dict[str, Callable[[jax.Array], jax.Array]] = {
+SCORING: dict[str, Callable[[jax.Array], jax.Array]] = {  # functions from a token's logits to the scores of experts
     "softmax": partial(jax.nn.softmax, axis=-1),
     "sigmoid": jax.nn.sigmoid,
 }
-"""Functions from a token's logits to the scores of experts."""
 
 
 @dataclass(frozen=True, kw_only=True)

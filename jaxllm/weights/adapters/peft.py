@@ -51,25 +51,23 @@ def _pattern_of(kind: FieldKind) -> FieldKind:
     )
 
 
-_FIELDS: FieldKinds = {
+_FIELDS: FieldKinds = {  # the fields of the file that are read
     "r": _RANK, "lora_alpha": _ALPHA, "use_rslora": either(FLAG, NULL), "use_dora": either(FLAG, NULL),
     "rank_pattern": _pattern_of(_RANK), "alpha_pattern": _pattern_of(_ALPHA), "target_modules": _NAMES,
     "exclude_modules": _NAMES, "modules_to_save": _NAMES, "layers_to_transform": _LAYERS, "layers_pattern": _NAMES,
     "fan_in_fan_out": either(FLAG, NULL), "bias": either(one_of("none", "all", "lora_only"), NULL),
     "base_model_name_or_path": either(TEXT, NULL), "ensure_weight_tying": either(FLAG, NULL),
 }  # fmt: skip
-"""The fields of the file that are read."""
 
-_TRAINING = frozenset((
+_TRAINING = frozenset((  # settings that concern training alone, or only go with one that is refused
     "peft_type", "auto_mapping", "revision", "task_type", "inference_mode", "lora_dropout", "init_lora_weights",
     "runtime_config", "peft_version", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core",
     "qalora_group_size", "kasa_config", "velora_config",
 ))  # fmt: skip
-"""Settings that concern training alone, or only go with one that is refused."""
 
 _MERGE = "merge it into its base model with PEFT's merge_and_unload(), and serve the result"
 
-_REFUSED = {
+_REFUSED = {  # settings that change what an adapter computes, and what to do instead
     "target_parameters": "adapters of experts that are stored as one stack are not supported; " + _MERGE,
     "trainable_token_indices": "single rows of an embedding cannot be replaced; " + _MERGE,
     "lora_bias": "a bias beside B is not supported; " + _MERGE,
@@ -79,7 +77,6 @@ _REFUSED = {
     "megatron_config": "Megatron's parallel layers are not supported; train it with PEFT's linear layers",
     "use_bdlora": "block-diagonal matrices are not supported; " + _MERGE,
 }
-"""Settings that change what an adapter computes, and what to do instead."""
 
 _CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 """Beginnings of `init_lora_weights` with which an adapter is trained over a base model that it has changed."""
