@@ -54,7 +54,6 @@ class ToolServers:
         self.servers = {one.label: self._server(one) for one in settings}
 
     async def start(self) -> None:
-        """Begin to connect to all of them; waits for none: see ToolServer.ready."""
         for server in self.servers.values():
             server.start()
 
@@ -126,7 +125,6 @@ class ToolServer:
         self._attempted = asyncio.Event()  # the present connection has been left, and `error` says why
 
     def start(self) -> None:
-        """Begin to connect, on the running event loop."""
         self._scope = anyio.CancelScope()
         self._task = asyncio.create_task(self._supervise(), name=f"mcp-{self.label}")
 
@@ -200,7 +198,6 @@ class ToolServer:
                 delay = min(max(2 * delay, FIRST_DELAY), LONGEST_DELAY)
 
     async def _attempt(self) -> Problem:
-        """Connect and stay connected; returns what ended it."""
         self._lost, self._attempted = asyncio.Event(), asyncio.Event()
         failed_statuses.set([])
         connection = Connection(self.settings)
@@ -331,7 +328,6 @@ class Connection:
 
 @asynccontextmanager
 async def _watched(transport: Any, ended: Callable[[], None]) -> AsyncIterator[tuple[Any, Any]]:
-    """A transport that tells when its messages end."""
     async with transport as (messages, outbox):
         yield _Messages(messages, ended), outbox
 

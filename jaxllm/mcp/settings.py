@@ -160,7 +160,6 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entries(source: str, document: Any) -> Iterator[tuple[str, str, Any]]:
-    """Each server's place, its name, and its fields."""
     servers = document
     if isinstance(document, dict):
         given = [key for key in _LISTS if key in document]
@@ -260,7 +259,6 @@ def _directory(cwd: str | None, folder: Path | None) -> str | None:
 
 
 def _transport(place: str, entry: Entry) -> Transport:
-    """The transport by `type`, or by the fields: a command is started, a url is asked by streamable HTTP."""
     if (entry.command is None) == (entry.url is None):
         problem = "neither command nor url" if entry.url is None else "both command and url"
         raise ConfigError(f"{place}: has {problem}; it must have one of them")

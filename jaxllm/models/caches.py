@@ -38,7 +38,6 @@ class Repeated(NamedTuple):
     groups: int
 
     def further(self, tp: int) -> int:
-        """Channels that `tp` devices have more, all together, than there are different ones."""
         return self.channels * max(tp - self.groups, 0) // self.groups
 
 
@@ -129,7 +128,6 @@ class CacheLayout:
         return ()
 
     def _states(self, count: int, shape: tuple[int, ...], axis: int | None, repeated: Repeated | None) -> Buffer:
-        """The arrays of `count` sequences over all devices, divided along `axis`."""
         further = 0 if repeated is None else repeated.further(self.tp)
         sizes = [size + further * (i == axis) for i, size in enumerate(shape)]
         axes = (TENSOR if axis == i else None for i in range(len(shape)))

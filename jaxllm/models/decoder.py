@@ -245,7 +245,6 @@ class DecoderLayer(nnx.Module):
 
 
 def _sum(point: str, x: Float[Array, "T E"], out: Float[Array, "T E"]) -> Float[Array, "T E"]:
-    """The residual stream with what a block adds to it, which is known by `point`."""
     tap(point, out)
     return x + out
 

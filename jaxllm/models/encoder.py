@@ -114,7 +114,6 @@ class SumNormLayer(DecoderLayer):
 
 @partial(jax.jit, static_argnums=0)
 def _run_layer(graph: Any, weights: Any, x: jax.Array, angles: Angles | None, meta: StepMetadata) -> jax.Array:
-    """One layer. Being jitted, it is traced once for all layers that differ by nothing but their weights."""
     x, late, _ = nnx.merge(graph, weights)(x, None, angles, (), meta)
     assert late is None, "layers that leave a sum to the next one are a decoder's"
     return x

@@ -127,7 +127,6 @@ def scaled_length(stated: int, layers: tuple[LayerKind, ...]) -> int:
 
 
 def hf_head_dim(c: dict[str, Any]) -> int:
-    """`head_dim`, or the hidden size shared out among the heads."""
     return c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
 
 

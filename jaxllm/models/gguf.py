@@ -89,7 +89,6 @@ class GgufFile:
 
     @property
     def further_layers(self) -> int:
-        """The number of layers past the last, which predict further tokens."""
         return self("nextn_predict_layers", 0)
 
     @property
@@ -182,12 +181,10 @@ def only(key: str, value: Any, meaning: str) -> Callable[[GgufFile], Any]:
 
 
 def tensor(*names: str) -> Callable[[GgufFile], bool]:
-    """`GgufFile.has` for a table."""
     return lambda file: file.has(*names)
 
 
 def rows(name: str) -> Callable[[GgufFile], int]:
-    """Rows of a matrix."""
     return lambda file: file.rows(name)
 
 

@@ -61,7 +61,6 @@ class Predictor(Decoder):
         return states
 
     def embed_for(self, model: Decoder, tokens: jax.Array) -> Float[Array, "T E"]:
-        """The embeddings that it reads."""
         return model.embed(tokens)
 
     def predict(
@@ -98,7 +97,6 @@ class MTPModule(Predictor):
         self, embeddings: Float[Array, "T E"], hidden: Float[Array, "T E"], caches: tuple[Cache, ...],
         meta: StepMetadata,
     ) -> Predicted:  # fmt: skip
-        """The hidden states of the module, which take the place of the model's as well, and its pages."""
         both = [self.token_norm(embeddings), self.hidden_norm(hidden.astype(embeddings.dtype))]
         joined = self.join(jnp.concatenate(both, axis=-1).astype(embeddings.dtype))
         found, kept = self(meta.positions, caches, meta, joined)

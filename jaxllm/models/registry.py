@@ -78,12 +78,10 @@ class ModelSpec:
     ignored: tuple[str, ...]
 
     def build(self, options: BuildOptions) -> Decoder | Encoder:
-        """The module, with abstract weights."""
         return (Decoder if self.config.encoder is None else Encoder)(self.config, options)
 
     @property
     def shape(self) -> Any:
-        """All that it builds depends on."""
         return self.config
 
 
@@ -273,7 +271,6 @@ def with_importance(checkpoint: Checkpoint, spec: ModelSpec, imatrix: Path | Non
 
 
 def _gguf_names(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, str]:
-    """The checkpoint's names -> GGUF's."""
     if checkpoint.format == "gguf":
         return {name: name for name in checkpoint.tensors}
     if checkpoint.format != "safetensors" or not spec.family.gguf_architectures:
@@ -344,7 +341,6 @@ def _variables(state: Any) -> Iterator[tuple[str, nnx.Variable]]:
 
 
 def param_spec(path: str, variable: nnx.Variable) -> ParamSpec:
-    """A parameter as its module declares it."""
     value, metadata = variable.get_value(), variable.get_metadata()
     if not isinstance(value, Weight):
         return ParamSpec(path, value.shape, np.dtype(value.dtype), metadata["axes"], metadata["layout"])

@@ -155,7 +155,6 @@ def _time(seconds: float) -> str:
 
 
 def _bar(name: str, shares: Mapping[str, float], said: str) -> str:
-    """Two shares of a whole, side by side."""
     total = sum(shares.values()) or 1
     pieces = "".join(
         f'<span title="{escape(said.format(share, label))}" style="display:inline-block;height:1em;'
@@ -270,7 +269,6 @@ def caches_read(sizes: StepSizes, executable: RanExecutable, sequences: Sequence
 
 
 def _parts(specs: Sequence[CacheSpec], spec: CacheSpec) -> list[CacheSpec]:
-    """The caches that a layer reads, its own or an earlier layer's."""
     if isinstance(spec, Shared):
         return _parts(specs, specs[spec.layer])
     return list(parts_of([spec])) if isinstance(spec, Joined) else [spec]

@@ -354,7 +354,6 @@ class Inside:
 
 
 def _check_ended(delta: TokenDelta) -> None:
-    """Raises JaxLLMError if a pause has ended the request."""
     if delta.finish_reason == "abort":
         raise failure(delta)
 

@@ -128,8 +128,6 @@ class OpenModel:
 
 @cache
 def _expanding(mesh: Mesh, tree: Any, axes: tuple[P, ...], out: P, dtype: np.dtype) -> Callable[..., jax.Array]:
-    """A function that expands a weight of this kind, each device its own part; one for all that are alike."""
-
     def expand(*leaves: jax.Array) -> jax.Array:
         weight: Weight = jax.tree.unflatten(tree, leaves)
         return weight.dequantize().astype(dtype)

@@ -42,7 +42,6 @@ class ScoredCompletion:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether greedy decoding would give this completion."""
         return bool((self.ranks == 1).all())
 
     def to_pandas(self) -> pandas.DataFrame:

@@ -167,7 +167,6 @@ class Layout:
 
 
 def split_rows(rows: int, tp: int) -> Layout:
-    """One tensor cut into `tp` equal pieces."""
     return Layout((Segment(rows, tp),), tp)
 
 
@@ -184,7 +183,6 @@ def place(layout: Layout | None, tensors: Iterable[np.ndarray], dtype: np.dtype)
 
 
 def tensor_rank() -> jax.Array:
-    """This device's place along the tensor axis."""
     return lax.axis_index(TENSOR)
 
 
@@ -209,7 +207,6 @@ def device_rank() -> jax.Array:
 
 
 def data_size() -> int:
-    """How many batches run side by side, a Python int."""
     return lax.axis_size(DATA)
 
 
@@ -227,7 +224,6 @@ def gather_over_data(tree: Any) -> Any:
 
 
 def _of_bytes(part: jax.Array, like: jax.Array) -> jax.Array:
-    """`[batches, bytes]` -> as many arrays as `like`."""
     size = like.dtype.itemsize
     shape = (part.shape[0], *like.shape, *([size] if size > 1 else []))
     return lax.bitcast_convert_type(part.reshape(shape), like.dtype)

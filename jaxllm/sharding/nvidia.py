@@ -67,7 +67,6 @@ def installed_cuda() -> int | None:
 
 
 def hidden() -> bool:
-    """Whether CUDA_VISIBLE_DEVICES leaves no GPU to be used."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
 
 

@@ -133,7 +133,6 @@ class _Stored:
         return [token for token, kind in zip(self.tokens, self.kinds, strict=True) if kind in kinds]
 
     def named(self, key: str) -> str | None:
-        """The token whose id is under this key."""
         index = self.get(f"{key}_token_id")
         return self.tokens[index] if index is not None and index < len(self.tokens) else None
 

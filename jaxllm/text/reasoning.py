@@ -60,12 +60,10 @@ class ReasoningFormat:
 
     @property
     def opens(self) -> tuple[str, ...]:
-        """All marks that open the reasoning."""
         return (self.open, *(open for open, _ in self.variants))
 
     @property
     def closes(self) -> tuple[str, ...]:
-        """All marks that close the reasoning."""
         return (self.close, *(close for _, close in self.variants))
 
     @property

@@ -208,7 +208,6 @@ class Tokenizer:
         return render(**json.loads(json_text(values)))  # a sandboxed template gets plain values only
 
     def close(self) -> None:
-        """End the processes that render templates, where they were started."""
         self._template_processes.close()
 
     def _template(self, wanted: str | None, with_tools: bool) -> str:
@@ -309,7 +308,6 @@ def _set_added_tokens(
 
 
 def _added_tokens(path: Path, backend: tokenizers.Tokenizer) -> tuple[list[str], list[str]]:
-    """The tokens that tokenizer.json's own rule puts before and after a text."""
     with rust_errors(CheckpointError, f"{path / 'tokenizer.json'}: "):
         plain, full = (backend.encode("a", add_special_tokens=added).tokens for added in (False, True))
     start = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), None)

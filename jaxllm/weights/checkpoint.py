@@ -74,7 +74,6 @@ class MappedCheckpoint(Checkpoint):
         self._maps: dict[Path, np.ndarray] | None = {}
 
     def map(self, file: Path) -> np.ndarray:
-        """The bytes of a file, which is mapped once."""
         if self._maps is None:
             raise CheckpointError(f"{self.path}: closed")
         if file not in self._maps:
@@ -150,7 +149,6 @@ class MergedCheckpoint(WrappedCheckpoint):
         self.tensors |= {name: TensorInfo(self.tensors[name].shape, "F32") for name in edits}
 
     def stored_type(self, name: str) -> str:
-        """The type of a tensor in the base."""
         return self._base.tensors[self._copies.get(name, name)].dtype
 
     def read(self, name: str) -> Stored:

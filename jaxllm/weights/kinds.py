@@ -151,7 +151,6 @@ class KindChooser:
         return len(spec.shape) > 2 and self._input_parts(spec) > 1
 
     def _rows(self, spec: ParamSpec) -> list[int]:
-        """A device's rows, segment by segment."""
         layout = spec.layout
         if layout and not layout.pad_to:
             return [segment.rows // segment.shards for segment in layout.segments]

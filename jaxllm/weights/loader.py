@@ -90,7 +90,6 @@ class ParamSpec:
         return value if self.host is None else self.host.split(value)
 
     def leaves(self) -> list[Leaf]:
-        """The parameter's arrays and how each is sharded."""
         value = self.abstract()
         arrays = jax.tree.leaves(value)
         axes = value.axes(self.axes) if isinstance(value, Weight) else [self.axes]
@@ -272,7 +271,6 @@ def _choose_sources(
     ignored: Iterable[str],
     every: Sequence[ParamSpec],
 ) -> list[Sources]:
-    """The tensors of each parameter. Raises CheckpointError for one missing, or stored and unused."""
     found = {spec.path: find_sources(checkpoint, spec, names) for spec in every or specs}
     used = {name for sources in found.values() for source in sources for name in source.tensors}
     patterns, skipped = tuple(ignored), []
@@ -305,7 +303,6 @@ def whole_parameters(checkpoint: Checkpoint, specs: Sequence[ParamSpec], names: 
 
 
 def find_sources(checkpoint: Checkpoint, spec: ParamSpec, names: NameMap) -> Sources:
-    """The tensors that a parameter is read from. Raises CheckpointError if one is missing."""
     sources, _, missing = _nearest_option(checkpoint, spec, names)
     if missing:
         hint = did_you_mean(missing[0], checkpoint.tensors)

@@ -284,7 +284,6 @@ def _label(kind: WeightKind) -> str:
 
 
 def _groups(tensors: dict[str, TensorInfo], kinds: dict[str, WeightKind]) -> list[list[str]]:
-    """Neighbouring tensors of about GROUP_BYTES together."""
     groups: list[list[str]] = [[]]
     held = 0
     for name, info in tensors.items():

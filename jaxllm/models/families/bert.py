@@ -50,7 +50,6 @@ def bert_from_hf(c: dict[str, Any], first_position: int = 0) -> DecoderConfig:
 
 
 def gguf_token_types(file: GgufFile) -> int:
-    """Kinds of tokens that have an embedding."""
     return file.rows("token_types.weight") if file.has("token_types.weight") else 0
 
 

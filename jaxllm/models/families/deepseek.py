@@ -44,7 +44,6 @@ def v3_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 
 def sigmoid_experts(c: dict[str, Any]) -> MoEConfig:
-    """V3's experts, which others have too."""
     return _routed(
         c, by_groups=True, scoring="sigmoid", group_score="top2_sum", correction_bias=True, renormalize_eps=1e-20,
         renormalize=bool(c["norm_topk_prob"]), scale=c["routed_scaling_factor"],
@@ -115,7 +114,7 @@ def latent_gguf_rope(file: GgufFile) -> dict[str, Any]:
     return rope_scaling(file, lambda multiplier: dict.fromkeys(("mscale", "mscale_all_dim"), multiplier / 0.1))
 
 
-ROUTED_GGUF: Table = GGUF_EXPERTS | {  # deepSeek's experts, which others have too
+ROUTED_GGUF: Table = GGUF_EXPERTS | {  # DeepSeek's experts, which others have too
     "n_shared_experts": "expert_shared_count",
     "n_group": nonzero("expert_group_count", 1),
     "topk_group": lambda file: file("expert_group_used_count", 0) or file("expert_group_count", 0) or 1,

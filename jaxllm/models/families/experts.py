@@ -36,7 +36,6 @@ def minimax_m2_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 
 def minimax_m2_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """Mixtral's, and the bias on the choice beside the router."""
     block = "model.layers.*.block_sparse_moe"
     bias: dict[str, Pattern] = {"layers.*.mlp.router.correction_bias": f"{block}.e_score_correction_bias"}
     return hf_expert_names(config, block, gate="w1", up="w3", down="w2") | bias
@@ -132,7 +131,6 @@ def _of_all(c: dict[str, Any], key: str) -> int:
 
 
 def hunyuan_from_hf(c: dict[str, Any], moe: MoEConfig | None = None) -> DecoderConfig:
-    """A dense model, or one with experts in every layer."""
     c = {"rms_norm_eps": 1e-5} | c
     layer = LayerKind(_hunyuan_rope(c), sparse=moe is not None)
     bias = c.get("attention_bias", False)
@@ -150,7 +148,6 @@ def _hunyuan_rope(c: dict[str, Any]) -> RopeConfig:
 
 
 def hunyuan_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """Norms are called after what they are of."""
     return {
         **in_layers(
             "model.layers.*.self_attn", {"attention.q_norm": "query_layernorm", "attention.k_norm": "key_layernorm"}

@@ -233,7 +233,6 @@ def _mlp_size(c: dict[str, Any]) -> int:
 
 
 def lfm2_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """Everything within a layer has names of its own."""
     layer, mlp = "model.layers.*", "model.layers.*.feed_forward"
     return {
         "norm.weight": "model.embedding_norm.weight",

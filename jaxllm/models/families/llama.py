@@ -19,7 +19,6 @@ from jaxllm.weights.names import Pattern, Source
 
 # Llama 2, 3 and 3.x, SmolLM2, Yi, and others of their shape (Touvron et al. 2023, arXiv:2302.13971)
 def llama_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """Biases are as two keys say."""
     return hf_decoder(c, attention_bias=c.get("attention_bias", False), mlp_bias=c.get("mlp_bias", False))
 
 
@@ -33,7 +32,6 @@ LLAMA = Family(
 
 # SmolLM3: Llama with layers that have no positions (NoPE, Kazemnejad et al. 2023, arXiv:2305.19466)
 def smollm3_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """`no_rope_layers` has a 1 for each layer that does rotate."""
     rotating = rotating_layers(c)
     window = c.get("sliding_window") if c.get("use_sliding_window") else None
     kinds = c.get("layer_types") or ["full_attention" if r else "sliding_attention" for r in rotating]
@@ -65,7 +63,6 @@ SMOLLM3 = Family(
 
 # Seed-OSS: Llama with biases on queries, keys and values, and heads of a size of their own
 def seed_oss_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """The output's bias has a key of its own."""
     return hf_decoder(
         {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 524_288} | c,
         qkv_bias=c.get("attention_bias", True),
@@ -117,7 +114,6 @@ def baichuan_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
 
 
 def unit_rows(weight: np.ndarray) -> np.ndarray:
-    """Each row divided by its length."""
     weight = weight.astype(np.float32)
     return weight / np.maximum(np.linalg.norm(weight, axis=1, keepdims=True), np.float32(1e-12))
 
@@ -215,7 +211,6 @@ def gated_experts(c: dict[str, Any], renormalize: bool) -> MoEConfig:
 
 
 def qwen3_moe_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """With `use_sliding_window`, every layer slides."""
     c = {
         "num_key_value_heads": 4, "num_experts": c.get("num_local_experts", 128), "num_experts_per_tok": 8,
         "moe_intermediate_size": 768, "norm_topk_prob": False,

@@ -98,7 +98,6 @@ def hf_ssd_names(config: DecoderConfig, block: str) -> dict[str, Pattern]:
 
 
 def gguf_ssd_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """Tensors of state-space layers in GGUF files of all architectures."""
     return {
         **_input_names(config, "blk.*.ssm_in"),
         "layers.*.ssd.taps": Source("blk.*.ssm_conv1d.weight", without_middle_axis),
@@ -135,7 +134,6 @@ CONTEXT = 2**20  # Tokens. A state has no longest context; this is what llama.cp
 
 
 def mamba2_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """The defaults are those of the class, whose sizes are Codestral Mamba's."""
     c = {"num_heads": 128, "head_dim": 64, "hidden_size": 4096, "expand": 2} | c
     check_sizes("head_dim", c["head_dim"], c["num_heads"], c["expand"] * c["hidden_size"])
     check_activation(c, "hidden_act")
@@ -154,7 +152,6 @@ def mamba2_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 
 def mamba2_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """All names are its own."""
     return {
         "embed.weight": AnyOf("backbone.embeddings.weight", "backbone.embedding.weight"),
         **linear("norm", "backbone.norm_f"),
@@ -227,7 +224,6 @@ def _falcon_h1_ssd(c: dict[str, Any], into: float, out: float) -> SSDConfig:
 
 
 def falcon_h1_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """A state-space layer and an MLP with names of their own."""
     return {
         "norm.weight": "model.final_layernorm.weight",
         **in_layers("model.layers.*", {

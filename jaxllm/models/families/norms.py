@@ -120,7 +120,6 @@ def stablelm_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 
 def stablelm_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """Every head's norm is a tensor of its own."""
     heads = {"q": config.num_heads, "k": config.num_kv_heads}
     return {
         f"layers.*.attention.{p}_norm.weight": Source(
@@ -144,7 +143,6 @@ STABLELM = Family(
 
 # StarCoder 2: LayerNorm and biases throughout, an MLP without a gate (Lozhkov et al. 2024, arXiv:2402.19173)
 def starcoder2_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """A window, where there is one, is on every layer."""
     defaults: dict[str, Any] = {
         "hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 2, "max_position_embeddings": 4096,
         "tie_word_embeddings": True,

@@ -43,7 +43,6 @@ def dense_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 
 def moe_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """All layers have experts; no MLP is dense."""
     c = SPARSE_DEFAULTS | {"num_experts": 256, "num_experts_per_tok": 8} | c
     c = c | {"intermediate_size": c["moe_intermediate_size"]}
     return _from_hf(c, [True] * c["num_hidden_layers"], gated_experts(c, renormalize=True))
@@ -134,8 +133,6 @@ def _moved(name: str, rows: np.ndarray, others: int = 0) -> Source:
 
 
 def _columns(name: str, order: np.ndarray, run: int) -> Source:
-    """The columns of a matrix in this order, which keeps runs of so many together."""
-
     def transform(matrix: np.ndarray, columns: int = 1) -> np.ndarray:
         _check_size(name, "columns", matrix.shape[-1] * columns, len(order))
         return matrix[..., order[::columns] // columns]

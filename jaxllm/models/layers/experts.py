@@ -169,7 +169,6 @@ class ExpertStack(NamedTuple):
 
     @property
     def num_experts(self) -> int:
-        """The number of these experts."""
         return self.down.shape[0]
 
 
@@ -337,7 +336,6 @@ class ExpertLinear(nnx.Module):
 
     @property
     def own_bias(self) -> Float[Array, "X o"] | None:
-        """The bias that this device adds."""
         if self.bias is None or not self.shares_inputs or tensor_size() == 1:
             return None if self.bias is None else self.bias[...]
         return jnp.where(tensor_rank() == 0, self.bias[...], 0)

@@ -50,7 +50,6 @@ class Turn(NamedTuple):
         return _find(self.now, num_experts)
 
     def after(self, places: ExpertPlaces) -> ExpertPlaces:
-        """The places once these have run."""
         used = self.now > 0
         recent = places.order + used * len(used)
         return places._replace(
@@ -162,5 +161,4 @@ def split_places(caches: Sequence[Cache]) -> tuple[list[Cache], list[ExpertPlace
 
 
 def with_places(caches: Sequence[Cache], places: Sequence[ExpertPlaces | None]) -> tuple[Cache, ...]:
-    """The two put together again."""
     return tuple((*cache,) if there is None else (*cache, there) for cache, there in zip(caches, places, strict=True))

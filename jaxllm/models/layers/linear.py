@@ -73,7 +73,6 @@ class AdapterTables(nnx.Module):
 
     @property
     def arrays(self) -> AdapterArrays:
-        """The tables as they are now, which kernels take."""
         return AdapterArrays(self.a[...], self.b[...], self.gain[...], self.ranks[...])
 
     def biases(self) -> Float[Array, "T o"]:
@@ -131,7 +130,6 @@ class Linear(nnx.Module):
         return self.bias is None and self.low_rank is None
 
     def __call__(self, x: Float[Array, "T i"], norm: Norm | None = None) -> Float[Array, "T o"]:
-        """The product with `x`, or with `norm(x)`."""
         if self.plain:
             return self.kernels.linear(x, self.weight.get_value(), norm, dtype=x.dtype)
         return self._with_bias(self.partial(x, norm)).astype(x.dtype)
@@ -210,7 +208,6 @@ class RowLinear(Linear):
         super().__init__(in_features, out_features, options, bias, axes=(None, TENSOR))
 
     def __call__(self, x: Float[Array, "T i"], norm: Norm | None = None, residual: Residual = None) -> Late:
-        """The sum of the devices' products, added to `residual` if there is one."""
         product = partial(self._product, x, norm)
         if residual is None or isinstance(residual, Later):
             return product(residual)
@@ -238,7 +235,6 @@ class VocabEmbedding(nnx.Module):
         self.vocab_size = vocab_size
 
     def __call__(self, tokens: Int[Array, "T"]) -> Float[Array, "T E"]:
-        """The embeddings of `tokens`."""
         table = self.weight.get_value()
         if tensor_size() == 1:
             return table.rows(tokens)

@@ -259,7 +259,6 @@ def _magnitude(file: Path, settings: PeftSettings, module: str, parts: LayerPart
 
 
 def _plain(module: str) -> str:
-    """The name of this module in a language model without images."""
     found = _LANGUAGE_MODEL.fullmatch(module)
     if found is None:
         return module
@@ -354,7 +353,6 @@ def _check_supported(path: Path, given: dict[str, Any]) -> None:
 
 
 def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """The value of the first pattern that matches the whole name, or all of it after some dot."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 

@@ -121,7 +121,6 @@ def _block(config: dict[str, Any]) -> tuple[int, int]:
 
 
 def _packed_size(parts: Parts, accepted: list[int]) -> tuple[tuple[int, int], int]:
-    """Outputs and inputs of a matrix that is packed in words, and the bits of its codes."""
     rows, words = parts.info(PACKED, ("I32",), rank=2).shape
     parts.info(".weight_shape", ("I64", "I32"), (2,))
     outputs, inputs = map(int, parts.array(".weight_shape"))
@@ -133,7 +132,6 @@ def _packed_size(parts: Parts, accepted: list[int]) -> tuple[tuple[int, int], in
 
 
 def _integers(parts: Parts, shape: tuple[int, ...], bits: int | None = None, *, rounded: bool = False) -> Packed:
-    """A matrix of codes that are packed in words, or without `bits` are int8."""
     outputs, inputs = shape
     block, groups, scale = _scales(parts, outputs, inputs)
     symmetric = ".weight_zero_point" not in parts
