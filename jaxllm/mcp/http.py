@@ -44,12 +44,9 @@ class PublicOnly(httpx2.AsyncBaseTransport):
         except OSError as error:
             raise httpx2.ConnectError(str(error), request=request) from None
         sent = httpx2.Request(
-            request.method,
-            request.url.copy_with(host=address),
-            headers=request.headers,
-            stream=request.stream,
+            request.method, request.url.copy_with(host=address), headers=request.headers, stream=request.stream,
             extensions={**request.extensions, "sni_hostname": request.url.host},
-        )
+        )  # fmt: skip
         return await self._inner.handle_async_request(sent)
 
     async def aclose(self) -> None:

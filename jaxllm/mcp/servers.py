@@ -287,12 +287,9 @@ class Connection:
 
         async with AsyncExitStack() as stack:
             client = Client(
-                _watched(await self._transport(stack), ended),
-                read_timeout_seconds=self._settings.timeout,
-                client_info=Implementation(name="jaxllm", version=version("jaxllm")),
-                message_handler=hear,
-                cache=None,
-            )
+                _watched(await self._transport(stack), ended), read_timeout_seconds=self._settings.timeout,
+                client_info=Implementation(name="jaxllm", version=version("jaxllm")), message_handler=hear, cache=None,
+            )  # fmt: skip
             await stack.enter_async_context(client)
             yield client
 
@@ -315,11 +312,9 @@ class Connection:
             from mcp.client.sse import sse_client
 
             return sse_client(
-                settings.url,
-                timeout=settings.timeout,
-                sse_read_timeout=READ_SECONDS,
+                settings.url, timeout=settings.timeout, sse_read_timeout=READ_SECONDS,
                 httpx_client_factory=lambda headers=None, timeout=None, auth=None: http_client(settings),
-            )
+            )  # fmt: skip
         from mcp.client.streamable_http import streamable_http_client
 
         http = await stack.enter_async_context(http_client(settings))

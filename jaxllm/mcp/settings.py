@@ -227,19 +227,13 @@ def _settings(place: str, label: str, entry: Entry, environ: Mapping[str, str], 
         if not (name + value).isascii() or not (name + value).isprintable():
             raise ConfigError(f"{place}: headers.{one_line(name)} must be printable ASCII")
     return ServerSettings(
-        label=label,
-        transport=transport,
-        command=entry.command and _program(filled("command", entry.command), folder),
+        label=label, transport=transport, command=entry.command and _program(filled("command", entry.command), folder),
         args=tuple(filled(f"args.{at}", value) for at, value in enumerate(entry.args)),
         env={name: filled(f"env.{name}", value) for name, value in entry.env.items()},
-        cwd=None if transport != "stdio" else _directory(entry.cwd and filled("cwd", entry.cwd), folder),
-        url=url,
-        headers=headers,
-        timeout=entry.timeout_secs,
-        description=entry.instructions,
-        allowed_tools=None if entry.allowed_tools is None else tuple(entry.allowed_tools),
-        secrets=frozenset(given),
-    )
+        cwd=None if transport != "stdio" else _directory(entry.cwd and filled("cwd", entry.cwd), folder), url=url,
+        headers=headers, timeout=entry.timeout_secs, description=entry.instructions,
+        allowed_tools=None if entry.allowed_tools is None else tuple(entry.allowed_tools), secrets=frozenset(given),
+    )  # fmt: skip
 
 
 def _program(command: str, folder: Path | None) -> str:

@@ -134,14 +134,10 @@ def _server_tool(tool: Any, settings: ServerSettings) -> ServerTool:
     if tool.annotations is not None:
         annotations = tool.annotations.model_dump(by_alias=True, exclude_none=True)
     return ServerTool(
-        server=settings.label,
-        name=tool.name,
-        full_name=full_name(settings.label, tool.name),
+        server=settings.label, name=tool.name, full_name=full_name(settings.label, tool.name),
         description=None if tool.description is None else printable(tool.description)[:MAX_DESCRIPTION],
-        parameters=tool.input_schema,
-        read_only=bool((annotations or {}).get("readOnlyHint")),
-        annotations=annotations,
-    )
+        parameters=tool.input_schema, read_only=bool((annotations or {}).get("readOnlyHint")), annotations=annotations,
+    )  # fmt: skip
 
 
 def printable(text: str) -> str:

@@ -182,11 +182,9 @@ def hf_rope(
         fields["attention_factor"] = fields.get("attention_factor", 1.0) * given["attn_factor"]
     return RopeConfig(
         dim=int(head_dim * (given.get("partial_rotary_factor") or c.get("partial_rotary_factor") or partial)),
-        theta=float(given.get("rope_theta") or c.get("rope_theta") or theta),
-        interleaved=interleaved,
-        kind=kind,
+        theta=float(given.get("rope_theta") or c.get("rope_theta") or theta), interleaved=interleaved, kind=kind,
         **fields,
-    )
+    )  # fmt: skip
 
 
 def hf_windows(c: dict[str, Any], *, period: int) -> list[int | None]:

@@ -144,12 +144,9 @@ def as_stored(file: GgufFile, config: DecoderConfig) -> DecoderConfig:
     if not file("attention.causal", True) and config.encoder is None:
         raise CheckpointError("attention.causal is false; accepted is true, for this is not served as an encoder")
     ssd = config.ssd and replace(
-        config.ssd,
-        conv_bias=file.has("blk.*.ssm_conv1d.bias"),
-        bias=file.has("blk.*.ssm_in.bias"),
-        output_bias=file.has("blk.*.ssm_out.bias"),
-        norm="after_gate" if file.has("blk.*.ssm_norm.weight") else None,
-    )
+        config.ssd, conv_bias=file.has("blk.*.ssm_conv1d.bias"), bias=file.has("blk.*.ssm_in.bias"),
+        output_bias=file.has("blk.*.ssm_out.bias"), norm="after_gate" if file.has("blk.*.ssm_norm.weight") else None,
+    )  # fmt: skip
     return replace(
         config, qkv_bias=file.has("blk.*.attn_q.bias", "blk.*.attn_qkv.bias", "blk.*.attn_kv_a_mqa.bias"),
         output_bias=file.has("blk.*.attn_output.bias"), mlp_bias=file.has("blk.*.ffn_down.bias"),

@@ -76,26 +76,18 @@ def read_tasks(checkpoint: Checkpoint, encodes: bool = False) -> ModelTasks:
     usual: Pooling = "mean" if encodes else "last"
     if checkpoint.format == "gguf":
         return ModelTasks(
-            pooling=gguf_pooling(checkpoint, usual),
-            labels=labels,
+            pooling=gguf_pooling(checkpoint, usual), labels=labels,
             activation="sigmoid" if len(labels) == 1 else "softmax",
             judges_pairs=checkpoint.config["general.architecture"] == "qwen3" and set(labels) == {"yes", "no"},
-            encodes=encodes,
-            projects=encodes and DENSE_MODULES[0] in checkpoint.tensors,
-        )
+            encodes=encodes, projects=encodes and DENSE_MODULES[0] in checkpoint.tensors,
+        )  # fmt: skip
     c, files = checkpoint.config, read_sentence_files(checkpoint.path)
     return ModelTasks(
-        pooling=files.pooling or usual,
-        normalize="Normalize" in files.kinds or files.pooling is None,
-        labels=labels,
-        activation=_activation(c, len(labels)),
-        judges_pairs=_is_reranker(checkpoint, files.kinds),
-        longest_text=files.longest,
-        encodes=encodes,
-        projects=bool(files.projections),
-        prompts=files.prompts,
+        pooling=files.pooling or usual, normalize="Normalize" in files.kinds or files.pooling is None, labels=labels,
+        activation=_activation(c, len(labels)), judges_pairs=_is_reranker(checkpoint, files.kinds),
+        longest_text=files.longest, encodes=encodes, projects=bool(files.projections), prompts=files.prompts,
         default_prompt=files.default_prompt,
-    )
+    )  # fmt: skip
 
 
 def longest_text(checkpoint: Checkpoint) -> int | None:
@@ -194,13 +186,10 @@ def read_sentence_files(path: Path) -> SentenceFiles:
     folder = next((module.folder for module in modules if module.kind == "Pooling"), None)
     prompts, default = _prompts(path)
     return SentenceFiles(
-        kinds,
-        None if folder is None else _pooling(path, f"{folder}/config.json"),
-        tuple((module.folder, _dense(path, module)) for module in modules if module.kind == "Dense"),
-        _longest(path),
-        prompts,
-        default,
-    )
+        kinds, None if folder is None else _pooling(path, f"{folder}/config.json"),
+        tuple((module.folder, _dense(path, module)) for module in modules if module.kind == "Dense"), _longest(path),
+        prompts, default,
+    )  # fmt: skip
 
 
 def _pooling(path: Path, name: str) -> Pooling:

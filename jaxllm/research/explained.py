@@ -185,13 +185,9 @@ def explain(
     for executable in found.executables:
         name, size = str(executable.key), executable.key.size or None
         once = StepPart(
-            name,
-            executable.times,
-            executable.used,
-            size,
-            weights_read(model, executable),
+            name, executable.times, executable.used, size, weights_read(model, executable),
             caches_read(sizes, executable, found.sequences),
-        )
+        )  # fmt: skip
         parts[name] = once if name not in parts else _added(parts[name], once)
     variants = [executable.key.variant for executable in found.executables]
     left_out = ["experts beyond those of one token"] * (model.spec.config.moe is not None)

@@ -154,14 +154,9 @@ class Inside:
         return TableList(found[index] for index in range(len(asked)))
 
     def capture(
-        self,
-        prompts: Prompts,
-        capture: CaptureRequest,
-        positions: str | Sequence[int] = "prompt",
-        use_tqdm: bool = True,
-        *,
-        patch: Patches = None,
-    ) -> list[Captures]:
+        self, prompts: Prompts, capture: CaptureRequest, positions: str | Sequence[int] = "prompt",
+        use_tqdm: bool = True, *, patch: Patches = None,
+    ) -> list[Captures]:  # fmt: skip
         """Activations of one prompt or many, in their order: `llm.capture(prompts, {"residual": [3, 12]})`.
 
         A captured sequence does not use the prefix cache from its first wanted token on; others in its batch do.
@@ -187,12 +182,9 @@ class Inside:
             check_request(info, tokenizer, ids, params)
             check_capture(info, ids, wanted)
             request = EngineRequest(
-                request_id=uuid.uuid4().hex,
-                prompt_token_ids=ids,
-                sampling_params=params,
-                capture=wanted,
+                request_id=uuid.uuid4().hex, prompt_token_ids=ids, sampling_params=params, capture=wanted,
                 patching=self._patching(own, len(ids)),
-            )
+            )  # fmt: skip
             requests.append(request)
         found = [CapturesInProgress(wanted, info.layer_shapes.widest) for _ in requests]
 
@@ -206,13 +198,9 @@ class Inside:
         return OutputList(captures.finish() for captures in found)
 
     def logits(
-        self,
-        prompts: Prompts,
-        positions: str | Sequence[int] = "prompt",
-        use_tqdm: bool = True,
-        *,
+        self, prompts: Prompts, positions: str | Sequence[int] = "prompt", use_tqdm: bool = True, *,
         patch: Patches = None,
-    ) -> list[LogitRows]:
+    ) -> list[LogitRows]:  # fmt: skip
         """The logits over the vocabulary after each token of one prompt or many, of which none is kept.
 
         Args:

@@ -194,12 +194,9 @@ class Watched:
     def _on_the_mesh(self, layers: tuple[int, ...], params: ModelArrays, tokens: Int[Array, "T"]) -> Any:
         heads = P(None, TENSOR)
         mapped = jax.shard_map(
-            partial(self._forward, layers),
-            mesh=self._parts.mesh,
-            in_specs=(self.model.axes, P()),
-            out_specs=[(P(TENSOR), heads, heads, heads)] * len(layers),
-            check_vma=False,
-        )
+            partial(self._forward, layers), mesh=self._parts.mesh, in_specs=(self.model.axes, P()),
+            out_specs=[(P(TENSOR), heads, heads, heads)] * len(layers), check_vma=False,
+        )  # fmt: skip
         return mapped(params, tokens)
 
     def _forward(self, layers: tuple[int, ...], params: Mapping[str, jax.Array], tokens: Int[Array, "T"]) -> Any:
@@ -218,13 +215,9 @@ class Watched:
         return [tuple(array[0].astype(jnp.float32) for array in arrays) for arrays in found]
 
     def _settled(
-        self,
-        layer: int,
-        weights: Float[Array, "H T T"],
-        queries: Float[Array, "T H D"],
-        keys: Float[Array, "T N D"],
+        self, layer: int, weights: Float[Array, "H T T"], queries: Float[Array, "T H D"], keys: Float[Array, "T N D"],
         values: Float[Array, "T N D"],
-    ) -> LayerAttention:
+    ) -> LayerAttention:  # fmt: skip
         """On the host, each KV head once: with more devices than heads, several have the same one."""
         spec, config = self._parts.spec.config.caches[layer], self._parts.spec.config
         owner = config.layers[spec.layer if isinstance(spec, Shared) else layer]

@@ -100,13 +100,9 @@ class ResponsesSession:
     """
 
     def __init__(
-        self,
-        engine: LLM | AsyncLLM | AsyncOpenAI,
-        model: str | None = None,
-        *,
-        result_limit: int = RESULT_LIMIT,
+        self, engine: LLM | AsyncLLM | AsyncOpenAI, model: str | None = None, *, result_limit: int = RESULT_LIMIT,
         **request: Any,
-    ):
+    ):  # fmt: skip
         self._thread = LoopThread()
         self._tools = SessionTools(self._thread, result_limit)
         self._model: Speaker = _model(engine, model, self._thread)

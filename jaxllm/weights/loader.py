@@ -108,15 +108,9 @@ class ParamSpec:
 
 
 def load_parameters(
-    checkpoint: Checkpoint,
-    specs: Sequence[ParamSpec],
-    names: NameMap,
-    mesh: Mesh,
-    *,
-    ignored: Iterable[str] = (),
-    every: Sequence[ParamSpec] = (),
-    on_progress: Callable[[int, int], None] | None = None,
-) -> tuple[Value, ...]:
+    checkpoint: Checkpoint, specs: Sequence[ParamSpec], names: NameMap, mesh: Mesh, *, ignored: Iterable[str] = (),
+    every: Sequence[ParamSpec] = (), on_progress: Callable[[int, int], None] | None = None,
+) -> tuple[Value, ...]:  # fmt: skip
     """Read every parameter of `specs` in order and place its arrays on `mesh`.
 
     Args:
@@ -137,12 +131,9 @@ def load_parameters(
 
 
 def read_parameters(
-    checkpoint: Checkpoint,
-    specs: Sequence[ParamSpec],
-    names: NameMap,
-    ignored: Iterable[str] = (),
+    checkpoint: Checkpoint, specs: Sequence[ParamSpec], names: NameMap, ignored: Iterable[str] = (),
     every: Sequence[ParamSpec] = (),
-) -> Iterator[Value]:
+) -> Iterator[Value]:  # fmt: skip
     """Read every parameter of `specs` in order into host memory, a few of them ahead. Raises as `load_parameters`."""
     chosen = _choose_sources(checkpoint, specs, names, ignored, every)
     with ThreadPoolExecutor(READ_AHEAD, thread_name_prefix="load") as pool:
@@ -265,12 +256,9 @@ def _read(checkpoint: Checkpoint, source: Source) -> Stored:
 
 
 def _choose_sources(
-    checkpoint: Checkpoint,
-    specs: Sequence[ParamSpec],
-    names: NameMap,
-    ignored: Iterable[str],
+    checkpoint: Checkpoint, specs: Sequence[ParamSpec], names: NameMap, ignored: Iterable[str],
     every: Sequence[ParamSpec],
-) -> list[Sources]:
+) -> list[Sources]:  # fmt: skip
     found = {spec.path: find_sources(checkpoint, spec, names) for spec in every or specs}
     used = {name for sources in found.values() for source in sources for name in source.tensors}
     patterns, skipped = tuple(ignored), []

@@ -240,12 +240,9 @@ def _low_rank(file: Path, settings: PeftSettings, module: str, parts: LayerParts
             f"({rank}, inputs) and (outputs, {rank}), for the rank of this module is {rank} in {settings.path.name}"
         )
     return LowRank(
-        a,
-        b,
-        settings.scale(module),
-        _magnitude(file, settings, module, parts, b.shape[0]),
+        a, b, settings.scale(module), _magnitude(file, settings, module, parts, b.shape[0]),
         transposed=embedding or _INPUTS_FIRST.fullmatch(module) is not None,
-    )
+    )  # fmt: skip
 
 
 def _magnitude(file: Path, settings: PeftSettings, module: str, parts: LayerParts, rows: int) -> np.ndarray | None:
