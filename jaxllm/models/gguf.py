@@ -66,10 +66,7 @@ class GgufFile:
         return f"{self.architecture}.{key}" in self._all
 
     def by_layer(self, key: str) -> list[Any]:
-        """A key's value in each layer, whether the file has one for all or one for each.
-
-        Raises CheckpointError if there are more or fewer, or one is not as it must be.
-        """
+        """A key's value in each layer. Raises CheckpointError unless the file has one for all, or one for each."""
         name, count = f"{self.architecture}.{key}", self("block_count")
         value = self._all[name]
         values = value if isinstance(value, list) else [value] * count

@@ -22,10 +22,7 @@ def linear(path: str, *names: str, fused: str | None = None) -> dict[str, Patter
 def in_layers(
     block: str, names: Mapping[str, str | tuple[str, ...]], transform: Transform | None = None
 ) -> dict[str, Pattern]:
-    """Weights and biases of the products and norms of each layer, whose tensors' names begin with `block`.
-
-    Weights go through `transform`, if there is one.
-    """
+    """Weights (through `transform`) and biases of each layer's products and norms, named after their `block`."""
     found: dict[str, Pattern] = {}
     for path, own in names.items():
         parts = [f"{block}.{name}" for name in ((own,) if isinstance(own, str) else own)]

@@ -67,10 +67,7 @@ class Predictor(Decoder):
         self, embeddings: Float[Array, "T E"], hidden: Float[Array, "T E"], caches: tuple[Cache, ...],
         meta: StepMetadata,
     ) -> Predicted:  # fmt: skip
-        """Predict the tokens after those with these `embeddings`.
-
-        They come after those whose states are `hidden`; `meta` has the positions of the latter.
-        """
+        """Predict the tokens after those of these `embeddings`, each after one of `hidden` (at `meta.positions`)."""
         raise NotImplementedError
 
     def head_for(self, model: Decoder) -> Head:
@@ -112,10 +109,7 @@ class MTPSpec(ModelSpec):
 
 
 def mtp_spec(checkpoint: Checkpoint, spec: ModelSpec) -> MTPSpec:
-    """The module that a checkpoint has beside its model.
-
-    Raises CheckpointError if it has none, or one that is made otherwise.
-    """
+    """The module that a checkpoint has beside its model. Raises CheckpointError if there is none that is supported."""
     family, config = spec.family, spec.config
     if family.mtp_names is None or checkpoint.format != "safetensors":
         supported = ", ".join(family.name for family in FAMILIES if family.mtp_names is not None)
@@ -291,10 +285,7 @@ def names_a_head(c: dict[str, Any]) -> bool:
 
 
 def eagle3_spec(checkpoint: Checkpoint, model: DecoderConfig) -> Eagle3Spec:
-    """The head of a checkpoint, which is to draft for `model`.
-
-    Raises CheckpointError if it is no such head, one that is made otherwise, or one for another model.
-    """
+    """The EAGLE-3 head of a checkpoint for `model`. Raises CheckpointError if it is none, or for another model."""
     with read_of(checkpoint.path, "its config.json has no"):
         return _eagle3_spec(checkpoint, model)
 

@@ -97,10 +97,7 @@ def read_of(path: Path, lacks: str) -> Iterator[None]:
 
 
 def model_spec(checkpoint: Checkpoint) -> ModelSpec:
-    """Find the family of a checkpoint and parse its config.
-
-    Raises CheckpointError if the architecture is unknown (the supported ones are named), or its config lacks a key.
-    """
+    """Find a checkpoint's family and parse its config. Raises CheckpointError for unknown ones and missing keys."""
     if isinstance(checkpoint, SavedCheckpoint):
         return _saved_spec(checkpoint)
     return _gguf_spec(checkpoint) if checkpoint.format == "gguf" else _hf_spec(checkpoint)
@@ -221,10 +218,7 @@ def _classifier(config: DecoderConfig, num_labels: int) -> DecoderConfig:
 
 
 def with_projections(config: DecoderConfig, path: Path) -> tuple[DecoderConfig, dict[str, Pattern]]:
-    """The same model with the Dense modules that sentence-transformers' files put after it, and their tensors.
-
-    Raises CheckpointError if it is no encoder.
-    """
+    """The same encoder with the Dense modules of sentence-transformers' files, and their tensors."""
     files = read_sentence_files(path)
     if not files.projections:
         return config, {}

@@ -169,10 +169,7 @@ class SentenceFiles:
 
 
 def read_sentence_files(path: Path) -> SentenceFiles:
-    """Of the directory of a checkpoint.
-
-    Raises CheckpointError if a file says something that is not supported; it is named.
-    """
+    """The files in a checkpoint's directory. Raises CheckpointError naming one that says something unsupported."""
     modules = sentence_modules(path)
     kinds = tuple(module.kind for module in modules)
     plain = [kind for kind in kinds if kind != "Dense"]

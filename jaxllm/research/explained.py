@@ -171,10 +171,7 @@ def _bar(name: str, shares: Mapping[str, float], said: str) -> str:
 def explain(
     steps: Mapping[StepKind, RanStep], sizes: StepSizes, model: ModelParts, kind: StepKind | None, bandwidth: Bandwidth
 ) -> StepExplanation:
-    """The last step of `kind`, or the last of all.
-
-    Raises InvalidRequestError if none has run, or an argument is not accepted.
-    """
+    """The last step of `kind`, or of all. Raises InvalidRequestError if none has run, or an argument is wrong."""
     if kind not in (None, "decode", "prefill"):
         raise InvalidRequestError(f"kind is {kind!r}; it must be 'decode', 'prefill' or None for the last step", "kind")
     found = ([*steps.values()][-1] if steps else None) if kind is None else steps.get(kind)

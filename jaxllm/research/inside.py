@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class Inside:
-    """The Flax NNX module with the engine's weights, for use inside `jax.shard_map`; `model_fn` does that."""
+    """The methods of `LLM` that look inside its engine."""
 
     _streams: Streams
     _open: OpenModel | None = None

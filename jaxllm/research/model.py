@@ -163,10 +163,7 @@ class Watched:
 
     @under_own_settings
     def attention(self, params: ModelArrays, tokens: Int[Array, "T"], layers: object) -> dict[int, LayerAttention]:
-        """The attention of layers, by their numbers.
-
-        Raises InvalidRequestError for too many tokens, a layer that is not there or does not attend, or latent keys.
-        """
+        """Layers' attention by number. Raises InvalidRequestError for a long text, a wrong layer, or latent keys."""
         if len(tokens) > MOST_TOKENS:
             raise InvalidRequestError(f"prompt has {len(tokens)} tokens; accepted are up to {MOST_TOKENS}", "prompt")
         wanted = self._read(layers)

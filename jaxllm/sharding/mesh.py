@@ -104,10 +104,7 @@ def put(array: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def named_sharding(mesh: Mesh | AbstractMesh, axes: Axes, *, on_host: bool = False) -> NamedSharding:
-    """The sharding of an array whose dimensions lie along `axes`.
-
-    With `on_host` its parts are in the memory of the hosts of their devices, which can read it there.
-    """
+    """The sharding of an array along `axes`; with `on_host` in its devices' hosts' memory, where they can read it."""
     return NamedSharding(mesh, P(*axes), memory_kind=HOST_MEMORY if on_host else None)
 
 

@@ -78,10 +78,7 @@ class _Steps(msgspec.Struct):
 
 
 def load_backend(folder: Path) -> tokenizers.Tokenizer:
-    """The tokenizer of a folder, without truncation or padding, and tried once on a text.
-
-    Raises CheckpointError if it is missing, corrupt, or cannot encode and decode a text.
-    """
+    """The tokenizer of a folder, without truncation or padding. Raises CheckpointError if it fails on a test text."""
     text, file = read_text(folder, "tokenizer.json"), folder / "tokenizer.json"
     with rust_errors(CheckpointError, f"{file}: "):
         steps = msgspec.json.decode(text, type=_Steps)

@@ -118,10 +118,7 @@ _OF_TEXT = ("type", "text", "cache_control")
 
 
 def check_text(messages: Sequence[Any]) -> None:
-    """Refuse whatever in the messages is not text: a template may leave it out of the prompt without a word.
-
-    Raises InvalidRequestError naming the first.
-    """
+    """Raises InvalidRequestError for the first thing in the messages that is no text: a template might ignore it."""
     for at, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise InvalidRequestError(

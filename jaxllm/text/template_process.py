@@ -38,10 +38,7 @@ class TemplateProcesses:
         self.processes = AskedProcesses("jaxllm.text.template_process", most=MAX_PROCESSES)
 
     def render(self, values: dict[str, Any]) -> str:
-        """`jaxllm.text.chat_template.render(**values)` of JSON values.
-
-        Raises InvalidRequestError when the template refuses, or needs too much time, memory or text.
-        """
+        """`jaxllm.text.chat_template.render(**values)`, bounded. Raises InvalidRequestError as that, or past it."""
         seconds = RENDER_SECONDS if self._seconds is None else self._seconds
         try:
             answer = self.processes.ask(json_text(values).encode(), processor_seconds=seconds)

@@ -84,10 +84,7 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. A rendered chat holds its special tokens already: use `encode_chat`.
-
-        Raises InvalidRequestError for a text that the tokenizer fails on.
-        """
+        """Token ids of `text`; a rendered chat goes to `encode_chat`. Raises InvalidRequestError where this fails."""
         _check_characters(text)
         with rust_errors(InvalidRequestError, "the tokenizer fails on this text: "):
             if len(text) < LONG_TEXT:
@@ -172,10 +169,7 @@ class Tokenizer:
         self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True,
         continue_final_message: bool = False, chat_template: str | None = None, **template_kwargs: Any,
     ) -> dict[str, Any]:  # fmt: skip
-        """The arguments of `chat_template.render` that `apply_chat_template` comes down to, as JSON values.
-
-        Raises InvalidRequestError as that does, without rendering.
-        """
+        """The arguments of `chat_template.render` for `apply_chat_template`, as JSON values; raises as that does."""
         from jaxllm.text.chat_template import check_text  # it loads jinja2
 
         check_text(messages)
@@ -331,10 +325,7 @@ def _embedding_rows(path: Path) -> int | None:
 
 
 def _templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
-    """chat_template.jinja and additional_chat_templates/*.jinja, over the string or named list of a JSON file.
-
-    That is chat_template.json, which older processors save, or else tokenizer_config.json.
-    """
+    """chat_template.jinja and additional_chat_templates/*.jinja, over chat_template.json or else `config`."""
     stated = _read(path, "chat_template.json", _TEMPLATE_FIELDS).get("chat_template") or config.get("chat_template")
     if isinstance(stated, list):
         templates = {entry["name"]: entry["template"] for entry in stated}

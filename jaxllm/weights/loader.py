@@ -275,10 +275,7 @@ def _choose_sources(
 
 
 def whole_parameters(checkpoint: Checkpoint, specs: Sequence[ParamSpec], names: NameMap) -> list[ParamSpec]:
-    """The parameters of which an incomplete checkpoint has every tensor.
-
-    Raises CheckpointError if it has some tensors of a parameter, and lacks others.
-    """
+    """The parameters that an incomplete checkpoint has. Raises CheckpointError if one is there in part."""
     found = []
     for spec in specs:
         _, there, missing = _nearest_option(checkpoint, spec, names)

@@ -102,10 +102,7 @@ def weight(
     shape: tuple[int, ...], dtype: Any, axes: Axes | None = None, layout: Layout | None = None,
     host: HostShare | None = None,
 ) -> nnx.Param:  # fmt: skip
-    """A matrix `[*stack, o, i]`, likewise. It is declared dense; what it is kept as is decided when it is loaded.
-
-    `host` says what part of a stack is to be in host memory.
-    """
+    """A matrix `[*stack, o, i]`, declared dense until it is loaded; `host` is the part of a stack in host memory."""
     dense = Dense(jax.ShapeDtypeStruct(shape, dtype))
     return nnx.Param(dense, axes=axes or (None,) * len(shape), layout=layout, host=host)
 

@@ -48,10 +48,7 @@ WEIGHT_FIELDS = {"num_bits": whole(1, 32), "symmetric": FLAG, "type": TEXT}
 
 
 def find_compressed_tensors(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed]:
-    """Every matrix of such a checkpoint by its name.
-
-    Its tensors say how it is packed; `config_groups` says what may be there, and how inputs are rounded.
-    """
+    """Every matrix of such a checkpoint by its name; its tensors say how it is packed."""
     check_fields(config, FIELDS, "quantization_config.")
     _check_formats(config)
     rounded = _rounds_inputs(config)
