@@ -274,10 +274,7 @@ class Connection:
 
     @asynccontextmanager
     async def open(self, *, ended: Callable[[], None], changed: Callable[[], None]) -> AsyncIterator[Client]:
-        """A client that has shaken hands. Calls `ended` when nothing more will be heard, and `changed` for new tools.
-
-        Raises the transport's errors: see `why`.
-        """
+        """A connected client. Calls `ended` when nothing more will be heard, and `changed` for new tools; see `why`."""
         from mcp import Client
         from mcp_types import Implementation, ToolListChangedNotification
 

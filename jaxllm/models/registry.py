@@ -87,7 +87,7 @@ class ModelSpec:
 
 @contextmanager
 def read_of(path: Path, lacks: str) -> Iterator[None]:
-    """Names the file in errors, and a key that it `lacks`."""
+    """Name the file in errors, and a key that it `lacks`."""
     try:
         yield
     except KeyError as error:
@@ -323,7 +323,6 @@ class AdaptedModel:
 
 
 def adapted_model(spec: ModelSpec, options: BuildOptions, sizes: AdapterSizes) -> AdaptedModel:
-    """The model of `abstract_model` with tables of adapters."""
     split: Any = nnx.split  # whose result mypy cannot take apart
     graph, _, tables = split(spec.build(replace(options, adapters=sizes)), nnx.Param, AdapterTable)
     return AdaptedModel(graph, jax.tree.structure(tables), tuple(param_spec(*found) for found in _variables(tables)))

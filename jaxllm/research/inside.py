@@ -56,12 +56,9 @@ class Inside:
 
     @property
     def module(self) -> Decoder:
-        """The Flax NNX module with the engine's weights.
+        """The Flax NNX module with the engine's weights; its collectives run inside `jax.shard_map`, as in `model_fn`.
 
-        Its collectives run inside `jax.shard_map`; `model_fn` does that.
-
-        Raises:
-            ConfigError: the engine runs in a process of its own.
+        Raises ConfigError if the engine runs in a process of its own.
         """
         return self._model.module(self.params)
 

@@ -19,13 +19,7 @@ Config = TypeVar("Config", bound=EngineConfig)
 
 
 class Launcher(NamedTuple):
-    """The ways in which a process learns from its environment which one it is.
-
-    Attributes:
-        total: the variable with the number of processes.
-        number: the variable with the number of this one.
-        address: where process 0 is, if the environment says so.
-    """
+    """Variables for the `total` number of processes and the `number` of this one, and the address of process 0."""
 
     total: str
     number: str

@@ -260,10 +260,7 @@ def _check_code(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def read_ranks(folder: Path) -> dict[bytes, int]:
-    """The tokens of a folder's tiktoken.model and their ranks, which are 0, 1, … and their ids.
-
-    Raises CheckpointError if a line is no token and rank, a token or rank is there twice or missing.
-    """
+    """The tokens of tiktoken.model and their ranks, which are their ids. Raises CheckpointError for a corrupt file."""
     file, ranks = folder / TIKTOKEN_FILE, dict[bytes, int]()
     for number, line in enumerate(read_text(folder, TIKTOKEN_FILE).splitlines(), 1):
         if not line:

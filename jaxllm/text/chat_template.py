@@ -6,7 +6,6 @@ plain JSON values only. Source of the environment's settings: transformers.utils
 from __future__ import annotations
 
 import datetime
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -56,7 +55,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-@functools.lru_cache(maxsize=32)
+@lru_cache(maxsize=32)
 def _compile(template: str) -> jinja2.Template:
     return _environment().from_string(template)
 

@@ -52,7 +52,6 @@ class TemplateProcesses:
         raise InvalidRequestError(f"the chat template needs {limit} to render", param="chat_template")
 
     def close(self) -> None:
-        """End them; a later `render` starts another."""
         self.processes.close()
 
 

@@ -340,7 +340,6 @@ def _templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _read(path: Path, name: str, kinds: FieldKinds | None = None) -> dict[str, Any]:
-    """The object in a file of the folder, checked; empty where there is no such file."""
     if not model_file(path, name).exists():
         return {}
     given = read_object(path, name)

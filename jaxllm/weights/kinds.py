@@ -157,7 +157,6 @@ class KindChooser:
         return [spec.shape[-2] // self.tp if spec.axes[-2] is not None else spec.shape[-2]]
 
     def _inputs(self, spec: ParamSpec) -> int:
-        """A device's inputs, which blocks must divide."""
         return spec.shape[-1] // self._input_parts(spec)
 
     def _input_parts(self, spec: ParamSpec) -> int:

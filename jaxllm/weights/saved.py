@@ -218,11 +218,7 @@ def read_arrays(
 
 
 def _unless_late(otherwise: Callable[[Any], Any], unraisable: Any) -> None:
-    """Ignore the failures of writes that are under way beside one that has failed.
-
-    Orbax closes its event loop at the first failure; tensorstore's threads then cannot tell it theirs, and Python would
-    print a traceback for each, also when the save is over.
-    """
+    """Ignore writes that fail since Orbax closed its event loop at the first failure; Python would print them."""
     if not (isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"):
         otherwise(unraisable)
 

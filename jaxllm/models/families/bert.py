@@ -76,8 +76,7 @@ BERT_NAMES: dict[str, Pattern] = {
 BERT = Family(
     name="BERT", models="BERT, MiniLM, BGE, E5, GTE, MS MARCO cross-encoders",
     architectures=("BertModel", "BertForMaskedLM", "BertForSequenceClassification"), model_types=("bert",),
-    from_hf=bert_from_hf, hf_names=BERT_NAMES, ignored=UNUSED,
-    gguf_architectures=("bert",), gguf_names=ENCODER_NAMES,
+    from_hf=bert_from_hf, hf_names=BERT_NAMES, ignored=UNUSED, gguf_architectures=("bert",), gguf_names=ENCODER_NAMES,
     gguf={  # The rows before the first position are left out of a file.
         "max_position_embeddings": rows("position_embd.weight"), "model_max_length": "context_length",
         "type_vocab_size": gguf_token_types,
@@ -91,8 +90,7 @@ ROBERTA = Family(
         "XLMRobertaForMaskedLM", "XLMRobertaForSequenceClassification",
     ),
     model_types=("roberta", "xlm-roberta"),
-    from_hf=roberta_from_hf, hf_names=BERT_NAMES, ignored=UNUSED,
-    gguf_architectures=("bert",), gguf=None,
+    from_hf=roberta_from_hf, hf_names=BERT_NAMES, ignored=UNUSED, gguf_architectures=("bert",), gguf=None,
 )  # fmt: skip
 
 
@@ -112,7 +110,6 @@ _NOMIC_BERT_ONLY: dict[str, tuple[Any, ...]] = {
 
 
 def nomic_bert_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """A layer is BERT's but for its MLP and its positions."""
     check_only(c, _NOMIC_BERT_ONLY)
     c = {new: c[old] for old, new in _FIRST_KEYS.items() if old in c} | c
     token_types = c.get("type_vocab_size", 2)
@@ -145,8 +142,7 @@ NOMIC_BERT = Family(
     name="NomicBERT", models="nomic-embed-text v1.5",
     architectures=("NomicBertModel", "NomicBertForMaskedLM", "NomicBertForSequenceClassification"),
     model_types=("nomic_bert",), ignored=("*pooler.*", "cls.*", "lm_head.*"),
-    from_hf=nomic_bert_from_hf, hf_names=NOMIC_BERT_NAMES,
-    gguf_architectures=("nomic-bert",), gguf_names=ENCODER_NAMES,
+    from_hf=nomic_bert_from_hf, hf_names=NOMIC_BERT_NAMES, gguf_architectures=("nomic-bert",), gguf_names=ENCODER_NAMES,
     gguf={"type_vocab_size": gguf_token_types, "rope_theta": optional("rope.freq_base", 1000.0)},
 )  # fmt: skip
 
@@ -186,7 +182,6 @@ def modernbert_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 
 def _no_gguf_head(file: GgufFile) -> Any:
-    """A file does not state the parts of a classification head."""
     if file.has(GGUF_HEAD):
         raise CheckpointError(
             f"tensor {GGUF_HEAD!r} is a classification head, and GGUF files of ModernBERT do not say what it takes "

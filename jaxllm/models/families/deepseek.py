@@ -228,6 +228,5 @@ GLM4_MOE = Family(
 GLM4_LITE = Family(
     name="GLM-4.7-Flash", models="GLM-4.7-Flash",
     architectures=("Glm4MoeLiteForCausalLM",), model_types=("glm4_moe_lite",),
-    from_hf=lite_from_hf, hf_names=LATENT_NAMES, mtp_names=mtp_names,
-    gguf_architectures=("deepseek2",), gguf=None,
+    from_hf=lite_from_hf, hf_names=LATENT_NAMES, mtp_names=mtp_names, gguf_architectures=("deepseek2",), gguf=None,
 )  # fmt: skip

@@ -61,7 +61,6 @@ SWIGLU = ClampedSwiglu(1.702, 7.0)
 
 
 def gpt_oss_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """`intermediate_size` is that of the experts."""
     c = {
         "head_dim": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "sliding_window": 128, "num_experts_per_tok": 4,
         "max_position_embeddings": 131_072, "num_local_experts": c.get("num_experts", 128),
@@ -229,8 +228,7 @@ def _bias_row(name: str) -> dict[str, Pattern]:
 ERNIE = Family(
     name="ERNIE 4.5", models="ERNIE-4.5-0.3B",
     architectures=("Ernie4_5ForCausalLM",), model_types=("ernie4_5",), gguf_architectures=("ernie4_5",),
-    from_hf=ernie_from_hf,
-    gguf={"rope_theta": optional("rope.freq_base", ERNIE_THETA)},
+    from_hf=ernie_from_hf, gguf={"rope_theta": optional("rope.freq_base", ERNIE_THETA)},
 )  # fmt: skip
 
 ERNIE_MOE = Family(

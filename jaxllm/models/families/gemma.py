@@ -301,7 +301,6 @@ def gemma4_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
 
 
 def _attention_names(config: DecoderConfig, tensor: Callable[[int, str], str]) -> dict[str, Pattern]:
-    """Layers differ in what they have of queries, keys and values."""
     names: dict[str, Pattern] = {}
     for index, layer in enumerate(config.layers):
         parts = "q" if layer.shares_kv_of is not None else "qk" if layer.keys_are_values else "qkv"
@@ -319,7 +318,6 @@ def _shrunk(size: int) -> Transform:
 
 
 def gemma4_gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """Gate and up of the experts are one tensor, or two."""
     names: dict[str, Pattern] = {
         "layers.*.scale": "blk.*.layer_output_scale.weight",
         "per_layer.embed.weight": "per_layer_token_embd.weight",
@@ -356,7 +354,6 @@ def _gguf_per_layer(file: GgufFile) -> dict[str, Any]:
 
 
 def _gguf_kv_heads(file: GgufFile) -> int:
-    """The number in a layer with a window, if there is one."""
     kinds = layer_types(PERIOD)(file)
     return file.by_layer("attention.head_count_kv")[kinds.index(SLIDING) if SLIDING in kinds else 0]
 
@@ -387,8 +384,7 @@ GEMMA4 = Family(
     name="Gemma 4", models="Gemma 4 E2B, E4B, 26B-A4B, 31B (text)",
     architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
     model_types=("gemma4_text",), wrappers=("gemma4",), fields=GEMMA4_FIELDS,
-    from_hf=gemma4_from_hf, hf_names=gemma4_hf_names,
-    gguf_architectures=("gemma4",), gguf_names=gemma4_gguf_names,
+    from_hf=gemma4_from_hf, hf_names=gemma4_hf_names, gguf_architectures=("gemma4",), gguf_names=gemma4_gguf_names,
     gguf={
         "hidden_size_per_layer_input": optional("embedding_length_per_layer_input", 0),
         "vocab_size_per_layer_input": lambda file: (

@@ -277,8 +277,7 @@ LFM2 = Family(
 LFM2_MOE = Family(
     name="LFM2 MoE", models="LFM2-8B-A1B",
     architectures=("Lfm2MoeForCausalLM",), model_types=("lfm2_moe",), layer_types=LFM2_LAYER_TYPES,
-    from_hf=lfm2_moe_from_hf, hf_names=lfm2_hf_names,
-    gguf_architectures=("lfm2moe",), gguf_names=LFM2_GGUF_NAMES,
+    from_hf=lfm2_moe_from_hf, hf_names=lfm2_hf_names, gguf_architectures=("lfm2moe",), gguf_names=LFM2_GGUF_NAMES,
     gguf=LFM2_GGUF | GGUF_EXPERTS | {
         "num_dense_layers": optional("leading_dense_block_count", 0),
         "scoring_func": only("expert_gating_func", deepseek.SIGMOID, "sigmoid"),

@@ -25,8 +25,7 @@ def llama_from_hf(c: dict[str, Any]) -> DecoderConfig:
 LLAMA = Family(
     name="Llama", models="Llama 2, 3, 3.1, 3.2, 3.3, SmolLM2, Yi, DeepSeek-R1-Distill-Llama",
     architectures=("LlamaForCausalLM",), model_types=("llama",), gguf_architectures=("llama",),
-    from_hf=llama_from_hf,
-    gguf_names=permuted_names,
+    from_hf=llama_from_hf, gguf_names=permuted_names,
 )  # fmt: skip
 
 
@@ -42,9 +41,8 @@ def smollm3_from_hf(c: dict[str, Any]) -> DecoderConfig:
             LayerKind(rope if rotates else None, window if kind == "sliding_attention" else None)
             for rotates, kind in zip(rotating, kinds, strict=True)
         ],
-        attention_bias=c.get("attention_bias", False),
-        mlp_bias=c.get("mlp_bias", False),
-    )
+        attention_bias=c.get("attention_bias", False), mlp_bias=c.get("mlp_bias", False),
+    )  # fmt: skip
 
 
 def rotating_layers(c: dict[str, Any]) -> Sequence[Any]:
@@ -56,8 +54,7 @@ def rotating_layers(c: dict[str, Any]) -> Sequence[Any]:
 SMOLLM3 = Family(
     name="SmolLM3", models="SmolLM3-3B",
     architectures=("SmolLM3ForCausalLM",), model_types=("smollm3",), gguf_architectures=("smollm3",),
-    from_hf=smollm3_from_hf,
-    gguf_names=permuted_names,
+    from_hf=smollm3_from_hf, gguf_names=permuted_names,
 )  # fmt: skip
 
 
@@ -65,10 +62,9 @@ SMOLLM3 = Family(
 def seed_oss_from_hf(c: dict[str, Any]) -> DecoderConfig:
     return hf_decoder(
         {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 524_288} | c,
-        qkv_bias=c.get("attention_bias", True),
-        output_bias=c.get("attention_out_bias", False),
+        qkv_bias=c.get("attention_bias", True), output_bias=c.get("attention_out_bias", False),
         mlp_bias=c.get("mlp_bias", False),
-    )
+    )  # fmt: skip
 
 
 SEED_OSS = Family(
@@ -121,8 +117,7 @@ def unit_rows(weight: np.ndarray) -> np.ndarray:
 BAICHUAN = Family(
     name="Baichuan", models="Baichuan 7B, 13B, Baichuan2 7B, 13B",
     architectures=("BaichuanForCausalLM", "BaiChuanForCausalLM"), model_types=("baichuan",),
-    from_hf=baichuan_from_hf, hf_names=baichuan_hf_names,
-    gguf_architectures=("baichuan",), gguf_names=permuted_names,
+    from_hf=baichuan_from_hf, hf_names=baichuan_hf_names, gguf_architectures=("baichuan",), gguf_names=permuted_names,
 )  # fmt: skip
 
 
@@ -154,7 +149,6 @@ MAX_WINDOW_LAYERS = 28
 
 
 def qwen2_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """o has no bias."""
     return hf_decoder(c, layers=windowed_layers(c), qkv_bias=True)
 
 
@@ -243,8 +237,7 @@ def _gguf_expert_size(file: GgufFile) -> int:
 QWEN2_MOE = Family(
     name="Qwen 2 MoE", models="Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
     architectures=("Qwen2MoeForCausalLM",), model_types=("qwen2_moe",), gguf_architectures=("qwen2moe",),
-    from_hf=qwen2_moe_from_hf,
-    hf_names=partial(hf_expert_names, shared="shared_expert"),
+    from_hf=qwen2_moe_from_hf, hf_names=partial(hf_expert_names, shared="shared_expert"),
     gguf=GGUF_EXPERTS | {
         "moe_intermediate_size": _gguf_expert_size,
         "shared_expert_intermediate_size": "expert_shared_feed_forward_length",

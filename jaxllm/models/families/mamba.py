@@ -20,10 +20,7 @@ from jaxllm.weights.names import AnyOf, Pattern, Source, without_middle_axis
 
 # What families with state-space layers spell alike: keys of GGUF files, limits of config.json, names of tensors
 def hf_time_step_limits(c: dict[str, Any]) -> dict[str, Any]:
-    """The limits of a step's length by `time_step_limit`; transformers writes infinity as an object.
-
-    Raises CheckpointError if it is not two numbers in their order.
-    """
+    """`time_step_limit`, where infinity is an object. Raises CheckpointError unless it is two numbers in order."""
     given = c.get("time_step_limit")
     if given is None:
         return {}
@@ -269,7 +266,6 @@ GRANITE_GGUF: Table = {  # a factor of 0 is none
 
 
 def granite_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """Biases on attention are on all of its products."""
     bias, mlp_bias = c.get("attention_bias", False), c.get("mlp_bias", False)
     return hf_decoder(c, attention_bias=bias, mlp_bias=mlp_bias, **hf_scales(c))
 
@@ -342,8 +338,7 @@ GRANITE4 = Family(
     name="Granite 4", models="Granite 4.0 (H Micro, Tiny, Small; Micro; 1B, 350M)",
     architectures=("GraniteMoeHybridForCausalLM",), model_types=("granitemoehybrid",),
     layer_types=GRANITE4_LAYER_TYPES,
-    from_hf=granite4_from_hf, hf_names=granite4_hf_names,
-    gguf_architectures=("granitehybrid",),
+    from_hf=granite4_from_hf, hf_names=granite4_hf_names, gguf_architectures=("granitehybrid",),
     # Rows of queries and keys are moved, though mostly nothing rotates them.
     gguf_names=lambda config: permuted_names(config) | gguf_ssd_names(config),
     # A layer without KV heads is a state-space layer. Rotary embeddings are there unless a key says that they are not,

@@ -22,7 +22,6 @@ WHAT_OLMO_IS: dict[str, Any] = {"pre_norms": False, "post_norms": True, "qk_norm
 
 
 def olmo2_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """`attention_bias` is on q, k, v and o alike."""
     return hf_decoder({"rms_norm_eps": 1e-5} | c, attention_bias=c.get("attention_bias", False), **WHAT_OLMO_IS)
 
 
@@ -68,7 +67,6 @@ OLMO3 = Family(
 
 # EXAONE 4.0: norms on what attention and MLP give; layers without a window know no positions (arXiv:2507.11407)
 def exaone4_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """Without `sliding_window` every layer rotates."""
     c = {"rms_norm_eps": 1e-5, "num_key_value_heads": 32, "sliding_window": 4096} | c
     rope, windowed = hf_rope(c), c["sliding_window"] is not None
     layers = [LayerKind(None if windowed and window is None else rope, window) for window in hf_windows(c, period=4)]

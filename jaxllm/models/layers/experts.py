@@ -113,10 +113,7 @@ class MoEConfig:
 def route(
     logits: Float[Array, "T X"], config: MoEConfig, bias: Float[Array, "X"] | None = None
 ) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
-    """The weight, float32, and the number of every expert that each token uses, best first.
-
-    `bias` is the correction bias of a config that has one.
-    """
+    """The weight (float32) and number of each expert that each token uses, best first; `bias` corrects the choice."""
     scores = SCORING[config.scoring](logits.astype(jnp.float32))
     choice = scores if bias is None else scores + bias
     if config.top_groups < config.num_groups:
@@ -173,10 +170,7 @@ class ExpertStack(NamedTuple):
 
 
 class Experts(nnx.Module):
-    """The MLPs of all experts, gated or not, on rows sorted by expert.
-
-    The last `host_experts` of each device are in host memory; see `host_experts.py`.
-    """
+    """The MLPs of all experts, gated or not, on rows sorted by expert; the last `host_experts` are in host memory."""
 
     def __init__(self, size: int, config: MoEConfig, activation: str, options: BuildOptions):
         pieces = 1 if options.expert_parallel else options.tp
@@ -255,10 +249,7 @@ class Experts(nnx.Module):
     def _pairs_of_all(
         self, group: Int[Array, "P"], pairs: Callable[[Int[Array, "P"], ExpertStack], Float[Array, "P E"]]
     ) -> Float[Array, "P E"]:
-        """The output of `pairs` of tokens and experts where some are in host memory.
-
-        Each pair is computed once, and adds zeros where it is not.
-        """
+        """The output of `pairs` of tokens and experts, each computed once, where some experts are in host memory."""
         first, down = self._first.weight.get_value(), self.down.weight.get_value()
         assert isinstance(first, PartlyOnHost) and isinstance(down, PartlyOnHost), "so they were declared"
         biases, resident, layer = (self._first.own_bias, self.down.own_bias), first.num_resident, told()

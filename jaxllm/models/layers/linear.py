@@ -91,10 +91,8 @@ def _table(shape: tuple[int, ...], dtype: Any, axes: Axes, layout: Layout | None
 
 
 def param(shape: tuple[int, ...], dtype: Any, axes: Axes | None = None, layout: Layout | None = None) -> nnx.Param:
-    """A plain array of the global `shape`, replicated unless `axes` names a mesh axis; `layout` describes its axis 0.
-
-    The axes are our own metadata: NNX's `sharding` would ask for a mesh.
-    """
+    """A plain array of the global `shape`, replicated unless `axes` name a mesh axis; `layout` is of its axis 0."""
+    # Axes are metadata of our own, since NNX's `sharding` would ask for a mesh.
     return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), axes=axes or (None,) * len(shape), layout=layout)
 
 

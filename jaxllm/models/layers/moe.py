@@ -114,7 +114,6 @@ class DenseBesideMoE(nnx.Module):
     def __call__(
         self, x: Float[Array, "T E"], meta: StepMetadata, *, norm: Norm | None = None, residual: Residual = None
     ) -> Float[Array, "T E"]:
-        """Both blocks of `x`, added to `residual` if there is one; `norm` is the dense one's."""
         dense = self.dense_post_norm(self.dense(x, meta, norm=norm))
         out = dense + self.moe_post_norm(self.moe(x, meta, norm=self.moe_norm.traced))
         return out if residual is None or isinstance(residual, Later) else residual + out

@@ -144,7 +144,6 @@ def _awq_matrix(parts: Parts, group_size: int) -> Packed:
 
 
 def _outputs(words: np.ndarray) -> np.ndarray:
-    """`[n, o / 8]` words as `[n, o]` codes."""
     nibbles = unpack(words, AWQ_BITS).reshape(len(words), -1, AWQ_IN_WORD)
     return nibbles[..., np.argsort(AWQ_ORDER)].reshape(len(words), -1)
 
@@ -175,7 +174,6 @@ def marlin(parts: Parts, weights: str, scales: str, group_size: int) -> Packed:
 
 
 def _undone(array: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """An array whose chunks were laid out in `order`, as it was before."""
     return array.reshape(-1, len(order))[:, np.argsort(order)]
 
 
