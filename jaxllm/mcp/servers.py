@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ServerStatus = Literal["starting", "ready", "failed", "stopped"]
-FIRST_DELAY = 0.5
-"""Seconds before a further attempt to connect, doubled each time; a connection that was steady is retried at once."""
+FIRST_DELAY = 0.5  # seconds before the next attempt to connect, doubled each time; none after a steady connection
 STEADY_SECONDS = 5.0
 LOST_SECONDS = 5.0  # the time that a call waits to hear why its connection was lost
 LONGEST_DELAY = 60.0

@@ -35,8 +35,7 @@ _SHORTEST_SECRET = 6  # shorter values, as "1" or "true", are no secrets, and re
 DEFAULT_PATH = Path("mcp.json")  # the usual name of such a file, which has to be named here
 OFF = Path("off")  # given instead of a file for no servers
 
-PYTHONS = ("python", "python3")
-"""Commands that stand for the interpreter that runs jaxllm, in which tool servers' packages are installed."""
+PYTHONS = ("python", "python3")  # the interpreter that runs jaxllm, which has tool servers' packages
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _LISTS = ("mcpServers", "servers")
@@ -54,18 +53,15 @@ class ServerSettings:
     transport: Transport
     command: str | None = None  # the program of a stdio server: a path, or a name that is looked up in PATH
     args: tuple[str, ...] = field(default=(), repr=False)
-    env: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Variables of a stdio server, besides the few that it inherits."""
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)  # besides the few that are inherited
     cwd: str | None = None
     url: str | None = field(default=None, repr=False)
-    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Sent with every request to url, Authorization among them."""
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)  # sent with every request to url
     timeout: float = 30.0  # seconds that starting, listing and each call may take
     description: str | None = None  # the server's purpose, in the operator's words
     allowed_tools: tuple[str, ...] | None = None  # the server's own names of the tools that may be used; by default all
     public_only: bool = False  # reach url only by https and at public addresses: for urls that came in requests
-    secrets: frozenset[str] = field(default=frozenset(), repr=False)
-    """Further secret values, such as those of variables."""
+    secrets: frozenset[str] = field(default=frozenset(), repr=False)  # others, such as values of variables
 
     def shown(self, text: object) -> str:
         """Words about this server, or by it, on one line and without its secrets."""

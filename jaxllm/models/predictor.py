@@ -256,12 +256,11 @@ FIELDS: FieldKinds = {
     "norm_before_residual": either(FLAG, NULL),
     LAYER_IDS: either(_LAYERS, NULL),
 }
-OTHERWISE: dict[str, tuple[Any, ...]] = {
+OTHERWISE: dict[str, tuple[Any, ...]] = {  # keys that some heads have unsupported values of
     "use_aux_hidden_state": (None, True), "use_input_layernorm_in_first_layer": (None, True),
     "use_last_layernorm": (None, True), "use_mtp_layernorm": (None, False), "norm_before_fc": (None, False),
     "fc_norm": (None, False), "parallel_draft_step": (None, 1),
 }  # fmt: skip
-"""Keys of `eagle_config` or of the file itself that some heads have other values of than the supported ones."""
 
 
 @dataclass(frozen=True)

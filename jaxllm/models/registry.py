@@ -43,8 +43,7 @@ from jaxllm.wording import did_you_mean
 _MODULES = [import_module(f"{families.__name__}.{file.name}") for file in iter_modules(families.__path__)]
 _FOUND = {value.name: value for module in _MODULES for value in vars(module).values() if isinstance(value, Family)}
 
-FAMILIES = tuple(_FOUND[name] for name in sorted(_FOUND, key=str.casefold))
-"""Every `Family` that a file of `families/` has at its top level, by name."""
+FAMILIES = tuple(_FOUND[name] for name in sorted(_FOUND, key=str.casefold))  # of all files of `families/`
 
 GGUF_FAMILIES = {  # the architectures of GGUF files, and the family of one that no other owns
     name: family
@@ -355,5 +354,4 @@ class LiveModel(NamedTuple):
     """A model that an engine runs."""
 
     parts: ModelParts
-    arrays: Callable[[], Sequence[jax.Array]]
-    """The arrays of all parameters now: the leaves of one after the other, in the order of `parts.params`."""
+    arrays: Callable[[], Sequence[jax.Array]]  # leaves of all parameters, in the order of `parts.params`

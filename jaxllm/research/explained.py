@@ -24,8 +24,7 @@ from jaxllm.models.config import DecoderConfig
 from jaxllm.models.registry import ModelParts
 from jaxllm.weights.loader import ParamSpec
 
-Bandwidth = float | Literal["measure"] | None
-"""Bytes a second that a device reads of its memory; None is NVIDIA's figure for the GPU, if the table has it."""
+Bandwidth = float | Literal["measure"] | None  # bytes a second; None is NVIDIA's figure, if it is known
 
 RUNS_LAYERS: tuple[Kind, ...] = ("decode", "verify", "backbone", "encode")
 RUNS_HEAD: tuple[Kind, ...] = ("decode", "verify", "head", "read")

@@ -27,8 +27,7 @@ from jaxllm.sharding.mesh import TENSOR
 from jaxllm.weights.loader import ParamSpec
 
 MOST_TOKENS = 512  # a text's limit: attention weights grow with the square of its length
-ModelArrays = Mapping[str, jax.Array]
-"""The arrays of a model by their paths in its module, such as "layers.0.mlp.down.weight"."""
+ModelArrays = Mapping[str, jax.Array]  # by their paths, such as "layers.0.mlp.down.weight"
 
 
 class OpenModel:

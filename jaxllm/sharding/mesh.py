@@ -27,8 +27,7 @@ HOST_MEMORY = "pinned_host"  # JAX's name for memory of the host that devices re
 
 EVERY = (DATA, TENSOR)  # both axes: an array whose dimension lies along them has a piece on every device
 
-Axes = tuple[str | tuple[str, ...] | None, ...]
-"""For each dimension of an array the mesh axis that divides it, several, or None."""
+Axes = tuple[str | tuple[str, ...] | None, ...]  # the mesh axes, if any, that divide each dimension
 
 
 def num_pieces(axes: Axes, tp: int, dp: int = 1) -> int:

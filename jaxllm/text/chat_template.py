@@ -111,8 +111,7 @@ def _cut_at_tag(text: str) -> str:
 
 
 MAX_TEMPLATE = 64 * 1024  # characters of a template that is looked into: a stranger's may have megabytes
-_MEDIA = ("audio", "audios", "image", "images", "video", "videos")
-"""Keys of messages that some libraries put pictures and sounds into."""
+_MEDIA = ("audio", "audios", "image", "images", "video", "videos")  # messages' keys of pictures and sounds
 _OF_TEXT = ("type", "text", "cache_control")
 
 

@@ -22,8 +22,7 @@ HARMONY_TOKENS = (
 )  # fmt: skip
 MUSE = "muse"  # Muse's messages to itself, the user and tools, which have a parser of their own too
 MUSE_TOKENS = ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>")
-FUNCTIONARY = "functionary_v32"
-"""functionary v3.2's messages to everybody and to tools, which have a parser of their own, and no reasoning."""
+FUNCTIONARY = "functionary_v32"  # v3.2's messages, which have a parser of their own, and no reasoning
 CHANNELS = (HARMONY, MUSE, FUNCTIONARY)  # formats whose answers are messages, calls among them
 
 

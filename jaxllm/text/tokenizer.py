@@ -31,8 +31,7 @@ from jaxllm.weights.folder import EOS_FIELDS, gguf_models, model_file, read_gene
 
 LONG_TEXT = 16 * 1024
 """Characters, or tokens, from which on other threads go on while the library works: only its batch calls let them."""
-_SMOLLM3_TOOLS = "xml_tools"
-"""The name of the tools in SmolLM3's first template, which looks for no other; later ones take both."""
+_SMOLLM3_TOOLS = "xml_tools"  # the only tools that SmolLM3's first template looks for; later ones take both
 _CACHE_DIR = user_folder("XDG_CACHE_HOME", "~/.cache") / "tokenizers"
 _NAMED_TEMPLATE = FieldKind(
     "an object with a name and a template",

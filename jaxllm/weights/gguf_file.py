@@ -242,8 +242,7 @@ class _Parser:
         return [str(data[start:stop], "utf-8") for start, stop in spans] if wanted else None
 
 
-Importance = Float32[np.ndarray, "*experts i"]
-"""The mean square of each input; of experts that saw no token it is 1 everywhere."""
+Importance = Float32[np.ndarray, "*experts i"]  # mean square of each input; 1 for experts that saw no token
 
 SUMS, COUNTS = ".in_sum2", ".counts"
 MAX_NAME = 1024

@@ -21,8 +21,7 @@ from jaxllm.errors import ModelNotFoundError
 
 logger = logging.getLogger(__name__)
 
-_OTHER_LAYOUTS = ("*/*.safetensors", "*/*.json", "consolidated*.safetensors")
-"""Copies of the same weights in other layouts, which some repositories have as well."""
+_OTHER_LAYOUTS = ("*/*.safetensors", "*/*.json", "consolidated*.safetensors")  # copies of the same weights
 CONNECT_TIMEOUT = 3.0  # seconds
 
 

@@ -26,8 +26,7 @@ from jaxllm.weights.saved import SavedCheckpoint
 NEVER_QUANTIZED = ("*.router.weight", "*.shared_gate.weight", "*.beta_decay.weight")
 """Small weights whose errors send a token to other experts, or stay in a state for long."""
 
-ABSORBED = "*.kv_b.weight"
-"""Latent attention absorbs it instead of multiplying by it; it is so small that a GPU has it in 16-bit floats."""
+ABSORBED = "*.kv_b.weight"  # latent attention absorbs it, and a GPU keeps it in 16-bit floats, since it is small
 
 ENDS = ("embed.weight", "head.weight")
 

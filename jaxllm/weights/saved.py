@@ -34,14 +34,13 @@ from jaxllm.weights.names import NameMap, Source
 
 ARRAYS = "weights"
 VERSION = 1
-GROUP_BYTES = 256 * 2**20
-"""Weights are read in groups of this size: few calls, and little memory besides what goes to the devices."""
+GROUP_BYTES = 256 * 2**20  # weights are read in groups of this size: few calls, and little memory
 
 LABELS = {np.dtype(dtype).name: label for label, dtype in FLOATS.items()}
 
 SCALES = ("float16", "bfloat16", "float32", "float8_e8m0fnu")
 
-SAVED_KINDS: dict[str, tuple[Callable[..., WeightKind], FieldKinds]] = {
+SAVED_KINDS: dict[str, tuple[Callable[..., WeightKind], FieldKinds]] = {  # each kind's fields in a manifest
     "dense": (DenseKind, {"dtype": fields.one_of(*LABELS)}),
     "gguf": (GgufKind, {"type": fields.one_of(*FORMATS)}),
     "per_channel": (per_channel, {"codes": fields.one_of("int8", "float8_e4m3fn"), "activations": fields.FLAG}),
@@ -52,7 +51,6 @@ SAVED_KINDS: dict[str, tuple[Callable[..., WeightKind], FieldKinds]] = {
     }),
     "fp8_blocks": (fp8_blocks, {"rows": fields.whole(1, 2**20), "block": fields.whole(1, 2**20)}),
 }  # fmt: skip
-"""The name of each kind in a manifest, and its fields there; the type to compute in is the reader's."""
 
 TYPES = ("dtype", "codes", "scale")  # fields that name types
 

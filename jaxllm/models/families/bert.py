@@ -57,7 +57,7 @@ def _bert_norm(path: str, name: str) -> dict[str, Pattern]:
     return _either(path, name, name, ("gamma", "beta"))  # as the first checkpoints call them
 
 
-BERT_NAMES: dict[str, Pattern] = {
+BERT_NAMES: dict[str, Pattern] = {  # BERT's head follows a pooler, RoBERTa's has one of its own
     "embed.weight": "model.embeddings.word_embeddings.weight",
     "places.positions": "model.embeddings.position_embeddings.weight",
     "places.types": "model.embeddings.token_type_embeddings.weight",
@@ -71,7 +71,6 @@ BERT_NAMES: dict[str, Pattern] = {
     **_either("classifier.dense", "classifier.dense", "model.pooler.dense"),
     **_either("classifier.output", "classifier.out_proj", "classifier"),
 }  # fmt: skip
-"""BERT's names, whose classification head follows a pooler, or RoBERTa's, whose head has one of its own."""
 
 BERT = Family(
     name="BERT", models="BERT, MiniLM, BGE, E5, GTE, MS MARCO cross-encoders",
@@ -100,13 +99,12 @@ _FIRST_KEYS = {  # keys of the first published files, and what transformers call
     "n_inner": "intermediate_size", "n_positions": "max_position_embeddings", "layer_norm_epsilon": "layer_norm_eps",
     "rotary_emb_base": "rope_theta",
 }  # fmt: skip
-_NOMIC_BERT_ONLY: dict[str, tuple[Any, ...]] = {
+_NOMIC_BERT_ONLY: dict[str, tuple[Any, ...]] = {  # values that those files may have for keys of similar models
     "activation_function": (None, "swiglu"), "prenorm": (None, False), "parallel_block": (None, False),
     "use_rms_norm": (None, False), "qkv_proj_bias": (None, False), "mlp_fc1_bias": (None, False),
     "mlp_fc2_bias": (None, False), "rotary_emb_fraction": (None, 1, 1.0), "rotary_emb_interleaved": (None, False),
     "rotary_emb_scale_base": (None,), "rotary_scaling_factor": (None,), "num_experts": (None, 0),
 }  # fmt: skip
-"""Values that those files may have for keys of other models of their kind."""
 
 
 def nomic_bert_from_hf(c: dict[str, Any]) -> DecoderConfig:

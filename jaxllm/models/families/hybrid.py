@@ -249,13 +249,12 @@ def lfm2_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
     }  # fmt: skip
 
 
-LFM2_GGUF_NAMES: dict[str, Pattern] = {
+LFM2_GGUF_NAMES: dict[str, Pattern] = {  # the last norm may be named after the embedding
     "norm.weight": AnyOf("token_embd_norm.weight", "output_norm.weight"),
     **in_layers("blk.*", {"conv.input": "shortconv.in_proj", "conv.output": "shortconv.out_proj"}),
     "layers.*.conv.taps": Source("blk.*.shortconv.conv.weight", without_middle_axis),
     "layers.*.conv.bias": "blk.*.shortconv.conv.bias",
 }
-"""The last norm is called after the embedding; a file may also have it under the usual name."""
 
 
 LFM2_GGUF: Table = {

@@ -90,8 +90,7 @@ INTERNLM3 = Family(
 
 
 # Baichuan 1 and 2: Llama with q, k and v in one tensor; the 13B models have ALiBi (arXiv:2309.10305)
-LAYERS_OF_13B, SIZE_OF_13B = 40, 5120
-"""By which files of either format are known, as they do not say which positions they have."""
+LAYERS_OF_13B, SIZE_OF_13B = 40, 5120  # known by these, since files do not say which positions they have
 VOCAB_OF_2 = 125_696  # by which the second version is known, whose head has rows of length one
 
 

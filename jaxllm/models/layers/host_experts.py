@@ -25,8 +25,7 @@ class ExpertPlaces(NamedTuple):
 
     first: tuple[Any, ...]  # the arrays of a Weight `[C, o, i]`: the gate and the projection up
     down: tuple[Any, ...]
-    expert: Any
-    """The number of the expert in each place among those in host memory, and one more; 0 where there is none."""
+    expert: Any  # 1 + the number of each place's expert among those in host memory; 0 where there is none
     order: Any  # the places' order of use: 0 is that of the one unused for longest
 
 

@@ -18,7 +18,7 @@ from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Late, Norm, Residual, StepMetadata
 from jaxllm.sharding.mesh import Layout, Segment, split_rows, tensor_size
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {  # by the names of `hidden_act`
     "silu": jax.nn.silu,
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
     "gelu_new": partial(jax.nn.gelu, approximate=True),
@@ -26,7 +26,6 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
-"""Activation functions under the names that `hidden_act` and `hidden_activation` use."""
 
 
 def gated(gate_up: Float[Array, "N n"], activation: str, scale: float = 1.0) -> Float[Array, "N n//2"]:

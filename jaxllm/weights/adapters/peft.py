@@ -78,8 +78,7 @@ _REFUSED = {  # settings that change what an adapter computes, and what to do in
     "use_bdlora": "block-diagonal matrices are not supported; " + _MERGE,
 }
 
-_CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
-"""Beginnings of `init_lora_weights` with which an adapter is trained over a base model that it has changed."""
+_CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")  # of `init_lora_weights`: they change the base
 _CONVERT = (
     "the adapter belongs to a base model that this has changed; save it again for the unchanged one with "
     "save_pretrained(..., path_initial_model_for_weight_conversion=PATH_OF_THE_ADAPTER_AT_THE_BEGINNING), or merge it"
@@ -99,12 +98,9 @@ _PART = re.compile(
 `q_proj.lora_A.default.weight`."""
 _SAVED = re.compile(r"(?P<module>.+?)(?:\.modules_to_save(?:\.[^.]+)?|\.base_layer)?\.(?P<kind>weight|bias)")
 """A whole tensor, of a module that was trained, or a bias."""
-_UNCHANGED = ".base_layer.weight"
-"""The end of the name of a matrix of the model itself, which PEFT stores beside the change of an embedding."""
-_LANGUAGE_MODEL = re.compile(r"(model\.)?language_model\.(model\.)?(?P<rest>.*)")
-"""The names of a multimodal model's language model: `model.language_model.layers.0.mlp`."""
-_INPUTS_FIRST = re.compile(r"(transformer\.)?h\.\d+\.(attn|mlp)\.c_(attn|proj|fc)")
-"""GPT-2's layers, whose matrices are stored as `[in, out]`."""
+_UNCHANGED = ".base_layer.weight"  # a matrix of the model itself, which PEFT stores beside the change of an embedding
+_LANGUAGE_MODEL = re.compile(r"(model\.)?language_model\.(model\.)?(?P<rest>.*)")  # of a multimodal model
+_INPUTS_FIRST = re.compile(r"(transformer\.)?h\.\d+\.(attn|mlp)\.c_(attn|proj|fc)")  # GPT-2's, stored `[in, out]`
 
 LayerParts = dict[str, np.ndarray]
 

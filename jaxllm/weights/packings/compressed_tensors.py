@@ -172,8 +172,7 @@ def _scales(parts: Parts, outputs: int, inputs: int) -> tuple[tuple[int, int], i
 
 
 SCALES = ("_scale_inv", "_scale")
-ACTIVATIONS = (".input_scale", ".input_zero_point", ".activation_scale", ".output_scale")
-"""Measured scales of inputs, which are not used: inputs are rounded by the values in each row, or not at all."""
+ACTIVATIONS = (".input_scale", ".input_zero_point", ".activation_scale", ".output_scale")  # measured, and unused
 FP8_FIELDS = {"weight_block_size": either(several(whole(1, 2**20), 2), NULL)}
 FLOAT32 = np.dtype(np.float32)
 
