@@ -13,8 +13,7 @@ from jaxllm.mcp.settings import ServerSettings
 from jaxllm.mcp.stdio import MAX_MESSAGE
 from jaxllm.mcp.tools import failed_statuses
 
-READ_SECONDS = 300.0
-"""A stream counts as dead after this silence; servers send something more often than that."""
+READ_SECONDS = 300.0  # a stream counts as dead after this silence; servers send something more often than that
 
 
 def http_client(settings: ServerSettings) -> httpx2.AsyncClient:
@@ -45,12 +44,9 @@ class PublicOnly(httpx2.AsyncBaseTransport):
         except OSError as error:
             raise httpx2.ConnectError(str(error), request=request) from None
         sent = httpx2.Request(
-            request.method,
-            request.url.copy_with(host=address),
-            headers=request.headers,
-            stream=request.stream,
+            request.method, request.url.copy_with(host=address), headers=request.headers, stream=request.stream,
             extensions={**request.extensions, "sni_hostname": request.url.host},
-        )
+        )  # fmt: skip
         return await self._inner.handle_async_request(sent)
 
     async def aclose(self) -> None:

@@ -35,17 +35,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ServerStatus = Literal["starting", "ready", "failed", "stopped"]
-FIRST_DELAY = 0.5
-"""Seconds before a further attempt to connect, doubled each time; a connection that was steady is retried at once."""
+FIRST_DELAY = 0.5  # seconds before the next attempt to connect, doubled each time; none after a steady connection
 STEADY_SECONDS = 5.0
-LOST_SECONDS = 5.0
-"""The time that a call waits to hear why its connection was lost."""
+LOST_SECONDS = 5.0  # the time that a call waits to hear why its connection was lost
 LONGEST_DELAY = 60.0
-LISTING_PAUSE = 1.0
-"""Seconds between two listings, however often a server says that its tools have changed."""
+LISTING_PAUSE = 1.0  # seconds between two listings, however often a server says that its tools have changed
 RESULT_LIMIT: int = ServerConfig.model_fields["mcp_result_limit"].default
-STARTING_SECONDS = 3.0
-"""The time that a request waits for servers which are just starting, so that it gets their tools."""
+STARTING_SECONDS = 3.0  # the time that a request waits for servers which are just starting, so that it gets their tools
 
 
 class ToolServers:
@@ -57,7 +53,6 @@ class ToolServers:
         self.servers = {one.label: self._server(one) for one in settings}
 
     async def start(self) -> None:
-        """Begin to connect to all of them; waits for none: see ToolServer.ready."""
         for server in self.servers.values():
             server.start()
 
@@ -113,31 +108,22 @@ class ToolServer:
         self.label = settings.label
         self.description = settings.description
         self.status: ServerStatus = "starting"
-        self.error: str | None = None
-        """The last problem, while status is failed."""
+        self.error: str | None = None  # the last problem, while status is failed
         self.tools: Sequence[ServerTool] = ()
-        self.refused: Mapping[str, str] = {}
-        """Names of tools that cannot be offered, and why."""
+        self.refused: Mapping[str, str] = {}  # names of tools that cannot be offered, and why
         self._result_limit = result_limit
         self._client: Client | None = None
         self._task: asyncio.Task[None] | None = None
         self._scope: anyio.CancelScope | None = None
-        self._settled = asyncio.Event()
-        """The last attempt has succeeded or failed."""
-        self._problem: Problem | None = None
-        """The end of the connection before."""
-        self._ready_at: float | None = None
-        """When the present connection was made."""
-        self._in_haste = False
-        """Whether the next attempt does not wait: the server is there, and has only forgotten us."""
+        self._settled = asyncio.Event()  # the last attempt has succeeded or failed
+        self._problem: Problem | None = None  # the end of the connection before
+        self._ready_at: float | None = None  # when the present connection was made
+        self._in_haste = False  # whether the next attempt does not wait: the server is there, and has only forgotten us
         self._changed = asyncio.Event()
-        self._lost = asyncio.Event()
-        """The present connection should be left."""
-        self._attempted = asyncio.Event()
-        """The present connection has been left, and `error` says why."""
+        self._lost = asyncio.Event()  # the present connection should be left
+        self._attempted = asyncio.Event()  # the present connection has been left, and `error` says why
 
     def start(self) -> None:
-        """Begin to connect, on the running event loop."""
         self._scope = anyio.CancelScope()
         self._task = asyncio.create_task(self._supervise(), name=f"mcp-{self.label}")
 
@@ -211,7 +197,6 @@ class ToolServer:
                 delay = min(max(2 * delay, FIRST_DELAY), LONGEST_DELAY)
 
     async def _attempt(self) -> Problem:
-        """Connect and stay connected; returns what ended it."""
         self._lost, self._attempted = asyncio.Event(), asyncio.Event()
         failed_statuses.set([])
         connection = Connection(self.settings)
@@ -288,10 +273,7 @@ class Connection:
 
     @asynccontextmanager
     async def open(self, *, ended: Callable[[], None], changed: Callable[[], None]) -> AsyncIterator[Client]:
-        """A client that has shaken hands. Calls `ended` when nothing more will be heard, and `changed` for new tools.
-
-        Raises the transport's errors: see `why`.
-        """
+        """A connected client. Calls `ended` when nothing more will be heard, and `changed` for new tools; see `why`."""
         from mcp import Client
         from mcp_types import Implementation, ToolListChangedNotification
 
@@ -301,12 +283,9 @@ class Connection:
 
         async with AsyncExitStack() as stack:
             client = Client(
-                _watched(await self._transport(stack), ended),
-                read_timeout_seconds=self._settings.timeout,
-                client_info=Implementation(name="jaxllm", version=version("jaxllm")),
-                message_handler=hear,
-                cache=None,
-            )
+                _watched(await self._transport(stack), ended), read_timeout_seconds=self._settings.timeout,
+                client_info=Implementation(name="jaxllm", version=version("jaxllm")), message_handler=hear, cache=None,
+            )  # fmt: skip
             await stack.enter_async_context(client)
             yield client
 
@@ -329,11 +308,9 @@ class Connection:
             from mcp.client.sse import sse_client
 
             return sse_client(
-                settings.url,
-                timeout=settings.timeout,
-                sse_read_timeout=READ_SECONDS,
+                settings.url, timeout=settings.timeout, sse_read_timeout=READ_SECONDS,
                 httpx_client_factory=lambda headers=None, timeout=None, auth=None: http_client(settings),
-            )
+            )  # fmt: skip
         from mcp.client.streamable_http import streamable_http_client
 
         http = await stack.enter_async_context(http_client(settings))
@@ -342,7 +319,6 @@ class Connection:
 
 @asynccontextmanager
 async def _watched(transport: Any, ended: Callable[[], None]) -> AsyncIterator[tuple[Any, Any]]:
-    """A transport that tells when its messages end."""
     async with transport as (messages, outbox):
         yield _Messages(messages, ended), outbox
 

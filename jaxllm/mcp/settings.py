@@ -28,55 +28,40 @@ logger = logging.getLogger(__name__)
 
 Transport = Literal["stdio", "http", "sse"]
 
-LABEL = r"[a-zA-Z0-9_-]{1,48}"
-"""It leaves room for a tool's own name in the 64 characters of a function's."""
+LABEL = r"[a-zA-Z0-9_-]{1,48}"  # it leaves room for a tool's own name in the 64 characters of a function's
 
-_SHORTEST_SECRET = 6
-"""Shorter values, as "1" or "true", are no secrets, and removing them would garble everything."""
+_SHORTEST_SECRET = 6  # shorter values, as "1" or "true", are no secrets, and removing them would garble everything
 
-DEFAULT_PATH = Path("mcp.json")
-"""The usual name of such a file, which has to be named here."""
-OFF = Path("off")
-"""Given instead of a file for no servers."""
+DEFAULT_PATH = Path("mcp.json")  # the usual name of such a file, which has to be named here
+OFF = Path("off")  # given instead of a file for no servers
 
-PYTHONS = ("python", "python3")
-"""Commands that stand for the interpreter that runs jaxllm, in which tool servers' packages are installed."""
+PYTHONS = ("python", "python3")  # the interpreter that runs jaxllm, which has tool servers' packages
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _LISTS = ("mcpServers", "servers")
-_TRANSPORTS: Mapping[str, Transport] = {
+_TRANSPORTS: Mapping[str, Transport] = {  # the transport for each `type`
     "stdio": "stdio", "http": "http", "streamable-http": "http", "streamable_http": "http", "streamableHttp": "http",
     "sse": "sse",
 }  # fmt: skip
-"""The transport for each `type`."""
 
 
 @dataclass(frozen=True)
 class ServerSettings:
     """One server. Fields that may hold a secret are not in its repr."""
 
-    label: str
-    """The beginning of its tools' names; matches LABEL."""
+    label: str  # the beginning of its tools' names; matches LABEL
     transport: Transport
-    command: str | None = None
-    """The program of a stdio server: a path, or a name that is looked up in PATH."""
+    command: str | None = None  # the program of a stdio server: a path, or a name that is looked up in PATH
     args: tuple[str, ...] = field(default=(), repr=False)
-    env: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Variables of a stdio server, besides the few that it inherits."""
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)  # besides the few that are inherited
     cwd: str | None = None
     url: str | None = field(default=None, repr=False)
-    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Sent with every request to url, Authorization among them."""
-    timeout: float = 30.0
-    """Seconds that starting, listing and each call may take."""
-    description: str | None = None
-    """The server's purpose, in the operator's words."""
-    allowed_tools: tuple[str, ...] | None = None
-    """The server's own names of the tools that may be used; by default all."""
-    public_only: bool = False
-    """Reach url only by https and at public addresses: for urls that came in requests."""
-    secrets: frozenset[str] = field(default=frozenset(), repr=False)
-    """Further secret values, such as those of variables."""
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)  # sent with every request to url
+    timeout: float = 30.0  # seconds that starting, listing and each call may take
+    description: str | None = None  # the server's purpose, in the operator's words
+    allowed_tools: tuple[str, ...] | None = None  # the server's own names of the tools that may be used; by default all
+    public_only: bool = False  # reach url only by https and at public addresses: for urls that came in requests
+    secrets: frozenset[str] = field(default=frozenset(), repr=False)  # others, such as values of variables
 
     def shown(self, text: object) -> str:
         """Words about this server, or by it, on one line and without its secrets."""
@@ -171,7 +156,6 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entries(source: str, document: Any) -> Iterator[tuple[str, str, Any]]:
-    """Each server's place, its name, and its fields."""
     servers = document
     if isinstance(document, dict):
         given = [key for key in _LISTS if key in document]
@@ -239,19 +223,13 @@ def _settings(place: str, label: str, entry: Entry, environ: Mapping[str, str], 
         if not (name + value).isascii() or not (name + value).isprintable():
             raise ConfigError(f"{place}: headers.{one_line(name)} must be printable ASCII")
     return ServerSettings(
-        label=label,
-        transport=transport,
-        command=entry.command and _program(filled("command", entry.command), folder),
+        label=label, transport=transport, command=entry.command and _program(filled("command", entry.command), folder),
         args=tuple(filled(f"args.{at}", value) for at, value in enumerate(entry.args)),
         env={name: filled(f"env.{name}", value) for name, value in entry.env.items()},
-        cwd=None if transport != "stdio" else _directory(entry.cwd and filled("cwd", entry.cwd), folder),
-        url=url,
-        headers=headers,
-        timeout=entry.timeout_secs,
-        description=entry.instructions,
-        allowed_tools=None if entry.allowed_tools is None else tuple(entry.allowed_tools),
-        secrets=frozenset(given),
-    )
+        cwd=None if transport != "stdio" else _directory(entry.cwd and filled("cwd", entry.cwd), folder), url=url,
+        headers=headers, timeout=entry.timeout_secs, description=entry.instructions,
+        allowed_tools=None if entry.allowed_tools is None else tuple(entry.allowed_tools), secrets=frozenset(given),
+    )  # fmt: skip
 
 
 def _program(command: str, folder: Path | None) -> str:
@@ -271,7 +249,6 @@ def _directory(cwd: str | None, folder: Path | None) -> str | None:
 
 
 def _transport(place: str, entry: Entry) -> Transport:
-    """The transport by `type`, or by the fields: a command is started, a url is asked by streamable HTTP."""
     if (entry.command is None) == (entry.url is None):
         problem = "neither command nor url" if entry.url is None else "both command and url"
         raise ConfigError(f"{place}: has {problem}; it must have one of them")

@@ -25,17 +25,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-INHERITED = (
+INHERITED = (  # variables that every server gets; the rest of our environment, such as keys, is kept from it
     "HOME", "LANG", "LC_ALL", "LC_CTYPE", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "TZ", "USER",
     "APPDATA", "COMSPEC", "HOMEDRIVE", "HOMEPATH", "LOCALAPPDATA", "PATHEXT", "PROCESSOR_ARCHITECTURE", "SYSTEMDRIVE",
     "SYSTEMROOT", "TEMP", "USERNAME", "USERPROFILE",
 )  # fmt: skip
-"""Variables that every server gets; the rest of our environment, such as keys, is kept from it."""
 
-MAX_MESSAGE = 16 * 2**20
-"""Bytes of one message: it is parsed at once, on the event loop."""
-GRACE_SECONDS = 2.0
-"""The time for a server to end by itself once its stdin is closed, and again once it was told to."""
+MAX_MESSAGE = 16 * 2**20  # bytes of one message: it is parsed at once, on the event loop
+GRACE_SECONDS = 2.0  # the time for a server to end by itself once its stdin is closed, and again once it was told to
 _LAST_WORDS_SECONDS = 0.2
 _KEPT_COMPLAINTS = 20
 _COMPLAINT = 2000
@@ -54,8 +51,7 @@ class Child:
         self._complaints: deque[str] = deque(maxlen=_KEPT_COMPLAINTS)
         self._heard_all = anyio.Event()
         self.read_all = anyio.Event()
-        self.problem: str | None = None
-        """The reason for giving it up, if it did not simply end."""
+        self.problem: str | None = None  # the reason for giving it up, if it did not simply end
 
     def last_words(self) -> str:
         """How it ended, for people."""

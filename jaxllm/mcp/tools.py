@@ -16,23 +16,17 @@ from jaxllm.mcp.settings import ServerSettings
 if TYPE_CHECKING:
     from mcp import Client
 
-MAX_LISTED = 1000
-"""Tools of one server."""
+MAX_LISTED = 1000  # tools of one server
 MAX_PAGES = 100
-MAX_DESCRIPTION = 4096
-"""Characters; the rest is cut."""
-MAX_SCHEMA = 64 * 1024
-"""Characters of a schema as JSON."""
+MAX_DESCRIPTION = 4096  # characters; the rest is cut
+MAX_SCHEMA = 64 * 1024  # characters of a schema as JSON
 MAX_SHOWN_NAME = 80
-FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-"""OpenAI's pattern."""
+FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # OpenAI's pattern
 
 TIMED_OUT = -32001
 CLOSED = -32000
-_TERMINATED = "Session terminated"
-"""The SDK's words for a session that its server, perhaps restarted, no longer knows."""
-_NO_REASON = ("Server returned an error response", "Not Found")
-"""The SDK's words for an HTTP status without a reason."""
+_TERMINATED = "Session terminated"  # the SDK's words for a session that its server, perhaps restarted, no longer knows
+_NO_REASON = ("Server returned an error response", "Not Found")  # the SDK's words for an HTTP status without a reason
 
 failed_statuses: ContextVar[list[int] | None] = ContextVar("failed_statuses", default=None)
 """HTTP statuses of refusals for the current task, which the SDK does not tell."""
@@ -140,14 +134,10 @@ def _server_tool(tool: Any, settings: ServerSettings) -> ServerTool:
     if tool.annotations is not None:
         annotations = tool.annotations.model_dump(by_alias=True, exclude_none=True)
     return ServerTool(
-        server=settings.label,
-        name=tool.name,
-        full_name=full_name(settings.label, tool.name),
+        server=settings.label, name=tool.name, full_name=full_name(settings.label, tool.name),
         description=None if tool.description is None else printable(tool.description)[:MAX_DESCRIPTION],
-        parameters=tool.input_schema,
-        read_only=bool((annotations or {}).get("readOnlyHint")),
-        annotations=annotations,
-    )
+        parameters=tool.input_schema, read_only=bool((annotations or {}).get("readOnlyHint")), annotations=annotations,
+    )  # fmt: skip
 
 
 def printable(text: str) -> str:

@@ -37,10 +37,6 @@ class Repeated(NamedTuple):
     channels: int
     groups: int
 
-    def further(self, tp: int) -> int:
-        """Channels that `tp` devices have more, all together, than there are different ones."""
-        return self.channels * max(tp - self.groups, 0) // self.groups
-
 
 @dataclass(frozen=True)
 class PerSlot:
@@ -129,8 +125,7 @@ class CacheLayout:
         return ()
 
     def _states(self, count: int, shape: tuple[int, ...], axis: int | None, repeated: Repeated | None) -> Buffer:
-        """The arrays of `count` sequences over all devices, divided along `axis`."""
-        further = 0 if repeated is None else repeated.further(self.tp)
+        further = 0 if repeated is None else repeated.channels * max(self.tp - repeated.groups, 0) // repeated.groups
         sizes = [size + further * (i == axis) for i, size in enumerate(shape)]
         axes = (TENSOR if axis == i else None for i in range(len(shape)))
         return Buffer((count, *sizes), np.dtype(jnp.float32), (None, *axes))

@@ -49,7 +49,6 @@ class LayerKind:
 
     @property
     def mixers(self) -> tuple[MixerKind, ...]:
-        """All of them, in the order of what they keep."""
         if self.mixer is None:
             return ()
         return MIXERS_BESIDE[self.mixer] if self.mixer == "attention_beside_ssd" else (self.mixer,)
@@ -61,7 +60,6 @@ class LayerKind:
 
     @property
     def dense(self) -> bool:
-        """The layer has an MLP without experts."""
         return self.mlp and not self.sparse
 
 
@@ -237,13 +235,11 @@ class DecoderConfig:
 
     @property
     def vector_size(self) -> int:
-        """Channels of what stands for a text."""
         projections = self.encoder.projections if self.encoder is not None and not self.num_labels else ()
         return projections[-1].size if projections else self.hidden_size
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """The different rotary embeddings of the layers."""
         return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None))
 
     @property
@@ -254,7 +250,6 @@ class DecoderConfig:
 
     @property
     def caches(self) -> tuple[CacheSpec, ...]:
-        """The caches of the layers."""
         return tuple(self._cache(layer) for layer in self.layers)
 
     @property
@@ -268,7 +263,6 @@ class DecoderConfig:
         return any(isinstance(spec, PerSlot) for spec in parts_of(self.caches))
 
     def head_dim_of(self, layer: LayerKind) -> int:
-        """Channels of a head of this layer."""
         return layer.head_dim or self.head_dim
 
     @property
@@ -283,15 +277,12 @@ class DecoderConfig:
 
     @property
     def layer_shapes(self) -> LayerShapes:
-        """Sizes of the activations that layers have for each token."""
         return LayerShapes(self.hidden_size, self.kv_heads)
 
     def num_kv_heads_of(self, layer: LayerKind) -> int:
-        """KV heads of this layer."""
         return layer.num_kv_heads or self.num_kv_heads
 
     def intermediate_size_of(self, layer: LayerKind) -> int:
-        """The size of this layer's dense MLP."""
         return layer.intermediate_size or self.intermediate_size
 
     def _cache(self, layer: LayerKind) -> CacheSpec:
@@ -387,7 +378,6 @@ class Divided(NamedTuple):
     replicable: bool = False
 
     def fits(self, degree: int) -> bool:
-        """True where `degree` devices can share it."""
         return self.size % degree == 0 or (self.replicable and degree % self.size == 0)
 
 

@@ -113,10 +113,7 @@ class Decoder(nnx.Module):
         return x if self.positions is None else x + self.positions[...][meta.positions]
 
     def most_likely(self, hidden: Float[Array, "R E"]) -> Int[Array, "R"] | None:
-        """The token with the highest score of each row, where the kernels find it without the scores.
-
-        A cap on the scores, and a factor on them, change nothing in their order.
-        """
+        """The token with the highest score of each row, where the kernels find it without the scores."""
         return (self.head or self.embed).most_likely(hidden)
 
     def logits(self, hidden: Float[Array, "R E"]) -> Float[Array, "R V"]:
@@ -245,7 +242,6 @@ class DecoderLayer(nnx.Module):
 
 
 def _sum(point: str, x: Float[Array, "T E"], out: Float[Array, "T E"]) -> Float[Array, "T E"]:
-    """The residual stream with what a block adds to it, which is known by `point`."""
     tap(point, out)
     return x + out
 

@@ -105,7 +105,6 @@ class SumNormLayer(DecoderLayer):
         self, x: Float[Array, "T E"], late: Late | None, angles: Angles | None, cache: Cache,
         meta: StepMetadata, given: Float[Array, "T p"] | None = None,
     ) -> tuple[Float[Array, "T E"], Late | None, Cache]:  # fmt: skip
-        """Nothing is `late`, and no input is `given` besides."""
         assert self.attention_post_norm is not None and self.mlp_post_norm is not None and self.mlp is not None
         x, cache = self._mix(x, angles, cache, meta, residual=x)
         x = without_padding(self.attention_post_norm(x), meta, self.kernels)  # which biases have filled
@@ -114,7 +113,6 @@ class SumNormLayer(DecoderLayer):
 
 @partial(jax.jit, static_argnums=0)
 def _run_layer(graph: Any, weights: Any, x: jax.Array, angles: Angles | None, meta: StepMetadata) -> jax.Array:
-    """One layer. Being jitted, it is traced once for all layers that differ by nothing but their weights."""
     x, late, _ = nnx.merge(graph, weights)(x, None, angles, (), meta)
     assert late is None, "layers that leave a sum to the next one are a decoder's"
     return x
@@ -129,7 +127,6 @@ class TokenPlaces(nnx.Module):
         self.first = config.first_position
 
     def __call__(self, x: Float[Array, "T E"], meta: StepMetadata) -> Float[Array, "T E"]:
-        """The sum, in float32."""
         x = x.astype(jnp.float32)
         if self.types is not None:
             x = x + (self.types[...][0] if meta.token_types is None else self.types[...][meta.token_types])
@@ -146,7 +143,6 @@ class Classifier(nnx.Module):
         self.output = Linear(size, num_labels, options, config.output_bias)
 
     def __call__(self, pooled: Float[Array, "R E"]) -> Float[Array, "R n"]:
-        """float32."""
         x = pooled if self.dense is None else _HEAD_ACTIVATIONS[self.activation](self.dense(pooled))
         return self.output(x if self.norm is None else self.norm(x)).astype(jnp.float32)
 

@@ -127,7 +127,6 @@ def scaled_length(stated: int, layers: tuple[LayerKind, ...]) -> int:
 
 
 def hf_head_dim(c: dict[str, Any]) -> int:
-    """`head_dim`, or the hidden size shared out among the heads."""
     return c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
 
 
@@ -183,11 +182,9 @@ def hf_rope(
         fields["attention_factor"] = fields.get("attention_factor", 1.0) * given["attn_factor"]
     return RopeConfig(
         dim=int(head_dim * (given.get("partial_rotary_factor") or c.get("partial_rotary_factor") or partial)),
-        theta=float(given.get("rope_theta") or c.get("rope_theta") or theta),
-        interleaved=interleaved,
-        kind=kind,
+        theta=float(given.get("rope_theta") or c.get("rope_theta") or theta), interleaved=interleaved, kind=kind,
         **fields,
-    )
+    )  # fmt: skip
 
 
 def hf_windows(c: dict[str, Any], *, period: int) -> list[int | None]:

@@ -66,10 +66,7 @@ class GgufFile:
         return f"{self.architecture}.{key}" in self._all
 
     def by_layer(self, key: str) -> list[Any]:
-        """A key's value in each layer, whether the file has one for all or one for each.
-
-        Raises CheckpointError if there are more or fewer, or one is not as it must be.
-        """
+        """A key's value in each layer. Raises CheckpointError unless the file has one for all, or one for each."""
         name, count = f"{self.architecture}.{key}", self("block_count")
         value = self._all[name]
         values = value if isinstance(value, list) else [value] * count
@@ -89,7 +86,6 @@ class GgufFile:
 
     @property
     def further_layers(self) -> int:
-        """The number of layers past the last, which predict further tokens."""
         return self("nextn_predict_layers", 0)
 
     @property
@@ -145,12 +141,9 @@ def as_stored(file: GgufFile, config: DecoderConfig) -> DecoderConfig:
     if not file("attention.causal", True) and config.encoder is None:
         raise CheckpointError("attention.causal is false; accepted is true, for this is not served as an encoder")
     ssd = config.ssd and replace(
-        config.ssd,
-        conv_bias=file.has("blk.*.ssm_conv1d.bias"),
-        bias=file.has("blk.*.ssm_in.bias"),
-        output_bias=file.has("blk.*.ssm_out.bias"),
-        norm="after_gate" if file.has("blk.*.ssm_norm.weight") else None,
-    )
+        config.ssd, conv_bias=file.has("blk.*.ssm_conv1d.bias"), bias=file.has("blk.*.ssm_in.bias"),
+        output_bias=file.has("blk.*.ssm_out.bias"), norm="after_gate" if file.has("blk.*.ssm_norm.weight") else None,
+    )  # fmt: skip
     return replace(
         config, qkv_bias=file.has("blk.*.attn_q.bias", "blk.*.attn_qkv.bias", "blk.*.attn_kv_a_mqa.bias"),
         output_bias=file.has("blk.*.attn_output.bias"), mlp_bias=file.has("blk.*.ffn_down.bias"),
@@ -182,12 +175,10 @@ def only(key: str, value: Any, meaning: str) -> Callable[[GgufFile], Any]:
 
 
 def tensor(*names: str) -> Callable[[GgufFile], bool]:
-    """`GgufFile.has` for a table."""
     return lambda file: file.has(*names)
 
 
 def rows(name: str) -> Callable[[GgufFile], int]:
-    """Rows of a matrix."""
     return lambda file: file.rows(name)
 
 
@@ -260,7 +251,7 @@ def _log_multiplier(file: GgufFile, kind: str, accepted: bool) -> float:
     return multiplier
 
 
-GGUF_KEYS: Table = {
+GGUF_KEYS: Table = {  # of all architectures
     "vocab_size": rows("token_embd.weight"),
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -277,14 +268,12 @@ GGUF_KEYS: Table = {
     ),
     "rope_scaling": rope_scaling,
 }
-"""Of all architectures."""
 
-GGUF_EXPERTS: Table = {
+GGUF_EXPERTS: Table = {  # of those whose models have experts, by any of the names that config.json has for them
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), "expert_count"),
 }
-"""Of those whose models have experts, by any of the names that config.json has for them."""
 
 
 def or_zero(kind: FieldKind, zero: FieldKind = whole(0, 0)) -> FieldKind:
@@ -292,7 +281,7 @@ def or_zero(kind: FieldKind, zero: FieldKind = whole(0, 0)) -> FieldKind:
     return either(kind, zero)
 
 
-GGUF_FIELDS: FieldKinds = {
+GGUF_FIELDS: FieldKinds = {  # by their names without the architecture's in front
     **dict.fromkeys(("block_count", "interleave_moe_layer_step", "full_attention_interval"), LAYERS),
     **dict.fromkeys((
         "embedding_length", "feed_forward_length", "attention.value_length", "attention.key_length_swa",
@@ -339,4 +328,3 @@ GGUF_FIELDS: FieldKinds = {
     "rope.scaling.yarn_log_multiplier": real(0, 1e2),
     "classifier.output_labels": many(TEXT, 2**16),
 }  # fmt: skip
-"""By their names without the architecture's in front."""

@@ -35,10 +35,9 @@ FACTOR = real(1e-3, 1e6)
 CAP = real(1e-3, 1e9)
 DIVISOR = real(1e-3, 1e31)  # what a rotary frequency is divided by; a huge one says that its channels do not rotate
 DIVISORS = 2**16  # the most of them: one a pair of a head's channels
-PATTERN = FieldKind(
+PATTERN = FieldKind(  # which layers have a window, L for local, and which have none
     "a text of L and G", lambda value: isinstance(value, str) and 0 < len(value) <= 2**10 and not value.strip("LG")
 )
-"""Which layers have a window, L for local, and which have none."""
 MAYBE_FLAG = either(FLAG, NULL)
 OFF = FieldKind("false or null", lambda value: value is None or value is False)
 LAYER_TYPES = ("full_attention", "sliding_attention")  # of most families

@@ -22,10 +22,7 @@ def linear(path: str, *names: str, fused: str | None = None) -> dict[str, Patter
 def in_layers(
     block: str, names: Mapping[str, str | tuple[str, ...]], transform: Transform | None = None
 ) -> dict[str, Pattern]:
-    """Weights and biases of the products and norms of each layer, whose tensors' names begin with `block`.
-
-    Weights go through `transform`, if there is one.
-    """
+    """Weights (through `transform`) and biases of each layer's products and norms, named after their `block`."""
     found: dict[str, Pattern] = {}
     for path, own in names.items():
         parts = [f"{block}.{name}" for name in ((own,) if isinstance(own, str) else own)]
@@ -131,7 +128,7 @@ def _join_kv_b(k_b: np.ndarray, v_b: np.ndarray) -> np.ndarray:
     return rows.reshape(-1, rows.shape[-1])
 
 
-GGUF_NAMES: dict[str, Pattern] = {
+GGUF_NAMES: dict[str, Pattern] = {  # the tensors of all architectures
     "embed.weight": "token_embd.weight",
     **linear("norm", "output_norm"),
     **linear("head", "output"),
@@ -157,9 +154,8 @@ GGUF_NAMES: dict[str, Pattern] = {
     ),
     "layers.*.mlp.shared_gate.weight": Source("blk.*.ffn_gate_inp_shexp.weight", lambda row: row.reshape(1, -1)),
 }  # fmt: skip
-"""The tensors of all architectures."""
 
-ENCODER_NAMES: dict[str, Pattern] = {
+ENCODER_NAMES: dict[str, Pattern] = {  # the tensors of encoders, whose norms come after the residual sums
     "places.positions": "position_embd.weight",
     "places.types": "token_types.weight",
     **linear("embedding_norm", "token_embd_norm"),
@@ -167,7 +163,6 @@ ENCODER_NAMES: dict[str, Pattern] = {
     **linear("classifier.dense", "cls"),
     **linear("classifier.output", "cls.output"),
 }
-"""The tensors of encoders, whose norms come after the residual sums."""
 
 
 def permuted_names(config: DecoderConfig) -> dict[str, Pattern]:

@@ -46,7 +46,6 @@ class Stage:
 
     @property
     def layers(self) -> range:
-        """The numbers of its layers."""
         return range(self.begin, self.end)
 
     def __str__(self) -> str:

@@ -61,17 +61,13 @@ class Predictor(Decoder):
         return states
 
     def embed_for(self, model: Decoder, tokens: jax.Array) -> Float[Array, "T E"]:
-        """The embeddings that it reads."""
         return model.embed(tokens)
 
     def predict(
         self, embeddings: Float[Array, "T E"], hidden: Float[Array, "T E"], caches: tuple[Cache, ...],
         meta: StepMetadata,
     ) -> Predicted:  # fmt: skip
-        """Predict the tokens after those with these `embeddings`.
-
-        They come after those whose states are `hidden`; `meta` has the positions of the latter.
-        """
+        """Predict the tokens after those of these `embeddings`, each after one of `hidden` (at `meta.positions`)."""
         raise NotImplementedError
 
     def head_for(self, model: Decoder) -> Head:
@@ -98,7 +94,6 @@ class MTPModule(Predictor):
         self, embeddings: Float[Array, "T E"], hidden: Float[Array, "T E"], caches: tuple[Cache, ...],
         meta: StepMetadata,
     ) -> Predicted:  # fmt: skip
-        """The hidden states of the module, which take the place of the model's as well, and its pages."""
         both = [self.token_norm(embeddings), self.hidden_norm(hidden.astype(embeddings.dtype))]
         joined = self.join(jnp.concatenate(both, axis=-1).astype(embeddings.dtype))
         found, kept = self(meta.positions, caches, meta, joined)
@@ -114,10 +109,7 @@ class MTPSpec(ModelSpec):
 
 
 def mtp_spec(checkpoint: Checkpoint, spec: ModelSpec) -> MTPSpec:
-    """The module that a checkpoint has beside its model.
-
-    Raises CheckpointError if it has none, or one that is made otherwise.
-    """
+    """The module that a checkpoint has beside its model. Raises CheckpointError if there is none that is supported."""
     family, config = spec.family, spec.config
     if family.mtp_names is None or checkpoint.format != "safetensors":
         supported = ", ".join(family.name for family in FAMILIES if family.mtp_names is not None)
@@ -264,12 +256,11 @@ FIELDS: FieldKinds = {
     "norm_before_residual": either(FLAG, NULL),
     LAYER_IDS: either(_LAYERS, NULL),
 }
-OTHERWISE: dict[str, tuple[Any, ...]] = {
+OTHERWISE: dict[str, tuple[Any, ...]] = {  # keys that some heads have unsupported values of
     "use_aux_hidden_state": (None, True), "use_input_layernorm_in_first_layer": (None, True),
     "use_last_layernorm": (None, True), "use_mtp_layernorm": (None, False), "norm_before_fc": (None, False),
     "fc_norm": (None, False), "parallel_draft_step": (None, 1),
 }  # fmt: skip
-"""Keys of `eagle_config` or of the file itself that some heads have other values of than the supported ones."""
 
 
 @dataclass(frozen=True)
@@ -293,10 +284,7 @@ def names_a_head(c: dict[str, Any]) -> bool:
 
 
 def eagle3_spec(checkpoint: Checkpoint, model: DecoderConfig) -> Eagle3Spec:
-    """The head of a checkpoint, which is to draft for `model`.
-
-    Raises CheckpointError if it is no such head, one that is made otherwise, or one for another model.
-    """
+    """The EAGLE-3 head of a checkpoint for `model`. Raises CheckpointError if it is none, or for another model."""
     with read_of(checkpoint.path, "its config.json has no"):
         return _eagle3_spec(checkpoint, model)
 

@@ -43,16 +43,14 @@ from jaxllm.wording import did_you_mean
 _MODULES = [import_module(f"{families.__name__}.{file.name}") for file in iter_modules(families.__path__)]
 _FOUND = {value.name: value for module in _MODULES for value in vars(module).values() if isinstance(value, Family)}
 
-FAMILIES = tuple(_FOUND[name] for name in sorted(_FOUND, key=str.casefold))
-"""Every `Family` that a file of `families/` has at its top level, by name."""
+FAMILIES = tuple(_FOUND[name] for name in sorted(_FOUND, key=str.casefold))  # of all files of `families/`
 
-GGUF_FAMILIES = {
+GGUF_FAMILIES = {  # the architectures of GGUF files, and the family of one that no other owns
     name: family
     for family in FAMILIES
     if family.gguf is not None and family.owns is None
     for name in family.gguf_architectures
 }
-"""The architectures of GGUF files, and the family of one that no other owns."""
 
 WRAPPERS = {wrapper: family for family in FAMILIES for wrapper in family.wrappers}
 """Multimodal `model_type`s whose `text_config` is served, and the family of one that does not say its own type."""
@@ -63,11 +61,10 @@ IGNORED_TENSORS: tuple[str, ...] = (
 )  # fmt: skip
 """Tensors that the config makes superfluous, scales of quantized keys and values, and modules that predict tokens."""
 
-IMAGE_TENSORS = (
+IMAGE_TENSORS = (  # tensors of a wrapper for images and sounds, besides its language model
     "*vision_tower.*", "*multi_modal_projector.*", "*mm_projector.*", "*audio_tower.*", "*embed_vision.*",
     "*embed_audio.*", "*vision_embedder.*", "vision_model.*", "*.visual.*",
 )  # fmt: skip
-"""Tensors of a wrapper for images and sounds, besides its language model."""
 
 
 @dataclass(frozen=True)
@@ -80,18 +77,16 @@ class ModelSpec:
     ignored: tuple[str, ...]
 
     def build(self, options: BuildOptions) -> Decoder | Encoder:
-        """The module, with abstract weights."""
         return (Decoder if self.config.encoder is None else Encoder)(self.config, options)
 
     @property
     def shape(self) -> Any:
-        """All that it builds depends on."""
         return self.config
 
 
 @contextmanager
 def read_of(path: Path, lacks: str) -> Iterator[None]:
-    """Names the file in errors, and a key that it `lacks`."""
+    """Name the file in errors, and a key that it `lacks`."""
     try:
         yield
     except KeyError as error:
@@ -101,10 +96,7 @@ def read_of(path: Path, lacks: str) -> Iterator[None]:
 
 
 def model_spec(checkpoint: Checkpoint) -> ModelSpec:
-    """Find the family of a checkpoint and parse its config.
-
-    Raises CheckpointError if the architecture is unknown (the supported ones are named), or its config lacks a key.
-    """
+    """Find a checkpoint's family and parse its config. Raises CheckpointError for unknown ones and missing keys."""
     if isinstance(checkpoint, SavedCheckpoint):
         return _saved_spec(checkpoint)
     return _gguf_spec(checkpoint) if checkpoint.format == "gguf" else _hf_spec(checkpoint)
@@ -225,10 +217,7 @@ def _classifier(config: DecoderConfig, num_labels: int) -> DecoderConfig:
 
 
 def with_projections(config: DecoderConfig, path: Path) -> tuple[DecoderConfig, dict[str, Pattern]]:
-    """The same model with the Dense modules that sentence-transformers' files put after it, and their tensors.
-
-    Raises CheckpointError if it is no encoder.
-    """
+    """The same encoder with the Dense modules of sentence-transformers' files, and their tensors."""
     files = read_sentence_files(path)
     if not files.projections:
         return config, {}
@@ -275,7 +264,6 @@ def with_importance(checkpoint: Checkpoint, spec: ModelSpec, imatrix: Path | Non
 
 
 def _gguf_names(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, str]:
-    """The checkpoint's names -> GGUF's."""
     if checkpoint.format == "gguf":
         return {name: name for name in checkpoint.tensors}
     if checkpoint.format != "safetensors" or not spec.family.gguf_architectures:
@@ -334,7 +322,6 @@ class AdaptedModel:
 
 
 def adapted_model(spec: ModelSpec, options: BuildOptions, sizes: AdapterSizes) -> AdaptedModel:
-    """The model of `abstract_model` with tables of adapters."""
     split: Any = nnx.split  # whose result mypy cannot take apart
     graph, _, tables = split(spec.build(replace(options, adapters=sizes)), nnx.Param, AdapterTable)
     return AdaptedModel(graph, jax.tree.structure(tables), tuple(param_spec(*found) for found in _variables(tables)))
@@ -346,7 +333,6 @@ def _variables(state: Any) -> Iterator[tuple[str, nnx.Variable]]:
 
 
 def param_spec(path: str, variable: nnx.Variable) -> ParamSpec:
-    """A parameter as its module declares it."""
     value, metadata = variable.get_value(), variable.get_metadata()
     if not isinstance(value, Weight):
         return ParamSpec(path, value.shape, np.dtype(value.dtype), metadata["axes"], metadata["layout"])
@@ -368,5 +354,4 @@ class LiveModel(NamedTuple):
     """A model that an engine runs."""
 
     parts: ModelParts
-    arrays: Callable[[], Sequence[jax.Array]]
-    """The arrays of all parameters now: the leaves of one after the other, in the order of `parts.params`."""
+    arrays: Callable[[], Sequence[jax.Array]]  # leaves of all parameters, in the order of `parts.params`

@@ -76,26 +76,18 @@ def read_tasks(checkpoint: Checkpoint, encodes: bool = False) -> ModelTasks:
     usual: Pooling = "mean" if encodes else "last"
     if checkpoint.format == "gguf":
         return ModelTasks(
-            pooling=gguf_pooling(checkpoint, usual),
-            labels=labels,
+            pooling=gguf_pooling(checkpoint, usual), labels=labels,
             activation="sigmoid" if len(labels) == 1 else "softmax",
             judges_pairs=checkpoint.config["general.architecture"] == "qwen3" and set(labels) == {"yes", "no"},
-            encodes=encodes,
-            projects=encodes and DENSE_MODULES[0] in checkpoint.tensors,
-        )
+            encodes=encodes, projects=encodes and DENSE_MODULES[0] in checkpoint.tensors,
+        )  # fmt: skip
     c, files = checkpoint.config, read_sentence_files(checkpoint.path)
     return ModelTasks(
-        pooling=files.pooling or usual,
-        normalize="Normalize" in files.kinds or files.pooling is None,
-        labels=labels,
-        activation=_activation(c, len(labels)),
-        judges_pairs=_is_reranker(checkpoint, files.kinds),
-        longest_text=files.longest,
-        encodes=encodes,
-        projects=bool(files.projections),
-        prompts=files.prompts,
+        pooling=files.pooling or usual, normalize="Normalize" in files.kinds or files.pooling is None, labels=labels,
+        activation=_activation(c, len(labels)), judges_pairs=_is_reranker(checkpoint, files.kinds),
+        longest_text=files.longest, encodes=encodes, projects=bool(files.projections), prompts=files.prompts,
         default_prompt=files.default_prompt,
-    )
+    )  # fmt: skip
 
 
 def longest_text(checkpoint: Checkpoint) -> int | None:
@@ -144,10 +136,9 @@ _POOLING: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean", "cls": "cls
 _POOLING_FLAGS: dict[str, Pooling] = {
     "pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls",
 }  # fmt: skip
-_ORDER = (
+_ORDER = (  # of the steps other than Dense, which come between Pooling and Normalize
     ["Transformer"], ["Transformer", "LogitScore"], ["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"],
 )  # fmt: skip
-"""Of the steps other than Dense, which come between Pooling and Normalize."""
 _KINDS_OF_BERT = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 _DENSE_ACTIVATIONS: dict[str, HeadActivation] = {name: name for name in get_args(HeadActivation)}
 _PROMPTS = FieldKind(
@@ -178,10 +169,7 @@ class SentenceFiles:
 
 
 def read_sentence_files(path: Path) -> SentenceFiles:
-    """Of the directory of a checkpoint.
-
-    Raises CheckpointError if a file says something that is not supported; it is named.
-    """
+    """The files in a checkpoint's directory. Raises CheckpointError naming one that says something unsupported."""
     modules = sentence_modules(path)
     kinds = tuple(module.kind for module in modules)
     plain = [kind for kind in kinds if kind != "Dense"]
@@ -195,13 +183,10 @@ def read_sentence_files(path: Path) -> SentenceFiles:
     folder = next((module.folder for module in modules if module.kind == "Pooling"), None)
     prompts, default = _prompts(path)
     return SentenceFiles(
-        kinds,
-        None if folder is None else _pooling(path, f"{folder}/config.json"),
-        tuple((module.folder, _dense(path, module)) for module in modules if module.kind == "Dense"),
-        _longest(path),
-        prompts,
-        default,
-    )
+        kinds, None if folder is None else _pooling(path, f"{folder}/config.json"),
+        tuple((module.folder, _dense(path, module)) for module in modules if module.kind == "Dense"), _longest(path),
+        prompts, default,
+    )  # fmt: skip
 
 
 def _pooling(path: Path, name: str) -> Pooling:

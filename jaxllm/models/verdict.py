@@ -78,10 +78,7 @@ class ConfigFile(Checkpoint):
 
 
 def verdict(path: Path) -> Verdict:
-    """Of a config.json, a folder with one, or a GGUF file. Weights are not read.
-
-    Raises CheckpointError if there is none of these, or it cannot be read.
-    """
+    """The verdict on a config.json, a folder with one, or a GGUF file. Raises CheckpointError if there is none."""
     checkpoint = _opened(path)
     try:
         return Verdict(True, model_spec(checkpoint).family)

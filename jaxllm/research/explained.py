@@ -24,8 +24,7 @@ from jaxllm.models.config import DecoderConfig
 from jaxllm.models.registry import ModelParts
 from jaxllm.weights.loader import ParamSpec
 
-Bandwidth = float | Literal["measure"] | None
-"""Bytes a second that a device reads of its memory; None is NVIDIA's figure for the GPU, if the table has it."""
+Bandwidth = float | Literal["measure"] | None  # bytes a second; None is NVIDIA's figure, if it is known
 
 RUNS_LAYERS: tuple[Kind, ...] = ("decode", "verify", "backbone", "encode")
 RUNS_HEAD: tuple[Kind, ...] = ("decode", "verify", "head", "read")
@@ -155,7 +154,6 @@ def _time(seconds: float) -> str:
 
 
 def _bar(name: str, shares: Mapping[str, float], said: str) -> str:
-    """Two shares of a whole, side by side."""
     total = sum(shares.values()) or 1
     pieces = "".join(
         f'<span title="{escape(said.format(share, label))}" style="display:inline-block;height:1em;'
@@ -172,10 +170,7 @@ def _bar(name: str, shares: Mapping[str, float], said: str) -> str:
 def explain(
     steps: Mapping[StepKind, RanStep], sizes: StepSizes, model: ModelParts, kind: StepKind | None, bandwidth: Bandwidth
 ) -> StepExplanation:
-    """The last step of `kind`, or the last of all.
-
-    Raises InvalidRequestError if none has run, or an argument is not accepted.
-    """
+    """The last step of `kind`, or of all. Raises InvalidRequestError if none has run, or an argument is wrong."""
     if kind not in (None, "decode", "prefill"):
         raise InvalidRequestError(f"kind is {kind!r}; it must be 'decode', 'prefill' or None for the last step", "kind")
     found = ([*steps.values()][-1] if steps else None) if kind is None else steps.get(kind)
@@ -186,13 +181,9 @@ def explain(
     for executable in found.executables:
         name, size = str(executable.key), executable.key.size or None
         once = StepPart(
-            name,
-            executable.times,
-            executable.used,
-            size,
-            weights_read(model, executable),
+            name, executable.times, executable.used, size, weights_read(model, executable),
             caches_read(sizes, executable, found.sequences),
-        )
+        )  # fmt: skip
         parts[name] = once if name not in parts else _added(parts[name], once)
     variants = [executable.key.variant for executable in found.executables]
     left_out = ["experts beyond those of one token"] * (model.spec.config.moe is not None)
@@ -270,7 +261,6 @@ def caches_read(sizes: StepSizes, executable: RanExecutable, sequences: Sequence
 
 
 def _parts(specs: Sequence[CacheSpec], spec: CacheSpec) -> list[CacheSpec]:
-    """The caches that a layer reads, its own or an earlier layer's."""
     if isinstance(spec, Shared):
         return _parts(specs, specs[spec.layer])
     return list(parts_of([spec])) if isinstance(spec, Joined) else [spec]
@@ -297,8 +287,7 @@ class ProfilerTrace:
     """A trace of the devices and the host in a `with` block, written for Perfetto and XProf; see `LLM.trace`."""
 
     def __init__(self, folder: str | PathLike[str]):
-        self.folder = Path(folder)
-        """The folder to open in XProf."""
+        self.folder = Path(folder)  # the folder to open in XProf
         self._found: Path | None = None
 
     @property

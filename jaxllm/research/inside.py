@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class Inside:
-    """The Flax NNX module with the engine's weights, for use inside `jax.shard_map`; `model_fn` does that."""
+    """The methods of `LLM` that look inside its engine."""
 
     _streams: Streams
     _open: OpenModel | None = None
@@ -56,12 +56,9 @@ class Inside:
 
     @property
     def module(self) -> Decoder:
-        """The Flax NNX module with the engine's weights.
+        """The Flax NNX module with the engine's weights; its collectives run inside `jax.shard_map`, as in `model_fn`.
 
-        Its collectives run inside `jax.shard_map`; `model_fn` does that.
-
-        Raises:
-            ConfigError: the engine runs in a process of its own.
+        Raises ConfigError if the engine runs in a process of its own.
         """
         return self._model.module(self.params)
 
@@ -154,14 +151,9 @@ class Inside:
         return TableList(found[index] for index in range(len(asked)))
 
     def capture(
-        self,
-        prompts: Prompts,
-        capture: CaptureRequest,
-        positions: str | Sequence[int] = "prompt",
-        use_tqdm: bool = True,
-        *,
-        patch: Patches = None,
-    ) -> list[Captures]:
+        self, prompts: Prompts, capture: CaptureRequest, positions: str | Sequence[int] = "prompt",
+        use_tqdm: bool = True, *, patch: Patches = None,
+    ) -> list[Captures]:  # fmt: skip
         """Activations of one prompt or many, in their order: `llm.capture(prompts, {"residual": [3, 12]})`.
 
         A captured sequence does not use the prefix cache from its first wanted token on; others in its batch do.
@@ -187,12 +179,9 @@ class Inside:
             check_request(info, tokenizer, ids, params)
             check_capture(info, ids, wanted)
             request = EngineRequest(
-                request_id=uuid.uuid4().hex,
-                prompt_token_ids=ids,
-                sampling_params=params,
-                capture=wanted,
+                request_id=uuid.uuid4().hex, prompt_token_ids=ids, sampling_params=params, capture=wanted,
                 patching=self._patching(own, len(ids)),
-            )
+            )  # fmt: skip
             requests.append(request)
         found = [CapturesInProgress(wanted, info.layer_shapes.widest) for _ in requests]
 
@@ -206,13 +195,9 @@ class Inside:
         return OutputList(captures.finish() for captures in found)
 
     def logits(
-        self,
-        prompts: Prompts,
-        positions: str | Sequence[int] = "prompt",
-        use_tqdm: bool = True,
-        *,
+        self, prompts: Prompts, positions: str | Sequence[int] = "prompt", use_tqdm: bool = True, *,
         patch: Patches = None,
-    ) -> list[LogitRows]:
+    ) -> list[LogitRows]:  # fmt: skip
         """The logits over the vocabulary after each token of one prompt or many, of which none is kept.
 
         Args:
@@ -354,7 +339,6 @@ class Inside:
 
 
 def _check_ended(delta: TokenDelta) -> None:
-    """Raises JaxLLMError if a pause has ended the request."""
     if delta.finish_reason == "abort":
         raise failure(delta)
 

@@ -26,10 +26,8 @@ from jaxllm.requests.captures import integers
 from jaxllm.sharding.mesh import TENSOR
 from jaxllm.weights.loader import ParamSpec
 
-MOST_TOKENS = 512
-"""A text's limit: attention weights grow with the square of its length."""
-ModelArrays = Mapping[str, jax.Array]
-"""The arrays of a model by their paths in its module, such as "layers.0.mlp.down.weight"."""
+MOST_TOKENS = 512  # a text's limit: attention weights grow with the square of its length
+ModelArrays = Mapping[str, jax.Array]  # by their paths, such as "layers.0.mlp.down.weight"
 
 
 class OpenModel:
@@ -129,8 +127,6 @@ class OpenModel:
 
 @cache
 def _expanding(mesh: Mesh, tree: Any, axes: tuple[P, ...], out: P, dtype: np.dtype) -> Callable[..., jax.Array]:
-    """A function that expands a weight of this kind, each device its own part; one for all that are alike."""
-
     def expand(*leaves: jax.Array) -> jax.Array:
         weight: Weight = jax.tree.unflatten(tree, leaves)
         return weight.dequantize().astype(dtype)
@@ -166,10 +162,7 @@ class Watched:
 
     @under_own_settings
     def attention(self, params: ModelArrays, tokens: Int[Array, "T"], layers: object) -> dict[int, LayerAttention]:
-        """The attention of layers, by their numbers.
-
-        Raises InvalidRequestError for too many tokens, a layer that is not there or does not attend, or latent keys.
-        """
+        """Layers' attention by number. Raises InvalidRequestError for a long text, a wrong layer, or latent keys."""
         if len(tokens) > MOST_TOKENS:
             raise InvalidRequestError(f"prompt has {len(tokens)} tokens; accepted are up to {MOST_TOKENS}", "prompt")
         wanted = self._read(layers)
@@ -197,12 +190,9 @@ class Watched:
     def _on_the_mesh(self, layers: tuple[int, ...], params: ModelArrays, tokens: Int[Array, "T"]) -> Any:
         heads = P(None, TENSOR)
         mapped = jax.shard_map(
-            partial(self._forward, layers),
-            mesh=self._parts.mesh,
-            in_specs=(self.model.axes, P()),
-            out_specs=[(P(TENSOR), heads, heads, heads)] * len(layers),
-            check_vma=False,
-        )
+            partial(self._forward, layers), mesh=self._parts.mesh, in_specs=(self.model.axes, P()),
+            out_specs=[(P(TENSOR), heads, heads, heads)] * len(layers), check_vma=False,
+        )  # fmt: skip
         return mapped(params, tokens)
 
     def _forward(self, layers: tuple[int, ...], params: Mapping[str, jax.Array], tokens: Int[Array, "T"]) -> Any:
@@ -221,13 +211,9 @@ class Watched:
         return [tuple(array[0].astype(jnp.float32) for array in arrays) for arrays in found]
 
     def _settled(
-        self,
-        layer: int,
-        weights: Float[Array, "H T T"],
-        queries: Float[Array, "T H D"],
-        keys: Float[Array, "T N D"],
+        self, layer: int, weights: Float[Array, "H T T"], queries: Float[Array, "T H D"], keys: Float[Array, "T N D"],
         values: Float[Array, "T N D"],
-    ) -> LayerAttention:
+    ) -> LayerAttention:  # fmt: skip
         """On the host, each KV head once: with more devices than heads, several have the same one."""
         spec, config = self._parts.spec.config.caches[layer], self._parts.spec.config
         owner = config.layers[spec.layer if isinstance(spec, Shared) else layer]

@@ -42,7 +42,6 @@ class ScoredCompletion:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether greedy decoding would give this completion."""
         return bool((self.ranks == 1).all())
 
     def to_pandas(self) -> pandas.DataFrame:
@@ -102,8 +101,7 @@ def scored(ids: list[int], count: int, scores: PromptScores, num_cached_tokens: 
     return ScoredCompletion(ids[:count], ids[count:], logprobs, ranks, num_cached_tokens)
 
 
-CHUNK = 256
-"""Rows that are computed together while iterating."""
+CHUNK = 256  # rows that are computed together while iterating
 
 
 class LogitRows:

@@ -77,12 +77,10 @@ class ConversationResult:
     messages: list[dict[str, Any]] = field(repr=False)
 
 
-Step = Said | Thought | ToolCalled | ToolReturned | ConversationResult
-"""The last one is the result."""
+Step = Said | Thought | ToolCalled | ToolReturned | ConversationResult  # the last one is the result
 
 
-Messages = Iterable[Mapping[str, Any]]
-"""As chat completions take them: {"role": "user", "content": "…"}."""
+Messages = Iterable[Mapping[str, Any]]  # as chat completions take them: {"role": "user", "content": "…"}
 MAX_TURNS = 10
 
 
@@ -102,13 +100,9 @@ class ResponsesSession:
     """
 
     def __init__(
-        self,
-        engine: LLM | AsyncLLM | AsyncOpenAI,
-        model: str | None = None,
-        *,
-        result_limit: int = RESULT_LIMIT,
+        self, engine: LLM | AsyncLLM | AsyncOpenAI, model: str | None = None, *, result_limit: int = RESULT_LIMIT,
         **request: Any,
-    ):
+    ):  # fmt: skip
         self._thread = LoopThread()
         self._tools = SessionTools(self._thread, result_limit)
         self._model: Speaker = _model(engine, model, self._thread)

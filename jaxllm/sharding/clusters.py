@@ -12,21 +12,14 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError
 
 DEFAULT_PORT = 8476
-_FIRST_PORT, _PORTS = 61_440, 4_096
-"""Ports that jobs on one machine take by their names where no port is given."""
+_FIRST_PORT, _PORTS = 61_440, 4_096  # ports that jobs on one machine take by their names where no port is given
 
 Variables = Mapping[str, str]
 Config = TypeVar("Config", bound=EngineConfig)
 
 
 class Launcher(NamedTuple):
-    """The ways in which a process learns from its environment which one it is.
-
-    Attributes:
-        total: the variable with the number of processes.
-        number: the variable with the number of this one.
-        address: where process 0 is, if the environment says so.
-    """
+    """Variables for the `total` number of processes and the `number` of this one, and the address of process 0."""
 
     total: str
     number: str
@@ -56,12 +49,11 @@ def _lws_address(variables: Variables) -> str | None:
     return f"{host}:{DEFAULT_PORT}" if host else None
 
 
-LAUNCHERS = {
+LAUNCHERS = {  # the launchers that `auto` looks for, by the names that `cluster` gives them
     "slurm": Launcher("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", _slurm_address),
     "ompi": Launcher("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", _ompi_address),
     "lws": Launcher("LWS_GROUP_SIZE", "LWS_WORKER_INDEX", _lws_address),
 }
-"""The launchers that `auto` looks for, by the names that `cluster` gives them."""
 
 
 def settled(config: Config, *, looks: bool = False, variables: Variables = os.environ) -> Config:

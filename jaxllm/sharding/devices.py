@@ -18,11 +18,9 @@ logger = logging.getLogger(__name__)
 ON_THE_CPU = "or set JAX_PLATFORMS=cpu to run on the CPU"
 _NO_MEMORY = ("OUT_OF_MEMORY", "RESOURCE_EXHAUSTED", "out of memory", "no supported devices found")
 
-HEARTBEAT_SECONDS = 15
-"""JAX ends a process whose coordinator, or another process, has been silent for that long."""
+HEARTBEAT_SECONDS = 15  # JAX ends a process whose coordinator, or another process, has been silent for that long
 MEETING_SECONDS = 120
-CPU_THREADS = 16
-"""Of XLA's pool on a CPU: a collective waits in one of them for the other processes."""
+CPU_THREADS = 16  # of XLA's pool on a CPU: a collective waits in one of them for the other processes
 
 
 def find_devices() -> Sequence[jax.Device]:
@@ -90,10 +88,7 @@ def why_unused(complaints: Sequence[str]) -> str:
 
 
 def check_free_memory(count: int, utilization: float) -> None:
-    """Check before the backend starts that the first `count` GPUs have the memory that will be planned with.
-
-    Raises ConfigError if other processes take too much; the message names them where they can be seen.
-    """
+    """Raises ConfigError if the first `count` GPUs lack the memory that will be planned with; run before JAX starts."""
     if compat.chosen_platforms() == "cpu" or not compat.nvidia_gpu_is_here() or compat.backends_run():
         return
     for card in nvidia.cards()[:count] if nvidia.installed_cuda() else []:
@@ -142,10 +137,7 @@ def join_processes(address: str, number: int, count: int, devices: list[int], sh
 
 
 def local_devices(each: int, place: int, neighbours: int) -> list[int]:
-    """The `each` devices of a process that is the `place`th of some on its machine.
-
-    If each process was started with GPUs of its own, these are the first that it sees.
-    """
+    """The `each` devices of the `place`th process on its machine; the first ones if it sees only its own GPUs."""
     cards = len(nvidia.cards()) if nvidia.installed_cuda() is not None else 0
     first = each * place if cards >= each * neighbours else 0
     return list(range(first, first + each))

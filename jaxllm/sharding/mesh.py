@@ -23,14 +23,11 @@ from jaxllm.sharding.devices import find_devices
 TENSOR = "tensor"
 DATA = "data"
 
-HOST_MEMORY = "pinned_host"
-"""JAX's name for memory of the host that devices read by themselves."""
+HOST_MEMORY = "pinned_host"  # JAX's name for memory of the host that devices read by themselves
 
-EVERY = (DATA, TENSOR)
-"""Both axes: an array whose dimension lies along them has a piece on every device."""
+EVERY = (DATA, TENSOR)  # both axes: an array whose dimension lies along them has a piece on every device
 
-Axes = tuple[str | tuple[str, ...] | None, ...]
-"""For each dimension of an array the mesh axis that divides it, several, or None."""
+Axes = tuple[str | tuple[str, ...] | None, ...]  # the mesh axes, if any, that divide each dimension
 
 
 def num_pieces(axes: Axes, tp: int, dp: int = 1) -> int:
@@ -106,10 +103,7 @@ def put(array: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def named_sharding(mesh: Mesh | AbstractMesh, axes: Axes, *, on_host: bool = False) -> NamedSharding:
-    """The sharding of an array whose dimensions lie along `axes`.
-
-    With `on_host` its parts are in the memory of the hosts of their devices, which can read it there.
-    """
+    """The sharding of an array along `axes`; with `on_host` in its devices' hosts' memory, where they can read it."""
     return NamedSharding(mesh, P(*axes), memory_kind=HOST_MEMORY if on_host else None)
 
 
@@ -137,8 +131,7 @@ class Layout:
     segments: tuple[Segment, ...]
     tp: int
     axis: int = 0
-    pad_to: int = 0
-    """Rows after zero padding (vocabularies); 0 is no padding."""
+    pad_to: int = 0  # rows after zero padding (vocabularies); 0 is no padding
 
     @property
     def rows(self) -> int:
@@ -170,7 +163,6 @@ class Layout:
 
 
 def split_rows(rows: int, tp: int) -> Layout:
-    """One tensor cut into `tp` equal pieces."""
     return Layout((Segment(rows, tp),), tp)
 
 
@@ -187,7 +179,6 @@ def place(layout: Layout | None, tensors: Iterable[np.ndarray], dtype: np.dtype)
 
 
 def tensor_rank() -> jax.Array:
-    """This device's place along the tensor axis."""
     return lax.axis_index(TENSOR)
 
 
@@ -212,7 +203,6 @@ def device_rank() -> jax.Array:
 
 
 def data_size() -> int:
-    """How many batches run side by side, a Python int."""
     return lax.axis_size(DATA)
 
 
@@ -230,7 +220,6 @@ def gather_over_data(tree: Any) -> Any:
 
 
 def _of_bytes(part: jax.Array, like: jax.Array) -> jax.Array:
-    """`[batches, bytes]` -> as many arrays as `like`."""
     size = like.dtype.itemsize
     shape = (part.shape[0], *like.shape, *([size] if size > 1 else []))
     return lax.bitcast_convert_type(part.reshape(shape), like.dtype)

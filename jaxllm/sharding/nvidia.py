@@ -13,8 +13,7 @@ from pathlib import Path
 from jaxllm.config.values import format_bytes
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
-NEEDED_DRIVER = {13: 580, 12: 525}
-"""CUDA -> the oldest driver that runs it."""
+NEEDED_DRIVER = {13: 580, 12: 525}  # CUDA -> the oldest driver that runs it
 _SMI_SECONDS = 20
 
 
@@ -68,7 +67,6 @@ def installed_cuda() -> int | None:
 
 
 def hidden() -> bool:
-    """Whether CUDA_VISIBLE_DEVICES leaves no GPU to be used."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
 
 

@@ -29,8 +29,7 @@ from jaxllm.errors import ConfigError, reason
 
 _LENGTHS = struct.Struct("<IQ")
 MOST_HEADER = 2**20
-MOST_BODY = 2**30
-"""Bytes; the largest arrays are those of an adapter."""
+MOST_BODY = 2**30  # bytes; the largest arrays are those of an adapter
 
 _DTYPES = {
     np.dtype(kind).name: np.dtype(kind)
@@ -123,7 +122,6 @@ class Wire(Generic[Message]):
 
     @property
     def own_host(self) -> str:
-        """The address at which the other side reaches this one."""
         host: str = self._connection.getsockname()[0]
         return host
 
@@ -181,15 +179,11 @@ def machine_name() -> tuple[str, str]:
 
 SECRET_FILE = DATA_DIR / "cluster-secret"
 _GREETING = b"jaxllm 1"
-_NONCE = _PROOF = 32
-"""Bytes."""
+_NONCE = _PROOF = 32  # bytes
 
 
 def group_secret(stated: str | None, file: Path = SECRET_FILE) -> bytes:
-    """The given `cluster_secret`, or else the content of this user's file, which is made if there is none.
-
-    Raises ConfigError if the file cannot be made or read, or others may read it.
-    """
+    """The given `cluster_secret`, or this user's file, made if missing. Raises ConfigError if others may read it."""
     if stated is not None:
         return stated.encode()
     try:

@@ -42,7 +42,7 @@ _TOKEN = FieldKind(
     ),
 )
 _TOKEN_OR_TEXT = either(TEXT, _TOKEN)
-ADDED_TOKEN_FIELDS: FieldKinds = {
+ADDED_TOKEN_FIELDS: FieldKinds = {  # of tokenizer_config.json
     "added_tokens_decoder": FieldKind(
         f"an object of up to {MOST} entries, from ids to tokens; each token is {_TOKEN.accepted}",
         lambda value: (
@@ -64,12 +64,10 @@ ADDED_TOKEN_FIELDS: FieldKinds = {
     ),
     "additional_special_tokens": either(many(_TOKEN_OR_TEXT, MOST), NULL),
 }
-"""Of tokenizer_config.json."""
-_IDS = FieldKind(
+_IDS = FieldKind(  # of added_tokens.json
     f"an object of up to {MOST} tokens with their ids",
     lambda value: len(value) <= MOST and all(type(i) is int and 0 <= i < 2**31 for i in value.values()),
 )
-"""Of added_tokens.json."""
 
 
 class _Steps(msgspec.Struct):
@@ -80,10 +78,7 @@ class _Steps(msgspec.Struct):
 
 
 def load_backend(folder: Path) -> tokenizers.Tokenizer:
-    """The tokenizer of a folder, without truncation or padding, and tried once on a text.
-
-    Raises CheckpointError if it is missing, corrupt, or cannot encode and decode a text.
-    """
+    """The tokenizer of a folder, without truncation or padding. Raises CheckpointError if it fails on a test text."""
     text, file = read_text(folder, "tokenizer.json"), folder / "tokenizer.json"
     with rust_errors(CheckpointError, f"{file}: "):
         steps = msgspec.json.decode(text, type=_Steps)
@@ -206,11 +201,10 @@ def split_to_bytes(backend: Tokenizer, *patterns: str) -> None:
 TIKTOKEN_FILE = "tiktoken.model"
 _REVISION = 1  # part of the cache key: raise it whenever this file builds something different
 _CODE = ("tokenization_kimi", "tokenization_moonshot")
-_BESIDE = (
+_BESIDE = (  # files that a tokenizer's directory has as they are, each where there is one
     "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json", "chat_template.jinja",
     "chat_template.json",
 )  # fmt: skip
-"""Files that a tokenizer's directory has as they are, each where there is one."""
 _LONGEST = 1024  # bytes of a token
 _MOST_RESERVED = 4096
 
@@ -266,10 +260,7 @@ def _check_code(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def read_ranks(folder: Path) -> dict[bytes, int]:
-    """The tokens of a folder's tiktoken.model and their ranks, which are 0, 1, … and their ids.
-
-    Raises CheckpointError if a line is no token and rank, a token or rank is there twice or missing.
-    """
+    """The tokens of tiktoken.model and their ranks, which are their ids. Raises CheckpointError for a corrupt file."""
     file, ranks = folder / TIKTOKEN_FILE, dict[bytes, int]()
     for number, line in enumerate(read_text(folder, TIKTOKEN_FILE).splitlines(), 1):
         if not line:

@@ -6,7 +6,6 @@ plain JSON values only. Source of the environment's settings: transformers.utils
 from __future__ import annotations
 
 import datetime
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -56,7 +55,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-@functools.lru_cache(maxsize=32)
+@lru_cache(maxsize=32)
 def _compile(template: str) -> jinja2.Template:
     return _environment().from_string(template)
 
@@ -112,16 +111,12 @@ def _cut_at_tag(text: str) -> str:
 
 
 MAX_TEMPLATE = 64 * 1024  # characters of a template that is looked into: a stranger's may have megabytes
-_MEDIA = ("audio", "audios", "image", "images", "video", "videos")
-"""Keys of messages that some libraries put pictures and sounds into."""
+_MEDIA = ("audio", "audios", "image", "images", "video", "videos")  # messages' keys of pictures and sounds
 _OF_TEXT = ("type", "text", "cache_control")
 
 
 def check_text(messages: Sequence[Any]) -> None:
-    """Refuse whatever in the messages is not text: a template may leave it out of the prompt without a word.
-
-    Raises InvalidRequestError naming the first.
-    """
+    """Raises InvalidRequestError for the first thing in the messages that is no text: a template might ignore it."""
     for at, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise InvalidRequestError(

@@ -83,11 +83,9 @@ _FIELDS: FieldKinds = {
     },
     _TEMPLATE: TEXT,
 }
-_FIRST, _LAST = ("cls", "bos"), ("seperator", "eos")
-"""Keys of the two tokens around an encoder's text, spelled as files have them; the first that is there counts."""
+_FIRST, _LAST = ("cls", "bos"), ("seperator", "eos")  # keys of the tokens around an encoder's text
 _WORD, _PIECE = "\u2581", "##"
-_PIECES_SPECIAL = {"cls": "[CLS]", "seperator": "[SEP]", "unknown": "[UNK]"}
-"""Keys, spelled as files have them, and the tokens that they are where a file has no such key."""
+_PIECES_SPECIAL = {"cls": "[CLS]", "seperator": "[SEP]", "unknown": "[UNK]"}  # usual tokens by their keys
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<turn|>")
 
 
@@ -133,7 +131,6 @@ class _Stored:
         return [token for token, kind in zip(self.tokens, self.kinds, strict=True) if kind in kinds]
 
     def named(self, key: str) -> str | None:
-        """The token whose id is under this key."""
         index = self.get(f"{key}_token_id")
         return self.tokens[index] if index is not None and index < len(self.tokens) else None
 

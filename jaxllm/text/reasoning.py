@@ -22,8 +22,7 @@ HARMONY_TOKENS = (
 )  # fmt: skip
 MUSE = "muse"  # Muse's messages to itself, the user and tools, which have a parser of their own too
 MUSE_TOKENS = ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>")
-FUNCTIONARY = "functionary_v32"
-"""functionary v3.2's messages to everybody and to tools, which have a parser of their own, and no reasoning."""
+FUNCTIONARY = "functionary_v32"  # v3.2's messages, which have a parser of their own, and no reasoning
 CHANNELS = (HARMONY, MUSE, FUNCTIONARY)  # formats whose answers are messages, calls among them
 
 
@@ -60,12 +59,10 @@ class ReasoningFormat:
 
     @property
     def opens(self) -> tuple[str, ...]:
-        """All marks that open the reasoning."""
         return (self.open, *(open for open, _ in self.variants))
 
     @property
     def closes(self) -> tuple[str, ...]:
-        """All marks that close the reasoning."""
         return (self.close, *(close for _, close in self.variants))
 
     @property

@@ -70,10 +70,7 @@ def piece_bytes(piece: str) -> bytes | None:
 
 
 def byte_level(token: bytes) -> str:
-    """The spelling of these bytes in a byte-level vocabulary.
-
-    Worked example: `byte_level(b" \xe2")` is "Ġâ".
-    """
+    """The spelling of these bytes in a byte-level vocabulary: `byte_level(b" â")` is "Ġâ"."""
     return "".join(_CHARACTERS[byte] for byte in token)
 
 

@@ -38,10 +38,7 @@ class TemplateProcesses:
         self.processes = AskedProcesses("jaxllm.text.template_process", most=MAX_PROCESSES)
 
     def render(self, values: dict[str, Any]) -> str:
-        """`jaxllm.text.chat_template.render(**values)` of JSON values.
-
-        Raises InvalidRequestError when the template refuses, or needs too much time, memory or text.
-        """
+        """`jaxllm.text.chat_template.render(**values)`, bounded. Raises InvalidRequestError as that, or past it."""
         seconds = RENDER_SECONDS if self._seconds is None else self._seconds
         try:
             answer = self.processes.ask(json_text(values).encode(), processor_seconds=seconds)
@@ -55,7 +52,6 @@ class TemplateProcesses:
         raise InvalidRequestError(f"the chat template needs {limit} to render", param="chat_template")
 
     def close(self) -> None:
-        """End them; a later `render` starts another."""
         self.processes.close()
 
 

@@ -31,18 +31,16 @@ from jaxllm.weights.folder import EOS_FIELDS, gguf_models, model_file, read_gene
 
 LONG_TEXT = 16 * 1024
 """Characters, or tokens, from which on other threads go on while the library works: only its batch calls let them."""
-_SMOLLM3_TOOLS = "xml_tools"
-"""The name of the tools in SmolLM3's first template, which looks for no other; later ones take both."""
+_SMOLLM3_TOOLS = "xml_tools"  # the only tools that SmolLM3's first template looks for; later ones take both
 _CACHE_DIR = user_folder("XDG_CACHE_HOME", "~/.cache") / "tokenizers"
 _NAMED_TEMPLATE = FieldKind(
     "an object with a name and a template",
     lambda value: isinstance(value, dict) and TEXT.fits(value.get("name")) and TEXT.fits(value.get("template")),
 )
 _TEMPLATE_FIELDS: FieldKinds = {"chat_template": either(TEXT, many(_NAMED_TEMPLATE, 64), NULL)}  # of chat_template.json
-_CONFIG_FIELDS: FieldKinds = (
+_CONFIG_FIELDS: FieldKinds = (  # of tokenizer_config.json
     ADDED_TOKEN_FIELDS | _TEMPLATE_FIELDS | {"add_bos_token": either(FLAG, NULL), "add_eos_token": either(FLAG, NULL)}
 )
-"""Of tokenizer_config.json."""
 
 
 def _check_characters(text: str) -> None:
@@ -85,10 +83,7 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. A rendered chat holds its special tokens already: use `encode_chat`.
-
-        Raises InvalidRequestError for a text that the tokenizer fails on.
-        """
+        """Token ids of `text`; a rendered chat goes to `encode_chat`. Raises InvalidRequestError where this fails."""
         _check_characters(text)
         with rust_errors(InvalidRequestError, "the tokenizer fails on this text: "):
             if len(text) < LONG_TEXT:
@@ -173,10 +168,7 @@ class Tokenizer:
         self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True,
         continue_final_message: bool = False, chat_template: str | None = None, **template_kwargs: Any,
     ) -> dict[str, Any]:  # fmt: skip
-        """The arguments of `chat_template.render` that `apply_chat_template` comes down to, as JSON values.
-
-        Raises InvalidRequestError as that does, without rendering.
-        """
+        """The arguments of `chat_template.render` for `apply_chat_template`, as JSON values; raises as that does."""
         from jaxllm.text.chat_template import check_text  # it loads jinja2
 
         check_text(messages)
@@ -209,7 +201,6 @@ class Tokenizer:
         return render(**json.loads(json_text(values)))  # a sandboxed template gets plain values only
 
     def close(self) -> None:
-        """End the processes that render templates, where they were started."""
         self._template_processes.close()
 
     def _template(self, wanted: str | None, with_tools: bool) -> str:
@@ -310,7 +301,6 @@ def _set_added_tokens(
 
 
 def _added_tokens(path: Path, backend: tokenizers.Tokenizer) -> tuple[list[str], list[str]]:
-    """The tokens that tokenizer.json's own rule puts before and after a text."""
     with rust_errors(CheckpointError, f"{path / 'tokenizer.json'}: "):
         plain, full = (backend.encode("a", add_special_tokens=added).tokens for added in (False, True))
     start = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), None)
@@ -334,10 +324,7 @@ def _embedding_rows(path: Path) -> int | None:
 
 
 def _templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
-    """chat_template.jinja and additional_chat_templates/*.jinja, over the string or named list of a JSON file.
-
-    That is chat_template.json, which older processors save, or else tokenizer_config.json.
-    """
+    """chat_template.jinja and additional_chat_templates/*.jinja, over chat_template.json or else `config`."""
     stated = _read(path, "chat_template.json", _TEMPLATE_FIELDS).get("chat_template") or config.get("chat_template")
     if isinstance(stated, list):
         templates = {entry["name"]: entry["template"] for entry in stated}
@@ -352,7 +339,6 @@ def _templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _read(path: Path, name: str, kinds: FieldKinds | None = None) -> dict[str, Any]:
-    """The object in a file of the folder, checked; empty where there is no such file."""
     if not model_file(path, name).exists():
         return {}
     given = read_object(path, name)

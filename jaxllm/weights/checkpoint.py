@@ -74,7 +74,6 @@ class MappedCheckpoint(Checkpoint):
         self._maps: dict[Path, np.ndarray] | None = {}
 
     def map(self, file: Path) -> np.ndarray:
-        """The bytes of a file, which is mapped once."""
         if self._maps is None:
             raise CheckpointError(f"{self.path}: closed")
         if file not in self._maps:
@@ -132,19 +131,14 @@ class WrappedCheckpoint(Checkpoint):
         self._base.close()
 
 
-Edit = Callable[[np.ndarray], np.ndarray]
-"""A tensor as float32 -> the tensor that replaces it."""
+Edit = Callable[[np.ndarray], np.ndarray]  # a tensor as float32 -> the tensor that replaces it
 
 
 class MergedCheckpoint(WrappedCheckpoint):
     """A checkpoint with tensors (`edited`) that are edited when they are read, and are float32 then."""
 
     def __init__(
-        self,
-        base: Checkpoint,
-        edits: Mapping[str, Sequence[Edit]],
-        copies: Mapping[str, str],
-        config: dict[str, Any],
+        self, base: Checkpoint, edits: Mapping[str, Sequence[Edit]], copies: Mapping[str, str], config: dict[str, Any]
     ):
         """`copies` are tensors that the base does not have -> those of the base that they begin as."""
         super().__init__(base)
@@ -155,7 +149,6 @@ class MergedCheckpoint(WrappedCheckpoint):
         self.tensors |= {name: TensorInfo(self.tensors[name].shape, "F32") for name in edits}
 
     def stored_type(self, name: str) -> str:
-        """The type of a tensor in the base."""
         return self._base.tensors[self._copies.get(name, name)].dtype
 
     def read(self, name: str) -> Stored:

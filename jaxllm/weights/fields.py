@@ -15,8 +15,7 @@ _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = 60
 _LONGEST = 200
 
-MAX_SIZE, MAX_RANK = 2**48, 8
-"""The largest tensor, in elements or bytes, and the most axes."""
+MAX_SIZE, MAX_RANK = 2**48, 8  # the largest tensor, in elements or bytes, and the most axes
 
 
 class FieldKind(NamedTuple):
@@ -69,10 +68,7 @@ NULL = FieldKind("null", lambda value: value is None)
 
 
 def check_fields(given: Mapping[str, Any], kinds: FieldKinds, inside: str = "") -> None:
-    """Check the fields of `given` that `kinds` knows; `inside` goes before their names.
-
-    Raises CheckpointError naming a field that is not of its kind, its value and what would be accepted.
-    """
+    """Raises CheckpointError for a field of `given` that is not as `kinds` says; `inside` goes before its name."""
     for name, kind in kinds.items():
         if name in given and not kind.fits(given[name]):
             raise CheckpointError(f"{inside}{name} is {shown(given[name])}; accepted is {kind.accepted}")

@@ -21,14 +21,11 @@ from jaxllm.machine import memory
 from jaxllm.weights.fields import NULL, TEXT, FieldKinds, check_fields, either, many, real, shown, whole
 from jaxllm.wording import kind_of
 
-MAX_TEXT_BYTES = 2**28
-"""The limit for one JSON file or template; the largest published tokenizer.json have 40 MB."""
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-"""Files of PyTorch, which run their author's code when they are read."""
+MAX_TEXT_BYTES = 2**28  # the limit for one JSON file or template; the largest published tokenizer.json have 40 MB
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")  # files of PyTorch, which run their author's code when they are read
 NO_PICKLES = "pickle files can run code and are not read; convert it to safetensors (`save_pretrained`) or GGUF"
 
-MANIFEST = "jaxllm.json"
-"""The file that marks a directory made by `jaxllm convert`; see `jaxllm.weights.saved`."""
+MANIFEST = "jaxllm.json"  # the file that marks a directory made by `jaxllm convert`; see `jaxllm.weights.saved`
 
 
 def model_file(folder: Path, name: str) -> Path:
@@ -148,16 +145,14 @@ def the_gguf_file(path: Path) -> Path:
 
 
 TOKEN_ID = whole(0, 2**31 - 1)
-EOS_FIELDS: FieldKinds = {"eos_token_id": either(TOKEN_ID, many(TOKEN_ID, 1024), NULL)}
-"""config.json has it too."""
-SAMPLING_FIELDS: FieldKinds = {
+EOS_FIELDS: FieldKinds = {"eos_token_id": either(TOKEN_ID, many(TOKEN_ID, 1024), NULL)}  # config.json has it too
+SAMPLING_FIELDS: FieldKinds = {  # recommended sampling parameters
     "temperature": either(real(0, 1e3), NULL),
     "top_p": either(real(1e-6, 1), NULL),
     "top_k": either(whole(-1, 2**31 - 1), NULL),
     "min_p": either(real(0, 1), NULL),
     "repetition_penalty": either(real(1e-6, 1e3), NULL),
 }
-"""Recommended sampling parameters."""
 
 
 def generation_config_of(path: Path) -> Path:
@@ -206,8 +201,7 @@ def sentence_modules(path: Path) -> list[SentenceModule]:
     return modules
 
 
-CHUNK = 2**20
-"""Bytes read at once, into one buffer: the operating system keeps them."""
+CHUNK = 2**20  # bytes read at once, into one buffer: the operating system keeps them
 
 
 @contextmanager

@@ -119,10 +119,7 @@ class GGUFHeader(NamedTuple):
 
 
 def read_header(path: Path, *, skip: Container[str] = VOCABULARY_ARRAYS) -> GGUFHeader:
-    """Parse the head of a GGUF file, leaving out the metadata keys in `skip`.
-
-    Raises CheckpointError when it is not GGUF, truncated (tensor data included), or of unknown version or type.
-    """
+    """Parse a GGUF file's head, without the metadata in `skip`. Raises CheckpointError if it is none, or damaged."""
     try:
         if path.stat().st_size == 0:
             raise CheckpointError(f"{path}: the file is empty")
@@ -245,8 +242,7 @@ class _Parser:
         return [str(data[start:stop], "utf-8") for start, stop in spans] if wanted else None
 
 
-Importance = Float32[np.ndarray, "*experts i"]
-"""The mean square of each input; of experts that saw no token it is 1 everywhere."""
+Importance = Float32[np.ndarray, "*experts i"]  # mean square of each input; 1 for experts that saw no token
 
 SUMS, COUNTS = ".in_sum2", ".counts"
 MAX_NAME = 1024

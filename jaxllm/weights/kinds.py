@@ -26,8 +26,7 @@ from jaxllm.weights.saved import SavedCheckpoint
 NEVER_QUANTIZED = ("*.router.weight", "*.shared_gate.weight", "*.beta_decay.weight")
 """Small weights whose errors send a token to other experts, or stay in a state for long."""
 
-ABSORBED = "*.kv_b.weight"
-"""Latent attention absorbs it instead of multiplying by it; it is so small that a GPU has it in 16-bit floats."""
+ABSORBED = "*.kv_b.weight"  # latent attention absorbs it, and a GPU keeps it in 16-bit floats, since it is small
 
 ENDS = ("embed.weight", "head.weight")
 
@@ -151,14 +150,12 @@ class KindChooser:
         return len(spec.shape) > 2 and self._input_parts(spec) > 1
 
     def _rows(self, spec: ParamSpec) -> list[int]:
-        """A device's rows, segment by segment."""
         layout = spec.layout
         if layout and not layout.pad_to:
             return [segment.rows // segment.shards for segment in layout.segments]
         return [spec.shape[-2] // self.tp if spec.axes[-2] is not None else spec.shape[-2]]
 
     def _inputs(self, spec: ParamSpec) -> int:
-        """A device's inputs, which blocks must divide."""
         return spec.shape[-1] // self._input_parts(spec)
 
     def _input_parts(self, spec: ParamSpec) -> int:

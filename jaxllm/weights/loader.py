@@ -28,11 +28,9 @@ from jaxllm.wording import did_you_mean
 
 logger = logging.getLogger(__name__)
 
-READ_AHEAD = 2
-"""Parameters read (and dequantized) while an earlier one is on its way to the device."""
+READ_AHEAD = 2  # parameters read (and dequantized) while an earlier one is on its way to the device
 
-Value = Weight | Any
-"""A parameter: a Weight, or a plain array (norms, biases)."""
+Value = Weight | Any  # a parameter: a Weight, or a plain array (norms, biases)
 
 
 class Leaf(NamedTuple):
@@ -92,7 +90,6 @@ class ParamSpec:
         return value if self.host is None else self.host.split(value)
 
     def leaves(self) -> list[Leaf]:
-        """The parameter's arrays and how each is sharded."""
         value = self.abstract()
         arrays = jax.tree.leaves(value)
         axes = value.axes(self.axes) if isinstance(value, Weight) else [self.axes]
@@ -111,15 +108,9 @@ class ParamSpec:
 
 
 def load_parameters(
-    checkpoint: Checkpoint,
-    specs: Sequence[ParamSpec],
-    names: NameMap,
-    mesh: Mesh,
-    *,
-    ignored: Iterable[str] = (),
-    every: Sequence[ParamSpec] = (),
-    on_progress: Callable[[int, int], None] | None = None,
-) -> tuple[Value, ...]:
+    checkpoint: Checkpoint, specs: Sequence[ParamSpec], names: NameMap, mesh: Mesh, *, ignored: Iterable[str] = (),
+    every: Sequence[ParamSpec] = (), on_progress: Callable[[int, int], None] | None = None,
+) -> tuple[Value, ...]:  # fmt: skip
     """Read every parameter of `specs` in order and place its arrays on `mesh`.
 
     Args:
@@ -140,12 +131,9 @@ def load_parameters(
 
 
 def read_parameters(
-    checkpoint: Checkpoint,
-    specs: Sequence[ParamSpec],
-    names: NameMap,
-    ignored: Iterable[str] = (),
+    checkpoint: Checkpoint, specs: Sequence[ParamSpec], names: NameMap, ignored: Iterable[str] = (),
     every: Sequence[ParamSpec] = (),
-) -> Iterator[Value]:
+) -> Iterator[Value]:  # fmt: skip
     """Read every parameter of `specs` in order into host memory, a few of them ahead. Raises as `load_parameters`."""
     chosen = _choose_sources(checkpoint, specs, names, ignored, every)
     with ThreadPoolExecutor(READ_AHEAD, thread_name_prefix="load") as pool:
@@ -268,13 +256,9 @@ def _read(checkpoint: Checkpoint, source: Source) -> Stored:
 
 
 def _choose_sources(
-    checkpoint: Checkpoint,
-    specs: Sequence[ParamSpec],
-    names: NameMap,
-    ignored: Iterable[str],
+    checkpoint: Checkpoint, specs: Sequence[ParamSpec], names: NameMap, ignored: Iterable[str],
     every: Sequence[ParamSpec],
-) -> list[Sources]:
-    """The tensors of each parameter. Raises CheckpointError for one missing, or stored and unused."""
+) -> list[Sources]:  # fmt: skip
     found = {spec.path: find_sources(checkpoint, spec, names) for spec in every or specs}
     used = {name for sources in found.values() for source in sources for name in source.tensors}
     patterns, skipped = tuple(ignored), []
@@ -291,10 +275,7 @@ def _choose_sources(
 
 
 def whole_parameters(checkpoint: Checkpoint, specs: Sequence[ParamSpec], names: NameMap) -> list[ParamSpec]:
-    """The parameters of which an incomplete checkpoint has every tensor.
-
-    Raises CheckpointError if it has some tensors of a parameter, and lacks others.
-    """
+    """The parameters that an incomplete checkpoint has. Raises CheckpointError if one is there in part."""
     found = []
     for spec in specs:
         _, there, missing = _nearest_option(checkpoint, spec, names)
@@ -307,7 +288,6 @@ def whole_parameters(checkpoint: Checkpoint, specs: Sequence[ParamSpec], names: 
 
 
 def find_sources(checkpoint: Checkpoint, spec: ParamSpec, names: NameMap) -> Sources:
-    """The tensors that a parameter is read from. Raises CheckpointError if one is missing."""
     sources, _, missing = _nearest_option(checkpoint, spec, names)
     if missing:
         hint = did_you_mean(missing[0], checkpoint.tensors)

@@ -52,8 +52,7 @@ class Source:
         return replace(self, name=rename(self.name), also=tuple(map(rename, self.also)))
 
 
-Sources = tuple[Source, ...]
-"""The parts of a parameter in their order along the axis of its layout."""
+Sources = tuple[Source, ...]  # the parts of a parameter in their order along the axis of its layout
 
 NameMap = dict[str, tuple[Sources, ...]]
 """Parameter path (`layers.3.mlp.down.weight`) -> the ways in which a checkpoint may hold it; the first found counts."""

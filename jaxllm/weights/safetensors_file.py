@@ -16,18 +16,9 @@ import numpy as np
 
 from jaxllm.errors import CheckpointError
 from jaxllm.quantization.stored import Stored
-from jaxllm.weights import fields
+from jaxllm.weights import fields, folder
 from jaxllm.weights.checkpoint import ByteRange, MappedCheckpoint, TensorInfo
 from jaxllm.weights.fields import MAX_RANK, MAX_SIZE, check_apart, check_fields, is_storable, shown
-from jaxllm.weights.folder import (
-    NO_PICKLES,
-    check_no_device,
-    model_file,
-    pickles,
-    read_generation_config,
-    read_object,
-    sentence_modules,
-)
 
 _DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
@@ -53,16 +44,16 @@ class SafetensorsCheckpoint(MappedCheckpoint):
     def __init__(self, path: Path, *, weights: bool = True):
         super().__init__()
         self.path = path
-        self.config = read_object(path, "config.json")
-        self.generation_config = read_generation_config(path)
+        self.config = folder.read_object(path, "config.json")
+        self.generation_config = folder.read_generation_config(path)
         self.tensors = {}
         for file in _weight_files(path):
             self._add_file(file)
-        for module in sentence_modules(path) if weights else ():
+        for module in folder.sentence_modules(path) if weights else ():
             if module.kind == "Dense":
-                self._add_file(model_file(path, module.weights), f"{module.folder}.")
+                self._add_file(folder.model_file(path, module.weights), f"{module.folder}.")
         if weights and not self.tensors:
-            held = f", but {', '.join(found[:3])}: {NO_PICKLES}" if (found := pickles(path)) else ""
+            held = f", but {', '.join(found[:3])}: {folder.NO_PICKLES}" if (found := folder.pickles(path)) else ""
             raise CheckpointError(f"{path}: holds no *.safetensors file{held}")
         for name, shard in _index(path).items():
             if name not in self.places or self.places[name].file.name != shard:
@@ -84,7 +75,7 @@ class SafetensorsCheckpoint(MappedCheckpoint):
 
 def read_tensors(file: Path) -> dict[str, np.ndarray]:
     """Every tensor of one safetensors file by its name, copied into memory. Raises CheckpointError if it is corrupt."""
-    check_no_device(file)
+    folder.check_no_device(file)
     places = _read_header(file)
     data = np.memmap(file, np.uint8, mode="r")
     return {
@@ -96,21 +87,21 @@ def read_tensors(file: Path) -> dict[str, np.ndarray]:
 def _weight_files(path: Path) -> list[Path]:
     """The index's shards; else model.safetensors alone, else every *.safetensors file."""
     if index := _index(path):
-        files = [model_file(path, name) for name in sorted(set(index.values()))]
+        files = [folder.model_file(path, name) for name in sorted(set(index.values()))]
         for file in files:
             if not file.is_file():
                 raise CheckpointError(f"{path / _INDEX}: names shard {file.name}, which is missing")
         return files
-    single = model_file(path, "model.safetensors")
-    return (
-        [single] if single.is_file() else [model_file(path, file.name) for file in sorted(path.glob("*.safetensors"))]
-    )
+    single = folder.model_file(path, "model.safetensors")
+    if single.is_file():
+        return [single]
+    return [folder.model_file(path, file.name) for file in sorted(path.glob("*.safetensors"))]
 
 
 def _index(path: Path) -> dict[str, str]:
-    if not model_file(path, _INDEX).exists():
+    if not folder.model_file(path, _INDEX).exists():
         return {}
-    weight_map = read_object(path, _INDEX).get("weight_map")
+    weight_map = folder.read_object(path, _INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{path / _INDEX}: weight_map is missing or not a map of tensor name to file name")
     for name, file in weight_map.items():

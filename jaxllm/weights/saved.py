@@ -34,14 +34,13 @@ from jaxllm.weights.names import NameMap, Source
 
 ARRAYS = "weights"
 VERSION = 1
-GROUP_BYTES = 256 * 2**20
-"""Weights are read in groups of this size: few calls, and little memory besides what goes to the devices."""
+GROUP_BYTES = 256 * 2**20  # weights are read in groups of this size: few calls, and little memory
 
 LABELS = {np.dtype(dtype).name: label for label, dtype in FLOATS.items()}
 
 SCALES = ("float16", "bfloat16", "float32", "float8_e8m0fnu")
 
-SAVED_KINDS: dict[str, tuple[Callable[..., WeightKind], FieldKinds]] = {
+SAVED_KINDS: dict[str, tuple[Callable[..., WeightKind], FieldKinds]] = {  # each kind's fields in a manifest
     "dense": (DenseKind, {"dtype": fields.one_of(*LABELS)}),
     "gguf": (GgufKind, {"type": fields.one_of(*FORMATS)}),
     "per_channel": (per_channel, {"codes": fields.one_of("int8", "float8_e4m3fn"), "activations": fields.FLAG}),
@@ -52,13 +51,10 @@ SAVED_KINDS: dict[str, tuple[Callable[..., WeightKind], FieldKinds]] = {
     }),
     "fp8_blocks": (fp8_blocks, {"rows": fields.whole(1, 2**20), "block": fields.whole(1, 2**20)}),
 }  # fmt: skip
-"""The name of each kind in a manifest, and its fields there; the type to compute in is the reader's."""
 
-TYPES = ("dtype", "codes", "scale")
-"""Fields that name types."""
+TYPES = ("dtype", "codes", "scale")  # fields that name types
 
-ORDERED = "ordered"
-"""A further field of kinds whose inputs were sorted: their order's name, or true for some order."""
+ORDERED = "ordered"  # a further field of kinds whose inputs were sorted: their order's name, or true for some order
 
 _SEGMENT = re.compile(r"(.*)\.(\d+)")
 _ORDER = re.compile("[0-9a-f]{16}")
@@ -220,11 +216,7 @@ def read_arrays(
 
 
 def _unless_late(otherwise: Callable[[Any], Any], unraisable: Any) -> None:
-    """Ignore the failures of writes that are under way beside one that has failed.
-
-    Orbax closes its event loop at the first failure; tensorstore's threads then cannot tell it theirs, and Python would
-    print a traceback for each, also when the save is over.
-    """
+    """Ignore writes that fail since Orbax closed its event loop at the first failure; Python would print them."""
     if not (isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"):
         otherwise(unraisable)
 
@@ -286,7 +278,6 @@ def _label(kind: WeightKind) -> str:
 
 
 def _groups(tensors: dict[str, TensorInfo], kinds: dict[str, WeightKind]) -> list[list[str]]:
-    """Neighbouring tensors of about GROUP_BYTES together."""
     groups: list[list[str]] = [[]]
     held = 0
     for name, info in tensors.items():

@@ -43,8 +43,7 @@ class BuiltinModel(NamedTuple):
     wheels: tuple[Wheel, ...]
     license: str
     about: str
-    sampling: dict[str, float]
-    """The publisher's recommendation; GGUF has no place for it, so it is kept beside the file."""
+    sampling: dict[str, float]  # the publisher's recommendation, kept beside the file, since GGUF has no place for it
 
 
 BUILTIN_MODELS = {

@@ -50,7 +50,6 @@ def bert_from_hf(c: dict[str, Any], first_position: int = 0) -> DecoderConfig:
 
 
 def gguf_token_types(file: GgufFile) -> int:
-    """Kinds of tokens that have an embedding."""
     return file.rows("token_types.weight") if file.has("token_types.weight") else 0
 
 
@@ -58,7 +57,7 @@ def _bert_norm(path: str, name: str) -> dict[str, Pattern]:
     return _either(path, name, name, ("gamma", "beta"))  # as the first checkpoints call them
 
 
-BERT_NAMES: dict[str, Pattern] = {
+BERT_NAMES: dict[str, Pattern] = {  # BERT's head follows a pooler, RoBERTa's has one of its own
     "embed.weight": "model.embeddings.word_embeddings.weight",
     "places.positions": "model.embeddings.position_embeddings.weight",
     "places.types": "model.embeddings.token_type_embeddings.weight",
@@ -72,13 +71,11 @@ BERT_NAMES: dict[str, Pattern] = {
     **_either("classifier.dense", "classifier.dense", "model.pooler.dense"),
     **_either("classifier.output", "classifier.out_proj", "classifier"),
 }  # fmt: skip
-"""BERT's names, whose classification head follows a pooler, or RoBERTa's, whose head has one of its own."""
 
 BERT = Family(
     name="BERT", models="BERT, MiniLM, BGE, E5, GTE, MS MARCO cross-encoders",
     architectures=("BertModel", "BertForMaskedLM", "BertForSequenceClassification"), model_types=("bert",),
-    from_hf=bert_from_hf, hf_names=BERT_NAMES, ignored=UNUSED,
-    gguf_architectures=("bert",), gguf_names=ENCODER_NAMES,
+    from_hf=bert_from_hf, hf_names=BERT_NAMES, ignored=UNUSED, gguf_architectures=("bert",), gguf_names=ENCODER_NAMES,
     gguf={  # The rows before the first position are left out of a file.
         "max_position_embeddings": rows("position_embd.weight"), "model_max_length": "context_length",
         "type_vocab_size": gguf_token_types,
@@ -92,29 +89,25 @@ ROBERTA = Family(
         "XLMRobertaForMaskedLM", "XLMRobertaForSequenceClassification",
     ),
     model_types=("roberta", "xlm-roberta"),
-    from_hf=roberta_from_hf, hf_names=BERT_NAMES, ignored=UNUSED,
-    gguf_architectures=("bert",), gguf=None,
+    from_hf=roberta_from_hf, hf_names=BERT_NAMES, ignored=UNUSED, gguf_architectures=("bert",), gguf=None,
 )  # fmt: skip
 
 
 # NomicBERT: BERT with rotary positions, a gated MLP and no biases (Nussbaum et al. 2024, arXiv:2402.01613)
-_FIRST_KEYS = {
+_FIRST_KEYS = {  # keys of the first published files, and what transformers calls the same
     "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
     "n_inner": "intermediate_size", "n_positions": "max_position_embeddings", "layer_norm_epsilon": "layer_norm_eps",
     "rotary_emb_base": "rope_theta",
 }  # fmt: skip
-"""Keys of the first published files, and what transformers calls the same."""
-_NOMIC_BERT_ONLY: dict[str, tuple[Any, ...]] = {
+_NOMIC_BERT_ONLY: dict[str, tuple[Any, ...]] = {  # values that those files may have for keys of similar models
     "activation_function": (None, "swiglu"), "prenorm": (None, False), "parallel_block": (None, False),
     "use_rms_norm": (None, False), "qkv_proj_bias": (None, False), "mlp_fc1_bias": (None, False),
     "mlp_fc2_bias": (None, False), "rotary_emb_fraction": (None, 1, 1.0), "rotary_emb_interleaved": (None, False),
     "rotary_emb_scale_base": (None,), "rotary_scaling_factor": (None,), "num_experts": (None, 0),
 }  # fmt: skip
-"""Values that those files may have for keys of other models of their kind."""
 
 
 def nomic_bert_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """A layer is BERT's but for its MLP and its positions."""
     check_only(c, _NOMIC_BERT_ONLY)
     c = {new: c[old] for old, new in _FIRST_KEYS.items() if old in c} | c
     token_types = c.get("type_vocab_size", 2)
@@ -127,7 +120,7 @@ def nomic_bert_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 _NOMIC, _FIRST = "model.layers.*", "model.encoder.layers.*"
 _GATE_UP = (f"{_NOMIC}.mlp.gate_proj.weight", f"{_NOMIC}.mlp.up_proj.weight")
-NOMIC_BERT_NAMES: dict[str, Pattern] = {
+NOMIC_BERT_NAMES: dict[str, Pattern] = {  # transformers' names, or those of the first published files
     "embed.weight": "model.embeddings.word_embeddings.weight",
     "places.types": "model.embeddings.token_type_embeddings.weight",
     **_either("embedding_norm", "model.embeddings.LayerNorm", "model.emb_ln"),
@@ -142,14 +135,12 @@ NOMIC_BERT_NAMES: dict[str, Pattern] = {
     **linear("classifier.dense", "model.pooler.dense"),
     **linear("classifier.output", "classifier"),
 }
-"""transformers' names, or those of the first published files."""
 
 NOMIC_BERT = Family(
     name="NomicBERT", models="nomic-embed-text v1.5",
     architectures=("NomicBertModel", "NomicBertForMaskedLM", "NomicBertForSequenceClassification"),
     model_types=("nomic_bert",), ignored=("*pooler.*", "cls.*", "lm_head.*"),
-    from_hf=nomic_bert_from_hf, hf_names=NOMIC_BERT_NAMES,
-    gguf_architectures=("nomic-bert",), gguf_names=ENCODER_NAMES,
+    from_hf=nomic_bert_from_hf, hf_names=NOMIC_BERT_NAMES, gguf_architectures=("nomic-bert",), gguf_names=ENCODER_NAMES,
     gguf={"type_vocab_size": gguf_token_types, "rope_theta": optional("rope.freq_base", 1000.0)},
 )  # fmt: skip
 
@@ -189,7 +180,6 @@ def modernbert_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 
 def _no_gguf_head(file: GgufFile) -> Any:
-    """A file does not state the parts of a classification head."""
     if file.has(GGUF_HEAD):
         raise CheckpointError(
             f"tensor {GGUF_HEAD!r} is a classification head, and GGUF files of ModernBERT do not say what it takes "

@@ -44,7 +44,6 @@ def v3_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 
 def sigmoid_experts(c: dict[str, Any]) -> MoEConfig:
-    """V3's experts, which others have too."""
     return _routed(
         c, by_groups=True, scoring="sigmoid", group_score="top2_sum", correction_bias=True, renormalize_eps=1e-20,
         renormalize=bool(c["norm_topk_prob"]), scale=c["routed_scaling_factor"],
@@ -96,12 +95,11 @@ def _sharpening(c: dict[str, Any], rope: RopeConfig) -> float:
     return yarn_mscale(rope.factor, given["mscale_all_dim"]) ** 2
 
 
-LATENT_NAMES = in_layers("model.layers.*.self_attn", {
+LATENT_NAMES = in_layers("model.layers.*.self_attn", {  # the parts of latent attention
     "attention.q": "q_proj", "attention.q_a": "q_a_proj", "attention.q_a_norm": "q_a_layernorm",
     "attention.q_b": "q_b_proj", "attention.kv_a": "kv_a_proj_with_mqa", "attention.kv_a_norm": "kv_a_layernorm",
     "attention.kv_b": "kv_b_proj",
 })  # fmt: skip
-"""The parts of latent attention."""
 mtp_names = partial(hf_mtp_names, own=LATENT_NAMES)
 
 
@@ -116,7 +114,7 @@ def latent_gguf_rope(file: GgufFile) -> dict[str, Any]:
     return rope_scaling(file, lambda multiplier: dict.fromkeys(("mscale", "mscale_all_dim"), multiplier / 0.1))
 
 
-ROUTED_GGUF: Table = GGUF_EXPERTS | {
+ROUTED_GGUF: Table = GGUF_EXPERTS | {  # DeepSeek's experts, which others have too
     "n_shared_experts": "expert_shared_count",
     "n_group": nonzero("expert_group_count", 1),
     "topk_group": lambda file: file("expert_group_used_count", 0) or file("expert_group_count", 0) or 1,
@@ -124,7 +122,6 @@ ROUTED_GGUF: Table = GGUF_EXPERTS | {
     "routed_scaling_factor": nonzero("expert_weights_scale", 1.0),
     "first_k_dense_replace": optional("leading_dense_block_count", 0),
 }
-"""DeepSeek's experts, which others have too."""
 
 LATENT_GGUF: Table = ROUTED_GGUF | {
     "num_key_value_heads": "attention.head_count",
@@ -231,6 +228,5 @@ GLM4_MOE = Family(
 GLM4_LITE = Family(
     name="GLM-4.7-Flash", models="GLM-4.7-Flash",
     architectures=("Glm4MoeLiteForCausalLM",), model_types=("glm4_moe_lite",),
-    from_hf=lite_from_hf, hf_names=LATENT_NAMES, mtp_names=mtp_names,
-    gguf_architectures=("deepseek2",), gguf=None,
+    from_hf=lite_from_hf, hf_names=LATENT_NAMES, mtp_names=mtp_names, gguf_architectures=("deepseek2",), gguf=None,
 )  # fmt: skip

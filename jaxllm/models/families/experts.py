@@ -36,7 +36,6 @@ def minimax_m2_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 
 def minimax_m2_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """Mixtral's, and the bias on the choice beside the router."""
     block = "model.layers.*.block_sparse_moe"
     bias: dict[str, Pattern] = {"layers.*.mlp.router.correction_bias": f"{block}.e_score_correction_bias"}
     return hf_expert_names(config, block, gate="w1", up="w3", down="w2") | bias
@@ -54,16 +53,14 @@ MINIMAX_M2 = Family(
 
 # gpt-oss: attention sinks, every other layer with a window, biased experts with a clamped gate (arXiv:2508.10925)
 GPT_OSS_THETA = 150_000.0
-GPT_OSS_ROPE: dict[str, Any] = {
+GPT_OSS_ROPE: dict[str, Any] = {  # `rope_parameters` of a config that has none
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
-"""`rope_parameters` of a config that has none."""
 SWIGLU = ClampedSwiglu(1.702, 7.0)
 
 
 def gpt_oss_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """`intermediate_size` is that of the experts."""
     c = {
         "head_dim": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "sliding_window": 128, "num_experts_per_tok": 4,
         "max_position_embeddings": 131_072, "num_local_experts": c.get("num_experts", 128),
@@ -133,7 +130,6 @@ def _of_all(c: dict[str, Any], key: str) -> int:
 
 
 def hunyuan_from_hf(c: dict[str, Any], moe: MoEConfig | None = None) -> DecoderConfig:
-    """A dense model, or one with experts in every layer."""
     c = {"rms_norm_eps": 1e-5} | c
     layer = LayerKind(_hunyuan_rope(c), sparse=moe is not None)
     bias = c.get("attention_bias", False)
@@ -151,7 +147,6 @@ def _hunyuan_rope(c: dict[str, Any]) -> RopeConfig:
 
 
 def hunyuan_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """Norms are called after what they are of."""
     return {
         **in_layers(
             "model.layers.*.self_attn", {"attention.q_norm": "query_layernorm", "attention.k_norm": "key_layernorm"}
@@ -233,8 +228,7 @@ def _bias_row(name: str) -> dict[str, Pattern]:
 ERNIE = Family(
     name="ERNIE 4.5", models="ERNIE-4.5-0.3B",
     architectures=("Ernie4_5ForCausalLM",), model_types=("ernie4_5",), gguf_architectures=("ernie4_5",),
-    from_hf=ernie_from_hf,
-    gguf={"rope_theta": optional("rope.freq_base", ERNIE_THETA)},
+    from_hf=ernie_from_hf, gguf={"rope_theta": optional("rope.freq_base", ERNIE_THETA)},
 )  # fmt: skip
 
 ERNIE_MOE = Family(

@@ -98,12 +98,11 @@ def _later(c: dict[str, Any], layers: Iterable[LayerKind], **differences: Any) -
     )  # fmt: skip
 
 
-FOUR_NORMS = NORM | in_layers("model.layers.*", {
+FOUR_NORMS = NORM | in_layers("model.layers.*", {  # `post_attention_layernorm` really comes after the attention
     "attention_norm": "input_layernorm", "attention_post_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm", "mlp_post_norm": "post_feedforward_layernorm",
     "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm",
 }, plus_one)  # fmt: skip
-"""`post_attention_layernorm` really comes after the attention."""
 
 
 def _gguf_scalar(layers_of_27b: int) -> Callable[[GgufFile], int]:
@@ -162,10 +161,9 @@ GEMMA4_DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": True, "hidden_size_per_layer_input": 256, "sliding_window": 512,
     "max_position_embeddings": 131_072,
 }  # fmt: skip
-UNIFIED_DEFAULTS = GEMMA4_DEFAULTS | {
+UNIFIED_DEFAULTS = GEMMA4_DEFAULTS | {  # of the 12B model's class in transformers
     "hidden_size_per_layer_input": 0, "sliding_window": 1024, "max_position_embeddings": 262_144,
 }  # fmt: skip
-"""Of the 12B model's class in transformers."""
 GEMMA4_FIELDS: FieldKinds = {
     "num_experts": maybe(COUNT),
     "top_k_experts": maybe(COUNT),
@@ -303,7 +301,6 @@ def gemma4_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
 
 
 def _attention_names(config: DecoderConfig, tensor: Callable[[int, str], str]) -> dict[str, Pattern]:
-    """Layers differ in what they have of queries, keys and values."""
     names: dict[str, Pattern] = {}
     for index, layer in enumerate(config.layers):
         parts = "q" if layer.shares_kv_of is not None else "qk" if layer.keys_are_values else "qkv"
@@ -321,7 +318,6 @@ def _shrunk(size: int) -> Transform:
 
 
 def gemma4_gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """Gate and up of the experts are one tensor, or two."""
     names: dict[str, Pattern] = {
         "layers.*.scale": "blk.*.layer_output_scale.weight",
         "per_layer.embed.weight": "per_layer_token_embd.weight",
@@ -358,7 +354,6 @@ def _gguf_per_layer(file: GgufFile) -> dict[str, Any]:
 
 
 def _gguf_kv_heads(file: GgufFile) -> int:
-    """The number in a layer with a window, if there is one."""
     kinds = layer_types(PERIOD)(file)
     return file.by_layer("attention.head_count_kv")[kinds.index(SLIDING) if SLIDING in kinds else 0]
 
@@ -389,8 +384,7 @@ GEMMA4 = Family(
     name="Gemma 4", models="Gemma 4 E2B, E4B, 26B-A4B, 31B (text)",
     architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
     model_types=("gemma4_text",), wrappers=("gemma4",), fields=GEMMA4_FIELDS,
-    from_hf=gemma4_from_hf, hf_names=gemma4_hf_names,
-    gguf_architectures=("gemma4",), gguf_names=gemma4_gguf_names,
+    from_hf=gemma4_from_hf, hf_names=gemma4_hf_names, gguf_architectures=("gemma4",), gguf_names=gemma4_gguf_names,
     gguf={
         "hidden_size_per_layer_input": optional("embedding_length_per_layer_input", 0),
         "vocab_size_per_layer_input": lambda file: (

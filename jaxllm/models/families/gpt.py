@@ -82,7 +82,6 @@ def gpt_neox_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 
 def gpt_neox_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """The layers', and names of its own around them."""
     return {
         "embed.weight": "gpt_neox.embed_in.weight",
         **linear("norm", "gpt_neox.final_layer_norm"),
@@ -117,7 +116,6 @@ GPT_NEOX = Family(
 
 # BLOOM: positions by ALiBi alone, a norm on the embedding, biases throughout (arXiv:2211.05100)
 def bloom_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """The MLP is four times as wide as the model."""
     c = _usual(
         c, {"max_position_embeddings": 2048},
         hidden_size="n_embed", num_attention_heads="n_head", num_hidden_layers="n_layer",
@@ -131,7 +129,6 @@ def bloom_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 
 def bloom_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """GPT-NeoX's layers, and names of its own around them."""
     return {
         "embed.weight": "transformer.word_embeddings.weight",
         **linear("embedding_norm", "transformer.word_embeddings_layernorm"),
@@ -160,15 +157,13 @@ MPT_FIELDS: FieldKinds = {
     "attn_config": maybe(OBJECT), "no_bias": ALWAYS, "logit_scale": NULL,
     "norm_type": one_of("low_precision_layernorm", "layernorm"),
 }  # fmt: skip
-MPT_ATTENTION_FIELDS: FieldKinds = {
+MPT_ATTENTION_FIELDS: FieldKinds = {  # of `attn_config`
     "alibi": ALWAYS, "alibi_bias_max": FACTOR, "softmax_scale": maybe(FACTOR), "prefix_lm": NEVER, "qk_ln": NEVER,
     "attn_type": one_of("multihead_attention"), "clip_qkv": either(NULL, FACTOR, real(0, 0)),
 }  # fmt: skip
-"""Of `attn_config`."""
 
 
 def mpt_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """The MLP is `expansion_ratio` times as wide as the model."""
     c = _usual(
         c, MPT_DEFAULTS,
         hidden_size="d_model", num_attention_heads="n_heads", num_hidden_layers="n_layers",

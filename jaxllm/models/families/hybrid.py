@@ -7,15 +7,7 @@ from typing import Any
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
-from jaxllm.models.families import deepseek
-from jaxllm.models.families.mamba import (
-    attending_kv_heads,
-    check_activation,
-    gguf_ssd_head_dim,
-    gguf_ssd_names,
-    hf_ssd_names,
-    hf_time_step_limits,
-)
+from jaxllm.models.families import deepseek, mamba
 from jaxllm.models.family import Family, hf_decoder, hf_experts, hf_rope
 from jaxllm.models.gguf import ABSENT, GGUF_EXPERTS, GgufFile, Table, only, optional, with_experts
 from jaxllm.models.hf_fields import LAYERS
@@ -49,7 +41,7 @@ def nemotron_from_hf(c: dict[str, Any]) -> DecoderConfig:
         "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "head_dim": c.get("attention_head_dim") or 128,
     }  # fmt: skip
     c = defaults | c
-    check_activation(c, "mamba_hidden_act")
+    mamba.check_activation(c, "mamba_hidden_act")
     for name, (values, accepted) in UNREAD.items():
         if c.get(name) not in values:
             raise CheckpointError(f"{name} is {shown(c[name])}; accepted is {accepted}")
@@ -86,7 +78,7 @@ def _nemotron_ssd(c: dict[str, Any]) -> SSDConfig:
     return SSDConfig(
         heads=c["mamba_num_heads"], head_dim=c["mamba_head_dim"], state_size=c["ssm_state_size"], groups=c["n_groups"],
         kernel=c["conv_kernel"], conv_bias=bool(c["use_conv_bias"]), bias=bias, output_bias=bias,
-        **hf_time_step_limits(c),
+        **mamba.hf_time_step_limits(c),
     )  # fmt: skip
 
 
@@ -113,7 +105,7 @@ def _nemotron_names(config: DecoderConfig, model: str) -> dict[str, Pattern]:
             "mlp.shared.down": "shared_experts.down_proj",
         }),
         "layers.*.mlp.router.correction_bias": f"{block}.gate.e_score_correction_bias",
-        **hf_ssd_names(config, block),
+        **mamba.hf_ssd_names(config, block),
     }  # fmt: skip
     experts = f"{block}.experts"
     for part in ("up", "down"):
@@ -125,7 +117,7 @@ def _nemotron_names(config: DecoderConfig, model: str) -> dict[str, Pattern]:
 def nemotron_gguf_names(config: DecoderConfig) -> dict[str, Pattern]:
     """Each layer has one norm; rows of queries and keys are moved, though nothing rotates them."""
     own = {"mlp_norm": "attn_norm", "mlp.latent_down": "ffn_latent_down", "mlp.latent_up": "ffn_latent_up"}
-    return permuted_names(config) | gguf_ssd_names(config) | in_layers("blk.*", own)
+    return permuted_names(config) | mamba.gguf_ssd_names(config) | in_layers("blk.*", own)
 
 
 def _gguf_kinds(file: GgufFile) -> list[str]:
@@ -162,7 +154,7 @@ NEMOTRON_GGUF: Table = {
     "intermediate_size": _gguf_mlp_size,
     "num_key_value_heads": _gguf_kv_heads,
     "mamba_num_heads": "ssm.time_step_rank",
-    "mamba_head_dim": gguf_ssd_head_dim,
+    "mamba_head_dim": mamba.gguf_ssd_head_dim,
     "ssm_state_size": "ssm.state_size",
     "n_groups": "ssm.group_count",
     "conv_kernel": "ssm.conv_kernel",
@@ -233,7 +225,6 @@ def _mlp_size(c: dict[str, Any]) -> int:
 
 
 def lfm2_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """Everything within a layer has names of its own."""
     layer, mlp = "model.layers.*", "model.layers.*.feed_forward"
     return {
         "norm.weight": "model.embedding_norm.weight",
@@ -250,19 +241,18 @@ def lfm2_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
     }  # fmt: skip
 
 
-LFM2_GGUF_NAMES: dict[str, Pattern] = {
+LFM2_GGUF_NAMES: dict[str, Pattern] = {  # the last norm may be named after the embedding
     "norm.weight": AnyOf("token_embd_norm.weight", "output_norm.weight"),
     **in_layers("blk.*", {"conv.input": "shortconv.in_proj", "conv.output": "shortconv.out_proj"}),
     "layers.*.conv.taps": Source("blk.*.shortconv.conv.weight", without_middle_axis),
     "layers.*.conv.bias": "blk.*.shortconv.conv.bias",
 }
-"""The last norm is called after the embedding; a file may also have it under the usual name."""
 
 
 LFM2_GGUF: Table = {
     # A layer without KV heads convolves.
     "layer_types": lambda file: [LFM2_LAYER_TYPES[n == 0] for n in file.by_layer("attention.head_count_kv")],
-    "num_key_value_heads": attending_kv_heads,
+    "num_key_value_heads": mamba.attending_kv_heads,
     "conv_L_cache": optional("shortconv.l_cache", 3),
     "block_auto_adjust_ff_dim": False,
     "rope_theta": optional("rope.freq_base", LFM2_THETA),
@@ -278,8 +268,7 @@ LFM2 = Family(
 LFM2_MOE = Family(
     name="LFM2 MoE", models="LFM2-8B-A1B",
     architectures=("Lfm2MoeForCausalLM",), model_types=("lfm2_moe",), layer_types=LFM2_LAYER_TYPES,
-    from_hf=lfm2_moe_from_hf, hf_names=lfm2_hf_names,
-    gguf_architectures=("lfm2moe",), gguf_names=LFM2_GGUF_NAMES,
+    from_hf=lfm2_moe_from_hf, hf_names=lfm2_hf_names, gguf_architectures=("lfm2moe",), gguf_names=LFM2_GGUF_NAMES,
     gguf=LFM2_GGUF | GGUF_EXPERTS | {
         "num_dense_layers": optional("leading_dense_block_count", 0),
         "scoring_func": only("expert_gating_func", deepseek.SIGMOID, "sigmoid"),

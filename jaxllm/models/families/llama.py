@@ -19,21 +19,18 @@ from jaxllm.weights.names import Pattern, Source
 
 # Llama 2, 3 and 3.x, SmolLM2, Yi, and others of their shape (Touvron et al. 2023, arXiv:2302.13971)
 def llama_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """Biases are as two keys say."""
     return hf_decoder(c, attention_bias=c.get("attention_bias", False), mlp_bias=c.get("mlp_bias", False))
 
 
 LLAMA = Family(
     name="Llama", models="Llama 2, 3, 3.1, 3.2, 3.3, SmolLM2, Yi, DeepSeek-R1-Distill-Llama",
     architectures=("LlamaForCausalLM",), model_types=("llama",), gguf_architectures=("llama",),
-    from_hf=llama_from_hf,
-    gguf_names=permuted_names,
+    from_hf=llama_from_hf, gguf_names=permuted_names,
 )  # fmt: skip
 
 
 # SmolLM3: Llama with layers that have no positions (NoPE, Kazemnejad et al. 2023, arXiv:2305.19466)
 def smollm3_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """`no_rope_layers` has a 1 for each layer that does rotate."""
     rotating = rotating_layers(c)
     window = c.get("sliding_window") if c.get("use_sliding_window") else None
     kinds = c.get("layer_types") or ["full_attention" if r else "sliding_attention" for r in rotating]
@@ -44,9 +41,8 @@ def smollm3_from_hf(c: dict[str, Any]) -> DecoderConfig:
             LayerKind(rope if rotates else None, window if kind == "sliding_attention" else None)
             for rotates, kind in zip(rotating, kinds, strict=True)
         ],
-        attention_bias=c.get("attention_bias", False),
-        mlp_bias=c.get("mlp_bias", False),
-    )
+        attention_bias=c.get("attention_bias", False), mlp_bias=c.get("mlp_bias", False),
+    )  # fmt: skip
 
 
 def rotating_layers(c: dict[str, Any]) -> Sequence[Any]:
@@ -58,20 +54,17 @@ def rotating_layers(c: dict[str, Any]) -> Sequence[Any]:
 SMOLLM3 = Family(
     name="SmolLM3", models="SmolLM3-3B",
     architectures=("SmolLM3ForCausalLM",), model_types=("smollm3",), gguf_architectures=("smollm3",),
-    from_hf=smollm3_from_hf,
-    gguf_names=permuted_names,
+    from_hf=smollm3_from_hf, gguf_names=permuted_names,
 )  # fmt: skip
 
 
 # Seed-OSS: Llama with biases on queries, keys and values, and heads of a size of their own
 def seed_oss_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """The output's bias has a key of its own."""
     return hf_decoder(
         {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 524_288} | c,
-        qkv_bias=c.get("attention_bias", True),
-        output_bias=c.get("attention_out_bias", False),
+        qkv_bias=c.get("attention_bias", True), output_bias=c.get("attention_out_bias", False),
         mlp_bias=c.get("mlp_bias", False),
-    )
+    )  # fmt: skip
 
 
 SEED_OSS = Family(
@@ -97,8 +90,7 @@ INTERNLM3 = Family(
 
 
 # Baichuan 1 and 2: Llama with q, k and v in one tensor; the 13B models have ALiBi (arXiv:2309.10305)
-LAYERS_OF_13B, SIZE_OF_13B = 40, 5120
-"""By which files of either format are known, as they do not say which positions they have."""
+LAYERS_OF_13B, SIZE_OF_13B = 40, 5120  # known by these, since files do not say which positions they have
 VOCAB_OF_2 = 125_696  # by which the second version is known, whose head has rows of length one
 
 
@@ -117,7 +109,6 @@ def baichuan_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
 
 
 def unit_rows(weight: np.ndarray) -> np.ndarray:
-    """Each row divided by its length."""
     weight = weight.astype(np.float32)
     return weight / np.maximum(np.linalg.norm(weight, axis=1, keepdims=True), np.float32(1e-12))
 
@@ -125,8 +116,7 @@ def unit_rows(weight: np.ndarray) -> np.ndarray:
 BAICHUAN = Family(
     name="Baichuan", models="Baichuan 7B, 13B, Baichuan2 7B, 13B",
     architectures=("BaichuanForCausalLM", "BaiChuanForCausalLM"), model_types=("baichuan",),
-    from_hf=baichuan_from_hf, hf_names=baichuan_hf_names,
-    gguf_architectures=("baichuan",), gguf_names=permuted_names,
+    from_hf=baichuan_from_hf, hf_names=baichuan_hf_names, gguf_architectures=("baichuan",), gguf_names=permuted_names,
 )  # fmt: skip
 
 
@@ -158,7 +148,6 @@ MAX_WINDOW_LAYERS = 28
 
 
 def qwen2_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """o has no bias."""
     return hf_decoder(c, layers=windowed_layers(c), qkv_bias=True)
 
 
@@ -215,7 +204,6 @@ def gated_experts(c: dict[str, Any], renormalize: bool) -> MoEConfig:
 
 
 def qwen3_moe_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """With `use_sliding_window`, every layer slides."""
     c = {
         "num_key_value_heads": 4, "num_experts": c.get("num_local_experts", 128), "num_experts_per_tok": 8,
         "moe_intermediate_size": 768, "norm_topk_prob": False,
@@ -248,8 +236,7 @@ def _gguf_expert_size(file: GgufFile) -> int:
 QWEN2_MOE = Family(
     name="Qwen 2 MoE", models="Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
     architectures=("Qwen2MoeForCausalLM",), model_types=("qwen2_moe",), gguf_architectures=("qwen2moe",),
-    from_hf=qwen2_moe_from_hf,
-    hf_names=partial(hf_expert_names, shared="shared_expert"),
+    from_hf=qwen2_moe_from_hf, hf_names=partial(hf_expert_names, shared="shared_expert"),
     gguf=GGUF_EXPERTS | {
         "moe_intermediate_size": _gguf_expert_size,
         "shared_expert_intermediate_size": "expert_shared_feed_forward_length",

@@ -20,10 +20,7 @@ from jaxllm.weights.names import AnyOf, Pattern, Source, without_middle_axis
 
 # What families with state-space layers spell alike: keys of GGUF files, limits of config.json, names of tensors
 def hf_time_step_limits(c: dict[str, Any]) -> dict[str, Any]:
-    """The limits of a step's length by `time_step_limit`; transformers writes infinity as an object.
-
-    Raises CheckpointError if it is not two numbers in their order.
-    """
+    """`time_step_limit`, where infinity is an object. Raises CheckpointError unless it is two numbers in order."""
     given = c.get("time_step_limit")
     if given is None:
         return {}
@@ -74,14 +71,13 @@ def mamba_ssd(c: dict[str, Any], inner: int, *, output_bias: bool, **differences
     )  # fmt: skip
 
 
-MAMBA_GGUF: Table = {
+MAMBA_GGUF: Table = {  # the same keys in GGUF files
     "mamba_n_heads": "ssm.time_step_rank",
     "mamba_d_head": gguf_ssd_head_dim,
     "mamba_d_state": "ssm.state_size",
     "mamba_n_groups": "ssm.group_count",
     "mamba_d_conv": "ssm.conv_kernel",
 }
-"""The same keys in GGUF files."""
 
 
 def hf_ssd_names(config: DecoderConfig, block: str) -> dict[str, Pattern]:
@@ -99,7 +95,6 @@ def hf_ssd_names(config: DecoderConfig, block: str) -> dict[str, Pattern]:
 
 
 def gguf_ssd_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """Tensors of state-space layers in GGUF files of all architectures."""
     return {
         **_input_names(config, "blk.*.ssm_in"),
         "layers.*.ssd.taps": Source("blk.*.ssm_conv1d.weight", without_middle_axis),
@@ -136,7 +131,6 @@ CONTEXT = 2**20  # Tokens. A state has no longest context; this is what llama.cp
 
 
 def mamba2_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """The defaults are those of the class, whose sizes are Codestral Mamba's."""
     c = {"num_heads": 128, "head_dim": 64, "hidden_size": 4096, "expand": 2} | c
     check_sizes("head_dim", c["head_dim"], c["num_heads"], c["expand"] * c["hidden_size"])
     check_activation(c, "hidden_act")
@@ -155,7 +149,6 @@ def mamba2_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 
 def mamba2_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """All names are its own."""
     return {
         "embed.weight": AnyOf("backbone.embeddings.weight", "backbone.embedding.weight"),
         **linear("norm", "backbone.norm_f"),
@@ -228,7 +221,6 @@ def _falcon_h1_ssd(c: dict[str, Any], into: float, out: float) -> SSDConfig:
 
 
 def falcon_h1_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """A state-space layer and an MLP with names of their own."""
     return {
         "norm.weight": "model.final_layernorm.weight",
         **in_layers("model.layers.*", {
@@ -265,17 +257,15 @@ def hf_scales(c: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-GRANITE_GGUF: Table = {
+GRANITE_GGUF: Table = {  # a factor of 0 is none
     "embedding_multiplier": nonzero("embedding_scale", 1.0),
     "attention_multiplier": lambda file: file("attention.scale", 0) or file.head_dim**-0.5,
     "residual_multiplier": nonzero("residual_scale", 1.0),
     "logits_scaling": "logit_scale",
 }
-"""A factor of 0 is none."""
 
 
 def granite_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """Biases on attention are on all of its products."""
     bias, mlp_bias = c.get("attention_bias", False), c.get("mlp_bias", False)
     return hf_decoder(c, attention_bias=bias, mlp_bias=mlp_bias, **hf_scales(c))
 
@@ -348,8 +338,7 @@ GRANITE4 = Family(
     name="Granite 4", models="Granite 4.0 (H Micro, Tiny, Small; Micro; 1B, 350M)",
     architectures=("GraniteMoeHybridForCausalLM",), model_types=("granitemoehybrid",),
     layer_types=GRANITE4_LAYER_TYPES,
-    from_hf=granite4_from_hf, hf_names=granite4_hf_names,
-    gguf_architectures=("granitehybrid",),
+    from_hf=granite4_from_hf, hf_names=granite4_hf_names, gguf_architectures=("granitehybrid",),
     # Rows of queries and keys are moved, though mostly nothing rotates them.
     gguf_names=lambda config: permuted_names(config) | gguf_ssd_names(config),
     # A layer without KV heads is a state-space layer. Rotary embeddings are there unless a key says that they are not,

@@ -31,14 +31,12 @@ MISTRAL = Family(
     name="Mistral", models="Mistral 7B, Nemo, Small 3.x (text), Ministral 8B",
     architectures=("MistralForCausalLM", "MinistralForCausalLM", "Mistral3ForConditionalGeneration"),
     model_types=("mistral", "ministral"), wrappers=("mistral3",),
-    from_hf=mistral_from_hf,
-    gguf_architectures=("llama", "mistral3"), gguf=None,
+    from_hf=mistral_from_hf, gguf_architectures=("llama", "mistral3"), gguf=None,
 )  # fmt: skip
 
 
 # Mixtral: Mistral with a mixture of experts in every layer (Jiang et al. 2024, arXiv:2401.04088)
 def mixtral_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """`intermediate_size` is the experts'; there is no dense MLP."""
     c = {
         "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072, "num_local_experts": 8,
         "num_experts_per_tok": 2,
@@ -59,11 +57,10 @@ MIXTRAL = Family(
 
 
 # Ministral 3: Mistral with YaRN, and queries that grow with the position as in Llama 4
-MINISTRAL3_ROPE: dict[str, Any] = {
+MINISTRAL3_ROPE: dict[str, Any] = {  # `rope_parameters` of a config that has none
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16_384,
     "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
-"""`rope_parameters` of a config that has none."""
 
 
 def ministral3_from_hf(c: dict[str, Any]) -> DecoderConfig:
@@ -134,8 +131,7 @@ def _mistral4_gguf_rope(file: GgufFile) -> dict[str, Any]:
 MISTRAL4 = Family(
     name="Mistral 4", models="Mistral Small 4 (text)",
     architectures=("Mistral4ForCausalLM", "Mistral3ForConditionalGeneration"), model_types=("mistral4",),
-    from_hf=mistral4_from_hf, hf_names=deepseek.LATENT_NAMES,
-    gguf_architectures=("mistral4",),
+    from_hf=mistral4_from_hf, hf_names=deepseek.LATENT_NAMES, gguf_architectures=("mistral4",),
     gguf=deepseek.LATENT_GGUF | {
         "rope_scaling": _mistral4_gguf_rope, "scoring_func": only("expert_gating_func", 1, "softmax"),
     },
@@ -169,18 +165,16 @@ def llama4_from_hf(c: dict[str, Any]) -> DecoderConfig:
         for index, (rotates, chunks) in enumerate(zip(rotating, chunked, strict=True))
     ]
     scaling = QueryScaling(c["attn_scale"], c["floor_scale"], first=1, unrotated_only=True)
-    size = c["intermediate_size"]
+    moe = hf_experts(
+        c, "num_local_experts", "intermediate_size", scoring="sigmoid", scale_inputs=True,
+        shared_hidden=c["intermediate_size"],
+    )  # fmt: skip
     return hf_decoder(
-        c | {"intermediate_size": c["intermediate_size_mlp"]},
-        layers=layers,
-        max_position_embeddings=c["max_position_embeddings"],
-        attention_bias=c.get("attention_bias", False),
+        c | {"intermediate_size": c["intermediate_size_mlp"]}, layers=layers, moe=moe,
+        max_position_embeddings=c["max_position_embeddings"], attention_bias=c.get("attention_bias", False),
         qk_norm="unit" if c["use_qk_norm"] else None,
         query_scaling=scaling if c["attn_temperature_tuning"] else None,
-        moe=hf_experts(
-            c, "num_local_experts", "intermediate_size", scoring="sigmoid", scale_inputs=True, shared_hidden=size
-        ),
-    )
+    )  # fmt: skip
 
 
 def llama4_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
@@ -204,8 +198,7 @@ LLAMA4 = Family(
     name="Llama 4", models="Llama 4 Scout, Maverick (text)",
     architectures=("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
     model_types=("llama4_text",), wrappers=("llama4",), layer_types=("full_attention", "chunked_attention"),
-    from_hf=llama4_from_hf, hf_names=llama4_hf_names,
-    gguf_architectures=("llama4",),
+    from_hf=llama4_from_hf, hf_names=llama4_hf_names, gguf_architectures=("llama4",),
     # A file does not say how large chunks are, how queries grow, nor which layers have no positions.
     gguf=GGUF_EXPERTS | {
         "intermediate_size_mlp": "feed_forward_length",

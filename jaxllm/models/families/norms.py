@@ -22,7 +22,6 @@ WHAT_OLMO_IS: dict[str, Any] = {"pre_norms": False, "post_norms": True, "qk_norm
 
 
 def olmo2_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """`attention_bias` is on q, k, v and o alike."""
     return hf_decoder({"rms_norm_eps": 1e-5} | c, attention_bias=c.get("attention_bias", False), **WHAT_OLMO_IS)
 
 
@@ -68,7 +67,6 @@ OLMO3 = Family(
 
 # EXAONE 4.0: norms on what attention and MLP give; layers without a window know no positions (arXiv:2507.11407)
 def exaone4_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """Without `sliding_window` every layer rotates."""
     c = {"rms_norm_eps": 1e-5, "num_key_value_heads": 32, "sliding_window": 4096} | c
     rope, windowed = hf_rope(c), c["sliding_window"] is not None
     layers = [LayerKind(None if windowed and window is None else rope, window) for window in hf_windows(c, period=4)]
@@ -120,7 +118,6 @@ def stablelm_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 
 def stablelm_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
-    """Every head's norm is a tensor of its own."""
     heads = {"q": config.num_heads, "k": config.num_kv_heads}
     return {
         f"layers.*.attention.{p}_norm.weight": Source(
@@ -144,7 +141,6 @@ STABLELM = Family(
 
 # StarCoder 2: LayerNorm and biases throughout, an MLP without a gate (Lozhkov et al. 2024, arXiv:2402.19173)
 def starcoder2_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """A window, where there is one, is on every layer."""
     defaults: dict[str, Any] = {
         "hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 2, "max_position_embeddings": 4096,
         "tie_word_embeddings": True,

@@ -43,7 +43,6 @@ def dense_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 
 def moe_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    """All layers have experts; no MLP is dense."""
     c = SPARSE_DEFAULTS | {"num_experts": 256, "num_experts_per_tok": 8} | c
     c = c | {"intermediate_size": c["moe_intermediate_size"]}
     return _from_hf(c, [True] * c["num_hidden_layers"], gated_experts(c, renormalize=True))
@@ -134,8 +133,6 @@ def _moved(name: str, rows: np.ndarray, others: int = 0) -> Source:
 
 
 def _columns(name: str, order: np.ndarray, run: int) -> Source:
-    """The columns of a matrix in this order, which keeps runs of so many together."""
-
     def transform(matrix: np.ndarray, columns: int = 1) -> np.ndarray:
         _check_size(name, "columns", matrix.shape[-1] * columns, len(order))
         return matrix[..., order[::columns] // columns]
@@ -218,13 +215,12 @@ GGUF: Table = {
     "linear_value_head_dim": lambda file: file("ssm.inner_size") // file("ssm.time_step_rank"),
     "linear_conv_kernel_dim": "ssm.conv_kernel",
 }
-MOE_GGUF: Table = {
+MOE_GGUF: Table = {  # files say neither that weights of experts are renormalised nor that some layers are dense
     **GGUF,
     **GGUF_EXPERTS,
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "intermediate_size": lambda file: file("feed_forward_length", file("expert_feed_forward_length")),
 }
-"""Files say neither that weights of experts are renormalised nor that some layers are dense."""
 
 
 NEXT = Family(

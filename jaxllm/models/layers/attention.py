@@ -213,7 +213,6 @@ class MLAConfig:
 
     @property
     def qk_head_dim(self) -> int:
-        """Channels of a head's whole query."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property

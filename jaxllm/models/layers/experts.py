@@ -25,11 +25,10 @@ from jaxllm.pallas_kernels.products import sort_by_group
 from jaxllm.quantization.weight import HostShare, PartlyOnHost, Weight
 from jaxllm.sharding.mesh import EVERY, TENSOR, Axes, Layout, Segment, tensor_rank, tensor_size
 
-SCORING: dict[str, Callable[[jax.Array], jax.Array]] = {
+SCORING: dict[str, Callable[[jax.Array], jax.Array]] = {  # functions from a token's logits to the scores of experts
     "softmax": partial(jax.nn.softmax, axis=-1),
     "sigmoid": jax.nn.sigmoid,
 }
-"""Functions from a token's logits to the scores of experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +113,7 @@ class MoEConfig:
 def route(
     logits: Float[Array, "T X"], config: MoEConfig, bias: Float[Array, "X"] | None = None
 ) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
-    """The weight, float32, and the number of every expert that each token uses, best first.
-
-    `bias` is the correction bias of a config that has one.
-    """
+    """The weight (float32) and number of each expert that each token uses, best first; `bias` corrects the choice."""
     scores = SCORING[config.scoring](logits.astype(jnp.float32))
     choice = scores if bias is None else scores + bias
     if config.top_groups < config.num_groups:
@@ -170,15 +166,11 @@ class ExpertStack(NamedTuple):
 
     @property
     def num_experts(self) -> int:
-        """The number of these experts."""
         return self.down.shape[0]
 
 
 class Experts(nnx.Module):
-    """The MLPs of all experts, gated or not, on rows sorted by expert.
-
-    The last `host_experts` of each device are in host memory; see `host_experts.py`.
-    """
+    """The MLPs of all experts, gated or not, on rows sorted by expert; the last `host_experts` are in host memory."""
 
     def __init__(self, size: int, config: MoEConfig, activation: str, options: BuildOptions):
         pieces = 1 if options.expert_parallel else options.tp
@@ -196,10 +188,8 @@ class Experts(nnx.Module):
         self.down = ExpertLinear((count, size, config.hidden), axes, options, bias=config.expert_bias, host=host)
         self.activation = activation
         self.swiglu = config.swiglu
-        self.here = config.num_experts // sharing
-        """The number of experts that a device has, or has a part of."""
-        self.serve_all_batches = whole and options.dp > 1
-        """Tokens of other batches use the experts that are here, too."""
+        self.here = config.num_experts // sharing  # the number of experts that a device has, or has a part of
+        self.serve_all_batches = whole and options.dp > 1  # tokens of other batches use the experts that are here, too
         self.kernels = options.kernels
 
     def mixture(
@@ -259,10 +249,7 @@ class Experts(nnx.Module):
     def _pairs_of_all(
         self, group: Int[Array, "P"], pairs: Callable[[Int[Array, "P"], ExpertStack], Float[Array, "P E"]]
     ) -> Float[Array, "P E"]:
-        """The output of `pairs` of tokens and experts where some are in host memory.
-
-        Each pair is computed once, and adds zeros where it is not.
-        """
+        """The output of `pairs` of tokens and experts, each computed once, where some experts are in host memory."""
         first, down = self._first.weight.get_value(), self.down.weight.get_value()
         assert isinstance(first, PartlyOnHost) and isinstance(down, PartlyOnHost), "so they were declared"
         biases, resident, layer = (self._first.own_bias, self.down.own_bias), first.num_resident, told()
@@ -340,7 +327,6 @@ class ExpertLinear(nnx.Module):
 
     @property
     def own_bias(self) -> Float[Array, "X o"] | None:
-        """The bias that this device adds."""
         if self.bias is None or not self.shares_inputs or tensor_size() == 1:
             return None if self.bias is None else self.bias[...]
         return jnp.where(tensor_rank() == 0, self.bias[...], 0)

@@ -68,8 +68,7 @@ class Told:
     meta: StepMetadata
     hands: Sequence[LayerHand] = ()
     places: Any = None  # of its experts in host memory, if it has any; it leaves them changed
-    sum: str | None = None
-    """The activation that the next product added to the residual stream is, while `summing` is open."""
+    sum: str | None = None  # the activation that the next product is, while `summing` is open
 
 
 _told: ContextVar[Told | None] = ContextVar("told", default=None)

@@ -25,8 +25,7 @@ class ExpertPlaces(NamedTuple):
 
     first: tuple[Any, ...]  # the arrays of a Weight `[C, o, i]`: the gate and the projection up
     down: tuple[Any, ...]
-    expert: Any
-    """The number of the expert in each place among those in host memory, and one more; 0 where there is none."""
+    expert: Any  # 1 + the number of each place's expert among those in host memory; 0 where there is none
     order: Any  # the places' order of use: 0 is that of the one unused for longest
 
 
@@ -50,7 +49,6 @@ class Turn(NamedTuple):
         return _find(self.now, num_experts)
 
     def after(self, places: ExpertPlaces) -> ExpertPlaces:
-        """The places once these have run."""
         used = self.now > 0
         recent = places.order + used * len(used)
         return places._replace(
@@ -162,5 +160,4 @@ def split_places(caches: Sequence[Cache]) -> tuple[list[Cache], list[ExpertPlace
 
 
 def with_places(caches: Sequence[Cache], places: Sequence[ExpertPlaces | None]) -> tuple[Cache, ...]:
-    """The two put together again."""
     return tuple((*cache,) if there is None else (*cache, there) for cache, there in zip(caches, places, strict=True))

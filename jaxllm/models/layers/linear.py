@@ -73,7 +73,6 @@ class AdapterTables(nnx.Module):
 
     @property
     def arrays(self) -> AdapterArrays:
-        """The tables as they are now, which kernels take."""
         return AdapterArrays(self.a[...], self.b[...], self.gain[...], self.ranks[...])
 
     def biases(self) -> Float[Array, "T o"]:
@@ -92,10 +91,8 @@ def _table(shape: tuple[int, ...], dtype: Any, axes: Axes, layout: Layout | None
 
 
 def param(shape: tuple[int, ...], dtype: Any, axes: Axes | None = None, layout: Layout | None = None) -> nnx.Param:
-    """A plain array of the global `shape`, replicated unless `axes` names a mesh axis; `layout` describes its axis 0.
-
-    The axes are our own metadata: NNX's `sharding` would ask for a mesh.
-    """
+    """A plain array of the global `shape`, replicated unless `axes` name a mesh axis; `layout` is of its axis 0."""
+    # Axes are metadata of our own, since NNX's `sharding` would ask for a mesh.
     return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), axes=axes or (None,) * len(shape), layout=layout)
 
 
@@ -103,10 +100,7 @@ def weight(
     shape: tuple[int, ...], dtype: Any, axes: Axes | None = None, layout: Layout | None = None,
     host: HostShare | None = None,
 ) -> nnx.Param:  # fmt: skip
-    """A matrix `[*stack, o, i]`, likewise. It is declared dense; what it is kept as is decided when it is loaded.
-
-    `host` says what part of a stack is to be in host memory.
-    """
+    """A matrix `[*stack, o, i]`, declared dense until it is loaded; `host` is the part of a stack in host memory."""
     dense = Dense(jax.ShapeDtypeStruct(shape, dtype))
     return nnx.Param(dense, axes=axes or (None,) * len(shape), layout=layout, host=host)
 
@@ -131,7 +125,6 @@ class Linear(nnx.Module):
         return self.bias is None and self.low_rank is None
 
     def __call__(self, x: Float[Array, "T i"], norm: Norm | None = None) -> Float[Array, "T o"]:
-        """The product with `x`, or with `norm(x)`."""
         if self.plain:
             return self.kernels.linear(x, self.weight.get_value(), norm, dtype=x.dtype)
         return self._with_bias(self.partial(x, norm)).astype(x.dtype)
@@ -210,7 +203,6 @@ class RowLinear(Linear):
         super().__init__(in_features, out_features, options, bias, axes=(None, TENSOR))
 
     def __call__(self, x: Float[Array, "T i"], norm: Norm | None = None, residual: Residual = None) -> Late:
-        """The sum of the devices' products, added to `residual` if there is one."""
         product = partial(self._product, x, norm)
         if residual is None or isinstance(residual, Later):
             return product(residual)
@@ -238,7 +230,6 @@ class VocabEmbedding(nnx.Module):
         self.vocab_size = vocab_size
 
     def __call__(self, tokens: Int[Array, "T"]) -> Float[Array, "T E"]:
-        """The embeddings of `tokens`."""
         table = self.weight.get_value()
         if tensor_size() == 1:
             return table.rows(tokens)

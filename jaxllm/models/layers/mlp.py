@@ -18,7 +18,7 @@ from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Late, Norm, Residual, StepMetadata
 from jaxllm.sharding.mesh import Layout, Segment, split_rows, tensor_size
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {  # by the names of `hidden_act`
     "silu": jax.nn.silu,
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
     "gelu_new": partial(jax.nn.gelu, approximate=True),
@@ -26,7 +26,6 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
-"""Activation functions under the names that `hidden_act` and `hidden_activation` use."""
 
 
 def gated(gate_up: Float[Array, "N n"], activation: str, scale: float = 1.0) -> Float[Array, "N n//2"]:
@@ -43,7 +42,6 @@ class ClampedSwiglu:
     limit: float
 
     def __call__(self, gate_up: Float[Array, "N n"]) -> Float[Array, "N n//2"]:
-        """Of the two side by side, in float32."""
         gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
         gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
         return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
@@ -60,11 +58,9 @@ class MLP(nnx.Module):
     def __call__(
         self, x: Float[Array, "T E"], meta: StepMetadata, *, norm: Norm | None = None, residual: Residual = None
     ) -> Late:
-        """The block of `norm(x)`, added to `residual` if there is one."""
         return self.down(self._between(x, norm).astype(x.dtype), residual=residual)
 
     def partial(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
-        """This device's part of the output, in float32 and without bias."""
         return self.down.partial(self._between(x))
 
     def _between(self, x: Float[Array, "T E"], norm: Norm | None = None) -> Float[Array, "T F"]:
@@ -86,12 +82,10 @@ class GatedMLP(MLP):
     def __call__(
         self, x: Float[Array, "T E"], meta: StepMetadata, *, norm: Norm | None = None, residual: Residual = None
     ) -> Late:
-        """The block of `norm(x)`, added to `residual` if there is one."""
         out = self._at_once(x, norm, residual, x.dtype) if tensor_size() == 1 else None
         return super().__call__(x, meta, norm=norm, residual=residual) if out is None else out
 
     def partial(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
-        """This device's part of the output, in float32."""
         out = self._at_once(x)
         return super().partial(x) if out is None else out
 
@@ -134,7 +128,6 @@ class PerLayerInputs(nnx.Module):
         self.scale = size**-0.5
 
     def __call__(self, tokens: Int[Array, "T"], x: Float[Array, "T E"]) -> Float[Array, "T L n"]:
-        """The inputs of every layer; `x` are the scaled embeddings."""
         rows = self.embed(tokens).reshape(-1, *self.shape).astype(jnp.float32) * self.shape[1] ** 0.5
         projected = self.norm((self.projection.partial(x) * self.scale).reshape(-1, *self.shape))
         return ((rows + projected) * 2**-0.5).astype(x.dtype)

@@ -16,14 +16,7 @@ from jaxllm.models.layers.mlp import MLP, GatedMLP
 from jaxllm.models.layers.norm import RMSNorm
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Later, Mixture, Norm, Residual, StepMetadata, late_sum
-from jaxllm.sharding.mesh import (
-    data_size,
-    device_rank,
-    gather_over_data,
-    share_out_over_data,
-    sum_over_tensor,
-    tensor_size,
-)
+from jaxllm.sharding import mesh
 
 
 class MoE(nnx.Module):
@@ -57,12 +50,12 @@ class MoE(nnx.Module):
         before, x = x, x if norm is None else norm(x)
         out = self._mixed(x, meta, before)
         part = late_sum(out)
-        out = sum_over_tensor(part if self.kernels.wide_sums else part.astype(x.dtype)).astype(x.dtype)
+        out = mesh.sum_over_tensor(part if self.kernels.wide_sums else part.astype(x.dtype)).astype(x.dtype)
         return out if residual is None else residual + out
 
     def unsummed(self, x: Float[Array, "T E"], meta: StepMetadata) -> Mixture | Float[Array, "T E"]:
         """The layer's output, where kernels and one device have it as a mixture that is yet to be summed."""
-        out = self._mixed(x, meta, x) if tensor_size() * data_size() == 1 else self(x, meta)
+        out = self._mixed(x, meta, x) if mesh.tensor_size() * mesh.data_size() == 1 else self(x, meta)
         return out if isinstance(out, Mixture) else out.astype(x.dtype)
 
     def _mixed(
@@ -72,11 +65,11 @@ class MoE(nnx.Module):
         with jax.named_scope("router"):
             logits, bias = self.router(before if self.config.beside_dense else x)
         here = self.experts.here
-        first = device_rank() * here if here < self.config.num_experts else 0
+        first = mesh.device_rank() * here if here < self.config.num_experts else 0
         with jax.named_scope("experts"):
             rows = x if self.latent_down is None else self.latent_down(x)
             if self.experts.serve_all_batches:
-                every = gather_over_data((rows, logits, meta.seq_ids))
+                every = mesh.gather_over_data((rows, logits, meta.seq_ids))
                 rows, logits, sequences = (a.reshape(-1, *a.shape[2:]) for a in every)  # one batch after the other
                 meta = replace(meta, seq_ids=sequences)  # they say which rows are padding
             out: Any = None
@@ -87,7 +80,7 @@ class MoE(nnx.Module):
                 scaled, at_inputs = self.router.scaled(weights, experts), self.config.scale_inputs
                 out = self.experts.routed(rows, scaled, experts, first, meta.live, scale_inputs=at_inputs)
             if self.experts.serve_all_batches:
-                out = share_out_over_data(late_sum(out))
+                out = mesh.share_out_over_data(late_sum(out))
             if self.latent_up is not None:
                 out = self.latent_up.partial(late_sum(out).astype(x.dtype))
         if self.shared is None:
@@ -114,7 +107,6 @@ class DenseBesideMoE(nnx.Module):
     def __call__(
         self, x: Float[Array, "T E"], meta: StepMetadata, *, norm: Norm | None = None, residual: Residual = None
     ) -> Float[Array, "T E"]:
-        """Both blocks of `x`, added to `residual` if there is one; `norm` is the dense one's."""
         dense = self.dense_post_norm(self.dense(x, meta, norm=norm))
         out = dense + self.moe_post_norm(self.moe(x, meta, norm=self.moe_norm.traced))
         return out if residual is None or isinstance(residual, Later) else residual + out

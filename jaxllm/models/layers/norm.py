@@ -41,7 +41,6 @@ class UnitRMSNorm(RMSNorm):
 
     @property
     def traced(self) -> Norm:
-        """The norm: what kernels take."""
         return RootMeanSquare(jnp.ones(self.size, jnp.float32), self.eps, self.kernels.normalise)
 
 
@@ -101,7 +100,6 @@ class LayerNorm(nnx.Module):
 
     @property
     def traced(self) -> Norm:
-        """The norm itself: products take no such."""
         return self.__call__
 
     def __call__(self, x: Float[Array, "... n"]) -> Float[Array, "... n"]:

@@ -35,10 +35,7 @@ class ConvConfig:
 
 
 class ShortConv(nnx.Module):
-    """LFM2's `output(c * conv(b * x))`, where `b`, `c` and `x` are one product's thirds.
-
-    Each channel has its own taps. Channels are divided over the tensor axis.
-    """
+    """LFM2's `output(c * conv(b * x))`: `b`, `c` and `x` are thirds of one product; each channel has its own taps."""
 
     def __init__(self, size: int, config: ConvConfig, options: BuildOptions):
         third = Segment(size, options.tp)
@@ -86,10 +83,7 @@ class DeltaConfig:
 
 
 class GatedDeltaNet(nnx.Module):
-    """`output(norm(rule(conv(q, k, v), decay, beta)) * silu(gate))`; see `pallas_kernels.delta_rule` (Qwen3-Next).
-
-    Heads are divided over the tensor axis, and the convolution's channels with them.
-    """
+    """`output(norm(rule(conv(q, k, v), decay, beta)) * silu(gate))`; see `pallas_kernels.delta_rule` (Qwen3-Next)."""
 
     def __init__(self, size: int, config: DeltaConfig, options: BuildOptions, *, activation: str, norm_eps: float):
         tp, c = options.tp, config
@@ -160,7 +154,6 @@ class SSDConfig:
 
     @property
     def inner(self) -> int:
-        """Channels of all heads together."""
         return self.heads * self.head_dim
 
     @property
@@ -244,6 +237,5 @@ def _ssd(
     kernel: Callable[..., Any], x: jax.Array, dt: jax.Array, b: jax.Array, c: jax.Array, a: jax.Array, skip: jax.Array,
     states: jax.Array, meta: StepMetadata,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """The kernel with what it takes of each token first."""
     found: tuple[jax.Array, jax.Array] = kernel(SSDInputs(x, dt, a, b, c, skip), states, meta)
     return found

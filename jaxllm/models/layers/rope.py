@@ -53,10 +53,7 @@ class RopeConfig:
 
 
 def inverse_frequencies(rope: RopeConfig, *, long: bool = False) -> np.ndarray:
-    """The `dim // 2` angular frequencies in radians a token, float32; `long` takes longrope's set for long sequences.
-
-    Those of "dynamic" are the ones of sequences within the original length.
-    """
+    """The `dim // 2` angular frequencies in radians a token, float32; `long` is longrope's set for long sequences."""
     freqs = 1.0 / rope.theta ** (np.arange(0, rope.dim, 2, dtype=np.float64) / rope.dim)
     if rope.kind in ("linear", "proportional"):
         freqs = freqs / rope.factor
@@ -126,10 +123,7 @@ def _dynamic_shrink(rope: RopeConfig, lengths: Int[Array, "T"]) -> Float[Array, 
 
 
 def rotate(x: Float[Array, "T H D"], angles: Angles | None) -> Float[Array, "T H D"]:
-    """Rotate each head's pairs of channels by the token's angles; channels past the rotary ones are left alone.
-
-    Without angles nothing is rotated: the layer knows no positions.
-    """
+    """Rotate each head's first channels in pairs by the token's angles; without angles there are no positions."""
     if angles is None:
         return x
     cos, sin = angles.cos[:, None, :], angles.sin[:, None, :]

@@ -51,25 +51,23 @@ def _pattern_of(kind: FieldKind) -> FieldKind:
     )
 
 
-_FIELDS: FieldKinds = {
+_FIELDS: FieldKinds = {  # the fields of the file that are read
     "r": _RANK, "lora_alpha": _ALPHA, "use_rslora": either(FLAG, NULL), "use_dora": either(FLAG, NULL),
     "rank_pattern": _pattern_of(_RANK), "alpha_pattern": _pattern_of(_ALPHA), "target_modules": _NAMES,
     "exclude_modules": _NAMES, "modules_to_save": _NAMES, "layers_to_transform": _LAYERS, "layers_pattern": _NAMES,
     "fan_in_fan_out": either(FLAG, NULL), "bias": either(one_of("none", "all", "lora_only"), NULL),
     "base_model_name_or_path": either(TEXT, NULL), "ensure_weight_tying": either(FLAG, NULL),
 }  # fmt: skip
-"""The fields of the file that are read."""
 
-_TRAINING = frozenset((
+_TRAINING = frozenset((  # settings that concern training alone, or only go with one that is refused
     "peft_type", "auto_mapping", "revision", "task_type", "inference_mode", "lora_dropout", "init_lora_weights",
     "runtime_config", "peft_version", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core",
     "qalora_group_size", "kasa_config", "velora_config",
 ))  # fmt: skip
-"""Settings that concern training alone, or only go with one that is refused."""
 
 _MERGE = "merge it into its base model with PEFT's merge_and_unload(), and serve the result"
 
-_REFUSED = {
+_REFUSED = {  # settings that change what an adapter computes, and what to do instead
     "target_parameters": "adapters of experts that are stored as one stack are not supported; " + _MERGE,
     "trainable_token_indices": "single rows of an embedding cannot be replaced; " + _MERGE,
     "lora_bias": "a bias beside B is not supported; " + _MERGE,
@@ -79,10 +77,8 @@ _REFUSED = {
     "megatron_config": "Megatron's parallel layers are not supported; train it with PEFT's linear layers",
     "use_bdlora": "block-diagonal matrices are not supported; " + _MERGE,
 }
-"""Settings that change what an adapter computes, and what to do instead."""
 
-_CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
-"""Beginnings of `init_lora_weights` with which an adapter is trained over a base model that it has changed."""
+_CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")  # of `init_lora_weights`: they change the base
 _CONVERT = (
     "the adapter belongs to a base model that this has changed; save it again for the unchanged one with "
     "save_pretrained(..., path_initial_model_for_weight_conversion=PATH_OF_THE_ADAPTER_AT_THE_BEGINNING), or merge it"
@@ -102,12 +98,9 @@ _PART = re.compile(
 `q_proj.lora_A.default.weight`."""
 _SAVED = re.compile(r"(?P<module>.+?)(?:\.modules_to_save(?:\.[^.]+)?|\.base_layer)?\.(?P<kind>weight|bias)")
 """A whole tensor, of a module that was trained, or a bias."""
-_UNCHANGED = ".base_layer.weight"
-"""The end of the name of a matrix of the model itself, which PEFT stores beside the change of an embedding."""
-_LANGUAGE_MODEL = re.compile(r"(model\.)?language_model\.(model\.)?(?P<rest>.*)")
-"""The names of a multimodal model's language model: `model.language_model.layers.0.mlp`."""
-_INPUTS_FIRST = re.compile(r"(transformer\.)?h\.\d+\.(attn|mlp)\.c_(attn|proj|fc)")
-"""GPT-2's layers, whose matrices are stored as `[in, out]`."""
+_UNCHANGED = ".base_layer.weight"  # a matrix of the model itself, which PEFT stores beside the change of an embedding
+_LANGUAGE_MODEL = re.compile(r"(model\.)?language_model\.(model\.)?(?P<rest>.*)")  # of a multimodal model
+_INPUTS_FIRST = re.compile(r"(transformer\.)?h\.\d+\.(attn|mlp)\.c_(attn|proj|fc)")  # GPT-2's, stored `[in, out]`
 
 LayerParts = dict[str, np.ndarray]
 
@@ -243,12 +236,9 @@ def _low_rank(file: Path, settings: PeftSettings, module: str, parts: LayerParts
             f"({rank}, inputs) and (outputs, {rank}), for the rank of this module is {rank} in {settings.path.name}"
         )
     return LowRank(
-        a,
-        b,
-        settings.scale(module),
-        _magnitude(file, settings, module, parts, b.shape[0]),
+        a, b, settings.scale(module), _magnitude(file, settings, module, parts, b.shape[0]),
         transposed=embedding or _INPUTS_FIRST.fullmatch(module) is not None,
-    )
+    )  # fmt: skip
 
 
 def _magnitude(file: Path, settings: PeftSettings, module: str, parts: LayerParts, rows: int) -> np.ndarray | None:
@@ -262,7 +252,6 @@ def _magnitude(file: Path, settings: PeftSettings, module: str, parts: LayerPart
 
 
 def _plain(module: str) -> str:
-    """The name of this module in a language model without images."""
     found = _LANGUAGE_MODEL.fullmatch(module)
     if found is None:
         return module
@@ -357,7 +346,6 @@ def _check_supported(path: Path, given: dict[str, Any]) -> None:
 
 
 def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """The value of the first pattern that matches the whole name, or all of it after some dot."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 

@@ -14,7 +14,7 @@ from jaxllm.weights.packings.compressed_tensors import find_compressed_tensors, 
 from jaxllm.weights.packings.gptq import find_awq, find_gptq
 from jaxllm.weights.packings.module import Packed
 
-METHODS: dict[str, Callable[[Checkpoint, dict[str, Any]], dict[str, Packed]]] = {
+METHODS: dict[str, Callable[[Checkpoint, dict[str, Any]], dict[str, Packed]]] = {  # by `quant_method`
     "gptq": find_gptq,
     "awq": find_awq,
     "compressed-tensors": find_compressed_tensors,
@@ -24,7 +24,6 @@ METHODS: dict[str, Callable[[Checkpoint, dict[str, Any]], dict[str, Packed]]] = 
     "mxfp4": find_mxfp4,
     "marlin": lambda checkpoint, config: find_gptq(checkpoint, {"bits": 4} | config | {"checkpoint_format": "marlin"}),
 }
-"""The reader of every matrix by its name, for each `quantization_config.quant_method`."""
 
 
 class PackedCheckpoint(WrappedCheckpoint):

@@ -123,10 +123,7 @@ BLOCK = 32
 
 
 def find_mxfp4(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed]:
-    """Every MXFP4 matrix, or stack of them, by the name of its codes.
-
-    Other files of gpt-oss have transposed matrices under the name without `_blocks`.
-    """
+    """Every MXFP4 matrix or stack by the name of its codes; files without `_blocks` have transposed matrices."""
     return {f"{parts.name}_blocks": _mxfp4_matrix(parts) for parts in matrices(checkpoint, "_blocks", "")}
 
 

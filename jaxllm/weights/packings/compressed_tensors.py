@@ -48,10 +48,7 @@ WEIGHT_FIELDS = {"num_bits": whole(1, 32), "symmetric": FLAG, "type": TEXT}
 
 
 def find_compressed_tensors(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed]:
-    """Every matrix of such a checkpoint by its name.
-
-    Its tensors say how it is packed; `config_groups` says what may be there, and how inputs are rounded.
-    """
+    """Every matrix of such a checkpoint by its name; its tensors say how it is packed."""
     check_fields(config, FIELDS, "quantization_config.")
     _check_formats(config)
     rounded = _rounds_inputs(config)
@@ -121,7 +118,6 @@ def _block(config: dict[str, Any]) -> tuple[int, int]:
 
 
 def _packed_size(parts: Parts, accepted: list[int]) -> tuple[tuple[int, int], int]:
-    """Outputs and inputs of a matrix that is packed in words, and the bits of its codes."""
     rows, words = parts.info(PACKED, ("I32",), rank=2).shape
     parts.info(".weight_shape", ("I64", "I32"), (2,))
     outputs, inputs = map(int, parts.array(".weight_shape"))
@@ -133,7 +129,6 @@ def _packed_size(parts: Parts, accepted: list[int]) -> tuple[tuple[int, int], in
 
 
 def _integers(parts: Parts, shape: tuple[int, ...], bits: int | None = None, *, rounded: bool = False) -> Packed:
-    """A matrix of codes that are packed in words, or without `bits` are int8."""
     outputs, inputs = shape
     block, groups, scale = _scales(parts, outputs, inputs)
     symmetric = ".weight_zero_point" not in parts
@@ -177,8 +172,7 @@ def _scales(parts: Parts, outputs: int, inputs: int) -> tuple[tuple[int, int], i
 
 
 SCALES = ("_scale_inv", "_scale")
-ACTIVATIONS = (".input_scale", ".input_zero_point", ".activation_scale", ".output_scale")
-"""Measured scales of inputs, which are not used: inputs are rounded by the values in each row, or not at all."""
+ACTIVATIONS = (".input_scale", ".input_zero_point", ".activation_scale", ".output_scale")  # measured, and unused
 FP8_FIELDS = {"weight_block_size": either(several(whole(1, 2**20), 2), NULL)}
 FLOAT32 = np.dtype(np.float32)
 

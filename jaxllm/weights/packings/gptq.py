@@ -102,8 +102,7 @@ def _zeros(words: np.ndarray, bits: int, v1: bool) -> np.ndarray:
 
 
 AWQ_BITS, AWQ_IN_WORD = 4, 8
-AWQ_ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])
-"""The output of each nibble of a word, lowest first."""
+AWQ_ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])  # the output of each nibble of a word, lowest first
 AWQ_VERSIONS = ("gemm", "marlin")
 AWQ_FIELDS = {
     "bits": whole(1, 32),
@@ -145,13 +144,11 @@ def _awq_matrix(parts: Parts, group_size: int) -> Packed:
 
 
 def _outputs(words: np.ndarray) -> np.ndarray:
-    """`[n, o / 8]` words as `[n, o]` codes."""
     nibbles = unpack(words, AWQ_BITS).reshape(len(words), -1, AWQ_IN_WORD)
     return nibbles[..., np.argsort(AWQ_ORDER)].reshape(len(words), -1)
 
 
-MARLIN_TILE, MARLIN_WIDTH = 16, 64
-"""Inputs and outputs of a tile."""
+MARLIN_TILE, MARLIN_WIDTH = 16, 64  # inputs and outputs of a tile
 
 
 def marlin(parts: Parts, weights: str, scales: str, group_size: int) -> Packed:
@@ -177,7 +174,6 @@ def marlin(parts: Parts, weights: str, scales: str, group_size: int) -> Packed:
 
 
 def _undone(array: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """An array whose chunks were laid out in `order`, as it was before."""
     return array.reshape(-1, len(order))[:, np.argsort(order)]
 
 

@@ -97,10 +97,7 @@ def unpack(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def sorted_inputs(parts: Parts, suffix: str, inputs: int, groups: int) -> np.ndarray | None:
-    """The order of a matrix's inputs by their groups, from a tensor of each input's group; None if they are in order.
-
-    It is read at once, since it decides what the weight becomes.
-    """
+    """The order of a matrix's inputs by their groups, from each input's group; None if they are in order."""
     if suffix not in parts:
         return None
     parts.info(suffix, ("I32", "I64"), (inputs,))
