@@ -78,10 +78,7 @@ OWN_COUNTERS: dict[str, tuple[str, Read]] = {
     ),
     "step_device_wait_seconds": ("Time all steps waited for the device.", lambda s: s.step_device_wait_seconds),
     "compile_seconds": ("Time spent compiling.", lambda s: s.compile_seconds),
-    "kv_transfer_pulls": (
-        "Requests whose KV pages were to be fetched from another server.",
-        lambda s: s.num_pulls,
-    ),
+    "kv_transfer_pulls": ("Requests whose KV pages were to be fetched from another server.", lambda s: s.num_pulls),
     "kv_transfer_failures": (
         "Those of them that did not get all pages, and were computed here or failed.",
         lambda s: s.num_failed_pulls,

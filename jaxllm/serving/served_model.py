@@ -19,14 +19,7 @@ from jaxllm.chat.prompt import ChatModel
 from jaxllm.config import EngineConfig, ModelConfig
 from jaxllm.engine.messages import EngineInfo, EngineStats, MemoryRoom
 from jaxllm.engine.scale.routing import added, counted
-from jaxllm.errors import (
-    CheckpointError,
-    ConfigError,
-    EngineDeadError,
-    InvalidRequestError,
-    ModelNotFoundError,
-    reason,
-)
+from jaxllm.errors import CheckpointError, ConfigError, EngineDeadError, InvalidRequestError, ModelNotFoundError, reason
 from jaxllm.machine import return_freed_memory
 from jaxllm.progress import tell, watched_by
 from jaxllm.serving.access.keys import Tenant

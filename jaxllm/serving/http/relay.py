@@ -98,10 +98,7 @@ class RelayedAnswer(Response):
     background = None
 
     def __init__(
-        self,
-        first: list[Message],
-        others: AsyncIterator[list[Message]],
-        lost: Callable[[Exception], bytes | None],
+        self, first: list[Message], others: AsyncIterator[list[Message]], lost: Callable[[Exception], bytes | None]
     ):
         """`first` begins with the start of the answer. `lost` gives the event for an exception; None is any other."""
         self._first = first
