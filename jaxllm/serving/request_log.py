@@ -34,7 +34,6 @@ PROBES = frozenset({"/livez", "/health", "/ping", "/ready", "/readyz", "/load", 
 
 
 Observer = Callable[["Record"], None]
-"""Called with each record that is complete."""
 
 
 @dataclass
@@ -46,13 +45,11 @@ class Record:
     Attributes:
         client: its address and port, "-" where there is none.
         server: the address and port that it came to.
-        keeps_texts: whether prompts and answers are to be kept.
-        route: the path of its route, once that is known.
+        keeps_texts: True if prompts and answers are to be kept.
         api_route, asked_model: a route of the API and a model as the audit log has them, once they are known.
-        key_name: the name of its API key, once that is known and if it has one.
         trace_id: of its caller's trace, or of one that begins here.
         status: of the answer; 499 where the client went away before there was one.
-        client_gone: whether it went away before the answer was complete.
+        client_gone: True if the client went away before the answer was complete.
         began, ended: seconds since the epoch.
         seconds: its duration, by a monotonic clock.
     """
@@ -96,12 +93,10 @@ class Record:
 
     @property
     def finish_reasons(self) -> list[str]:
-        """The ends of the last call's sequences."""
         return self.calls[-1].finish_reasons if self.calls else []
 
     @property
     def phases(self) -> Phases:
-        """The phases of all calls."""
         return sum((call.clock.phases(call.num_answers) for call in self.calls), Phases())
 
 
@@ -147,7 +142,7 @@ class Records(HTTPLayer):
                 await self.app({**scope, RECORD: record}, receive_noting, send_noting)
             finally:
                 if self._audit is not None:
-                    self._audit.write_request(record)
+                    self._audit.write(record)
 
 
 def log_request(record: Record) -> None:
@@ -222,32 +217,25 @@ class AuditLog:
         self._writer = logging.handlers.QueueListener(self._waiting, self._file)
         self._writer.start()
 
-    def write_request(self, record: Record) -> None:
+    def write(self, record: Record) -> None:
         """Queue the entry of a request to a route of the API that has been answered, or of a refusal."""
-        if record.api_route is not None or record.status in REFUSALS:
-            self.write(
-                {
-                    "time": datetime.fromtimestamp(record.began, UTC).isoformat(timespec="milliseconds"),
-                    "key": record.key_name,
-                    "address": record.client.rpartition(":")[0] or None,
-                    "method": record.method,
-                    "route": record.api_route,
-                    "model": record.asked_model,
-                    "status": record.status,
-                    "id": record.request_id or None,
-                }
-            )
-
-    def write(self, entry: dict[str, Any]) -> None:
-        """Queue an entry; the writer sees to the rest."""
+        if record.api_route is None and record.status not in REFUSALS:
+            return
+        entry = {
+            "time": datetime.fromtimestamp(record.began, UTC).isoformat(timespec="milliseconds"),
+            "key": record.key_name,
+            "address": record.client.rpartition(":")[0] or None,
+            "method": record.method,
+            "route": record.api_route,
+            "model": record.asked_model,
+            "status": record.status,
+            "id": record.request_id or None,
+        }
         line = json.dumps(entry, ensure_ascii=False)
         self._waiting.put(logging.LogRecord(__name__, logging.INFO, "", 0, line, None, None))
 
     def reopen(self) -> None:
-        """Go on in the file that has the name now, where another program has moved the old one away.
-
-        Where that cannot be opened the log says so, and the old file is written on.
-        """
+        """Go on in the file that has the name now; where that cannot be opened, log it and go on in the old one."""
         try:
             self._file.reopen()
         except OSError as error:

@@ -22,7 +22,6 @@ from jaxllm.engine.scale.routing import added, counted
 from jaxllm.errors import CheckpointError, ConfigError, EngineDeadError, InvalidRequestError, ModelNotFoundError, reason
 from jaxllm.machine import return_freed_memory
 from jaxllm.progress import tell, watched_by
-from jaxllm.serving.access.keys import Tenant
 from jaxllm.serving.adapters import ModelAdapters, check_adapter
 from jaxllm.serving.http.api_error import APIError, unavailable
 from jaxllm.serving.request_metrics import RequestMetrics
@@ -30,6 +29,7 @@ from jaxllm.weights.source import resolve_adapter
 
 if TYPE_CHECKING:
     from jaxllm.engine.doors.async_llm import AsyncLLM  # imports JAX, for which a wrong command line need not wait
+    from jaxllm.serving.call import ClientCall
 
 
 OF_THE_MACHINE = frozenset({"download_dir", "compile_cache_dir", "engine_process", "max_num_waiting"})
@@ -54,11 +54,9 @@ def shutting_down() -> APIError:
 
 
 class ServedModel(ChatModel):
-    """A model that conversations are held with over HTTP; earlier `metrics` of it are gone on with.
+    """A model that conversations are held with over HTTP; it goes on with earlier `metrics` of the model.
 
-    Attributes:
-        names: its names in requests; metrics and notices use the first.
-        running: the requests under way; none begins once `draining` is true.
+    Of its `names` in requests metrics use the first. No request joins `running` once it is `draining`.
 
     Raises ConfigError when config.chat_template cannot be read; see ChatModel.
     """
@@ -118,21 +116,10 @@ MakeRoom = Callable[[int | None], None]
 when they are free. Raises what keeps the model from being loaded: APIError where others do."""
 
 
-class Holder(Protocol):
-    """A client's call, which holds a model; it `waits` until its turn has come and the model is loaded."""
-
-    tenant: Tenant
-    waits: bool
-
-
 class Stage(msgspec.Struct, frozen=True):
-    """The progress of a load, also as the body of /ready and /health until the models are loaded.
-
-    Both numbers are 0 where nothing is counted.
-    """
+    """The progress of a load: its present step in words, and a count of that, 0 of 0 where nothing is counted."""
 
     doing: str
-    """The present step, in words."""
     done: int = 0
     total: int = 0
     status: str = "loading"
@@ -146,20 +133,15 @@ class LoadableModel:
 
     Attributes:
         name: its name in metrics and notices.
-        adapters: those that requests may choose.
         served: runs its requests while it is loaded; an engine that is asleep is woken first.
-        stage: how far a load is, while there is one.
         on_change: called, in any thread, when its state or its stage has changed.
         error: why the last load failed, if it did, in words for clients.
-        awaited: whether it was loaded at the start: the server is not ready before it is.
+        awaited: True if the server is not ready before the model is loaded.
         info, has_chat_template, metrics: of the last load; None before the first.
-        planned_bytes: the plan of its last engine, or of the one that is starting, for each device or for the host,
-            where that is known.
-        keep_alive: seconds without a request after which it is unloaded, by the last request that set it, or else by
-            its settings; infinity is never.
+        planned_bytes: of each device, or of the host, for its last engine or the one that is starting, where known.
+        keep_alive: seconds without a request after which it is unloaded; infinity is never.
         calls: those that hold it; while there are any it is not unloaded.
-        last_used: when a call last began or ended, on the monotonic clock.
-        loaded_at: when its last load ended, on the same clock.
+        last_used, loaded_at: when a call last began or ended, and its last load ended, on the monotonic clock.
     """
 
     def __init__(
@@ -173,7 +155,7 @@ class LoadableModel:
         ttl: float | None = None,
         budget: int | None = None,
     ):
-        """For pinned to ttl see CatalogEntry; `budget` are the bytes that an engine may take."""
+        """See CatalogEntry; `budget` is the most bytes that an engine may take."""
         self.config = config
         self.names = config.names
         self.name = self.names[0]
@@ -193,7 +175,7 @@ class LoadableModel:
         self.has_chat_template: bool | None = None
         self.metrics: RequestMetrics | None = None
         self.planned_bytes: int | None = None
-        self.calls: set[Holder] = set()
+        self.calls: set[ClientCall] = set()
         self._falls_asleep = False
         self.last_used = self.loaded_at = 0.0
         self._past = EngineStats()

@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 from urllib.parse import urlsplit
 
@@ -171,32 +170,11 @@ def _ending_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-@dataclass
-class FollowingServer:
-    """Answers /health on a thread from when all processes have come: 503 until this one can run steps."""
-
-    config: ServeConfig
-    ready: threading.Event = field(default_factory=threading.Event)
-
-    def listen(self, group: Group) -> None:
-        """Open the port. Of several processes on a machine each takes the next one after `port`."""
-        listener = bind(self.config.host, self.config.port + group.place if self.config.port else 0)
-        app = Starlette(routes=[Route("/health", self._health)])
-        serve_on_thread(app, listener, "health", make_context(self.config))
-        logger.info("/health is at %s; process 0 answers requests", address(listener, scheme(self.config)))
-
-    async def _health(self, _: Request) -> Response:
-        is_ready = self.ready.is_set()
-        body = {
-            "status": "ok" if is_ready else "loading",
-            "process_id": self.config.process_id,
-            "num_processes": self.config.num_processes,
-        }
-        return JSONResponse(body, 200 if is_ready else 503)
-
-
 def serve_as_follower(config: ServeConfig) -> NoReturn:
     """Follow process 0 until it ends the group; the process ends with it.
+
+    /health answers from when all processes have come, with 503 until this one can run steps. Each of several processes
+    on a machine takes the next port after config.port.
 
     After SIGTERM or SIGINT the process stays for as long as a server's requests get to finish: process 0 is most
     likely told to stop too, and ends the group in order. A second signal ends it at once.
@@ -207,11 +185,19 @@ def serve_as_follower(config: ServeConfig) -> NoReturn:
     from jaxllm.engine.start.follow import follow
     from jaxllm.engine.start.leave import leave
 
-    server = FollowingServer(config)
+    ready = threading.Event()
     asked: list[int] = []
 
+    async def health(_: Request) -> Response:
+        is_ready = ready.is_set()
+        body: dict[str, object] = {"status": "ok" if is_ready else "loading"}
+        body |= {"process_id": config.process_id, "num_processes": config.num_processes}
+        return JSONResponse(body, 200 if is_ready else 503)
+
     def begin(group: Group) -> None:
-        server.listen(group)
+        listener = bind(config.host, config.port + group.place if config.port else 0)
+        serve_on_thread(Starlette(routes=[Route("/health", health)]), listener, "health", make_context(config))
+        logger.info("/health is at %s; process 0 answers requests", address(listener, scheme(config)))
 
         def stop(number: int, _: object) -> None:
             asked.append(number)
@@ -223,4 +209,4 @@ def serve_as_follower(config: ServeConfig) -> NoReturn:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, stop)
 
-    follow(config.of_model, begin, server.ready.set)
+    follow(config.of_model, begin, ready.set)

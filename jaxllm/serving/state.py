@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Annotated, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Annotated, Concatenate, Literal, ParamSpec, TypeVar
 
 import msgspec
 from fastapi import Query
@@ -31,10 +31,6 @@ from jaxllm.serving.request_log import AuditLog
 from jaxllm.serving.served_model import LoadableModel, ModelState, Running, ServedModel, shutting_down
 from jaxllm.wording import did_you_mean
 
-if TYPE_CHECKING:
-    pass
-
-
 logger = logging.getLogger(__name__)
 
 GRAMMAR_THREADS = 2 * MAX_PROCESSES
@@ -46,7 +42,6 @@ RELEASE_SECONDS = 5.0
 """The time that requests which were cancelled at the server's end have to give their models back."""
 MAX_NAMES_SHOWN = 20
 MAX_NEAR = 3
-"""Names like an unknown one that are told."""
 MAX_COMPARED = 200
 """Characters of an unknown name that is compared with those of models: a stranger's may have megabytes."""
 
@@ -139,10 +134,7 @@ class ServerState:
         return await asyncio.get_running_loop().run_in_executor(workers, function)
 
     async def reload(self) -> None:
-        """Read the files of keys and of tool servers again, and open the audit log again.
-
-        What is wrong changes nothing but the log.
-        """
+        """Read the files of keys and of tool servers, and open the audit log again; a wrong file is only logged."""
         self.keys.reload()
         if self.audit is not None:
             self.audit.reopen()
@@ -200,9 +192,8 @@ class Registry:
             raise ConfigError("model is missing: a server needs at least one")
         self.loader = ModelLoader(list(self), max_loaded, memory, min_seconds)
         self.draining = False
-        """True while the server is stopping."""
         self.changes = Changes()
-        """Changes of the models, and of `draining`."""
+        """Changes of the models, and of `draining`, which is true while the server is stopping."""
         for model in self:
             model.on_change = self.changes.ring
 
@@ -243,16 +234,11 @@ class Registry:
         return self._by_name.get(name) or next((model for model in self if model.adapters.get(name)), None)
 
     def find(self, name: str | None, tenant: Tenant = OTHERS) -> LoadableModel:
-        """The model of that name, or of that adapter, or the default one, for whoever only looks at it: it is neither
-        held nor loaded. Raises as `called`.
-        """
+        """The model of that name or of that adapter, or the default one; it is not loaded. Raises as `called`."""
         return self.called(name, tenant)[1]
 
     def called(self, name: str | None, tenant: Tenant = OTHERS) -> tuple[str, LoadableModel]:
-        """The same, after the name that it is asked for by: its own where the request names none.
-
-        Raises 404 for an unknown name, which is also one that the tenant may not use.
-        """
+        """The model, after the name that it is asked for by. Raises 404 for a name that the tenant may not know."""
         if name is None:  # the default one, or the first that the tenant may use
             name = next((name for name, model in self._by_name.items() if tenant.may_use(model.names)), None)
         if name is not None and self.serves(name):
@@ -332,8 +318,6 @@ class LoadProgress(msgspec.Struct, kw_only=True):
 
 
 class LoadedInfo(msgspec.Struct, kw_only=True):
-    """What a model was found to be."""
-
     max_model_len: int
     has_chat_template: bool | None
     num_parameters: int

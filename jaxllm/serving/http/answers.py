@@ -15,14 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from jaxllm.errors import (
-    ContextLengthError,
-    EngineDeadError,
-    EnginePausedError,
-    InvalidRequestError,
-    QueueFullError,
-    StorageFullError,
-)
+from jaxllm import errors
 from jaxllm.serving.http.api_error import RETRY_AFTER_SECONDS, APIError, dotted, unavailable
 from jaxllm.wording import must, shown
 
@@ -30,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 HANDLED: tuple[type[Exception], ...] = (
-    APIError, InvalidRequestError, QueueFullError, EnginePausedError, EngineDeadError, StorageFullError,
-    RequestValidationError, HTTPException, Exception,
+    APIError, errors.InvalidRequestError, errors.QueueFullError, errors.EnginePausedError, errors.EngineDeadError,
+    errors.StorageFullError, RequestValidationError, HTTPException, Exception,
 )  # fmt: skip
 """The exceptions that `to_api_error` answers: frameworks want to have each named."""
 
@@ -58,17 +51,17 @@ def to_api_error(error: Exception) -> APIError:
     match error:
         case APIError():
             return error
-        case InvalidRequestError():
-            code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
+        case errors.InvalidRequestError():
+            code = "context_length_exceeded" if isinstance(error, errors.ContextLengthError) else None
             return APIError(400, str(error), param=error.param, code=code)
-        case QueueFullError():
+        case errors.QueueFullError():
             headers = {"Retry-After": RETRY_AFTER_SECONDS}
             return APIError(429, str(error), type="rate_limit_error", code="queue_full", headers=headers)
-        case EnginePausedError():
+        case errors.EnginePausedError():
             return unavailable(str(error), code="engine_paused")
-        case EngineDeadError():
+        case errors.EngineDeadError():
             return unavailable(str(error), code="engine_dead")
-        case StorageFullError():
+        case errors.StorageFullError():
             return APIError(507, str(error), type="server_error", code="insufficient_storage")
         case RequestValidationError():
             return _validation_error(error)

@@ -8,15 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    ValidatorFunctionWrapHandler,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from jaxllm.errors import InvalidRequestError
@@ -81,7 +73,7 @@ def _fail_fast(schema: Any) -> None:
             _fail_fast(part)
 
 
-def _unless_known(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+def _unless_known(value: Any, validate: Callable[[Any], Any]) -> Any:
     return value if isinstance(value, Integers) else validate(value)
 
 
