@@ -51,8 +51,7 @@ logger = logging.getLogger(__name__)
 SWITCH_SECONDS = 0.0005
 """The longest that a thread with a large body or a long text may keep the event loop waiting: Python's own 5 ms add up,
 for an event takes several turns of the loop."""
-_OTHERS = ("VLLM_", "LLAMA_ARG_", "OLLAMA_")
-"""Prefixes of the variables of other servers' settings."""
+_OTHERS = ("VLLM_", "LLAMA_ARG_", "OLLAMA_")  # prefixes of the variables of other servers' settings
 _LINKS = re.compile(r"_SERVICE_(HOST|PORT)|_PORT(_\d+_(TCP|UDP)|=\w+://)")
 """Variables that Kubernetes sets for a service that is called vllm, as VLLM_PORT=tcp://10.0.0.7:80."""
 
@@ -111,25 +110,21 @@ def check_settings(config: ServeConfig) -> ServerModels:
 
 
 def warn_of_open_doors(config: ServerConfig, environ: Mapping[str, str] = os.environ) -> None:
-    """Log a server that anybody may use, and the settings of another server that are not honoured here."""
+    """Log a server that anybody may use, and settings of other servers that are not honoured here."""
     named = config.asks_for_key or config.ssl_cert_reqs == ssl.CERT_REQUIRED
     if config.uds is None and not named and not is_local(config.host):
         logger.warning(
             "host is %s and there is no API key: everybody who reaches this address may use the server; "
             "set JAXLLM_API_KEY or --api-key-file, or --host 127.0.0.1", config.host,
         )  # fmt: skip
-    others = [
-        name for name, value in environ.items() if name.startswith(_OTHERS) and not _LINKS.search(f"{name}={value}")
-    ]
-    if ignored := sorted(set(others) - set(OTHER_KEY_VARIABLES)):
-        logger.warning(
-            "%s: set in the environment, but not honoured here; docs/coming-from.md says what corresponds to them",
-            ", ".join(ignored),
-        )
+    others = {name for name in environ if name.startswith(_OTHERS) and not _LINKS.search(f"{name}={environ[name]}")}
+    if ignored := ", ".join(sorted(others - set(OTHER_KEY_VARIABLES))):
+        message = "%s: set in the environment, but not honoured here; docs/coming-from.md says what corresponds to them"
+        logger.warning(message, ignored)
 
 
 def configure_logging(config: ServerConfig) -> None:
-    """One format for all; uvicorn's own notices of starting and stopping, which say less than ours, only with debug."""
+    """One format for all; uvicorn's own notices of starting and stopping only with debug."""
     logs.configure(LogSettings(logging.getLevelNamesMapping()[config.log_level.upper()], config.log_format), "api")
     if config.log_level == "info":
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)

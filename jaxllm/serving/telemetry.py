@@ -62,9 +62,7 @@ class Telemetry:
     """An observer of records that sends their spans and measurements to a collector, from threads of its own.
 
     A request is a span of its caller's trace, if `traceparent` names one. Each call of the model is a span in it, and
-    each phase of a call one in that.
-
-    Raises ConfigError, see `check_telemetry`.
+    each phase of a call one in that. Raises as `check_telemetry`.
     """
 
     def __init__(self, config: ServerConfig):
@@ -97,7 +95,7 @@ class Telemetry:
         }
 
     def __call__(self, record: Record) -> None:
-        """Probes, listings and their like have no trace: only what was asked of a model, and what was refused."""
+        """Only what was asked of a model, and what was refused, has a trace."""
         if record.calls or (record.method == "POST" and record.status >= 400):
             self._trace(record)
         for call in record.calls:
@@ -169,7 +167,6 @@ _MEASURED_BY = frozenset({
 
 
 def http_attributes(record: Record) -> dict[str, Any]:
-    """The attributes of a request's span, by OpenTelemetry's conventions for HTTP."""
     found: dict[str, Any] = {
         "http.request.method": record.method,
         "http.response.status_code": record.status,

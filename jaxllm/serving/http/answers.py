@@ -158,7 +158,6 @@ def json_response(
 
 RESPONSES: list[Any] = []
 """All that the routes said they return."""
-
 DONE = "[DONE]"
 """The last event of a stream of OpenAI's older routes."""
 

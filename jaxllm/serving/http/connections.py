@@ -131,19 +131,16 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unanswered: deque[RequestResponseCycle] = deque()
         """The requests whose answers are not complete; the first is the one that runs."""
         self._header_bytes = 0
-        """In the chunks that have brought neither complete headers nor a part of a body, one after the other."""
+        """In the successive chunks that have brought neither complete headers nor a part of a body."""
         self._header_size = 0
         """The size of the request line and the complete headers: they may all come in one chunk."""
         self._in_headers = True
         self._in_body = False
         self._since = 0.0
         self._body_bytes = 0
-        self._last_byte = 0.0
-        """The time when the client last sent one, or had its answer."""
-        self._sent = 0
-        """Bytes that have left this process."""
-        self._last_sent = 0.0
-        """The time when there were more of them, or none were left to send."""
+        self._last_byte = 0.0  # when the client last sent one, or had its answer
+        self._sent = 0  # bytes that have left this process
+        self._last_sent = 0.0  # when there were more of them, or none were left to send
         self._watch: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -178,7 +175,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse(400, msg)
 
     def head_without_upgrade(self) -> bytes:
-        """The request line and the headers of the request that has just ended with a wish for another protocol."""
+        """The request line and the headers of the request that asks for another protocol."""
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         if method == b"CONNECT":
             self._refuse(501, "this server is no proxy")
@@ -260,10 +257,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return silent or (seconds > BODY_SILENCE_SECONDS and self._body_bytes < MIN_BODY_RATE * seconds)
 
     def _make_room(self) -> None:
-        """Close those that wait for their clients longest, or this one where all others wait for an answer.
-
-        They are some at a time: to look through all costs milliseconds.
-        """
+        """Close a few that wait for their clients longest, or this one where all others wait for an answer."""
         others: set[Any] = self.connections - {self}
         waiting = {other: since for other in others if (since := other._waits_since) is not None}
         if not waiting:

@@ -38,18 +38,13 @@ READ_MEMORY_BYTES = 2**30
 
 _NICE = 10
 _SHAPE = bytes.maketrans(b"123456789E", b"000000000e")
-_LONGEST = 19
-"""Digits from which on an integer may be beyond 64 bits."""
+_LONGEST = 19  # digits from which on an integer may be beyond 64 bits
 _TEXT, _LIST, _INTEGERS, _OBJECT = range(4)
 _LIST_OF_ONE, _OBJECT_OF_ONE = b"\x91", b"\x81"
 
 
 def check_structure(raw: bytes) -> bool:
-    """Count what parsing would build, outside strings.
-
-    Returns whether a number in it may be beyond 64 bits.
-    Raises APIError 400 when it is more than MAX_VALUES or MAX_STRUCTURE.
-    """
+    """True if a number outside strings may be beyond 64 bits. Raises APIError 400 for too many values or objects."""
     values = structure = 0
     overflow, before = False, b""
     for outside in _outside_strings(raw):
@@ -81,10 +76,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 def may_overflow(raw: bytes) -> bool:
-    """True if a number in it, or in a text of it, may be beyond 64 bits.
-
-    Worked example: 1.5E+400 becomes 0.0e000.
-    """
+    """True if a number in it, or in a text of it, may be beyond 64 bits. Worked example: 1.5E+400 becomes 0.0e000."""
     shape = raw.translate(_SHAPE, b"+")
     return any(large in shape for large in (b"0" * _LONGEST, b"0e00", b".e00"))
 
@@ -140,10 +132,7 @@ class BodyProcess:
         self.processes = AskedProcesses("jaxllm.serving.http.json_body", str(self._memory_bytes))
 
     def read(self, pieces: Sequence[bytes]) -> dict[str, Any]:
-        """The value of a body that came in pieces. Blocks; any thread may call it.
-
-        Raises APIError 400 where the body is malformed or out of bounds, or takes too much time or memory to read.
-        """
+        """The value of a body that came in pieces. Blocks; any thread may call it. Raises APIError 400."""
         try:
             reply = self.processes.ask(*pieces, processor_seconds=READ_SECONDS)
         except (TimedOut, Died):
@@ -155,7 +144,6 @@ class BodyProcess:
         return read["value"]
 
     def close(self) -> None:
-        """End the process; what it reads now is refused."""
         self.processes.close()
 
 
@@ -231,14 +219,13 @@ def _extended(kind: int, content: memoryview) -> Any:
 
 
 class Share:
-    """One body's share of the memory for all."""
+    """One body's share of the memory for all; if it is `given_up`, its pieces were dropped for others to have room."""
 
     def __init__(self, memory: BodyMemory):
         self.memory = memory
         self.pieces: list[bytes] = []
         self.nbytes = 0
         self.given_up = False
-        """Its pieces were dropped before the body was complete, for others to have room."""
 
 
 class BodyMemory:
@@ -276,7 +263,6 @@ class BodyMemory:
             slowest.given_up = True
 
     def complete(self, share: Share) -> None:
-        """The body is there: it is given up no more."""
         self._growing.pop(share, None)
 
     def _give_back(self, share: Share) -> None:
@@ -299,14 +285,16 @@ async def read_pieces(request: Request, limit: int, share: Share) -> list[bytes]
 
     Raises APIError 413 where it has, or says that it has, more bytes, and 503 where others need its share of memory.
     """
+    message = f"the body is larger than {limit} bytes"
+    too_large = APIError(413, message, code="body_too_large", headers={"Connection": "close"})
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
-        raise _too_large(limit)
+        raise too_large
     size = 0
     async for chunk in request.stream():
         size += len(chunk)
         if size > limit:
-            raise _too_large(limit)
+            raise too_large
         share.memory.keep(share, chunk)
         if share.given_up:
             message = "the server reads too many large bodies at once to keep this one; send it again later"
@@ -314,11 +302,6 @@ async def read_pieces(request: Request, limit: int, share: Share) -> list[bytes]
             raise APIError(503, message, type="server_error", code="bodies_too_large", headers=headers)
     share.memory.complete(share)
     return share.pieces
-
-
-def _too_large(limit: int) -> APIError:
-    message = f"the body is larger than {limit} bytes"
-    return APIError(413, message, code="body_too_large", headers={"Connection": "close"})
 
 
 if __name__ == "__main__":

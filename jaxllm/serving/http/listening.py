@@ -85,10 +85,7 @@ def _cannot_listen(host: str, port: int, prefix: str, error: OSError) -> ConfigE
 
 
 def bind_file(path: Path) -> socket.socket:
-    """A listening Unix domain socket. The file of a server that has ended is replaced.
-
-    Raises ConfigError naming the file.
-    """
+    """A listening Unix domain socket; it replaces the file of a server that has ended. Raises ConfigError."""
     try:
         if path.exists():
             _remove_stale(path)

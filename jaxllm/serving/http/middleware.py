@@ -54,8 +54,7 @@ class OriginGuard(HTTPLayer):
         self._has_key = has_key
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self.app
-        headers = Headers(scope=scope)
+        app, headers = self.app, Headers(scope=scope)
         hosts, origin = headers.getlist("host"), headers.get("origin")
         host = next(iter(hosts), "")
         if len(hosts) != 1 and (hosts or scope["http_version"] == "1.1"):  # RFC 9112 section 3.2
@@ -108,10 +107,9 @@ PREFIX_HEADER = "X-Forwarded-Prefix"
 
 
 class ProxyPrefix(HTTPLayer):
-    """Lets routes be reached under the prefix as well as without it, whether the proxy cuts it off or not.
+    """Lets routes be reached under the prefix, `root_path` or the request's header, as well as without it.
 
-    Pages and /openapi.json name addresses with it. `root_path` is the server's own; without one the header of the
-    request says it.
+    Pages and /openapi.json name addresses with it.
     """
 
     def __init__(self, app: ASGIApp, *, root_path: str | None):

@@ -27,9 +27,7 @@ Label = Field(default=None, max_length=MAX_LABEL_LENGTH, pattern=r"^[!-~]([ -~]*
 
 SAID_BY_PRESENCE = {"web_search_options"}
 """Fields of which an empty object asks for something."""
-
-_BODIES: list[type[RequestModel]] = []
-"""The models that have a path."""
+_BODIES: list[type[RequestModel]] = []  # the models that have a path
 FOREVER = sys.float_info.max
 """As long as there is room for it. Infinity is no number of a request's."""
 _SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
@@ -209,14 +207,14 @@ class ModelFields(RequestModel):
 
 
 class Rule(NamedTuple):
-    """Fields that may not ask for anything where something else holds."""
+    """`fields` may not ask for anything `where` something holds of the request.
+
+    They are given by name with the values besides null that ask for nothing. The error is the name and the `problem`.
+    """
 
     where: Callable[[Any], bool]
-    """What holds of the request."""
     fields: Mapping[str, tuple[Any, ...]]
-    """By name, the values besides null that ask for nothing."""
     problem: str
-    """What is said of a field after its name."""
 
 
 def check_rules(body: RequestModel, rules: Iterable[Rule]) -> None:
