@@ -42,10 +42,8 @@ from jaxllm.serving.web import make_router as make_web_router
 
 logger = logging.getLogger(__name__)
 
-FLUSH_SECONDS = 3
-"""The time that cancelled requests have to send their last chunk to a client that reads slowly."""
-END_SECONDS = 30
-"""The time after config.shutdown_timeout at whose end the process ends, whatever it waits for."""
+FLUSH_SECONDS = 3  # for cancelled requests to send their last chunk to a client that reads slowly
+END_SECONDS = 30  # after config.shutdown_timeout until the process ends, whatever it waits for
 IDLE_CONNECTION_SECONDS = 30
 
 

@@ -312,10 +312,7 @@ def _failure(delta: TokenDelta) -> Exception:
 
 
 async def collect_for(request: Request, generation: Generation) -> list[Choice]:
-    """Every choice of a generation that is not streamed; of best_of the n with the highest mean log-probability.
-
-    Raises ClientDisconnected when the client goes away first.
-    """
+    """Every choice, or of best_of the n with the highest mean log-probability. Raises ClientDisconnected."""
     async with generation:
         return await until_disconnect(request.receive, _collected(generation))
 

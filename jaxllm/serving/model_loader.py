@@ -20,10 +20,8 @@ logger = logging.getLogger(__name__)
 AT_CAPACITY = "at_capacity"
 FAILED = "model_failed"
 WAITING = "Waiting for its turn"
-LEASE_SECONDS = 0.02
-"""The time between two looks at models that must answer requests before they sleep or make room."""
-POLL_SECONDS = 0.5
-"""The time between two looks for idle models."""
+LEASE_SECONDS = 0.02  # between two looks at models that must answer requests before they sleep or make room
+POLL_SECONDS = 0.5  # between two looks for idle models
 
 
 class ModelLoader:
@@ -45,9 +43,8 @@ class ModelLoader:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxllm-load")
         """The same for all loads: what one thread has freed another of glibc's heaps would not use again."""
         self._turns: dict[LoadableModel, asyncio.Task[APIError | None]] = {}
-        """The models that somebody waits for, in order: not loaded, loading, or about to make room for others."""
-        self._placed: LoadableModel | None = None
-        """The one that is loading, once there is room for it."""
+        """The models that requests wait for, in order: not loaded, loading, or about to make room for others."""
+        self._placed: LoadableModel | None = None  # the one that is loading, once there is room for it
         self._sweeper: asyncio.Task[None] | None = None
         self._draining = False
 
@@ -69,7 +66,7 @@ class ModelLoader:
             raise error
 
     def may_run(self, model: LoadableModel) -> bool:
-        """True if a new request may run now: the model is awake, and need not make room for another."""
+        """True if the model is awake, and need not make room for another."""
         return model.is_awake and not self._makes_room(model)
 
     def begin(self, model: LoadableModel) -> asyncio.Task[APIError | None]:

@@ -114,10 +114,8 @@ class Records(HTTPLayer):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         peer = ":".join(map(str, scope.get("client") or "-"))
-        headers, server = Headers(scope=scope), scope.get("server")
-        record = Record(
-            scope["method"], scope["path"], peer, headers, server, self._observers, keeps_texts=self._keeps_texts
-        )
+        method, path, server = scope["method"], scope["path"], scope.get("server")
+        record = Record(method, path, peer, Headers(scope=scope), server, self._observers, self._keeps_texts)
         if found := _TRACEPARENT.fullmatch(record.headers.get("traceparent", "")):
             record.trace_id = found[1]
         complete = False

@@ -44,12 +44,10 @@ class Running(Protocol):
 
 
 def stopped() -> APIError:
-    """The error of answers that are not complete when the server ends."""
     return unavailable("the server stopped before the answer was complete", code="shutting_down")
 
 
 def shutting_down() -> APIError:
-    """The error of requests that come too late."""
     return unavailable("the server is shutting down", code="shutting_down")
 
 
@@ -101,7 +99,7 @@ def engine_settings(config: EngineConfig) -> dict[str, Any]:
 
 
 def system_fingerprint(config: ModelConfig, max_model_len: int, chat_template: str | None) -> str:
-    """The same as long as all of these are, over restarts too; `max_model_len` is what the engine settled on."""
+    """A name that stays the same, over restarts too, as long as all of these do."""
     template = [chat_template, config.default_chat_template_kwargs, config.chat_template_content_format]
     described = [version("jaxllm"), engine_settings(config), max_model_len, template]
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
@@ -112,8 +110,7 @@ ModelState = Literal["unloaded", "loading", "loaded", "sleeping", "failed"]
 StartEngine = Callable[[ModelConfig, threading.Event, MemoryRoom], "AsyncLLM"]
 """Starts a model's engine once there is room for it, and gives up where the event is set meanwhile."""
 MakeRoom = Callable[[int | None], None]
-"""Called in the thread that loads with the bytes that an engine will take, or None where that is not known; returns
-when they are free. Raises what keeps the model from being loaded: APIError where others do."""
+"""Called with the bytes that an engine will take, if they are known; returns when they are free. Raises APIError."""
 
 
 class Stage(msgspec.Struct, frozen=True):
@@ -237,7 +234,6 @@ class LoadableModel:
 
     @property
     def is_dead(self) -> bool:
-        """True if it is loaded and its engine has stopped."""
         return self.served is not None and self.served.engine.is_dead
 
     def stats(self) -> EngineStats:
@@ -308,7 +304,6 @@ class LoadableModel:
             raise
 
     def _check_adapters(self, engine: AsyncLLM) -> None:
-        """Raises ConfigError for an adapter that is not there, or that the engine cannot use."""
         for adapter in self.adapters:
             tell(f"Loading adapter {adapter.name}", 0, 0)
             try:

@@ -33,33 +33,24 @@ from jaxllm.wording import did_you_mean
 
 logger = logging.getLogger(__name__)
 
-GRAMMAR_THREADS = 2 * MAX_PROCESSES
-"""More than can compile at once, so that grammars which have been compiled pass those that have not."""
-TEMPLATE_THREADS = 4
-"""For requests with templates of their own, which may take seconds to render."""
-
-RELEASE_SECONDS = 5.0
-"""The time that requests which were cancelled at the server's end have to give their models back."""
+GRAMMAR_THREADS = 2 * MAX_PROCESSES  # more than compile at once, so that compiled grammars pass the others
+TEMPLATE_THREADS = 4  # for requests with templates of their own, which may take seconds to render
+RELEASE_SECONDS = 5.0  # for requests that were cancelled at the server's end to give their models back
 MAX_NAMES_SHOWN = 20
 MAX_NEAR = 3
-MAX_COMPARED = 200
-"""Characters of an unknown name that is compared with those of models: a stranger's may have megabytes."""
+MAX_COMPARED = 200  # characters of an unknown name that is compared with others: it may have megabytes
 
 ModelName = Annotated[str | None, Query(description="A name that /v1/models lists; by default the first.")]
 """The query parameter of routes whose request has no body."""
 
 _encode = msgspec.json.Encoder().encode
 
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class ServerState:
-    """The server's settings, its models, and what outlives a request.
-
-    Raises ConfigError when a file or a store that the settings name cannot be used.
-    """
+    """What outlives a request. Raises ConfigError when a file or a store that the settings name cannot be used."""
 
     def __init__(self, config: ServerConfig, registry: Registry):
         self.config = config
@@ -160,8 +151,7 @@ class Registry:
     """Every model of a server. Iterating gives each once, the default first.
 
     With `any_name` the default model also answers requests for names that no model has. At most `max_loaded` models
-    are loaded at a time, which take at most `memory` bytes; by default all that there are. For `min_seconds` see
-    ModelLoader.
+    are loaded at a time, which take at most `memory` bytes; by default all. For `min_seconds` see ModelLoader.
 
     Raises ConfigError when two models have a name in common, or there is none.
     """
@@ -185,9 +175,8 @@ class Registry:
         for model in dict.fromkeys(self._by_name.values()):
             for adapter in model.adapters:
                 if owners.setdefault(adapter.name, model) is not model or adapter.name in self._by_name:
-                    raise ConfigError(
-                        f"lora_modules has the name {adapter.name!r}, which another model or adapter has already"
-                    )
+                    problem = f"{adapter.name!r}, which another model or adapter has already"
+                    raise ConfigError(f"lora_modules has the name {problem}")
         if not self._by_name:
             raise ConfigError("model is missing: a server needs at least one")
         self.loader = ModelLoader(list(self), max_loaded, memory, min_seconds)
@@ -208,7 +197,6 @@ class Registry:
         return names + [adapter.name for model in shown for adapter in model.adapters]
 
     def names_for(self, tenant: Tenant) -> list[str]:
-        """The names of them that a tenant may use."""
         named = ((name, self.named(name)) for name in self.names)
         return [name for name, model in named if model is not None and self._may_use(tenant, model, name)]
 
@@ -341,9 +329,9 @@ class ModelEvent(msgspec.Struct, kw_only=True):
 
 
 async def model_events(registry: Registry, tenant: Tenant, silence: float) -> AsyncIterator[list[bytes]]:
-    """The state of every listed model that the tenant may use, and from then on each change, until the server stops.
+    """The state of every listed model that the tenant may use, and each change from then on, until the server stops.
 
-    Changes that come faster than they are read are told together. An empty list stands for `silence` seconds without.
+    An empty list stands for `silence` seconds without a change.
     """
     told: dict[str, ModelEventData] = {}
     with registry.changes.watched() as bell:

@@ -174,8 +174,8 @@ async def server_info(request: Request) -> Response:
 API = "api"
 """The process that answers HTTP. Those of engines are engine/MODEL, or engine/MODEL/NUMBER of several."""
 MOST_SECONDS = 300.0
-PROFILE_SECONDS, TRACE_SECONDS = 30.0, 3.0
-"""The times of a profile and of a trace, by default."""
+PROFILE_SECONDS, TRACE_SECONDS = 30.0, 3.0  # by default
+END_SECONDS = 3.0  # the longest that the end waits for answers under way
 
 FindApp = Callable[[], FastAPI | None]
 FindLoop = Callable[[], asyncio.AbstractEventLoop | None]
@@ -183,8 +183,6 @@ Answering = Callable[[Request], Awaitable[Response]]
 _PROBES: dict[str, Answering] = {
     "/health": health, "/ping": ping, "/ready": ready, "/readyz": ready, "/load": load, "/metrics": metrics,
 }  # fmt: skip
-END_SECONDS = 3.0
-"""The longest that the end waits for answers under way."""
 
 
 class Overview(msgspec.Struct):
@@ -212,7 +210,6 @@ class Monitor:
 
     @property
     def processes(self) -> dict[str, LookAt]:
-        """Functions that look at each process that runs now, by its name."""
         found: dict[str, LookAt] = {API: self._look_here}
         app = self._find_app()
         for model in () if app is None else app.state.server.registry.loaded:

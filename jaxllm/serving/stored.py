@@ -18,8 +18,7 @@ from jaxllm.serving.responses.stores import ConversationRow, ConversationStore, 
 from jaxllm.serving.store.database import Database
 
 logger = logging.getLogger(__name__)
-LOOK_SECONDS = 600.0
-"""The time between two looks for old objects."""
+LOOK_SECONDS = 600.0  # between two looks for old objects
 AT_ONCE, PAUSE_SECONDS = 100, 0.05
 """Objects that one transaction deletes while other writers wait, and the pause for these between two transactions."""
 DeleteBefore = Callable[[int, int], Awaitable[int]]

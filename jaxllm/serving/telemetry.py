@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 PROVIDER = "jaxllm"
-EXPORT_SECONDS = 5
-"""The longest that a collector may take to accept data."""
+EXPORT_SECONDS = 5  # the longest that a collector may take to accept data
 _PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 _SECONDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)

@@ -41,8 +41,7 @@ T = TypeVar("T")
 Metered = Literal["requests", "tokens"]
 Positive = Annotated[int, Field(ge=1)]
 
-ANSWER_SECONDS = 2.0
-"""The longest that a Redis may take to answer."""
+ANSWER_SECONDS = 2.0  # the longest that a Redis may take to answer
 _SAME_SECONDS = 5.0
 """Two windows of a key begin a minute or more apart; Redis tells their ends in whole seconds."""
 

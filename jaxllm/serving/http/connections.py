@@ -16,23 +16,15 @@ import uvicorn
 from starlette.types import ASGIApp, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-MAX_HEADER_BYTES = 64 * 1024
-"""Request line and headers of one request."""
+MAX_HEADER_BYTES = 64 * 1024  # of the request line and the headers of one request
 MAX_HEADERS = 128
-HEADER_SECONDS = 15.0
-"""From the connection, or a request's first byte, until its headers are complete."""
-BODY_SILENCE_SECONDS = 30.0
-"""The longest pause of a body."""
-MIN_BODY_RATE = 1024
-"""Bytes a second that a body must reach once BODY_SILENCE_SECONDS have passed."""
-SEND_SECONDS = 60.0
-"""The longest that a client may take nothing of its answer."""
-MAX_CONNECTIONS = 900
-"""Most systems let a process have 1024 files open."""
-GRACE_SECONDS = 5.0
-"""The longer silence of a client that has asked for something already, before it makes room for another."""
-MAX_PIPELINED = 100
-"""Requests that a client may send before the first of them is answered."""
+HEADER_SECONDS = 15.0  # from the connection, or a request's first byte, until its headers are complete
+BODY_SILENCE_SECONDS = 30.0  # the longest pause of a body
+MIN_BODY_RATE = 1024  # bytes a second that a body must reach once BODY_SILENCE_SECONDS have passed
+SEND_SECONDS = 60.0  # the longest that a client may take nothing of its answer
+MAX_CONNECTIONS = 900  # most systems let a process have 1024 files open
+GRACE_SECONDS = 5.0  # the additional silence, before it makes room, of a client that has asked for something already
+MAX_PIPELINED = 100  # requests that a client may send before the first of them is answered
 CHECK_SECONDS = 1.0
 
 _RESET = struct.pack("ii", 1, 0)

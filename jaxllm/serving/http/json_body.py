@@ -22,20 +22,13 @@ from jaxllm.wording import shown
 if TYPE_CHECKING:
     from starlette.requests import Request  # a process that reads bodies needs no web framework
 
-SMALL_BODY = 64 * 1024
-"""Bytes up to which a body is taken as it is, whatever it holds."""
-MAX_VALUES = 2**20
-"""Elements and fields of one body: ids of eight contexts of 128 Ki tokens."""
-MAX_STRUCTURE = 100_000
-"""Objects, lists and named fields of one body, which cost most to build: twelve for each piece of the longest chat."""
+SMALL_BODY = 64 * 1024  # bytes up to which a body is taken as it is, whatever it holds
+MAX_VALUES = 2**20  # elements and fields of one body: ids of eight contexts of 128 Ki tokens
+MAX_STRUCTURE = 100_000  # objects, lists and named fields of one body: twelve for each piece of the longest chat
 UINT64_MAX = 2**64 - 1
-SLICE = 64 * 1024
-"""Bytes, which a call unpacks in less than a millisecond."""
-READ_SECONDS = 10
-"""The processor time that one body may take."""
-READ_MEMORY_BYTES = 2**30
-"""Beside a few times the body's own bytes."""
-
+SLICE = 64 * 1024  # bytes, which a call unpacks in less than a millisecond
+READ_SECONDS = 10  # the processor time that one body may take
+READ_MEMORY_BYTES = 2**30  # beside a few times the body's own bytes
 _NICE = 10
 _SHAPE = bytes.maketrans(b"123456789E", b"000000000e")
 _LONGEST = 19  # digits from which on an integer may be beyond 64 bits

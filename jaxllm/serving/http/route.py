@@ -32,10 +32,8 @@ Gaining = TypeVar("Gaining", contravariant=True)
 _encode = msgspec.json.Encoder().encode
 
 KEEP_ALIVE = b": keep-alive\n\n"
-NOTICE_SECONDS = 1.0
-"""The wait before a stream begins with a comment: a failure within it has a status of its own."""
-LOOK_SECONDS = 0.5
-"""The time between two looks at the work, for another comment where that has changed."""
+NOTICE_SECONDS = 1.0  # before a stream begins with a comment: a failure within it has a status of its own
+LOOK_SECONDS = 0.5  # between two looks at the work, for another comment where that has changed
 
 # Keys of a request's scope: its tenant, its answer, and its record if one is kept.
 TENANT = "jaxllm.tenant"
@@ -122,7 +120,7 @@ class JSONRoute(APIRoute):
 
 
 def bearer_key(request: Request) -> str:
-    """The key of the Authorization header, empty when there is none."""
+    """The key of the Authorization header, or an empty string."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
@@ -152,8 +150,7 @@ class ListRoute(JSONRoute):
         return value
 
 
-FORM_OVERHEAD = 64 * 1024
-"""Bytes that the form may need beside its file."""
+FORM_OVERHEAD = 64 * 1024  # bytes that the form may need beside its file
 MAX_FIELD_SIZE = 16 * 1024
 MultiPartParser.spool_max_size = json_body.SMALL_BODY  # of an upload that stays in memory; the rest goes to disk
 
@@ -316,7 +313,6 @@ class Answer:
         await self._send({"type": "http.response.body", "body": f": {line}\n\n".encode(), "more_body": True})
 
     async def send(self, message: Message) -> None:
-        """Send a message of the route, as if there were no comments before it."""
         is_start = message["type"] == "http.response.start"
         if is_start and not self._begun:
             await self._start(message)
