@@ -79,10 +79,7 @@ def make_routes(config: ServerConfig) -> FastAPI:
 
 
 def create_app(config: ServerConfig, registry: Registry, routes: FastAPI | None = None) -> FastAPI:
-    """The server's routes over running engines, which the caller shuts down when the server has ended.
-
-    Raises ConfigError when a file, a store, a collector or a score_method that the settings name cannot be used.
-    """
+    """The server's routes over running engines, which the caller shuts down. Raises ConfigError for bad settings."""
     for model in registry.loaded:
         score_method(model.config, model.engine.info.tasks)
     state = ServerState(config, registry)
@@ -124,7 +121,7 @@ def create_app(config: ServerConfig, registry: Registry, routes: FastAPI | None 
 
 
 def find_route(scope: Scope) -> BaseRoute | None:
-    """The route of the API that answers a request, whatever prefix it has; None where there is none."""
+    """The route of the API that answers a request, whatever prefix it has."""
     path = scope["path"].removeprefix(scope.get("root_path", "")).removeprefix("/v1")
     asked = {**scope, "path": path, "root_path": ""}
     routes = (route for router in API_ROUTERS for route in router.routes)

@@ -123,10 +123,7 @@ class ClientCall:
         return await self._entered.enter_async_context(context)
 
     def adapter_uses(self, scales: Mapping[int, float] | None = None) -> tuple[AdapterUse, ...]:
-        """The adapters that the request uses: the one that it names as its model, or those of its field `lora`.
-
-        Raises InvalidRequestError where it does both, or one in `scales` is unknown.
-        """
+        """The adapter of the model, or those of `scales`. Raises InvalidRequestError for both or unknown ones."""
         if self._adapter is not None and scales is not None:
             raise InvalidRequestError([Field("lora"), f" is set, but model {self.name!r} is an adapter already"])
         if self._adapter is not None:

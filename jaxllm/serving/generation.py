@@ -62,7 +62,7 @@ class GenerationSettings(AnswerSettings):
 
 
 def note_version(spans: list[WeightVersionSpan], delta: TokenDelta) -> None:
-    """Note which weights made the tokens of a delta; those of a beam search do not say."""
+    """Note which weights made the tokens of a delta; beam search does not say."""
     if delta.token_ids and delta.weight_version:
         extend_versions(spans, delta.weight_version, len(delta.token_ids))
 
@@ -209,10 +209,7 @@ class Generation:
                 asked.prompts = [self._model.tokenizer.decode(prompt.token_ids, False) for prompt in self.prompts]
 
     async def arrivals(self, timeout: float | None = None) -> AsyncIterator[list[Gain]]:
-        """Events in the order they came, as many as there are; an empty list after `timeout` seconds of silence.
-
-        Raises what stopped the engine's streams before their end.
-        """
+        """Events in order, all there are; an empty list after `timeout` seconds. Raises what stopped the streams."""
         if self._opening:
             opening, self._opening = self._opening, []
             yield self._counted(opening)

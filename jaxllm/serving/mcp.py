@@ -63,10 +63,7 @@ Happenings = list[tuple[int, Happening]]
 
 
 class Execution(ReplyLoop[Happenings, ToolRun]):
-    """An async context, as a Generation is: entering begins the first answer, leaving ends whatever runs.
-
-    `first` is the first reply; to the client its id is that of all of them.
-    """
+    """An async context, as a Generation is; to the client the id of the `first` reply is that of all replies."""
 
     silence: Happenings = []  # noqa: RUF012
 
@@ -89,8 +86,7 @@ class Execution(ReplyLoop[Happenings, ToolRun]):
         self._max_turns = max_turns
         self._offered = {tool.name for tool in conversation.tools}
         self._num_turns = 1
-        self._answer = ParsedOutput(None, None, [])
-        """The last one that was read, with what it calls."""
+        self._answer = ParsedOutput(None, None, [])  # the last one that was read, with what it calls
         self._runs: list[ToolRun] = []
         self._num_runs = 0
         self._end = Ended("abort")
@@ -231,10 +227,7 @@ async def injected_tools(state: ServerState, model: ServedModel) -> list[Tool]:
 async def asked_tools(
     state: ServerState, model: ServedModel, allowed: Collection[str] | None, place: Field
 ) -> list[Tool]:
-    """The tools for a request that asks for the servers': all, or those that are `allowed` by name.
-
-    Raises InvalidRequestError of `place` where there are none, or not all of these; 503 while no server is ready.
-    """
+    """The servers' tools, or those `allowed`. Raises InvalidRequestError of `place`; 503 while no server is ready."""
     await state.tool_servers.ready()
     servers, tools = state.tool_servers.servers, state.tool_servers.tools()
     if not servers:

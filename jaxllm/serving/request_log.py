@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 PROBES = frozenset({"/livez", "/health", "/ping", "/ready", "/readyz", "/load", "/metrics"})
 """Routes that are asked every few seconds: a line tells of them only where they fail."""
 
-
 Observer = Callable[["Record"], None]
 
 
@@ -140,7 +139,7 @@ class Records(HTTPLayer):
                 await self.app({**scope, RECORD: record}, receive_noting, send_noting)
             finally:
                 if self._audit is not None:
-                    self._audit.write(record)
+                    self._audit.write_request(record)
 
 
 def log_request(record: Record) -> None:
@@ -200,10 +199,7 @@ REFUSALS = (400, 401, 403, 404, 405, 421)
 
 
 class AuditLog:
-    """A file of JSON lines, written on a thread of its own, so that no request waits for the disk.
-
-    Raises ConfigError where it cannot be written.
-    """
+    """A file of JSON lines, written on a thread of its own. Raises ConfigError where it cannot be written."""
 
     def __init__(self, path: Path):
         self._path = in_home(path)
@@ -215,7 +211,7 @@ class AuditLog:
         self._writer = logging.handlers.QueueListener(self._waiting, self._file)
         self._writer.start()
 
-    def write(self, record: Record) -> None:
+    def write_request(self, record: Record) -> None:
         """Queue the entry of a request to a route of the API that has been answered, or of a refusal."""
         if record.api_route is None and record.status not in REFUSALS:
             return
@@ -229,6 +225,9 @@ class AuditLog:
             "status": record.status,
             "id": record.request_id or None,
         }
+        self.write(entry)
+
+    def write(self, entry: dict[str, Any]) -> None:
         line = json.dumps(entry, ensure_ascii=False)
         self._waiting.put(logging.LogRecord(__name__, logging.INFO, "", 0, line, None, None))
 

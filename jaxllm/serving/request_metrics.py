@@ -38,8 +38,7 @@ LENGTHS = {
     "request_params_max_tokens": "The max_tokens that a sequence ran with.",
     "request_prefill_kv_computed_tokens": "Prompt tokens of a sequence that no cache held.",
 }
-QUEUE_FULL = "max_num_queued_reqs"
-"""vLLM's name of the reason: as many requests run and wait as are accepted."""
+QUEUE_FULL = "max_num_queued_reqs"  # vLLM's name of the reason
 
 
 def lengths_up_to(most: int) -> list[int]:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from jaxllm.engine.doors.async_llm import AsyncLLM  # imports JAX, for which a wrong command line need not wait
     from jaxllm.serving.call import ClientCall
 
-
 OF_THE_MACHINE = frozenset({"download_dir", "compile_cache_dir", "engine_process", "max_num_waiting"})
 """Settings of the engine that say where and when it runs, not what it answers."""
 
@@ -54,9 +53,8 @@ def shutting_down() -> APIError:
 class ServedModel(ChatModel):
     """A model that conversations are held with over HTTP; it goes on with earlier `metrics` of the model.
 
-    Of its `names` in requests metrics use the first. No request joins `running` once it is `draining`.
-
-    Raises ConfigError when config.chat_template cannot be read; see ChatModel.
+    Metrics use the first of its `names`. No request joins `running` once it is `draining`. Raises ConfigError when
+    config.chat_template cannot be read; see ChatModel.
     """
 
     def __init__(self, config: ModelConfig, engine: AsyncLLM, metrics: RequestMetrics | None = None):

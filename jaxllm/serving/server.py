@@ -45,12 +45,10 @@ from jaxllm.sharding.clusters import settled
 if TYPE_CHECKING:
     from jaxllm.engine.scale.lockstep.meeting import Group
 
-
 logger = logging.getLogger(__name__)
 
 SWITCH_SECONDS = 0.0005
-"""The longest that a thread with a large body or a long text may keep the event loop waiting: Python's own 5 ms add up,
-for an event takes several turns of the loop."""
+"""The longest that a busy thread keeps the event loop waiting. Python's own 5 ms add up over the turns of an event."""
 _OTHERS = ("VLLM_", "LLAMA_ARG_", "OLLAMA_")  # prefixes of the variables of other servers' settings
 _LINKS = re.compile(r"_SERVICE_(HOST|PORT)|_PORT(_\d+_(TCP|UDP)|=\w+://)")
 """Variables that Kubernetes sets for a service that is called vllm, as VLLM_PORT=tcp://10.0.0.7:80."""

@@ -329,10 +329,7 @@ class ModelEvent(msgspec.Struct, kw_only=True):
 
 
 async def model_events(registry: Registry, tenant: Tenant, silence: float) -> AsyncIterator[list[bytes]]:
-    """The state of every listed model that the tenant may use, and each change from then on, until the server stops.
-
-    An empty list stands for `silence` seconds without a change.
-    """
+    """The state of every listed model that a tenant may use, and each change; an empty list after `silence` seconds."""
     told: dict[str, ModelEventData] = {}
     with registry.changes.watched() as bell:
         while not registry.draining:

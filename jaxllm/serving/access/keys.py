@@ -33,9 +33,7 @@ logger = logging.getLogger(__name__)
 
 FLAG = "--api-key-file"
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
-_PREFIX = "jaxllm-"
 _HASH = "sha256:"
-_RANDOM_BYTES = 32
 
 T = TypeVar("T")
 Metered = Literal["requests", "tokens"]
@@ -186,7 +184,7 @@ class ApiKey(Tenant):
 
 
 def new_key() -> str:
-    return _PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
+    return "jaxllm-" + secrets.token_urlsafe(32)
 
 
 def digest_of(key: str) -> bytes:

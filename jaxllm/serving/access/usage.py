@@ -30,8 +30,7 @@ logger = logging.getLogger(__name__)
 
 router = APIRouter(route_class=JSONRoute, tags=["status"])
 
-NO_KEY = "-"
-"""The name of requests without a key of the file: no key is called that."""
+NO_KEY = "-"  # the name of requests without a key of the file: no key is called that
 COUNTERS = {
     "key_requests": ("Requests for a model, by API key.", lambda used: used.requests),
     "key_prompt_tokens": ("Prompt tokens, by API key.", lambda used: used.prompt_tokens),

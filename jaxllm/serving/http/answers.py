@@ -21,13 +21,11 @@ from jaxllm.wording import must, shown
 
 logger = logging.getLogger(__name__)
 
-
 HANDLED: tuple[type[Exception], ...] = (
     APIError, errors.InvalidRequestError, errors.QueueFullError, errors.EnginePausedError, errors.EngineDeadError,
     errors.StorageFullError, RequestValidationError, HTTPException, Exception,
 )  # fmt: skip
 """The exceptions that `to_api_error` answers: frameworks want to have each named."""
-
 
 ignored_fields: ContextVar[list[str] | None] = ContextVar("ignored_fields", default=None)
 """With `unknown_fields: warn`, what the current request sent in vain; None, the default, refuses such fields."""
@@ -112,10 +110,7 @@ def _validation_error(error: RequestValidationError) -> APIError:
 
 
 def _locate(item: dict[str, Any], body: Any) -> tuple[tuple[str | int, ...], Any]:
-    """The path of an error inside the body as sent, without pydantic's names of union branches, and the value there.
-
-    Of a query parameter it is the parameter's name.
-    """
+    """The path of an error in the body as sent, without pydantic's union branches, or a parameter's name; its value."""
     if item["loc"][0] != "body":
         return tuple(item["loc"][1:]), item["input"]
     path: list[str | int] = []
@@ -190,10 +185,7 @@ def returns(
 
 
 def install_openapi(app: FastAPI) -> None:
-    """Add the response schemas, take out the 422 that FastAPI promises and this server never sends, and add the route.
-
-    It keeps the document's bytes, which take the event loop milliseconds to make.
-    """
+    """Add the response schemas, take out the 422 that is never sent, and add the route, which keeps its bytes."""
     build = app.openapi
 
     def openapi() -> dict[str, Any]:

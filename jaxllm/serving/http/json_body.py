@@ -274,10 +274,7 @@ async def read_body(request: Request, limit: int, share: Share) -> list[bytes]:
 
 
 async def read_pieces(request: Request, limit: int, share: Share) -> list[bytes]:
-    """The body in the pieces that it came in.
-
-    Raises APIError 413 where it has, or says that it has, more bytes, and 503 where others need its share of memory.
-    """
+    """The body in its pieces. Raises APIError 413 if it is too large, and 503 if others need its share of memory."""
     message = f"the body is larger than {limit} bytes"
     too_large = APIError(413, message, code="body_too_large", headers={"Connection": "close"})
     declared = request.headers.get("content-length", "")

@@ -18,8 +18,7 @@ from jaxllm.serving.http.json_body import Integers
 from jaxllm.wording import did_you_mean, shown
 
 MAX_WARNINGS = 32
-MAX_NAME_LENGTH = 64
-"""The longest field for which a similar name is looked up."""
+MAX_NAME_LENGTH = 64  # of a field for which a similar name is looked up
 
 MAX_LABEL_LENGTH = 256
 Label = Field(default=None, max_length=MAX_LABEL_LENGTH, pattern=r"^[!-~]([ -~]*[!-~])?$")

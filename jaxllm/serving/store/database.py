@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BUSY_SECONDS = 30.0
-"""The longest that a write to SQLite waits for another process that is writing."""
+BUSY_SECONDS = 30.0  # the longest that a write to SQLite waits for another process
 _NO_CHARACTER = "22021"  # PostgreSQL's code for a text with NUL
 MIGRATION_LOCK = 0x6A61786C6C6D
 """The number under which PostgreSQL lets one server at a time look after the tables."""
@@ -42,10 +41,7 @@ def sqlite_url(data_dir: Path) -> URL:
 
 
 class Database:
-    """Opens itself on first use: until something is stored, no file and no connection exists.
-
-    Raises ConfigError when `url` is not one SQLAlchemy can use asynchronously.
-    """
+    """Opens itself on first use: until then no file and no connection exists. Raises ConfigError for a wrong `url`."""
 
     def __init__(self, url: str | URL):
         try:
@@ -252,10 +248,7 @@ def layout_of(connection: Connection) -> TableLayout:
 
 
 def upgrade(connection: Connection) -> TableLayout:
-    """Bring the tables to the newest version, inside the caller's transaction, which has a lock; what was there.
-
-    Raises as `layout_of`.
-    """
+    """Bring the tables to the newest version, under the caller's lock; returns the old one. Raises as `layout_of`."""
     from alembic.operations import Operations
     from alembic.runtime.migration import MigrationContext
 
