@@ -22,6 +22,7 @@ from jaxllm.engine.scale.routing import added, counted
 from jaxllm.errors import CheckpointError, ConfigError, EngineDeadError, InvalidRequestError, ModelNotFoundError, reason
 from jaxllm.machine import return_freed_memory
 from jaxllm.progress import tell, watched_by
+from jaxllm.serving.access.keys import Tenant
 from jaxllm.serving.adapters import ModelAdapters, check_adapter
 from jaxllm.serving.http.api_error import APIError, unavailable
 from jaxllm.serving.request_metrics import RequestMetrics
@@ -29,7 +30,6 @@ from jaxllm.weights.source import resolve_adapter
 
 if TYPE_CHECKING:
     from jaxllm.engine.doors.async_llm import AsyncLLM  # imports JAX, for which a wrong command line need not wait
-    from jaxllm.serving.call import ClientCall
 
 OF_THE_MACHINE = frozenset({"download_dir", "compile_cache_dir", "engine_process", "max_num_waiting"})
 """Settings of the engine that say where and when it runs, not what it answers."""
@@ -111,6 +111,13 @@ MakeRoom = Callable[[int | None], None]
 """Called with the bytes that an engine will take, if they are known; returns when they are free. Raises APIError."""
 
 
+class Holder(Protocol):
+    """A client's call, which holds a model; it `waits` until its turn has come and the model is loaded."""
+
+    tenant: Tenant
+    waits: bool
+
+
 class Stage(msgspec.Struct, frozen=True):
     """The progress of a load: its present step in words, and a count of that, 0 of 0 where nothing is counted."""
 
@@ -170,7 +177,7 @@ class LoadableModel:
         self.has_chat_template: bool | None = None
         self.metrics: RequestMetrics | None = None
         self.planned_bytes: int | None = None
-        self.calls: set[ClientCall] = set()
+        self.calls: set[Holder] = set()
         self._falls_asleep = False
         self.last_used = self.loaded_at = 0.0
         self._past = EngineStats()
