@@ -221,7 +221,7 @@ class Generation:
                 yield self._counted(gains)
 
     def abort(self, error: APIError) -> None:
-        """Stop now; what reads the answer gets the error after what has come of it."""
+        """Stop now; the reader of the answer gets the error after what has come of it."""
         self._ended_by = error
         if self._stream is not None:
             self._stream.abort()

@@ -207,7 +207,6 @@ class ModelLoader:
         return not stays and model in self._going(following)
 
     def _in_the_way(self, model: LoadableModel) -> list[LoadableModel]:
-        """The models that must go for another and cannot go yet."""
         return [one for one in self._going(model) if one.is_in_use or one is self._placed]
 
     def _going(self, model: LoadableModel) -> list[LoadableModel]:

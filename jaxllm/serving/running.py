@@ -22,7 +22,7 @@ FOLDER = CACHE_DIR / "running"
 
 
 class RunningServer(NamedTuple):
-    """A process that serves `models` at `address`; `nbytes` is what it and its engines' processes hold in memory."""
+    """A process that serves `models` at `address`; it and its engines' processes hold `nbytes` of memory."""
 
     pid: int
     models: list[str]

@@ -214,7 +214,6 @@ class LoadableModel:
 
     @property
     def is_awake(self) -> bool:
-        """True if it is loaded, and its engine runs requests."""
         return self.served is not None and not self._falls_asleep and not self.served.engine.is_asleep
 
     @property
@@ -234,7 +233,6 @@ class LoadableModel:
 
     @property
     def is_idle(self) -> bool:
-        """True if no call holds it, and it may be unloaded."""
         return self.served is not None and not self.calls and not self.pinned
 
     @property

@@ -207,7 +207,6 @@ class Registry:
 
     @property
     def default_name(self) -> str:
-        """The model of requests that name none."""
         return next(iter(self._by_name))
 
     @property
@@ -215,7 +214,6 @@ class Registry:
         return [model.served for model in self if model.served is not None]
 
     def serves(self, name: str) -> bool:
-        """True if requests for a model of this name are answered."""
         return self._any_name or self.named(name) is not None
 
     def named(self, name: str) -> LoadableModel | None:

@@ -219,7 +219,6 @@ class Monitor:
         return found
 
     async def overview(self, request: Request) -> Response:
-        """The processes by their names, and the routes of /debug/."""
         _check_names(request, ())
         return json_response(Overview(list(self.processes), list(self._looks)))
 

@@ -216,7 +216,6 @@ def call_attributes(record: Record, call: ModelCall) -> dict[str, Any]:
 
 
 def error_type(record: Record) -> str:
-    """The reason of an incomplete answer: a client that went away, or the status."""
     return "client_gone" if record.client_gone else str(record.status)
 
 

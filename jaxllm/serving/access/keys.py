@@ -163,8 +163,6 @@ def _in_utc(value: datetime) -> datetime:
 
 
 class ApiKey(Tenant):
-    """A key by its hash, and what requests with it may do."""
-
     name: Annotated[str, Field(pattern=f"^{NAME}$")]
     """What metrics, logs and the owners of stored objects call it."""
     hash: Annotated[str, Field(pattern=f"^{_HASH}[0-9a-f]{{64}}$")]
