@@ -17,9 +17,7 @@ from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.steering import AdapterUse
 
 if TYPE_CHECKING:
-    from jaxllm.engine.doors.async_llm import (
-        AsyncLLM,  # imports JAX, which a command line that is wrong need not wait for
-    )
+    from jaxllm.engine.doors.async_llm import AsyncLLM  # imports JAX, for which a wrong command line need not wait
 
 _ids = itertools.count(1)
 
@@ -29,13 +27,11 @@ class LoadedAdapter:
     """An adapter that requests may choose.
 
     Attributes:
-        name: its name in the field `model` of requests.
         path: a folder, file or hub id, as it was given.
-        id: its name in engines. The same adapter gets another one when it is loaded anew, so that nothing that was
-            computed with the old one is used.
-        number: its name for llama.cpp's clients: 0 for the first of its model; no other one of the model gets it.
+        id: its name in engines; a new one at each load, so that nothing computed with the old adapter is used.
+        number: its name for llama.cpp's clients, from 0; no other adapter of the model gets it.
         parent: the name of its model in listings.
-        scale: of its effect where it is chosen by name.
+        scale: the strength of its effect where it is chosen by name.
         source: its place on this machine; empty before it is looked for.
     """
 
@@ -100,10 +96,7 @@ class ModelAdapters:
         self._default_scales = dict(scales)
 
     def uses(self, scales: Mapping[int, float] | None) -> tuple[AdapterUse, ...]:
-        """The adapters of a request that names none as its model: those of `scales`, by number, or the default ones.
-
-        Raises InvalidRequestError for an unknown one.
-        """
+        """The adapters of `scales`, by number, or the default ones. Raises InvalidRequestError for an unknown one."""
         if scales is not None:
             self._check(scales)
         chosen = self._default_scales if scales is None else scales
@@ -118,10 +111,7 @@ class ModelAdapters:
 
 
 async def check_adapter(engine: AsyncLLM, adapter: LoadedAdapter) -> None:
-    """Have the engine read the adapter, and compute one token with it.
-
-    Raises InvalidRequestError where it cannot be used with this model; EngineDeadError or JaxLLMError of the engine.
-    """
+    """Have the engine compute a token with the adapter. Raises InvalidRequestError if the model cannot use it."""
     writes = engine.info.tasks.why_no_text is None
     request = EngineRequest(
         request_id=f"adapter-{uuid.uuid4().hex}",

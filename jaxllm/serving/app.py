@@ -50,10 +50,7 @@ API_ROUTERS = (
 
 
 def make_routes(config: ServerConfig) -> FastAPI:
-    """An application with the server's routes, which `create_app` gives models; it takes a third of a second.
-
-    FastAPI reads the parameters of routes at the first look for one: that is done here, so that no request waits.
-    """
+    """An application with the server's routes, which `create_app` gives models; it takes a third of a second."""
     app = FastAPI(
         title="jaxllm",
         version=version("jaxllm"),
@@ -74,6 +71,7 @@ def make_routes(config: ServerConfig) -> FastAPI:
     install_error_handlers(app)
     for gone in (ClientDisconnected, ClientDisconnect):  # before the answer, and before the body was complete
         app.add_exception_handler(gone, _nobody_listens)
+    # FastAPI reads the parameters of routes at the first look for one: do that now, so that no request waits.
     nowhere = {"type": "http", "method": "GET", "path": "/", "root_path": "", "headers": [], "app": app}
     for route in app.routes:
         route.matches(nowhere)
@@ -81,11 +79,7 @@ def make_routes(config: ServerConfig) -> FastAPI:
 
 
 def create_app(config: ServerConfig, registry: Registry, routes: FastAPI | None = None) -> FastAPI:
-    """The server's routes over running engines; the caller shuts down those that run when the server has ended.
-
-    Raises ConfigError when a file, a store or a collector that the settings name cannot be used, or a model's
-    score_method does not suit it.
-    """
+    """The server's routes over running engines, which the caller shuts down. Raises ConfigError for bad settings."""
     for model in registry.loaded:
         score_method(model.config, model.engine.info.tasks)
     state = ServerState(config, registry)
@@ -127,7 +121,7 @@ def create_app(config: ServerConfig, registry: Registry, routes: FastAPI | None 
 
 
 def find_route(scope: Scope) -> BaseRoute | None:
-    """The route of the API that answers a request, whatever prefix it has; None where there is none."""
+    """The route of the API that answers a request, whatever prefix it has."""
     path = scope["path"].removeprefix(scope.get("root_path", "")).removeprefix("/v1")
     asked = {**scope, "path": path, "root_path": ""}
     routes = (route for router in API_ROUTERS for route in router.routes)
@@ -137,10 +131,7 @@ def find_route(scope: Scope) -> BaseRoute | None:
 def add_guards(
     app: Starlette, config: ServerConfig, observers: Sequence[Observer] = (), audit: AuditLog | None = None
 ) -> None:
-    """The layers that every request passes before it reaches a route, the last one added first.
-
-    The `observers` and the audit log are shown the record of each request.
-    """
+    """Add the layers that every request passes before its route, the last one first."""
     app.add_middleware(ContentEncoding)
     app.add_middleware(SameRoute)
     origins = comma_separated(config.allowed_origins)

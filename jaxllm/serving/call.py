@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from fastapi import Request
 
@@ -16,20 +16,9 @@ from jaxllm.requests.steering import AdapterUse
 from jaxllm.serving.access.keys import OTHERS, Metered, Tenant, Window, refused, tenant_of
 from jaxllm.serving.access.usage import Used
 from jaxllm.serving.adapters import LoadedAdapter
+from jaxllm.serving.http import route
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.request_model import FOREVER
-from jaxllm.serving.http.route import (
-    RECORD,
-    YIELDS,
-    Answer,
-    AnswerSource,
-    ChunkWriter,
-    EventStream,
-    Gained,
-    chunks_of,
-    telling,
-    until_disconnect,
-)
 from jaxllm.serving.model_loader import WAITING
 from jaxllm.serving.request_log import Record
 from jaxllm.serving.request_metrics import ModelCall
@@ -41,26 +30,16 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Reservation(NamedTuple):
-    """Tokens that were counted before it was known how many are used."""
-
-    tokens: int
-    limit: int
-    window: Window
-
-
 class ClientCall:
     """A client's call of a model: its key, its hold on the model, what it uses, and the record of its request.
 
-    An async context. It holds its model from its creation, and its record from its entry; its end gives back
-    everything, also what was entered by `enter` and has not ended, for instance because the client left in the middle
-    of a stream. Nothing happens at a second end.
+    An async context. It holds its model from its creation, and its record from its entry. Its end gives back
+    everything, also what `enter` has entered; a second end does nothing.
 
     Attributes:
         name: the client's name for the model, or for one of the model's adapters.
-        tenant: in whose name it comes.
         record: of its request; None where no observer wants one.
-        waits: whether its turn has not come yet, or the model is not loaded: until then others may have that unloaded.
+        waits: True until its turn has come and the model is loaded; until then others may have that unloaded.
     """
 
     def __init__(
@@ -144,10 +123,7 @@ class ClientCall:
         return await self._entered.enter_async_context(context)
 
     def adapter_uses(self, scales: Mapping[int, float] | None = None) -> tuple[AdapterUse, ...]:
-        """The adapters that the request uses: the one that it names as its model, or those of its field `lora`.
-
-        Raises InvalidRequestError where it does both, or one in `scales` is unknown.
-        """
+        """The adapter of the model, or those of `scales`. Raises InvalidRequestError for both or unknown ones."""
         if self._adapter is not None and scales is not None:
             raise InvalidRequestError([Field("lora"), f" is set, but model {self.name!r} is an adapter already"])
         if self._adapter is not None:
@@ -168,11 +144,11 @@ class ClientCall:
         """
         model = self.model
         model.check_accepting(goes_on=goes_on)
-        reservation = None
+        reserved = None
         if not goes_on:
             model.running.add(running)
         try:
-            reservation = await self._reserve(most_tokens)
+            reserved = await self._reserve(most_tokens)
             yield
         except QueueFullError:
             model.metrics.count_rejected()
@@ -184,7 +160,7 @@ class ClientCall:
             if asked.prompt_tokens and self.record is not None:
                 self.record.calls.append(asked)
             used = Used(0, asked.prompt_tokens, asked.cached_tokens, asked.completion_tokens)
-            await self._settle(reservation, used)
+            await self._settle(reserved, used)
 
     async def _count_request(self) -> None:
         limit = self.tenant.requests_per_minute
@@ -192,33 +168,31 @@ class ClientCall:
             await self._take("requests", limit, 1, f"this API key may send {limit} requests a minute")
         self.state.usage.add(self.tenant.name, self._of.name, Used(requests=1))
 
-    async def _reserve(self, tokens: int) -> Reservation | None:
-        """Count the most tokens that something may use, before it begins; None where the key has no limit of tokens.
+    async def _reserve(self, tokens: int) -> tuple[int, Window] | None:
+        """Count up to a minute's limit of tokens before they are used: their number, and the minute that has them.
 
-        A request for more than a minute's tokens takes all of one: `_settle` counts the rest. Raises 429 where they are
-        not left.
+        None where the key has no limit of tokens. Raises 429 where that many are not left.
         """
         limit = self.tenant.tokens_per_minute
         if limit is None:
             return None
         wanted = min(tokens, limit)
         problem = f"this API key may use {limit} tokens a minute, and the request may use {tokens}, max_tokens included"
-        return Reservation(wanted, limit, await self._take("tokens", limit, wanted, problem))
+        return wanted, await self._take("tokens", limit, wanted, problem)
 
-    async def _settle(self, reservation: Reservation | None, used: Used) -> None:
+    async def _settle(self, reserved: tuple[int, Window] | None, used: Used) -> None:
         """Count what was used in place of what was reserved. A store that does not answer leaves it as it is."""
         if used != Used():
             self.state.usage.add(self.tenant.name, self._of.name, used)
-        if reservation is None:
+        name, limit = self.tenant.name, self.tenant.tokens_per_minute
+        if reserved is None or name is None or limit is None:
             return
-        assert self.tenant.name is not None, "only a key of the file of keys has limits"
-        difference = used.tokens - reservation.tokens
+        tokens, window = reserved
+        difference = used.tokens - tokens
         try:
-            await self.state.limits.correct(
-                "tokens", self.tenant.name, reservation.limit, difference, reservation.window
-            )
+            await self.state.limits.correct("tokens", name, limit, difference, window)
         except APIError as error:
-            logger.error("API key %s is counted %d tokens too many: %s", self.tenant.name, -difference, error)
+            logger.error("API key %s is counted %d tokens too many: %s", name, -difference, error)
 
     async def _take(self, kind: Metered, limit: int, cost: int, problem: str) -> Window:
         assert self.tenant.name is not None, "only a key of the file of keys has limits"
@@ -235,17 +209,14 @@ class ClientCall:
 
 async def chunk_stream(
     call: ClientCall,
-    generation: AnswerSource[Gained],
-    writer: ChunkWriter[Gained],
+    generation: route.AnswerSource[route.Gained],
+    writer: route.ChunkWriter[route.Gained],
     headers: Mapping[str, str] | None = None,
-) -> EventStream:
-    """An answer as server-sent events, which ends with its call at the latest; errors become an event.
-
-    Raises what the answer's beginning raises.
-    """
+) -> route.EventStream:
+    """An answer as server-sent events, in which errors become one. Raises what the answer's beginning raises."""
     await call.enter(generation)
-    events = chunks_of(generation, writer, call.state.config.sse_keep_alive)
-    return EventStream(generation.id, events, headers=headers, keep_alive=writer.keep_alive)
+    events = route.chunks_of(generation, writer, call.state.config.sse_keep_alive)
+    return route.EventStream(generation.id, events, headers=headers, keep_alive=writer.keep_alive)
 
 
 async def open_call(
@@ -257,20 +228,20 @@ async def open_call(
 
     Raises 404 for an unknown name, and otherwise as ClientCall.begin.
     """
-    answer = Answer.of(request)
+    answer = route.Answer.of(request)
     assert not answer.has_call, "a request opens its call once"
     answer.has_call = True
     state: ServerState = request.app.state.server
     tenant = tenant_of(request)
     called, model = state.registry.called(name, tenant)
-    record = request.scope.get(RECORD)
+    record = request.scope.get(route.RECORD)
     if record is not None:
         record.asked_model = model.name
 
     async def begin() -> ClientCall:
         adapter = None if called in model.names else model.adapters.get(called)
         call = ClientCall(state, called, model, tenant, adapter=adapter, record=record, headers=answer.headers)
-        await call.begin(keep_alive=keep_alive, yields=YIELDS in request.scope)
+        await call.begin(keep_alive=keep_alive, yields=route.YIELDS in request.scope)
         return await answer.held.enter_async_context(call)
 
     if not stream or state.registry.loader.may_run(model):
@@ -279,4 +250,4 @@ async def open_call(
     def doing() -> str:
         return f"loading {model.name}: {model.stage or WAITING}"
 
-    return await until_disconnect(request.receive, telling(answer, begin(), doing))
+    return await route.until_disconnect(request.receive, route.telling(answer, begin(), doing))

@@ -65,20 +65,15 @@ class CatalogEntry(ModelConfig):
 
 
 def read_catalog(config: ServeConfig) -> list[CatalogEntry]:
-    """Every model of a server, the default one first; none where the server has only MODEL.
-
-    Raises:
-        ConfigError: a file cannot be read, an entry is wrong, two models share a name, or there is no model.
-    """
+    """Every model of a server, the default one first; none where the server has only MODEL. Raises ConfigError."""
     if not config.has_catalog:
         for name in ("max_loaded_models", "model_memory", "model_min_seconds", "model_ttl"):
             if name in config.model_fields_set:
                 raise ConfigError(f"{name} is for servers of several models: it needs models or model_directory")
         return []
     if config.num_engines > 1:
-        raise ConfigError(
-            f"data_parallel_size is {config.data_parallel_size}: several engines are for a server of one model"
-        )
+        number = config.data_parallel_size
+        raise ConfigError(f"data_parallel_size is {number}: several engines are for a server of one model")
     if config.in_group:
         raise ConfigError(f"num_processes is {config.num_processes}: several processes are for a server of one model")
     if config.multi_process:
@@ -110,10 +105,7 @@ def read_catalog(config: ServeConfig) -> list[CatalogEntry]:
 
 
 class ServerModels:
-    """The models of a server before, while and after it runs.
-
-    Raises ConfigError for settings that are wrong whatever a model's files hold.
-    """
+    """The models of a server. Raises ConfigError for settings that are wrong whatever a model's files hold."""
 
     def __init__(self, config: ServeConfig):
         catalog = read_catalog(config)
@@ -207,9 +199,8 @@ def _in_file(path: Path, defaults: Mapping[str, Any]) -> Iterator[tuple[str, Cat
             if key in PLACE:
                 raise ConfigError(f"{where}: {key} is for a server of one model")
             if key not in CatalogEntry.model_fields:
-                raise ConfigError(
-                    f"{where}: unknown setting {key!r}{did_you_mean(str(key), CatalogEntry.model_fields)}"
-                )
+                near = did_you_mean(str(key), CatalogEntry.model_fields)
+                raise ConfigError(f"{where}: unknown setting {key!r}{near}")
         for required in ("name", "model"):
             if entry.get(required) is None:
                 raise ConfigError(f"{where}: {required} is missing")
@@ -220,9 +211,8 @@ def _in_directory(folder: Path, defaults: Mapping[str, Any]) -> Iterator[tuple[s
     """The models that lie in a folder, by name, and not those in folders below its own."""
     try:
         folders = [path for path in folder.iterdir() if (path / "config.json").is_file()]
-        named = [(path.name, path) for path in folders] + [
-            (whole_name(path).stem, path) for path in gguf_models(folder)
-        ]
+        named = [(path.name, path) for path in folders]
+        named += [(whole_name(path).stem, path) for path in gguf_models(folder)]
     except OSError as error:
         raise ConfigError(f"model_directory is {str(folder)!r}: {(error.strerror or str(error)).lower()}") from None
     for name, path in sorted(named):
@@ -246,7 +236,7 @@ def _entry(where: str, fields: Mapping[str, Any], defaults: Mapping[str, Any]) -
 
 
 def _expanded(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with home directories in place of ~ where a setting is a path, the model's own too."""
+    """The fields with home directories in place of ~ where a setting is a path, the model's own too."""
     paths = {name for name, field in ModelConfig.model_fields.items() if Path in get_args(field.annotation)}
     return {
         name: str(in_home(value)) if isinstance(value, str) and (name in paths or value[:2] == "~/") else value
@@ -269,9 +259,8 @@ def _checked(found: list[tuple[str, CatalogEntry]], max_loaded: int | None) -> l
         raise ConfigError(f"models to preload are {preloaded}; max_loaded_models is {max_loaded} and must be as many")
     pinned = sum(entry.pinned for entry in entries)
     if pinned >= max_loaded and len(entries) > pinned:
-        raise ConfigError(
-            f"pinned models are {pinned}; max_loaded_models is {max_loaded} and must be more: the others need room"
-        )
+        problem = f"max_loaded_models is {max_loaded} and must be more: the others need room"
+        raise ConfigError(f"pinned models are {pinned}; {problem}")
     return entries
 
 

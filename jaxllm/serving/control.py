@@ -227,17 +227,15 @@ async def load_lora_adapter(body: LoadLoRARequest, request: Request) -> Response
     """Load an adapter, under whose name requests then find it; answers once the engine has used it."""
     check_admin(request, CHANGES_ADAPTERS)
     state: ServerState = request.app.state.server
-    registry: Registry = state.registry
     if not body.lora_name or not body.lora_path:
-        raise _wrong(
-            "Both 'lora_name' and 'lora_path' must be provided.", "lora_path" if body.lora_name else "lora_name"
-        )
+        missing = "lora_path" if body.lora_name else "lora_name"
+        raise _wrong("Both 'lora_name' and 'lora_path' must be provided.", missing)
     model = _find(request, body.base_model_name)
     _check_enabled(model)
     parent = model.name if body.base_model_name is None else body.base_model_name
     call = await open_call(request, parent)
     async with model.adapters.changing:
-        _check_name(registry, model, body)
+        _check_name(state.registry, model, body)
         try:
             source = str(await state.offload(resolve_adapter, body.lora_path))
         except ModelNotFoundError as error:
@@ -248,7 +246,7 @@ async def load_lora_adapter(body: LoadLoRARequest, request: Request) -> Response
         except InvalidRequestError as error:
             raise APIError(400, str(error), param="lora_path", code="adapter_refused") from None
         model.adapters.keep(adapter)
-    registry.changes.ring()
+    state.registry.changes.ring()
     logger.info("model %s: adapter %s was loaded from %s", model.name, adapter.name, adapter.path)
     return PlainTextResponse(f"Success: LoRA adapter '{adapter.name}' added successfully.")
 
@@ -306,11 +304,8 @@ def _check_name(registry: Registry, model: LoadableModel, body: LoadLoRARequest)
     name = body.lora_name
     if model.adapters.get(name) is not None:
         if not body.load_inplace:
-            raise _wrong(
-                f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
-                "'load_inplace' to True.",
-                "lora_name",
-            )
+            told = "If you want to load the adapter in place, set 'load_inplace' to True."
+            raise _wrong(f"The lora adapter '{name}' has already been loaded. {told}", "lora_name")
     elif not is_served_name(name):
         raise _wrong(f"lora_name is {shown(name)}; it must be {SERVED_NAME}", "lora_name")
     elif registry.named(name) is not None:

@@ -42,10 +42,8 @@ from jaxllm.serving.web import make_router as make_web_router
 
 logger = logging.getLogger(__name__)
 
-FLUSH_SECONDS = 3
-"""The time that cancelled requests have to send their last chunk to a client that reads slowly."""
-END_SECONDS = 30
-"""The time after config.shutdown_timeout at whose end the process ends, whatever it waits for."""
+FLUSH_SECONDS = 3  # for cancelled requests to send their last chunk to a client that reads slowly
+END_SECONDS = 30  # after config.shutdown_timeout until the process ends, whatever it waits for
 IDLE_CONNECTION_SECONDS = 30
 
 
@@ -53,12 +51,7 @@ class Entrance:
     """An ASGI application that answers at once, and with the server's routes as soon as `start` has returned.
 
     `start` makes the models in a thread. Until then probes are told how far it is, the page is served, and every other
-    request gets 503 in the shape of its own API. `on_ready` is called when `start` has returned, or failed.
-
-    Attributes:
-        app: the server's routes, once there are models, and `state` what these share.
-        error: raised by `start`.
-        loop: that the server runs on, once it does.
+    request gets 503 in the shape of its own API. `on_ready` is called when `start` has returned, or has raised `error`.
     """
 
     def __init__(self, config: ServerConfig, start: Callable[[], Registry], on_ready: Callable[[], None]):
@@ -141,8 +134,7 @@ class Server(uvicorn.Server):
         listener: socket.socket,
         ends_with_engine: bool = False,
     ):
-        self.death: str | None = None
-        """Why its engine died, where the server has ended with it."""
+        self.death: str | None = None  # why its engine died, where the server has ended with it
         self._ends_with_engine = ends_with_engine
         self.entrance = Entrance(config, start, self._begin)
         settings = uvicorn.Config(
@@ -188,7 +180,6 @@ class Server(uvicorn.Server):
                 self._last_resort.cancel()
 
     def _begin(self) -> None:
-        """The models are there, or never will be."""
         state = self.entrance.state
         if state is None:
             self.should_exit = True
@@ -199,10 +190,7 @@ class Server(uvicorn.Server):
         notify("READY=1", f"STATUS=Serving {', '.join(state.registry.names)}")
 
     def _reload_on_sighup(self, state: ServerState, has_terminal: bool) -> None:
-        """SIGHUP reads files again: the certificate, and those of ServerState.
-
-        The same signal tells that a terminal was closed: that ends us.
-        """
+        """SIGHUP reads the certificate and the files of ServerState again, or ends us if the terminal was closed."""
         loop = asyncio.get_running_loop()
 
         def reload() -> None:

@@ -34,7 +34,7 @@ OPENING_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class HandOver:
-    """A prompt of which two servers do a part: it goes on with the pages at `pages_at`, or is computed for another."""
+    """A prompt that goes on with the pages of another server at `pages_at`, or whose pages are for another server."""
 
     pages_at: PagesAt | None = None
 
@@ -52,7 +52,6 @@ class GenerationSettings(AnswerSettings):
         request_id: the caller's own, part of the answer's id.
         cache_salt: only requests with the same salt share cached prefixes.
         lora: scales of adapters by their numbers; None where the caller says nothing of them.
-        hand_over: the prompt is computed for another server, or was computed by one.
     """
 
     priority: int = 0
@@ -63,7 +62,7 @@ class GenerationSettings(AnswerSettings):
 
 
 def note_version(spans: list[WeightVersionSpan], delta: TokenDelta) -> None:
-    """Note which weights made the tokens of a delta; those of a beam search do not say."""
+    """Note which weights made the tokens of a delta; beam search does not say."""
     if delta.token_ids and delta.weight_version:
         extend_versions(spans, delta.weight_version, len(delta.token_ids))
 
@@ -81,7 +80,6 @@ class Choice:
     stop_reason: int | str | None = None
     weight_versions: list[WeightVersionSpan] = field(default_factory=list)
     deltas: list[TokenDelta] = field(default_factory=list)
-    """The deltas that it was collected from."""
 
     def add(self, delta: TokenDelta) -> None:
         self.deltas.append(delta)
@@ -101,12 +99,11 @@ class Generation:
     """An async context: entering starts every sequence, leaving aborts those that have not finished.
 
     Choice index of sequence j of prompt i is i * n + j, n being those that are generated: best_of, where the request
-    sets it. Entering raises what the engine says at once: QueueFullError, EngineDeadError, InvalidRequestError; and as
-    ClientCall.asking. With `prompt_only` the prompts are scored and the one generated token dropped. With `goes_on` it
-    belongs to a request that was accepted before, and that ServedModel.running has.
+    sets it. Entering raises what the engine says at once (QueueFullError, EngineDeadError, InvalidRequestError), and as
+    ClientCall.asking. With `prompt_only` the prompts are scored and the one generated token dropped. One that `goes_on`
+    belongs to a request that was accepted before.
 
-    Raises InvalidRequestError for a priority that its tenant may not have, for adapters that are not there, and where
-    its prompt cannot be handed to another server, or taken from one.
+    Raises InvalidRequestError for a priority, adapters or a hand-over that the request may not have.
     """
 
     def __init__(
@@ -151,7 +148,6 @@ class Generation:
         self._cached_tokens: dict[int, int] = {}
         self._finish_reasons: dict[int, str] = {}
         self._texts = [""] * self.num_choices
-        """Texts of the choices, if the request's record keeps them."""
         self._keeps_texts = call.record is not None and call.record.keeps_texts
 
     @property
@@ -213,10 +209,7 @@ class Generation:
                 asked.prompts = [self._model.tokenizer.decode(prompt.token_ids, False) for prompt in self.prompts]
 
     async def arrivals(self, timeout: float | None = None) -> AsyncIterator[list[Gain]]:
-        """Events in the order they came, as many as there are; an empty list after `timeout` seconds of silence.
-
-        Raises what stopped the engine's streams before their end.
-        """
+        """Events in order, all there are; an empty list after `timeout` seconds. Raises what stopped the streams."""
         if self._opening:
             opening, self._opening = self._opening, []
             yield self._counted(opening)
@@ -228,7 +221,7 @@ class Generation:
                 yield self._counted(gains)
 
     def abort(self, error: APIError) -> None:
-        """Stop now; what reads the answer gets the error after what has come of it."""
+        """Stop now; the reader of the answer gets the error after what has come of it."""
         self._ended_by = error
         if self._stream is not None:
             self._stream.abort()
@@ -285,7 +278,6 @@ class Generation:
 def _check_hand_over(
     asked: HandOver, info: TransferInfo | None, prompts: Sequence[Prompt], adapters: Sequence[AdapterUse]
 ) -> None:
-    """Raises InvalidRequestError where the engine's role, or another field of the request, does not allow it."""
     flag, role = ("do_remote_decode", "kv_producer") if asked.hands_on else ("do_remote_prefill", "kv_consumer")
     at, most = asked.pages_at, prompts[0].params.max_tokens
     problem: list[str | Field]
@@ -317,10 +309,7 @@ def _failure(delta: TokenDelta) -> Exception:
 
 
 async def collect_for(request: Request, generation: Generation) -> list[Choice]:
-    """Every choice of a generation that is not streamed; of best_of the n with the highest mean log-probability.
-
-    Raises ClientDisconnected when the client goes away first.
-    """
+    """Every choice, or of best_of the n with the highest mean log-probability. Raises ClientDisconnected."""
     async with generation:
         return await until_disconnect(request.receive, _collected(generation))
 
@@ -354,7 +343,6 @@ class Reply(AnswerReader):
         goes_on: bool = False,
     ):
         self.name = call.name
-        """The client's name for the model."""
         model = call.model
         self.generation = Generation(call, [prompt.prompt], settings, prefix, goes_on=goes_on)
         self.token_text = model.token_text
@@ -368,13 +356,11 @@ class Reply(AnswerReader):
 
     @property
     def max_tokens(self) -> int:
-        """The most that each choice may have."""
         max_tokens = self.generation.prompts[0].params.max_tokens
         assert max_tokens is not None
         return max_tokens
 
     def usage(self) -> Usage:
-        """Tokens so far, those of the reasoning among them."""
         usage = self.generation.usage()
         usage.reasoning_tokens = self.reasoning_tokens
         return usage
@@ -388,17 +374,14 @@ class ReplyLoop(ToolLoop[Told, Asked]):
         self.model = model
         self.reply: Reply | None = None
         """The one under way, or yet to be read."""
-        self._past, self._past_phases = Usage(), Phases()
-        """Sums of the replies that are over."""
+        self._past, self._past_phases = Usage(), Phases()  # sums of the replies that are over
 
     def abort(self, error: APIError) -> None:
-        """Stop now; the client gets the error."""
         self.stop(error)
         if self.reply is not None:
             self.reply.generation.abort(error)
 
     def usage(self) -> Usage:
-        """The usage of all replies so far."""
         return self._past if self.reply is None else self._past + self.reply.usage()
 
     def phases(self) -> Phases:

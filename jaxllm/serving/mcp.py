@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request, Response
 from jaxllm.chat.conversation import MAX_TOOLS, Call, Conversation, Message, Tool, known_arguments, parse_arguments
 from jaxllm.chat.events import Content, Event, ParsedOutput, Reasoning, join_events
 from jaxllm.errors import ContextLengthError, Field, InvalidRequestError
-from jaxllm.mcp.servers import ServerStatus, ToolServer
+from jaxllm.mcp.servers import ServerStatus
 from jaxllm.mcp.settings import Transport
 from jaxllm.mcp.tools import ServerTool, ToolResult, as_data, cut, defused
 from jaxllm.requests.outputs import ParsedCall
@@ -31,9 +31,7 @@ from jaxllm.serving.state import ServerState
 from jaxllm.wording import shown
 
 SHORTEST_RESULT = 200
-"""Characters: a context that does not hold so much of each result either is full."""
-BETWEEN = "\n\n"
-"""The separator between the texts of two answers."""
+"""Characters: a context that does not hold that much of each result is full."""
 
 
 @dataclass
@@ -55,8 +53,6 @@ class ToolRun:
 
 @dataclass
 class Ended:
-    """The last answer's end."""
-
     finish_reason: str
     stop_reason: int | str | None = None
 
@@ -67,10 +63,7 @@ Happenings = list[tuple[int, Happening]]
 
 
 class Execution(ReplyLoop[Happenings, ToolRun]):
-    """An async context, as a Generation is: entering begins the first answer, leaving ends whatever runs.
-
-    `first` is the first reply; to the client its id is that of all of them.
-    """
+    """An async context, as a Generation is; to the client the id of the `first` reply is that of all replies."""
 
     silence: Happenings = []  # noqa: RUF012
 
@@ -93,8 +86,7 @@ class Execution(ReplyLoop[Happenings, ToolRun]):
         self._max_turns = max_turns
         self._offered = {tool.name for tool in conversation.tools}
         self._num_turns = 1
-        self._answer = ParsedOutput(None, None, [])
-        """The last one that was read, with what it calls."""
+        self._answer = ParsedOutput(None, None, [])  # the last one that was read, with what it calls
         self._runs: list[ToolRun] = []
         self._num_runs = 0
         self._end = Ended("abort")
@@ -124,16 +116,17 @@ class Execution(ReplyLoop[Happenings, ToolRun]):
             return False
         if self.ended_by is not None:
             raise self.ended_by
-        left = self._tokens_left()
+        most = self._settings.max_tokens
+        left = None if most is None else max(most - self.usage().completion_tokens, 0)
         if left == 0:
             self._end = Ended("length")
             return False
-        await self._next_answer(self._answer, self._runs, left)
+        await self._next_answer(left)
         return True
 
     async def read_answer(self, timeout: float | None) -> AsyncIterator[Happenings]:
         if self._answer.content:
-            yield [(0, Content(BETWEEN))]
+            yield [(0, Content("\n\n"))]
         reply = self.reply
         assert reply is not None
         events: list[Event] = []
@@ -183,22 +176,15 @@ class Execution(ReplyLoop[Happenings, ToolRun]):
     def _find(self, name: str) -> ServerTool | None:
         return self._call.state.tool_servers.find(name) if name in self._offered else None
 
-    def _tokens_left(self) -> int | None:
-        """The rest of the request's max_tokens, which all answers share."""
-        if self._settings.max_tokens is None:
-            return None
-        return max(self._settings.max_tokens - self.usage().completion_tokens, 0)
-
-    async def _next_answer(self, answer: ParsedOutput, runs: Sequence[ToolRun], left: int | None) -> None:
+    async def _next_answer(self, left: int | None) -> None:
         """Begin the answer to the results. Raises ContextLengthError where the context holds no part of them."""
         self._num_turns += 1
         asked = self._settings.request_id
-        settings = dataclasses.replace(
-            self._settings, max_tokens=left, request_id=None if asked is None else f"{asked}-{self._num_turns}"
-        )
-        longest = max(len(run.result.text) for run in runs if run.result is not None)
+        request_id = None if asked is None else f"{asked}-{self._num_turns}"
+        settings = dataclasses.replace(self._settings, max_tokens=left, request_id=request_id)
+        longest = max(len(run.result.text) for run in self._runs if run.result is not None)
         while True:
-            conversation = self._with_results(answer, runs, longest, last=self._num_turns >= self._max_turns)
+            conversation = self._with_results(longest)
             try:
                 reply = await begin_reply(self._call, conversation, settings, prefix="chatcmpl-", goes_on=True)
                 break
@@ -209,21 +195,19 @@ class Execution(ReplyLoop[Happenings, ToolRun]):
         self._conversation = conversation
         await self.enter(reply)
 
-    def _with_results(self, answer: ParsedOutput, runs: Sequence[ToolRun], longest: int, *, last: bool) -> Conversation:
-        calls = [Call(run.call.id, run.call.name, known_arguments(run.call.arguments)) for run in runs]
-        said = Message("assistant", answer.content or "", answer.reasoning, calls)
+    def _with_results(self, longest: int) -> Conversation:
+        calls = [Call(run.call.id, run.call.name, known_arguments(run.call.arguments)) for run in self._runs]
+        said = Message("assistant", self._answer.content or "", self._answer.reasoning, calls)
         special = list(self.model.special_tokens)
         results = []
-        for run in runs:
+        for run in self._runs:
             assert run.result is not None
             result = ToolResult(cut(run.result.text, longest), run.result.error)
             results.append(Message("tool", as_data(run.call.name, result, special), call_id=run.call.id))
-        return dataclasses.replace(
-            self._conversation,
-            messages=[*self._conversation.messages, said, *results],
-            tools=[] if last or self.num_calls >= self.most_calls else self._conversation.tools,
-            tool_choice="auto",
-        )
+        is_last = self._num_turns >= self._max_turns or self.num_calls >= self.most_calls
+        tools = [] if is_last else self._conversation.tools
+        messages = [*self._conversation.messages, said, *results]
+        return dataclasses.replace(self._conversation, messages=messages, tools=tools, tool_choice="auto")
 
 
 def _not_run(reason: str) -> ToolResult:
@@ -232,10 +216,7 @@ def _not_run(reason: str) -> ToolResult:
 
 
 async def injected_tools(state: ServerState, model: ServedModel) -> list[Tool]:
-    """The tools for a request that says nothing of tools; none where config.mcp_inject is off.
-
-    Raises InvalidRequestError where there are more than a request may have.
-    """
+    """The tools for a request that says nothing of tools; none where config.mcp_inject is off. Raises as `offered`."""
     if not state.config.mcp_inject or model.config.tool_call_parser == "none":
         return []
     await state.tool_servers.ready()
@@ -246,10 +227,7 @@ async def injected_tools(state: ServerState, model: ServedModel) -> list[Tool]:
 async def asked_tools(
     state: ServerState, model: ServedModel, allowed: Collection[str] | None, place: Field
 ) -> list[Tool]:
-    """The tools for a request that asks for the servers': all, or those that are `allowed` by name.
-
-    Raises InvalidRequestError of `place` where there are none, or not all of these; 503 while no server is ready.
-    """
+    """The servers' tools, or those `allowed`. Raises InvalidRequestError of `place`; 503 while no server is ready."""
     await state.tool_servers.ready()
     servers, tools = state.tool_servers.servers, state.tool_servers.tools()
     if not servers:
@@ -266,7 +244,7 @@ async def asked_tools(
 
 
 def offered(model: ServedModel, tools: Sequence[ServerTool]) -> list[Tool]:
-    """As a conversation has them; what a server says of them holds no special token of the model's."""
+    """The tools without special tokens of the model. Raises InvalidRequestError for more than a request may have."""
     if len(tools) > MAX_TOOLS:
         limit = f"the tool servers have {len(tools)} tools, and a request may have {MAX_TOOLS}"
         raise InvalidRequestError([Field("tools"), f" must be given: {limit}"])
@@ -358,25 +336,24 @@ async def call_tool(name: str, body: ToolCallRequest, request: Request) -> Respo
         message = f"there is no tool {shown(name)}; /v1/mcp/tools lists those that there are"
         raise APIError(404, message, param="name", code="tool_not_found")
     result = await until_disconnect(request.receive, state.tool_servers.call(tool, body.arguments))
-    return json_response(
-        ToolOutput(name=tool.full_name, server_label=tool.server, output=result.text, error=result.error)
-    )
+    output = ToolOutput(name=tool.full_name, server_label=tool.server, output=result.text, error=result.error)
+    return json_response(output)
 
 
 @router.get("/mcp/servers", responses=returns(ServerList))
 async def list_servers(request: Request) -> Response:
     """The MCP servers of the configuration, and how they are."""
     state: ServerState = request.app.state.server
-    return json_response(ServerList(data=[_server(server) for server in state.tool_servers.servers.values()]))
-
-
-def _server(server: ToolServer) -> ServerShown:
-    return ServerShown(
-        label=server.label,
-        description=server.description,
-        transport=server.settings.transport,
-        status=server.status,
-        error=server.error,
-        tools=[tool.full_name for tool in server.tools],
-        refused=[RefusedTool(name=name, reason=reason) for name, reason in server.refused.items()],
-    )
+    servers = [
+        ServerShown(
+            label=server.label,
+            description=server.description,
+            transport=server.settings.transport,
+            status=server.status,
+            error=server.error,
+            tools=[tool.full_name for tool in server.tools],
+            refused=[RefusedTool(name=name, reason=reason) for name, reason in server.refused.items()],
+        )
+        for server in state.tool_servers.servers.values()
+    ]
+    return json_response(ServerList(data=servers))

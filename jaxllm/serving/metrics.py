@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from math import ceil
-from typing import Any
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -19,7 +18,7 @@ from jaxllm.serving.access.usage import Collected
 from jaxllm.serving.served_model import LoadableModel
 from jaxllm.serving.state import Registry
 
-Family = Callable[..., Any]
+Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 Read = Callable[[EngineStats], float]
 
 # Names shared with vLLM.
@@ -78,10 +77,7 @@ OWN_COUNTERS: dict[str, tuple[str, Read]] = {
     ),
     "step_device_wait_seconds": ("Time all steps waited for the device.", lambda s: s.step_device_wait_seconds),
     "compile_seconds": ("Time spent compiling.", lambda s: s.compile_seconds),
-    "kv_transfer_pulls": (
-        "Requests whose KV pages were to be fetched from another server.",
-        lambda s: s.num_pulls,
-    ),
+    "kv_transfer_pulls": ("Requests whose KV pages were to be fetched from another server.", lambda s: s.num_pulls),
     "kv_transfer_failures": (
         "Those of them that did not get all pages, and were computed here or failed.",
         lambda s: s.num_failed_pulls,
@@ -93,7 +89,7 @@ OWN_COUNTERS: dict[str, tuple[str, Read]] = {
 
 
 class ServerCollector(Collector):
-    """Everything /metrics shows of all models, each under its name; with `vllm_names` under vLLM's names too."""
+    """All models' metrics; with `vllm_names` under vLLM's names too."""
 
     def __init__(self, registry: Registry, *, vllm_names: bool):
         self._models = [ModelMetrics(model, vllm_names=vllm_names) for model in registry]
@@ -143,11 +139,9 @@ class ModelMetrics:
         name = "spec_decode_num_accepted_tokens_per_pos"
         yield self._family(CounterMetricFamily, name, text, "position", positions)
         yield self._steps(stats)
-        served = self._model.served
-        now = None if served is None else served.engine.sleep_level
-        states = {
-            state: float(level == now) for level, state in enumerate(("awake", "weights_offloaded", "discard_all"))
-        }
+        now = None if (served := self._model.served) is None else served.engine.sleep_level
+        levels = enumerate(("awake", "weights_offloaded", "discard_all"))
+        states = {state: float(level == now) for level, state in levels}
         text = "1 for the state that the engine is in: awake, or asleep with its weights in memory or without them."
         yield self._family(GaugeMetricFamily, "engine_sleep_state", text, "sleep_state", states)
         yield self._cache_config()
@@ -186,11 +180,10 @@ class ModelMetrics:
                 yield metric
 
     def _family(self, family: Family, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        metric: Any = family(name, text, labels=["model_name", label])
+        metric = family(name, text, labels=["model_name", label])
         for value, count in values.items():
             metric.add_metric([self._model.name, value], count)
-        found: Metric = metric
-        return found
+        return metric
 
     def _info(self, name: str, text: str, labels: Mapping[str, object], value: float) -> Metric:
         metric = GaugeMetricFamily(name, text, labels=["model_name", *labels])

@@ -20,26 +20,21 @@ logger = logging.getLogger(__name__)
 AT_CAPACITY = "at_capacity"
 FAILED = "model_failed"
 WAITING = "Waiting for its turn"
-STARTING = "Starting the engine's process"
-LEASE_SECONDS = 0.02
-"""The time between two looks at models that must answer requests before they sleep or make room."""
-POLL_SECONDS = 0.5
-"""The time between two looks for idle models."""
+LEASE_SECONDS = 0.02  # between two looks at models that must answer requests before they sleep or make room
+POLL_SECONDS = 0.5  # between two looks for idle models
 
 
 class ModelLoader:
     """At most `most` of `models`, and at most `memory` bytes of them, are loaded; one load or unload goes on at a time.
 
-    First come, first served: models that requests wait for have their turns in the order in which they were asked for.
-    Those that must make room for the next one answer what they have begun, and later requests for them wait for another
-    turn. For `min_seconds` after it was loaded a busy model makes room for none.
-
-    An engine is planned before another is unloaded for it, so that none gives way to one that cannot start.
-    Everything is called on the server's event loop, but for `drain`, which a signal handler may call.
+    Models have their turns in the order in which they were asked for. Those that must make room for the next one answer
+    what they have begun, and later requests for them wait for another turn. For `min_seconds` after it was loaded a
+    busy model makes room for none. An engine is planned before another is unloaded for it, so that none gives way to
+    one that cannot start. All methods are called on the server's event loop, but for `drain`, which a signal handler
+    may call. Limits that are None do not hold.
     """
 
     def __init__(self, models: Sequence[LoadableModel], most: int | None, memory: int | None, min_seconds: float):
-        """None is any number."""
         self._models = models
         self._most = len(models) if most is None else most
         self._memory = memory
@@ -48,16 +43,13 @@ class ModelLoader:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxllm-load")
         """The same for all loads: what one thread has freed another of glibc's heaps would not use again."""
         self._turns: dict[LoadableModel, asyncio.Task[APIError | None]] = {}
-        """The models that somebody waits for, in order: not loaded, loading, or about to make room for others."""
-        self._placed: LoadableModel | None = None
-        """The one that is loading, once there is room for it."""
+        """The models that requests wait for, in order: not loaded, loading, or about to make room for others."""
+        self._placed: LoadableModel | None = None  # the one that is loading, once there is room for it
         self._sweeper: asyncio.Task[None] | None = None
         self._draining = False
 
     async def load(self, model: LoadableModel, *, yields: bool = False) -> None:
-        """Returns when a request may run on the model; all who ask meanwhile wait for one load, which outlives them.
-
-        One that `yields` waits for no busy model.
+        """Returns when a request may run on the model; one that `yields` waits for no busy model.
 
         Raises APIError 503: too many requests wait for the model, or it yields and others are busy; the load failed, or
         the server is stopping.
@@ -74,7 +66,7 @@ class ModelLoader:
             raise error
 
     def may_run(self, model: LoadableModel) -> bool:
-        """True if a new request may run now: the model is awake, and need not make room for another."""
+        """True if the model is awake, and need not make room for another."""
         return model.is_awake and not self._makes_room(model)
 
     def begin(self, model: LoadableModel) -> asyncio.Task[APIError | None]:
@@ -90,10 +82,7 @@ class ModelLoader:
         return task
 
     async def unload(self, model: LoadableModel) -> None:
-        """Shut a model's engine down; does nothing where it is not loaded.
-
-        Raises APIError 409: it is loading, pinned, or some request holds it.
-        """
+        """Shut a model's engine down, if it is loaded. Raises APIError 409 if it is loading, pinned or in use."""
         _check_unused(model)
         async with self._changing:
             _check_unused(model)
@@ -180,7 +169,7 @@ class ModelLoader:
             if self._draining:
                 raise shutting_down()
             began = time.monotonic()
-            model.stage = Stage(STARTING)
+            model.stage = Stage("Starting the engine's process")
             try:
                 await self._in_thread(partial(model.load, partial(self._make_room, model, asyncio.get_running_loop())))
             finally:
@@ -196,10 +185,7 @@ class ModelLoader:
             _shut_down(evicted)
 
     async def _take_place(self, model: LoadableModel) -> list[ServedModel]:
-        """The engines that must go for a model, once all of them have answered what they have begun.
-
-        Raises APIError 503 where pinned models leave no room, or the server is stopping; all stay as they are then.
-        """
+        """The engines that must go for a model, once all have answered what they have begun. Raises APIError 503."""
         self._check_pinned(model)
         while self._in_the_way(model):
             await asyncio.sleep(LEASE_SECONDS)
@@ -215,14 +201,12 @@ class ModelLoader:
         return next((one for one in self._turns if not one.is_awake and one is not self._placed), None)
 
     def _makes_room(self, model: LoadableModel) -> bool:
-        """True if a model takes no requests any more, since it must go for the next one."""
         if (following := self._next) is None:
             return False
         stays = model.is_in_use and time.monotonic() < model.loaded_at + self._min_seconds
         return not stays and model in self._going(following)
 
     def _in_the_way(self, model: LoadableModel) -> list[LoadableModel]:
-        """The models that must go for another and cannot go yet."""
         return [one for one in self._going(model) if one.is_in_use or one is self._placed]
 
     def _going(self, model: LoadableModel) -> list[LoadableModel]:

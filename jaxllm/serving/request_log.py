@@ -32,9 +32,7 @@ logger = logging.getLogger(__name__)
 PROBES = frozenset({"/livez", "/health", "/ping", "/ready", "/readyz", "/load", "/metrics"})
 """Routes that are asked every few seconds: a line tells of them only where they fail."""
 
-
 Observer = Callable[["Record"], None]
-"""Called with each record that is complete."""
 
 
 @dataclass
@@ -46,13 +44,11 @@ class Record:
     Attributes:
         client: its address and port, "-" where there is none.
         server: the address and port that it came to.
-        keeps_texts: whether prompts and answers are to be kept.
-        route: the path of its route, once that is known.
+        keeps_texts: True if prompts and answers are to be kept.
         api_route, asked_model: a route of the API and a model as the audit log has them, once they are known.
-        key_name: the name of its API key, once that is known and if it has one.
         trace_id: of its caller's trace, or of one that begins here.
         status: of the answer; 499 where the client went away before there was one.
-        client_gone: whether it went away before the answer was complete.
+        client_gone: True if the client went away before the answer was complete.
         began, ended: seconds since the epoch.
         seconds: its duration, by a monotonic clock.
     """
@@ -96,12 +92,10 @@ class Record:
 
     @property
     def finish_reasons(self) -> list[str]:
-        """The ends of the last call's sequences."""
         return self.calls[-1].finish_reasons if self.calls else []
 
     @property
     def phases(self) -> Phases:
-        """The phases of all calls."""
         return sum((call.clock.phases(call.num_answers) for call in self.calls), Phases())
 
 
@@ -119,10 +113,8 @@ class Records(HTTPLayer):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         peer = ":".join(map(str, scope.get("client") or "-"))
-        headers, server = Headers(scope=scope), scope.get("server")
-        record = Record(
-            scope["method"], scope["path"], peer, headers, server, self._observers, keeps_texts=self._keeps_texts
-        )
+        method, path, server = scope["method"], scope["path"], scope.get("server")
+        record = Record(method, path, peer, Headers(scope=scope), server, self._observers, self._keeps_texts)
         if found := _TRACEPARENT.fullmatch(record.headers.get("traceparent", "")):
             record.trace_id = found[1]
         complete = False
@@ -207,10 +199,7 @@ REFUSALS = (400, 401, 403, 404, 405, 421)
 
 
 class AuditLog:
-    """A file of JSON lines, written on a thread of its own, so that no request waits for the disk.
-
-    Raises ConfigError where it cannot be written.
-    """
+    """A file of JSON lines, written on a thread of its own. Raises ConfigError where it cannot be written."""
 
     def __init__(self, path: Path):
         self._path = in_home(path)
@@ -224,30 +213,26 @@ class AuditLog:
 
     def write_request(self, record: Record) -> None:
         """Queue the entry of a request to a route of the API that has been answered, or of a refusal."""
-        if record.api_route is not None or record.status in REFUSALS:
-            self.write(
-                {
-                    "time": datetime.fromtimestamp(record.began, UTC).isoformat(timespec="milliseconds"),
-                    "key": record.key_name,
-                    "address": record.client.rpartition(":")[0] or None,
-                    "method": record.method,
-                    "route": record.api_route,
-                    "model": record.asked_model,
-                    "status": record.status,
-                    "id": record.request_id or None,
-                }
-            )
+        if record.api_route is None and record.status not in REFUSALS:
+            return
+        entry = {
+            "time": datetime.fromtimestamp(record.began, UTC).isoformat(timespec="milliseconds"),
+            "key": record.key_name,
+            "address": record.client.rpartition(":")[0] or None,
+            "method": record.method,
+            "route": record.api_route,
+            "model": record.asked_model,
+            "status": record.status,
+            "id": record.request_id or None,
+        }
+        self.write(entry)
 
     def write(self, entry: dict[str, Any]) -> None:
-        """Queue an entry; the writer sees to the rest."""
         line = json.dumps(entry, ensure_ascii=False)
         self._waiting.put(logging.LogRecord(__name__, logging.INFO, "", 0, line, None, None))
 
     def reopen(self) -> None:
-        """Go on in the file that has the name now, where another program has moved the old one away.
-
-        Where that cannot be opened the log says so, and the old file is written on.
-        """
+        """Go on in the file that has the name now; where that cannot be opened, log it and go on in the old one."""
         try:
             self._file.reopen()
         except OSError as error:

@@ -38,8 +38,7 @@ LENGTHS = {
     "request_params_max_tokens": "The max_tokens that a sequence ran with.",
     "request_prefill_kv_computed_tokens": "Prompt tokens of a sequence that no cache held.",
 }
-QUEUE_FULL = "max_num_queued_reqs"
-"""vLLM's name of the reason: as many requests run and wait as are accepted."""
+QUEUE_FULL = "max_num_queued_reqs"  # vLLM's name of the reason
 
 
 def lengths_up_to(most: int) -> list[int]:
@@ -72,7 +71,6 @@ class RequestMetrics:
         self.histograms[name].labels(self.model_name).observe(max(value, 0.0))
 
     def count_rejected(self) -> None:
-        """The queue was full."""
         self.rejected.labels(self.model_name, QUEUE_FULL).inc()
 
     def collect(self) -> Iterator[Metric]:
@@ -132,13 +130,11 @@ class SequenceTimer:
 
 @dataclass(kw_only=True)
 class ModelCall:
-    """What the model was asked once for a request, and what came of it.
+    """One question to the model for a request, and its result.
 
     Attributes:
         operation: "generate" or "embed".
         num_answers: sequences that were generated, of all prompts.
-        params: how they were sampled.
-        finish_reasons: how they ended, in that order.
         prompts, answers: their texts, where the record is to have them.
         ended: when the last of it came, or it was given up.
     """
@@ -203,7 +199,6 @@ class Clock:
             self.padding = _sum(self.padding, delta.padding)
 
     def phases(self, num_answers: int) -> Phases:
-        """The phases of a request with that many sequences."""
         queue, prefill = _between(self.arrival, self.scheduled), _between(self.scheduled, self.first)
         return Phases(queue, prefill, _between(self.first, self.last), self.padding, num_answers)
 

@@ -22,7 +22,7 @@ FOLDER = CACHE_DIR / "running"
 
 
 class RunningServer(NamedTuple):
-    """A process that serves `models` at `address`; `nbytes` is what it and its engines' processes hold in memory."""
+    """A process that serves `models` at `address`; it and its engines' processes hold `nbytes` of memory."""
 
     pid: int
     models: list[str]
@@ -88,7 +88,7 @@ def notify(*lines: str) -> None:
 
 
 class Watchdog:
-    """Tells systemd every so many seconds that the event loop turns; it restarts us otherwise."""
+    """Tells systemd every so many seconds that the event loop turns, as long as it is fed; it restarts us otherwise."""
 
     def __init__(self, every: float):
         self._every = every
@@ -102,7 +102,6 @@ class Watchdog:
         return cls(int(asked) / 2e6) if asked.isdecimal() and int(asked) and for_us else None
 
     def feed(self) -> None:
-        """Call this as often as you like."""
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + self._every
             notify("WATCHDOG=1")

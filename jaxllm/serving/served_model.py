@@ -19,14 +19,7 @@ from jaxllm.chat.prompt import ChatModel
 from jaxllm.config import EngineConfig, ModelConfig
 from jaxllm.engine.messages import EngineInfo, EngineStats, MemoryRoom
 from jaxllm.engine.scale.routing import added, counted
-from jaxllm.errors import (
-    CheckpointError,
-    ConfigError,
-    EngineDeadError,
-    InvalidRequestError,
-    ModelNotFoundError,
-    reason,
-)
+from jaxllm.errors import CheckpointError, ConfigError, EngineDeadError, InvalidRequestError, ModelNotFoundError, reason
 from jaxllm.machine import return_freed_memory
 from jaxllm.progress import tell, watched_by
 from jaxllm.serving.access.keys import Tenant
@@ -37,7 +30,6 @@ from jaxllm.weights.source import resolve_adapter
 
 if TYPE_CHECKING:
     from jaxllm.engine.doors.async_llm import AsyncLLM  # imports JAX, for which a wrong command line need not wait
-
 
 OF_THE_MACHINE = frozenset({"download_dir", "compile_cache_dir", "engine_process", "max_num_waiting"})
 """Settings of the engine that say where and when it runs, not what it answers."""
@@ -51,23 +43,18 @@ class Running(Protocol):
 
 
 def stopped() -> APIError:
-    """The error of answers that are not complete when the server ends."""
     return unavailable("the server stopped before the answer was complete", code="shutting_down")
 
 
 def shutting_down() -> APIError:
-    """The error of requests that come too late."""
     return unavailable("the server is shutting down", code="shutting_down")
 
 
 class ServedModel(ChatModel):
-    """A model that conversations are held with over HTTP; earlier `metrics` of it are gone on with.
+    """A model that conversations are held with over HTTP; it goes on with earlier `metrics` of the model.
 
-    Attributes:
-        names: its names in requests; metrics and notices use the first.
-        running: the requests under way; none begins once `draining` is true.
-
-    Raises ConfigError when config.chat_template cannot be read; see ChatModel.
+    Metrics use the first of its `names`. No request joins `running` once it is `draining`. Raises ConfigError when
+    config.chat_template cannot be read; see ChatModel.
     """
 
     def __init__(self, config: ModelConfig, engine: AsyncLLM, metrics: RequestMetrics | None = None):
@@ -110,7 +97,7 @@ def engine_settings(config: EngineConfig) -> dict[str, Any]:
 
 
 def system_fingerprint(config: ModelConfig, max_model_len: int, chat_template: str | None) -> str:
-    """The same as long as all of these are, over restarts too; `max_model_len` is what the engine settled on."""
+    """A name that stays the same, over restarts too, as long as all of these do."""
     template = [chat_template, config.default_chat_template_kwargs, config.chat_template_content_format]
     described = [version("jaxllm"), engine_settings(config), max_model_len, template]
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
@@ -121,8 +108,7 @@ ModelState = Literal["unloaded", "loading", "loaded", "sleeping", "failed"]
 StartEngine = Callable[[ModelConfig, threading.Event, MemoryRoom], "AsyncLLM"]
 """Starts a model's engine once there is room for it, and gives up where the event is set meanwhile."""
 MakeRoom = Callable[[int | None], None]
-"""Called in the thread that loads with the bytes that an engine will take, or None where that is not known; returns
-when they are free. Raises what keeps the model from being loaded: APIError where others do."""
+"""Called with the bytes that an engine will take, if they are known; returns when they are free. Raises APIError."""
 
 
 class Holder(Protocol):
@@ -133,13 +119,9 @@ class Holder(Protocol):
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """The progress of a load, also as the body of /ready and /health until the models are loaded.
-
-    Both numbers are 0 where nothing is counted.
-    """
+    """The progress of a load: its present step in words, and a count of that, 0 of 0 where nothing is counted."""
 
     doing: str
-    """The present step, in words."""
     done: int = 0
     total: int = 0
     status: str = "loading"
@@ -153,20 +135,15 @@ class LoadableModel:
 
     Attributes:
         name: its name in metrics and notices.
-        adapters: those that requests may choose.
         served: runs its requests while it is loaded; an engine that is asleep is woken first.
-        stage: how far a load is, while there is one.
         on_change: called, in any thread, when its state or its stage has changed.
         error: why the last load failed, if it did, in words for clients.
-        awaited: whether it was loaded at the start: the server is not ready before it is.
+        awaited: True if the server is not ready before the model is loaded.
         info, has_chat_template, metrics: of the last load; None before the first.
-        planned_bytes: the plan of its last engine, or of the one that is starting, for each device or for the host,
-            where that is known.
-        keep_alive: seconds without a request after which it is unloaded, by the last request that set it, or else by
-            its settings; infinity is never.
+        planned_bytes: of each device, or of the host, for its last engine or the one that is starting, where known.
+        keep_alive: seconds without a request after which it is unloaded; infinity is never.
         calls: those that hold it; while there are any it is not unloaded.
-        last_used: when a call last began or ended, on the monotonic clock.
-        loaded_at: when its last load ended, on the same clock.
+        last_used, loaded_at: when a call last began or ended, and its last load ended, on the monotonic clock.
     """
 
     def __init__(
@@ -180,7 +157,7 @@ class LoadableModel:
         ttl: float | None = None,
         budget: int | None = None,
     ):
-        """For pinned to ttl see CatalogEntry; `budget` are the bytes that an engine may take."""
+        """See CatalogEntry; `budget` is the most bytes that an engine may take."""
         self.config = config
         self.names = config.names
         self.name = self.names[0]
@@ -237,7 +214,6 @@ class LoadableModel:
 
     @property
     def is_awake(self) -> bool:
-        """True if it is loaded, and its engine runs requests."""
         return self.served is not None and not self._falls_asleep and not self.served.engine.is_asleep
 
     @property
@@ -257,12 +233,10 @@ class LoadableModel:
 
     @property
     def is_idle(self) -> bool:
-        """True if no call holds it, and it may be unloaded."""
         return self.served is not None and not self.calls and not self.pinned
 
     @property
     def is_dead(self) -> bool:
-        """True if it is loaded and its engine has stopped."""
         return self.served is not None and self.served.engine.is_dead
 
     def stats(self) -> EngineStats:
@@ -333,7 +307,6 @@ class LoadableModel:
             raise
 
     def _check_adapters(self, engine: AsyncLLM) -> None:
-        """Raises ConfigError for an adapter that is not there, or that the engine cannot use."""
         for adapter in self.adapters:
             tell(f"Loading adapter {adapter.name}", 0, 0)
             try:

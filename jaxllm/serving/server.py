@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 from urllib.parse import urlsplit
 
@@ -46,14 +45,11 @@ from jaxllm.sharding.clusters import settled
 if TYPE_CHECKING:
     from jaxllm.engine.scale.lockstep.meeting import Group
 
-
 logger = logging.getLogger(__name__)
 
 SWITCH_SECONDS = 0.0005
-"""The longest that a thread with a large body or a long text may keep the event loop waiting: Python's own 5 ms add up,
-for an event takes several turns of the loop."""
-_OTHERS = ("VLLM_", "LLAMA_ARG_", "OLLAMA_")
-"""Prefixes of the variables of other servers' settings."""
+"""The longest that a busy thread keeps the event loop waiting. Python's own 5 ms add up over the turns of an event."""
+_OTHERS = ("VLLM_", "LLAMA_ARG_", "OLLAMA_")  # prefixes of the variables of other servers' settings
 _LINKS = re.compile(r"_SERVICE_(HOST|PORT)|_PORT(_\d+_(TCP|UDP)|=\w+://)")
 """Variables that Kubernetes sets for a service that is called vllm, as VLLM_PORT=tcp://10.0.0.7:80."""
 
@@ -112,25 +108,21 @@ def check_settings(config: ServeConfig) -> ServerModels:
 
 
 def warn_of_open_doors(config: ServerConfig, environ: Mapping[str, str] = os.environ) -> None:
-    """Log a server that anybody may use, and the settings of another server that are not honoured here."""
+    """Log a server that anybody may use, and settings of other servers that are not honoured here."""
     named = config.asks_for_key or config.ssl_cert_reqs == ssl.CERT_REQUIRED
     if config.uds is None and not named and not is_local(config.host):
         logger.warning(
             "host is %s and there is no API key: everybody who reaches this address may use the server; "
             "set JAXLLM_API_KEY or --api-key-file, or --host 127.0.0.1", config.host,
         )  # fmt: skip
-    others = [
-        name for name, value in environ.items() if name.startswith(_OTHERS) and not _LINKS.search(f"{name}={value}")
-    ]
-    if ignored := sorted(set(others) - set(OTHER_KEY_VARIABLES)):
-        logger.warning(
-            "%s: set in the environment, but not honoured here; docs/coming-from.md says what corresponds to them",
-            ", ".join(ignored),
-        )
+    others = {name for name in environ if name.startswith(_OTHERS) and not _LINKS.search(f"{name}={environ[name]}")}
+    if ignored := ", ".join(sorted(others - set(OTHER_KEY_VARIABLES))):
+        message = "%s: set in the environment, but not honoured here; docs/coming-from.md says what corresponds to them"
+        logger.warning(message, ignored)
 
 
 def configure_logging(config: ServerConfig) -> None:
-    """One format for all; uvicorn's own notices of starting and stopping, which say less than ours, only with debug."""
+    """One format for all; uvicorn's own notices of starting and stopping only with debug."""
     logs.configure(LogSettings(logging.getLevelNamesMapping()[config.log_level.upper()], config.log_format), "api")
     if config.log_level == "info":
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
@@ -171,32 +163,11 @@ def _ending_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-@dataclass
-class FollowingServer:
-    """Answers /health on a thread from when all processes have come: 503 until this one can run steps."""
-
-    config: ServeConfig
-    ready: threading.Event = field(default_factory=threading.Event)
-
-    def listen(self, group: Group) -> None:
-        """Open the port. Of several processes on a machine each takes the next one after `port`."""
-        listener = bind(self.config.host, self.config.port + group.place if self.config.port else 0)
-        app = Starlette(routes=[Route("/health", self._health)])
-        serve_on_thread(app, listener, "health", make_context(self.config))
-        logger.info("/health is at %s; process 0 answers requests", address(listener, scheme(self.config)))
-
-    async def _health(self, _: Request) -> Response:
-        is_ready = self.ready.is_set()
-        body = {
-            "status": "ok" if is_ready else "loading",
-            "process_id": self.config.process_id,
-            "num_processes": self.config.num_processes,
-        }
-        return JSONResponse(body, 200 if is_ready else 503)
-
-
 def serve_as_follower(config: ServeConfig) -> NoReturn:
     """Follow process 0 until it ends the group; the process ends with it.
+
+    /health answers from when all processes have come, with 503 until this one can run steps. Each of several processes
+    on a machine takes the next port after config.port.
 
     After SIGTERM or SIGINT the process stays for as long as a server's requests get to finish: process 0 is most
     likely told to stop too, and ends the group in order. A second signal ends it at once.
@@ -207,11 +178,19 @@ def serve_as_follower(config: ServeConfig) -> NoReturn:
     from jaxllm.engine.start.follow import follow
     from jaxllm.engine.start.leave import leave
 
-    server = FollowingServer(config)
+    ready = threading.Event()
     asked: list[int] = []
 
+    async def health(_: Request) -> Response:
+        is_ready = ready.is_set()
+        body: dict[str, object] = {"status": "ok" if is_ready else "loading"}
+        body |= {"process_id": config.process_id, "num_processes": config.num_processes}
+        return JSONResponse(body, 200 if is_ready else 503)
+
     def begin(group: Group) -> None:
-        server.listen(group)
+        listener = bind(config.host, config.port + group.place if config.port else 0)
+        serve_on_thread(Starlette(routes=[Route("/health", health)]), listener, "health", make_context(config))
+        logger.info("/health is at %s; process 0 answers requests", address(listener, scheme(config)))
 
         def stop(number: int, _: object) -> None:
             asked.append(number)
@@ -223,4 +202,4 @@ def serve_as_follower(config: ServeConfig) -> NoReturn:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, stop)
 
-    follow(config.of_model, begin, server.ready.set)
+    follow(config.of_model, begin, ready.set)

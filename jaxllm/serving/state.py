@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Annotated, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Annotated, Concatenate, Literal, ParamSpec, TypeVar
 
 import msgspec
 from fastapi import Query
@@ -31,40 +31,26 @@ from jaxllm.serving.request_log import AuditLog
 from jaxllm.serving.served_model import LoadableModel, ModelState, Running, ServedModel, shutting_down
 from jaxllm.wording import did_you_mean
 
-if TYPE_CHECKING:
-    pass
-
-
 logger = logging.getLogger(__name__)
 
-GRAMMAR_THREADS = 2 * MAX_PROCESSES
-"""More than can compile at once, so that grammars which have been compiled pass those that have not."""
-TEMPLATE_THREADS = 4
-"""For requests with templates of their own, which may take seconds to render."""
-
-RELEASE_SECONDS = 5.0
-"""The time that requests which were cancelled at the server's end have to give their models back."""
+GRAMMAR_THREADS = 2 * MAX_PROCESSES  # more than compile at once, so that compiled grammars pass the others
+TEMPLATE_THREADS = 4  # for requests with templates of their own, which may take seconds to render
+RELEASE_SECONDS = 5.0  # for requests that were cancelled at the server's end to give their models back
 MAX_NAMES_SHOWN = 20
 MAX_NEAR = 3
-"""Names like an unknown one that are told."""
-MAX_COMPARED = 200
-"""Characters of an unknown name that is compared with those of models: a stranger's may have megabytes."""
+MAX_COMPARED = 200  # characters of an unknown name that is compared with others: it may have megabytes
 
 ModelName = Annotated[str | None, Query(description="A name that /v1/models lists; by default the first.")]
 """The query parameter of routes whose request has no body."""
 
 _encode = msgspec.json.Encoder().encode
 
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class ServerState:
-    """The server's settings, its models, and what outlives a request.
-
-    Raises ConfigError when a file or a store that the settings name cannot be used.
-    """
+    """What outlives a request. Raises ConfigError when a file or a store that the settings name cannot be used."""
 
     def __init__(self, config: ServerConfig, registry: Registry):
         self.config = config
@@ -139,10 +125,7 @@ class ServerState:
         return await asyncio.get_running_loop().run_in_executor(workers, function)
 
     async def reload(self) -> None:
-        """Read the files of keys and of tool servers again, and open the audit log again.
-
-        What is wrong changes nothing but the log.
-        """
+        """Read the files of keys and of tool servers, and open the audit log again; a wrong file is only logged."""
         self.keys.reload()
         if self.audit is not None:
             self.audit.reopen()
@@ -168,8 +151,7 @@ class Registry:
     """Every model of a server. Iterating gives each once, the default first.
 
     With `any_name` the default model also answers requests for names that no model has. At most `max_loaded` models
-    are loaded at a time, which take at most `memory` bytes; by default all that there are. For `min_seconds` see
-    ModelLoader.
+    are loaded at a time, which take at most `memory` bytes; by default all. For `min_seconds` see ModelLoader.
 
     Raises ConfigError when two models have a name in common, or there is none.
     """
@@ -193,16 +175,14 @@ class Registry:
         for model in dict.fromkeys(self._by_name.values()):
             for adapter in model.adapters:
                 if owners.setdefault(adapter.name, model) is not model or adapter.name in self._by_name:
-                    raise ConfigError(
-                        f"lora_modules has the name {adapter.name!r}, which another model or adapter has already"
-                    )
+                    problem = f"{adapter.name!r}, which another model or adapter has already"
+                    raise ConfigError(f"lora_modules has the name {problem}")
         if not self._by_name:
             raise ConfigError("model is missing: a server needs at least one")
         self.loader = ModelLoader(list(self), max_loaded, memory, min_seconds)
         self.draining = False
-        """True while the server is stopping."""
         self.changes = Changes()
-        """Changes of the models, and of `draining`."""
+        """Changes of the models, and of `draining`, which is true while the server is stopping."""
         for model in self:
             model.on_change = self.changes.ring
 
@@ -217,7 +197,6 @@ class Registry:
         return names + [adapter.name for model in shown for adapter in model.adapters]
 
     def names_for(self, tenant: Tenant) -> list[str]:
-        """The names of them that a tenant may use."""
         named = ((name, self.named(name)) for name in self.names)
         return [name for name, model in named if model is not None and self._may_use(tenant, model, name)]
 
@@ -228,7 +207,6 @@ class Registry:
 
     @property
     def default_name(self) -> str:
-        """The model of requests that name none."""
         return next(iter(self._by_name))
 
     @property
@@ -236,23 +214,17 @@ class Registry:
         return [model.served for model in self if model.served is not None]
 
     def serves(self, name: str) -> bool:
-        """True if requests for a model of this name are answered."""
         return self._any_name or self.named(name) is not None
 
     def named(self, name: str) -> LoadableModel | None:
         return self._by_name.get(name) or next((model for model in self if model.adapters.get(name)), None)
 
     def find(self, name: str | None, tenant: Tenant = OTHERS) -> LoadableModel:
-        """The model of that name, or of that adapter, or the default one, for whoever only looks at it: it is neither
-        held nor loaded. Raises as `called`.
-        """
+        """The model of that name or of that adapter, or the default one; it is not loaded. Raises as `called`."""
         return self.called(name, tenant)[1]
 
     def called(self, name: str | None, tenant: Tenant = OTHERS) -> tuple[str, LoadableModel]:
-        """The same, after the name that it is asked for by: its own where the request names none.
-
-        Raises 404 for an unknown name, which is also one that the tenant may not use.
-        """
+        """The model, after the name that it is asked for by. Raises 404 for a name that the tenant may not know."""
         if name is None:  # the default one, or the first that the tenant may use
             name = next((name for name, model in self._by_name.items() if tenant.may_use(model.names)), None)
         if name is not None and self.serves(name):
@@ -332,8 +304,6 @@ class LoadProgress(msgspec.Struct, kw_only=True):
 
 
 class LoadedInfo(msgspec.Struct, kw_only=True):
-    """What a model was found to be."""
-
     max_model_len: int
     has_chat_template: bool | None
     num_parameters: int
@@ -357,10 +327,7 @@ class ModelEvent(msgspec.Struct, kw_only=True):
 
 
 async def model_events(registry: Registry, tenant: Tenant, silence: float) -> AsyncIterator[list[bytes]]:
-    """The state of every listed model that the tenant may use, and from then on each change, until the server stops.
-
-    Changes that come faster than they are read are told together. An empty list stands for `silence` seconds without.
-    """
+    """The state of every listed model that a tenant may use, and each change; an empty list after `silence` seconds."""
     told: dict[str, ModelEventData] = {}
     with registry.changes.watched() as bell:
         while not registry.draining:

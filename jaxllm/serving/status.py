@@ -128,7 +128,7 @@ async def metrics(request: Request) -> Response:
     shown = generate_latest(request.app.state.metrics)
     if sent := bearer_key(request):
         reader = state.keys.check(sent)
-        shown += usage_by_key(state.usage, reader) if state.keys.have_names else b""
+        shown += usage_by_key(state.usage, reader) if state.config.api_key_file is not None else b""
     return Response(shown, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
@@ -174,38 +174,24 @@ async def server_info(request: Request) -> Response:
 API = "api"
 """The process that answers HTTP. Those of engines are engine/MODEL, or engine/MODEL/NUMBER of several."""
 MOST_SECONDS = 300.0
-PROFILE_SECONDS, TRACE_SECONDS = 30.0, 3.0
-"""The times of a profile and of a trace, by default."""
+PROFILE_SECONDS, TRACE_SECONDS = 30.0, 3.0  # by default
+END_SECONDS = 3.0  # the longest that the end waits for answers under way
 
 FindApp = Callable[[], FastAPI | None]
 FindLoop = Callable[[], asyncio.AbstractEventLoop | None]
 Answering = Callable[[Request], Awaitable[Response]]
 _PROBES: dict[str, Answering] = {
-    "/health": health,
-    "/ping": ping,
-    "/ready": ready,
-    "/readyz": ready,
-    "/load": load,
-    "/metrics": metrics,
-}
-END_SECONDS = 3.0
-"""The longest that the end waits for answers under way."""
+    "/health": health, "/ping": ping, "/ready": ready, "/readyz": ready, "/load": load, "/metrics": metrics,
+}  # fmt: skip
 
 
 class Overview(msgspec.Struct):
-    """The routes, and the processes that they can be asked of."""
-
     processes: list[str]
     routes: list[str]
 
 
 class Monitor:
-    """The routes, over a server that may still be loading its models.
-
-    Args:
-        find_app: gives the server's application, None until it is there.
-        find_loop: gives the event loop that the server runs on, None before it does.
-    """
+    """The routes, over a server that may still be loading its models: until then there is no application, or loop."""
 
     def __init__(self, find_app: FindApp, find_loop: FindLoop):
         self._find_app = find_app
@@ -220,11 +206,10 @@ class Monitor:
         plain: dict[str, Answering] = {"/livez": livez, "/version": show_version} | self._looks
         routes = [Route(path, answer) for path, answer in plain.items()]
         routes += [Route(path, partial(self._probe, answer)) for path, answer in _PROBES.items()]
-        self.app = Starlette(routes=routes, exception_handlers=dict.fromkeys(HANDLED, refuse))
+        self.app = Starlette(routes=routes, exception_handlers=dict.fromkeys(HANDLED, _refuse))
 
     @property
     def processes(self) -> dict[str, LookAt]:
-        """Functions that look at each process that runs now, by its name."""
         found: dict[str, LookAt] = {API: self._look_here}
         app = self._find_app()
         for model in () if app is None else app.state.server.registry.loaded:
@@ -234,7 +219,6 @@ class Monitor:
         return found
 
     async def overview(self, request: Request) -> Response:
-        """The processes by their names, and the routes of /debug/."""
         _check_names(request, ())
         return json_response(Overview(list(self.processes), list(self._looks)))
 
@@ -247,7 +231,8 @@ class Monitor:
     async def heap(self, request: Request) -> Response:
         """What holds memory: `of` the devices, or `of` Python; by default what the process is about."""
         _check_names(request, ("process", "of"))
-        of = request.query_params.get("of", "python" if _process(request) == API else "device")
+        is_api = request.query_params.get("process", API) == API
+        of = request.query_params.get("of", "python" if is_api else "device")
         if of not in ("python", "device"):
             raise APIError(400, f"of is {shown(of)}; it must be python or device", param="of")
         return _file(await self._look(request, "python_heap" if of == "python" else "device_heap"), "heap.pb.gz")
@@ -264,7 +249,7 @@ class Monitor:
         return _file(data, "trace.zip", "application/zip")
 
     async def _look(self, request: Request, what: What, seconds: float = 0.0) -> bytes:
-        name, processes = _process(request), self.processes
+        name, processes = request.query_params.get("process", API), self.processes
         look_at = processes.get(name)
         if look_at is None:
             near = did_you_mean(name, processes) or f"; there are {', '.join(processes)}"
@@ -281,16 +266,13 @@ class Monitor:
         return await answer(Request({**request.scope, "app": app}, request.receive))
 
 
-async def refuse(request: Request, error: Exception) -> Response:
+async def _refuse(_: Request, error: Exception) -> Response:
     return error_response(to_api_error(error))
 
 
 @contextmanager
 def monitoring(config: ServerConfig, find_app: FindApp, find_loop: FindLoop) -> Iterator[str | None]:
-    """The monitor port is open inside, if the settings name one; yields its address. For the functions see Monitor.
-
-    Raises ConfigError where it cannot be had.
-    """
+    """The monitor port is open inside, if the settings name one; yields its address. Raises ConfigError."""
     if config.monitor_port is None:
         yield None
         return
@@ -314,10 +296,6 @@ def is_local(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host in LOCAL_NAMES
-
-
-def _process(request: Request) -> str:
-    return request.query_params.get("process", API)
 
 
 def _check_names(request: Request, known: tuple[str, ...]) -> None:

@@ -18,25 +18,20 @@ from jaxllm.serving.responses.stores import ConversationRow, ConversationStore, 
 from jaxllm.serving.store.database import Database
 
 logger = logging.getLogger(__name__)
-LOOK_SECONDS = 600.0
-"""The time between two looks for old objects."""
-AT_ONCE = 100
-"""Objects that one transaction deletes; other writers wait for it."""
-PAUSE_SECONDS = 0.05
-"""Between two transactions, for other writers."""
+LOOK_SECONDS = 600.0  # between two looks for old objects
+AT_ONCE, PAUSE_SECONDS = 100, 0.05
+"""Objects that one transaction deletes while other writers wait, and the pause for these between two transactions."""
 DeleteBefore = Callable[[int, int], Awaitable[int]]
-"""Deletes objects of one kind that are older than a time, at most so many; how many there were."""
+"""Deletes objects of one kind that are older than a time, at most a number of them; returns their number."""
 
 
 class StoredKind(NamedTuple):
-    """Objects of one kind, by the columns of their table."""
+    """The columns of one kind's table; from `time_of`, in seconds since 1970, its objects' age counts."""
 
     id: Any
     owner: Any
     time_of: Any
-    """Seconds since 1970 from which its age counts."""
     detail: ColumnElement[str] | Any
-    """A column that is worth seeing."""
 
 
 KINDS = {
@@ -50,8 +45,6 @@ KINDS = {
 
 
 class StoredCount(NamedTuple):
-    """The number of objects of a kind, and the times of the oldest and the newest."""
-
     number: int
     oldest: int | None
     newest: int | None
@@ -61,7 +54,6 @@ class StoredEntry(NamedTuple):
     id: str
     kind: str
     owner: str | None
-    """The name of the key that made it, where that has one."""
     time_of: int
     detail: str
 
@@ -76,7 +68,6 @@ def deleters(database: Database, data_dir: Path) -> dict[str, DeleteBefore]:
 
 
 async def counted(database: Database) -> dict[str, StoredCount]:
-    """The numbers of objects of each kind."""
     async with database.session() as session:
         rows = {
             name: (await session.execute(select(func.count(), func.min(kind.time_of), func.max(kind.time_of)))).one()

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 PROVIDER = "jaxllm"
-EXPORT_SECONDS = 5
-"""The longest that a collector may take to accept data."""
+EXPORT_SECONDS = 5  # the longest that a collector may take to accept data
 _PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 _SECONDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
@@ -62,9 +61,7 @@ class Telemetry:
     """An observer of records that sends their spans and measurements to a collector, from threads of its own.
 
     A request is a span of its caller's trace, if `traceparent` names one. Each call of the model is a span in it, and
-    each phase of a call one in that.
-
-    Raises ConfigError, see `check_telemetry`.
+    each phase of a call one in that. Raises as `check_telemetry`.
     """
 
     def __init__(self, config: ServerConfig):
@@ -97,7 +94,7 @@ class Telemetry:
         }
 
     def __call__(self, record: Record) -> None:
-        """Probes, listings and their like have no trace: only what was asked of a model, and what was refused."""
+        """Only what was asked of a model, and what was refused, has a trace."""
         if record.calls or (record.method == "POST" and record.status >= 400):
             self._trace(record)
         for call in record.calls:
@@ -169,7 +166,6 @@ _MEASURED_BY = frozenset({
 
 
 def http_attributes(record: Record) -> dict[str, Any]:
-    """The attributes of a request's span, by OpenTelemetry's conventions for HTTP."""
     found: dict[str, Any] = {
         "http.request.method": record.method,
         "http.response.status_code": record.status,
@@ -220,7 +216,6 @@ def call_attributes(record: Record, call: ModelCall) -> dict[str, Any]:
 
 
 def error_type(record: Record) -> str:
-    """The reason of an incomplete answer: a client that went away, or the status."""
     return "client_gone" if record.client_gone else str(record.status)
 
 

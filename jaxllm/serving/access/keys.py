@@ -33,22 +33,15 @@ logger = logging.getLogger(__name__)
 
 FLAG = "--api-key-file"
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
-_PREFIX = "jaxllm-"
 _HASH = "sha256:"
-_RANDOM_BYTES = 32
 
 T = TypeVar("T")
-
 Metered = Literal["requests", "tokens"]
+Positive = Annotated[int, Field(ge=1)]
 
-SCHEMES = ("redis://", "rediss://")
-ANSWER_SECONDS = 2.0
-"""The longest that a Redis may take to answer."""
+ANSWER_SECONDS = 2.0  # the longest that a Redis may take to answer
 _SAME_SECONDS = 5.0
 """Two windows of a key begin a minute or more apart; Redis tells their ends in whole seconds."""
-
-
-Positive = Annotated[int, Field(ge=1)]
 
 
 class Keys:
@@ -64,16 +57,8 @@ class Keys:
         if self._path is not None:
             self._take(read_keys(self._path))
 
-    @property
-    def have_names(self) -> bool:
-        """True with a file of keys, which names them."""
-        return self._path is not None
-
     def check(self, sent: str) -> Tenant:
-        """The tenant of a request that brings this key. Raises 401.
-
-        Every key is compared, and each in constant time, so that the answer's time says nothing of them.
-        """
+        """The tenant of a request with this key. Raises 401. The time of an answer says nothing of the keys."""
         if not self._asks:
             return OTHERS
         digest = digest_of(sent)
@@ -162,7 +147,6 @@ OTHERS = Tenant(admin=True)
 
 
 def tenant_of(request: Request) -> Tenant:
-    """The tenant of a request that its route has let in."""
     tenant: Tenant = request.scope[TENANT]
     return tenant
 
@@ -179,8 +163,6 @@ def _in_utc(value: datetime) -> datetime:
 
 
 class ApiKey(Tenant):
-    """A key by its hash, and what requests with it may do."""
-
     name: Annotated[str, Field(pattern=f"^{NAME}$")]
     """What metrics, logs and the owners of stored objects call it."""
     hash: Annotated[str, Field(pattern=f"^{_HASH}[0-9a-f]{{64}}$")]
@@ -200,7 +182,7 @@ class ApiKey(Tenant):
 
 
 def new_key() -> str:
-    return _PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
+    return "jaxllm-" + secrets.token_urlsafe(32)
 
 
 def digest_of(key: str) -> bytes:
@@ -213,11 +195,7 @@ def hash_of(key: str) -> str:
 
 
 def read_keys(path: Path) -> list[ApiKey]:
-    """The keys of a file, in its order.
-
-    Raises:
-        ConfigError: the file cannot be read, or a key in it is wrong; one line says where, and never shows a hash.
-    """
+    """The keys of a file, in its order. Raises ConfigError, whose one line says where, and never shows a hash."""
     keys: list[ApiKey] = []
     for name, fields in read_mapping(in_home(path), FLAG, "names to keys").items():
         where = f"{path}: key {shown(name)}"
@@ -258,11 +236,10 @@ def _key(where: str, name: str, fields: dict[Any, Any]) -> ApiKey:
 
 
 class Window(NamedTuple):
-    """The minute that is being counted for a key; it begins with the first thing that is counted in it."""
+    """A key's minute, from the first thing that is counted in it to `resets`, in seconds since 1970."""
 
     remaining: int
     resets: float
-    """Its end, in seconds since 1970."""
 
 
 class RateLimits:
@@ -270,7 +247,7 @@ class RateLimits:
 
     def __init__(self, url: str | None):
         self._url = url
-        if url is not None and not url.startswith(SCHEMES):
+        if url is not None and not url.startswith(("redis://", "rediss://")):
             raise ConfigError("rate_limit_store must be redis://HOST:PORT/NUMBER, or rediss:// for TLS")
         storage = storage_from_string("async+memory://") if url is None else _redis(url)
         self._limiter = FixedWindowRateLimiter(storage)
@@ -285,10 +262,7 @@ class RateLimits:
             raise ConfigError("rate_limit_store does not answer: see that the server it names runs")
 
     async def take(self, kind: Metered, name: str, limit: int, cost: int) -> tuple[bool, Window]:
-        """Count `cost` for a key unless that would be more than its `limit`; whether it was counted.
-
-        Raises 503 where the store does not answer.
-        """
+        """Count `cost` unless that exceeds `limit`; True if it was counted. Raises 503 if the store is silent."""
         item = RateLimitItemPerMinute(limit, namespace="jaxllm")
         taken = await self._asked(self._limiter.test(item, kind, name, cost=cost))
         if taken and not await self._asked(self._limiter.hit(item, kind, name, cost=cost)):
@@ -297,10 +271,7 @@ class RateLimits:
         return taken, await self._window(item, kind, name)
 
     async def correct(self, kind: Metered, name: str, limit: int, difference: int, window: Window) -> None:
-        """Count more than was taken in a window, or with a negative `difference` less, if that has not ended.
-
-        Raises 503 where the store does not answer.
-        """
+        """Count more than was taken in a window, or less if it has not ended. Raises 503 if the store is silent."""
         item = RateLimitItemPerMinute(limit, namespace="jaxllm")
         if difference < 0:
             now = await self._window(item, kind, name)
@@ -318,9 +289,8 @@ class RateLimits:
             return await answer
         except StorageError as error:
             logger.error("rate_limit_store does not answer: %s", one_line(error.storage_error))
-            raise unavailable(
-                "the store of this server's rate limits does not answer", code="rate_limits_unavailable"
-            ) from None
+            message = "the store of this server's rate limits does not answer"
+            raise unavailable(message, code="rate_limits_unavailable") from None
 
 
 def _redis(url: str) -> Any:

@@ -30,16 +30,14 @@ logger = logging.getLogger(__name__)
 
 router = APIRouter(route_class=JSONRoute, tags=["status"])
 
-NO_KEY = "-"
-"""The name of requests without a key of the file: no key is called that."""
+NO_KEY = "-"  # the name of requests without a key of the file: no key is called that
 COUNTERS = {
     "key_requests": ("Requests for a model, by API key.", lambda used: used.requests),
     "key_prompt_tokens": ("Prompt tokens, by API key.", lambda used: used.prompt_tokens),
     "key_prompt_tokens_cached": ("Those of them that the prefix cache held.", lambda used: used.cached_tokens),
     "key_generation_tokens": ("Tokens generated, by API key.", lambda used: used.completion_tokens),
 }
-WRITE_SECONDS = 10.0
-"""The time between two writes. A server that dies loses the usage since the last one."""
+WRITE_SECONDS = 10.0  # between two writes: a server that dies loses the usage since the last one
 DAYS_SHOWN = 30
 
 
@@ -68,12 +66,7 @@ class Used(NamedTuple):
 
 
 class Ledger:
-    """Usage as it is counted in this process, until it is taken away to be kept elsewhere.
-
-    Attributes:
-        totals: by owner and model, since the start.
-        pending: counted since it was last taken away.
-    """
+    """Usage of this process: `totals` by owner and model since the start, `pending` since it was last taken away."""
 
     def __init__(self) -> None:
         self.totals: dict[tuple[str, str], Used] = {}
@@ -91,13 +84,10 @@ class Ledger:
         return taken
 
     def put_back(self, usage: Mapping[Account, Used]) -> None:
-        """Make pending what could not be kept elsewhere."""
         _add_up(self.pending, usage)
 
 
 class Collected(Collector):
-    """Metrics that have been collected already."""
-
     def __init__(self, metrics: Iterable[Metric]):
         self._metrics = metrics
 

@@ -15,26 +15,17 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from jaxllm.errors import (
-    ContextLengthError,
-    EngineDeadError,
-    EnginePausedError,
-    InvalidRequestError,
-    QueueFullError,
-    StorageFullError,
-)
+from jaxllm import errors
 from jaxllm.serving.http.api_error import RETRY_AFTER_SECONDS, APIError, dotted, unavailable
 from jaxllm.wording import must, shown
 
 logger = logging.getLogger(__name__)
 
-
 HANDLED: tuple[type[Exception], ...] = (
-    APIError, InvalidRequestError, QueueFullError, EnginePausedError, EngineDeadError, StorageFullError,
-    RequestValidationError, HTTPException, Exception,
+    APIError, errors.InvalidRequestError, errors.QueueFullError, errors.EnginePausedError, errors.EngineDeadError,
+    errors.StorageFullError, RequestValidationError, HTTPException, Exception,
 )  # fmt: skip
 """The exceptions that `to_api_error` answers: frameworks want to have each named."""
-
 
 ignored_fields: ContextVar[list[str] | None] = ContextVar("ignored_fields", default=None)
 """With `unknown_fields: warn`, what the current request sent in vain; None, the default, refuses such fields."""
@@ -58,17 +49,17 @@ def to_api_error(error: Exception) -> APIError:
     match error:
         case APIError():
             return error
-        case InvalidRequestError():
-            code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
+        case errors.InvalidRequestError():
+            code = "context_length_exceeded" if isinstance(error, errors.ContextLengthError) else None
             return APIError(400, str(error), param=error.param, code=code)
-        case QueueFullError():
+        case errors.QueueFullError():
             headers = {"Retry-After": RETRY_AFTER_SECONDS}
             return APIError(429, str(error), type="rate_limit_error", code="queue_full", headers=headers)
-        case EnginePausedError():
+        case errors.EnginePausedError():
             return unavailable(str(error), code="engine_paused")
-        case EngineDeadError():
+        case errors.EngineDeadError():
             return unavailable(str(error), code="engine_dead")
-        case StorageFullError():
+        case errors.StorageFullError():
             return APIError(507, str(error), type="server_error", code="insufficient_storage")
         case RequestValidationError():
             return _validation_error(error)
@@ -119,10 +110,7 @@ def _validation_error(error: RequestValidationError) -> APIError:
 
 
 def _locate(item: dict[str, Any], body: Any) -> tuple[tuple[str | int, ...], Any]:
-    """The path of an error inside the body as sent, without pydantic's names of union branches, and the value there.
-
-    Of a query parameter it is the parameter's name.
-    """
+    """The path of an error in the body as sent, without pydantic's union branches, or a parameter's name; its value."""
     if item["loc"][0] != "body":
         return tuple(item["loc"][1:]), item["input"]
     path: list[str | int] = []
@@ -165,7 +153,6 @@ def json_response(
 
 RESPONSES: list[Any] = []
 """All that the routes said they return."""
-
 DONE = "[DONE]"
 """The last event of a stream of OpenAI's older routes."""
 
@@ -198,10 +185,7 @@ def returns(
 
 
 def install_openapi(app: FastAPI) -> None:
-    """Add the response schemas, take out the 422 that FastAPI promises and this server never sends, and add the route.
-
-    It keeps the document's bytes, which take the event loop milliseconds to make.
-    """
+    """Add the response schemas, take out the 422 that is never sent, and add the route, which keeps its bytes."""
     build = app.openapi
 
     def openapi() -> dict[str, Any]:

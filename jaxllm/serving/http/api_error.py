@@ -11,8 +11,7 @@ from jaxllm.errors import StorageFullError
 
 RETRY_AFTER_SECONDS = "1"
 _SHOWN_PATH_LENGTH = 300
-_DISK_FULL = "53100"
-"""PostgreSQL's code for a full disk."""
+_DISK_FULL = "53100"  # PostgreSQL's code
 
 
 class APIError(Exception):

@@ -16,23 +16,15 @@ import uvicorn
 from starlette.types import ASGIApp, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-MAX_HEADER_BYTES = 64 * 1024
-"""Request line and headers of one request."""
+MAX_HEADER_BYTES = 64 * 1024  # of the request line and the headers of one request
 MAX_HEADERS = 128
-HEADER_SECONDS = 15.0
-"""From the connection, or a request's first byte, until its headers are complete."""
-BODY_SILENCE_SECONDS = 30.0
-"""The longest pause of a body."""
-MIN_BODY_RATE = 1024
-"""Bytes a second that a body must reach once BODY_SILENCE_SECONDS have passed."""
-SEND_SECONDS = 60.0
-"""The longest that a client may take nothing of its answer."""
-MAX_CONNECTIONS = 900
-"""Most systems let a process have 1024 files open."""
-GRACE_SECONDS = 5.0
-"""The longer silence of a client that has asked for something already, before it makes room for another."""
-MAX_PIPELINED = 100
-"""Requests that a client may send before the first of them is answered."""
+HEADER_SECONDS = 15.0  # from the connection, or a request's first byte, until its headers are complete
+BODY_SILENCE_SECONDS = 30.0  # the longest pause of a body
+MIN_BODY_RATE = 1024  # bytes a second that a body must reach once BODY_SILENCE_SECONDS have passed
+SEND_SECONDS = 60.0  # the longest that a client may take nothing of its answer
+MAX_CONNECTIONS = 900  # most systems let a process have 1024 files open
+GRACE_SECONDS = 5.0  # the additional silence, before it makes room, of a client that has asked for something already
+MAX_PIPELINED = 100  # requests that a client may send before the first of them is answered
 CHECK_SECONDS = 1.0
 
 _RESET = struct.pack("ii", 1, 0)
@@ -131,19 +123,16 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unanswered: deque[RequestResponseCycle] = deque()
         """The requests whose answers are not complete; the first is the one that runs."""
         self._header_bytes = 0
-        """In the chunks that have brought neither complete headers nor a part of a body, one after the other."""
+        """In the successive chunks that have brought neither complete headers nor a part of a body."""
         self._header_size = 0
         """The size of the request line and the complete headers: they may all come in one chunk."""
         self._in_headers = True
         self._in_body = False
         self._since = 0.0
         self._body_bytes = 0
-        self._last_byte = 0.0
-        """The time when the client last sent one, or had its answer."""
-        self._sent = 0
-        """Bytes that have left this process."""
-        self._last_sent = 0.0
-        """The time when there were more of them, or none were left to send."""
+        self._last_byte = 0.0  # when the client last sent one, or had its answer
+        self._sent = 0  # bytes that have left this process
+        self._last_sent = 0.0  # when there were more of them, or none were left to send
         self._watch: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -178,7 +167,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse(400, msg)
 
     def head_without_upgrade(self) -> bytes:
-        """The request line and the headers of the request that has just ended with a wish for another protocol."""
+        """The request line and the headers of the request that asks for another protocol."""
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         if method == b"CONNECT":
             self._refuse(501, "this server is no proxy")
@@ -260,10 +249,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return silent or (seconds > BODY_SILENCE_SECONDS and self._body_bytes < MIN_BODY_RATE * seconds)
 
     def _make_room(self) -> None:
-        """Close those that wait for their clients longest, or this one where all others wait for an answer.
-
-        They are some at a time: to look through all costs milliseconds.
-        """
+        """Close a few that wait for their clients longest, or this one where all others wait for an answer."""
         others: set[Any] = self.connections - {self}
         waiting = {other: since for other in others if (since := other._waits_since) is not None}
         if not waiting:

@@ -22,34 +22,22 @@ from jaxllm.wording import shown
 if TYPE_CHECKING:
     from starlette.requests import Request  # a process that reads bodies needs no web framework
 
-SMALL_BODY = 64 * 1024
-"""Bytes up to which a body is taken as it is, whatever it holds."""
-MAX_VALUES = 2**20
-"""Elements and fields of one body: ids of eight contexts of 128 Ki tokens."""
-MAX_STRUCTURE = 100_000
-"""Objects, lists and named fields of one body, which cost most to build: twelve for each piece of the longest chat."""
+SMALL_BODY = 64 * 1024  # bytes up to which a body is taken as it is, whatever it holds
+MAX_VALUES = 2**20  # elements and fields of one body: ids of eight contexts of 128 Ki tokens
+MAX_STRUCTURE = 100_000  # objects, lists and named fields of one body: twelve for each piece of the longest chat
 UINT64_MAX = 2**64 - 1
-SLICE = 64 * 1024
-"""Bytes, which a call unpacks in less than a millisecond."""
-READ_SECONDS = 10
-"""The processor time that one body may take."""
-READ_MEMORY_BYTES = 2**30
-"""Beside a few times the body's own bytes."""
-
+SLICE = 64 * 1024  # bytes, which a call unpacks in less than a millisecond
+READ_SECONDS = 10  # the processor time that one body may take
+READ_MEMORY_BYTES = 2**30  # beside a few times the body's own bytes
 _NICE = 10
 _SHAPE = bytes.maketrans(b"123456789E", b"000000000e")
-_LONGEST = 19
-"""Digits from which on an integer may be beyond 64 bits."""
+_LONGEST = 19  # digits from which on an integer may be beyond 64 bits
 _TEXT, _LIST, _INTEGERS, _OBJECT = range(4)
 _LIST_OF_ONE, _OBJECT_OF_ONE = b"\x91", b"\x81"
 
 
 def check_structure(raw: bytes) -> bool:
-    """Count what parsing would build, outside strings.
-
-    Returns whether a number in it may be beyond 64 bits.
-    Raises APIError 400 when it is more than MAX_VALUES or MAX_STRUCTURE.
-    """
+    """True if a number outside strings may be beyond 64 bits. Raises APIError 400 for too many values or objects."""
     values = structure = 0
     overflow, before = False, b""
     for outside in _outside_strings(raw):
@@ -81,10 +69,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 def may_overflow(raw: bytes) -> bool:
-    """True if a number in it, or in a text of it, may be beyond 64 bits.
-
-    Worked example: 1.5E+400 becomes 0.0e000.
-    """
+    """True if a number in it, or in a text of it, may be beyond 64 bits. Worked example: 1.5E+400 becomes 0.0e000."""
     shape = raw.translate(_SHAPE, b"+")
     return any(large in shape for large in (b"0" * _LONGEST, b"0e00", b".e00"))
 
@@ -140,10 +125,7 @@ class BodyProcess:
         self.processes = AskedProcesses("jaxllm.serving.http.json_body", str(self._memory_bytes))
 
     def read(self, pieces: Sequence[bytes]) -> dict[str, Any]:
-        """The value of a body that came in pieces. Blocks; any thread may call it.
-
-        Raises APIError 400 where the body is malformed or out of bounds, or takes too much time or memory to read.
-        """
+        """The value of a body that came in pieces. Blocks; any thread may call it. Raises APIError 400."""
         try:
             reply = self.processes.ask(*pieces, processor_seconds=READ_SECONDS)
         except (TimedOut, Died):
@@ -155,7 +137,6 @@ class BodyProcess:
         return read["value"]
 
     def close(self) -> None:
-        """End the process; what it reads now is refused."""
         self.processes.close()
 
 
@@ -231,14 +212,13 @@ def _extended(kind: int, content: memoryview) -> Any:
 
 
 class Share:
-    """One body's share of the memory for all."""
+    """One body's share of the memory for all; if it is `given_up`, its pieces were dropped for others to have room."""
 
     def __init__(self, memory: BodyMemory):
         self.memory = memory
         self.pieces: list[bytes] = []
         self.nbytes = 0
         self.given_up = False
-        """Its pieces were dropped before the body was complete, for others to have room."""
 
 
 class BodyMemory:
@@ -276,7 +256,6 @@ class BodyMemory:
             slowest.given_up = True
 
     def complete(self, share: Share) -> None:
-        """The body is there: it is given up no more."""
         self._growing.pop(share, None)
 
     def _give_back(self, share: Share) -> None:
@@ -295,18 +274,17 @@ async def read_body(request: Request, limit: int, share: Share) -> list[bytes]:
 
 
 async def read_pieces(request: Request, limit: int, share: Share) -> list[bytes]:
-    """The body in the pieces that it came in.
-
-    Raises APIError 413 where it has, or says that it has, more bytes, and 503 where others need its share of memory.
-    """
+    """The body in its pieces. Raises APIError 413 if it is too large, and 503 if others need its share of memory."""
+    message = f"the body is larger than {limit} bytes"
+    too_large = APIError(413, message, code="body_too_large", headers={"Connection": "close"})
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
-        raise _too_large(limit)
+        raise too_large
     size = 0
     async for chunk in request.stream():
         size += len(chunk)
         if size > limit:
-            raise _too_large(limit)
+            raise too_large
         share.memory.keep(share, chunk)
         if share.given_up:
             message = "the server reads too many large bodies at once to keep this one; send it again later"
@@ -314,11 +292,6 @@ async def read_pieces(request: Request, limit: int, share: Share) -> list[bytes]
             raise APIError(503, message, type="server_error", code="bodies_too_large", headers=headers)
     share.memory.complete(share)
     return share.pieces
-
-
-def _too_large(limit: int) -> APIError:
-    message = f"the body is larger than {limit} bytes"
-    return APIError(413, message, code="body_too_large", headers={"Connection": "close"})
 
 
 if __name__ == "__main__":

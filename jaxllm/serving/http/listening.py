@@ -19,12 +19,10 @@ from jaxllm.folders import in_home
 
 logger = logging.getLogger(__name__)
 
-
 WAITING_CONNECTIONS = 2048
 """Connections that the system keeps while the model loads, or the event loop is busy."""
 UNSENT_BYTES = 128 * 1024
-"""That the system keeps of a connection beside what is on its way: megabytes otherwise for each client that does not
-read."""
+"""Of a connection, that the system keeps beside what is on its way; by default it keeps megabytes."""
 
 
 @contextmanager
@@ -85,10 +83,7 @@ def _cannot_listen(host: str, port: int, prefix: str, error: OSError) -> ConfigE
 
 
 def bind_file(path: Path) -> socket.socket:
-    """A listening Unix domain socket. The file of a server that has ended is replaced.
-
-    Raises ConfigError naming the file.
-    """
+    """A listening Unix domain socket; it replaces the file of a server that has ended. Raises ConfigError."""
     try:
         if path.exists():
             _remove_stale(path)

@@ -54,8 +54,7 @@ class OriginGuard(HTTPLayer):
         self._has_key = has_key
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self.app
-        headers = Headers(scope=scope)
+        app, headers = self.app, Headers(scope=scope)
         hosts, origin = headers.getlist("host"), headers.get("origin")
         host = next(iter(hosts), "")
         if len(hosts) != 1 and (hosts or scope["http_version"] == "1.1"):  # RFC 9112 section 3.2
@@ -73,7 +72,13 @@ class OriginGuard(HTTPLayer):
         if "*" in self._hosts or not host:  # only HTTP/1.0 has none, and no browser speaks it
             return True
         name = _name(f"//{host}")
-        return name in self._hosts or name in LOCAL_NAMES or _is_address(name)
+        if name in self._hosts or name in LOCAL_NAMES:
+            return True
+        try:
+            ip_address(name)
+        except ValueError:
+            return False
+        return True
 
     def _may_call(self, origin: str, host: str) -> bool:
         if self._has_key or "*" in self._origins or origin in self._origins:
@@ -108,11 +113,7 @@ PREFIX_HEADER = "X-Forwarded-Prefix"
 
 
 class ProxyPrefix(HTTPLayer):
-    """Lets routes be reached under the prefix as well as without it, whether the proxy cuts it off or not.
-
-    Pages and /openapi.json name addresses with it. `root_path` is the server's own; without one the header of the
-    request says it.
-    """
+    """Lets routes be reached under the prefix, `root_path` or the request's header, as well as without it."""
 
     def __init__(self, app: ASGIApp, *, root_path: str | None):
         super().__init__(app)
@@ -162,10 +163,7 @@ class ContentEncoding(HTTPLayer):
 
 
 class Inflated:
-    """A request's body, decoded in pieces of at most `PIECE` bytes; gzip's members may follow one another.
-
-    Decoding runs on a thread, and begins when the route reads: after it has checked the key.
-    """
+    """A request's body, decoded on a thread once the route reads it, in pieces of at most `PIECE` bytes."""
 
     def __init__(self, receive: Receive):
         self._receive = receive
@@ -207,14 +205,6 @@ def _name(url: str) -> str:
         return urlsplit(url).hostname or ""
     except ValueError:
         return ""
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 def _headers_only(send: Send) -> Send:

@@ -28,7 +28,7 @@ class RelayedRequest:
 
     @classmethod
     async def read(cls, request: Request, limit: int, share: Share) -> RelayedRequest:
-        """Read the body. Raises APIError as `read_pieces` does."""
+        """Raises as `read_pieces`."""
         pieces = await read_pieces(request, limit, share)
         return cls({name: request.scope[name] for name in _CARRIED if name in request.scope}, b"".join(pieces))
 
@@ -89,21 +89,17 @@ class WholeAnswer(NamedTuple):
 
 
 class RelayedAnswer(Response):
-    """Sends on the messages of an answer that comes from elsewhere.
+    """Sends on the messages of an answer that comes from elsewhere; `first` begins with the answer's start.
 
-    Where `lost` says of an exception that the other process is gone, a stream of events ends with the event that
-    `error_event` makes of it; other bodies are cut off, by the exception, so that no client takes them for complete.
+    An exception for which `lost` gives an event ends a stream of events with that. Other bodies are cut off by the
+    exception, so that no client takes them for complete.
     """
 
     background = None
 
     def __init__(
-        self,
-        first: list[Message],
-        others: AsyncIterator[list[Message]],
-        lost: Callable[[Exception], bytes | None],
+        self, first: list[Message], others: AsyncIterator[list[Message]], lost: Callable[[Exception], bytes | None]
     ):
-        """`first` begins with the start of the answer. `lost` gives the event for an exception; None is any other."""
         self._first = first
         self._others = others
         self._lost = lost
@@ -117,12 +113,8 @@ class RelayedAnswer(Response):
                 for message in messages:
                     await send(message)
         except Exception as error:
-            event = self._lost(error) if self._is_stream else None
+            kind = dict(self._first[0].get("headers", ())).get(b"content-type", b"")
+            event = self._lost(error) if kind.startswith(b"text/event-stream") else None
             if event is None:
                 raise
             await send({"type": "http.response.body", "body": event, "more_body": False})
-
-    @property
-    def _is_stream(self) -> bool:
-        headers = dict(self._first[0].get("headers", ()))
-        return bytes(headers.get(b"content-type", b"")).startswith(b"text/event-stream")

@@ -8,15 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    ValidatorFunctionWrapHandler,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from jaxllm.errors import InvalidRequestError
@@ -26,8 +18,7 @@ from jaxllm.serving.http.json_body import Integers
 from jaxllm.wording import did_you_mean, shown
 
 MAX_WARNINGS = 32
-MAX_NAME_LENGTH = 64
-"""The longest field for which a similar name is looked up."""
+MAX_NAME_LENGTH = 64  # of a field for which a similar name is looked up
 
 MAX_LABEL_LENGTH = 256
 Label = Field(default=None, max_length=MAX_LABEL_LENGTH, pattern=r"^[!-~]([ -~]*[!-~])?$")
@@ -35,9 +26,7 @@ Label = Field(default=None, max_length=MAX_LABEL_LENGTH, pattern=r"^[!-~]([ -~]*
 
 SAID_BY_PRESENCE = {"web_search_options"}
 """Fields of which an empty object asks for something."""
-
-_BODIES: list[type[RequestModel]] = []
-"""The models that have a path."""
+_BODIES: list[type[RequestModel]] = []  # the models that have a path
 FOREVER = sys.float_info.max
 """As long as there is room for it. Infinity is no number of a request's."""
 _SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
@@ -81,7 +70,7 @@ def _fail_fast(schema: Any) -> None:
             _fail_fast(part)
 
 
-def _unless_known(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+def _unless_known(value: Any, validate: Callable[[Any], Any]) -> Any:
     return value if isinstance(value, Integers) else validate(value)
 
 
@@ -217,14 +206,14 @@ class ModelFields(RequestModel):
 
 
 class Rule(NamedTuple):
-    """Fields that may not ask for anything where something else holds."""
+    """`fields` may not ask for anything `where` something holds of the request.
+
+    They are given by name with the values besides null that ask for nothing. The error is the name and the `problem`.
+    """
 
     where: Callable[[Any], bool]
-    """What holds of the request."""
     fields: Mapping[str, tuple[Any, ...]]
-    """By name, the values besides null that ask for nothing."""
     problem: str
-    """What is said of a field after its name."""
 
 
 def check_rules(body: RequestModel, rules: Iterable[Rule]) -> None:

@@ -18,17 +18,9 @@ from fastapi.routing import APIRoute
 from starlette.formparsers import MultiPartParser
 from starlette.types import Message, Receive, Scope, Send
 
+from jaxllm.serving.http import json_body
 from jaxllm.serving.http.answers import ignored_fields, to_api_error
 from jaxllm.serving.http.api_error import APIError, telling_full
-from jaxllm.serving.http.json_body import (
-    SMALL_BODY,
-    BodyProcess,
-    check_numbers,
-    may_overflow,
-    parse_json,
-    parse_object,
-    read_body,
-)
 from jaxllm.wording import did_you_mean, shown
 
 logger = logging.getLogger(__name__)
@@ -40,22 +32,15 @@ Gaining = TypeVar("Gaining", contravariant=True)
 _encode = msgspec.json.Encoder().encode
 
 KEEP_ALIVE = b": keep-alive\n\n"
-NOTICE_SECONDS = 1.0
-"""The wait before a stream begins with a comment: a failure within it has a status of its own."""
-LOOK_SECONDS = 0.5
-"""The time between two looks at the work, for another comment where that has changed."""
+NOTICE_SECONDS = 1.0  # before a stream begins with a comment: a failure within it has a status of its own
+LOOK_SECONDS = 0.5  # between two looks at the work, for another comment where that has changed
 
+# Keys of a request's scope: its tenant, its answer, and its record if one is kept.
 TENANT = "jaxllm.tenant"
-"""The place of a request's tenant in its scope."""
-
 ANSWER = "jaxllm.answer"
-"""The place of a request's answer in its scope."""
-
 RECORD = "jaxllm.record"
-"""The place of a request's record in its scope, if one is kept."""
-
 YIELDS = "jaxllm.yields"
-"""In a request's scope where it makes no busy model give up its place: a line of a batch."""
+"""It is in the scope of a request that makes no busy model give up its place: a line of a batch."""
 
 
 class ParsedRequest(Request):
@@ -108,9 +93,9 @@ class JSONRoute(APIRoute):
             if self.body_field is None:
                 return await handler(request)
             with state.body_memory.share() as share:
-                pieces = await read_body(request, min(state.config.max_body_size, self.largest_body), share)
+                pieces = await json_body.read_body(request, min(state.config.max_body_size, self.largest_body), share)
                 ignored_fields.set([] if state.config.unknown_fields == "warn" else None)
-                if sum(map(len, pieces)) <= SMALL_BODY:
+                if sum(map(len, pieces)) <= json_body.SMALL_BODY:
                     value = self._parsed(b"".join(pieces))
                 else:
                     value = await state.read_large(self._read_large, state.bodies, pieces)
@@ -120,12 +105,12 @@ class JSONRoute(APIRoute):
 
     @staticmethod
     def _parsed(raw: bytes) -> Any:
-        value = parse_object(raw)
-        if may_overflow(raw):
-            check_numbers(value)
+        value = json_body.parse_object(raw)
+        if json_body.may_overflow(raw):
+            json_body.check_numbers(value)
         return value
 
-    def _read_large(self, bodies: BodyProcess, pieces: list[bytes]) -> Any:
+    def _read_large(self, bodies: json_body.BodyProcess, pieces: list[bytes]) -> Any:
         assert self.body_field is not None
         value = bodies.read(pieces)
         validated, errors = self.body_field.validate(value, loc=("body",))
@@ -135,7 +120,7 @@ class JSONRoute(APIRoute):
 
 
 def bearer_key(request: Request) -> str:
-    """The key of the Authorization header, empty when there is none."""
+    """The key of the Authorization header, or an empty string."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
@@ -154,21 +139,20 @@ def let_in(request: Request, sent: str) -> None:
 class ListRoute(JSONRoute):
     """As JSONRoute, but for a list of at most SMALL_BODY bytes."""
 
-    largest_body = SMALL_BODY
+    largest_body = json_body.SMALL_BODY
 
     @staticmethod
     def _parsed(raw: bytes) -> Any:
-        value = parse_json(raw)
+        value = json_body.parse_json(raw)
         if not isinstance(value, list):
             raise APIError(400, f"the body is {shown(value)}; it must be a JSON list", code="invalid_json")
-        check_numbers(value)
+        json_body.check_numbers(value)
         return value
 
 
-FORM_OVERHEAD = 64 * 1024
-"""Bytes that the form may need beside its file."""
+FORM_OVERHEAD = 64 * 1024  # bytes that the form may need beside its file
 MAX_FIELD_SIZE = 16 * 1024
-MultiPartParser.spool_max_size = SMALL_BODY  # of each upload that stays in memory; the rest goes to disk at once
+MultiPartParser.spool_max_size = json_body.SMALL_BODY  # of an upload that stays in memory; the rest goes to disk
 
 
 class MultipartRoute(APIRoute):
@@ -295,17 +279,17 @@ _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-con
 class Answer:
     """A route's answer as it is sent: comments may go ahead of it.
 
-    After a comment the answer's own status and headers come too late: of a stream only the events are sent, and
-    another body, which tells of an error, becomes an event by `error_event`.
+    After a comment only a stream's events are sent; another body, which tells of an error, becomes an event by
+    `error_event`.
 
     Attributes:
+        silence: seconds between two comments that say the same.
         headers: more of them, added when the answer begins.
         held: ends after the answer's last byte.
-        has_call: whether the request has opened its call of a model.
+        has_call: True once the request has opened its call of a model.
     """
 
     def __init__(self, send: Send, error_event: Callable[[bytes], bytes], silence: float):
-        """`silence` is how many seconds pass between two comments that say the same."""
         self._send = send
         self._error_event = error_event
         self.silence = silence
@@ -329,7 +313,6 @@ class Answer:
         await self._send({"type": "http.response.body", "body": f": {line}\n\n".encode(), "more_body": True})
 
     async def send(self, message: Message) -> None:
-        """Send a message of the route, as if there were no comments before it."""
         is_start = message["type"] == "http.response.start"
         if is_start and not self._begun:
             await self._start(message)
@@ -399,7 +382,7 @@ class ChunkWriter(ABC, Generic[Gaining]):
 
     @abstractmethod
     def chunks(self, index: int, delta: Gaining) -> Iterable[msgspec.Struct]:
-        """Chunks for what one choice gained; none when there is nothing to show yet."""
+        """Chunks for what one choice gained."""
 
     def last(self) -> Iterable[msgspec.Struct]:
         """Chunks to send when every choice has finished."""

@@ -26,19 +26,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BUSY_SECONDS = 30.0
-"""The longest that a write to SQLite waits for another process that is writing."""
-_NO_CHARACTER = "22021"
-"""PostgreSQL's code for a text that has what is no character to it: NUL."""
+BUSY_SECONDS = 30.0  # the longest that a write to SQLite waits for another process
+_NO_CHARACTER = "22021"  # PostgreSQL's code for a text with NUL
 MIGRATION_LOCK = 0x6A61786C6C6D
 """The number under which PostgreSQL lets one server at a time look after the tables."""
 
 
 class Base(DeclarativeBase):
-    """The base of every table. Each table is defined by the API whose objects it holds.
-
-    What changes here needs a file in `versions/`, which brings databases that are there already to it.
-    """
+    """The base of every table. A change of a table needs a file in `versions/`, for databases that exist already."""
 
 
 def sqlite_url(data_dir: Path) -> URL:
@@ -46,10 +41,7 @@ def sqlite_url(data_dir: Path) -> URL:
 
 
 class Database:
-    """Opens itself on first use: until something is stored, no file and no connection exists.
-
-    Raises ConfigError when `url` is not one SQLAlchemy can use asynchronously.
-    """
+    """Opens itself on first use: until then no file and no connection exists. Raises ConfigError for a wrong `url`."""
 
     def __init__(self, url: str | URL):
         try:
@@ -80,17 +72,13 @@ class Database:
 
     @property
     def place(self) -> str:
-        """Its place, without the password."""
+        """Without the password."""
         return str(self._path) if self._sqlite and self._path is not None else self._url.render_as_string()
 
     async def open(self) -> TableLayout | None:
-        """Create what is missing of the directory, and bring the tables to the newest version; what was there.
+        """Make the directory, and bring the tables to the newest version; returns what was there at the first call.
 
-        Does nothing from the second call on.
-
-        Raises:
-            ConfigError: the database cannot be reached, or a newer jaxllm has made its tables.
-            StorageFullError: there is no room for what is missing.
+        Raises ConfigError if it cannot be reached, or a newer jaxllm has made its tables; StorageFullError.
         """
         async with self._opening:
             if self._opened:
@@ -110,7 +98,7 @@ class Database:
         return before
 
     async def layout(self) -> TableLayout:
-        """The version of its tables, which stay as they are. Raises as `open`."""
+        """Raises as `open`."""
         async with self._first_connection() as connection:
             return await connection.run_sync(layout_of)
 
@@ -158,7 +146,7 @@ class Owned:
     """A row that belongs to a key of the file of keys."""
 
     owner: Mapped[str | None] = mapped_column(String(64), index=True)
-    """The name of that key; null where whoever made it had none, or one of `--api-key`."""
+    """The name of that key; null without one, or with one of `--api-key`."""
 
 
 class Numbered:
@@ -212,10 +200,9 @@ def _errors_of(dialect: Any) -> tuple[type[Exception], ...]:
 
 
 async def _log_ahead(connection: AsyncConnection) -> None:
-    """Switch the file to a write-ahead log, which it then keeps: readers no longer wait for a writer.
+    """Switch the file to a write-ahead log, which it keeps: readers no longer wait for a writer.
 
-    Two processes that switch at once would wait for each other for ever, so SQLite lets one of them fail at once,
-    whatever its timeout is. That one tries again.
+    Of two processes that switch at once SQLite lets one fail, whatever its timeout is. That one tries again.
     """
     give_up = time.monotonic() + BUSY_SECONDS
     while True:
@@ -233,10 +220,6 @@ def _set_pragmas(connection: Any, _: Any) -> None:
     for pragma in ("synchronous = NORMAL", "foreign_keys = ON"):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
-
-
-_A_TABLE = "responses"
-"""One that every version has."""
 
 
 class TableLayout(NamedTuple):
@@ -265,10 +248,7 @@ def layout_of(connection: Connection) -> TableLayout:
 
 
 def upgrade(connection: Connection) -> TableLayout:
-    """Bring the tables to the newest version, inside the caller's transaction; what was there. Raises as `layout_of`.
-
-    Whoever calls this holds a lock: two of them at once would both change the same tables.
-    """
+    """Bring the tables to the newest version, under the caller's lock; returns the old one. Raises as `layout_of`."""
     from alembic.operations import Operations
     from alembic.runtime.migration import MigrationContext
 
@@ -288,9 +268,9 @@ def upgrade(connection: Connection) -> TableLayout:
 
 def _unversioned(connection: Connection) -> str | None:
     inspector = inspect(connection)
-    if not inspector.has_table(_A_TABLE):
+    if not inspector.has_table("responses"):  # every version has it
         return None
-    return "2" if "owner" in {column["name"] for column in inspector.get_columns(_A_TABLE)} else "1"
+    return "2" if "owner" in {column["name"] for column in inspector.get_columns("responses")} else "1"
 
 
 @cache

@@ -30,7 +30,6 @@ PAGE_POLICY = _POLICY.format(scripts="'self'", fonts="'self'")
 SWAGGER = Path(__file__).parent / "swagger"
 """Out of the npm package swagger-ui-dist 5.35.0, with its licence."""
 SWAGGER_FILES = ("swagger-ui-bundle.js", "swagger-ui.css")
-
 SWAGGER_POLICY = _POLICY.format(scripts="'self' 'unsafe-inline'", fonts="'none'")
 """The page begins with a script of one call."""
 
@@ -43,8 +42,7 @@ HEADERS = {
 }
 _TYPES = {".js": "text/javascript", ".woff2": "font/woff2", ".svg": "image/svg+xml"}
 """Types that some systems' tables lack or name otherwise."""
-_PACKED = (".woff2",)
-"""Suffixes of files that gzip makes no smaller."""
+_PACKED = (".woff2",)  # gzip makes them no smaller
 
 
 def make_router() -> APIRouter:
@@ -58,7 +56,6 @@ def make_router() -> APIRouter:
 
 
 def make_swagger_router() -> APIRouter:
-    """The page, and the files that it is made of."""
     router = APIRouter(include_in_schema=False)
     for name in SWAGGER_FILES:
         add_file(router, f"/docs/{name}", StaticFile(SWAGGER / name, SWAGGER_POLICY))
@@ -105,7 +102,7 @@ class StaticFile:
         return f"{kind}; charset=utf-8" if kind.startswith("text/") else kind
 
     def response(self, headers: Headers) -> Response:
-        """200, or 304 to who has it already."""
+        """200, or 304 if the client has it already."""
         known = [tag.strip().removeprefix("W/") for tag in headers.get("if-none-match", "").split(",")]
         own = {**HEADERS, "Content-Security-Policy": self.policy, "ETag": self.tag, "Content-Type": self.media_type}
         if self.tag in known or "*" in known:
@@ -116,9 +113,6 @@ class StaticFile:
 
 
 def add_file(router: APIRouter, address: str, file: StaticFile) -> None:
-    """A route of its own for the file, so that every other path stays the API's."""
-
-    # async, and reads from the disk once: later requests find the contents in memory
     async def serve(request: Request) -> Response:
         return file.response(request.headers)
 
