@@ -10,14 +10,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from jaxllm.chat.conversation import MAX_TOOLS, TOOL_NAME, check_pieces
 from jaxllm.requests.sampling import MAX_STOP_STRINGS
-from jaxllm.serving.http.request_model import (
-    Cacheable,
-    KeepAliveFields,
-    ModelFields,
-    RequestModel,
-    refuse,
-    refusing,
-)
+from jaxllm.serving.http.request_model import Cacheable, KeepAliveFields, ModelFields, RequestModel, refuse, refusing
 from jaxllm.wording import shown
 
 UNREADABLE_BLOCKS = frozenset({

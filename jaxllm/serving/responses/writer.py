@@ -57,11 +57,7 @@ class EventWriter:
     """
 
     def __init__(
-        self,
-        response: Response,
-        body: ResponseRequest,
-        token_bytes: TokenBytes,
-        offered: Mapping[str, OfferedTool],
+        self, response: Response, body: ResponseRequest, token_bytes: TokenBytes, offered: Mapping[str, OfferedTool]
     ):
         self.response = response
         self.calls: list[OutputMcpCall] = []
