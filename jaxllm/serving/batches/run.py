@@ -20,16 +20,7 @@ from filelock import Timeout
 from jaxllm.errors import StorageFullError
 from jaxllm.folders import in_home
 from jaxllm.serving.access.keys import Tenant
-from jaxllm.serving.batches.caller import (
-    ALL_PLACES,
-    Caller,
-    Line,
-    Places,
-    Unavailable,
-    check_input,
-    line_result,
-    read_lines,
-)
+from jaxllm.serving.batches import caller
 from jaxllm.serving.batches.journal import Journal, Tally
 from jaxllm.serving.batches.stores import CANCELLABLE, UNFINISHED, BatchRow, BatchStore, FileRow, FileStore, files_of
 from jaxllm.serving.batches.types import BatchError, BatchRequest, LineError, LineResult
@@ -116,7 +107,7 @@ class BatchRun:
             await self._end("completed" if batch.expired_at is None else "expired")
 
     async def _validate(self, batch: BatchRow) -> BatchRow:
-        report = await asyncio.to_thread(check_input, self._journal.input, batch.endpoint)
+        report = await asyncio.to_thread(caller.check_input, self._journal.input, batch.endpoint)
         now = int(time.time())
         if report.errors:
             errors = msgspec.to_builtins(report.errors)
@@ -157,33 +148,33 @@ class BatchRun:
 
     async def _feed(self, batch: BatchRow) -> None:
         """Start a line whenever there are places for it; returns when all have ended."""
-        chunks = read_lines(self._journal.input, batch.endpoint, self._done.copy(), LINES_READ_AT_ONCE)
+        chunks = caller.read_lines(self._journal.input, batch.endpoint, self._done.copy(), LINES_READ_AT_ONCE)
         async with asyncio.TaskGroup() as group:
             while (lines := await asyncio.to_thread(next, chunks, None)) is not None:
                 for line in lines:
                     crashes = self._crashes[line.custom_id]
                     if crashes >= MAX_CRASHES:
-                        self._results.append(line_result(line, error=CRASHED))
+                        self._results.append(caller.line_result(line, error=CRASHED))
                         continue
                     # what was running at a crash runs alone, so that the next crash meets the one that is to blame
-                    wanted = ALL_PLACES if crashes else line.num_sequences(batch.endpoint)
+                    wanted = caller.ALL_PLACES if crashes else line.num_sequences(batch.endpoint)
                     places = self._of.caller.places(line)
                     await places.take(wanted)
                     task = group.create_task(self._run_line(batch, line))
                     task.add_done_callback(partial(_give_back, places, wanted))
 
-    async def _run_line(self, batch: BatchRow, line: Line) -> None:
+    async def _run_line(self, batch: BatchRow, line: caller.Line) -> None:
         model = self._started[line.custom_id] = self._of.caller.model_of(line)
         await self._with_room(lambda: _to_its_end(self._journal.start, line.custom_id))
         try:
             result = await self._with_room(lambda: self._of.caller.call(batch.endpoint, line, batch.owner))
-        except (Unavailable, Suspended):
+        except (caller.Unavailable, Suspended):
             raise
         except Exception:
             logger.exception("batch %s, line %r", self._id, line.custom_id)
-            result = line_result(line, error=FAILED)
+            result = caller.line_result(line, error=FAILED)
         if model.is_dead or self._of.draining:  # the answer may be one that was cut short
-            raise Unavailable(model)
+            raise caller.Unavailable(model)
         self._results.append(result)
         if self._crashes[line.custom_id]:  # on disk before anything else runs that may crash
             await asyncio.shield(self._record())
@@ -192,7 +183,7 @@ class BatchRun:
         """Raises Suspended when a line could not be answered, and whatever else has gone wrong."""
         error = feeding.exception()
         if isinstance(error, ExceptionGroup):
-            self._dead = {one.model for one in error.exceptions if isinstance(one, Unavailable)}
+            self._dead = {one.model for one in error.exceptions if isinstance(one, caller.Unavailable)}
             if self._dead:
                 raise Suspended(self._dead)
         feeding.result()
@@ -204,9 +195,9 @@ class BatchRun:
         return {name for name, model in unfinished.items() if stopping or not (model in self._dead or model.is_dead)}
 
     async def _expire_the_rest(self, batch: BatchRow) -> None:
-        chunks = read_lines(self._journal.input, batch.endpoint, self._done.copy(), LINES_READ_AT_ONCE)
+        chunks = caller.read_lines(self._journal.input, batch.endpoint, self._done.copy(), LINES_READ_AT_ONCE)
         while (lines := await asyncio.to_thread(next, chunks, None)) is not None:
-            self._results += [line_result(line, error=EXPIRED) for line in lines]
+            self._results += [caller.line_result(line, error=EXPIRED) for line in lines]
             await self._record()
 
     async def _record(self) -> BatchRow:
@@ -261,7 +252,7 @@ class BatchRun:
         logger.info("batch %s %s: %d of %d lines failed", self._id, status, batch.failed, batch.total)
 
 
-def _give_back(places: Places, count: int, _: asyncio.Task[None]) -> None:
+def _give_back(places: caller.Places, count: int, _: asyncio.Task[None]) -> None:
     places.give(count)
 
 
@@ -282,7 +273,7 @@ class Batches:
         self.files = FileStore(database, files_of(state.config.data_dir))
         self.store = BatchStore(database)
         self.database = database
-        self.caller = Caller(app, state)
+        self.caller = caller.Caller(app, state)
         self.closing = asyncio.Event()
         self._directory = in_home(state.config.data_dir) / "batches"
         self._tasks: dict[str, asyncio.Task[None]] = {}

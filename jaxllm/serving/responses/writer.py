@@ -16,29 +16,9 @@ from jaxllm.mcp.tools import ToolResult
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.openai.answers import ChatTokenLogprob, TokenBytes, chat_logprobs, timings
 from jaxllm.serving.request_metrics import Phases, Usage
+from jaxllm.serving.responses import objects
 from jaxllm.serving.responses.items import Item, ItemStatus, new_id
-from jaxllm.serving.responses.objects import (
-    EVENTS,
-    STOPPED,
-    IncompleteDetails,
-    InputTokensDetails,
-    ListedTool,
-    OutputFunctionCall,
-    OutputItem,
-    OutputMcpApprovalRequest,
-    OutputMcpCall,
-    OutputMcpListTools,
-    OutputMessage,
-    OutputReasoning,
-    OutputText,
-    OutputTokensDetails,
-    ReasoningText,
-    Response,
-    ResponseError,
-    ResponseEvent,
-    ResponseUsage,
-    SummaryText,
-)
+from jaxllm.serving.responses.objects import EVENTS, STOPPED, OutputItem, OutputMcpCall, Response, ResponseEvent
 from jaxllm.serving.responses.request import ResponseRequest
 from jaxllm.serving.responses.toolbox import Listing, OfferedTool
 
@@ -89,12 +69,12 @@ class EventWriter:
         yield self._event("response.in_progress", response=self.response)
 
     def list_tools(self, listing: Listing) -> Iterator[ResponseEvent]:
-        item = OutputMcpListTools(id=new_id("mcpl"), server_label=listing.label, tools=[])
+        item = objects.OutputMcpListTools(id=new_id("mcpl"), server_label=listing.label, tools=[])
         yield self._begin_item(item)
         yield self._within(item, "response.mcp_list_tools.in_progress")
         item.error = listing.error
         item.tools = [
-            ListedTool(
+            objects.ListedTool(
                 name=tool.name, input_schema=tool.parameters, description=tool.description, annotations=tool.annotations
             )
             for tool in listing.tools
@@ -149,7 +129,7 @@ class EventWriter:
         if self.came_to_end:
             response.status, response.completed_at = "completed", int(time.time())
         elif self.finish_reason == "length":
-            response.status, response.incomplete_details = "incomplete", IncompleteDetails("max_output_tokens")
+            response.status, response.incomplete_details = "incomplete", objects.IncompleteDetails("max_output_tokens")
         else:
             response.status, response.error = "failed", STOPPED
 
@@ -159,7 +139,7 @@ class EventWriter:
         self.finish_reason = "error"
         yield from self._close_all()
         code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
-        self.response.status, self.response.error = "failed", ResponseError(code, message)
+        self.response.status, self.response.error = "failed", objects.ResponseError(code, message)
         self.response.completed_at, self.response.incomplete_details = UNSET, None
         self._account(usage, phases)
         yield self._event("error", code=told["code"], message=message, param=told["param"])
@@ -171,7 +151,7 @@ class EventWriter:
         return event
 
     def _add_text(self, text: str) -> Iterator[ResponseEvent]:
-        if isinstance(self._open, OutputMessage):
+        if isinstance(self._open, objects.OutputMessage):
             yield self._say(self._open, text)
             return
         self._held += text
@@ -179,12 +159,12 @@ class EventWriter:
             yield from self._begin_message(self._held)
 
     def _begin_message(self, text: str) -> Iterator[ResponseEvent]:
-        message = OutputMessage(id=new_id("msg"), status="in_progress", content=[])
+        message = objects.OutputMessage(id=new_id("msg"), status="in_progress", content=[])
         yield from self._begin(message)
-        yield self._within(message, "response.content_part.added", part=OutputText(text=""))
+        yield self._within(message, "response.content_part.added", part=objects.OutputText(text=""))
         yield self._say(message, text)
 
-    def _say(self, message: OutputMessage, text: str) -> ResponseEvent:
+    def _say(self, message: objects.OutputMessage, text: str) -> ResponseEvent:
         """The text with the log-probabilities of all tokens since the last, whose text may have been held back."""
         self._texts.append(text)
         steps, self._steps = self._steps, []
@@ -195,13 +175,13 @@ class EventWriter:
 
     def _add_reasoning(self, text: str) -> Iterator[ResponseEvent]:
         summarizes, reasoning = self._body.summarizes, self._open
-        if not isinstance(reasoning, OutputReasoning):
-            reasoning = OutputReasoning(id=new_id("rs"), status="in_progress", summary=[], content=[])
+        if not isinstance(reasoning, objects.OutputReasoning):
+            reasoning = objects.OutputReasoning(id=new_id("rs"), status="in_progress", summary=[], content=[])
             yield from self._begin(reasoning)
             if summarizes:
-                yield self._within(reasoning, "response.reasoning_summary_part.added", part=SummaryText(""))
+                yield self._within(reasoning, "response.reasoning_summary_part.added", part=objects.SummaryText(""))
             else:
-                yield self._within(reasoning, "response.content_part.added", part=ReasoningText(""))
+                yield self._within(reasoning, "response.content_part.added", part=objects.ReasoningText(""))
         self._texts.append(text)
         kind = "reasoning_summary_text" if summarizes else "reasoning_text"
         yield self._within(reasoning, f"response.{kind}.delta", delta=text)
@@ -210,12 +190,16 @@ class EventWriter:
         offered = self._offered.get(name)
         if offered is None:
             yield from self._begin(
-                OutputFunctionCall(id=new_id("fc"), status="in_progress", call_id=call_id, name=name, arguments="")
+                objects.OutputFunctionCall(
+                    id=new_id("fc"), status="in_progress", call_id=call_id, name=name, arguments=""
+                )
             )
         elif offered.needs_approval:
             yield from self._close("completed")
             server, tool = offered.tool.server, offered.tool.name
-            self._open = OutputMcpApprovalRequest(id=new_id("mcpr"), server_label=server, name=tool, arguments="")
+            self._open = objects.OutputMcpApprovalRequest(
+                id=new_id("mcpr"), server_label=server, name=tool, arguments=""
+            )
             self._held = ""
         else:
             call = _mcp_call(offered.tool.server, offered.tool.name)
@@ -225,7 +209,7 @@ class EventWriter:
     def _add_arguments(self, text: str) -> Iterator[ResponseEvent]:
         self._texts.append(text)
         match self._open:
-            case OutputFunctionCall() as call:
+            case objects.OutputFunctionCall() as call:
                 yield self._within(call, "response.function_call_arguments.delta", delta=text)
             case OutputMcpCall() as call:
                 yield self._within(call, "response.mcp_call_arguments.delta", delta=text)
@@ -243,23 +227,23 @@ class EventWriter:
             case OutputMcpCall():
                 yield from self._close_call(item, text, status)
                 return
-            case OutputMcpApprovalRequest():
+            case objects.OutputMcpApprovalRequest():
                 yield from self._ask(item, text, status)
                 return
-            case OutputMessage():
-                part = OutputText(text=text, logprobs=logprobs)
+            case objects.OutputMessage():
+                part = objects.OutputText(text=text, logprobs=logprobs)
                 yield self._within(item, "response.output_text.done", text=text, logprobs=logprobs)
                 yield self._within(item, "response.content_part.done", part=part)
                 item.content = [part]
-            case OutputReasoning() if self._body.summarizes:
-                item.summary = [SummaryText(text)]
+            case objects.OutputReasoning() if self._body.summarizes:
+                item.summary = [objects.SummaryText(text)]
                 yield self._within(item, "response.reasoning_summary_text.done", text=text)
                 yield self._within(item, "response.reasoning_summary_part.done", part=item.summary[0])
-            case OutputReasoning():
-                item.content = [ReasoningText(text)]
+            case objects.OutputReasoning():
+                item.content = [objects.ReasoningText(text)]
                 yield self._within(item, "response.reasoning_text.done", text=text)
                 yield self._within(item, "response.content_part.done", part=item.content[0])
-            case OutputFunctionCall():
+            case objects.OutputFunctionCall():
                 item.arguments, self.asks_client = text, True
                 yield self._within(item, "response.function_call_arguments.done", name=item.name, arguments=text)
             case _:
@@ -276,7 +260,9 @@ class EventWriter:
             call.status = status
             yield self._end_item(call)
 
-    def _ask(self, request: OutputMcpApprovalRequest, arguments: str, status: ItemStatus) -> Iterator[ResponseEvent]:
+    def _ask(
+        self, request: objects.OutputMcpApprovalRequest, arguments: str, status: ItemStatus
+    ) -> Iterator[ResponseEvent]:
         """Ask for approval, unless there is nothing to approve of: a call that is cut off, or cannot be run."""
         if status == "completed" and _is_object(arguments):
             request.arguments, self.asks_client = arguments, True
@@ -303,11 +289,11 @@ class EventWriter:
             yield self._end_item(call)
 
     def _account(self, usage: Usage, phases: Phases) -> None:
-        self.response.usage = ResponseUsage(
+        self.response.usage = objects.ResponseUsage(
             input_tokens=usage.prompt_tokens,
-            input_tokens_details=InputTokensDetails(usage.cached_tokens),
+            input_tokens_details=objects.InputTokensDetails(usage.cached_tokens),
             output_tokens=usage.completion_tokens,
-            output_tokens_details=OutputTokensDetails(usage.reasoning_tokens),
+            output_tokens_details=objects.OutputTokensDetails(usage.reasoning_tokens),
             total_tokens=usage.prompt_tokens + usage.completion_tokens,
         )
         if self._body.timings_per_token:
