@@ -147,17 +147,6 @@ class Turn:
         return [block for block in self.blocks if isinstance(block, kind)]
 
 
-def take_turns(messages: Sequence[MessageParam]) -> list[Turn]:
-    """Join messages in a row of one role, as Anthropic does."""
-    turns: list[Turn] = []
-    for at, message in enumerate(messages):
-        if turns and turns[-1].role == message.role:
-            turns[-1].blocks += message.blocks
-        else:
-            turns.append(Turn(message.role, message.blocks, at))
-    return turns
-
-
 def check_turns(turns: Sequence[Turn]) -> None:
     """Refuse a conversation whose tool_use and tool_result blocks do not belong together, naming the message."""
     open_calls: dict[str, None] = {}
@@ -328,7 +317,13 @@ class CountTokensRequest(ModelFields, Cacheable):
 
     @property
     def turns(self) -> list[Turn]:
-        return take_turns(self.messages)
+        turns: list[Turn] = []
+        for at, message in enumerate(self.messages):
+            if turns and turns[-1].role == message.role:
+                turns[-1].blocks += message.blocks
+            else:
+                turns.append(Turn(message.role, message.blocks, at))
+        return turns
 
     @property
     def continues_answer(self) -> bool:

@@ -8,18 +8,8 @@ from typing import get_args
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from jaxllm.chat.conversation import (
-    Call,
-    Conversation,
-    Message,
-    NamedTool,
-    Rendering,
-    Tool,
-    ToolChoice,
-    naming,
-    renaming,
-    thinking_variables,
-)
+from jaxllm.chat import conversation as chat
+from jaxllm.chat.conversation import Call, Conversation, Message, NamedTool, Rendering, Tool, ToolChoice, naming
 from jaxllm.chat.prompt import render
 from jaxllm.errors import Field
 from jaxllm.requests.structured_outputs import StructuredOutputs
@@ -93,7 +83,7 @@ async def write_all(generation: Generation, writer: answers.MessageWriter) -> No
 
 ERROR_PREFIX = "Error: "
 
-FIELD_NAMES = renaming({"structured_outputs": "output_config.format", "stop": "stop_sequences"})
+FIELD_NAMES = chat.renaming({"structured_outputs": "output_config.format", "stop": "stop_sequences"})
 """The names that the fields of a Conversation and its GenerationSettings have here."""
 
 
@@ -113,7 +103,7 @@ def conversation(body: bodies.CountTokensRequest) -> Conversation:
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=isinstance(choice, bodies.ToolChoiceNone | None) or not choice.disable_parallel_tool_use,
         rendering=Rendering(
-            variables=thinking_variables(thinks, config.effort, budget),
+            variables=chat.thinking_variables(thinks, config.effort, budget),
             opens_answer=not body.continues_answer,
             continues_last=body.continues_answer,
         ),

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI
@@ -108,15 +108,10 @@ class BatchRun:
 
     async def _validate(self, batch: BatchRow) -> BatchRow:
         report = await asyncio.to_thread(caller.check_input, self._journal.input, batch.endpoint)
-        now = int(time.time())
-        if report.errors:
-            errors = msgspec.to_builtins(report.errors)
-            return await self._batches.change(
-                self._id, ("validating",), status="failed", failed_at=now, errors=errors, model=report.model
-            )
-        return await self._batches.change(
-            self._id, ("validating",), status="in_progress", in_progress_at=now, total=report.total, model=report.model
-        )
+        status = "failed" if report.errors else "in_progress"
+        values: dict[str, Any] = {"status": status, f"{status}_at": int(time.time()), "model": report.model}
+        values |= {"errors": msgspec.to_builtins(report.errors)} if report.errors else {"total": report.total}
+        return await self._batches.change(self._id, ("validating",), **values)
 
     async def _run_lines(self, batch: BatchRow) -> BatchRow:
         """Run what is not done. Returns the batch in finalizing, or in cancelling. Raises Suspended."""
@@ -147,7 +142,6 @@ class BatchRun:
         return await self._with_room(lambda: self._batches.change(self._id, ("in_progress",), **values))
 
     async def _feed(self, batch: BatchRow) -> None:
-        """Start a line whenever there are places for it; returns when all have ended."""
         chunks = caller.read_lines(self._journal.input, batch.endpoint, self._done.copy(), LINES_READ_AT_ONCE)
         async with asyncio.TaskGroup() as group:
             while (lines := await asyncio.to_thread(next, chunks, None)) is not None:
@@ -180,7 +174,6 @@ class BatchRun:
             await asyncio.shield(self._record())
 
     def _check(self, feeding: asyncio.Task[None]) -> None:
-        """Raises Suspended when a line could not be answered, and whatever else has gone wrong."""
         error = feeding.exception()
         if isinstance(error, ExceptionGroup):
             self._dead = {one.model for one in error.exceptions if isinstance(one, caller.Unavailable)}
@@ -201,7 +194,6 @@ class BatchRun:
             await self._record()
 
     async def _record(self) -> BatchRow:
-        """Results so far to disk, then the counts to the database."""
         async with self._recording:
             results, self._results = self._results, []
             if not results:
@@ -355,7 +347,6 @@ class Batches:
         return not (self.closing.is_set() or self.draining)
 
     async def _advance(self, batch_id: str) -> Suspended | None:
-        """Run a batch; what it raised when it had to stop before its end and may go on."""
         journal = self.journal(batch_id)
         run = BatchRun(self, batch_id)
         try:

@@ -45,10 +45,7 @@ class FileRow(Numbered, Owned, Base):
 
 
 class FileStore:
-    """A file past its expires_at is gone for every method; `delete_expired` takes its bytes away.
-
-    `owner` is whose files are meant: those of others are not there.
-    """
+    """The stored files of an `owner`; for every method one past its expires_at is gone."""
 
     def __init__(self, database: Database, directory: Path):
         self._database = database
@@ -184,10 +181,7 @@ class BatchRow(Numbered, Owned, Base):
 
 
 class BatchStore:
-    """Every method is one transaction, or part of the caller's where it takes a session.
-
-    Where a method takes an `owner`, those of others are not there.
-    """
+    """Every method is one transaction, or part of the one it is given; an `owner` does not see batches of others."""
 
     def __init__(self, database: Database):
         self._database = database

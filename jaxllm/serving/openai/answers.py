@@ -18,8 +18,6 @@ from jaxllm.text.spellings import escaped
 TokenText = Callable[[int], str]
 TokenBytes = Callable[[int], bytes]
 
-_encode = msgspec.json.Encoder().encode
-
 _LOWEST = -9999.0  # JSON has no -inf
 
 
@@ -147,7 +145,7 @@ def prompt_logprobs(scores: PromptScores, token_text: TokenText) -> PromptLogpro
         entries = step and {
             token: PromptLogprob(_finite(value.logprob), value.rank, token_text(token)) for token, value in step
         }
-        found.append(msgspec.Raw(_encode(entries)))
+        found.append(msgspec.Raw(msgspec.json.encode(entries)))
     return found
 
 

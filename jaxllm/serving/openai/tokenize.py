@@ -123,7 +123,6 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 
 
 def _text(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    """Raises InvalidRequestError naming the first id that the tokenizer does not know."""
     for position, token in enumerate(tokens):
         if not 0 <= token < tokenizer.vocab_size:
             message = f"tokens[{position}] is {token}; token ids of this model are from 0 to {tokenizer.vocab_size - 1}"

@@ -158,10 +158,6 @@ class VectorFields(InputFields, EncodingFields):
             raise refuse("use_activation is another name of normalize; give one of them", "use_activation")
         return self
 
-    @property
-    def asks_unit_length(self) -> bool | None:
-        return self.normalize if self.normalize is not None else self.use_activation
-
 
 class EmbeddingRequest(VectorFields):
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_POOLING

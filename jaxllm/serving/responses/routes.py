@@ -216,5 +216,4 @@ def page(items: Sequence[Item], *, after: str | None, limit: int, order: str) ->
 
 
 async def _replay(events: bytes, after: int) -> AsyncIterator[list[bytes]]:
-    """The events of a stored stream after number `after`."""
     yield [event + b"\n\n" for event in events.split(b"\n\n")[after + 1 : -1]]

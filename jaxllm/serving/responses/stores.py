@@ -18,8 +18,6 @@ from jaxllm.serving.store.database import Base, Database, Owned
 LEASE_SECONDS = 60.0
 """A background response whose server has not said for so long that it still runs is failed."""
 
-_response_decoder = msgspec.json.Decoder(Response)
-
 _item_decoder = msgspec.json.Decoder(Item)
 _metadata_decoder = msgspec.json.Decoder(dict[str, str])
 
@@ -52,10 +50,7 @@ class ResponseItemRow(Base):
 
 
 class ResponseStore:
-    """The stored responses; every method is one transaction.
-
-    Where a method takes an `owner`, responses of others are not there.
-    """
+    """The stored responses; every method is one transaction. Responses of others than an `owner` are not there."""
 
     def __init__(self, database: Database):
         self._database = database
@@ -72,10 +67,7 @@ class ResponseStore:
     async def finish(
         self, response: Response, input_items: Sequence[Item], owner: str | None, events: bytes | None = None
     ) -> None:
-        """Keep a response that has ended, and add its items to its conversation.
-
-        Nothing is kept when it had been kept by `begin` and has been cancelled or deleted since.
-        """
+        """Keep a response that has ended, and its items, unless it was cancelled or deleted since it was begun."""
         output = msgspec.to_builtins(response.output)
         async with self._database.transaction() as session:
             if response.background:
@@ -97,7 +89,7 @@ class ResponseStore:
 
     async def get(self, response_id: str, owner: str | None) -> Response:
         """Raises 404 for an unknown id."""
-        return _response_decoder.decode((await self._row(response_id, owner)).body)
+        return msgspec.json.decode((await self._row(response_id, owner)).body, type=Response)
 
     async def events(self, response_id: str, owner: str | None) -> bytes | None:
         """The whole stream of a response that has ended. Raises 404 for an unknown id."""
@@ -109,7 +101,7 @@ class ResponseStore:
             row = await session.get(ResponseRow, response_id, with_for_update=True)
             if row is None:
                 raise _not_found(response_id)
-            response = _response_decoder.decode(row.body)
+            response = msgspec.json.decode(row.body, type=Response)
             if row.status in RUNNING:
                 response = msgspec.structs.replace(response, status=status, error=error)
                 row.status, row.body, row.alive_until = status, msgspec.json.encode(response), None
@@ -121,10 +113,7 @@ class ResponseStore:
             await session.delete(await _find_response(session, response_id, owner))
 
     async def delete_before(self, time_of: int, most: int) -> int:
-        """Forget up to `most` responses that were made before that time; how many there were.
-
-        One that still runs stays, and so does one that another continues: that is deleted first, once it is old too.
-        """
+        """Forget up to `most` responses made before that time that neither run nor are continued; returns how many."""
         later = aliased(ResponseRow)
         old = sa.select(ResponseRow.id).where(
             ResponseRow.created_at < time_of,
@@ -150,10 +139,7 @@ class ResponseStore:
         return [item for item, own_output in items if not own_output]
 
     async def history(self, response_id: str, owner: str | None) -> list[Item]:
-        """The items with which a response begins that continues this one.
-
-        Raises 404 for an unknown id and 400 when this response, or one that it continues, cannot be continued.
-        """
+        """A response and all before it, for one that continues it. Raises 404, or 400 where it cannot be continued."""
         response = await self.get(response_id, owner)
         if response.status in RUNNING:
             message = f"previous_response_id is {response_id!r}, which is still {response.status}"
@@ -172,10 +158,7 @@ class ResponseStore:
         return None if found is None else _item_decoder.decode(found)
 
     async def _items(self, response_id: str, owner: str | None) -> tuple[list[tuple[Item, bool]], str | None]:
-        """Items of a response and all it continues, oldest first; true marks the response's own output.
-
-        The second value is the id at which the chain is broken by a deletion.
-        """
+        """All items, oldest first, true for the response's own output; and the deleted id where the chain breaks."""
         first = sa.select(ResponseRow.id, ResponseRow.previous_response_id).where(
             ResponseRow.id == response_id, ResponseRow.owner == owner
         )
@@ -274,10 +257,7 @@ class ConversationItemRow(Base):
 
 
 class ConversationStore:
-    """The stored conversations; every method is one transaction and raises 404 for an unknown id.
-
-    `owner` is whose conversations are meant: those of others are not there.
-    """
+    """The stored conversations of an `owner`; every method is one transaction and raises 404 for an unknown id."""
 
     def __init__(self, database: Database):
         self._database = database

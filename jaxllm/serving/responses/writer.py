@@ -26,14 +26,8 @@ from jaxllm.serving.responses.toolbox import Listing, OfferedTool
 class EventWriter:
     """Fills `response` while it says what a stream must send.
 
-    Every method gives events that are to be encoded before the next is taken, for they show the response as it is
-    then; what is not taken is not done. One of the items that the model writes is open at a time. White space alone
-    opens no message: between reasoning, text and calls it is no text of its own.
-
-    Attributes:
-        calls: calls of servers' tools that wait to be run, or are running.
-        asks_client: the client has to run a function, or to approve a call, before the model goes on.
-        finish_reason: of the last reply: "stop", "tool_calls", "length", or what else ended it.
+    An event is to be encoded before the next is taken, for it shows the response as it is then; what is not taken is
+    not done. One item that the model writes is open at a time. White space alone opens no message.
     """
 
     def __init__(
@@ -41,8 +35,11 @@ class EventWriter:
     ):
         self.response = response
         self.calls: list[OutputMcpCall] = []
+        """Calls of servers' tools that wait to be run, or are running."""
         self.asks_client = False
+        """The client has to run a function, or to approve a call, before the model goes on."""
         self.finish_reason: str | None = None
+        """Of the last reply."""
         self._body = body
         self._token_bytes = token_bytes
         self._offered = offered
