@@ -302,7 +302,6 @@ class BlockBuilder:
                     yield self._delta(InputJSONDelta(text))
 
     def finish(self) -> Iterator[MessageStreamEvent]:
-        """Close the open block."""
         if not self._open:
             return
         match self.blocks[-1]:

@@ -143,7 +143,6 @@ class Turn:
     first: int
 
     def of(self, kind: type[BlockKind]) -> list[BlockKind]:
-        """Its blocks of one kind."""
         return [block for block in self.blocks if isinstance(block, kind)]
 
 

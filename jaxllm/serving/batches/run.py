@@ -56,10 +56,7 @@ class Suspended(Exception):
 
 
 class BatchRun:
-    """Runs a batch whose journal's lock is held. Never cancelled: `closing` makes it stop by itself, within a tick.
-
-    While the disk is full it waits, with what is to be written in memory; what could not even be begun does not run.
-    """
+    """Runs a batch whose journal's lock is held. Never cancelled: `closing` makes it stop by itself, within a tick."""
 
     def __init__(self, batches: Batches, batch_id: str):
         self._id = batch_id
@@ -341,7 +338,6 @@ class Batches:
                 return
 
     async def _return(self, models: Collection[LoadableModel]) -> bool:
-        """Wait for engines that died to be started again; False when the server ends instead."""
         while any(model.is_dead for model in models) and not self.closing.is_set():
             await asyncio.sleep(POLL_SECONDS)
         return not (self.closing.is_set() or self.draining)

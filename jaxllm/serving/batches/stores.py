@@ -129,7 +129,6 @@ class FileStore:
 
 
 def files_of(data_dir: Path) -> Path:
-    """The folder of the bytes of files."""
     return in_home(data_dir) / "files"
 
 
@@ -254,7 +253,6 @@ class BatchStore:
 
 
 def batch_object(row: BatchRow) -> types.Batch:
-    """The row as the API shows it."""
     names = set(types.Batch.__struct_fields__) - {"object", "errors", "request_counts", "usage", "metadata"}
     return types.Batch(
         **{name: getattr(row, name) for name in names},

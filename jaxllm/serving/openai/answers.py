@@ -182,7 +182,6 @@ class Timings(msgspec.Struct, kw_only=True):
 
 
 def timings(usage: Usage, phases: Phases) -> Timings:
-    """Of all that a request has generated so far."""
     prompt, predicted = usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens
     prompt_ms, predicted_ms = _ms(phases.prefill), _ms(phases.decode)
     timed = predicted - phases.num_answers

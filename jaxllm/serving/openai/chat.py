@@ -248,7 +248,6 @@ def _delta(event: Event) -> ChatDelta:
 async def _execute(
     call: ClientCall, body: ChatRequest, conversation: Conversation, request: Request, labels: dict[str, str]
 ) -> Response:
-    """The answer, once the model calls no more tools; a client that goes away ends the tool that runs."""
     assert body.mcp is not None
     config = call.state.config
     settings = body.generation_settings()

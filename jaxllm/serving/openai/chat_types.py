@@ -138,7 +138,6 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
 
     @property
     def executes(self) -> bool:
-        """True where the server runs the tools that are called."""
         return self.mcp is not None and self.mcp.execute
 
     @property

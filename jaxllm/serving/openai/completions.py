@@ -227,7 +227,6 @@ class CompletionWriter(ChunkWriter[TokenDelta]):
         )
 
     def whole(self, choice: Choice) -> CompletionChoice:
-        """A choice with all that it has gained."""
         body, prompt, scores = self._body, self._prompt(choice.index), choice.prompt_logprobs
         steps = [*_steps(scores), *choice.logprobs] if body.echo else choice.logprobs
         shaped = CompletionChoice(

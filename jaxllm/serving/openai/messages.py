@@ -298,7 +298,6 @@ class TemplateFields(RequestModel):
         return self.thinking.budget_tokens if isinstance(self.thinking, Thinking) else None
 
     def rendering(self, *, special_tokens: bool = False) -> Rendering:
-        """The way in which the messages are rendered. Raises InvalidRequestError naming the field."""
         opens = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
         thinks = self.thinking.type != "disabled" if isinstance(self.thinking, Thinking) else self.thinking
         return Rendering(

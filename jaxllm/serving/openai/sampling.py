@@ -13,16 +13,8 @@ from jaxllm.engine.doors.beams import MAX_BEAM_WIDTH, BeamSearchParams
 from jaxllm.requests import sampling as limits
 from jaxllm.serving import generation
 from jaxllm.serving.generation import GenerationSettings
-from jaxllm.serving.http.request_model import (
-    MAX_LABEL_LENGTH,
-    Label,
-    RequestModel,
-    Rule,
-    ScheduledFields,
-    check_equal,
-    check_rules,
-    refuse,
-)
+from jaxllm.serving.http import request_model
+from jaxllm.serving.http.request_model import RequestModel, Rule, ScheduledFields, check_equal, check_rules, refuse
 from jaxllm.serving.openai.kv_transfer import KVTransferParams
 from jaxllm.serving.openai.structured import StructuredFields
 from jaxllm.wording import shown
@@ -226,11 +218,11 @@ class GenerationRequest(SamplingFields, StructuredFields):
     kv_transfer_params: KVTransferParams | None = None
     """Compute the prompt for another server, or go on with one that another server has computed: see
     docs/scale.md."""
-    request_id: str | None = Label
+    request_id: str | None = request_model.Label
     """Becomes part of the response's id."""
-    conversation_id: str | None = Label
+    conversation_id: str | None = request_model.Label
     """The caller's own label, returned in the response and as its X-Conversation-Id header; that header may send it."""
-    resource_id: str | None = Label
+    resource_id: str | None = request_model.Label
     """The same with X-Resource-Id."""
 
     @field_validator("stop", mode="before")
@@ -289,7 +281,7 @@ class GenerationRequest(SamplingFields, StructuredFields):
         for name, header in LABELS.items():
             sent = headers.get(header)
             if sent and getattr(self, name) is None:
-                setattr(self, name, sent[:MAX_LABEL_LENGTH])
+                setattr(self, name, sent[: request_model.MAX_LABEL_LENGTH])
         return {header: value for name, header in LABELS.items() if (value := getattr(self, name)) is not None}
 
     @property

@@ -1,11 +1,13 @@
-"""/tokenize and /detokenize: vLLM's fields, and llama.cpp's `content`."""
+"""/tokenize and /detokenize: vLLM's fields, and llama.cpp's `content`; its /apply-template and /props."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Annotated, ClassVar
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from pydantic import model_validator
 
 from jaxllm.chat.conversation import naming, renaming
@@ -88,6 +90,7 @@ class TokenizerInfo(msgspec.Struct, kw_only=True):
 
 
 router = APIRouter(route_class=JSONRoute, tags=["tokenizer"])
+template_router = APIRouter(route_class=JSONRoute, tags=["llama.cpp"])
 
 
 @router.post("/tokenize", responses=returns(TokenizeResponse))
@@ -151,3 +154,81 @@ async def tokenizer_info(request: Request) -> Response:
         reasoning_parser=formats.reasoning.name if formats.reasoning else None,
     )
     return json_response(info)
+
+
+class ApplyTemplateRequest(ModelFields, TemplateFields, ToolFields):
+    messages: Messages
+    """A chat, rendered as /v1/chat/completions does."""
+
+
+class AppliedTemplate(msgspec.Struct):
+    prompt: str
+
+
+class SamplingDefaultsShown(msgspec.Struct, kw_only=True):
+    """The checkpoint's recommendations; null where it has none."""
+
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+
+
+class GenerationSettingsShown(msgspec.Struct, kw_only=True):
+    n_ctx: int
+    params: SamplingDefaultsShown
+
+
+class Modalities(msgspec.Struct):
+    vision: bool = False
+    audio: bool = False
+
+
+class Props(msgspec.Struct, kw_only=True):
+    default_generation_settings: GenerationSettingsShown
+    total_slots: int
+    model_alias: str
+    model_path: str
+    modalities: Modalities
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    build_info: str
+
+
+@template_router.post("/apply-template", responses=returns(AppliedTemplate))
+async def apply_template(body: ApplyTemplateRequest, request: Request) -> Response:
+    """The text of the prompt that /v1/chat/completions would give the model."""
+    call = await open_call(request, body.model)
+    state, model = call.state, call.model
+    with naming(renaming(FIELD_NAMES)):
+        chat = body.chat(body.messages, body.callable_tools())
+        rendered = await state.prepare(render, model, chat, may_be_cut=True)
+    return json_response(AppliedTemplate(rendered.text))
+
+
+@template_router.get("/props", responses=returns(Props))
+async def props(
+    request: Request,
+    model: Annotated[str | None, Query(description="A name that /v1/models lists; by default the first.")] = None,
+) -> Response:
+    """A model that is loaded, its context and its chat template, in llama.cpp's words."""
+    state: ServerState = request.app.state.server
+    found = state.registry.find_loaded(model, tenant_of(request))
+    info, tokenizer = found.engine.info, found.engine.tokenizer
+    special = {} if tokenizer is None else tokenizer.special_tokens
+    template = found.chat_template or (None if tokenizer is None else tokenizer.chat_template)
+    defaults = SamplingDefaultsShown(**asdict(info.default_sampling))
+    shown = Props(
+        default_generation_settings=GenerationSettingsShown(n_ctx=info.max_model_len, params=defaults),
+        total_slots=info.max_num_seqs,
+        model_alias=found.names[0],
+        model_path=found.config.model,
+        modalities=Modalities(),
+        chat_template=template,
+        bos_token=special.get("bos_token"),
+        eos_token=special.get("eos_token"),
+        build_info=f"jaxllm {version('jaxllm')}",
+    )
+    return json_response(shown)

@@ -91,13 +91,11 @@ class PoolingRun:
         return [output.values for output in outputs]
 
     def abort(self, error: APIError) -> None:
-        """Stop now; the client gets the error."""
         self._ended_by = error
         if self._task is not None:
             self._task.cancel()
 
     def usage(self) -> PoolingUsage:
-        """The tokens of all prompts."""
         tokens, cached = self._usage.prompt_tokens, PromptTokensDetails(self._usage.cached_tokens)
         return PoolingUsage(prompt_tokens=tokens, total_tokens=tokens, prompt_tokens_details=cached)
 

@@ -117,6 +117,9 @@ class Ranking(msgspec.Struct, kw_only=True):
     meta: RankingMeta
 
 
+ANSWERS = (EmbeddingList, ClassificationList, Ranking, list[TextRank], ScoreList)
+"""Of the routes whose requests /invocations takes."""
+
 EmbeddingType = Literal["float", "base64", "binary", "ubinary"]
 PROMPT_NAMES = {"search_query": "query", "search_document": "document"}
 """`input_type`, and the name that sentence-transformers has for the prompt."""
@@ -164,7 +167,6 @@ class CohereEmbedRequest(ModelFields):
         return self
 
     def texts_given(self) -> list[str]:
-        """One a vector."""
         if self.texts is not None:
             return self.texts
         return ["\n".join(part.text for part in one.content) for one in self.inputs or ()]

@@ -72,7 +72,11 @@ class Toolbox:
         num_brought = 0
         for at, asked in self._wanted.items():
             if asked.server_url is None:
-                self._servers[asked.server_label] = _configured(state, asked.server_label, at)
+                label, servers = asked.server_label, state.tool_servers.servers
+                if label not in servers:
+                    known = f"this server has {', '.join(servers)}" if servers else "this server has none"
+                    raise InvalidRequestError([Field("tools", at, "server_label"), f" is {label!r}; {known}"])
+                self._servers[label] = servers[label]
                 continue
             num_brought += 1
             field = Field("tools", at, "server_url")
@@ -125,14 +129,6 @@ class Toolbox:
             problem = f" ({one.tool.server!r}) has a tool that the model would call {name!r}, as one of {other}"
             raise InvalidRequestError([Field("tools", at), problem])
         self.by_name[name] = one
-
-
-def _configured(state: ServerState, label: str, at: int) -> ToolServer:
-    servers = state.tool_servers.servers
-    if label not in servers:
-        known = f"this server has {', '.join(servers)}" if servers else "this server has none"
-        raise InvalidRequestError([Field("tools", at, "server_label"), f" is {label!r}; {known}"])
-    return servers[label]
 
 
 def approved_calls(context: Sequence[Item], own: Sequence[Item], labels: Collection[str]) -> list[Item]:
@@ -207,7 +203,7 @@ def check_choice(body: PromptFields) -> None:
 def make_offer(body: PromptFields, toolbox: Toolbox, *, forces: bool, runs: bool) -> Offer:
     """The tools that one turn offers, and whether one must be called.
 
-    `forces` lets tool_choice ask for a call, which would never end once servers' tools have run; without `runs` only
+    Without `forces`, once servers' tools have run, the model decides; else it would call for ever. Without `runs` only
     functions are offered. Raises InvalidRequestError or APIError for too many tools, or none where one must be called.
     """
     choice = body.tool_choice

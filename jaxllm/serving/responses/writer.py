@@ -55,7 +55,6 @@ class EventWriter:
 
     @property
     def came_to_end(self) -> bool:
-        """True where the last reply is whole."""
         return self.finish_reason in ("stop", "tool_calls")
 
     def open(self) -> Iterator[ResponseEvent]:
@@ -80,7 +79,6 @@ class EventWriter:
         yield self._end_item(item)
 
     def begin_approved(self, request: Item) -> Iterator[ResponseEvent]:
-        """The call that an approval request asked for."""
         label, name, arguments = request["server_label"], request["name"], request["arguments"]
         yield from self._whole_call(label, name, arguments, approved=request["id"])
 
@@ -101,7 +99,6 @@ class EventWriter:
                     yield from self._add_arguments(text)
 
     def end_reply(self) -> Iterator[ResponseEvent]:
-        """The reply is over; `calls` may have to be run."""
         if self._open is None and not self.response.output and self._held:
             yield from self._begin_message(self._held)
         yield from self._close("completed" if self.came_to_end else "incomplete")
@@ -109,7 +106,6 @@ class EventWriter:
         self._steps.clear()
 
     def end_call(self, call: OutputMcpCall, result: ToolResult) -> Iterator[ResponseEvent]:
-        """One of `calls` has given its result."""
         self.calls.remove(call)
         if result.error is None:
             call.status, call.output = "completed", result.text
