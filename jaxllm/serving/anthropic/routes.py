@@ -20,7 +20,6 @@ from jaxllm.serving.generation import Generation, GenerationSettings, begin_repl
 from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.route import JSONRoute, bearer_key, until_disconnect
-from jaxllm.serving.state import ServerState
 
 
 class AnthropicRoute(JSONRoute):
@@ -66,10 +65,9 @@ async def create_message(body: bodies.MessagesRequest, request: Request) -> Resp
 @router.post("/messages/count_tokens", responses=returns(answers.TokenCount, error=answers.AnthropicErrorResponse))
 async def count_tokens(body: bodies.CountTokensRequest, request: Request) -> Response:
     """The exact number of tokens in the prompt of a message."""
-    state: ServerState = request.app.state.server
-    model = (await open_call(request, body.model)).model
+    call = await open_call(request, body.model)
     with naming(FIELD_NAMES):
-        rendered = await state.prepare(render, model, conversation(body), may_be_cut=True)
+        rendered = await call.state.prepare(render, call.model, conversation(body), may_be_cut=True)
     return json_response(answers.TokenCount(len(rendered.token_ids)))
 
 

@@ -121,9 +121,8 @@ class Caller:
             await asyncio.sleep(delay)
         body = msgspec.Raw(msgspec.json.encode(said))  # without line breaks
         request_id = answer.headers.get("x-request-id")
-        return line_result(
-            line, response=LineResponse(status_code=answer.status_code, request_id=request_id, body=body)
-        )
+        response = LineResponse(status_code=answer.status_code, request_id=request_id, body=body)
+        return line_result(line, response=response)
 
     async def _in_name_of(self, tenant: Tenant, scope: Scope, receive: Receive, send: Send) -> None:
         """The application, without a key, as the server knows only hashes; it logs errors as the HTTP server would."""

@@ -145,7 +145,6 @@ def succeeded(result: LineResult) -> bool:
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, cut off after the last whole one."""
     if not path.exists():
         return
     whole = 0

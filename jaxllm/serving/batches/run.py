@@ -235,9 +235,8 @@ class BatchRun:
             values["errors"] = msgspec.to_builtins(errors)
         async with self._of.database.transaction() as session:
             session.add_all(files.values())
-            batch = await self._batches.change_in(
-                session, self._id, status=status, **values | {f"{status}_at": int(time.time())}
-            )
+            values[f"{status}_at"] = int(time.time())
+            batch = await self._batches.change_in(session, self._id, status=status, **values)
         logger.info("batch %s %s: %d of %d lines failed", self._id, status, batch.failed, batch.total)
 
 
@@ -333,14 +332,11 @@ class Batches:
 
     async def _run(self, batch_id: str) -> None:
         while (suspended := await self._advance(batch_id)) is not None:
-            if not await self._return(suspended.models):
+            while any(model.is_dead for model in suspended.models) and not self.closing.is_set():
+                await asyncio.sleep(POLL_SECONDS)
+            if self.closing.is_set() or self.draining:
                 logger.info("batch %s is suspended until the server starts again", batch_id)
                 return
-
-    async def _return(self, models: Collection[LoadableModel]) -> bool:
-        while any(model.is_dead for model in models) and not self.closing.is_set():
-            await asyncio.sleep(POLL_SECONDS)
-        return not (self.closing.is_set() or self.draining)
 
     async def _advance(self, batch_id: str) -> Suspended | None:
         journal = self.journal(batch_id)

@@ -72,7 +72,6 @@ async def invoke(body: Invocation, request: Request) -> Response:
 
 
 async def _of_input(body: EmbeddingRequest, request: Request) -> Response:
-    """Raises InvalidRequestError naming a field that is for vectors where the model tells classes apart."""
     call = await open_call(request, body.model, keep_alive=body.keep_alive)
     if not call.model.engine.info.tasks.labels:
         return await vectors_of(call, body, request)

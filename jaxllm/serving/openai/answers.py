@@ -15,7 +15,6 @@ from jaxllm.serving.generation import Usage
 from jaxllm.serving.request_metrics import Phases
 from jaxllm.text.spellings import escaped
 
-TokenText = Callable[[int], str]
 TokenBytes = Callable[[int], bytes]
 
 _LOWEST = -9999.0  # JSON has no -inf
@@ -138,7 +137,7 @@ class CompletionLogprobsBuilder:
         return top
 
 
-def prompt_logprobs(scores: PromptScores, token_text: TokenText) -> PromptLogprobs:
+def prompt_logprobs(scores: PromptScores, token_text: Callable[[int], str]) -> PromptLogprobs:
     """Each position as JSON already: never is more than one in objects. Whole vocabularies take seconds."""
     found: list[Any] = []
     for step in scores.steps():

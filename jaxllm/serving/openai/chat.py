@@ -82,14 +82,11 @@ async def render_chat_completion(body: ChatRequest, request: Request) -> Respons
     with naming(body.own_names()):
         conversation = body.conversation(await _tools(state, model, body))
         rendered = await state.prepare(render, model, conversation)
-    return json_response(
-        chat_types.RenderedPrompt(
-            prompt=rendered.text,
-            prompt_token_ids=rendered.token_ids,
-            count=len(rendered.token_ids),
-            max_model_len=model.engine.info.max_model_len,
-        )
+    token_ids, longest = rendered.token_ids, model.engine.info.max_model_len
+    prompt = chat_types.RenderedPrompt(
+        prompt=rendered.text, prompt_token_ids=token_ids, count=len(token_ids), max_model_len=longest
     )
+    return json_response(prompt)
 
 
 async def _tools(state: ServerState, model: ServedModel, body: ChatRequest) -> list[Tool]:
@@ -240,9 +237,8 @@ def _delta(event: Event) -> ChatDelta:
             call = chat_types.ToolCallDelta(index=index, id=call_id, type="function", function=function)
             return ChatDelta(content=None, tool_calls=[call])
         case ToolArguments(index=index, text=text):
-            return ChatDelta(
-                tool_calls=[chat_types.ToolCallDelta(index=index, function=chat_types.FunctionDelta(arguments=text))]
-            )
+            call = chat_types.ToolCallDelta(index=index, function=chat_types.FunctionDelta(arguments=text))
+            return ChatDelta(tool_calls=[call])
 
 
 async def _execute(

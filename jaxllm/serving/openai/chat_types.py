@@ -22,7 +22,6 @@ from jaxllm.serving.openai.sampling import UNSUPPORTED_SAMPLING, CompletionUsage
 MAX_METADATA = 16
 """OpenAI's limit."""
 
-
 _RULES = (
     Rule(
         lambda body: not body.logprobs,

@@ -11,8 +11,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 from jaxllm.config.server import ServerConfig
 from jaxllm.engine.doors.beams import MAX_BEAM_WIDTH, BeamSearchParams
 from jaxllm.requests import sampling as limits
-from jaxllm.serving import generation
-from jaxllm.serving.generation import GenerationSettings
+from jaxllm.serving.generation import GenerationSettings, Usage
 from jaxllm.serving.http import request_model
 from jaxllm.serving.http.request_model import RequestModel, Rule, ScheduledFields, check_equal, check_rules, refuse
 from jaxllm.serving.openai.kv_transfer import KVTransferParams
@@ -113,7 +112,6 @@ class SamplingFields(ScheduledFields):
         return self
 
     def sampling(self) -> dict[str, Any]:
-        """The fields of SamplingParams that are set."""
         asked = {name: getattr(self, name, None) for name in _SAMPLING_FIELDS}
         return {name: value for name, value in asked.items() if value is not None}
 
@@ -330,9 +328,7 @@ def stream_options(asked: StreamOptions | None, config: ServerConfig) -> StreamO
     return asked or StreamOptions()
 
 
-def chunk_usage(
-    options: StreamOptions, usage: Callable[[], generation.Usage]
-) -> CompletionUsage | msgspec.UnsetType | None:
+def chunk_usage(options: StreamOptions, usage: Callable[[], Usage]) -> CompletionUsage | msgspec.UnsetType | None:
     """The usage in every chunk but the last: the usage so far, null where it comes later, or unset."""
     if options.continuous_usage_stats:
         return usage_object(usage())
@@ -359,7 +355,7 @@ class CompletionUsage(msgspec.Struct, kw_only=True):
     completion_tokens_details: CompletionTokensDetails
 
 
-def usage_object(usage: generation.Usage) -> CompletionUsage:
+def usage_object(usage: Usage) -> CompletionUsage:
     return CompletionUsage(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,

@@ -22,8 +22,6 @@ from jaxllm.serving.openai.messages import FIELD_NAMES, Messages, TemplateFields
 from jaxllm.serving.state import ServerState
 from jaxllm.text.tokenizer import Tokenizer
 
-_SOURCES = ("prompt", "messages", "content")
-
 
 class TokenizeRequest(ModelFields, TemplateFields, ToolFields):
     unsupported: ClassVar[frozenset[str]] = frozenset({"mm_processor_kwargs", "parse_special", "with_pieces"})
@@ -43,7 +41,7 @@ class TokenizeRequest(ModelFields, TemplateFields, ToolFields):
 
     @model_validator(mode="after")
     def _one_source(self) -> TokenizeRequest:
-        given = [name for name in _SOURCES if getattr(self, name) is not None]
+        given = [name for name in ("prompt", "messages", "content") if getattr(self, name) is not None]
         if len(given) != 1:
             raise refuse(f"give one of prompt, messages and content, not {' and '.join(given) or 'none'}", "prompt")
         if self.add_special is not None and self.content is None:
@@ -97,32 +95,26 @@ template_router = APIRouter(route_class=JSONRoute, tags=["llama.cpp"])
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """The token ids of a text or a chat."""
     call = await open_call(request, body.model)
-    state, model = call.state, call.model
+    state, model, special = call.state, call.model, body.special_tokens
     if body.messages is not None:
         with naming(renaming(FIELD_NAMES)):
-            chat = body.chat(body.messages, body.callable_tools(), special_tokens=body.special_tokens)
+            chat = body.chat(body.messages, body.callable_tools(), special_tokens=special)
             tokens = (await state.prepare(render, model, chat, may_be_cut=True)).token_ids
     else:
         name, text = ("content", body.content) if body.prompt is None else ("prompt", body.prompt)
-        tokens = await state.offload(
-            model.encode, text or "", Field(name), add_special_tokens=body.special_tokens, may_be_cut=True
-        )
+        tokens = await state.offload(model.encode, text or "", Field(name), add_special_tokens=special, may_be_cut=True)
     texts = None
     if body.return_token_strs:
         texts = await state.offload(lambda: list(map(model.token_text, tokens)))
-    return json_response(
-        TokenizeResponse(
-            count=len(tokens), max_model_len=model.engine.info.max_model_len, tokens=tokens, token_strs=texts
-        )
-    )
+    longest = model.engine.info.max_model_len
+    return json_response(TokenizeResponse(count=len(tokens), max_model_len=longest, tokens=tokens, token_strs=texts))
 
 
 @router.post("/detokenize", responses=returns(DetokenizeResponse))
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids, special tokens included."""
     call = await open_call(request, body.model)
-    state, model = call.state, call.model
-    return json_response(DetokenizeResponse(await state.offload(_text, model.tokenizer, body.tokens)))
+    return json_response(DetokenizeResponse(await call.state.offload(_text, call.model.tokenizer, body.tokens)))
 
 
 def _text(tokenizer: Tokenizer, tokens: list[int]) -> str:
@@ -201,10 +193,9 @@ class Props(msgspec.Struct, kw_only=True):
 async def apply_template(body: ApplyTemplateRequest, request: Request) -> Response:
     """The text of the prompt that /v1/chat/completions would give the model."""
     call = await open_call(request, body.model)
-    state, model = call.state, call.model
     with naming(renaming(FIELD_NAMES)):
         chat = body.chat(body.messages, body.callable_tools())
-        rendered = await state.prepare(render, model, chat, may_be_cut=True)
+        rendered = await call.state.prepare(render, call.model, chat, may_be_cut=True)
     return json_response(AppliedTemplate(rendered.text))
 
 

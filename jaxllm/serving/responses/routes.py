@@ -36,10 +36,9 @@ Include = Annotated[
 @router.post("/responses", responses=returns(objects.Response, events=objects.EVENTS.values()))
 async def create_response(body: bodies.ResponseRequest, request: Request) -> HTTPResponse:
     """Answer an input, and what it continues, with text or function calls."""
-    state: ServerState = request.app.state.server
     responses = _responses(request)
-    keep_alive = state.config.sse_keep_alive
     call = await open_call(request, body.model, keep_alive=body.keep_alive, stream=body.stream)
+    keep_alive = call.state.config.sse_keep_alive
     run = await responses.prepare(body, call)
     if body.background:
         begun = await responses.background.start(run)
@@ -127,10 +126,8 @@ async def list_input_items(
 @conversations_router.post("/conversations", responses=returns(objects.StoredConversation))
 async def create_conversation(body: bodies.ConversationRequest, request: Request) -> HTTPResponse:
     """Begin a conversation, empty or with items."""
-    items = [item.item() for item in body.items]
-    return json_response(
-        await _responses(request).conversations.create(body.metadata or {}, items, tenant_of(request).name)
-    )
+    items, owner = [item.item() for item in body.items], tenant_of(request).name
+    return json_response(await _responses(request).conversations.create(body.metadata or {}, items, owner))
 
 
 @conversations_router.get("/conversations/{conversation_id}", responses=returns(objects.StoredConversation))
@@ -182,9 +179,8 @@ async def list_items(
 async def retrieve_item(conversation_id: str, item_id: str, request: Request, include: Include = None) -> HTTPResponse:
     """One item of a conversation."""
     owner = tenant_of(request).name
-    return json_response(
-        objects.listed(await _responses(request).conversations.item_of(conversation_id, item_id, owner))
-    )
+    item = await _responses(request).conversations.item_of(conversation_id, item_id, owner)
+    return json_response(objects.listed(item))
 
 
 @conversations_router.delete(

@@ -19,7 +19,6 @@ LEASE_SECONDS = 60.0
 """A background response whose server has not said for so long that it still runs is failed."""
 
 _item_decoder = msgspec.json.Decoder(Item)
-_metadata_decoder = msgspec.json.Decoder(dict[str, str])
 
 
 class ResponseRow(Owned, Base):
@@ -159,14 +158,11 @@ class ResponseStore:
 
     async def _items(self, response_id: str, owner: str | None) -> tuple[list[tuple[Item, bool]], str | None]:
         """All items, oldest first, true for the response's own output; and the deleted id where the chain breaks."""
-        first = sa.select(ResponseRow.id, ResponseRow.previous_response_id).where(
-            ResponseRow.id == response_id, ResponseRow.owner == owner
-        )
-        chain = first.cte("chain", recursive=True)
+        own = ResponseRow.id == response_id, ResponseRow.owner == owner
+        chain = sa.select(ResponseRow.id, ResponseRow.previous_response_id).where(*own).cte("chain", recursive=True)
         earlier = aliased(ResponseRow)
-        chain = chain.union(
-            sa.select(earlier.id, earlier.previous_response_id).where(earlier.id == chain.c.previous_response_id)
-        )
+        links = sa.select(earlier.id, earlier.previous_response_id)
+        chain = chain.union(links.where(earlier.id == chain.c.previous_response_id))
         async with self._database.session() as session:
             previous = {row.id: row.previous_response_id for row in await session.execute(sa.select(chain))}
             rows = await session.scalars(
@@ -336,12 +332,8 @@ async def append_items(session: AsyncSession, conversation_id: str, items: Seque
         return []
     conversation.used_at = int(time.time())
     ids = [item["id"] for item in items]
-    known = await session.scalars(
-        sa.select(ConversationItemRow.item_id).where(
-            ConversationItemRow.conversation_id == conversation_id, ConversationItemRow.item_id.in_(ids)
-        )
-    )
-    taken = set(known)
+    of, named = ConversationItemRow.conversation_id == conversation_id, ConversationItemRow.item_id.in_(ids)
+    taken = set(await session.scalars(sa.select(ConversationItemRow.item_id).where(of, named)))
     kept = []
     for item in items:
         fresh = item if item["id"] not in taken else item | {"id": new_id(item["id"].partition("_")[0])}
@@ -375,4 +367,4 @@ async def _find_item(session: AsyncSession, conversation_id: str, item_id: str) 
 
 
 def _conversation(row: ConversationRow) -> StoredConversation:
-    return StoredConversation(row.id, row.created_at, _metadata_decoder.decode(row.attached))
+    return StoredConversation(row.id, row.created_at, msgspec.json.decode(row.attached, type=dict[str, str]))

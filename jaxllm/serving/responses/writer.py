@@ -171,10 +171,9 @@ class EventWriter:
         if not isinstance(reasoning, objects.OutputReasoning):
             reasoning = objects.OutputReasoning(id=new_id("rs"), status="in_progress", summary=[], content=[])
             yield from self._begin(reasoning)
-            if summarizes:
-                yield self._within(reasoning, "response.reasoning_summary_part.added", part=objects.SummaryText(""))
-            else:
-                yield self._within(reasoning, "response.content_part.added", part=objects.ReasoningText(""))
+            part = objects.SummaryText("") if summarizes else objects.ReasoningText("")
+            begun = "reasoning_summary_part" if summarizes else "content_part"
+            yield self._within(reasoning, f"response.{begun}.added", part=part)
         self._texts.append(text)
         kind = "reasoning_summary_text" if summarizes else "reasoning_text"
         yield self._within(reasoning, f"response.{kind}.delta", delta=text)
