@@ -58,7 +58,7 @@ class Unavailable(Exception):
 
 
 class Places:
-    """The sequences of batches that may be under way at once, first come, first served. More than `total` run alone."""
+    """The sequences of batches under way at once, first come, first served; who wants more than `total` runs alone."""
 
     def __init__(self, total: Callable[[], int]):
         self._total = total
