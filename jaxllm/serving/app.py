@@ -23,7 +23,7 @@ from jaxllm.serving.access.usage import UsageStore
 from jaxllm.serving.anthropic import routes as anthropic
 from jaxllm.serving.batches import routes as batches
 from jaxllm.serving.batches.run import Batches
-from jaxllm.serving.dialects import llama_cpp, sagemaker
+from jaxllm.serving.dialects import sagemaker
 from jaxllm.serving.http.answers import install_error_handlers, install_openapi
 from jaxllm.serving.http.middleware import ContentEncoding, OriginGuard, ProxyPrefix, RequestIds, SameRoute
 from jaxllm.serving.http.route import ClientDisconnected
@@ -44,7 +44,7 @@ from jaxllm.serving.web import make_swagger_router
 API_ROUTERS = (
     models.router, chat.router, completions.router, tokenize.router, responses.router, responses.conversations_router,
     anthropic.router, pooling.router, pooling.scoring_router, batches.upload_router, batches.files_router,
-    batches.router, mcp.router, llama_cpp.router, status.info_router, sagemaker.router, control.sleeping_router,
+    batches.router, mcp.router, tokenize.template_router, status.info_router, sagemaker.router, control.sleeping_router,
     usage.router, control.adapters_router, control.adapter_list_router, control.router,
 )  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from copy import copy
 from typing import Any, Literal
 
@@ -272,10 +273,9 @@ def template_call_id(sent: str) -> str:
 
 
 class BlockBuilder:
-    """Collects `blocks` and says what a stream must send for each event.
+    """Collects `blocks` and says what a stream must send for each event; without `show_thinking` thinking stays empty.
 
-    White space opens no block: what stands between reasoning, text and calls would be blocks without words, which
-    clients may not send back. With `show_thinking` off thinking blocks stay empty.
+    White space between reasoning, text and calls opens no block: clients may not send back blocks without words.
     """
 
     def __init__(self, *, show_thinking: bool = True):
@@ -302,7 +302,6 @@ class BlockBuilder:
                     yield self._delta(InputJSONDelta(text))
 
     def finish(self) -> Iterator[MessageStreamEvent]:
-        """Close the open block."""
         if not self._open:
             return
         match self.blocks[-1]:
@@ -354,17 +353,10 @@ def signature(thinking: str) -> str:
 
 def parse_input(arguments: str) -> tuple[dict[str, Any], bool]:
     """The input of a call, and whether it is finished; of one that was cut off, what of it there is."""
-    try:
-        return _object(pydantic_core.from_json(arguments)), True
-    except ValueError:
-        pass
-    try:
-        return _object(pydantic_core.from_json(arguments, allow_partial="trailing-strings")), False
-    except ValueError:
-        return {}, False
-
-
-def _object(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError("not an object")
-    return value
+    ways: tuple[Literal["off", "trailing-strings"], ...] = ("off", "trailing-strings")
+    for way in ways:
+        with suppress(ValueError):
+            value = pydantic_core.from_json(arguments, allow_partial=way)
+            if isinstance(value, dict):
+                return value, way == "off"
+    return {}, False

@@ -10,14 +10,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from jaxllm.chat.conversation import MAX_TOOLS, TOOL_NAME, check_pieces
 from jaxllm.requests.sampling import MAX_STOP_STRINGS
-from jaxllm.serving.http.request_model import (
-    Cacheable,
-    KeepAliveFields,
-    ModelFields,
-    RequestModel,
-    refuse,
-    refusing,
-)
+from jaxllm.serving.http.request_model import Cacheable, KeepAliveFields, ModelFields, RequestModel, refuse, refusing
 from jaxllm.wording import shown
 
 UNREADABLE_BLOCKS = frozenset({
@@ -150,19 +143,7 @@ class Turn:
     first: int
 
     def of(self, kind: type[BlockKind]) -> list[BlockKind]:
-        """Its blocks of one kind."""
         return [block for block in self.blocks if isinstance(block, kind)]
-
-
-def take_turns(messages: Sequence[MessageParam]) -> list[Turn]:
-    """Join messages in a row of one role, as Anthropic does."""
-    turns: list[Turn] = []
-    for at, message in enumerate(messages):
-        if turns and turns[-1].role == message.role:
-            turns[-1].blocks += message.blocks
-        else:
-            turns.append(Turn(message.role, message.blocks, at))
-    return turns
 
 
 def check_turns(turns: Sequence[Turn]) -> None:
@@ -335,7 +316,13 @@ class CountTokensRequest(ModelFields, Cacheable):
 
     @property
     def turns(self) -> list[Turn]:
-        return take_turns(self.messages)
+        turns: list[Turn] = []
+        for at, message in enumerate(self.messages):
+            if turns and turns[-1].role == message.role:
+                turns[-1].blocks += message.blocks
+            else:
+                turns.append(Turn(message.role, message.blocks, at))
+        return turns
 
     @property
     def continues_answer(self) -> bool:

@@ -8,52 +8,18 @@ from typing import get_args
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from jaxllm.chat.conversation import (
-    Call,
-    Conversation,
-    Message,
-    NamedTool,
-    Rendering,
-    Tool,
-    ToolChoice,
-    naming,
-    renaming,
-    thinking_variables,
-)
+from jaxllm.chat import conversation as chat
+from jaxllm.chat.conversation import Call, Conversation, Message, NamedTool, Rendering, Tool, ToolChoice, naming
 from jaxllm.chat.prompt import render
 from jaxllm.errors import Field
 from jaxllm.requests.structured_outputs import StructuredOutputs
-from jaxllm.serving.anthropic.message import (
-    AnthropicErrorResponse,
-    AnthropicMessage,
-    MessageStreamEvent,
-    MessageWriter,
-    TokenCount,
-    error_response,
-    status_of,
-    template_call_id,
-)
-from jaxllm.serving.anthropic.request import (
-    CountTokensRequest,
-    MessagesRequest,
-    OutputConfig,
-    TextBlockParam,
-    ThinkingBlockParam,
-    ThinkingDisabled,
-    ThinkingEnabled,
-    ToolChoiceAuto,
-    ToolChoiceNone,
-    ToolChoiceParam,
-    ToolChoiceTool,
-    ToolResultBlockParam,
-    ToolUseBlockParam,
-)
+from jaxllm.serving.anthropic import message as answers
+from jaxllm.serving.anthropic import request as bodies
 from jaxllm.serving.call import chunk_stream, open_call
 from jaxllm.serving.generation import Generation, GenerationSettings, begin_reply
 from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.route import JSONRoute, bearer_key, until_disconnect
-from jaxllm.serving.state import ServerState
 
 
 class AnthropicRoute(JSONRoute):
@@ -69,22 +35,25 @@ class AnthropicRoute(JSONRoute):
 
     @staticmethod
     def error_response(error: APIError) -> Response:
-        body = msgspec.json.encode(error_response(error))
-        return Response(body, status_of(error), error.headers, media_type="application/json")
+        body = msgspec.json.encode(answers.error_response(error))
+        return Response(body, answers.status_of(error), error.headers, media_type="application/json")
 
 
 router = APIRouter(route_class=AnthropicRoute, tags=["anthropic"])
 
 
 @router.post(
-    "/messages", responses=returns(AnthropicMessage, events=get_args(MessageStreamEvent), error=AnthropicErrorResponse)
+    "/messages",
+    responses=returns(
+        answers.AnthropicMessage, events=get_args(answers.MessageStreamEvent), error=answers.AnthropicErrorResponse
+    ),
 )
-async def create_message(body: MessagesRequest, request: Request) -> Response:
+async def create_message(body: bodies.MessagesRequest, request: Request) -> Response:
     """Continue a conversation, as Anthropic's Messages API does."""
     call = await open_call(request, body.model, keep_alive=body.keep_alive, stream=body.stream)
     with naming(FIELD_NAMES):
         reply = await begin_reply(call, conversation(body), generation_settings(body), prefix="msg_")
-    writer = MessageWriter(reply, body)
+    writer = answers.MessageWriter(reply, body)
     headers = {"request-id": reply.generation.id}
     if body.stream:
         return await chunk_stream(call, reply.generation, writer, headers)
@@ -93,17 +62,16 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     return json_response(writer.message(), request_id=reply.generation.id, headers=headers)
 
 
-@router.post("/messages/count_tokens", responses=returns(TokenCount, error=AnthropicErrorResponse))
-async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
+@router.post("/messages/count_tokens", responses=returns(answers.TokenCount, error=answers.AnthropicErrorResponse))
+async def count_tokens(body: bodies.CountTokensRequest, request: Request) -> Response:
     """The exact number of tokens in the prompt of a message."""
-    state: ServerState = request.app.state.server
-    model = (await open_call(request, body.model)).model
+    call = await open_call(request, body.model)
     with naming(FIELD_NAMES):
-        rendered = await state.prepare(render, model, conversation(body), may_be_cut=True)
-    return json_response(TokenCount(len(rendered.token_ids)))
+        rendered = await call.state.prepare(render, call.model, conversation(body), may_be_cut=True)
+    return json_response(answers.TokenCount(len(rendered.token_ids)))
 
 
-async def write_all(generation: Generation, writer: MessageWriter) -> None:
+async def write_all(generation: Generation, writer: answers.MessageWriter) -> None:
     """Run an answer that is not streamed to its end."""
     async for events in generation.arrivals():
         for index, delta in events:
@@ -113,27 +81,27 @@ async def write_all(generation: Generation, writer: MessageWriter) -> None:
 
 ERROR_PREFIX = "Error: "
 
-FIELD_NAMES = renaming({"structured_outputs": "output_config.format", "stop": "stop_sequences"})
+FIELD_NAMES = chat.renaming({"structured_outputs": "output_config.format", "stop": "stop_sequences"})
 """The names that the fields of a Conversation and its GenerationSettings have here."""
 
 
-def conversation(body: CountTokensRequest) -> Conversation:
+def conversation(body: bodies.CountTokensRequest) -> Conversation:
     """Raises InvalidRequestError: see FIELD_NAMES."""
-    choice, config, thinking = body.tool_choice, body.output_config or OutputConfig(), body.thinking
+    choice, config, thinking = body.tool_choice, body.output_config or bodies.OutputConfig(), body.thinking
     tools = [
         Tool(tool.name, tool.description, tool.input_schema, bool(tool.strict), Field("tools", at, "input_schema"))
         for at, tool in enumerate(body.tools or ())
     ]
-    thinks = None if thinking is None else not isinstance(thinking, ThinkingDisabled)
-    budget = thinking.budget_tokens if isinstance(thinking, ThinkingEnabled) else None
+    thinks = None if thinking is None else not isinstance(thinking, bodies.ThinkingDisabled)
+    budget = thinking.budget_tokens if isinstance(thinking, bodies.ThinkingEnabled) else None
     schema = None if config.format is None else json.dumps(config.format.schema_)
     return Conversation(
         messages=messages(body),
-        tools=[] if isinstance(choice, ToolChoiceNone) else tools,
+        tools=[] if isinstance(choice, bodies.ToolChoiceNone) else tools,
         tool_choice=_tool_choice(choice),
-        parallel_tool_calls=isinstance(choice, ToolChoiceNone | None) or not choice.disable_parallel_tool_use,
+        parallel_tool_calls=isinstance(choice, bodies.ToolChoiceNone | None) or not choice.disable_parallel_tool_use,
         rendering=Rendering(
-            variables=thinking_variables(thinks, config.effort, budget),
+            variables=chat.thinking_variables(thinks, config.effort, budget),
             opens_answer=not body.continues_answer,
             continues_last=body.continues_answer,
         ),
@@ -141,7 +109,7 @@ def conversation(body: CountTokensRequest) -> Conversation:
     )
 
 
-def generation_settings(body: MessagesRequest) -> GenerationSettings:
+def generation_settings(body: bodies.MessagesRequest) -> GenerationSettings:
     asked = {
         "temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k, "stop": body.stop_sequences,
     }  # fmt: skip
@@ -152,38 +120,40 @@ def generation_settings(body: MessagesRequest) -> GenerationSettings:
     )
 
 
-def messages(body: CountTokensRequest) -> list[Message]:
+def messages(body: bodies.CountTokensRequest) -> list[Message]:
     """The system prompt first; each tool_result is a message of its own."""
     found = []
     if body.system:
         texts = [body.system] if isinstance(body.system, str) else [block.text for block in body.system]
         found.append(Message("system", "\n".join(texts)))
     for turn in body.turns:
-        texts = [block.text for block in turn.of(TextBlockParam)]
+        texts = [block.text for block in turn.of(bodies.TextBlockParam)]
         text = "\n".join(texts)
         if turn.role == "assistant":
-            thoughts = [block.thinking for block in turn.of(ThinkingBlockParam)]
+            thoughts = [block.thinking for block in turn.of(bodies.ThinkingBlockParam)]
             reasoning = "\n".join(thoughts) if any(thoughts) else None
-            calls = [Call(template_call_id(use.id), use.name, use.input) for use in turn.of(ToolUseBlockParam)]
+            calls = [
+                Call(answers.template_call_id(use.id), use.name, use.input) for use in turn.of(bodies.ToolUseBlockParam)
+            ]
             found.append(Message("assistant", text, reasoning=reasoning, calls=calls))
             continue
-        found += [_result(block) for block in turn.of(ToolResultBlockParam)]
+        found += [_result(block) for block in turn.of(bodies.ToolResultBlockParam)]
         if texts:
             found.append(Message("user" if turn.role == "user" else "system", text))
     return found
 
 
-def _result(block: ToolResultBlockParam) -> Message:
+def _result(block: bodies.ToolResultBlockParam) -> Message:
     texts = [part.text for part in block.content] if isinstance(block.content, list) else [block.content or ""]
     prefix = ERROR_PREFIX if block.is_error else ""
-    return Message("tool", prefix + "\n".join(texts), call_id=template_call_id(block.tool_use_id))
+    return Message("tool", prefix + "\n".join(texts), call_id=answers.template_call_id(block.tool_use_id))
 
 
-def _tool_choice(choice: ToolChoiceParam | None) -> ToolChoice:
+def _tool_choice(choice: bodies.ToolChoiceParam | None) -> ToolChoice:
     match choice:
-        case ToolChoiceTool(name=name):
+        case bodies.ToolChoiceTool(name=name):
             return NamedTool(name)
-        case ToolChoiceAuto(type="any"):
+        case bodies.ToolChoiceAuto(type="any"):
             return "required"
         case _:
             return "auto"

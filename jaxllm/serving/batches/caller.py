@@ -58,10 +58,7 @@ class Unavailable(Exception):
 
 
 class Places:
-    """The sequences of batches that may be under way at once. First come, first served.
-
-    `total` may say more as time goes on. Who wants more than that runs alone.
-    """
+    """The sequences of batches under way at once, first come, first served; who wants more than `total` runs alone."""
 
     def __init__(self, total: Callable[[], int]):
         self._total = total
@@ -98,10 +95,9 @@ class Caller:
         return self._places[self.model_of(line)]
 
     async def call(self, endpoint: str, line: Line, owner: str | None) -> LineResult:
-        """The endpoint's answer, whatever it is; while there is no room for it the line waits and tries again.
+        """The endpoint's answer, whatever it is, in the name of the batch's `owner`; waits while there is no room.
 
-        It runs in the name of its batch's `owner`. Raises Unavailable, and StorageFullError where the answer was to be
-        stored and there was no room.
+        Raises Unavailable, and StorageFullError where the answer was to be stored and there was no room.
         """
         try:
             tenant = self._keys.named(owner)
@@ -125,15 +121,11 @@ class Caller:
             await asyncio.sleep(delay)
         body = msgspec.Raw(msgspec.json.encode(said))  # without line breaks
         request_id = answer.headers.get("x-request-id")
-        return line_result(
-            line, response=LineResponse(status_code=answer.status_code, request_id=request_id, body=body)
-        )
+        response = LineResponse(status_code=answer.status_code, request_id=request_id, body=body)
+        return line_result(line, response=response)
 
     async def _in_name_of(self, tenant: Tenant, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application, with unforeseen errors in the log, where the HTTP server would have put them.
-
-        It asks for no key: the server knows keys by their hashes only.
-        """
+        """The application, without a key, as the server knows only hashes; it logs errors as the HTTP server would."""
         try:
             await self._app({**scope, TENANT: tenant, YIELDS: True, "client": None}, receive, send)
         except Exception:
@@ -217,10 +209,7 @@ def read_lines(path: Path, endpoint: str, done: set[str], size: int) -> Iterator
 
 
 def _num_places(model: LoadableModel, config: ServerConfig) -> int:
-    """As configured, or as many as leave an eighth of the engine to everyone else.
-
-    One until the model was loaded for the first time: the line that has it loads the model.
-    """
+    """As configured, or what leaves an eighth of the engine to others; one until a line has loaded the model."""
     total = 1 if model.info is None else model.info.max_num_seqs
     return config.max_batch_concurrency or max(total - max(total // 8, 1), 1)
 

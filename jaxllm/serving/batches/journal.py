@@ -18,9 +18,7 @@ from jaxllm.serving.batches.stores import link_or_copy
 from jaxllm.serving.batches.types import LineResult
 from jaxllm.serving.http.api_error import telling_full
 
-_result_decoder = msgspec.json.Decoder(LineResult)
 _attempt_decoder = msgspec.json.Decoder(tuple[Literal["started", "released"], str])
-_body_decoder = msgspec.json.Decoder(dict[str, Any])
 
 
 @dataclass
@@ -40,7 +38,7 @@ class Tally:
             return
         assert result.response is not None
         self.completed += 1
-        usage = _body_decoder.decode(result.response.body).get("usage") or {}
+        usage = msgspec.json.decode(result.response.body).get("usage") or {}
         self.input_tokens += _count(usage, "prompt_tokens", "input_tokens")
         self.output_tokens += _count(usage, "completion_tokens", "output_tokens")
         for name, detail in (("prompt", "input"), ("completion", "output")):
@@ -61,8 +59,7 @@ class Progress:
 class Journal:
     """A directory `batches/ID`. A result is there when `append` returns, whatever happens to the machine then.
 
-    Blocking: every method but the lock's belongs on a thread. What finds no room raises StorageFullError and leaves
-    nothing of it, so that it may be tried again.
+    Blocking. What finds no room raises StorageFullError and leaves nothing of it, so that it may be tried again.
     """
 
     def __init__(self, directory: Path):
@@ -122,7 +119,7 @@ class Journal:
         progress = Progress()
         for path in (self.output, self.errors):
             for line in _whole_lines(path):
-                result = _result_decoder.decode(line)
+                result = msgspec.json.decode(line, type=LineResult)
                 progress.done.add(result.custom_id)
                 progress.tally.add(result)
         for line in _whole_lines(self._attempts):
@@ -148,7 +145,6 @@ def succeeded(result: LineResult) -> bool:
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, cut off after the last whole one."""
     if not path.exists():
         return
     whole = 0

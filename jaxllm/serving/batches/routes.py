@@ -9,21 +9,9 @@ from fastapi import APIRouter, File, Form, Query, Request, Response, UploadFile
 from fastapi.responses import FileResponse
 
 from jaxllm.serving.access.keys import tenant_of
+from jaxllm.serving.batches import types
 from jaxllm.serving.batches.run import Batches
 from jaxllm.serving.batches.stores import batch_object
-from jaxllm.serving.batches.types import (
-    MAX_EXPIRY_SECONDS,
-    MIN_EXPIRY_SECONDS,
-    Batch,
-    BatchList,
-    BatchListQuery,
-    BatchRequest,
-    FileDeleted,
-    FileList,
-    FileListQuery,
-    FileObject,
-    Purpose,
-)
 from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.route import JSONRoute, MultipartRoute, too_large
@@ -39,42 +27,44 @@ _BYTES: dict[str, Any] = {
 }
 
 
-@router.post("/batches", responses=returns(Batch))
-async def create_batch(body: BatchRequest, request: Request) -> Response:
+@router.post("/batches", responses=returns(types.Batch))
+async def create_batch(body: types.BatchRequest, request: Request) -> Response:
     """Run the requests of an uploaded file in the background, after all other requests."""
     return json_response(batch_object(await _batches(request).create(body, tenant_of(request))))
 
 
-@router.get("/batches", responses=returns(BatchList))
-async def list_batches(request: Request, query: Annotated[BatchListQuery, Query()]) -> Response:
+@router.get("/batches", responses=returns(types.BatchList))
+async def list_batches(request: Request, query: Annotated[types.BatchListQuery, Query()]) -> Response:
     """Batches, the newest first."""
     return json_response(await _batches(request).store.page(query, tenant_of(request).name))
 
 
-@router.get("/batches/{batch_id}", responses=returns(Batch))
+@router.get("/batches/{batch_id}", responses=returns(types.Batch))
 async def retrieve_batch(batch_id: str, request: Request) -> Response:
     """The state of a batch."""
     return json_response(batch_object(await _batches(request).store.get(batch_id, tenant_of(request).name)))
 
 
-@router.post("/batches/{batch_id}/cancel", responses=returns(Batch))
+@router.post("/batches/{batch_id}/cancel", responses=returns(types.Batch))
 async def cancel_batch(batch_id: str, request: Request) -> Response:
     """Stop a batch; what has been answered by then is in its output file."""
     return json_response(batch_object(await _batches(request).cancel(batch_id, tenant_of(request).name)))
 
 
-@upload_router.post("/files", responses=returns(FileObject))
+@upload_router.post("/files", responses=returns(types.FileObject))
 async def upload_file(
     request: Request,
     file: Annotated[UploadFile, File(description="The file, with its name.")],
-    purpose: Annotated[Purpose, Form(description="Batches take files of purpose batch; the others mean nothing here.")],
+    purpose: Annotated[
+        types.Purpose, Form(description="Batches take files of purpose batch; the others mean nothing here.")
+    ],
     anchor: Annotated[Literal["created_at"] | None, Form(alias="expires_after[anchor]", description=_ANCHOR)] = None,
     seconds: Annotated[
         int | None,
         Form(
             alias="expires_after[seconds]",
-            ge=MIN_EXPIRY_SECONDS,
-            le=MAX_EXPIRY_SECONDS,
+            ge=types.MIN_EXPIRY_SECONDS,
+            le=types.MAX_EXPIRY_SECONDS,
             description="When it is deleted, from one hour to 30 days.",
         ),
     ] = None,
@@ -93,20 +83,20 @@ async def upload_file(
     return json_response(saved)
 
 
-@files_router.get("/files", responses=returns(FileList))
-async def list_files(request: Request, query: Annotated[FileListQuery, Query()]) -> Response:
+@files_router.get("/files", responses=returns(types.FileList))
+async def list_files(request: Request, query: Annotated[types.FileListQuery, Query()]) -> Response:
     """Files, the newest first unless asked otherwise."""
     return json_response(await _batches(request).files.page(query, tenant_of(request).name))
 
 
-@files_router.get("/files/{file_id}", responses=returns(FileObject))
+@files_router.get("/files/{file_id}", responses=returns(types.FileObject))
 async def retrieve_file(file_id: str, request: Request) -> Response:
     """The facts about a file."""
     return json_response(await _batches(request).files.get(file_id, tenant_of(request).name))
 
 
 @files_router.get(
-    "/files/{file_id}/content", response_class=FileResponse, responses=returns(FileObject) | {200: _BYTES}
+    "/files/{file_id}/content", response_class=FileResponse, responses=returns(types.FileObject) | {200: _BYTES}
 )
 async def download_file(file_id: str, request: Request) -> Response:
     """The bytes of a file, as they were uploaded; never shown inside a page by a browser."""
@@ -120,11 +110,11 @@ async def download_file(file_id: str, request: Request) -> Response:
     )
 
 
-@files_router.delete("/files/{file_id}", responses=returns(FileDeleted))
+@files_router.delete("/files/{file_id}", responses=returns(types.FileDeleted))
 async def delete_file(file_id: str, request: Request) -> Response:
     """Delete a file. A batch that was made from it goes on: it has kept its input."""
     await _batches(request).files.delete(file_id, tenant_of(request).name)
-    return json_response(FileDeleted(id=file_id))
+    return json_response(types.FileDeleted(id=file_id))
 
 
 def _batches(request: Request) -> Batches:

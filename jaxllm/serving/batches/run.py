@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI
@@ -20,16 +20,7 @@ from filelock import Timeout
 from jaxllm.errors import StorageFullError
 from jaxllm.folders import in_home
 from jaxllm.serving.access.keys import Tenant
-from jaxllm.serving.batches.caller import (
-    ALL_PLACES,
-    Caller,
-    Line,
-    Places,
-    Unavailable,
-    check_input,
-    line_result,
-    read_lines,
-)
+from jaxllm.serving.batches import caller
 from jaxllm.serving.batches.journal import Journal, Tally
 from jaxllm.serving.batches.stores import CANCELLABLE, UNFINISHED, BatchRow, BatchStore, FileRow, FileStore, files_of
 from jaxllm.serving.batches.types import BatchError, BatchRequest, LineError, LineResult
@@ -65,10 +56,7 @@ class Suspended(Exception):
 
 
 class BatchRun:
-    """Runs a batch whose journal's lock is held. Never cancelled: `closing` makes it stop by itself, within a tick.
-
-    While the disk is full it waits, with what is to be written in memory; what could not even be begun does not run.
-    """
+    """Runs a batch whose journal's lock is held. Never cancelled: `closing` makes it stop by itself, within a tick."""
 
     def __init__(self, batches: Batches, batch_id: str):
         self._id = batch_id
@@ -116,16 +104,11 @@ class BatchRun:
             await self._end("completed" if batch.expired_at is None else "expired")
 
     async def _validate(self, batch: BatchRow) -> BatchRow:
-        report = await asyncio.to_thread(check_input, self._journal.input, batch.endpoint)
-        now = int(time.time())
-        if report.errors:
-            errors = msgspec.to_builtins(report.errors)
-            return await self._batches.change(
-                self._id, ("validating",), status="failed", failed_at=now, errors=errors, model=report.model
-            )
-        return await self._batches.change(
-            self._id, ("validating",), status="in_progress", in_progress_at=now, total=report.total, model=report.model
-        )
+        report = await asyncio.to_thread(caller.check_input, self._journal.input, batch.endpoint)
+        status = "failed" if report.errors else "in_progress"
+        values: dict[str, Any] = {"status": status, f"{status}_at": int(time.time()), "model": report.model}
+        values |= {"errors": msgspec.to_builtins(report.errors)} if report.errors else {"total": report.total}
+        return await self._batches.change(self._id, ("validating",), **values)
 
     async def _run_lines(self, batch: BatchRow) -> BatchRow:
         """Run what is not done. Returns the batch in finalizing, or in cancelling. Raises Suspended."""
@@ -156,43 +139,41 @@ class BatchRun:
         return await self._with_room(lambda: self._batches.change(self._id, ("in_progress",), **values))
 
     async def _feed(self, batch: BatchRow) -> None:
-        """Start a line whenever there are places for it; returns when all have ended."""
-        chunks = read_lines(self._journal.input, batch.endpoint, self._done.copy(), LINES_READ_AT_ONCE)
+        chunks = caller.read_lines(self._journal.input, batch.endpoint, self._done.copy(), LINES_READ_AT_ONCE)
         async with asyncio.TaskGroup() as group:
             while (lines := await asyncio.to_thread(next, chunks, None)) is not None:
                 for line in lines:
                     crashes = self._crashes[line.custom_id]
                     if crashes >= MAX_CRASHES:
-                        self._results.append(line_result(line, error=CRASHED))
+                        self._results.append(caller.line_result(line, error=CRASHED))
                         continue
                     # what was running at a crash runs alone, so that the next crash meets the one that is to blame
-                    wanted = ALL_PLACES if crashes else line.num_sequences(batch.endpoint)
+                    wanted = caller.ALL_PLACES if crashes else line.num_sequences(batch.endpoint)
                     places = self._of.caller.places(line)
                     await places.take(wanted)
                     task = group.create_task(self._run_line(batch, line))
                     task.add_done_callback(partial(_give_back, places, wanted))
 
-    async def _run_line(self, batch: BatchRow, line: Line) -> None:
+    async def _run_line(self, batch: BatchRow, line: caller.Line) -> None:
         model = self._started[line.custom_id] = self._of.caller.model_of(line)
         await self._with_room(lambda: _to_its_end(self._journal.start, line.custom_id))
         try:
             result = await self._with_room(lambda: self._of.caller.call(batch.endpoint, line, batch.owner))
-        except (Unavailable, Suspended):
+        except (caller.Unavailable, Suspended):
             raise
         except Exception:
             logger.exception("batch %s, line %r", self._id, line.custom_id)
-            result = line_result(line, error=FAILED)
+            result = caller.line_result(line, error=FAILED)
         if model.is_dead or self._of.draining:  # the answer may be one that was cut short
-            raise Unavailable(model)
+            raise caller.Unavailable(model)
         self._results.append(result)
         if self._crashes[line.custom_id]:  # on disk before anything else runs that may crash
             await asyncio.shield(self._record())
 
     def _check(self, feeding: asyncio.Task[None]) -> None:
-        """Raises Suspended when a line could not be answered, and whatever else has gone wrong."""
         error = feeding.exception()
         if isinstance(error, ExceptionGroup):
-            self._dead = {one.model for one in error.exceptions if isinstance(one, Unavailable)}
+            self._dead = {one.model for one in error.exceptions if isinstance(one, caller.Unavailable)}
             if self._dead:
                 raise Suspended(self._dead)
         feeding.result()
@@ -204,13 +185,12 @@ class BatchRun:
         return {name for name, model in unfinished.items() if stopping or not (model in self._dead or model.is_dead)}
 
     async def _expire_the_rest(self, batch: BatchRow) -> None:
-        chunks = read_lines(self._journal.input, batch.endpoint, self._done.copy(), LINES_READ_AT_ONCE)
+        chunks = caller.read_lines(self._journal.input, batch.endpoint, self._done.copy(), LINES_READ_AT_ONCE)
         while (lines := await asyncio.to_thread(next, chunks, None)) is not None:
-            self._results += [line_result(line, error=EXPIRED) for line in lines]
+            self._results += [caller.line_result(line, error=EXPIRED) for line in lines]
             await self._record()
 
     async def _record(self) -> BatchRow:
-        """Results so far to disk, then the counts to the database."""
         async with self._recording:
             results, self._results = self._results, []
             if not results:
@@ -255,13 +235,12 @@ class BatchRun:
             values["errors"] = msgspec.to_builtins(errors)
         async with self._of.database.transaction() as session:
             session.add_all(files.values())
-            batch = await self._batches.change_in(
-                session, self._id, status=status, **values | {f"{status}_at": int(time.time())}
-            )
+            values[f"{status}_at"] = int(time.time())
+            batch = await self._batches.change_in(session, self._id, status=status, **values)
         logger.info("batch %s %s: %d of %d lines failed", self._id, status, batch.failed, batch.total)
 
 
-def _give_back(places: Places, count: int, _: asyncio.Task[None]) -> None:
+def _give_back(places: caller.Places, count: int, _: asyncio.Task[None]) -> None:
     places.give(count)
 
 
@@ -282,7 +261,7 @@ class Batches:
         self.files = FileStore(database, files_of(state.config.data_dir))
         self.store = BatchStore(database)
         self.database = database
-        self.caller = Caller(app, state)
+        self.caller = caller.Caller(app, state)
         self.closing = asyncio.Event()
         self._directory = in_home(state.config.data_dir) / "batches"
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -353,18 +332,13 @@ class Batches:
 
     async def _run(self, batch_id: str) -> None:
         while (suspended := await self._advance(batch_id)) is not None:
-            if not await self._return(suspended.models):
+            while any(model.is_dead for model in suspended.models) and not self.closing.is_set():
+                await asyncio.sleep(POLL_SECONDS)
+            if self.closing.is_set() or self.draining:
                 logger.info("batch %s is suspended until the server starts again", batch_id)
                 return
 
-    async def _return(self, models: Collection[LoadableModel]) -> bool:
-        """Wait for engines that died to be started again; False when the server ends instead."""
-        while any(model.is_dead for model in models) and not self.closing.is_set():
-            await asyncio.sleep(POLL_SECONDS)
-        return not (self.closing.is_set() or self.draining)
-
     async def _advance(self, batch_id: str) -> Suspended | None:
-        """Run a batch; what it raised when it had to stop before its end and may go on."""
         journal = self.journal(batch_id)
         run = BatchRun(self, batch_id)
         try:

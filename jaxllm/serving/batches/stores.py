@@ -17,26 +17,14 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
 from jaxllm.folders import in_home
-from jaxllm.serving.batches.types import (
-    COMPLETION_WINDOWS,
-    Batch,
-    BatchErrors,
-    BatchList,
-    BatchListQuery,
-    BatchRequest,
-    BatchUsage,
-    FileList,
-    FileListQuery,
-    FileObject,
-    RequestCounts,
-)
+from jaxllm.serving.batches import types
 from jaxllm.serving.http.api_error import APIError, telling_full
 from jaxllm.serving.openai.sampling import PromptTokensDetails
 from jaxllm.serving.responses.objects import OutputTokensDetails
 from jaxllm.serving.store.database import Base, Database, Numbered, Owned, page_of
 from jaxllm.wording import shown
 
-Page = TypeVar("Page", FileList, BatchList)
+Page = TypeVar("Page", types.FileList, types.BatchList)
 
 EXPIRED_AT_ONCE = 1000
 
@@ -57,10 +45,7 @@ class FileRow(Numbered, Owned, Base):
 
 
 class FileStore:
-    """A file past its expires_at is gone for every method; `delete_expired` takes its bytes away.
-
-    `owner` is whose files are meant: those of others are not there.
-    """
+    """The stored files of an `owner`; for every method one past its expires_at is gone."""
 
     def __init__(self, database: Database, directory: Path):
         self._database = database
@@ -68,7 +53,7 @@ class FileStore:
 
     async def save(
         self, content: BinaryIO, owner: str | None, *, filename: str, purpose: str, expires_after: int | None = None
-    ) -> FileObject:
+    ) -> types.FileObject:
         """Keep a copy of `content`; `expires_after` is in seconds. Raises StorageFullError."""
         file_id = f"file-{uuid.uuid4().hex}"
         path = self._directory / file_id
@@ -90,7 +75,7 @@ class FileStore:
         name = f"{batch.id}_{source.name}"
         return _row(file_id, path, batch.owner, name, "batch_output", batch.output_expires_after)
 
-    async def get(self, file_id: str, owner: str | None) -> FileObject:
+    async def get(self, file_id: str, owner: str | None) -> types.FileObject:
         """Raises 404."""
         async with self._database.session() as session:
             row = await session.scalar(select(FileRow).where(FileRow.id == file_id, FileRow.owner == owner, _alive()))
@@ -98,14 +83,14 @@ class FileStore:
             raise APIError(404, f"no file has the id {shown(file_id)}", param="file_id", code="not_found")
         return _object(row)
 
-    async def located(self, file_id: str, owner: str | None) -> tuple[FileObject, Path]:
+    async def located(self, file_id: str, owner: str | None) -> tuple[types.FileObject, Path]:
         """A file and the path of its bytes. Raises 404."""
         file, path = await self.get(file_id, owner), self._directory / file_id
         if not await asyncio.to_thread(path.is_file):
             raise APIError(404, f"the content of file {file_id!r} is no longer on disk", code="not_found")
         return file, path
 
-    async def page(self, query: FileListQuery, owner: str | None) -> FileList:
+    async def page(self, query: types.FileListQuery, owner: str | None) -> types.FileList:
         conditions = [FileRow.owner == owner, _alive()]
         if query.purpose is not None:
             conditions.append(FileRow.purpose == query.purpose)
@@ -114,7 +99,7 @@ class FileStore:
             rows, has_more = await page_of(
                 session, FileRow, *conditions, after=query.after, limit=query.limit, descending=descending
             )
-        return _page(FileList, [_object(row) for row in rows], has_more)
+        return _page(types.FileList, [_object(row) for row in rows], has_more)
 
     async def delete(self, file_id: str, owner: str | None) -> None:
         """Raises 404."""
@@ -144,7 +129,6 @@ class FileStore:
 
 
 def files_of(data_dir: Path) -> Path:
-    """The folder of the bytes of files."""
     return in_home(data_dir) / "files"
 
 
@@ -196,15 +180,12 @@ class BatchRow(Numbered, Owned, Base):
 
 
 class BatchStore:
-    """Every method is one transaction, or part of the caller's where it takes a session.
-
-    Where a method takes an `owner`, those of others are not there.
-    """
+    """Every method is one transaction, or part of the one it is given; an `owner` does not see batches of others."""
 
     def __init__(self, database: Database):
         self._database = database
 
-    async def add(self, batch_id: str, request: BatchRequest, served_model: str, owner: str | None) -> BatchRow:
+    async def add(self, batch_id: str, request: types.BatchRequest, served_model: str, owner: str | None) -> BatchRow:
         now = int(time.time())
         expiry = request.output_expires_after
         row = BatchRow(
@@ -218,7 +199,7 @@ class BatchStore:
             status="validating",
             labels=request.metadata,
             created_at=now,
-            expires_at=now + COMPLETION_WINDOWS[request.completion_window],
+            expires_at=now + types.COMPLETION_WINDOWS[request.completion_window],
         )
         async with self._database.transaction() as session:
             session.add(row)
@@ -237,12 +218,12 @@ class BatchStore:
             raise APIError(404, f"no batch has the id {shown(batch_id)}", param="batch_id", code="not_found")
         return row
 
-    async def page(self, query: BatchListQuery, owner: str | None) -> BatchList:
+    async def page(self, query: types.BatchListQuery, owner: str | None) -> types.BatchList:
         """Newest first."""
         async with self._database.session() as session:
             own = BatchRow.owner == owner
             rows, has_more = await page_of(session, BatchRow, own, after=query.after, limit=query.limit)
-        return _page(BatchList, [batch_object(row) for row in rows], has_more)
+        return _page(types.BatchList, [batch_object(row) for row in rows], has_more)
 
     async def unfinished(self) -> Sequence[BatchRow]:
         """Oldest first."""
@@ -271,14 +252,13 @@ class BatchStore:
         return (await session.scalars(select(BatchRow).where(BatchRow.id == batch_id))).one()
 
 
-def batch_object(row: BatchRow) -> Batch:
-    """The row as the API shows it."""
-    names = set(Batch.__struct_fields__) - {"object", "errors", "request_counts", "usage", "metadata"}
-    return Batch(
+def batch_object(row: BatchRow) -> types.Batch:
+    names = set(types.Batch.__struct_fields__) - {"object", "errors", "request_counts", "usage", "metadata"}
+    return types.Batch(
         **{name: getattr(row, name) for name in names},
-        errors=None if row.errors is None else msgspec.convert({"data": row.errors}, BatchErrors),
-        request_counts=RequestCounts(total=row.total, completed=row.completed, failed=row.failed),
-        usage=BatchUsage(
+        errors=None if row.errors is None else msgspec.convert({"data": row.errors}, types.BatchErrors),
+        request_counts=types.RequestCounts(total=row.total, completed=row.completed, failed=row.failed),
+        usage=types.BatchUsage(
             input_tokens=row.input_tokens,
             input_tokens_details=PromptTokensDetails(row.cached_tokens),
             output_tokens=row.output_tokens,
@@ -323,10 +303,10 @@ def _row(
     )
 
 
-def _object(row: FileRow) -> FileObject:
-    return msgspec.convert(row, FileObject, from_attributes=True)
+def _object(row: FileRow) -> types.FileObject:
+    return msgspec.convert(row, types.FileObject, from_attributes=True)
 
 
-def _page(kind: Callable[..., Page], data: Sequence[FileObject] | Sequence[Batch], has_more: bool) -> Page:
+def _page(kind: Callable[..., Page], data: Sequence[types.FileObject] | Sequence[types.Batch], has_more: bool) -> Page:
     first, last = (data[0].id, data[-1].id) if data else (None, None)
     return kind(data=data, first_id=first, last_id=last, has_more=has_more)

@@ -15,8 +15,6 @@ from jaxllm.serving.responses.request import MetadataFields
 Purpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
 """What a client may upload a file for; only batch has a meaning here."""
 
-Order = Literal["asc", "desc"]
-
 MIN_EXPIRY_SECONDS = 3600
 MAX_EXPIRY_SECONDS = 30 * 24 * 3600
 
@@ -41,7 +39,7 @@ class FileListQuery(Query):
     """Most files on a page."""
     after: str | None = None
     """The id of the last file of the page before."""
-    order: Order = "desc"
+    order: Literal["asc", "desc"] = "desc"
     """By time of creation; desc begins with the newest."""
 
 

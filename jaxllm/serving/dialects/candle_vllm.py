@@ -38,7 +38,6 @@ PARAMS = {
 }
 """A name under `params` -> the setting that it becomes; None where only one value can be honoured, or none matters."""
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
-MEGABYTE = 2**20
 
 
 def is_candle_vllm(document: Mapping[Any, Any]) -> bool:
@@ -110,7 +109,10 @@ def _settings(where: str, params: Mapping[str, Any]) -> dict[str, Any]:
             sampling[key] = value
             continue
         if setting is None:
-            _check_without_effect(at, key, value)
+            if key == "multithread":
+                logger.info("%s: it changes nothing, one process has all devices of a model", at)
+            elif value != 0:
+                raise ConfigError(f"{at}; a server has no default for it: leave it out, and let requests send {key}")
             continue
         if setting in origins:
             raise ConfigError(f"{at}, and {origins[setting]} is given too; leave one of them out")
@@ -136,15 +138,8 @@ def _value(at: str, key: str, value: Any) -> Any:
     if PARAMS[key] == "kv_cache_memory":
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"{at}; it must be a whole number of megabytes")
-        return value * MEGABYTE
+        return value * 2**20
     return value
-
-
-def _check_without_effect(at: str, key: str, value: Any) -> None:
-    if key == "multithread":
-        logger.info("%s: it changes nothing, one process has all devices of a model", at)
-    elif value != 0:
-        raise ConfigError(f"{at}; a server has no default for it: leave it out, and let requests send {key}")
 
 
 def _waiting(where: str, value: Any) -> dict[str, Any]:

@@ -15,17 +15,7 @@ from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.openai.chat import create_chat_completion
 from jaxllm.serving.openai.chat_types import ChatCompletion, ChatCompletionChunk, ChatRequest
 from jaxllm.serving.openai.completions import Completion, CompletionRequest, create_completion
-from jaxllm.serving.pooling.routes import (
-    ClassificationList,
-    EmbeddingList,
-    Ranking,
-    ScoreList,
-    TextRank,
-    classes_of,
-    rerank,
-    score,
-    vectors_of,
-)
+from jaxllm.serving.pooling.routes import ANSWERS, classes_of, rerank, score, vectors_of
 from jaxllm.serving.pooling.types import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 
 router = APIRouter(route_class=JSONRoute, tags=["SageMaker"])
@@ -56,11 +46,12 @@ Invocation = Annotated[
     ),
 ]
 
-ANSWERS = (ChatCompletion, Completion, EmbeddingList, ClassificationList, Ranking, list[TextRank], ScoreList)
-
 
 @router.post(
-    "/invocations", responses=returns(*ANSWERS, events=(ChatCompletionChunk, Completion, ErrorResponse), done=DONE)
+    "/invocations",
+    responses=returns(
+        ChatCompletion, Completion, *ANSWERS, events=(ChatCompletionChunk, Completion, ErrorResponse), done=DONE
+    ),
 )
 async def invoke(body: Invocation, request: Request) -> Response:
     """A chat, a completion, embeddings or classes, a ranking or scores: whichever the body's fields ask for.
@@ -81,7 +72,6 @@ async def invoke(body: Invocation, request: Request) -> Response:
 
 
 async def _of_input(body: EmbeddingRequest, request: Request) -> Response:
-    """Raises InvalidRequestError naming a field that is for vectors where the model tells classes apart."""
     call = await open_call(request, body.model, keep_alive=body.keep_alive)
     if not call.model.engine.info.tasks.labels:
         return await vectors_of(call, body, request)

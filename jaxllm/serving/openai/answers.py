@@ -15,10 +15,7 @@ from jaxllm.serving.generation import Usage
 from jaxllm.serving.request_metrics import Phases
 from jaxllm.text.spellings import escaped
 
-TokenText = Callable[[int], str]
 TokenBytes = Callable[[int], bytes]
-
-_encode = msgspec.json.Encoder().encode
 
 _LOWEST = -9999.0  # JSON has no -inf
 
@@ -140,14 +137,14 @@ class CompletionLogprobsBuilder:
         return top
 
 
-def prompt_logprobs(scores: PromptScores, token_text: TokenText) -> PromptLogprobs:
+def prompt_logprobs(scores: PromptScores, token_text: Callable[[int], str]) -> PromptLogprobs:
     """Each position as JSON already: never is more than one in objects. Whole vocabularies take seconds."""
     found: list[Any] = []
     for step in scores.steps():
         entries = step and {
             token: PromptLogprob(_finite(value.logprob), value.rank, token_text(token)) for token, value in step
         }
-        found.append(msgspec.Raw(_encode(entries)))
+        found.append(msgspec.Raw(msgspec.json.encode(entries)))
     return found
 
 
@@ -184,7 +181,6 @@ class Timings(msgspec.Struct, kw_only=True):
 
 
 def timings(usage: Usage, phases: Phases) -> Timings:
-    """Of all that a request has generated so far."""
     prompt, predicted = usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens
     prompt_ms, predicted_ms = _ms(phases.prefill), _ms(phases.decode)
     timed = predicted - phases.num_answers

@@ -22,22 +22,14 @@ from jaxllm.serving.http.answers import DONE, ErrorResponse, json_response, retu
 from jaxllm.serving.http.request_model import ignored_fields
 from jaxllm.serving.http.route import ChunkWriter, Gaining, JSONRoute, until_disconnect
 from jaxllm.serving.mcp import Ended, Execution, Happening, ToolRun, asked_tools, injected_tools
+from jaxllm.serving.openai import chat_types
 from jaxllm.serving.openai.answers import ChatLogprobs, chat_logprobs, prompt_logprobs, timings, weight_spans
 from jaxllm.serving.openai.chat_types import (
-    CalledFunction,
-    ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionChunk,
     ChatDelta,
-    ChatMessage,
     ChatRequest,
-    FunctionDelta,
-    MadeToolCall,
-    MCPCall,
-    MCPCallDelta,
-    RenderedPrompt,
-    ToolCallDelta,
 )
 from jaxllm.serving.openai.kv_transfer import kv_transfer_answer
 from jaxllm.serving.openai.sampling import chunk_usage, stream_options, usage_object
@@ -82,7 +74,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     return json_response(completion, request_id=reply.generation.id, headers=labels)
 
 
-@router.post("/chat/completions/render", responses=returns(RenderedPrompt))
+@router.post("/chat/completions/render", responses=returns(chat_types.RenderedPrompt))
 async def render_chat_completion(body: ChatRequest, request: Request) -> Response:
     """The prompt that /chat/completions would give the model, as text and token ids; nothing is generated."""
     call = await open_call(request, body.model, keep_alive=body.keep_alive)
@@ -90,31 +82,30 @@ async def render_chat_completion(body: ChatRequest, request: Request) -> Respons
     with naming(body.own_names()):
         conversation = body.conversation(await _tools(state, model, body))
         rendered = await state.prepare(render, model, conversation)
-    return json_response(
-        RenderedPrompt(
-            prompt=rendered.text,
-            prompt_token_ids=rendered.token_ids,
-            count=len(rendered.token_ids),
-            max_model_len=model.engine.info.max_model_len,
-        )
+    token_ids, longest = rendered.token_ids, model.engine.info.max_model_len
+    prompt = chat_types.RenderedPrompt(
+        prompt=rendered.text, prompt_token_ids=token_ids, count=len(token_ids), max_model_len=longest
     )
+    return json_response(prompt)
 
 
 async def _tools(state: ServerState, model: ServedModel, body: ChatRequest) -> list[Tool]:
-    """The MCP servers' tools, for a request that asks for them, or says nothing of tools."""
     if body.mcp is not None:
         return await asked_tools(state, model, body.mcp.allowed_tools, Field("mcp"))
     return await injected_tools(state, model) if body.takes_tools else []
 
 
-def _choice(reply: Reply, body: ChatRequest, choice: Choice) -> ChatChoice:
+def _choice(reply: Reply, body: ChatRequest, choice: Choice) -> chat_types.ChatChoice:
     answer, finish_reason = reply.whole(choice.index, choice.deltas)
     content = body.echoed + (answer.content or "")
     reasoning = UNSET if answer.reasoning is None or not body.include_reasoning else answer.reasoning
-    calls = [MadeToolCall(id=call.id, function=CalledFunction(call.name, call.arguments)) for call in answer.tool_calls]
-    return ChatChoice(
+    calls = [
+        chat_types.MadeToolCall(id=call.id, function=chat_types.CalledFunction(call.name, call.arguments))
+        for call in answer.tool_calls
+    ]
+    return chat_types.ChatChoice(
         index=choice.index,
-        message=ChatMessage(
+        message=chat_types.ChatMessage(
             content=None if calls and not content else content,
             reasoning=reasoning,
             reasoning_content=reasoning,
@@ -210,7 +201,6 @@ class ChatWriter(_Writer[TokenDelta]):
             yield self._chunk(choice)
 
     def _shown(self, index: int, piece: Piece) -> Iterator[Event]:
-        """The events that are sent now, reasoning as the client wants to have it."""
         for event in piece.events:
             if not isinstance(event, Reasoning):
                 yield from self._ended_thoughts(index)
@@ -243,17 +233,17 @@ def _delta(event: Event) -> ChatDelta:
         case Reasoning(text=text):
             return ChatDelta(reasoning=text, reasoning_content=text)
         case ToolCall(index=index, id=call_id, name=name):
-            function = FunctionDelta(name=name, arguments="")
-            call = ToolCallDelta(index=index, id=call_id, type="function", function=function)
+            function = chat_types.FunctionDelta(name=name, arguments="")
+            call = chat_types.ToolCallDelta(index=index, id=call_id, type="function", function=function)
             return ChatDelta(content=None, tool_calls=[call])
         case ToolArguments(index=index, text=text):
-            return ChatDelta(tool_calls=[ToolCallDelta(index=index, function=FunctionDelta(arguments=text))])
+            call = chat_types.ToolCallDelta(index=index, function=chat_types.FunctionDelta(arguments=text))
+            return ChatDelta(tool_calls=[call])
 
 
 async def _execute(
     call: ClientCall, body: ChatRequest, conversation: Conversation, request: Request, labels: dict[str, str]
 ) -> Response:
-    """The answer, once the model calls no more tools; a client that goes away ends the tool that runs."""
     assert body.mcp is not None
     config = call.state.config
     settings = body.generation_settings()
@@ -284,9 +274,9 @@ async def _execute(
     return json_response(completion, request_id=execution.id, headers=labels)
 
 
-async def _collected(execution: Execution, body: ChatRequest) -> ChatChoice:
+async def _collected(execution: Execution, body: ChatRequest) -> chat_types.ChatChoice:
     content, reasoning = "", ""
-    calls: dict[int, MCPCall] = {}
+    calls: dict[int, chat_types.MCPCall] = {}
     ended = Ended("abort")
     async for happenings in execution.arrivals():
         for _, happening in happenings:
@@ -296,14 +286,14 @@ async def _collected(execution: Execution, body: ChatRequest) -> ChatChoice:
                 case Reasoning(text=text):
                     reasoning += text
                 case ToolRun(index=index):
-                    calls[index] = MCPCall(**_call(happening))
+                    calls[index] = chat_types.MCPCall(**_call(happening))
                 case Ended():
                     ended = happening
     thought = reasoning if reasoning and body.include_reasoning else UNSET
-    message = ChatMessage(
+    message = chat_types.ChatMessage(
         content=content, reasoning=thought, reasoning_content=thought, mcp_calls=[calls[at] for at in sorted(calls)]
     )
-    return ChatChoice(
+    return chat_types.ChatChoice(
         index=0, message=message, logprobs=None, finish_reason=ended.finish_reason, stop_reason=ended.stop_reason
     )
 
@@ -323,7 +313,7 @@ class ExecutionWriter(_Writer[Happening]):
             case Content() | Reasoning():
                 yield self._of(_delta(delta))
             case ToolRun():
-                yield self._of(ChatDelta(mcp_calls=[MCPCallDelta(index=delta.index, **_call(delta))]))
+                yield self._of(ChatDelta(mcp_calls=[chat_types.MCPCallDelta(index=delta.index, **_call(delta))]))
             case Ended():
                 chunk = self._of(ChatDelta())
                 choice = chunk.choices[0]

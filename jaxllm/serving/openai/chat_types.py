@@ -22,7 +22,6 @@ from jaxllm.serving.openai.sampling import UNSUPPORTED_SAMPLING, CompletionUsage
 MAX_METADATA = 16
 """OpenAI's limit."""
 
-
 _RULES = (
     Rule(
         lambda body: not body.logprobs,
@@ -138,7 +137,6 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
 
     @property
     def executes(self) -> bool:
-        """True where the server runs the tools that are called."""
         return self.mcp is not None and self.mcp.execute
 
     @property

@@ -22,35 +22,16 @@ from jaxllm.serving.generation import Choice, Generation, GenerationSettings, co
 from jaxllm.serving.http.answers import DONE, ErrorResponse, ignored_fields, json_response, returns
 from jaxllm.serving.http.request_model import are_integers, refuse
 from jaxllm.serving.http.route import ChunkWriter, JSONRoute
-from jaxllm.serving.openai.answers import (
-    CompletionLogprobs,
-    CompletionLogprobsBuilder,
-    PromptLogprobs,
-    Timings,
-    WeightSpan,
-    prompt_logprobs,
-    timings,
-    token_number,
-    weight_spans,
-)
+from jaxllm.serving.openai import answers, sampling
 from jaxllm.serving.openai.kv_transfer import KVTransferAnswer, kv_transfer_answer
-from jaxllm.serving.openai.sampling import (
-    NO_LIMIT,
-    UNSUPPORTED_SAMPLING,
-    CompletionUsage,
-    GenerationRequest,
-    chunk_usage,
-    stream_options,
-    usage_object,
-)
 from jaxllm.serving.served_model import ServedModel
 
 DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 1024
 
 
-class CompletionRequest(GenerationRequest):
-    unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_SAMPLING | {"suffix"}
+class CompletionRequest(sampling.GenerationRequest):
+    unsupported: ClassVar[frozenset[str]] = sampling.UNSUPPORTED_SAMPLING | {"suffix"}
     path: ClassVar[str] = "/v1/completions"
     called_here: ClassVar[Mapping[str, str]] = {
         "max_output_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "input": "prompt",
@@ -63,7 +44,7 @@ class CompletionRequest(GenerationRequest):
     """Begin each choice with its prompt."""
     logprobs: int | None = Field(default=None, ge=-1, le=MAX_LOGPROBS)
     """Log-probabilities of this many most likely tokens besides the chosen one's; with echo, of the prompt's too."""
-    max_tokens: int = Field(default=DEFAULT_MAX_TOKENS, ge=NO_LIMIT)
+    max_tokens: int = Field(default=DEFAULT_MAX_TOKENS, ge=sampling.NO_LIMIT)
     """Upper bound on generated tokens; 0 only together with echo, to score a prompt; -1 is what the context leaves."""
     add_special_tokens: bool = True
     """Add the tokenizer's special tokens, such as the one that begins a sequence, to text prompts."""
@@ -98,7 +79,7 @@ class CompletionRequest(GenerationRequest):
         return self
 
     def generation_settings(self) -> GenerationSettings:
-        unbounded = self.max_tokens == NO_LIMIT
+        unbounded = self.max_tokens == sampling.NO_LIMIT
         return self.settings(
             max_tokens=max(self.max_tokens, 1) if "max_tokens" in self.model_fields_set and not unbounded else None,
             default_max_tokens=None if unbounded else DEFAULT_MAX_TOKENS,
@@ -126,13 +107,13 @@ class CompletionRequest(GenerationRequest):
 class CompletionChoice(msgspec.Struct, kw_only=True):
     index: int
     text: str
-    logprobs: CompletionLogprobs | None = None
+    logprobs: answers.CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_logprobs: answers.PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
-    weight_versions: list[WeightSpan] | UnsetType = UNSET
+    weight_versions: list[answers.WeightSpan] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -144,8 +125,8 @@ class Completion(msgspec.Struct, kw_only=True):
     model: str
     system_fingerprint: str
     choices: list[CompletionChoice]
-    usage: CompletionUsage | UnsetType | None = UNSET
-    timings: Timings | UnsetType = UNSET
+    usage: sampling.CompletionUsage | UnsetType | None = UNSET
+    timings: answers.Timings | UnsetType = UNSET
     kv_transfer_params: KVTransferAnswer | UnsetType = UNSET
     conversation_id: str | UnsetType = UNSET
     resource_id: str | UnsetType = UNSET
@@ -173,7 +154,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         return await chunk_stream(call, generation, writer, labels)
     choices = await collect_for(request, generation)
     completion = writer.completion(await state.offload(lambda: [writer.whole(choice) for choice in choices]))
-    completion.usage = usage_object(generation.usage())
+    completion.usage = sampling.usage_object(generation.usage())
     completion.kv_transfer_params = kv_transfer_answer(generation)
     completion.conversation_id = body.conversation_id or UNSET
     completion.resource_id = body.resource_id or UNSET
@@ -209,7 +190,7 @@ class CompletionWriter(ChunkWriter[TokenDelta]):
         self._body = body
         self._generation = generation
         self._call = call
-        self._options = stream_options(body.stream_options, call.state.config)
+        self._options = sampling.stream_options(body.stream_options, call.state.config)
         self._builders = None
         if body.logprobs is not None:
             returned = len(generation.prompts) * body.n
@@ -221,9 +202,9 @@ class CompletionWriter(ChunkWriter[TokenDelta]):
         self._begun: set[int] = set()
         self._warnings = ignored_fields.get() or UNSET
 
-    def _builder(self, model: ServedModel, count: int, index: int) -> CompletionLogprobsBuilder:
+    def _builder(self, model: ServedModel, count: int, index: int) -> answers.CompletionLogprobsBuilder:
         prompt, special = self._prompt(index), model.special_token_ids
-        return CompletionLogprobsBuilder(
+        return answers.CompletionLogprobsBuilder(
             count=count + len(self._body.logprob_token_ids or ()),
             token_bytes=model.token_bytes,
             by_number=self._body.return_tokens_as_token_ids,
@@ -242,11 +223,10 @@ class CompletionWriter(ChunkWriter[TokenDelta]):
             model=self._call.name,
             system_fingerprint=self._call.model.system_fingerprint,
             choices=choices,
-            timings=timings(generation.usage(), generation.phases()) if timed else UNSET,
+            timings=answers.timings(generation.usage(), generation.phases()) if timed else UNSET,
         )
 
     def whole(self, choice: Choice) -> CompletionChoice:
-        """A choice with all that it has gained."""
         body, prompt, scores = self._body, self._prompt(choice.index), choice.prompt_logprobs
         steps = [*_steps(scores), *choice.logprobs] if body.echo else choice.logprobs
         shaped = CompletionChoice(
@@ -257,12 +237,12 @@ class CompletionWriter(ChunkWriter[TokenDelta]):
             stop_reason=choice.stop_reason,
         )
         if body.prompt_logprobs is not None and scores is not None:
-            token_text = token_number if body.return_tokens_as_token_ids else self._call.model.token_text
-            shaped.prompt_logprobs = prompt_logprobs(scores, token_text)
+            token_text = answers.token_number if body.return_tokens_as_token_ids else self._call.model.token_text
+            shaped.prompt_logprobs = answers.prompt_logprobs(scores, token_text)
         if body.return_token_ids:
             shaped.token_ids, shaped.prompt_token_ids = choice.token_ids, prompt.token_ids
         if body.return_weight_versions:
-            shaped.weight_versions = weight_spans(choice.weight_versions)
+            shaped.weight_versions = answers.weight_spans(choice.weight_versions)
         return shaped
 
     def chunks(self, index: int, delta: TokenDelta) -> Iterator[Completion]:
@@ -290,25 +270,25 @@ class CompletionWriter(ChunkWriter[TokenDelta]):
                     self._begun.add(index)
                     choice.prompt_token_ids = self._prompt(index).token_ids
             if self._body.return_weight_versions and delta.finish_reason is not None:
-                choice.weight_versions = weight_spans(self._versions[index])
+                choice.weight_versions = answers.weight_spans(self._versions[index])
             yield self._chunk(choice)
 
     def last(self) -> Iterator[Completion]:
         if self._options.include_usage:
             chunk = self._chunk()
-            chunk.usage = usage_object(self._generation.usage())
+            chunk.usage = sampling.usage_object(self._generation.usage())
             yield chunk
 
     def _chunk(self, *choices: CompletionChoice) -> Completion:
         chunk = self.completion(list(choices))
         chunk.warnings, self._warnings = self._warnings, UNSET
-        chunk.usage = chunk_usage(self._options, self._generation.usage)
+        chunk.usage = sampling.chunk_usage(self._options, self._generation.usage)
         return chunk
 
     def _prompt(self, index: int) -> Prompt:
         return self._generation.prompts[index // self._body.n]
 
-    def _logprobs(self, index: int, steps: Sequence[Step | None]) -> CompletionLogprobs | None:
+    def _logprobs(self, index: int, steps: Sequence[Step | None]) -> answers.CompletionLogprobs | None:
         return None if self._builders is None else self._builders[index].build(steps)
 
 

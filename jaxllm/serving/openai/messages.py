@@ -8,17 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from jaxllm.chat import conversation
-from jaxllm.chat.conversation import (
-    MAX_TOOLS,
-    TOOL_NAME,
-    Call,
-    NamedTool,
-    Rendering,
-    Tool,
-    check_pieces,
-    parse_arguments,
-    thinking_variables,
-)
+from jaxllm.chat.conversation import MAX_TOOLS, TOOL_NAME, Call, NamedTool, Rendering, Tool, parse_arguments
 from jaxllm.errors import Field as Place
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.sampling import INT32_MAX
@@ -105,8 +95,7 @@ class ToolFields(RequestModel):
     def callable_tools(self, injected: Sequence[Tool] = ()) -> list[Tool]:
         """The tools that this answer may call: all, those that allowed_tools names, or none.
 
-        Where the request brings none they are those that the server has `injected`. Raises InvalidRequestError where
-        tool_choice is not among them.
+        `injected` are for requests that bring none. Raises InvalidRequestError where tool_choice is not among them.
         """
         if self.tool_choice == "none":
             return []
@@ -258,7 +247,7 @@ def _bounded(messages: Any) -> Any:
         if isinstance(message, dict):
             count += sum(len(part) for part in map(message.get, ("content", "tool_calls")) if isinstance(part, list))
     with refusing():
-        check_pieces(count)
+        conversation.check_pieces(count)
     return messages
 
 
@@ -309,12 +298,11 @@ class TemplateFields(RequestModel):
         return self.thinking.budget_tokens if isinstance(self.thinking, Thinking) else None
 
     def rendering(self, *, special_tokens: bool = False) -> Rendering:
-        """The way in which the messages are rendered. Raises InvalidRequestError naming the field."""
         opens = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
         thinks = self.thinking.type != "disabled" if isinstance(self.thinking, Thinking) else self.thinking
         return Rendering(
             chat_template=self.chat_template,
-            variables=thinking_variables(thinks, self.reasoning_effort, self.thinking_budget)
+            variables=conversation.thinking_variables(thinks, self.reasoning_effort, self.thinking_budget)
             | (self.chat_template_kwargs or {}),
             documents=self.documents,
             opens_answer=opens,

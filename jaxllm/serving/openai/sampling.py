@@ -10,27 +10,10 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 
 from jaxllm.config.server import ServerConfig
 from jaxllm.engine.doors.beams import MAX_BEAM_WIDTH, BeamSearchParams
-from jaxllm.requests.sampling import (
-    INT32_MAX,
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
-    MAX_N,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-)
-from jaxllm.serving import generation
-from jaxllm.serving.generation import GenerationSettings
-from jaxllm.serving.http.request_model import (
-    MAX_LABEL_LENGTH,
-    Label,
-    RequestModel,
-    Rule,
-    ScheduledFields,
-    check_equal,
-    check_rules,
-    refuse,
-)
+from jaxllm.requests import sampling as limits
+from jaxllm.serving.generation import GenerationSettings, Usage
+from jaxllm.serving.http import request_model
+from jaxllm.serving.http.request_model import RequestModel, Rule, ScheduledFields, check_equal, check_rules, refuse
 from jaxllm.serving.openai.kv_transfer import KVTransferParams
 from jaxllm.serving.openai.structured import StructuredFields
 from jaxllm.wording import shown
@@ -84,13 +67,13 @@ class SamplingFields(ScheduledFields):
 
     frequency_penalty: float | None = None
     """From -2 to 2: taken off a token's logit for each time it was generated before."""
-    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_token_ids), _at_most(MAX_LOGIT_BIAS)] = None
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_token_ids), _at_most(limits.MAX_LOGIT_BIAS)] = None
     """Token id -> value added to its logit."""
     presence_penalty: float | None = None
     """From -2 to 2: taken off a token's logit once it was generated."""
     seed: int | None = None
     """Makes the random choices repeatable."""
-    stop: Annotated[str | list[str] | None, _at_most(MAX_STOP_STRINGS)] = None
+    stop: Annotated[str | list[str] | None, _at_most(limits.MAX_STOP_STRINGS)] = None
     """Text that ends generation: a string or a list. Completions take {"Single": …} and {"Multi": […]} too."""
     temperature: float | None = None
     """0 always takes the likeliest token; higher values are more random. By default the model's own, else 1."""
@@ -102,7 +85,7 @@ class SamplingFields(ScheduledFields):
     """Choose among tokens with at least this fraction of the likeliest one's probability, from 0 to 1."""
     repetition_penalty: float | None = None
     """Above 1 makes tokens of prompt and answer less likely, below 1 more; 1 is off."""
-    stop_token_ids: Annotated[list[int] | None, _at_most(MAX_STOP_TOKEN_IDS)] = None
+    stop_token_ids: Annotated[list[int] | None, _at_most(limits.MAX_STOP_TOKEN_IDS)] = None
     """Tokens that end generation; their text is left out."""
     include_stop_str_in_output: bool | None = None
     """Keep the stop string that ended generation in the text."""
@@ -112,7 +95,7 @@ class SamplingFields(ScheduledFields):
     """Neither the end of the sequence nor a stop token may come before this many tokens."""
     max_thinking_tokens: int | None = None
     """After this many tokens of reasoning it is ended: the model's closing mark is forced. 0 or more."""
-    thinking_token_budget: int | None = Field(default=None, ge=-1, le=INT32_MAX)
+    thinking_token_budget: int | None = Field(default=None, ge=-1, le=limits.INT32_MAX)
     """max_thinking_tokens by vLLM's name; -1 sets no bound."""
     skip_special_tokens: bool | None = None
     """Leave special tokens out of the text; true by default."""
@@ -129,7 +112,6 @@ class SamplingFields(ScheduledFields):
         return self
 
     def sampling(self) -> dict[str, Any]:
-        """The fields of SamplingParams that are set."""
         asked = {name: getattr(self, name, None) for name in _SAMPLING_FIELDS}
         return {name: value for name, value in asked.items() if value is not None}
 
@@ -137,7 +119,7 @@ class SamplingFields(ScheduledFields):
 class AdapterScale(RequestModel):
     """An adapter, and how strongly it is used."""
 
-    id: Annotated[int, Field(ge=0, le=INT32_MAX)]
+    id: Annotated[int, Field(ge=0, le=limits.INT32_MAX)]
     """Its number in GET /lora-adapters."""
     scale: Annotated[float, Field(ge=-MAX_SCALE, le=MAX_SCALE)] = 0.0
     """What its effect is multiplied by; 1 is as it was trained, 0 leaves it out."""
@@ -190,9 +172,9 @@ class GenerationRequest(SamplingFields, StructuredFields):
     """A name that /v1/models lists, of a model or an adapter; by default the first."""
     lora: Annotated[list[AdapterScale] | None, _at_most(MAX_ADAPTERS)] = None
     """Adapters to use, all others not at all, as llama.cpp's clients choose them; where model names none."""
-    n: int = Field(default=1, ge=1, le=MAX_N)
+    n: int = Field(default=1, ge=1, le=limits.MAX_N)
     """Choices to return for each prompt."""
-    best_of: int | None = Field(default=None, ge=1, le=MAX_N)
+    best_of: int | None = Field(default=None, ge=1, le=limits.MAX_N)
     """Generate this many choices and return the n with the highest mean log-probability; with beam search its width."""
     stream: bool = False
     """Send the answer as server-sent events while it is generated."""
@@ -203,7 +185,7 @@ class GenerationRequest(SamplingFields, StructuredFields):
     """The number of the last tokens that the three penalties look at: -1 all, the default, and 0 none."""
     allowed_token_ids: list[int] | None = None
     """Only these tokens may be generated."""
-    bad_words: Annotated[list[str] | None, _at_most(MAX_BAD_WORDS)] = None
+    bad_words: Annotated[list[str] | None, _at_most(limits.MAX_BAD_WORDS)] = None
     """Texts that may not be generated."""
     use_beam_search: bool = False
     """Search for the n most likely texts instead of sampling."""
@@ -213,7 +195,7 @@ class GenerationRequest(SamplingFields, StructuredFields):
     """End the search when enough beams have ended, even if an open one could still become better."""
     spaces_between_special_tokens: bool | None = None
     """Accepted, without effect: the tokenizers library writes no such spaces."""
-    logprob_token_ids: Annotated[list[int] | None, _at_most(MAX_LOGPROBS)] = None
+    logprob_token_ids: Annotated[list[int] | None, _at_most(limits.MAX_LOGPROBS)] = None
     """With logprobs: tokens whose log-probabilities come at each generated position, beside the likeliest ones'."""
     prompt_logprobs: int | None = None
     """Log-probabilities of this many most likely tokens at each prompt position; -1 is the whole vocabulary."""
@@ -223,7 +205,7 @@ class GenerationRequest(SamplingFields, StructuredFields):
     """Say of each choice which version of the weights made which of its tokens; nothing with a beam search."""
     return_tokens_as_token_ids: bool = False
     """Name the tokens of log-probabilities "token_id:5" instead of by their text."""
-    truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT32_MAX)
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=limits.INT32_MAX)
     """Keep only this many prompt tokens; -1 keeps what leaves room in the context for max_tokens."""
     truncation_side: Literal["left", "right"] = "left"
     """Which end of the prompt truncate_prompt_tokens cuts off."""
@@ -234,11 +216,11 @@ class GenerationRequest(SamplingFields, StructuredFields):
     kv_transfer_params: KVTransferParams | None = None
     """Compute the prompt for another server, or go on with one that another server has computed: see
     docs/scale.md."""
-    request_id: str | None = Label
+    request_id: str | None = request_model.Label
     """Becomes part of the response's id."""
-    conversation_id: str | None = Label
+    conversation_id: str | None = request_model.Label
     """The caller's own label, returned in the response and as its X-Conversation-Id header; that header may send it."""
-    resource_id: str | None = Label
+    resource_id: str | None = request_model.Label
     """The same with X-Resource-Id."""
 
     @field_validator("stop", mode="before")
@@ -297,7 +279,7 @@ class GenerationRequest(SamplingFields, StructuredFields):
         for name, header in LABELS.items():
             sent = headers.get(header)
             if sent and getattr(self, name) is None:
-                setattr(self, name, sent[:MAX_LABEL_LENGTH])
+                setattr(self, name, sent[: request_model.MAX_LABEL_LENGTH])
         return {header: value for name, header in LABELS.items() if (value := getattr(self, name)) is not None}
 
     @property
@@ -346,9 +328,7 @@ def stream_options(asked: StreamOptions | None, config: ServerConfig) -> StreamO
     return asked or StreamOptions()
 
 
-def chunk_usage(
-    options: StreamOptions, usage: Callable[[], generation.Usage]
-) -> CompletionUsage | msgspec.UnsetType | None:
+def chunk_usage(options: StreamOptions, usage: Callable[[], Usage]) -> CompletionUsage | msgspec.UnsetType | None:
     """The usage in every chunk but the last: the usage so far, null where it comes later, or unset."""
     if options.continuous_usage_stats:
         return usage_object(usage())
@@ -375,7 +355,7 @@ class CompletionUsage(msgspec.Struct, kw_only=True):
     completion_tokens_details: CompletionTokensDetails
 
 
-def usage_object(usage: generation.Usage) -> CompletionUsage:
+def usage_object(usage: Usage) -> CompletionUsage:
     return CompletionUsage(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,

@@ -151,7 +151,6 @@ class StructuredFields(RequestModel):
 
     @property
     def constraint_field(self) -> str | None:
-        """The name of the field that constrains the text."""
         return next(iter(self._constraint_fields()), None)
 
     def _constraint_fields(self) -> list[str]:

@@ -1,11 +1,13 @@
-"""/tokenize and /detokenize: vLLM's fields, and llama.cpp's `content`."""
+"""/tokenize and /detokenize: vLLM's fields, and llama.cpp's `content`; its /apply-template and /props."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Annotated, ClassVar
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from pydantic import model_validator
 
 from jaxllm.chat.conversation import naming, renaming
@@ -19,8 +21,6 @@ from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.openai.messages import FIELD_NAMES, Messages, TemplateFields, ToolFields
 from jaxllm.serving.state import ServerState
 from jaxllm.text.tokenizer import Tokenizer
-
-_SOURCES = ("prompt", "messages", "content")
 
 
 class TokenizeRequest(ModelFields, TemplateFields, ToolFields):
@@ -41,7 +41,7 @@ class TokenizeRequest(ModelFields, TemplateFields, ToolFields):
 
     @model_validator(mode="after")
     def _one_source(self) -> TokenizeRequest:
-        given = [name for name in _SOURCES if getattr(self, name) is not None]
+        given = [name for name in ("prompt", "messages", "content") if getattr(self, name) is not None]
         if len(given) != 1:
             raise refuse(f"give one of prompt, messages and content, not {' and '.join(given) or 'none'}", "prompt")
         if self.add_special is not None and self.content is None:
@@ -88,42 +88,36 @@ class TokenizerInfo(msgspec.Struct, kw_only=True):
 
 
 router = APIRouter(route_class=JSONRoute, tags=["tokenizer"])
+template_router = APIRouter(route_class=JSONRoute, tags=["llama.cpp"])
 
 
 @router.post("/tokenize", responses=returns(TokenizeResponse))
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """The token ids of a text or a chat."""
     call = await open_call(request, body.model)
-    state, model = call.state, call.model
+    state, model, special = call.state, call.model, body.special_tokens
     if body.messages is not None:
         with naming(renaming(FIELD_NAMES)):
-            chat = body.chat(body.messages, body.callable_tools(), special_tokens=body.special_tokens)
+            chat = body.chat(body.messages, body.callable_tools(), special_tokens=special)
             tokens = (await state.prepare(render, model, chat, may_be_cut=True)).token_ids
     else:
         name, text = ("content", body.content) if body.prompt is None else ("prompt", body.prompt)
-        tokens = await state.offload(
-            model.encode, text or "", Field(name), add_special_tokens=body.special_tokens, may_be_cut=True
-        )
+        tokens = await state.offload(model.encode, text or "", Field(name), add_special_tokens=special, may_be_cut=True)
     texts = None
     if body.return_token_strs:
         texts = await state.offload(lambda: list(map(model.token_text, tokens)))
-    return json_response(
-        TokenizeResponse(
-            count=len(tokens), max_model_len=model.engine.info.max_model_len, tokens=tokens, token_strs=texts
-        )
-    )
+    longest = model.engine.info.max_model_len
+    return json_response(TokenizeResponse(count=len(tokens), max_model_len=longest, tokens=tokens, token_strs=texts))
 
 
 @router.post("/detokenize", responses=returns(DetokenizeResponse))
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids, special tokens included."""
     call = await open_call(request, body.model)
-    state, model = call.state, call.model
-    return json_response(DetokenizeResponse(await state.offload(_text, model.tokenizer, body.tokens)))
+    return json_response(DetokenizeResponse(await call.state.offload(_text, call.model.tokenizer, body.tokens)))
 
 
 def _text(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    """Raises InvalidRequestError naming the first id that the tokenizer does not know."""
     for position, token in enumerate(tokens):
         if not 0 <= token < tokenizer.vocab_size:
             message = f"tokens[{position}] is {token}; token ids of this model are from 0 to {tokenizer.vocab_size - 1}"
@@ -152,3 +146,80 @@ async def tokenizer_info(request: Request) -> Response:
         reasoning_parser=formats.reasoning.name if formats.reasoning else None,
     )
     return json_response(info)
+
+
+class ApplyTemplateRequest(ModelFields, TemplateFields, ToolFields):
+    messages: Messages
+    """A chat, rendered as /v1/chat/completions does."""
+
+
+class AppliedTemplate(msgspec.Struct):
+    prompt: str
+
+
+class SamplingDefaultsShown(msgspec.Struct, kw_only=True):
+    """The checkpoint's recommendations; null where it has none."""
+
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+
+
+class GenerationSettingsShown(msgspec.Struct, kw_only=True):
+    n_ctx: int
+    params: SamplingDefaultsShown
+
+
+class Modalities(msgspec.Struct):
+    vision: bool = False
+    audio: bool = False
+
+
+class Props(msgspec.Struct, kw_only=True):
+    default_generation_settings: GenerationSettingsShown
+    total_slots: int
+    model_alias: str
+    model_path: str
+    modalities: Modalities
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    build_info: str
+
+
+@template_router.post("/apply-template", responses=returns(AppliedTemplate))
+async def apply_template(body: ApplyTemplateRequest, request: Request) -> Response:
+    """The text of the prompt that /v1/chat/completions would give the model."""
+    call = await open_call(request, body.model)
+    with naming(renaming(FIELD_NAMES)):
+        chat = body.chat(body.messages, body.callable_tools())
+        rendered = await call.state.prepare(render, call.model, chat, may_be_cut=True)
+    return json_response(AppliedTemplate(rendered.text))
+
+
+@template_router.get("/props", responses=returns(Props))
+async def props(
+    request: Request,
+    model: Annotated[str | None, Query(description="A name that /v1/models lists; by default the first.")] = None,
+) -> Response:
+    """A model that is loaded, its context and its chat template, in llama.cpp's words."""
+    state: ServerState = request.app.state.server
+    found = state.registry.find_loaded(model, tenant_of(request))
+    info, tokenizer = found.engine.info, found.engine.tokenizer
+    special = {} if tokenizer is None else tokenizer.special_tokens
+    template = found.chat_template or (None if tokenizer is None else tokenizer.chat_template)
+    defaults = SamplingDefaultsShown(**asdict(info.default_sampling))
+    shown = Props(
+        default_generation_settings=GenerationSettingsShown(n_ctx=info.max_model_len, params=defaults),
+        total_slots=info.max_num_seqs,
+        model_alias=found.names[0],
+        model_path=found.config.model,
+        modalities=Modalities(),
+        chat_template=template,
+        bos_token=special.get("bos_token"),
+        eos_token=special.get("eos_token"),
+        build_info=f"jaxllm {version('jaxllm')}",
+    )
+    return json_response(shown)

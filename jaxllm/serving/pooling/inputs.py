@@ -63,6 +63,12 @@ class PoolingRun:
         self._ended_by: APIError | None = None
         self._usage: ModelCall
 
+    @property
+    def pooling(self) -> Pooling:
+        """The server's setting, or what the checkpoint asks for."""
+        setting = self.model.config.pooling
+        return self.tasks.pooling if setting == "auto" else setting
+
     async def run(
         self, prompts: Sequence[list[int]], params: PoolingParams, second_texts: Sequence[int] = ()
     ) -> list[np.ndarray]:
@@ -85,13 +91,11 @@ class PoolingRun:
         return [output.values for output in outputs]
 
     def abort(self, error: APIError) -> None:
-        """Stop now; the client gets the error."""
         self._ended_by = error
         if self._task is not None:
             self._task.cancel()
 
     def usage(self) -> PoolingUsage:
-        """The tokens of all prompts."""
         tokens, cached = self._usage.prompt_tokens, PromptTokensDetails(self._usage.cached_tokens)
         return PoolingUsage(prompt_tokens=tokens, total_tokens=tokens, prompt_tokens_details=cached)
 
@@ -116,12 +120,6 @@ class PoolingRun:
         )
         self._task = asyncio.create_task(call)
         return await self._task
-
-
-def pooling_kind(model: ServedModel) -> Pooling:
-    """The server's setting, or what the checkpoint asks for."""
-    setting = model.config.pooling
-    return model.engine.info.tasks.pooling if setting == "auto" else setting
 
 
 async def input_prompts(run: PoolingRun, body: InputFields) -> list[list[int]]:
@@ -184,10 +182,7 @@ def check_length(model: ServedModel, ids: list[int], source: str) -> list[int]:
 
 
 def score_method(config: ModelConfig, tasks: ModelTasks) -> Method:
-    """The server's setting, or what suits the model: its head's classes, the prompt it was trained with, or cosine.
-
-    Raises ConfigError where this setting, or that of pooling, does not suit the model.
-    """
+    """The server's setting, or what suits the model. Raises ConfigError where this, or pooling, does not suit it."""
     if tasks.projects and config.pooling not in ("auto", tasks.pooling):
         raise ConfigError(
             f"pooling is {config.pooling!r}, but this model's Dense modules are made for {tasks.pooling!r}; use auto"
@@ -204,10 +199,7 @@ def score_method(config: ModelConfig, tasks: ModelTasks) -> Method:
 
 
 async def score_pairs(run: PoolingRun, pairs: list[Pair], body: ComparisonFields) -> list[float]:
-    """A score for each pair: a probability, or with cosine a number from -1 to 1.
-
-    Raises InvalidRequestError where a field does not suit how this model compares, APIError where a text is too long.
-    """
+    """A probability for each pair, or with cosine a number from -1 to 1. Raises InvalidRequestError and APIError."""
     model, offload = run.model, run.state.offload
     method = score_method(model.config, run.tasks)
     _check_fields(model, body, method)
@@ -283,7 +275,7 @@ async def _cosines(run: PoolingRun, pairs: list[Pair], body: ComparisonFields, n
     texts, model = list(dict.fromkeys(text for pair in pairs for text in pair)), run.model
     keep, before = kept_tokens(model, body), run.tasks.prompt(None)
     prompts = await run.state.offload(lambda: [text_prompt(model, before + text, keep, names[text]) for text in texts])
-    vectors = np.stack(await run.run(prompts, PoolingParams(kind=pooling_kind(model)))).astype(np.float64)
+    vectors = np.stack(await run.run(prompts, PoolingParams(kind=run.pooling))).astype(np.float64)
     units = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     unit = dict(zip(texts, units, strict=True))
     return [float(unit[first] @ unit[second]) for first, second in pairs]
@@ -318,10 +310,7 @@ def _answers(model: ServedModel) -> tuple[int, int]:
 def _pair_prompt(
     model: ServedModel, pair: Pair, body: ComparisonFields, names: dict[str, str]
 ) -> tuple[list[int], int]:
-    """Token ids of one pair, its document cut where the whole is longer than truncate_prompt_tokens.
-
-    Also where the second text begins, as `Tokenizer.encode_pair` says.
-    """
+    """Token ids of one pair, its document cut to fit, and where the second text begins, as `encode_pair` says."""
     query, document = pair
     keep = kept_tokens(model, body)
     for text in pair:

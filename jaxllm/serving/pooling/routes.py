@@ -20,25 +20,8 @@ from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.request_model import Label, ModelFields, RequestModel, refuse
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.openai.messages import TextPart
-from jaxllm.serving.pooling.inputs import (
-    PoolingRun,
-    PoolingUsage,
-    class_scores,
-    input_prompts,
-    pooling_kind,
-    score_pairs,
-)
-from jaxllm.serving.pooling.types import (
-    MAX_INPUTS,
-    ClassifyRequest,
-    DocumentRerankRequest,
-    EmbeddingRequest,
-    InputFields,
-    PoolingRequest,
-    RerankRequest,
-    ScoreRequest,
-    VectorFields,
-)
+from jaxllm.serving.pooling import types as bodies
+from jaxllm.serving.pooling.inputs import PoolingRun, PoolingUsage, class_scores, input_prompts, score_pairs
 
 router = APIRouter(route_class=JSONRoute, tags=["embeddings"])
 scoring_router = APIRouter(route_class=JSONRoute, tags=["scoring"])
@@ -134,13 +117,16 @@ class Ranking(msgspec.Struct, kw_only=True):
     meta: RankingMeta
 
 
+ANSWERS = (EmbeddingList, ClassificationList, Ranking, list[TextRank], ScoreList)
+"""Of the routes whose requests /invocations takes."""
+
 EmbeddingType = Literal["float", "base64", "binary", "ubinary"]
 PROMPT_NAMES = {"search_query": "query", "search_document": "document"}
 """`input_type`, and the name that sentence-transformers has for the prompt."""
 
 
 class CohereInput(RequestModel):
-    content: list[TextPart] = Field(min_length=1, max_length=MAX_INPUTS)
+    content: list[TextPart] = Field(min_length=1, max_length=bodies.MAX_INPUTS)
     """Parts of one text; they are joined by newlines."""
 
 
@@ -152,9 +138,9 @@ class CohereEmbedRequest(ModelFields):
         "truncate_prompt_tokens": "truncate",
     }  # fmt: skip
 
-    texts: list[str] | None = Field(default=None, min_length=1, max_length=MAX_INPUTS)
+    texts: list[str] | None = Field(default=None, min_length=1, max_length=bodies.MAX_INPUTS)
     """The texts to make vectors of."""
-    inputs: list[CohereInput] | None = Field(default=None, min_length=1, max_length=MAX_INPUTS)
+    inputs: list[CohereInput] | None = Field(default=None, min_length=1, max_length=bodies.MAX_INPUTS)
     """The same, each text as a list of parts."""
     input_type: Literal["search_document", "search_query", "classification", "clustering"] | None = None
     """Puts the model's own prompt for queries or documents before a text, where its files have one; else no effect."""
@@ -181,12 +167,11 @@ class CohereEmbedRequest(ModelFields):
         return self
 
     def texts_given(self) -> list[str]:
-        """One a vector."""
         if self.texts is not None:
             return self.texts
         return ["\n".join(part.text for part in one.content) for one in self.inputs or ()]
 
-    def as_embeddings(self, prompts: Collection[str] = ()) -> EmbeddingRequest:
+    def as_embeddings(self, prompts: Collection[str] = ()) -> bodies.EmbeddingRequest:
         """The same in OpenAI's words, for a model with prompts of these names."""
         prompt = PROMPT_NAMES.get(self.input_type or "")
         kind = _OfTexts if self.texts is not None else _OfInputs
@@ -202,11 +187,11 @@ class CohereEmbedRequest(ModelFields):
         )
 
 
-class _OfTexts(EmbeddingRequest):
+class _OfTexts(bodies.EmbeddingRequest):
     called: ClassVar = {"input": "texts", "dimensions": "output_dimension"}
 
 
-class _OfInputs(EmbeddingRequest):
+class _OfInputs(bodies.EmbeddingRequest):
     called: ClassVar = {"input": "inputs", "dimensions": "output_dimension"}
 
 
@@ -237,12 +222,12 @@ class CohereEmbedResponse(msgspec.Struct, kw_only=True):
 
 
 @router.post("/embeddings", responses=returns(EmbeddingList))
-async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
+async def create_embeddings(body: bodies.EmbeddingRequest, request: Request) -> Response:
     """A vector for each text."""
     return await vectors_of(await open_call(request, body.model, keep_alive=body.keep_alive), body, request)
 
 
-async def vectors_of(call: ClientCall, body: EmbeddingRequest, request: Request) -> Response:
+async def vectors_of(call: ClientCall, body: bodies.EmbeddingRequest, request: Request) -> Response:
     """The answer of /embeddings, of a model that has been taken."""
     run = PoolingRun(request, call, body, "embd")
     vectors = await embed(run, body)
@@ -251,7 +236,7 @@ async def vectors_of(call: ClientCall, body: EmbeddingRequest, request: Request)
 
 
 @router.post("/pooling", responses=returns(PoolingList))
-async def pool(body: PoolingRequest, request: Request) -> Response:
+async def pool(body: bodies.PoolingRequest, request: Request) -> Response:
     """What the model makes of each text: a vector, or with a classification head the probabilities of its classes."""
     call = await open_call(request, body.model, keep_alive=body.keep_alive)
     run = PoolingRun(request, call, body, "pool")
@@ -281,15 +266,15 @@ async def embed_v2(body: CohereEmbedRequest, request: Request) -> Response:
     return json_response(answer, request_id=run.id)
 
 
-async def embed(run: PoolingRun, body: VectorFields) -> list[np.ndarray]:
+async def embed(run: PoolingRun, body: bodies.VectorFields) -> list[np.ndarray]:
     """A vector for each input. Raises InvalidRequestError naming the field."""
     size = run.model.engine.info.hidden_size
     if body.dimensions is not None and body.dimensions > size:
         name = body.called.get("dimensions", "dimensions")
         raise InvalidRequestError(f"{name} is {body.dimensions}; this model has {size}", name)
     prompts = await input_prompts(run, body)
-    vectors = await run.run(prompts, PoolingParams(kind=pooling_kind(run.model)))
-    asked = body.asks_unit_length
+    vectors = await run.run(prompts, PoolingParams(kind=run.pooling))
+    asked = body.use_activation if body.normalize is None else body.normalize
     normalize = run.tasks.normalize if asked is None else asked
     return [shape_vector(vector, body.dimensions, normalize) for vector in vectors]
 
@@ -310,7 +295,7 @@ def written(vectors: list[np.ndarray], types: list[EmbeddingType]) -> CohereEmbe
 
 
 @scoring_router.post("/score", responses=returns(ScoreList))
-async def score(body: ScoreRequest, request: Request) -> Response:
+async def score(body: bodies.ScoreRequest, request: Request) -> Response:
     """A score of how well each text goes with the query."""
     call = await open_call(request, body.model, keep_alive=body.keep_alive)
     run = PoolingRun(request, call, body, "score")
@@ -319,7 +304,7 @@ async def score(body: ScoreRequest, request: Request) -> Response:
 
 
 @scoring_router.post("/rerank", responses=returns(Ranking, list[TextRank]))
-async def rerank(body: RerankRequest, request: Request) -> Response:
+async def rerank(body: bodies.RerankRequest, request: Request) -> Response:
     """Documents by their relevance, best first; Jina's shape, and Cohere's first. With `texts` a list, as TEI's."""
     if body.texts is None:
         return await _rank(body, request, "1", return_documents=body.return_documents is not False)
@@ -332,19 +317,19 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
 
 
 @rerank_v2_router.post("/v2/rerank", responses=returns(Ranking))
-async def rerank_v2(body: DocumentRerankRequest, request: Request) -> Response:
+async def rerank_v2(body: bodies.DocumentRerankRequest, request: Request) -> Response:
     """Documents by their relevance, best first; Cohere's second shape."""
     return await _rank(body, request, "2", return_documents=body.return_documents is True)
 
 
 @scoring_router.post("/classify", responses=returns(ClassificationList))
-async def classify(body: ClassifyRequest, request: Request) -> Response:
+async def classify(body: bodies.ClassifyRequest, request: Request) -> Response:
     """The class of each text, for models with a classification head."""
     call = await open_call(request, body.model, keep_alive=body.keep_alive)
     return await classes_of(call, body, request, raw=not body.use_activation)
 
 
-async def classes_of(call: ClientCall, body: InputFields, request: Request, *, raw: bool) -> Response:
+async def classes_of(call: ClientCall, body: bodies.InputFields, request: Request, *, raw: bool) -> Response:
     """The answer of /classify, of a model that has been taken."""
     run = PoolingRun(request, call, body, "classify")
     probs, labels = await class_scores(run, body, raw=raw), run.tasks.labels
@@ -356,7 +341,7 @@ async def classes_of(call: ClientCall, body: InputFields, request: Request, *, r
 
 
 async def _rank(
-    body: DocumentRerankRequest, request: Request, version: Literal["1", "2"], *, return_documents: bool
+    body: bodies.DocumentRerankRequest, request: Request, version: Literal["1", "2"], *, return_documents: bool
 ) -> Response:
     run, scores, best_first = await _ranked(body, request)
     texts = body.candidates
@@ -373,7 +358,7 @@ async def _rank(
     return json_response(ranking, request_id=run.id)
 
 
-async def _ranked(body: DocumentRerankRequest, request: Request) -> tuple[PoolingRun, list[float], list[int]]:
+async def _ranked(body: bodies.DocumentRerankRequest, request: Request) -> tuple[PoolingRun, list[float], list[int]]:
     """The candidates' scores, and their places from the best on."""
     call = await open_call(request, body.model, keep_alive=body.keep_alive)
     run = PoolingRun(request, call, body, "rerank")

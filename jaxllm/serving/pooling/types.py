@@ -11,16 +11,8 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from jaxllm.requests.sampling import INT32_MAX
-from jaxllm.serving.http.request_model import (
-    Label,
-    ModelFields,
-    RequestModel,
-    Rule,
-    ScheduledFields,
-    are_integers,
-    check_rules,
-    refuse,
-)
+from jaxllm.serving.http import request_model
+from jaxllm.serving.http.request_model import ModelFields, RequestModel, Rule, ScheduledFields, are_integers, refuse
 from jaxllm.serving.openai.messages import Messages, TemplateFields
 
 MAX_INPUTS = 2048
@@ -41,7 +33,7 @@ class PoolingFields(ModelFields, ScheduledFields):
 
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT32_MAX)
     """Cut longer inputs to this many tokens; -1 cuts to the context. Without it they are refused."""
-    request_id: str | None = Label
+    request_id: str | None = request_model.Label
     """Becomes part of the response's id."""
 
     @field_validator("truncate_prompt_tokens")
@@ -128,7 +120,7 @@ class EncodingFields(RequestModel):
 
     @model_validator(mode="after")
     def _bytes_only(self) -> EncodingFields:
-        check_rules(self, _ENCODING_RULES)
+        request_model.check_rules(self, _ENCODING_RULES)
         return self
 
     def encoded(self, vector: np.ndarray) -> list[float] | str:
@@ -157,10 +149,6 @@ class VectorFields(InputFields, EncodingFields):
         if self.normalize is not None and self.use_activation is not None:
             raise refuse("use_activation is another name of normalize; give one of them", "use_activation")
         return self
-
-    @property
-    def asks_unit_length(self) -> bool | None:
-        return self.normalize if self.normalize is not None else self.use_activation
 
 
 class EmbeddingRequest(VectorFields):
@@ -310,7 +298,7 @@ class RerankRequest(DocumentRerankRequest):
 
     @model_validator(mode="after")
     def _of_one_api(self) -> RerankRequest:
-        check_rules(self, _RERANK_RULES)
+        request_model.check_rules(self, _RERANK_RULES)
         for name, other in (("raw_scores", "use_activation"), ("truncate", "truncate_prompt_tokens")):
             if getattr(self, name) is not None and other in self.model_fields_set:
                 raise refuse(f"{name} and {other} are one setting, give one of them", name)

@@ -128,7 +128,6 @@ class McpTool(RequestModel):
         return self.require_approval == "always"
 
     def settings(self) -> ServerSettings:
-        """The settings with which server_url is reached."""
         assert self.server_url is not None
         headers = {name: text.get_secret_value() for name, text in (self.headers or {}).items()}
         if self.authorization is not None:

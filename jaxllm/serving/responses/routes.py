@@ -13,27 +13,9 @@ from jaxllm.serving.call import open_call
 from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.route import EventStream, JSONRoute, until_disconnect
+from jaxllm.serving.responses import objects
+from jaxllm.serving.responses import request as bodies
 from jaxllm.serving.responses.items import Item
-from jaxllm.serving.responses.objects import (
-    EVENTS,
-    RUNNING,
-    DeletedConversation,
-    DeletedResponse,
-    InputTokens,
-    ItemList,
-    ListedItem,
-    Response,
-    StoredConversation,
-    listed,
-)
-from jaxllm.serving.responses.request import (
-    ConversationItemsRequest,
-    ConversationRequest,
-    ConversationUpdate,
-    Includable,
-    InputTokensRequest,
-    ResponseRequest,
-)
 from jaxllm.serving.responses.service import Responses
 from jaxllm.serving.state import ServerState
 
@@ -46,18 +28,17 @@ After = Annotated[str | None, Query(description="The id of the item after which 
 Limit = Annotated[int, Query(ge=1, le=MAX_PAGE, description="Most items on a page.")]
 OrderQuery = Annotated[Literal["asc", "desc"], Query(description="asc is oldest first, desc newest first.")]
 Include = Annotated[
-    list[Includable] | None,
+    list[bodies.Includable] | None,
     Query(alias="include[]", description="Accepted, without effect: items are returned with all that was kept."),
 ]
 
 
-@router.post("/responses", responses=returns(Response, events=EVENTS.values()))
-async def create_response(body: ResponseRequest, request: Request) -> HTTPResponse:
+@router.post("/responses", responses=returns(objects.Response, events=objects.EVENTS.values()))
+async def create_response(body: bodies.ResponseRequest, request: Request) -> HTTPResponse:
     """Answer an input, and what it continues, with text or function calls."""
-    state: ServerState = request.app.state.server
     responses = _responses(request)
-    keep_alive = state.config.sse_keep_alive
     call = await open_call(request, body.model, keep_alive=body.keep_alive, stream=body.stream)
+    keep_alive = call.state.config.sse_keep_alive
     run = await responses.prepare(body, call)
     if body.background:
         begun = await responses.background.start(run)
@@ -72,14 +53,14 @@ async def create_response(body: ResponseRequest, request: Request) -> HTTPRespon
     return json_response(response, request_id=response.id)
 
 
-@router.post("/responses/input_tokens", responses=returns(InputTokens))
-async def count_input_tokens(body: InputTokensRequest, request: Request) -> HTTPResponse:
+@router.post("/responses/input_tokens", responses=returns(objects.InputTokens))
+async def count_input_tokens(body: bodies.InputTokensRequest, request: Request) -> HTTPResponse:
     """The number of tokens that the prompt of a response would have."""
     call = await open_call(request, body.model)
-    return json_response(InputTokens(await _responses(request).count_tokens(body, call)))
+    return json_response(objects.InputTokens(await _responses(request).count_tokens(body, call)))
 
 
-@router.get("/responses/{response_id}", responses=returns(Response, events=EVENTS.values()))
+@router.get("/responses/{response_id}", responses=returns(objects.Response, events=objects.EVENTS.values()))
 async def retrieve_response(
     response_id: str,
     request: Request,
@@ -108,14 +89,14 @@ async def retrieve_response(
     return EventStream(response_id, _replay(events, after))
 
 
-@router.delete("/responses/{response_id}", responses=returns(DeletedResponse))
+@router.delete("/responses/{response_id}", responses=returns(objects.DeletedResponse))
 async def delete_response(response_id: str, request: Request) -> HTTPResponse:
     """Forget a stored response; one that runs in the background is stopped."""
     await _responses(request).background.delete(response_id, tenant_of(request).name)
-    return json_response(DeletedResponse(response_id))
+    return json_response(objects.DeletedResponse(response_id))
 
 
-@router.post("/responses/{response_id}/cancel", responses=returns(Response))
+@router.post("/responses/{response_id}/cancel", responses=returns(objects.Response))
 async def cancel_response(response_id: str, request: Request) -> HTTPResponse:
     """Stop a background response; one that has ended stays as it is."""
     responses = _responses(request)
@@ -123,12 +104,12 @@ async def cancel_response(response_id: str, request: Request) -> HTTPResponse:
     if not response.background:
         message = f"{response_id} was not created with background; only such responses can be cancelled"
         raise APIError(400, message, param="response_id", code="not_background")
-    if response.status in RUNNING:
+    if response.status in objects.RUNNING:
         response = await responses.background.cancel(response_id)
     return json_response(response, request_id=response_id)
 
 
-@router.get("/responses/{response_id}/input_items", responses=returns(ItemList))
+@router.get("/responses/{response_id}/input_items", responses=returns(objects.ItemList))
 async def list_input_items(
     response_id: str,
     request: Request,
@@ -142,47 +123,45 @@ async def list_input_items(
     return json_response(page(items, after=after, limit=limit, order=order))
 
 
-@conversations_router.post("/conversations", responses=returns(StoredConversation))
-async def create_conversation(body: ConversationRequest, request: Request) -> HTTPResponse:
+@conversations_router.post("/conversations", responses=returns(objects.StoredConversation))
+async def create_conversation(body: bodies.ConversationRequest, request: Request) -> HTTPResponse:
     """Begin a conversation, empty or with items."""
-    items = [item.item() for item in body.items]
-    return json_response(
-        await _responses(request).conversations.create(body.metadata or {}, items, tenant_of(request).name)
-    )
+    items, owner = [item.item() for item in body.items], tenant_of(request).name
+    return json_response(await _responses(request).conversations.create(body.metadata or {}, items, owner))
 
 
-@conversations_router.get("/conversations/{conversation_id}", responses=returns(StoredConversation))
+@conversations_router.get("/conversations/{conversation_id}", responses=returns(objects.StoredConversation))
 async def retrieve_conversation(conversation_id: str, request: Request) -> HTTPResponse:
     """A conversation, without its items."""
     return json_response(await _responses(request).conversations.get(conversation_id, tenant_of(request).name))
 
 
-@conversations_router.post("/conversations/{conversation_id}", responses=returns(StoredConversation))
-async def update_conversation(conversation_id: str, body: ConversationUpdate, request: Request) -> HTTPResponse:
+@conversations_router.post("/conversations/{conversation_id}", responses=returns(objects.StoredConversation))
+async def update_conversation(conversation_id: str, body: bodies.ConversationUpdate, request: Request) -> HTTPResponse:
     """Replace a conversation's metadata."""
     owner = tenant_of(request).name
     return json_response(await _responses(request).conversations.update(conversation_id, body.metadata, owner))
 
 
-@conversations_router.delete("/conversations/{conversation_id}", responses=returns(DeletedConversation))
+@conversations_router.delete("/conversations/{conversation_id}", responses=returns(objects.DeletedConversation))
 async def delete_conversation(conversation_id: str, request: Request) -> HTTPResponse:
     """Forget a conversation and its items; responses that belonged to it stay."""
     await _responses(request).conversations.delete(conversation_id, tenant_of(request).name)
-    return json_response(DeletedConversation(conversation_id))
+    return json_response(objects.DeletedConversation(conversation_id))
 
 
-@conversations_router.post("/conversations/{conversation_id}/items", responses=returns(ItemList))
+@conversations_router.post("/conversations/{conversation_id}/items", responses=returns(objects.ItemList))
 async def create_items(
-    conversation_id: str, body: ConversationItemsRequest, request: Request, include: Include = None
+    conversation_id: str, body: bodies.ConversationItemsRequest, request: Request, include: Include = None
 ) -> HTTPResponse:
     """Put items at a conversation's end."""
     owner = tenant_of(request).name
     items = await _responses(request).conversations.add(conversation_id, [item.item() for item in body.items], owner)
-    shown = [listed(item) for item in items]
-    return json_response(ItemList(shown, shown[0].id, shown[-1].id, has_more=False))
+    shown = [objects.listed(item) for item in items]
+    return json_response(objects.ItemList(shown, shown[0].id, shown[-1].id, has_more=False))
 
 
-@conversations_router.get("/conversations/{conversation_id}/items", responses=returns(ItemList))
+@conversations_router.get("/conversations/{conversation_id}/items", responses=returns(objects.ItemList))
 async def list_items(
     conversation_id: str,
     request: Request,
@@ -196,14 +175,17 @@ async def list_items(
     return json_response(page(items, after=after, limit=limit, order=order))
 
 
-@conversations_router.get("/conversations/{conversation_id}/items/{item_id}", responses=returns(ListedItem))
+@conversations_router.get("/conversations/{conversation_id}/items/{item_id}", responses=returns(objects.ListedItem))
 async def retrieve_item(conversation_id: str, item_id: str, request: Request, include: Include = None) -> HTTPResponse:
     """One item of a conversation."""
     owner = tenant_of(request).name
-    return json_response(listed(await _responses(request).conversations.item_of(conversation_id, item_id, owner)))
+    item = await _responses(request).conversations.item_of(conversation_id, item_id, owner)
+    return json_response(objects.listed(item))
 
 
-@conversations_router.delete("/conversations/{conversation_id}/items/{item_id}", responses=returns(StoredConversation))
+@conversations_router.delete(
+    "/conversations/{conversation_id}/items/{item_id}", responses=returns(objects.StoredConversation)
+)
 async def delete_item(conversation_id: str, item_id: str, request: Request) -> HTTPResponse:
     """Take an item out of a conversation."""
     owner = tenant_of(request).name
@@ -214,7 +196,7 @@ def _responses(request: Request) -> Responses:
     return request.app.state.responses
 
 
-def page(items: Sequence[Item], *, after: str | None, limit: int, order: str) -> ItemList:
+def page(items: Sequence[Item], *, after: str | None, limit: int, order: str) -> objects.ItemList:
     """Part of `items`, which are oldest first. Raises 404 when none has the id `after`."""
     ordered = list(items) if order == "asc" else list(reversed(items))
     start = 0
@@ -224,9 +206,10 @@ def page(items: Sequence[Item], *, after: str | None, limit: int, order: str) ->
             raise APIError(404, f"after is {after!r}; no item of this list has that id", param="after")
     shown = ordered[start : start + limit]
     first_id, last_id = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
-    return ItemList([listed(item) for item in shown], first_id, last_id, has_more=start + limit < len(ordered))
+    return objects.ItemList(
+        [objects.listed(item) for item in shown], first_id, last_id, has_more=start + limit < len(ordered)
+    )
 
 
 async def _replay(events: bytes, after: int) -> AsyncIterator[list[bytes]]:
-    """The events of a stored stream after number `after`."""
     yield [event + b"\n\n" for event in events.split(b"\n\n")[after + 1 : -1]]

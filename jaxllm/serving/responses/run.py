@@ -45,13 +45,14 @@ class Replies:
     async def begin(self, offer: Offer, output: Sequence[Item], num_generated: int) -> Reply:
         """The reply to the request and to the response's `output` since, which has taken `num_generated` tokens.
 
-        With truncation auto it is to as many of the latest turns as fit. A server that is stopping still answers.
-        Raises InvalidRequestError naming the field; ContextLengthError where the prompt does not fit.
+        Raises InvalidRequestError naming the field; ContextLengthError where the prompt does not fit, even cut.
         """
         context = [*self.context, *output]
         settings = generation_settings(self.body)
         if output:
-            settings = _what_is_left(settings, num_generated)
+            most = None if settings.max_tokens is None else settings.max_tokens - num_generated
+            sampling = {name: value for name, value in settings.sampling.items() if name != "min_tokens"}
+            settings = replace(settings, sampling=sampling, max_tokens=most, cut_to_context=True)
         try:
             return await self._reply(context, offer, settings)
         except ContextLengthError as error:
@@ -85,19 +86,8 @@ class Replies:
         return Translation(self.body, context, self.own, offer, list(self.call.model.special_tokens))
 
 
-def _what_is_left(settings: GenerationSettings, num_generated: int) -> GenerationSettings:
-    """The bounds on tokens once a response has generated some."""
-    most = None if settings.max_tokens is None else settings.max_tokens - num_generated
-    sampling = {name: value for name, value in settings.sampling.items() if name != "min_tokens"}
-    return replace(settings, sampling=sampling, max_tokens=most, cut_to_context=True)
-
-
 class ResponseRun(ReplyLoop[Iterable[ResponseEvent], OutputMcpCall]):
-    """An async context: entering begins the first turn, so that what is refused is refused there; leaving ends all.
-
-    It ends where a reply calls no tool of a server's, or asks the client for something: to run a function, or to
-    approve a call. Calls beyond the limit are refused, and then no such tools are offered any more.
-    """
+    """An async context: entering begins the first turn, so that what is refused is refused there; leaving ends all."""
 
     silence = ()
 
@@ -157,10 +147,9 @@ class ResponseRun(ReplyLoop[Iterable[ResponseEvent], OutputMcpCall]):
         return self.response
 
     async def events(self, keep_alive: float | None = None) -> AsyncIterator[list[bytes]]:
-        """Server-sent events as they come, an empty list after `keep_alive` seconds of silence.
+        """Server-sent events as they come, an empty list after `keep_alive` seconds of silence; errors become events.
 
-        What stops the generation, or keeps the response from being stored, becomes an error event and a failed
-        response. The last event follows the store, so that whoever has seen it finds the response there.
+        The last event follows the store, so that whoever has seen it finds the response there.
         """
         writer = self._writer
         yield self._note([server_sent(event) for event in writer.open()])
@@ -226,7 +215,6 @@ class ResponseRun(ReplyLoop[Iterable[ResponseEvent], OutputMcpCall]):
         return refused(f"no call is left: max_tool_calls is {self.most_calls}")
 
     async def _happenings(self, keep_alive: float | None = None) -> AsyncGenerator[Iterable[ResponseEvent], None]:
-        """Events as they happen; see EventWriter. Nothing after `keep_alive` seconds of silence."""
         told = [item for item in self.replies.context if item["type"] == "mcp_list_tools" and item["error"] is None]
         listed = {item["server_label"] for item in told}
         for listing in self._toolbox.listings:

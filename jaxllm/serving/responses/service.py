@@ -181,7 +181,6 @@ class Responses:
         return len(rendered.token_ids)
 
     async def _toolbox(self, body: PromptFields, model: ServedModel) -> Toolbox:
-        """The request's tools, settled: without any, those of the configured servers, as functions."""
         if "tools" not in body.model_fields_set:
             body.tools = [
                 FunctionTool(type="function", name=tool.name, description=tool.description, parameters=tool.parameters)

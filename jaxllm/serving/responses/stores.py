@@ -6,19 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 import msgspec
-from sqlalchemy import (
-    BigInteger,
-    Float,
-    ForeignKey,
-    LargeBinary,
-    String,
-    UniqueConstraint,
-    delete,
-    exists,
-    or_,
-    select,
-    update,
-)
+import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, aliased, mapped_column
 
@@ -30,10 +18,7 @@ from jaxllm.serving.store.database import Base, Database, Owned
 LEASE_SECONDS = 60.0
 """A background response whose server has not said for so long that it still runs is failed."""
 
-_response_decoder = msgspec.json.Decoder(Response)
-
 _item_decoder = msgspec.json.Decoder(Item)
-_metadata_decoder = msgspec.json.Decoder(dict[str, str])
 
 
 class ResponseRow(Owned, Base):
@@ -41,14 +26,14 @@ class ResponseRow(Owned, Base):
 
     __tablename__ = "responses"
 
-    id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    status: Mapped[str] = mapped_column(String(16))
-    created_at: Mapped[int] = mapped_column(BigInteger, index=True, server_default="0")
-    previous_response_id: Mapped[str | None] = mapped_column(String(64), index=True)
-    body: Mapped[bytes] = mapped_column(LargeBinary)
-    events: Mapped[bytes | None] = mapped_column(LargeBinary)
+    id: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
+    status: Mapped[str] = mapped_column(sa.String(16))
+    created_at: Mapped[int] = mapped_column(sa.BigInteger, index=True, server_default="0")
+    previous_response_id: Mapped[str | None] = mapped_column(sa.String(64), index=True)
+    body: Mapped[bytes] = mapped_column(sa.LargeBinary)
+    events: Mapped[bytes | None] = mapped_column(sa.LargeBinary)
     """Its stream, of responses created with background and stream."""
-    alive_until: Mapped[float | None] = mapped_column(Float)
+    alive_until: Mapped[float | None] = mapped_column(sa.Float)
 
 
 class ResponseItemRow(Base):
@@ -56,18 +41,15 @@ class ResponseItemRow(Base):
 
     __tablename__ = "response_items"
 
-    response_id: Mapped[str] = mapped_column(ForeignKey("responses.id", ondelete="CASCADE"), primary_key=True)
+    response_id: Mapped[str] = mapped_column(sa.ForeignKey("responses.id", ondelete="CASCADE"), primary_key=True)
     position: Mapped[int] = mapped_column(primary_key=True)
-    item_id: Mapped[str] = mapped_column(String(128), index=True)
+    item_id: Mapped[str] = mapped_column(sa.String(128), index=True)
     is_output: Mapped[bool]
-    body: Mapped[bytes] = mapped_column(LargeBinary)
+    body: Mapped[bytes] = mapped_column(sa.LargeBinary)
 
 
 class ResponseStore:
-    """The stored responses; every method is one transaction.
-
-    Where a method takes an `owner`, responses of others are not there.
-    """
+    """The stored responses; every method is one transaction. Responses of others than an `owner` are not there."""
 
     def __init__(self, database: Database):
         self._database = database
@@ -84,15 +66,12 @@ class ResponseStore:
     async def finish(
         self, response: Response, input_items: Sequence[Item], owner: str | None, events: bytes | None = None
     ) -> None:
-        """Keep a response that has ended, and add its items to its conversation.
-
-        Nothing is kept when it had been kept by `begin` and has been cancelled or deleted since.
-        """
+        """Keep a response that has ended, and its items, unless it was cancelled or deleted since it was begun."""
         output = msgspec.to_builtins(response.output)
         async with self._database.transaction() as session:
             if response.background:
                 ended = (
-                    update(ResponseRow)
+                    sa.update(ResponseRow)
                     .where(ResponseRow.id == response.id, ResponseRow.status.in_(RUNNING))
                     .values(status=response.status, body=msgspec.json.encode(response), events=events, alive_until=None)
                 )
@@ -109,7 +88,7 @@ class ResponseStore:
 
     async def get(self, response_id: str, owner: str | None) -> Response:
         """Raises 404 for an unknown id."""
-        return _response_decoder.decode((await self._row(response_id, owner)).body)
+        return msgspec.json.decode((await self._row(response_id, owner)).body, type=Response)
 
     async def events(self, response_id: str, owner: str | None) -> bytes | None:
         """The whole stream of a response that has ended. Raises 404 for an unknown id."""
@@ -121,7 +100,7 @@ class ResponseStore:
             row = await session.get(ResponseRow, response_id, with_for_update=True)
             if row is None:
                 raise _not_found(response_id)
-            response = _response_decoder.decode(row.body)
+            response = msgspec.json.decode(row.body, type=Response)
             if row.status in RUNNING:
                 response = msgspec.structs.replace(response, status=status, error=error)
                 row.status, row.body, row.alive_until = status, msgspec.json.encode(response), None
@@ -133,19 +112,16 @@ class ResponseStore:
             await session.delete(await _find_response(session, response_id, owner))
 
     async def delete_before(self, time_of: int, most: int) -> int:
-        """Forget up to `most` responses that were made before that time; how many there were.
-
-        One that still runs stays, and so does one that another continues: that is deleted first, once it is old too.
-        """
+        """Forget up to `most` responses made before that time that neither run nor are continued; returns how many."""
         later = aliased(ResponseRow)
-        old = select(ResponseRow.id).where(
+        old = sa.select(ResponseRow.id).where(
             ResponseRow.created_at < time_of,
-            or_(ResponseRow.status.not_in(RUNNING), ResponseRow.alive_until < time.time()),
-            ~exists().where(later.previous_response_id == ResponseRow.id),
+            sa.or_(ResponseRow.status.not_in(RUNNING), ResponseRow.alive_until < time.time()),
+            ~sa.exists().where(later.previous_response_id == ResponseRow.id),
         )
         async with self._database.transaction() as session:
             ids = (await session.scalars(old.limit(most))).all()
-            await session.execute(delete(ResponseRow).where(ResponseRow.id.in_(ids)))
+            await session.execute(sa.delete(ResponseRow).where(ResponseRow.id.in_(ids)))
         return len(ids)
 
     async def renew(self, response_ids: Iterable[str]) -> set[str]:
@@ -153,8 +129,8 @@ class ResponseStore:
         wanted = set(response_ids)
         running = ResponseRow.id.in_(wanted) & ResponseRow.status.in_(RUNNING)
         async with self._database.transaction() as session:
-            await session.execute(update(ResponseRow).where(running).values(alive_until=time.time() + LEASE_SECONDS))
-            return wanted - set(await session.scalars(select(ResponseRow.id).where(running)))
+            await session.execute(sa.update(ResponseRow).where(running).values(alive_until=time.time() + LEASE_SECONDS))
+            return wanted - set(await session.scalars(sa.select(ResponseRow.id).where(running)))
 
     async def input_items(self, response_id: str, owner: str | None) -> list[Item]:
         """The items of the responses that it continues, back to one that was deleted, and its own. Raises 404."""
@@ -162,10 +138,7 @@ class ResponseStore:
         return [item for item, own_output in items if not own_output]
 
     async def history(self, response_id: str, owner: str | None) -> list[Item]:
-        """The items with which a response begins that continues this one.
-
-        Raises 404 for an unknown id and 400 when this response, or one that it continues, cannot be continued.
-        """
+        """A response and all before it, for one that continues it. Raises 404, or 400 where it cannot be continued."""
         response = await self.get(response_id, owner)
         if response.status in RUNNING:
             message = f"previous_response_id is {response_id!r}, which is still {response.status}"
@@ -178,29 +151,23 @@ class ResponseStore:
 
     async def item(self, item_id: str, owner: str | None) -> Item | None:
         """The latest stored item of that id."""
-        own = select(ResponseItemRow.body).join(ResponseRow).where(ResponseRow.owner == owner)
+        own = sa.select(ResponseItemRow.body).join(ResponseRow).where(ResponseRow.owner == owner)
         async with self._database.session() as session:
             found = await session.scalar(own.where(ResponseItemRow.item_id == item_id).limit(1))
         return None if found is None else _item_decoder.decode(found)
 
     async def _items(self, response_id: str, owner: str | None) -> tuple[list[tuple[Item, bool]], str | None]:
-        """Items of a response and all it continues, oldest first; true marks the response's own output.
-
-        The second value is the id at which the chain is broken by a deletion.
-        """
-        first = select(ResponseRow.id, ResponseRow.previous_response_id).where(
-            ResponseRow.id == response_id, ResponseRow.owner == owner
-        )
-        chain = first.cte("chain", recursive=True)
+        """All items, oldest first, true for the response's own output; and the deleted id where the chain breaks."""
+        own = ResponseRow.id == response_id, ResponseRow.owner == owner
+        chain = sa.select(ResponseRow.id, ResponseRow.previous_response_id).where(*own).cte("chain", recursive=True)
         earlier = aliased(ResponseRow)
-        chain = chain.union(
-            select(earlier.id, earlier.previous_response_id).where(earlier.id == chain.c.previous_response_id)
-        )
+        links = sa.select(earlier.id, earlier.previous_response_id)
+        chain = chain.union(links.where(earlier.id == chain.c.previous_response_id))
         async with self._database.session() as session:
-            previous = {row.id: row.previous_response_id for row in await session.execute(select(chain))}
+            previous = {row.id: row.previous_response_id for row in await session.execute(sa.select(chain))}
             rows = await session.scalars(
-                select(ResponseItemRow)
-                .where(ResponseItemRow.response_id.in_(select(chain.c.id)))
+                sa.select(ResponseItemRow)
+                .where(ResponseItemRow.response_id.in_(sa.select(chain.c.id)))
                 .order_by(ResponseItemRow.position)
             )
             by_response: dict[str, list[ResponseItemRow]] = {}
@@ -265,11 +232,11 @@ def _item_rows(response_id: str, items: Sequence[Item], position: int, *, is_out
 class ConversationRow(Owned, Base):
     __tablename__ = "conversations"
 
-    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    id: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
     created_at: Mapped[int]
-    used_at: Mapped[int] = mapped_column(BigInteger, index=True, server_default="0")
+    used_at: Mapped[int] = mapped_column(sa.BigInteger, index=True, server_default="0")
     """When it was made, changed, or given its last item."""
-    attached: Mapped[bytes] = mapped_column(LargeBinary)
+    attached: Mapped[bytes] = mapped_column(sa.LargeBinary)
     """The metadata, as JSON."""
 
 
@@ -277,19 +244,16 @@ class ConversationItemRow(Base):
     """One item, which goes with its conversation; `number` is their order."""
 
     __tablename__ = "conversation_items"
-    __table_args__ = (UniqueConstraint("conversation_id", "item_id"),)
+    __table_args__ = (sa.UniqueConstraint("conversation_id", "item_id"),)
 
     number: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
-    conversation_id: Mapped[str] = mapped_column(ForeignKey("conversations.id", ondelete="CASCADE"), index=True)
-    item_id: Mapped[str] = mapped_column(String(128), index=True)
-    body: Mapped[bytes] = mapped_column(LargeBinary)
+    conversation_id: Mapped[str] = mapped_column(sa.ForeignKey("conversations.id", ondelete="CASCADE"), index=True)
+    item_id: Mapped[str] = mapped_column(sa.String(128), index=True)
+    body: Mapped[bytes] = mapped_column(sa.LargeBinary)
 
 
 class ConversationStore:
-    """The stored conversations; every method is one transaction and raises 404 for an unknown id.
-
-    `owner` is whose conversations are meant: those of others are not there.
-    """
+    """The stored conversations of an `owner`; every method is one transaction and raises 404 for an unknown id."""
 
     def __init__(self, database: Database):
         self._database = database
@@ -320,9 +284,9 @@ class ConversationStore:
     async def delete_before(self, time_of: int, most: int) -> int:
         """Forget up to `most` conversations that were last used before that time; how many there were."""
         async with self._database.transaction() as session:
-            old = select(ConversationRow.id).where(ConversationRow.used_at < time_of).limit(most).with_for_update()
+            old = sa.select(ConversationRow.id).where(ConversationRow.used_at < time_of).limit(most).with_for_update()
             ids = (await session.scalars(old)).all()
-            await session.execute(delete(ConversationRow).where(ConversationRow.id.in_(ids)))
+            await session.execute(sa.delete(ConversationRow).where(ConversationRow.id.in_(ids)))
         return len(ids)
 
     async def add(self, conversation_id: str, items: Sequence[Item], owner: str | None) -> list[Item]:
@@ -336,7 +300,7 @@ class ConversationStore:
         async with self._database.session() as session:
             await _find(session, conversation_id, owner)
             bodies = await session.scalars(
-                select(ConversationItemRow.body)
+                sa.select(ConversationItemRow.body)
                 .where(ConversationItemRow.conversation_id == conversation_id)
                 .order_by(ConversationItemRow.number)
             )
@@ -344,7 +308,7 @@ class ConversationStore:
 
     async def item(self, item_id: str, owner: str | None) -> Item | None:
         """The item of that id in any of the owner's conversations."""
-        own = select(ConversationItemRow.body).join(ConversationRow).where(ConversationRow.owner == owner)
+        own = sa.select(ConversationItemRow.body).join(ConversationRow).where(ConversationRow.owner == owner)
         async with self._database.session() as session:
             body = await session.scalar(own.where(ConversationItemRow.item_id == item_id).limit(1))
         return None if body is None else _item_decoder.decode(body)
@@ -368,12 +332,8 @@ async def append_items(session: AsyncSession, conversation_id: str, items: Seque
         return []
     conversation.used_at = int(time.time())
     ids = [item["id"] for item in items]
-    known = await session.scalars(
-        select(ConversationItemRow.item_id).where(
-            ConversationItemRow.conversation_id == conversation_id, ConversationItemRow.item_id.in_(ids)
-        )
-    )
-    taken = set(known)
+    of, named = ConversationItemRow.conversation_id == conversation_id, ConversationItemRow.item_id.in_(ids)
+    taken = set(await session.scalars(sa.select(ConversationItemRow.item_id).where(of, named)))
     kept = []
     for item in items:
         fresh = item if item["id"] not in taken else item | {"id": new_id(item["id"].partition("_")[0])}
@@ -399,7 +359,7 @@ async def _find(
 
 async def _find_item(session: AsyncSession, conversation_id: str, item_id: str) -> ConversationItemRow:
     of, named = ConversationItemRow.conversation_id == conversation_id, ConversationItemRow.item_id == item_id
-    row = await session.scalar(select(ConversationItemRow).where(of, named))
+    row = await session.scalar(sa.select(ConversationItemRow).where(of, named))
     if row is None:
         message = f"conversation {conversation_id!r} has no item {item_id!r}"
         raise APIError(404, message, param="item_id", code="item_not_found")
@@ -407,4 +367,4 @@ async def _find_item(session: AsyncSession, conversation_id: str, item_id: str) 
 
 
 def _conversation(row: ConversationRow) -> StoredConversation:
-    return StoredConversation(row.id, row.created_at, _metadata_decoder.decode(row.attached))
+    return StoredConversation(row.id, row.created_at, msgspec.json.decode(row.attached, type=dict[str, str]))

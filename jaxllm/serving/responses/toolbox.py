@@ -54,11 +54,9 @@ class Listing:
 
 
 class Toolbox:
-    """The servers in a request's tools, each with those of its tools that are allowed.
+    """The allowed tools of the servers in a request's tools; `open` connects to its own servers, `aclose` leaves them.
 
-    Servers of the request's own are connected to by `open` and left by `aclose`. One that cannot be reached has a
-    listing that says so, and no tools. Raises InvalidRequestError where no configured server has the label, or the
-    request may not bring a server of its own.
+    Raises InvalidRequestError where no configured server has the label, or the request may not bring its own.
     """
 
     def __init__(self, state: ServerState, model: ServedModel, body: PromptFields):
@@ -74,7 +72,11 @@ class Toolbox:
         num_brought = 0
         for at, asked in self._wanted.items():
             if asked.server_url is None:
-                self._servers[asked.server_label] = _configured(state, asked.server_label, at)
+                label, servers = asked.server_label, state.tool_servers.servers
+                if label not in servers:
+                    known = f"this server has {', '.join(servers)}" if servers else "this server has none"
+                    raise InvalidRequestError([Field("tools", at, "server_label"), f" is {label!r}; {known}"])
+                self._servers[label] = servers[label]
                 continue
             num_brought += 1
             field = Field("tools", at, "server_url")
@@ -129,19 +131,10 @@ class Toolbox:
         self.by_name[name] = one
 
 
-def _configured(state: ServerState, label: str, at: int) -> ToolServer:
-    servers = state.tool_servers.servers
-    if label not in servers:
-        known = f"this server has {', '.join(servers)}" if servers else "this server has none"
-        raise InvalidRequestError([Field("tools", at, "server_label"), f" is {label!r}; {known}"])
-    return servers[label]
-
-
 def approved_calls(context: Sequence[Item], own: Sequence[Item], labels: Collection[str]) -> list[Item]:
     """The approval requests in `context` that `own`, its end, approves, and that have not been run since.
 
-    Raises InvalidRequestError where an answer has no request before it, is the second one, or approves a call of a
-    server that is not in `labels`.
+    Raises InvalidRequestError where an answer has no request, is the second one, or is of a server not in `labels`.
     """
     requests: dict[str, Item] = {}
     answered: set[str] = set()
@@ -210,12 +203,8 @@ def check_choice(body: PromptFields) -> None:
 def make_offer(body: PromptFields, toolbox: Toolbox, *, forces: bool, runs: bool) -> Offer:
     """The tools that one turn offers, and whether one must be called.
 
-    Args:
-        forces: tool_choice still holds where it asks for a call; once servers' tools have run the model decides, or it
-            would call for ever.
-        runs: this server may still call tools; without it only functions are offered.
-
-    Raises InvalidRequestError or APIError where there are too many tools, or none of those that must be called.
+    Without `forces`, once servers' tools have run, the model decides; else it would call for ever. Without `runs` only
+    functions are offered. Raises InvalidRequestError or APIError for too many tools, or none where one must be called.
     """
     choice = body.tool_choice
     if choice == "none":

@@ -8,15 +8,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxllm.chat.conversation import (
-    Call,
-    Conversation,
-    Message,
-    Rendering,
-    known_arguments,
-    parse_arguments,
-    thinking_variables,
-)
+from jaxllm.chat import conversation
+from jaxllm.chat.conversation import Call, Conversation, Message, Rendering, thinking_variables
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.mcp.tools import ToolResult, as_data, full_name
 from jaxllm.requests.structured_outputs import StructuredOutputs
@@ -37,10 +30,7 @@ class Spoken:
     has_text: bool = False
 
     def begins_anew(self, kind: str, *, answered: bool) -> bool:
-        """Say whether an item of the model's starts a message of its own after this one.
-
-        Reasoning comes before text, text before calls; calls that have not been `answered` keep what follows them.
-        """
+        """Say whether an item of this kind starts a message. Calls keep what follows them until they are `answered`."""
         if self.message.calls:
             return answered
         if kind == "reasoning":
@@ -58,19 +48,18 @@ class Spoken:
                 message.text = _after(message.text, _text(item["content"]))
                 self.has_text = True
             case "function_call":
-                arguments = parse_arguments(item["arguments"], Field("input"))
+                arguments = conversation.parse_arguments(item["arguments"], Field("input"))
                 message.calls.append(Call(item["call_id"], item["name"], arguments))
             case "mcp_call" | "mcp_approval_request":
                 name = full_name(item["server_label"], item["name"])
-                message.calls.append(Call(_call_id(item), name, known_arguments(item["arguments"])))
+                message.calls.append(Call(_call_id(item), name, conversation.known_arguments(item["arguments"])))
 
 
 def spoken(items: Sequence[Item], special_tokens: Collection[str] = ()) -> list[Spoken]:
     """Reasoning, text and calls that follow each other are one assistant's message; each output is a tool's message.
 
     The calls that the server made bring their outputs along: [mcp_call A, mcp_call B] are assistant, tool, assistant,
-    tool. Outputs are told as data, in which the model's `special_tokens` mean nothing.
-    Raises InvalidRequestError where calls of functions and their outputs do not belong together.
+    tool. Raises InvalidRequestError where calls of functions and their outputs do not belong together.
     """
     calls = ("function_call", "mcp_call")  # max_output_tokens may end one in its middle, which no template renders
     shown = [item for item in items if not (item["type"] in calls and item["status"] == "incomplete")]
@@ -140,7 +129,7 @@ class _Transcript:
         answer.join(item)
 
     def _outcome(self, item: Item) -> str | None:
-        """The words in which the model is told of a call's outcome; None where a later call tells it."""
+        """None where a later call tells the outcome."""
         if item["type"] == "mcp_call":
             error = item["error"]
             output = item["output"] or "" if error is None else _error_text(error)
@@ -198,11 +187,7 @@ def _check_calls(items: Sequence[Item]) -> None:
 
 
 class Translation:
-    """One request's way to a conversation, and the way back of the errors.
-
-    `context` is all that is said, oldest first; its end, `own`, is what the request itself brings, but for what the
-    response has put out by then.
-    """
+    """One request's way to a conversation, and back for errors; `own` is the part of `context` that it brings."""
 
     def __init__(
         self,
@@ -222,19 +207,21 @@ class Translation:
 
     def conversation(self) -> Conversation:
         """Raises InvalidRequestError: see `name`."""
-        said = spoken(self._context, self._special_tokens)
+        body, said = self._body, spoken(self._context, self._special_tokens)
         self._origins = [one.origin for one in said]
         messages = [one.message for one in said]
-        if self._body.instructions is not None:
+        if body.instructions is not None:
             self._origins.insert(0, None)
-            messages.insert(0, Message("system", self._body.instructions))
+            messages.insert(0, Message("system", body.instructions))
+        effort = body.reasoning.effort if body.reasoning is not None else None
+        budget = body.max_thinking_tokens if isinstance(body, ResponseRequest) else None
         return Conversation(
             messages=messages,
             tools=self._offer.tools,
             tool_choice=self._offer.choice,
-            parallel_tool_calls=self._body.parallel_tool_calls,
-            rendering=_rendering(self._body),
-            structured_outputs=_constraint(self._body),
+            parallel_tool_calls=body.parallel_tool_calls,
+            rendering=Rendering(variables=thinking_variables(None, effort, budget) | (body.chat_template_kwargs or {})),
+            structured_outputs=_constraint(body),
         )
 
     def name(self, place: Field) -> Field:
@@ -261,12 +248,6 @@ def generation_settings(body: ResponseRequest) -> GenerationSettings:
         priority=body.priority,
         cache_salt=body.cache_salt,
     )
-
-
-def _rendering(body: PromptFields) -> Rendering:
-    effort = body.reasoning.effort if body.reasoning is not None else None
-    budget = body.max_thinking_tokens if isinstance(body, ResponseRequest) else None
-    return Rendering(variables=thinking_variables(None, effort, budget) | (body.chat_template_kwargs or {}))
 
 
 def _constraint(body: PromptFields) -> StructuredOutputs | None:

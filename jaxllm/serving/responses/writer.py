@@ -16,29 +16,9 @@ from jaxllm.mcp.tools import ToolResult
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.openai.answers import ChatTokenLogprob, TokenBytes, chat_logprobs, timings
 from jaxllm.serving.request_metrics import Phases, Usage
+from jaxllm.serving.responses import objects
 from jaxllm.serving.responses.items import Item, ItemStatus, new_id
-from jaxllm.serving.responses.objects import (
-    EVENTS,
-    STOPPED,
-    IncompleteDetails,
-    InputTokensDetails,
-    ListedTool,
-    OutputFunctionCall,
-    OutputItem,
-    OutputMcpApprovalRequest,
-    OutputMcpCall,
-    OutputMcpListTools,
-    OutputMessage,
-    OutputReasoning,
-    OutputText,
-    OutputTokensDetails,
-    ReasoningText,
-    Response,
-    ResponseError,
-    ResponseEvent,
-    ResponseUsage,
-    SummaryText,
-)
+from jaxllm.serving.responses.objects import EVENTS, STOPPED, OutputItem, OutputMcpCall, Response, ResponseEvent
 from jaxllm.serving.responses.request import ResponseRequest
 from jaxllm.serving.responses.toolbox import Listing, OfferedTool
 
@@ -46,27 +26,20 @@ from jaxllm.serving.responses.toolbox import Listing, OfferedTool
 class EventWriter:
     """Fills `response` while it says what a stream must send.
 
-    Every method gives events that are to be encoded before the next is taken, for they show the response as it is
-    then; what is not taken is not done. One of the items that the model writes is open at a time. White space alone
-    opens no message: between reasoning, text and calls it is no text of its own.
-
-    Attributes:
-        calls: calls of servers' tools that wait to be run, or are running.
-        asks_client: the client has to run a function, or to approve a call, before the model goes on.
-        finish_reason: of the last reply: "stop", "tool_calls", "length", or what else ended it.
+    An event is to be encoded before the next is taken, for it shows the response as it is then; what is not taken is
+    not done. One item that the model writes is open at a time. White space alone opens no message.
     """
 
     def __init__(
-        self,
-        response: Response,
-        body: ResponseRequest,
-        token_bytes: TokenBytes,
-        offered: Mapping[str, OfferedTool],
+        self, response: Response, body: ResponseRequest, token_bytes: TokenBytes, offered: Mapping[str, OfferedTool]
     ):
         self.response = response
         self.calls: list[OutputMcpCall] = []
+        """Calls of servers' tools that wait to be run, or are running."""
         self.asks_client = False
+        """The client has to run a function, or to approve a call, before the model goes on."""
         self.finish_reason: str | None = None
+        """Of the last reply."""
         self._body = body
         self._token_bytes = token_bytes
         self._offered = offered
@@ -82,7 +55,6 @@ class EventWriter:
 
     @property
     def came_to_end(self) -> bool:
-        """True where the last reply is whole."""
         return self.finish_reason in ("stop", "tool_calls")
 
     def open(self) -> Iterator[ResponseEvent]:
@@ -93,12 +65,12 @@ class EventWriter:
         yield self._event("response.in_progress", response=self.response)
 
     def list_tools(self, listing: Listing) -> Iterator[ResponseEvent]:
-        item = OutputMcpListTools(id=new_id("mcpl"), server_label=listing.label, tools=[])
+        item = objects.OutputMcpListTools(id=new_id("mcpl"), server_label=listing.label, tools=[])
         yield self._begin_item(item)
         yield self._within(item, "response.mcp_list_tools.in_progress")
         item.error = listing.error
         item.tools = [
-            ListedTool(
+            objects.ListedTool(
                 name=tool.name, input_schema=tool.parameters, description=tool.description, annotations=tool.annotations
             )
             for tool in listing.tools
@@ -107,7 +79,6 @@ class EventWriter:
         yield self._end_item(item)
 
     def begin_approved(self, request: Item) -> Iterator[ResponseEvent]:
-        """The call that an approval request asked for."""
         label, name, arguments = request["server_label"], request["name"], request["arguments"]
         yield from self._whole_call(label, name, arguments, approved=request["id"])
 
@@ -128,7 +99,6 @@ class EventWriter:
                     yield from self._add_arguments(text)
 
     def end_reply(self) -> Iterator[ResponseEvent]:
-        """The reply is over; `calls` may have to be run."""
         if self._open is None and not self.response.output and self._held:
             yield from self._begin_message(self._held)
         yield from self._close("completed" if self.came_to_end else "incomplete")
@@ -136,7 +106,6 @@ class EventWriter:
         self._steps.clear()
 
     def end_call(self, call: OutputMcpCall, result: ToolResult) -> Iterator[ResponseEvent]:
-        """One of `calls` has given its result."""
         self.calls.remove(call)
         if result.error is None:
             call.status, call.output = "completed", result.text
@@ -153,7 +122,7 @@ class EventWriter:
         if self.came_to_end:
             response.status, response.completed_at = "completed", int(time.time())
         elif self.finish_reason == "length":
-            response.status, response.incomplete_details = "incomplete", IncompleteDetails("max_output_tokens")
+            response.status, response.incomplete_details = "incomplete", objects.IncompleteDetails("max_output_tokens")
         else:
             response.status, response.error = "failed", STOPPED
 
@@ -163,7 +132,7 @@ class EventWriter:
         self.finish_reason = "error"
         yield from self._close_all()
         code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
-        self.response.status, self.response.error = "failed", ResponseError(code, message)
+        self.response.status, self.response.error = "failed", objects.ResponseError(code, message)
         self.response.completed_at, self.response.incomplete_details = UNSET, None
         self._account(usage, phases)
         yield self._event("error", code=told["code"], message=message, param=told["param"])
@@ -175,7 +144,7 @@ class EventWriter:
         return event
 
     def _add_text(self, text: str) -> Iterator[ResponseEvent]:
-        if isinstance(self._open, OutputMessage):
+        if isinstance(self._open, objects.OutputMessage):
             yield self._say(self._open, text)
             return
         self._held += text
@@ -183,12 +152,12 @@ class EventWriter:
             yield from self._begin_message(self._held)
 
     def _begin_message(self, text: str) -> Iterator[ResponseEvent]:
-        message = OutputMessage(id=new_id("msg"), status="in_progress", content=[])
+        message = objects.OutputMessage(id=new_id("msg"), status="in_progress", content=[])
         yield from self._begin(message)
-        yield self._within(message, "response.content_part.added", part=OutputText(text=""))
+        yield self._within(message, "response.content_part.added", part=objects.OutputText(text=""))
         yield self._say(message, text)
 
-    def _say(self, message: OutputMessage, text: str) -> ResponseEvent:
+    def _say(self, message: objects.OutputMessage, text: str) -> ResponseEvent:
         """The text with the log-probabilities of all tokens since the last, whose text may have been held back."""
         self._texts.append(text)
         steps, self._steps = self._steps, []
@@ -199,13 +168,12 @@ class EventWriter:
 
     def _add_reasoning(self, text: str) -> Iterator[ResponseEvent]:
         summarizes, reasoning = self._body.summarizes, self._open
-        if not isinstance(reasoning, OutputReasoning):
-            reasoning = OutputReasoning(id=new_id("rs"), status="in_progress", summary=[], content=[])
+        if not isinstance(reasoning, objects.OutputReasoning):
+            reasoning = objects.OutputReasoning(id=new_id("rs"), status="in_progress", summary=[], content=[])
             yield from self._begin(reasoning)
-            if summarizes:
-                yield self._within(reasoning, "response.reasoning_summary_part.added", part=SummaryText(""))
-            else:
-                yield self._within(reasoning, "response.content_part.added", part=ReasoningText(""))
+            part = objects.SummaryText("") if summarizes else objects.ReasoningText("")
+            begun = "reasoning_summary_part" if summarizes else "content_part"
+            yield self._within(reasoning, f"response.{begun}.added", part=part)
         self._texts.append(text)
         kind = "reasoning_summary_text" if summarizes else "reasoning_text"
         yield self._within(reasoning, f"response.{kind}.delta", delta=text)
@@ -214,12 +182,16 @@ class EventWriter:
         offered = self._offered.get(name)
         if offered is None:
             yield from self._begin(
-                OutputFunctionCall(id=new_id("fc"), status="in_progress", call_id=call_id, name=name, arguments="")
+                objects.OutputFunctionCall(
+                    id=new_id("fc"), status="in_progress", call_id=call_id, name=name, arguments=""
+                )
             )
         elif offered.needs_approval:
             yield from self._close("completed")
             server, tool = offered.tool.server, offered.tool.name
-            self._open = OutputMcpApprovalRequest(id=new_id("mcpr"), server_label=server, name=tool, arguments="")
+            self._open = objects.OutputMcpApprovalRequest(
+                id=new_id("mcpr"), server_label=server, name=tool, arguments=""
+            )
             self._held = ""
         else:
             call = _mcp_call(offered.tool.server, offered.tool.name)
@@ -229,7 +201,7 @@ class EventWriter:
     def _add_arguments(self, text: str) -> Iterator[ResponseEvent]:
         self._texts.append(text)
         match self._open:
-            case OutputFunctionCall() as call:
+            case objects.OutputFunctionCall() as call:
                 yield self._within(call, "response.function_call_arguments.delta", delta=text)
             case OutputMcpCall() as call:
                 yield self._within(call, "response.mcp_call_arguments.delta", delta=text)
@@ -247,23 +219,23 @@ class EventWriter:
             case OutputMcpCall():
                 yield from self._close_call(item, text, status)
                 return
-            case OutputMcpApprovalRequest():
+            case objects.OutputMcpApprovalRequest():
                 yield from self._ask(item, text, status)
                 return
-            case OutputMessage():
-                part = OutputText(text=text, logprobs=logprobs)
+            case objects.OutputMessage():
+                part = objects.OutputText(text=text, logprobs=logprobs)
                 yield self._within(item, "response.output_text.done", text=text, logprobs=logprobs)
                 yield self._within(item, "response.content_part.done", part=part)
                 item.content = [part]
-            case OutputReasoning() if self._body.summarizes:
-                item.summary = [SummaryText(text)]
+            case objects.OutputReasoning() if self._body.summarizes:
+                item.summary = [objects.SummaryText(text)]
                 yield self._within(item, "response.reasoning_summary_text.done", text=text)
                 yield self._within(item, "response.reasoning_summary_part.done", part=item.summary[0])
-            case OutputReasoning():
-                item.content = [ReasoningText(text)]
+            case objects.OutputReasoning():
+                item.content = [objects.ReasoningText(text)]
                 yield self._within(item, "response.reasoning_text.done", text=text)
                 yield self._within(item, "response.content_part.done", part=item.content[0])
-            case OutputFunctionCall():
+            case objects.OutputFunctionCall():
                 item.arguments, self.asks_client = text, True
                 yield self._within(item, "response.function_call_arguments.done", name=item.name, arguments=text)
             case _:
@@ -280,7 +252,9 @@ class EventWriter:
             call.status = status
             yield self._end_item(call)
 
-    def _ask(self, request: OutputMcpApprovalRequest, arguments: str, status: ItemStatus) -> Iterator[ResponseEvent]:
+    def _ask(
+        self, request: objects.OutputMcpApprovalRequest, arguments: str, status: ItemStatus
+    ) -> Iterator[ResponseEvent]:
         """Ask for approval, unless there is nothing to approve of: a call that is cut off, or cannot be run."""
         if status == "completed" and _is_object(arguments):
             request.arguments, self.asks_client = arguments, True
@@ -307,11 +281,11 @@ class EventWriter:
             yield self._end_item(call)
 
     def _account(self, usage: Usage, phases: Phases) -> None:
-        self.response.usage = ResponseUsage(
+        self.response.usage = objects.ResponseUsage(
             input_tokens=usage.prompt_tokens,
-            input_tokens_details=InputTokensDetails(usage.cached_tokens),
+            input_tokens_details=objects.InputTokensDetails(usage.cached_tokens),
             output_tokens=usage.completion_tokens,
-            output_tokens_details=OutputTokensDetails(usage.reasoning_tokens),
+            output_tokens_details=objects.OutputTokensDetails(usage.reasoning_tokens),
             total_tokens=usage.prompt_tokens + usage.completion_tokens,
         )
         if self._body.timings_per_token:
