@@ -32,7 +32,7 @@ _settings = LogSettings()
 
 
 def settings() -> LogSettings:
-    """Those of this process; a process that never configured them has the defaults for those that it starts."""
+    """Those of this process."""
     return _settings
 
 

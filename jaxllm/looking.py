@@ -119,9 +119,8 @@ def trace(seconds: float) -> bytes:
 def profile(seconds: float) -> bytes:
     """A profile of all Python threads but the calling one, in pprof's format.
 
-    Each sample says how much time has passed since the one before it (wall) and, on Linux, for how much of that its
-    thread ran on a processor (cpu): most threads wait most of the time. C++ code in threads of its own is not seen; the
-    time that a Python thread spends in C++ belongs to the line that called it.
+    Each sample says how much time has passed since the one before (wall) and, on Linux, for how much of that its thread
+    ran on a processor (cpu). Time that a Python thread spends in C++ belongs to the line that called it.
     """
     began, start = time.time(), time.monotonic_ns()
     end, last = start + int(seconds * 1e9), start
@@ -198,10 +197,7 @@ def python_heap() -> bytes:
 
 
 def device_heap() -> bytes:
-    """Arrays and executables on the devices by where they were made, in pprof's format, as JAX writes it.
-
-    Raises InvalidRequestError if this process has no devices.
-    """
+    """Arrays and executables on the devices by where they were made, in pprof's format. Raises InvalidRequestError."""
     check_jax()
     import jax
 
@@ -209,7 +205,6 @@ def device_heap() -> bytes:
 
 
 def check_jax() -> None:
-    """Raises InvalidRequestError if this process does not run JAX."""
     if "jax" not in sys.modules:
         raise InvalidRequestError("this process does not use JAX; name one that does, as process=MODEL")
 

@@ -65,7 +65,6 @@ class PipedProcess:
         return self._process.poll()
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has ended within `seconds`."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -112,7 +111,6 @@ def ignore_signals() -> None:
 
 
 def _start(theirs: Connection, inherited: Sequence[int]) -> subprocess.Popen[bytes]:
-    """A process that has inherited the other end of a connection."""
     handle = theirs.fileno()
     line = _python(f"from jaxllm.own_process import enter; enter({handle})")
     if sys.platform == "win32":
@@ -146,8 +144,7 @@ _TOO_MUCH_TIME = -signal.SIGPROF if os.name == "posix" else None
 """That of one that has used more processor time than its answer may take."""
 
 STUCK_SECONDS = 120.0
-"""How long an answer may take by the clock where it has a limit of processor time: other programs may leave a process
-little of a processor, and one that waits for something uses none."""
+"""The time by the clock of an answer whose processor time is limited: it may wait, or get little of a processor."""
 
 _HEADER = struct.Struct("<Qdd")
 """The number of bytes that follow, and the limits of the answer."""
@@ -162,9 +159,8 @@ class Died(Exception):
 
 
 class AskedProcesses:
-    """At most `most` processes at once, started when they are needed. Any thread may ask, and waits while all are busy.
-
-    They end with `close`, with this object and with the program.
+    """At most `most` processes at once, started when needed, until `close`. Any thread may ask; it waits while all are
+    busy.
     """
 
     def __init__(self, module: str, *arguments: str, most: int = 1) -> None:
@@ -184,10 +180,8 @@ class AskedProcesses:
     def ask(self, *pieces: bytes, seconds: float = STUCK_SECONDS, processor_seconds: float = 0.0) -> bytes:
         """The answer to a question that comes in pieces; it may take `seconds`, the start of a process included.
 
-        It may take `processor_seconds` of processor time, which a busy machine does not change; 0 is no limit. Outside
-        POSIX systems they are not counted.
-
-        Where somebody kills the process meanwhile, as a system without memory does, another one is asked, once.
+        It may take `processor_seconds` of processor time, on POSIX systems; 0 is no limit. Where somebody kills the
+        process meanwhile, as a system without memory does, another one is asked, once.
 
         Raises:
             TimedOut: it takes longer, or more of the processor.
@@ -268,8 +262,6 @@ class AskedProcesses:
 
 
 class _Question:
-    """A question on its way: the process that it was given to until that has answered, and whether it was given up."""
-
     def __init__(self, lock: threading.Lock) -> None:
         self._lock = lock
         self.process: Process | None = None
@@ -300,8 +292,7 @@ def _end_all(processes: list[Process]) -> None:
 def answer_questions(answer: Callable[[bytes], bytes], memory_bytes: int, *, idle_seconds: float | None = None) -> None:
     """Answer what stdin asks, on stdout, until stdin closes: the whole work of a process of `AskedProcesses`.
 
-    The process ends when it needs more than `memory_bytes`, when one answer takes more processor time than it may, and
-    when nobody has asked for `idle_seconds`; outside POSIX systems none of these holds.
+    On POSIX systems it ends with too much memory or processor time, and after `idle_seconds` without a question.
     """
     if os.name == "posix":
         import resource

@@ -34,7 +34,6 @@ def watched_by(watcher: Watcher) -> Iterator[None]:
 
 
 def tell(doing: str, done: int = 0, total: int = 0) -> None:
-    """Say what this thread is doing now, to whoever watches it."""
     watcher = _watcher.get()
     if watcher is not None:
         watcher(doing, done, total)
@@ -42,7 +41,7 @@ def tell(doing: str, done: int = 0, total: int = 0) -> None:
 
 @cache
 def has_widgets() -> bool:
-    """Whether a notebook can show bars that move; without ipywidgets the libraries that draw them warn at each one."""
+    """Whether a notebook can show bars that move."""
     return find_spec("ipywidgets") is not None
 
 

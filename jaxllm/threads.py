@@ -30,7 +30,7 @@ FAILED, INTERRUPTED = 1, 130
 
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _main_frames: list[FrameType] = []
-"""The outermost frame of the main thread: it tells in the end how the program came to its end."""
+"""The outermost frame of the main thread: it tells how the program came to its end."""
 _noted: list[int] = []
 _stack_size = threading.Lock()
 
@@ -38,9 +38,8 @@ T = TypeVar("T")
 
 
 def start_thread(name: str, target: Callable[[], None], stack_bytes: int = 0) -> threading.Thread:
-    """A daemon thread that may call into XLA: an exit of the interpreter neither waits for it nor is harmed by it.
-
-    `stack_bytes` is the size of its stack, of which only what is used takes memory; 0 for the system's own.
+    """A daemon thread that may call into XLA; its stack of `stack_bytes` (0: the system's size) takes memory as it is
+    used.
     """
     if not _main_frames:
         frame = sys._current_frames()[threading.main_thread().ident]  # type: ignore[index]

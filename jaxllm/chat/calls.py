@@ -200,7 +200,6 @@ def named_objects(source: Source, writer: CallWriter, *, close: str) -> Scan[Non
 
 
 def _named_object(source: Source, writer: CallWriter) -> Scan[None]:
-    """{"NAME": {…}}."""
     with begun():
         yield from source.expect("{")
         name = yield from _quoted_name(source, writer)
@@ -252,7 +251,6 @@ def named_arguments(
 
 
 def line_call(source: Source, writer: CallWriter) -> Scan[None]:
-    """name, newline, {…}."""
     name = yield from tool_name(source, writer)
     if not (yield from source.literal("\n")):
         raise MalformedError

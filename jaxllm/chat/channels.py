@@ -18,7 +18,7 @@ MESSAGE, START = "<|message|>", "<|start|>"
 
 
 class MessageReader(ABC):
-    """Reads an answer from a `Source`; `in_analysis`, whether reasoning is being read, follows the text.
+    """Reads an answer from a `Source`; `in_analysis` is whether reasoning is being read.
 
     Attributes:
         HEADERS: what begins a header.
@@ -65,7 +65,7 @@ class MessageReader(ABC):
             yield from self.message()
 
     def message(self) -> Scan[None]:
-        """A message, or text that has no header: content. Markers in the wrong place are content too."""
+        """A message, or text without a header, which is content."""
         source = self.source
         yield from source.skip_space()
         if end := (yield from source.next_of(self.ENDS)):
@@ -122,7 +122,6 @@ class MessageReader(ABC):
         self.in_analysis = False
 
     def say_kept(self) -> None:
-        """What was read and is no message, as content."""
         self._begins = True
         self._say(Reasoning if self._constrained_after else Content, "".join(self.source.kept))
 

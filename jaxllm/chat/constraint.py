@@ -25,7 +25,7 @@ from jaxllm.text.reasoning import ReasoningFormat
 CONSTRAINT = Field("structured_outputs")
 """The field of what the request itself asks of the text."""
 BLAME_SECONDS = 10.0
-"""How long the one of several tools that cannot be enforced is looked for."""
+"""For how long the tool that cannot be enforced is looked for."""
 
 
 def answer_constraint(
@@ -38,8 +38,8 @@ def answer_constraint(
 ) -> StructuredOutputs | None:
     """The constraint on a conversation's answers after their reasoning; None where anything may come.
 
-    With tools and a constraint on the text, an answer that may call is either; one that must call only calls.
-    Raises InvalidRequestError naming the field.
+    With tools and a constraint on the text, an answer that may call is either. Raises InvalidRequestError naming the
+    field.
     """
     tools, choice, asked = conversation.tools, conversation.tool_choice, conversation.structured_outputs
     if asked is not None and asked.after is not None and not tools:
@@ -178,8 +178,6 @@ def tool_constraint(
 
 
 class _Grammar:
-    """The rules of one grammar as they are collected."""
-
     def __init__(self, tool_format: ToolFormat, special_tokens: Mapping[str, int]):
         self._format = tool_format
         self._written = tool_format.written
@@ -313,10 +311,7 @@ class _Grammar:
         return f"{rule}_either"
 
     def _raw_text(self, rule: str, close: str, limits: Sequence[str] = (), also_ends: str = "") -> str:
-        """Text within `limits`, regular expressions that all of it matches, up to `close`; and `close`.
-
-        The text cannot have `close` in it: a lexeme ends there, or at a special token, which no lexeme matches.
-        """
+        """Text that matches all of the regular expressions `limits`, up to the first `close`, and `close`."""
         name = rule.upper()
         special = self._split.search(close) if self._split else None
         ends = [also_ends] if also_ends else []
@@ -352,7 +347,6 @@ class _Grammar:
         return rule
 
     def _pythonic_value(self, rule: str, schema: Any, root: dict[str, Any], strict: bool) -> str:
-        """As JSON, but for the words of Python that have others there; a string of JSON is one of Python."""
         types = value_types(schema, root)
         if types in ({"boolean"}, {"null"}):
             return '("True" | "False")' if types == {"boolean"} else '"None"'
@@ -386,7 +380,6 @@ class _Grammar:
         return f"{rule}_json"
 
     def _text(self, text: str) -> str:
-        """`text` as literals and special tokens."""
         parts = self._split.split(text) if self._split else [text]
         return " ".join(filter(None, (self._special.get(part) or _quoted(part) for part in parts)))
 
@@ -403,7 +396,6 @@ def _quoted(text: str) -> str:
 
 
 def _choices(schema: dict[str, Any]) -> str:
-    """A string's allowed values as alternatives; "" if any will do."""
     return " | ".join(map(_json_text, _allowed_texts(schema)))
 
 

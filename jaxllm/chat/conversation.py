@@ -65,7 +65,6 @@ class NamedTool:
 
 
 ToolChoice = Literal["auto", "required"] | NamedTool
-"""Whether the model decides, must call some tool, or one."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +267,6 @@ def _given_tool(given: Any, at: int) -> Tool:
 
 
 def check_pieces(count: int) -> None:
-    """Refuse a conversation of more messages, parts and calls than a server should look through."""
     if count > MAX_PIECES:
         message = f" has {count} messages, parts and calls; it may have {MAX_PIECES}"
         raise InvalidRequestError([Field("messages"), message])

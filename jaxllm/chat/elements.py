@@ -122,9 +122,8 @@ def invoked_calls(
 
 
 def step_calls(source: Source, writer: CallWriter, *, inside: bool = False) -> Scan[None]:
-    """Step's calls: STEP_CALL, and in it one <steptml:invoke>, one call after the other, and the end of the section.
-
-    `inside` is after the first STEP_CALL. The call's type, function, and separators may be missing.
+    """Step's calls, each a STEP_CALL with a <steptml:invoke>, and the section's end; `inside` is after the first
+    STEP_CALL.
     """
     more = (STEP_SEPARATOR, STEP_CALL)
     after = (*more, STEP_CALLS_END)

@@ -56,7 +56,6 @@ class ParsedOutput(msgspec.Struct):
 
 
 def join_events(events: Iterable[Event]) -> ParsedOutput:
-    """All the events of one answer as its parts."""
     content: list[str] = []
     reasoning: list[str] = []
     calls: list[tuple[ToolCall, list[str]]] = []
@@ -132,16 +131,14 @@ class CallWriter:
         self._held = ""
 
     def end(self) -> None:
-        """No more keys come."""
         self.write("}" if self._num_keys else "{}")
 
     def claim(self) -> None:
-        """What was read up to here is part of a call, if one has been given."""
+        """What was read up to here is part of a call, if one was given."""
         if self._next is None:
             self._source.kept.clear()
 
     def forget(self) -> None:
-        """A call that has begun and is not given was none."""
         self._next = None
         self._held = ""
 

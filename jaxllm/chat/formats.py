@@ -162,7 +162,6 @@ def _json_lines(name: str, open: str, close: str) -> ToolFormat:
 def _json_list(
     name: str, open: str, close: str, *others: CallSyntax, call: str = _NAME_AND_ARGUMENTS, detect: Groups = ()
 ) -> ToolFormat:
-    """A list of calls as JSON between two tags; they may also come in `others` ways."""
     syntaxes = CallSyntax(partial(calls.json_calls, close=close), open), *others
     markers = tuple(filter(None, (open, close)))
     return ToolFormat(name, syntaxes, Written(f"{open}[", call, "}", ", ", f"]{close}"), detect=detect, markers=markers)

@@ -44,14 +44,13 @@ ContentFormat = Literal["auto", "string", "openai"]
 
 
 class ChatModel:
-    """An engine that conversations are held with.
+    """An engine, an LLM or an AsyncLLM, that conversations are held with.
 
     Args:
-        engine: an LLM or an AsyncLLM.
         chat_template: instead of the checkpoint's.
         tool_call_parser, reasoning_parser: names of formats, "none", or "auto" for those that the template speaks.
         content_format: how the template is given contents: see `in_format`.
-        variables: of the template, where a conversation says nothing of them.
+        variables: default variables of the template.
 
     Raises ConfigError when a parser's name is unknown, and InvalidRequestError when `variables` has a reserved name.
     """
@@ -106,11 +105,10 @@ class ChatModel:
             raise ContextLengthError([source, f" has more than {most} tokens, {reason}"])
 
     def token_text(self, token_id: int) -> str:
-        """One token's text; its number when there is no tokenizer."""
+        """One token's text."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """One token's bytes for log-probabilities; its number's when there is no tokenizer."""
         tokenizer = self.engine.tokenizer
         return f"token_id:{token_id}".encode() if tokenizer is None else tokenizer.token_bytes(token_id)
 
@@ -178,10 +176,7 @@ class AnswerSettings:
 
 @dataclass
 class Prompt:
-    """One tokenized prompt and the parameters of its sequences; `text` is what an echo shows.
-
-    With `beam_search` the sequences are searched for instead of sampled.
-    """
+    """One tokenized prompt and the parameters of its sequences; `text` is what an echo shows."""
 
     token_ids: list[int]
     params: SamplingParams
@@ -209,7 +204,6 @@ class ConversationPrompt:
     in_reasoning: bool
 
     def reader(self, num_choices: int) -> AnswerReader:
-        """A reader of the answer."""
         return AnswerReader(self.conversation, self.parsers(num_choices))
 
     def parsers(self, num_choices: int) -> list[OutputParser | None]:
@@ -227,9 +221,8 @@ class ConversationPrompt:
 
 
 def prepare(model: ChatModel, conversation: Conversation, settings: AnswerSettings) -> ConversationPrompt:
-    """Render, tokenize and check a conversation, and compile what its answer must match: work for a thread.
-
-    Raises InvalidRequestError naming the field.
+    """Render, tokenize and check a conversation, and compile its constraint. Raises InvalidRequestError naming the
+    field.
     """
     refuse_text(model.engine.info.tasks)
     rendering = conversation.rendering.with_defaults(model.variables)
@@ -256,10 +249,7 @@ def prepare(model: ChatModel, conversation: Conversation, settings: AnswerSettin
 
 
 def prepare_params(model: ChatModel, conversation: Conversation, params: SamplingParams) -> ConversationPrompt:
-    """The same with parameters that are whole, as notebooks have them; the engine's limits are yet to be checked.
-
-    Special tokens that mark reasoning are shown only if the answer is read.
-    """
+    """As `prepare`, with complete parameters, as notebooks have them; the engine's limits are not checked."""
     rendered = render(model, conversation)
     in_reasoning, derived = _derived(model, conversation, rendered, params.max_thinking_tokens)
     if params.thinking_markers is not None:
@@ -334,7 +324,6 @@ def sampling_params(model: ChatModel, settings: AnswerSettings, **derived: Any) 
 def _derived(
     model: ChatModel, conversation: Conversation, rendered: Rendered, max_thinking_tokens: int | None
 ) -> tuple[bool, dict[str, Any]]:
-    """Whether answers begin in their reasoning, and the fields of SamplingParams that follow from the conversation."""
     reasoning = rendered.formats.reasoning
     continued = conversation.messages[-1].text if conversation.rendering.continues_last else ""
     in_reasoning = opens_reasoning(reasoning, rendered.text, continued)

@@ -59,7 +59,6 @@ def python_lines(source: Source, writer: CallWriter, *, end: str) -> Scan[None]:
 
 
 def _call(source: Source, writer: CallWriter) -> Scan[None]:
-    """name(key=value, …)."""
     with begun():
         name = yield from tool_name(source, writer)
         yield from source.expect("(")
@@ -76,7 +75,6 @@ def _keyword(source: Source, writer: CallWriter) -> Scan[None]:
 
 
 def _any_call(source: Source) -> Scan[None]:
-    """A call of whatever function, with values that need not have names."""
     yield from _run(source, _FUNCTION)
     yield from source.expect("(")
     yield from _items(source, ")", partial(_any_argument, source))
@@ -178,7 +176,6 @@ def _member(source: Source, write: Emit, depth: int) -> Scan[None]:
 
 
 def _key(value: str) -> str:
-    """A key, which JSON has as a string."""
     if value[0] in "[{":
         raise MalformedError
     return value if value[0] == '"' else f'"{value}"'

@@ -28,9 +28,7 @@ class UnfinishedError(MalformedError):
 
 
 class Source:
-    """Text not read yet, and what was read since `kept` was last cleared.
-
-    Reading consumes, so every character is looked at once, but for a possible marker's beginning at the end.
+    """Text not read yet, and what was read since `kept` was last cleared. Each character is read once.
 
     Attributes:
         ended: no more text comes.
@@ -51,7 +49,6 @@ class Source:
         self.at = 0
 
     def take(self, count: int) -> str:
-        """The next `count` characters."""
         taken = self.text[self.at : self.at + count]
         self.at += count
         self.position += count
@@ -86,7 +83,6 @@ class Source:
         return None
 
     def any_left(self) -> Scan[bool]:
-        """Whether any text is left."""
         while self.at == len(self.text):
             if self.ended:
                 return False
@@ -149,13 +145,11 @@ class Source:
             yield
 
     def expect(self, text: str, *, spaced: bool = False) -> Scan[None]:
-        """Consume `text`, which must be next."""
         yield from self.one_of((text,), spaced=spaced)
 
     def copy_until(self, stops: Sequence[str], emit: Emit, last: Sequence[str] = ()) -> Scan[str]:
-        """Give `emit` the text before the first of `stops`, as it comes; the stop is not consumed and is returned.
-
-        One of `last` is a stop where the text ends with it. A beginning of a stop that the end has cut is left out.
+        """Give `emit` the text before the first of `stops`, which is returned and not consumed; `last` are stops at the
+        end.
         """
         pattern = re.compile("|".join(map(re.escape, stops)))
         while True:
@@ -186,9 +180,8 @@ class Source:
         return "".join(pieces)
 
     def possible_start(self, markers: Sequence[str]) -> int:
-        """How many characters at the end of the text may become a marker, or would have had it not been cut.
-
-        Of a text that was cut, a word or one character is taken for its own.
+        """The length of a marker's possible beginning at the end of the text; in a cut text a word or one character is
+        none.
         """
         tail = self.text[max(self.at, len(self.text) - max(map(len, markers), default=0)) :]
         first = {marker[0] for marker in markers}
@@ -220,7 +213,7 @@ def is_scalar(text: str) -> bool:
 
 
 def nowhere(text: str) -> None:
-    """Text that is read and not used."""
+    """Ignore a text."""
 
 
 def json_value(source: Source, emit: Emit = nowhere) -> Scan[None]:

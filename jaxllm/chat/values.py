@@ -111,7 +111,6 @@ def raw_argument(
 
 
 def properties_of(schema: Any, root: Any) -> dict[str, Any]:
-    """The schemas of an object's properties, by name."""
     properties = followed(schema, root).get("properties")
     return properties if isinstance(properties, dict) else {}
 

@@ -35,7 +35,6 @@ class ServerClient:
         await self._http.aclose()
 
     async def models(self) -> list[dict[str, Any]]:
-        """What /v1/models lists."""
         try:
             response = await self._http.get(f"{self.url}/v1/models")
         except (httpx.HTTPError, httpx.InvalidURL) as error:

@@ -162,7 +162,6 @@ class EngineConfig(SettingsGroup):
 
     @property
     def may_use_adapters(self) -> bool:
-        """Whether the sizes of adapters are used."""
         return self.enable_lora
 
     def _faults(self) -> Iterator[str]:
@@ -310,12 +309,10 @@ class ServeConfig(ServerConfig, ModelConfig):
 
     @property
     def of_model(self) -> ModelConfig:
-        """The model's part."""
         return part_of(self, ModelConfig)
 
     @property
     def of_server(self) -> ServerConfig:
-        """The server's part."""
         return part_of(self, ServerConfig)
 
 

@@ -37,10 +37,9 @@ def read_settings(
     *,
     as_flag: Callable[[str], str] = lambda name: f"--{name.replace('_', '-')}",
 ) -> Config:
-    """Merge the sources into a validated `schema`. `as_flag` is how what is in `flags` was written.
+    """Merge the sources into a validated `schema`; fields of other commands in file and variables are left alone.
 
-    Commands that do not serve take the same file and variables as `jaxllm serve` and leave the server's fields alone.
-    Raises ConfigError for a key that does not exist, or a value that its field refuses; the message names the source.
+    `as_flag` is how `flags` were written. Raises ConfigError, naming the source, for an unknown key or a refused value.
     """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -131,10 +130,9 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_mapping(path: Path, flag: str, holds: str) -> dict[Any, Any]:
-    """What a file holds, not checked any further; an empty file is an empty mapping.
+    """A YAML file's mapping of `holds`, such as "setting: value"; an empty file is an empty one.
 
-    `flag` is what named the file, as --config, and `holds` what the mapping is of, as "setting: value".
-    Raises ConfigError where it cannot be read, is no mapping, or has a key twice.
+    Raises ConfigError, naming the `flag`, where it cannot be read, is no mapping, or has a key twice.
     """
     try:
         document = yaml.load(path.read_text(encoding="utf-8"), _Loader)

@@ -75,7 +75,6 @@ class JaxLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without a context."""
         found = self.tokenizer.bos_token_id if self._prefix_token_id is None else self._prefix_token_id
         return self.eot_token_id if found is None else found
 
@@ -102,10 +101,7 @@ class JaxLM(TemplateLM):
         return self.tokenizer.encode(string, add_special_tokens)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of whole texts; long ones in windows that fit the context, each token once.
-
-        As in the harness's own models, a beginning of a sequence that the tokenizer adds is scored too.
-        """
+        """The log-probability of whole texts; long ones in windows that fit the context, each token once."""
         windows: list[ScoredPair] = []
         counts = []
         for (text,) in [request.args for request in requests]:
@@ -166,7 +162,6 @@ class JaxLM(TemplateLM):
 
 
 def _sampling(settings: dict[str, Any], **own: Any) -> SamplingParams:
-    """Raises InvalidRequestError for a setting of a task that SamplingParams does not have."""
     known = {field.name for field in fields(SamplingParams)}
     unknown = sorted(set(settings) - known)
     if unknown:

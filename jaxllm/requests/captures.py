@@ -90,7 +90,7 @@ class CaptureParams:
         return {"all": 0, "prompt": 0, "generated": num_prompt, "last": num_prompt - 1}[self.positions]
 
     def among(self, positions: range, num_prompt: int) -> list[int]:
-        """Those of neighbouring positions that are wanted."""
+        """The wanted ones of neighbouring positions."""
         if isinstance(self.positions, tuple):
             wanted = set(_counted(self.positions, num_prompt))
             return [position for position in positions if position in wanted]
@@ -180,7 +180,6 @@ class Captures(Mapping[str, dict[int, np.ndarray]]):
     """
 
     def __init__(self, taps: Sequence[Tap], positions: np.ndarray, values: Sequence[np.ndarray]):
-        """`values` are those of each of `taps`."""
         self.positions = positions
         self.values_by_tap = dict(zip(taps, values, strict=True))
 
@@ -202,7 +201,7 @@ class Captures(Mapping[str, dict[int, np.ndarray]]):
 
     @property
     def final(self) -> np.ndarray:
-        """The hidden states after the last norm, which the head reads."""
+        """The states after the last norm."""
         return self.values_by_tap[FINAL, -1]
 
     def array(self, name: str) -> np.ndarray:
@@ -234,7 +233,6 @@ class Captures(Mapping[str, dict[int, np.ndarray]]):
 
 
 def _flat(array: np.ndarray) -> np.ndarray:
-    """Keys and values of all heads in one row a token."""
     return array.reshape(len(array), -1)
 
 
@@ -253,7 +251,6 @@ class CapturesInProgress:
     """Rows of a sequence's activations as they come, in any order and some perhaps twice."""
 
     def __init__(self, params: CaptureParams, width: int):
-        """`width` is that of the widest activation of the model."""
         self._params = params
         self._width = width
         self._rows: dict[int, np.ndarray] = {}
@@ -265,7 +262,6 @@ class CapturesInProgress:
         self._rows |= zip(positions, rows, strict=True)
 
     def finish(self) -> Captures:
-        """All of them, by position."""
         positions = sorted(self._rows)
         rows = [self._rows[position] for position in positions]
         values = np.stack(rows, axis=1) if rows else np.zeros((len(self._params.taps), 0, self._width), np.float32)

@@ -36,8 +36,6 @@ def gbnf_to_lark(grammar: str) -> str:
 
 
 class _Translator:
-    """Reads from `at` on; what has been read is returned as Lark."""
-
     def __init__(self, text: str):
         self._text = text
         self._at = 0

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 _DTYPES = {"b": "bool", "i": "int32", "u": "int32", "f": "float32"}
-"""What each kind of default value is kept as."""
 
 
 class LogitsState(NamedTuple):
@@ -90,7 +89,7 @@ Chosen = Mapping[str, Mapping[str, Any]]
 
 
 def read_chosen(given: Mapping[str, Any] | Sequence[str]) -> dict[str, dict[str, Any]]:
-    """`Chosen` from a list of names, or from names and arguments. Raises InvalidRequestError: it is neither."""
+    """`Chosen` from names, or from names and arguments. Raises InvalidRequestError: it is neither."""
     accepted = "a list of names, or a dictionary of names and arguments, as {'scale': {'factor': 2.0}}"
     problem = _refused(f" is {given!r}; it must be {accepted}")
     if isinstance(given, str) or not isinstance(given, Mapping | Sequence):

@@ -84,8 +84,8 @@ class CompletionOutput:
     tool_calls: list[ParsedCall] = field(default_factory=list)
 
     def to_pandas(self) -> pandas.DataFrame:
-        """A row for each token, and for each alternative that `logprobs` has: position, token_id, token, logprob, rank,
-        and whether it was chosen.
+        """A row for each token and each alternative in `logprobs`, with position, token_id, token, logprob, rank and
+        chosen.
 
         Raises ConfigError: pandas is not installed.
         """
@@ -120,7 +120,6 @@ def _tokens_html(
 
 
 def extend_versions(spans: list[WeightVersionSpan], version: str, count: int) -> None:
-    """Note that `count` more tokens are of `version`."""
     end = spans[-1].end if spans else 0
     start = spans.pop().start if spans and spans[-1].version == version else end
     spans.append(WeightVersionSpan(version, start, end + count))
@@ -152,8 +151,6 @@ class EmbeddingOutput:
 
 @dataclass
 class EmbeddingRequestOutput:
-    """A text's vector as `LLM.embed` gives it."""
-
     request_id: str
     outputs: EmbeddingOutput
     prompt_token_ids: list[int]
@@ -189,12 +186,8 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
 
     def to_pandas(self, *, prompt: bool = False) -> pandas.DataFrame:
-        """The tables of its completions, one after the other; `completion` is the index of each.
-
-        Args:
-            prompt: the tokens of the prompt instead, with what `prompt_logprobs` says of them.
-
-        Raises ConfigError: pandas is not installed.
+        """The tables of its completions, by `completion`, or of the `prompt`. Raises ConfigError: pandas is not
+        installed.
         """
         if prompt:
             return frame(token_rows(self.prompt_token_ids, self.prompt_logprobs))
@@ -244,7 +237,7 @@ class PromptScores(msgspec.Struct):
 
     @classmethod
     def empty(cls, tokens: list[int], width: int, *, whole: bool) -> ScoresInProgress:
-        """Arrays to fill: `width` is `1 + k`, or with `whole` the vocabulary's."""
+        """Arrays to fill, of `width` `1 + k`, or with `whole` the vocabulary."""
         rows = len(tokens) - 1
         ids = np.zeros((rows, 0 if whole else width), np.int32)
         return ScoresInProgress(np.asarray(tokens[1:], np.int32), ids, ids.copy(), np.zeros((rows, width), np.float32))
@@ -272,8 +265,6 @@ class PromptScores(msgspec.Struct):
 
 
 class ScoresInProgress(NamedTuple):
-    """Arrays that are filled chunk by chunk; see PromptScores."""
-
     tokens: np.ndarray
     ids: np.ndarray
     ranks: np.ndarray
@@ -354,12 +345,11 @@ class PoolingParams:
     """What is read off the hidden states of one prompt; nothing is generated.
 
     Attributes:
-        kind: "last" and "cls" are the last and the first token's hidden state behind the final norm, "mean" the mean
-            of all of them, each float32 and not normalised; "logits" the last token's logits of `token_ids`.
+        kind: "last" and "cls" are the last and the first token's hidden state after the final norm, "mean" the mean of
+            all of them, each float32 and not normalised; "logits" the last token's logits of `token_ids`.
         token_ids: whose logits; only with kind "logits", where an empty tuple means all of them.
 
-    Raises:
-        InvalidRequestError: `token_ids` does not go with `kind`; `param` names the field.
+    Raises InvalidRequestError: `token_ids` does not go with `kind`; `param` names the field.
     """
 
     kind: Literal["last", "cls", "mean", "logits"] = "last"

@@ -43,11 +43,10 @@ _SAY_SOMETHING = _OF_OTHER_TYPES | {
 
 
 def plain(schema: Any) -> Any:
-    """The schema as an object without what forbids nothing, and with integers' bounds as llguidance takes them exactly.
+    """The schema as an object, without keywords that forbid nothing, and with integers' bounds as llguidance takes
+    them.
 
-    With `"x-guidance": {"lenient": true}` in it, as a tool's schema has that is not strict, numbers that cannot be
-    enforced exactly are left out as well.
-
+    With `"x-guidance": {"lenient": true}` in it numbers that cannot be enforced exactly are left out.
     Raises UnenforceableError: a bound, or a number among the values, that llguidance would round.
     """
     if isinstance(schema, bool):
@@ -99,7 +98,6 @@ def _prune(node: dict[str, Any]) -> None:
 
 
 def _has_idle_condition(node: dict[str, Any]) -> bool:
-    """Whether if, then and else together forbid nothing."""
     condition = node.get("if")
     then_forbids = not _allows_none(condition) and not _allows_all(node.get("then", True))
     else_forbids = not _allows_all(condition) and not _allows_all(node.get("else", True))
@@ -175,10 +173,7 @@ class UnenforceableError(JaxLLMError):
 
 
 def check_numbers(node: dict[str, Any], *, lenient: bool = False) -> None:
-    """Give the schema's own bounds to llguidance as it takes them exactly; what it would round is refused.
-
-    Integers' exclusive bounds become inclusive ones, since it counts to the next integer in floats. With `lenient`
-    bounds that would be rounded are left out.
+    """Give the schema's own bounds to llguidance as inclusive ones; those it would round are left out if `lenient`.
 
     Raises UnenforceableError: it names the keyword and the value.
     """
@@ -373,7 +368,6 @@ class _Closing:
         return len(objects) == 1
 
     def _target(self, reference: str) -> Any:
-        """The schema that a reference to this document means; None for another."""
         found = pointed(reference, self._root)
         return found if isinstance(found, (dict, bool)) else None
 
@@ -393,7 +387,6 @@ def pointed(reference: Any, root: Any) -> Any:
 
 
 def _other_values(node: dict[str, Any]) -> Iterator[Any]:
-    """The schemas of values inside the value that no property names."""
     for key in ("items", "prefixItems", "additionalItems", "additionalProperties", "contains"):
         value = node.get(key)
         yield from value if isinstance(value, list) else [value]

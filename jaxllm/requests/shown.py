@@ -50,16 +50,14 @@ def token_rows(
 
 
 def frame(rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
-    """A DataFrame of rows, of whose ranks some may be missing. Raises ConfigError: pandas is not installed."""
+    """A DataFrame of rows. Raises ConfigError: pandas is not installed."""
     found = optional("pandas", "to_pandas").DataFrame(list(rows))
     return found.astype({"rank": "Int64"}) if "rank" in found else found
 
 
 def dataset(positions: np.ndarray, values: Mapping[tuple[str, int], np.ndarray], final: str) -> xarray.Dataset:
-    """Activations by their names and layers; a name whose layers or channels are others than the first's has axes of
-    its own.
-
-    Raises ConfigError: xarray is not installed.
+    """Activations by names and layers; names with other layers or channels get own axes. Raises ConfigError without
+    xarray.
     """
     xr = optional("xarray", "to_xarray")
     coordinates = {"position": positions}
@@ -84,7 +82,7 @@ def _axis(axis: str, labels: np.ndarray, coordinates: dict[str, np.ndarray], nam
 
 
 class OutputList(list[T], Generic[T]):
-    """A list of outputs that a notebook shows one under the other."""
+    """A list of outputs for notebooks."""
 
     def _repr_html_(self) -> str:
         shown = [
@@ -99,9 +97,8 @@ class TableList(OutputList[T]):
     """Outputs that are tables too, such as completions and scores."""
 
     def to_pandas(self) -> pandas.DataFrame:
-        """The tables of all of them, one after the other; `output` is the place in the list.
-
-        Raises ConfigError: pandas is not installed.
+        """All tables, one after the other; `output` is the place in the list. Raises ConfigError: pandas is not
+        installed.
         """
         pd = optional("pandas", "to_pandas")
         tables = [output.to_pandas() for output in self]  # type: ignore[attr-defined]
@@ -131,8 +128,6 @@ class Likely(Protocol):
 
 
 class ShownToken(NamedTuple):
-    """A token's text, as far as it completes characters, and what hovering over it says."""
-
     text: str
     probability: float | None
     hint: str
@@ -141,10 +136,9 @@ class ShownToken(NamedTuple):
 def shown_tokens(
     token_ids: Sequence[int], steps: Sequence[Mapping[int, Likely] | None], whole: str | None = None
 ) -> list[ShownToken]:
-    """The tokens of one text with their log-probabilities; a step is None where nothing predicts its token.
+    """The tokens of a text with log-probabilities; a character of several tokens is shown at its last one.
 
-    A character of several tokens is shown at its last one. Tokens without a text are shown by their ids, but for the
-    first of a text that is known as a `whole`.
+    Tokens without a text are shown by their ids, but for the first one of a known `whole`.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     found = []
@@ -190,13 +184,12 @@ def tinted(tokens: Iterable[ShownToken]) -> str:
 
 
 def text_block(html: str, *, faint: bool = False) -> str:
-    """A part of a text, with its spaces and line ends as they are."""
     style = ' style="opacity:.65"' if faint else ""
     return f"<span{style}>{html}</span>"
 
 
 def panel(texts: Sequence[str], note: str) -> str:
-    """One output: texts under each other, and a line about them."""
+    """One output: texts, and a line about them."""
     style = "white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.6"
     shown = "".join(f'<div style="{style}">{text}</div>' for text in texts)
     return f'<div style="margin:.4em 0">{shown}<div style="font-size:85%;opacity:.7">{escape(note)}</div></div>'
@@ -222,14 +215,12 @@ class Axis(NamedTuple):
 
 
 def root_mean_square(values: np.ndarray, axis: int) -> np.ndarray:
-    """float64, the square root of the mean of the squares along an axis."""
     return np.sqrt(np.mean(np.square(values.astype(np.float64)), axis=axis))
 
 
 def heat_map(title: str, values: np.ndarray, rows: Axis, columns: Axis) -> str:
-    """SVG of `[rows, columns]` numbers that are not negative, on a logarithmic scale; each cell tells its value.
-
-    Cells of several rows or columns have the root of the mean of their squares.
+    """SVG of `[rows, columns]` numbers from 0, on a logarithmic scale; a cell of several has the root of their mean
+    square.
     """
     cells, row_labels = _fewer(values.astype(np.float64), rows.labels, MOST_ROWS)
     cells, column_labels = _fewer(cells.T, columns.labels, MOST_COLUMNS)

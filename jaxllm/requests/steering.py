@@ -36,7 +36,7 @@ class Steer:
 
 @dataclass(frozen=True)
 class Steering:
-    """What all vectors of a request come to.
+    """All vectors of a request, summed.
 
     Attributes:
         layers: those whose streams are changed, ascending.
@@ -52,7 +52,6 @@ class Steering:
     digest: str
 
     def rows(self) -> np.ndarray:
-        """The vectors, `[layers, E]`."""
         return np.frombuffer(self.vectors, np.float32).reshape(len(self.layers), -1)
 
 
@@ -138,7 +137,6 @@ class Patching:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """The values, `[patches, E]`."""
         return np.frombuffer(self.values, np.float32).reshape(len(self.places), -1)
 
     @property
@@ -147,7 +145,6 @@ class Patching:
         return self.places[-1][0] + 1
 
     def among(self, positions: range) -> list[int]:
-        """Which of the patches are of neighbouring positions."""
         return [index for index, (position, _) in enumerate(self.places) if position in positions]
 
 
@@ -228,7 +225,6 @@ LoRA = LoRARequest | Sequence[LoRARequest]
 
 
 def adapter_uses(given: LoRA | None) -> tuple[AdapterUse, ...]:
-    """What the engine is told of the adapters of one request."""
     if given is None:
         return ()
     requests = [given] if isinstance(given, LoRARequest) else list(given)

@@ -111,7 +111,6 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> str:
-        """Which of the six it is."""
         return next(name for name in KINDS if getattr(self, name) not in (None, False))
 
 
@@ -142,10 +141,7 @@ def new_matcher(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def failure(matcher: LLMatcher) -> str:
-    """Why a matcher has given up, on one line; "" if it has not.
-
-    Nothing else tells: a matcher that has given up calls itself stopped, and allows the end of the answer.
-    """
+    """Why a matcher has given up, on one line; "" if it has not. A matcher that has given up calls itself stopped."""
     problem, _, _ = matcher.get_error().partition("<backtrace>")
     return one_line(problem.replace("<non-verbose/>", ""))
 
@@ -191,7 +187,6 @@ def _grammar(outputs: StructuredOutputs) -> str:
 
 
 def _tag_grammar(tag: Any) -> str:
-    """Free text with tags in it, as Lark; see llguidance's StructTag."""
     from llguidance import StructTag
 
     structures, triggers = tag["structures"], tag["triggers"]
@@ -236,8 +231,7 @@ def ascii_classes(regex: str) -> str:
 def compile_grammar(outputs: StructuredOutputs) -> str:
     """The constraint as llguidance's grammar text, known to be enforceable; blocks while another process finds out.
 
-    Raises InvalidRequestError: it is malformed, uses what llguidance cannot enforce, or needs more time, stack or
-    memory than one grammar may have. Its pieces are the field and what is wrong with it.
+    Raises InvalidRequestError, of the field and the problem: it is malformed, cannot be enforced, or needs too much.
     """
     kind = outputs.kind
     value = getattr(outputs, kind)

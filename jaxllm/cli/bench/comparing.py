@@ -86,7 +86,6 @@ def scheme_config(config: EngineConfig, scheme: str, window: int) -> EngineConfi
 
 
 def measure(config: EngineConfig, passage: str, window: int, tokens: int) -> dict[str, Any]:
-    """The perplexity of `passage`, and what its weights take."""
     from jaxllm.engine.start.blueprint import plan_engine
     from jaxllm.llm import LLM
 

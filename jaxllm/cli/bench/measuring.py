@@ -42,7 +42,6 @@ Count = Annotated[int, Parameter(group=LOAD_GROUP, validator=Number(gte=1))]
 
 
 def counts(*names: str) -> Parameter:
-    """A flag of one number or several, each of at least 1."""
     return Parameter(name=names, group=LOAD_GROUP, consume_multiple=True, negative=(), validator=Number(gte=1))
 
 
@@ -95,7 +94,6 @@ def timed_generate(llm: LLM, count: int, input_len: int, output_len: int, source
 
 
 def wait_until_compiled(llm: LLM) -> None:
-    """Return when nothing is compiled that would run beside a measurement."""
     while llm.stats().compiles_pending:
         time.sleep(0.1)
 
@@ -144,11 +142,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def summarize(traces: Sequence[Trace], duration: float) -> dict[str, object]:
-    """Rates over `duration` seconds and the spread of each latency in milliseconds, over the requests that finished.
-
-    TTFT is the time to the first piece of an answer, TPOT the mean time of a token after the first, ITL the gap between
-    pieces, and E2E the time to the last piece.
-    """
+    """Rates over `duration` seconds and the spread of each latency in milliseconds, of the finished requests."""
     finished = [trace for trace in traces if trace.error is None and trace.arrivals]
     prompt_tokens = sum(trace.prompt_tokens for trace in finished)
     output_tokens = sum(trace.output_tokens for trace in finished)

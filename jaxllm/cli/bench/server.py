@@ -151,7 +151,6 @@ def child(arguments: list[str], config: EngineConfig, stdout: int) -> Iterator[t
 
 
 def failure(process: subprocess.Popen[bytes], log: Path) -> ConfigError:
-    """The child's own last words."""
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     last = lines[-1].removeprefix("jaxllm: error: ") if lines else "it said nothing"
     return ConfigError(f"the measured process ended with exit code {process.wait()}: {last}")
@@ -240,8 +239,7 @@ MOST = 0.75
 """The part of the answers that follow which must be at full speed too: others' work holds up some."""
 
 LAST_SECONDS, MOST_SECONDS = 4.0, 120.0
-"""How long answers are asked for after everything is compiled, which is their full speed; and how long at most, as a
-machine that does other work compiles when that leaves it time."""
+"""How long answers are asked for after everything is compiled; and how long at most."""
 
 _PROMPT_TOKENS, _ANSWER_TOKENS = 128, 256
 
@@ -258,10 +256,7 @@ class Answer(NamedTuple):
 
 
 def time_to_full_speed(config: EngineConfig) -> float:
-    """Seconds from starting a process with `config` until it begins the first answer that is as quick as they stay.
-
-    Raises ConfigError where the process failed, which says why on stderr.
-    """
+    """Seconds from starting a process until its first answer at full speed. Raises ConfigError where it failed."""
     begin = time.monotonic()  # which is the same clock in every process
     process, answers = PipedProcess(speak, config.model_dump_json(exclude_unset=True)), []
     try:

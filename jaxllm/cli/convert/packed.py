@@ -86,7 +86,6 @@ def _merged_types(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _types(checkpoint: Checkpoint, plan: ConversionPlan) -> dict[str, str]:
-    """The GGML type of each tensor that changes."""
     found = {}
     for spec in plan.params:
         sources = find_sources(checkpoint, spec, plan.spec.names)

@@ -20,8 +20,6 @@ from jaxllm.weights.loader import ParamSpec
 
 
 class ConversionPlan(NamedTuple):
-    """A model and its parameters."""
-
     spec: ModelSpec
     params: list[ParamSpec]
     notes: list[str]
@@ -29,10 +27,7 @@ class ConversionPlan(NamedTuple):
 
 
 def plan_conversion(config: EngineConfig, checkpoint: Checkpoint) -> ConversionPlan:
-    """Choose the kinds as an engine would whose kernels take any.
-
-    Blocks are of a size that `tensor_parallel_size` devices can share. Raises ConfigError, CheckpointError.
-    """
+    """Choose kinds as an engine would whose kernels take any. Raises ConfigError, CheckpointError."""
     check_imatrix(config)
     spec = model_spec(checkpoint)
     kinds = KindChooser(
@@ -54,10 +49,7 @@ TOKENIZER_FILES = (
 
 
 def copy_tokenizer(config: EngineConfig, checkpoint: Checkpoint, target: Path) -> None:
-    """Put the tokenizer that an engine would take into `target`, and the generation config beside it.
-
-    Raises ModelNotFoundError or CheckpointError where there is none, unless `skip_tokenizer_init` is set.
-    """
+    """Put the tokenizer and the generation config into `target`. Raises ModelNotFoundError or CheckpointError."""
     generation = dict(checkpoint.generation_config)
     if not config.skip_tokenizer_init:
         name = config.tokenizer or config.model
