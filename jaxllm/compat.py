@@ -51,10 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_cpu_targets_at_once() -> None:
-    """Let XLA look at the FFI targets of CPUs as they are registered, and raise JaxRuntimeError where one doesn't fit.
-
-    Otherwise JAX keeps them until it starts the CPU backend, which then doesn't start.
-    """
+    """Let XLA check FFI targets of CPUs as they are registered, with JaxRuntimeError, and not as the backend starts."""
     xla_client.register_custom_call_handler("cpu", xla_client._xla.register_custom_call_target)
 
 

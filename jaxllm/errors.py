@@ -1,8 +1,4 @@
-"""Every error jaxllm raises on purpose.
-
-A message is one line that names the field, the value and what would be accepted. The CLI prints it and exits with 2;
-the server turns it into an OpenAI-shaped error body.
-"""
+"""Every error jaxllm raises on purpose. A message is one line with the field, the value and what is accepted."""
 
 from __future__ import annotations
 

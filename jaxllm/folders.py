@@ -83,10 +83,7 @@ def write_whole(path: Path, parts: Sequence[bytes | memoryview]) -> None:
 
 @cache
 def cache_or_temporary(folder: Path, kept: str, remedy: str) -> Path:
-    """`folder`, or one of this process alone where it cannot be written, which one warning says.
-
-    `kept` names what would be kept, and `remedy` what to set so that it is.
-    """
+    """`folder`, or a temporary one if it cannot be written; a warning names what is not `kept` and the `remedy`."""
     reason = unwritable(folder)
     if reason is None:
         return folder

@@ -37,10 +37,7 @@ def settings() -> LogSettings:
 
 
 def configure(chosen: LogSettings, process: str) -> None:
-    """Log to standard error from now on. JSON objects call this process by the name `process`.
-
-    With JSON, warnings and exceptions that nobody catches are logged as well, so that all lines are alike.
-    """
+    """Log to standard error from now on. JSON names this process, and has warnings and uncaught errors too."""
     global _settings
     _settings = chosen
     handler = logging.StreamHandler()

@@ -1,7 +1,6 @@
-"""What a process tells of itself while it runs: its threads, its memory, its devices, over HTTP or an engine's pipe.
+"""What a process tells of itself while it runs: its threads, its memory, its devices.
 
-JAX is imported only for what JAX knows. Profiles are in pprof's format, which `go tool pprof`, speedscope and others
-read: https://github.com/google/pprof/blob/main/proto/profile.proto
+Profiles are in pprof's format: https://github.com/google/pprof/blob/main/proto/profile.proto
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Processes that run a module of ours, whatever program started them.
 
-`multiprocessing` would run the user's program again in each of them, and `python -m` would look for modules in the
-working directory first, where a file of the user may have the name of one of Python's. Neither happens here.
-
-A `PipedProcess` goes on with a connection to its owner. `AskedProcesses` do work that may crash, hang or need too much
-memory: they are asked, with bytes, stopped in time, and replaced.
+Neither is the user's program run again in them, as by `multiprocessing`, nor are modules looked for in the working
+directory first, as by `python -m`.
 """
 
 from __future__ import annotations

@@ -47,10 +47,7 @@ def has_widgets() -> bool:
 
 @contextmanager
 def progress_bar(task: str) -> Iterator[Progress]:
-    """Yields what to call as parts of `task` are done.
-
-    The watcher hears of it, and there is a bar where stderr is a terminal, or a notebook that has widgets.
-    """
+    """Yields what to call as parts of `task` are done; a bar shows it on terminals and in notebooks."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar

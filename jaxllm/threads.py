@@ -1,10 +1,9 @@
-"""Threads that may be inside a compiler when the interpreter ends.
+"""Threads that may be inside a compiler, which cannot be interrupted, when the interpreter ends.
 
-XLA cannot be interrupted, and compiles for seconds. Ordinary threads would hold up the interpreter until they are done.
-Daemon threads abort the process when they come back to an interpreter that is being taken down (before Python 3.14:
-the thread is unwound through C++ that forbids it). So these are daemons, and if some are still busy when everything
-else has ended, the process leaves without taking the interpreter down. That needs the exit status, which Python keeps
-to itself after SystemExit; then, to keep it right, the compiles that have begun are waited for.
+Ordinary threads would hold up the interpreter; daemon threads abort the process when they come back to an interpreter
+that is being taken down. So these are daemons, and if some are busy when everything else has ended, the process leaves
+without taking the interpreter down. That needs the exit status, which Python keeps to itself after SystemExit; then the
+compiles that have begun are waited for.
 """
 
 from __future__ import annotations

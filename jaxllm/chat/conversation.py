@@ -1,7 +1,6 @@
-"""Messages, tools and how they become a prompt, whichever API they came through; and how long a model may think.
+"""Messages, tools and how they become a prompt, whichever API they came through.
 
-Each API's room translates its own requests into these and names its own fields in the errors that they raise: a Field
-here is ("messages", 3, "call_id"), which a chat calls messages[3].tool_call_id, and a response input[3].call_id.
+The APIs translate their requests into these, and name their own fields in the errors: see `naming`.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ def parse_arguments(text: str, place: Field) -> dict[str, Any]:
 
 
 def known_arguments(text: str) -> dict[str, Any]:
-    """The same for a history, which shows a call that was refused as malformed without any."""
+    """As `parse_arguments`; malformed text has none."""
     try:
         return parse_arguments(text, Field("arguments"))
     except InvalidRequestError:
@@ -310,8 +309,7 @@ _INSTRUCTIONS = """You can call functions. Each line describes one, with a JSON 
 To call a function, answer with nothing but its name and arguments, written exactly like this:
 {example}
 When no function helps, answer the user in plain text."""
-"""For models whose template knows no tools, as in llama.cpp's generic format: any instructed model can write JSON that
-its prompt asks for."""
+"""For models whose template knows no tools, as in llama.cpp's generic format."""
 
 
 def with_tools_as_text(
@@ -367,10 +365,7 @@ EFFORT_BUDGETS: dict[str, int | None] = {
 def thinking_fields(
     conversation: Conversation, reasoning: ReasoningFormat | None, template: str, asked: int | None, in_reasoning: bool
 ) -> dict[str, Any]:
-    """The fields of SamplingParams that bound an answer's reasoning. Raises InvalidRequestError of max_thinking_tokens.
-
-    `asked` is that field, which needs a model that marks its reasoning; others ignore the other ways of asking.
-    """
+    """The fields of SamplingParams that bound reasoning. Raises InvalidRequestError of `asked`, max_thinking_tokens."""
     if reasoning is None:
         if asked is not None:
             raise unmarked()

@@ -107,8 +107,7 @@ def invoked_calls(
     """<invoke name="NAME">, <parameter name="KEY">raw value</parameter> …, </invoke>, one call after the other; `end`.
 
     `prefix` begins the tags' names. `inside` is after the first <invoke name=". A closing tag may be missing where
-    another tag, or the text's end, says as much. `after` are tags that come after all of this. `doubled` is
-    tool_name's.
+    another tag, one of `after`, or the end of the text follows. `doubled` is tool_name's.
     """
     opening = f'<{prefix}invoke name="'
     if not inside:

@@ -1,4 +1,4 @@
-"""Events that a parser finds in an answer, the writer of calls that scanners tell, and what a format of answers is."""
+"""Events of an answer, the writer of calls, and what a format of answers is."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def random_id(characters: str, length: int) -> str:
 
 
 short_id = partial(random_id, string.ascii_letters + string.digits, 9)
-"""Mistral's templates take ids of exactly nine alphanumerics."""
+"""Mistral's ids are exactly nine alphanumerics."""
 
 
 class CallWriter:

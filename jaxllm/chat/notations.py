@@ -58,7 +58,6 @@ def keyed_call(
 
 
 def keyed(name: str, form: str, separator: str, detect: tuple[str, ...] = (), variant_of: str = "") -> ToolFormat:
-    """Names and raw arguments between tags that are called as `form` says, in a section."""
     scan = partial(keyed_call, form=form, separator=separator, as_json=True)
     start, call, stop = _open(form, "tool_calls"), _open(form, "tool_call"), _close(form, "tool_calls")
     key = f"{_open(form, 'arg_key')}{{key}}{_close(form, 'arg_key')}"

@@ -275,10 +275,7 @@ def render(model: ChatModel, conversation: Conversation, *, may_be_cut: bool = F
 def fitted(
     model: ChatModel, token_ids: list[int], params: SamplingParams, settings: AnswerSettings, source: Field
 ) -> Prompt:
-    """Cut a prompt if asked to, check it, and settle max_tokens: as asked, or the default, or the rest of the context.
-
-    `source` is where the prompt comes from. Raises InvalidRequestError naming the field.
-    """
+    """Cut a prompt from `source` if asked to, check it, and settle max_tokens. Raises InvalidRequestError."""
     context, truncate = model.engine.info.max_model_len, settings.truncate_prompt_tokens
     asked, default = settings.max_tokens, settings.default_max_tokens
     if truncate is not None:

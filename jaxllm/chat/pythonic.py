@@ -36,7 +36,6 @@ def pythonic_calls(source: Source, writer: CallWriter, *, end: str) -> Scan[None
 
 
 def json_or_pythonic_calls(source: Source, writer: CallWriter, *, end: str) -> Scan[None]:
-    """An array of calls as JSON, or a list of calls of Python's; then perhaps `end`."""
     start = source.position
     yield from source.expect("[", spaced=True)
     as_json = (yield from source.peek(spaced=True)) == "{"

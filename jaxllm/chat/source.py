@@ -217,8 +217,7 @@ def nowhere(text: str) -> None:
 
 
 def json_value(source: Source, emit: Emit = nowhere) -> Scan[None]:
-    """Consume one JSON value and give `emit` its text, exactly as written but for control characters inside strings:
-    JSON forbids them there, models write them, and here they come out escaped."""
+    """Consume one JSON value and give `emit` its text, with control characters in strings escaped."""
     closers: list[str] = []
     expected = "value"
     while True:

@@ -344,10 +344,7 @@ BLOCK = '"""'
 
 
 def read_message(prompt: str, continuation: str) -> tuple[str, bool]:
-    """The next message, and whether it may be a command, which a text of several lines is not.
-
-    Raises EOFError at the end of the input, and KeyboardInterrupt for Ctrl-C.
-    """
+    """The next message, and whether it may be a command. Raises EOFError at the end of the input."""
     line = as_typed(input(prompt)).strip()
     if not line.startswith(BLOCK):
         return line, "\n" not in line

@@ -1,8 +1,4 @@
-"""The flags of commands: those of the settings, those for sampling, and what a wrong value would have to be.
-
-Flags are driven by the fields of the pydantic models in jaxllm/config/ and of SamplingParams: their names become flags,
-variables and YAML keys, their docstrings the help, their types the accepted values.
-"""
+"""The flags of commands, from the fields of jaxllm/config/ and of SamplingParams, and what a value must be."""
 
 from __future__ import annotations
 

@@ -18,11 +18,7 @@ OUTPUT = "standard output"
 
 
 class Output(TextIOWrapper):
-    """Standard output whose failures can be told from those of any other file.
-
-    After the first failure nothing more is written, or Python would complain again when it flushes at the end.
-    What its encoding lacks is written as an escape (\\xfc), as Python does on standard error.
-    """
+    """Standard output whose failures can be told from those of other files; after one nothing is written."""
 
     def __init__(self, stream: TextIOWrapper):
         lines, writes = stream.line_buffering, stream.write_through

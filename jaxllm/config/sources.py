@@ -1,7 +1,4 @@
-"""Settings out of their sources: flags over JAXLLM_* variables over a YAML file over the defaults.
-
-Flags of vLLM's server that are other words for ours are translated; others ask for what is always so, or are refused.
-"""
+"""Settings from flags, then JAXLLM_* variables, a YAML file, the defaults; and vLLM's flags in our words."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """JSON schemas as llguidance takes them: without keywords that forbid nothing, and closed to properties without a name.
 
-The meaning of each keyword is that of JSON Schema 2020-12 and draft 7. A schema may have some that llguidance cannot
-enforce, at a value at which there is nothing to enforce: `uniqueItems: false`, `dependentRequired: {}`, `not: false`.
+Keywords have their meaning in JSON Schema 2020-12 and draft 7.
 """
 
 from __future__ import annotations
@@ -356,7 +355,7 @@ class _Closing:
         return "allOf" not in keys or len(node["allOf"]) == 1
 
     def _are_told_apart(self, members: list[Any]) -> bool:
-        """By a property that all require, with other values in each; else closing makes one of what was several."""
+        """Whether a property that all require has other values in each."""
         found = [self._target(m["$ref"]) if isinstance(m, dict) and m.keys() == {"$ref"} else m for m in members]
         objects = [m for m in found if not (isinstance(m, dict) and m.get("type") == "null")]
         if not all(isinstance(m, dict) and "required" in m and "properties" in m for m in objects):
@@ -394,7 +393,7 @@ def _other_values(node: dict[str, Any]) -> Iterator[Any]:
 
 
 def _values(schema: dict[str, Any], name: str) -> list[str]:
-    """Strings that a property may be, where it may be nothing else."""
+    """The only strings that a property may be."""
     found = schema["properties"].get(name)
     if not isinstance(found, dict):
         return []

@@ -24,8 +24,7 @@ class Steer:
         layer: counted from 0, or back from the last with -1.
         vector: `[E]`, anything that NumPy makes an array of.
         scale: a factor on it.
-        positions: the tokens whose stream it is added to: "all", "prompt", "generated", or `(start, stop)`, which count
-            the tokens of prompt and completion together.
+        positions: "all", "prompt", "generated", or `(start, stop)`, tokens of prompt and completion counted together.
     """
 
     layer: int
@@ -191,11 +190,7 @@ def read_patch(patch: Patch, num_prompt: int, *, num_layers: int, width: int, lo
 
 
 class AdapterUse(msgspec.Struct, frozen=True):
-    """One adapter, and how much of it is added.
-
-    `id` says which version of the adapter it is: what is read from `path` under one id is kept, and so are the prefixes
-    that were computed with it. Whoever changes the file takes another id.
-    """
+    """One adapter, and how much of it is added; each version of it has an `id` of its own."""
 
     id: int
     name: str

@@ -1,9 +1,7 @@
 """The text that a request asks for, as a grammar of llguidance's that is known to be enforceable.
 
-Processes of their own find out, and the grammars last used are kept: llguidance walks chains of rules and of `$ref`s on
-the stack, whose overflow ends a process; GBNF and choices of odd shapes take minutes. `python -m
-jaxllm.requests.structured_outputs` is such a process, which may crash, hang or run out of memory and harm nothing else.
-It has compiled what it accepts, and asked for the first tokens, in less stack than `jaxllm.engine` gives.
+Processes of their own find out: llguidance walks chains of rules and `$ref`s on the stack, whose overflow ends a
+process; GBNF and choices of odd shapes take minutes. `python -m jaxllm.requests.structured_outputs` is such a process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Engines compared: with quantized weights and with float ones (`jaxllm bench perplexity`), with drafts and without
-(`jaxllm bench speculation`).
-"""
+"""Engines compared: quantized weights with float ones, and drafts with none."""
 
 from __future__ import annotations
 

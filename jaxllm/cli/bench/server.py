@@ -126,10 +126,7 @@ async def request(client: ServerClient, model: str, prompt: list[int], output_le
 
 @contextmanager
 def child(arguments: list[str], config: EngineConfig, stdout: int) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """Run `jaxllm ARGUMENTS` with exactly `config`; yields the process and the file its stderr goes to.
-
-    The configuration travels as a file only its owner can read, and is the child's only source of settings.
-    """
+    """Run `jaxllm ARGUMENTS` with exactly `config`; yields the process and the file of its stderr."""
     import yaml
 
     with tempfile.TemporaryDirectory(prefix="jaxllm-bench-") as directory:

@@ -43,10 +43,7 @@ NOT_COPIED = ("GGUF.", "general.architecture", "general.file_type", "split.")
 
 
 def write_gguf(config: EngineConfig, checkpoint: Checkpoint, target: Path, on_progress: Progress | None) -> None:
-    """Tensor after tensor, encoded where other kinds are asked for and byte for byte where not.
-
-    Raises ConfigError where the source is no GGUF file, or a kind is asked for that GGUF does not have.
-    """
+    """Copy tensors, or encode them in other kinds. Raises ConfigError for sources and kinds other than GGUF."""
     if checkpoint.format != "gguf":
         raise ConfigError(
             f"`--to gguf` takes a GGUF file, whose metadata it copies; {checkpoint.path} is none: llama.cpp's "
