@@ -326,7 +326,6 @@ def triton_load(ref: Any, mask: jax.Array, other: Any) -> jax.Array:
 
 
 def triton_store(ref: Any, value: jax.Array, mask: jax.Array) -> None:
-    """A masked store to an indexed reference."""
     from jax.experimental.pallas import triton
 
     triton.store(ref, value, mask=mask)

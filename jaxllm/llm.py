@@ -378,7 +378,6 @@ def _adapters(given: LoRAs, count: int) -> list[tuple[AdapterUse, ...]]:
 
 
 def _of_each(name: str, given: Any, kind: type, count: int) -> list[Any]:
-    """What is given for each of `count` prompts: one for all of them, or an entry for each."""
     if given is None or isinstance(given, kind):
         return [given] * count
     given = list(given)

@@ -258,7 +258,6 @@ class _Table(dict[Any, int]):
 
 @cache
 def _profile_class() -> Any:
-    """protobuf's class of a profile, made from the table of messages."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     field = descriptor_pb2.FieldDescriptorProto

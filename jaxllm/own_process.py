@@ -170,7 +170,6 @@ class AskedProcesses:
 
     @property
     def processes(self) -> list[Process]:
-        """Those that wait for a question, and those that answer one."""
         with self._lock:
             return self._idle + [question.process for question in self._questions if question.process is not None]
 
@@ -217,7 +216,6 @@ class AskedProcesses:
         _end_all(idle)
 
     def _answer(self, question: _Question, pieces: tuple[bytes, ...], limits: AnswerLimits) -> tuple[bytes | None, int]:
-        """The answer, or None and the exit status of the process that ended instead."""
         while True:
             process, was_idle = self._take()
             with self._lock:
@@ -245,7 +243,6 @@ class AskedProcesses:
             # It had not been asked for long, and was just ending.
 
     def _take(self) -> tuple[Process, bool]:
-        """A process that waits for a question, or else a new one."""
         while True:
             with self._lock:
                 process = self._idle.pop() if self._idle else None

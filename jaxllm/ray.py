@@ -277,7 +277,6 @@ class RayFront:
             answering.cancel()  # does nothing once it is complete
 
     async def _ask_all(self, request: RelayedRequest, *, merges: bool) -> Response:
-        """What all replicas say: merged, or the first refusal, or if there is none what any says."""
         answers: dict[str, WholeAnswer] = dict(
             await self._replicas.broadcast("answer_whole", request=request).results_async()
         )
@@ -289,7 +288,6 @@ class RayFront:
 
 
 def _as_ours(error: Exception) -> Exception:
-    """Ray's exceptions about replicas as errors of ours; any other as it is."""
     match error:
         case RayActorError():
             return EngineDeadError("the replica that ran this request has died; another one takes its place")

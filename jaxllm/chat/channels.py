@@ -51,9 +51,8 @@ class MessageReader(ABC):
         """The body of a message whose header has been read."""
 
     def answer(self, constrained_after: str = "", openings: Sequence[str] = ()) -> Scan[None]:
-        """The whole answer, which may begin inside the analysis.
-
-        If it does, or with one of `openings`, all before `constrained_after`, the end of a header, is reasoning.
+        """The whole answer; all before `constrained_after` is reasoning if it begins in the analysis or with an
+        opening.
         """
         if constrained_after and (self.in_analysis or (yield from self.source.next_of(openings))):
             self._constrained_after = constrained_after
@@ -145,9 +144,9 @@ _NOBODY = "assistant"
 class Harmony(MessageReader):
     """gpt-oss's answers: messages on channels, each `header<|message|>body<|end|>`.
 
-    A header names its channel and perhaps a recipient: `<|channel|>analysis`, or ` to=functions.name
-    <|channel|>commentary<|constrain|>json`; each but the first begins with `<|start|>assistant`. The analysis is
-    reasoning, what goes to a known function is a call of it, the rest is content.
+    A header is `<|channel|>analysis` or ` to=functions.name<|channel|>commentary<|constrain|>json`, after the first
+    with `<|start|>assistant` before it. The analysis is reasoning, what goes to a known function a call, the rest
+    content.
     """
 
     HEADERS = (START, "<|channel|>", "<|constrain|>", MESSAGE, "to=")
@@ -184,10 +183,9 @@ _EVERYBODY = "all"
 
 
 class Functionary(MessageReader):
-    """functionary v3.2's answers: messages to somebody, each a name, a newline and the body, with `>>>` between them.
+    """functionary v3.2's answers: messages with `>>>` between them, each a name, a newline and the body.
 
-    What is for `all` is content; what is for a known function is the JSON text of its arguments. Prompts end with
-    `>>>`, so the first message begins without it.
+    What is for `all` is content; what is for a known function is the JSON text of its arguments.
     """
 
     HEADERS = ENDS = TEXT_ENDS = ()

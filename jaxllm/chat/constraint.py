@@ -1,7 +1,7 @@
-"""The text that an answer must match, from what a conversation asks, and grammars that make a model call tools.
+"""The text that an answer must match, and grammars that make a model call tools.
 
-The grammars are in llguidance's Lark dialect (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md). Text
-in them matches ordinary tokens only, so a marker that is a special token of the model's is written as that token's id.
+The grammars are in llguidance's Lark dialect (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md), in
+which a marker that is a special token of the model's is written as that token's id.
 """
 
 from __future__ import annotations
@@ -113,7 +113,6 @@ def _check_parameters(tool: Tool) -> None:
 
 
 def _either(calls: StructuredOutputs | None, answer: StructuredOutputs) -> StructuredOutputs:
-    """Calls, or a text that matches `answer`: one Lark grammar with two beginnings."""
     assert calls is not None
     match answer.kind:
         case "json" | "json_object":
@@ -155,13 +154,12 @@ def tool_constraint(
     special_tokens: Mapping[str, int],
     in_reasoning: bool = False,
 ) -> StructuredOutputs | None:
-    """The grammar that makes the model call as asked, in the format of `formats`; OutputParser reads all it allows.
+    """The grammar that makes the model call as asked, in the format of `formats`; None where nothing can be enforced.
 
-    With `parallel` there may be several calls, but one of a NamedTool. Arguments follow the tools' schemas; for a tool
-    that isn't strict, keywords that llguidance does not enforce are ignored. A `choice` of "auto" is constrained if
-    some tool is strict and the format marks its calls: after the mark the call must be valid; other tools' arguments
-    are any object. `after` is the text at which the constraint begins, such as "</think>"; `in_reasoning` tells that
-    the prompt has opened the thought, where the format has one. None: nothing needs, or can be, enforced.
+    With `parallel` there may be several calls, but one of a NamedTool. Keywords that llguidance does not enforce are
+    ignored for tools that aren't strict. A `choice` of "auto" is constrained only after the mark of a call, if some
+    tool is strict and there is a mark. `after` is the text at which the constraint begins, such as "</think>";
+    `in_reasoning` tells that the prompt has opened the thought, where the format has one.
     """
     if formats.tools is None:
         return None
@@ -232,7 +230,6 @@ class _Grammar:
         return f"(TEXT {others})* BEFORE {rest}" if special else f"BEFORE {rest}"
 
     def _calls(self, tools: Sequence[Tool], lenient: bool, skip: int = 0) -> str:
-        """A call, with an alternative for each tool; `skip` leaves out that much of its beginning."""
         alternatives = []
         for at, tool in enumerate(tools):
             parameters = {"type": "object", **tool.parameters} if tool.parameters else _EMPTY_OBJECT
@@ -373,7 +370,6 @@ class _Grammar:
         return f"({' | '.join(kinds)})" if kinds and types <= {"object", "array"} else "any_value"
 
     def _json(self, rule: str, schema: Any, root: dict[str, Any], strict: bool) -> str:
-        """A rule for a property's JSON, with the definitions that its schema's references mean."""
         if isinstance(schema, dict):
             schema = {**{key: root[key] for key in ("$defs", "definitions") if key in root}, **schema}
         self._rules[f"{rule}_json"] = _json_rule(schema, strict)
@@ -400,7 +396,6 @@ def _choices(schema: dict[str, Any]) -> str:
 
 
 def _allowed_texts(schema: dict[str, Any]) -> list[str]:
-    """A string's allowed values; none if any will do."""
     values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
     return [value for value in values if isinstance(value, str)]
 

@@ -164,7 +164,6 @@ class Rendering:
         return replace(self, variables={n: v for n, v in variables.items() if n not in said} | dict(self.variables))
 
     def template_arguments(self, server_template: str | None) -> dict[str, Any]:
-        """Keyword arguments of Tokenizer.chat_template_values."""
         documents = {"documents": self.documents} if self.documents is not None else {}
         template = self.chat_template or server_template
         fixed = {"add_generation_prompt": self.opens_answer, "continue_final_message": self.continues_last}

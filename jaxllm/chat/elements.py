@@ -38,7 +38,6 @@ def element_call(source: Source, writer: CallWriter) -> Scan[None]:
 
 
 def _element(source: Source, depth: int) -> Scan[tuple[str, _Element]]:
-    """The element whose name comes next."""
     name = yield from source.text_until(">")
     if depth > MAX_NESTING or not name.strip() or name.startswith("/"):
         raise MalformedError

@@ -79,8 +79,8 @@ def function_tag(
 ) -> Scan[None]:
     """After <function=: name>, then {…} or <parameter=key>raw value</parameter> …, then </function>, and </`wrapper`>.
 
-    It is after <`wrapper`> if `wrapped`. A value is all the text between the tags if `verbatim`, as a string unless the
-    schema says otherwise; else one on lines of its own is without their newlines.
+    It is after <`wrapper`> if `wrapped`. A value is all the text between the tags if `verbatim`, else without own
+    newlines.
     """
     if wrapped:
         yield from source.expect("<function=", spaced=True)

@@ -105,7 +105,6 @@ class ChatModel:
             raise ContextLengthError([source, f" has more than {most} tokens, {reason}"])
 
     def token_text(self, token_id: int) -> str:
-        """One token's text."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -113,7 +112,6 @@ class ChatModel:
         return f"token_id:{token_id}".encode() if tokenizer is None else tokenizer.token_bytes(token_id)
 
     def formats(self, chat_template: str) -> OutputFormats:
-        """How tool calls and reasoning look in answers to prompts of this template."""
         detect = _detect if len(chat_template) <= MAX_KEPT_TEMPLATE else detect_formats
         return detect(chat_template, *self.parsers)
 
@@ -129,7 +127,6 @@ class ChatModel:
         return frozenset() if tokenizer is None else special_token_ids(tokenizer.backend)
 
     def marker_ids(self, formats: OutputFormats, *, with_tools: bool) -> list[int]:
-        """Special tokens that a parser must see in the text."""
         if not with_tools:
             formats = dataclasses.replace(formats, tools=None)
         ids = map(self.tokenizer.backend.token_to_id, formats.markers)

@@ -1,7 +1,6 @@
-"""Text that arrives in pieces, and what scanners read from it, JSON among it.
+"""Text that arrives in pieces, and scanners that read from it, JSON among it.
 
-A scanner is a generator: it yields where it needs text that has not come yet, and goes on when there is more. What it
-does depends on the characters alone, so every way of splitting a text into pieces gives the same result.
+A scanner is a generator that yields where it needs more text; every way of splitting a text gives the same result.
 """
 
 from __future__ import annotations
@@ -69,7 +68,6 @@ class Source:
             self.at = 0
 
     def take_run(self, pattern: re.Pattern[str]) -> str:
-        """The text that is there and matches `pattern`; more of the run may come."""
         match = pattern.match(self.text, self.at)
         return self.take(match.end() - self.at) if match else ""
 
@@ -281,7 +279,6 @@ def _space(source: Source, emit: Emit) -> Scan[None]:
 
 
 def _value(source: Source, emit: Emit, char: str, closers: list[str]) -> Scan[str]:
-    """A scalar, a string, or the opening of an object or array, which begins with `char`; what may follow it."""
     if char in "{[":
         if len(closers) == MAX_DEPTH:
             raise MalformedError

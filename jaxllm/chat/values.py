@@ -15,21 +15,14 @@ from jaxllm.requests.structured_outputs import ascii_classes
 MAX_PARTS = 200
 """How many schemas are followed to see what one value is."""
 _KINDS = {
-    str: "string",
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    type(None): "null",
-    list: "array",
-    dict: "object",
-}
+    str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array", dict: "object",
+}  # fmt: skip
 
 
 def followed(schema: Any, root: Any, seen: set[int] | None = None) -> dict[str, Any]:
-    """A schema with what its `$ref` and `allOf` say put into it; `root` is the whole that references are looked up in.
+    """A schema with its `$ref`s, looked up in `root`, and `allOf` put into it; the first that says something wins.
 
-    {} where the schema is no object, or refers to nothing in `root`. The first that says something wins. What is in
-    `seen` is left out, so that no reference is followed in a circle.
+    {} where the schema is no object or refers to nothing. References in `seen` are not followed again.
     """
     seen = set() if seen is None else seen
     if not isinstance(schema, dict) or id(schema) in seen or len(seen) == MAX_PARTS:
@@ -116,7 +109,6 @@ def properties_of(schema: Any, root: Any) -> dict[str, Any]:
 
 
 def parameter_types(writer: CallWriter, tool: str, name: str) -> set[str]:
-    """The types that a known tool's parameter may have."""
     root = writer.schemas[tool]
     return value_types(properties_of(root, root).get(name), root)
 
@@ -160,7 +152,6 @@ def whole_text(pattern: str) -> str:
 
 
 def _alternatives(pattern: str) -> list[list[str]]:
-    """The pieces of what stands between the bars that are in no group."""
     found: list[list[str]] = [[]]
     depth = 0
     for piece in _PIECE.findall(pattern):

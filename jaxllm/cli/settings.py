@@ -234,14 +234,12 @@ def in_words(error: CycloptsError) -> str:
 
 
 def _given(argument: Argument, wrong: Token | None) -> Token:
-    """The word of the command line that is wrong: a list or an object is taken apart before its parts are judged."""
     keyword = wrong.keyword if wrong else None
     same = [token for token in argument.tokens if token.keyword == keyword]
     return same[-1] if same else wrong or Token(keyword=argument.name)
 
 
 def _within(argument: Argument) -> str:
-    """The bounds of a number; "" where something else is checked, which says itself what it wants."""
     checks = argument.parameter.validator
     bounds = [one for one in (checks if isinstance(checks, Iterable) else [checks]) if isinstance(one, Number)]
     wanted = [f"{one.gte} or more" for one in bounds if one.gte is not None]

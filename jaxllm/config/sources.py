@@ -69,7 +69,6 @@ def names_setting(variable: str) -> bool:
 
 
 def _known_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variable -> field name for every variable of settings that is set; of two for one field the last wins."""
     fields = dict.fromkeys(OTHER_KEY_VARIABLES, "api_key")
     fields |= {f"{ENV_PREFIX}{name.upper()}": name for name in ServeConfig.model_fields}
     for variable in filter(names_setting, environ):

@@ -2,8 +2,7 @@
 
 https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md
 
-Every character becomes a terminal of its own: llguidance's lexer is greedy, GBNF has none. With longer terminals
-`root ::= [0-9]+ "0"` could never end, for all the digits would belong to the first.
+Every character becomes a terminal: with longer ones of a greedy lexer `root ::= [0-9]+ "0"` could never end.
 """
 
 from __future__ import annotations

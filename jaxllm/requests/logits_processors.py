@@ -33,13 +33,12 @@ class LogitsState(NamedTuple):
 
 @dataclass(frozen=True)
 class LogitsProcessor:
-    """One that an engine has: a function that JAX can trace, of `(logits, state)`, which gives other logits.
+    """A function of `(logits, state)` that JAX can trace and that gives other logits.
 
     Attributes:
         name: what requests call it.
         function: takes float32 logits `[V]` and a `LogitsState`, and arguments by their names.
-        defaults: the value of each argument where a request gives none, as an array; its shape and dtype are those of
-            what a request may give.
+        defaults: the value of each argument where a request gives none; requests give the same shapes and dtypes.
     """
 
     name: str

@@ -1,7 +1,4 @@
-"""What a finished or running request looks like to its caller, and what a model can be asked for besides text.
-
-Names and meanings are vLLM's.
-"""
+"""What a request looks like to its caller, and what else a model can be asked for. Names and meanings are vLLM's."""
 
 from __future__ import annotations
 
@@ -170,9 +167,8 @@ class RequestMetrics:
 
 @dataclass(repr=False)
 class RequestOutput:
-    """A request's state as its caller sees it.
+    """A request's state as its caller sees it; `prompt_logprobs` has one entry a prompt token, None for the first.
 
-    `prompt_logprobs` has one entry a prompt token (None for the first, which nothing predicts);
     `num_cached_tokens` counts the prompt tokens whose KV came from the prefix cache.
     """
 
@@ -220,12 +216,11 @@ MAX_ENTRIES = 2**20
 
 
 class PromptScores(msgspec.Struct):
-    """Row i is of the prompt's token i + 1: the first has none, as nothing predicts it. Where those of later tokens
-    alone were asked for, the token before these counts as the first.
+    """Row i is of the prompt's token i + 1: the first has none, as nothing predicts it.
 
     Attributes:
         tokens: `[n]` int32, the prompt's tokens from the second on.
-        ids: `[n, 1 + k]` int32, each token and the k most likely ones; empty where the whole vocabulary was asked for.
+        ids: `[n, 1 + k]` int32, each token and the k most likely ones; empty for the whole vocabulary.
         ranks: `[n, 1 + k]` int32, likewise, from 1.
         logprobs: `[n, 1 + k]` float32, or `[n, V]` by token id.
     """

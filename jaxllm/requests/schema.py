@@ -62,7 +62,6 @@ def plain(schema: Any) -> Any:
 
 
 def _copied(schema: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A copy of the schema, and all schemas in it that are objects, each before those inside it."""
     nodes: list[dict[str, Any]] = []
 
     def copy(value: Any) -> Any:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from jaxllm.errors import ConfigError
 if TYPE_CHECKING:
     import pandas
     import xarray
+
+    from jaxllm.requests.outputs import Logprob
 
 
 T = TypeVar("T")
@@ -35,13 +37,12 @@ def optional(module: str, method: str) -> Any:
 
 
 def token_rows(
-    token_ids: Sequence[int], steps: Sequence[Mapping[int, Likely] | None] | None, **same: Any
+    token_ids: Sequence[int], steps: Sequence[Mapping[int, Logprob] | None] | None, **same: Any
 ) -> list[dict[str, Any]]:
-    """A row for each token, and for each alternative to it that was asked for."""
     rows: list[dict[str, Any]] = []
     for position, token_id in enumerate(token_ids):
         step = None if steps is None else steps[position]
-        candidates: Iterable[tuple[int, Likely | None]] = step.items() if step else [(token_id, None)]
+        candidates: Iterable[tuple[int, Logprob | None]] = step.items() if step else [(token_id, None)]
         for candidate, entry in candidates:
             token, logprob, rank = (entry.decoded_token, entry.logprob, entry.rank) if entry else (None, math.nan, None)
             row = {"position": position, "token_id": candidate, "token": token, "logprob": logprob, "rank": rank}
@@ -74,7 +75,6 @@ def dataset(positions: np.ndarray, values: Mapping[tuple[str, int], np.ndarray],
 
 
 def _axis(axis: str, labels: np.ndarray, coordinates: dict[str, np.ndarray], name: str) -> str:
-    """The axis with these labels: the common one, or the name's own."""
     if not np.array_equal(coordinates.setdefault(axis, labels), labels):
         axis = f"{name}_{axis}"
         coordinates[axis] = labels
@@ -114,19 +114,6 @@ _STRONGEST = 0.6
 """How opaque the tint of an impossible token is: text remains readable on it, on light pages and on dark ones."""
 
 
-class Likely(Protocol):
-    """What is read of a `Logprob`."""
-
-    @property
-    def logprob(self) -> float: ...
-    @property
-    def rank(self) -> int | None: ...
-    @property
-    def decoded_token(self) -> str | None: ...
-    @property
-    def token_bytes(self) -> bytes | None: ...
-
-
 class ShownToken(NamedTuple):
     text: str
     probability: float | None
@@ -134,7 +121,7 @@ class ShownToken(NamedTuple):
 
 
 def shown_tokens(
-    token_ids: Sequence[int], steps: Sequence[Mapping[int, Likely] | None], whole: str | None = None
+    token_ids: Sequence[int], steps: Sequence[Mapping[int, Logprob] | None], whole: str | None = None
 ) -> list[ShownToken]:
     """The tokens of a text with log-probabilities; a character of several tokens is shown at its last one.
 
@@ -156,7 +143,7 @@ def shown_tokens(
     return found
 
 
-def _hint(token_id: int, step: Mapping[int, Likely] | None) -> str:
+def _hint(token_id: int, step: Mapping[int, Logprob] | None) -> str:
     if step is None or token_id not in step:
         return f"token {token_id}"
     own = step[token_id]
@@ -166,7 +153,7 @@ def _hint(token_id: int, step: Mapping[int, Likely] | None) -> str:
     return "\n".join([f"{_chance(token_id, own)} ({exact})", *others])
 
 
-def _chance(token_id: int, entry: Likely) -> str:
+def _chance(token_id: int, entry: Logprob) -> str:
     name = str(token_id) if entry.decoded_token is None else repr(entry.decoded_token)
     return f"{name}: {100 * math.exp(entry.logprob):.3g} %"
 

@@ -140,7 +140,7 @@ class Patching:
 
     @property
     def end(self) -> int:
-        """The first position behind all that are patched."""
+        """The position after the last patched one."""
         return self.places[-1][0] + 1
 
     def among(self, positions: range) -> list[int]:

@@ -178,7 +178,7 @@ MOST_COLUMNS = 5
 def report(
     name: str, config: EngineConfig, load: Mapping[str, Any], results: Sequence[Mapping[str, Any]], file: Path | None
 ) -> None:
-    """Print one column a result, or one row of many, and with `file` write all that is needed to read it later."""
+    """Print one column a result, or one row of many, and write all of it into `file`."""
     flat = [flatten(result) for result in results]
     rows = [[field.replace("_", " "), *(_number(result.get(field)) for result in flat)] for field in flat[0]]
     if wide := len(results) > MOST_COLUMNS:

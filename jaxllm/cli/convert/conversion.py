@@ -157,7 +157,6 @@ class _Merging:
             self._edit(adapter, name, place, moved.shape, partial(moved.added_to, strength=scale))
 
     def finished(self) -> MergedCheckpoint:
-        """The checkpoint with everything in it; a head that was the embedding is one of its own if they differ now."""
         config, copies = self._checkpoint.config, {}
         if self._head is not None and self._edits.keys() & {self._head, self._embedding}:
             copies[self._head] = self._embedding
@@ -226,7 +225,6 @@ class TensorPlace:
     here: Source
 
     def replacing(self, tensor: np.ndarray) -> np.ndarray:
-        """The adapter's own tensor as the checkpoint would have it, float32."""
         values = tensor.astype(np.float32)
         return _undone(self.here, values if self.there.transform is None else self.there.transform(values))
 
@@ -236,7 +234,6 @@ class TensorPlace:
         return replace(update, b=self._rows(update.b), magnitude=magnitude, transposed=update.transposed != flips)
 
     def _rows(self, values: np.ndarray) -> np.ndarray:
-        """Rows in the order in which the checkpoint has them."""
         if self.there.by_rows and self.there.transform is not None:
             values = self.there.transform(values)
         return _undone(self.here, values) if self.here.by_rows else values

@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from jaxllm.cli.convert.plan import copy_tokenizer, plan_conversion
+from jaxllm.cli.convert.packed import copy_tokenizer, plan_conversion
 from jaxllm.config import EngineConfig
 from jaxllm.engine.start.build import eos_token_ids
 from jaxllm.engine.start.options import DTYPES
