@@ -32,7 +32,6 @@ _settings = LogSettings()
 
 
 def settings() -> LogSettings:
-    """Those of this process."""
     return _settings
 
 

@@ -25,7 +25,6 @@ from typing import Any, Literal, NamedTuple
 from jaxllm.errors import InvalidRequestError
 
 What = Literal["profile", "python_heap", "device_heap", "stacks", "trace"]
-"""The questions that a process answers."""
 
 _NUMBER, _BIG, _TEXT = "int64", "uint64", "string"
 _MESSAGES: Mapping[str, Mapping[str, tuple[int, str, bool]]] = {
@@ -75,7 +74,6 @@ class Sample(NamedTuple):
 RATE = 100
 """Samples a second."""
 FOREIGN = "a thread of C++"
-"""The name of threads that Python has not started."""
 SAMPLES, WALL, CPU = ValueKind("samples", "count"), ValueKind("wall", "nanoseconds"), ValueKind("cpu", "nanoseconds")
 OBJECTS, SPACE = ValueKind("inuse_objects", "count"), ValueKind("inuse_space", "bytes")
 

@@ -144,7 +144,6 @@ STUCK_SECONDS = 120.0
 """The time by the clock of an answer whose processor time is limited: it may wait, or get little of a processor."""
 
 _HEADER = struct.Struct("<Qdd")
-"""The number of bytes that follow, and the limits of the answer."""
 
 
 class TimedOut(Exception):

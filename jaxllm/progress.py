@@ -41,7 +41,6 @@ def tell(doing: str, done: int = 0, total: int = 0) -> None:
 
 @cache
 def has_widgets() -> bool:
-    """Whether a notebook can show bars that move."""
     return find_spec("ipywidgets") is not None
 
 

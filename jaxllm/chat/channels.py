@@ -235,9 +235,8 @@ _KINDS = {"self": Reasoning, "user": Content, "commentary": Content, "developer"
 class Muse(MessageReader):
     """Muse's answers: messages, each `to=NAME<|message|>body` and `<|eom|>`, or `<|eot|>` at the answer's end.
 
-    What the model writes to itself is reasoning, what it writes to the user or as commentary content, what goes to the
-    developer is not shown; a message to a tool holds calls between tags. Each message but the first begins with
-    `<|start|>assistant`; models leave that out, and the end of the message before.
+    What goes to itself is reasoning, to the user or commentary content, to the developer not shown; a tool gets calls
+    in tags. Models leave out the `<|start|>assistant` before each message but the first.
     """
 
     HEADERS = (START, MESSAGE, "to=")

@@ -29,9 +29,8 @@ def keyed_call(
 ) -> Scan[None]:
     """After <tool_call>: name, `separator`, keys and raw values between tags, </tool_call>; or JSON if `as_json`.
 
-    `form` is what the family calls its tags: it has {} where the plain name stands, as in "ifm|{}".
-    <arg_key>key</arg_key><arg_value>raw value</arg_value>; a value's type may be between the two. </arg_value> may be
-    missing where the text ends with </tool_call>.
+    `form` is what the family calls its tags, as in "ifm|{}": <arg_key>key</arg_key><arg_value>raw value</arg_value>; a
+    value's type may be between the two, and </arg_value> missing where the text ends with </tool_call>.
     """
     key_tag, value_tag, close = _open(form, "arg_key"), _open(form, "arg_value"), _close(form, "tool_call")
     type_tag, end = _open(form, "arg_type"), _close(form, "arg_value")

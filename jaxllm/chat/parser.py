@@ -30,7 +30,6 @@ from jaxllm.text.reasoning import CITATION_END, FUNCTIONARY, HARMONY, MUSE, Reas
 
 _MESSAGES: dict[str, type[MessageReader]] = {HARMONY: Harmony, MUSE: Muse, FUNCTIONARY: Functionary}
 _CITED = re.compile(r"[0-9:,.\[\] ]+")
-"""The numbers of what is cited, after CITATION_END."""
 
 
 class OutputParser:

@@ -144,14 +144,14 @@ def grammar_tokens(tokenizer: tokenizers.Tokenizer) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerSettings:
-    """The ways in which answers are generated, whoever asks.
+    """How answers are generated, whoever asks.
 
     Attributes:
         sampling: fields of SamplingParams that the caller set, by name; the others are the model's.
         max_tokens: upper bound on generated tokens; None is `default_max_tokens`, or what is left of the context.
         cut_to_context: a max_tokens that the context has no room for is cut to it, not refused.
         n: choices to return for each prompt, the best of `num_generated`.
-        beam_search: searches for the most likely texts instead of sampling, up to a length that is settled later.
+        beam_search: searches for the most likely texts instead of sampling.
         truncate_prompt_tokens: keep only this many prompt tokens; -1 keeps what leaves room for max_tokens.
         truncation_side: the end of the prompt that is cut off.
         prediction: what the answer may well be, or have in it.
@@ -193,7 +193,7 @@ class Rendered:
 
 @dataclass
 class ConversationPrompt:
-    """A conversation ready to run, and how to read its answers."""
+    """A conversation ready to run."""
 
     prompt: Prompt
     formats: OutputFormats

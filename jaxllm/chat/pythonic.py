@@ -181,7 +181,6 @@ def _key(value: str) -> str:
 
 
 def _strings(source: Source, write: Emit, raw: bool) -> Scan[None]:
-    """A string and those that follow without a comma, as one."""
     write('"')
     while True:
         yield from _string(source, write, raw)

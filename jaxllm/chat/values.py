@@ -120,10 +120,7 @@ _UNKNOWN = re.compile(r"\\[bBAZzpPkG1-9]|\(\?(?!:)")
 
 
 def text_limits(schema: Any, strict: bool) -> list[str]:
-    """Regular expressions of llguidance's, all of which the whole text of a string matches; none if any text will do.
-
-    A pattern that they cannot express is left out, unless the tool is `strict`: the grammar is then refused.
-    """
+    """Regular expressions of llguidance's that all match a string; others are left out unless `strict`."""
     if not isinstance(schema, dict):
         return []
     limits = []
@@ -138,9 +135,8 @@ def text_limits(schema: Any, strict: bool) -> list[str]:
 
 
 def whole_text(pattern: str) -> str:
-    """A pattern, which may match anywhere in a text, as one that matches all of the text.
-
-    Worked example: `whole_text("^a|b")` is `a(?s:.*)|(?s:.*)b`, each in a group.
+    """A pattern that may match anywhere in a text as one that matches all of it: "^a|b" is `a(?s:.*)|(?s:.*)b`, in
+    groups.
     """
     anchored = []
     for alternative in _alternatives(pattern):

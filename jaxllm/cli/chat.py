@@ -289,7 +289,6 @@ NOT_IN_CHATS = {
     "n", "logprobs", "prompt_logprobs", "logprob_token_ids", "structured_outputs", "thinking_markers",
     "shown_special_token_ids",
 }  # fmt: skip
-"""A chat shows one answer, as text."""
 
 
 class SavedChat(NamedTuple):

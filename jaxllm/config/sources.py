@@ -204,7 +204,6 @@ _REFUSED = {
     "/docs is always there; it tells nothing that the documentation does not": "--disable-fastapi-docs",
 }  # fmt: skip
 REFUSED: Mapping[str, str] = {flag: reason for reason, flags in _REFUSED.items() for flag in flags.split()}
-"""Flags that are not taken, and why."""
 
 
 def translated(arguments: Sequence[str]) -> list[str]:

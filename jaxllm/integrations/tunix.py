@@ -134,7 +134,6 @@ def _without_padding(row: list[int], pad: int, *, left: bool) -> list[int]:
 
 
 def _number(seed: Any) -> int:
-    """A seed of JAX's, or a number, as a number."""
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         seed = jax.random.key_data(seed)
     return int(np.asarray(seed).ravel()[-1])

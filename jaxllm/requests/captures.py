@@ -64,14 +64,13 @@ class LayerShapes:
         return [layer for layer, heads in enumerate(self.heads) if name not in CACHED or heads is not None]
 
     def of(self, tap: Tap) -> tuple[int, ...]:
-        """The shape of an activation at one token."""
         name, layer = tap
         heads = self.heads[layer] if name in CACHED else None
         return (self.width,) if heads is None else heads
 
     @property
     def widest(self) -> int:
-        """The numbers of the largest activation of a token: each has room for as many on its way to the host."""
+        """The numbers of the largest activation of a token."""
         return max(self.width, *(math.prod(heads) for heads in self.heads if heads is not None), 0)
 
 
@@ -201,7 +200,6 @@ class Captures(Mapping[str, dict[int, np.ndarray]]):
 
     @property
     def final(self) -> np.ndarray:
-        """The states after the last norm."""
         return self.values_by_tap[FINAL, -1]
 
     def array(self, name: str) -> np.ndarray:
@@ -209,10 +207,7 @@ class Captures(Mapping[str, dict[int, np.ndarray]]):
         return self.values_by_tap[_of_transformer_lens(name)]
 
     def to_xarray(self) -> xarray.Dataset:
-        """A variable for each name, with the axes layer, position and channel; those of all heads one after another.
-
-        Raises ConfigError: xarray is not installed.
-        """
+        """A variable for each name with layer, position and channel. Raises ConfigError: xarray is not installed."""
         return dataset(self.positions, {tap: _flat(array) for tap, array in self.values_by_tap.items()}, FINAL)
 
     def _repr_html_(self) -> str:

@@ -112,7 +112,7 @@ def _refused(problem: str) -> InvalidRequestError:
 
 
 def argument(name: str, key: str, value: Any, shape: Sequence[int], dtype: str) -> np.ndarray:
-    """A request's argument `key` of the processor `name`, as an array. Raises InvalidRequestError: it does not fit."""
+    """A request's argument `key` of the processor `name`. Raises InvalidRequestError: it does not fit."""
     import numpy as np
 
     try:

@@ -195,9 +195,7 @@ def check_numbers(node: dict[str, Any], *, lenient: bool = False) -> None:
 
 
 def _include(node: dict[str, Any], inclusive: str, exclusive: str, step: int) -> None:
-    """Worked example: `exclusiveMaximum: 10` becomes `maximum: 9`, of integers; so does draft 4's `maximum: 10,
-    exclusiveMaximum: true`.
-    """
+    """Worked example: of integers `exclusiveMaximum: 10`, or draft 4's `maximum: 10` with it, becomes `maximum: 9`."""
     bound: Any = node.get(exclusive)
     other: Any = node.get(inclusive)
     excluded, others = (other, []) if bound is True else (bound, [] if other is None else [other])

@@ -176,7 +176,6 @@ def text_block(html: str, *, faint: bool = False) -> str:
 
 
 def panel(texts: Sequence[str], note: str) -> str:
-    """One output: texts, and a line about them."""
     style = "white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.6"
     shown = "".join(f'<div style="{style}">{text}</div>' for text in texts)
     return f'<div style="margin:.4em 0">{shown}<div style="font-size:85%;opacity:.7">{escape(note)}</div></div>'

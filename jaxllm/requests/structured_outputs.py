@@ -47,7 +47,6 @@ _MASK_STACK_BYTES = 2**20
 """Half of what the threads have on which llguidance fills masks."""
 MAX_TOKEN_ID = 2**19 - 1
 _TOKENS = re.compile(r"<\[[^]]*]>")
-"""Tokens by their ids, as llguidance writes them."""
 
 JSON_OPTIONS: Any = {"whitespace_pattern": r"( |\n {0,32}|\n\t{0,8})?"}
 """Between the tokens of JSON: nothing, a space, or a new line and its indentation. More would let a model never end."""

@@ -268,10 +268,9 @@ def time_to_full_speed(config: EngineConfig) -> float:
 
 
 def full_speed_since(answers: Sequence[Answer]) -> float:
-    """When the first answer began from which on they take about as long as in the last seconds, it and most after it.
+    """When the first answer began from which on most take about as long as in the last seconds.
 
-    Worked example, answers of 1.5, 0.8, 0.8, 0.9, 0.8, 0.8 and 0.8 s, one after the other: the last take 0.8 s, the
-    first is too slow, and most of those from the second on are not: 1.5 s after the first began.
+    Worked example: of answers of 1.5, 0.8, 0.8, 0.9, 0.8, 0.8 and 0.8 s it is the second, 1.5 s after the first began.
     """
     since = answers[-1].end - LAST_SECONDS
     final = median(answer.seconds for answer in answers if answer.end > since)

@@ -43,10 +43,7 @@ def convert_model(
     on_progress: Progress | None = None,
     merge_lora: Sequence[str] = (),
 ) -> None:
-    """Write `config.model`, with the adapters `merge_lora`, to `destination`: whole, or not at all.
-
-    Raises ConfigError, ModelNotFoundError, CheckpointError.
-    """
+    """Write `config.model`, with adapters merged, to `destination`, or nothing. Raises ConfigError, CheckpointError."""
     write = {"orbax": write_orbax, "safetensors": write_safetensors, "gguf": write_gguf}[to]
     if to != "gguf" and destination.suffix == ".gguf":
         raise ConfigError(
@@ -214,11 +211,7 @@ def _untied(config: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """A tensor of the checkpoint that an adapter changes.
-
-    Attributes:
-        there, here: how the adapter's format and the checkpoint's keep it; each has a way from there into the engine.
-    """
+    """A tensor of the checkpoint that an adapter changes, as the two keep it: `there` and `here`."""
 
     name: str
     there: Source

@@ -182,7 +182,6 @@ def _copy_metadata(source: Path, writer: gguf.GGUFWriter, file_type: int | None)
 
 
 def announce(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...], dtype: str) -> None:
-    """Name a tensor whose contents will follow, of a GGML type."""
     kind = gguf.GGMLQuantizationType[dtype]
     elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
     in_bytes = (*shape[:-1], shape[-1] // elements * nbytes)
