@@ -289,9 +289,7 @@ SPARE_SHARE = 0.05
 
 
 def share_device_memory(share: float) -> None:
-    """Let this process take `share` of an accelerator's memory and a little more, unless a variable or a backend
-    settled it.
-    """
+    """Let this process take `share` of an accelerator's memory and a little more, before its backend starts."""
     if not any(name in os.environ for name in _MEMORY_SHARES) and not xla_bridge.backends_are_initialized():
         os.environ[_MEMORY_SHARES[0]] = f"{min(share + SPARE_SHARE, 1):.2f}"
 

@@ -49,8 +49,7 @@ class Field:
 class InvalidRequestError(JaxLLMError):
     """A request that cannot be honoured; `param` names the offending field in the OpenAI error body.
 
-    A message in pieces knows which are fields, so that `named` can rename them; by default the first is the offending
-    one.
+    A message in pieces knows which of them are fields; by default the first field is the offending one.
     """
 
     def __init__(self, message: str | Sequence[str | Field], param: str | Field | None = None):

@@ -208,8 +208,7 @@ class LLM(Inside, Controls):
         `prompt_name` is what sentence-transformers' files call the words that the model wants before each text, such as
         "query"; without it those that the files make the default.
 
-        Raises InvalidRequestError: a prompt cannot be honoured, or has no text and a `prompt_name`; nothing is run
-        then.
+        Raises InvalidRequestError: a prompt cannot be honoured, or has no text and a `prompt_name`.
         """
         tasks = self.info.tasks
         items = [_preceded(item, tasks.prompt(prompt_name), prompt_name) for item in sequences.prompt_list(prompts)]

@@ -1,7 +1,6 @@
 """Processes that run a module of ours, whatever program started them.
 
-Neither is the user's program run again in them, as by `multiprocessing`, nor are modules looked for in the working
-directory first, as by `python -m`.
+`multiprocessing` would run the user's program again in each, and `python -m` look for modules in the working directory.
 """
 
 from __future__ import annotations
@@ -155,9 +154,7 @@ class Died(Exception):
 
 
 class AskedProcesses:
-    """At most `most` processes at once, started when needed, until `close`. Any thread may ask; it waits while all are
-    busy.
-    """
+    """At most `most` processes, started when needed. Any thread may ask; it waits while all are busy."""
 
     def __init__(self, module: str, *arguments: str, most: int = 1) -> None:
         self._module, self._arguments = module, arguments

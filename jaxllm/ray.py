@@ -77,8 +77,7 @@ NAMESPACE, APPLICATION = "serve", "default"
 def run_on_ray(config: ServeConfig) -> None:
     """Start Ray Serve and the replicas, and wait until SIGINT or SIGTERM; returns when all requests have ended.
 
-    Ray is the one that RAY_ADDRESS names, or one of this process's own. A second signal ends requests at once. Raises
-    ConfigError.
+    Ray is the one that RAY_ADDRESS names, or one of this process's own. A second signal ends all. Raises ConfigError.
     """
     configure_logging(config)
     warn_of_open_doors(config)
@@ -103,9 +102,7 @@ def run_on_ray(config: ServeConfig) -> None:
 
 
 def application(config: ServeConfig, proxy: Collection[str] = ()) -> serve.Application:
-    """The front and its replicas; settings in `proxy` are honoured elsewhere. Raises ConfigError for what Ray cannot
-    do.
-    """
+    """The front and its replicas; settings in `proxy` are honoured elsewhere. Raises ConfigError."""
     for name in OF_THE_PROXY:
         if name in config.model_fields_set and name not in proxy:
             raise ConfigError(

@@ -37,9 +37,7 @@ T = TypeVar("T")
 
 
 def start_thread(name: str, target: Callable[[], None], stack_bytes: int = 0) -> threading.Thread:
-    """A daemon thread that may call into XLA; its stack of `stack_bytes` (0: the system's size) takes memory as it is
-    used.
-    """
+    """A daemon thread that may call into XLA, with a stack of `stack_bytes`; 0 is the system's own size."""
     if not _main_frames:
         frame = sys._current_frames()[threading.main_thread().ident]  # type: ignore[index]
         while frame.f_back is not None:

@@ -1,6 +1,6 @@
 """Scanners of tool calls in JSON: {"name": …, "arguments": {…}}, or a name before its arguments.
 
-Each tells a `CallWriter` what it reads from a `Source`. Raises MalformedError for all but a call of a known tool.
+Each reads a `Source`, tells a `CallWriter`, and raises MalformedError where the text is no call of a known tool.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class MessageReader(ABC):
         """The body of a message whose header has been read."""
 
     def answer(self, constrained_after: str = "", openings: Sequence[str] = ()) -> Scan[None]:
-        """The whole answer; all before `constrained_after` is reasoning if it begins in the analysis or with an
+        """The whole answer; what comes before `constrained_after` is reasoning, if it begins as such or with an
         opening.
         """
         if constrained_after and (self.in_analysis or (yield from self.source.next_of(openings))):
@@ -235,8 +235,8 @@ _KINDS = {"self": Reasoning, "user": Content, "commentary": Content, "developer"
 class Muse(MessageReader):
     """Muse's answers: messages, each `to=NAME<|message|>body` and `<|eom|>`, or `<|eot|>` at the answer's end.
 
-    What goes to itself is reasoning, to the user or commentary content, to the developer not shown; a tool gets calls
-    in tags. Models leave out the `<|start|>assistant` before each message but the first.
+    What the model writes to itself is reasoning; what it writes to the user or as commentary is content; what goes to
+    the developer is not shown; a message to a tool holds calls between tags. `<|start|>assistant` may be missing.
     """
 
     HEADERS = (START, MESSAGE, "to=")

@@ -38,8 +38,7 @@ def answer_constraint(
 ) -> StructuredOutputs | None:
     """The constraint on a conversation's answers after their reasoning; None where anything may come.
 
-    With tools and a constraint on the text, an answer that may call is either. Raises InvalidRequestError naming the
-    field.
+    Tools and a constraint on the text allow either. Raises InvalidRequestError naming the field.
     """
     tools, choice, asked = conversation.tools, conversation.tool_choice, conversation.structured_outputs
     if asked is not None and asked.after is not None and not tools:

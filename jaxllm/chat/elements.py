@@ -120,9 +120,7 @@ def invoked_calls(
 
 
 def step_calls(source: Source, writer: CallWriter, *, inside: bool = False) -> Scan[None]:
-    """Step's calls, each a STEP_CALL with a <steptml:invoke>, and the section's end; `inside` is after the first
-    STEP_CALL.
-    """
+    """Step's calls, each in a STEP_CALL, and the end of the section. `inside` is after the first STEP_CALL."""
     more = (STEP_SEPARATOR, STEP_CALL)
     after = (*more, STEP_CALLS_END)
     if not inside:

@@ -64,8 +64,7 @@ def detect_formats(
 ) -> OutputFormats:
     """The formats that a model answers in, detected from the template where a parser is "auto"; "none" parses nothing.
 
-    Where one is a format of messages on channels, "auto" means the same for the other. Raises ConfigError: a name is
-    unknown, or the two do not go together.
+    Formats of messages on channels go together. Raises ConfigError: a name is unknown, or the two do not go together.
     """
     template = chat_template or ""
     spoken = next((known for known in TOOL_FORMATS if known.is_spoken(template)), None)

@@ -78,8 +78,8 @@ def function_tag(
 ) -> Scan[None]:
     """After <function=: name>, then {…} or <parameter=key>raw value</parameter> …, then </function>, and </`wrapper`>.
 
-    It is after <`wrapper`> if `wrapped`. A value is all the text between the tags if `verbatim`, else without own
-    newlines.
+    It is after <`wrapper`> if `wrapped`. A value that is not `verbatim` may have newlines around it that are no part of
+    it.
     """
     if wrapped:
         yield from source.expect("<function=", spaced=True)

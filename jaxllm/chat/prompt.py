@@ -218,9 +218,7 @@ class ConversationPrompt:
 
 
 def prepare(model: ChatModel, conversation: Conversation, settings: AnswerSettings) -> ConversationPrompt:
-    """Render, tokenize and check a conversation, and compile its constraint. Raises InvalidRequestError naming the
-    field.
-    """
+    """Render, tokenize and check a conversation, and compile its constraint. Raises InvalidRequestError."""
     refuse_text(model.engine.info.tasks)
     rendering = conversation.rendering.with_defaults(model.variables)
     conversation = dataclasses.replace(conversation, rendering=rendering)

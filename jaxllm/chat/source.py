@@ -146,8 +146,8 @@ class Source:
         yield from self.one_of((text,), spaced=spaced)
 
     def copy_until(self, stops: Sequence[str], emit: Emit, last: Sequence[str] = ()) -> Scan[str]:
-        """Give `emit` the text before the first of `stops`, which is returned and not consumed; `last` are stops at the
-        end.
+        """Give `emit` the text before the first of `stops`, or of `last` at its end; the stop is returned, not
+        consumed.
         """
         pattern = re.compile("|".join(map(re.escape, stops)))
         while True:
@@ -178,9 +178,7 @@ class Source:
         return "".join(pieces)
 
     def possible_start(self, markers: Sequence[str]) -> int:
-        """The length of a marker's possible beginning at the end of the text; in a cut text a word or one character is
-        none.
-        """
+        """The length of a possible beginning of a marker at the end of the text; a cut text's words are none."""
         tail = self.text[max(self.at, len(self.text) - max(map(len, markers), default=0)) :]
         first = {marker[0] for marker in markers}
         for skipped, char in enumerate(tail):

@@ -135,9 +135,7 @@ def text_limits(schema: Any, strict: bool) -> list[str]:
 
 
 def whole_text(pattern: str) -> str:
-    """A pattern that may match anywhere in a text as one that matches all of it: "^a|b" is `a(?s:.*)|(?s:.*)b`, in
-    groups.
-    """
+    """A pattern that may match anywhere as one of a whole text: "^a|b" is `(?:(?:a)(?s:.*))|(?:(?s:.*)(?:b))`."""
     anchored = []
     for alternative in _alternatives(pattern):
         starts, ends = alternative[:1] == ["^"], alternative[-1:] == ["$"]

@@ -83,9 +83,7 @@ def _open_at(descriptor: int, flags: int) -> None:
 def print_table(
     headings: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, numbers: Sequence[int] = ()
 ) -> None:
-    """Print rows, unfolded where no terminal reads them, under headings if any; columns in `numbers` align at the
-    right.
-    """
+    """Print rows, unfolded if this is no terminal, under headings if any; columns in `numbers` align right."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

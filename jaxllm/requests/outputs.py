@@ -81,8 +81,7 @@ class CompletionOutput:
     tool_calls: list[ParsedCall] = field(default_factory=list)
 
     def to_pandas(self) -> pandas.DataFrame:
-        """A row for each token and each alternative in `logprobs`, with position, token_id, token, logprob, rank and
-        chosen.
+        """A row for each token and each alternative that `logprobs` has, and whether it was chosen.
 
         Raises ConfigError: pandas is not installed.
         """
@@ -182,9 +181,7 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
 
     def to_pandas(self, *, prompt: bool = False) -> pandas.DataFrame:
-        """The tables of its completions, by `completion`, or of the `prompt`. Raises ConfigError: pandas is not
-        installed.
-        """
+        """The tables of its completions, or of the `prompt`. Raises ConfigError: pandas is not installed."""
         if prompt:
             return frame(token_rows(self.prompt_token_ids, self.prompt_logprobs))
         rows = (token_rows(output.token_ids, output.logprobs, completion=output.index) for output in self.outputs)

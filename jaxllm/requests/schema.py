@@ -42,8 +42,7 @@ _SAY_SOMETHING = _OF_OTHER_TYPES | {
 
 
 def plain(schema: Any) -> Any:
-    """The schema as an object, without keywords that forbid nothing, and with integers' bounds as llguidance takes
-    them.
+    """The schema as an object, without keywords that forbid nothing, and with integers' bounds made exact.
 
     With `"x-guidance": {"lenient": true}` in it numbers that cannot be enforced exactly are left out.
     Raises UnenforceableError: a bound, or a number among the values, that llguidance would round.

@@ -57,9 +57,7 @@ def frame(rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
 
 
 def dataset(positions: np.ndarray, values: Mapping[tuple[str, int], np.ndarray], final: str) -> xarray.Dataset:
-    """Activations by names and layers; names with other layers or channels get own axes. Raises ConfigError without
-    xarray.
-    """
+    """Activations by names and layers, on common axes where they fit. Raises ConfigError: xarray is not installed."""
     xr = optional("xarray", "to_xarray")
     coordinates = {"position": positions}
     variables: dict[str, tuple[tuple[str, ...], np.ndarray]] = {}
@@ -97,9 +95,7 @@ class TableList(OutputList[T]):
     """Outputs that are tables too, such as completions and scores."""
 
     def to_pandas(self) -> pandas.DataFrame:
-        """All tables, one after the other; `output` is the place in the list. Raises ConfigError: pandas is not
-        installed.
-        """
+        """All tables, by their place `output` in the list. Raises ConfigError: pandas is not installed."""
         pd = optional("pandas", "to_pandas")
         tables = [output.to_pandas() for output in self]  # type: ignore[attr-defined]
         for index, table in enumerate(tables):
@@ -205,9 +201,7 @@ def root_mean_square(values: np.ndarray, axis: int) -> np.ndarray:
 
 
 def heat_map(title: str, values: np.ndarray, rows: Axis, columns: Axis) -> str:
-    """SVG of `[rows, columns]` numbers from 0, on a logarithmic scale; a cell of several has the root of their mean
-    square.
-    """
+    """SVG of `[rows, columns]` numbers from 0, on a logarithmic scale; a cell of several has their root mean square."""
     cells, row_labels = _fewer(values.astype(np.float64), rows.labels, MOST_ROWS)
     cells, column_labels = _fewer(cells.T, columns.labels, MOST_COLUMNS)
     cells = cells.T

@@ -35,9 +35,7 @@ Tensors = Iterator[tuple[str, np.ndarray]]
 
 
 def write_safetensors(config: EngineConfig, checkpoint: Checkpoint, target: Path, on_progress: Progress | None) -> None:
-    """Tensors as `dtype`; vectors as float32 where that rounds them. Raises ConfigError for kinds and models that do
-    not fit.
-    """
+    """Tensors as `dtype`, and vectors as float32 where that rounds them. Raises ConfigError."""
     if config.isq or config.isq_map:
         raise ConfigError(
             "isq and isq_map go with `--to orbax`, which holds every kind, or `--to gguf`, which holds GGUF's; "
