@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -16,8 +16,6 @@ from jaxllm.errors import ConfigError
 if TYPE_CHECKING:
     import pandas
     import xarray
-
-    from jaxllm.requests.outputs import Logprob
 
 
 T = TypeVar("T")
@@ -37,12 +35,12 @@ def optional(module: str, method: str) -> Any:
 
 
 def token_rows(
-    token_ids: Sequence[int], steps: Sequence[Mapping[int, Logprob] | None] | None, **same: Any
+    token_ids: Sequence[int], steps: Sequence[Mapping[int, Likely] | None] | None, **same: Any
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for position, token_id in enumerate(token_ids):
         step = None if steps is None else steps[position]
-        candidates: Iterable[tuple[int, Logprob | None]] = step.items() if step else [(token_id, None)]
+        candidates: Iterable[tuple[int, Likely | None]] = step.items() if step else [(token_id, None)]
         for candidate, entry in candidates:
             token, logprob, rank = (entry.decoded_token, entry.logprob, entry.rank) if entry else (None, math.nan, None)
             row = {"position": position, "token_id": candidate, "token": token, "logprob": logprob, "rank": rank}
@@ -110,6 +108,19 @@ _STRONGEST = 0.6
 """How opaque the tint of an impossible token is: text remains readable on it, on light pages and on dark ones."""
 
 
+class Likely(Protocol):
+    """What is read of a `Logprob`."""
+
+    @property
+    def logprob(self) -> float: ...
+    @property
+    def rank(self) -> int | None: ...
+    @property
+    def decoded_token(self) -> str | None: ...
+    @property
+    def token_bytes(self) -> bytes | None: ...
+
+
 class ShownToken(NamedTuple):
     text: str
     probability: float | None
@@ -117,7 +128,7 @@ class ShownToken(NamedTuple):
 
 
 def shown_tokens(
-    token_ids: Sequence[int], steps: Sequence[Mapping[int, Logprob] | None], whole: str | None = None
+    token_ids: Sequence[int], steps: Sequence[Mapping[int, Likely] | None], whole: str | None = None
 ) -> list[ShownToken]:
     """The tokens of a text with log-probabilities; a character of several tokens is shown at its last one.
 
@@ -139,7 +150,7 @@ def shown_tokens(
     return found
 
 
-def _hint(token_id: int, step: Mapping[int, Logprob] | None) -> str:
+def _hint(token_id: int, step: Mapping[int, Likely] | None) -> str:
     if step is None or token_id not in step:
         return f"token {token_id}"
     own = step[token_id]
@@ -149,7 +160,7 @@ def _hint(token_id: int, step: Mapping[int, Logprob] | None) -> str:
     return "\n".join([f"{_chance(token_id, own)} ({exact})", *others])
 
 
-def _chance(token_id: int, entry: Logprob) -> str:
+def _chance(token_id: int, entry: Likely) -> str:
     name = str(token_id) if entry.decoded_token is None else repr(entry.decoded_token)
     return f"{name}: {100 * math.exp(entry.logprob):.3g} %"
 
