@@ -20,10 +20,9 @@ from typing import Any, ParamSpec, TypeVar
 
 
 def prepare_virtual_devices() -> None:
-    """Give XLA's CPU thread pool room for virtual devices. Must run before jax is imported.
+    """Give XLA's CPU thread pool room for virtual devices; to be called before jax is imported.
 
-    Several virtual CPU devices on few cores deadlock in a collective unless the pool has at least twice as many
-    threads as there are devices; XLA takes the pool's size from NPROC. Nothing is changed for a single device.
+    Several of them on few cores deadlock in a collective unless the pool, sized by NPROC, has twice as many threads.
     """
     count = int(os.environ.get("JAX_NUM_CPU_DEVICES") or 0)
     forced = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
@@ -52,10 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_cpu_targets_at_once() -> None:
-    """Let XLA look at the FFI targets of CPUs as they are registered, and raise JaxRuntimeError where one doesn't fit.
-
-    Otherwise JAX keeps them until it starts the CPU backend, which then doesn't start.
-    """
+    """Let XLA check FFI targets of CPUs as they are registered, with JaxRuntimeError, and not as the backend starts."""
     xla_client.register_custom_call_handler("cpu", xla_client._xla.register_custom_call_target)
 
 
@@ -139,10 +135,7 @@ jax.monitoring.register_event_listener(_note_event)
 
 
 def compile_to_save(lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None) -> tuple[Any, bool]:
-    """`compile_lowered`, and whether the result can be saved by `save_executable`.
-
-    XLA keeps none of it in its own cache, and one from there cannot be saved: it lacks the code of a CPU's functions.
-    """
+    """`compile_lowered` without XLA's cache, whose entries lack code that saving needs, and whether it can be saved."""
     with jax_config.persistent_cache_min_compile_time_secs(math.inf):
         return compile_noting_cache(lowered, options)
 
@@ -160,10 +153,7 @@ _unknown_options: set[str] = set()
 
 
 def compile_lowered(lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
-    """Compile, leaving out each option that this release of XLA does not know, with one line in the log for each.
-
-    XLA's options come and go between releases, and none of them changes what a program computes.
-    """
+    """Compile, leaving out each option that this release of XLA does not know, with one line in the log for each."""
     while True:
         known = {name: value for name, value in (options or {}).items() if name not in _unknown_options}
         try:
@@ -177,11 +167,7 @@ def compile_lowered(lowered: jax.stages.Lowered, options: Mapping[str, Any] | No
 
 
 def start_backends() -> tuple[list[jax.Device], list[str]]:
-    """The default platform's devices, and what JAX said of platforms that it could not start.
-
-    Where it gives up there are no devices, and its error is the last that it said. A plugin that cannot be initialized
-    is logged with its traceback and forgotten, and a CPU takes its place: nothing of that is shown here.
-    """
+    """The default platform's devices, and what JAX said of platforms that it could not start; it is not logged."""
     log, heard = logging.getLogger(xla_bridge.__name__), BufferingHandler(capacity=10_000)
     heard.setLevel(logging.WARNING)
     passed_on, log.propagate = log.propagate, False
@@ -199,12 +185,10 @@ def start_backends() -> tuple[list[jax.Device], list[str]]:
 
 
 def backends_run() -> bool:
-    """Whether JAX has taken its devices."""
     return xla_bridge.backends_are_initialized()
 
 
 def chosen_platforms() -> str:
-    """What JAX_PLATFORMS says; empty where JAX is to choose."""
     return jax.config.values["jax_platforms"] or ""
 
 
@@ -233,12 +217,11 @@ def join_processes(
 ) -> None:
     """Make this process the `number`th of `count` for JAX. Raises RuntimeError where the coordinator is not reached.
 
-    SIGTERM stays the program's own, which JAX's preemption service would take. The compile cache works in every process
-    and has the same keys in all: JAX would let the first alone write, and on a CPU tell the processes apart. There each
-    has as many virtual devices as it is to use, whatever JAX_NUM_CPU_DEVICES says of a process that is alone.
+    SIGTERM stays the program's own. The compile cache works in every process and has the same keys in all: JAX would
+    let the first alone write. On a CPU each has as many virtual devices as it is to use.
 
-    With `shares_steps` processes run steps together. Those of CPUs run one step at a time then: two that do not wait
-    for each other could begin their collectives in another order than in the next process, which ends both.
+    With `shares_steps` processes of CPUs run one step at a time: two that do not wait for each other could begin their
+    collectives in another order than in the next process, which ends both.
     """
     if shares_steps:
         jax.config.update("jax_cpu_enable_async_dispatch", False)
@@ -285,10 +268,7 @@ def transfer_server(host: str) -> Any:
 
 
 def cluster_place(name: str) -> tuple[str, int, int]:
-    """Where process 0 is, how many processes there are, and which this is, as JAX finds out with a package's help.
-
-    Raises ConfigError where the package is missing, or that cluster is not around this process.
-    """
+    """Where process 0 is, how many processes there are, and which this is. Raises ConfigError: that is not known."""
     package = {"mpi4py": "mpi4py", "k8s": "kubernetes"}[name]
     if find_spec(package) is None:
         raise ConfigError(f"cluster is {name!r}, which needs the package {package}: pip install {package}")
@@ -309,10 +289,7 @@ SPARE_SHARE = 0.05
 
 
 def share_device_memory(share: float) -> None:
-    """Let this process take `share` of an accelerator's memory and a little more, where no variable says how much.
-
-    XLA reads it when its backend starts; one that runs already keeps what it took.
-    """
+    """Let this process take `share` of an accelerator's memory and a little more, before its backend starts."""
     if not any(name in os.environ for name in _MEMORY_SHARES) and not xla_bridge.backends_are_initialized():
         os.environ[_MEMORY_SHARES[0]] = f"{min(share + SPARE_SHARE, 1):.2f}"
 
@@ -347,7 +324,6 @@ def triton_load(ref: Any, mask: jax.Array, other: Any) -> jax.Array:
 
 
 def triton_store(ref: Any, value: jax.Array, mask: jax.Array) -> None:
-    """A masked store to an indexed reference."""
     from jax.experimental.pallas import triton
 
     triton.store(ref, value, mask=mask)

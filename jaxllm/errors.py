@@ -1,8 +1,4 @@
-"""Every error jaxllm raises on purpose.
-
-A message is one line that names the field, the value and what would be accepted. The CLI prints it and exits with 2;
-the server turns it into an OpenAI-shaped error body.
-"""
+"""Every error jaxllm raises on purpose. A message is one line with the field, the value and what is accepted."""
 
 from __future__ import annotations
 
@@ -53,8 +49,7 @@ class Field:
 class InvalidRequestError(JaxLLMError):
     """A request that cannot be honoured; `param` names the offending field in the OpenAI error body.
 
-    A message given in pieces knows which of them are fields, so that whoever calls these otherwise can say it in their
-    own words: see `named`. By default the first of them is the offending one.
+    A message in pieces knows which of them are fields; by default the first field is the offending one.
     """
 
     def __init__(self, message: str | Sequence[str | Field], param: str | Field | None = None):

@@ -15,14 +15,11 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 UNFINISHED = ".unfinished-"
-"""What the names of files begin with that are being written."""
+"""The beginning of names of files that are being written."""
 
 
 def user_folder(variable: str, default: str) -> Path:
-    """jaxllm's folder in the one that `variable` names (as XDG_CACHE_HOME), or in `default` of the home directory.
-
-    A user without a home directory has one in the system's folder for temporary files.
-    """
+    """jaxllm's folder in the one that `variable` names, or in `default` of the home directory, or a temporary one."""
     named = os.environ.get(variable, "")
     if os.path.isabs(named):
         return Path(named) / "jaxllm"
@@ -38,10 +35,7 @@ def in_home(path: str | os.PathLike[str]) -> Path:
 
 
 def existing(text: str) -> Path | None:
-    """The file or folder of that name; None where there is none, or where the text is too long for a name.
-
-    Raises PermissionError where that cannot be seen.
-    """
+    """The file or folder of that name; None where there is none. Raises PermissionError where that cannot be seen."""
     path = in_home(text)
     try:
         path.stat()
@@ -89,10 +83,7 @@ def write_whole(path: Path, parts: Sequence[bytes | memoryview]) -> None:
 
 @cache
 def cache_or_temporary(folder: Path, kept: str, remedy: str) -> Path:
-    """`folder`, or one of this process alone where it cannot be written, which one warning says.
-
-    `kept` names what would be kept, and `remedy` what to set so that it is.
-    """
+    """`folder`, or a temporary one if it cannot be written; a warning names what is not `kept` and the `remedy`."""
     reason = unwritable(folder)
     if reason is None:
         return folder

@@ -48,8 +48,7 @@ class LLM(Inside, Controls):
     The engine runs in a thread of its own, so this works in scripts and in notebooks whose event loop is running. If it
     dies, all methods that need it raise EngineDeadError, which says why, until `restart`.
 
-    Raises:
-        ConfigError, ModelNotFoundError, CheckpointError: one line that says what is wrong.
+    Raises ConfigError, ModelNotFoundError or CheckpointError: one line that says what is wrong.
     """
 
     def __init__(
@@ -65,7 +64,6 @@ class LLM(Inside, Controls):
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine settled on at its start, the last one."""
         return self._streams.client.info
 
     def generate(
@@ -185,8 +183,7 @@ class LLM(Inside, Controls):
     def beam_search(self, prompts: Prompts, params: BeamSearchParams) -> list[RequestOutput]:
         """The beam_width most likely completions of each prompt, best first.
 
-        Raises:
-            InvalidRequestError: a prompt cannot be honoured, or leaves no room for max_tokens; nothing is run then.
+        Raises InvalidRequestError: a prompt cannot be honoured, or leaves no room for max_tokens; nothing is run then.
         """
         self._streams.check_process()
         pairs = [sequences.prompt_ids(item, self.tokenizer) for item in sequences.prompt_list(prompts)]
@@ -211,8 +208,7 @@ class LLM(Inside, Controls):
         `prompt_name` is what sentence-transformers' files call the words that the model wants before each text, such as
         "query"; without it those that the files make the default.
 
-        Raises:
-            InvalidRequestError: a prompt cannot be honoured, or has no text and a `prompt_name`; nothing is run then.
+        Raises InvalidRequestError: a prompt cannot be honoured, or has no text and a `prompt_name`.
         """
         tasks = self.info.tasks
         items = [_preceded(item, tasks.prompt(prompt_name), prompt_name) for item in sequences.prompt_list(prompts)]
@@ -240,8 +236,7 @@ class LLM(Inside, Controls):
         Where prompts are pairs of texts, `second_texts` says of each at which token the second begins, for encoders
         that tell them apart: `llm.get_tokenizer().encode_pair(query, document)` gives both.
 
-        Raises:
-            InvalidRequestError: a prompt or `pooling` cannot be honoured; nothing is run then.
+        Raises InvalidRequestError: a prompt or `pooling` cannot be honoured; nothing is run then.
         """
         return self._pool(self._pooling_requests(prompts, pooling or PoolingParams(), second_texts), use_tqdm)
 
@@ -275,7 +270,6 @@ class LLM(Inside, Controls):
         return request
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
         if self.tokenizer is None:
             raise InvalidRequestError("there is no tokenizer: skip_tokenizer_init is on")
         return self.tokenizer
@@ -289,7 +283,6 @@ class LLM(Inside, Controls):
         return AsyncLLM.sharing(self.config, self._streams)
 
     def stats(self) -> EngineStats:
-        """Counters and gauges of the engine."""
         return self._streams.client.stats()
 
     def shutdown(self) -> None:
@@ -299,8 +292,7 @@ class LLM(Inside, Controls):
     def restart(self) -> None:
         """Stop the engine, if it runs, and start it again with the same sizes, as after a step that failed.
 
-        Raises:
-            ConfigError, ModelNotFoundError, CheckpointError: it could not start.
+        Raises ConfigError, ModelNotFoundError or CheckpointError: it could not start.
         """
         self._streams.restart()
         self._open = None
@@ -385,7 +377,6 @@ def _adapters(given: LoRAs, count: int) -> list[tuple[AdapterUse, ...]]:
 
 
 def _of_each(name: str, given: Any, kind: type, count: int) -> list[Any]:
-    """What is given for each of `count` prompts: one for all of them, or an entry for each."""
     if given is None or isinstance(given, kind):
         return [given] * count
     given = list(given)
@@ -412,10 +403,9 @@ _engines: dict[tuple, LLM] = {}
 def generate(
     prompts: Prompts, model: str = "smollm2-135m", *, engine: dict[str, Any] | None = None, **sampling: Any
 ) -> str | list[str]:
-    """The one-liner: the completion of a prompt, or of each prompt of a list, as text.
+    """The completion of a prompt, or of each prompt of a list, as text, by an engine that is kept for further calls.
 
-    The engine is started at the first call and kept; `engine` holds EngineConfig fields, everything else are fields of
-    SamplingParams.
+    `engine` holds EngineConfig fields; all else are fields of SamplingParams.
     """
     key = (model, tuple(sorted((engine or {}).items())))
     if key not in _engines:

@@ -32,15 +32,11 @@ _settings = LogSettings()
 
 
 def settings() -> LogSettings:
-    """Those of this process; a process that never configured them has the defaults for those that it starts."""
     return _settings
 
 
 def configure(chosen: LogSettings, process: str) -> None:
-    """Log to standard error from now on. JSON objects call this process by the name `process`.
-
-    With JSON, warnings and exceptions that nobody catches are logged as well, so that all lines are alike.
-    """
+    """Log to standard error from now on. JSON names this process, and has warnings and uncaught errors too."""
     global _settings
     _settings = chosen
     handler = logging.StreamHandler()

@@ -1,7 +1,6 @@
-"""What a process tells of itself while it runs: its threads, its memory, its devices, over HTTP or an engine's pipe.
+"""What a process tells of itself while it runs: its threads, its memory, its devices.
 
-JAX is imported only for what JAX knows. Profiles are in pprof's format, which `go tool pprof`, speedscope and others
-read: https://github.com/google/pprof/blob/main/proto/profile.proto
+Profiles are in pprof's format: https://github.com/google/pprof/blob/main/proto/profile.proto
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from typing import Any, Literal, NamedTuple
 from jaxllm.errors import InvalidRequestError
 
 What = Literal["profile", "python_heap", "device_heap", "stacks", "trace"]
-"""The questions that a process answers."""
 
 _NUMBER, _BIG, _TEXT = "int64", "uint64", "string"
 _MESSAGES: Mapping[str, Mapping[str, tuple[int, str, bool]]] = {
@@ -76,7 +74,6 @@ class Sample(NamedTuple):
 RATE = 100
 """Samples a second."""
 FOREIGN = "a thread of C++"
-"""The name of threads that Python has not started."""
 SAMPLES, WALL, CPU = ValueKind("samples", "count"), ValueKind("wall", "nanoseconds"), ValueKind("cpu", "nanoseconds")
 OBJECTS, SPACE = ValueKind("inuse_objects", "count"), ValueKind("inuse_space", "bytes")
 
@@ -119,9 +116,8 @@ def trace(seconds: float) -> bytes:
 def profile(seconds: float) -> bytes:
     """A profile of all Python threads but the calling one, in pprof's format.
 
-    Each sample says how much time has passed since the one before it (wall) and, on Linux, for how much of that its
-    thread ran on a processor (cpu): most threads wait most of the time. C++ code in threads of its own is not seen; the
-    time that a Python thread spends in C++ belongs to the line that called it.
+    Each sample says how much time has passed since the one before (wall) and, on Linux, for how much of that its thread
+    ran on a processor (cpu). Time that a Python thread spends in C++ belongs to the line that called it.
     """
     began, start = time.time(), time.monotonic_ns()
     end, last = start + int(seconds * 1e9), start
@@ -198,10 +194,7 @@ def python_heap() -> bytes:
 
 
 def device_heap() -> bytes:
-    """Arrays and executables on the devices by where they were made, in pprof's format, as JAX writes it.
-
-    Raises InvalidRequestError if this process has no devices.
-    """
+    """Arrays and executables on the devices by where they were made, in pprof's format. Raises InvalidRequestError."""
     check_jax()
     import jax
 
@@ -209,7 +202,6 @@ def device_heap() -> bytes:
 
 
 def check_jax() -> None:
-    """Raises InvalidRequestError if this process does not run JAX."""
     if "jax" not in sys.modules:
         raise InvalidRequestError("this process does not use JAX; name one that does, as process=MODEL")
 
@@ -264,7 +256,6 @@ class _Table(dict[Any, int]):
 
 @cache
 def _profile_class() -> Any:
-    """protobuf's class of a profile, made from the table of messages."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     field = descriptor_pb2.FieldDescriptorProto

@@ -60,11 +60,7 @@ def memory(root: Path = _ROOT) -> Memory:
 
 
 def cores(root: Path = _ROOT) -> Cores:
-    """The cores that this process may run on (its affinity, which a cpuset narrows), or its quota of them if less.
-
-    A quota is rounded up, as Go's and Java's run times do: 1.5 cores are two threads, which get all of the quota, where
-    one would leave a third of it unused. `root` is as in `memory`.
-    """
+    """The cores that this process may run on, or its quota of them if less, rounded up; `root` is as in `memory`."""
     allowed, quota = allowed_cores(), _quota(root)
     if quota is None:
         return Cores(allowed)
@@ -154,10 +150,7 @@ def _number(file: Path) -> int | None:
 
 
 def share_one_heap() -> None:
-    """Have all threads of this process allocate in one heap; to be called before any other thread begins.
-
-    glibc gives each its own, whose free parts no other uses: a server that loads many models would grow by that.
-    """
+    """Have all threads allocate in one heap, whose free parts all can use; to be called before other threads begin."""
     if (choose := _of_glibc("mallopt")) is not None:
         choose(-8, 1)  # M_ARENA_MAX of malloc.h: how many heaps there may be
 
@@ -201,10 +194,7 @@ def choose_node(asked: int | str, number: int, known: dict[int, list[int]]) -> i
 
 
 def keep_to_node(node: int, known: dict[int, list[int]]) -> None:
-    """Run on the cores of a node from now on, with memory of that node as long as it has any. Before threads start.
-
-    Raises ConfigError where the system does not allow it.
-    """
+    """Run on a node's cores, with its memory while there is any; before threads start. Raises ConfigError."""
     mask = (ctypes.c_ulong * (node // 64 + 1))()
     mask[node // 64] = 1 << node % 64
     call = _SET_MEMPOLICY.get(platform.machine())

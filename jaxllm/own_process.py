@@ -1,10 +1,6 @@
 """Processes that run a module of ours, whatever program started them.
 
-`multiprocessing` would run the user's program again in each of them, and `python -m` would look for modules in the
-working directory first, where a file of the user may have the name of one of Python's. Neither happens here.
-
-A `PipedProcess` goes on with a connection to its owner. `AskedProcesses` do work that may crash, hang or need too much
-memory: they are asked, with bytes, stopped in time, and replaced.
+`multiprocessing` would run the user's program again in each, and `python -m` look for modules in the working directory.
 """
 
 from __future__ import annotations
@@ -65,7 +61,6 @@ class PipedProcess:
         return self._process.poll()
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has ended within `seconds`."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -112,7 +107,6 @@ def ignore_signals() -> None:
 
 
 def _start(theirs: Connection, inherited: Sequence[int]) -> subprocess.Popen[bytes]:
-    """A process that has inherited the other end of a connection."""
     handle = theirs.fileno()
     line = _python(f"from jaxllm.own_process import enter; enter({handle})")
     if sys.platform == "win32":
@@ -146,11 +140,9 @@ _TOO_MUCH_TIME = -signal.SIGPROF if os.name == "posix" else None
 """That of one that has used more processor time than its answer may take."""
 
 STUCK_SECONDS = 120.0
-"""How long an answer may take by the clock where it has a limit of processor time: other programs may leave a process
-little of a processor, and one that waits for something uses none."""
+"""The time by the clock of an answer whose processor time is limited: it may wait, or get little of a processor."""
 
 _HEADER = struct.Struct("<Qdd")
-"""The number of bytes that follow, and the limits of the answer."""
 
 
 class TimedOut(Exception):
@@ -162,10 +154,7 @@ class Died(Exception):
 
 
 class AskedProcesses:
-    """At most `most` processes at once, started when they are needed. Any thread may ask, and waits while all are busy.
-
-    They end with `close`, with this object and with the program.
-    """
+    """At most `most` processes, started when needed. Any thread may ask; it waits while all are busy."""
 
     def __init__(self, module: str, *arguments: str, most: int = 1) -> None:
         self._module, self._arguments = module, arguments
@@ -177,17 +166,14 @@ class AskedProcesses:
 
     @property
     def processes(self) -> list[Process]:
-        """Those that wait for a question, and those that answer one."""
         with self._lock:
             return self._idle + [question.process for question in self._questions if question.process is not None]
 
     def ask(self, *pieces: bytes, seconds: float = STUCK_SECONDS, processor_seconds: float = 0.0) -> bytes:
         """The answer to a question that comes in pieces; it may take `seconds`, the start of a process included.
 
-        It may take `processor_seconds` of processor time, which a busy machine does not change; 0 is no limit. Outside
-        POSIX systems they are not counted.
-
-        Where somebody kills the process meanwhile, as a system without memory does, another one is asked, once.
+        It may take `processor_seconds` of processor time, on POSIX systems; 0 is no limit. Where somebody kills the
+        process meanwhile, as a system without memory does, another one is asked, once.
 
         Raises:
             TimedOut: it takes longer, or more of the processor.
@@ -226,7 +212,6 @@ class AskedProcesses:
         _end_all(idle)
 
     def _answer(self, question: _Question, pieces: tuple[bytes, ...], limits: AnswerLimits) -> tuple[bytes | None, int]:
-        """The answer, or None and the exit status of the process that ended instead."""
         while True:
             process, was_idle = self._take()
             with self._lock:
@@ -254,7 +239,6 @@ class AskedProcesses:
             # It had not been asked for long, and was just ending.
 
     def _take(self) -> tuple[Process, bool]:
-        """A process that waits for a question, or else a new one."""
         while True:
             with self._lock:
                 process = self._idle.pop() if self._idle else None
@@ -268,8 +252,6 @@ class AskedProcesses:
 
 
 class _Question:
-    """A question on its way: the process that it was given to until that has answered, and whether it was given up."""
-
     def __init__(self, lock: threading.Lock) -> None:
         self._lock = lock
         self.process: Process | None = None
@@ -300,8 +282,7 @@ def _end_all(processes: list[Process]) -> None:
 def answer_questions(answer: Callable[[bytes], bytes], memory_bytes: int, *, idle_seconds: float | None = None) -> None:
     """Answer what stdin asks, on stdout, until stdin closes: the whole work of a process of `AskedProcesses`.
 
-    The process ends when it needs more than `memory_bytes`, when one answer takes more processor time than it may, and
-    when nobody has asked for `idle_seconds`; outside POSIX systems none of these holds.
+    On POSIX systems it ends with too much memory or processor time, and after `idle_seconds` without a question.
     """
     if os.name == "posix":
         import resource

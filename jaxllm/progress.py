@@ -34,7 +34,6 @@ def watched_by(watcher: Watcher) -> Iterator[None]:
 
 
 def tell(doing: str, done: int = 0, total: int = 0) -> None:
-    """Say what this thread is doing now, to whoever watches it."""
     watcher = _watcher.get()
     if watcher is not None:
         watcher(doing, done, total)
@@ -42,16 +41,12 @@ def tell(doing: str, done: int = 0, total: int = 0) -> None:
 
 @cache
 def has_widgets() -> bool:
-    """Whether a notebook can show bars that move; without ipywidgets the libraries that draw them warn at each one."""
     return find_spec("ipywidgets") is not None
 
 
 @contextmanager
 def progress_bar(task: str) -> Iterator[Progress]:
-    """Yields what to call as parts of `task` are done.
-
-    The watcher hears of it, and there is a bar where stderr is a terminal, or a notebook that has widgets.
-    """
+    """Yields what to call as parts of `task` are done; a bar shows it on terminals and in notebooks."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar

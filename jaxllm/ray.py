@@ -77,8 +77,7 @@ NAMESPACE, APPLICATION = "serve", "default"
 def run_on_ray(config: ServeConfig) -> None:
     """Start Ray Serve and the replicas, and wait until SIGINT or SIGTERM; returns when all requests have ended.
 
-    Ray is the one that RAY_ADDRESS names, or one of this process's own, which ends with it. A signal gives requests the
-    graceful_shutdown_timeout_s of replica_options; a second one ends them at once. Raises ConfigError.
+    Ray is the one that RAY_ADDRESS names, or one of this process's own. A second signal ends all. Raises ConfigError.
     """
     configure_logging(config)
     warn_of_open_doors(config)
@@ -103,10 +102,7 @@ def run_on_ray(config: ServeConfig) -> None:
 
 
 def application(config: ServeConfig, proxy: Collection[str] = ()) -> serve.Application:
-    """The front and its replicas; `proxy` are those settings of a server that listens which are honoured elsewhere.
-
-    Raises ConfigError where a setting is not for a server on Ray, or Ray does not take an option.
-    """
+    """The front and its replicas; settings in `proxy` are honoured elsewhere. Raises ConfigError."""
     for name in OF_THE_PROXY:
         if name in config.model_fields_set and name not in proxy:
             raise ConfigError(
@@ -122,13 +118,10 @@ def application(config: ServeConfig, proxy: Collection[str] = ()) -> serve.Appli
 
 
 def app(arguments: Mapping[str, Any]) -> serve.Application:
-    """The application, for `serve run` and for the files of `serve deploy`.
+    """The application, for `serve run` and for the files of `serve deploy`. Raises ConfigError.
 
     Args:
         arguments: the fields of ServeConfig, over JAXLLM_… variables, over the YAML file that `config` names.
-
-    Raises:
-        ConfigError: a setting that does not exist, or a value that it does not take.
     """
     given = {"ray": True, **arguments}
     path = given.pop("config", None)
@@ -151,7 +144,6 @@ def _cause(error: RuntimeError) -> str:
 
 
 def _replicas(config: ServeConfig) -> serve.Deployment:
-    """The deployment of replicas. Raises ConfigError where Ray does not take an option."""
     own = dict(REPLICA_OPTIONS)
     if config.num_replicas is not None:
         own["num_replicas"] = config.num_replicas
@@ -171,10 +163,7 @@ def _replicas(config: ServeConfig) -> serve.Deployment:
 
 
 class RayReplica:
-    """A server without a port: its engines, its routes, and what `serve` does around them.
-
-    Raises ConfigError, ModelNotFoundError, CheckpointError: as `jaxllm serve`, when it is made.
-    """
+    """A server without a port, with its engines and routes. Raises as `jaxllm serve` when it is made."""
 
     async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]  # Ray awaits it
         self._open = AsyncExitStack()
@@ -200,7 +189,7 @@ class RayReplica:
     async def answer(
         self, hint: RoutingHint | None = None, *, request: RelayedRequest
     ) -> AsyncGenerator[list[Message], None]:
-        """The answer to a request, see `relay.answer`. The hint is for Ray's router, which looks at it alone."""
+        """The answer to a request, see `relay.answer`. The hint is for Ray's router."""
         async with aclosing(answer(self._app, request)) as messages:
             async for some in messages:
                 yield some
@@ -239,7 +228,6 @@ class RayFront:
     """Takes requests from Ray's proxy and passes them on; no engine, and no JAX, is in its process."""
 
     def __init__(self, replicas: DeploymentHandle, config: ServerConfig, hints: bool):
-        """`hints` says whether Ray's router compares prompts."""
         self._replicas = replicas
         self._answer = replicas.options(method_name="answer", stream=True)
         self._config = config
@@ -286,7 +274,6 @@ class RayFront:
             answering.cancel()  # does nothing once it is complete
 
     async def _ask_all(self, request: RelayedRequest, *, merges: bool) -> Response:
-        """What all replicas say: merged, or the first refusal, or if there is none what any says."""
         answers: dict[str, WholeAnswer] = dict(
             await self._replicas.broadcast("answer_whole", request=request).results_async()
         )
@@ -298,7 +285,6 @@ class RayFront:
 
 
 def _as_ours(error: Exception) -> Exception:
-    """Ray's exceptions about replicas as errors of ours; any other as it is."""
     match error:
         case RayActorError():
             return EngineDeadError("the replica that ran this request has died; another one takes its place")

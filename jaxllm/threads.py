@@ -1,10 +1,9 @@
-"""Threads that may be inside a compiler when the interpreter ends.
+"""Threads that may be inside a compiler, which cannot be interrupted, when the interpreter ends.
 
-XLA cannot be interrupted, and compiles for seconds. Ordinary threads would hold up the interpreter until they are done.
-Daemon threads abort the process when they come back to an interpreter that is being taken down (before Python 3.14:
-the thread is unwound through C++ that forbids it). So these are daemons, and if some are still busy when everything
-else has ended, the process leaves without taking the interpreter down. That needs the exit status, which Python keeps
-to itself after SystemExit; then, to keep it right, the compiles that have begun are waited for.
+Ordinary threads would hold up the interpreter; daemon threads abort the process when they come back to an interpreter
+that is being taken down. So these are daemons, and if some are busy when everything else has ended, the process leaves
+without taking the interpreter down. That needs the exit status, which Python keeps to itself after SystemExit; then the
+compiles that have begun are waited for.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ FAILED, INTERRUPTED = 1, 130
 
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _main_frames: list[FrameType] = []
-"""The outermost frame of the main thread: it tells in the end how the program came to its end."""
+"""The outermost frame of the main thread: it tells how the program came to its end."""
 _noted: list[int] = []
 _stack_size = threading.Lock()
 
@@ -38,10 +37,7 @@ T = TypeVar("T")
 
 
 def start_thread(name: str, target: Callable[[], None], stack_bytes: int = 0) -> threading.Thread:
-    """A daemon thread that may call into XLA: an exit of the interpreter neither waits for it nor is harmed by it.
-
-    `stack_bytes` is the size of its stack, of which only what is used takes memory; 0 for the system's own.
-    """
+    """A daemon thread that may call into XLA, with a stack of `stack_bytes`; 0 is the system's own size."""
     if not _main_frames:
         frame = sys._current_frames()[threading.main_thread().ident]  # type: ignore[index]
         while frame.f_back is not None:

@@ -53,10 +53,7 @@ def wrong_setting(error: Mapping[str, Any]) -> str:
 
 
 def must(errors: Iterable[Mapping[str, Any]]) -> str:
-    """What a value that pydantic refused would have to be, as one of several alternatives may ask.
-
-    Worked example: errors of the types `string_type` and `list_type` are "must be a string or a list".
-    """
+    """What a value that pydantic refused must be, for one or several alternatives: "must be a string or a list"."""
     accepted = [_accepted(error, OTHERWISE) for error in errors]
     first, *others = dict.fromkeys(accepted)
     return " or ".join([f"must {first}", *(other.removeprefix("be ") for other in others)])
@@ -100,10 +97,7 @@ _DEPTH = 4
 
 
 def shown(value: Any) -> str:
-    """JSON's words for it, or a text in quotes, cut to a line; of large values only the beginning is looked at.
-
-    Worked example: `{"a": [None, True]}` is `{"a": [null, true]}`, and the text `hi` is `'hi'`.
-    """
+    """JSON's words for it, or a text in quotes, cut to a line: `{"a": [None, True]}` is `{"a": [null, true]}`."""
     text = repr(value[: _LENGTH + 1]) if isinstance(value, str) else _beginning(value, _DEPTH)
     return text if len(text) <= _LENGTH else text[: _LENGTH - 1] + "…"
 

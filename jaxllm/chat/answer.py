@@ -59,7 +59,7 @@ async def speak(
 
 
 class ToolLoop(ABC, Generic[Told, Asked]):
-    """The loop; whoever tells of it says how an answer is begun and read, and what its calls are.
+    """The loop of answers and calls; a subclass begins and reads answers, and runs calls.
 
     Attributes:
         silence: what is told after a time without anything else.
@@ -91,7 +91,7 @@ class ToolLoop(ABC, Generic[Told, Asked]):
 
     @abstractmethod
     async def call(self, asked: Asked) -> ToolResult:
-        """Run one. What fails is told in the result."""
+        """Run a call. Failures are told in the result."""
 
     @abstractmethod
     def ended(self, asked: Asked, result: ToolResult) -> Told:
@@ -118,7 +118,6 @@ class ToolLoop(ABC, Generic[Told, Asked]):
             task.cancel()
 
     async def end_calls(self) -> None:
-        """End the calls that run, and wait for that."""
         tasks, self._running = self._running, {}
         for task in tasks:
             task.cancel()

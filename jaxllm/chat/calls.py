@@ -1,7 +1,6 @@
-"""Scanners of tool calls written with JSON: {"name": …, "arguments": {…}}, or a name before its arguments.
+"""Scanners of tool calls in JSON: {"name": …, "arguments": {…}}, or a name before its arguments.
 
-Each consumes a call from a `Source` and tells a `CallWriter`. It raises MalformedError where the text is no call of a
-known tool.
+Each reads a `Source`, tells a `CallWriter`, and raises MalformedError where the text is no call of a known tool.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _NUMBER = re.compile(r"[0-9]+")
 
 
 class BrokenCallError(MalformedError):
-    """The text began as a call and is no call of a known tool."""
+    """The text began as a call and is none of a known tool."""
 
 
 @contextmanager
@@ -64,10 +63,9 @@ def json_arguments(source: Source, write: Emit) -> Scan[None]:
 
 
 def json_call(source: Source, writer: CallWriter, *, inner: bool = False) -> Scan[None]:
-    """{"name": …, "arguments": {…}}, the keys in any order; arguments that come before the name wait for it.
+    """{"name": …, "arguments": {…}}, the keys in any order; without arguments they are {}.
 
-    "function" may stand for "name" or hold such an object, "parameters" for "arguments"; without arguments they are {}.
-    The rest of the object after the arguments is skipped. Raises BrokenCallError after the first of these keys.
+    "function" may stand for "name" or hold such an object. Raises BrokenCallError after the first of these keys.
     """
     yield from source.expect("{")
     key = yield from _call_key(source)
@@ -131,8 +129,7 @@ def _call_key(source: Source, any_key: bool = False) -> Scan[str]:
 def json_calls(source: Source, writer: CallWriter, *, close: str = "", bare: bool = False) -> Scan[None]:
     """One call as JSON, several with semicolons, commas or whitespace between, or an array; then perhaps `close`.
 
-    An object among them that began as a call and is none of a known tool is left, and the next is read. A `bare` one,
-    which no marker tells from other JSON, is not read to its end for that: it may be the answer, which streams.
+    A broken call among them is left, and the next is read; but a `bare` one may be the answer, which streams.
     """
     if (yield from source.peek(spaced=True)) == "[":
         yield from listed_calls(source, writer, json_call, json_value, close)
@@ -200,7 +197,6 @@ def named_objects(source: Source, writer: CallWriter, *, close: str) -> Scan[Non
 
 
 def _named_object(source: Source, writer: CallWriter) -> Scan[None]:
-    """{"NAME": {…}}."""
     with begun():
         yield from source.expect("{")
         name = yield from _quoted_name(source, writer)
@@ -252,7 +248,6 @@ def named_arguments(
 
 
 def line_call(source: Source, writer: CallWriter) -> Scan[None]:
-    """name, newline, {…}."""
     name = yield from tool_name(source, writer)
     if not (yield from source.literal("\n")):
         raise MalformedError

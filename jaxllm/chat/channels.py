@@ -18,7 +18,7 @@ MESSAGE, START = "<|message|>", "<|start|>"
 
 
 class MessageReader(ABC):
-    """Reads an answer from a `Source`; `in_analysis`, whether reasoning is being read, follows the text.
+    """Reads an answer from a `Source`; `in_analysis` is whether reasoning is being read.
 
     Attributes:
         HEADERS: what begins a header.
@@ -51,9 +51,8 @@ class MessageReader(ABC):
         """The body of a message whose header has been read."""
 
     def answer(self, constrained_after: str = "", openings: Sequence[str] = ()) -> Scan[None]:
-        """The whole answer, which may begin inside the analysis.
-
-        If it does, or with one of `openings`, all before `constrained_after`, the end of a header, is reasoning.
+        """The whole answer; what comes before `constrained_after` is reasoning, if it begins as such or with an
+        opening.
         """
         if constrained_after and (self.in_analysis or (yield from self.source.next_of(openings))):
             self._constrained_after = constrained_after
@@ -65,7 +64,7 @@ class MessageReader(ABC):
             yield from self.message()
 
     def message(self) -> Scan[None]:
-        """A message, or text that has no header: content. Markers in the wrong place are content too."""
+        """A message, or text without a header, which is content."""
         source = self.source
         yield from source.skip_space()
         if end := (yield from source.next_of(self.ENDS)):
@@ -122,7 +121,6 @@ class MessageReader(ABC):
         self.in_analysis = False
 
     def say_kept(self) -> None:
-        """What was read and is no message, as content."""
         self._begins = True
         self._say(Reasoning if self._constrained_after else Content, "".join(self.source.kept))
 
@@ -146,9 +144,9 @@ _NOBODY = "assistant"
 class Harmony(MessageReader):
     """gpt-oss's answers: messages on channels, each `header<|message|>body<|end|>`.
 
-    A header names its channel and perhaps a recipient: `<|channel|>analysis`, or ` to=functions.name
-    <|channel|>commentary<|constrain|>json`; each but the first begins with `<|start|>assistant`. The analysis is
-    reasoning, what goes to a known function is a call of it, the rest is content.
+    A header is `<|channel|>analysis` or ` to=functions.name<|channel|>commentary<|constrain|>json`, after the first
+    with `<|start|>assistant` before it. The analysis is reasoning, what goes to a known function a call, the rest
+    content.
     """
 
     HEADERS = (START, "<|channel|>", "<|constrain|>", MESSAGE, "to=")
@@ -185,10 +183,9 @@ _EVERYBODY = "all"
 
 
 class Functionary(MessageReader):
-    """functionary v3.2's answers: messages to somebody, each a name, a newline and the body, with `>>>` between them.
+    """functionary v3.2's answers: messages with `>>>` between them, each a name, a newline and the body.
 
-    What is for `all` is content; what is for a known function is the JSON text of its arguments. Prompts end with
-    `>>>`, so the first message begins without it.
+    What is for `all` is content; what is for a known function is the JSON text of its arguments.
     """
 
     HEADERS = ENDS = TEXT_ENDS = ()
@@ -238,9 +235,8 @@ _KINDS = {"self": Reasoning, "user": Content, "commentary": Content, "developer"
 class Muse(MessageReader):
     """Muse's answers: messages, each `to=NAME<|message|>body` and `<|eom|>`, or `<|eot|>` at the answer's end.
 
-    What the model writes to itself is reasoning, what it writes to the user or as commentary content, what goes to the
-    developer is not shown; a message to a tool holds calls between tags. Each message but the first begins with
-    `<|start|>assistant`; models leave that out, and the end of the message before.
+    What the model writes to itself is reasoning; what it writes to the user or as commentary is content; what goes to
+    the developer is not shown; a message to a tool holds calls between tags. `<|start|>assistant` may be missing.
     """
 
     HEADERS = (START, MESSAGE, "to=")

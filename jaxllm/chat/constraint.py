@@ -1,7 +1,7 @@
-"""The text that an answer must match, from what a conversation asks, and grammars that make a model call tools.
+"""The text that an answer must match, and grammars that make a model call tools.
 
-The grammars are in llguidance's Lark dialect (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md). Text
-in them matches ordinary tokens only, so a marker that is a special token of the model's is written as that token's id.
+The grammars are in llguidance's Lark dialect (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md), in
+which a marker that is a special token of the model's is written as that token's id.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxllm.text.reasoning import ReasoningFormat
 CONSTRAINT = Field("structured_outputs")
 """The field of what the request itself asks of the text."""
 BLAME_SECONDS = 10.0
-"""How long the one of several tools that cannot be enforced is looked for."""
+"""For how long the tool that cannot be enforced is looked for."""
 
 
 def answer_constraint(
@@ -38,8 +38,7 @@ def answer_constraint(
 ) -> StructuredOutputs | None:
     """The constraint on a conversation's answers after their reasoning; None where anything may come.
 
-    With tools and a constraint on the text, an answer that may call is either; one that must call only calls.
-    Raises InvalidRequestError naming the field.
+    Tools and a constraint on the text allow either. Raises InvalidRequestError naming the field.
     """
     tools, choice, asked = conversation.tools, conversation.tool_choice, conversation.structured_outputs
     if asked is not None and asked.after is not None and not tools:
@@ -113,7 +112,6 @@ def _check_parameters(tool: Tool) -> None:
 
 
 def _either(calls: StructuredOutputs | None, answer: StructuredOutputs) -> StructuredOutputs:
-    """Calls, or a text that matches `answer`: one Lark grammar with two beginnings."""
     assert calls is not None
     match answer.kind:
         case "json" | "json_object":
@@ -155,13 +153,12 @@ def tool_constraint(
     special_tokens: Mapping[str, int],
     in_reasoning: bool = False,
 ) -> StructuredOutputs | None:
-    """The grammar that makes the model call as asked, in the format of `formats`; OutputParser reads all it allows.
+    """The grammar that makes the model call as asked, in the format of `formats`; None where nothing can be enforced.
 
-    With `parallel` there may be several calls, but one of a NamedTool. Arguments follow the tools' schemas; for a tool
-    that isn't strict, keywords that llguidance does not enforce are ignored. A `choice` of "auto" is constrained if
-    some tool is strict and the format marks its calls: after the mark the call must be valid; other tools' arguments
-    are any object. `after` is the text at which the constraint begins, such as "</think>"; `in_reasoning` tells that
-    the prompt has opened the thought, where the format has one. None: nothing needs, or can be, enforced.
+    With `parallel` there may be several calls, but one of a NamedTool. Keywords that llguidance does not enforce are
+    ignored for tools that aren't strict. A `choice` of "auto" is constrained only after the mark of a call, if some
+    tool is strict and there is a mark. `after` is the text at which the constraint begins, such as "</think>";
+    `in_reasoning` tells that the prompt has opened the thought, where the format has one.
     """
     if formats.tools is None:
         return None
@@ -178,8 +175,6 @@ def tool_constraint(
 
 
 class _Grammar:
-    """The rules of one grammar as they are collected."""
-
     def __init__(self, tool_format: ToolFormat, special_tokens: Mapping[str, int]):
         self._format = tool_format
         self._written = tool_format.written
@@ -234,7 +229,6 @@ class _Grammar:
         return f"(TEXT {others})* BEFORE {rest}" if special else f"BEFORE {rest}"
 
     def _calls(self, tools: Sequence[Tool], lenient: bool, skip: int = 0) -> str:
-        """A call, with an alternative for each tool; `skip` leaves out that much of its beginning."""
         alternatives = []
         for at, tool in enumerate(tools):
             parameters = {"type": "object", **tool.parameters} if tool.parameters else _EMPTY_OBJECT
@@ -313,10 +307,7 @@ class _Grammar:
         return f"{rule}_either"
 
     def _raw_text(self, rule: str, close: str, limits: Sequence[str] = (), also_ends: str = "") -> str:
-        """Text within `limits`, regular expressions that all of it matches, up to `close`; and `close`.
-
-        The text cannot have `close` in it: a lexeme ends there, or at a special token, which no lexeme matches.
-        """
+        """Text that matches all of the regular expressions `limits`, up to the first `close`, and `close`."""
         name = rule.upper()
         special = self._split.search(close) if self._split else None
         ends = [also_ends] if also_ends else []
@@ -352,7 +343,6 @@ class _Grammar:
         return rule
 
     def _pythonic_value(self, rule: str, schema: Any, root: dict[str, Any], strict: bool) -> str:
-        """As JSON, but for the words of Python that have others there; a string of JSON is one of Python."""
         types = value_types(schema, root)
         if types in ({"boolean"}, {"null"}):
             return '("True" | "False")' if types == {"boolean"} else '"None"'
@@ -379,14 +369,12 @@ class _Grammar:
         return f"({' | '.join(kinds)})" if kinds and types <= {"object", "array"} else "any_value"
 
     def _json(self, rule: str, schema: Any, root: dict[str, Any], strict: bool) -> str:
-        """A rule for a property's JSON, with the definitions that its schema's references mean."""
         if isinstance(schema, dict):
             schema = {**{key: root[key] for key in ("$defs", "definitions") if key in root}, **schema}
         self._rules[f"{rule}_json"] = _json_rule(schema, strict)
         return f"{rule}_json"
 
     def _text(self, text: str) -> str:
-        """`text` as literals and special tokens."""
         parts = self._split.split(text) if self._split else [text]
         return " ".join(filter(None, (self._special.get(part) or _quoted(part) for part in parts)))
 
@@ -403,12 +391,10 @@ def _quoted(text: str) -> str:
 
 
 def _choices(schema: dict[str, Any]) -> str:
-    """A string's allowed values as alternatives; "" if any will do."""
     return " | ".join(map(_json_text, _allowed_texts(schema)))
 
 
 def _allowed_texts(schema: dict[str, Any]) -> list[str]:
-    """A string's allowed values; none if any will do."""
     values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
     return [value for value in values if isinstance(value, str)]
 

@@ -1,7 +1,6 @@
-"""Messages, tools and how they become a prompt, whichever API they came through; and how long a model may think.
+"""Messages, tools and how they become a prompt, whichever API they came through.
 
-Each API's room translates its own requests into these and names its own fields in the errors that they raise: a Field
-here is ("messages", 3, "call_id"), which a chat calls messages[3].tool_call_id, and a response input[3].call_id.
+The APIs translate their requests into these, and name their own fields in the errors: see `naming`.
 """
 
 from __future__ import annotations
@@ -65,7 +64,6 @@ class NamedTool:
 
 
 ToolChoice = Literal["auto", "required"] | NamedTool
-"""Whether the model decides, must call some tool, or one."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ def parse_arguments(text: str, place: Field) -> dict[str, Any]:
 
 
 def known_arguments(text: str) -> dict[str, Any]:
-    """The same for a history, which shows a call that was refused as malformed without any."""
+    """As `parse_arguments`; malformed text has none."""
     try:
         return parse_arguments(text, Field("arguments"))
     except InvalidRequestError:
@@ -166,7 +164,6 @@ class Rendering:
         return replace(self, variables={n: v for n, v in variables.items() if n not in said} | dict(self.variables))
 
     def template_arguments(self, server_template: str | None) -> dict[str, Any]:
-        """Keyword arguments of Tokenizer.chat_template_values."""
         documents = {"documents": self.documents} if self.documents is not None else {}
         template = self.chat_template or server_template
         fixed = {"add_generation_prompt": self.opens_answer, "continue_final_message": self.continues_last}
@@ -268,7 +265,6 @@ def _given_tool(given: Any, at: int) -> Tool:
 
 
 def check_pieces(count: int) -> None:
-    """Refuse a conversation of more messages, parts and calls than a server should look through."""
     if count > MAX_PIECES:
         message = f" has {count} messages, parts and calls; it may have {MAX_PIECES}"
         raise InvalidRequestError([Field("messages"), message])
@@ -312,8 +308,7 @@ _INSTRUCTIONS = """You can call functions. Each line describes one, with a JSON 
 To call a function, answer with nothing but its name and arguments, written exactly like this:
 {example}
 When no function helps, answer the user in plain text."""
-"""For models whose template knows no tools, as in llama.cpp's generic format: any instructed model can write JSON that
-its prompt asks for."""
+"""For models whose template knows no tools, as in llama.cpp's generic format."""
 
 
 def with_tools_as_text(
@@ -369,10 +364,7 @@ EFFORT_BUDGETS: dict[str, int | None] = {
 def thinking_fields(
     conversation: Conversation, reasoning: ReasoningFormat | None, template: str, asked: int | None, in_reasoning: bool
 ) -> dict[str, Any]:
-    """The fields of SamplingParams that bound an answer's reasoning. Raises InvalidRequestError of max_thinking_tokens.
-
-    `asked` is that field, which needs a model that marks its reasoning; others ignore the other ways of asking.
-    """
+    """The fields of SamplingParams that bound reasoning. Raises InvalidRequestError of `asked`, max_thinking_tokens."""
     if reasoning is None:
         if asked is not None:
             raise unmarked()

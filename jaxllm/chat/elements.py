@@ -38,7 +38,6 @@ def element_call(source: Source, writer: CallWriter) -> Scan[None]:
 
 
 def _element(source: Source, depth: int) -> Scan[tuple[str, _Element]]:
-    """The element whose name comes next."""
     name = yield from source.text_until(">")
     if depth > MAX_NESTING or not name.strip() or name.startswith("/"):
         raise MalformedError
@@ -107,8 +106,7 @@ def invoked_calls(
     """<invoke name="NAME">, <parameter name="KEY">raw value</parameter> …, </invoke>, one call after the other; `end`.
 
     `prefix` begins the tags' names. `inside` is after the first <invoke name=". A closing tag may be missing where
-    another tag, or the text's end, says as much. `after` are tags that come after all of this. `doubled` is
-    tool_name's.
+    another tag, one of `after`, or the end of the text follows. `doubled` is tool_name's.
     """
     opening = f'<{prefix}invoke name="'
     if not inside:
@@ -122,10 +120,7 @@ def invoked_calls(
 
 
 def step_calls(source: Source, writer: CallWriter, *, inside: bool = False) -> Scan[None]:
-    """Step's calls: STEP_CALL, and in it one <steptml:invoke>, one call after the other, and the end of the section.
-
-    `inside` is after the first STEP_CALL. The call's type, function, and separators may be missing.
-    """
+    """Step's calls, each in a STEP_CALL, and the end of the section. `inside` is after the first STEP_CALL."""
     more = (STEP_SEPARATOR, STEP_CALL)
     after = (*more, STEP_CALLS_END)
     if not inside:

@@ -1,4 +1,4 @@
-"""Events that a parser finds in an answer, the writer of calls that scanners tell, and what a format of answers is."""
+"""Events of an answer, the writer of calls, and what a format of answers is."""
 
 from __future__ import annotations
 
@@ -56,7 +56,6 @@ class ParsedOutput(msgspec.Struct):
 
 
 def join_events(events: Iterable[Event]) -> ParsedOutput:
-    """All the events of one answer as its parts."""
     content: list[str] = []
     reasoning: list[str] = []
     calls: list[tuple[ToolCall, list[str]]] = []
@@ -83,7 +82,7 @@ def random_id(characters: str, length: int) -> str:
 
 
 short_id = partial(random_id, string.ascii_letters + string.digits, 9)
-"""Mistral's templates take ids of exactly nine alphanumerics."""
+"""Mistral's ids are exactly nine alphanumerics."""
 
 
 class CallWriter:
@@ -132,16 +131,14 @@ class CallWriter:
         self._held = ""
 
     def end(self) -> None:
-        """No more keys come."""
         self.write("}" if self._num_keys else "{}")
 
     def claim(self) -> None:
-        """What was read up to here is part of a call, if one has been given."""
+        """What was read up to here is part of a call, if one was given."""
         if self._next is None:
             self._source.kept.clear()
 
     def forget(self) -> None:
-        """A call that has begun and is not given was none."""
         self._next = None
         self._held = ""
 
@@ -165,7 +162,7 @@ class CallSyntax:
         scan: reads what follows `marker`.
         marker: text that begins calls anywhere; "" for calls that begin a line without one.
         first: without a marker, the characters that a call begins with; "" stands for the tools' names.
-        ends_reasoning: a call of it inside open reasoning ends that; its marker is a token that models do not quote.
+        ends_reasoning: a call inside open reasoning ends that.
     """
 
     scan: CallScan
@@ -215,14 +212,12 @@ class ToolFormat:
     """One format of tool calls.
 
     Attributes:
-        arguments: the notation of the arguments.
         quote: what stands around strings in Gemma's notation.
-        thought: what opens and closes reasoning that may come before all this, where no text of its own sets it apart.
+        thought: what opens and closes reasoning that may come before all this.
         marked: the `mark` where it is not the first marker.
-        detect: it is the format of a template that contains all strings of one of these groups; of one that contains
-            the first marker if there are none.
+        detect: groups of strings, all of one of which a template of the format has; by default the first marker.
         markers: strings that may be special tokens and that the parser must see.
-        variant_of: who asks for the format of that name gets this one where the template speaks it.
+        variant_of: the format in whose place a template that speaks this one gets this.
     """
 
     name: str
@@ -248,12 +243,10 @@ class ToolFormat:
         return self.marked or (marker if (self.written.start + self.written.call).startswith(marker) else "")
 
     def head(self, name: str, index: int = 0) -> str:
-        """What comes before the arguments of a call."""
         call = self.written.call.replace("{index}", str(index)).replace("{id}", f"call{index:06}")
         return call.replace("{name}", name)
 
     def is_spoken(self, template: str) -> bool:
-        """Whether a chat template shows this format."""
         groups = self.detect or ((self.first_marker,),)
         return any(all(text in template for text in group) for group in groups)
 

@@ -62,11 +62,9 @@ Named = TypeVar("Named", ToolFormat, ReasoningFormat)
 def detect_formats(
     chat_template: str | None, tool_call_parser: str = "auto", reasoning_parser: str = "auto"
 ) -> OutputFormats:
-    """The formats that a model answers in.
+    """The formats that a model answers in, detected from the template where a parser is "auto"; "none" parses nothing.
 
-    A parser of "auto" is detected from the template, which gets "json" if it shows no format of calls; "none" parses
-    nothing, and a name, ours or vLLM's, takes that format. Where one of the two is a format of messages on channels,
-    "auto" means the same for the other. Raises ConfigError: a name is unknown, or the two do not go together.
+    Formats of messages on channels go together. Raises ConfigError: a name is unknown, or the two do not go together.
     """
     template = chat_template or ""
     spoken = next((known for known in TOOL_FORMATS if known.is_spoken(template)), None)
@@ -101,7 +99,6 @@ def _choose(
 
 
 def _unknown(wanted: str, names: Sequence[str], aliases: Mapping[str, str]) -> str:
-    """What to say of a name that is none of `names`, and what is nearest to it."""
     nearest = UNREAD.get(wanted, "")
     if wanted not in UNREAD:
         close = difflib.get_close_matches(wanted, [*names, *aliases], n=1)
@@ -162,7 +159,6 @@ def _json_lines(name: str, open: str, close: str) -> ToolFormat:
 def _json_list(
     name: str, open: str, close: str, *others: CallSyntax, call: str = _NAME_AND_ARGUMENTS, detect: Groups = ()
 ) -> ToolFormat:
-    """A list of calls as JSON between two tags; they may also come in `others` ways."""
     syntaxes = CallSyntax(partial(calls.json_calls, close=close), open), *others
     markers = tuple(filter(None, (open, close)))
     return ToolFormat(name, syntaxes, Written(f"{open}[", call, "}", ", ", f"]{close}"), detect=detect, markers=markers)

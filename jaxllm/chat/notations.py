@@ -29,9 +29,8 @@ def keyed_call(
 ) -> Scan[None]:
     """After <tool_call>: name, `separator`, keys and raw values between tags, </tool_call>; or JSON if `as_json`.
 
-    `form` is what the family calls its tags: it has {} where the plain name stands, as in "ifm|{}".
-    <arg_key>key</arg_key><arg_value>raw value</arg_value>; a value's type may be between the two. </arg_value> may be
-    missing where the text ends with </tool_call>.
+    `form` is what the family calls its tags, as in "ifm|{}": <arg_key>key</arg_key><arg_value>raw value</arg_value>; a
+    value's type may be between the two, and </arg_value> missing where the text ends with </tool_call>.
     """
     key_tag, value_tag, close = _open(form, "arg_key"), _open(form, "arg_value"), _close(form, "tool_call")
     type_tag, end = _open(form, "arg_type"), _close(form, "arg_value")
@@ -58,7 +57,6 @@ def keyed_call(
 
 
 def keyed(name: str, form: str, separator: str, detect: tuple[str, ...] = (), variant_of: str = "") -> ToolFormat:
-    """Names and raw arguments between tags that are called as `form` says, in a section."""
     scan = partial(keyed_call, form=form, separator=separator, as_json=True)
     start, call, stop = _open(form, "tool_calls"), _open(form, "tool_call"), _close(form, "tool_calls")
     key = f"{_open(form, 'arg_key')}{{key}}{_close(form, 'arg_key')}"
@@ -80,8 +78,8 @@ def function_tag(
 ) -> Scan[None]:
     """After <function=: name>, then {…} or <parameter=key>raw value</parameter> …, then </function>, and </`wrapper`>.
 
-    It is after <`wrapper`> if `wrapped`. A value is all the text between the tags if `verbatim`, as a string unless the
-    schema says otherwise; else one on lines of its own is without their newlines.
+    It is after <`wrapper`> if `wrapped`. A value that is not `verbatim` may have newlines around it that are no part of
+    it.
     """
     if wrapped:
         yield from source.expect("<function=", spaced=True)

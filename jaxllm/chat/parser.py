@@ -30,7 +30,6 @@ from jaxllm.text.reasoning import CITATION_END, FUNCTIONARY, HARMONY, MUSE, Reas
 
 _MESSAGES: dict[str, type[MessageReader]] = {HARMONY: Harmony, MUSE: Muse, FUNCTIONARY: Functionary}
 _CITED = re.compile(r"[0-9:,.\[\] ]+")
-"""The numbers of what is cited, after CITATION_END."""
 
 
 class OutputParser:
@@ -39,20 +38,16 @@ class OutputParser:
     Every way of splitting a text into `feed`s gives the same events but for how text is divided among them. Only a
     possible beginning of a marker or a call, or whitespace beside one, is held back; time is linear in the text.
 
-    Content: whitespace around reasoning and calls is dropped, except between two pieces of content, where it keeps them
-    apart. Whitespace at the beginning of an answer without either, and at its end, is kept.
+    Content: whitespace around reasoning and calls is dropped, except between two pieces of content.
 
-    Calls: a call of an unknown tool, or one that is malformed or ends before its arguments begin, is content, markers
-    and all; one that max_tokens has cut before that is left out. Once the arguments have begun, the call has been
-    sent: where they turn out malformed they end and what follows is content, and where the answer ends they stay
-    unfinished, as they do at OpenAI's. In both cases they are not the JSON text of an object, so that no client runs
-    such a call. Text that looked like a call and was none is looked through once more: another may begin in it.
+    Calls: a call of an unknown tool, or one that is malformed or ends before its arguments begin, is content; one that
+    max_tokens has cut before that is left out. Once the arguments have begun, the call has been sent: malformed or cut
+    arguments are left unfinished, so that no client runs such a call. Text that looked like a call and was none is
+    looked through once more.
 
     Reasoning: ends at its closing mark, or at a call whose marker models write nowhere else. A closing mark where no
-    reasoning is open is left out at the answer's beginning, and right after reasoning or a call.
-
-    `constrained_after` is the text that a constraint on the answer waits for, where it waits for one: then reasoning
-    ends there and nowhere else, since what comes before follows no schema.
+    reasoning is open is left out at the answer's beginning, and right after reasoning or a call. With
+    `constrained_after`, the text that a constraint waits for, reasoning ends there alone.
     """
 
     def __init__(
@@ -92,12 +87,10 @@ class OutputParser:
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether reasoning comes next."""
         return self._messages.in_analysis if self._messages else self._in_reasoning and not self._writer.count
 
     @property
     def num_tool_calls(self) -> int:
-        """Calls begun so far."""
         return self._writer.count
 
     def feed(self, text: str) -> list[Event]:
@@ -183,7 +176,6 @@ class OutputParser:
             source.take(len(stop))
 
     def _thinking_aloud(self, reasoning: ReasoningFormat, opened: str) -> Scan[None]:
-        """Reasoning and its marks as the beginning of the content."""
         source = self._source
         self._content(("" if opened else reasoning.open) + "".join(source.kept))
         calls, closes = self._reasoning_ends(reasoning)
@@ -200,7 +192,6 @@ class OutputParser:
         return {syntax.marker: syntax for syntax in self._syntaxes if syntax.ends_reasoning}, reasoning.closes
 
     def _text(self) -> Scan[None]:
-        """Content up to the next call, and that call."""
         source = self._source
         found = self._begins.search(source)
         if found is None:
@@ -323,7 +314,6 @@ class _Beginnings:
         self._prepare()
 
     def add_mark(self, mark: str) -> None:
-        """From here on `mark` is no part of the text."""
         self._by_text[mark] = None
         self._prepare()
 
@@ -386,7 +376,6 @@ class AnswerReader:
     """
 
     def __init__(self, conversation: Conversation, parsers: list[OutputParser | None]):
-        """One of `parsers` is for each choice."""
         self.must_call = bool(conversation.tools) and conversation.tool_choice != "auto"
         self.reasoning_tokens = 0
         self._parallel_tool_calls = conversation.parallel_tool_calls

@@ -44,14 +44,13 @@ ContentFormat = Literal["auto", "string", "openai"]
 
 
 class ChatModel:
-    """An engine that conversations are held with.
+    """An engine, an LLM or an AsyncLLM, that conversations are held with.
 
     Args:
-        engine: an LLM or an AsyncLLM.
         chat_template: instead of the checkpoint's.
         tool_call_parser, reasoning_parser: names of formats, "none", or "auto" for those that the template speaks.
         content_format: how the template is given contents: see `in_format`.
-        variables: of the template, where a conversation says nothing of them.
+        variables: default variables of the template.
 
     Raises ConfigError when a parser's name is unknown, and InvalidRequestError when `variables` has a reserved name.
     """
@@ -106,16 +105,13 @@ class ChatModel:
             raise ContextLengthError([source, f" has more than {most} tokens, {reason}"])
 
     def token_text(self, token_id: int) -> str:
-        """One token's text; its number when there is no tokenizer."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """One token's bytes for log-probabilities; its number's when there is no tokenizer."""
         tokenizer = self.engine.tokenizer
         return f"token_id:{token_id}".encode() if tokenizer is None else tokenizer.token_bytes(token_id)
 
     def formats(self, chat_template: str) -> OutputFormats:
-        """How tool calls and reasoning look in answers to prompts of this template."""
         detect = _detect if len(chat_template) <= MAX_KEPT_TEMPLATE else detect_formats
         return detect(chat_template, *self.parsers)
 
@@ -131,7 +127,6 @@ class ChatModel:
         return frozenset() if tokenizer is None else special_token_ids(tokenizer.backend)
 
     def marker_ids(self, formats: OutputFormats, *, with_tools: bool) -> list[int]:
-        """Special tokens that a parser must see in the text."""
         if not with_tools:
             formats = dataclasses.replace(formats, tools=None)
         ids = map(self.tokenizer.backend.token_to_id, formats.markers)
@@ -149,14 +144,14 @@ def grammar_tokens(tokenizer: tokenizers.Tokenizer) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerSettings:
-    """The ways in which answers are generated, whoever asks.
+    """How answers are generated, whoever asks.
 
     Attributes:
         sampling: fields of SamplingParams that the caller set, by name; the others are the model's.
         max_tokens: upper bound on generated tokens; None is `default_max_tokens`, or what is left of the context.
         cut_to_context: a max_tokens that the context has no room for is cut to it, not refused.
         n: choices to return for each prompt, the best of `num_generated`.
-        beam_search: searches for the most likely texts instead of sampling, up to a length that is settled later.
+        beam_search: searches for the most likely texts instead of sampling.
         truncate_prompt_tokens: keep only this many prompt tokens; -1 keeps what leaves room for max_tokens.
         truncation_side: the end of the prompt that is cut off.
         prediction: what the answer may well be, or have in it.
@@ -178,10 +173,7 @@ class AnswerSettings:
 
 @dataclass
 class Prompt:
-    """One tokenized prompt and the parameters of its sequences; `text` is what an echo shows.
-
-    With `beam_search` the sequences are searched for instead of sampled.
-    """
+    """One tokenized prompt and the parameters of its sequences; `text` is what an echo shows."""
 
     token_ids: list[int]
     params: SamplingParams
@@ -201,7 +193,7 @@ class Rendered:
 
 @dataclass
 class ConversationPrompt:
-    """A conversation ready to run, and how to read its answers."""
+    """A conversation ready to run."""
 
     prompt: Prompt
     formats: OutputFormats
@@ -209,7 +201,6 @@ class ConversationPrompt:
     in_reasoning: bool
 
     def reader(self, num_choices: int) -> AnswerReader:
-        """A reader of the answer."""
         return AnswerReader(self.conversation, self.parsers(num_choices))
 
     def parsers(self, num_choices: int) -> list[OutputParser | None]:
@@ -227,10 +218,7 @@ class ConversationPrompt:
 
 
 def prepare(model: ChatModel, conversation: Conversation, settings: AnswerSettings) -> ConversationPrompt:
-    """Render, tokenize and check a conversation, and compile what its answer must match: work for a thread.
-
-    Raises InvalidRequestError naming the field.
-    """
+    """Render, tokenize and check a conversation, and compile its constraint. Raises InvalidRequestError."""
     refuse_text(model.engine.info.tasks)
     rendering = conversation.rendering.with_defaults(model.variables)
     conversation = dataclasses.replace(conversation, rendering=rendering)
@@ -256,10 +244,7 @@ def prepare(model: ChatModel, conversation: Conversation, settings: AnswerSettin
 
 
 def prepare_params(model: ChatModel, conversation: Conversation, params: SamplingParams) -> ConversationPrompt:
-    """The same with parameters that are whole, as notebooks have them; the engine's limits are yet to be checked.
-
-    Special tokens that mark reasoning are shown only if the answer is read.
-    """
+    """As `prepare`, with complete parameters, as notebooks have them; the engine's limits are not checked."""
     rendered = render(model, conversation)
     in_reasoning, derived = _derived(model, conversation, rendered, params.max_thinking_tokens)
     if params.thinking_markers is not None:
@@ -285,10 +270,7 @@ def render(model: ChatModel, conversation: Conversation, *, may_be_cut: bool = F
 def fitted(
     model: ChatModel, token_ids: list[int], params: SamplingParams, settings: AnswerSettings, source: Field
 ) -> Prompt:
-    """Cut a prompt if asked to, check it, and settle max_tokens: as asked, or the default, or the rest of the context.
-
-    `source` is where the prompt comes from. Raises InvalidRequestError naming the field.
-    """
+    """Cut a prompt from `source` if asked to, check it, and settle max_tokens. Raises InvalidRequestError."""
     context, truncate = model.engine.info.max_model_len, settings.truncate_prompt_tokens
     asked, default = settings.max_tokens, settings.default_max_tokens
     if truncate is not None:
@@ -334,7 +316,6 @@ def sampling_params(model: ChatModel, settings: AnswerSettings, **derived: Any) 
 def _derived(
     model: ChatModel, conversation: Conversation, rendered: Rendered, max_thinking_tokens: int | None
 ) -> tuple[bool, dict[str, Any]]:
-    """Whether answers begin in their reasoning, and the fields of SamplingParams that follow from the conversation."""
     reasoning = rendered.formats.reasoning
     continued = conversation.messages[-1].text if conversation.rendering.continues_last else ""
     in_reasoning = opens_reasoning(reasoning, rendered.text, continued)

@@ -36,7 +36,6 @@ def pythonic_calls(source: Source, writer: CallWriter, *, end: str) -> Scan[None
 
 
 def json_or_pythonic_calls(source: Source, writer: CallWriter, *, end: str) -> Scan[None]:
-    """An array of calls as JSON, or a list of calls of Python's; then perhaps `end`."""
     start = source.position
     yield from source.expect("[", spaced=True)
     as_json = (yield from source.peek(spaced=True)) == "{"
@@ -59,7 +58,6 @@ def python_lines(source: Source, writer: CallWriter, *, end: str) -> Scan[None]:
 
 
 def _call(source: Source, writer: CallWriter) -> Scan[None]:
-    """name(key=value, …)."""
     with begun():
         name = yield from tool_name(source, writer)
         yield from source.expect("(")
@@ -76,7 +74,6 @@ def _keyword(source: Source, writer: CallWriter) -> Scan[None]:
 
 
 def _any_call(source: Source) -> Scan[None]:
-    """A call of whatever function, with values that need not have names."""
     yield from _run(source, _FUNCTION)
     yield from source.expect("(")
     yield from _items(source, ")", partial(_any_argument, source))
@@ -178,14 +175,12 @@ def _member(source: Source, write: Emit, depth: int) -> Scan[None]:
 
 
 def _key(value: str) -> str:
-    """A key, which JSON has as a string."""
     if value[0] in "[{":
         raise MalformedError
     return value if value[0] == '"' else f'"{value}"'
 
 
 def _strings(source: Source, write: Emit, raw: bool) -> Scan[None]:
-    """A string and those that follow without a comma, as one."""
     write('"')
     while True:
         yield from _string(source, write, raw)

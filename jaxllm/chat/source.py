@@ -1,7 +1,6 @@
-"""Text that arrives in pieces, and what scanners read from it, JSON among it.
+"""Text that arrives in pieces, and scanners that read from it, JSON among it.
 
-A scanner is a generator: it yields where it needs text that has not come yet, and goes on when there is more. What it
-does depends on the characters alone, so every way of splitting a text into pieces gives the same result.
+A scanner is a generator that yields where it needs more text; every way of splitting a text gives the same result.
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ class UnfinishedError(MalformedError):
 
 
 class Source:
-    """Text not read yet, and what was read since `kept` was last cleared.
-
-    Reading consumes, so every character is looked at once, but for a possible marker's beginning at the end.
+    """Text not read yet, and what was read since `kept` was last cleared. Each character is read once.
 
     Attributes:
         ended: no more text comes.
@@ -51,7 +48,6 @@ class Source:
         self.at = 0
 
     def take(self, count: int) -> str:
-        """The next `count` characters."""
         taken = self.text[self.at : self.at + count]
         self.at += count
         self.position += count
@@ -72,7 +68,6 @@ class Source:
             self.at = 0
 
     def take_run(self, pattern: re.Pattern[str]) -> str:
-        """The text that is there and matches `pattern`; more of the run may come."""
         match = pattern.match(self.text, self.at)
         return self.take(match.end() - self.at) if match else ""
 
@@ -86,7 +81,6 @@ class Source:
         return None
 
     def any_left(self) -> Scan[bool]:
-        """Whether any text is left."""
         while self.at == len(self.text):
             if self.ended:
                 return False
@@ -149,13 +143,11 @@ class Source:
             yield
 
     def expect(self, text: str, *, spaced: bool = False) -> Scan[None]:
-        """Consume `text`, which must be next."""
         yield from self.one_of((text,), spaced=spaced)
 
     def copy_until(self, stops: Sequence[str], emit: Emit, last: Sequence[str] = ()) -> Scan[str]:
-        """Give `emit` the text before the first of `stops`, as it comes; the stop is not consumed and is returned.
-
-        One of `last` is a stop where the text ends with it. A beginning of a stop that the end has cut is left out.
+        """Give `emit` the text before the first of `stops`, or of `last` at its end; the stop is returned, not
+        consumed.
         """
         pattern = re.compile("|".join(map(re.escape, stops)))
         while True:
@@ -186,10 +178,7 @@ class Source:
         return "".join(pieces)
 
     def possible_start(self, markers: Sequence[str]) -> int:
-        """How many characters at the end of the text may become a marker, or would have had it not been cut.
-
-        Of a text that was cut, a word or one character is taken for its own.
-        """
+        """The length of a possible beginning of a marker at the end of the text; a cut text's words are none."""
         tail = self.text[max(self.at, len(self.text) - max(map(len, markers), default=0)) :]
         first = {marker[0] for marker in markers}
         for skipped, char in enumerate(tail):
@@ -220,12 +209,11 @@ def is_scalar(text: str) -> bool:
 
 
 def nowhere(text: str) -> None:
-    """Text that is read and not used."""
+    """Ignore a text."""
 
 
 def json_value(source: Source, emit: Emit = nowhere) -> Scan[None]:
-    """Consume one JSON value and give `emit` its text, exactly as written but for control characters inside strings:
-    JSON forbids them there, models write them, and here they come out escaped."""
+    """Consume one JSON value and give `emit` its text, with control characters in strings escaped."""
     closers: list[str] = []
     expected = "value"
     while True:
@@ -289,7 +277,6 @@ def _space(source: Source, emit: Emit) -> Scan[None]:
 
 
 def _value(source: Source, emit: Emit, char: str, closers: list[str]) -> Scan[str]:
-    """A scalar, a string, or the opening of an object or array, which begins with `char`; what may follow it."""
     if char in "{[":
         if len(closers) == MAX_DEPTH:
             raise MalformedError

@@ -15,21 +15,14 @@ from jaxllm.requests.structured_outputs import ascii_classes
 MAX_PARTS = 200
 """How many schemas are followed to see what one value is."""
 _KINDS = {
-    str: "string",
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    type(None): "null",
-    list: "array",
-    dict: "object",
-}
+    str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array", dict: "object",
+}  # fmt: skip
 
 
 def followed(schema: Any, root: Any, seen: set[int] | None = None) -> dict[str, Any]:
-    """A schema with what its `$ref` and `allOf` say put into it; `root` is the whole that references are looked up in.
+    """A schema with its `$ref`s, looked up in `root`, and `allOf` put into it; the first that says something wins.
 
-    {} where the schema is no object, or refers to nothing in `root`. The first that says something wins. What is in
-    `seen` is left out, so that no reference is followed in a circle.
+    {} where the schema is no object or refers to nothing. References in `seen` are not followed again.
     """
     seen = set() if seen is None else seen
     if not isinstance(schema, dict) or id(schema) in seen or len(seen) == MAX_PARTS:
@@ -111,13 +104,11 @@ def raw_argument(
 
 
 def properties_of(schema: Any, root: Any) -> dict[str, Any]:
-    """The schemas of an object's properties, by name."""
     properties = followed(schema, root).get("properties")
     return properties if isinstance(properties, dict) else {}
 
 
 def parameter_types(writer: CallWriter, tool: str, name: str) -> set[str]:
-    """The types that a known tool's parameter may have."""
     root = writer.schemas[tool]
     return value_types(properties_of(root, root).get(name), root)
 
@@ -129,10 +120,7 @@ _UNKNOWN = re.compile(r"\\[bBAZzpPkG1-9]|\(\?(?!:)")
 
 
 def text_limits(schema: Any, strict: bool) -> list[str]:
-    """Regular expressions of llguidance's, all of which the whole text of a string matches; none if any text will do.
-
-    A pattern that they cannot express is left out, unless the tool is `strict`: the grammar is then refused.
-    """
+    """Regular expressions of llguidance's that all match a string; others are left out unless `strict`."""
     if not isinstance(schema, dict):
         return []
     limits = []
@@ -147,10 +135,7 @@ def text_limits(schema: Any, strict: bool) -> list[str]:
 
 
 def whole_text(pattern: str) -> str:
-    """A pattern, which may match anywhere in a text, as one that matches all of the text.
-
-    Worked example: `whole_text("^a|b")` is `a(?s:.*)|(?s:.*)b`, each in a group.
-    """
+    """A pattern that may match anywhere as one of a whole text: "^a|b" is `(?:(?:a)(?s:.*))|(?:(?s:.*)(?:b))`."""
     anchored = []
     for alternative in _alternatives(pattern):
         starts, ends = alternative[:1] == ["^"], alternative[-1:] == ["$"]
@@ -161,7 +146,6 @@ def whole_text(pattern: str) -> str:
 
 
 def _alternatives(pattern: str) -> list[list[str]]:
-    """The pieces of what stands between the bars that are in no group."""
     found: list[list[str]] = [[]]
     depth = 0
     for piece in _PIECE.findall(pattern):

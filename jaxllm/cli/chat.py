@@ -106,8 +106,6 @@ async def _open(
 
 
 class EngineBackend:
-    """An engine in this process."""
-
     def __init__(self, config: EngineConfig, sampling: dict[str, Any]):
         from jaxllm.engine.doors.async_llm import AsyncLLM
         from jaxllm.engine.start.tokenizer import answers_chats
@@ -173,7 +171,7 @@ class Chat:
         self.console = Console(highlight=False)
 
     def loop(self, runner: asyncio.Runner) -> None:
-        """Read, answer, repeat, until /exit or the end of the input."""
+        """Read and answer until /exit or the end of the input."""
         interactive = sys.stdin.isatty()
         if interactive:
             prepare_terminal()
@@ -198,7 +196,7 @@ class Chat:
                 self.turn(runner, line)
 
     def command(self, runner: asyncio.Runner, line: str) -> None:
-        """Obey a /command. Raises ConfigError or InvalidRequestError for what it cannot do."""
+        """Obey a /command. Raises ConfigError or InvalidRequestError."""
         name, _, text = line.partition(" ")
         text = text.strip()
         match name:
@@ -291,7 +289,6 @@ NOT_IN_CHATS = {
     "n", "logprobs", "prompt_logprobs", "logprob_token_ids", "structured_outputs", "thinking_markers",
     "shown_special_token_ids",
 }  # fmt: skip
-"""A chat shows one answer, as text."""
 
 
 class SavedChat(NamedTuple):
@@ -301,7 +298,6 @@ class SavedChat(NamedTuple):
 
 
 def save_chat(file: Path, chat: SavedChat) -> None:
-    """Raises ConfigError when the file cannot be written."""
     try:
         file.write_text(json.dumps(chat._asdict(), ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
@@ -309,7 +305,6 @@ def save_chat(file: Path, chat: SavedChat) -> None:
 
 
 def load_chat(file: Path) -> SavedChat:
-    """Raises ConfigError when the file cannot be read or is no chat that /save has written."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -337,7 +332,7 @@ def load_chat(file: Path) -> SavedChat:
 
 
 def check_setting(settings: dict[str, Any], name: str) -> None:
-    """Raises ConfigError for a name that is no setting of a chat, and InvalidRequestError for a value out of range."""
+    """Raises ConfigError for an unknown setting, and InvalidRequestError for its value."""
     names = [*(flag.name for flag in sampling_flags() if flag.name not in NOT_IN_CHATS), "seed"]
     if name not in names:
         raise ConfigError(f"no setting {name}; there are {', '.join(names)}")
@@ -348,10 +343,7 @@ BLOCK = '"""'
 
 
 def read_message(prompt: str, continuation: str) -> tuple[str, bool]:
-    """The next message, and whether it may be a command, which a text of several lines is not.
-
-    Raises EOFError at the end of the input, and KeyboardInterrupt for Ctrl-C.
-    """
+    """The next message, and whether it may be a command. Raises EOFError at the end of the input."""
     line = as_typed(input(prompt)).strip()
     if not line.startswith(BLOCK):
         return line, "\n" not in line
@@ -366,10 +358,7 @@ def read_message(prompt: str, continuation: str) -> tuple[str, bool]:
 
 
 def prepare_terminal() -> None:
-    """Arrow keys walk through earlier lines, those of earlier chats included; what is pasted stays one message.
-
-    Where nothing can be written into the cache folder only this chat's lines are kept.
-    """
+    """Arrow keys walk through earlier lines, of earlier chats too where the cache folder can be written."""
     import atexit
     import readline
 

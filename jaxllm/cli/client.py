@@ -16,11 +16,7 @@ class ServerError(JaxLLMError):
 
 
 class ServerClient:
-    """One running server, as OpenAI's routes see it.
-
-    Use it in `async with`. Every method raises ServerError when the server refuses or breaks off, ConfigError when
-    nothing listens at `url`.
-    """
+    """A server, for `async with`. Methods raise ServerError, or ConfigError when nothing listens at `url`."""
 
     def __init__(self, url: str, api_key: str | None = None):
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -35,7 +31,6 @@ class ServerClient:
         await self._http.aclose()
 
     async def models(self) -> list[dict[str, Any]]:
-        """What /v1/models lists."""
         try:
             response = await self._http.get(f"{self.url}/v1/models")
         except (httpx.HTTPError, httpx.InvalidURL) as error:

@@ -89,7 +89,6 @@ def _with_model(config: EngineConfig, arguments: list[str], file: Path | None) -
 
 
 def read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
-    """The prompts given as arguments, or the non-empty lines of `file` or of standard input."""
     if prompts and file:
         raise ConfigError("give prompts as arguments or with --file, not both")
     if prompts:

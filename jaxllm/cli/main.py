@@ -47,7 +47,6 @@ RARE = frozenset({*ServeConfig.model_fields, *(field.name for field in dataclass
 
 
 def version() -> str:
-    """The installed version, as in `jaxllm --version`."""
     from importlib.metadata import version as installed
 
     return f"jaxllm {installed('jaxllm')}"
@@ -155,7 +154,6 @@ class CommonFirst(DefaultFormatter):
 
 
 def _fields(flags: Sequence[str]) -> set[str]:
-    """Worked example: --stop-token-ids.0 is of stop_token_ids."""
     return {flag.removeprefix("--").partition(".")[0].replace("-", "_") for flag in flags}
 
 

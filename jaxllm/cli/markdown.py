@@ -9,10 +9,7 @@ from rich.text import Text
 
 
 class MarkdownStream:
-    """Renders text as it grows: finished blocks are printed for good, only the last one is redrawn.
-
-    Where the console is no terminal the text goes out as it comes, unrendered.
-    """
+    """Renders text as it grows, on terminals: finished blocks are printed for good, the last one is redrawn."""
 
     def __init__(self, console: Console):
         self.console = console
@@ -35,7 +32,6 @@ class MarkdownStream:
             self.console.file.flush()
 
     def write(self, text: str) -> None:
-        """Show `text` after what came before."""
         if not self.console.is_terminal:
             self.console.file.write(text)
             self.console.file.flush()

@@ -149,7 +149,7 @@ def show(config: EngineConfig, *, json_output: Json = False) -> None:
 
 
 def describe(config: EngineConfig) -> dict[str, Any]:
-    """What is read off the model's files, of which nothing is loaded. Raises ModelNotFoundError, CheckpointError."""
+    """What a model's files say of it. Raises ModelNotFoundError, CheckpointError."""
     from jaxllm.models.registry import model_spec
     from jaxllm.text.tokenizer import has_chat_template
     from jaxllm.weights import open_checkpoint

@@ -85,7 +85,6 @@ def new(name: str, *, json_output: Json = False) -> None:
 
 
 WHERE = ("data_dir", "database_url")
-"""The settings that say which store is meant."""
 _takes_place = takes_settings(ServeConfig, only=WHERE, positional_model=False)
 
 store = App(name="store", help="Look at what servers have stored, delete what is old, bring its tables forward.")

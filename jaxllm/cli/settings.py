@@ -1,8 +1,4 @@
-"""The flags of commands: those of the settings, those for sampling, and what a wrong value would have to be.
-
-Flags are driven by the fields of the pydantic models in jaxllm/config/ and of SamplingParams: their names become flags,
-variables and YAML keys, their docstrings the help, their types the accepted values.
-"""
+"""The flags of commands, from the fields of jaxllm/config/ and of SamplingParams, and what a value must be."""
 
 from __future__ import annotations
 
@@ -69,12 +65,12 @@ _SETTINGS_GROUPS = {
 def takes_settings(
     schema: type[Config], *, positional_model: bool = True, only: Collection[str] | None = None, sampling: bool = False
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Give a command, which may be a coroutine function, every field of `schema` as a flag, plus --config.
+    """Give a command, which may be a coroutine function, every field of `schema`, or those in `only`, as a flag, plus
+    --config.
 
-    The command's first parameter receives the finished configuration; its other parameters stay its own flags.
-    With `positional_model` the model may also be given as the first bare argument (and must be, where others that are
-    required follow it); `only` limits the flags to some fields, for a command that uses no others. With `sampling` the
-    fields of SamplingParams are flags too, and the command's parameter of that name receives those that were given.
+    The command's first parameter receives the finished configuration; its other parameters stay its own flags. With
+    `positional_model` the model may also be given as the first bare argument. With `sampling` the fields of
+    SamplingParams are flags too; the parameter of that name receives those that were given.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,15 +104,13 @@ def takes_settings(
 
 
 def _of_command(parameter: inspect.Parameter) -> inspect.Parameter:
-    """A command's own flag, in its group of --help unless it names another."""
     kind = parameter.annotation
     kind, *said = get_args(kind) if get_origin(kind) is Annotated else (kind,)
     return parameter.replace(annotation=Annotated[kind, Parameter(group=COMMAND_GROUP), *said])
 
 
 def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
-    """One field as cyclopts sees it. All but booleans stay text, so that pydantic alone judges values, in the same
-    words whether they came from a flag, a variable or YAML."""
+    """A field as cyclopts sees it; all but booleans stay text, so that pydantic alone judges values."""
     types = [kind for kind in members(field.annotation) if kind is not type(None)]
     accepted = choices(field.annotation)
     text = f"{field.description} One of: {', '.join(map(str, accepted))}." if accepted else field.description
@@ -139,7 +133,6 @@ Of = TypeVar("Of", bound=type | Callable[..., Any])
 
 
 def documentation(of: type | Callable[..., Any]) -> str:
-    """The docstring of a class or a function."""
     return inspect.getdoc(documented(of)) or ""
 
 
@@ -241,14 +234,12 @@ def in_words(error: CycloptsError) -> str:
 
 
 def _given(argument: Argument, wrong: Token | None) -> Token:
-    """The word of the command line that is wrong: a list or an object is taken apart before its parts are judged."""
     keyword = wrong.keyword if wrong else None
     same = [token for token in argument.tokens if token.keyword == keyword]
     return same[-1] if same else wrong or Token(keyword=argument.name)
 
 
 def _within(argument: Argument) -> str:
-    """The bounds of a number; "" where something else is checked, which says itself what it wants."""
     checks = argument.parameter.validator
     bounds = [one for one in (checks if isinstance(checks, Iterable) else [checks]) if isinstance(one, Number)]
     wanted = [f"{one.gte} or more" for one in bounds if one.gte is not None]

@@ -18,11 +18,7 @@ OUTPUT = "standard output"
 
 
 class Output(TextIOWrapper):
-    """Standard output whose failures can be told from those of any other file.
-
-    After the first failure nothing more is written, or Python would complain again when it flushes at the end.
-    What its encoding lacks is written as an escape (\\xfc), as Python does on standard error.
-    """
+    """Standard output whose failures can be told from those of other files; after one nothing is written."""
 
     def __init__(self, stream: TextIOWrapper):
         lines, writes = stream.line_buffering, stream.write_through
@@ -48,11 +44,7 @@ class Output(TextIOWrapper):
 
 
 def prepare_streams() -> None:
-    """Give the process all three streams; to be called before anything is opened.
-
-    A socket that took the place of a closed descriptor would be mistaken for that stream by whatever the process
-    starts. Writing to a standard output that was closed fails, because a command's result must not get lost in silence.
-    """
+    """Give the process all three streams, before anything is opened: a socket may take the place of a closed one."""
     for descriptor in [descriptor for descriptor in range(3) if not _is_open(descriptor)]:
         _open_at(descriptor, os.O_WRONLY if descriptor == 2 else os.O_RDONLY)
     for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
@@ -63,10 +55,7 @@ def prepare_streams() -> None:
 
 
 def as_typed(text: str) -> str:
-    """A text of the command line or standard input as it was typed, in UTF-8, where the locale knows ASCII alone.
-
-    Python then keeps each other byte as half of a character, which paths need and no tokenizer takes.
-    """
+    """A text of the command line or standard input in UTF-8, also where the locale knows ASCII alone."""
     try:
         return os.fsencode(text).decode()
     except UnicodeError:
@@ -94,11 +83,7 @@ def _open_at(descriptor: int, flags: int) -> None:
 def print_table(
     headings: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, numbers: Sequence[int] = ()
 ) -> None:
-    """Print rows under their headings, or without a line for headings where all of them are empty.
-
-    Long values go on in the next line of their cell; where the output is no terminal they stay on one line, so that
-    other programs find them. `numbers` are the columns to align at the right.
-    """
+    """Print rows, unfolded if this is no terminal, under headings if any; columns in `numbers` align right."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -162,7 +162,6 @@ class EngineConfig(SettingsGroup):
 
     @property
     def may_use_adapters(self) -> bool:
-        """Whether the sizes of adapters are used."""
         return self.enable_lora
 
     def _faults(self) -> Iterator[str]:
@@ -240,22 +239,18 @@ class EngineConfig(SettingsGroup):
 
     @property
     def num_devices(self) -> int:
-        """How many devices an engine has."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.num_batches
 
     @property
     def num_batches(self) -> int:
-        """How many batches an engine runs side by side."""
         return self.data_parallel_size if self.enable_dp_attention else 1
 
     @property
     def num_engines(self) -> int:
-        """How many engines answer side by side."""
         return 1 if self.enable_dp_attention else self.data_parallel_size
 
     @property
     def in_group(self) -> bool:
-        """Whether several processes run the model together."""
         return (self.num_processes or 1) > 1
 
 
@@ -310,12 +305,10 @@ class ServeConfig(ServerConfig, ModelConfig):
 
     @property
     def of_model(self) -> ModelConfig:
-        """The model's part."""
         return part_of(self, ModelConfig)
 
     @property
     def of_server(self) -> ServerConfig:
-        """The server's part."""
         return part_of(self, ServerConfig)
 
 

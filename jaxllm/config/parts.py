@@ -50,22 +50,18 @@ class SpeculativeConfig(SettingsGroup):
 
     @property
     def source(self) -> Literal["ngram", "suffix", "draft_model", "mtp", "eagle3"]:
-        """Where drafts come from."""
         return self.method or ("ngram" if self.model is None else "draft_model")
 
     @property
     def shortest(self) -> int:
-        """The shortest match, in tokens."""
         return self.prompt_lookup_min or self.longest
 
     @property
     def longest(self) -> int:
-        """The longest match, in tokens."""
         return self.prompt_lookup_max or self.prompt_lookup_min or 5
 
     @property
     def remembered(self) -> int:
-        """How many tokens of other texts are looked through."""
         default = 32_768 if self.source == "suffix" else 4_096
         return default if self.remembered_tokens is None else self.remembered_tokens
 
@@ -120,7 +116,6 @@ class KVEventsConfig(SettingsGroup):
 
     @property
     def publishes(self) -> bool:
-        """Whether anybody is told."""
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
     def of_rank(self, rank: int) -> Self:
@@ -167,12 +162,10 @@ class KVTransferConfig(SettingsGroup):
 
     @property
     def gives(self) -> bool:
-        """Whether other servers fetch pages here."""
         return self.kv_role != "kv_consumer"
 
     @property
     def takes(self) -> bool:
-        """Whether this server fetches pages from others."""
         return self.kv_role != "kv_producer"
 
 

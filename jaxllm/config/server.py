@@ -76,7 +76,6 @@ class ServerConfig(SettingsGroup):
 
     @property
     def asks_for_key(self) -> bool:
-        """Whether requests need an API key, also where a file of keys holds none yet."""
         return self.api_key is not None or self.api_key_file is not None
 
     serve_any_model_name: bool = False
@@ -144,12 +143,10 @@ class ServerConfig(SettingsGroup):
 
     @property
     def sends_telemetry(self) -> bool:
-        """Whether anything is sent to a collector of OpenTelemetry's."""
         return self.otlp_traces_endpoint is not None or self.otlp_metrics_endpoint is not None
 
     @property
     def logs_requests(self) -> bool:
-        """Whether there is a line of the log for each request."""
         return self.log_format == "json" if self.enable_request_logging is None else self.enable_request_logging
 
     def _faults(self) -> Iterator[str]:

@@ -1,7 +1,4 @@
-"""Settings out of their sources: flags over JAXLLM_* variables over a YAML file over the defaults.
-
-Flags of vLLM's server that are other words for ours are translated; others ask for what is always so, or are refused.
-"""
+"""Settings from flags, then JAXLLM_* variables, a YAML file, the defaults; and vLLM's flags in our words."""
 
 from __future__ import annotations
 
@@ -37,10 +34,9 @@ def read_settings(
     *,
     as_flag: Callable[[str], str] = lambda name: f"--{name.replace('_', '-')}",
 ) -> Config:
-    """Merge the sources into a validated `schema`. `as_flag` is how what is in `flags` was written.
+    """Merge the sources into a validated `schema`; fields of other commands in file and variables are left alone.
 
-    Commands that do not serve take the same file and variables as `jaxllm serve` and leave the server's fields alone.
-    Raises ConfigError for a key that does not exist, or a value that its field refuses; the message names the source.
+    `as_flag` is how `flags` were written. Raises ConfigError, naming the source, for an unknown key or a refused value.
     """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -73,7 +69,6 @@ def names_setting(variable: str) -> bool:
 
 
 def _known_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variable -> field name for every variable of settings that is set; of two for one field the last wins."""
     fields = dict.fromkeys(OTHER_KEY_VARIABLES, "api_key")
     fields |= {f"{ENV_PREFIX}{name.upper()}": name for name in ServeConfig.model_fields}
     for variable in filter(names_setting, environ):
@@ -131,10 +126,9 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_mapping(path: Path, flag: str, holds: str) -> dict[Any, Any]:
-    """What a file holds, not checked any further; an empty file is an empty mapping.
+    """A YAML file's mapping of `holds`, such as "setting: value"; an empty file is an empty one.
 
-    `flag` is what named the file, as --config, and `holds` what the mapping is of, as "setting: value".
-    Raises ConfigError where it cannot be read, is no mapping, or has a key twice.
+    Raises ConfigError, naming the `flag`, where it cannot be read, is no mapping, or has a key twice.
     """
     try:
         document = yaml.load(path.read_text(encoding="utf-8"), _Loader)
@@ -210,7 +204,6 @@ _REFUSED = {
     "/docs is always there; it tells nothing that the documentation does not": "--disable-fastapi-docs",
 }  # fmt: skip
 REFUSED: Mapping[str, str] = {flag: reason for reason, flags in _REFUSED.items() for flag in flags.split()}
-"""Flags that are not taken, and why."""
 
 
 def translated(arguments: Sequence[str]) -> list[str]:

@@ -170,7 +170,6 @@ Entries = Annotated[str, BeforeValidator(parse_entries)]
 
 
 def _origins(value: str) -> str:
-    """What no browser sends as Origin would open the server to no page."""
     for origin in comma_separated(value):
         if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
             raise ValueError(f"{origin!r} is no origin; it must be * or as https://chat.example:8443, in lower case")

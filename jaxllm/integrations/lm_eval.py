@@ -13,12 +13,7 @@ from typing import Any
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.models.utils import (
-    handle_stop_sequences,
-    maybe_truncate,
-    normalize_gen_kwargs,
-    postprocess_generated_text,
-)  # fmt: skip
+from lm_eval.models import utils
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from jaxllm.errors import ConfigError, InvalidRequestError
@@ -75,7 +70,6 @@ class JaxLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without a context."""
         found = self.tokenizer.bos_token_id if self._prefix_token_id is None else self._prefix_token_id
         return self.eot_token_id if found is None else found
 
@@ -102,10 +96,7 @@ class JaxLM(TemplateLM):
         return self.tokenizer.encode(string, add_special_tokens)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of whole texts; long ones in windows that fit the context, each token once.
-
-        As in the harness's own models, a beginning of a sequence that the tokenizer adds is scored too.
-        """
+        """The log-probability of whole texts; long ones in windows that fit the context, each token once."""
         windows: list[ScoredPair] = []
         counts = []
         for (text,) in [request.args for request in requests]:
@@ -134,7 +125,6 @@ class JaxLM(TemplateLM):
         return answers
 
     def _shortened(self, context: list[int], continuation: list[int]) -> list[int]:
-        """The end of a context that fits; the engine needs room for one more token."""
         room = self.max_length - 1 - len(continuation)
         if len(context) <= room:
             return context
@@ -145,19 +135,19 @@ class JaxLM(TemplateLM):
         prompts: list[list[int]] = []
         params, stops = [], []
         for text, asked in [request.args for request in requests]:
-            settings: dict[str, Any] = dict(normalize_gen_kwargs(asked, default_max_gen_toks=self.max_gen_toks))
+            settings: dict[str, Any] = dict(utils.normalize_gen_kwargs(asked, default_max_gen_toks=self.max_gen_toks))
             if not settings.pop("do_sample"):
                 settings["temperature"] = 0.0
-            stop = handle_stop_sequences(settings.pop("until", None), eos=None)
+            stop = utils.handle_stop_sequences(settings.pop("until", None), eos=None)
             most = settings.pop("max_gen_toks")
-            ids, most = maybe_truncate(self.tok_encode(text), most, self.max_length, shrink_gen_toks=False)
+            ids, most = utils.maybe_truncate(self.tok_encode(text), most, self.max_length, shrink_gen_toks=False)
             prompts.append(ids)
             stops.append(stop)
             ends = () if self._think_end_token else tuple(stop)  # thoughts may hold what ends an answer
             params.append(_sampling(settings, max_tokens=most, stop=ends))
         outputs = self.llm.generate(prompts, params, use_tqdm=not disable_tqdm) if requests else []
         answers = [
-            postprocess_generated_text(output.outputs[0].text, stop, self._think_end_token)
+            utils.postprocess_generated_text(output.outputs[0].text, stop, self._think_end_token)
             for output, stop in zip(outputs, stops, strict=True)
         ]
         for request, answer in zip(requests, answers, strict=True):
@@ -166,7 +156,6 @@ class JaxLM(TemplateLM):
 
 
 def _sampling(settings: dict[str, Any], **own: Any) -> SamplingParams:
-    """Raises InvalidRequestError for a setting of a task that SamplingParams does not have."""
     known = {field.name for field in fields(SamplingParams)}
     unknown = sorted(set(settings) - known)
     if unknown:

@@ -45,10 +45,7 @@ class JaxLLMRollout(BaseRollout):
         self._tokenizer = tokenizer
 
     def generate(self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any) -> RolloutOutput:
-        """A completion of each prompt; with a seed, equal prompts have different ones.
-
-        Raises InvalidRequestError if there are `kwargs`, which are for other engines.
-        """
+        """A completion of each prompt. Raises InvalidRequestError if there are `kwargs`, for other engines."""
         if kwargs:
             raise InvalidRequestError(f"generate has {', '.join(sorted(kwargs))}; it takes prompts and a RolloutConfig")
         ids = [self._encode(prompt) for prompt in prompts]
@@ -137,7 +134,6 @@ def _without_padding(row: list[int], pad: int, *, left: bool) -> list[int]:
 
 
 def _number(seed: Any) -> int:
-    """A seed of JAX's, or a number, as a number."""
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         seed = jax.random.key_data(seed)
     return int(np.asarray(seed).ravel()[-1])

@@ -64,14 +64,13 @@ class LayerShapes:
         return [layer for layer, heads in enumerate(self.heads) if name not in CACHED or heads is not None]
 
     def of(self, tap: Tap) -> tuple[int, ...]:
-        """The shape of an activation at one token."""
         name, layer = tap
         heads = self.heads[layer] if name in CACHED else None
         return (self.width,) if heads is None else heads
 
     @property
     def widest(self) -> int:
-        """The numbers of the largest activation of a token: each has room for as many on its way to the host."""
+        """The numbers of the largest activation of a token."""
         return max(self.width, *(math.prod(heads) for heads in self.heads if heads is not None), 0)
 
 
@@ -90,7 +89,7 @@ class CaptureParams:
         return {"all": 0, "prompt": 0, "generated": num_prompt, "last": num_prompt - 1}[self.positions]
 
     def among(self, positions: range, num_prompt: int) -> list[int]:
-        """Those of neighbouring positions that are wanted."""
+        """The wanted ones of neighbouring positions."""
         if isinstance(self.positions, tuple):
             wanted = set(_counted(self.positions, num_prompt))
             return [position for position in positions if position in wanted]
@@ -180,7 +179,6 @@ class Captures(Mapping[str, dict[int, np.ndarray]]):
     """
 
     def __init__(self, taps: Sequence[Tap], positions: np.ndarray, values: Sequence[np.ndarray]):
-        """`values` are those of each of `taps`."""
         self.positions = positions
         self.values_by_tap = dict(zip(taps, values, strict=True))
 
@@ -202,7 +200,6 @@ class Captures(Mapping[str, dict[int, np.ndarray]]):
 
     @property
     def final(self) -> np.ndarray:
-        """The hidden states after the last norm, which the head reads."""
         return self.values_by_tap[FINAL, -1]
 
     def array(self, name: str) -> np.ndarray:
@@ -210,10 +207,7 @@ class Captures(Mapping[str, dict[int, np.ndarray]]):
         return self.values_by_tap[_of_transformer_lens(name)]
 
     def to_xarray(self) -> xarray.Dataset:
-        """A variable for each name, with the axes layer, position and channel; those of all heads one after another.
-
-        Raises ConfigError: xarray is not installed.
-        """
+        """A variable for each name with layer, position and channel. Raises ConfigError: xarray is not installed."""
         return dataset(self.positions, {tap: _flat(array) for tap, array in self.values_by_tap.items()}, FINAL)
 
     def _repr_html_(self) -> str:
@@ -234,7 +228,6 @@ class Captures(Mapping[str, dict[int, np.ndarray]]):
 
 
 def _flat(array: np.ndarray) -> np.ndarray:
-    """Keys and values of all heads in one row a token."""
     return array.reshape(len(array), -1)
 
 
@@ -253,7 +246,6 @@ class CapturesInProgress:
     """Rows of a sequence's activations as they come, in any order and some perhaps twice."""
 
     def __init__(self, params: CaptureParams, width: int):
-        """`width` is that of the widest activation of the model."""
         self._params = params
         self._width = width
         self._rows: dict[int, np.ndarray] = {}
@@ -265,7 +257,6 @@ class CapturesInProgress:
         self._rows |= zip(positions, rows, strict=True)
 
     def finish(self) -> Captures:
-        """All of them, by position."""
         positions = sorted(self._rows)
         rows = [self._rows[position] for position in positions]
         values = np.stack(rows, axis=1) if rows else np.zeros((len(self._params.taps), 0, self._width), np.float32)

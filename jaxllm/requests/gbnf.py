@@ -2,8 +2,7 @@
 
 https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md
 
-Every character becomes a terminal of its own: llguidance's lexer is greedy, GBNF has none. With longer terminals
-`root ::= [0-9]+ "0"` could never end, for all the digits would belong to the first.
+Every character becomes a terminal: with longer ones of a greedy lexer `root ::= [0-9]+ "0"` could never end.
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ def gbnf_to_lark(grammar: str) -> str:
 
 
 class _Translator:
-    """Reads from `at` on; what has been read is returned as Lark."""
-
     def __init__(self, text: str):
         self._text = text
         self._at = 0

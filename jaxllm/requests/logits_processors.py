@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 _DTYPES = {"b": "bool", "i": "int32", "u": "int32", "f": "float32"}
-"""What each kind of default value is kept as."""
 
 
 class LogitsState(NamedTuple):
@@ -34,13 +33,12 @@ class LogitsState(NamedTuple):
 
 @dataclass(frozen=True)
 class LogitsProcessor:
-    """One that an engine has: a function that JAX can trace, of `(logits, state)`, which gives other logits.
+    """A function of `(logits, state)` that JAX can trace and that gives other logits.
 
     Attributes:
         name: what requests call it.
         function: takes float32 logits `[V]` and a `LogitsState`, and arguments by their names.
-        defaults: the value of each argument where a request gives none, as an array; its shape and dtype are those of
-            what a request may give.
+        defaults: the value of each argument where a request gives none; requests give the same shapes and dtypes.
     """
 
     name: str
@@ -90,7 +88,7 @@ Chosen = Mapping[str, Mapping[str, Any]]
 
 
 def read_chosen(given: Mapping[str, Any] | Sequence[str]) -> dict[str, dict[str, Any]]:
-    """`Chosen` from a list of names, or from names and arguments. Raises InvalidRequestError: it is neither."""
+    """`Chosen` from names, or from names and arguments. Raises InvalidRequestError: it is neither."""
     accepted = "a list of names, or a dictionary of names and arguments, as {'scale': {'factor': 2.0}}"
     problem = _refused(f" is {given!r}; it must be {accepted}")
     if isinstance(given, str) or not isinstance(given, Mapping | Sequence):
@@ -114,7 +112,7 @@ def _refused(problem: str) -> InvalidRequestError:
 
 
 def argument(name: str, key: str, value: Any, shape: Sequence[int], dtype: str) -> np.ndarray:
-    """A request's argument `key` of the processor `name`, as an array. Raises InvalidRequestError: it does not fit."""
+    """A request's argument `key` of the processor `name`. Raises InvalidRequestError: it does not fit."""
     import numpy as np
 
     try:

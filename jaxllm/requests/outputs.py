@@ -1,7 +1,4 @@
-"""What a finished or running request looks like to its caller, and what a model can be asked for besides text.
-
-Names and meanings are vLLM's.
-"""
+"""What a request looks like to its caller, and what else a model can be asked for. Names and meanings are vLLM's."""
 
 from __future__ import annotations
 
@@ -84,8 +81,7 @@ class CompletionOutput:
     tool_calls: list[ParsedCall] = field(default_factory=list)
 
     def to_pandas(self) -> pandas.DataFrame:
-        """A row for each token, and for each alternative that `logprobs` has: position, token_id, token, logprob, rank,
-        and whether it was chosen.
+        """A row for each token and each alternative that `logprobs` has, and whether it was chosen.
 
         Raises ConfigError: pandas is not installed.
         """
@@ -120,7 +116,6 @@ def _tokens_html(
 
 
 def extend_versions(spans: list[WeightVersionSpan], version: str, count: int) -> None:
-    """Note that `count` more tokens are of `version`."""
     end = spans[-1].end if spans else 0
     start = spans.pop().start if spans and spans[-1].version == version else end
     spans.append(WeightVersionSpan(version, start, end + count))
@@ -152,8 +147,6 @@ class EmbeddingOutput:
 
 @dataclass
 class EmbeddingRequestOutput:
-    """A text's vector as `LLM.embed` gives it."""
-
     request_id: str
     outputs: EmbeddingOutput
     prompt_token_ids: list[int]
@@ -173,9 +166,8 @@ class RequestMetrics:
 
 @dataclass(repr=False)
 class RequestOutput:
-    """A request's state as its caller sees it.
+    """A request's state as its caller sees it; `prompt_logprobs` has one entry a prompt token, None for the first.
 
-    `prompt_logprobs` has one entry a prompt token (None for the first, which nothing predicts);
     `num_cached_tokens` counts the prompt tokens whose KV came from the prefix cache.
     """
 
@@ -189,13 +181,7 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
 
     def to_pandas(self, *, prompt: bool = False) -> pandas.DataFrame:
-        """The tables of its completions, one after the other; `completion` is the index of each.
-
-        Args:
-            prompt: the tokens of the prompt instead, with what `prompt_logprobs` says of them.
-
-        Raises ConfigError: pandas is not installed.
-        """
+        """The tables of its completions, or of the `prompt`. Raises ConfigError: pandas is not installed."""
         if prompt:
             return frame(token_rows(self.prompt_token_ids, self.prompt_logprobs))
         rows = (token_rows(output.token_ids, output.logprobs, completion=output.index) for output in self.outputs)
@@ -227,12 +213,11 @@ MAX_ENTRIES = 2**20
 
 
 class PromptScores(msgspec.Struct):
-    """Row i is of the prompt's token i + 1: the first has none, as nothing predicts it. Where those of later tokens
-    alone were asked for, the token before these counts as the first.
+    """Row i is of the prompt's token i + 1: the first has none, as nothing predicts it.
 
     Attributes:
         tokens: `[n]` int32, the prompt's tokens from the second on.
-        ids: `[n, 1 + k]` int32, each token and the k most likely ones; empty where the whole vocabulary was asked for.
+        ids: `[n, 1 + k]` int32, each token and the k most likely ones; empty for the whole vocabulary.
         ranks: `[n, 1 + k]` int32, likewise, from 1.
         logprobs: `[n, 1 + k]` float32, or `[n, V]` by token id.
     """
@@ -244,7 +229,7 @@ class PromptScores(msgspec.Struct):
 
     @classmethod
     def empty(cls, tokens: list[int], width: int, *, whole: bool) -> ScoresInProgress:
-        """Arrays to fill: `width` is `1 + k`, or with `whole` the vocabulary's."""
+        """Arrays to fill, of `width` `1 + k`, or with `whole` the vocabulary."""
         rows = len(tokens) - 1
         ids = np.zeros((rows, 0 if whole else width), np.int32)
         return ScoresInProgress(np.asarray(tokens[1:], np.int32), ids, ids.copy(), np.zeros((rows, width), np.float32))
@@ -272,8 +257,6 @@ class PromptScores(msgspec.Struct):
 
 
 class ScoresInProgress(NamedTuple):
-    """Arrays that are filled chunk by chunk; see PromptScores."""
-
     tokens: np.ndarray
     ids: np.ndarray
     ranks: np.ndarray
@@ -354,12 +337,11 @@ class PoolingParams:
     """What is read off the hidden states of one prompt; nothing is generated.
 
     Attributes:
-        kind: "last" and "cls" are the last and the first token's hidden state behind the final norm, "mean" the mean
-            of all of them, each float32 and not normalised; "logits" the last token's logits of `token_ids`.
+        kind: "last" and "cls" are the last and the first token's hidden state after the final norm, "mean" the mean of
+            all of them, each float32 and not normalised; "logits" the last token's logits of `token_ids`.
         token_ids: whose logits; only with kind "logits", where an empty tuple means all of them.
 
-    Raises:
-        InvalidRequestError: `token_ids` does not go with `kind`; `param` names the field.
+    Raises InvalidRequestError: `token_ids` does not go with `kind`; `param` names the field.
     """
 
     kind: Literal["last", "cls", "mean", "logits"] = "last"

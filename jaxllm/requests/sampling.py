@@ -36,7 +36,6 @@ _INTEGERS: dict[str, tuple[int, int, str]] = {
     "logprobs": (-1, MAX_LOGPROBS, f"-1 (whole vocabulary) or an integer from 0 to {MAX_LOGPROBS}"),
     "prompt_logprobs": (-1, MAX_LOGPROBS, f"-1 (whole vocabulary) or an integer from 0 to {MAX_LOGPROBS}"),
 }
-"""What each may be, and how an error says it."""
 _MAY_BE_NONE = frozenset({
     "repeat_last_n", "seed", "max_tokens", "max_thinking_tokens", "logprobs", "prompt_logprobs",
 })  # fmt: skip
@@ -54,7 +53,6 @@ _MOST = {
     "stop_token_ids": (MAX_STOP_TOKEN_IDS, "ids"),
     "logprob_token_ids": (MAX_LOGPROBS, "ids"),
 }
-"""How many of each there may be."""
 _FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
 _TOKEN_IDS = (
     "allowed_token_ids", "stop_token_ids", "shown_special_token_ids", "logprob_token_ids", "predicted_token_ids",
@@ -208,7 +206,6 @@ class SamplingParams:
 
     @property
     def wants_vocabulary(self) -> bool:
-        """True when each generated token comes with the log-probabilities of the whole vocabulary."""
         return self.logprobs == -1
 
     @property
@@ -218,13 +215,11 @@ class SamplingParams:
 
     @property
     def chosen_processors(self) -> Chosen:
-        """Its logits processors by name, each with its arguments."""
         assert isinstance(self.logits_processors, Mapping), "they are read when this is built"
         return self.logits_processors
 
     @property
     def processes_logits(self) -> bool:
-        """True when logits pass functions of the caller's own."""
         return bool(self.logits_processors)
 
     @property
@@ -245,7 +240,7 @@ class SamplingDefaults:
     repetition_penalty: float | None = None
 
     def fields(self) -> dict[str, Any]:
-        """Those that say something, as keyword arguments of SamplingParams."""
+        """The stated ones, as keyword arguments of SamplingParams."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -261,7 +256,6 @@ def _biases(given: dict[Any, Any]) -> dict[int, float]:
 
 
 def _integer(name: str, value: Any, low: int, high: int, accepted: str) -> int:
-    """`value` as an int, NumPy's too, but no truth value."""
     known = hasattr(value, "__index__") and not isinstance(value, bool)
     _check(known and low <= value <= high, name, value, accepted)
     return operator.index(value)

@@ -1,7 +1,6 @@
 """JSON schemas as llguidance takes them: without keywords that forbid nothing, and closed to properties without a name.
 
-The meaning of each keyword is that of JSON Schema 2020-12 and draft 7. A schema may have some that llguidance cannot
-enforce, at a value at which there is nothing to enforce: `uniqueItems: false`, `dependentRequired: {}`, `not: false`.
+Keywords have their meaning in JSON Schema 2020-12 and draft 7.
 """
 
 from __future__ import annotations
@@ -43,11 +42,9 @@ _SAY_SOMETHING = _OF_OTHER_TYPES | {
 
 
 def plain(schema: Any) -> Any:
-    """The schema as an object without what forbids nothing, and with integers' bounds as llguidance takes them exactly.
+    """The schema as an object, without keywords that forbid nothing, and with integers' bounds made exact.
 
-    With `"x-guidance": {"lenient": true}` in it, as a tool's schema has that is not strict, numbers that cannot be
-    enforced exactly are left out as well.
-
+    With `"x-guidance": {"lenient": true}` in it numbers that cannot be enforced exactly are left out.
     Raises UnenforceableError: a bound, or a number among the values, that llguidance would round.
     """
     if isinstance(schema, bool):
@@ -64,7 +61,6 @@ def plain(schema: Any) -> Any:
 
 
 def _copied(schema: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A copy of the schema, and all schemas in it that are objects, each before those inside it."""
     nodes: list[dict[str, Any]] = []
 
     def copy(value: Any) -> Any:
@@ -99,7 +95,6 @@ def _prune(node: dict[str, Any]) -> None:
 
 
 def _has_idle_condition(node: dict[str, Any]) -> bool:
-    """Whether if, then and else together forbid nothing."""
     condition = node.get("if")
     then_forbids = not _allows_none(condition) and not _allows_all(node.get("then", True))
     else_forbids = not _allows_all(condition) and not _allows_all(node.get("else", True))
@@ -175,10 +170,7 @@ class UnenforceableError(JaxLLMError):
 
 
 def check_numbers(node: dict[str, Any], *, lenient: bool = False) -> None:
-    """Give the schema's own bounds to llguidance as it takes them exactly; what it would round is refused.
-
-    Integers' exclusive bounds become inclusive ones, since it counts to the next integer in floats. With `lenient`
-    bounds that would be rounded are left out.
+    """Give the schema's own bounds to llguidance as inclusive ones; those it would round are left out if `lenient`.
 
     Raises UnenforceableError: it names the keyword and the value.
     """
@@ -202,9 +194,7 @@ def check_numbers(node: dict[str, Any], *, lenient: bool = False) -> None:
 
 
 def _include(node: dict[str, Any], inclusive: str, exclusive: str, step: int) -> None:
-    """Worked example: `exclusiveMaximum: 10` becomes `maximum: 9`, of integers; so does draft 4's `maximum: 10,
-    exclusiveMaximum: true`.
-    """
+    """Worked example: of integers `exclusiveMaximum: 10`, or draft 4's `maximum: 10` with it, becomes `maximum: 9`."""
     bound: Any = node.get(exclusive)
     other: Any = node.get(inclusive)
     excluded, others = (other, []) if bound is True else (bound, [] if other is None else [other])
@@ -361,7 +351,7 @@ class _Closing:
         return "allOf" not in keys or len(node["allOf"]) == 1
 
     def _are_told_apart(self, members: list[Any]) -> bool:
-        """By a property that all require, with other values in each; else closing makes one of what was several."""
+        """Whether a property that all require has other values in each."""
         found = [self._target(m["$ref"]) if isinstance(m, dict) and m.keys() == {"$ref"} else m for m in members]
         objects = [m for m in found if not (isinstance(m, dict) and m.get("type") == "null")]
         if not all(isinstance(m, dict) and "required" in m and "properties" in m for m in objects):
@@ -373,7 +363,6 @@ class _Closing:
         return len(objects) == 1
 
     def _target(self, reference: str) -> Any:
-        """The schema that a reference to this document means; None for another."""
         found = pointed(reference, self._root)
         return found if isinstance(found, (dict, bool)) else None
 
@@ -393,7 +382,6 @@ def pointed(reference: Any, root: Any) -> Any:
 
 
 def _other_values(node: dict[str, Any]) -> Iterator[Any]:
-    """The schemas of values inside the value that no property names."""
     for key in ("items", "prefixItems", "additionalItems", "additionalProperties", "contains"):
         value = node.get(key)
         yield from value if isinstance(value, list) else [value]
@@ -401,7 +389,7 @@ def _other_values(node: dict[str, Any]) -> Iterator[Any]:
 
 
 def _values(schema: dict[str, Any], name: str) -> list[str]:
-    """Strings that a property may be, where it may be nothing else."""
+    """The only strings that a property may be."""
     found = schema["properties"].get(name)
     if not isinstance(found, dict):
         return []

@@ -37,7 +37,6 @@ def optional(module: str, method: str) -> Any:
 def token_rows(
     token_ids: Sequence[int], steps: Sequence[Mapping[int, Likely] | None] | None, **same: Any
 ) -> list[dict[str, Any]]:
-    """A row for each token, and for each alternative to it that was asked for."""
     rows: list[dict[str, Any]] = []
     for position, token_id in enumerate(token_ids):
         step = None if steps is None else steps[position]
@@ -50,17 +49,13 @@ def token_rows(
 
 
 def frame(rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
-    """A DataFrame of rows, of whose ranks some may be missing. Raises ConfigError: pandas is not installed."""
+    """A DataFrame of rows. Raises ConfigError: pandas is not installed."""
     found = optional("pandas", "to_pandas").DataFrame(list(rows))
     return found.astype({"rank": "Int64"}) if "rank" in found else found
 
 
 def dataset(positions: np.ndarray, values: Mapping[tuple[str, int], np.ndarray], final: str) -> xarray.Dataset:
-    """Activations by their names and layers; a name whose layers or channels are others than the first's has axes of
-    its own.
-
-    Raises ConfigError: xarray is not installed.
-    """
+    """Activations by names and layers, on common axes where they fit. Raises ConfigError: xarray is not installed."""
     xr = optional("xarray", "to_xarray")
     coordinates = {"position": positions}
     variables: dict[str, tuple[tuple[str, ...], np.ndarray]] = {}
@@ -76,7 +71,6 @@ def dataset(positions: np.ndarray, values: Mapping[tuple[str, int], np.ndarray],
 
 
 def _axis(axis: str, labels: np.ndarray, coordinates: dict[str, np.ndarray], name: str) -> str:
-    """The axis with these labels: the common one, or the name's own."""
     if not np.array_equal(coordinates.setdefault(axis, labels), labels):
         axis = f"{name}_{axis}"
         coordinates[axis] = labels
@@ -84,7 +78,7 @@ def _axis(axis: str, labels: np.ndarray, coordinates: dict[str, np.ndarray], nam
 
 
 class OutputList(list[T], Generic[T]):
-    """A list of outputs that a notebook shows one under the other."""
+    """A list of outputs for notebooks."""
 
     def _repr_html_(self) -> str:
         shown = [
@@ -99,10 +93,7 @@ class TableList(OutputList[T]):
     """Outputs that are tables too, such as completions and scores."""
 
     def to_pandas(self) -> pandas.DataFrame:
-        """The tables of all of them, one after the other; `output` is the place in the list.
-
-        Raises ConfigError: pandas is not installed.
-        """
+        """All tables, by their place `output` in the list. Raises ConfigError: pandas is not installed."""
         pd = optional("pandas", "to_pandas")
         tables = [output.to_pandas() for output in self]  # type: ignore[attr-defined]
         for index, table in enumerate(tables):
@@ -131,8 +122,6 @@ class Likely(Protocol):
 
 
 class ShownToken(NamedTuple):
-    """A token's text, as far as it completes characters, and what hovering over it says."""
-
     text: str
     probability: float | None
     hint: str
@@ -141,10 +130,9 @@ class ShownToken(NamedTuple):
 def shown_tokens(
     token_ids: Sequence[int], steps: Sequence[Mapping[int, Likely] | None], whole: str | None = None
 ) -> list[ShownToken]:
-    """The tokens of one text with their log-probabilities; a step is None where nothing predicts its token.
+    """The tokens of a text with log-probabilities; a character of several tokens is shown at its last one.
 
-    A character of several tokens is shown at its last one. Tokens without a text are shown by their ids, but for the
-    first of a text that is known as a `whole`.
+    Tokens without a text are shown by their ids, but for the first one of a known `whole`.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     found = []
@@ -190,13 +178,11 @@ def tinted(tokens: Iterable[ShownToken]) -> str:
 
 
 def text_block(html: str, *, faint: bool = False) -> str:
-    """A part of a text, with its spaces and line ends as they are."""
     style = ' style="opacity:.65"' if faint else ""
     return f"<span{style}>{html}</span>"
 
 
 def panel(texts: Sequence[str], note: str) -> str:
-    """One output: texts under each other, and a line about them."""
     style = "white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.6"
     shown = "".join(f'<div style="{style}">{text}</div>' for text in texts)
     return f'<div style="margin:.4em 0">{shown}<div style="font-size:85%;opacity:.7">{escape(note)}</div></div>'
@@ -222,15 +208,11 @@ class Axis(NamedTuple):
 
 
 def root_mean_square(values: np.ndarray, axis: int) -> np.ndarray:
-    """float64, the square root of the mean of the squares along an axis."""
     return np.sqrt(np.mean(np.square(values.astype(np.float64)), axis=axis))
 
 
 def heat_map(title: str, values: np.ndarray, rows: Axis, columns: Axis) -> str:
-    """SVG of `[rows, columns]` numbers that are not negative, on a logarithmic scale; each cell tells its value.
-
-    Cells of several rows or columns have the root of the mean of their squares.
-    """
+    """SVG of `[rows, columns]` numbers from 0, on a logarithmic scale; a cell of several has their root mean square."""
     cells, row_labels = _fewer(values.astype(np.float64), rows.labels, MOST_ROWS)
     cells, column_labels = _fewer(cells.T, columns.labels, MOST_COLUMNS)
     cells = cells.T

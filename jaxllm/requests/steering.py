@@ -24,8 +24,7 @@ class Steer:
         layer: counted from 0, or back from the last with -1.
         vector: `[E]`, anything that NumPy makes an array of.
         scale: a factor on it.
-        positions: the tokens whose stream it is added to: "all", "prompt", "generated", or `(start, stop)`, which count
-            the tokens of prompt and completion together.
+        positions: "all", "prompt", "generated", or `(start, stop)`, tokens of prompt and completion counted together.
     """
 
     layer: int
@@ -36,7 +35,7 @@ class Steer:
 
 @dataclass(frozen=True)
 class Steering:
-    """What all vectors of a request come to.
+    """All vectors of a request, summed.
 
     Attributes:
         layers: those whose streams are changed, ascending.
@@ -52,7 +51,6 @@ class Steering:
     digest: str
 
     def rows(self) -> np.ndarray:
-        """The vectors, `[layers, E]`."""
         return np.frombuffer(self.vectors, np.float32).reshape(len(self.layers), -1)
 
 
@@ -138,16 +136,14 @@ class Patching:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """The values, `[patches, E]`."""
         return np.frombuffer(self.values, np.float32).reshape(len(self.places), -1)
 
     @property
     def end(self) -> int:
-        """The first position behind all that are patched."""
+        """The position after the last patched one."""
         return self.places[-1][0] + 1
 
     def among(self, positions: range) -> list[int]:
-        """Which of the patches are of neighbouring positions."""
         return [index for index, (position, _) in enumerate(self.places) if position in positions]
 
 
@@ -194,11 +190,7 @@ def read_patch(patch: Patch, num_prompt: int, *, num_layers: int, width: int, lo
 
 
 class AdapterUse(msgspec.Struct, frozen=True):
-    """One adapter, and how much of it is added.
-
-    `id` says which version of the adapter it is: what is read from `path` under one id is kept, and so are the prefixes
-    that were computed with it. Whoever changes the file takes another id.
-    """
+    """One adapter, and how much of it is added; each version of it has an `id` of its own."""
 
     id: int
     name: str
@@ -228,7 +220,6 @@ LoRA = LoRARequest | Sequence[LoRARequest]
 
 
 def adapter_uses(given: LoRA | None) -> tuple[AdapterUse, ...]:
-    """What the engine is told of the adapters of one request."""
     if given is None:
         return ()
     requests = [given] if isinstance(given, LoRARequest) else list(given)

@@ -1,9 +1,7 @@
 """The text that a request asks for, as a grammar of llguidance's that is known to be enforceable.
 
-Processes of their own find out, and the grammars last used are kept: llguidance walks chains of rules and of `$ref`s on
-the stack, whose overflow ends a process; GBNF and choices of odd shapes take minutes. `python -m
-jaxllm.requests.structured_outputs` is such a process, which may crash, hang or run out of memory and harm nothing else.
-It has compiled what it accepts, and asked for the first tokens, in less stack than `jaxllm.engine` gives.
+Processes of their own find out: llguidance walks chains of rules and `$ref`s on the stack, whose overflow ends a
+process; GBNF and choices of odd shapes take minutes. `python -m jaxllm.requests.structured_outputs` is such a process.
 """
 
 from __future__ import annotations
@@ -32,11 +30,7 @@ MAX_GRAMMAR_LENGTH = 512 * 1024
 MAX_ALTERNATIVES = 40_000
 """That may be open at one place of a text: the choices, the properties that may come next."""
 MAX_ITEMS_PER_MASK = 500_000
-"""Of llguidance's parser, for all tokens that may come next: ten times its default.
-
-At most 242,000 are needed for 1,000 optional properties (Gemma's vocabulary of 262,144 tokens), and 87,000 for an anyOf
-of 300 objects with five.
-"""
+"""Of llguidance's parser, for all tokens that may come next: ten times its default, twice what was ever needed."""
 _TOKENS_TRIED = 16
 _ALLOWED = 200
 """In the bytes of LLMatcher.compute_logit_bias, one for each token."""
@@ -53,7 +47,6 @@ _MASK_STACK_BYTES = 2**20
 """Half of what the threads have on which llguidance fills masks."""
 MAX_TOKEN_ID = 2**19 - 1
 _TOKENS = re.compile(r"<\[[^]]*]>")
-"""Tokens by their ids, as llguidance writes them."""
 
 JSON_OPTIONS: Any = {"whitespace_pattern": r"( |\n {0,32}|\n\t{0,8})?"}
 """Between the tokens of JSON: nothing, a space, or a new line and its indentation. More would let a model never end."""
@@ -111,7 +104,6 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> str:
-        """Which of the six it is."""
         return next(name for name in KINDS if getattr(self, name) not in (None, False))
 
 
@@ -142,10 +134,7 @@ def new_matcher(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def failure(matcher: LLMatcher) -> str:
-    """Why a matcher has given up, on one line; "" if it has not.
-
-    Nothing else tells: a matcher that has given up calls itself stopped, and allows the end of the answer.
-    """
+    """Why a matcher has given up, on one line; "" if it has not. A matcher that has given up calls itself stopped."""
     problem, _, _ = matcher.get_error().partition("<backtrace>")
     return one_line(problem.replace("<non-verbose/>", ""))
 
@@ -191,7 +180,6 @@ def _grammar(outputs: StructuredOutputs) -> str:
 
 
 def _tag_grammar(tag: Any) -> str:
-    """Free text with tags in it, as Lark; see llguidance's StructTag."""
     from llguidance import StructTag
 
     structures, triggers = tag["structures"], tag["triggers"]
@@ -236,8 +224,7 @@ def ascii_classes(regex: str) -> str:
 def compile_grammar(outputs: StructuredOutputs) -> str:
     """The constraint as llguidance's grammar text, known to be enforceable; blocks while another process finds out.
 
-    Raises InvalidRequestError: it is malformed, uses what llguidance cannot enforce, or needs more time, stack or
-    memory than one grammar may have. Its pieces are the field and what is wrong with it.
+    Raises InvalidRequestError, of the field and the problem: it is malformed, cannot be enforced, or needs too much.
     """
     kind = outputs.kind
     value = getattr(outputs, kind)

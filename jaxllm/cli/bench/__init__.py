@@ -57,10 +57,7 @@ def throughput(
 def measure(
     llm: LLM, count: int, input_len: int, output_len: int, iterations: int, source: random.Random
 ) -> dict[str, Any]:
-    """One column: `count` prompts together, after one unmeasured round.
-
-    Decoding is what a run takes longer than its prefill; None where it took no longer, which says nothing of it.
-    """
+    """One column: `count` prompts together. Decoding is what a run takes longer than its prefill, or None."""
     timed_generate(llm, count, input_len, output_len, source)
     prefill = min(timed_generate(llm, count, input_len, 1, source) for _ in range(iterations))
     total = min(timed_generate(llm, count, input_len, output_len, source) for _ in range(iterations))

@@ -1,6 +1,4 @@
-"""Engines compared: with quantized weights and with float ones (`jaxllm bench perplexity`), with drafts and without
-(`jaxllm bench speculation`).
-"""
+"""Engines compared: quantized weights with float ones, and drafts with none."""
 
 from __future__ import annotations
 
@@ -86,7 +84,6 @@ def scheme_config(config: EngineConfig, scheme: str, window: int) -> EngineConfi
 
 
 def measure(config: EngineConfig, passage: str, window: int, tokens: int) -> dict[str, Any]:
-    """The perplexity of `passage`, and what its weights take."""
     from jaxllm.engine.start.blueprint import plan_engine
     from jaxllm.llm import LLM
 

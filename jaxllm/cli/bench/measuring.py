@@ -42,7 +42,6 @@ Count = Annotated[int, Parameter(group=LOAD_GROUP, validator=Number(gte=1))]
 
 
 def counts(*names: str) -> Parameter:
-    """A flag of one number or several, each of at least 1."""
     return Parameter(name=names, group=LOAD_GROUP, consume_multiple=True, negative=(), validator=Number(gte=1))
 
 
@@ -95,7 +94,6 @@ def timed_generate(llm: LLM, count: int, input_len: int, output_len: int, source
 
 
 def wait_until_compiled(llm: LLM) -> None:
-    """Return when nothing is compiled that would run beside a measurement."""
     while llm.stats().compiles_pending:
         time.sleep(0.1)
 
@@ -144,11 +142,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def summarize(traces: Sequence[Trace], duration: float) -> dict[str, object]:
-    """Rates over `duration` seconds and the spread of each latency in milliseconds, over the requests that finished.
-
-    TTFT is the time to the first piece of an answer, TPOT the mean time of a token after the first, ITL the gap between
-    pieces, and E2E the time to the last piece.
-    """
+    """Rates over `duration` seconds and the spread of each latency in milliseconds, of the finished requests."""
     finished = [trace for trace in traces if trace.error is None and trace.arrivals]
     prompt_tokens = sum(trace.prompt_tokens for trace in finished)
     output_tokens = sum(trace.output_tokens for trace in finished)
@@ -184,7 +178,7 @@ MOST_COLUMNS = 5
 def report(
     name: str, config: EngineConfig, load: Mapping[str, Any], results: Sequence[Mapping[str, Any]], file: Path | None
 ) -> None:
-    """Print one column a result, or one row of many, and with `file` write all that is needed to read it later."""
+    """Print one column a result, or one row of many, and write all of it into `file`."""
     flat = [flatten(result) for result in results]
     rows = [[field.replace("_", " "), *(_number(result.get(field)) for result in flat)] for field in flat[0]]
     if wide := len(results) > MOST_COLUMNS:

@@ -126,10 +126,7 @@ async def request(client: ServerClient, model: str, prompt: list[int], output_le
 
 @contextmanager
 def child(arguments: list[str], config: EngineConfig, stdout: int) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """Run `jaxllm ARGUMENTS` with exactly `config`; yields the process and the file its stderr goes to.
-
-    The configuration travels as a file only its owner can read, and is the child's only source of settings.
-    """
+    """Run `jaxllm ARGUMENTS` with exactly `config`; yields the process and the file of its stderr."""
     import yaml
 
     with tempfile.TemporaryDirectory(prefix="jaxllm-bench-") as directory:
@@ -151,7 +148,6 @@ def child(arguments: list[str], config: EngineConfig, stdout: int) -> Iterator[t
 
 
 def failure(process: subprocess.Popen[bytes], log: Path) -> ConfigError:
-    """The child's own last words."""
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     last = lines[-1].removeprefix("jaxllm: error: ") if lines else "it said nothing"
     return ConfigError(f"the measured process ended with exit code {process.wait()}: {last}")
@@ -240,8 +236,7 @@ MOST = 0.75
 """The part of the answers that follow which must be at full speed too: others' work holds up some."""
 
 LAST_SECONDS, MOST_SECONDS = 4.0, 120.0
-"""How long answers are asked for after everything is compiled, which is their full speed; and how long at most, as a
-machine that does other work compiles when that leaves it time."""
+"""How long answers are asked for after everything is compiled; and how long at most."""
 
 _PROMPT_TOKENS, _ANSWER_TOKENS = 128, 256
 
@@ -258,10 +253,7 @@ class Answer(NamedTuple):
 
 
 def time_to_full_speed(config: EngineConfig) -> float:
-    """Seconds from starting a process with `config` until it begins the first answer that is as quick as they stay.
-
-    Raises ConfigError where the process failed, which says why on stderr.
-    """
+    """Seconds from starting a process until its first answer at full speed. Raises ConfigError where it failed."""
     begin = time.monotonic()  # which is the same clock in every process
     process, answers = PipedProcess(speak, config.model_dump_json(exclude_unset=True)), []
     try:
@@ -276,10 +268,9 @@ def time_to_full_speed(config: EngineConfig) -> float:
 
 
 def full_speed_since(answers: Sequence[Answer]) -> float:
-    """When the first answer began from which on they take about as long as in the last seconds, it and most after it.
+    """When the first answer began from which on most take about as long as in the last seconds.
 
-    Worked example, answers of 1.5, 0.8, 0.8, 0.9, 0.8, 0.8 and 0.8 s, one after the other: the last take 0.8 s, the
-    first is too slow, and most of those from the second on are not: 1.5 s after the first began.
+    Worked example: of answers of 1.5, 0.8, 0.8, 0.9, 0.8, 0.8 and 0.8 s it is the second, 1.5 s after the first began.
     """
     since = answers[-1].end - LAST_SECONDS
     final = median(answer.seconds for answer in answers if answer.end > since)

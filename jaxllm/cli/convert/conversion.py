@@ -43,11 +43,7 @@ def convert_model(
     on_progress: Progress | None = None,
     merge_lora: Sequence[str] = (),
 ) -> None:
-    """Write `config.model`, kept as `config` says, to `destination`: whole, or not at all.
-
-    `merge_lora` are adapters that are merged into its weights first. Raises ConfigError where the destination exists or
-    cannot be written, or the format cannot hold what is asked for; ModelNotFoundError and CheckpointError as `LLM`.
-    """
+    """Write `config.model`, with adapters merged, to `destination`, or nothing. Raises ConfigError, CheckpointError."""
     write = {"orbax": write_orbax, "safetensors": write_safetensors, "gguf": write_gguf}[to]
     if to != "gguf" and destination.suffix == ".gguf":
         raise ConfigError(
@@ -65,10 +61,7 @@ def convert_model(
 
 @contextmanager
 def new_destination(destination: Path, source: Path) -> Iterator[Path]:
-    """Yields a path beside `destination` to write a file or directory to; what is there at the end is renamed to it.
-
-    If anything fails, nothing is left. Raises ConfigError where `destination` exists or cannot be written.
-    """
+    """A path beside `destination` that is renamed to it at the end, or removed on failure. Raises ConfigError."""
     if destination.exists() or destination.is_symlink():
         what = "the source itself" if destination.resolve() == source.resolve() else "which exists"
         raise ConfigError(f"destination is {str(destination)!r}, {what}; accepted is a path that does not exist")
@@ -115,11 +108,8 @@ class MergedAdapter(NamedTuple):
 def with_adapters(checkpoint: Checkpoint, adapters: Sequence[MergedAdapter]) -> Checkpoint:
     """`checkpoint` with adapters merged into its weights one after the other; as it is where there are none.
 
-    A model whose head is its embedding gets a head of its own where an adapter changes one of the two.
-
-    Raises:
-        ConfigError: the checkpoint was made by `jaxllm convert --to orbax`.
-        CheckpointError: as `open_adapter`, or an adapter has a tensor that the model lacks, or has in another shape.
+    A head that is the embedding becomes one of its own where an adapter changes one of the two.
+    Raises ConfigError for a converted checkpoint, and CheckpointError for a tensor that does not fit.
     """
     if not adapters:
         return checkpoint
@@ -139,8 +129,6 @@ Paths = defaultdict[str, list[tuple[str, tuple[Source, ...], int]]]
 
 
 class _Merging:
-    """What becomes of each of a checkpoint's tensors."""
-
     def __init__(self, checkpoint: Checkpoint):
         self._checkpoint, self._spec = checkpoint, model_spec(checkpoint)
         self._rename = hf_renaming(checkpoint.tensors) if checkpoint.format == "safetensors" else str
@@ -150,7 +138,6 @@ class _Merging:
         """The name of a head that the checkpoint does not have, since it is the embedding."""
 
     def add(self, adapter: Adapter, scale: float) -> None:
-        """What one adapter replaces, and then what it adds."""
         paths: Paths = defaultdict(list)
         for path, options in adapter_names(self._spec)[adapter.format].items():
             for sources in options:
@@ -167,7 +154,6 @@ class _Merging:
             self._edit(adapter, name, place, moved.shape, partial(moved.added_to, strength=scale))
 
     def finished(self) -> MergedCheckpoint:
-        """The checkpoint with everything in it; a head that was the embedding is one of its own if they differ now."""
         config, copies = self._checkpoint.config, {}
         if self._head is not None and self._edits.keys() & {self._head, self._embedding}:
             copies[self._head] = self._embedding
@@ -175,15 +161,11 @@ class _Merging:
         return MergedCheckpoint(self._checkpoint, self._edits, copies, config)
 
     def _sources(self, path: str) -> tuple[Source, ...]:
-        """The tensors of a parameter that are there; if there are none, those that would be there first of all."""
         options, there = self._spec.names.get(path, ((),)), self._checkpoint.tensors
         return next((sources for sources in options if all(s.name in there for s in sources)), options[0])
 
     def _place(self, adapter: Adapter, paths: Paths, name: str) -> TensorPlace:
-        """The tensor that an adapter calls `name`.
-
-        Raises CheckpointError where there is none, or it is kept together with others, or more than rows is rearranged.
-        """
+        """The tensor that an adapter calls `name`. Raises CheckpointError where it cannot be merged."""
         there = self._checkpoint.tensors
         same_format = (adapter.format == "gguf") == (self._checkpoint.format == "gguf")
         if same_format and (own := self._rename(name)) in there:
@@ -229,29 +211,22 @@ def _untied(config: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """A tensor of the checkpoint that an adapter changes.
-
-    Attributes:
-        there, here: how the adapter's format and the checkpoint's keep it; each has a way from there into the engine.
-    """
+    """A tensor of the checkpoint that an adapter changes, as the two keep it: `there` and `here`."""
 
     name: str
     there: Source
     here: Source
 
     def replacing(self, tensor: np.ndarray) -> np.ndarray:
-        """The adapter's own tensor as the checkpoint would have it, float32."""
         values = tensor.astype(np.float32)
         return _undone(self.here, values if self.there.transform is None else self.there.transform(values))
 
     def adding(self, update: LowRank) -> LowRank:
-        """An adapter's update for the tensor as the checkpoint has it."""
         magnitude = None if update.magnitude is None else self._rows(update.magnitude)
         flips = (self.there.transform is transposed) != (self.here.transform is transposed)
         return replace(update, b=self._rows(update.b), magnitude=magnitude, transposed=update.transposed != flips)
 
     def _rows(self, values: np.ndarray) -> np.ndarray:
-        """Rows in the order in which the checkpoint has them."""
         if self.there.by_rows and self.there.transform is not None:
             values = self.there.transform(values)
         return _undone(self.here, values) if self.here.by_rows else values
@@ -263,7 +238,6 @@ def _is_simple(source: Source) -> bool:
 
 
 def _undone(source: Source, values: np.ndarray) -> np.ndarray:
-    """What the source's transform makes `values` of."""
     if source.transform is None:
         return values
     if source.by_rows:

@@ -1,23 +1,26 @@
-"""Formats that hold packed weights: a GGUF file made of another, and Orbax arrays as an engine keeps them."""
+"""The plan of a conversion, and the formats that hold packed weights: a GGUF file made of another, and Orbax arrays."""
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import jax
 import msgspec
 import numpy as np
 
-from jaxllm.cli.convert.plan import ConversionPlan, copy_tokenizer, plan_conversion
 from jaxllm.config import EngineConfig
 from jaxllm.engine.start.build import eos_token_ids
+from jaxllm.engine.start.options import DTYPES, check_imatrix
 from jaxllm.errors import ConfigError
-from jaxllm.models.registry import with_importance
+from jaxllm.models.options import BuildOptions
+from jaxllm.models.registry import ModelSpec, abstract_model, model_spec, with_importance
 from jaxllm.models.tasks import read_tasks
 from jaxllm.progress import Progress
 from jaxllm.quantization.coded import Ordered
@@ -27,10 +30,13 @@ from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.schemes import BLOCKS, RECODED, RECODED_OTHERS
 from jaxllm.quantization.stored import FLOATS
 from jaxllm.quantization.weight import DenseKind, Fused, Weight, WeightKind
+from jaxllm.text.tokenizer import tokenizer_directory
 from jaxllm.weights.checkpoint import Checkpoint, MergedCheckpoint, TensorInfo
-from jaxllm.weights.folder import MANIFEST
+from jaxllm.weights.folder import MANIFEST, model_file
+from jaxllm.weights.kinds import KindChooser
 from jaxllm.weights.loader import ParamSpec, Value, find_sources, read_parameters
 from jaxllm.weights.saved import ARRAYS, VERSION, Manifest, SavedTensor, arrays_of, describe, save_arrays
+from jaxllm.weights.source import resolve_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +48,63 @@ FILE_TYPES = {
 NOT_COPIED = ("GGUF.", "general.architecture", "general.file_type", "split.")
 
 
-def write_gguf(config: EngineConfig, checkpoint: Checkpoint, target: Path, on_progress: Progress | None) -> None:
-    """Tensor after tensor, encoded where other kinds are asked for and byte for byte where not.
+class ConversionPlan(NamedTuple):
+    spec: ModelSpec
+    params: list[ParamSpec]
+    notes: list[str]
+    """What is quantized once more, one sentence each."""
 
-    Raises ConfigError where the source is no GGUF file, or a kind is asked for that GGUF does not have.
-    """
+
+def plan_conversion(config: EngineConfig, checkpoint: Checkpoint) -> ConversionPlan:
+    """Choose kinds as an engine would whose kernels take any. Raises ConfigError, CheckpointError."""
+    check_imatrix(config)
+    spec = model_spec(checkpoint)
+    kinds = KindChooser(
+        checkpoint,
+        spec.names,
+        config.tensor_parallel_size,
+        packed=not config.dequantize,
+        isq=config.isq,
+        isq_map=config.isq_map or {},
+    )
+    _, params = abstract_model(spec, BuildOptions(DTYPES[config.dtype]), kinds)
+    return ConversionPlan(spec, params, kinds.notes)
+
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "additional_chat_templates",
+)  # fmt: skip
+
+
+def copy_tokenizer(config: EngineConfig, checkpoint: Checkpoint, target: Path) -> None:
+    """Put the tokenizer and the generation config into `target`. Raises ModelNotFoundError or CheckpointError."""
+    generation = dict(checkpoint.generation_config)
+    if not config.skip_tokenizer_init:
+        name = config.tokenizer or config.model
+        found = resolve_tokenizer(name, revision=config.revision, download_dir=config.download_dir)
+        folder = tokenizer_directory(found)
+        for file in TOKENIZER_FILES:
+            _copy(folder, file, target)
+        made = folder / "generation_config.json"
+        if found != folder and "eos_token_id" not in generation and made.exists():  # of a GGUF's tokenizer
+            generation = json.loads(made.read_text(encoding="utf-8")) | generation
+    if generation:
+        (target / "generation_config.json").write_text(json.dumps(generation, indent=2), encoding="utf-8")
+
+
+def _copy(folder: Path, name: str, target: Path) -> None:
+    file = model_file(folder, name)
+    if file.is_dir():
+        (target / name).mkdir()
+        for inner in sorted(file.glob("*.jinja")):
+            _copy(folder, f"{name}/{inner.name}", target)
+    elif file.exists():
+        shutil.copyfile(file, target / name)
+
+
+def write_gguf(config: EngineConfig, checkpoint: Checkpoint, target: Path, on_progress: Progress | None) -> None:
+    """Copy tensors, or encode them in other kinds. Raises ConfigError for sources and kinds other than GGUF."""
     if checkpoint.format != "gguf":
         raise ConfigError(
             f"`--to gguf` takes a GGUF file, whose metadata it copies; {checkpoint.path} is none: llama.cpp's "
@@ -86,7 +144,6 @@ def _merged_types(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _types(checkpoint: Checkpoint, plan: ConversionPlan) -> dict[str, str]:
-    """The GGML type of each tensor that changes."""
     found = {}
     for spec in plan.params:
         sources = find_sources(checkpoint, spec, plan.spec.names)
@@ -125,7 +182,6 @@ def _copy_metadata(source: Path, writer: gguf.GGUFWriter, file_type: int | None)
 
 
 def announce(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...], dtype: str) -> None:
-    """Name a tensor whose contents will follow, of a GGML type."""
     kind = gguf.GGMLQuantizationType[dtype]
     elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
     in_bytes = (*shape[:-1], shape[-1] // elements * nbytes)

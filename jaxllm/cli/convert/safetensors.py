@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from jaxllm.cli.convert.plan import copy_tokenizer, plan_conversion
+from jaxllm.cli.convert.packed import copy_tokenizer, plan_conversion
 from jaxllm.config import EngineConfig
 from jaxllm.engine.start.build import eos_token_ids
 from jaxllm.engine.start.options import DTYPES
@@ -35,10 +35,7 @@ Tensors = Iterator[tuple[str, np.ndarray]]
 
 
 def write_safetensors(config: EngineConfig, checkpoint: Checkpoint, target: Path, on_progress: Progress | None) -> None:
-    """Every tensor as `dtype`; vectors as float32 where that does not hold them.
-
-    Raises ConfigError where other kinds are asked for, or the model cannot be said in Hugging Face's terms.
-    """
+    """Tensors as `dtype`, and vectors as float32 where that rounds them. Raises ConfigError."""
     if config.isq or config.isq_map:
         raise ConfigError(
             "isq and isq_map go with `--to orbax`, which holds every kind, or `--to gguf`, which holds GGUF's; "
@@ -67,7 +64,6 @@ def write_safetensors(config: EngineConfig, checkpoint: Checkpoint, target: Path
 
 
 def _hf_names(config: EngineConfig, checkpoint: Checkpoint) -> tuple[dict[str, Any], Tensors, int]:
-    """From GGUF's names, or the engine's own."""
     plan = plan_conversion(config.model_copy(update={"dequantize": True}), checkpoint)
     family, decoder = plan.spec.family, plan.spec.config
     if decoder.encoder is not None or decoder.num_labels:
@@ -97,7 +93,6 @@ def _sources(spec: ParamSpec, names: NameMap) -> tuple[Source, ...]:
 
 
 def _taken_apart(spec: ParamSpec, value: np.ndarray, names: NameMap) -> Tensors:
-    """The checkpoint tensors that a parameter was made of."""
     sources, axis = _sources(spec, names), spec.layout.axis if spec.layout else 0
     rows = [segment.rows for segment in spec.layout.segments] if spec.layout else [value.shape[0]]
     if len(sources) == 1:
@@ -158,10 +153,7 @@ def _write_shards(target: Path, dtype: np.dtype, tensors: Tensors, count: int, o
 
 
 def hf_config(family: Family, config: DecoderConfig) -> dict[str, Any]:
-    """What `family.from_hf` reads as `config`; it is tried, so that no file says less than the model needs.
-
-    Raises ConfigError, which names what of the model has no place in the keys that are written here.
-    """
+    """What `family.from_hf` reads as `config`, which is tried. Raises ConfigError, which names what would be lost."""
     content = _content(family, config)
     try:
         read = family.from_hf(content)
