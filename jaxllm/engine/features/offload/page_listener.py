@@ -60,11 +60,7 @@ class PageListener:
     """Listens at an address, and gives pages to whoever proves that it has the secret, on threads of its own."""
 
     def __init__(
-        self,
-        address: tuple[str, int],
-        secret: bytes,
-        contents: str,
-        give: Callable[[Sequence[Digest]], Iterator[Page]],
+        self, address: tuple[str, int], secret: bytes, contents: str, give: Callable[[Sequence[Digest]], Iterator[Page]]
     ):
         """`give` gives the pages of prefixes up to the first that is not there, on any thread.
 
