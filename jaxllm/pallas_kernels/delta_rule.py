@@ -23,7 +23,6 @@ from jaxllm.pallas_kernels.metadata import StateRows, StepMetadata
 from jaxllm.pallas_kernels.states import einsum, kept_length, read_state
 
 EPS = 1e-6
-"""Added to the sum of a head's squares."""
 
 
 def delta_rule(
@@ -74,7 +73,6 @@ def step(x: Tokens, state: Float[Array, "S H Dk Dv"]) -> tuple[Float[Array, "S H
 def _decodes(
     x: Tokens, buffer: Float[Array, "N H Dk Dv"], meta: StepMetadata
 ) -> tuple[Float[Array, "n H Dv"], Float[Array, "N H Dk Dv"]]:
-    """The first sequences, which have the one token in `x` each; zero after the last of them."""
     rows: StateRows = jax.tree.map(lambda numbers: numbers[: len(x.v)], meta.state_rows)
     live, nowhere = jnp.arange(len(x.v)) < meta.num_decodes, len(buffer)
     read, after = step(x, read_state(buffer, rows))
@@ -88,7 +86,6 @@ def _unit(x: Float[Array, "T K Dk"]) -> Float[Array, "T K Dk"]:
 
 
 WINDOW = 64
-"""Tokens that are run together."""
 
 
 class Tokens(NamedTuple):
@@ -214,7 +211,6 @@ def _state_after(
     w: _Windows, written: Float[Array, "H W Dv"], mine: Bool[Array, "W"], state: Float[Array, "H Dk Dv"],
     last: Int[Array, ""],
 ) -> Float[Array, "H Dk Dv"]:  # fmt: skip
-    """The state after the window's token `last` of a sequence, whose tokens there are `mine`."""
     seen = mine & (jnp.arange(len(mine)) <= last)
     total = w.decay[:, last]
     fading = jnp.exp(jnp.where(seen, total[:, None] - w.decay, -jnp.inf))

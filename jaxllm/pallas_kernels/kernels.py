@@ -58,10 +58,8 @@ class Kernels:
             latent attention and the pages, between the projections; may be absent. A head's first rows of the weight,
             `[o, L]`, make its keys of the normed latent, the others its values. `one_product` says that queries and
             latents are projected from the same.
-        causal_conv, delta_rule, ssd, low_rank: see their defaults.
         adapted: `(x, weight, norm, residual, AdapterArrays, AdapterUses)` -> the parts of a product with what adapters
             add to them; may be absent.
-        packed_attention, normalise: attention of whole texts without pages, and a norm by itself; see their defaults.
         sums: a sampler's, over rows of logits.
         native: these are the C++ kernels of a CPU, for which weights go into tiles where there are kernels for them.
         gpu_tiles: these are kernels of NVIDIA GPUs, for which weights of few bits go into tiles of theirs.

@@ -90,7 +90,7 @@ class KernelMatrix:
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """What the codes of floats of four bits stand for."""
 ROWS = 16
-"""Outputs in a tile: what a tensor core's instruction multiplies at a time, and what the C++ kernels' tiles have."""
+"""Outputs in a tile, as the C++ kernels have them: what a tensor core multiplies at a time."""
 
 EXPANDED_BYTES = 2**28
 """Of a matrix that are expanded at a time."""

@@ -98,7 +98,6 @@ LATER = Later()
 Late: TypeAlias = Any
 """What is yet to be added to the residual stream: `[T, E]`, or for one who adds later `Unsummed` or a `Mixture`."""
 Residual = Float[Array, "T E"] | Later | None
-"""The residual stream, to which a block adds what it gives, or none, or one that is added to later."""
 
 
 def late_sum(late: Late) -> Float[Array, "T E"]:

@@ -242,7 +242,6 @@ def _prefill_tile(
 
 
 def _gather(pages: Shaped[Array, "N K page D"], ids: Int[Array, "S n"]) -> Shaped[Array, "S K n*page D"]:
-    """The pages `ids` of every sequence with KV heads in front: whole rows of one head's page are copied at a time."""
     num_pages, num_kv, page_size, dim = pages.shape
     rows = pages.reshape(num_pages * num_kv, page_size * dim)
     index = ids[:, None, :] * num_kv + jnp.arange(num_kv)[None, :, None]
@@ -263,9 +262,8 @@ def packed_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Float[Array, "T H D"]:
-    """Each token attends to its whole text, or with a `window` to the tokens that are less than that far away.
-
-    All of a text is in the step. Padding comes out zero.
+    """Attention of each token to its whole text, which is in the step, or to less than `window` tokens away; padding
+    gives zeros.
     """
     tokens, _, dim = q.shape
     size = min(TILE, tokens)

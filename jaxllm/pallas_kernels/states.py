@@ -44,9 +44,8 @@ def kept_length(rows: StateRows, meta: StepMetadata) -> Int[Array, "S"]:
 def write_state(
     buffer: Float[Array, "N *n"], after: Float[Array, "S *m"], kept: Float[Array, "S *m"], rows: StateRows
 ) -> Float[Array, "N *n"]:
-    """The buffer with each sequence's state after this step's tokens, and the one that is to be kept of it.
-
-    Their axes may be split where the buffer's are not.
+    """The buffer with each sequence's state after this step, and the kept one; their axes may be split where its are
+    not.
     """
     where, states = jnp.concatenate([rows.written, rows.kept]), jnp.concatenate([after, kept])
     return buffer.at[where].set(states.reshape(-1, *buffer.shape[1:]).astype(buffer.dtype))
@@ -149,7 +148,6 @@ def _convolve(
 def _last_inputs(
     u: Float[Array, "T C"], past: Float[Array, "S r C"], meta: StepMetadata, length: Int[Array, "S"]
 ) -> Float[Array, "S r C"]:
-    """The last `r` inputs of each sequence once `length` of its tokens in this step have run."""
     reach = past.shape[1]
     place = length[:, None] - reach + jnp.arange(reach)  # in this step's tokens; before them where negative
     new = u[jnp.clip(meta.query_start[:-1, None] + place, 0, u.shape[0] - 1)]

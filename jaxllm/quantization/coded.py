@@ -208,7 +208,6 @@ class CodedKind:
         return codes, scale, zero
 
     def _by_rows(self, tensor: Stored) -> tuple[np.ndarray, np.ndarray, None]:
-        """Each row's largest weight becomes the largest code."""
         values = tensor.finite()
         peak = np.maximum(values.max(axis=-1), -values.min(axis=-1))
         scale = np.where(peak > 0, peak / np.float32(LARGEST[self.coding.codes]), 1).astype(np.float32)

@@ -107,11 +107,7 @@ def block_type(coding: Coding) -> str | None:
 
 
 def coded_blocks(data: np.ndarray, codes: Codes, type: str, origin: str) -> np.ndarray:
-    """Blocks `[*stack, o, i / 32, bytes]` of the codes `data` `[*stack, o, i]`.
-
-    Raises:
-        CheckpointError: a scale is more than float16 holds.
-    """
+    """Blocks `[*stack, o, i / 32, bytes]` of the codes. Raises CheckpointError: a scale is more than float16 holds."""
     coding, block = codes.coding, (1, BLOCK)
     groups = data.reshape(*data.shape[:-1], -1, BLOCK)
     scale = codes.scales(data.shape, block).astype(np.float32)

@@ -100,12 +100,10 @@ def _words(blocks: BlocksOfRows, start: int, stop: int) -> np.ndarray:
 
 
 def _pairs(scales: np.ndarray) -> np.ndarray:
-    """16-bit floats, two in a word."""
     return np.ascontiguousarray(scales).view(INT32)[..., None]
 
 
 def _k_pairs(blocks: BlocksOfRows) -> np.ndarray:
-    """Scales and minima as `SCALES` says."""
     both = np.stack(k_scales(blocks[..., 4:16]), axis=-1).reshape(*blocks.shape[:-1], 16)
     return np.concatenate([_six_bits(both), _words(blocks, 0, 4)], axis=-1)
 
@@ -184,11 +182,7 @@ class GpuTiles(PackedMatrix, Quantized):
 
 @dataclass(frozen=True)
 class GpuTiledKind:
-    """Tiles of what another kind keeps, in a format that holds it exactly.
-
-    Attributes:
-        inputs: of a row that a device has: each device's last tiles are padded where those are no whole ones.
-    """
+    """Tiles of another kind in a format that holds it exactly; each device's last ones are padded to its `inputs`."""
 
     stored: GgufKind | CodedKind
     format: PackedFormat
@@ -280,8 +274,6 @@ def _tiled(array: np.ndarray, kept: int) -> np.ndarray:
 
 
 def _by_row(tiles: PackedMatrix) -> PackedMatrix:
-    """The same arrays with `o` in place of tiles and the rows of each."""
-
     def of_plane(plane: Any) -> Any:
         return _rows_together(plane, -2, 2)
 

@@ -144,10 +144,8 @@ def packed(codes: Any, bits: int) -> Any:
 
 
 def dequantize(data: np.ndarray, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The bytes `data` of one tensor of GGML type `dtype` as float32 of `shape`.
-
-    Raises:
-        CheckpointError: the type is unknown, or the bytes are not as many as the shape asks for.
+    """The bytes `data` of a tensor of GGML type `dtype` as float32. Raises CheckpointError: unknown type, wrong
+    length.
     """
     from gguf import GGMLQuantizationType, quants
 
@@ -209,11 +207,7 @@ class Stored(NamedTuple):
         return Stored(values, "F32", values.shape, importance=self.importance, origin=self.origin)
 
     def expand(self) -> np.ndarray:
-        """The tensor's numbers: in their stored type, or as float32 where they were quantized.
-
-        Raises:
-            CheckpointError: the type is unknown, or the bytes are not as many as the shape asks for.
-        """
+        """The numbers: in their stored type, or as float32 where they were quantized. Raises as `dequantize`."""
         if self.codes is not None:
             return self.codes.values(self.unpacked().data)
         if not self.packed:
@@ -231,11 +225,7 @@ class Stored(NamedTuple):
         return self._replace(data=unpacked(data, self.codes.coding.bits).reshape(self.shape), packed=False)
 
     def finite(self) -> np.ndarray:
-        """The tensor's numbers as float32, to be quantized.
-
-        Raises:
-            CheckpointError: as `expand`, or some are infinite or none at all.
-        """
+        """The numbers as float32, to be quantized. Raises CheckpointError: as `expand`, or some are infinite or NaN."""
         values = np.asarray(self.expand(), np.float32)
         if not np.isfinite(values).all():
             raise CheckpointError(f"{self.origin}: not all numbers are finite, so it cannot be quantized")

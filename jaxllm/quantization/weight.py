@@ -237,18 +237,12 @@ def fuse(parts: list[Weight]) -> Weight:
 
 
 def product(x: Float[Array, "T i"], matrix: Float[Array, "o i"]) -> Float[Array, "T o"]:
-    """`x @ matrix.T` in the matrix's type, accumulated and returned in float32.
-
-    A float32 result is also what keeps XLA:CPU on its fast path for bfloat16.
-    """
+    """`x @ matrix.T` in the matrix's type, summed and given in float32: XLA:CPU's fast path for bfloat16."""
     return dot(x.astype(matrix.dtype), matrix)
 
 
 def _by_head(x: Float[Array, "T H n"], matrix: Float[Array, "H o i"], contract: int) -> Float[Array, "T H m"]:
-    """Each head times its own matrix, summed in float32 over axis `contract` of it.
-
-    Heads are moved to the front first: XLA:CPU cannot run every bfloat16 product with a batch axis that is not.
-    """
+    """Each head times its matrix, summed in float32 over `contract`; heads go first, as XLA:CPU needs for bfloat16."""
     heads, numbers = x.swapaxes(0, 1).astype(matrix.dtype), (((2,), (contract,)), ((0,), (0,)))
     out = lax.dot_general(heads, matrix, numbers, precision(matrix), preferred_element_type=jnp.float32)
     return out.swapaxes(0, 1).astype(x.dtype)

@@ -145,7 +145,6 @@ def adjust_logits(
 def _bad_tokens(
     rows: SamplingRows, history: Int[Array, "R L"], words: Int[Array, "R W 16"], vocab: int
 ) -> Int[Array, "R W"]:
-    """Tokens that would complete a bad word after what was generated; the vocabulary's size where none would."""
     length = words.shape[2]
     at = rows.position[:, None] - jnp.arange(length - 2, -1, -1)
     generated = at >= rows.prompt_len[:, None]
@@ -166,7 +165,6 @@ class ProcessorsFeature(Feature):
     rare = samples = has_part = reads_history = True
     asked_by = ("processes_logits",)
     is_saved = False
-    """A caller's own functions are in such a step, or their number."""
 
     def __init__(self, processors: Sequence[LogitsProcessor] = ()):
         self._processors = tuple(processors)

@@ -52,12 +52,9 @@ class StateCache:
         self.first_row, self.num_rows = first_row, num_rows
         self._free = list(range(first_row + num_rows - 1, first_row - 1, -1))
         self._snapshots: OrderedDict[PrefixNode, _Snapshot] = OrderedDict()
-        """The least recently used first."""
         self._awaited: set[PrefixNode] = set()
         self._written: set[int] = set()
-        """Rows that were reserved for the step that is being scheduled."""
         self._read: set[int] = set()
-        """Rows that it reads."""
         self._free_later: list[int] = []
         """Those of them that are free as soon as the next one is."""
         self.on_keep: Callable[[int, PrefixNode], None] = lambda row, node: None
@@ -148,11 +145,8 @@ class _Reserved:
     tokens: int = 0
     """The state is the one after this many tokens; 0 where that is not known yet."""
     start: int = 0
-    """The last place where the step may begin; it does, once nothing is `unsettled`."""
     tried: int = 0
-    """Drafts that it tries."""
     unsettled: int = 0
-    """Drafts of steps before it that are still to be taken or refused."""
 
     def find_page(self, page_size: int) -> bool:
         """Whether a state may be kept, as far as is known; `tokens` are set where it is kept for certain."""
@@ -215,14 +209,11 @@ class ReservedStates:
 @dataclass
 class _StateRows:
     row: int = 0
-    """The row in which its first chunk after it was admitted finds the state of a cached prefix; 0 for none."""
     found: FoundPrefix | None = None
-    """The prefix that it is to begin with; None once it has begun."""
     branches_at: int = 0
     """The number of tokens after which it parts from other requests, and no state is kept; 0 for none."""
     reserved: ReservedStates = field(default_factory=ReservedStates)
     answer_node: PrefixNode = None
-    """The longest prefix in its answer whose state is kept."""
 
 
 class _ChunkStates(NamedTuple):
@@ -241,7 +232,6 @@ class StatesFeature(Feature):
     always = True
 
     def __init__(self, first_row: int, num_rows: int):
-        """`num_rows` states of prefixes can be kept, from `first_row` on."""
         self.cache = StateCache(first_row, num_rows)
 
     def attach(self) -> None:
@@ -360,9 +350,8 @@ class _Resuming(Traced):
         self._x, self._page_size = x, page_size
 
     def metadata(self, meta: StepMetadata, slots: Slots) -> StepMetadata:
-        """A slot's own row has its number; those that are kept come after the last slot's.
-
-        A state is kept by the step that runs the token it comes after, where the host has named one of several.
+        """Slots' own rows come before the kept ones; of several kept steps, the one that runs the state's last token
+        writes.
         """
         assert meta.slots is not None, "an engine's steps have slots"
         end, padding = meta.context_len, slots.position.shape[0] - 1

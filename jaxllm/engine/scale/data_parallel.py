@@ -23,7 +23,6 @@ from jaxllm.engine.messages import EngineRequest, EngineStats, NewWeights, Pause
 from jaxllm.engine.scale.routing import Replica, ReplicaRouter, together
 
 OF_THE_DEVICE = ("compiles_foreseen", "compiles_unforeseen", "compiles_pending", "compile_seconds")
-"""Statistics of what all ranks share."""
 
 
 class DataParallelCore:
@@ -254,9 +253,7 @@ class Ranks:
         self._acting: set[int] = set()
         self._asked: dict[int, WantedStep] = {}
         self._said: dict[int, bool] = {}
-        """Which batches are about to be packed, and whether they only decode."""
         self._found: dict[int, Any] = {}
-        """What steps have given, or what they raised, until those who asked for them have seen it."""
 
     def begin(self, ranks: list[int]) -> None:
         """Those ranks begin a turn."""

@@ -38,7 +38,6 @@ class BlockStored(msgspec.Struct):
 
     block_hashes: list[int]
     parent_block_hash: int | None
-    """What comes before the first of them; None at the beginning of prompts."""
     token_ids: list[int]
     block_size: int
     lora_id: int | None = None
@@ -83,7 +82,6 @@ class KVEvents(Feature):
         self._publish, self._close, self._page_size = publish, close, pool.page_size
         self._root: PrefixNode = None
         self._hashes: dict[PrefixNode, int] = {}
-        """Of the pages that others know of, by their nodes."""
         self._events: list[KVEvent] = []
         registered, given_away = pool.on_register, pool.on_give_away
 
@@ -190,7 +188,6 @@ class EventPublisher:
         self._sockets.close()
 
     def _answer(self) -> None:
-        """Send batches again that somebody has missed, from a number on."""
         replay = self._sockets.replay
         while replay is not None and replay.poll(0):
             asker, *asked = replay.recv_multipart()

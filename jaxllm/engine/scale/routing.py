@@ -24,9 +24,7 @@ class Replica:
         self._num_pages = num_pages
         self._step_tokens = step_tokens
         self._nodes: OrderedDict[int, None] = OrderedDict()
-        """Prefixes that its pages may hold, the longest unused first."""
         self._pending: dict[str, int] = {}
-        """Unfinished sequences, with the tokens of their prompts that are still to be computed."""
 
     @property
     def load(self) -> float:
@@ -91,7 +89,6 @@ class ReplicaRouter:
     def __init__(self, replicas: Sequence[Replica], policy: Policy = prefix_first):
         self.replicas = replicas
         self.owners: dict[str, int] = {}
-        """Unfinished sequence -> the number of its replica."""
         self._policy = policy
 
     def choose(self, request: EngineRequest, among: Sequence[Replica] | None = None) -> Replica:

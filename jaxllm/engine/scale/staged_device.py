@@ -24,7 +24,6 @@ class StageDevice(NamedTuple):
 
     stage: Stage
     device: Device | None
-    """What runs it here; None where other processes do."""
 
 
 @dataclass(eq=False)
@@ -60,8 +59,8 @@ class Stages:
         hidden_dtype: np.dtype,
         features: Features,
     ):
-        """`ways` lead from each stage to the next, and the last of them from the last stage to the first; hidden states
-        are handed on in `hidden_dtype`.
+        """`ways` lead from each stage to the next, the last of them to the first; `hidden_dtype` is of what is
+        handed on.
         """
         self.earlier, self._ways = list(earlier), ways
         self._sizes, self._features, self._hidden_dtype = sizes, features, hidden_dtype
@@ -112,7 +111,6 @@ class Stages:
             self._untold.remove(untold)
 
     def _forget(self, slot: int) -> None:
-        """Another request takes a slot: the first stage need not hear what was sampled for the one before."""
         for untold in self._untold:
             untold.slots[untold.slots == slot] = self._nobody
         self._untold = [untold for untold in self._untold if (untold.slots != self._nobody).any()]

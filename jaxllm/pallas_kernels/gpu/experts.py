@@ -75,7 +75,6 @@ def _products(
     interpret: bool, *, activation: Activation, gate: Activation | None = None,
     biases: tuple[Float[Array, "X n"], Float[Array, "X E"]] | None = None,
 ) -> Float[Array, "P E"]:  # fmt: skip
-    """What each of `rows` pairs gives, in float32, and anything for those that are on no list."""
     sorted_ = any(matrix.order is not None for matrix in (*gate_up, *down))
     group = groups_of_rows(lists, rows, tile_rows) if sorted_ or biases is not None else None
 

@@ -96,7 +96,6 @@ def decode_attention(
 
 
 def _given(q: Float[Array, "n H D"], pages: Pages, meta: StepMetadata, per_head: PerHead) -> dict[str, Array]:
-    """What `attend` reads, by name."""
     rows, *flat = (array.reshape(-1, array.shape[-1]) for array in (q, *pages))
     own = {name: numbers for name, numbers in per_head._asdict().items() if numbers is not None}
     buffers = {f"pages {index}": buffer for index, buffer in enumerate(flat)}
@@ -104,13 +103,12 @@ def _given(q: Float[Array, "n H D"], pages: Pages, meta: StepMetadata, per_head:
 
 
 def _blocks(context_len: Array, spec: AttentionSpec) -> tuple[Array, Array]:
-    """The first block of keys that a sequence's query sees, and how many there are."""
+    """The first block of keys that a sequence's query sees, and their number."""
     first = lax.div(first_key(jnp.maximum(context_len - 1, 0), spec), spec.block_k)
     return first, cdiv(context_len, spec.block_k) - first
 
 
 def _split_blocks(blocks: Array) -> Array:
-    """Blocks in each split of a sequence of so many."""
     return jnp.maximum(SPLIT_BLOCKS, cdiv(blocks, MAX_SPLITS))
 
 
@@ -186,9 +184,8 @@ TILE_BYTES = 32 * 1024
 
 
 def choose_tile_rows(tokens: int, spec: AttentionSpec) -> int:
-    """Rows of the query tile: as many as fit TILE_BYTES, and no more than the step has.
-
-    Half as many where keys are expanded from codes or filled up to a power of two, which takes registers as well.
+    """Rows of the query tile: as many as fit TILE_BYTES and the step has; half where keys are codes or padded, for
+    registers.
     """
     part = spec.parts[0]
     fitting = min(MAX_TILE_ROWS, TILE_BYTES // (part.padded * jnp.dtype(spec.dtype).itemsize))

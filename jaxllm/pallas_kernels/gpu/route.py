@@ -117,9 +117,8 @@ def store_tiles(tiles_ref: Any, group: Array, sizes: Array, most: int, tile_rows
 
 
 def scatter(ref: Any, at: Array, values: Array, mask: Array) -> None:
-    """Stores values at places of a vector, those of the mask at different ones.
-
-    The others are sent outside: an interpreted store writes back what it read there, over what belongs there.
+    """Stores values at places of a vector: an interpreted store writes back what it read, so those outside the mask
+    go outside.
     """
     triton_store(ref.at[jnp.where(mask, at, ref.shape[0])], values, mask=mask)
 
@@ -183,7 +182,6 @@ def route(
 def _choose_kernel(
     seq_ids_ref: Any, first_ref: Any, logits_ref: Any, *refs: Any, config: Any, num_seqs: int, here: int, rows: int
 ) -> None:
-    """A block of tokens: their weights, and the experts of their pairs, `here` where there is none."""
     *bias_refs, weights_ref, experts_ref = refs
     expert = jnp.arange(pl.next_power_of_2(logits_ref.shape[1]))
     token = pl.program_id(0) * rows + jnp.arange(rows)
@@ -198,7 +196,6 @@ def _route_kernel(
     seq_ids_ref: Any, first_ref: Any, logits_ref: Any, *refs: Any, config: Any, num_seqs: int, here: int, rows: int,
     tile_rows: int,
 ) -> None:  # fmt: skip
-    """All tokens, a block after the other: their weights, the lists of experts, and tiles of them."""
     *bias_refs, weights_ref, lists_ref, tiles_ref = refs
     tokens, experts = logits_ref.shape
     group = jnp.arange(pl.next_power_of_2(experts)) - first_ref[0]
@@ -219,9 +216,8 @@ def _chosen(
     seq_ids_ref: Any, first_ref: Any, logits_ref: Any, bias_refs: Any, weights_ref: Any, token: Array, config: Any,
     num_seqs: int, here: int,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Stores a block's weights; the places `[R, X]` of a token's experts, 0 for the best, and which are computed here.
-
-    The place of an expert that a token does not use is `top_k`.
+    """Stores weights; the places `[R, X]` of a token's experts, 0 the best and `top_k` unused, and which are
+    computed here.
     """
     tokens, experts = logits_ref.shape
     expert = jnp.arange(pl.next_power_of_2(experts))
@@ -266,7 +262,6 @@ def _choose(logits: Array, bias: Array | None, expert: Array, config: Any) -> tu
 
 
 def _best_groups_only(choice: Array, expert: Array, config: Any) -> Array:
-    """`choice`, with minus infinity for the experts of all but each token's best groups."""
     group = lax.div(expert, config.num_experts // config.num_groups)
     scores = []
     for index in range(config.num_groups):

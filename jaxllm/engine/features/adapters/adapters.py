@@ -34,11 +34,8 @@ PUT_TABLES, PUT_SCALES = Key("put", 0, frozenset({"adapters"})), Key("put", 0, f
 class _Asked:
     uses: tuple[AdapterUse, ...]
     rows: tuple[AdapterRows, ...] = ()
-    """What each of its adapters adds to the model, in host memory."""
     places: list[int] = field(default_factory=list)
-    """Where each of them is on the devices while the request runs."""
     entering: list[tuple[int, AdapterRows]] = field(default_factory=list)
-    """Places, and what is still to be written there."""
 
     @property
     def ids(self) -> list[int]:
@@ -70,7 +67,6 @@ class AdaptersFeature(Feature):
         self._decodes, self._adapted = decodes, adapted
         self.places = AdapterPlaces(places)
         self.store: AdapterStore | None = None
-        """Where they are read, in the process that has requests."""
 
     def plan(self, buckets: Buckets) -> Plan:
         largest = [Key("backbone", buckets.prefill[-1], frozenset({self.name}))]
@@ -217,7 +213,6 @@ class AdapterPlaces:
         self.count = count
         self._free = list(range(count - 1, -1, -1))
         self._place_of: dict[int, int] = {}
-        """By adapter, the longest unused first."""
         self._holders: Counter[int] = Counter()
 
     def fits(self, adapters: Sequence[int]) -> bool:

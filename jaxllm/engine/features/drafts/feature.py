@@ -41,9 +41,7 @@ class _DraftState:
     is_shared: bool
     """It shares prefixes with requests of others: it brought no salt."""
     num_drafted: int = 0
-    """Tokens that were tried ahead with it, and have been settled."""
     num_taken: int = 0
-    """Those of them that the model chose."""
 
 
 class DraftsFeature(Feature):

@@ -41,9 +41,7 @@ class ModelDrafts(DraftRule):
 
 @dataclass(frozen=True)
 class ModuleDrafts(DraftRule):
-    """A module finds them: it reads the states in front of `layers`, or without any the last hidden states, and makes
-    `size` numbers of them.
-    """
+    """A module reads the states in front of `layers`, or the last hidden states, and makes `size` numbers of them."""
 
     layers: tuple[int, ...] = ()
     size: int = 0
@@ -83,7 +81,6 @@ class DraftRecord:
 
     def __init__(self, most: int):
         self._gain = min(most / 2, FIRST_GAIN)
-        """Tokens that a try is thought to bring."""
         self._pause, self._next_pause = 0, 1
 
     def depth(self, most: int) -> int:

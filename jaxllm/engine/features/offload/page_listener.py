@@ -47,13 +47,9 @@ FromGiver = SomePages | AllGiven | NoPages
 logger = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 64
-"""At a time; further ones are closed at once."""
 HANDSHAKE_SECONDS = 10.0
-"""For each thing that the other side says, before it is closed."""
 PART_SECONDS = 60.0
-"""For the other side to take one part."""
 PART_BYTES = 16 * 2**20
-"""Pages are sent in parts of about this size."""
 
 
 class PageListener:
@@ -62,9 +58,8 @@ class PageListener:
     def __init__(
         self, address: tuple[str, int], secret: bytes, contents: str, give: Callable[[Sequence[Digest]], Iterator[Page]]
     ):
-        """`give` gives the pages of prefixes up to the first that is not there, on any thread.
-
-        Raises ConfigError: it cannot listen there.
+        """`give` gives pages of prefixes up to the first missing one, on any thread. Raises ConfigError: it cannot
+        listen there.
         """
         self._secret, self._contents, self._give = secret, contents, give
         self._listener = _listen(address)
@@ -73,7 +68,6 @@ class PageListener:
         self._open: set[socket.socket] = set()
         self._closed = False
         self.num_given = 0
-        """Pages that others have been sent."""
         accept = partial(accept_each, self._listener, MOST_CONNECTIONS, "pages-to", self._serve)
         threading.Thread(target=accept, name="pages", daemon=True).start()
 

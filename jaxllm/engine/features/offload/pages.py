@@ -35,7 +35,6 @@ Kept = TypeVar("Kept")
 CHECKSUM = 16
 """Bytes at a file's beginning: a digest of what follows."""
 UNFINISHED_SECONDS = 3600
-"""A file that is unfinished after this time belongs to no running process."""
 
 
 class CacheRow(NamedTuple):
@@ -68,7 +67,6 @@ class _Budgeted(Generic[Kept]):
             return self._kept.get(digest)
 
     def _keep(self, digest: Digest, kept: Kept) -> list[tuple[Digest, Kept]]:
-        """Returns what gives way."""
         dropped = []
         with self._lock:
             if digest not in self._kept:  # else another thread has kept it meanwhile
@@ -84,7 +82,6 @@ class HostPages(_Budgeted[Page]):
     """Pages and states in host memory."""
 
     def __init__(self, budget: int, on_full: Callable[[Digest, Page], None] = lambda digest, page: None):
-        """`on_full` is called with each page that gives way, in the thread that adds another."""
         super().__init__(budget, OrderedDict(), lambda page: page.nbytes)
         self._on_full = on_full
 
@@ -96,16 +93,11 @@ class HostPages(_Budgeted[Page]):
 
 
 class DiskPages(_Budgeted[int]):
-    """Pages and states in files, by their sizes.
-
-    A file appears when it is whole, and is checked when it is read. Several processes may share a folder: what one
-    deletes the other does not find.
-    """
+    """Pages and states in files, by size, each written whole and checked when read; processes may share a folder."""
 
     def __init__(self, folder: Path, name: str, budget: int, lengths: Collection[int]):
-        """Files lie in `folder`/`name`, a digest of all that decides what is in them; a page or a state has `lengths`.
-
-        Raises ConfigError: the folder cannot be made, or others than this user may write to it.
+        """Files lie in `folder`/`name`, a digest of what decides their content. Raises ConfigError: the folder
+        cannot be used.
         """
         self._lengths = lengths
         self._folder = folder / name
@@ -197,7 +189,6 @@ class PrefixDigests:
         self._of: dict[PrefixNode, Digest] = {}
 
     def __getitem__(self, node: PrefixNode) -> Digest | None:
-        """None of a node whose page was given away."""
         return self._of.get(node) if isinstance(node, int) else self.of_root(node)
 
     def of_root(self, root: PrefixNode) -> Digest:

@@ -60,7 +60,6 @@ class Pulls:
     num_failed: int = 0
     num_pages: int = 0
     seconds: float = 0.0
-    """The time that requests have waited for pages, added up."""
 
     def __post_init__(self) -> None:
         self.jobs = Jobs("pull", urgent_threads=PULLING_THREADS)
@@ -126,10 +125,7 @@ class Pulls:
             self.num_pages += len(pages)
 
     def note(self, source: PagesAt, seconds: float, problem: str | None) -> None:
-        """A pull has ended, with a problem or without; one that lasts is said once.
-
-        Raises JaxLLMError: of a problem, where pages must come.
-        """
+        """A pull has ended; a problem that lasts is logged once. Raises JaxLLMError: pages must come and did not."""
         place = (source.host, source.port)
         with self._changed:
             self.num_pulls += 1
@@ -160,9 +156,7 @@ class Pull:
     _pulls: Pulls
     _source: PagesAt
     _wanted: dict[Digest, int]
-    """How many bytes each has."""
     _room: int
-    """Host memory has room for this many of the `_count` pages."""
     _count: int
 
     def __post_init__(self) -> None:
@@ -170,7 +164,6 @@ class Pull:
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
         self._over: str | None = None
-        """Why nothing is received any more."""
         self._cancelled = False
         self.jobs = self._pulls.jobs
         """The threads that run it: they wait for other servers, and for nothing else."""
@@ -181,9 +174,8 @@ class Pull:
         self._stop("it was cancelled")
 
     def run(self) -> None:
-        """Bring the pages to host memory, as far as they can be had in time; what keeps them is said and counted.
-
-        Raises JaxLLMError: some did not come, and must.
+        """Bring the pages to host memory in time; logs and counts problems. Raises JaxLLMError: some did not come,
+        and must.
         """
         problem = None
         with self._pulls.running(self):
@@ -255,7 +247,7 @@ class Pull:
 
     @staticmethod
     def _checked(arrays: list[np.ndarray], expected: list[int]) -> np.ndarray:
-        """Pages, or a state: uint8 `[pages, nbytes]`, the next of the `expected` ones. Raises WireError for others."""
+        """The next pages or state of the `expected` ones, uint8 `[pages, nbytes]`. Raises WireError for others."""
         pages = arrays[0] if len(arrays) == 1 else np.empty(0)
         are_pages = pages.dtype == np.uint8 and pages.ndim == 2 and len(pages) > 0
         if not are_pages or expected[: len(pages)] != [pages.shape[1]] * len(pages):
