@@ -99,7 +99,9 @@ def compiled_path(
     failed.
     """
     compiler = compiler or find_compiler()
-    version, own = _version(compiler, machine), "" if isas is None else "-" + "-".join(isas)
+    parts = sources_version(machine), output_of([compiler, "--version"]), jaxlib.__version__
+    version = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+    own = "" if isas is None else "-" + "-".join(isas)
     for name in (version, version + own):
         if (path := cache / name / LIBRARY).exists():
             return path
@@ -114,22 +116,13 @@ def compiled_path(
     return path
 
 
-def _version(compiler: str, machine: str) -> str:
-    parts = sources_version(machine), output_of([compiler, "--version"]), jaxlib.__version__
-    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
-
-
 def _compile(compiler: str, machine: str, path: Path, isas: Sequence[str] | None) -> None:
     what = "the CPU kernels" if isas is None else f"the CPU kernels for {', '.join(isas) or 'any processor'}"
     logger.warning("compiling %s with %s, once for this version; it takes up to a minute", what, compiler)
-    begin = time.perf_counter()
+    begin, at_once = time.perf_counter(), max(1, min(cores().usable, memory().available // COMPILER_BYTES))
     with progress_bar("Compiling the CPU kernels") as on_progress:
-        compile_library(compiler, machine, Path(jax.ffi.include_dir()), path, on_progress, _at_once(), isas)
+        compile_library(compiler, machine, Path(jax.ffi.include_dir()), path, on_progress, at_once, isas)
     logger.info("compiled the CPU kernels in %.0f s", time.perf_counter() - begin)
-
-
-def _at_once() -> int:
-    return max(1, min(cores().usable, memory().available // COMPILER_BYTES))
 
 
 TARGETS = (

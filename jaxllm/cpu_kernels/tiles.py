@@ -84,9 +84,7 @@ def zeros(shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
 
 
 def use_huge_pages(arrays: Iterable[jax.Array]) -> int:
-    """Gather what the arrays occupy on this host into huge pages, on Linux; returns the bytes, and changes no
-    result.
-    """
+    """Gather what the arrays occupy into huge pages, on Linux; returns the bytes, and changes no result."""
     if sys.platform != "linux":
         return 0
     libc = ctypes.CDLL(None, use_errno=True)

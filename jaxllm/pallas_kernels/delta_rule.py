@@ -57,7 +57,8 @@ def tokens_of(
     """Queries and keys at length one, queries over the root of the head size as well."""
     (count, heads), keys = decay.shape, key_heads * key_dim
     q, k, v = jnp.split(qkv.astype(jnp.float32), [keys, 2 * keys], axis=-1)
-    q, k = (_unit(x.reshape(count, key_heads, key_dim)) for x in (q, k))
+    q, k = (x.reshape(count, key_heads, key_dim) for x in (q, k))
+    q, k = (x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPS) for x in (q, k))
     q, k = (jnp.repeat(x, heads // key_heads, axis=1) for x in (q * key_dim**-0.5, k))
     return Tokens(q, k, v.reshape(count, heads, -1), decay, beta)
 
@@ -79,10 +80,6 @@ def _decodes(
     for where, wanted in ((rows.written, live), (rows.kept, live & (rows.kept_tokens > 0))):
         buffer = buffer.at[jnp.where(wanted, where, nowhere)].set(after, mode="drop")
     return jnp.where(live[:, None, None], read, 0), buffer
-
-
-def _unit(x: Float[Array, "T K Dk"]) -> Float[Array, "T K Dk"]:
-    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPS)
 
 
 WINDOW = 64

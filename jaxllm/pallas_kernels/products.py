@@ -232,10 +232,6 @@ class SoftmaxSums(NamedTuple):
     running: Callable[[jax.Array, jax.Array, jax.Array, int], jax.Array]
 
 
-def _mass(logits: Float[Array, "R V"], most: Float[Array, "R"], threshold: Float[Array, "R"]) -> Float[Array, "R"]:
-    return _weights(logits, most, threshold).sum(-1)
-
-
 def _running(
     logits: Float[Array, "R V"], most: Float[Array, "R"], threshold: Float[Array, "R"], block: int
 ) -> Float[Array, "R n"]:
@@ -249,15 +245,14 @@ def _weights(logits: jax.Array, most: jax.Array, threshold: jax.Array) -> Float[
     return jnp.where(logits >= threshold[:, None], jnp.exp(logits - most[:, None]), 0)
 
 
-PLAIN_SUMS = SoftmaxSums(lambda logits: jax.nn.logsumexp(logits, axis=-1), _mass, _running)
+PLAIN_SUMS = SoftmaxSums(
+    lambda logits: jax.nn.logsumexp(logits, axis=-1), lambda *given: _weights(*given).sum(-1), _running
+)
 """In plain XLA, whose order of summation is its own affair."""
 
-CPU_BLOCK = 256
-
-
-def _cpu_mass(logits: Float[Array, "R V"], most: Float[Array, "R"], threshold: Float[Array, "R"]) -> Float[Array, "R"]:
-    return cpu_kernels.running_weights(logits, most, threshold, CPU_BLOCK)[:, -1]
-
-
-CPU_SUMS = SoftmaxSums(cpu_kernels.log_sum_exp, _cpu_mass, cpu_kernels.running_weights)
+CPU_SUMS = SoftmaxSums(
+    cpu_kernels.log_sum_exp,
+    lambda *given: cpu_kernels.running_weights(*given, block=256)[:, -1],
+    cpu_kernels.running_weights,
+)
 """By the C++ kernels, in an order that does not depend on the number of rows."""

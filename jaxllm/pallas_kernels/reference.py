@@ -262,9 +262,7 @@ def packed_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Float[Array, "T H D"]:
-    """Attention of each token to its whole text, which is in the step, or to less than `window` tokens away; padding
-    gives zeros.
-    """
+    """Each token attends to its whole text in the step, or to less than `window` tokens; padding gives zeros."""
     tokens, _, dim = q.shape
     size = min(TILE, tokens)
     options = Options(scale, softcap=softcap, value_dim=dim)

@@ -73,9 +73,7 @@ def recurrent(
 def chunked(
     inputs: SSDInputs, buffer: Float[Array, "B H P N"], meta: StepMetadata
 ) -> tuple[Float[Array, "T H P"], Float[Array, "B H P N"]]:
-    """As `recurrent`, by products over up to `CHUNK` tokens, which end at multiples of it: steps that end there
-    change nothing.
-    """
+    """As `recurrent`, by products over chunks that end at multiples of `CHUNK`: steps that end there change nothing."""
     past = _by_group(read_state(buffer, meta.state_rows), inputs)
     if meta.decode_only:
         return _decoded(inputs, past, buffer, meta)

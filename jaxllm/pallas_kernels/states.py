@@ -44,16 +44,13 @@ def kept_length(rows: StateRows, meta: StepMetadata) -> Int[Array, "S"]:
 def write_state(
     buffer: Float[Array, "N *n"], after: Float[Array, "S *m"], kept: Float[Array, "S *m"], rows: StateRows
 ) -> Float[Array, "N *n"]:
-    """The buffer with each sequence's state after this step, and the kept one; their axes may be split where its are
-    not.
-    """
+    """The buffer with the states after this step, and the kept ones; their axes may be split where its are not."""
     where, states = jnp.concatenate([rows.written, rows.kept]), jnp.concatenate([after, kept])
     return buffer.at[where].set(states.reshape(-1, *buffer.shape[1:]).astype(buffer.dtype))
 
 
 StateKernel = Callable[..., tuple[jax.Array, jax.Array]]
-"""`(*tokens, *constants, buffer, meta) -> (out, buffer)`: what one step's tokens read of their sequences' states, and
-the states after them."""
+"""`(*tokens, *constants, buffer, meta) -> (out, buffer)`: what tokens read of the states, and the states after them."""
 
 
 @jax.tree_util.register_dataclass

@@ -144,9 +144,7 @@ def packed(codes: Any, bits: int) -> Any:
 
 
 def dequantize(data: np.ndarray, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The bytes `data` of a tensor of GGML type `dtype` as float32. Raises CheckpointError: unknown type, wrong
-    length.
-    """
+    """A tensor of GGML type `dtype` as float32. Raises CheckpointError: unknown type, or bytes of another length."""
     from gguf import GGMLQuantizationType, quants
 
     try:

@@ -107,9 +107,7 @@ class TiledKind:
         return Tiled(jax.ShapeDtypeStruct(tiles, jnp.uint8), scales, self.format, self.stored.dtype)
 
     def pack(self, tensors: Sequence[Stored], layout: Layout | None) -> Tiled:
-        """What the other kind makes of them, in tiles. Raises CheckpointError: an e4m3 float is a NaN, which kernels
-        do not know.
-        """
+        """What the other kind makes of them, in tiles. Raises CheckpointError: an e4m3 float is a NaN."""
         blocks, scales = _blocks(self.stored.pack(tensors, layout))
         if self.format == "e4m3" and (blocks & 0x7F == 0x7F).any():
             raise CheckpointError(f"{tensors[0].origin}: holds NaN")

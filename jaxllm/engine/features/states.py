@@ -350,9 +350,7 @@ class _Resuming(Traced):
         self._x, self._page_size = x, page_size
 
     def metadata(self, meta: StepMetadata, slots: Slots) -> StepMetadata:
-        """Slots' own rows come before the kept ones; of several kept steps, the one that runs the state's last token
-        writes.
-        """
+        """Slots' own rows precede the kept ones; of several kept, the one whose token the step runs is written."""
         assert meta.slots is not None, "an engine's steps have slots"
         end, padding = meta.context_len, slots.position.shape[0] - 1
         begin = end - jnp.diff(meta.query_start)

@@ -59,9 +59,7 @@ class Stages:
         hidden_dtype: np.dtype,
         features: Features,
     ):
-        """`ways` lead from each stage to the next, the last of them to the first; `hidden_dtype` is of what is
-        handed on.
-        """
+        """`ways` lead from each stage to the next, and from the last to the first, in `hidden_dtype`."""
         self.earlier, self._ways = list(earlier), ways
         self._sizes, self._features, self._hidden_dtype = sizes, features, hidden_dtype
         self._nobody = sizes.max_num_seqs

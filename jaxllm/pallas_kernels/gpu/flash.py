@@ -184,9 +184,7 @@ TILE_BYTES = 32 * 1024
 
 
 def choose_tile_rows(tokens: int, spec: AttentionSpec) -> int:
-    """Rows of the query tile: as many as fit TILE_BYTES and the step has; half where keys are codes or padded, for
-    registers.
-    """
+    """Rows of the query tile: as many as fit TILE_BYTES and the step has; half for codes or padded channels."""
     part = spec.parts[0]
     fitting = min(MAX_TILE_ROWS, TILE_BYTES // (part.padded * jnp.dtype(spec.dtype).itemsize))
     wanted = min(fitting >> (spec.quantized or part.size < part.padded), pl.next_power_of_2(tokens * spec.tile_heads))

@@ -214,9 +214,7 @@ def matmul(
 
 
 def _stages(matrix: KernelMatrix, tile_rows: int) -> int:
-    """Steps loaded ahead: those whose inputs and codes (and what codes become) fit into the shared memory of any
-    GPU.
-    """
+    """Steps loaded ahead: their inputs and codes (and what codes become) fit into any GPU's shared memory."""
     step, number = block_stored(matrix), jnp.dtype(matrix.dtype).itemsize
     code = jnp.dtype(matrix.codes.dtype).itemsize
     inputs = tile_rows * step * matrix.planes * number

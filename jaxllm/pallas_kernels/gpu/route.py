@@ -117,9 +117,7 @@ def store_tiles(tiles_ref: Any, group: Array, sizes: Array, most: int, tile_rows
 
 
 def scatter(ref: Any, at: Array, values: Array, mask: Array) -> None:
-    """Stores values at places of a vector: an interpreted store writes back what it read, so those outside the mask
-    go outside.
-    """
+    """Stores the values in the mask; the others go outside, as an interpreted store would write back old values."""
     triton_store(ref.at[jnp.where(mask, at, ref.shape[0])], values, mask=mask)
 
 
@@ -216,9 +214,7 @@ def _chosen(
     seq_ids_ref: Any, first_ref: Any, logits_ref: Any, bias_refs: Any, weights_ref: Any, token: Array, config: Any,
     num_seqs: int, here: int,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Stores weights; the places `[R, X]` of a token's experts, 0 the best and `top_k` unused, and which are
-    computed here.
-    """
+    """Stores weights; the places `[R, X]` of a token's experts (`top_k`: unused), and which are computed here."""
     tokens, experts = logits_ref.shape
     expert = jnp.arange(pl.next_power_of_2(experts))
     known = expert < experts

@@ -226,7 +226,10 @@ class AdapterPlaces:
         entered = []
         for adapter in adapters:
             if adapter not in self._place_of:
-                self._place_of[adapter] = self._free.pop() if self._free else self._evict(adapters)
+                if not self._free:
+                    idle = next(a for a in self._place_of if a not in self._holders and a not in adapters)
+                    self._free.append(self._place_of.pop(idle))
+                self._place_of[adapter] = self._free.pop()
                 entered.append(adapter)
             self._holders[adapter] += 1
             self._place_of[adapter] = self._place_of.pop(adapter)  # the last used is the last
@@ -242,7 +245,3 @@ class AdapterPlaces:
         assert counts == self._holders, "holders of adapters do not match the running requests"
         assert sorted([*self._free, *self._place_of.values()]) == list(range(self.count)), "a place was lost"
         assert set(counts) <= set(self._place_of), "an adapter is held that has no place"
-
-    def _evict(self, wanted: Sequence[int]) -> int:
-        idle = next(a for a in self._place_of if a not in self._holders and a not in wanted)
-        return self._place_of.pop(idle)

@@ -173,8 +173,8 @@ class AdapterReader:
     """Opens the model's own weights, whose files the engine itself has closed."""
 
     def read(self, path: str) -> AdapterRows:
-        """An adapter's rows in host memory. Raises CheckpointError: unreadable, rank too high, or it changes what it
-        must not.
+        """An adapter's rows in host memory. Raises CheckpointError: unreadable, too high a rank, or no change to a
+        product.
         """
         adapter = open_adapter(Path(path))
         if adapter.rank > self.sizes.rank:

@@ -78,9 +78,7 @@ def ngram_drafts(
 def _matched(
     texts: Int[Anywhere, "N L"], last: Int[Anywhere, "S n"], counts: Bool[Anywhere, "N2 L"], xp: Any, *, ring: bool
 ) -> Int[Anywhere, "S L"]:
-    """Counts a sequence's last tokens (newest first in `last`) that end at each place; a ring's end precedes its
-    beginning.
-    """
+    """How many last tokens (newest first in `last`) end at each place; a ring's end precedes its beginning."""
     at = xp.arange(texts.shape[1])
     same = xp.broadcast_to(counts, (last.shape[0], texts.shape[1]))
     length = xp.zeros(same.shape, xp.int32)

@@ -58,9 +58,7 @@ class PageListener:
     def __init__(
         self, address: tuple[str, int], secret: bytes, contents: str, give: Callable[[Sequence[Digest]], Iterator[Page]]
     ):
-        """`give` gives pages of prefixes up to the first missing one, on any thread. Raises ConfigError: it cannot
-        listen there.
-        """
+        """`give` gives pages up to the first missing one, on any thread. Raises ConfigError: it cannot listen."""
         self._secret, self._contents, self._give = secret, contents, give
         self._listener = _listen(address)
         self.port: int = self._listener.getsockname()[1]

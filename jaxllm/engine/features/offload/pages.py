@@ -28,8 +28,7 @@ ROW_KINDS: tuple[RowKind, RowKind] = ("page", "state")
 Digest = bytes
 """32 bytes: of a prefix that ends with a full page, or of the state after one."""
 Page = np.ndarray
-"""What all layers keep of one page's tokens, or the states of all layers after a prefix, as bytes: uint8 `[nbytes]`.
-It is never changed."""
+"""The content of one page, or the states of all layers after a prefix: uint8 `[nbytes]`, never changed."""
 Kept = TypeVar("Kept")
 
 CHECKSUM = 16
@@ -96,8 +95,8 @@ class DiskPages(_Budgeted[int]):
     """Pages and states in files, by size, each written whole and checked when read; processes may share a folder."""
 
     def __init__(self, folder: Path, name: str, budget: int, lengths: Collection[int]):
-        """Files lie in `folder`/`name`, a digest of what decides their content. Raises ConfigError: the folder
-        cannot be used.
+        """`name` is a digest of what decides the content. Raises ConfigError: others may write to `folder`, or none
+        can.
         """
         self._lengths = lengths
         self._folder = folder / name

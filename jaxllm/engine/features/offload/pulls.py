@@ -174,8 +174,8 @@ class Pull:
         self._stop("it was cancelled")
 
     def run(self) -> None:
-        """Bring the pages to host memory in time; logs and counts problems. Raises JaxLLMError: some did not come,
-        and must.
+        """Bring the pages to host memory in time, and count problems. Raises JaxLLMError: pages must come and did
+        not.
         """
         problem = None
         with self._pulls.running(self):

@@ -193,9 +193,7 @@ class PageTiers:
         return self._host.get(digest)
 
     def _not_in_memory(self, prefixes: Sequence[Digest]) -> list[Digest]:
-        """What a prompt needs that is not in memory here, the state first (pages need it); what is there will give
-        way last.
-        """
+        """What a prompt needs that is not in memory, the state first; what is in memory will give way last."""
         states = [of_state(prefixes[-1])] if prefixes and self._has_states else []
         needed = [*states, *(prefixes if self._has_pages else ())]
         coming = self._leaving.keys() | self._arriving

@@ -47,9 +47,7 @@ class Follower:
         return [self._wire.own_host]
 
     def ask(self, message: Any, kind: type[Answer]) -> Answer:
-        """Say something to process 0 and wait for such an answer. Raises ConfigError: refused; EngineDeadError:
-        group over.
-        """
+        """Wait for an answer of a kind. Raises ConfigError: there can be no group; EngineDeadError: it is over."""
         self.say(message)
         while True:
             answer, _ = self._receive(SILENT_START_SECONDS)
@@ -85,8 +83,8 @@ class Follower:
         self._bell.set()
 
     def follow(self, device: Device | Stages) -> str:
-        """Run steps until process 0 ends the group; returns its reason. Raises EngineDeadError: it is gone, silent
-        or skips one.
+        """Run steps until process 0 ends the group, and give its reason. Raises EngineDeadError: gone, silent, or a
+        gap.
         """
         while True:
             message, arrays = self._receive(SILENT_SECONDS)
