@@ -233,7 +233,6 @@ def reason() -> str:
 
 
 def isa() -> str:
-    """The instruction set whose kernels run."""
     return library().jaxllm_isa().decode()
 
 

@@ -131,7 +131,6 @@ def tile_inputs(format: str) -> int:
 
 
 def tile_bytes(format: str) -> int:
-    """Bytes of a tile of 16 rows."""
     return int(library().jaxllm_tile_bytes(number(format)))
 
 

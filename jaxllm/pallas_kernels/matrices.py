@@ -52,7 +52,6 @@ class KernelMatrix:
 
     @property
     def planes(self) -> int:
-        """Codes in a byte."""
         return max(1, 8 // self.bits)
 
     @property
@@ -133,7 +132,6 @@ class PackedFormat:
 
     @property
     def has_shift(self) -> bool:
-        """Each group has something that is added to its numbers."""
         return SCALES[self.scales].shifts
 
     @property

@@ -45,7 +45,6 @@ def linear(
     residual: Float[Array, "T o"] | None = None,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "T o"]:
-    """The weight's own product."""
     out = weight.matmul(x if norm is None else norm(x))
     return (out if residual is None else residual + out.astype(residual.dtype)).astype(dtype)
 
@@ -85,7 +84,6 @@ class Unsummed:
     parts: Float[Array, "P T E"]
 
     def summed(self) -> Float[Array, "T E"]:
-        """In float32."""
         return jnp.sum(self.parts, axis=0)
 
 
@@ -127,7 +125,6 @@ class Mixture:
     shared: Float[Array, "T E"] | None = None
 
     def summed(self) -> Float[Array, "T E"]:
-        """In float32."""
         weights = self.weights[:, :, None]
         out = jnp.where(weights == 0, 0, weights * self.outputs).sum(axis=1)
         return out if self.shared is None else out + self.shared

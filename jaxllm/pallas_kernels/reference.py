@@ -199,7 +199,6 @@ def _walk(
 
 
 def _mixed(q: Float[Array, "T K G D"], pages: Pages, meta: StepMetadata, options: Options) -> Float[Array, "T K G Dv"]:
-    """Decode rows in groups, then prefill chunks tile by tile."""
     tokens, num_kv, group, _ = q.shape
     tile = min(PREFILL_TILE, tokens)
     rows = min(DECODE_GROUP, tokens, meta.page_table.shape[0])

@@ -98,7 +98,6 @@ class BlockFormat(NamedTuple):
 
     @property
     def density(self) -> float:
-        """Bytes a weight."""
         return self.nbytes / self.elements
 
 

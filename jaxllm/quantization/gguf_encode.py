@@ -124,7 +124,6 @@ def half_bytes(half: Float32[Array, "n"]) -> UInt8[Array, "n 2"]:
 
 
 def rounded(half: Float32[Array, "n"]) -> Float32[Array, "n 1"]:
-    """What is left of a scale in float16."""
     return half.astype(jnp.float16).astype(jnp.float32)[:, None]
 
 

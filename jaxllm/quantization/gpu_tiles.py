@@ -80,7 +80,6 @@ def _fitting(format: PackedFormat, inputs: int) -> PackedFormat:
 
 
 def unpack_groups(weight: Coded, format: PackedFormat) -> Unpacked:
-    """Groups of codes, for the format that `group_format` gives."""
     bits = weight.coding.bits
     codes = unpacked(weight.codes, bits).reshape(*weight.scale.shape[:-1], -1)
     repeats = codes.shape[-1] // weight.scale.shape[-1] // format.group
@@ -149,8 +148,6 @@ BLOCKS = {
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GpuTiles(PackedMatrix, Quantized):
-    """A matrix in tiles of 16 rows."""
-
     @property
     def rows_together(self) -> int:
         return ROWS
@@ -159,7 +156,6 @@ class GpuTiles(PackedMatrix, Quantized):
         return _expand(_by_row(self)).astype(self.dtype)
 
     def rows(self, ids: Int[Array, "T"]) -> Float[Array, "T i"]:
-        """The rows `ids` of a matrix; no other is expanded."""
         tile, lane = jnp.divmod(ids, ROWS)
         taken = replace(
             self,
@@ -217,7 +213,6 @@ class GpuTiledKind:
         return FLOAT16 if isinstance(self.stored, GgufKind) else self.stored.coding.scale
 
     def pack(self, tensors: Sequence[Stored], layout: Layout | None) -> GpuTiles:
-        """What the other kind makes of them, moved into tiles."""
         kept = self.stored.pack(tensors, layout)
         format = self.format
         if isinstance(kept, GgufBlocks):
@@ -252,7 +247,6 @@ def gpu_tiled(kind: WeightKind, rows: Sequence[int], inputs: int) -> WeightKind:
 
 
 def _padded(codes: np.ndarray, inputs: int, tile: int) -> np.ndarray:
-    """With zeros after each device's `inputs`, so that they are whole tiles."""
     missing = -inputs % tile
     if missing == 0:
         return codes

@@ -43,7 +43,6 @@ class Coding:
 
     @property
     def middle(self) -> int:
-        """The code of 0 in symmetric blocks."""
         return 0 if self.levels or self.codes != UINT8 else 1 << (self.bits - 1)
 
     @property
@@ -93,7 +92,6 @@ class Codes:
         return self._spread(self.scale, shape, block)
 
     def zeros(self, shape: tuple[int, ...], block: tuple[int, int]) -> np.ndarray:
-        """The codes that stand for 0, likewise."""
         if self.zero is not None:
             return self._spread(self.zero, shape, block)
         rows, columns = (-(-size // step) for size, step in zip(shape[-2:], block, strict=True))
@@ -200,7 +198,6 @@ class Stored(NamedTuple):
         return parts
 
     def plain(self) -> Stored:
-        """The same, expanded."""
         values = self.expand()
         return Stored(values, "F32", values.shape, importance=self.importance, origin=self.origin)
 

@@ -59,7 +59,6 @@ class Weight(ABC):
         return None
 
     def select(self, index: Int[Array, ""]) -> Weight:
-        """One matrix of a stack; reads no other."""
         return jax.tree.map(lambda array: lax.dynamic_index_in_dim(array, index, keepdims=False), self)
 
     def expand_heads(self, x: Float[Array, "T H i"], per_head: int, rows: slice) -> Float[Array, "T H o"]:
@@ -100,8 +99,6 @@ class WeightKind(Protocol):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Dense(Weight):
-    """Every number by itself."""
-
     array: Any
     """`[*stack, o, i]` floats."""
 
@@ -135,8 +132,6 @@ class Dense(Weight):
 
 @dataclass(frozen=True)
 class DenseKind:
-    """Floats of one type."""
-
     dtype: np.dtype
     block: ClassVar[int] = 1
     joins: ClassVar[bool] = True
@@ -217,7 +212,6 @@ class Quantized(Weight):
         return product(x, self.dequantize().astype(x.dtype))
 
     def rows(self, ids: Int[Array, "T"]) -> Float[Array, "T i"]:
-        """The rows `ids` of a matrix; no other is expanded."""
         assert self.rows_together == 1
         return jax.tree.map(lambda array: array[ids], self).dequantize()
 

@@ -178,7 +178,6 @@ class ProcessorsFeature(Feature):
 
     @property
     def declared(self) -> Declared:
-        """What requests may ask of them."""
         return {
             processor.name: {key: (value.shape, value.dtype.name) for key, value in processor.defaults.items()}
             for processor in self._processors
@@ -220,7 +219,6 @@ class ProcessorsFeature(Feature):
         return _Processing(self._processors, self._packing, step.parts[self.name]["rows"], self.bit)
 
     def row(self, chosen: Chosen) -> np.ndarray:
-        """What the slot of a request is told that uses these."""
         row = np.zeros(self.width, np.int32)
         views = self._packing.views(row)
         for index, processor in enumerate(self._processors):
@@ -270,7 +268,6 @@ def _value(bits: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def processors_of(features: Features) -> ProcessorsFeature:
-    """Those of an engine that samples."""
     found = features[ProcessorsFeature.name]
     assert isinstance(found, ProcessorsFeature)
     return found

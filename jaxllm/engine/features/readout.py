@@ -232,7 +232,6 @@ class _PoolingState:
             self.values += values
 
     def bytes_of(self, num_prompt: int) -> bytes:
-        """What the caller gets: float32, little-endian."""
         assert self.values is not None, "the last values have come"
         values = self.values / num_prompt if self.params.kind == "mean" else self.values
         return values.astype("<f4").tobytes()

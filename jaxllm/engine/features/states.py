@@ -84,7 +84,6 @@ class StateCache:
         return row
 
     def release(self, row: int) -> None:
-        """Nothing will be found in a reserved row."""
         (self._free_later if row in self._written | self._read else self._free).append(row)
 
     def keep(self, node: PrefixNode, row: int) -> bool:
@@ -110,7 +109,6 @@ class StateCache:
         return Found(0, 0, awaited)
 
     def use(self, node: PrefixNode) -> None:
-        """A request goes on from this state."""
         self._snapshots[node].found = True
         self._read.add(self._snapshots[node].row)
         self._snapshots.move_to_end(node)
@@ -122,7 +120,6 @@ class StateCache:
             self._forget(node, is_of_use=False)
 
     def forget(self, node: PrefixNode) -> None:
-        """The pages of a prefix are given away: its state is of no more use here."""
         if node in self._snapshots:
             self._forget(node, is_of_use=True)
 
@@ -170,11 +167,9 @@ class ReservedStates:
 
     @property
     def rows(self) -> list[int]:
-        """All rows that a state is, or may be, kept in."""
         return [step.row for step in self._steps]
 
     def add(self, row: int, tokens: int) -> None:
-        """A step keeps the state after `tokens` tokens."""
         self._steps.append(_Reserved(row, tokens))
 
     def add_uncertain(self, row: int, start: int, tried: int, unsettled: int, page_size: int) -> None:
@@ -319,7 +314,6 @@ class StatesFeature(Feature):
             extra.answer_node = request.prefix_node
 
     def release(self, request: Request, extra: _StateRows) -> None:
-        """Of what its steps were to keep nothing will be found."""
         for row in extra.reserved.rows:
             self.cache.release(row)
         extra.reserved, extra.answer_node = ReservedStates(), None

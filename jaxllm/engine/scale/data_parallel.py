@@ -43,7 +43,6 @@ class DataParallelCore:
 
     @property
     def weight_version(self) -> str:
-        """What the weights that steps run with are called."""
         return self._cores[0].weight_version
 
     @weight_version.setter
@@ -108,11 +107,9 @@ class DataParallelCore:
 
     @property
     def last_steps(self) -> dict[StepKind, RanStep]:
-        """Those of the first rank."""
         return self._cores[0].last_steps
 
     def stats(self) -> EngineStats:
-        """Of all ranks together."""
         each = [core.stats() for core in self._cores]
         shared = {name: getattr(each[0], name) for name in OF_THE_DEVICE}
         return msgspec.structs.replace(together(EngineStats(), each), **shared)
@@ -162,8 +159,6 @@ BATCHES: tuple[Kind, ...] = ("backbone", "head", "decode")
 
 
 class WantedStep(NamedTuple):
-    """A step as one batch asks for it."""
-
     key: Key
     vectors: tuple[np.ndarray, ...]
 
@@ -256,7 +251,6 @@ class Ranks:
         self._found: dict[int, Any] = {}
 
     def begin(self, ranks: list[int]) -> None:
-        """Those ranks begin a turn."""
         with self._changed:
             self._acting.update(ranks)
 

@@ -46,8 +46,6 @@ class BlockStored(msgspec.Struct):
 
 
 class BlockRemoved(msgspec.Struct):
-    """Pages that cannot be found any more."""
-
     block_hashes: list[int]
     medium: str | None = MEDIUM
 
@@ -103,11 +101,9 @@ class KVEvents(Feature):
         self.turned()
 
     def close(self) -> None:
-        """Tell others no more."""
         self._close()
 
     def turned(self) -> None:
-        """Publish what has happened since the last call."""
         if self._events:
             events, self._events = self._events, []
             self._publish(events)
@@ -135,7 +131,6 @@ class KVEvents(Feature):
 
 
 def hash_of(before: int | None, tokens: Sequence[int]) -> int:
-    """Of a page's tokens and all before them: 64 bits."""
     start = b"" if before is None else before.to_bytes(8, "big")
     content = start + array("q", tokens).tobytes()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")

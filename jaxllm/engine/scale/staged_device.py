@@ -20,8 +20,6 @@ from jaxllm.sharding.mesh import HandOver
 
 
 class StageDevice(NamedTuple):
-    """A stage before the last."""
-
     stage: Stage
     device: Device | None
 
@@ -127,7 +125,6 @@ class Stages:
                 device.wait()
 
     def close(self) -> None:
-        """Compile nothing more for the stages before the last."""
         for _, device in self.earlier:
             if device is not None:
                 device.close()
@@ -191,5 +188,4 @@ def layers_of(step: Key) -> Key | None:
 
 
 def tells_first(step: Key) -> list[Key]:
-    """What tells the first stage the tokens that a step has sampled."""
     return [Key("took", step.size)] if step.kind in ("decode", "head") else []

@@ -63,7 +63,6 @@ MAX_SPLITS = 32
 
 
 def most_splits(max_context: int, spec: AttentionSpec) -> int:
-    """Splits of the longest sequence."""
     reach = max_context if spec.window is None else min(max_context, spec.window + spec.block_k)
     return min(MAX_SPLITS, cdiv(cdiv(reach, spec.block_k), SPLIT_BLOCKS))
 
@@ -103,7 +102,6 @@ def _given(q: Float[Array, "n H D"], pages: Pages, meta: StepMetadata, per_head:
 
 
 def _blocks(context_len: Array, spec: AttentionSpec) -> tuple[Array, Array]:
-    """The first block of keys that a sequence's query sees, and their number."""
     first = lax.div(first_key(jnp.maximum(context_len - 1, 0), spec), spec.block_k)
     return first, cdiv(context_len, spec.block_k) - first
 

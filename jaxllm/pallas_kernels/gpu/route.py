@@ -90,7 +90,6 @@ def _list_kernel(group_ref: Any, rows_ref: Any, sizes_ref: Any, *, num_rows: int
 
 
 def groups_of_rows(lists: RowLists, num_rows: int, tile_rows: int) -> Int[Array, "N"]:
-    """The group of each row; 0 for those that have none."""
     group, first, count = lists.tiles.T
     at = jnp.arange(tile_rows)
     row = lists.rows.at[first[:, None] + at].get(mode="clip")
@@ -275,6 +274,5 @@ def _best_groups_only(choice: Array, expert: Array, config: Any) -> Array:
 
 
 def _greatest(values: Array, expert: Array) -> Array:
-    """The number of each row's greatest value, the first of several."""
     best = jnp.max(values, axis=1)[:, None]
     return jnp.min(jnp.where(values == best, expert[None, :], expert.shape[0]), axis=1)

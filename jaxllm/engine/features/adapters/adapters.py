@@ -63,7 +63,6 @@ class AdaptersFeature(Feature):
     words = ("scales",)
 
     def __init__(self, adapted: AdaptedModel, places: int, decodes: Sequence[Kind] = ("decode",)):
-        """`adapted` is the model with tables for `places` adapters."""
         self._decodes, self._adapted = decodes, adapted
         self.places = AdapterPlaces(places)
         self.store: AdapterStore | None = None
@@ -181,7 +180,6 @@ class AdapterStore:
         self._lock, self._reading = threading.Lock(), threading.Lock()
 
     def known(self, use: AdapterUse) -> AdapterRows | None:
-        """The rows of an adapter, if it has been read."""
         with self._lock:
             if use.id in self._rows:
                 self._rows.move_to_end(use.id)
@@ -236,7 +234,6 @@ class AdapterPlaces:
         return [self._place_of[adapter] for adapter in adapters], entered
 
     def release(self, adapters: Sequence[int]) -> None:
-        """A request that took them runs no longer."""
         self._holders -= Counter(adapters)  # which drops what is held no longer
 
     def check(self, held: Sequence[Sequence[int]]) -> None:

@@ -161,8 +161,6 @@ AdapterRows = tuple[np.ndarray, ...]
 
 @dataclass(frozen=True)
 class AdapterReader:
-    """Reads adapters for one model."""
-
     tables: tuple[ParamSpec, ...]
     """Those of each product that adapters may add to, and of the adapters' own numbers."""
     weights: dict[str, ParamSpec]

@@ -107,7 +107,6 @@ class DraftsFeature(Feature):
         return Built(step if verifies else recall, [maker.state.ints(packing.size)])
 
     def drafter(self, step: TracedStep, rows: int) -> Drafter:
-        """What makes drafts for `rows` sequences in a step that is traced."""
         rule, count = self._rule.with_rows(rows), len(step.sizes.caches)
         parts, maker = dict(step.parts), step.maker
 

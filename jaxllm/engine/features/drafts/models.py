@@ -157,7 +157,6 @@ class _Scores:
         return self._model.kernels
 
     def most_likely(self, hidden: jax.Array) -> jax.Array | None:
-        """As `Decoder.most_likely`."""
         return self._model.most_likely(hidden) if self._model.config.num_outputs <= self._vocab_size else None
 
     def logits(self, hidden: jax.Array) -> jax.Array:

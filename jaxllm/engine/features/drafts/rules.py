@@ -16,7 +16,6 @@ class DraftRule:
     """(rows, most): a step padded to that many sequences has room for `most` drafts instead of `num_tokens`."""
 
     def with_rows(self, rows: int) -> DraftRule:
-        """The rule of a step that is padded to `rows` sequences."""
         return replace(self, num_tokens=dict(self.by_rows).get(rows, self.num_tokens))
 
 
@@ -68,7 +67,6 @@ class DraftDepth:
         self._by_batch_size = tuple(by_batch_size)
 
     def with_running(self, count: int) -> int:
-        """The most with `count` requests in a step."""
         return next((most for first, last, most in self._by_batch_size if first <= count <= last), self.most)
 
 
@@ -88,7 +86,6 @@ class DraftRecord:
         return 0 if self._pause else min(most, max(1, math.ceil(2 * self._gain)))
 
     def settle(self, taken: int) -> None:
-        """A try has brought that many tokens."""
         self._gain += RATE * (taken - self._gain)
         if taken:
             self._next_pause = 1

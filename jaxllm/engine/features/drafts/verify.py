@@ -38,8 +38,6 @@ class Asked(NamedTuple):
 
 
 class Drafter:
-    """A source of drafts."""
-
     num_tokens: int
     follows_decodes = False
     """It is told of decodes as well, and not of prompts alone."""

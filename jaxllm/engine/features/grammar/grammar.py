@@ -252,14 +252,11 @@ class Constraint:
         return self.matcher.compute_ff_tokens() if settled and not self.matcher.is_stopped() else []
 
     def check(self, hint: str = "") -> None:
-        """Raises GrammarError where the matcher has failed."""
         if problem := failure(self.matcher):
             raise GrammarError(f"the grammar failed{hint}: {problem}")
 
 
 class Grammars:
-    """Builds constraints and fills masks, for one tokenizer."""
-
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]):
         self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, list(eos_token_ids)
         self._lock = threading.Lock()

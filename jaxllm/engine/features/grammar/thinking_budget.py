@@ -26,7 +26,6 @@ class MarkerSearch:
         self.behind = ""
 
     def add(self, token: int) -> bool:
-        """Whether this token completes the text."""
         self._tail = [*self._tail[1 - MARKER_TOKENS :], token]
         text = self._tokenizer.decode(self._tail, skip_special_tokens=False)
         _, found, self.behind = text.partition(self._text) if self._text else ("", "", "")
@@ -34,7 +33,6 @@ class MarkerSearch:
 
 
 def closing_tokens(markers: ThinkingMarkers, tokenizer: Tokenizer) -> list[int]:
-    """What ends a reasoning block, and sets the answer apart from it."""
     return tokenizer.encode(markers.close + markers.behind, add_special_tokens=False).ids
 
 

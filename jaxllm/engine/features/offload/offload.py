@@ -63,7 +63,6 @@ class OffloadFeature(Feature):
         """Free pages that are not filled with what the host has, where layers keep no states."""
 
     def keep_in(self, tiers: PageTiers) -> None:
-        """Keep pages and states in `tiers` from now on."""
         self.tiers = tiers
         pool = self.around.pool
         pool.on_snapshot, pool.on_lose_snapshot = tiers.state_kept, tiers.state_forgotten
@@ -161,7 +160,6 @@ class OffloadFeature(Feature):
 
 
 def transfer_of(features: Features) -> TransferInfo | None:
-    """How an engine exchanges pages with other servers, if it does."""
     tiers = next((feature.tiers for feature in features if isinstance(feature, OffloadFeature)), None)
     return None if tiers is None or tiers.peers is None else tiers.peers.info
 
@@ -213,7 +211,6 @@ class PageCopies:
         self._padding: dict[RowKind, int] = {"page": 0, "state": sizes.max_num_seqs}
 
     def read(self, rows: list[tuple[CacheRow, Digest]]) -> list[tuple[list[Digest], Arriving]]:
-        """Copy pages and states to the host."""
         found = list[tuple[list[Digest], Arriving]]()
         for key, numbers, of, some in self._parts("copy_out", rows):
             arrays = self._device.run(key, numbers)
@@ -223,7 +220,6 @@ class PageCopies:
         return found
 
     def write(self, rows: list[tuple[CacheRow, Page]]) -> None:
-        """Fill pages and states with what the host has."""
         for key, numbers, of, some in self._parts("copy_in", rows):
             contents = self._blocks[of].join([content for _, content in some], key.size)
             self._device.run(key, numbers, *contents)

@@ -118,7 +118,6 @@ class PageListener:
 
 
 def _in_parts(pages: Iterator[Page]) -> Iterator[list[Page]]:
-    """Of pages alike, since a state has another length."""
     part: list[Page] = []
     for page in pages:
         if part and (page.nbytes != part[0].nbytes or (len(part) + 1) * page.nbytes > PART_BYTES):

@@ -59,7 +59,6 @@ class _Budgeted(Generic[Kept]):
         return digest in self._kept
 
     def get(self, digest: Digest) -> Kept | None:
-        """What is kept, as the one used last now; None if it is not here."""
         with self._lock:
             if digest in self._kept:
                 self._kept.move_to_end(digest)
@@ -78,14 +77,11 @@ class _Budgeted(Generic[Kept]):
 
 
 class HostPages(_Budgeted[Page]):
-    """Pages and states in host memory."""
-
     def __init__(self, budget: int, on_full: Callable[[Digest, Page], None] = lambda digest, page: None):
         super().__init__(budget, OrderedDict(), lambda page: page.nbytes)
         self._on_full = on_full
 
     def add(self, digest: Digest, page: Page) -> None:
-        """Keep a page, as the one used last."""
         if self.get(digest) is None:
             for lost in self._keep(digest, page):
                 self._on_full(*lost)
@@ -204,7 +200,6 @@ class PrefixDigests:
         return self._of[node]
 
     def forget(self, node: PrefixNode) -> Digest | None:
-        """The digest of a node that is no more."""
         return self._of.pop(node, None)
 
 

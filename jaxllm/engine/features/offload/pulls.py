@@ -81,7 +81,6 @@ class Pulls:
         return Pull(self, source, dict(zip(digests[:most], sizes, strict=False)), room, len(digests))
 
     def close(self) -> None:
-        """Bring nothing more."""
         self.jobs.close()
         with self._changed:
             running = list(self._running)
@@ -118,7 +117,6 @@ class Pulls:
             self._changed.wait_for(lambda: self._coming.isdisjoint(digests), max(0.0, seconds))
 
     def take(self, digests: Sequence[Digest], pages: np.ndarray) -> None:
-        """Keep pages that have come."""
         for digest, page in zip(digests, pages, strict=False):
             self.host.add(digest, page.copy())  # else it would keep all that came with it
         with self._changed:

@@ -85,7 +85,6 @@ class PageTiers:
         pool.on_give_away = self._given_away
 
     def join(self, config: KVTransferConfig, secret: bytes, contents: str, page_bytes: int, state_bytes: int) -> None:
-        """Exchange pages with other servers from now on; see `new_peers`."""
         self.peers = new_peers(config, secret, contents, (page_bytes, state_bytes), self._host, self._give)
 
     @property
@@ -223,7 +222,6 @@ class PageTiers:
 
     @property
     def has_unsaved(self) -> bool:
-        """Whether pages or states are still to be copied to disk."""
         return bool(self._unsaved or self._unsaved_on_host)
 
     def take_unsaved(self) -> list[tuple[CacheRow, Digest]]:
@@ -235,8 +233,6 @@ class PageTiers:
         return some
 
     def save(self, digests: Sequence[Digest], pages: Arriving) -> None:
-        """Write pages that are on their way to the host to disk."""
-
         def write() -> None:
             for digest, page in zip(digests, pages(), strict=False):
                 self._to_disk(digest, page)
@@ -263,7 +259,6 @@ class PageTiers:
         self._jobs.submit(lambda: None).result()
 
     def close(self) -> None:
-        """Copy, fetch and give nothing more."""
         for peer in (self.peers.pulls, self.peers.listener) if self.peers is not None else ():
             if peer is not None:
                 peer.close()
@@ -300,7 +295,6 @@ class PageTiers:
         self._note_lost(CacheRow("page", page), digest if self._has_pages else None, leaves=True)
 
     def state_kept(self, row: int, node: PrefixNode) -> None:
-        """The state after the prefix `node` can be found in a row from now on."""
         prefix = self._digests[node]
         self._note_found(CacheRow("state", row), prefix and of_state(prefix))
 

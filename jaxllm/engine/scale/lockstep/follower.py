@@ -43,7 +43,6 @@ class Follower:
 
     @property
     def own_hosts(self) -> list[str]:
-        """The addresses at which this process can be reached."""
         return [self._wire.own_host]
 
     def ask(self, message: Any, kind: type[Answer]) -> Answer:
@@ -74,7 +73,6 @@ class Follower:
         self.say(messages.HasExecutable(key))
 
     def fail(self, reason: str) -> None:
-        """This process cannot go on, and is about to end."""
         self.say(messages.MemberFailed(reason))
 
     def stop_within(self, seconds: float, reason: str) -> None:

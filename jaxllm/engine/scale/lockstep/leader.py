@@ -73,7 +73,6 @@ class Leader:
 
     @property
     def own_hosts(self) -> list[str]:
-        """The addresses at which the others reach this process."""
         return [member.wire.own_host for member in self._members]
 
     def collect(self, kind: type) -> dict[str, Any]:
@@ -90,7 +89,6 @@ class Leader:
         return found
 
     def tell(self, message: Any) -> None:
-        """Send the same to all."""
         self._send(frame(message))
 
     def send(self, key: Key, vectors: Sequence[Any]) -> None:

@@ -52,7 +52,6 @@ class Group:
 
     @property
     def leader(self) -> Leader | None:
-        """Its hold on the others, where it is process 0."""
         return self.hold if isinstance(self.hold, Leader) else None
 
 
