@@ -91,8 +91,11 @@ def _products(
     else:
         both = jnp.concatenate([multiply(x, part) for part in gate_up], axis=-1)
         both = both if biases is None else both + biases[0][group]
-        first, second = jnp.split(both, 2, axis=-1)
-        hidden = activation(first) * second if gate is None else gate(both)
+        if gate is None:
+            first, second = jnp.split(both, 2, axis=-1)
+            hidden = activation(first) * second
+        else:
+            hidden = gate(both)
     outputs = jnp.concatenate([multiply(hidden, part) for part in down], axis=-1)
     return outputs if biases is None else outputs + biases[1][group]
 
