@@ -73,8 +73,7 @@ def attention(
         instructions, queries and weights are rounded to bfloat16. A token's output does not depend on the batch around
         it.
 
-    Raises:
-        ValueError: a dtype that is not served, or `value_dim` beside `v`.
+    Raises ValueError: a dtype that is not served, or `value_dim` beside `v`.
     """
     if v is not None and value_dim is not None:
         raise ValueError(f"value_dim is {value_dim}, but the values come by themselves, in v")

@@ -135,8 +135,6 @@ PORTABLE, EVERY_ISA = "portable", "all"
 
 
 class Loaded(NamedTuple):
-    """The library, or why there is none."""
-
     library: ctypes.CDLL | None
     reason: str
 

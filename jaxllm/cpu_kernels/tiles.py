@@ -145,8 +145,7 @@ def repack(type: str, blocks: np.ndarray) -> UInt8[np.ndarray, "*stack groups bl
             `[*stack, o, i]` themselves in that type (inputs are padded to 32). Blocks of `u4` are a float16 `d`, the
             code of zero and 32 codes of four bits in GGUF's order; of `i8` and `e4m3` 32 codes.
 
-    Raises:
-        ValueError: no such type, or blocks of another size.
+    Raises ValueError: no such type, or blocks of another size.
     """
     name, kind = type.lower(), number(type)
     if name in FLOATS:

@@ -187,8 +187,7 @@ def choose_kernels(
     CPU: `auto` takes them then. `uses` are what the layers of a model will ask for; what an accelerator's attention
     cannot do is left to plain XLA, and the log says so.
 
-    Raises:
-        ConfigError: the backend is unknown, or cannot run there, or not this model.
+    Raises ConfigError: the backend is unknown, or cannot run there, or not this model.
     """
     kernels = _choose(attention_backend, platform, native)
     lacks = _lacks(kernels, kv_cache_dtype, np.dtype(dtype), uses)

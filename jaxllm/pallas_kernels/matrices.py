@@ -244,10 +244,6 @@ def byte_in(word: jax.Array, index: int, mask: int = 255) -> jax.Array:
     return (word >> (8 * index)) & mask
 
 
-def signed_byte_in(word: jax.Array, index: int) -> jax.Array:
-    return (word << (24 - 8 * index)) >> 24
-
-
 def fourth_of_six(words: Sequence[jax.Array]) -> jax.Array:
     """The word of six bits a byte that has two bits of each byte in each of three others."""
     first, second, third = words
@@ -281,7 +277,8 @@ def group_scale(
         byte = byte_in(words[group // 4], group % 4)
         return (byte & 15).astype(jnp.float32), (byte >> 4).astype(jnp.float32)
     if kind == "k_bytes":
-        return signed_byte_in(words[group // 4], group % 4).astype(jnp.float32), None
+        signed = (words[group // 4] << (24 - 8 * (group % 4))) >> 24
+        return signed.astype(jnp.float32), None
     assert kind == "k_six"
     word = words[group // 4] if group < 12 else fourth_of_six(words[:3])
     return (byte_in(word, group % 4, 63) - 32).astype(jnp.float32), None

@@ -22,11 +22,9 @@ from jaxllm.pallas_kernels.products import precision
 DECODE_BLOCK = 128
 """Tokens of KV that decode rows visit at a time."""
 DECODE_GROUP = 16
-"""Sequences that decode together in a mixed batch."""
 PREFILL_BLOCK = 256
 """Tokens of KV that a tile of queries visits at a time."""
 PREFILL_TILE = 128
-"""Queries in a tile."""
 
 NEGATIVE = -1e30
 
@@ -144,11 +142,8 @@ def paged_attention(
         pages: of the keys and values, or of a latent without `v`, as `Kernels.page_layout` has them; updated in place
             when donated.
 
-    Returns:
-        The attention output in `q`'s dtype (padding rows are zero) and the new pages. Sums run in float32.
-
-    Raises:
-        ValueError: `v` and the number of page buffers disagree, or there is a `value_dim` beside `v`.
+    Returns the output in `q`'s dtype (padding rows are zero) and the new pages. Sums run in float32.
+    Raises ValueError: `v` and the number of page buffers disagree, or there is a `value_dim` beside `v`.
     """
     options = Options(**given)
     if v is not None and options.value_dim is not None:

@@ -48,8 +48,7 @@ def recurrent(
 ) -> tuple[Float[Array, "T H P"], Float[Array, "B H P N"]]:
     """One token after the other, so that a result does not depend on where a sequence's chunks end.
 
-    Returns:
-        What the heads read, and the buffer with the states after this step and those that are to be kept.
+    Returns what the heads read, and the buffer with the states after this step and those that are to be kept.
     """
     past = _by_group(read_state(buffer, meta.state_rows), inputs)
     if meta.decode_only:

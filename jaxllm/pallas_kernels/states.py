@@ -116,8 +116,7 @@ def causal_conv(
         buffer: the last `r` inputs of each sequence, one sequence a row; zeros precede the first token.
         activation: of the result.
 
-    Returns:
-        The convolution, and the buffer with the states after this step and those that are to be kept.
+    Returns the convolution, and the buffer with the states after this step and those that are to be kept.
     """
     u = u.astype(jnp.float32)
     past = read_state(buffer, meta.state_rows)

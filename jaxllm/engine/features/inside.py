@@ -162,7 +162,6 @@ class _Recording(Traced, Hand):
     layers = _LayerRecorder
 
     def __init__(self, places: Int[Array, "L n"], count: int, width: int):
-        """`places` of each layer, and then of what comes after all; narrower activations than `width` leave a rest."""
         self._places, self._count, self._width = places, count, width
         self.buffer: Float[Array, "N T W"] | None = None
 

@@ -57,14 +57,7 @@ def attend_to_pages(
 TARGET_PROGRAMS = 528
 """Four on each of an H100's 132 multiprocessors."""
 SPLIT_BLOCKS = 2
-"""Blocks of keys in a split."""
 MAX_SPLITS = 32
-"""Of one sequence."""
-
-
-def most_splits(max_context: int, spec: AttentionSpec) -> int:
-    reach = max_context if spec.window is None else min(max_context, spec.window + spec.block_k)
-    return min(MAX_SPLITS, cdiv(cdiv(reach, spec.block_k), SPLIT_BLOCKS))
 
 
 def decode_attention(
@@ -72,7 +65,9 @@ def decode_attention(
 ) -> Float[Array, "R H Dv"]:
     """Attention of the decode rows, row i being sequence i's one query; rows from `num_decodes` on are zero."""
     rows, heads, _ = q.shape
-    splits = most_splits(meta.page_table.shape[1] * spec.page_size, spec)
+    reach = meta.page_table.shape[1] * spec.page_size
+    reach = reach if spec.window is None else min(reach, spec.window + spec.block_k)
+    splits = min(MAX_SPLITS, cdiv(cdiv(reach, spec.block_k), SPLIT_BLOCKS))
     given = _given(q, pages, meta, per_head)
     statistic = jax.ShapeDtypeStruct((rows * splits * heads,), jnp.float32)
     partials = pl.pallas_call(

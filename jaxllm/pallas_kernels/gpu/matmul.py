@@ -312,7 +312,6 @@ FEW, MANY = IntegerTiling(64, 4, 4, 512, 2), IntegerTiling(128, 8, 3, 0, 1)
 """Of tiles of up to 32 rows, and of more."""
 PART_STEPS = 4
 ROUNDED_RUNS = 16
-"""That a program rounds."""
 
 
 def integer_matmul(

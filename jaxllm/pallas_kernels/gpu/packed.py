@@ -82,7 +82,6 @@ class Section:
     """A matrix among those of a kernel, to which some blocks of programs belong."""
 
     matrix: PackedMatrix
-    """Without its arrays."""
     names: tuple[str, ...]
     """Of those, in the order in which the kernel is given them."""
     tiling: Tiling

@@ -168,7 +168,6 @@ class AdapterReader:
     """Of the parameters in checkpoints of each format: "peft" is named as Hugging Face's checkpoints."""
     sizes: AdapterSizes
     base: Callable[[], BaseWeights]
-    """Opens the model's own weights, whose files the engine itself has closed."""
 
     def read(self, path: str) -> AdapterRows:
         """An adapter's rows in host memory. Raises CheckpointError: unreadable, too high a rank, or no change to a

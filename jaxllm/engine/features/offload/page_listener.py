@@ -36,8 +36,6 @@ class AllGiven(msgspec.Struct, tag=True):
 
 
 class NoPages(msgspec.Struct, tag=True):
-    """No page is given, for this reason."""
-
     reason: str
 
 

@@ -209,7 +209,6 @@ def of_state(prefix: Digest) -> Digest:
 
 
 def longer(before: Digest, tokens: Sequence[int]) -> Digest:
-    """Of the prefix that has a page of `tokens` more than `before`."""
     return hashlib.blake2b(before + array.array("i", tokens).tobytes(), digest_size=32).digest()
 
 

@@ -67,7 +67,6 @@ class Pulls:
         self._coming: set[Digest] = set()
         self._running: set[Pull] = set()
         self._complained: set[tuple[str, int]] = set()
-        """Servers that the log said no pages come from, and none have since."""
 
     def begin(self, source: PagesAt, digests: Sequence[Digest], state: Digest | None = None) -> Pull:
         """A pull of the pages of these prefixes, which a thread runs; its time begins now.

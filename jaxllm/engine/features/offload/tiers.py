@@ -34,7 +34,6 @@ NOTHING = np.empty(0, np.uint8)
 """What a page holds where no layer has any."""
 
 Arriving = Callable[[], Sequence[Page]]
-"""Gives pages that are on their way to the host when they have arrived."""
 
 
 class Returning(NamedTuple):
