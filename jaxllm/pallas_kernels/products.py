@@ -243,13 +243,15 @@ def _weights(logits: jax.Array, most: jax.Array, threshold: jax.Array) -> Float[
 
 
 PLAIN_SUMS = SoftmaxSums(
-    lambda logits: jax.nn.logsumexp(logits, axis=-1), lambda *given: _weights(*given).sum(-1), _running
+    lambda logits: jax.nn.logsumexp(logits, axis=-1),
+    lambda logits, most, threshold: _weights(logits, most, threshold).sum(-1),
+    _running,
 )
 """In plain XLA, whose order of summation is its own affair."""
 
 CPU_SUMS = SoftmaxSums(
     cpu_kernels.log_sum_exp,
-    lambda *given: cpu_kernels.running_weights(*given, block=256)[:, -1],
+    lambda logits, most, threshold: cpu_kernels.running_weights(logits, most, threshold, 256)[:, -1],
     cpu_kernels.running_weights,
 )
 """By the C++ kernels, in an order that does not depend on the number of rows."""
