@@ -18,7 +18,6 @@ PageBuffers = tuple[Shaped[Array, "N K page_size D"], ...]
 PAGE_DTYPES = tuple(map(np.dtype, (np.uint16, np.float32, np.int8, np.uint8)))
 """Pages of these types are served: the bits of bfloat16, float32, and codes: integers, or the bits of e4m3."""
 DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float32))
-"""And queries, keys and values of these."""
 
 
 class Rotary(NamedTuple):
@@ -74,8 +73,7 @@ def attention(
         instructions, queries and weights are rounded to bfloat16. A token's output does not depend on the batch around
         it.
 
-    Raises:
-        ValueError: a dtype that is not served, or `value_dim` beside `v`.
+    Raises ValueError: a dtype that is not served, or `value_dim` beside `v`.
     """
     if v is not None and value_dim is not None:
         raise ValueError(f"value_dim is {value_dim}, but the values come by themselves, in v")

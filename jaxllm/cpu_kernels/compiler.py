@@ -47,11 +47,7 @@ class BuildError(Exception):
 
 
 def find_compiler() -> str:
-    """`$CXX`, or the first C++ compiler on the path.
-
-    Raises:
-        BuildError: there is none.
-    """
+    """`$CXX`, or the first C++ compiler on the path. Raises BuildError: there is none."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
     for name in names:
         if found := shutil.which(name):
@@ -77,14 +73,10 @@ def compile_library(
     at_once: int | None = None,
     isas: Sequence[str] | None = None,
 ) -> None:
-    """Make the shared library `library` for `isas` of `machine`, or all it has, with the FFI's headers of a jaxlib.
-
-    `portable` is always in it.
+    """Compile the shared library `library` for `isas` of `machine` (None: all) and `portable`, with a jaxlib's headers.
 
     `on_progress` is called with (files compiled, files in all). `at_once`: compilers at a time; None: one a core.
-
-    Raises:
-        BuildError: the compiler failed.
+    Raises BuildError: the compiler failed.
     """
     known = ISAS.get(machine, {})
     flags_of = {isa: known[isa] for isa in (known if isas is None else isas)} | {"portable": ()}
@@ -110,11 +102,7 @@ def compile_library(
 
 
 def output_of(command: list[str]) -> str:
-    """What a program prints.
-
-    Raises:
-        BuildError: it failed.
-    """
+    """What a program prints. Raises BuildError: it failed."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         error = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:300])

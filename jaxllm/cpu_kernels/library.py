@@ -76,7 +76,6 @@ def wanted_here(isas: list[str], machine: str) -> list[str] | None:
 
 
 COMPILER_BYTES = 2**29
-"""What a compiler may need for one of the files."""
 
 PACKAGED = Path(__file__).parent / "packaged"
 """Where a wheel has it (`hatch_build.py` at the root of the checkout)."""
@@ -94,15 +93,15 @@ def compiled_path(
     machine: str = platform.machine(),
     isas: Sequence[str] | None = None,
 ) -> Path:
-    """The shared library of these sources with `isas`, or all there are, compiled now if `cache` has none with them.
+    """The shared library of these sources with `isas` (None: all), compiled now if `cache` has none.
 
-    For another `machine` (as `platform.machine()` names it) with a `compiler` for that.
-
-    Raises:
-        BuildError: there is no compiler, or it failed.
+    Another `machine` (as `platform.machine()` names it) needs its `compiler`. Raises BuildError: there is none, or it
+    failed.
     """
     compiler = compiler or find_compiler()
-    version, own = _version(compiler, machine), "" if isas is None else "-" + "-".join(isas)
+    parts = sources_version(machine), output_of([compiler, "--version"]), jaxlib.__version__
+    version = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+    own = "" if isas is None else "-" + "-".join(isas)
     for name in (version, version + own):
         if (path := cache / name / LIBRARY).exists():
             return path
@@ -117,23 +116,13 @@ def compiled_path(
     return path
 
 
-def _version(compiler: str, machine: str) -> str:
-    parts = sources_version(machine), output_of([compiler, "--version"]), jaxlib.__version__
-    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
-
-
 def _compile(compiler: str, machine: str, path: Path, isas: Sequence[str] | None) -> None:
     what = "the CPU kernels" if isas is None else f"the CPU kernels for {', '.join(isas) or 'any processor'}"
     logger.warning("compiling %s with %s, once for this version; it takes up to a minute", what, compiler)
-    begin = time.perf_counter()
+    begin, at_once = time.perf_counter(), max(1, min(cores().usable, memory().available // COMPILER_BYTES))
     with progress_bar("Compiling the CPU kernels") as on_progress:
-        compile_library(compiler, machine, Path(jax.ffi.include_dir()), path, on_progress, _at_once(), isas)
+        compile_library(compiler, machine, Path(jax.ffi.include_dir()), path, on_progress, at_once, isas)
     logger.info("compiled the CPU kernels in %.0f s", time.perf_counter() - begin)
-
-
-def _at_once() -> int:
-    """Compilers that run at a time: one a core, each with the memory that it needs."""
-    return max(1, min(cores().usable, memory().available // COMPILER_BYTES))
 
 
 TARGETS = (
@@ -146,8 +135,6 @@ PORTABLE, EVERY_ISA = "portable", "all"
 
 
 class Loaded(NamedTuple):
-    """The library, or why there is none."""
-
     library: ctypes.CDLL | None
     reason: str
 
@@ -220,11 +207,7 @@ def _registered(path: Path) -> ctypes.CDLL:
 
 
 def library() -> ctypes.CDLL:
-    """The loaded library.
-
-    Raises:
-        RuntimeError: it is not `available()`.
-    """
+    """The loaded library. Raises RuntimeError: it is not `available()`."""
     loaded = load()
     if loaded.library is None:
         raise RuntimeError(f"the CPU kernels are not available: {loaded.reason}")
@@ -248,7 +231,6 @@ def reason() -> str:
 
 
 def isa() -> str:
-    """The instruction set whose kernels run."""
     return library().jaxllm_isa().decode()
 
 
@@ -268,13 +250,10 @@ def rounds_to_bf16(isa_name: str) -> bool:
 def forced(
     isa_name: str | None = None, threads: int | None = None, reads_by_group: bool | None = None
 ) -> Iterator[None]:
-    """For tests: another instruction set, number of threads or maker's way for a while, for every call of the process.
+    """For tests: another instruction set, number of threads or maker's way (see kernels.h) for a while, in the whole
+    process.
 
-    Args:
-        reads_by_group: as on AMD's processors, or as on others'; see kernels.h.
-
-    Raises:
-        ValueError: this machine does not have that instruction set.
+    Raises ValueError: this machine does not have that instruction set.
     """
     lib, before = library(), isa()
     with contextlib.ExitStack() as undo:

@@ -19,8 +19,6 @@ ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")
 
 
 class Tiles(NamedTuple):
-    """One matrix `[rows, i]` in tiles."""
-
     tiles: UInt8[Array, "groups blocks bytes"]
     format: str
     rows: int
@@ -212,7 +210,6 @@ def normalise(
 
 
 def log_sum_exp(logits: Float[Array, "R V"]) -> Float[Array, "R"]:
-    """`log(sum(exp(logits)))` of each row."""
     most = logits.max(-1)
     most = jnp.where(most == -jnp.inf, 0, most)
     return call("jaxllm_log_sum_exp", ShapeDtypeStruct(most.shape, jnp.float32))(logits, most)

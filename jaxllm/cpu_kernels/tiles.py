@@ -84,10 +84,7 @@ def zeros(shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
 
 
 def use_huge_pages(arrays: Iterable[jax.Array]) -> int:
-    """Gather what the arrays occupy on this host into huge pages, where the system can: bytes that it did so for.
-
-    It is advice, which changes no result. Elsewhere than on Linux nothing is done.
-    """
+    """Gather what the arrays occupy into huge pages, on Linux; returns the bytes, and changes no result."""
     if sys.platform != "linux":
         return 0
     libc = ctypes.CDLL(None, use_errno=True)
@@ -122,11 +119,7 @@ FLOATS: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f32": np.float32}
 
 
 def number(format: str) -> int:
-    """The library's number of a format.
-
-    Raises:
-        ValueError: no such format.
-    """
+    """The library's number of a format. Raises ValueError: no such format."""
     if format.lower() not in FORMATS:
         raise ValueError(f"the format is {format!r}; there are tiles of {', '.join(FORMATS)}")
     return FORMATS.index(format.lower())
@@ -138,7 +131,6 @@ def tile_inputs(format: str) -> int:
 
 
 def tile_bytes(format: str) -> int:
-    """Bytes of a tile of 16 rows."""
     return int(library().jaxllm_tile_bytes(number(format)))
 
 
@@ -153,8 +145,7 @@ def repack(type: str, blocks: np.ndarray) -> UInt8[np.ndarray, "*stack groups bl
             `[*stack, o, i]` themselves in that type (inputs are padded to 32). Blocks of `u4` are a float16 `d`, the
             code of zero and 32 codes of four bits in GGUF's order; of `i8` and `e4m3` 32 codes.
 
-    Raises:
-        ValueError: no such type, or blocks of another size.
+    Raises ValueError: no such type, or blocks of another size.
     """
     name, kind = type.lower(), number(type)
     if name in FLOATS:
@@ -188,10 +179,8 @@ def unpack(
 ) -> Float32[np.ndarray, "o i"]:
     """The weights `[rows, inputs]` that tiles stand for, bit for bit as the gguf package decodes them.
 
-    Without `inputs`, all that the tiles hold. Formats that are SCALED take their `scales`.
-
-    Raises:
-        ValueError: no such format, or the tiles do not hold as many rows or inputs.
+    Without `inputs`, all that the tiles hold. SCALED formats take their `scales`. Raises ValueError: no such format, or
+    too few rows or inputs.
     """
     kind, columns = number(format), tiles.shape[1]
     held = columns * tile_inputs(format)

@@ -23,7 +23,6 @@ from jaxllm.pallas_kernels.metadata import StateRows, StepMetadata
 from jaxllm.pallas_kernels.states import einsum, kept_length, read_state
 
 EPS = 1e-6
-"""Added to the sum of a head's squares."""
 
 
 def delta_rule(
@@ -58,7 +57,8 @@ def tokens_of(
     """Queries and keys at length one, queries over the root of the head size as well."""
     (count, heads), keys = decay.shape, key_heads * key_dim
     q, k, v = jnp.split(qkv.astype(jnp.float32), [keys, 2 * keys], axis=-1)
-    q, k = (_unit(x.reshape(count, key_heads, key_dim)) for x in (q, k))
+    q, k = (x.reshape(count, key_heads, key_dim) for x in (q, k))
+    q, k = (x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPS) for x in (q, k))
     q, k = (jnp.repeat(x, heads // key_heads, axis=1) for x in (q * key_dim**-0.5, k))
     return Tokens(q, k, v.reshape(count, heads, -1), decay, beta)
 
@@ -74,7 +74,6 @@ def step(x: Tokens, state: Float[Array, "S H Dk Dv"]) -> tuple[Float[Array, "S H
 def _decodes(
     x: Tokens, buffer: Float[Array, "N H Dk Dv"], meta: StepMetadata
 ) -> tuple[Float[Array, "n H Dv"], Float[Array, "N H Dk Dv"]]:
-    """The first sequences, which have the one token in `x` each; zero after the last of them."""
     rows: StateRows = jax.tree.map(lambda numbers: numbers[: len(x.v)], meta.state_rows)
     live, nowhere = jnp.arange(len(x.v)) < meta.num_decodes, len(buffer)
     read, after = step(x, read_state(buffer, rows))
@@ -83,12 +82,7 @@ def _decodes(
     return jnp.where(live[:, None, None], read, 0), buffer
 
 
-def _unit(x: Float[Array, "T K Dk"]) -> Float[Array, "T K Dk"]:
-    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPS)
-
-
 WINDOW = 64
-"""Tokens that are run together."""
 
 
 class Tokens(NamedTuple):
@@ -214,7 +208,6 @@ def _state_after(
     w: _Windows, written: Float[Array, "H W Dv"], mine: Bool[Array, "W"], state: Float[Array, "H Dk Dv"],
     last: Int[Array, ""],
 ) -> Float[Array, "H Dk Dv"]:  # fmt: skip
-    """The state after the window's token `last` of a sequence, whose tokens there are `mine`."""
     seen = mine & (jnp.arange(len(mine)) <= last)
     total = w.decay[:, last]
     fading = jnp.exp(jnp.where(seen, total[:, None] - w.decay, -jnp.inf))

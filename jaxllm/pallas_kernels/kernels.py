@@ -58,10 +58,8 @@ class Kernels:
             latent attention and the pages, between the projections; may be absent. A head's first rows of the weight,
             `[o, L]`, make its keys of the normed latent, the others its values. `one_product` says that queries and
             latents are projected from the same.
-        causal_conv, delta_rule, ssd, low_rank: see their defaults.
         adapted: `(x, weight, norm, residual, AdapterArrays, AdapterUses)` -> the parts of a product with what adapters
             add to them; may be absent.
-        packed_attention, normalise: attention of whole texts without pages, and a norm by itself; see their defaults.
         sums: a sampler's, over rows of logits.
         native: these are the C++ kernels of a CPU, for which weights go into tiles where there are kernels for them.
         gpu_tiles: these are kernels of NVIDIA GPUs, for which weights of few bits go into tiles of theirs.
@@ -189,8 +187,7 @@ def choose_kernels(
     CPU: `auto` takes them then. `uses` are what the layers of a model will ask for; what an accelerator's attention
     cannot do is left to plain XLA, and the log says so.
 
-    Raises:
-        ConfigError: the backend is unknown, or cannot run there, or not this model.
+    Raises ConfigError: the backend is unknown, or cannot run there, or not this model.
     """
     kernels = _choose(attention_backend, platform, native)
     lacks = _lacks(kernels, kv_cache_dtype, np.dtype(dtype), uses)

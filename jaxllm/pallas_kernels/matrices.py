@@ -52,7 +52,6 @@ class KernelMatrix:
 
     @property
     def planes(self) -> int:
-        """Codes in a byte."""
         return max(1, 8 // self.bits)
 
     @property
@@ -90,7 +89,7 @@ class KernelMatrix:
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """What the codes of floats of four bits stand for."""
 ROWS = 16
-"""Outputs in a tile: what a tensor core's instruction multiplies at a time, and what the C++ kernels' tiles have."""
+"""Outputs in a tile, as the C++ kernels have them: what a tensor core multiplies at a time."""
 
 EXPANDED_BYTES = 2**28
 """Of a matrix that are expanded at a time."""
@@ -133,7 +132,6 @@ class PackedFormat:
 
     @property
     def has_shift(self) -> bool:
-        """Each group has something that is added to its numbers."""
         return SCALES[self.scales].shifts
 
     @property
@@ -246,10 +244,6 @@ def byte_in(word: jax.Array, index: int, mask: int = 255) -> jax.Array:
     return (word >> (8 * index)) & mask
 
 
-def signed_byte_in(word: jax.Array, index: int) -> jax.Array:
-    return (word << (24 - 8 * index)) >> 24
-
-
 def fourth_of_six(words: Sequence[jax.Array]) -> jax.Array:
     """The word of six bits a byte that has two bits of each byte in each of three others."""
     first, second, third = words
@@ -283,7 +277,8 @@ def group_scale(
         byte = byte_in(words[group // 4], group % 4)
         return (byte & 15).astype(jnp.float32), (byte >> 4).astype(jnp.float32)
     if kind == "k_bytes":
-        return signed_byte_in(words[group // 4], group % 4).astype(jnp.float32), None
+        signed = (words[group // 4] << (24 - 8 * (group % 4))) >> 24
+        return signed.astype(jnp.float32), None
     assert kind == "k_six"
     word = words[group // 4] if group < 12 else fourth_of_six(words[:3])
     return (byte_in(word, group % 4, 63) - 32).astype(jnp.float32), None

@@ -76,7 +76,6 @@ class StepMetadata:
 
     @property
     def state_rows(self) -> StateRows:
-        """`states` of a model that has some."""
         assert self.states is not None, "a model with states is run with their rows"
         return self.states
 

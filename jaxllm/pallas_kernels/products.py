@@ -45,7 +45,6 @@ def linear(
     residual: Float[Array, "T o"] | None = None,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "T o"]:
-    """The weight's own product."""
     out = weight.matmul(x if norm is None else norm(x))
     return (out if residual is None else residual + out.astype(residual.dtype)).astype(dtype)
 
@@ -85,7 +84,6 @@ class Unsummed:
     parts: Float[Array, "P T E"]
 
     def summed(self) -> Float[Array, "T E"]:
-        """In float32."""
         return jnp.sum(self.parts, axis=0)
 
 
@@ -98,7 +96,6 @@ LATER = Later()
 Late: TypeAlias = Any
 """What is yet to be added to the residual stream: `[T, E]`, or for one who adds later `Unsummed` or a `Mixture`."""
 Residual = Float[Array, "T E"] | Later | None
-"""The residual stream, to which a block adds what it gives, or none, or one that is added to later."""
 
 
 def late_sum(late: Late) -> Float[Array, "T E"]:
@@ -128,7 +125,6 @@ class Mixture:
     shared: Float[Array, "T E"] | None = None
 
     def summed(self) -> Float[Array, "T E"]:
-        """In float32."""
         weights = self.weights[:, :, None]
         out = jnp.where(weights == 0, 0, weights * self.outputs).sum(axis=1)
         return out if self.shared is None else out + self.shared
@@ -233,10 +229,6 @@ class SoftmaxSums(NamedTuple):
     running: Callable[[jax.Array, jax.Array, jax.Array, int], jax.Array]
 
 
-def _mass(logits: Float[Array, "R V"], most: Float[Array, "R"], threshold: Float[Array, "R"]) -> Float[Array, "R"]:
-    return _weights(logits, most, threshold).sum(-1)
-
-
 def _running(
     logits: Float[Array, "R V"], most: Float[Array, "R"], threshold: Float[Array, "R"], block: int
 ) -> Float[Array, "R n"]:
@@ -250,15 +242,16 @@ def _weights(logits: jax.Array, most: jax.Array, threshold: jax.Array) -> Float[
     return jnp.where(logits >= threshold[:, None], jnp.exp(logits - most[:, None]), 0)
 
 
-PLAIN_SUMS = SoftmaxSums(lambda logits: jax.nn.logsumexp(logits, axis=-1), _mass, _running)
+PLAIN_SUMS = SoftmaxSums(
+    lambda logits: jax.nn.logsumexp(logits, axis=-1),
+    lambda logits, most, threshold: _weights(logits, most, threshold).sum(-1),
+    _running,
+)
 """In plain XLA, whose order of summation is its own affair."""
 
-CPU_BLOCK = 256
-
-
-def _cpu_mass(logits: Float[Array, "R V"], most: Float[Array, "R"], threshold: Float[Array, "R"]) -> Float[Array, "R"]:
-    return cpu_kernels.running_weights(logits, most, threshold, CPU_BLOCK)[:, -1]
-
-
-CPU_SUMS = SoftmaxSums(cpu_kernels.log_sum_exp, _cpu_mass, cpu_kernels.running_weights)
+CPU_SUMS = SoftmaxSums(
+    cpu_kernels.log_sum_exp,
+    lambda logits, most, threshold: cpu_kernels.running_weights(logits, most, threshold, 256)[:, -1],
+    cpu_kernels.running_weights,
+)
 """By the C++ kernels, in an order that does not depend on the number of rows."""

@@ -22,11 +22,9 @@ from jaxllm.pallas_kernels.products import precision
 DECODE_BLOCK = 128
 """Tokens of KV that decode rows visit at a time."""
 DECODE_GROUP = 16
-"""Sequences that decode together in a mixed batch."""
 PREFILL_BLOCK = 256
 """Tokens of KV that a tile of queries visits at a time."""
 PREFILL_TILE = 128
-"""Queries in a tile."""
 
 NEGATIVE = -1e30
 
@@ -144,11 +142,8 @@ def paged_attention(
         pages: of the keys and values, or of a latent without `v`, as `Kernels.page_layout` has them; updated in place
             when donated.
 
-    Returns:
-        The attention output in `q`'s dtype (padding rows are zero) and the new pages. Sums run in float32.
-
-    Raises:
-        ValueError: `v` and the number of page buffers disagree, or there is a `value_dim` beside `v`.
+    Returns the output in `q`'s dtype (padding rows are zero) and the new pages. Sums run in float32.
+    Raises ValueError: `v` and the number of page buffers disagree, or there is a `value_dim` beside `v`.
     """
     options = Options(**given)
     if v is not None and options.value_dim is not None:
@@ -199,7 +194,6 @@ def _walk(
 
 
 def _mixed(q: Float[Array, "T K G D"], pages: Pages, meta: StepMetadata, options: Options) -> Float[Array, "T K G Dv"]:
-    """Decode rows in groups, then prefill chunks tile by tile."""
     tokens, num_kv, group, _ = q.shape
     tile = min(PREFILL_TILE, tokens)
     rows = min(DECODE_GROUP, tokens, meta.page_table.shape[0])
@@ -242,7 +236,6 @@ def _prefill_tile(
 
 
 def _gather(pages: Shaped[Array, "N K page D"], ids: Int[Array, "S n"]) -> Shaped[Array, "S K n*page D"]:
-    """The pages `ids` of every sequence with KV heads in front: whole rows of one head's page are copied at a time."""
     num_pages, num_kv, page_size, dim = pages.shape
     rows = pages.reshape(num_pages * num_kv, page_size * dim)
     index = ids[:, None, :] * num_kv + jnp.arange(num_kv)[None, :, None]
@@ -263,10 +256,7 @@ def packed_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Float[Array, "T H D"]:
-    """Each token attends to its whole text, or with a `window` to the tokens that are less than that far away.
-
-    All of a text is in the step. Padding comes out zero.
-    """
+    """Each token attends to its whole text in the step, or to less than `window` tokens; padding gives zeros."""
     tokens, _, dim = q.shape
     size = min(TILE, tokens)
     options = Options(scale, softcap=softcap, value_dim=dim)

@@ -48,8 +48,7 @@ def recurrent(
 ) -> tuple[Float[Array, "T H P"], Float[Array, "B H P N"]]:
     """One token after the other, so that a result does not depend on where a sequence's chunks end.
 
-    Returns:
-        What the heads read, and the buffer with the states after this step and those that are to be kept.
+    Returns what the heads read, and the buffer with the states after this step and those that are to be kept.
     """
     past = _by_group(read_state(buffer, meta.state_rows), inputs)
     if meta.decode_only:
@@ -73,10 +72,7 @@ def recurrent(
 def chunked(
     inputs: SSDInputs, buffer: Float[Array, "B H P N"], meta: StepMetadata
 ) -> tuple[Float[Array, "T H P"], Float[Array, "B H P N"]]:
-    """As `recurrent`, with products of matrices over up to `CHUNK` tokens of a sequence.
-
-    They end at positions that are multiples of `CHUNK`: steps that end there too change no result.
-    """
+    """As `recurrent`, by products over chunks that end at multiples of `CHUNK`: steps that end there change nothing."""
     past = _by_group(read_state(buffer, meta.state_rows), inputs)
     if meta.decode_only:
         return _decoded(inputs, past, buffer, meta)
@@ -154,13 +150,11 @@ def moved_on(
 def _decoded(
     inputs: SSDInputs, past: States, buffer: Float[Array, "B H P N"], meta: StepMetadata
 ) -> tuple[Float[Array, "T H P"], Float[Array, "B H P N"]]:
-    """One token of each sequence: what is kept of one is its state after that."""
     after, y = jax.vmap(moved_on)(past, *grouped(inputs))
     return finished(y, inputs), write_state(buffer, after, after, meta.state_rows)
 
 
 def _chunk_read(state: Float[Array, "G J P N"], tokens: _Tokens) -> Float[Array, "L G J P"]:
-    """What a chunk's tokens read of each other, and of the state before them."""
     total = jnp.cumsum(tokens.fade, axis=0)
     place = jnp.arange(len(total))
     earlier = (place[:, None] >= place)[:, :, None, None]
@@ -171,7 +165,6 @@ def _chunk_read(state: Float[Array, "G J P N"], tokens: _Tokens) -> Float[Array,
 
 
 def _chunk_state(state: Float[Array, "G J P N"], tokens: _Tokens, count: Int[Array, ""]) -> Float[Array, "G J P N"]:
-    """The state after the first `count` tokens of a chunk."""
     live = jnp.arange(len(tokens.fade)) < count
     total = jnp.cumsum(jnp.where(along(live, tokens.fade), tokens.fade, 0), axis=0)
     left = jnp.where(along(live, total), jnp.exp(total[-1] - total), 0)

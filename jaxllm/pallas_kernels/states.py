@@ -44,17 +44,13 @@ def kept_length(rows: StateRows, meta: StepMetadata) -> Int[Array, "S"]:
 def write_state(
     buffer: Float[Array, "N *n"], after: Float[Array, "S *m"], kept: Float[Array, "S *m"], rows: StateRows
 ) -> Float[Array, "N *n"]:
-    """The buffer with each sequence's state after this step's tokens, and the one that is to be kept of it.
-
-    Their axes may be split where the buffer's are not.
-    """
+    """The buffer with the states after this step, and the kept ones; their axes may be split where its are not."""
     where, states = jnp.concatenate([rows.written, rows.kept]), jnp.concatenate([after, kept])
     return buffer.at[where].set(states.reshape(-1, *buffer.shape[1:]).astype(buffer.dtype))
 
 
 StateKernel = Callable[..., tuple[jax.Array, jax.Array]]
-"""`(*tokens, *constants, buffer, meta) -> (out, buffer)`: what one step's tokens read of their sequences' states, and
-the states after them."""
+"""`(*tokens, *constants, buffer, meta) -> (out, buffer)`: what tokens read of the states, and the states after them."""
 
 
 @jax.tree_util.register_dataclass
@@ -120,8 +116,7 @@ def causal_conv(
         buffer: the last `r` inputs of each sequence, one sequence a row; zeros precede the first token.
         activation: of the result.
 
-    Returns:
-        The convolution, and the buffer with the states after this step and those that are to be kept.
+    Returns the convolution, and the buffer with the states after this step and those that are to be kept.
     """
     u = u.astype(jnp.float32)
     past = read_state(buffer, meta.state_rows)
@@ -149,7 +144,6 @@ def _convolve(
 def _last_inputs(
     u: Float[Array, "T C"], past: Float[Array, "S r C"], meta: StepMetadata, length: Int[Array, "S"]
 ) -> Float[Array, "S r C"]:
-    """The last `r` inputs of each sequence once `length` of its tokens in this step have run."""
     reach = past.shape[1]
     place = length[:, None] - reach + jnp.arange(reach)  # in this step's tokens; before them where negative
     new = u[jnp.clip(meta.query_start[:-1, None] + place, 0, u.shape[0] - 1)]

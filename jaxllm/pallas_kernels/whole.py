@@ -102,7 +102,6 @@ def state_space(
 
 
 def _scanned(run: Callable[..., Any], shape: tuple[int, ...], tokens: Any) -> Float[Array, "T *n"]:
-    """What `run` gives for each token of all sequences, one after the other, from states of `shape` that are zero."""
     by_time = jax.tree.map(lambda x: x.reshape(shape[0], -1, *x.shape[1:]).swapaxes(0, 1), tokens)
     _, read = lax.scan(run, jnp.zeros(shape, jnp.float32), by_time)
     return read.swapaxes(0, 1).reshape(-1, *read.shape[2:])

@@ -161,7 +161,6 @@ class CodedKind:
         return Coded(*arrays, coding, self.dtype)
 
     def pack(self, tensors: Sequence[Stored], layout: Layout | None) -> Coded:
-        """A checkpoint's own codes where they fit; others are encoded."""
         codes, scales, zeros = zip(*map(self._parts, tensors), strict=True)
         coding, rows = self.coding, self.coding.block[0]
         if layout is not None and rows > 1:
@@ -208,7 +207,6 @@ class CodedKind:
         return codes, scale, zero
 
     def _by_rows(self, tensor: Stored) -> tuple[np.ndarray, np.ndarray, None]:
-        """Each row's largest weight becomes the largest code."""
         values = tensor.finite()
         peak = np.maximum(values.max(axis=-1), -values.min(axis=-1))
         scale = np.where(peak > 0, peak / np.float32(LARGEST[self.coding.codes]), 1).astype(np.float32)
@@ -218,7 +216,6 @@ class CodedKind:
         return codes.astype(self.coding.codes), scale[..., None], None
 
     def _by_groups(self, tensor: Stored) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Codes spread over each group's range, made to hold 0."""
         values, coding = tensor.finite(), self.coding
         assert not coding.of_blocks, "only checkpoints that have blocks of rows give them"
         groups = values.reshape(*values.shape[:-1], -1, coding.block[1])

@@ -32,10 +32,8 @@ def _codes(packed: Bytes, run: int, bits: int) -> Bytes:
 
 
 def k_scales(packed: Bytes) -> tuple[Bytes, Bytes]:
-    """Eight 6-bit scales and eight 6-bit minima of the 12 bytes that Q4_K and Q5_K have for them.
-
-    Bytes 0-3: two high bits of scale 4-7, then scale 0-3; 4-7: the same of the minima;
-    8-11: four low bits of minimum 4-7, then of scale 4-7.
+    """Eight 6-bit scales and minima from 12 bytes of Q4_K or Q5_K: 0-3: two high bits of scale 4-7, then scale 0-3;
+    4-7: the same of the minima; 8-11: four low bits of minimum 4-7, then of scale 4-7.
     """
     scale, minimum, low = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
     join = jnp.concatenate if isinstance(packed, jax.Array) else np.concatenate
@@ -100,7 +98,6 @@ class BlockFormat(NamedTuple):
 
     @property
     def density(self) -> float:
-        """Bytes a weight."""
         return self.nbytes / self.elements
 
 

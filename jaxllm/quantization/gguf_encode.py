@@ -31,7 +31,6 @@ So all sums over a group are written out, and a whole attempt at its scale becom
 """
 
 TINY = 1e-15
-"""Groups of weights all smaller than that are zeros."""
 
 
 def members(x: Float32[Array, "n _"], size: int) -> Members:
@@ -125,7 +124,6 @@ def half_bytes(half: Float32[Array, "n"]) -> UInt8[Array, "n 2"]:
 
 
 def rounded(half: Float32[Array, "n"]) -> Float32[Array, "n 1"]:
-    """What is left of a scale in float16."""
     return half.astype(jnp.float16).astype(jnp.float32)[:, None]
 
 
@@ -220,7 +218,6 @@ def _swept(x: Members, weights: Members, codes: Members, low: int, high: int) ->
 
 
 def _fit_one_by_one(x: Members, most: int) -> Vector:
-    """As `fit_symmetric`, for very few codes."""
     peak, zero = peak_of(x)
     codes = [jnp.clip(jnp.round(-most / peak * v), -most, most - 1) for v in x]
     _, scale = _swept(x, [v * v for v in x], codes, -most, most - 1)
@@ -228,7 +225,6 @@ def _fit_one_by_one(x: Members, most: int) -> Vector:
 
 
 def _to_integers(values: Array, top: Array, most: int) -> Array:
-    """`values [n, groups]` as 0 … `most`, where `top [n]` is `most`."""
     inverse = jnp.where(top > 0, most / jnp.where(top > 0, top, 1), 0)
     return jnp.clip(jnp.round(values * inverse[:, None]), 0, most).astype(jnp.int32)
 
@@ -236,7 +232,6 @@ def _to_integers(values: Array, top: Array, most: int) -> Array:
 def _shared_scales(
     x: SuperBlock, weights: SuperBlock | None, size: int, most: int, scale_most: int, search: Search
 ) -> tuple[Array, ...]:
-    """Of every block: scale and shift of its groups as integers, those of the block, and the codes."""
     if weights is not None:
         fitted = fit_affine(members(x, size), members(weights, size), most, WEIGHTED)
         counted = weights.reshape(x.shape[0], -1, size).sum(2)
@@ -343,7 +338,7 @@ LEAST = 1e-6
 """Of the largest importance: inputs that the text never used still count a little."""
 
 _CHUNK = 1 << 19
-"""Weights encoded at a time: always as many, so that there is one shape to compile."""
+"""Weights encoded at a time: a constant, so that one shape is compiled."""
 
 
 def encode(values: np.ndarray, dtype: str, importance: np.ndarray | None = None) -> np.ndarray:

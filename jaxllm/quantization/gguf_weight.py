@@ -72,18 +72,14 @@ class GgufKind:
         if tensor.packed and tensor.dtype == self.type:
             blocks = tensor.by_rows.reshape(*tensor.shape[:-1], -1, FORMATS[self.type].nbytes)
             for start in FORMATS[self.type].halves:
-                if not _finite_halves(blocks, start):
+                halves = blocks[..., start : start + 2].view(np.uint16)
+                # With the sign shifted out, infinity is 0xf800.
+                if np.max(halves << 1, initial=0) >= 0xF800:
                     raise CheckpointError(f"{tensor.origin}: not all scales of its {self.type} blocks are finite")
             return blocks
         if tensor.codes is not None and block_type(tensor.codes.coding) == self.type and tensor.codes.order is None:
             return coded_blocks(tensor.data, tensor.codes, self.type, tensor.origin)
         return encode(tensor.finite(), self.type, tensor.importance)
-
-
-def _finite_halves(blocks: np.ndarray, start: int) -> bool:
-    """Whether the halves at byte `start` of every block are numbers: with the sign shifted out, infinity is 0xf800."""
-    halves = blocks[..., start : start + 2].view(np.uint16)
-    return halves.size == 0 or bool(np.max(halves << 1) < 0xF800)
 
 
 BLOCK = 32
@@ -107,11 +103,7 @@ def block_type(coding: Coding) -> str | None:
 
 
 def coded_blocks(data: np.ndarray, codes: Codes, type: str, origin: str) -> np.ndarray:
-    """Blocks `[*stack, o, i / 32, bytes]` of the codes `data` `[*stack, o, i]`.
-
-    Raises:
-        CheckpointError: a scale is more than float16 holds.
-    """
+    """Blocks `[*stack, o, i / 32, bytes]` of the codes. Raises CheckpointError: a scale is more than float16 holds."""
     coding, block = codes.coding, (1, BLOCK)
     groups = data.reshape(*data.shape[:-1], -1, BLOCK)
     scale = codes.scales(data.shape, block).astype(np.float32)

@@ -80,7 +80,6 @@ def _fitting(format: PackedFormat, inputs: int) -> PackedFormat:
 
 
 def unpack_groups(weight: Coded, format: PackedFormat) -> Unpacked:
-    """Groups of codes, for the format that `group_format` gives."""
     bits = weight.coding.bits
     codes = unpacked(weight.codes, bits).reshape(*weight.scale.shape[:-1], -1)
     repeats = codes.shape[-1] // weight.scale.shape[-1] // format.group
@@ -100,12 +99,10 @@ def _words(blocks: BlocksOfRows, start: int, stop: int) -> np.ndarray:
 
 
 def _pairs(scales: np.ndarray) -> np.ndarray:
-    """16-bit floats, two in a word."""
     return np.ascontiguousarray(scales).view(INT32)[..., None]
 
 
 def _k_pairs(blocks: BlocksOfRows) -> np.ndarray:
-    """Scales and minima as `SCALES` says."""
     both = np.stack(k_scales(blocks[..., 4:16]), axis=-1).reshape(*blocks.shape[:-1], 16)
     return np.concatenate([_six_bits(both), _words(blocks, 0, 4)], axis=-1)
 
@@ -151,8 +148,6 @@ BLOCKS = {
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GpuTiles(PackedMatrix, Quantized):
-    """A matrix in tiles of 16 rows."""
-
     @property
     def rows_together(self) -> int:
         return ROWS
@@ -161,7 +156,6 @@ class GpuTiles(PackedMatrix, Quantized):
         return _expand(_by_row(self)).astype(self.dtype)
 
     def rows(self, ids: Int[Array, "T"]) -> Float[Array, "T i"]:
-        """The rows `ids` of a matrix; no other is expanded."""
         tile, lane = jnp.divmod(ids, ROWS)
         taken = replace(
             self,
@@ -184,11 +178,7 @@ class GpuTiles(PackedMatrix, Quantized):
 
 @dataclass(frozen=True)
 class GpuTiledKind:
-    """Tiles of what another kind keeps, in a format that holds it exactly.
-
-    Attributes:
-        inputs: of a row that a device has: each device's last tiles are padded where those are no whole ones.
-    """
+    """Tiles of another kind in a format that holds it exactly; each device's last ones are padded to its `inputs`."""
 
     stored: GgufKind | CodedKind
     format: PackedFormat
@@ -223,7 +213,6 @@ class GpuTiledKind:
         return FLOAT16 if isinstance(self.stored, GgufKind) else self.stored.coding.scale
 
     def pack(self, tensors: Sequence[Stored], layout: Layout | None) -> GpuTiles:
-        """What the other kind makes of them, moved into tiles."""
         kept = self.stored.pack(tensors, layout)
         format = self.format
         if isinstance(kept, GgufBlocks):
@@ -258,7 +247,6 @@ def gpu_tiled(kind: WeightKind, rows: Sequence[int], inputs: int) -> WeightKind:
 
 
 def _padded(codes: np.ndarray, inputs: int, tile: int) -> np.ndarray:
-    """With zeros after each device's `inputs`, so that they are whole tiles."""
     missing = -inputs % tile
     if missing == 0:
         return codes
@@ -280,8 +268,6 @@ def _tiled(array: np.ndarray, kept: int) -> np.ndarray:
 
 
 def _by_row(tiles: PackedMatrix) -> PackedMatrix:
-    """The same arrays with `o` in place of tiles and the rows of each."""
-
     def of_plane(plane: Any) -> Any:
         return _rows_together(plane, -2, 2)
 

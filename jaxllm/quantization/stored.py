@@ -43,7 +43,6 @@ class Coding:
 
     @property
     def middle(self) -> int:
-        """The code of 0 in symmetric blocks."""
         return 0 if self.levels or self.codes != UINT8 else 1 << (self.bits - 1)
 
     @property
@@ -93,7 +92,6 @@ class Codes:
         return self._spread(self.scale, shape, block)
 
     def zeros(self, shape: tuple[int, ...], block: tuple[int, int]) -> np.ndarray:
-        """The codes that stand for 0, likewise."""
         if self.zero is not None:
             return self._spread(self.zero, shape, block)
         rows, columns = (-(-size // step) for size, step in zip(shape[-2:], block, strict=True))
@@ -144,11 +142,7 @@ def packed(codes: Any, bits: int) -> Any:
 
 
 def dequantize(data: np.ndarray, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The bytes `data` of one tensor of GGML type `dtype` as float32 of `shape`.
-
-    Raises:
-        CheckpointError: the type is unknown, or the bytes are not as many as the shape asks for.
-    """
+    """A tensor of GGML type `dtype` as float32. Raises CheckpointError: unknown type, or bytes of another length."""
     from gguf import GGMLQuantizationType, quants
 
     try:
@@ -204,16 +198,11 @@ class Stored(NamedTuple):
         return parts
 
     def plain(self) -> Stored:
-        """The same, expanded."""
         values = self.expand()
         return Stored(values, "F32", values.shape, importance=self.importance, origin=self.origin)
 
     def expand(self) -> np.ndarray:
-        """The tensor's numbers: in their stored type, or as float32 where they were quantized.
-
-        Raises:
-            CheckpointError: the type is unknown, or the bytes are not as many as the shape asks for.
-        """
+        """The numbers: in their stored type, or as float32 where they were quantized. Raises as `dequantize`."""
         if self.codes is not None:
             return self.codes.values(self.unpacked().data)
         if not self.packed:
@@ -231,11 +220,7 @@ class Stored(NamedTuple):
         return self._replace(data=unpacked(data, self.codes.coding.bits).reshape(self.shape), packed=False)
 
     def finite(self) -> np.ndarray:
-        """The tensor's numbers as float32, to be quantized.
-
-        Raises:
-            CheckpointError: as `expand`, or some are infinite or none at all.
-        """
+        """The numbers as float32, to be quantized. Raises CheckpointError: as `expand`, or some are infinite or NaN."""
         values = np.asarray(self.expand(), np.float32)
         if not np.isfinite(values).all():
             raise CheckpointError(f"{self.origin}: not all numbers are finite, so it cannot be quantized")

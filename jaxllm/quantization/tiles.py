@@ -77,11 +77,7 @@ class Tiled(Weight):
 
 @dataclass(frozen=True)
 class TiledKind:
-    """Tiles of what another kind keeps.
-
-    Segments of one product stay by themselves unless it `joins` them: the kernels take several at once, and give a
-    result for each.
-    """
+    """Tiles of what another kind keeps; segments stay by themselves unless it `joins` them: a kernel takes several."""
 
     stored: GgufKind | DenseKind | CodedKind
     joins: bool = False
@@ -98,7 +94,6 @@ class TiledKind:
 
     @property
     def _run(self) -> int | None:
-        """Inputs that share a scale beside the tiles, where not all of a row do."""
         coded = isinstance(self.stored, CodedKind) and self.stored.coding.of_blocks
         return self.stored.block if coded else None
 
@@ -112,11 +107,7 @@ class TiledKind:
         return Tiled(jax.ShapeDtypeStruct(tiles, jnp.uint8), scales, self.format, self.stored.dtype)
 
     def pack(self, tensors: Sequence[Stored], layout: Layout | None) -> Tiled:
-        """What the other kind makes of them, moved into tiles.
-
-        Raises:
-            CheckpointError: a float of eight bits is a NaN, which the kernels do not know.
-        """
+        """What the other kind makes of them, in tiles. Raises CheckpointError: an e4m3 float is a NaN."""
         blocks, scales = _blocks(self.stored.pack(tensors, layout))
         if self.format == "e4m3" and (blocks & 0x7F == 0x7F).any():
             raise CheckpointError(f"{tensors[0].origin}: holds NaN")

@@ -59,7 +59,6 @@ class Weight(ABC):
         return None
 
     def select(self, index: Int[Array, ""]) -> Weight:
-        """One matrix of a stack; reads no other."""
         return jax.tree.map(lambda array: lax.dynamic_index_in_dim(array, index, keepdims=False), self)
 
     def expand_heads(self, x: Float[Array, "T H i"], per_head: int, rows: slice) -> Float[Array, "T H o"]:
@@ -100,8 +99,6 @@ class WeightKind(Protocol):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Dense(Weight):
-    """Every number by itself."""
-
     array: Any
     """`[*stack, o, i]` floats."""
 
@@ -135,8 +132,6 @@ class Dense(Weight):
 
 @dataclass(frozen=True)
 class DenseKind:
-    """Floats of one type."""
-
     dtype: np.dtype
     block: ClassVar[int] = 1
     joins: ClassVar[bool] = True
@@ -217,7 +212,6 @@ class Quantized(Weight):
         return product(x, self.dequantize().astype(x.dtype))
 
     def rows(self, ids: Int[Array, "T"]) -> Float[Array, "T i"]:
-        """The rows `ids` of a matrix; no other is expanded."""
         assert self.rows_together == 1
         return jax.tree.map(lambda array: array[ids], self).dequantize()
 
@@ -237,18 +231,12 @@ def fuse(parts: list[Weight]) -> Weight:
 
 
 def product(x: Float[Array, "T i"], matrix: Float[Array, "o i"]) -> Float[Array, "T o"]:
-    """`x @ matrix.T` in the matrix's type, accumulated and returned in float32.
-
-    A float32 result is also what keeps XLA:CPU on its fast path for bfloat16.
-    """
+    """`x @ matrix.T` in the matrix's type, summed and given in float32: XLA:CPU's fast path for bfloat16."""
     return dot(x.astype(matrix.dtype), matrix)
 
 
 def _by_head(x: Float[Array, "T H n"], matrix: Float[Array, "H o i"], contract: int) -> Float[Array, "T H m"]:
-    """Each head times its own matrix, summed in float32 over axis `contract` of it.
-
-    Heads are moved to the front first: XLA:CPU cannot run every bfloat16 product with a batch axis that is not.
-    """
+    """Each head times its matrix, summed in float32 over `contract`; heads go first, as XLA:CPU needs for bfloat16."""
     heads, numbers = x.swapaxes(0, 1).astype(matrix.dtype), (((2,), (contract,)), ((0,), (0,)))
     out = lax.dot_general(heads, matrix, numbers, precision(matrix), preferred_element_type=jnp.float32)
     return out.swapaxes(0, 1).astype(x.dtype)

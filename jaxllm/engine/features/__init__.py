@@ -26,10 +26,7 @@ def features_of(
     drafts: DraftsFeature | None = None,
     offloads: bool = False,
 ) -> Features:
-    """Those of an engine that samples, in the order in which they are asked.
-
-    The largest activation of a layer has `widest_activation` numbers of a token.
-    """
+    """Those of an engine that samples, in the order they are asked; `widest_activation` is a layer's, per token."""
     from jaxllm.engine.core.registry import Features
     from jaxllm.engine.features.adapters.adapters import AdaptersFeature, NoAdaptersFeature
     from jaxllm.engine.features.grammar.grammar import GrammarFeature

@@ -33,7 +33,6 @@ from jaxllm.requests.steering import Patching, Steering
 class _CaptureState:
     params: CaptureParams
     rows: list[CapturedRows] = field(default_factory=list)
-    """What has reached the host, and its caller has not been told."""
 
 
 class CapturesFeature(Feature):
@@ -44,10 +43,8 @@ class CapturesFeature(Feature):
     rare = gives = True
     asked_by = ("capture",)
     rooms = (1, 4, 16, 64, 256, 1024)
-    """The most are those of all points of all layers, which requests of one step may want together."""
 
     def __init__(self, widest: int):
-        """`widest` is how many numbers of a token the largest activation has."""
         self._widest = widest
 
     def prepare(self, request: Request, asked: EngineRequest) -> _CaptureState | None:
@@ -165,7 +162,6 @@ class _Recording(Traced, Hand):
     layers = _LayerRecorder
 
     def __init__(self, places: Int[Array, "L n"], count: int, width: int):
-        """`places` of each layer, and then of what comes after all; narrower activations than `width` leave a rest."""
         self._places, self._count, self._width = places, count, width
         self.buffer: Float[Array, "N T W"] | None = None
 

@@ -145,7 +145,6 @@ def adjust_logits(
 def _bad_tokens(
     rows: SamplingRows, history: Int[Array, "R L"], words: Int[Array, "R W 16"], vocab: int
 ) -> Int[Array, "R W"]:
-    """Tokens that would complete a bad word after what was generated; the vocabulary's size where none would."""
     length = words.shape[2]
     at = rows.position[:, None] - jnp.arange(length - 2, -1, -1)
     generated = at >= rows.prompt_len[:, None]
@@ -166,7 +165,6 @@ class ProcessorsFeature(Feature):
     rare = samples = has_part = reads_history = True
     asked_by = ("processes_logits",)
     is_saved = False
-    """A caller's own functions are in such a step, or their number."""
 
     def __init__(self, processors: Sequence[LogitsProcessor] = ()):
         self._processors = tuple(processors)
@@ -180,7 +178,6 @@ class ProcessorsFeature(Feature):
 
     @property
     def declared(self) -> Declared:
-        """What requests may ask of them."""
         return {
             processor.name: {key: (value.shape, value.dtype.name) for key, value in processor.defaults.items()}
             for processor in self._processors
@@ -222,7 +219,6 @@ class ProcessorsFeature(Feature):
         return _Processing(self._processors, self._packing, step.parts[self.name]["rows"], self.bit)
 
     def row(self, chosen: Chosen) -> np.ndarray:
-        """What the slot of a request is told that uses these."""
         row = np.zeros(self.width, np.int32)
         views = self._packing.views(row)
         for index, processor in enumerate(self._processors):
@@ -272,7 +268,6 @@ def _value(bits: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def processors_of(features: Features) -> ProcessorsFeature:
-    """Those of an engine that samples."""
     found = features[ProcessorsFeature.name]
     assert isinstance(found, ProcessorsFeature)
     return found

@@ -39,9 +39,7 @@ SUMS = _read_key("sums", 0)
 @dataclass
 class _ScoreState:
     begin: int
-    """The first token of the prompt that the scores are of."""
     scores: ScoresInProgress | None = None
-    """Those of the prompt, where they are asked for."""
     vocabulary: list[np.ndarray] = field(default_factory=list)
     """Log-probabilities [V] at each token that a step gave, until its caller is told."""
 
@@ -171,10 +169,7 @@ class ScoresFeature(Feature):
             delta.vocabulary = np.stack(rows[: len(delta.token_ids)]).astype("<f4").tobytes()
 
     def unembed(self, states: np.ndarray, normed: bool) -> np.ndarray:
-        """The logits `[n, V]` of the first states of `[n, E]`, as many as a step takes. Waits for the devices.
-
-        States pass the last norm first unless they are `normed`.
-        """
+        """The logits `[n, V]` of states `[n, E]`, normed first unless `normed`; waits for the devices."""
         size = self.around.device.most_rows
         states = states[:size]
         padded = np.zeros((size, states.shape[1]), self.around.device.hidden_dtype)
@@ -189,7 +184,6 @@ def score_packing(rows: int) -> Packing:
 
 
 def _store(extra: _ScoreState, positions: range, found: slice, result: Any) -> None:
-    """Keep a prompt's scores: their first row is of the first token that is scored."""
     scores, rows = extra.scores, slice(positions.start - extra.begin, positions.stop - extra.begin)
     assert scores is not None, "only prompts that are scored have stretches"
     if not isinstance(result, Logprobs):
@@ -227,7 +221,6 @@ class _PoolingState:
     second_text: int
     """The place at which the second of two texts begins; 0 where there is one."""
     values: np.ndarray | None = None
-    """Those that have reached the host."""
 
     def add(self, values: np.ndarray, first: bool) -> None:
         """Sums of further chunks add up, logits of further tokens follow; the first begin anew after a preemption."""
@@ -239,15 +232,12 @@ class _PoolingState:
             self.values += values
 
     def bytes_of(self, num_prompt: int) -> bytes:
-        """What the caller gets: float32, little-endian."""
         assert self.values is not None, "the last values have come"
         values = self.values / num_prompt if self.params.kind == "mean" else self.values
         return values.astype("<f4").tobytes()
 
 
 class _Row(NamedTuple):
-    """A row with `width` values of a request, of whose rows it may be both the first and the last."""
-
     request: Request
     width: int
     first: bool = True
@@ -376,5 +366,4 @@ def with_token_types(meta: StepMetadata, second: Any) -> StepMetadata:
 
 
 def _logits_packing(rows: int) -> Packing:
-    """`rows` rows of hidden states, and the tokens of each whose logits are asked for."""
     return Packing(hidden_row=(rows,), token_ids=(rows, MAX_TOKEN_IDS))

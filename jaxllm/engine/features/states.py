@@ -52,12 +52,9 @@ class StateCache:
         self.first_row, self.num_rows = first_row, num_rows
         self._free = list(range(first_row + num_rows - 1, first_row - 1, -1))
         self._snapshots: OrderedDict[PrefixNode, _Snapshot] = OrderedDict()
-        """The least recently used first."""
         self._awaited: set[PrefixNode] = set()
         self._written: set[int] = set()
-        """Rows that were reserved for the step that is being scheduled."""
         self._read: set[int] = set()
-        """Rows that it reads."""
         self._free_later: list[int] = []
         """Those of them that are free as soon as the next one is."""
         self.on_keep: Callable[[int, PrefixNode], None] = lambda row, node: None
@@ -87,7 +84,6 @@ class StateCache:
         return row
 
     def release(self, row: int) -> None:
-        """Nothing will be found in a reserved row."""
         (self._free_later if row in self._written | self._read else self._free).append(row)
 
     def keep(self, node: PrefixNode, row: int) -> bool:
@@ -113,7 +109,6 @@ class StateCache:
         return Found(0, 0, awaited)
 
     def use(self, node: PrefixNode) -> None:
-        """A request goes on from this state."""
         self._snapshots[node].found = True
         self._read.add(self._snapshots[node].row)
         self._snapshots.move_to_end(node)
@@ -125,7 +120,6 @@ class StateCache:
             self._forget(node, is_of_use=False)
 
     def forget(self, node: PrefixNode) -> None:
-        """The pages of a prefix are given away: its state is of no more use here."""
         if node in self._snapshots:
             self._forget(node, is_of_use=True)
 
@@ -148,11 +142,8 @@ class _Reserved:
     tokens: int = 0
     """The state is the one after this many tokens; 0 where that is not known yet."""
     start: int = 0
-    """The last place where the step may begin; it does, once nothing is `unsettled`."""
     tried: int = 0
-    """Drafts that it tries."""
     unsettled: int = 0
-    """Drafts of steps before it that are still to be taken or refused."""
 
     def find_page(self, page_size: int) -> bool:
         """Whether a state may be kept, as far as is known; `tokens` are set where it is kept for certain."""
@@ -176,11 +167,9 @@ class ReservedStates:
 
     @property
     def rows(self) -> list[int]:
-        """All rows that a state is, or may be, kept in."""
         return [step.row for step in self._steps]
 
     def add(self, row: int, tokens: int) -> None:
-        """A step keeps the state after `tokens` tokens."""
         self._steps.append(_Reserved(row, tokens))
 
     def add_uncertain(self, row: int, start: int, tried: int, unsettled: int, page_size: int) -> None:
@@ -215,14 +204,11 @@ class ReservedStates:
 @dataclass
 class _StateRows:
     row: int = 0
-    """The row in which its first chunk after it was admitted finds the state of a cached prefix; 0 for none."""
     found: FoundPrefix | None = None
-    """The prefix that it is to begin with; None once it has begun."""
     branches_at: int = 0
     """The number of tokens after which it parts from other requests, and no state is kept; 0 for none."""
     reserved: ReservedStates = field(default_factory=ReservedStates)
     answer_node: PrefixNode = None
-    """The longest prefix in its answer whose state is kept."""
 
 
 class _ChunkStates(NamedTuple):
@@ -242,7 +228,6 @@ class StatesFeature(Feature):
     after_first = {"state_read": 0}  # noqa: RUF012  each goes on from the state in its slot
 
     def __init__(self, first_row: int, num_rows: int):
-        """`num_rows` states of prefixes can be kept, from `first_row` on."""
         self.cache = StateCache(first_row, num_rows)
 
     def attach(self) -> None:
@@ -330,7 +315,6 @@ class StatesFeature(Feature):
             extra.answer_node = request.prefix_node
 
     def release(self, request: Request, extra: _StateRows) -> None:
-        """Of what its steps were to keep nothing will be found."""
         for row in extra.reserved.rows:
             self.cache.release(row)
         extra.reserved, extra.answer_node = ReservedStates(), None
@@ -361,10 +345,7 @@ class _Resuming(Traced):
         self._x, self._page_size = x, page_size
 
     def metadata(self, meta: StepMetadata, slots: Slots) -> StepMetadata:
-        """A slot's own row has its number; those that are kept come after the last slot's.
-
-        A state is kept by the step that runs the token it comes after, where the host has named one of several.
-        """
+        """Slots' own rows precede the kept ones; of several kept, the one whose token the step runs is written."""
         assert meta.slots is not None, "an engine's steps have slots"
         end, padding = meta.context_len, slots.position.shape[0] - 1
         begin = end - jnp.diff(meta.query_start)

@@ -23,7 +23,6 @@ from jaxllm.engine.messages import EngineRequest, EngineStats, NewWeights, Pause
 from jaxllm.engine.scale.routing import Replica, ReplicaRouter, together
 
 OF_THE_DEVICE = ("compiles_foreseen", "compiles_unforeseen", "compiles_pending", "compile_seconds")
-"""Statistics of what all ranks share."""
 
 
 class DataParallelCore:
@@ -44,7 +43,6 @@ class DataParallelCore:
 
     @property
     def weight_version(self) -> str:
-        """What the weights that steps run with are called."""
         return self._cores[0].weight_version
 
     @weight_version.setter
@@ -109,11 +107,9 @@ class DataParallelCore:
 
     @property
     def last_steps(self) -> dict[StepKind, RanStep]:
-        """Those of the first rank."""
         return self._cores[0].last_steps
 
     def stats(self) -> EngineStats:
-        """Of all ranks together."""
         each = [core.stats() for core in self._cores]
         shared = {name: getattr(each[0], name) for name in OF_THE_DEVICE}
         return msgspec.structs.replace(together(EngineStats(), each), **shared)
@@ -163,8 +159,6 @@ BATCHES: tuple[Kind, ...] = ("backbone", "head", "decode")
 
 
 class WantedStep(NamedTuple):
-    """A step as one batch asks for it."""
-
     key: Key
     vectors: tuple[np.ndarray, ...]
 
@@ -254,12 +248,9 @@ class Ranks:
         self._acting: set[int] = set()
         self._asked: dict[int, WantedStep] = {}
         self._said: dict[int, bool] = {}
-        """Which batches are about to be packed, and whether they only decode."""
         self._found: dict[int, Any] = {}
-        """What steps have given, or what they raised, until those who asked for them have seen it."""
 
     def begin(self, ranks: list[int]) -> None:
-        """Those ranks begin a turn."""
         with self._changed:
             self._acting.update(ranks)
 

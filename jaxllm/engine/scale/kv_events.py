@@ -38,7 +38,6 @@ class BlockStored(msgspec.Struct):
 
     block_hashes: list[int]
     parent_block_hash: int | None
-    """What comes before the first of them; None at the beginning of prompts."""
     token_ids: list[int]
     block_size: int
     lora_id: int | None = None
@@ -47,8 +46,6 @@ class BlockStored(msgspec.Struct):
 
 
 class BlockRemoved(msgspec.Struct):
-    """Pages that cannot be found any more."""
-
     block_hashes: list[int]
     medium: str | None = MEDIUM
 
@@ -83,7 +80,6 @@ class KVEvents(Feature):
         self._publish, self._close, self._page_size = publish, close, pool.page_size
         self._root: PrefixNode = None
         self._hashes: dict[PrefixNode, int] = {}
-        """Of the pages that others know of, by their nodes."""
         self._events: list[KVEvent] = []
         registered, given_away = pool.on_register, pool.on_give_away
 
@@ -105,11 +101,9 @@ class KVEvents(Feature):
         self.turned()
 
     def close(self) -> None:
-        """Tell others no more."""
         self._close()
 
     def turned(self) -> None:
-        """Publish what has happened since the last call."""
         if self._events:
             events, self._events = self._events, []
             self._publish(events)
@@ -137,7 +131,6 @@ class KVEvents(Feature):
 
 
 def hash_of(before: int | None, tokens: Sequence[int]) -> int:
-    """Of a page's tokens and all before them: 64 bits."""
     start = b"" if before is None else before.to_bytes(8, "big")
     content = start + array("q", tokens).tobytes()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
@@ -190,7 +183,6 @@ class EventPublisher:
         self._sockets.close()
 
     def _answer(self) -> None:
-        """Send batches again that somebody has missed, from a number on."""
         replay = self._sockets.replay
         while replay is not None and replay.poll(0):
             asker, *asked = replay.recv_multipart()

@@ -24,9 +24,7 @@ class Replica:
         self._num_pages = num_pages
         self._step_tokens = step_tokens
         self._nodes: OrderedDict[int, None] = OrderedDict()
-        """Prefixes that its pages may hold, the longest unused first."""
         self._pending: dict[str, int] = {}
-        """Unfinished sequences, with the tokens of their prompts that are still to be computed."""
 
     @property
     def load(self) -> float:
@@ -34,11 +32,9 @@ class Replica:
         return len(self._pending) + sum(self._pending.values()) / self._step_tokens
 
     def matched(self, nodes: Sequence[int]) -> int:
-        """How many pages of a prompt, from its beginning, it was sent before."""
         return next((at for at, node in enumerate(nodes) if node not in self._nodes), len(nodes))
 
     def begin(self, request: EngineRequest, nodes: Sequence[int]) -> None:
-        """It gets the request, whose prompt has these nodes."""
         found = self.matched(nodes)
         self._pending[request.request_id] = len(request.prompt_token_ids) - found * self.page_size
         for node in reversed(nodes):  # the end of a prompt is of less use to others than its beginning
@@ -48,17 +44,14 @@ class Replica:
             self._nodes.popitem(last=False)
 
     def computed(self, request_id: str) -> None:
-        """The first token of a sequence has come."""
         if request_id in self._pending:
             self._pending[request_id] = 0
 
     def end(self, request_ids: Iterable[str]) -> None:
-        """Those sequences are over."""
         for request_id in request_ids:
             self._pending.pop(request_id, None)
 
     def forget(self) -> None:
-        """Another engine takes its place, which has no prefix and nothing to do."""
         self._nodes.clear()
         self._pending.clear()
 
@@ -91,20 +84,16 @@ class ReplicaRouter:
     def __init__(self, replicas: Sequence[Replica], policy: Policy = prefix_first):
         self.replicas = replicas
         self.owners: dict[str, int] = {}
-        """Unfinished sequence -> the number of its replica."""
         self._policy = policy
 
     def choose(self, request: EngineRequest, among: Sequence[Replica] | None = None) -> Replica:
-        """The replica that a request is best sent to, among these or all."""
         return self._policy(request, self.replicas if among is None else among)
 
     def begin(self, request: EngineRequest, replica: Replica) -> None:
-        """A replica has been sent the request."""
         replica.begin(request, nodes_of(request, replica.page_size))
         self.owners[request.request_id] = replica.number
 
     def note(self, deltas: Iterable[TokenDelta]) -> None:
-        """What replicas have said."""
         for delta in deltas:
             if delta.finish_reason is not None:
                 self.forget([delta.request_id])
@@ -112,11 +101,9 @@ class ReplicaRouter:
                 self.replicas[owner].computed(delta.request_id)
 
     def of(self, number: int, request_ids: Iterable[str]) -> list[str]:
-        """Those sequences that a replica runs."""
         return [name for name in request_ids if self.owners.get(name) == number]
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Those sequences are over, whoever runs them."""
         for name in request_ids:
             owner = self.owners.pop(name, None)
             if owner is not None:

@@ -20,11 +20,8 @@ from jaxllm.sharding.mesh import HandOver
 
 
 class StageDevice(NamedTuple):
-    """A stage before the last."""
-
     stage: Stage
     device: Device | None
-    """What runs it here; None where other processes do."""
 
 
 @dataclass(eq=False)
@@ -60,9 +57,7 @@ class Stages:
         hidden_dtype: np.dtype,
         features: Features,
     ):
-        """`ways` lead from each stage to the next, and the last of them from the last stage to the first; hidden states
-        are handed on in `hidden_dtype`.
-        """
+        """`ways` lead from each stage to the next, and from the last to the first, in `hidden_dtype`."""
         self.earlier, self._ways = list(earlier), ways
         self._sizes, self._features, self._hidden_dtype = sizes, features, hidden_dtype
         self._nobody = sizes.max_num_seqs
@@ -112,7 +107,6 @@ class Stages:
             self._untold.remove(untold)
 
     def _forget(self, slot: int) -> None:
-        """Another request takes a slot: the first stage need not hear what was sampled for the one before."""
         for untold in self._untold:
             untold.slots[untold.slots == slot] = self._nobody
         self._untold = [untold for untold in self._untold if (untold.slots != self._nobody).any()]
@@ -131,7 +125,6 @@ class Stages:
                 device.wait()
 
     def close(self) -> None:
-        """Compile nothing more for the stages before the last."""
         for _, device in self.earlier:
             if device is not None:
                 device.close()
@@ -195,5 +188,4 @@ def layers_of(step: Key) -> Key | None:
 
 
 def tells_first(step: Key) -> list[Key]:
-    """What tells the first stage the tokens that a step has sampled."""
     return [Key("took", step.size)] if step.kind in ("decode", "head") else []

@@ -75,7 +75,6 @@ def _products(
     interpret: bool, *, activation: Activation, gate: Activation | None = None,
     biases: tuple[Float[Array, "X n"], Float[Array, "X E"]] | None = None,
 ) -> Float[Array, "P E"]:  # fmt: skip
-    """What each of `rows` pairs gives, in float32, and anything for those that are on no list."""
     sorted_ = any(matrix.order is not None for matrix in (*gate_up, *down))
     group = groups_of_rows(lists, rows, tile_rows) if sorted_ or biases is not None else None
 
@@ -123,6 +122,8 @@ def add_norm(
     """`x + out`, and the norm of it; what is yet to be summed is, on the way."""
     tokens, size = x.shape
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    # With fewer than 16 channels a thread the compiler aims at 32 registers, and spills.
+    warps = max(1, min(8, pl.next_power_of_2(size) // (16 * 32)))
     if isinstance(out, Mixture):
         added = (out.weights, out.outputs, *(() if out.shared is None else (out.shared,)))
     elif isinstance(out, Unsummed):
@@ -134,14 +135,9 @@ def add_norm(
         out_shape=(shape, shape),
         grid=(tokens,),
         interpret=interpret,
-        compiler_params=triton_compiler_params(num_warps=_norm_warps(size), num_stages=1),
+        compiler_params=triton_compiler_params(num_warps=warps, num_stages=1),
         name="add_norm",
     )(norm.weight, x, *added)
-
-
-def _norm_warps(size: int) -> int:
-    """Of no fewer than 16 channels a thread: with 8 the compiler aims at 32 registers, and spills."""
-    return max(1, min(8, pl.next_power_of_2(size) // (16 * 32)))
 
 
 def _norm_kernel(weight_ref: Any, x_ref: Any, *refs: Any, size: int, eps: float) -> None:

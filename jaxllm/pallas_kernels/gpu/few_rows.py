@@ -50,7 +50,7 @@ def code_product(
 
 BLOCK_OUT = 32
 BLOCK_BYTES = {2: 256, 4: 64}
-"""Of each row's codes, expanded at a time to numbers of so many bytes."""
+"""Of each row's codes, expanded at a time to that many bytes of numbers."""
 GROUP_STEPS = 8
 """Blocks of a row that a program walks, if it is to have neighbours that walk the rest."""
 PROGRAMS = 512

@@ -57,15 +57,7 @@ def attend_to_pages(
 TARGET_PROGRAMS = 528
 """Four on each of an H100's 132 multiprocessors."""
 SPLIT_BLOCKS = 2
-"""Blocks of keys in a split."""
 MAX_SPLITS = 32
-"""Of one sequence."""
-
-
-def most_splits(max_context: int, spec: AttentionSpec) -> int:
-    """Splits of the longest sequence."""
-    reach = max_context if spec.window is None else min(max_context, spec.window + spec.block_k)
-    return min(MAX_SPLITS, cdiv(cdiv(reach, spec.block_k), SPLIT_BLOCKS))
 
 
 def decode_attention(
@@ -73,7 +65,9 @@ def decode_attention(
 ) -> Float[Array, "R H Dv"]:
     """Attention of the decode rows, row i being sequence i's one query; rows from `num_decodes` on are zero."""
     rows, heads, _ = q.shape
-    splits = most_splits(meta.page_table.shape[1] * spec.page_size, spec)
+    reach = meta.page_table.shape[1] * spec.page_size
+    reach = reach if spec.window is None else min(reach, spec.window + spec.block_k)
+    splits = min(MAX_SPLITS, cdiv(cdiv(reach, spec.block_k), SPLIT_BLOCKS))
     given = _given(q, pages, meta, per_head)
     statistic = jax.ShapeDtypeStruct((rows * splits * heads,), jnp.float32)
     partials = pl.pallas_call(
@@ -96,7 +90,6 @@ def decode_attention(
 
 
 def _given(q: Float[Array, "n H D"], pages: Pages, meta: StepMetadata, per_head: PerHead) -> dict[str, Array]:
-    """What `attend` reads, by name."""
     rows, *flat = (array.reshape(-1, array.shape[-1]) for array in (q, *pages))
     own = {name: numbers for name, numbers in per_head._asdict().items() if numbers is not None}
     buffers = {f"pages {index}": buffer for index, buffer in enumerate(flat)}
@@ -104,13 +97,11 @@ def _given(q: Float[Array, "n H D"], pages: Pages, meta: StepMetadata, per_head:
 
 
 def _blocks(context_len: Array, spec: AttentionSpec) -> tuple[Array, Array]:
-    """The first block of keys that a sequence's query sees, and how many there are."""
     first = lax.div(first_key(jnp.maximum(context_len - 1, 0), spec), spec.block_k)
     return first, cdiv(context_len, spec.block_k) - first
 
 
 def _split_blocks(blocks: Array) -> Array:
-    """Blocks in each split of a sequence of so many."""
     return jnp.maximum(SPLIT_BLOCKS, cdiv(blocks, MAX_SPLITS))
 
 
@@ -186,10 +177,7 @@ TILE_BYTES = 32 * 1024
 
 
 def choose_tile_rows(tokens: int, spec: AttentionSpec) -> int:
-    """Rows of the query tile: as many as fit TILE_BYTES, and no more than the step has.
-
-    Half as many where keys are expanded from codes or filled up to a power of two, which takes registers as well.
-    """
+    """Rows of the query tile: as many as fit TILE_BYTES and the step has; half for codes or padded channels."""
     part = spec.parts[0]
     fitting = min(MAX_TILE_ROWS, TILE_BYTES // (part.padded * jnp.dtype(spec.dtype).itemsize))
     wanted = min(fitting >> (spec.quantized or part.size < part.padded), pl.next_power_of_2(tokens * spec.tile_heads))

@@ -44,7 +44,6 @@ class Program(NamedTuple):
         part, steps: the part of the output, and the first step over the inputs and the end: several programs may walk
             some of the inputs each.
         block, lane: its block of outputs, and these by number; not all are `inside`.
-        output: the row of a matrix that each output is of, 0 for one outside.
         matrix_row: the same of all matrices, one after the other.
     """
 
@@ -215,10 +214,7 @@ def matmul(
 
 
 def _stages(matrix: KernelMatrix, tile_rows: int) -> int:
-    """Steps that are loaded ahead: those whose inputs and codes fit into the shared memory of any GPU.
-
-    Codes that are expanded lie there once more, as what they become.
-    """
+    """Steps loaded ahead: their inputs and codes (and what codes become) fit into any GPU's shared memory."""
     step, number = block_stored(matrix), jnp.dtype(matrix.dtype).itemsize
     code = jnp.dtype(matrix.codes.dtype).itemsize
     inputs = tile_rows * step * matrix.planes * number
@@ -270,7 +266,6 @@ def block_stored(matrix: KernelMatrix) -> int:
 def _expand(
     codes: Array, plane: int, row: Array, begin: Array, inside: Array, stored: int, matrix: KernelMatrix, tables: Any
 ) -> Array:
-    """A tile's numbers in the type of the product; a scale of whole rows is left to the end."""
     if matrix.codes.dtype == jnp.float8_e4m3fn:
         codes = from_e4m3(codes.astype(jnp.int32))
     elif matrix.planes > 1:
@@ -317,7 +312,6 @@ FEW, MANY = IntegerTiling(64, 4, 4, 512, 2), IntegerTiling(128, 8, 3, 0, 1)
 """Of tiles of up to 32 rows, and of more."""
 PART_STEPS = 4
 ROUNDED_RUNS = 16
-"""That a program rounds."""
 
 
 def integer_matmul(

@@ -82,7 +82,6 @@ class Section:
     """A matrix among those of a kernel, to which some blocks of programs belong."""
 
     matrix: PackedMatrix
-    """Without its arrays."""
     names: tuple[str, ...]
     """Of those, in the order in which the kernel is given them."""
     tiling: Tiling
@@ -166,8 +165,9 @@ def _few(matrix: PackedMatrix, tile_rows: int, gated: bool) -> Tiling:
 
 
 def _many(matrix: PackedMatrix) -> Tiling:
-    """Scales of two levels, or for many inputs, would be spilled if they were not loaded ahead; so would those of two
-    bits with minima, if there were not more threads."""
+    """Scales of two levels, or for many inputs, spill unless loaded ahead; two bits with minima, without more
+    threads.
+    """
     format = matrix.format
     ahead = format.scales == "k_pairs" or format.group >= 128
     return replace(MANY, warps=8 if format.width < 32 and format.has_shift else 4, ahead=ahead)

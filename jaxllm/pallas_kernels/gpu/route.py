@@ -90,7 +90,6 @@ def _list_kernel(group_ref: Any, rows_ref: Any, sizes_ref: Any, *, num_rows: int
 
 
 def groups_of_rows(lists: RowLists, num_rows: int, tile_rows: int) -> Int[Array, "N"]:
-    """The group of each row; 0 for those that have none."""
     group, first, count = lists.tiles.T
     at = jnp.arange(tile_rows)
     row = lists.rows.at[first[:, None] + at].get(mode="clip")
@@ -117,10 +116,7 @@ def store_tiles(tiles_ref: Any, group: Array, sizes: Array, most: int, tile_rows
 
 
 def scatter(ref: Any, at: Array, values: Array, mask: Array) -> None:
-    """Stores values at places of a vector, those of the mask at different ones.
-
-    The others are sent outside: an interpreted store writes back what it read there, over what belongs there.
-    """
+    """Stores the values in the mask; the others go outside, as an interpreted store would write back old values."""
     triton_store(ref.at[jnp.where(mask, at, ref.shape[0])], values, mask=mask)
 
 
@@ -183,7 +179,6 @@ def route(
 def _choose_kernel(
     seq_ids_ref: Any, first_ref: Any, logits_ref: Any, *refs: Any, config: Any, num_seqs: int, here: int, rows: int
 ) -> None:
-    """A block of tokens: their weights, and the experts of their pairs, `here` where there is none."""
     *bias_refs, weights_ref, experts_ref = refs
     expert = jnp.arange(pl.next_power_of_2(logits_ref.shape[1]))
     token = pl.program_id(0) * rows + jnp.arange(rows)
@@ -198,7 +193,6 @@ def _route_kernel(
     seq_ids_ref: Any, first_ref: Any, logits_ref: Any, *refs: Any, config: Any, num_seqs: int, here: int, rows: int,
     tile_rows: int,
 ) -> None:  # fmt: skip
-    """All tokens, a block after the other: their weights, the lists of experts, and tiles of them."""
     *bias_refs, weights_ref, lists_ref, tiles_ref = refs
     tokens, experts = logits_ref.shape
     group = jnp.arange(pl.next_power_of_2(experts)) - first_ref[0]
@@ -219,10 +213,7 @@ def _chosen(
     seq_ids_ref: Any, first_ref: Any, logits_ref: Any, bias_refs: Any, weights_ref: Any, token: Array, config: Any,
     num_seqs: int, here: int,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Stores a block's weights; the places `[R, X]` of a token's experts, 0 for the best, and which are computed here.
-
-    The place of an expert that a token does not use is `top_k`.
-    """
+    """Stores weights; the places `[R, X]` of a token's experts (`top_k`: unused), and which are computed here."""
     tokens, experts = logits_ref.shape
     expert = jnp.arange(pl.next_power_of_2(experts))
     known = expert < experts
@@ -266,7 +257,6 @@ def _choose(logits: Array, bias: Array | None, expert: Array, config: Any) -> tu
 
 
 def _best_groups_only(choice: Array, expert: Array, config: Any) -> Array:
-    """`choice`, with minus infinity for the experts of all but each token's best groups."""
     group = lax.div(expert, config.num_experts // config.num_groups)
     scores = []
     for index in range(config.num_groups):
@@ -284,6 +274,5 @@ def _best_groups_only(choice: Array, expert: Array, config: Any) -> Array:
 
 
 def _greatest(values: Array, expert: Array) -> Array:
-    """The number of each row's greatest value, the first of several."""
     best = jnp.max(values, axis=1)[:, None]
     return jnp.min(jnp.where(values == best, expert[None, :], expert.shape[0]), axis=1)

@@ -23,8 +23,6 @@ from jaxllm.pallas_kernels.ssd import SSDInputs, chunked
 
 
 class _Rows(NamedTuple):
-    """Refs of how many sequences have a token, and of their `StateRows`."""
-
     count: Any
     read: Any
     begins: Any
@@ -87,7 +85,6 @@ def _delta_kernel(
     rows: _Rows, qkv_ref: Any, decay_ref: Any, beta_ref: Any, before_ref: Any, out_ref: Any, states_ref: Any, *,
     heads: int, groups: int, key_dim: int, value_dim: int, columns: int,
 ) -> None:  # fmt: skip
-    """A token of a sequence; zero after the last sequence that has one."""
     seq, head = pl.program_id(0), pl.program_id(1)
     keys = heads // groups * key_dim
     row = jnp.arange(pl.next_power_of_2(key_dim))

@@ -164,13 +164,7 @@ def first_key(position: Array, spec: AttentionSpec) -> Array:
 
 
 class Tile(NamedTuple):
-    """The queries of a program: rows of the flattened ones, all of one sequence and KV head.
-
-    Attributes:
-        row: their places; those that are not `live` are not read.
-        head: the query head of each.
-        position: in the sequence.
-    """
+    """The queries of a program: rows of the flattened ones, of one sequence and KV head; only `live` ones are read."""
 
     seq: Array
     kv_head: Array

@@ -131,7 +131,6 @@ class Walk:
         ]
 
     def _numbers(self, low: list[Array], high: list[Array], number: int) -> Array:
-        """`code - offset` of the `number`th `width` inputs of a step."""
         tile, shift = self.format.place(number, 0)
         high_tile, high_shift = self.format.place(number, 1) if high else (0, 0)
         plane = high[high_tile] if high else None
@@ -157,7 +156,6 @@ class Walk:
         return numbers.astype(self.matrix.dtype)
 
     def _of_block(self, scales: tuple[Array, ...], start: int) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        """The words and halves of the block that holds input `start` of a step."""
         each = self.kind.words + self.kind.halves
         at = start // self.format.block * each
         return scales[at : at + self.kind.words], scales[at + self.kind.words : at + each]
@@ -211,8 +209,7 @@ class Walk:
         return tuple(found)
 
     def _add_scaled(self, load_rows: Any, index: Array, sums: tuple[Array, ...], scales: Any) -> tuple[Array, ...]:
-        """A step more in the sums, of weights that are multiplied by their scale first, and rounded as they would be
-        if they were expanded in memory."""
+        """A step more in the sums, of weights that are multiplied by their scale first, and rounded as in memory."""
         found, format = list(sums), self.format
         low, high = self.codes("low", index), self.codes("high", index)
         for number in range(self.step // format.width):

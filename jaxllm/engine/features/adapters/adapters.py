@@ -34,11 +34,8 @@ PUT_TABLES, PUT_SCALES = Key("put", 0, frozenset({"adapters"})), Key("put", 0, f
 class _Asked:
     uses: tuple[AdapterUse, ...]
     rows: tuple[AdapterRows, ...] = ()
-    """What each of its adapters adds to the model, in host memory."""
     places: list[int] = field(default_factory=list)
-    """Where each of them is on the devices while the request runs."""
     entering: list[tuple[int, AdapterRows]] = field(default_factory=list)
-    """Places, and what is still to be written there."""
 
     @property
     def ids(self) -> list[int]:
@@ -66,11 +63,9 @@ class AdaptersFeature(Feature):
     words = ("scales",)
 
     def __init__(self, adapted: AdaptedModel, places: int, decodes: Sequence[Kind] = ("decode",)):
-        """`adapted` is the model with tables for `places` adapters."""
         self._decodes, self._adapted = decodes, adapted
         self.places = AdapterPlaces(places)
         self.store: AdapterStore | None = None
-        """Where they are read, in the process that has requests."""
 
     def plan(self, buckets: Buckets) -> Plan:
         largest = [Key("backbone", buckets.prefill[-1], frozenset({self.name}))]
@@ -185,7 +180,6 @@ class AdapterStore:
         self._lock, self._reading = threading.Lock(), threading.Lock()
 
     def known(self, use: AdapterUse) -> AdapterRows | None:
-        """The rows of an adapter, if it has been read."""
         with self._lock:
             if use.id in self._rows:
                 self._rows.move_to_end(use.id)
@@ -217,7 +211,6 @@ class AdapterPlaces:
         self.count = count
         self._free = list(range(count - 1, -1, -1))
         self._place_of: dict[int, int] = {}
-        """By adapter, the longest unused first."""
         self._holders: Counter[int] = Counter()
 
     def fits(self, adapters: Sequence[int]) -> bool:
@@ -231,14 +224,16 @@ class AdapterPlaces:
         entered = []
         for adapter in adapters:
             if adapter not in self._place_of:
-                self._place_of[adapter] = self._free.pop() if self._free else self._evict(adapters)
+                if not self._free:
+                    idle = next(a for a in self._place_of if a not in self._holders and a not in adapters)
+                    self._free.append(self._place_of.pop(idle))
+                self._place_of[adapter] = self._free.pop()
                 entered.append(adapter)
             self._holders[adapter] += 1
             self._place_of[adapter] = self._place_of.pop(adapter)  # the last used is the last
         return [self._place_of[adapter] for adapter in adapters], entered
 
     def release(self, adapters: Sequence[int]) -> None:
-        """A request that took them runs no longer."""
         self._holders -= Counter(adapters)  # which drops what is held no longer
 
     def check(self, held: Sequence[Sequence[int]]) -> None:
@@ -247,7 +242,3 @@ class AdapterPlaces:
         assert counts == self._holders, "holders of adapters do not match the running requests"
         assert sorted([*self._free, *self._place_of.values()]) == list(range(self.count)), "a place was lost"
         assert set(counts) <= set(self._place_of), "an adapter is held that has no place"
-
-    def _evict(self, wanted: Sequence[int]) -> int:
-        idle = next(a for a in self._place_of if a not in self._holders and a not in wanted)
-        return self._place_of.pop(idle)

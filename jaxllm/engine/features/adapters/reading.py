@@ -32,13 +32,9 @@ class ProductRows:
     weight: ParamSpec
     bias: ParamSpec | None
     names: NameMap
-    """Of the model's parameters in a checkpoint of the adapter's format."""
     base: BaseWeights
-    """Magnitudes are lengths of rows with the adapter in them, and biases are stored whole: in both cases what is added
-    depends on what the model has.
-    """
+    """Read for magnitudes (lengths of rows with the adapter) and biases, which are stored whole."""
     rank: int
-    """Of the tables."""
 
     def rows(self) -> tuple[dict[str, np.ndarray], set[str]]:
         """Rows of the tables `a`, `b`, `gain`, `ranks` and `bias` that have some, and the tensors' names."""
@@ -57,7 +53,6 @@ class ProductRows:
         return rows, {source.name for source, change in [*updates, *biases] if change is not None}
 
     def _changes(self, changes: Mapping[str, Change], parameter: ParamSpec) -> list[tuple[Source, Change | None]]:
-        """The change of each tensor that a parameter is made of; empty where none is changed."""
         options: tuple[Sources, ...] = self.names.get(parameter.path, ())
         found = ([(source, changes.get(source.name)) for source in option] for option in options)
         return next((option for option in found if any(change is not None for _, change in option)), [])
@@ -105,7 +100,6 @@ class ProductRows:
         return found
 
     def _moved(self, source: Source, update: LowRank, rows: np.ndarray) -> np.ndarray:
-        """Rows that belong to a matrix's outputs, in the model's order, float32."""
         flipped = source.transform is transposed
         if source.also or source.stack or flipped != update.transposed or not (flipped or source.moves_rows):
             raise CheckpointError(f"{self.adapter.path}: it adds to {source.name!r}, {MERGE}")
@@ -163,27 +157,21 @@ class BaseWeights(ExitStack):
 
 
 AdapterRows = tuple[np.ndarray, ...]
-"""What an adapter has in each table, in the order of the tables."""
 
 
 @dataclass(frozen=True)
 class AdapterReader:
-    """Reads adapters for one model."""
-
     tables: tuple[ParamSpec, ...]
     """Those of each product that adapters may add to, and of the adapters' own numbers."""
     weights: dict[str, ParamSpec]
-    """By path."""
     names: dict[str, NameMap]
     """Of the parameters in checkpoints of each format: "peft" is named as Hugging Face's checkpoints."""
     sizes: AdapterSizes
     base: Callable[[], BaseWeights]
-    """Opens the model's own weights, whose files the engine itself has closed."""
 
     def read(self, path: str) -> AdapterRows:
-        """An adapter's rows, in host memory.
-
-        Raises CheckpointError: the file cannot be read, its rank is too high, or it changes what it must not.
+        """An adapter's rows in host memory. Raises CheckpointError: unreadable, too high a rank, or no change to a
+        product.
         """
         adapter = open_adapter(Path(path))
         if adapter.rank > self.sizes.rank:
@@ -213,7 +201,6 @@ class AdapterReader:
 
 
 def _check_all_used(adapter: Adapter, used: set[str], names: NameMap) -> None:
-    """Raises CheckpointError where the adapter changes a tensor that is in no product which has tables."""
     changed = [("adds to", name) for name in adapter.updates] + [("replaces", name) for name in adapter.replaced]
     unused = next((change for change in changed if change[1] not in used), None)
     if unused is None:

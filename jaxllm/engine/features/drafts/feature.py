@@ -41,9 +41,7 @@ class _DraftState:
     is_shared: bool
     """It shares prefixes with requests of others: it brought no salt."""
     num_drafted: int = 0
-    """Tokens that were tried ahead with it, and have been settled."""
     num_taken: int = 0
-    """Those of them that the model chose."""
 
 
 class DraftsFeature(Feature):
@@ -109,7 +107,6 @@ class DraftsFeature(Feature):
         return Built(step if verifies else recall, [maker.state.ints(packing.size)])
 
     def drafter(self, step: TracedStep, rows: int) -> Drafter:
-        """What makes drafts for `rows` sequences in a step that is traced."""
         rule, count = self._rule.with_rows(rows), len(step.sizes.caches)
         parts, maker = dict(step.parts), step.maker
 

@@ -77,7 +77,6 @@ class ModelDrafter(Drafter):
     def _catch_up(
         self, caches: tuple[Cache, ...], slots: Slots, asked: Asked
     ) -> tuple[tuple[Cache, ...], Slots, jax.Array]:
-        """Run what the draft model lacks with each sequence's last token: caches, slots, hidden states there."""
         rows, chunk = asked.slot.shape[0], self.num_tokens + 1
         none = jnp.zeros((0, 3), jnp.int32)
 
@@ -113,7 +112,6 @@ class ModelDrafter(Drafter):
         variant: Variant,
         hands: Sequence[Traced],
     ) -> Any:
-        """Caches, slots and drafts: the first follows the last token's hidden states, each further one a decode."""
         rows, nobody = asked.slot.shape[0], slots.position.shape[0] - 1
         position = slots.position
         drafts = jnp.zeros((rows, self.num_tokens), jnp.int32)
@@ -159,7 +157,6 @@ class _Scores:
         return self._model.kernels
 
     def most_likely(self, hidden: jax.Array) -> jax.Array | None:
-        """As `Decoder.most_likely`."""
         return self._model.most_likely(hidden) if self._model.config.num_outputs <= self._vocab_size else None
 
     def logits(self, hidden: jax.Array) -> jax.Array:

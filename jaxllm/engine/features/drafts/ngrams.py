@@ -78,9 +78,7 @@ def ngram_drafts(
 def _matched(
     texts: Int[Anywhere, "N L"], last: Int[Anywhere, "S n"], counts: Bool[Anywhere, "N2 L"], xp: Any, *, ring: bool
 ) -> Int[Anywhere, "S L"]:
-    """How many of a sequence's last tokens, the newest first in `last`, end at each place that counts. The end of a
-    ring stands before its beginning.
-    """
+    """How many last tokens (newest first in `last`) end at each place; a ring's end precedes its beginning."""
     at = xp.arange(texts.shape[1])
     same = xp.broadcast_to(counts, (last.shape[0], texts.shape[1]))
     length = xp.zeros(same.shape, xp.int32)
@@ -104,7 +102,6 @@ class RememberedTexts:
     def __init__(self, size: int):
         self._size, self._place = size, 0
         self.tokens = np.zeros(size, np.int32)
-        """The same ring on the host, as `Slots.remembered` has it."""
 
     def add(self, tokens: Sequence[int]) -> Iterator[np.ndarray]:
         """What the device is told of a text, as vectors of RECALL_PACKING; of a longer one the end is kept."""
@@ -156,7 +153,6 @@ class Guesses:
             feature.fill_courses(at, x["mask"][: len(requests)].reshape(-1, width))
 
     def _try(self, request: Request, course: Course, most: int) -> tuple[list[int], list[Course]]:
-        """Up to `most` drafts, and the request's place in its grammar before the first and after each."""
         drafts: list[int] = []
         ahead: list[int] = []
         places = [course]

@@ -16,7 +16,6 @@ class DraftRule:
     """(rows, most): a step padded to that many sequences has room for `most` drafts instead of `num_tokens`."""
 
     def with_rows(self, rows: int) -> DraftRule:
-        """The rule of a step that is padded to `rows` sequences."""
         return replace(self, num_tokens=dict(self.by_rows).get(rows, self.num_tokens))
 
 
@@ -41,9 +40,7 @@ class ModelDrafts(DraftRule):
 
 @dataclass(frozen=True)
 class ModuleDrafts(DraftRule):
-    """A module finds them: it reads the states in front of `layers`, or without any the last hidden states, and makes
-    `size` numbers of them.
-    """
+    """A module reads the states in front of `layers`, or the last hidden states, and makes `size` numbers of them."""
 
     layers: tuple[int, ...] = ()
     size: int = 0
@@ -70,7 +67,6 @@ class DraftDepth:
         self._by_batch_size = tuple(by_batch_size)
 
     def with_running(self, count: int) -> int:
-        """The most with `count` requests in a step."""
         return next((most for first, last, most in self._by_batch_size if first <= count <= last), self.most)
 
 
@@ -83,7 +79,6 @@ class DraftRecord:
 
     def __init__(self, most: int):
         self._gain = min(most / 2, FIRST_GAIN)
-        """Tokens that a try is thought to bring."""
         self._pause, self._next_pause = 0, 1
 
     def depth(self, most: int) -> int:
@@ -91,7 +86,6 @@ class DraftRecord:
         return 0 if self._pause else min(most, max(1, math.ceil(2 * self._gain)))
 
     def settle(self, taken: int) -> None:
-        """A try has brought that many tokens."""
         self._gain += RATE * (taken - self._gain)
         if taken:
             self._next_pause = 1

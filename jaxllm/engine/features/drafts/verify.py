@@ -38,10 +38,7 @@ class Asked(NamedTuple):
 
 
 class Drafter:
-    """A source of drafts."""
-
     num_tokens: int
-    """`K`, the most that it gives."""
     follows_decodes = False
     """It is told of decodes as well, and not of prompts alone."""
     reads: tuple[int, ...] = ()

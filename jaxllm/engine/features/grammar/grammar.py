@@ -42,13 +42,11 @@ from jaxllm.requests.structured_outputs import (
 from jaxllm.threads import call_with_stack
 
 BUILDING = 4
-"""Threads that build grammars."""
 
 
 @dataclass
 class _GrammarState:
     constraint: Constraint | None = None
-    """The request's place in the grammar that its tokens must follow, once that is built."""
     thinking: Thinking | None = None
     """Its reasoning, while that has a budget and is not over."""
 
@@ -62,7 +60,6 @@ class GrammarFeature(Feature):
     asked_by = ("structured_outputs", "max_thinking_tokens")
 
     grammars: Grammars | None = None
-    """Builds constraints, in the process that has requests."""
 
     def attach(self) -> None:
         self._jobs = Jobs("constrain", urgent_threads=BUILDING)
@@ -229,7 +226,6 @@ class Constraint:
             self._direct = self._direct and self.matcher.try_consume_tokens([token]) == 1
 
     def _begin(self) -> None:
-        """Follow the part of the answer that is in the token which ended the reasoning, as `{` in `>{`."""
         text = self._after.behind.lstrip()
         tokens = self._vocabulary.tokenize_bytes(text.encode()) if text else []
         if self.matcher.try_consume_tokens(tokens) < len(tokens):
@@ -256,14 +252,11 @@ class Constraint:
         return self.matcher.compute_ff_tokens() if settled and not self.matcher.is_stopped() else []
 
     def check(self, hint: str = "") -> None:
-        """Raises GrammarError where the matcher has failed."""
         if problem := failure(self.matcher):
             raise GrammarError(f"the grammar failed{hint}: {problem}")
 
 
 class Grammars:
-    """Builds constraints and fills masks, for one tokenizer."""
-
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]):
         self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, list(eos_token_ids)
         self._lock = threading.Lock()
@@ -306,7 +299,6 @@ class Grammars:
                     forbid(row, token)
 
     def _opening(self, outputs: StructuredOutputs) -> LLMatcher | None:
-        """What follows an answer that begins with one of `outputs.openings` and goes on as it likes."""
         if not outputs.openings:
             return None
         added = {token.content: number for number, token in self._tokenizer.get_added_tokens_decoder().items()}

@@ -14,7 +14,6 @@ from jaxllm.requests.sampling import SamplingParams, ThinkingMarkers
 from jaxllm.text.spellings import REPLACEMENT
 
 MARKER_TOKENS = 16
-"""How many of the last tokens are searched."""
 
 
 class MarkerSearch:
@@ -25,10 +24,8 @@ class MarkerSearch:
         self._text = text
         self._tail: list[int] = []
         self.behind = ""
-        """The text after it in the token that completed it."""
 
     def add(self, token: int) -> bool:
-        """Whether this token completes the text."""
         self._tail = [*self._tail[1 - MARKER_TOKENS :], token]
         text = self._tokenizer.decode(self._tail, skip_special_tokens=False)
         _, found, self.behind = text.partition(self._text) if self._text else ("", "", "")
@@ -36,7 +33,6 @@ class MarkerSearch:
 
 
 def closing_tokens(markers: ThinkingMarkers, tokenizer: Tokenizer) -> list[int]:
-    """What ends a reasoning block, and sets the answer apart from it."""
     return tokenizer.encode(markers.close + markers.behind, add_special_tokens=False).ids
 
 
@@ -45,9 +41,7 @@ class Thinking:
 
     def __init__(self, budget: int, markers: ThinkingMarkers, tokenizer: Tokenizer):
         self.left = budget
-        """How many more tokens of reasoning there may be."""
         self.over = False
-        """The block is closed, or the answer has none; nothing is left to do."""
         self._closing = closing_tokens(markers, tokenizer)
         self._tokenizer = tokenizer
         self._open = markers.open.lstrip()
@@ -56,7 +50,6 @@ class Thinking:
         self._tokens: list[int] = []
         """Of the answer before its block is open, then of the block."""
         self._written: int | None = None
-        """How many tokens of the closing marker are there, once the budget is spent."""
         self._spend(0)
 
     @classmethod

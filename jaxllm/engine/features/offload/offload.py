@@ -31,11 +31,8 @@ from jaxllm.models.caches import Buffer
 @dataclass
 class _OffloadState:
     hands_on: bool
-    """Another server will fetch the pages of its prompt."""
     pages_at: PagesAt | None
-    """The server that gives those of its prompt."""
     pull: Pull | None = None
-    """Brings them."""
     num_on_device: int = 0
     """Pages that it could have gone on after without the host."""
 
@@ -46,10 +43,8 @@ class OffloadFeature(Feature):
     name = "offload"
     words = ("page", "state")
     tiers: PageTiers
-    """What keeps them, in a core."""
 
     def __init__(self, kinds: Iterable[RowKind]):
-        """`kinds` are the rows that the model's layers have."""
         self._kinds = tuple(kinds)
         self._returning: list[tuple[CacheRow, Page]] = []
 
@@ -68,7 +63,6 @@ class OffloadFeature(Feature):
         """Free pages that are not filled with what the host has, where layers keep no states."""
 
     def keep_in(self, tiers: PageTiers) -> None:
-        """Keep pages and states in `tiers` from now on."""
         self.tiers = tiers
         pool = self.around.pool
         pool.on_snapshot, pool.on_lose_snapshot = tiers.state_kept, tiers.state_forgotten
@@ -166,7 +160,6 @@ class OffloadFeature(Feature):
 
 
 def transfer_of(features: Features) -> TransferInfo | None:
-    """How an engine exchanges pages with other servers, if it does."""
     tiers = next((feature.tiers for feature in features if isinstance(feature, OffloadFeature)), None)
     return None if tiers is None or tiers.peers is None else tiers.peers.info
 
@@ -181,11 +174,9 @@ class PageBlocks:
     """How the parts of one page, or of one state, lie behind one another: a row of each layer's buffers."""
 
     def __init__(self, buffers: Sequence[Buffer]):
-        """`buffers` are those that have such a row."""
         self._parts = [(buffer.shape[1:], buffer.dtype) for buffer in buffers]
         self._ends = np.cumsum([math.prod(shape) * dtype.itemsize for shape, dtype in self._parts]).tolist()
         self.nbytes: int = self._ends[-1] if self._ends else 0
-        """What a page, or a state, takes over all devices."""
 
     def split(self, arrays: Sequence[jax.Array], count: int) -> list[np.ndarray]:
         """The first `count` pages of what a step gave, each uint8 `[nbytes]`; waits for it."""
@@ -218,10 +209,8 @@ class PageCopies:
             kind: PageBlocks(sizes.buffers_of(paged=kind == "page")) for kind in ROW_KINDS
         }
         self._padding: dict[RowKind, int] = {"page": 0, "state": sizes.max_num_seqs}
-        """The rows of padding."""
 
     def read(self, rows: list[tuple[CacheRow, Digest]]) -> list[tuple[list[Digest], Arriving]]:
-        """Copy pages and states to the host."""
         found = list[tuple[list[Digest], Arriving]]()
         for key, numbers, of, some in self._parts("copy_out", rows):
             arrays = self._device.run(key, numbers)
@@ -231,7 +220,6 @@ class PageCopies:
         return found
 
     def write(self, rows: list[tuple[CacheRow, Page]]) -> None:
-        """Fill pages and states with what the host has."""
         for key, numbers, of, some in self._parts("copy_in", rows):
             contents = self._blocks[of].join([content for _, content in some], key.size)
             self._device.run(key, numbers, *contents)
@@ -239,7 +227,6 @@ class PageCopies:
     def _parts(
         self, kind: Kind, rows: list[tuple[CacheRow, T]]
     ) -> Iterator[tuple[Key, np.ndarray, RowKind, list[tuple[CacheRow, T]]]]:
-        """Steps that copy these rows: their key, the numbers of the rows, and the rows, all of one kind."""
         for of, same in groupby(rows, lambda entry: entry[0].kind):
             some = list(same)
             for start in range(0, len(some), SIZES[of][-1]):

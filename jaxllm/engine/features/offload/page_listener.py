@@ -36,8 +36,6 @@ class AllGiven(msgspec.Struct, tag=True):
 
 
 class NoPages(msgspec.Struct, tag=True):
-    """No page is given, for this reason."""
-
     reason: str
 
 
@@ -47,29 +45,18 @@ FromGiver = SomePages | AllGiven | NoPages
 logger = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 64
-"""At a time; further ones are closed at once."""
 HANDSHAKE_SECONDS = 10.0
-"""For each thing that the other side says, before it is closed."""
 PART_SECONDS = 60.0
-"""For the other side to take one part."""
 PART_BYTES = 16 * 2**20
-"""Pages are sent in parts of about this size."""
 
 
 class PageListener:
     """Listens at an address, and gives pages to whoever proves that it has the secret, on threads of its own."""
 
     def __init__(
-        self,
-        address: tuple[str, int],
-        secret: bytes,
-        contents: str,
-        give: Callable[[Sequence[Digest]], Iterator[Page]],
+        self, address: tuple[str, int], secret: bytes, contents: str, give: Callable[[Sequence[Digest]], Iterator[Page]]
     ):
-        """`give` gives the pages of prefixes up to the first that is not there, on any thread.
-
-        Raises ConfigError: it cannot listen there.
-        """
+        """`give` gives pages up to the first missing one, on any thread. Raises ConfigError: it cannot listen."""
         self._secret, self._contents, self._give = secret, contents, give
         self._listener = _listen(address)
         self.port: int = self._listener.getsockname()[1]
@@ -77,7 +64,6 @@ class PageListener:
         self._open: set[socket.socket] = set()
         self._closed = False
         self.num_given = 0
-        """Pages that others have been sent."""
         accept = partial(accept_each, self._listener, MOST_CONNECTIONS, "pages-to", self._serve)
         threading.Thread(target=accept, name="pages", daemon=True).start()
 
@@ -130,7 +116,6 @@ class PageListener:
 
 
 def _in_parts(pages: Iterator[Page]) -> Iterator[list[Page]]:
-    """Of pages alike, since a state has another length."""
     part: list[Page] = []
     for page in pages:
         if part and (page.nbytes != part[0].nbytes or (len(part) + 1) * page.nbytes > PART_BYTES):

@@ -28,14 +28,12 @@ ROW_KINDS: tuple[RowKind, RowKind] = ("page", "state")
 Digest = bytes
 """32 bytes: of a prefix that ends with a full page, or of the state after one."""
 Page = np.ndarray
-"""What all layers keep of one page's tokens, or the states of all layers after a prefix, as bytes: uint8 `[nbytes]`.
-It is never changed."""
+"""The content of one page, or the states of all layers after a prefix: uint8 `[nbytes]`, never changed."""
 Kept = TypeVar("Kept")
 
 CHECKSUM = 16
 """Bytes at a file's beginning: a digest of what follows."""
 UNFINISHED_SECONDS = 3600
-"""A file that is unfinished after this time belongs to no running process."""
 
 
 class CacheRow(NamedTuple):
@@ -61,14 +59,12 @@ class _Budgeted(Generic[Kept]):
         return digest in self._kept
 
     def get(self, digest: Digest) -> Kept | None:
-        """What is kept, as the one used last now; None if it is not here."""
         with self._lock:
             if digest in self._kept:
                 self._kept.move_to_end(digest)
             return self._kept.get(digest)
 
     def _keep(self, digest: Digest, kept: Kept) -> list[tuple[Digest, Kept]]:
-        """Returns what gives way."""
         dropped = []
         with self._lock:
             if digest not in self._kept:  # else another thread has kept it meanwhile
@@ -81,31 +77,22 @@ class _Budgeted(Generic[Kept]):
 
 
 class HostPages(_Budgeted[Page]):
-    """Pages and states in host memory."""
-
     def __init__(self, budget: int, on_full: Callable[[Digest, Page], None] = lambda digest, page: None):
-        """`on_full` is called with each page that gives way, in the thread that adds another."""
         super().__init__(budget, OrderedDict(), lambda page: page.nbytes)
         self._on_full = on_full
 
     def add(self, digest: Digest, page: Page) -> None:
-        """Keep a page, as the one used last."""
         if self.get(digest) is None:
             for lost in self._keep(digest, page):
                 self._on_full(*lost)
 
 
 class DiskPages(_Budgeted[int]):
-    """Pages and states in files, by their sizes.
-
-    A file appears when it is whole, and is checked when it is read. Several processes may share a folder: what one
-    deletes the other does not find.
-    """
+    """Pages and states in files, by size, each written whole and checked when read; processes may share a folder."""
 
     def __init__(self, folder: Path, name: str, budget: int, lengths: Collection[int]):
-        """Files lie in `folder`/`name`, a digest of all that decides what is in them; a page or a state has `lengths`.
-
-        Raises ConfigError: the folder cannot be made, or others than this user may write to it.
+        """`name` is a digest of what decides the content. Raises ConfigError: others may write to `folder`, or none
+        can.
         """
         self._lengths = lengths
         self._folder = folder / name
@@ -197,7 +184,6 @@ class PrefixDigests:
         self._of: dict[PrefixNode, Digest] = {}
 
     def __getitem__(self, node: PrefixNode) -> Digest | None:
-        """None of a node whose page was given away."""
         return self._of.get(node) if isinstance(node, int) else self.of_root(node)
 
     def of_root(self, root: PrefixNode) -> Digest:
@@ -214,7 +200,6 @@ class PrefixDigests:
         return self._of[node]
 
     def forget(self, node: PrefixNode) -> Digest | None:
-        """The digest of a node that is no more."""
         return self._of.pop(node, None)
 
 
@@ -224,7 +209,6 @@ def of_state(prefix: Digest) -> Digest:
 
 
 def longer(before: Digest, tokens: Sequence[int]) -> Digest:
-    """Of the prefix that has a page of `tokens` more than `before`."""
     return hashlib.blake2b(before + array.array("i", tokens).tobytes(), digest_size=32).digest()
 
 

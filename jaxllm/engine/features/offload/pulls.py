@@ -60,7 +60,6 @@ class Pulls:
     num_failed: int = 0
     num_pages: int = 0
     seconds: float = 0.0
-    """The time that requests have waited for pages, added up."""
 
     def __post_init__(self) -> None:
         self.jobs = Jobs("pull", urgent_threads=PULLING_THREADS)
@@ -68,7 +67,6 @@ class Pulls:
         self._coming: set[Digest] = set()
         self._running: set[Pull] = set()
         self._complained: set[tuple[str, int]] = set()
-        """Servers that the log said no pages come from, and none have since."""
 
     def begin(self, source: PagesAt, digests: Sequence[Digest], state: Digest | None = None) -> Pull:
         """A pull of the pages of these prefixes, which a thread runs; its time begins now.
@@ -82,7 +80,6 @@ class Pulls:
         return Pull(self, source, dict(zip(digests[:most], sizes, strict=False)), room, len(digests))
 
     def close(self) -> None:
-        """Bring nothing more."""
         self.jobs.close()
         with self._changed:
             running = list(self._running)
@@ -119,17 +116,13 @@ class Pulls:
             self._changed.wait_for(lambda: self._coming.isdisjoint(digests), max(0.0, seconds))
 
     def take(self, digests: Sequence[Digest], pages: np.ndarray) -> None:
-        """Keep pages that have come."""
         for digest, page in zip(digests, pages, strict=False):
             self.host.add(digest, page.copy())  # else it would keep all that came with it
         with self._changed:
             self.num_pages += len(pages)
 
     def note(self, source: PagesAt, seconds: float, problem: str | None) -> None:
-        """A pull has ended, with a problem or without; one that lasts is said once.
-
-        Raises JaxLLMError: of a problem, where pages must come.
-        """
+        """A pull has ended; a problem that lasts is logged once. Raises JaxLLMError: pages must come and did not."""
         place = (source.host, source.port)
         with self._changed:
             self.num_pulls += 1
@@ -160,9 +153,7 @@ class Pull:
     _pulls: Pulls
     _source: PagesAt
     _wanted: dict[Digest, int]
-    """How many bytes each has."""
     _room: int
-    """Host memory has room for this many of the `_count` pages."""
     _count: int
 
     def __post_init__(self) -> None:
@@ -170,7 +161,6 @@ class Pull:
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
         self._over: str | None = None
-        """Why nothing is received any more."""
         self._cancelled = False
         self.jobs = self._pulls.jobs
         """The threads that run it: they wait for other servers, and for nothing else."""
@@ -181,9 +171,8 @@ class Pull:
         self._stop("it was cancelled")
 
     def run(self) -> None:
-        """Bring the pages to host memory, as far as they can be had in time; what keeps them is said and counted.
-
-        Raises JaxLLMError: some did not come, and must.
+        """Bring the pages to host memory in time, and count problems. Raises JaxLLMError: pages must come and did
+        not.
         """
         problem = None
         with self._pulls.running(self):
@@ -255,7 +244,7 @@ class Pull:
 
     @staticmethod
     def _checked(arrays: list[np.ndarray], expected: list[int]) -> np.ndarray:
-        """Pages, or a state: uint8 `[pages, nbytes]`, the next of the `expected` ones. Raises WireError for others."""
+        """The next pages or state of the `expected` ones, uint8 `[pages, nbytes]`. Raises WireError for others."""
         pages = arrays[0] if len(arrays) == 1 else np.empty(0)
         are_pages = pages.dtype == np.uint8 and pages.ndim == 2 and len(pages) > 0
         if not are_pages or expected[: len(pages)] != [pages.shape[1]] * len(pages):

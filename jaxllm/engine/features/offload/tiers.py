@@ -34,16 +34,13 @@ NOTHING = np.empty(0, np.uint8)
 """What a page holds where no layer has any."""
 
 Arriving = Callable[[], Sequence[Page]]
-"""Gives pages that are on their way to the host when they have arrived."""
 
 
 class Returning(NamedTuple):
     """What host memory adds to what the devices have of a prompt."""
 
     pages: list[Page]
-    """Those that follow the pages on the devices, as far as they are of use."""
     state: Page | None = None
-    """The state after all of these, and after `depth` pages of the prompt."""
     depth: int = 0
     known: int = 0
     """Pages of the prompt that are on the devices and in host memory, with a state or without."""
@@ -77,21 +74,16 @@ class PageTiers:
         self._on_device: dict[Digest, CacheRow] = {}
         """The row of each page and each state that can be found there."""
         self._unsaved: dict[Digest, CacheRow] = {}
-        """What is on the devices and on no disk, the oldest first."""
         self._unsaved_on_host: dict[Digest, None] = {}
         """What was given away before it could be saved."""
         self._leaving: dict[Digest, CacheRow] = {}
-        """What is to be copied to host memory."""
         self._arriving: set[Digest] = set()
-        """What is on its way there."""
         self._jobs = Jobs("offload", urgent_threads=1)
         self.peers: Peers | None = None
-        """Other servers, after `join`."""
         pool.on_register = self._registered
         pool.on_give_away = self._given_away
 
     def join(self, config: KVTransferConfig, secret: bytes, contents: str, page_bytes: int, state_bytes: int) -> None:
-        """Exchange pages with other servers from now on; see `new_peers`."""
         self.peers = new_peers(config, secret, contents, (page_bytes, state_bytes), self._host, self._give)
 
     @property
@@ -182,7 +174,6 @@ class PageTiers:
         return [(row, digest) for row, digest in found if self._host.get(digest) is None]
 
     def _pages_of(self, prefixes: Sequence[Digest]) -> list[Page]:
-        """What is in host memory of the last pages of these prefixes, up to the first that is not."""
         if not self._has_pages:
             return [NOTHING] * len(prefixes)
         found: list[Page] = []
@@ -200,10 +191,7 @@ class PageTiers:
         return self._host.get(digest)
 
     def _not_in_memory(self, prefixes: Sequence[Digest]) -> list[Digest]:
-        """What a prompt needs that is neither on the devices nor in host memory; what is there will give way last.
-
-        The state comes first: without it the pages are of no use.
-        """
+        """What a prompt needs that is not in memory, the state first; what is in memory will give way last."""
         states = [of_state(prefixes[-1])] if prefixes and self._has_states else []
         needed = [*states, *(prefixes if self._has_pages else ())]
         coming = self._leaving.keys() | self._arriving
@@ -211,7 +199,6 @@ class PageTiers:
         return [digest for digest in elsewhere if self._host.get(digest) is None]
 
     def _leading(self, begin: Digest, tokens: Sequence[int], is_there: Callable[[Digest], bool]) -> list[Digest]:
-        """The prefixes of `tokens` after `begin`, up to the first page that is not there."""
         prefixes = chain(begin, tokens, self._page_size)
         return list(takewhile(is_there, prefixes)) if self._has_pages else prefixes
 
@@ -234,7 +221,6 @@ class PageTiers:
 
     @property
     def has_unsaved(self) -> bool:
-        """Whether pages or states are still to be copied to disk."""
         return bool(self._unsaved or self._unsaved_on_host)
 
     def take_unsaved(self) -> list[tuple[CacheRow, Digest]]:
@@ -246,8 +232,6 @@ class PageTiers:
         return some
 
     def save(self, digests: Sequence[Digest], pages: Arriving) -> None:
-        """Write pages that are on their way to the host to disk."""
-
         def write() -> None:
             for digest, page in zip(digests, pages(), strict=False):
                 self._to_disk(digest, page)
@@ -274,14 +258,12 @@ class PageTiers:
         self._jobs.submit(lambda: None).result()
 
     def close(self) -> None:
-        """Copy, fetch and give nothing more."""
         for peer in (self.peers.pulls, self.peers.listener) if self.peers is not None else ():
             if peer is not None:
                 peer.close()
         self._jobs.close()
 
     def _give(self, digests: Sequence[Digest]) -> Iterator[Page]:
-        """Pages and states up to the first that is nowhere here, once those on their way to the host have come."""
         self.wait()
         for digest in digests:
             page = self._host.get(digest)
@@ -312,7 +294,6 @@ class PageTiers:
         self._note_lost(CacheRow("page", page), digest if self._has_pages else None, leaves=True)
 
     def state_kept(self, row: int, node: PrefixNode) -> None:
-        """The state after the prefix `node` can be found in a row from now on."""
         prefix = self._digests[node]
         self._note_found(CacheRow("state", row), prefix and of_state(prefix))
 

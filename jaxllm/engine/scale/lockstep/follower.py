@@ -30,7 +30,7 @@ class Follower:
     """The connection to process 0. A thread says that this process lives, and what its last tokens were."""
 
     def __init__(self, wire: Wire[messages.FromLeader], leave: Callable[[str], None]):
-        """`leave` ends the process with a reason, in any thread; it is called where process 0 is gone."""
+        """`leave` ends the process with a reason, in any thread."""
         self._wire = wire
         self._leave = leave
         self._steps = self._sampled = 0
@@ -43,16 +43,10 @@ class Follower:
 
     @property
     def own_hosts(self) -> list[str]:
-        """The addresses at which this process can be reached."""
         return [self._wire.own_host]
 
     def ask(self, message: Any, kind: type[Answer]) -> Answer:
-        """Say something to process 0, and wait for an answer of this kind.
-
-        Raises:
-            ConfigError: process 0 says that there can be no group.
-            EngineDeadError: the group is over.
-        """
+        """Wait for an answer of a kind. Raises ConfigError: there can be no group; EngineDeadError: it is over."""
         self.say(message)
         while True:
             answer, _ = self._receive(SILENT_START_SECONDS)
@@ -79,7 +73,6 @@ class Follower:
         self.say(messages.HasExecutable(key))
 
     def fail(self, reason: str) -> None:
-        """This process cannot go on, and is about to end."""
         self.say(messages.MemberFailed(reason))
 
     def stop_within(self, seconds: float, reason: str) -> None:
@@ -88,9 +81,8 @@ class Follower:
         self._bell.set()
 
     def follow(self, device: Device | Stages) -> str:
-        """Run the steps that come; returns when process 0 ends the group, with the reason if there is one.
-
-        Raises EngineDeadError: process 0 is gone or silent, or its steps have a gap.
+        """Run steps until process 0 ends the group, and give its reason. Raises EngineDeadError: gone, silent, or a
+        gap.
         """
         while True:
             message, arrays = self._receive(SILENT_SECONDS)

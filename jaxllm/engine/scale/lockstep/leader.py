@@ -38,9 +38,7 @@ class Member:
         self.hello = hello
         self.wire = wire
         self.answers: queue.SimpleQueue[messages.MemberAnswer | None] = queue.SimpleQueue()
-        """None where there will be no more."""
         self.leaves = ""
-        """Why it is about to leave, where it was told to stop."""
         self.has_left = False
         self.heard_of_end, self.gone = threading.Event(), threading.Event()
         """Both are set where it is gone without having heard of the end."""
@@ -63,7 +61,6 @@ class Leader:
         self._steps = self._sampled = 0
         self._outputs: deque[tuple[int, Any]] = deque(maxlen=KEPT_OUTPUTS)
         self.makers: Callable[[Key], Mapping[Key, int]] = lambda key: {key: len(self._members)}
-        """What others have to make for a step, and how many of them."""
         self._have: dict[Key, int] = {}
         self._changed = threading.Condition()
         self._broken = ""
@@ -76,7 +73,6 @@ class Leader:
 
     @property
     def own_hosts(self) -> list[str]:
-        """The addresses at which the others reach this process."""
         return [member.wire.own_host for member in self._members]
 
     def collect(self, kind: type) -> dict[str, Any]:
@@ -93,7 +89,6 @@ class Leader:
         return found
 
     def tell(self, message: Any) -> None:
-        """Send the same to all."""
         self._send(frame(message))
 
     def send(self, key: Key, vectors: Sequence[Any]) -> None:
@@ -150,10 +145,7 @@ class Leader:
             self._tell_rest(reason)
 
     def end(self) -> None:
-        """Tell the others that the group ends, and wait until they have left. Any thread may call it; idempotent.
-
-        One that was gone before has broken the group all the same.
-        """
+        """Tell the others that the group ends, and wait until they have left. Any thread may call it; idempotent."""
         if not self._begin_to_end():
             return
         deadline = time.monotonic() + END_SECONDS
@@ -167,7 +159,6 @@ class Leader:
                 member.gone.wait(max(0.0, deadline - time.monotonic()))
 
     def _begin_to_end(self) -> bool:
-        """Whether it was not over or about to end before."""
         with self._changed:
             if self._is_over:
                 return False
@@ -283,7 +274,6 @@ class LeadingDevice(Device):
     """Each step is sent to the other processes before it runs here."""
 
     def __init__(self, leader: Leader, *parts: Any):
-        """`parts` are what a Device of the kind that leads is made of."""
         super().__init__(*parts)
         self._leader = leader
         self._between_steps = threading.Lock()

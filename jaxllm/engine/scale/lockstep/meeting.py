@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 10.0
 MOST_STRANGERS = 64
-"""Connections at a time that have not proved yet that they belong to the group."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +43,15 @@ class Group:
     """A process's place among the others, all of whom have come."""
 
     hold: Leader | Follower
-    """A Leader in process 0."""
     number: int
     count: int
     address: str
-    """Of JAX's coordinator."""
     place: int
     """Among the `neighbours` on its machine."""
     neighbours: int
 
     @property
     def leader(self) -> Leader | None:
-        """Its hold on the others, where it is process 0."""
         return self.hold if isinstance(self.hold, Leader) else None
 
 

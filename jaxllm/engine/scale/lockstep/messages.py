@@ -60,21 +60,15 @@ class Follows(msgspec.Struct, tag=True):
 
 
 class HasExecutable(msgspec.Struct, tag=True):
-    """It has this executable."""
-
     key: Key
 
 
 class TokenDigest(msgspec.Struct, tag=True):
-    """A digest of the tokens that step `number` gave."""
-
     number: int
     digest: int
 
 
 class MemberFailed(msgspec.Struct, tag=True):
-    """It cannot go on."""
-
     reason: str
 
 
@@ -101,8 +95,6 @@ class Welcome(msgspec.Struct, tag=True):
 
 
 class Refused(msgspec.Struct, tag=True):
-    """There is no group with this process."""
-
     reason: str
 
 
@@ -118,8 +110,6 @@ class RunStep(msgspec.Struct, tag=True):
 
 
 class CompileNow(msgspec.Struct, tag=True):
-    """A request waits for this executable."""
-
     key: Key
 
 
