@@ -18,20 +18,20 @@ from jaxtyping import Array, Float32, UInt8
 
 from jaxllm.quantization.stored import unpacked
 
-Bytes = Any
+CodeBytes = Any
 """uint8 `[*n, bytes]` of NumPy or JAX; functions of it give arrays of the same library."""
 BlockBytes = UInt8[Array, "*n bytes"]
-Scales = tuple[Float32[Array, "*n groups"], Float32[Array, "*n groups"] | None]
+BlockScales = tuple[Float32[Array, "*n groups"], Float32[Array, "*n groups"] | None]
 """The scale of each group in a block, and where the format has one its shift: `(code - offset) * scale + shift`."""
 
 
-def _codes(packed: Bytes, run: int, bits: int) -> Bytes:
+def _codes(packed: CodeBytes, run: int, bits: int) -> CodeBytes:
     """Each `run` bytes hold `8 / bits` runs of codes: the first in the lowest bits."""
     runs = packed.reshape(*packed.shape[:-1], -1, run)
     return unpacked(runs, bits).reshape(*packed.shape[:-1], -1)
 
 
-def k_scales(packed: Bytes) -> tuple[Bytes, Bytes]:
+def k_scales(packed: CodeBytes) -> tuple[CodeBytes, CodeBytes]:
     """Eight 6-bit scales and minima from 12 bytes of Q4_K or Q5_K: 0-3: two high bits of scale 4-7, then scale 0-3;
     4-7: the same of the minima; 8-11: four low bits of minimum 4-7, then of scale 4-7.
     """
@@ -42,7 +42,7 @@ def k_scales(packed: Bytes) -> tuple[Bytes, Bytes]:
     return scales, minima
 
 
-def q3_scales(packed: Bytes) -> Bytes:
+def q3_scales(packed: CodeBytes) -> CodeBytes:
     """The sixteen 6-bit scales of Q3_K's 12 bytes: four low bits of each, then the two high ones."""
     return _codes(packed[..., :8], 8, 4) | _codes(packed[..., 8:], 4, 2) << 4
 
@@ -51,29 +51,29 @@ def _half(blocks: BlockBytes, start: int) -> Float32[Array, "*n 1"]:
     return lax.bitcast_convert_type(blocks[..., start : start + 2], jnp.float16).astype(jnp.float32)[..., None]
 
 
-def _scale_at(start: int) -> Callable[[BlockBytes], Scales]:
+def _scale_at(start: int) -> Callable[[BlockBytes], BlockScales]:
     return lambda blocks: (_half(blocks, start), None)
 
 
-def _scale_and_minimum(blocks: BlockBytes) -> Scales:
+def _scale_and_minimum(blocks: BlockBytes) -> BlockScales:
     return _half(blocks, 0), _half(blocks, 2)
 
 
-def _q2_k(blocks: BlockBytes) -> Scales:
+def _q2_k(blocks: BlockBytes) -> BlockScales:
     both = blocks[..., :16]
     return _half(blocks, 80) * (both & 15).astype(jnp.float32), -_half(blocks, 82) * (both >> 4).astype(jnp.float32)
 
 
-def _q3_k(blocks: BlockBytes) -> Scales:
+def _q3_k(blocks: BlockBytes) -> BlockScales:
     return _half(blocks, 108) * (q3_scales(blocks[..., 96:108]).astype(jnp.float32) - 32), None
 
 
-def _k_pairs(blocks: BlockBytes) -> Scales:
+def _k_pairs(blocks: BlockBytes) -> BlockScales:
     scales, minima = (numbers.astype(jnp.float32) for numbers in k_scales(blocks[..., 4:16]))
     return _half(blocks, 0) * scales, -_half(blocks, 2) * minima
 
 
-def _q6_k(blocks: BlockBytes) -> Scales:
+def _q6_k(blocks: BlockBytes) -> BlockScales:
     scales = lax.bitcast_convert_type(blocks[..., 192:208], jnp.int8).astype(jnp.float32)
     return _half(blocks, 208) * scales, None
 
@@ -91,8 +91,8 @@ class BlockFormat(NamedTuple):
 
     elements: int
     nbytes: int
-    codes: Callable[[Bytes], Bytes]
-    scales: Callable[[BlockBytes], Scales]
+    codes: Callable[[CodeBytes], CodeBytes]
+    scales: Callable[[BlockBytes], BlockScales]
     halves: tuple[int, ...]
     offset: int = 0
 

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
 from jaxllm.pallas_kernels.gpu import packed
 from jaxllm.pallas_kernels.gpu.few_rows import code_product
-from jaxllm.pallas_kernels.gpu.matmul import Activation, choose_tile_rows
+from jaxllm.pallas_kernels.gpu.matmul import Nonlinearity, choose_tile_rows
 from jaxllm.pallas_kernels.gpu.route import RowLists, groups_of_rows, list_rows, route
 from jaxllm.pallas_kernels.matrices import ROWS, KernelMatrix, PackedMatrix
 from jaxllm.pallas_kernels.metadata import StepMetadata
@@ -72,7 +72,7 @@ def chosen_experts(
 
 def _products(
     x: Float[Array, "T E"], lists: RowLists, rows: int, tile_rows: int, gate_up: Matrices, down: Matrices,
-    interpret: bool, *, activation: Activation, gate: Activation | None = None,
+    interpret: bool, *, activation: Nonlinearity, gate: Nonlinearity | None = None,
     biases: tuple[Float[Array, "X n"], Float[Array, "X E"]] | None = None,
 ) -> Float[Array, "P E"]:  # fmt: skip
     sorted_ = any(matrix.order is not None for matrix in (*gate_up, *down))
@@ -111,7 +111,7 @@ def _gates(matrix: KernelMatrix | PackedMatrix) -> bool:
     return isinstance(matrix, KernelMatrix) or matrix.shape[-2] % (2 * ROWS) == 0
 
 
-def _is_lowered(activation: Activation) -> bool:
+def _is_lowered(activation: Nonlinearity) -> bool:
     """Triton knows no error function, which exact GELU is made of."""
     return "erf" not in str(jax.make_jaxpr(activation)(jnp.float32(0)))
 

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from jaxllm.compat import triton_load
 from jaxllm.pallas_kernels.gpu.expand import numbers_of_e4m3
-from jaxllm.pallas_kernels.gpu.matmul import PART_STEPS, Product, ProductOptions, integer_matmul, launch, matmul
+from jaxllm.pallas_kernels.gpu.matmul import PART_STEPS, ProductOptions, TileProduct, integer_matmul, launch, matmul
 from jaxllm.pallas_kernels.gpu.route import RowLists
 from jaxllm.pallas_kernels.matrices import KernelMatrix
 from jaxllm.pallas_kernels.products import Late, Unsummed, dot
@@ -84,13 +84,13 @@ def few_rows_of_groups(
     return launch(
         "few_rows", functools.partial(_group_kernel, matrix=matrix, names=tuple(tables), nbytes=nbytes),
         x.astype(matrix.dtype), [matrix.codes.reshape(-1, stored), *tables.values()], lists, rows,
-        Product(outputs, BLOCK_OUT, MOST_ROWS, rows // x.shape[0], **options),
+        TileProduct(outputs, BLOCK_OUT, MOST_ROWS, rows // x.shape[0], **options),
         parts=1 if whole else pl.cdiv(pl.cdiv(stored, nbytes), GROUP_STEPS), warps=NUM_WARPS, stages=NUM_STAGES,
     )  # fmt: skip
 
 
 def _group_kernel(
-    list_refs: Sequence[Any], refs: Sequence[Any], out_ref: Any, product: Product, *, matrix: KernelMatrix,
+    list_refs: Sequence[Any], refs: Sequence[Any], out_ref: Any, product: TileProduct, *, matrix: KernelMatrix,
     names: tuple[str, ...], nbytes: int,
 ) -> None:  # fmt: skip
     x_ref, codes_ref, *table_refs = refs
@@ -163,13 +163,14 @@ def few_rows_of_blocks(
     return launch(
         "block_scaled_few_rows", functools.partial(_block_kernel, matrix=matrix, step=step),
         x.astype(matrix.dtype), [codes, matrix.scale.reshape(-1, matrix.scale.shape[-1])], lists, rows,
-        Product(outputs, BLOCKS_OUT, tile_rows, rows // x.shape[0], **options),
+        TileProduct(outputs, BLOCKS_OUT, tile_rows, rows // x.shape[0], **options),
         parts=1 if lists is not None else max(1, most), warps=2, stages=3,
     )  # fmt: skip
 
 
 def _block_kernel(
-    list_refs: Sequence[Any], refs: Sequence[Any], out_ref: Any, product: Product, *, matrix: KernelMatrix, step: int
+    list_refs: Sequence[Any], refs: Sequence[Any], out_ref: Any, product: TileProduct, *, matrix: KernelMatrix,
+    step: int,
 ) -> None:  # fmt: skip
     x_ref, codes_ref, scale_ref = refs
     program = product.program(list_refs, out_ref, codes_ref.shape[1] // step)

@@ -31,7 +31,7 @@ from jaxllm.pallas_kernels.gpu.route import RowLists
 from jaxllm.pallas_kernels.matrices import RUN, KernelMatrix
 from jaxllm.pallas_kernels.products import Late, Unsummed, dot
 
-Activation = Callable[[jax.Array], jax.Array]
+Nonlinearity = Callable[[jax.Array], jax.Array]
 
 
 class Program(NamedTuple):
@@ -62,15 +62,15 @@ class Program(NamedTuple):
 
 
 class ProductOptions(TypedDict, total=False):
-    """See `Product`."""
+    """See `TileProduct`."""
 
-    activation: Activation | None
+    activation: Nonlinearity | None
     dtype: Any
     interpret: bool
 
 
 @dataclass(frozen=True)
-class Product:
+class TileProduct:
     """What is static about a product of rows with a matrix, or with each group's of a stack.
 
     Attributes:
@@ -88,7 +88,7 @@ class Product:
     block_out: int
     tile_rows: int
     share: int
-    activation: Activation | None = None
+    activation: Nonlinearity | None = None
     dtype: Any = jnp.float32
     interpret: bool = False
 
@@ -151,7 +151,7 @@ def neighbours(x: Float[Array, "n m"], axis: int) -> tuple[Array, Array]:
 
 def launch(
     name: str, kernel: Callable[..., None], x: Array, arrays: Sequence[Array], lists: RowLists | None, rows: int,
-    product: Product, *, parts: int = 1, warps: int, stages: int,
+    product: TileProduct, *, parts: int = 1, warps: int, stages: int,
 ) -> Late:  # fmt: skip
     """Runs `kernel(list_refs, refs of x and arrays, out_ref, product)` for each program of a product.
 
@@ -197,7 +197,7 @@ def matmul(
     """`x @ matrix.T`, or with `lists` `x[r // (N // n)] @ matrix[group of r].T`; summed in float32.
 
     Of the `rows` N those without a group are anything. The experts of a token, whose rows lie side by side, read the
-    one row of it. For the options see `Product`.
+    one row of it. For the options see `TileProduct`.
     """
     rows = x.shape[0] if lists is None else rows
     codes = matrix.codes.reshape(-1, matrix.codes.shape[-1])
@@ -208,7 +208,8 @@ def matmul(
     tables = {name: table.reshape(-1) for name, table in matrix.tables.items()}
     return launch(
         "matmul_of_tiles", functools.partial(_kernel, matrix=matrix, names=tuple(tables)), x.astype(matrix.dtype),
-        [codes, *tables.values()], lists, rows, Product(outputs, BLOCK_OUT, tile_rows, rows // x.shape[0], **options),
+        [codes, *tables.values()], lists, rows,
+        TileProduct(outputs, BLOCK_OUT, tile_rows, rows // x.shape[0], **options),
         warps=8 if tile_rows > 64 else 4, stages=_stages(matrix, tile_rows),
     )  # fmt: skip
 
@@ -226,7 +227,7 @@ def _stages(matrix: KernelMatrix, tile_rows: int) -> int:
 
 
 def _kernel(
-    list_refs: Sequence[Any], refs: Sequence[Any], out_ref: Any, product: Product, *, matrix: KernelMatrix,
+    list_refs: Sequence[Any], refs: Sequence[Any], out_ref: Any, product: TileProduct, *, matrix: KernelMatrix,
     names: tuple[str, ...],
 ) -> None:  # fmt: skip
     x_ref, codes_ref, *table_refs = refs
@@ -336,7 +337,7 @@ def integer_matmul(
     return launch(
         "matmul_of_integers", functools.partial(_integer_kernel, runs=runs), codes,
         [scale, matrix.codes.reshape(-1, inputs), matrix.scale.reshape(-1)], lists, rows,
-        Product(outputs, tiling.block_out, size, rows // x.shape[0], **options), parts=parts,
+        TileProduct(outputs, tiling.block_out, size, rows // x.shape[0], **options), parts=parts,
         warps=tiling.warps if size != 64 else 4, stages=tiling.stages,
     )  # fmt: skip
 
@@ -369,7 +370,7 @@ def _round_kernel(x_ref: Any, codes_ref: Any, scale_ref: Any) -> None:
 
 
 def _integer_kernel(
-    list_refs: Sequence[Any], refs: Sequence[Any], out_ref: Any, product: Product, *, runs: int
+    list_refs: Sequence[Any], refs: Sequence[Any], out_ref: Any, product: TileProduct, *, runs: int
 ) -> None:  # fmt: skip
     x_ref, x_scale_ref, codes_ref, scale_ref = refs
     inputs = codes_ref.shape[1]

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
-from jaxllm.pallas_kernels.gpu.matmul import Activation, ProductOptions
+from jaxllm.pallas_kernels.gpu.matmul import Nonlinearity, ProductOptions
 from jaxllm.pallas_kernels.gpu.route import RowLists
 from jaxllm.pallas_kernels.gpu.walk import Tiling, Walk, arrays_by_name, step_of
 from jaxllm.pallas_kernels.matrices import EXPANDED_BYTES, ROWS, SCALES, PackedMatrix
@@ -92,7 +92,7 @@ class Section:
 
 def _multiply(
     x: jax.Array, matrices: Sequence[PackedMatrix], lists: RowLists | None, rows: int, tile_rows: int,
-    tiling: Tiling | None = None, *, activation: Activation | None = None, dtype: Any = jnp.float32,
+    tiling: Tiling | None = None, *, activation: Nonlinearity | None = None, dtype: Any = jnp.float32,
     interpret: bool = False,
 ) -> Float[Array, "P T o"]:  # fmt: skip
     """What each part of the inputs gives: float32, or of `dtype` where there is only one."""
@@ -175,7 +175,7 @@ def _many(matrix: PackedMatrix) -> Tiling:
 
 def _kernel(
     x_ref: Any, *refs: Any, sections: tuple[Section, ...], listed: bool, tile_rows: int, split: int, share: int,
-    activation: Activation | None, plain: bool,
+    activation: Nonlinearity | None, plain: bool,
 ) -> None:  # fmt: skip
     *arrays, out_ref = refs
     list_refs, left = (arrays[:2], iter(arrays[2:])) if listed else ([], iter(arrays))
