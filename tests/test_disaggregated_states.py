@@ -106,7 +106,7 @@ def test_nothing_is_fetched_where_host_memory_has_no_room_for_all_of_it(
 ) -> None:
     prompt = prompt_of(100, seed=10)
     source = compute(producer, prompt)
-    sizes = inside(producer, lambda core: core.features["offload"]._copies._blocks)
+    sizes = inside(producer, lambda core: core.features["offload"].copies._blocks)
     room = 5 * sizes["page"].nbytes + sizes["state"].nbytes
     with engine(directory, "kv_consumer", kv_offload_memory=room) as consumer:
         found = deltas(consumer, prompt, GREEDY, pages_at=source)

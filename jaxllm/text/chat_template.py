@@ -60,6 +60,14 @@ def _compile(template: str) -> jinja2.Template:
     return _environment().from_string(template)
 
 
+def json_text(values: dict[str, Any]) -> str:
+    """Arguments of `render`. Raises InvalidRequestError if they are no JSON values."""
+    try:
+        return json.dumps(values)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"messages are no JSON values: {error}", param="messages") from None
+
+
 def render(
     template: str, messages: list[dict[str, Any]], *, continue_final_message: bool = False, **values: Any
 ) -> str:

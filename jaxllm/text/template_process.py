@@ -21,14 +21,6 @@ _TEXT, _PROBLEM = b"t", b"p"
 """The first byte of an answer. A text is no JSON: parsing a long one would hold up the threads that asked."""
 
 
-def json_text(values: dict[str, Any]) -> str:
-    """Arguments of `jaxllm.text.chat_template.render`. Raises InvalidRequestError if they are no JSON values."""
-    try:
-        return json.dumps(values)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"messages are no JSON values: {error}", param="messages") from None
-
-
 class TemplateProcesses:
     """MAX_PROCESSES, started when they are first needed and again after they were stopped; callers wait for one."""
 
@@ -39,6 +31,8 @@ class TemplateProcesses:
 
     def render(self, values: dict[str, Any]) -> str:
         """`jaxllm.text.chat_template.render(**values)`, bounded. Raises InvalidRequestError as that, or past it."""
+        from jaxllm.text.chat_template import json_text  # it loads jinja2
+
         seconds = RENDER_SECONDS if self._seconds is None else self._seconds
         try:
             answer = self.processes.ask(json_text(values).encode(), processor_seconds=seconds)

@@ -25,7 +25,7 @@ from jaxllm.text.backend import (
     text_of,
 )
 from jaxllm.text.spellings import REPLACEMENT, piece_bytes
-from jaxllm.text.template_process import TemplateProcesses, json_text
+from jaxllm.text.template_process import TemplateProcesses
 from jaxllm.weights.fields import FLAG, NULL, TEXT, FieldKind, FieldKinds, check_fields, either, many, shown
 from jaxllm.weights.folder import EOS_FIELDS, gguf_models, model_file, read_generation_config, read_object, read_text
 
@@ -196,7 +196,7 @@ class Tokenizer:
         """
         if values["template"] != own and values["template"] not in self._templates.values():
             return self._template_processes.render(values)
-        from jaxllm.text.chat_template import render  # it loads jinja2
+        from jaxllm.text.chat_template import json_text, render  # it loads jinja2
 
         return render(**json.loads(json_text(values)))  # a sandboxed template gets plain values only
 

@@ -70,7 +70,8 @@ class GrammarFeature(Feature):
 
     def prepare(self, request: Request, asked: EngineRequest) -> _GrammarState | None:
         tokenizer = self.around.tokenizer
-        thinking = None if tokenizer is None else Thinking.of(request.params, tokenizer)
+        budget = request.params.max_thinking_tokens
+        thinking = None if tokenizer is None or budget is None else Thinking.of(request.params, tokenizer)
         constrained = request.params.structured_outputs is not None
         return _GrammarState(thinking=thinking) if constrained or thinking is not None else None
 
