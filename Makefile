@@ -14,7 +14,7 @@ PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-co
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-programs test-all test-slow test-versions test-web test-ray web check check-web check-deploy check-gpu check-tpu docs format bench clean
+.PHONY: help serve test test-all test-hardware test-versions test-web test-ray web check check-web check-deploy check-gpu check-tpu docs format bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -30,20 +30,12 @@ test: $(VENV)/.installed-dev ## Run the tests
 	$(BIN)/jaxllm pull gemma3-270m
 	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 
-test-programs: $(VENV)/.installed-dev ## Run the tests of whole servers, processes and examples, from start to end
+test-all: $(VENV)/.installed-dev ## Run these tests with all of their cases, and those of whole programs, three quarters of an hour
 	$(BIN)/jaxllm pull smollm2-135m
 	$(BIN)/jaxllm pull gemma3-270m
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'programs and not thorough and not slow and not browser' $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'not slow and not hardware' $(ARGS)
 
-test-all: $(VENV)/.installed-dev ## Run all of these tests with all of their cases, three quarters of an hour
-	$(BIN)/jaxllm pull smollm2-135m
-	$(BIN)/jaxllm pull gemma3-270m
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'not slow and not gpu_compile and not tpu_compile and not browser' $(ARGS)
-
-test-slow: $(VENV)/.installed-dev ## Run the tests that take hours: fuzzers, soaks, the real models at length
-	$(BIN)/jaxllm pull smollm2-135m
-	$(BIN)/jaxllm pull gemma3-270m
-	$(BIN)/python -m pytest -m 'slow and not gpu_compile and not tpu_compile and not browser' $(ARGS)
+test-hardware: check-gpu check-tpu test-web ## Run the tests for GPUs, TPUs and browsers, none of which but the browser need be there
 
 test-versions: $(VENV)/.installed-dev ## Run a tenth of the tests on each Python found here, with the newest and the oldest versions
 	$(BIN)/jaxllm pull smollm2-135m
@@ -54,7 +46,7 @@ test-web: $(VENV)/.installed-dev ## Drive the page in Chromium; PICTURES=1 makes
 	$(BIN)/python -c 'import playwright' 2>/dev/null || $(PIP) --editable '.[web-test]'
 	cd web && npm ci --silent
 	$(BIN)/jaxllm pull smollm2-135m
-	$(BIN)/python -m pytest -m browser tests/web $(ARGS)
+	$(BIN)/python -m pytest -m hardware tests/web $(ARGS)
 
 test-ray: $(VENV)/.installed-dev ## Run the tests of replicas on Ray Serve, and of routers in front of servers; installs them: 600 MB
 	$(BIN)/python -c 'import ray.serve, sglang_router, vllm_router' 2>/dev/null || $(PIP) --editable '.[ray]' sglang-router vllm-router
@@ -78,12 +70,12 @@ check: $(VENV)/.installed-dev ## Lint, check formatting, types and the direction
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-check-gpu: $(GPU)/.installed ## Run a GPU's kernels, interpreted, compile for an H100, neither of which need be there, and look at the programs; ARGS='-m gpu_compile' takes all
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'gpu_kernels and not thorough and not slow' tests/pallas_kernels tests/models
-	PYTHONPATH=$(GPU) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'gpu_compile and not slow' tests/gpu $(ARGS)
+check-gpu: $(GPU)/.installed ## Run a GPU's kernels, interpreted, compile for an H100, neither of which need be there, and look at the programs; ARGS='-m hardware' takes all
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'hardware and not thorough and not slow' tests/pallas_kernels tests/models
+	PYTHONPATH=$(GPU) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'hardware and not slow' tests/gpu $(ARGS)
 
 check-tpu: $(TPU)/.installed ## Compile for a TPU v5e, which need not be there, and look for copies of pages
-	JAX_PLATFORMS=cpu JAX_ENABLE_COMPILATION_CACHE=false PYTHONPATH=$(TPU) $(BIN)/python -m pytest -m tpu_compile tests/tpu $(ARGS)
+	JAX_PLATFORMS=cpu JAX_ENABLE_COMPILATION_CACHE=false PYTHONPATH=$(TPU) $(BIN)/python -m pytest -m hardware tests/tpu $(ARGS)
 
 docs: $(VENV)/.installed-docs ## Build the documentation's site into build/docs and check its links
 	$(BIN)/python -m tests.build_docs

@@ -34,7 +34,6 @@ USERS = {"jaxllm/compat.py", "tests/quick_compile.py", "tests/test_compat.py"}
 _NAMES_PRIVATE = re.compile(r"\bjax\._src\b|^\s*(?:from|import) jaxlib\b(?! *$)", re.MULTILINE)
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize(("module", "name"), PRIVATE, ids=lambda value: value)
 def test_a_private_name_is_where_it_was(module: str, name: str) -> None:
     assert callable(reduce(getattr, name.split("."), importlib.import_module(module)))
@@ -48,7 +47,6 @@ def test_nobody_else_names_anything_private() -> None:
     assert users <= USERS
 
 
-@pytest.mark.every_version
 def test_what_comes_out_of_xlas_cache_is_not_saved(tmp_path: Path) -> None:
     """Saved once more it lacks its code, and fails when it is called."""
     program = """
@@ -69,7 +67,6 @@ else:
     assert "".join(one.stdout for one in said) == "True True False "
 
 
-@pytest.mark.every_version
 def test_a_compiler_option_that_xla_does_not_know_is_left_out_and_said_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,7 +89,6 @@ def test_a_value_that_xla_refuses_is_an_error() -> None:
         compat.compile_lowered(lowered, {"xla_backend_optimization_level": "most"})
 
 
-@pytest.mark.every_version
 def test_every_setting_that_we_make_our_own_is_one_of_jax() -> None:
     """Each is one that a program may change, and that a thread may have another value of."""
     found = []

@@ -23,7 +23,6 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
         yield llm, [g for g in load_model_goldens(request.param).values() if len(g.prompt_token_ids) < 400]
 
 
-@pytest.mark.every_version
 def test_prompts_are_as_likely_as_transformers_finds_them(case: Case) -> None:
     """Activations rounded to int8 and pages to bfloat16 move a token's log-probability by a few hundredths."""
     llm, goldens = case
@@ -40,7 +39,6 @@ def test_prompts_are_as_likely_as_transformers_finds_them(case: Case) -> None:
     assert abs(errors.mean()) < 0.02 and np.abs(errors).mean() < 0.12 and np.abs(errors).max() < 1.5
 
 
-@pytest.mark.every_version
 def test_a_greedy_token_is_the_same_with_and_without_scores(case: Case) -> None:
     """Found by the kernel that keeps no scores, and by the one that does."""
     llm, goldens = case

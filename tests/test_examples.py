@@ -117,7 +117,6 @@ def test_gradients():
     assert max(shares, key=shares.__getitem__) == "iffel"
 
 
-@pytest.mark.every_version
 @pytest.mark.slow
 def test_openai_client(server_url: str):
     lines = run("examples/openai_client.py", server_url).splitlines()
@@ -221,7 +220,6 @@ def shown_by(name: str, **constants: int) -> tuple[str, int]:
     return "".join(output.get("text", "") for output in outputs), plots
 
 
-@pytest.mark.every_version
 def test_notebook(monkeypatch: pytest.MonkeyPatch):
     """With the kernels, as above."""
     monkeypatch.delenv("CXX")

@@ -15,7 +15,6 @@ def model(request):
         yield llm, list(load_model_goldens(request.param).values())
 
 
-@pytest.mark.every_version
 def test_greedy_tokens(model):
     llm, goldens = model
     params = [
@@ -28,7 +27,6 @@ def test_greedy_tokens(model):
         assert output.outputs[0].token_ids[: len(sure)] == sure, golden.name
 
 
-@pytest.mark.every_version
 def test_prompt_logprobs(model):
     llm, goldens = model
     scored = [g for g in goldens if g.logprobs is not None]
@@ -46,7 +44,6 @@ def test_prompt_logprobs(model):
             assert best == pytest.approx((-golden.top_logprobs[position]).tolist(), abs=1e-3), golden.name
 
 
-@pytest.mark.every_version
 def test_text_is_tokenized_as_the_reference_tokenizes_it(model):
     llm, goldens = model
     for golden in goldens:

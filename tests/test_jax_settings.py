@@ -64,7 +64,6 @@ def said(model: Path, told: dict[str, object], **variables: str) -> object:
     return json.loads(done.stdout)
 
 
-@pytest.mark.every_version
 def test_a_program_that_has_told_jax_otherwise_gets_the_same_tokens(tmp_path: Path) -> None:
     assert CHANGED.keys() | {"jax_default_device"} == OWN_SETTINGS.keys()
     model = write_checkpoint("llama_gqa", tmp_path)

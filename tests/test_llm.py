@@ -46,7 +46,6 @@ def llm(directory):
         yield llm
 
 
-@pytest.mark.every_version
 def test_one_prompt_and_many_and_dicts(llm):
     one = llm.generate([5, 6, 7], GREEDY, use_tqdm=False)
     many = llm.generate([[5, 6, 7], {"prompt_token_ids": [8]}], [GREEDY, GREEDY], use_tqdm=False)
@@ -179,7 +178,6 @@ def test_the_longest_context(llm):
     assert len(output.outputs[0].token_ids) == 1 and output.outputs[0].finish_reason == "length"
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize(
     ("prompt", "params", "says"),
     [
@@ -273,7 +271,6 @@ def test_a_picture_is_refused_where_the_template_would_leave_it_out(llm, monkeyp
         assert llm.chat([{"role": "user", "content": content}], SHORT, False)[0].prompt == "What is this?"
 
 
-@pytest.mark.every_version
 def test_inside_a_running_event_loop(llm):
     async def notebook_cell():
         return llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
@@ -429,7 +426,6 @@ def test_a_step_that_fails_is_said_and_the_engine_can_be_started_again(directory
         assert llm.info.num_pages == pages
 
 
-@pytest.mark.every_version
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 @pytest.mark.filterwarnings("ignore:os.fork", "ignore:This process .* is multi-threaded, use of fork")
 def test_a_forked_process_is_told_that_the_engine_is_elsewhere(llm):

@@ -78,7 +78,6 @@ def start(model: Path, cache: Path | None, **fields: Any) -> Started:
     return Started(*json.loads(done.stdout))
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize(("kernels", "devices"), [("off", 1), ("auto", 1), ("off", 2)])
 def test_the_second_start_compiles_nothing(tmp_path, monkeypatch, kernels, devices):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", str(devices))
@@ -90,7 +89,6 @@ def test_the_second_start_compiles_nothing(tmp_path, monkeypatch, kernels, devic
     assert second.tokens == first.tokens
 
 
-@pytest.mark.every_version
 def test_executables_that_are_made_ahead_start_an_engine_that_keeps_nothing(tmp_path):
     model = write_checkpoint("llama_gqa", tmp_path / "model")
     config = tmp_path / "model.yaml"

@@ -42,6 +42,6 @@ def test_what_is_kept_is_run(request: pytest.FixtureRequest) -> None:
 
 
 def here(table: dict[str, Any]) -> list[tuple[str, Any]]:
-    """By file, without those that `make test-programs` and `make check-gpu` run."""
-    marked = re.compile(r"pytestmark = pytest\.mark\.(programs|gpu_kernels)")
+    """By file, without those of whole programs and for hardware."""
+    marked = re.compile(r"pytestmark = pytest\.mark\.(programs|hardware)")
     return [(file, tests) for file, tests in table.items() if not marked.search((TESTS / file).read_text())]

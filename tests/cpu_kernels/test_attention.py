@@ -59,7 +59,6 @@ def check(
             np.testing.assert_array_equal(got.view(expected_buffer.dtype) if half else got, expected_buffer[1:])
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize("case", CASES)
 def test_matches_oracle(case):
     """Rows that no query may see hold 1000, so that one stale or foreign row read shows."""

@@ -42,7 +42,6 @@ def activations(rows: int, inputs: int, seed: int = 1) -> np.ndarray:
     return x.astype(np.float32)
 
 
-@pytest.mark.every_version
 @every_format
 def test_products(format):
     weights = random_weights(format, 45, 512)
@@ -217,7 +216,6 @@ def reference_activation(name: str, x: np.ndarray) -> np.ndarray:
     return {"silu": x / (1 + np.exp(-x)), "relu": np.maximum(x, 0), "relu2": np.maximum(x, 0) ** 2}[name]
 
 
-@pytest.mark.every_version
 @every_isa
 @pytest.mark.parametrize("activation", cpu_kernels.ACTIVATIONS)
 def test_mlp(isa, activation):
@@ -328,7 +326,6 @@ def grouped(x, weights: Tiles, sizes):
     return np.asarray(product(x, weights.tiles, sizes))
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize("format", ["q4_k", "q8_0", "u4", "i8", "bf16", "f32"])
 @pytest.mark.parametrize(
     "sizes",

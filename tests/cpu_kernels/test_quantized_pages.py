@@ -63,7 +63,6 @@ def check(batch: RaggedBatch, kind: str, *, threads: tuple[int | None, ...] = (N
             np.testing.assert_array_equal(buffer[1:], expected_buffer[1:], err_msg=isa)
 
 
-@pytest.mark.every_version
 @every_kind
 @pytest.mark.parametrize("case", CASES)
 def test_matches_oracle(case, kind):
@@ -202,7 +201,6 @@ def test_pages_without_room_for_a_scale_are_refused():
         run(batch, scale=1.0)
 
 
-@pytest.mark.every_version
 def test_heads_divided_over_devices_give_the_same_bits(tmp_path):
     found = over_devices(4, "tests.cpu_kernels.run_sharded_pages", tmp_path / "out.npz")
     for kind in QUANTIZED:

@@ -17,7 +17,7 @@ import pytest
 
 OPTIMIZED = True
 
-pytestmark = [pytest.mark.gpu_compile, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.hardware, pytest.mark.timeout(900)]
 slow = pytest.mark.slow
 
 CONFIGS = Path(__file__).parents[1] / "reference" / "configs"

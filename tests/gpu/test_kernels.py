@@ -1,7 +1,7 @@
 """Every Pallas kernel, compiled for the GPUs that people have: it fits, and nothing of it spills out of registers.
 
 `make check-gpu` compiles a case of each kernel for an H100; all cases for all GPUs, which `make check-gpu
-ARGS='-m gpu_compile'` compiles, take a quarter of an hour.
+ARGS='-m hardware'` compiles, take a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.gpu.targets import TARGETS
 
 OPTIMIZED = True
 
-pytestmark = [pytest.mark.gpu_compile, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.hardware, pytest.mark.timeout(900)]
 
 ATTENTION = {"rotate_and_store", "paged_attention_decode", "paged_attention_combine", "paged_attention_prefill"}
 LATENT = ATTENTION - {"rotate_and_store"}

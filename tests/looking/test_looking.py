@@ -18,7 +18,6 @@ from jaxllm.looking import RATE, CodeLine, Sample, ValueKind, encode, look, prof
 from tests.looking.decode import Line, decode
 
 
-@pytest.mark.every_version
 def test_a_profile_is_read_as_it_was_written() -> None:
     main, inner = CodeLine("main", "/a.py", 1, 7), CodeLine("Class.inner", "/b.py", 20, 2**33)
     kinds = [ValueKind("cpu", "nanoseconds"), ValueKind("wall", "nanoseconds")]

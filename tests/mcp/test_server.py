@@ -89,7 +89,6 @@ def tool_names(server: ToolServer) -> set[str]:
     return {tool.name for tool in server.tools}
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize("label", TRANSPORTS)
 def test_tools_are_listed_and_called_over_every_transport(servers, call, label: str) -> None:
     server = servers.servers[label]

@@ -43,7 +43,6 @@ def second_text(name: str) -> int:
     return SECOND_TEXT if tiny_config(name).get("type_vocab_size", 0) > 1 else 0
 
 
-@pytest.mark.every_version
 def test_a_text_alone(name, model, golden):
     """A classifier has its text's scores in the row of each token."""
     (found,) = model.run([golden.prompt_token_ids], [second_text(name)])

@@ -16,7 +16,7 @@ from tests.models.harness import Chunk, Harness
 from tests.models.packed_models import prompt, write
 from tests.models.test_gpu_kernels import INTERPRETED
 
-pytestmark = pytest.mark.gpu_kernels
+pytestmark = pytest.mark.hardware
 
 CASES = (
     "llama:gptq_sorted", "llama:gptq_sorted_each", "phi3:gptq_sorted", "mixtral:gptq_sorted_each",

@@ -19,7 +19,7 @@ from tests.models.mla_layer import interpreted
 from tests.reference import load_golden
 from tests.reference.tiny import TINY_MODELS, write_checkpoint
 
-pytestmark = pytest.mark.gpu_kernels
+pytestmark = pytest.mark.hardware
 
 INTERPRETED = replace(
     GPU,
@@ -45,7 +45,6 @@ FEW = (
 """Those that the interpreter, which takes seconds for a layer, has time for."""
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize("name", FEW if INTERPRET else TINY_MODELS)
 def test_float32_says_what_transformers_says(name: str, tmp_path: Path) -> None:
     """Experts alone and with shared ones, behind a gate or not; latents of queries that have one of their own, or not.

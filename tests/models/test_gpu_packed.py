@@ -25,7 +25,7 @@ from tests.reference import load_golden, packings
 from tests.reference.tiny import draw_weights, tiny_config
 from tests.reference.tiny_gguf import write_gguf
 
-pytestmark = pytest.mark.gpu_kernels
+pytestmark = pytest.mark.hardware
 
 SIZES = {
     "llama_gqa": {64: 256, 96: 512},

@@ -14,7 +14,6 @@ from jaxllm.pallas_kernels.states import causal_conv
 from tests.pallas_kernels.states import STEPS, run_by_token, state_step, used_rows
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize("kind", ["reference", "cpu"])
 @pytest.mark.parametrize(("taps", "with_bias"), [(2, False), (4, True)])
 @pytest.mark.parametrize("name", STEPS)

@@ -70,7 +70,6 @@ RULE = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.every_version
 @RULE
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("name", STEPS)

@@ -67,7 +67,6 @@ EDGES: dict[str, tuple[int, list[int]]] = {
 }
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize("backend", GROUPED_MATMUL)
 @pytest.mark.parametrize("edge", EDGES)
 def test_edges(edge, backend):
@@ -122,7 +121,6 @@ def test_rows_are_not_expanded_over_groups_nor_weights_copied(rows, dtype):
     assert compiled.memory_analysis().temp_size_in_bytes < 3 * expert + in_and_out
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 def test_lowers_for_every_platform(platform):
     chosen = choose_kernels("auto", platform).grouped_matmul

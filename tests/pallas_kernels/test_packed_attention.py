@@ -25,7 +25,6 @@ def oracle(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | None, soft
     return np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v)
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (1, None), (7, 2.0), (140, None)])
 @pytest.mark.parametrize("lengths", [(300,), (1,), (128, 128), (5, 1, 129, 64, 2, 90), ()], ids=str)
 def test_each_text_attends_to_itself(lengths: tuple[int, ...], window: int | None, softcap: float | None):

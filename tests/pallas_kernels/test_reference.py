@@ -130,7 +130,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize("case", CASES)
 def test_matches_oracle(case):
     """Rows that no query may see hold 1000, so that one stale or foreign row read shows."""

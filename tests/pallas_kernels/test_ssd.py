@@ -67,7 +67,6 @@ def check(form: str, step: Step, shape: Sequence[int]) -> None:
     np.testing.assert_allclose(rows[used], expected_rows[used], rtol=1e-4, atol=3e-5)
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize("form", ["recurrent", "chunked", NATIVE])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", STEPS)

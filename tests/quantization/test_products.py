@@ -41,14 +41,12 @@ def test_a_product_never_holds_the_expanded_matrix():
     assert compiled.memory_analysis().temp_size_in_bytes < (1 << 14) * 512 * 4 / 2
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_rows_are_those_of_the_expansion(scheme):
     weight, ids = random_weight(scheme, 9, 256), np.array([8, 0, 3, 3])
     np.testing.assert_array_equal(weight.rows(jnp.asarray(ids)), expanded(weight)[ids])
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize("scheme", EXACT)
 @pytest.mark.parametrize("grouped", [tiles, ragged_dot])
 def test_experts(scheme, grouped):

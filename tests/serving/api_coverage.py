@@ -1,4 +1,4 @@
-"""Which tests show what each route and each field does, read off their `covers` markers.
+"""Which tests show what each route and each field does, read off their `covers` decorators.
 
 What a body accepts without effect, and what is refused by name, has none: test_api.py tests all of it.
 """
@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Claim:
-    """`@pytest.mark.covers(subject, *fields)`: a route, or fields of a section of api_surface.py."""
+    """`@covers(subject, *fields)`: a route, or fields of a section of api_surface.py."""
 
     file: str
     """Below tests/serving."""
@@ -56,7 +56,7 @@ def _claims(path: Path) -> Iterator[Claim]:
 
 
 def _is_claim(decorator: ast.expr) -> bool:
-    return isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.covers"
+    return isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "covers"
 
 
 def _named(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:

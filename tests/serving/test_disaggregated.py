@@ -26,6 +26,7 @@ from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import FakeEngine, app_of
 from tests.serving.mixed_requests import write_model
 from tests.serving.real_server import assert_idle, engine_process, gauges, served, server_process
+from tests.support.covers import covers
 
 pytestmark = pytest.mark.programs
 
@@ -94,8 +95,8 @@ def client(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
-@pytest.mark.covers("GenerationRequest", "kv_transfer_params")
-@pytest.mark.covers(
+@covers("GenerationRequest", "kv_transfer_params")
+@covers(
     "KVTransferParams", "do_remote_decode", "do_remote_prefill", "remote_engine_id", "remote_request_id", "remote_host",
     "remote_port", "remote_block_ids",
 )  # fmt: skip

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.responses.shared import PARSERS
 from tests.serving.sending import prompt, send
+from tests.support.covers import covers
 
 USER: Any = {"role": "user", "content": "Hi"}
 TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -35,8 +36,8 @@ def dumps(reply: BaseModel) -> list[Any]:
     return [reply, reply.model_dump(), reply.model_dump(mode="json"), reply.model_dump(exclude_none=True)]
 
 
-@pytest.mark.covers("ChatMessageParam", "parsed")
-@pytest.mark.covers("FunctionCall", "parsed_arguments")
+@covers("ChatMessageParam", "parsed")
+@covers("FunctionCall", "parsed_arguments")
 @pytest.mark.parametrize("reply", ["Hello.", "<think>hm</think>Hello.", CALLING, '{"name": "Oslo"}'])
 def test_chat_completions(url: str, engine: FakeEngine, reply: str) -> None:
     engine.reply = reply
@@ -85,7 +86,7 @@ def test_anthropics_messages(url: str, engine: FakeEngine, reply: str) -> None:
             client.messages.create(messages=[USER, {"role": "assistant", "content": list(content)}, last], **ask)
 
 
-@pytest.mark.covers("Cacheable", "cache_control")
+@covers("Cacheable", "cache_control")
 @pytest.mark.parametrize(
     "message",
     [
@@ -108,7 +109,7 @@ def test_an_assistant_that_said_nothing(client: TestClient, engine: FakeEngine, 
     assert prompt(engine) == "[user]Hi[assistant][user]Hi[assistant]"
 
 
-@pytest.mark.covers("Cacheable", "cache_control")
+@covers("Cacheable", "cache_control")
 def test_tools_with_a_hint_for_the_cache(client: TestClient, engine: FakeEngine) -> None:
     engine.info.max_model_len = 4000
     tool = {**TOOL, "cache_control": {"type": "ephemeral"}}

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from jaxllm.serving.http.request_model import FOREVER, KeepAliveFields
 from tests.serving.conftest import wait_for
 from tests.serving.on_demand import Serve, Several, Starts, serve, starts
+from tests.support.covers import covers
 
 __all__ = ["serve", "starts"]
 
@@ -38,7 +39,7 @@ def ask(server: Several, model: str, keep_alive: Any) -> None:
     assert server.ask(model, extra_body={"keep_alive": keep_alive}) == f"I am {model}."
 
 
-@pytest.mark.covers("KeepAliveFields", "keep_alive")
+@covers("KeepAliveFields", "keep_alive")
 def test_a_model_goes_when_its_request_said_so(serve: Serve, starts: Starts) -> None:
     server = serve("a", "b", max_loaded=2)
     server.ask("b")

@@ -19,6 +19,7 @@ from jaxllm.serving.server import run_server
 from jaxllm.serving.state import Registry
 from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import FakeEngine, single_model
+from tests.support.covers import covers
 
 HELLO = [{"role": "user", "content": "Hi"}]
 
@@ -63,7 +64,7 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., tuple[httpx.Client, Slow, Se
         assert not thread.is_alive()
 
 
-@pytest.mark.covers("GET /livez")
+@covers("GET /livez")
 def test_probes_answer_at_once_and_tell_how_far_it_is(begin: Any) -> None:
     client, slow, _ = begin()
     assert client.get("/livez").json() == {"status": "ok"}

@@ -16,6 +16,7 @@ from jaxllm.serving.served_model import LoadableModel
 from jaxllm.serving.state import Registry
 from tests.serving.access.conftest import write_keys
 from tests.serving.fake_engine import FakeEngine
+from tests.support.covers import covers
 
 PROMPT = {"prompt": "Hi", "max_tokens": 2}
 Make = Callable[..., TestClient]
@@ -91,8 +92,8 @@ def test_the_model_of_a_request_names_an_adapter(
     assert engine.adapters[-1] == ()
 
 
-@pytest.mark.covers("GenerationRequest", "lora")
-@pytest.mark.covers("AdapterScale", "id", "scale")
+@covers("GenerationRequest", "lora")
+@covers("AdapterScale", "id", "scale")
 def test_the_field_lora_chooses_several_each_as_strong_as_it_says(client: TestClient, engine: FakeEngine) -> None:
     complete(client, lora=[{"id": 1, "scale": 0.25}, {"id": 0, "scale": 2}]).raise_for_status()
     assert {use.name: use.scale for use in engine.adapters[-1]} == {"sql": 2.0, "poems": 0.25}
@@ -125,8 +126,8 @@ def test_what_cannot_be_chosen_is_refused(fields: dict[str, Any], param: str, sa
     assert said in found["message"]
 
 
-@pytest.mark.covers("GET /v1/lora-adapters")
-@pytest.mark.covers("POST /v1/lora-adapters")
+@covers("GET /v1/lora-adapters")
+@covers("POST /v1/lora-adapters")
 def test_scales_that_are_set_are_those_of_requests_that_choose_none(client: TestClient, engine: FakeEngine) -> None:
     assert listed(client) == [(0, "sql", 0.0), (1, "poems", 0.0)]
     set_scales = client.post("/lora-adapters", json=[{"id": 1, "scale": 0.75}])
@@ -143,8 +144,8 @@ def test_scales_that_are_set_are_those_of_requests_that_choose_none(client: Test
     assert engine.adapters[-1] == ()
 
 
-@pytest.mark.covers("GET /v1/lora-adapters", "model")
-@pytest.mark.covers("POST /v1/lora-adapters", "model")
+@covers("GET /v1/lora-adapters", "model")
+@covers("POST /v1/lora-adapters", "model")
 def test_other_models_have_adapters_of_their_own(client: TestClient) -> None:
     assert client.get("/lora-adapters", params={"model": "other"}).json() == []
     found = error(client.post("/lora-adapters", params={"model": "other"}, json=[]), 400)
@@ -168,8 +169,8 @@ def test_scales_are_a_list_of_known_adapters(body: bytes, said: str, client: Tes
     assert listed(client) == [(0, "sql", 0.0), (1, "poems", 0.0)]
 
 
-@pytest.mark.covers("POST /v1/load_lora_adapter")
-@pytest.mark.covers("LoadLoRARequest", "lora_name", "lora_path")
+@covers("POST /v1/load_lora_adapter")
+@covers("LoadLoRARequest", "lora_name", "lora_path")
 def test_an_adapter_is_loaded_once_the_engine_has_used_it(
     client: TestClient, engine: FakeEngine, folders: tuple[str, str]
 ) -> None:
@@ -182,7 +183,7 @@ def test_an_adapter_is_loaded_once_the_engine_has_used_it(
     assert engine.adapters[-1] == engine.adapters[0]
 
 
-@pytest.mark.covers("LoadLoRARequest", "load_inplace", "is_3d_lora_weight")
+@covers("LoadLoRARequest", "load_inplace", "is_3d_lora_weight")
 def test_one_that_is_loaded_anew_is_another_one(
     client: TestClient, engine: FakeEngine, folders: tuple[str, str]
 ) -> None:
@@ -202,8 +203,8 @@ def test_one_that_is_loaded_anew_is_another_one(
     assert "is_3d_lora_weight" in error(load(client, "a", folders[1], is_3d_lora_weight=True), 400)["message"]
 
 
-@pytest.mark.covers("POST /v1/unload_lora_adapter")
-@pytest.mark.covers("UnloadLoRARequest", "lora_name", "lora_int_id")
+@covers("POST /v1/unload_lora_adapter")
+@covers("UnloadLoRARequest", "lora_name", "lora_int_id")
 def test_an_adapter_that_is_unloaded_is_not_found(client: TestClient, folders: tuple[str, str]) -> None:
     client.post("/lora-adapters", json=[{"id": 0, "scale": 1}]).raise_for_status()
     answer = unload(client, "sql", lora_int_id=99)
@@ -215,7 +216,7 @@ def test_an_adapter_that_is_unloaded_is_not_found(client: TestClient, folders: t
     assert listed(client) == [(1, "poems", 0.0), (2, "sql", 0.0)]
 
 
-@pytest.mark.covers("LoadLoRARequest", "base_model_name")
+@covers("LoadLoRARequest", "base_model_name")
 def test_an_adapter_is_for_the_model_that_it_names(
     make_client: Make, engine: FakeEngine, folders: tuple[str, str]
 ) -> None:

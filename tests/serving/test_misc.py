@@ -17,12 +17,13 @@ from jaxllm.engine.messages import EngineStats
 from jaxllm.errors import ConfigError
 from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import BOS, CONTEXT, REPLY, TEMPLATE, FakeEngine, app_of
+from tests.support.covers import covers
 
 HELLO = [{"role": "user", "content": "Hi"}]
 
 
-@pytest.mark.covers("GET /v1/models")
-@pytest.mark.covers("GET /v1/models/{model}")
+@covers("GET /v1/models")
+@covers("GET /v1/models/{model}")
 def test_models(make_client: Any, engine: FakeEngine) -> None:
     client = make_client(engine, model="org/name", served_model_name="org/name, short")
     listed = client.get("/v1/models").json()
@@ -54,8 +55,8 @@ def test_no_request_waits_for_routes_to_be_read(
     assert read == []
 
 
-@pytest.mark.covers("POST /v1/tokenize")
-@pytest.mark.covers("TokenizeRequest", "prompt", "content", "messages", "add_special_tokens", "add_special")
+@covers("POST /v1/tokenize")
+@covers("TokenizeRequest", "prompt", "content", "messages", "add_special_tokens", "add_special")
 @pytest.mark.parametrize(
     ("fields", "tokens"),
     [
@@ -74,7 +75,7 @@ def test_tokenize(client: TestClient, path: str, fields: dict[str, Any], tokens:
     assert body == {"count": len(tokens), "max_model_len": CONTEXT, "tokens": tokens, "token_strs": None}
 
 
-@pytest.mark.covers("TokenizeRequest", "return_token_strs")
+@covers("TokenizeRequest", "return_token_strs")
 def test_tokenize_strings(client: TestClient) -> None:
     assert client.post("/tokenize", json={"prompt": "Hi", "return_token_strs": True}).json()["token_strs"] == [
         "<s>",
@@ -88,8 +89,8 @@ def test_tokenize_refuses(client: TestClient, fields: dict[str, Any]) -> None:
     assert client.post("/tokenize", json=fields).status_code == 400
 
 
-@pytest.mark.covers("POST /v1/detokenize")
-@pytest.mark.covers("DetokenizeRequest", "tokens")
+@covers("POST /v1/detokenize")
+@covers("DetokenizeRequest", "tokens")
 def test_detokenize(client: TestClient) -> None:
     assert client.post("/detokenize", json={"tokens": [BOS, 72, 105]}).json() == {"prompt": "<s>Hi"}
     for wrong in (-1, 300):
@@ -97,9 +98,9 @@ def test_detokenize(client: TestClient) -> None:
         assert error["param"] == "tokens[1]" and "299" in error["message"]
 
 
-@pytest.mark.covers("GET /health")
-@pytest.mark.covers("GET /ready")
-@pytest.mark.covers("GET /version")
+@covers("GET /health")
+@covers("GET /ready")
+@covers("GET /version")
 def test_probes(client: TestClient, engine: FakeEngine) -> None:
     assert client.get("/health").json() == {"status": "ok"}
     assert client.get("/ready").status_code == 200
@@ -110,7 +111,7 @@ def test_probes(client: TestClient, engine: FakeEngine) -> None:
     assert client.get("/version").json()["version"][0].isdigit()
 
 
-@pytest.mark.covers("GET /load")
+@covers("GET /load")
 def test_load_counts_running_requests(listen: Any, engine: FakeEngine) -> None:
     engine.delay = 0.2
     url = listen(engine)
@@ -122,7 +123,7 @@ def test_load_counts_running_requests(listen: Any, engine: FakeEngine) -> None:
     wait_for(lambda: httpx.get(f"{url}/load").json() == {"server_load": 0})
 
 
-@pytest.mark.covers("GET /v1/tokenizer_info")
+@covers("GET /v1/tokenizer_info")
 def test_tokenizer_info(make_client: Any, engine: FakeEngine) -> None:
     info = make_client(engine, reasoning_parser="think").get("/tokenizer_info").json()
     assert (info["bos_token"], info["eos_token"], info["eos_token_ids"]) == ("<s>", "</s>", [257])
@@ -149,7 +150,7 @@ def scrape(client: TestClient) -> dict[tuple[str, ...], float]:
     }
 
 
-@pytest.mark.covers("GET /metrics")
+@covers("GET /metrics")
 def test_metrics(make_client: Any, engine: FakeEngine) -> None:
     client = make_client(engine, vllm_metrics=True)
     client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 5, "n": 2})

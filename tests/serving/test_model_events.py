@@ -15,6 +15,7 @@ import pytest
 from jaxllm.errors import CheckpointError
 from tests.serving.conftest import wait_for
 from tests.serving.on_demand import Serve, Several, Starts, serve, starts
+from tests.support.covers import covers
 
 DAMAGED = "its files are damaged, or not of a kind that is served; the server's log has the details"
 
@@ -58,7 +59,7 @@ def following(server: Several) -> Iterator[Follower]:
         yield follower
 
 
-@pytest.mark.covers("GET /v1/models/sse")
+@covers("GET /v1/models/sse")
 def test_each_change_is_told_to_who_follows(serve: Serve, starts: Starts) -> None:
     server = serve("a", "b", hidden={"hidden": True})
     gate = starts.held["a"] = threading.Event()

@@ -18,6 +18,7 @@ from jaxllm.errors import CheckpointError, ConfigError, EngineDeadError
 from tests.serving.batches.running import chat
 from tests.serving.conftest import wait_for
 from tests.serving.on_demand import Serve, Several, Starts, refusal, serve, starts
+from tests.support.covers import covers
 
 __all__ = ["serve", "starts"]
 
@@ -38,7 +39,7 @@ def test_the_first_request_for_a_model_loads_it(serve: Serve, starts: Starts) ->
     assert starts.events == ["start b", "started b", "start a", "started a"]
 
 
-@pytest.mark.covers("GET /v1/props", "model")
+@covers("GET /v1/props", "model")
 def test_probes_and_listings_load_nothing(serve: Serve, starts: Starts) -> None:
     server = serve("a", "b")
     assert set(probe(server).values()) == {200} and starts.events == []
@@ -195,9 +196,9 @@ def test_a_preloaded_model_is_there_before_any_request(serve: Serve, starts: Sta
     assert probe(server)["/ready"] == 200
 
 
-@pytest.mark.covers("POST /v1/models/load")
-@pytest.mark.covers("POST /v1/models/unload")
-@pytest.mark.covers("ModelRequest", "model")
+@covers("POST /v1/models/load")
+@covers("POST /v1/models/unload")
+@covers("ModelRequest", "model")
 def test_models_are_loaded_and_unloaded_by_routes(serve: Serve, starts: Starts) -> None:
     server = serve("a", "b")
     starts.delays["a"] = 0.2

@@ -11,6 +11,7 @@ from jaxllm.serving.openai.completions import CompletionRequest
 from tests.serving.api_surface import BODIES
 from tests.serving.fake_engine import BOS, FakeEngine
 from tests.serving.sending import HELLO, send
+from tests.support.covers import covers
 
 WITHOUT_MODEL = (
     "/v1/conversations", "/v1/files", "/v1/batches",
@@ -19,8 +20,8 @@ WITHOUT_MODEL = (
 """Routes whose body names no model."""
 
 
-@pytest.mark.covers("GenerationRequest", "model")
-@pytest.mark.covers("ModelFields", "model")
+@covers("GenerationRequest", "model")
+@covers("ModelFields", "model")
 @pytest.mark.parametrize(
     "path",
     [path for path in BODIES if "{" not in path and path not in WITHOUT_MODEL],
@@ -30,14 +31,14 @@ def test_model_is_a_name_that_is_served(client: TestClient, path: str) -> None:
     assert "'other'" in error["message"] and "fake" in error["message"]
 
 
-@pytest.mark.covers("CompletionRequest", "add_special_tokens")
+@covers("CompletionRequest", "add_special_tokens")
 def test_completions_add_special_tokens(client: TestClient, engine: FakeEngine) -> None:
     for asked, expected in ((True, [BOS, 72, 105]), (False, [72, 105])):
         send(client, "/v1/completions", add_special_tokens=asked)
         assert engine.seen[-1][0] == expected
 
 
-@pytest.mark.covers("GenerationRequest", "early_stopping")
+@covers("GenerationRequest", "early_stopping")
 def test_early_stopping_reaches_the_search() -> None:
     body = CompletionRequest(prompt="x", use_beam_search=True, early_stopping=True)
     search = body.generation_settings().beam_search
@@ -68,10 +69,10 @@ def tool_use(**inert: Any) -> dict[str, Any]:
 SCHEMA_EXTRAS = {"name": "x", "description": "d", "strict": True}
 
 
-@pytest.mark.covers("JSONSchema", "name", "description", "strict")
-@pytest.mark.covers("HistoryToolCall", "index")
-@pytest.mark.covers("TextSchemaFormat", "name", "description", "strict")
-@pytest.mark.covers("Cacheable", "cache_control")
+@covers("JSONSchema", "name", "description", "strict")
+@covers("HistoryToolCall", "index")
+@covers("TextSchemaFormat", "name", "description", "strict")
+@covers("Cacheable", "cache_control")
 @pytest.mark.parametrize(
     ("path", "without", "with_them"),
     [

@@ -12,12 +12,13 @@ from tests.serving.api_surface import BODIES
 from tests.serving.fake_engine import CONTEXT, REPLY, TEMPLATE, FakeEngine
 from tests.serving.openai.test_chat import HELLO, PROMPT, events
 from tests.serving.sending import send
+from tests.support.covers import covers
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
-@pytest.mark.covers("POST /v1/apply-template")
-@pytest.mark.covers("ApplyTemplateRequest", "messages")
+@covers("POST /v1/apply-template")
+@covers("ApplyTemplateRequest", "messages")
 def test_apply_template(client: TestClient, engine: FakeEngine) -> None:
     assert client.post("/apply-template", json={"messages": HELLO}).json() == {"prompt": PROMPT}
     closed = {"messages": HELLO, "add_generation_prompt": False, "model": "fake"}
@@ -27,7 +28,7 @@ def test_apply_template(client: TestClient, engine: FakeEngine) -> None:
     assert not engine.seen
 
 
-@pytest.mark.covers("GET /v1/props")
+@covers("GET /v1/props")
 def test_props(make_client: Any, engine: FakeEngine) -> None:
     props = make_client(engine, model="org/name", served_model_name="short").get("/props").json()
     assert (props["model_path"], props["model_alias"], props["total_slots"]) == ("org/name", "short", 8)
@@ -38,7 +39,7 @@ def test_props(make_client: Any, engine: FakeEngine) -> None:
     assert props["modalities"] == {"vision": False, "audio": False}
 
 
-@pytest.mark.covers("GET /v1/server_info")
+@covers("GET /v1/server_info")
 def test_server_info_tells_settings_but_no_secret(make_client: Any, engine: FakeEngine) -> None:
     client = make_client(engine, api_key="sesame", database_url="sqlite+aiosqlite:////tmp/elsewhere.db", seed=7)
     assert client.get("/server_info").status_code == 401
@@ -50,8 +51,8 @@ def test_server_info_tells_settings_but_no_secret(make_client: Any, engine: Fake
         assert secret not in response.text
 
 
-@pytest.mark.covers("GET /ping")
-@pytest.mark.covers("POST /ping")
+@covers("GET /ping")
+@covers("POST /ping")
 def test_ping_is_health(make_client: Any, engine: FakeEngine) -> None:
     client = make_client(engine, api_key="sesame")
     assert client.get("/ping").json() == client.post("/ping").json() == {"status": "ok"}
@@ -59,7 +60,7 @@ def test_ping_is_health(make_client: Any, engine: FakeEngine) -> None:
     assert client.get("/ping").status_code == client.post("/ping").status_code == 503
 
 
-@pytest.mark.covers("POST /v1/invocations")
+@covers("POST /v1/invocations")
 @pytest.mark.parametrize(
     ("path", "body"),
     [

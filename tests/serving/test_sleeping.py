@@ -16,6 +16,7 @@ from openai import APIError
 from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.on_demand import Serve, Several, Starts, serve, starts
+from tests.support.covers import covers
 
 __all__ = ["serve", "starts"]
 
@@ -29,10 +30,10 @@ def sleeps(server: Several, **query: Any) -> bool:
     return sleeping
 
 
-@pytest.mark.covers("POST /v1/sleep")
-@pytest.mark.covers("POST /v1/wake_up")
-@pytest.mark.covers("GET /v1/is_sleeping")
-@pytest.mark.covers("POST /v1/sleep", "level")
+@covers("POST /v1/sleep")
+@covers("POST /v1/wake_up")
+@covers("GET /v1/is_sleeping")
+@covers("POST /v1/sleep", "level")
 @pytest.mark.parametrize("level", [None, 1, 2])
 def test_the_only_model_sleeps_and_wakes_up(make_client: Callable[..., TestClient], level: int | None) -> None:
     engine = FakeEngine()
@@ -51,9 +52,9 @@ def test_the_only_model_sleeps_and_wakes_up(make_client: Callable[..., TestClien
     assert client.post("/completions", json={"prompt": "Hi"}).status_code == 200
 
 
-@pytest.mark.covers("POST /v1/sleep", "model")
-@pytest.mark.covers("POST /v1/wake_up", "model")
-@pytest.mark.covers("GET /v1/is_sleeping", "model")
+@covers("POST /v1/sleep", "model")
+@covers("POST /v1/wake_up", "model")
+@covers("GET /v1/is_sleeping", "model")
 def test_one_of_several_models_sleeps(serve: Serve, starts: Starts) -> None:
     server = serve("a", "b", "c", max_loaded=2)
     server.ask("a")
@@ -92,7 +93,7 @@ def test_counters_go_on_after_a_sleep(serve: Serve) -> None:
     assert steps() == 8
 
 
-@pytest.mark.covers("POST /v1/sleep", "mode")
+@covers("POST /v1/sleep", "mode")
 def test_what_runs_is_aborted_or_waited_for(serve: Serve, starts: Starts) -> None:
     server = serve("a")
     starts.delays["a"] = 0.05
@@ -162,7 +163,7 @@ def test_asleep_on_a_cpu_the_weights_still_take_memory(serve: Serve, starts: Sta
     assert server.states() == {"a": "unloaded", "b": "loaded"}
 
 
-@pytest.mark.covers("POST /v1/wake_up", "tags")
+@covers("POST /v1/wake_up", "tags")
 def test_what_cannot_be_honoured_is_refused(client: TestClient, engine: FakeEngine) -> None:
     for route, name, value in (("sleep", "level", 0), ("sleep", "level", 3), ("sleep", "mode", "keep")):
         answer = client.post(f"/{route}", params={name: value})

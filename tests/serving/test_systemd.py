@@ -17,6 +17,7 @@ from jaxllm.serving import running
 from jaxllm.serving.running import Watchdog, notify
 from tests.serving import fake_engine
 from tests.serving.conftest import wait_for
+from tests.support.covers import covers
 
 pytestmark = pytest.mark.programs
 
@@ -90,7 +91,7 @@ def server(told: socket.socket) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.communicate()
 
 
-@pytest.mark.covers("GET /readyz")
+@covers("GET /readyz")
 def test_a_lame_duck_answers_and_is_not_ready(server: tuple[subprocess.Popen[str], str], told: socket.socket) -> None:
     process, url = server
     assert told.recv(1000) == b"READY=1\nSTATUS=Serving fake"

@@ -17,6 +17,7 @@ from jaxllm.text.reasoning import CHANNELS, REASONING_FORMATS, ReasoningFormat
 from tests.serving.fake_engine import ByteTokenizer, FakeEngine
 from tests.serving.mixed_requests import write_model
 from tests.serving.real_server import served
+from tests.support.covers import covers
 
 HELLO = [{"role": "user", "content": "Hi"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -50,9 +51,9 @@ def client(make_client: Any, engine: FakeEngine) -> TestClient:
     return make_client(engine, reasoning_parser="think")
 
 
-@pytest.mark.covers("SamplingFields", "max_thinking_tokens")
-@pytest.mark.covers("SamplingFields", "thinking_token_budget")
-@pytest.mark.covers("Thinking", "budget_tokens")
+@covers("SamplingFields", "max_thinking_tokens")
+@covers("SamplingFields", "thinking_token_budget")
+@covers("Thinking", "budget_tokens")
 @pytest.mark.parametrize(
     ("path", "fields", "budget"),
     [

@@ -17,17 +17,18 @@ from tests.serving.access.conftest import key, write_keys
 from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import NEW_WEIGHTS, FakeEngine
 from tests.serving.on_demand import Serve, Starts, serve, starts
+from tests.support.covers import covers
 
 __all__ = ["serve", "starts"]
 
 HELLO = {"prompt": "Hi", "max_tokens": 6}
 
 
-@pytest.mark.covers("POST /v1/pause")
-@pytest.mark.covers("POST /v1/pause", "mode")
-@pytest.mark.covers("POST /v1/pause", "clear_cache")
-@pytest.mark.covers("POST /v1/resume")
-@pytest.mark.covers("GET /v1/is_paused")
+@covers("POST /v1/pause")
+@covers("POST /v1/pause", "mode")
+@covers("POST /v1/pause", "clear_cache")
+@covers("POST /v1/resume")
+@covers("GET /v1/is_paused")
 @pytest.mark.parametrize(("query", "orders"), [
     ({}, [Pause("keep"), ResetPrefixCache()]),
     ({"mode": "abort", "clear_cache": "false"}, [Pause("keep")]),
@@ -75,11 +76,11 @@ def test_what_runs_is_ended_or_waited_for(listen: Callable[..., str], mode: str)
             assert ended.json()["error"]["message"] == "the model was paused before the answer was complete"
 
 
-@pytest.mark.covers("POST /v1/update_weights")
-@pytest.mark.covers("UpdateWeightsRequest", "model_path")
-@pytest.mark.covers("UpdateWeightsRequest", "weight_version")
-@pytest.mark.covers("GET /v1/weight_info")
-@pytest.mark.covers("POST /v1/reset_prefix_cache")
+@covers("POST /v1/update_weights")
+@covers("UpdateWeightsRequest", "model_path")
+@covers("UpdateWeightsRequest", "weight_version")
+@covers("GET /v1/weight_info")
+@covers("POST /v1/reset_prefix_cache")
 def test_weights_are_changed_and_named(make_client: Callable[..., TestClient]) -> None:
     engine = FakeEngine()
     client = make_client(engine)
@@ -115,12 +116,12 @@ def test_weights_that_slept_keep_their_name(make_client: Callable[..., TestClien
     assert (engine.client.orders[-1:] == [NameWeights("tuned")]) == (level == 1)
 
 
-@pytest.mark.covers("POST /v1/pause", "model")
-@pytest.mark.covers("POST /v1/resume", "model")
-@pytest.mark.covers("GET /v1/is_paused", "model")
-@pytest.mark.covers("POST /v1/reset_prefix_cache", "model")
-@pytest.mark.covers("UpdateWeightsRequest", "model")
-@pytest.mark.covers("GET /v1/weight_info", "model")
+@covers("POST /v1/pause", "model")
+@covers("POST /v1/resume", "model")
+@covers("GET /v1/is_paused", "model")
+@covers("POST /v1/reset_prefix_cache", "model")
+@covers("UpdateWeightsRequest", "model")
+@covers("GET /v1/weight_info", "model")
 def test_one_of_several_models_is_changed(serve: Serve, starts: Starts) -> None:
     server = serve("a", "b")
     at = {"params": {"model": "b"}, "timeout": 20}

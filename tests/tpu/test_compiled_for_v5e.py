@@ -18,7 +18,7 @@ from tests.pallas_kernels.oracle import ragged_batch
 from tests.tpu.meshes import compilable
 from tests.tpu.models import blueprint_of, step_of
 
-pytestmark = [pytest.mark.tpu_compile, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.hardware, pytest.mark.timeout(900)]
 OPTIMIZED = True
 
 

@@ -12,7 +12,6 @@ from tests.tpu.meshes import described
 from tests.tpu.models import blueprint_of, step_of
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize("kind", ["decode", "backbone"])
 @pytest.mark.parametrize(("model", "tp"), [("Llama-3.1-8B", 1), ("Llama-3.1-8B", 2), ("Llama-3.2-1B", 1)])
 def test_a_step_attends_through_jaxs_kernel_over_pages_in_place(model: str, tp: int, kind: str, tmp_path: Path) -> None:
@@ -31,7 +30,6 @@ def test_a_step_attends_through_jaxs_kernel_over_pages_in_place(model: str, tp: 
     assert all("tf.aliasing_output" in page or "jax.buffer_donor" in page for page in pages)
 
 
-@pytest.mark.every_version
 def test_a_step_with_experts_multiplies_by_the_compilers_own_grouped_product(tmp_path: Path) -> None:
     step, arguments = step_of(blueprint_of("Qwen3-30B-A3B", tmp_path), "backbone", described())
     assert "ragged_dot" in step.trace(*arguments).lower(lowering_platforms=("tpu",)).as_text()

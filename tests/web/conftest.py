@@ -20,7 +20,7 @@ ARGUMENTS = ["--no-sandbox", "--disable-gpu"]
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Of this directory only: pytest asks no other item's."""
-    item.add_marker(pytest.mark.browser)
+    item.add_marker(pytest.mark.hardware)
 
 
 @pytest.fixture(scope="session")

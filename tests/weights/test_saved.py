@@ -58,7 +58,6 @@ def assert_equal(found: list, expected: list) -> None:
         np.testing.assert_array_equal(np.asarray(mine).view(np.uint8), np.asarray(other).view(np.uint8))
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize("name", ["llama_tp3", "gemma3_small", "qwen2_moe", "deepseek_v2_lite", "phi", "mixtral"])
 def test_a_model_comes_back_as_it_was(name, tmp_path):
     source = write_checkpoint(name, tmp_path / "source")

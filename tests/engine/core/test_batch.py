@@ -96,7 +96,6 @@ def test_decode_step_by_step_with_pages_gained(device):
         np.testing.assert_array_equal(np.asarray(device.slots.position)[order], device.position[order])
 
 
-@pytest.mark.every_version
 def test_a_mixed_step_of_a_decode_and_chunks(device):
     lengths = {5: 1, 0: 5, 2: 3}
     gained = [(0, 2, 11), (0, 3, 12)]

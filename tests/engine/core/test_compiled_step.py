@@ -30,7 +30,6 @@ def functions(request, tmp_path_factory):
     return step_functions(replace(blueprint, sizes=sizes), build_meshes(1)[0])
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize(
     "key",
     [Key("decode", 4, PLAIN), Key("decode", 4, SAMPLED), Key("backbone", 32)],

@@ -90,7 +90,6 @@ def outcome(compiled: Any, functions: StepFunctions, key: Key) -> list[np.ndarra
     return [np.asarray(x) for x in jax.tree.leaves(compiled(*jax.tree.map(made, abstract)))]
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_a_loaded_step_does_what_the_compiled_one_did(functions, tmp_path, key, monkeypatch):
     expected = outcome(executables(functions, tmp_path).get(key), functions, key)

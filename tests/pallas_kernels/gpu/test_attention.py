@@ -21,7 +21,7 @@ from jaxllm.pallas_kernels.pages import QUANTIZED, to_storage, write_pages
 from tests.gpu_here import INTERPRET
 from tests.pallas_kernels.oracle import RaggedBatch, attention_oracle, ragged_batch, with_numbers_of_heads
 
-pytestmark = pytest.mark.gpu_kernels
+pytestmark = pytest.mark.hardware
 
 NAN = float("nan")
 
@@ -106,7 +106,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize("case", CASES)
 def test_matches_oracle(case):
     """Whatever no query may see is NaN, so that one stale or foreign row read shows."""
@@ -287,7 +286,6 @@ PHI = {"heads": 32, "kv_heads": 32, "head_dim": 80, "page_size": 16, "dtype": jn
 FLOAT32 = {"heads": 6, "kv_heads": 2, "head_dim": 192, "page_size": 16, "dtype": jnp.float32}
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize(
     ("shape", "options"),
     [

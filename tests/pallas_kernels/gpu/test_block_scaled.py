@@ -19,7 +19,7 @@ from tests.gpu_here import INTERPRET
 from tests.pallas_kernels.gpu.ptx_machine import PtxMachine
 from tests.pallas_kernels.gpu.test_experts import silu
 
-pytestmark = pytest.mark.gpu_kernels
+pytestmark = pytest.mark.hardware
 
 BF16, F16 = np.dtype(jnp.bfloat16), np.dtype(np.float16)
 
@@ -56,7 +56,6 @@ SHAPES = {
 }
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize("rows", [1, 8, 11, MOST_ROWS])
 @pytest.mark.parametrize("name", SHAPES)
 def test_few_rows(name: str, rows: int) -> None:
@@ -83,7 +82,6 @@ def test_what_is_left_to_other_kernels() -> None:
         assert not knows_blocks(weight.kernel_matrices[0])
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize("activated", [True, False])
 @pytest.mark.parametrize("sizes", [[0, 0, 1], [5, 0, 18], [16, 17, 0]])
 def test_tiles_of_each_groups_rows(sizes: list[int], activated: bool) -> None:

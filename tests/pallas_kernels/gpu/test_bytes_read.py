@@ -19,7 +19,7 @@ from jaxllm.quantization.weight import Weight
 from tests.pallas_kernels.gpu import test_block_scaled, test_int8, test_matmul, test_packed
 from tests.pallas_kernels.gpu.bytes_read import bytes_read
 
-pytestmark = pytest.mark.gpu_kernels
+pytestmark = pytest.mark.hardware
 
 MOST = 1.01
 """Of the bytes that a weight is stored in."""

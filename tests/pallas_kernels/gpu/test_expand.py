@@ -14,7 +14,7 @@ from jaxllm.pallas_kernels.matrices import PackedFormat
 from jaxllm.quantization.gpu_tiles import BLOCKS
 from tests.pallas_kernels.gpu.ptx_machine import PtxMachine
 
-pytestmark = pytest.mark.gpu_kernels
+pytestmark = pytest.mark.hardware
 
 FORMATS = {name: block.format for name, block in BLOCKS.items()} | {
     "2 bits": PackedFormat(2, offset=2),

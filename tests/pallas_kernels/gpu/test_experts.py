@@ -19,7 +19,7 @@ from jaxllm.quantization.weight import fuse
 from tests.gpu_here import INTERPRET
 from tests.pallas_kernels.gpu.test_matmul import KINDS
 
-pytestmark = pytest.mark.gpu_kernels
+pytestmark = pytest.mark.hardware
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,6 @@ def check_routing(case: Case) -> None:
     assert groups_of(found.pairs, case.here, 16) == lists
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize("tokens", [1, 16, 77])
 @pytest.mark.parametrize("router", ROUTERS)
 def test_routing(router, tokens):
@@ -285,7 +284,6 @@ def values(*shape: int) -> np.ndarray:
     return (np.random.default_rng(sum(shape)).standard_normal(shape) * shape[-1] ** -0.5).astype(np.float32)
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize("kind", ["dense", "int8", "4 bits", "4 bits, levels", "fp8 blocks"])
 def test_experts_are_the_dense_mixture(kind):
     """The activation inside of the first product, at sizes that no block divides."""

@@ -19,7 +19,7 @@ from jaxllm.quantization.stored import INT8
 from tests.gpu_here import INTERPRET
 from tests.pallas_kernels.gpu.test_experts import silu
 
-pytestmark = pytest.mark.gpu_kernels
+pytestmark = pytest.mark.hardware
 
 F32 = np.dtype(np.float32)
 
@@ -60,7 +60,6 @@ def close(found: Any, expected: np.ndarray, tolerance: float = 3e-6) -> None:
     np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=0, atol=tolerance * scale)
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize("size", [64, 96, 1088])
 def test_inputs_are_rounded_as_in_plain_xla(size: int) -> None:
     x = inputs(5, size)
@@ -70,7 +69,6 @@ def test_inputs_are_rounded_as_in_plain_xla(size: int) -> None:
     np.testing.assert_allclose(codes.astype(int), expected.astype(int), rtol=0, atol=0 if INTERPRET else 1)
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize("rows", [1, 5, 16, 40, 150])
 @pytest.mark.parametrize("shape", [(72, 128), (200, 96), (64, 1216)], ids=str)
 def test_sums_of_integers(shape: tuple[int, int], rows: int) -> None:
@@ -88,7 +86,6 @@ def test_the_type_that_is_asked_for() -> None:
     close(found, rounded(x) @ by_hand(weight).T, 1e-2)
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize("tile_rows", [16, 64])
 @pytest.mark.parametrize("activated", [True, False])
 def test_tiles_of_each_groups_rows(activated: bool, tile_rows: int) -> None:

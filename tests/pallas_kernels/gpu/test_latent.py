@@ -16,7 +16,7 @@ from jaxllm.pallas_kernels.pages import QUANTIZED, SCALE_BYTES, from_storage
 from tests.gpu_here import INTERPRET
 from tests.pallas_kernels.oracle import ragged_batch
 
-pytestmark = pytest.mark.gpu_kernels
+pytestmark = pytest.mark.hardware
 
 STILL, VALUES = 18, 20
 """Channels of a head's query that are not rotated, and of its value."""
@@ -108,7 +108,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize("case", CASES)
 def test_queries_are_absorbed_and_latents_stored(case):
     check(**CASES[case])
@@ -124,7 +123,6 @@ def test_half_precision(dtype, tolerance):
     check(**MIXED, dtype=dtype, tolerance=tolerance)
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 2e-5), (jnp.bfloat16, 2e-2)])
 @pytest.mark.parametrize("tokens", [1, 16, 77])
 @pytest.mark.parametrize("sizes", [(3, 40, 20), (2, 512, 128)], ids=str)

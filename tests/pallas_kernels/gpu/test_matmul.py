@@ -23,7 +23,7 @@ from jaxllm.quantization.stored import FP8, INT8, Stored
 from jaxllm.quantization.weight import Dense, Weight
 from tests.gpu_here import INTERPRET
 
-pytestmark = pytest.mark.gpu_kernels
+pytestmark = pytest.mark.hardware
 
 F32 = np.dtype(np.float32)
 FP4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
@@ -88,7 +88,6 @@ def check_grouped(weight: Weight, sizes: list[int], rows: int, *, dtype: Any = j
         np.testing.assert_allclose(out[row], matrices[group[row]] @ x[row // share], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_with_a_kernel_is_expanded_right(kind):
     """Outputs and inputs that no block divides, and a group that is empty."""
@@ -127,7 +126,6 @@ def test_many_rows_take_larger_tiles():
     check_grouped(Dense(jnp.asarray(values)), [411, 130], 600)
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize("rows", [1, 16, 130])
 @pytest.mark.parametrize("kind", ["fp8 blocks", "4 bits", "4 bits, levels"])
 def test_one_matrix(kind, rows):
@@ -138,7 +136,6 @@ def test_one_matrix(kind, rows):
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize("rows", [1, 5, MOST_ROWS])
 @pytest.mark.parametrize("shape", [(136, 96), (40, 4672)], ids=str)
 @pytest.mark.parametrize("kind", ["4 bits", "4 bits, levels", "4 bits, symmetric", "2 bits", "8 bits"])
@@ -153,7 +150,6 @@ def test_few_rows(kind, shape, rows):
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-6 * np.abs(expected).max() * shape[1] ** 0.5)
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize("activated", [True, False])
 @pytest.mark.parametrize("sizes", [[0, 0, 1], [5, 0, 18], [16, 17, 0]], ids=str)
 @pytest.mark.parametrize("kind", ["4 bits", "4 bits, levels", "2 bits", "8 bits"])
@@ -202,7 +198,6 @@ def test_bfloat16_sums_in_float32():
     check_grouped(Dense(jnp.asarray(values, jnp.bfloat16)), [5, 9, 3], 17, dtype=jnp.bfloat16)
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize("kind", KINDS)
 def test_lowers_for_cuda_without_expanding_weights(kind):
     values = np.random.default_rng(0).standard_normal((4, 256, 192)).astype(np.float32)

@@ -15,7 +15,7 @@ from tests.gpu_here import INTERPRET
 from tests.pallas_kernels.gpu.test_experts import EXPERTS, SIZE, check_layer, values
 from tests.pallas_kernels.gpu.test_matmul import KINDS
 
-pytestmark = pytest.mark.gpu_kernels
+pytestmark = pytest.mark.hardware
 
 
 def ordered(kind: str, matrix: np.ndarray, seed: int = 0) -> Weight:
@@ -36,7 +36,6 @@ def by_hand(weight: Any) -> np.ndarray:
     return natural
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize("rows", [1, 5, 33])
 @pytest.mark.parametrize("kind", ["4 bits", "4 bits, symmetric, groups of 96", "8 bits", "int8"])
 def test_inputs_are_brought_into_the_columns_order(kind: str, rows: int) -> None:

@@ -26,7 +26,7 @@ from jaxllm.quantization.stored import E8M0, Stored
 from jaxllm.quantization.weight import fuse
 from tests.gpu_here import INTERPRET
 
-pytestmark = pytest.mark.gpu_kernels
+pytestmark = pytest.mark.hardware
 
 F32 = np.dtype(np.float32)
 BF16 = np.dtype(jnp.bfloat16)

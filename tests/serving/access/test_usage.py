@@ -24,6 +24,7 @@ from jaxllm.serving.store.database import Database, sqlite_url
 from tests.serving.access.conftest import CHAT, Keyed, write_keys
 from tests.serving.fake_engine import CACHED, REPLY, FakeEngine
 from tests.serving.store.conftest import database_url, postgres
+from tests.support.covers import covers
 
 __all__ = ["database_url", "postgres"]
 
@@ -41,7 +42,7 @@ def used(answer: Any) -> list[tuple[str, int, int, int, int]]:
     return [tuple(day[name] for name in names) for day in answer.json()["data"]]
 
 
-@pytest.mark.covers("GET /v1/usage")
+@covers("GET /v1/usage")
 def test_a_key_is_told_its_own_usage(keyed: Callable[..., Keyed]) -> None:
     server = keyed({"alice": {}, "bob": {}}, others={"second": FakeEngine(reply="Me.")})
     usage = server.post("alice", "/v1/chat/completions", CHAT).json()["usage"]
@@ -55,7 +56,7 @@ def test_a_key_is_told_its_own_usage(keyed: Callable[..., Keyed]) -> None:
     assert used(server.get("bob", "/v1/usage")) == [("fake", 1, 4, CACHED, 0)]
 
 
-@pytest.mark.covers("GET /v1/usage", "since", "until")
+@covers("GET /v1/usage", "since", "until")
 def test_usage_of_some_days(keyed: Callable[..., Keyed], monkeypatch: pytest.MonkeyPatch) -> None:
     server = keyed({"alice": {}})
     now = datetime.now(UTC)

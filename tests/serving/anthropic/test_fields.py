@@ -10,16 +10,15 @@ from jaxllm.chat.conversation import NamedTool, Tool
 from jaxllm.serving.anthropic.request import MessagesRequest
 from jaxllm.serving.anthropic.routes import conversation, messages
 from tests.serving.sending import HELLO
+from tests.support.covers import covers
 
 
 def translated(**fields: Any) -> Any:
     return conversation(MessagesRequest.model_validate({"max_tokens": 9, "messages": HELLO} | fields))
 
 
-@pytest.mark.covers(
-    "ToolParam", "type", "name", "description", "input_schema", "allowed_callers", "eager_input_streaming"
-)
-@pytest.mark.covers("ToolChoiceTool", "name", "disable_parallel_tool_use")
+@covers("ToolParam", "type", "name", "description", "input_schema", "allowed_callers", "eager_input_streaming")
+@covers("ToolChoiceTool", "name", "disable_parallel_tool_use")
 def test_a_tool() -> None:
     tool = {
         "type": "custom", "name": "f", "description": "Does f", "input_schema": {"type": "object"},
@@ -34,7 +33,7 @@ def test_a_tool() -> None:
             translated(tools=[tool | wrong])
 
 
-@pytest.mark.covers("ToolUseBlockParam", "caller")
+@covers("ToolUseBlockParam", "caller")
 def test_an_earlier_call_has_a_direct_caller() -> None:
     call = {"type": "tool_use", "id": "c", "name": "f", "input": {}, "caller": {"type": "direct"}}
     result = {"type": "tool_result", "tool_use_id": "c", "content": "x"}

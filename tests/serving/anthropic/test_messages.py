@@ -16,15 +16,15 @@ from jaxllm.serving.anthropic.request import CountTokensRequest, MessagesRequest
 from tests.serving.anthropic.shared import CONTEXT, HELLO, WEATHER, ScriptedEngine
 from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import REPLY
+from tests.support.covers import covers
 
 if TYPE_CHECKING:
     import anthropic
 
 
-@pytest.mark.every_version
-@pytest.mark.covers("POST /v1/messages")
-@pytest.mark.covers("MessagesRequest", "max_tokens", "stop_sequences", "temperature", "top_p", "top_k")
-@pytest.mark.covers("Metadata", "user_id")
+@covers("POST /v1/messages")
+@covers("MessagesRequest", "max_tokens", "stop_sequences", "temperature", "top_p", "top_k")
+@covers("Metadata", "user_id")
 def test_create(sdk: anthropic.Anthropic, engine: ScriptedEngine) -> None:
     message = sdk.messages.create(
         model="fake",
@@ -50,7 +50,7 @@ def test_create(sdk: anthropic.Anthropic, engine: ScriptedEngine) -> None:
     assert (params.max_tokens, params.stop) == (100, ("###",))
 
 
-@pytest.mark.covers("MessagesRequest", "stream")
+@covers("MessagesRequest", "stream")
 def test_stream_finishes_cleanly_and_equals_create(sdk: anthropic.Anthropic) -> None:
     whole = sdk.messages.create(model="fake", max_tokens=100, messages=HELLO)
     with sdk.messages.stream(model="fake", max_tokens=100, messages=HELLO) as stream:
@@ -105,8 +105,8 @@ def test_prefill(sdk: anthropic.Anthropic, engine: ScriptedEngine) -> None:
     assert engine.last_prompt.endswith("[assistant]The answer is")
 
 
-@pytest.mark.covers("ThinkingEnabled", "display")
-@pytest.mark.covers("ThinkingAdaptive", "display")
+@covers("ThinkingEnabled", "display")
+@covers("ThinkingAdaptive", "display")
 @pytest.mark.parametrize("display", [None, "omitted"])
 def test_thinking(sdk: anthropic.Anthropic, engine: ScriptedEngine, display: Any) -> None:
     engine.reply = "<think>\nCapitals, capitals.\n</think>\n\nParis."
@@ -142,7 +142,7 @@ def test_parse_into_a_class(sdk: anthropic.Anthropic, engine: ScriptedEngine) ->
     assert engine.last_params.structured_outputs.kind == "json"
 
 
-@pytest.mark.covers("POST /v1/messages/count_tokens")
+@covers("POST /v1/messages/count_tokens")
 def test_count_tokens_is_exact(sdk: anthropic.Anthropic, engine: ScriptedEngine) -> None:
     fields: dict[str, Any] = {"model": "fake", "messages": HELLO, "system": "Be brief.", "tools": [WEATHER]}
     count = sdk.messages.count_tokens(**fields).input_tokens

@@ -9,12 +9,13 @@ import pytest
 
 from jaxllm.serving.anthropic.message import template_call_id, tool_use_id
 from tests.serving.anthropic.shared import CALL, HELLO, WEATHER, ScriptedEngine
+from tests.support.covers import covers
 
 if TYPE_CHECKING:
     import anthropic
 
 
-@pytest.mark.covers("CountTokensRequest", "tools")
+@covers("CountTokensRequest", "tools")
 @pytest.mark.parametrize("stream", [False, True])
 def test_tool_loop(sdk: anthropic.Anthropic, engine: ScriptedEngine, stream: bool) -> None:
     messages: list[Any] = [{"role": "user", "content": "Weather in Paris?"}]
@@ -67,7 +68,7 @@ def test_input_streams_as_it_comes(sdk: anthropic.Anthropic, engine: ScriptedEng
     assert len(parts) > 3 and json.loads("".join(parts)) == {"city": "Paris"}
 
 
-@pytest.mark.covers("ToolChoiceAuto", "disable_parallel_tool_use")
+@covers("ToolChoiceAuto", "disable_parallel_tool_use")
 def test_one_call_at_most(sdk: anthropic.Anthropic, engine: ScriptedEngine) -> None:
     engine.reply = f"{CALL}\n{CALL}"
     choice: Any = {"type": "auto", "disable_parallel_tool_use": True}

@@ -26,6 +26,7 @@ from jaxllm.serving.anthropic.message import (
 )
 from jaxllm.serving.anthropic.request import MessagesRequest
 from jaxllm.serving.anthropic.routes import conversation, generation_settings, messages
+from tests.support.covers import covers
 
 WEATHER = {"name": "weather", "description": "Weather now", "input_schema": {"type": "object", "properties": {}}}
 CALL = {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Köln"}}
@@ -47,11 +48,11 @@ def text(value: str) -> dict[str, Any]:
     return {"type": "text", "text": value, "cache_control": {"type": "ephemeral", "ttl": "1h"}}
 
 
-@pytest.mark.covers("CountTokensRequest", "messages", "system")
-@pytest.mark.covers("MessageParam", "role", "content")
-@pytest.mark.covers("CacheControl", "ttl")
-@pytest.mark.covers("TextBlockParam", "text")
-@pytest.mark.covers("Cacheable", "cache_control")
+@covers("CountTokensRequest", "messages", "system")
+@covers("MessageParam", "role", "content")
+@covers("CacheControl", "ttl")
+@covers("TextBlockParam", "text")
+@covers("Cacheable", "cache_control")
 def test_system_and_turns() -> None:
     body = request(user("One"), user([text("Two")]), assistant("Yes"), user("Go"), system=[text("Be"), text("brief")])
     assert messages(body) == [
@@ -62,9 +63,9 @@ def test_system_and_turns() -> None:
     ]
 
 
-@pytest.mark.covers("ThinkingBlockParam", "thinking", "signature")
-@pytest.mark.covers("ToolUseBlockParam", "id", "name", "input")
-@pytest.mark.covers("ToolResultBlockParam", "tool_use_id", "content", "is_error")
+@covers("ThinkingBlockParam", "thinking", "signature")
+@covers("ToolUseBlockParam", "id", "name", "input")
+@covers("ToolResultBlockParam", "tool_use_id", "content", "is_error")
 def test_tool_history() -> None:
     thought = {"type": "thinking", "thinking": "Look it up", "signature": "x"}
     second = {"type": "tool_use", "id": "c2", "name": "weather", "input": {}}
@@ -85,8 +86,8 @@ def test_tool_history() -> None:
     ]
 
 
-@pytest.mark.covers("CountTokensRequest", "tool_choice")
-@pytest.mark.covers("ToolChoiceAuto", "type", "disable_parallel_tool_use")
+@covers("CountTokensRequest", "tool_choice")
+@covers("ToolChoiceAuto", "type", "disable_parallel_tool_use")
 @pytest.mark.parametrize(
     ("choice", "tools", "expected", "parallel"),
     [
@@ -100,7 +101,7 @@ def test_tool_choice(choice: dict[str, Any], tools: int, expected: str, parallel
     assert (len(chat.tools), chat.tool_choice, chat.parallel_tool_calls) == (tools, expected, parallel)
 
 
-@pytest.mark.covers("ToolParam", "strict")
+@covers("ToolParam", "strict")
 def test_named_tool_choice_and_strict() -> None:
     choice = {"type": "tool", "name": "weather"}
     chat = conversation(request(user("x"), tools=[WEATHER | {"strict": True}], tool_choice=choice))
@@ -108,9 +109,9 @@ def test_named_tool_choice_and_strict() -> None:
     assert chat.tools == [Tool("weather", "Weather now", WEATHER["input_schema"], strict=True)]
 
 
-@pytest.mark.covers("CountTokensRequest", "thinking")
-@pytest.mark.covers("ThinkingEnabled", "budget_tokens")
-@pytest.mark.covers("OutputConfig", "effort")
+@covers("CountTokensRequest", "thinking")
+@covers("ThinkingEnabled", "budget_tokens")
+@covers("OutputConfig", "effort")
 @pytest.mark.parametrize(
     ("fields", "thinks"),
     [
@@ -134,9 +135,9 @@ def test_prefill_continues_the_last_message() -> None:
     assert not conversation(request(user("x"))).rendering.continues_last
 
 
-@pytest.mark.covers("CountTokensRequest", "output_config")
-@pytest.mark.covers("OutputConfig", "format")
-@pytest.mark.covers("JSONOutputFormat", "schema")
+@covers("CountTokensRequest", "output_config")
+@covers("OutputConfig", "format")
+@covers("JSONOutputFormat", "schema")
 def test_sampling_and_format() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     config = {"format": {"type": "json_schema", "schema": schema}}

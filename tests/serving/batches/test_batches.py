@@ -19,11 +19,12 @@ from jaxllm.serving.batches.caller import BATCH_PRIORITY, Line, Places
 from tests.serving.batches.running import CHAT, Running, chat, questions
 from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import REPLY, FakeEngine
+from tests.support.covers import covers
 
 
-@pytest.mark.covers("POST /v1/batches")
-@pytest.mark.covers("GET /v1/batches/{batch_id}")
-@pytest.mark.covers("BatchRequest", "completion_window")
+@covers("POST /v1/batches")
+@covers("GET /v1/batches/{batch_id}")
+@covers("BatchRequest", "completion_window")
 def test_hundred_chats(start: Callable[..., Running], tmp_path: Path) -> None:
     server = start(api_key="sesame,other")
     made = server.client.batches.retrieve(
@@ -55,7 +56,7 @@ def test_hundred_chats(start: Callable[..., Running], tmp_path: Path) -> None:
     assert list((tmp_path / "data" / "batches").iterdir()) == []
 
 
-@pytest.mark.covers("BatchRequest", "endpoint")
+@covers("BatchRequest", "endpoint")
 @pytest.mark.parametrize(
     ("endpoint", "body", "path"),
     [
@@ -125,7 +126,7 @@ def test_wrong_lines_fail_the_batch_before_any_runs(start: Callable[..., Running
     assert [error.code for error in empty.errors.data] == ["empty_file"]
 
 
-@pytest.mark.covers("POST /v1/batches/{batch_id}/cancel")
+@covers("POST /v1/batches/{batch_id}/cancel")
 def test_cancel_stops_running_lines(start: Callable[..., Running]) -> None:
     server = start(FakeEngine(delay=0.01))
     batch_id = server.submit([chat(i, **({} if i < 3 else {"n": 3})) for i in range(60)])
@@ -184,8 +185,8 @@ def test_some_of_the_engine_is_left_to_others(start: Callable[..., Running]) -> 
     server.client.batches.cancel(batch_id)
 
 
-@pytest.mark.covers("GET /v1/batches")
-@pytest.mark.covers("GET /v1/batches", "limit", "after")
+@covers("GET /v1/batches")
+@covers("GET /v1/batches", "limit", "after")
 def test_pages_and_unknown_ids(start: Callable[..., Running]) -> None:
     server = start()
     ids = [server.submit([chat(i)]) for i in range(5)][::-1]
@@ -197,7 +198,7 @@ def test_pages_and_unknown_ids(start: Callable[..., Running]) -> None:
             call("batch_none")
 
 
-@pytest.mark.covers("BatchRequest", "input_file_id")
+@covers("BatchRequest", "input_file_id")
 def test_wrong_batches_are_refused(start: Callable[..., Running]) -> None:
     server = start()
     file = server.client.files.create(file=("x", b"{}"), purpose="user_data")

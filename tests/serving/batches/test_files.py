@@ -14,6 +14,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.serving.fake_engine import FakeEngine
+from tests.support.covers import covers
 
 LINE = b'{"custom_id": "a"}\n'
 
@@ -28,11 +29,11 @@ def client(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
-@pytest.mark.covers("POST /v1/files")
-@pytest.mark.covers("GET /v1/files/{file_id}")
-@pytest.mark.covers("DELETE /v1/files/{file_id}")
-@pytest.mark.covers("GET /v1/files/{file_id}/content")
-@pytest.mark.covers("POST /v1/files", "file", "purpose")
+@covers("POST /v1/files")
+@covers("GET /v1/files/{file_id}")
+@covers("DELETE /v1/files/{file_id}")
+@covers("GET /v1/files/{file_id}/content")
+@covers("POST /v1/files", "file", "purpose")
 def test_a_file_comes_back_as_it_was(client: openai.OpenAI, tmp_path: Path) -> None:
     content = bytes(range(256)) * 4000
     made = client.files.create(file=("lines é.jsonl", content), purpose="batch")
@@ -50,8 +51,8 @@ def test_a_file_comes_back_as_it_was(client: openai.OpenAI, tmp_path: Path) -> N
     assert client.files.list().data == []
 
 
-@pytest.mark.covers("GET /v1/files")
-@pytest.mark.covers("GET /v1/files", "purpose", "limit", "after", "order")
+@covers("GET /v1/files")
+@covers("GET /v1/files", "purpose", "limit", "after", "order")
 def test_lists_by_purpose_order_and_page(client: openai.OpenAI) -> None:
     purposes: list[Any] = ["batch", "user_data", "batch", "batch", "evals"]
     ids = [client.files.create(file=(f"{i}", LINE), purpose=p).id for i, p in enumerate(purposes)]
@@ -102,7 +103,7 @@ FILE = ("file", ("f", LINE))
 ANCHOR = ("expires_after[anchor]", (None, "created_at"))
 
 
-@pytest.mark.covers("POST /v1/files", "expires_after[anchor]", "expires_after[seconds]")
+@covers("POST /v1/files", "expires_after[anchor]", "expires_after[seconds]")
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
@@ -140,8 +141,8 @@ def test_key_is_needed(listen: Callable[..., str], engine: FakeEngine) -> None:
         assert client.files.create(file=("f", LINE), purpose="batch").bytes == len(LINE)
 
 
-@pytest.mark.covers("BatchRequest", "output_expires_after")
-@pytest.mark.covers("OutputExpiresAfter", "anchor", "seconds")
+@covers("BatchRequest", "output_expires_after")
+@covers("OutputExpiresAfter", "anchor", "seconds")
 def test_output_of_a_batch_may_expire(make_client: Callable[..., TestClient]) -> None:
     client = make_client(FakeEngine())
     line = b'{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}}\n'

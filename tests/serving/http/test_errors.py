@@ -11,6 +11,7 @@ from fastapi.testclient import TestClient
 from jaxllm.config import ServeConfig
 from jaxllm.errors import ConfigError
 from tests.serving.fake_engine import CONTEXT, FakeEngine, app_of
+from tests.support.covers import covers
 
 HELLO = [{"role": "user", "content": "Hi"}]
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -196,7 +197,7 @@ CHAT_REFUSALS = [
 ]
 
 
-@pytest.mark.covers("ChatRequest", "modalities", "prompt_cache_retention")
+@covers("ChatRequest", "modalities", "prompt_cache_retention")
 @pytest.mark.parametrize(("fields", "param", "says"), CHAT_REFUSALS, ids=lambda value: str(value)[:40])
 def test_chat_refusals(client: TestClient, fields: dict[str, Any], param: str, says: str) -> None:
     response = client.post("/v1/chat/completions", json={"messages": HELLO} | fields)

@@ -18,6 +18,7 @@ from tests.serving.fake_engine import CACHED, FakeEngine
 from tests.serving.mcp.conftest import call
 from tests.serving.openai.test_chat import events, post
 from tests.serving.openai.test_tools import TOOL, prompt
+from tests.support.covers import covers
 
 EXECUTE: dict[str, Any] = {"execute": True}
 SUM = call("maths_add", a=40, b=2)
@@ -27,7 +28,7 @@ def prompts(engine: FakeEngine) -> list[str]:
     return [engine.tokenizer.decode(ids, skip_special_tokens=False) for ids, _, _ in engine.seen]
 
 
-@pytest.mark.covers("MCPOptions", "execute")
+@covers("MCPOptions", "execute")
 def test_the_server_runs_what_the_model_calls(client: TestClient, engine: FakeEngine) -> None:
     engine.script = [f"Let me see.\n{SUM}", "It is 42."]
     completion = post(client, mcp=EXECUTE).json()
@@ -107,7 +108,7 @@ def test_a_failing_tool_is_told_to_the_model(client: TestClient, engine: FakeEng
     assert run["output"].startswith(told) and f"not instructions]\n{told}" in prompt(engine)
 
 
-@pytest.mark.covers("MCPOptions", "max_turns")
+@covers("MCPOptions", "max_turns")
 def test_the_last_answer_may_call_nothing(client: TestClient, engine: FakeEngine) -> None:
     engine.script = [SUM, SUM, "Enough."]
     message = post(client, mcp=EXECUTE | {"max_turns": 3}).json()["choices"][0]["message"]
@@ -116,7 +117,7 @@ def test_the_last_answer_may_call_nothing(client: TestClient, engine: FakeEngine
     assert offered == [True, True, False]
 
 
-@pytest.mark.covers("MCPOptions", "max_calls")
+@covers("MCPOptions", "max_calls")
 def test_no_more_calls_are_run_than_may_be(client: TestClient, engine: FakeEngine) -> None:
     engine.script = [f"{SUM}\n{SUM}", "Enough."]
     message = post(client, mcp=EXECUTE | {"max_calls": 1}).json()["choices"][0]["message"]
@@ -216,7 +217,7 @@ def test_none_may_be_called(client: TestClient, engine: FakeEngine) -> None:
     assert choice["message"]["mcp_calls"] == [] and choice["finish_reason"] == "stop" and "maths" not in prompt(engine)
 
 
-@pytest.mark.covers("ChatMessageParam", "mcp_calls")
+@covers("ChatMessageParam", "mcp_calls")
 def test_an_answer_may_be_sent_back_as_it_came(client: TestClient, engine: FakeEngine) -> None:
     engine.script = [SUM, "It is 42."]
     message = post(client, mcp=EXECUTE).json()["choices"][0]["message"]

@@ -13,6 +13,7 @@ from tests.serving.fake_engine import FakeEngine
 from tests.serving.mcp.conftest import call
 from tests.serving.openai.test_chat import post
 from tests.serving.openai.test_tools import TOOL, prompt
+from tests.support.covers import covers
 
 ADD = {"type": "function", "function": {"name": "maths_add"}}
 
@@ -55,8 +56,8 @@ def test_the_servers_may_be_asked_for_where_they_are_not_offered(
     assert post(client, mcp={}).status_code == 200 and "maths_add" in prompt(engine)
 
 
-@pytest.mark.covers("ChatRequest", "mcp")
-@pytest.mark.covers("MCPOptions", "allowed_tools")
+@covers("ChatRequest", "mcp")
+@covers("MCPOptions", "allowed_tools")
 def test_some_of_the_tools(client: TestClient, engine: FakeEngine) -> None:
     assert post(client, mcp={"allowed_tools": ["maths_add"]}).status_code == 200
     assert "maths_add" in prompt(engine) and "maths_fail" not in prompt(engine)

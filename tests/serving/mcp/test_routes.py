@@ -24,13 +24,14 @@ from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.mcp.conftest import KEY, servers
 from tests.serving.openai.test_chat import post
+from tests.support.covers import covers
 
 pytestmark = pytest.mark.programs
 
 ROOT = Path(jaxllm.__file__).parents[1]
 
 
-@pytest.mark.covers("GET /v1/mcp/tools")
+@covers("GET /v1/mcp/tools")
 def test_tools_are_as_a_chat_takes_them(client: TestClient, engine: FakeEngine) -> None:
     tools = client.get("/v1/mcp/tools").json()["data"]
     add = next(tool for tool in tools if tool["function"]["name"] == "maths_add")
@@ -39,8 +40,8 @@ def test_tools_are_as_a_chat_takes_them(client: TestClient, engine: FakeEngine) 
     assert post(client, tools=tools).status_code == 200
 
 
-@pytest.mark.covers("POST /v1/mcp/tools/{name}")
-@pytest.mark.covers("ToolCallRequest", "arguments")
+@covers("POST /v1/mcp/tools/{name}")
+@covers("ToolCallRequest", "arguments")
 def test_a_tool_is_run(client: TestClient) -> None:
     response = client.post("/v1/mcp/tools/maths_add", json={"arguments": {"a": 40, "b": 2}})
     assert response.json() == {
@@ -63,7 +64,7 @@ def test_an_unknown_tool(client: TestClient) -> None:
     assert response.status_code == 404 and response.json()["error"]["code"] == "tool_not_found"
 
 
-@pytest.mark.covers("GET /v1/mcp/servers")
+@covers("GET /v1/mcp/servers")
 def test_servers_are_shown_without_their_secrets(client: TestClient) -> None:
     response = client.get("/v1/mcp/servers")
     (server,) = response.json()["data"]

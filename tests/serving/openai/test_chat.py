@@ -10,6 +10,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.serving.fake_engine import CONTEXT, REPLY, FakeEngine
+from tests.support.covers import covers
 
 HELLO = [{"role": "user", "content": "Hi"}]
 PROMPT = "[user]Hi[assistant]"
@@ -30,7 +31,7 @@ def events(client: TestClient, path: str = "/v1/chat/completions", **fields: Any
     return [json.loads(item) for item in data[:-1]]
 
 
-@pytest.mark.covers("POST /v1/chat/completions")
+@covers("POST /v1/chat/completions")
 def test_whole_response(client: TestClient) -> None:
     body = post(client, model="fake").json()
     assert body["id"].startswith("chatcmpl-")
@@ -58,8 +59,8 @@ def test_whole_response(client: TestClient) -> None:
     assert "prompt_logprobs" not in body
 
 
-@pytest.mark.covers("ChatRequest", "prediction")
-@pytest.mark.covers("Prediction", "content")
+@covers("ChatRequest", "prediction")
+@covers("Prediction", "content")
 @pytest.mark.parametrize(
     "content", ["bcd", [{"type": "text", "text": "b"}, {"type": "text", "text": "cd"}]], ids=["text", "parts"]
 )
@@ -92,8 +93,8 @@ def test_same_route_without_v1(client: TestClient) -> None:
     assert response.json()["choices"][0]["message"]["content"] == REPLY
 
 
-@pytest.mark.covers("GenerationRequest", "stream_options")
-@pytest.mark.covers("StreamOptions", "include_usage")
+@covers("GenerationRequest", "stream_options")
+@covers("StreamOptions", "include_usage")
 def test_stream_is_role_then_content_then_finish_then_usage(client: TestClient) -> None:
     chunks = events(client, stream_options={"include_usage": True})
     role, *content, finish, usage = chunks
@@ -114,7 +115,7 @@ def test_stream_has_no_usage_unless_asked(client: TestClient) -> None:
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
-@pytest.mark.covers("StreamOptions", "continuous_usage_stats")
+@covers("StreamOptions", "continuous_usage_stats")
 def test_continuous_usage_grows_to_the_total(client: TestClient) -> None:
     counts = [c["usage"]["completion_tokens"] for c in events(client, stream_options={"continuous_usage_stats": True})]
     assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == len(REPLY)
@@ -130,7 +131,7 @@ def test_held_back_text_sends_no_empty_chunk_and_keeps_its_logprobs(client: Test
     assert [entry["token"] for entry in choices[0]["logprobs"]["content"]] == ["T", "h", "e"]
 
 
-@pytest.mark.covers("GenerationRequest", "n")
+@covers("GenerationRequest", "n")
 def test_n_choices_interleave_and_each_is_whole(client: TestClient) -> None:
     chunks = events(client, n=3)
     indices = [c["choices"][0]["index"] for c in chunks]
@@ -147,7 +148,7 @@ def test_n_choices_interleave_and_each_is_whole(client: TestClient) -> None:
     assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == 3
 
 
-@pytest.mark.covers("ChatRequest", "logprobs", "top_logprobs")
+@covers("ChatRequest", "logprobs", "top_logprobs")
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_top_logprobs_are_the_best_whether_or_not_chosen(client: TestClient, count: int) -> None:
     content = post(client, logprobs=True, top_logprobs=count, max_tokens=2).json()["choices"][0]["logprobs"]["content"]
@@ -174,7 +175,7 @@ def test_parts_of_a_character_have_their_own_bytes(client: TestClient, engine: F
     assert entries == content
 
 
-@pytest.mark.covers("GenerationRequest", "prompt_logprobs")
+@covers("GenerationRequest", "prompt_logprobs")
 def test_prompt_logprobs(client: TestClient) -> None:
     entries = post(client, prompt_logprobs=1).json()["prompt_logprobs"]
     assert entries[0] is None and len(entries) == len(PROMPT)
@@ -184,7 +185,7 @@ def test_prompt_logprobs(client: TestClient) -> None:
     }
 
 
-@pytest.mark.covers("SamplingFields", "logit_bias", "seed", "temperature", "top_p", "top_k", "min_p")
+@covers("SamplingFields", "logit_bias", "seed", "temperature", "top_p", "top_k", "min_p")
 def test_sampling_is_the_requests_then_the_models_then_openais(client: TestClient, engine: FakeEngine) -> None:
     post(client)
     post(client, temperature=0, top_k=None, top_p=0.5, seed=7, logit_bias={"5": -2}, min_p=0.1, ignore_eos=True)
@@ -194,7 +195,7 @@ def test_sampling_is_the_requests_then_the_models_then_openais(client: TestClien
     assert (asked.logit_bias, asked.min_p, asked.ignore_eos) == ({5: -2.0}, 0.1, True)
 
 
-@pytest.mark.covers("ChatRequest", "max_tokens", "max_completion_tokens")
+@covers("ChatRequest", "max_tokens", "max_completion_tokens")
 def test_max_tokens_is_the_rest_of_the_context_by_default(client: TestClient, engine: FakeEngine) -> None:
     post(client)
     post(client, max_completion_tokens=5)
@@ -203,7 +204,7 @@ def test_max_tokens_is_the_rest_of_the_context_by_default(client: TestClient, en
     assert (body["choices"][0]["message"]["content"], body["choices"][0]["finish_reason"]) == ("The ", "length")
 
 
-@pytest.mark.covers("SamplingFields", "stop")
+@covers("SamplingFields", "stop")
 @pytest.mark.parametrize(
     ("sent", "meant"),
     [
@@ -219,17 +220,17 @@ def test_stop_in_every_shape(client: TestClient, engine: FakeEngine, sent: Any, 
     assert engine.seen[0][1].stop == meant
 
 
-@pytest.mark.covers("GenerationRequest", "request_id")
-@pytest.mark.covers("ScheduledFields", "priority", "cache_salt")
+@covers("GenerationRequest", "request_id")
+@covers("ScheduledFields", "priority", "cache_salt")
 def test_engine_extras_reach_the_engine(client: TestClient, engine: FakeEngine) -> None:
     body = post(client, priority=-3, cache_salt="mine", request_id="abc").json()
     assert engine.seen[0][2] == {"priority": -3, "cache_salt": "mine"}
     assert body["id"] == "chatcmpl-abc"
 
 
-@pytest.mark.covers("ChatRequest", "messages")
-@pytest.mark.covers("GenerationRequest", "truncate_prompt_tokens")
-@pytest.mark.covers(
+@covers("ChatRequest", "messages")
+@covers("GenerationRequest", "truncate_prompt_tokens")
+@covers(
     "TemplateFields",
     "add_generation_prompt",
     "continue_final_message",
@@ -258,7 +259,7 @@ def test_rendering(client: TestClient, engine: FakeEngine, fields: dict[str, Any
     assert bytes(engine.seen[0][0]).decode() == prompt
 
 
-@pytest.mark.covers("ChatRequest", "add_special_tokens")
+@covers("ChatRequest", "add_special_tokens")
 def test_add_special_tokens(client: TestClient, engine: FakeEngine) -> None:
     post(client, add_special_tokens=True)
     assert engine.seen[0][0][0] == 256

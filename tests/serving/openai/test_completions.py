@@ -9,6 +9,7 @@ from fastapi.testclient import TestClient
 
 from tests.serving.fake_engine import BOS, CONTEXT, REPLY, FakeEngine
 from tests.serving.openai.test_chat import events
+from tests.support.covers import covers
 
 
 def post(client: TestClient, **fields: Any) -> Any:
@@ -28,14 +29,14 @@ def test_whole_response_has_sixteen_tokens_by_default(client: TestClient) -> Non
     assert body["usage"]["prompt_tokens"] == 3 and body["usage"]["completion_tokens"] == 16
 
 
-@pytest.mark.covers("CompletionRequest", "max_tokens")
+@covers("CompletionRequest", "max_tokens")
 def test_default_max_tokens_shrinks_to_the_context(client: TestClient, engine: FakeEngine) -> None:
     assert post(client, prompt=[7] * (CONTEXT - 4)).status_code == 200
     assert engine.seen[0][1].max_tokens == 4
 
 
-@pytest.mark.covers("POST /v1/completions")
-@pytest.mark.covers("CompletionRequest", "prompt")
+@covers("POST /v1/completions")
+@covers("CompletionRequest", "prompt")
 @pytest.mark.parametrize(
     ("prompt", "token_ids"),
     [
@@ -53,7 +54,7 @@ def test_prompt_shapes(client: TestClient, engine: FakeEngine, prompt: Any, toke
     assert body["usage"]["completion_tokens"] == 16 * 2 * len(token_ids)
 
 
-@pytest.mark.covers("CompletionRequest", "echo")
+@covers("CompletionRequest", "echo")
 def test_echo_pairs_each_choice_with_its_prompt(client: TestClient) -> None:
     body = post(client, prompt=["Hi ", "Ho "], n=2, echo=True, max_tokens=3).json()
     assert [c["text"] for c in body["choices"]] == ["Hi The", "Hi The", "Ho The", "Ho The"]
@@ -112,7 +113,7 @@ def test_logprobs_zero_returns_the_chosen_token_only(client: TestClient) -> None
     }
 
 
-@pytest.mark.covers("CompletionRequest", "logprobs")
+@covers("CompletionRequest", "logprobs")
 def test_logprobs_two(client: TestClient) -> None:
     logprobs = post(client, logprobs=2, max_tokens=1).json()["choices"][0]["logprobs"]
     assert logprobs["top_logprobs"] == [{"T": -1.0, "A": -0.5, "B": -2.0}]
@@ -139,7 +140,7 @@ def test_prompt_logprobs_come_per_choice(client: TestClient) -> None:
     assert choices[0]["prompt_logprobs"][1] == {"72": {"logprob": -1.0, "rank": 2, "decoded_token": "H"}}
 
 
-@pytest.mark.covers("GenerationRequest", "stream")
+@covers("GenerationRequest", "stream")
 def test_stream_equals_the_whole(client: TestClient, engine: FakeEngine) -> None:
     engine.hold_back = {2, 3}
     fields: dict[str, Any] = {"prompt": ["Hi ", "Ho "], "n": 2, "echo": True, "logprobs": 1, "max_tokens": 9}

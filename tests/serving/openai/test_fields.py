@@ -12,6 +12,7 @@ from fastapi.testclient import TestClient
 from tests.serving.conftest import quickly
 from tests.serving.fake_engine import PADDING, REPLY, FakeEngine
 from tests.serving.openai.test_chat import HELLO, events, post
+from tests.support.covers import covers
 
 ROUTES = ["/v1/chat/completions", "/v1/completions"]
 
@@ -27,8 +28,8 @@ def text(choice: dict[str, Any]) -> str:
     return choice["message"]["content"] if "message" in choice else choice["text"]
 
 
-@pytest.mark.covers("GenerationRequest", "repeat_last_n", "allowed_token_ids", "bad_words")
-@pytest.mark.covers(
+@covers("GenerationRequest", "repeat_last_n", "allowed_token_ids", "bad_words")
+@covers(
     "SamplingFields",
     "frequency_penalty",
     "presence_penalty",
@@ -72,7 +73,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f>"]}
 
 
-@pytest.mark.covers(
+@covers(
     "StructuredFields",
     "response_format",
     "structured_outputs",
@@ -84,12 +85,12 @@ TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "trigg
     "json_schema",
     "regex",
 )
-@pytest.mark.covers("JSONObjectSchemaFormat", "schema")
-@pytest.mark.covers("JSONSchemaFormat", "json_schema", "schema")
-@pytest.mark.covers("JSONSchema", "schema")
-@pytest.mark.covers("StructuralTagFormat", "structures", "triggers")
-@pytest.mark.covers("Structure", "begin", "schema", "end")
-@pytest.mark.covers("StructuredOutputsFields", "json", "json_object", "regex", "choice", "grammar", "structural_tag")
+@covers("JSONObjectSchemaFormat", "schema")
+@covers("JSONSchemaFormat", "json_schema", "schema")
+@covers("JSONSchema", "schema")
+@covers("StructuralTagFormat", "structures", "triggers")
+@covers("Structure", "begin", "schema", "end")
+@covers("StructuredOutputsFields", "json", "json_object", "regex", "choice", "grammar", "structural_tag")
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize(
     ("fields", "kind", "value"),
@@ -135,7 +136,7 @@ def test_constraints_reach_the_engine(
     assert (json.loads(given) if kind in ("json", "structural_tag") else given) == value
 
 
-@pytest.mark.covers("GenerationRequest", "best_of")
+@covers("GenerationRequest", "best_of")
 @pytest.mark.parametrize("path", ROUTES)
 def test_best_of_returns_the_likeliest_and_counts_all(client: TestClient, engine: FakeEngine, path: str) -> None:
     engine.replies = ["bad", "best", "good"]
@@ -153,7 +154,7 @@ def test_best_of_with_several_prompts(client: TestClient, engine: FakeEngine) ->
     assert choices[1]["logprobs"]["tokens"] == ["<s>", "B", " ", "b", "e", "s", "t"]
 
 
-@pytest.mark.covers("GenerationRequest", "conversation_id", "resource_id")
+@covers("GenerationRequest", "conversation_id", "resource_id")
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("stream", [False, True])
 def test_labels_come_back(client: TestClient, path: str, stream: bool) -> None:
@@ -166,7 +167,7 @@ def test_labels_come_back(client: TestClient, path: str, stream: bool) -> None:
         assert (response.json()["conversation_id"], response.json()["resource_id"]) == ("mine", "r1")
 
 
-@pytest.mark.covers("GenerationRequest", "return_token_ids")
+@covers("GenerationRequest", "return_token_ids")
 def test_token_ids_come_back(client: TestClient, engine: FakeEngine) -> None:
     chat = send(client, ROUTES[0], return_token_ids=True, max_tokens=3, n=2).json()
     assert chat["prompt_token_ids"] == engine.seen[0][0]
@@ -179,7 +180,7 @@ def test_token_ids_come_back(client: TestClient, engine: FakeEngine) -> None:
     assert ["prompt_token_ids" in c["choices"][0] for c in chunks] == [True, False, False]
 
 
-@pytest.mark.covers("GenerationRequest", "return_weight_versions")
+@covers("GenerationRequest", "return_weight_versions")
 @pytest.mark.parametrize("path", ROUTES)
 def test_versions_of_the_weights_come_back(client: TestClient, engine: FakeEngine, path: str) -> None:
     engine.versions = ["step-1", "step-1", "step-2"]
@@ -193,7 +194,7 @@ def test_versions_of_the_weights_come_back(client: TestClient, engine: FakeEngin
     assert not any("weight_versions" in choice for answer in plain for choice in answer["choices"])
 
 
-@pytest.mark.covers("GenerationRequest", "return_tokens_as_token_ids")
+@covers("GenerationRequest", "return_tokens_as_token_ids")
 def test_tokens_named_by_their_ids(client: TestClient) -> None:
     fields: dict[str, Any] = {"return_tokens_as_token_ids": True, "max_tokens": 1}
     chat = send(client, ROUTES[0], logprobs=True, top_logprobs=1, **fields).json()["choices"][0]["logprobs"]["content"]
@@ -214,7 +215,7 @@ class TestEchoOfAChat:
         assert chunks[1]["choices"][0]["delta"] == {"content": "Well, "}
         assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "Well, " + REPLY
 
-    @pytest.mark.covers("ChatRequest", "echo")
+    @covers("ChatRequest", "echo")
     def test_not_of_another_role(self, client: TestClient) -> None:
         assert text(post(client, echo=True).json()["choices"][0]) == REPLY
         assert text(post(client, echo=True, add_generation_prompt=False).json()["choices"][0]) == "Hi" + REPLY
@@ -261,7 +262,7 @@ class TestBeamSearch:
 
         engine.next_tokens = next_tokens
 
-    @pytest.mark.covers("GenerationRequest", "use_beam_search")
+    @covers("GenerationRequest", "use_beam_search")
     @pytest.mark.parametrize("path", ROUTES)
     def test_finds_what_greedy_does_not(self, client: TestClient, engine: FakeEngine, path: str) -> None:
         greedy = send(client, path, temperature=0, max_tokens=3).json()
@@ -271,7 +272,7 @@ class TestBeamSearch:
         assert [choice["finish_reason"] for choice in body["choices"]] == ["length", "length"]
         assert body["usage"]["completion_tokens"] == 6 and not engine.active
 
-    @pytest.mark.covers("GenerationRequest", "length_penalty")
+    @covers("GenerationRequest", "length_penalty")
     def test_length_penalty_and_eos(self, client: TestClient) -> None:
         fields: dict[str, Any] = {"prompt": "x", "use_beam_search": True, "best_of": 3, "max_tokens": 4}
         short = send(client, ROUTES[1], **fields, length_penalty=-5.0).json()["choices"][0]
@@ -326,7 +327,7 @@ def test_many_unknown_fields_are_ignored_quickly(make_client: Any, engine: FakeE
     assert len(body["warnings"]) == 32
 
 
-@pytest.mark.covers("GenerationRequest", "truncation_side")
+@covers("GenerationRequest", "truncation_side")
 @pytest.mark.parametrize("path", ROUTES)
 def test_either_end_of_a_prompt_is_cut_off(client: TestClient, engine: FakeEngine, path: str) -> None:
     send(client, path)
@@ -342,7 +343,7 @@ TIMINGS = {
 }  # fmt: skip
 
 
-@pytest.mark.covers("SamplingFields", "timings_per_token")
+@covers("SamplingFields", "timings_per_token")
 @pytest.mark.parametrize("path", ROUTES)
 def test_timings(client: TestClient, engine: FakeEngine, path: str) -> None:
     assert "timings" not in send(client, path, max_tokens=3).json()
@@ -380,7 +381,7 @@ def test_usage_is_sent_where_the_server_is_told_to(make_client: Any, engine: Fak
         assert so_far == sorted(so_far) and so_far[-1] == 3
 
 
-@pytest.mark.covers("GenerationRequest", "logprob_token_ids")
+@covers("GenerationRequest", "logprob_token_ids")
 def test_logprobs_of_tokens_that_are_asked_for(client: TestClient, engine: FakeEngine) -> None:
     asked = {"logprob_token_ids": [ord("x"), ord("h"), ord("a")], "max_tokens": 2}
     chat = send(client, ROUTES[0], logprobs=True, **asked).json()["choices"][0]["logprobs"]["content"]
@@ -395,7 +396,7 @@ def test_logprobs_of_tokens_that_are_asked_for(client: TestClient, engine: FakeE
     assert both["top_logprobs"][0] == {"T": -1.0, "A": -0.5, "x": -15.0, "h": -13.0, "a": -12.125}
 
 
-@pytest.mark.covers("GenerationRequest", "no_stop_trim", "return_hidden_states")
+@covers("GenerationRequest", "no_stop_trim", "return_hidden_states")
 @pytest.mark.parametrize("path", ROUTES)
 def test_what_sglangs_router_sends_with_every_request(client: TestClient, engine: FakeEngine, path: str) -> None:
     neutral: dict[str, Any] = {"no_stop_trim": False, "return_hidden_states": False}

@@ -9,6 +9,7 @@ from fastapi.testclient import TestClient
 
 from tests.serving.fake_engine import ByteTokenizer, FakeEngine
 from tests.serving.sending import prompt, send
+from tests.support.covers import covers
 
 
 @pytest.fixture
@@ -21,9 +22,9 @@ def engine() -> FakeEngine:
     return engine
 
 
-@pytest.mark.covers("ChatMessageParam", "role", "content", "name", "refusal", "reasoning_content", "reasoning")
-@pytest.mark.covers("TextPart", "text")
-@pytest.mark.covers("RefusalPart", "refusal")
+@covers("ChatMessageParam", "role", "content", "name", "refusal", "reasoning_content", "reasoning")
+@covers("TextPart", "text")
+@covers("RefusalPart", "refusal")
 @pytest.mark.parametrize(
     ("message", "shown"),
     [

@@ -14,9 +14,10 @@ from jaxllm.config import ModelConfig
 from jaxllm.serving.served_model import ServedModel
 from tests.serving.fake_engine import CONTEXT, FakeEngine
 from tests.serving.openai.test_chat import HELLO, PROMPT
+from tests.support.covers import covers
 
 
-@pytest.mark.covers("POST /v1/chat/completions/render")
+@covers("POST /v1/chat/completions/render")
 def test_render(client: TestClient, engine: FakeEngine) -> None:
     assert client.post("/v1/chat/completions/render", json={"messages": HELLO}).json() == {
         "prompt": PROMPT,

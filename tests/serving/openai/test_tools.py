@@ -10,6 +10,7 @@ from fastapi.testclient import TestClient
 
 from tests.serving.fake_engine import ByteTokenizer, FakeEngine
 from tests.serving.openai.test_chat import events, post
+from tests.support.covers import covers
 
 TOOL = {
     "type": "function",
@@ -51,8 +52,8 @@ def grammar(engine: FakeEngine) -> Any:
     return engine.seen[-1][1].structured_outputs
 
 
-@pytest.mark.covers("ToolFields", "tools")
-@pytest.mark.covers("ChatTool", "function")
+@covers("ToolFields", "tools")
+@covers("ChatTool", "function")
 def test_a_whole_call(client: TestClient, engine: FakeEngine) -> None:
     engine.reply = CALL
     choice = post(client, tools=[TOOL]).json()["choices"][0]
@@ -119,7 +120,7 @@ def test_reasoning_is_split_and_counted(client: TestClient, engine: FakeEngine) 
     assert usage == body["usage"]
 
 
-@pytest.mark.covers("ChatRequest", "include_reasoning")
+@covers("ChatRequest", "include_reasoning")
 def test_include_reasoning_false_leaves_it_out(client: TestClient, engine: FakeEngine) -> None:
     engine.reply = "<think>abcd</think>Paris"
     body = post(client, include_reasoning=False).json()
@@ -132,7 +133,7 @@ def test_include_reasoning_false_leaves_it_out(client: TestClient, engine: FakeE
     assert not any("reasoning" in c["choices"][0]["delta"] for c in events(client, include_reasoning=False))
 
 
-@pytest.mark.covers("ChatRequest", "separate_reasoning")
+@covers("ChatRequest", "separate_reasoning")
 def test_separate_reasoning_false_leaves_it_in_the_content(client: TestClient, engine: FakeEngine) -> None:
     engine.reply = "<think>abcd</think>Paris"
     message = post(client, separate_reasoning=False).json()["choices"][0]["message"]
@@ -153,7 +154,7 @@ def test_reasoning_on_a_channel_is_always_separate(make_client: Any, engine: Fak
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "separate_reasoning"
 
 
-@pytest.mark.covers("ChatRequest", "stream_reasoning")
+@covers("ChatRequest", "stream_reasoning")
 @pytest.mark.parametrize("reply", ["<think>abcd</think>Paris", "<think>abcd"])
 def test_stream_reasoning_false_sends_it_at_once(client: TestClient, engine: FakeEngine, reply: str) -> None:
     engine.reply = reply
@@ -171,8 +172,8 @@ def test_a_template_that_opens_the_reasoning(client: TestClient, engine: FakeEng
     assert (message["content"], message["reasoning"]) == ("Paris", "abcd")
 
 
-@pytest.mark.covers("TemplateFields", "reasoning_effort", "thinking")
-@pytest.mark.covers("Thinking", "type")
+@covers("TemplateFields", "reasoning_effort", "thinking")
+@covers("Thinking", "type")
 @pytest.mark.parametrize(
     ("fields", "thinks"),
     [
@@ -195,9 +196,9 @@ def test_thinking_reaches_the_template_and_the_grammar(
     assert grammar(engine).after == ("</think>" if thinks else None)
 
 
-@pytest.mark.covers("ToolFields", "tool_choice")
-@pytest.mark.covers("NamedToolChoice", "function")
-@pytest.mark.covers("FunctionName", "name")
+@covers("ToolFields", "tool_choice")
+@covers("NamedToolChoice", "function")
+@covers("FunctionName", "name")
 @pytest.mark.parametrize("choice", ["required", NAMED])
 @pytest.mark.parametrize("parallel", [True, False])
 def test_calls_are_enforced(client: TestClient, engine: FakeEngine, choice: Any, parallel: bool) -> None:
@@ -247,7 +248,7 @@ def test_a_tool_may_be_called_like_a_choice(client: TestClient, engine: FakeEngi
     assert "clock" not in grammar(engine).grammar
 
 
-@pytest.mark.covers("FunctionDefinition", "strict")
+@covers("FunctionDefinition", "strict")
 def test_auto_is_constrained_where_a_tool_is_strict(client: TestClient, engine: FakeEngine) -> None:
     post(client, tools=[TOOL])
     assert grammar(engine) is None
@@ -255,8 +256,8 @@ def test_auto_is_constrained_where_a_tool_is_strict(client: TestClient, engine: 
     assert "weather" in grammar(engine).grammar
 
 
-@pytest.mark.covers("AllowedToolsChoice", "allowed_tools")
-@pytest.mark.covers("AllowedTools", "mode", "tools")
+@covers("AllowedToolsChoice", "allowed_tools")
+@covers("AllowedTools", "mode", "tools")
 def test_allowed_tools_are_the_only_ones(client: TestClient, engine: FakeEngine) -> None:
     allowed = {"mode": "required", "tools": [NAMED]}
     engine.reply = CALL.replace("weather", "clock")
@@ -273,7 +274,7 @@ def test_none_shows_no_tools_and_parses_none(client: TestClient, engine: FakeEng
     assert "weather" not in prompt(engine)
 
 
-@pytest.mark.covers("ToolFields", "parallel_tool_calls")
+@covers("ToolFields", "parallel_tool_calls")
 def test_one_call_where_parallel_calls_are_off(client: TestClient, engine: FakeEngine) -> None:
     engine.reply = TWO_CALLS
     message = post(client, tools=[TOOL], parallel_tool_calls=False).json()["choices"][0]["message"]
@@ -320,9 +321,9 @@ HISTORY = [
 ]
 
 
-@pytest.mark.covers("ChatMessageParam", "tool_calls", "tool_call_id")
-@pytest.mark.covers("HistoryToolCall", "id", "function")
-@pytest.mark.covers("FunctionCall", "name", "arguments")
+@covers("ChatMessageParam", "tool_calls", "tool_call_id")
+@covers("HistoryToolCall", "id", "function")
+@covers("FunctionCall", "name", "arguments")
 def test_history_reaches_the_template(client: TestClient, engine: FakeEngine) -> None:
     assert post(client, messages=HISTORY, tools=[TOOL]).status_code == 200
     assert '"arguments": {"city": "Paris"}' in prompt(engine) and "[tool]12 C" in prompt(engine)

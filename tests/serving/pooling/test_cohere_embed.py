@@ -11,6 +11,7 @@ from fastapi.testclient import TestClient
 
 from tests.serving.fake_engine import BOS, CONTEXT, HIDDEN_SIZE, FakeEngine
 from tests.serving.pooling.test_embeddings import vector
+from tests.support.covers import covers
 
 
 def embed(client: TestClient, **fields: Any) -> Any:
@@ -19,8 +20,8 @@ def embed(client: TestClient, **fields: Any) -> Any:
     return response.json()
 
 
-@pytest.mark.covers("POST /v2/embed")
-@pytest.mark.covers("CohereEmbedRequest", "texts", "request_id", "priority")
+@covers("POST /v2/embed")
+@covers("CohereEmbedRequest", "texts", "request_id", "priority")
 def test_vectors_of_texts(client: TestClient) -> None:
     body = embed(client, model="fake", texts=["Hi", "a"], input_type="search_document", request_id="mine", priority=2)
     vectors = body.pop("embeddings")
@@ -34,8 +35,8 @@ def test_vectors_of_texts(client: TestClient) -> None:
     assert list(vectors) == ["float"]
 
 
-@pytest.mark.covers("CohereEmbedRequest", "inputs")
-@pytest.mark.covers("CohereInput", "content")
+@covers("CohereEmbedRequest", "inputs")
+@covers("CohereInput", "content")
 def test_inputs_are_lists_of_parts(client: TestClient) -> None:
     parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
     body = embed(client, inputs=[{"content": parts}])
@@ -43,7 +44,7 @@ def test_inputs_are_lists_of_parts(client: TestClient) -> None:
     np.testing.assert_allclose(body["embeddings"]["float"], [vector([BOS, *b"H\ni"])], atol=1e-6)
 
 
-@pytest.mark.covers("CohereEmbedRequest", "embedding_types", "output_dimension")
+@covers("CohereEmbedRequest", "embedding_types", "output_dimension")
 def test_every_way_to_write_vectors(client: TestClient) -> None:
     kinds = ["float", "base64", "binary", "ubinary"]
     vectors = embed(client, texts=["Hi"], embedding_types=kinds, output_dimension=8)["embeddings"]
@@ -54,7 +55,7 @@ def test_every_way_to_write_vectors(client: TestClient) -> None:
     assert vectors["ubinary"] == [[octet]] and vectors["binary"] == [[octet - 128]]
 
 
-@pytest.mark.covers("CohereEmbedRequest", "truncate", "max_tokens")
+@covers("CohereEmbedRequest", "truncate", "max_tokens")
 def test_long_texts_are_cut_at_the_end_asked_for(client: TestClient, engine: FakeEngine) -> None:
     for fields, prompt in (
         ({"max_tokens": 3}, [BOS, *b"ab"]),

@@ -19,6 +19,7 @@ from jaxllm.requests.outputs import ModelTasks
 from jaxllm.serving.served_model import stopped
 from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import BOS, CONTEXT, HIDDEN, HIDDEN_SIZE, FakeEngine
+from tests.support.covers import covers
 
 POOLED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "last": lambda states: states[-1], "cls": lambda states: states[0], "mean": lambda states: states.mean(axis=0),
@@ -42,8 +43,8 @@ def vectors(body: Any) -> np.ndarray:
     return np.array([entry["embedding"] for entry in body["data"]])
 
 
-@pytest.mark.covers("POST /v1/embeddings")
-@pytest.mark.covers("InputFields", "input")
+@covers("POST /v1/embeddings")
+@covers("InputFields", "input")
 @pytest.mark.parametrize(
     ("given", "prompts"),
     [
@@ -74,7 +75,7 @@ def test_pooling_is_the_servers_or_the_checkpoints(make_client: Any, setting: st
     np.testing.assert_allclose(vectors(embed(client, input=[1, 2, 3]))[0], expected, atol=1e-6)
 
 
-@pytest.mark.covers("VectorFields", "dimensions")
+@covers("VectorFields", "dimensions")
 @pytest.mark.parametrize("dimensions", [1, 5, HIDDEN_SIZE, None])
 def test_vectors_are_of_unit_length_whatever_their_dimensions(client: TestClient, dimensions: int | None) -> None:
     found = vectors(embed(client, input="Hello", dimensions=dimensions))[0]
@@ -82,7 +83,7 @@ def test_vectors_are_of_unit_length_whatever_their_dimensions(client: TestClient
     assert np.linalg.norm(found) == pytest.approx(1, abs=1e-6)
 
 
-@pytest.mark.covers("VectorFields", "normalize", "use_activation")
+@covers("VectorFields", "normalize", "use_activation")
 @pytest.mark.parametrize("field", ["normalize", "use_activation"])
 @pytest.mark.parametrize("by_default", [True, False])
 def test_raw_vectors(make_client: Any, field: str, by_default: bool) -> None:
@@ -94,7 +95,7 @@ def test_raw_vectors(make_client: Any, field: str, by_default: bool) -> None:
     np.testing.assert_allclose(vectors(embed(client, input=[1, 2, 3], **{field: True}))[0], unit, atol=1e-6)
 
 
-@pytest.mark.covers("EncodingFields", "encoding_format")
+@covers("EncodingFields", "encoding_format")
 def test_base64_is_the_same_numbers_as_little_endian_float32(client: TestClient) -> None:
     numbers = vectors(embed(client, input=["Hi", "a"]))
     encoded = [e["embedding"] for e in embed(client, input=["Hi", "a"], encoding_format="base64")["data"]]
@@ -102,7 +103,7 @@ def test_base64_is_the_same_numbers_as_little_endian_float32(client: TestClient)
     assert np.array_equal(np.array(decoded), numbers.astype(np.float32))
 
 
-@pytest.mark.covers("EncodingFields", "embed_dtype", "endianness")
+@covers("EncodingFields", "embed_dtype", "endianness")
 @pytest.mark.parametrize(
     ("embed_dtype", "dtype", "bits"),
     [
@@ -132,8 +133,8 @@ def test_numbers_have_neither_type_nor_order(client: TestClient, path: str, fiel
     assert (error["param"], error["message"]) == (name, f"{name} needs encoding_format to be 'base64'")
 
 
-@pytest.mark.covers("POST /v1/pooling")
-@pytest.mark.covers("PoolingRequest", "task")
+@covers("POST /v1/pooling")
+@covers("PoolingRequest", "task")
 def test_pooling_gives_what_the_model_is_made_for(make_client: Any, engine: FakeEngine) -> None:
     made = make_client(engine)
     embedded = embed(made, input=["Hi", "a"], dimensions=6)
@@ -176,13 +177,13 @@ def test_openai_sdk(listen: Callable[..., str], engine: FakeEngine) -> None:
     assert (made.usage.prompt_tokens, made.usage.total_tokens) == (5, 5)
 
 
-@pytest.mark.covers("InputFields", "add_special_tokens")
+@covers("InputFields", "add_special_tokens")
 def test_special_tokens(client: TestClient, engine: FakeEngine) -> None:
     embed(client, input="Hi", add_special_tokens=False)
     assert engine.pooled[-1][0] == [72, 105]
 
 
-@pytest.mark.covers("InputFields", "messages", "add_generation_prompt")
+@covers("InputFields", "messages", "add_generation_prompt")
 def test_a_chat_is_one_text(client: TestClient, engine: FakeEngine) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     embed(client, messages=messages)
@@ -194,8 +195,8 @@ def test_a_chat_is_one_text(client: TestClient, engine: FakeEngine) -> None:
     assert [BOS in seen[0] for seen in engine.pooled] == [False, True, False]
 
 
-@pytest.mark.covers("InputFields", "truncation_side")
-@pytest.mark.covers("PoolingFields", "truncate_prompt_tokens")
+@covers("InputFields", "truncation_side")
+@covers("PoolingFields", "truncate_prompt_tokens")
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
@@ -251,8 +252,8 @@ def test_refusals(client: TestClient, engine: FakeEngine, fields: dict[str, Any]
     assert engine.pooled == []
 
 
-@pytest.mark.covers("PoolingFields", "request_id")
-@pytest.mark.covers("ScheduledFields", "priority", "cache_salt")
+@covers("PoolingFields", "request_id")
+@covers("ScheduledFields", "priority", "cache_salt")
 def test_priority_and_salt_reach_the_engine(client: TestClient, engine: FakeEngine) -> None:
     response = client.post("/embeddings", json={"input": "a", "priority": 3, "cache_salt": "s", "request_id": "mine"})
     assert engine.pooled[0][2] == {"priority": 3, "cache_salt": "s"}

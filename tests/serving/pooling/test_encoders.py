@@ -19,6 +19,7 @@ from tests.models.encoder_harness import EncoderHarness
 from tests.reference.tiny import save_checkpoint, tiny_config, tiny_weights, write_checkpoint
 from tests.serving.fake_engine import BOS, FakeEngine, app_of
 from tests.serving.pooling.test_embeddings import vector
+from tests.support.covers import covers
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 CLS, SEP = 2, 3
@@ -123,8 +124,8 @@ def test_rerank_by_a_cross_encoder(tmp_path: Path) -> None:
     assert cut["usage"]["total_tokens"] == 3 * 17
 
 
-@pytest.mark.covers("InputFields", "prompt_name")
-@pytest.mark.covers("CohereEmbedRequest", "input_type")
+@covers("InputFields", "prompt_name")
+@covers("CohereEmbedRequest", "input_type")
 def test_prompts_by_name(make_client: Any) -> None:
     client = make_client(FakeEngine(tasks=PROMPTS))
     for name, before in ((None, b"d: "), ("query", b"q: "), ("document", b"d: ")):

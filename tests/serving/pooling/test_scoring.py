@@ -18,6 +18,7 @@ from tests.reference import load_golden
 from tests.reference.tiny import write_checkpoint
 from tests.serving.fake_engine import BOS, CONTEXT, HEAD, HIDDEN, ByteTokenizer, FakeEngine, app_of
 from tests.sizes import FIELDS
+from tests.support.covers import covers
 
 ONE_CLASS = ModelTasks(labels=("relevant",), activation="sigmoid")
 THREE_CLASSES = ModelTasks(labels=("glad", "sad", "angry"))
@@ -81,8 +82,8 @@ def sigmoid(x: Any) -> Any:
     return 1 / (1 + np.exp(-x))
 
 
-@pytest.mark.covers("POST /v1/score")
-@pytest.mark.covers("ScoreRequest", "text_1", "text_2")
+@covers("POST /v1/score")
+@covers("ScoreRequest", "text_1", "text_2")
 def test_cosine_of_one_text_and_many(client: TestClient, engine: FakeEngine) -> None:
     body = post(client, "/v1/score", text_1="France", text_2=[*TEXTS, "Paris"])
     expected = [float(unit("France") @ unit(text)) for text in [*TEXTS, "Paris"]]
@@ -106,7 +107,7 @@ def test_vllms_other_names(client: TestClient, names: tuple[str, str]) -> None:
     assert scores(client, **given) == scores(client, text_1="France", text_2=TEXTS)
 
 
-@pytest.mark.covers("ComparisonFields", "instruction")
+@covers("ComparisonFields", "instruction")
 @pytest.mark.parametrize("tasks", [JUDGE, YES_AND_NO], ids=["language model", "head of two rows"])
 @pytest.mark.parametrize("instruction", [None, "Find capitals"])
 def test_a_reranker_is_asked_for_yes_or_no(make_client: Any, tasks: ModelTasks, instruction: str | None) -> None:
@@ -125,7 +126,7 @@ def test_a_reranker_is_asked_for_yes_or_no(make_client: Any, tasks: ModelTasks, 
     np.testing.assert_allclose(raw, odds, atol=1e-4)
 
 
-@pytest.mark.covers("ComparisonFields", "use_activation")
+@covers("ComparisonFields", "use_activation")
 def test_one_class_scores_a_pair(make_client: Any) -> None:
     engine = FakeEngine(tasks=ONE_CLASS)
     client = make_client(engine)
@@ -136,9 +137,9 @@ def test_one_class_scores_a_pair(make_client: Any) -> None:
     assert engine.pooled[0][0] == pair
 
 
-@pytest.mark.covers("POST /v1/rerank")
-@pytest.mark.covers("TextDocument", "text")
-@pytest.mark.covers("DocumentRerankRequest", "query", "documents", "top_n")
+@covers("POST /v1/rerank")
+@covers("TextDocument", "text")
+@covers("DocumentRerankRequest", "query", "documents", "top_n")
 def test_jina_ranks_best_first(client: TestClient) -> None:
     body = post(client, "/v1/rerank", model="fake", query="France", documents=[TEXTS[0], {"text": TEXTS[1]}, TEXTS[2]])
     expected = {text: float(unit("France") @ unit(text)) for text in TEXTS}
@@ -152,8 +153,8 @@ def test_jina_ranks_best_first(client: TestClient) -> None:
     assert best["results"] == [{"index": TEXTS.index(order[0]), "relevance_score": pytest.approx(expected[order[0]])}]
 
 
-@pytest.mark.covers("POST /v2/rerank")
-@pytest.mark.covers("RerankRequest", "texts", "return_text", "raw_scores", "truncate", "truncation_direction")
+@covers("POST /v2/rerank")
+@covers("RerankRequest", "texts", "return_text", "raw_scores", "truncate", "truncation_direction")
 def test_teis_texts(make_client: Any) -> None:
     client = make_client(FakeEngine(tasks=ONE_CLASS))
     asked = {"query": "Where?", "texts": TEXTS}
@@ -194,7 +195,7 @@ def test_warnings_of_a_list_are_in_a_header(make_client: Any) -> None:
     assert response.json()[0].keys() == {"index", "score"} and "odd" in response.headers["X-Warnings"]
 
 
-@pytest.mark.covers("DocumentRerankRequest", "return_documents")
+@covers("DocumentRerankRequest", "return_documents")
 def test_cohere_shapes(client: TestClient) -> None:
     first = post(client, "/v1/rerank", query="France", documents=TEXTS, top_n=10)
     second = post(client, "/v2/rerank", query="France", documents=TEXTS, max_tokens_per_doc=4096)
@@ -210,7 +211,7 @@ def test_equal_documents_keep_their_order(client: TestClient) -> None:
     assert [result["index"] for result in body["results"]] == [0, 1, 2]
 
 
-@pytest.mark.covers("ComparisonFields", "max_tokens_per_doc", "max_tokens_per_query")
+@covers("ComparisonFields", "max_tokens_per_doc", "max_tokens_per_query")
 def test_documents_and_queries_are_cut(client: TestClient, engine: FakeEngine) -> None:
     post(client, "/rerank", query="abcdef", documents=["uvwxyz", "uv"], max_tokens_per_doc=3, max_tokens_per_query=2)
     assert [seen[0] for seen in engine.pooled] == [[BOS, *b"ab"], [BOS, *b"uvw"], [BOS, *b"uv"]]
@@ -313,8 +314,8 @@ ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }  # fmt: skip
 
 
-@pytest.mark.covers("POST /v1/classify")
-@pytest.mark.covers("ClassifyRequest", "use_activation")
+@covers("POST /v1/classify")
+@covers("ClassifyRequest", "use_activation")
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("use_activation", [True, False])
 def test_classify(make_client: Any, activation: str, use_activation: bool) -> None:

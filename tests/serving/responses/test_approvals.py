@@ -11,6 +11,7 @@ import pytest
 from tests.serving.fake_engine import REPLY
 from tests.serving.responses.fake_tools import FORECAST, MCP, WARN, FakeServer, says, weather
 from tests.serving.responses.shared import prompt_text
+from tests.support.covers import covers
 
 ASKING = {"type": "mcp", "server_label": "weather"}
 
@@ -35,8 +36,8 @@ def asked(tools: Callable[..., Any]) -> Callable[..., Any]:
     return ask
 
 
-@pytest.mark.covers("McpApprovalResponseItem", "approval_request_id", "approve")
-@pytest.mark.covers("McpApprovalRequestItem", "id", "server_label", "name", "arguments")
+@covers("McpApprovalResponseItem", "approval_request_id", "approve")
+@covers("McpApprovalRequestItem", "id", "server_label", "name", "arguments")
 def test_a_call_runs_once_it_is_approved(asked: Callable[..., Any]) -> None:
     server, client, engine, first = asked()
     assert kinds(first) == ["mcp_list_tools", "mcp_approval_request"] and first.status == "completed"
@@ -61,7 +62,7 @@ def test_a_call_runs_once_it_is_approved(asked: Callable[..., Any]) -> None:
     assert kinds(third) == ["message"] and len(server.calls) == 2
 
 
-@pytest.mark.covers("McpApprovalResponseItem", "reason")
+@covers("McpApprovalResponseItem", "reason")
 def test_the_model_is_told_of_a_refusal(asked: Callable[..., Any]) -> None:
     server, client, engine, first = asked()
     no = answer(first.output[-1], approve=False, reason="too nosy")
@@ -122,8 +123,8 @@ def test_answers_to_nothing_are_refused(asked: Callable[..., Any]) -> None:
         client.responses.create(model="fake", input=[unknown], tools=[ASKING])
 
 
-@pytest.mark.covers("ApprovalFilters", "always", "never")
-@pytest.mark.covers("McpTool", "require_approval")
+@covers("ApprovalFilters", "always", "never")
+@covers("McpTool", "require_approval")
 @pytest.mark.parametrize(
     ("setting", "asks"),
     [

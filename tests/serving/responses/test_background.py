@@ -17,9 +17,10 @@ from jaxllm.serving.responses.stores import ResponseStore
 from jaxllm.serving.store.database import Database
 from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import REPLY, FakeEngine
+from tests.support.covers import covers
 
 
-@pytest.mark.covers("ResponseRequest", "background")
+@covers("ResponseRequest", "background")
 def test_runs_until_it_is_polled_as_completed(sdk: Callable[..., Any]) -> None:
     client, _ = sdk(delay=0.005)
     response = client.responses.create(model="fake", input="hi", background=True)
@@ -30,7 +31,7 @@ def test_runs_until_it_is_polled_as_completed(sdk: Callable[..., Any]) -> None:
     assert later.status == "completed"
 
 
-@pytest.mark.covers("POST /v1/responses/{response_id}/cancel")
+@covers("POST /v1/responses/{response_id}/cancel")
 def test_cancel_frees_the_engine(sdk: Callable[..., Any]) -> None:
     client, engine = sdk(delay=0.05)
     response = client.responses.create(model="fake", input="hi", background=True)
@@ -46,7 +47,7 @@ def test_cancel_frees_the_engine(sdk: Callable[..., Any]) -> None:
         client.responses.cancel(plain.id)
 
 
-@pytest.mark.covers("DELETE /v1/responses/{response_id}")
+@covers("DELETE /v1/responses/{response_id}")
 def test_delete_stops_it(sdk: Callable[..., Any]) -> None:
     client, engine = sdk(delay=0.05)
     response = client.responses.create(model="fake", input="hi", background=True)
@@ -56,8 +57,8 @@ def test_delete_stops_it(sdk: Callable[..., Any]) -> None:
         client.responses.retrieve(response.id)
 
 
-@pytest.mark.covers("GET /v1/responses/{response_id}")
-@pytest.mark.covers("GET /v1/responses/{response_id}", "stream", "starting_after")
+@covers("GET /v1/responses/{response_id}")
+@covers("GET /v1/responses/{response_id}", "stream", "starting_after")
 def test_its_stream_can_be_followed_again(sdk: Callable[..., Any]) -> None:
     client, engine = sdk(delay=0.01)
     stream = client.responses.create(model="fake", input="hi", background=True, stream=True)

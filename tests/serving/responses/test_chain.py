@@ -12,9 +12,10 @@ from fastapi.testclient import TestClient
 
 from tests.serving.fake_engine import REPLY, FakeEngine
 from tests.serving.responses.shared import prompt_text
+from tests.support.covers import covers
 
 
-@pytest.mark.covers("PromptFields", "instructions", "previous_response_id")
+@covers("PromptFields", "instructions", "previous_response_id")
 def test_continues_what_was_said_without_its_instructions(sdk: Callable[..., Any]) -> None:
     client, engine = sdk()
     first = client.responses.create(model="fake", input="one", instructions="first only")
@@ -26,9 +27,9 @@ def test_continues_what_was_said_without_its_instructions(sdk: Callable[..., Any
     assert third.previous_response_id == second.id
 
 
-@pytest.mark.covers("GET /v1/responses/{response_id}/input_items")
-@pytest.mark.covers("GET /v1/responses/{response_id}/input_items", "after", "limit", "order")
-@pytest.mark.covers("GET /v1/conversations/{conversation_id}/items", "after", "limit", "order")
+@covers("GET /v1/responses/{response_id}/input_items")
+@covers("GET /v1/responses/{response_id}/input_items", "after", "limit", "order")
+@covers("GET /v1/conversations/{conversation_id}/items", "after", "limit", "order")
 def test_input_items_in_pages(sdk: Callable[..., Any]) -> None:
     client, _ = sdk()
     response = client.responses.create(model="fake", input=[{"role": "user", "content": str(i)} for i in range(5)])
@@ -45,7 +46,7 @@ def test_input_items_in_pages(sdk: Callable[..., Any]) -> None:
         client.responses.input_items.list(response.id, after="msg_nobody")
 
 
-@pytest.mark.covers("ItemReference", "id")
+@covers("ItemReference", "id")
 def test_an_item_is_referred_to(sdk: Callable[..., Any]) -> None:
     client, engine = sdk()
     first = client.responses.create(model="fake", input="one")
@@ -54,7 +55,7 @@ def test_an_item_is_referred_to(sdk: Callable[..., Any]) -> None:
     assert prompt_text(engine) == f"[assistant]{REPLY}[user]and?[assistant]"
 
 
-@pytest.mark.covers("ResponseRequest", "store")
+@covers("ResponseRequest", "store")
 def test_what_is_not_stored_cannot_be_continued(sdk: Callable[..., Any]) -> None:
     client, _ = sdk()
     kept = client.responses.create(model="fake", input="x")
@@ -82,7 +83,7 @@ def test_survives_a_restart(
     assert prompt_text(engine) == f"[user]one[assistant]{REPLY}[user]two[assistant]"
 
 
-@pytest.mark.covers("PromptFields", "truncation")
+@covers("PromptFields", "truncation")
 def test_truncation_auto_drops_the_oldest_turns(sdk: Callable[..., Any]) -> None:
     client, engine = sdk()
     engine.info.max_model_len = 256

@@ -14,6 +14,7 @@ from openai.types.conversations import Conversation, ConversationItem, Conversat
 from pydantic import TypeAdapter
 
 from tests.serving.fake_engine import REPLY, FakeEngine
+from tests.support.covers import covers
 
 ITEM = TypeAdapter(ConversationItem)
 
@@ -34,12 +35,12 @@ def texts(items: Any) -> list[str]:
     return [item.content[0].text for item in items]
 
 
-@pytest.mark.covers("POST /v1/conversations")
-@pytest.mark.covers("GET /v1/conversations/{conversation_id}")
-@pytest.mark.covers("POST /v1/conversations/{conversation_id}")
-@pytest.mark.covers("DELETE /v1/conversations/{conversation_id}")
-@pytest.mark.covers("ConversationRequest", "items")
-@pytest.mark.covers("ConversationUpdate", "metadata")
+@covers("POST /v1/conversations")
+@covers("GET /v1/conversations/{conversation_id}")
+@covers("POST /v1/conversations/{conversation_id}")
+@covers("DELETE /v1/conversations/{conversation_id}")
+@covers("ConversationRequest", "items")
+@covers("ConversationUpdate", "metadata")
 def test_a_conversation_lives_and_ends(sdk: OpenAI) -> None:
     made = sdk.conversations.create(metadata={"a": "b"}, items=[{"role": "user", "content": "one"}])
     assert made.id.startswith("conv_") and made.metadata == {"a": "b"} and made.object == "conversation"
@@ -54,11 +55,11 @@ def test_a_conversation_lives_and_ends(sdk: OpenAI) -> None:
             call(made.id)
 
 
-@pytest.mark.covers("POST /v1/conversations/{conversation_id}/items")
-@pytest.mark.covers("GET /v1/conversations/{conversation_id}/items")
-@pytest.mark.covers("GET /v1/conversations/{conversation_id}/items/{item_id}")
-@pytest.mark.covers("DELETE /v1/conversations/{conversation_id}/items/{item_id}")
-@pytest.mark.covers("ConversationItemsRequest", "items")
+@covers("POST /v1/conversations/{conversation_id}/items")
+@covers("GET /v1/conversations/{conversation_id}/items")
+@covers("GET /v1/conversations/{conversation_id}/items/{item_id}")
+@covers("DELETE /v1/conversations/{conversation_id}/items/{item_id}")
+@covers("ConversationItemsRequest", "items")
 def test_items_of_every_kind(client_over: TestClient) -> None:
     items = [
         {"role": "user", "content": "one"},
@@ -86,7 +87,7 @@ def test_items_of_every_kind(client_over: TestClient) -> None:
     assert client_over.get(f"{path}/{added['data'][0]['id']}").status_code == 404
 
 
-@pytest.mark.covers("PromptFields", "conversation")
+@covers("PromptFields", "conversation")
 def test_responses_continue_it_and_add_to_it(sdk: OpenAI, engine: FakeEngine) -> None:
     conversation = sdk.conversations.create(items=[{"role": "system", "content": "S"}])
     response = sdk.responses.create(model="fake", input="one", conversation=conversation.id)
@@ -103,7 +104,7 @@ def test_responses_continue_it_and_add_to_it(sdk: OpenAI, engine: FakeEngine) ->
     assert texts(page) == said[::-1]
 
 
-@pytest.mark.covers("ConversationParam", "id")
+@covers("ConversationParam", "id")
 def test_an_item_added_twice_gets_an_id_of_its_own(sdk: OpenAI) -> None:
     conversation = sdk.conversations.create()
     item = {"type": "message", "id": "msg_1", "role": "user", "content": [{"type": "input_text", "text": "x"}]}

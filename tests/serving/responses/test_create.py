@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jsonschema
-import pytest
 from fastapi.testclient import TestClient
 from openai.types.responses import Response
 from pydantic import BaseModel
 
 from tests.serving.fake_engine import REPLY, FakeEngine
 from tests.serving.responses.shared import CALL, PARSERS, WEATHER, prompt_text
+from tests.support.covers import covers
 
 
-@pytest.mark.covers("POST /v1/responses")
-@pytest.mark.covers("MetadataFields", "metadata")
+@covers("POST /v1/responses")
+@covers("MetadataFields", "metadata")
 def test_answers_with_a_response_that_the_sdk_knows(post: Callable[..., Any]) -> None:
     answer = post(input="hi", instructions="Be brief.", metadata={"k": "v"}, temperature=0.25, user="u")
     assert answer.status_code == 200
@@ -35,9 +35,9 @@ def test_answers_with_a_response_that_the_sdk_knows(post: Callable[..., Any]) ->
     assert abs(response.completed_at - time.time()) < 60
 
 
-@pytest.mark.covers("PromptFields", "input")
-@pytest.mark.covers("MessageItem", "role", "content")
-@pytest.mark.covers("InputText", "text")
+@covers("PromptFields", "input")
+@covers("MessageItem", "role", "content")
+@covers("InputText", "text")
 def test_items_become_the_messages_of_a_chat(sdk: Callable[..., Any]) -> None:
     client, engine = sdk()
     client.responses.create(
@@ -53,7 +53,7 @@ def test_items_become_the_messages_of_a_chat(sdk: Callable[..., Any]) -> None:
     assert prompt_text(engine) == "[system]d[user]a\nb[assistant]c[assistant]c2[user]e[assistant]"
 
 
-@pytest.mark.covers("ResponseRequest", "max_output_tokens")
+@covers("ResponseRequest", "max_output_tokens")
 def test_length_is_incomplete(post: Callable[..., Any]) -> None:
     response = Response.model_validate(post(input="hi", max_output_tokens=5).json())
     assert response.status == "incomplete"
@@ -61,7 +61,7 @@ def test_length_is_incomplete(post: Callable[..., Any]) -> None:
     assert response.output_text == REPLY[:5] and response.output[0].status == "incomplete"
 
 
-@pytest.mark.covers("ResponseRequest", "include", "top_logprobs")
+@covers("ResponseRequest", "include", "top_logprobs")
 def test_log_probabilities_when_included(post: Callable[..., Any]) -> None:
     body = post(input="hi", include=["message.output_text.logprobs"], top_logprobs=2).json()
     logprobs = Response.model_validate(body).output[0].content[0].logprobs
@@ -91,16 +91,16 @@ def test_a_schema_constrains_the_text(sdk: Callable[..., Any]) -> None:
     assert response.text.format.type == "json_schema" and response.text.format.name == "City"
 
 
-@pytest.mark.covers("PromptFields", "text")
-@pytest.mark.covers("TextConfig", "format")
+@covers("PromptFields", "text")
+@covers("TextConfig", "format")
 def test_json_object(sdk: Callable[..., Any]) -> None:
     client, engine = sdk(reply="{}")
     client.responses.create(model="fake", input="x", text={"format": {"type": "json_object"}})
     assert engine.seen[-1][1].structured_outputs.json_object
 
 
-@pytest.mark.covers("SamplingFields", "logit_bias", "seed", "stop", "top_k", "top_p")
-@pytest.mark.covers("ScheduledFields", "cache_salt", "priority")
+@covers("SamplingFields", "logit_bias", "seed", "stop", "top_k", "top_p")
+@covers("ScheduledFields", "cache_salt", "priority")
 def test_sampling_fields_reach_the_engine(post: Callable[..., Any], sdk: Callable[..., Any]) -> None:
     client, engine = sdk()
     extra = {"top_k": 7, "seed": 3, "stop": ["zz"], "logit_bias": {"65": -1}, "priority": 4, "cache_salt": "s"}
@@ -121,7 +121,7 @@ def test_unknown_fields_are_listed_where_the_server_only_warns(
     assert "warnings" not in client.post("/v1/responses", json={"input": "x"}).json()
 
 
-@pytest.mark.covers("POST /v1/responses/input_tokens")
+@covers("POST /v1/responses/input_tokens")
 def test_input_tokens(sdk: Callable[..., Any]) -> None:
     client, engine = sdk()
     counted = client.responses.input_tokens.count(model="fake", input="hi", instructions="x" * 5000)

@@ -12,9 +12,10 @@ from fastapi.testclient import TestClient
 from tests.serving.api_surface import BODIES
 from tests.serving.fake_engine import ByteTokenizer, FakeEngine
 from tests.serving.sending import HELLO, prompt, send
+from tests.support.covers import covers
 
 
-@pytest.mark.covers(
+@covers(
     "SamplingFields",
     "frequency_penalty",
     "ignore_eos",
@@ -47,14 +48,14 @@ def test_means_the_same_as_in_a_chat(client: TestClient, engine: FakeEngine, fie
     assert getattr(engine.seen[-1][1], field) == value
 
 
-@pytest.mark.covers("PromptFields", "chat_template_kwargs")
+@covers("PromptFields", "chat_template_kwargs")
 def test_chat_template_kwargs(client: TestClient, engine: FakeEngine) -> None:
     send(client, "/v1/responses", chat_template_kwargs={"enable_thinking": False})
     assert "(enable_thinking=False)" in prompt(engine)
 
 
-@pytest.mark.covers("ResponseRequest", "stream_options")
-@pytest.mark.covers("ResponseStreamOptions", "include_obfuscation")
+@covers("ResponseRequest", "stream_options")
+@covers("ResponseStreamOptions", "include_obfuscation")
 def test_nothing_is_padded(client: TestClient) -> None:
     body = BODIES["/v1/responses"] | {"stream": True}
     fine = client.post("/v1/responses", json=body | {"stream_options": {"include_obfuscation": False}})
@@ -65,13 +66,13 @@ def test_nothing_is_padded(client: TestClient) -> None:
     assert alone["error"]["param"] == "stream_options"
 
 
-@pytest.mark.covers("TextConfig", "verbosity")
+@covers("TextConfig", "verbosity")
 def test_verbosity_has_its_default_only(client: TestClient) -> None:
     send(client, "/v1/responses", text={"verbosity": "medium"})
     assert send(client, "/v1/responses", 400, text={"verbosity": "low"})["error"]["param"] == "text.verbosity"
 
 
-@pytest.mark.covers("ReasoningConfig", "generate_summary")
+@covers("ReasoningConfig", "generate_summary")
 def test_generate_summary_is_summary(make_client: Callable[..., TestClient]) -> None:
     client = make_client(FakeEngine(reply="<think>hm</think>yes"), reasoning_parser="think")
     send_all = {"max_output_tokens": 100}
@@ -82,7 +83,7 @@ def test_generate_summary_is_summary(make_client: Callable[..., TestClient]) -> 
     assert texts == [[{"type": "summary_text", "text": "hm"}]] * 2
 
 
-@pytest.mark.covers("ReasoningItem", "encrypted_content")
+@covers("ReasoningItem", "encrypted_content")
 def test_encrypted_content_alone_cannot_be_read(client: TestClient) -> None:
     item = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
     error = send(client, "/v1/responses", 400, input=[item])["error"]
@@ -91,18 +92,18 @@ def test_encrypted_content_alone_cannot_be_read(client: TestClient) -> None:
     send(client, "/v1/responses", input=[readable, {"role": "user", "content": "Hi"}])
 
 
-@pytest.mark.covers("TextSchemaFormat", "schema")
+@covers("TextSchemaFormat", "schema")
 def test_text_follows_a_schema(client: TestClient, engine: FakeEngine) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     send(client, "/v1/responses", text={"format": {"type": "json_schema", "name": "x", "schema": schema}})
     assert json.loads(engine.seen[-1][1].structured_outputs.json) == schema
 
 
-@pytest.mark.covers("GET /v1/responses/{response_id}", "include[]", "include_obfuscation")
-@pytest.mark.covers("GET /v1/responses/{response_id}/input_items", "include[]")
-@pytest.mark.covers("POST /v1/conversations/{conversation_id}/items", "include[]")
-@pytest.mark.covers("GET /v1/conversations/{conversation_id}/items", "include[]")
-@pytest.mark.covers("GET /v1/conversations/{conversation_id}/items/{item_id}", "include[]")
+@covers("GET /v1/responses/{response_id}", "include[]", "include_obfuscation")
+@covers("GET /v1/responses/{response_id}/input_items", "include[]")
+@covers("POST /v1/conversations/{conversation_id}/items", "include[]")
+@covers("GET /v1/conversations/{conversation_id}/items", "include[]")
+@covers("GET /v1/conversations/{conversation_id}/items/{item_id}", "include[]")
 def test_include_changes_nothing(client: TestClient) -> None:
     names = {"include[]": ["message.output_text.logprobs"]}
     response = "/v1/responses/" + send(client, "/v1/responses")["id"]
@@ -115,13 +116,13 @@ def test_include_changes_nothing(client: TestClient) -> None:
     assert client.get(response, params={"include_obfuscation": True}).json() == client.get(response).json()
 
 
-@pytest.mark.covers("InputItem", "id")
-@pytest.mark.covers("MessageItem", "status")
-@pytest.mark.covers("OutputTextPart", "text", "annotations", "logprobs")
-@pytest.mark.covers("RefusalContent", "refusal")
-@pytest.mark.covers("FunctionCallItem", "call_id", "status")
-@pytest.mark.covers("FunctionCallOutputItem", "status")
-@pytest.mark.covers("ReasoningItem", "status")
+@covers("InputItem", "id")
+@covers("MessageItem", "status")
+@covers("OutputTextPart", "text", "annotations", "logprobs")
+@covers("RefusalContent", "refusal")
+@covers("FunctionCallItem", "call_id", "status")
+@covers("FunctionCallOutputItem", "status")
+@covers("ReasoningItem", "status")
 @pytest.mark.parametrize(
     "item",
     [
@@ -154,9 +155,9 @@ def test_items_come_back_as_they_were(client: TestClient, item: dict[str, Any]) 
     assert client.get(f"/v1/conversations/{conversation}/items").json()["data"] == [item]
 
 
-@pytest.mark.covers("ReasoningItem", "summary", "content")
-@pytest.mark.covers("SummaryTextPart", "text")
-@pytest.mark.covers("ReasoningTextPart", "text")
+@covers("ReasoningItem", "summary", "content")
+@covers("SummaryTextPart", "text")
+@covers("ReasoningTextPart", "text")
 def test_reasoning_is_shown_to_templates_again(client: TestClient, engine: FakeEngine) -> None:
     engine.tokenizer = ByteTokenizer("{% for m in messages %}{{ m.reasoning_content }}{% endfor %}")
     for item in (
@@ -168,7 +169,7 @@ def test_reasoning_is_shown_to_templates_again(client: TestClient, engine: FakeE
         assert prompt(engine) == "hm"
 
 
-@pytest.mark.covers("FunctionDefinition", "name", "description", "parameters")
+@covers("FunctionDefinition", "name", "description", "parameters")
 def test_tools_reach_the_template(client: TestClient, engine: FakeEngine) -> None:
     engine.tokenizer = ByteTokenizer("{{ tools | tojson }}")
     tool = {"name": "f", "description": "Does f", "parameters": {"type": "object", "properties": {"a": {}}}}

@@ -12,6 +12,7 @@ import pytest
 
 from tests.serving.fake_engine import REPLY
 from tests.serving.responses.fake_tools import MCP, FakeServer, says, weather
+from tests.support.covers import covers
 
 SECRETS = ("s3cret-token", "s3cret-header", "s3cret-path")
 ELSEWHERE = MCP | {
@@ -24,7 +25,7 @@ ELSEWHERE = MCP | {
 ALLOWED = {"allow_mcp_urls": True}
 
 
-@pytest.mark.covers("McpTool", "server_url", "server_description", "authorization", "headers")
+@covers("McpTool", "server_url", "server_description", "authorization", "headers")
 def test_secrets_are_used_and_never_seen_again(
     tools: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

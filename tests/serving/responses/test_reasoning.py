@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from fastapi.testclient import TestClient
 from openai.types.responses import Response
 
 from tests.serving.fake_engine import REPLY, FakeEngine
 from tests.serving.responses.shared import PARSERS, events_of, prompt_text, types
+from tests.support.covers import covers
 
 THOUGHTFUL = f"<think>Paris, surely.</think>\n\n{REPLY}"
 
@@ -28,7 +28,7 @@ def test_text(make_client: Callable[..., TestClient], roomy: Callable[..., FakeE
     assert types(events)[2:4] == ["output_item.added", "content_part.added"]
 
 
-@pytest.mark.covers("ReasoningConfig", "summary")
+@covers("ReasoningConfig", "summary")
 def test_as_a_summary(make_client: Callable[..., TestClient], roomy: Callable[..., FakeEngine], tmp_path: Path) -> None:
     client = make_client(roomy(reply=THOUGHTFUL), data_dir=tmp_path, **PARSERS)
     events = events_of(client, input="hi", reasoning={"summary": "auto"})
@@ -38,8 +38,8 @@ def test_as_a_summary(make_client: Callable[..., TestClient], roomy: Callable[..
     assert "reasoning_text.delta" not in types(events)
 
 
-@pytest.mark.covers("PromptFields", "reasoning")
-@pytest.mark.covers("ReasoningConfig", "effort")
+@covers("PromptFields", "reasoning")
+@covers("ReasoningConfig", "effort")
 def test_effort_reaches_the_template(sdk: Callable[..., Any]) -> None:
     client, engine = sdk()
     client.responses.create(model="fake", input="hi", reasoning={"effort": "low"})

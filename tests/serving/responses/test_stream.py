@@ -14,6 +14,7 @@ from openai.types.responses import Response
 from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import REPLY, FakeEngine
 from tests.serving.responses.shared import CALL, PARSERS, WEATHER, events_of, parse_events, types
+from tests.support.covers import covers
 
 
 def test_text_events_in_order(post: Callable[..., Any]) -> None:
@@ -35,7 +36,7 @@ def test_text_events_in_order(post: Callable[..., Any]) -> None:
     assert post.client.get(f"/v1/responses/{final['id']}").json() == final
 
 
-@pytest.mark.covers("ResponseRequest", "stream")
+@covers("ResponseRequest", "stream")
 def test_the_sdk_helper_finishes(sdk: Callable[..., Any]) -> None:
     client, _ = sdk()
     with client.responses.stream(model="fake", input="hi") as stream:

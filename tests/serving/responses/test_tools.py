@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import pytest
 from fastapi.testclient import TestClient
 from openai.types.responses import Response
 from pydantic import BaseModel
 
 from tests.serving.fake_engine import REPLY, FakeEngine
 from tests.serving.responses.shared import CALL, PARSERS, WEATHER, events_of, prompt_text, types
+from tests.support.covers import covers
 
 
-@pytest.mark.covers("PromptFields", "tools")
-@pytest.mark.covers("FunctionCallOutputItem", "call_id", "output")
+@covers("PromptFields", "tools")
+@covers("FunctionCallOutputItem", "call_id", "output")
 def test_a_call_and_its_output(sdk: Callable[..., Any]) -> None:
     client, engine = sdk(PARSERS, reply=CALL)
     first = client.responses.create(model="fake", input="weather?", tools=[WEATHER])
@@ -64,9 +64,9 @@ def test_the_sdk_helper_parses_arguments(sdk: Callable[..., Any]) -> None:
     assert final.output[0].parsed_arguments == {"city": "Paris"}
 
 
-@pytest.mark.covers("PromptFields", "tool_choice", "parallel_tool_calls")
-@pytest.mark.covers("ChosenFunction", "name")
-@pytest.mark.covers("AllowedFunctions", "mode", "tools")
+@covers("PromptFields", "tool_choice", "parallel_tool_calls")
+@covers("ChosenFunction", "name")
+@covers("AllowedFunctions", "mode", "tools")
 def test_choices_are_shown_as_they_were_sent(
     make_client: Callable[..., TestClient], roomy: Callable[..., FakeEngine], tmp_path: Path
 ) -> None:

@@ -46,7 +46,6 @@ def texts(outputs) -> list[str]:
     return [choice.text for output in outputs for choice in output.outputs]
 
 
-@pytest.mark.every_version
 def test_outputs_match_and_batch_mates_stay_what_they_are(llm):
     """Greedy and sampled, with logprobs and penalties, four choices at once; preempted, with a stream beside them."""
     schema = StructuredOutputs(json=SCHEMA)
