@@ -68,8 +68,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(BEGUN_FIRST))
 
 
-BEGUN_FIRST = ("tests/test_stages.py",)
-"""Of these one program takes more than a minute: at the end nothing would be left to do beside it."""
+BEGUN_FIRST = ("tests/test_stages.py", "tests/test_data_parallel.py")
+"""The files with the longest single programs: at the end nothing would be left to do beside them."""
 
 
 KEPT_BY_CHILDREN = {

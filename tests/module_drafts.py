@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.engine.core.loop import EngineCore
+from jaxllm.engine.core.scheduler import Scheduler
 from jaxllm.engine.features.drafts.rules import DraftRecord
 from tests.sizes import FIELDS
 from tests.test_drafts import FEW, assert_equal, told
@@ -68,13 +68,13 @@ def check_definition(
 ) -> None:  # fmt: skip
     """By what each step took of them: tries follow each other but for pauses, in prompts whole and in chunks."""
     steps: list[tuple[int, int, list[int]]] = []
-    settle = EngineCore._settle
+    settle = Scheduler.settle
 
-    def noted(core: EngineCore, result: Any) -> None:
+    def noted(scheduler: Scheduler, result: Any) -> None:
         steps.append((len(result.request.token_ids), result.num_drafted, list(result.tokens)))
-        settle(core, result)
+        settle(scheduler, result)
 
-    monkeypatch.setattr(EngineCore, "_settle", noted)
+    monkeypatch.setattr(Scheduler, "settle", noted)
     if not differently:
         monkeypatch.setattr(DraftRecord, "depth", lambda record, most: most)
     prompt = np.random.default_rng(4).choice([*FEW, 8, 9], 37).tolist()
