@@ -26,7 +26,7 @@ from contextlib import nullcontext
 from jaxllm import LLM, SamplingParams, cpu_kernels
 from jaxllm.engine.core import saved
 from jaxllm.engine.core.saved import SavedExecutables
-from jaxllm.engine.start import stage_steps
+from jaxllm.engine.start import prepared
 prepared.LAYERS_WORTH_A_PROCESS = int(os.environ.get("LAYERS_WORTH_A_PROCESS", "99"))
 load, loaded = SavedExecutables.load, []
 def counted(*arguments):

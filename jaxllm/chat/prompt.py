@@ -25,13 +25,13 @@ from jaxllm.chat.conversation import (
 from jaxllm.chat.events import OutputFormats
 from jaxllm.chat.formats import detect_formats
 from jaxllm.chat.parser import AnswerReader, OutputParser
-from jaxllm.engine.core.results import special_token_ids
 from jaxllm.engine.doors.beams import BeamSearchParams
 from jaxllm.engine.doors.sequences import check_request, refuse_text
 from jaxllm.errors import ContextLengthError, Field, InvalidRequestError
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.text.chat_template import in_format
 from jaxllm.text.reasoning import opens_reasoning, prompt_markers
+from jaxllm.text.tokenizer import special_token_ids
 
 if TYPE_CHECKING:
     from jaxllm.text.tokenizer import Tokenizer

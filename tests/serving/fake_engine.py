@@ -28,7 +28,6 @@ from fastapi import FastAPI
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from jaxllm.config import EngineConfig, ModelConfig, ServeConfig
-from jaxllm.engine.core.results import Detokenizer
 from jaxllm.engine.doors.async_llm import AsyncLLM
 from jaxllm.engine.doors.streams import Stream
 from jaxllm.engine.messages import (
@@ -48,7 +47,7 @@ from jaxllm.requests.outputs import Logprob, ModelTasks, PoolingParams, PromptSc
 from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
 from jaxllm.requests.steering import AdapterUse
 from jaxllm.serving.served_model import LoadableModel
-from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.text.tokenizer import Detokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from jaxllm.serving.state import Registry

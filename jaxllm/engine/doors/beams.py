@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from jaxllm.engine.core.results import Detokenizer
 from jaxllm.engine.doors.streams import Gain, Stream, Streams
 from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.outputs import Logprob
 from jaxllm.requests.sampling import MAX_LOGPROBS, SamplingParams
-from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.text.tokenizer import Detokenizer, Tokenizer
 
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
 """A step needs the 2 * width most likely tokens: up to half of them may end their beam."""

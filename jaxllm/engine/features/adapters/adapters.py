@@ -6,6 +6,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -116,11 +117,10 @@ class AdaptersFeature(Feature):
         store = self.store
         assert store is not None, "an engine with places reads adapters"
         extra.rows = tuple(rows for use in extra.uses if (rows := store.known(use)) is not None)
+        return None if len(extra.rows) == len(extra.uses) else Errand(partial(self._read, store, extra))
 
-        def read() -> None:
-            extra.rows = tuple(map(store.read, extra.uses))
-
-        return None if len(extra.rows) == len(extra.uses) else Errand(read)
+    def _read(self, store: AdapterStore, extra: _Asked) -> None:
+        extra.rows = tuple(map(store.read, extra.uses))
 
     def fits(self, request: Request, extra: _Asked) -> bool:
         return self.places.fits(extra.ids)
