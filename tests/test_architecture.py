@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import itertools
+import pkgutil
 import re
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 import jaxllm
+from jaxllm.engine import features
+from jaxllm.engine.core.feature import Feature
 from jaxllm.engine.core.request import Request
+from jaxllm.engine.messages import EngineRequest
+from jaxllm.requests.sampling import SamplingParams
 
 PACKAGE = Path(jaxllm.__file__).parent
 ROOT = PACKAGE.parent
@@ -91,6 +97,16 @@ def test_the_core_is_small_and_names_no_feature() -> None:
 
 def test_a_request_of_the_core_has_few_attributes() -> None:
     assert 10 < len(dataclasses.fields(Request)) <= 25
+
+
+def test_features_are_asked_by_fields_that_requests_have() -> None:
+    """A name that no request has would keep its feature from ever being asked."""
+    for module in pkgutil.walk_packages(features.__path__, f"{features.__name__}."):
+        importlib.import_module(module.name)
+    found = [feature for feature in Feature.__subclasses__() if feature.__module__.startswith(features.__name__)]
+    known = {*dir(EngineRequest), *dir(SamplingParams), *SamplingParams.__dataclass_fields__}
+    assert len(found) > 10
+    assert {name for feature in found for name in feature.asked_by} <= known
 
 
 def code_tokens(path: Path) -> Iterator[str]:
