@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -86,3 +87,14 @@ class EnginePausedError(JaxLLMError):
 
 class EngineDeadError(JaxLLMError):
     """The engine loop has stopped; every running request fails with this."""
+
+
+@contextmanager
+def rust_errors(kind: type[JaxLLMError], before: str) -> Iterator[None]:
+    """Raise errors of tokenizers as one line of `kind`: Exceptions, and the BaseException of pyo3 where it panics."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{before}{one_line(error)}") from None

@@ -30,8 +30,8 @@ from jaxllm.engine.doors.sequences import check_request, refuse_text
 from jaxllm.errors import ContextLengthError, Field, InvalidRequestError
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.text.chat_template import in_format
+from jaxllm.text.detokenizer import special_token_ids
 from jaxllm.text.reasoning import opens_reasoning, prompt_markers
-from jaxllm.text.tokenizer import special_token_ids
 
 if TYPE_CHECKING:
     from jaxllm.text.tokenizer import Tokenizer

@@ -9,8 +9,7 @@ import base64
 import hashlib
 import math
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import msgspec
 import tokenizers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from jaxllm.errors import CheckpointError, JaxLLMError, one_line
+from jaxllm.errors import CheckpointError, rust_errors
 from jaxllm.folders import make_once
 from jaxllm.text.spellings import KIMI, byte_level
 from jaxllm.weights.fields import FLAG, NULL, TEXT, FieldKind, FieldKinds, check_fields, either, many, shown
@@ -93,17 +92,6 @@ def load_backend(folder: Path) -> tokenizers.Tokenizer:
         backend.encode(_TRIAL, "a")
         backend.decode(backend.encode(_TRIAL).ids)
     return backend
-
-
-@contextmanager
-def rust_errors(kind: type[JaxLLMError], before: str) -> Iterator[None]:
-    """Raise errors of tokenizers as one line of `kind`: Exceptions, and the BaseException of pyo3 where it panics."""
-    try:
-        yield
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise kind(f"{before}{one_line(error)}") from None
 
 
 def _growth(step: Any) -> float:

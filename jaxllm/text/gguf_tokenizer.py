@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from jaxllm.errors import CheckpointError
+from jaxllm.errors import CheckpointError, rust_errors
 from jaxllm.folders import make_once
-from jaxllm.text.backend import rust_errors, split_to_bytes
+from jaxllm.text.backend import split_to_bytes
 from jaxllm.text.spellings import BLOOM, DEEPSEEK3, GPT2, GPT4O, KIMI, LLAMA3, QWEN2, QWEN35, SEED, TEKKEN
 from jaxllm.weights.fields import FLAG, TEXT, FieldKind, FieldKinds, check_fields, many, real, shown, whole
 from jaxllm.weights.gguf_file import read_header

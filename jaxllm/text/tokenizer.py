@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import processors
-from tokenizers.decoders import DecodeStream
 
-from jaxllm.errors import CheckpointError, InvalidRequestError, one_line
+from jaxllm.errors import CheckpointError, InvalidRequestError, one_line, rust_errors
 from jaxllm.folders import cache_or_temporary, user_folder
 from jaxllm.text.backend import (
     ADDED_TOKEN_FIELDS,
@@ -22,7 +21,6 @@ from jaxllm.text.backend import (
     cached_tiktoken_tokenizer,
     load_backend,
     named_extras,
-    rust_errors,
     text_of,
 )
 from jaxllm.text.spellings import REPLACEMENT, piece_bytes
@@ -345,105 +343,3 @@ def _read(path: Path, name: str, kinds: FieldKinds | None = None) -> dict[str, A
     given = read_object(path, name)
     check_fields(given, kinds or {}, f"{path / name}: ")
     return given
-
-
-PROMPT_TAIL = 8
-"""Prompt tokens that are decoded first, so that the first generated token is spelled as it is after them."""
-INVALID_PREFIX = "Invalid prefix"
-"""The beginning of the message of DecodeStream's error; it has no type of its own."""
-
-
-class Detokenizer:
-    """One request's text. Never splits a character, and never shows the beginning of what may be a stop string."""
-
-    def __init__(
-        self,
-        tokenizer: tokenizers.Tokenizer,
-        prompt: Sequence[int],
-        *,
-        stop: Sequence[str] = (),
-        include_stop: bool = False,
-        skip_special_tokens: bool = True,
-        shown_special_token_ids: Sequence[int] = (),
-    ):
-        """With `skip_special_tokens`, special tokens are left out but for those that are to be shown."""
-        self._tokenizer = tokenizer
-        self._left_out: frozenset[int] = frozenset()
-        if skip_special_tokens and shown_special_token_ids:
-            self._left_out = special_token_ids(tokenizer) - frozenset(shown_special_token_ids)
-            skip_special_tokens = False
-        self._skip_special_tokens = skip_special_tokens
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        for token in _prompt_tail(tokenizer, prompt):
-            self._decode(token)
-        self._stop = tuple(stop)
-        self._longest = max(map(len, stop), default=0)
-        self._include_stop = include_stop
-        self._held = ""
-
-    def add(self, token: int, check_stop: bool = True) -> tuple[str, str | None]:
-        """Text that is settled now, and the stop string that was found, if any."""
-        self._held += self._decode(token)
-        if not self._stop:
-            return self.flush(), None
-        found = self._find_stop() if check_stop else None
-        if found is not None:
-            at, stop = found
-            text = self._held[: at + len(stop)] if self._include_stop else self._held[:at]
-            self._held = ""
-            return text, stop
-        keep = self._partial_stop()
-        text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return text, None
-
-    def flush(self) -> str:
-        """The text that was held back for a stop string that did not come."""
-        text, self._held = self._held, ""
-        return text
-
-    def _decode(self, token: int) -> str:
-        """Text that `token` completes.
-
-        Byte tokens that turn out to be no character make the stream fail, because they change how the bytes before them
-        are read, some of which have been sent. They become one U+FFFD, and a new stream goes on from this token.
-        """
-        if token in self._left_out:
-            return ""
-        try:
-            return self._stream.step(self._tokenizer, token) or ""
-        except Exception as error:
-            if INVALID_PREFIX not in str(error):
-                raise
-        self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
-        return REPLACEMENT + (self._stream.step(self._tokenizer, token) or "")
-
-    def _find_stop(self) -> tuple[int, str] | None:
-        """The stop string that begins first; of those that begin together, the first in the list."""
-        places = [(self._held.find(stop), order, stop) for order, stop in enumerate(self._stop)]
-        at, _, stop = min((p for p in places if p[0] >= 0), default=(-1, 0, ""))
-        return (at, stop) if at >= 0 else None
-
-    def _partial_stop(self) -> int:
-        """Length of the longest end of the text that some stop string begins with."""
-        for length in range(min(len(self._held), self._longest - 1), 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
-                return length
-        return 0
-
-
-@lru_cache(maxsize=4)
-def special_token_ids(tokenizer: tokenizers.Tokenizer) -> frozenset[int]:
-    """The ids that `skip_special_tokens` leaves out."""
-    return frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
-
-
-def _prompt_tail(tokenizer: tokenizers.Tokenizer, prompt: Sequence[int]) -> Sequence[int]:
-    """The last PROMPT_TAIL tokens, or a few more where those begin inside a character.
-
-    Tokenizers that spell rare characters in bytes would read none of the bytes after a beginning like that.
-    """
-    for length in range(PROMPT_TAIL, 4 * PROMPT_TAIL):
-        tail = prompt[-length:]
-        if length >= len(prompt) or not tokenizer.decode(tail).startswith(REPLACEMENT):
-            return tail
-    return prompt[-PROMPT_TAIL:]

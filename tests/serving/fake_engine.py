@@ -47,7 +47,8 @@ from jaxllm.requests.outputs import Logprob, ModelTasks, PoolingParams, PromptSc
 from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
 from jaxllm.requests.steering import AdapterUse
 from jaxllm.serving.served_model import LoadableModel
-from jaxllm.text.tokenizer import Detokenizer, Tokenizer
+from jaxllm.text.detokenizer import Detokenizer
+from jaxllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jaxllm.serving.state import Registry

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from jaxllm.text.tokenizer import Detokenizer, load_tokenizer
+from jaxllm.text.detokenizer import Detokenizer
+from jaxllm.text.tokenizer import load_tokenizer
 from tests.weights.models import real_model
 
 TEXTS = {

@@ -15,7 +15,7 @@ from jaxllm.engine.core.sampler import Logprobs
 from jaxllm.engine.messages import TokenDelta
 from jaxllm.requests.outputs import Logprob, RankedLogprobs
 from jaxllm.requests.sampling import SamplingParams
-from jaxllm.text.tokenizer import Detokenizer
+from jaxllm.text.detokenizer import Detokenizer
 
 
 class Results:

@@ -18,7 +18,8 @@ from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.outputs import Logprob
 from jaxllm.requests.sampling import MAX_LOGPROBS, SamplingParams
-from jaxllm.text.tokenizer import Detokenizer, Tokenizer
+from jaxllm.text.detokenizer import Detokenizer
+from jaxllm.text.tokenizer import Tokenizer
 
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
 """A step needs the 2 * width most likely tokens: up to half of them may end their beam."""
