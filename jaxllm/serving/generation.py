@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import msgspec
 from fastapi import Request
@@ -21,6 +22,7 @@ from jaxllm.engine.messages import EngineRequest, PagesAt, TokenDelta, TransferI
 from jaxllm.errors import EngineDeadError, Field, InvalidRequestError
 from jaxllm.requests.outputs import PromptScores, WeightVersionSpan, extend_versions
 from jaxllm.requests.steering import AdapterUse
+from jaxllm.serving.access.keys import Tenant
 from jaxllm.serving.call import ClientCall
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.route import until_disconnect
@@ -65,6 +67,15 @@ def note_version(spans: list[WeightVersionSpan], delta: TokenDelta) -> None:
     """Note which weights made the tokens of a delta; beam search does not say."""
     if delta.token_ids and delta.weight_version:
         extend_versions(spans, delta.weight_version, len(delta.token_ids))
+
+
+class Progress(NamedTuple):
+    """How far a sequence has come, in tokens; it ends at `most` that were generated."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    generated: int
+    most: int
 
 
 @dataclass
@@ -241,6 +252,29 @@ class Generation:
     def phases(self) -> Phases:
         return self._asked.clock.phases(self.num_choices)
 
+    @property
+    def tenant(self) -> Tenant:
+        return self._call.tenant
+
+    def progress(self) -> list[Progress]:
+        """Of each choice that has not ended."""
+        found = []
+        for index, timer in enumerate(self._timers):
+            if index not in self._finish_reasons:
+                at, prompt = index // self.n, self.prompts[index // self.n]
+                cached, most = self._cached_tokens.get(at, 0), prompt.params.max_tokens or 0
+                found.append(Progress(len(prompt.token_ids), cached, timer.num_tokens, most))
+        return found
+
+    def end_thinking(self) -> None:
+        """Have reasoning that has a budget end now; waits until the engine has been told."""
+        if self._stream is not None:
+            self._model.engine.end_thinking(self._stream.names)
+
+    def kept(self, gains: list[Gain]) -> list[Gain]:
+        """What the choices have gained, which a choice may end with although the engine goes on."""
+        return gains
+
     async def _next(self, timeout: float | None) -> list[Gain]:
         assert self._stream is not None
         try:
@@ -248,6 +282,7 @@ class Generation:
         except EngineDeadError as error:
             self._failure = error
             return []
+        gains = self.kept(gains)
         for at, (index, delta) in enumerate(gains):
             if delta.error is not None:
                 self._failure = _failure(delta)
