@@ -7,7 +7,6 @@ import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import msgspec
 from fastapi import Request
@@ -67,15 +66,6 @@ def note_version(spans: list[WeightVersionSpan], delta: TokenDelta) -> None:
     """Note which weights made the tokens of a delta; beam search does not say."""
     if delta.token_ids and delta.weight_version:
         extend_versions(spans, delta.weight_version, len(delta.token_ids))
-
-
-class Progress(NamedTuple):
-    """How far a sequence has come, in tokens; it ends at `most` that were generated."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    generated: int
-    most: int
 
 
 @dataclass
@@ -256,15 +246,12 @@ class Generation:
     def tenant(self) -> Tenant:
         return self._call.tenant
 
-    def progress(self) -> list[Progress]:
-        """Of each choice that has not ended."""
-        found = []
-        for index, timer in enumerate(self._timers):
-            if index not in self._finish_reasons:
-                at, prompt = index // self.n, self.prompts[index // self.n]
-                cached, most = self._cached_tokens.get(at, 0), prompt.params.max_tokens or 0
-                found.append(Progress(len(prompt.token_ids), cached, timer.num_tokens, most))
-        return found
+    def progress(self) -> list[tuple[int, int, int, int]]:
+        """Of each choice that has not ended: tokens of its prompt, of those cached ones, generated ones, and their
+        most."""
+        open_ones = [(i // self.n, timer) for i, timer in enumerate(self._timers) if i not in self._finish_reasons]
+        found = ((self.prompts[at], self._cached_tokens.get(at, 0), timer.num_tokens) for at, timer in open_ones)
+        return [(len(prompt.token_ids), cached, made, prompt.params.max_tokens or 0) for prompt, cached, made in found]
 
     def end_thinking(self) -> None:
         """Have reasoning that has a budget end now; waits until the engine has been told."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+import httpx
+import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
 from jaxllm.serving.dialects.llama_cpp_requests import NEUTRAL, WITHOUT_EFFECT
 from tests.serving.fake_engine import BOS, CACHED, CONTEXT, REPLY, FakeEngine
 from tests.serving.openai.test_infill import QWEN, knowing
+from tests.serving.real_server import served
 from tests.support.covers import covers
 
 FIELDS = {
@@ -260,3 +264,29 @@ def test_what_editors_send_is_answered(make_client: Any) -> None:
     assert found["content"] == REPLY and {"prompt_n", "prompt_ms", "tokens_cached", "truncated"} < set(found)
     warm = VIM | {"n_predict": 0, "samplers": [], "temperature": 0.0, "t_max_prompt_ms": 1, "response_fields": [""]}
     assert post(client, "/infill", **warm) == {}
+
+
+@pytest.mark.programs
+def test_a_real_model_says_the_same_in_both_forms(tmp_path: Path) -> None:
+    ask: dict[str, Any] = {"prompt": "The capital of France is", "temperature": 0}
+    with (
+        served("smollm2-135m", data_dir=str(tmp_path / "data")) as url,
+        httpx.Client(base_url=url, timeout=300) as http,
+    ):
+
+        def answer(path: str, **fields: Any) -> Any:
+            return http.post(path, json=ask | fields).raise_for_status().json()
+
+        ours = answer("/v1/completions", max_tokens=12, logprobs=2, return_token_ids=True)["choices"][0]
+        theirs = answer("/completion", n_predict=12, n_probs=2, return_tokens=True)
+        assert (theirs["content"], theirs["tokens"]) == (ours["text"], ours["token_ids"])
+        found = [[one["logprob"] for one in step["top_logprobs"]] for step in theirs["completion_probabilities"]]
+        listed = [sorted(top.values(), reverse=True)[:2] for top in ours["logprobs"]["top_logprobs"]]
+        assert np.allclose(found, listed, atol=1e-4)
+        assert theirs["prompt"] == ask["prompt"] and theirs["tokens_evaluated"] == len(ours["prompt_token_ids"])
+        streamed = http.post("/completion", json=ask | {"n_predict": 12, "stream": True}).text.split("\n\n")[:-1]
+        *pieces, last = [json.loads(event.removeprefix("data: ")) for event in streamed]
+        assert "".join(piece["content"] for piece in pieces) == ours["text"] and last["stop_type"] == "limit"
+        assert answer("/completion", n_predict=9, grammar='root ::= " Par" [a-z]{2}')["content"] == " Paris"
+        assert answer("/completion", n_predict=9, logit_bias=[[" Paris", False]])["content"] != ours["text"]
+        assert not any(slot["is_processing"] for slot in http.get("/slots").json())

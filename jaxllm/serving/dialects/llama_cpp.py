@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -16,6 +16,7 @@ from jaxllm.chat.parser import Step
 from jaxllm.chat.prompt import Prompt
 from jaxllm.engine.messages import TokenDelta
 from jaxllm.errors import Field as Place
+from jaxllm.requests.outputs import Logprob
 from jaxllm.serving.access.keys import tenant_of
 from jaxllm.serving.call import ClientCall, chunk_stream, open_call
 from jaxllm.serving.dialects import llama_cpp_requests as bodies
@@ -31,14 +32,13 @@ from jaxllm.serving.openai.completions import CompletionRequest, create_completi
 from jaxllm.serving.pooling.inputs import PoolingRun
 from jaxllm.serving.pooling.routes import embed
 from jaxllm.serving.pooling.types import MAX_INPUTS, EmbeddingRequest
+from jaxllm.serving.responses.objects import InputTokens
 from jaxllm.serving.state import ModelName, ServerState
 from jaxllm.wording import shown
 
 NO_SLOT = -1
 """Slots have no numbers that last: any request finds what others have computed."""
 LOWEST = -9999.0  # JSON has no -inf
-
-StopType = Literal["none", "eos", "word", "limit"]
 
 
 class NativeRoute(JSONRoute):
@@ -59,28 +59,12 @@ class TokenProbability(msgspec.Struct, kw_only=True):
     token: str
     bytes: list[int]
     logprob: float
-
-
-class ChosenProbability(TokenProbability, kw_only=True):
-    top_logprobs: list[TokenProbability]
-
-
-class NativeChunk(msgspec.Struct, kw_only=True):
-    """What a choice has gained."""
-
-    index: int
-    content: str
-    tokens: list[int]
-    stop: Literal[False] = False
-    id_slot: int = NO_SLOT
-    tokens_predicted: int
-    tokens_evaluated: int
-    timings: Timings | UnsetType = UNSET
-    completion_probabilities: list[ChosenProbability] | UnsetType = UNSET
+    top_logprobs: list[TokenProbability] | UnsetType = UNSET
+    """Of a token that was chosen: the likeliest ones at its place."""
 
 
 class NativeCompletion(msgspec.Struct, kw_only=True):
-    """A whole answer, or the last event of one in a stream, whose content has been sent.
+    """What a choice has gained in a stream, or a whole answer; the last event of a stream has all but its text.
 
     `tokens_cached` counts the prompt's tokens that earlier requests had computed. `timings` are those of the whole
     request, whatever the number of its answers.
@@ -90,26 +74,26 @@ class NativeCompletion(msgspec.Struct, kw_only=True):
     content: str
     tokens: list[int]
     id_slot: int = NO_SLOT
-    stop: Literal[True] = True
-    model: str
+    stop: bool = False
     tokens_predicted: int
     tokens_evaluated: int
-    generation_settings: dict[str, Any]
-    prompt: str
-    has_new_line: bool
-    truncated: bool = False
-    stop_type: StopType
-    stopping_word: str
-    tokens_cached: int
-    timings: Timings
-    completion_probabilities: list[ChosenProbability] | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
+    completion_probabilities: list[TokenProbability] | UnsetType = UNSET
+    model: str | UnsetType = UNSET
+    generation_settings: dict[str, Any] | UnsetType = UNSET
+    prompt: str | UnsetType = UNSET
+    has_new_line: bool | UnsetType = UNSET
+    truncated: bool | UnsetType = UNSET
+    stop_type: Literal["eos", "word", "limit"] | UnsetType = UNSET
+    stopping_word: str | UnsetType = UNSET
+    tokens_cached: int | UnsetType = UNSET
 
 
 SomeFields = dict[str, Any]
 """Those that response_fields names."""
 ANSWERS = returns(
     NativeCompletion, list[NativeCompletion], SomeFields, list[SomeFields],
-    events=(NativeChunk, NativeCompletion, SomeFields, ErrorResponse),  # type: ignore[arg-type]
+    events=(NativeCompletion, SomeFields, ErrorResponse),  # type: ignore[arg-type]
 )  # fmt: skip
 
 
@@ -117,13 +101,13 @@ ANSWERS = returns(
 async def complete(body: bodies.NativeCompletionRequest, request: Request) -> Response:
     """Continue one or several prompts, in llama.cpp's form. /completions is the same for a body with a field that only
     llama.cpp has, as n_predict."""
-    return await _answer(body, request, bodies.completion_prompts)
+    return await _answer(body, request)
 
 
 @native_router.post("/infill", responses=ANSWERS)
 async def infill(body: bodies.InfillRequest, request: Request) -> Response:
     """Write what stands between two texts, for models that fill in the middle."""
-    return await _answer(body, request, bodies.infill_prompts)
+    return await _answer(body, request)
 
 
 OWN_FIELDS = {*bodies.NativeCompletionRequest.field_names(), *bodies.NEUTRAL, *bodies.WITHOUT_EFFECT} - {
@@ -151,14 +135,14 @@ async def complete_either(
     return await complete(body, request)
 
 
-async def _answer(body: Any, request: Request, prompts_of: Callable[..., list[Prompt]]) -> Response:
+async def _answer(body: bodies.NativeFields, request: Request) -> Response:
     call = await open_call(request, body.model, keep_alive=body.keep_alive, stream=body.stream)
     state, model, field = call.state, call.model, body.constraint_field
     model.check_accepting()
     settings = await state.offload(body.generation_settings, model)
     if field is not None:
         await state.offload_grammar(lambda: compiled(body.constraint(), Place(field)))
-    prompts = await state.offload(prompts_of, model, body, settings)
+    prompts = await state.offload(bodies.prepared, model, body, settings)
     generation = bodies.NativeGeneration(
         call, prompts, settings, "cmpl-", prompt_only=body.n_predict == 0, indent=body.n_indent,
         milliseconds=body.t_max_predict_ms,
@@ -192,41 +176,37 @@ class NativeWriter(ChunkWriter[TokenDelta]):
         new = choice.token_ids[first:]
         if delta.text or (new and delta.finish_reason is not None):
             self._sent[index] = len(choice.token_ids)
-            chunk = NativeChunk(
-                index=index,
-                content=delta.text,
-                tokens=new,
-                tokens_predicted=len(choice.token_ids),
-                tokens_evaluated=len(self._prompt(index).token_ids),
-                completion_probabilities=self._probabilities(choice.logprobs[first:]),
-            )
-            if self._body.timings_per_token:
-                chunk.timings = self._timings()
-            yield chunk
+            yield self._gained(choice, delta.text, new, choice.logprobs[first:])
         if delta.finish_reason is not None:
             answer = self.whole(choice)
             answer.content, answer.tokens, answer.completion_probabilities = "", [], UNSET
-            chosen = self._body.response_fields
-            yield answer if chosen is None else _only(chosen, answer)
+            yield answer if self._body.response_fields is None else _only(self._body.response_fields, answer)
 
     def whole(self, choice: Choice) -> NativeCompletion:
-        prompt, deltas, special = self._prompt(choice.index), choice.deltas, self._call.model.engine.tokenizer
-        stop_type, word = _stop(choice)
+        prompt, call, word = self._prompt(choice.index), self._call, choice.stop_reason
+        tokens = choice.token_ids if self._body.return_tokens else []
+        answer = self._gained(choice, choice.text, tokens, choice.logprobs)
+        answer.stop, answer.model, answer.timings = True, call.name, self._timings()
+        answer.generation_settings = self._settings(prompt)
+        if call.model.engine.tokenizer is not None:
+            answer.prompt = call.model.tokenizer.decode(prompt.token_ids, False)
+        answer.has_new_line, answer.truncated = "\n" in choice.text, False
+        answer.stopping_word = word if isinstance(word, str) else ""
+        answer.stop_type = "limit"
+        if choice.finish_reason == "stop":
+            answer.stop_type = "word" if answer.stopping_word else "eos"
+        answer.tokens_cached = choice.deltas[0].num_cached_tokens
+        return answer
+
+    def _gained(self, choice: Choice, text: str, tokens: list[int], steps: Sequence[Step]) -> NativeCompletion:
         return NativeCompletion(
             index=choice.index,
-            content=choice.text,
-            tokens=choice.token_ids if self._body.return_tokens else [],
-            model=self._call.name,
+            content=text,
+            tokens=tokens,
             tokens_predicted=len(choice.token_ids),
-            tokens_evaluated=len(prompt.token_ids),
-            generation_settings=self._settings(prompt),
-            prompt="" if special is None else special.decode(prompt.token_ids, False),
-            has_new_line="\n" in choice.text,
-            stop_type=stop_type,
-            stopping_word=word,
-            tokens_cached=deltas[0].num_cached_tokens if deltas else 0,
-            timings=self._timings(),
-            completion_probabilities=self._probabilities(choice.logprobs),
+            tokens_evaluated=len(self._prompt(choice.index).token_ids),
+            timings=self._timings() if self._body.timings_per_token else UNSET,
+            completion_probabilities=list(map(self._probability, steps)) if self._body.n_probs else UNSET,
         )
 
     def _prompt(self, index: int) -> Prompt:
@@ -250,28 +230,16 @@ class NativeWriter(ChunkWriter[TokenDelta]):
             "lora": [{"id": one.id, "scale": one.scale} for one in body.lora or ()],
         }  # fmt: skip
 
-    def _probabilities(self, steps: Sequence[Step]) -> list[ChosenProbability] | UnsetType:
-        if not self._body.n_probs:
-            return UNSET
-
-        def fields(token: int, logprob: float) -> dict[str, Any]:
+    def _probability(self, step: Step) -> TokenProbability:
+        def entry(token: int, value: Logprob) -> TokenProbability:
             raw = self._call.model.token_bytes(token)
-            text = raw.decode(errors="replace")
-            return {"id": token, "token": text, "bytes": list(raw), "logprob": max(logprob, LOWEST)}
+            text, logprob = raw.decode(errors="replace"), max(value.logprob, LOWEST)
+            return TokenProbability(id=token, token=text, bytes=list(raw), logprob=logprob)
 
-        found = []
-        for step in steps:
-            best = sorted(dict(step).items(), key=lambda entry: -entry[1].logprob)[: self._body.n_probs]
-            top = [TokenProbability(**fields(token, value.logprob)) for token, value in best]
-            chosen, value = step[0]
-            found.append(ChosenProbability(**fields(chosen, value.logprob), top_logprobs=top))
-        return found
-
-
-def _stop(choice: Choice) -> tuple[StopType, str]:
-    if choice.finish_reason != "stop":
-        return "limit", ""
-    return ("word", choice.stop_reason) if isinstance(choice.stop_reason, str) else ("eos", "")
+        best = sorted(dict(step).items(), key=lambda one: -one[1].logprob)[: self._body.n_probs]
+        chosen = entry(*step[0])
+        chosen.top_logprobs = [entry(*one) for one in best]
+        return chosen
 
 
 def _only(fields: Sequence[str], answer: msgspec.Struct) -> dict[str, Any]:
@@ -347,8 +315,8 @@ async def slots(
         for number in range(max(info.max_num_seqs, len(running)))
     ]
     for slot, one in zip(found, running, strict=False):
-        slot.n_prompt_tokens, slot.n_prompt_tokens_cache = one.prompt_tokens, one.cached_tokens
-        slot.next_token = [NextToken(n_remain=one.most - one.generated, n_decoded=one.generated)]
+        slot.n_prompt_tokens, slot.n_prompt_tokens_cache, generated, most = one
+        slot.next_token = [NextToken(n_remain=most - generated, n_decoded=generated)]
     return json_response(found)
 
 
@@ -361,11 +329,6 @@ async def change_slot(
     hint = instead.get(action, "kv_offload_dir keeps prompts on disk, and finds them by what they say")
     message = f"action is {shown(action)}; slots of this server cannot be saved, restored or erased: {hint}"
     raise APIError(501, message, type="not_supported_error", param="action")
-
-
-class InputTokens(msgspec.Struct):
-    input_tokens: int
-    object: Literal["response.input_tokens"] = "response.input_tokens"
 
 
 @router.post("/chat/completions/input_tokens", responses=returns(InputTokens))

@@ -8,12 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from pydantic import Field, field_validator, model_validator
 
-from jaxllm.chat.infill import fim_prompt
+from jaxllm.chat.infill import FimPrompt, fim_prompt
 from jaxllm.chat.prompt import Prompt, fitted, sampling_params, with_completion_markers
 from jaxllm.engine.doors.streams import Gain
 from jaxllm.engine.messages import TokenDelta
@@ -153,6 +153,8 @@ class NativeFields(sampling.SamplingFields, StructuredFields):
 
 
 class NativeCompletionRequest(NativeFields):
+    place: ClassVar = Place("prompt")
+
     prompt: str | list[Any] | dict[str, Any]
     """A text, token ids, or both in one list; several prompts as a list of them. A text may be {"prompt_string": …}."""
 
@@ -165,9 +167,13 @@ class NativeCompletionRequest(NativeFields):
             raise refuse(f"prompt has {len(prompts)} prompts, or an empty one; it may have 1 to {MAX_CHOICES}")
         return value
 
-    @property
-    def prompts(self) -> list[Pieces]:
-        return list(_prompts(self.prompt))
+    def prompts(self, model: ServedModel) -> Iterator[FimPrompt]:
+        for pieces in _prompts(self.prompt):
+            ids: Any = pieces if are_integers(pieces) else []
+            for at, piece in enumerate(pieces if not ids else ()):
+                own = at == 0
+                ids += [piece] if isinstance(piece, int) else model.encode(piece, self.place, add_special_tokens=own)
+            yield FimPrompt(list(ids), ())
 
 
 def _prompts(prompt: Any) -> Iterator[Pieces]:
@@ -201,6 +207,8 @@ class ExtraFile(RequestModel):
 
 
 class InfillRequest(NativeFields):
+    place: ClassVar = Place("input_prefix")
+
     input_prefix: str
     """The text before the cursor."""
     input_suffix: str
@@ -210,50 +218,39 @@ class InfillRequest(NativeFields):
     prompt: str = ""
     """More of the text before the cursor: editors send the beginning of its line."""
 
+    def prompts(self, model: ServedModel) -> Iterator[FimPrompt]:
+        context, files = model.engine.info.max_model_len, [(file.filename, file.text) for file in self.input_extra]
+        room = context - (self.n_predict if self.n_predict > 0 else context // 4)
+        fields, prefix = (self.place, Place("input_suffix")), self.input_prefix + self.prompt
+        yield fim_prompt(model, prefix, self.input_suffix, files=files, room=room, fields=fields)
+
 
 def biases(model: ServedModel, given: Any) -> dict[int, float]:
     """{"Hello": -1.5, "7": False} or [["Hello", -1.5], [7, False]] -> values by token id."""
-    pairs = given.items() if isinstance(given, dict) else given or ()
     found: dict[int, float] = {}
-    for pair in pairs:
+    for pair in given.items() if isinstance(given, dict) else given or ():
         token, value = pair if len(pair) == 2 else (None, None)
-        is_number = isinstance(value, int | float) and value is not True
-        if not isinstance(token, str | int) or not is_number:
+        if not isinstance(token, str | int) or not isinstance(value, int | float) or value is True:
             accepted = "pairs of a token id or a text and a number or false"
             raise InvalidRequestError(f"logit_bias has {shown(pair)}; it must have {accepted}", "logit_bias")
         bias = -FULL_BIAS if value is False else min(max(float(value), -FULL_BIAS), FULL_BIAS)
-        is_id = not isinstance(token, str) or (isinstance(given, dict) and token.isascii() and token.isdecimal())
-        ids = [int(token)] if is_id else model.encode(token, Place("logit_bias"), add_special_tokens=False)
+        if isinstance(token, int) or (isinstance(given, dict) and token.isascii() and token.isdecimal()):
+            ids = [int(token)]
+        else:
+            ids = model.encode(token, Place("logit_bias"), add_special_tokens=False)
         found |= dict.fromkeys(ids, bias)
         if len(found) > MAX_LOGIT_BIAS:
             raise InvalidRequestError(f"logit_bias has more than {MAX_LOGIT_BIAS} tokens", "logit_bias")
     return found
 
 
-def completion_prompts(model: ServedModel, body: NativeCompletionRequest, settings: GenerationSettings) -> list[Prompt]:
-    """Tokenize and check every prompt. Raises InvalidRequestError naming the field."""
-    params, place, found = sampling_params(model, settings, structured_outputs=body.constraint()), Place("prompt"), []
-    for pieces in body.prompts:
-        ids: list[int] = []
-        for at, piece in enumerate(pieces if not are_integers(pieces) else ()):
-            special = at == 0
-            ids += [piece] if isinstance(piece, int) else model.encode(piece, place, add_special_tokens=special)
-        token_ids = ids or list(pieces)
-        own = with_completion_markers(model, params, token_ids)
-        found.append(fitted(model, token_ids, own, settings, place))
+def prepared(model: ServedModel, body: Any, settings: GenerationSettings) -> list[Prompt]:
+    """Tokenize and check the prompts of a body. Raises InvalidRequestError naming the field."""
+    params, found = sampling_params(model, settings, structured_outputs=body.constraint()), []
+    for ids, stops in body.prompts(model):
+        own = replace(params, stop_token_ids=[*params.stop_token_ids, *stops])
+        found.append(fitted(model, ids, with_completion_markers(model, own, ids), settings, body.place))
     return found
-
-
-def infill_prompts(model: ServedModel, body: InfillRequest, settings: GenerationSettings) -> list[Prompt]:
-    """The same of a text with a gap."""
-    params = sampling_params(model, settings, structured_outputs=body.constraint())
-    context = model.engine.info.max_model_len
-    files = [(file.filename, file.text) for file in body.input_extra]
-    room = context - (body.n_predict if body.n_predict > 0 else context // 4)
-    places = Place("input_prefix"), Place("input_suffix")
-    found = fim_prompt(model, body.input_prefix + body.prompt, body.input_suffix, files=files, room=room, fields=places)
-    own = replace(params, stop_token_ids=[*params.stop_token_ids, *found.stop_token_ids])
-    return [fitted(model, found.token_ids, with_completion_markers(model, own, found.token_ids), settings, places[0])]
 
 
 class NativeGeneration(Generation):
