@@ -41,16 +41,8 @@ NO_SLOT = -1
 LOWEST = -9999.0  # JSON has no -inf
 
 
-class NativeRoute(JSONRoute):
-    """Its streams end without a mark."""
-
-    @staticmethod
-    def error_event(body: bytes) -> bytes:
-        return b"data: " + body + b"\n\n"
-
-
 router = APIRouter(route_class=JSONRoute, tags=["llama.cpp"])
-native_router = APIRouter(route_class=NativeRoute, tags=["llama.cpp"])
+native_router = APIRouter(route_class=JSONRoute, tags=["llama.cpp"])
 """What has no path that begins with /v1."""
 
 
@@ -193,9 +185,7 @@ class NativeWriter(ChunkWriter[TokenDelta]):
         tokens = choice.token_ids if self._body.return_tokens else []
         answer = self._gained(choice, choice.text, tokens, choice.logprobs)
         answer.stop, answer.model, answer.timings = True, call.name, self._timings()
-        answer.generation_settings = self._settings(prompt)
-        if call.model.engine.tokenizer is not None:
-            answer.prompt = call.model.tokenizer.decode(prompt.token_ids, False)
+        answer.generation_settings, answer.prompt = self._settings(prompt), prompt.text
         answer.has_new_line, answer.truncated = "\n" in choice.text, False
         answer.stopping_word = word if isinstance(word, str) else ""
         answer.stop_type = "limit"

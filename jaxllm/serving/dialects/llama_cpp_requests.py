@@ -251,6 +251,8 @@ def prepared(model: ServedModel, body: Any, settings: GenerationSettings) -> lis
     for ids, stops in body.prompts(model):
         own = replace(params, stop_token_ids=[*params.stop_token_ids, *stops])
         found.append(fitted(model, ids, with_completion_markers(model, own, ids), settings, body.place))
+        if model.engine.tokenizer is not None:
+            found[-1].text = model.tokenizer.decode(ids, False)
     return found
 
 
