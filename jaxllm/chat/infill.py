@@ -80,7 +80,7 @@ def fim_prompt(
         head = tokenizer.encode(f"{name}\n" if mark else _SNIPPET, False)
         chunks.append([*mark, *head, *tokenizer.encode(text, False)])
     if chunks:
-        begin += [*repository, *tokenizer.encode("project\n", False)] if repository else []
+        begin += [*repository, *tokenizer.encode("project\n", False)] if repository and mark else []
         own = [*mark, *tokenizer.encode("file\n", False), *own] if mark else own
     while room is not None and chunks and len(begin) + len(own) + sum(map(len, chunks)) > room:
         del chunks[0]
