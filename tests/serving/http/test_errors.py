@@ -93,6 +93,11 @@ CHAT_REFUSALS = [
         "tools[1].function.parameters (of 'misused') cannot be enforced: Invalid type: nope",
     ),
     ({"tools": [TOOL, misused("nope")], "tool_choice": named("misused")}, "tools[1].function.parameters", "nope"),
+    (
+        {"tools": [TOOL | {"function": {"name": "f", "parameters": {"type": "string"}}}], "tool_choice": "required"},
+        "tools[0].function.parameters",
+        "(of 'f') is a schema of type 'string'; arguments are an object",
+    ),
     ({"functions": [{"name": "f"}]}, "functions", "not supported"),
     ({"function_call": "auto"}, "function_call", "not supported"),
     ({"reasoning_effort": "huge"}, "reasoning_effort", "'low'"),
