@@ -67,9 +67,10 @@ class DecisionLevel(RequestModel):
 
 
 class DecisionQuestion(RequestModel):
-    """A predicate asks how likely a statement is to be true, a choice which answer fits, a score how far up a scale."""
+    """What is asked about the input."""
 
     type: Literal["predicate", "choice", "score"]
+    """predicate: how likely a statement is to be true; choice: which answer fits; score: how far up a scale."""
     instructions: Annotated[
         str | list[Annotated[InputText, one_of("input_text", "input_json")]], BeforeValidator(_json_parts)
     ] = Field(min_length=1)
@@ -121,9 +122,10 @@ class DecisionRequest(ModelFields, ScheduledFields):
 
 
 class StateQuestion(RequestModel):
-    """A noul asks if something is true, a choice which option fits, a score how far up a scale; see `criteria`."""
+    """What is asked about the state."""
 
     type: Literal["noul", "choice", "score"]
+    """noul: is it true; choice: which option fits; score: how far up a scale."""
     instructions: Structured | None = None
     """The question: text, or JSON that is shown as text."""
     criteria: dict[str, Structured | None] | list[Structured] | None = None
