@@ -89,7 +89,7 @@ def test_each_question_is_asked_in_the_chat_template_after_the_text(llm: LLM) ->
     assert all(text.endswith("nothing else.<|im_end|>\n<|im_start|>assistant\n") for text in texts)
     for question, text in zip(QUESTIONS, texts, strict=True):
         assert f"<|im_start|>user\n{TEXT}\n\n{question.instructions}\n\n" in text
-    assert "\n\nyes: a bill is named\nno: none is\n\nAnswer with" in texts[1]
+    assert "\n\nYes: a bill is named\nNo: none is\n\nAnswer with" in texts[1]
     assert "\n\nA. billing: payments and refunds\nB. shipping\nC. true\n\n" in texts[2]
     assert "\n\n0. calm\n1. cross: complains\n2. furious\n\n" in texts[3]
     labels = [llm.get_tokenizer().decode([label], False) for label in asked(llm).labels[4]]

@@ -34,7 +34,7 @@ TAIL = 32
 """Characters at a prompt's end that decide how a label after them is tokenized."""
 LETTERS = string.ascii_uppercase
 LABELS: Mapping[Kind, Sequence[Sequence[str]]] = {
-    "predicate": (("yes", "no"), ("Yes", "No")),
+    "predicate": (("Yes", "No"), ("yes", "no")),
     "choice": ((*LETTERS, *map("".join, product(LETTERS, repeat=2))),),
     "score": (string.digits,),
 }
@@ -154,7 +154,7 @@ class Asked:
         decisions = []
         for question, labels, output in zip(self.questions, self.labels, found, strict=True):
             logprobs = output.values[[column[token] for token in labels]].astype(np.float64)
-            weights = np.exp(logprobs - logprobs.max())
+            weights = np.exp(logprobs - np.max(logprobs))
             shares = dict(zip(question.values, (weights / weights.sum()).tolist(), strict=True))
             mass = min(float(np.exp(logprobs).sum()), 1.0)
             decisions.append(Decision(question, shares, mass, output.num_cached_tokens))
