@@ -244,7 +244,7 @@ class LLM(Inside, Controls):
         return self._pool(self._pooling_requests(prompts, pooling or PoolingParams(), second_texts), use_tqdm)
 
     def decide(
-        self, about: str | Iterable[dict[str, Any]], questions: Sequence[Question], use_tqdm: bool = True
+        self, about: str | Iterable[dict[str, Any]], questions: Iterable[Question], use_tqdm: bool = True
     ) -> list[Decision]:
         """Answer questions about a text, or a conversation, by the probabilities of the answers that they may have.
 
@@ -259,6 +259,7 @@ class LLM(Inside, Controls):
 
         self._streams.check_process()
         self.get_tokenizer()
+        questions = list(questions)
         if not questions:
             return []
         messages = [Message("user", about)] if isinstance(about, str) else given_messages(list(about))

@@ -134,10 +134,8 @@ def sample(
     random = rows.temperature > 0
     drawn = lax.cond(jnp.any(random), partial(_draw_tokens, sums), lambda *_: best, changed, rows)
     tokens = jnp.where(random, drawn, best)
-    shown = lax.cond(jnp.any(rows.logprobs > 1), partial(_processed, sums), lambda x, *_: x, logits, changed, rows)
-    found = partial(row_logprobs, sums)
-    raw = rows.logprobs > LOGITS
-    logprobs = lax.cond(jnp.any(rows.logprobs > 0), found, _no_logprobs, shown, tokens, rows.asked_ids, raw)
+    found = partial(_logprobs_by_mode, sums)
+    logprobs = lax.cond(jnp.any(rows.logprobs > 0), found, _no_logprobs, logits, changed, tokens, rows)
     return tokens, logprobs
 
 
@@ -146,12 +144,22 @@ def apply_mask(logits: Float[Array, "R V"], mask: Int[Array, "R -(-V//32)"]) -> 
     return jnp.where(allowed(mask, logits.shape[1]), logits, NEGATIVE)
 
 
-def _processed(
-    sums: SoftmaxSums, logits: Float[Array, "R V"], changed: Float[Array, "R V"], rows: SamplingRows
-) -> Float[Array, "R V"]:
-    """The logits that log-probabilities are taken of: raw ones, or those that the row's token is chosen by."""
-    chosen_by = jnp.where((rows.temperature > 0)[:, None], _scaled(sums, changed, rows), changed)
-    return jnp.where(((rows.logprobs == PROCESSED) | (rows.logprobs == PROCESSED + LOGITS))[:, None], chosen_by, logits)
+def _logprobs_by_mode(
+    sums: SoftmaxSums,
+    logits: Float[Array, "R V"],
+    changed: Float[Array, "R V"],
+    tokens: Int[Array, "R"],
+    rows: SamplingRows,
+) -> Logprobs:
+    """Of raw logits, or of those that the row's token is chosen by."""
+    processed = (rows.logprobs == PROCESSED) | (rows.logprobs == PROCESSED + LOGITS)
+
+    def mixed() -> jax.Array:
+        chosen_by = jnp.where((rows.temperature > 0)[:, None], _scaled(sums, changed, rows), changed)
+        return jnp.where(processed[:, None], chosen_by, logits)
+
+    shown = lax.cond(jnp.any(processed), mixed, lambda: logits)
+    return row_logprobs(sums, shown, tokens, rows.asked_ids, rows.logprobs > LOGITS)
 
 
 def _draw_tokens(sums: SoftmaxSums, logits: Float[Array, "R V"], rows: SamplingRows) -> Int[Array, "R"]:
@@ -333,7 +341,7 @@ def row_logprobs(
 
 
 def _no_logprobs(
-    logits: Float[Array, "R V"], tokens: Int[Array, "R"], asked: Int[Array, "R 20"], raw: Bool[Array, "R"]
+    logits: Float[Array, "R V"], changed: Float[Array, "R V"], tokens: Int[Array, "R"], of: SamplingRows
 ) -> Logprobs:
     rows = logits.shape[0]
     top = jnp.zeros((rows, MAX_LOGPROBS))

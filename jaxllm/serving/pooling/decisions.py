@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from jaxllm.chat.conversation import Message, naming, renaming
 from jaxllm.chat.decisions import Decision, Question, prepare
+from jaxllm.errors import Field as Place
 from jaxllm.serving.call import open_call
 from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.request_model import ModelFields, RequestModel, ScheduledFields, refuse, refusing
@@ -114,11 +115,11 @@ class DecisionRequest(ModelFields, ScheduledFields):
     safety_identifier: str | None = None
     """Accepted, without effect, as OpenAI documents it."""
 
-    def messages(self) -> list[Message]:
+    def messages(self, special_tokens: Collection[str]) -> list[Message]:
         """Raises InvalidRequestError where calls and their outputs do not belong together."""
         if isinstance(self.input, str):
             return [Message("user", self.input)]
-        return [one.message for one in spoken([item.item() for item in self.input])]
+        return [one.message for one in spoken([item.item() for item in self.input], special_tokens)]
 
 
 class StateQuestion(RequestModel):
@@ -135,7 +136,7 @@ class StateQuestion(RequestModel):
     @model_validator(mode="after")
     def _criteria_of_type(self) -> StateQuestion:
         given, kind = self.criteria, {"noul": "object, or left out", "choice": "object", "score": "list"}[self.type]
-        if isinstance(given, list) != (kind == "list") or (given is None and self.type != "noul"):
+        if isinstance(given, list) != (kind == "list") or (not given and self.type != "noul"):
             raise refuse(f"criteria of a {self.type} must be {'a' if kind == 'list' else 'an'} {kind}", "criteria")
         if self.type == "noul" and isinstance(given, dict) and not given.keys() <= {"true", "false"}:
             raise refuse('criteria of a noul may have "true" and "false" only', "criteria")
@@ -162,6 +163,9 @@ class StateRequest(ModelFields, ScheduledFields):
     """What all questions are about: text, or JSON that is shown as text."""
     questions: dict[str, StateQuestion] = Field(min_length=1, max_length=MAX_STATE_QUESTIONS)
     """By names, which the answers have too."""
+
+    def messages(self, _: Collection[str]) -> list[Message]:
+        return [Message("user", _as_text(self.state))]
 
 
 class OptionProbability(msgspec.Struct):
@@ -214,7 +218,7 @@ async def create_decision(body: DecisionRequest, request: Request) -> Response:
     """Answer questions about an input by the probabilities of their answers."""
     with naming(renaming({"messages": "input"})):
         asked = [one.question() for one in body.questions]
-        run, found = await _decide(request, body, body.messages(), asked, body.prompt_cache_key)
+        run, found = await _decide(request, body, asked, body.prompt_cache_key)
     answers = [_answer(one.name, decision) for one, decision in zip(body.questions, found, strict=True)]
     return json_response(DecisionResponse(run.call.name, answers, _usage(run)), request_id=run.id)
 
@@ -222,9 +226,10 @@ async def create_decision(body: DecisionRequest, request: Request) -> Response:
 @router.post("/systemone", responses=returns(StateResponse))
 async def create_state_decision(body: StateRequest, request: Request) -> Response:
     """Answer named questions about a state by the probabilities of their answers; TypeSafe's System One."""
-    with naming(renaming({"messages": "state"})):
+    names = {"messages": "state"} | dict(enumerate(body.questions))
+    with naming(lambda place: Place(*(names.get(part, part) for part in place.path))):
         asked = [one.question() for one in body.questions.values()]
-        run, found = await _decide(request, body, [Message("user", _as_text(body.state))], asked)
+        run, found = await _decide(request, body, asked)
     told = zip(body.questions.items(), found, strict=True)
     answers = {name: _state_answer(one, decision) for (name, one), decision in told}
     return json_response(StateResponse(run.call.name, answers, _usage(run)), request_id=run.id)
@@ -233,13 +238,13 @@ async def create_state_decision(body: StateRequest, request: Request) -> Respons
 async def _decide(
     request: Request,
     body: DecisionRequest | StateRequest,
-    messages: Sequence[Message],
     questions: Sequence[Question],
     cache_key: str | None = None,
 ) -> tuple[PoolingRun, list[Decision]]:
     call = await open_call(request, body.model, keep_alive=body.keep_alive)
     salt = "\n".join(filter(None, (body.cache_salt, cache_key))) or None
     run = PoolingRun(request, call, PoolingFields(priority=body.priority, cache_salt=salt), "decn")
+    messages = body.messages(call.model.special_tokens)
     asked = await call.state.offload(prepare, call.model, messages, questions)
     return run, asked.decisions(await run.outputs(asked.prompts, asked.pooling))
 

@@ -212,6 +212,7 @@ def test_a_wrong_decision_is_refused_by_name(client: TestClient, change: dict, p
         ({"type": "noul", "criteria": {"maybe": "?"}}, "criteria", '"true" and "false" only'),
         ({"type": "choice", "criteria": {"a": None}}, "criteria", "criteria has 1 entries; it must have from 2 to 255"),
         ({"type": "choice"}, "criteria", "criteria of a choice must be an object"),
+        ({"type": "choice", "criteria": {}}, "criteria", "criteria of a choice must be an object"),
         ({"type": "score", "criteria": {"a": None}}, "criteria", "criteria of a score must be a list"),
         ({"type": "score", "criteria": ["a", "a"]}, "criteria", "criteria has 'a' twice"),
     ],
@@ -226,6 +227,14 @@ def test_a_wrong_question_of_system_one_is_refused_by_name(
 def test_a_model_that_writes_no_text_decides_nothing(make_client: Any) -> None:
     client = make_client(FakeEngine(tasks=ModelTasks(labels=("good", "bad"))))
     assert "it classifies" in refused(client, "/v1/decisions", input="Hi", questions=[PREDICATE])[1]
+
+
+def test_a_question_that_the_tokenizer_has_no_labels_for_is_named(client: TestClient) -> None:
+    many = {"type": "choice", "criteria": {f"{n}": None for n in range(30)}}
+    param, message = refused(client, "/v1/systemone", state="Hi", questions={"team": many})
+    assert param == "questions.team" and "questions.team needs 30 labels" in message
+    asked = {"q": {"type": "noul", "instructions": "?"}}
+    assert refused(client, "/v1/systemone", state="word " * 300, questions=asked)[0] == "state"
 
 
 def test_65_questions_about_a_state_are_too_many(client: TestClient) -> None:
