@@ -132,7 +132,8 @@ class NativeFields(sampling.SamplingFields, StructuredFields):
 
     def generation_settings(self, model: ServedModel) -> GenerationSettings:
         """Raises InvalidRequestError naming logit_bias."""
-        chosen = self.sampling() | {"logit_bias": biases(model, self.logit_bias)}
+        own = {"logit_bias": biases(model, self.logit_bias), "skip_reading_prefix_cache": not self.cache_prompt}
+        chosen = self.sampling() | own
         if self.repeat_penalty is not None:
             last = 64 if self.repeat_last_n is None else self.repeat_last_n
             chosen |= {"repetition_penalty": self.repeat_penalty, "repeat_last_n": last}
@@ -147,7 +148,7 @@ class NativeFields(sampling.SamplingFields, StructuredFields):
             n=self.n_cmpl,
             num_generated=self.n_cmpl,
             priority=self.priority,
-            cache_salt=self.cache_salt if self.cache_prompt else f"alone {time.time_ns()}",
+            cache_salt=self.cache_salt,
             lora=None if self.lora is None else sampling.adapter_scales(self.lora),
             cut_to_context=True,
         )
