@@ -167,7 +167,8 @@ VLLM_IGNORED = {
     "experts stay on the devices that they are loaded to; answers are the same": "--enable-eplb --eplb-config= "
     "--expert-placement-strategy= --enable-ep-weight-filter",
     PLANNED: "--enable-cumem-allocator --scheduler-reserve-full-isl --watermark= --disable-hybrid-kv-cache-manager "
-    "--kv-sharing-fast-prefill --swa-bounded-replay --prefix-cache-retention-interval= --max-num-active-seqs=",
+    "--kv-sharing-fast-prefill --swa-bounded-replay --prefix-cache-retention-interval=",
+    "as many requests run as --max-num-seqs says": "--max-num-active-seqs=",
     "pages that have lost their place are computed again, or found in --kv-offload-memory": "--swap-space= "
     "--kv-offloading-backend=native",
     "weights are read by several threads into the places where they stay": "--safetensors-load-strategy= "
@@ -268,7 +269,7 @@ _THINKS = one_of({"on": "true", "off": "false", "auto": None})
 
 LLAMA: Mapping[str, Meaning] = {
     "-m/--model=": ("--model", None), "-hf/-hfr/--hf-repo=": ("@repo", None), "-hff/--hf-file=": ("@file", None),
-    "-hft/--hf-token=": ("$HF_TOKEN", None), "--offline": ("$HF_HUB_OFFLINE", "1"),
+    "-hft/--hf-token=": ("$HF_TOKEN", None), "--usage": ("--help", None), "--offline": ("$HF_HUB_OFFLINE", "1"),
     "-a/--alias=": ("--served-model-name", None), "-c/--ctx-size=": ("--max-model-len", unless("0")),
     "-np/--parallel=": ("--max-num-seqs", unless("-1")), "-ub/--ubatch-size=": ("--max-num-batched-tokens", None),
     "-ctk/--cache-type-k=": ("--kv-cache-dtype", _KV), "-ctv/--cache-type-v=": ("--kv-cache-dtype", _KV),
@@ -293,7 +294,7 @@ LLAMA: Mapping[str, Meaning] = {
     "--pooling=": ("--pooling", unless("rank")), "--host=": ("--host", _host), "--ui/--webui": ("--web", None),
     "--api-prefix=": ("--root-path", None), "--cors-origins=": ("--allowed-origins", unless("localhost")),
     "--ssl-key-file=": ("--ssl-keyfile", None), "--ssl-cert-file=": ("--ssl-certfile", None),
-    "-to/--timeout=": ("--send-timeout", None), "--sse-ping-interval=": ("--sse-keep-alive", None),
+    "--cache-prompt": ("--enable-prefix-caching", None), "-to/--timeout=": ("--send-timeout", None), "--sse-ping-interval=": ("--sse-keep-alive", None),
     "--chat-template-file=": ("--chat-template", None),
     "--chat-template-kwargs=": ("--default-chat-template-kwargs", None),
     "--reasoning-format=": ("--reasoning-parser", one_of({"none": "none", "deepseek": "auto", "auto": "auto"})),
@@ -336,11 +337,13 @@ LLAMA_IGNORED = {
     PLANNED: "-fit/--fit=? -fitt/--fit-target= -fitc/--fit-ctx= -lm/--load-mode= -lzm/--lazy-mode= --mlock --mmap "
     "-dio/--direct-io -dt/--defrag-thold= --check-tensors --swa-full --warmup -kvu/-no-kvu/--kv-unified "
     "-ctxcp/--ctx-checkpoints/--swa-checkpoints= -cms/--checkpoint-min-step= --cache-idle-slots",
-    "requests share one cache of prompts, in which those that begin alike are found": "--cache-prompt --cache-reuse= "
-    "--keep= -sps/--slot-prompt-similarity= --kv-unified-per-slot=",
+    "requests share one cache of prompts, in which those that begin alike are found": "--cache-reuse= --keep= "
+    "-sps/--slot-prompt-similarity= --kv-unified-per-slot=",
     "an answer ends where its context does": "--no-context-shift",
     "requests are always batched": "-cb/-nocb/--cont-batching",
-    "chat templates are always rendered as Jinja": "--jinja --prefill-assistant",
+    "chat templates are always rendered as Jinja": "--jinja",
+    "a request says whether its last message is continued": "--prefill-assistant",
+    "penalties count what is in the context": "--repeat-last-n=",
     "/metrics, /props, /v1/embeddings and /rerank are always there": "--metrics --props --slots "
     "--embedding/--embeddings --rerank/--reranking --embd-normalize=2",
     "several models are loaded when they are asked for": "--models-autoload --tags=",
@@ -351,23 +354,22 @@ LLAMA_IGNORED = {
     "--image-min-tokens= --image-max-tokens= --mtmd-batch-max-tokens= --video-fps= --video-timestamp-interval= "
     "--video-ffmpeg-dir= --media-path=",
     "samplers are applied in one order": "--samplers= --sampler-seq/--sampling-seq=",
-    "escapes are for the command line's prompt": "-e/--escape -sp/--special --perf",
+    "escapes are for a prompt on the command line": "-e/--escape",
+    "/metrics has them": "--perf",
     LOG: "--color=? --log-colors=? --log-prefix --log-timestamps",
     "the page at / has its own settings; --no-web leaves it out": "--ui-config/--webui-config= "
     "--ui-config-file/--webui-config-file= --ui-mcp-proxy/--webui-mcp-proxy",
     "--allowed-origins allows every method and header": "--cors-methods= --cors-headers= --cors-credentials",
-    "it would turn a sampler off that is off": "--dry-multiplier=0|0.0 --xtc-probability=0|0.0 "
+    "it is of a sampler that is off": "--dry-multiplier=0|0.0 --xtc-probability=0|0.0 "
     "--typical/--typical-p=1|1.0 --top-nsigma/--top-n-sigma=-1|-1.0 --mirostat=0 --dynatemp-range=0|0.0 "
-    "--adaptive-target=-1|-1.0 --dry-base= "
-    "--dry-allowed-length= --dry-penalty-last-n= --dry-sequence-breaker= --xtc-threshold= --adaptive-decay= "
-    "--dynatemp-exp= --mirostat-lr= --mirostat-ent= --yarn-ext-factor=-1|-1.0 --repeat-last-n=",
+    "--adaptive-target=-1|-1.0 --dry-base= --dry-allowed-length= --dry-penalty-last-n= --dry-sequence-breaker= "
+    "--xtc-threshold= --adaptive-decay= --dynatemp-exp= --mirostat-lr= --mirostat-ent= --yarn-ext-factor=-1|-1.0",
     DRAFTS: "--spec-draft-n-min/--draft-min/--draft-n-min= --spec-draft-p-min/--draft-p-min= "
     "--spec-draft-p-split/--draft-p-split= --spec-draft-type-k/-ctkd/--cache-type-k-draft= "
     "--spec-draft-type-v/-ctvd/--cache-type-v-draft= --spec-draft-sampling=greedy",
 }
 
 LLAMA_REFUSED = {
-    "see --help": "--usage",
     "`jaxllm list` shows the models here, and `jaxllm completion` a shell's script": "-cl/--cache-list "
     "--completion-bash --list-devices",
     "fetch the file, or name its repository: ORG/NAME:FILE.gguf": "-mu/--model-url= -dr/--docker-repo= "
@@ -380,7 +382,7 @@ LLAMA_REFUSED = {
     "--control-vector-layer-range=*",
     "devices of other machines join with --num-processes": "--rpc=",
     SAMPLED: "--ignore-eos -l/--logit-bias= --grammar= --grammar-file= -j/--json-schema= -jf/--json-schema-file= "
-    "-r/--reverse-prompt= --reasoning-budget-message= --spm-infill",
+    "-r/--reverse-prompt= --reasoning-budget-message= --spm-infill -sp/--special",
     "a conversation that is full ends; nothing is dropped from it": "--context-shift",
     "see --kv-offload-dir: prompts are found there by what they say": "--slot-save-path=",
     "see --models, a YAML file": "--models-preset=",
@@ -414,7 +416,7 @@ CANDLE_IGNORED = {
     "the page is always at /": "--ui-server",
     "one process has all devices of a model": "--multithread",
     "a request begins with the next step": "--holding-time=",
-    "prompts that begin alike are always found in the cache": "--prefix-cache --prefix-cache-max-tokens=",
+    "prompts that begin alike are found in the cache": "--prefix-cache --prefix-cache-max-tokens=",
     "see --kv-cache-memory; on a CPU it is host memory": "--kvcache-mem-cpu=",
 }
 CANDLE_REFUSED = {
@@ -424,27 +426,22 @@ CANDLE_REFUSED = {
 }
 
 RUST_DE_LLAMA: Mapping[str, Meaning] = {
-    "--address=": ("--host", address),
+    "--address=": ("--host", address), "--n-parallel=": ("--max-num-seqs", None),
     "--monitor-address=": ("--monitor-host", lambda value: address(value, "--monitor-host", "--monitor-port")),
-    "--n-parallel=": ("--max-num-seqs", None),
-    "--n-ctx=": ("--max-model-len", unless("0")),
-    "--n-ubatch=": ("--max-num-batched-tokens", None),
-}
+    "--n-ctx=": ("--max-model-len", unless("0")), "--n-ubatch=": ("--max-num-batched-tokens", None),
+}  # fmt: skip
 RUST_DE_LLAMA_IGNORED = {CHUNKS: "--n-batch=", CORES: "--n-threads=", EXPERTS: "--n-cpu-moe="}
 
 VARIABLES: Mapping[str, Meaning] = {
     "OLLAMA_HOST": ("--host", lambda value: address(value, default="11434")),
-    "OLLAMA_CONTEXT_LENGTH": ("--max-model-len", unless("0")),
-    "OLLAMA_KEEP_ALIVE": ("--model-ttl", _lifetime),
-    "OLLAMA_MAX_LOADED_MODELS": ("--max-loaded-models", unless("0")),
-    "OLLAMA_NUM_PARALLEL": ("--max-num-seqs", unless("0")),
-    "OLLAMA_MAX_QUEUE": ("--max-num-waiting", None),
-    "OLLAMA_KV_CACHE_TYPE": ("--kv-cache-dtype", _KV),
+    "OLLAMA_CONTEXT_LENGTH": ("--max-model-len", unless("0")), "OLLAMA_MAX_QUEUE": ("--max-num-waiting", None),
+    "OLLAMA_KEEP_ALIVE": ("--model-ttl", _lifetime), "OLLAMA_MAX_LOADED_MODELS": ("--max-loaded-models", unless("0")),
+    "OLLAMA_NUM_PARALLEL": ("--max-num-seqs", unless("0")), "OLLAMA_KV_CACHE_TYPE": ("--kv-cache-dtype", _KV),
     "OLLAMA_ORIGINS": ("--allowed-origins", _plain_origins),
     "OLLAMA_DEBUG": ("--log-level", one_of({"0": None, "false": None, "1": "debug", "true": "debug", "2": "debug"})),
     "VLLM_CPU_KVCACHE_SPACE": ("--kv-cache-memory", lambda value: f"{value}GiB"),
     "VLLM_LOGGING_LEVEL": ("--log-level", one_of({level: level for level in ("debug", "info", "warning", "error")})),
-}
+}  # fmt: skip
 """LLAMA_ARG_… are the flags of llama-server, and no list of their own; keys are in `config.server`."""
 
 VARIABLES_IGNORED = {
@@ -480,12 +477,12 @@ LLAMA_VARIABLES = {
 def of_variable(name: str, value: str, ours: Collection[str]) -> list[str] | str:
     """The flags, as their server has them, that an environment variable of it stands for, or why it has no effect."""
     if name in VARIABLES:
-        ours, meaning = VARIABLES[name]
+        setting, meaning = VARIABLES[name]
         try:
             found = meaning(value) if callable(meaning) else value
         except ValueError as error:
             return str(error)
-        flags = found if isinstance(found, Mapping) else {} if found is None else {ours: found}
+        flags = found if isinstance(found, Mapping) else {} if found is None else {setting: found}
         return [text for pair in flags.items() for text in pair if text is not None]
     if name.startswith("LLAMA_ARG_"):
         name = name.removeprefix("LLAMA_ARG_")
