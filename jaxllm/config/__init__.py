@@ -58,7 +58,7 @@ class EngineConfig(SettingsGroup):
     dtype: Dtype = "auto"
     """Compute and weight type; auto is bfloat16. half, bf16, f32 and the like are read too."""
     hf_overrides: Object | None = None
-    """Other values for keys of config.json, as {"rope_parameters": {…}}; an object replaces those of its keys alone."""
+    """Other values for keys of config.json, of GGUF files too, as {"rope_parameters": {…}}; objects key by key."""
     quantization: str | None = None
     """Refuse to start unless the checkpoint is quantized this way, as awq, gptq, fp8 or gguf; it changes nothing."""
     generation_config: str = "auto"

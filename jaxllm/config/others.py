@@ -140,9 +140,8 @@ VLLM_IGNORED = {
     "--interleave-mm-strings --language-model-only --enable-mm-embeds --media-io-kwargs= --mm-processor-cache-gb= "
     "--mm-processor-cache-type= --mm-hasher-algorithm= --mm-shm-cache-max-object-size-mb= --mm-encoder-tp-mode= "
     "--mm-encoder-attn-backend= --mm-encoder-attn-dtype= --mm-encoder-fp8-scale-path= "
-    "--mm-encoder-fp8-scale-save-path= --mm-encoder-fp8-scale-save-margin= --skip-mm-profiling "
-    "--video-pruning-rate= --video-pruning-method= "
-    "--mm-tensor-ipc= --mm-processor-device= --mm-ipc-gpu-memory-gb= --mm-device-do-normalize "
+    "--mm-encoder-fp8-scale-save-path= --mm-encoder-fp8-scale-save-margin= --skip-mm-profiling --video-pruning-rate= "
+    "--video-pruning-method= --mm-tensor-ipc= --mm-processor-device= --mm-ipc-gpu-memory-gb= --mm-device-do-normalize "
     "--disable-chunked-mm-input --trust-request-mm-kwargs --enable-tower-connector-lora --default-mm-loras= "
     "--ec-manager-config= --disable-mm-preprocessor-cache",
     COMPILED: "-O= -cc/--compilation-config= --optimization-level= --performance-mode= --max-seq-len-to-capture= "
@@ -150,20 +149,19 @@ VLLM_IGNORED = {
     "--jit-monitor-mode= --jit-monitor-verbose --enable-flashinfer-autotune --disable-flashinfer-autotune",
     KERNELS: "-ac/--attention-config= --moe-backend= --linear-backend= --kernel-config= --ir-op-priority= --monokernel "
     "--gdn-prefill-backend= --kda-prefill-backend= --kda-decode-backend= --mamba-backend= --mamba-ssu-algorithm= "
-    "--sparse-indexer-topk-backend= --disable-cascade-attn --use-fp64-gumbel --attention-backend=*attn*|*attention*|"
-    "*mla*|*flash*|*aiter*|*triton*|*sdpa*|xformers|flex*",
+    "--sparse-indexer-topk-backend= --disable-cascade-attn --use-fp64-gumbel "
+    "--attention-backend=*attn*|*attention*|*mla*|*flash*|*aiter*|*triton*|*sdpa*|xformers|flex*",
     "pages have 8 to 128 tokens here, and the default suits every device": "--block-size=1|256|512|1024",
     "a layer's window is what the checkpoint says": "--disable-sliding-window",
     "prompts that begin alike are found by their tokens": "--prefix-caching-hash-algo=",
     STATES: "--mamba-cache-dtype= --mamba-ssm-cache-dtype= --mamba-block-size= --mamba-cache-mode= "
     "--prefix-match-unit= --enable-mamba-shared-prefix-checkpoint --enable-mamba-cache-stochastic-rounding "
-    "--mamba-cache-philox-rounds= "
-    "--use-replayssm --replayssm-buffer-len=",
+    "--mamba-cache-philox-rounds= --use-replayssm --replayssm-buffer-len=",
     COLLECTIVES: "--all2all-backend= --disable-custom-all-reduce --disable-nccl-for-dp-synchronization "
     "--dcp-comm-backend= --dcp-q-replicate --dcp-kv-cache-interleave-size= --cp-kv-cache-interleave-size= "
     "--distributed-timeout-seconds= --cpu-distributed-timeout-seconds= --enable-shm-tensor-arena --dp-sync-interval= "
-    "--enable-hc-sp --enable-batch-sharded-sampling --enable-nccl-comm-suspend --ray-workers-use-nsight "
-    "--enable-dbo --ubatch-size= --dbo-decode-token-threshold= --dbo-prefill-token-threshold=",
+    "--enable-hc-sp --enable-batch-sharded-sampling --enable-nccl-comm-suspend --ray-workers-use-nsight --enable-dbo "
+    "--ubatch-size= --dbo-decode-token-threshold= --dbo-prefill-token-threshold=",
     "experts stay on the devices that they are loaded to; answers are the same": "--enable-eplb --eplb-config= "
     "--expert-placement-strategy= --enable-ep-weight-filter",
     PLANNED: "--enable-cumem-allocator --scheduler-reserve-full-isl --watermark= --disable-hybrid-kv-cache-manager "
@@ -178,8 +176,7 @@ VLLM_IGNORED = {
     READ: "--task= --runner= --convert= --model-impl= --tokenizer-mode= --config-format= "
     "--allow-deprecated-quantization --tokenizer-pool-size= --lora-target-modules=* --max-lora-cls-labels=",
     CHUNKS: "--enable-chunked-prefill --long-prefill-token-threshold= --long-prefill-token-threshold-adaptive "
-    "--prefill-schedule-interval= --max-num-scheduled-tokens= --max-num-partial-prefills= "
-    "--max-long-partial-prefills=",
+    "--prefill-schedule-interval= --max-num-scheduled-tokens= --max-num-partial-prefills= --max-long-partial-prefills=",
     "the next step is always dispatched before the last one is read": "--async-scheduling --num-scheduler-steps= "
     "--stream-interval=",
     "requests run by their field priority, else in their order": "--scheduling-policy=fcfs|priority",
@@ -225,10 +222,10 @@ VLLM_REFUSED = {
     "--offload-backend= --offload-group-size= --offload-num-in-group= --offload-prefetch-step= --offload-params=*",
     "see --kv-cache-memory": "--num-gpu-blocks-override=",
     ENGINES: "-dpn/--data-parallel-rank= -dpr/--data-parallel-start-rank= -dpl/--data-parallel-size-local= "
-    "-dpa/--data-parallel-address= -dpp/--data-parallel-rpc-port= "
-    "-dph/--data-parallel-hybrid-lb -dpe/--data-parallel-external-lb -dpm/--data-parallel-multi-port-external-lb "
-    "--data-parallel-supervisor-port= --dp-supervisor-probe-interval-s= --dp-supervisor-probe-timeout-s= "
-    "--dp-supervisor-probe-failure-threshold= --enable-elastic-ep --elastic-ep-max-dp-size=",
+    "-dpa/--data-parallel-address= -dpp/--data-parallel-rpc-port= -dph/--data-parallel-hybrid-lb "
+    "-dpe/--data-parallel-external-lb -dpm/--data-parallel-multi-port-external-lb --data-parallel-supervisor-port= "
+    "--dp-supervisor-probe-interval-s= --dp-supervisor-probe-timeout-s= --dp-supervisor-probe-failure-threshold= "
+    "--enable-elastic-ep --elastic-ep-max-dp-size=",
     "a server ends where its engine does, and whatever started it starts it again": "--enable-fault-tolerance "
     "--fault-tolerance-config= --watchdog-config=",
     "see --numa-node, and taskset": "--numa-bind-nodes=* --numa-bind-cpus=*",
@@ -264,6 +261,12 @@ VLLM_REFUSED = {
 
 _DEFAULTS = "--override-generation-config."
 _VARIABLES = "--default-chat-template-kwargs."
+_SAMPLING: Mapping[str, Meaning] = {
+    "--temp/--temperature=": (_DEFAULTS + "temperature", None), "--top-k=": (_DEFAULTS + "top_k", _whole),
+    "--top-p=": (_DEFAULTS + "top_p", None), "--min-p=": (_DEFAULTS + "min_p", None),
+    "--presence-penalty=": (_DEFAULTS + "presence_penalty", None),
+    "--frequency-penalty=": (_DEFAULTS + "frequency_penalty", None),
+}  # fmt: skip
 _KV = one_of({"f16": "auto", "bf16": "auto", "q8_0": "int8"})
 _THINKS = one_of({"on": "true", "off": "false", "auto": None})
 
@@ -278,11 +281,7 @@ LLAMA: Mapping[str, Meaning] = {
     "-ngl/--gpu-layers/--n-gpu-layers=": ("$JAX_PLATFORMS", _cpu_for("0")),
     "--numa=": ("--numa-node", one_of({"distribute": "auto", "isolate": "auto", "numactl": None})),
     "-s/--seed=": ("--seed", unless("-1")),
-    "--temp/--temperature=": (_DEFAULTS + "temperature", None), "--top-k=": (_DEFAULTS + "top_k", _whole),
-    "--top-p=": (_DEFAULTS + "top_p", None), "--min-p=": (_DEFAULTS + "min_p", None),
-    "--repeat-penalty=": (_DEFAULTS + "repetition_penalty", None),
-    "--presence-penalty=": (_DEFAULTS + "presence_penalty", None),
-    "--frequency-penalty=": (_DEFAULTS + "frequency_penalty", None),
+    **_SAMPLING, "--repeat-penalty=": (_DEFAULTS + "repetition_penalty", None),
     "-n/--predict/--n-predict=": (_DEFAULTS + "max_new_tokens", unless("-1", "-2")),
     "--rope-scaling=": (_scaled("rope_type"), one_of({"none": "default", "linear": "linear", "yarn": "yarn"})),
     "--rope-scale=": (_scaled("factor"), None), "--rope-freq-base=": (_scaled("rope_theta"), unless("0")),
@@ -294,7 +293,8 @@ LLAMA: Mapping[str, Meaning] = {
     "--pooling=": ("--pooling", unless("rank")), "--host=": ("--host", _host), "--ui/--webui": ("--web", None),
     "--api-prefix=": ("--root-path", None), "--cors-origins=": ("--allowed-origins", unless("localhost")),
     "--ssl-key-file=": ("--ssl-keyfile", None), "--ssl-cert-file=": ("--ssl-certfile", None),
-    "--cache-prompt": ("--enable-prefix-caching", None), "-to/--timeout=": ("--send-timeout", None), "--sse-ping-interval=": ("--sse-keep-alive", None),
+    "--cache-prompt": ("--enable-prefix-caching", None),
+    "-to/--timeout=": ("--send-timeout", None), "--sse-ping-interval=": ("--sse-keep-alive", None),
     "--chat-template-file=": ("--chat-template", None),
     "--chat-template-kwargs=": ("--default-chat-template-kwargs", None),
     "--reasoning-format=": ("--reasoning-parser", one_of({"none": "none", "deepseek": "auto", "auto": "auto"})),
@@ -322,9 +322,8 @@ LLAMA_IGNORED = {
     "--spec-draft-threads/-td/--threads-draft= --spec-draft-threads-batch/-tbd/--threads-batch-draft= "
     "--spec-draft-cpu-mask/-Cd/--cpu-mask-draft= --spec-draft-cpu-range/-Crd/--cpu-range-draft= "
     "--spec-draft-cpu-strict/--cpu-strict-draft= --spec-draft-prio/--prio-draft= --spec-draft-poll/--poll-draft= "
-    "--spec-draft-cpu-mask-batch/-Cbd/--cpu-mask-batch-draft= "
-    "--spec-draft-cpu-strict-batch/--cpu-strict-batch-draft= --spec-draft-prio-batch/--prio-batch-draft= "
-    "--spec-draft-poll-batch/--poll-batch-draft=",
+    "--spec-draft-cpu-mask-batch/-Cbd/--cpu-mask-batch-draft= --spec-draft-cpu-strict-batch/--cpu-strict-batch-draft= "
+    "--spec-draft-prio-batch/--prio-batch-draft= --spec-draft-poll-batch/--poll-batch-draft=",
     CHUNKS: "-b/--batch-size=",
     KERNELS: "-fa/--flash-attn=? --repack/-nr --no-host --op-offload -bs/--backend-sampling "
     "--spec-draft-backend-sampling",
@@ -350,9 +349,9 @@ LLAMA_IGNORED = {
     "the server brings no tools of its own": "-no-ag",
     "templates see earlier reasoning where they ask for it": "--reasoning-preserve",
     "adapters are used by the requests that name them": "--lora-init-without-apply",
-    TEXT: "-mm/--mmproj= -mmu/--mmproj-url= --mmproj-auto --mmproj-offload -mmdev/--mmproj-device= "
-    "--image-min-tokens= --image-max-tokens= --mtmd-batch-max-tokens= --video-fps= --video-timestamp-interval= "
-    "--video-ffmpeg-dir= --media-path=",
+    TEXT: "-mm/--mmproj= -mmu/--mmproj-url= --mmproj-auto --mmproj-offload -mmdev/--mmproj-device= --image-min-tokens= "
+    "--image-max-tokens= --mtmd-batch-max-tokens= --video-fps= --video-timestamp-interval= --video-ffmpeg-dir= "
+    "--media-path=",
     "samplers are applied in one order": "--samplers= --sampler-seq/--sampling-seq=",
     "escapes are for a prompt on the command line": "-e/--escape",
     "/metrics has them": "--perf",
@@ -360,10 +359,10 @@ LLAMA_IGNORED = {
     "the page at / has its own settings; --no-web leaves it out": "--ui-config/--webui-config= "
     "--ui-config-file/--webui-config-file= --ui-mcp-proxy/--webui-mcp-proxy",
     "--allowed-origins allows every method and header": "--cors-methods= --cors-headers= --cors-credentials",
-    "it is of a sampler that is off": "--dry-multiplier=0|0.0 --xtc-probability=0|0.0 "
-    "--typical/--typical-p=1|1.0 --top-nsigma/--top-n-sigma=-1|-1.0 --mirostat=0 --dynatemp-range=0|0.0 "
-    "--adaptive-target=-1|-1.0 --dry-base= --dry-allowed-length= --dry-penalty-last-n= --dry-sequence-breaker= "
-    "--xtc-threshold= --adaptive-decay= --dynatemp-exp= --mirostat-lr= --mirostat-ent= --yarn-ext-factor=-1|-1.0",
+    "it is of a sampler that is off": "--dry-multiplier=0|0.0 --xtc-probability=0|0.0 --typical/--typical-p=1|1.0 "
+    "--top-nsigma/--top-n-sigma=-1|-1.0 --mirostat=0 --dynatemp-range=0|0.0 --adaptive-target=-1|-1.0 --dry-base= "
+    "--dry-allowed-length= --dry-penalty-last-n= --dry-sequence-breaker= --xtc-threshold= --adaptive-decay= "
+    "--dynatemp-exp= --mirostat-lr= --mirostat-ent= --yarn-ext-factor=-1|-1.0",
     DRAFTS: "--spec-draft-n-min/--draft-min/--draft-n-min= --spec-draft-p-min/--draft-p-min= "
     "--spec-draft-p-split/--draft-p-split= --spec-draft-type-k/-ctkd/--cache-type-k-draft= "
     "--spec-draft-type-v/-ctvd/--cache-type-v-draft= --spec-draft-sampling=greedy",
@@ -374,8 +373,8 @@ LLAMA_REFUSED = {
     "--completion-bash --list-devices",
     "fetch the file, or name its repository: ORG/NAME:FILE.gguf": "-mu/--model-url= -dr/--docker-repo= "
     "--embd-gemma-default --fim-qwen-1.5b-default --fim-qwen-3b-default --fim-qwen-7b-default --fim-qwen-7b-spec "
-    "--fim-qwen-14b-spec --fim-qwen-30b-default --gpt-oss-20b-default --gpt-oss-120b-default "
-    "--vision-gemma-4b-default --vision-gemma-12b-default",
+    "--fim-qwen-14b-spec --fim-qwen-30b-default --gpt-oss-20b-default --gpt-oss-120b-default --vision-gemma-4b-default "
+    "--vision-gemma-12b-default",
     "see --hf-overrides": "--override-kv=",
     "see --lora-modules NAME=FILE: requests ask for an adapter by its name": "--lora= --lora-scaled=",
     "`jaxllm convert` adds nothing to weights but adapters": "--control-vector= --control-vector-scaled= "
@@ -404,12 +403,8 @@ CANDLE: Mapping[str, Meaning] = {
     "--hf-token=": ("$HF_TOKEN", None), "--hf-token-path=": ("$HF_TOKEN_PATH", None),
     "--mem=": ("--kv-cache-memory", _megabytes), "--kvcache-mem-gpu=": ("--kv-cache-memory", _megabytes),
     "--prefill-chunk-size=": ("--max-num-batched-tokens", unless("0")), "--fp8-kvcache": ("--kv-cache-dtype", "fp8"),
-    "--temperature=": (_DEFAULTS + "temperature", None), "--top-p=": (_DEFAULTS + "top_p", None),
-    "--top-k=": (_DEFAULTS + "top_k", _whole), "--min-p=": (_DEFAULTS + "min_p", None),
-    "--frequency-penalty=": (_DEFAULTS + "frequency_penalty", None),
-    "--presence-penalty=": (_DEFAULTS + "presence_penalty", None),
-    "--max-gen-tokens=": (_DEFAULTS + "max_new_tokens", None), "--verbose": ("--enable-request-logging", None),
-    "--enforce-parser=": ("--tool-call-parser", None),
+    **_SAMPLING, "--max-gen-tokens=": (_DEFAULTS + "max_new_tokens", None),
+    "--verbose": ("--enable-request-logging", None), "--enforce-parser=": ("--tool-call-parser", None),
 }  # fmt: skip
 CANDLE_IGNORED = {
     LOG: "--log",
@@ -497,7 +492,7 @@ def of_variable(name: str, value: str, ours: Collection[str]) -> list[str] | str
 
 
 LLAMA_SERVER = "llama-server"
-Kind = Literal["renamed", "ignored", "refused"]
+Fate = Literal["renamed", "ignored", "refused"]
 TABLES: Mapping[str, tuple[Mapping[str, Meaning], Mapping[str, str], Mapping[str, str]]] = {
     "vLLM": (VLLM, VLLM_IGNORED, VLLM_REFUSED), LLAMA_SERVER: (LLAMA, LLAMA_IGNORED, LLAMA_REFUSED),
     "candle-vllm": (CANDLE, CANDLE_IGNORED, CANDLE_REFUSED),
@@ -511,9 +506,9 @@ class Row(NamedTuple):
 
     server: str
     names: tuple[str, ...]
-    takes: Literal["", "1", "?", "*"]
+    takes: str
     only: tuple[str, ...]
-    kind: Kind
+    kind: Fate
     ours: str = ""
     value: str | Callable[[str], str | Flags | None] | None = None
     why: str = ""
@@ -522,7 +517,7 @@ class Row(NamedTuple):
         return not self.only or any(fnmatchcase(value.lower(), pattern) for pattern in self.only)
 
 
-def _row(server: str, text: str, kind: Kind, ours: str = "", value: Any = None, why: str = "") -> Row:
+def _row(server: str, text: str, kind: Fate, ours: str = "", value: Any = None, why: str = "") -> Row:
     names, equals, takes = text.partition("=")
     number = takes if takes in ("*", "?") else "1" if equals else ""
     only = tuple(takes.split("|")) if takes not in ("", "*", "?") else ()
@@ -539,7 +534,7 @@ def _rows(
     server: str, renamed: Mapping[str, Meaning], ignored: Mapping[str, str], refused: Mapping[str, str]
 ) -> Iterator[Row]:
     yield from (_row(server, names, "renamed", *meaning) for names, meaning in renamed.items())
-    kinds: tuple[tuple[Kind, Mapping[str, str]], ...] = (("ignored", ignored), ("refused", refused))
+    kinds: tuple[tuple[Fate, Mapping[str, str]], ...] = (("ignored", ignored), ("refused", refused))
     for kind, reasons in kinds:
         yield from (_row(server, names, kind, why=why) for why, text in reasons.items() for names in text.split())
 

@@ -297,7 +297,8 @@ class Variable(NamedTuple):
     why: str
 
     def __str__(self) -> str:
-        return f"{self.name} is set: {'read as ' + ' '.join(self.flags) if self.flags else self.why}"
+        stated = " ".join(self.flags)
+        return f"{self.name} is set: {f'it stands for {stated} where that is not given' if stated else self.why}"
 
 
 OTHER_PREFIXES = ("VLLM_", "LLAMA_ARG_", "OLLAMA_")

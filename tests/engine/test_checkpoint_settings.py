@@ -101,6 +101,8 @@ def test_where_defaults_come_from(model: Path, tmp_path: Path) -> None:
     assert recommended(model, generation_config=str(tmp_path)) == {"top_p": 0.5, "eos_token_id": 9}
     overridden = recommended(model, override_generation_config={"top_k": None, "min_p": 0.1})
     assert overridden == RECOMMENDED | {"top_k": None, "min_p": 0.1}
+    more = recommended(model, override_generation_config={"max_new_tokens": 5, "frequency_penalty": 1.1})
+    assert more == RECOMMENDED | {"max_tokens": 5, "frequency_penalty": 1.1}
 
 
 def test_tokens_that_end_a_text_are_those_of_both_folders(model: Path, tmp_path: Path) -> None:
