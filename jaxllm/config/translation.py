@@ -7,6 +7,7 @@ import os
 import re
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
@@ -86,8 +87,9 @@ class _Reader:
             self._found += ["--model", _model(repo, file)]
         if host := self._parts.get("@address"):
             self._found += ["--coordinator-address", f"{host}:{self._parts.get('@port', '29501')}"]
-        if "--preload-model" in self._found and not {"--model-directory", "--models"} & {*self._found}:
-            self._found += ["--model-directory", "models"]  # where rust_de_llama looks
+        preloaded = {one for flag, one in pairwise(self._found) if flag == "--preload-model" and one.endswith(".gguf")}
+        if preloaded and not {"--model-directory", "--models", "--config"} & {*self._found}:
+            self._found += ["--model-directory", "models"]  # where rust_de_llama looks for files
         for name in dict.fromkeys([*self._objects, *self._inside]):
             whole = self._objects.get(name, [])
             if name in self._inside and len(whole) < 2:

@@ -52,8 +52,8 @@ def hub_ggufs(repo: str, revision: str | None) -> list[str]:
     def found(repo: str, *, revision: str | None, endpoint: str, local_files_only: bool, **options: Any) -> list[str]:
         if not local_files_only:
             return HfApi(endpoint=endpoint).list_repo_files(repo, revision=revision)
-        of_cache = {"endpoint": endpoint, "local_files_only": True, "ignore_patterns": ["*"]}  # none must be there
-        folder = Path(snapshot_download(repo, revision=revision, **of_cache, **options))
+        options |= {"endpoint": endpoint, "local_files_only": True, "ignore_patterns": ["*"]}  # none must be there
+        folder = Path(snapshot_download(repo, revision=revision, **options))
         return [file.relative_to(folder).as_posix() for file in folder.rglob("*.gguf")]
 
     return sorted(file for file in _asked(found, repo, revision=revision) if file.endswith(".gguf"))

@@ -113,6 +113,8 @@ def test_an_object_may_be_given_by_its_keys(cli, served, given: list[str]) -> No
         (["m", "--kv-cache-dtype", "fp8_e4m3", "--attention-backend", "FLASHINFER"], {"kv_cache_dtype": "fp8"}),
         (["m", "--compilation-config", "{}", "-O3", "-cc.mode", "none", "--cudagraph-capture-sizes", "1", "2"], {}),
         (["m", "--limit-mm-per-prompt.image", "4", "--no-enable-chunked-prefill", "--trust-remote-code"], {}),
+        (["m", "-sc", '{"num_speculative_tokens": 3, "draft_tensor_parallel_size": 1}'],
+         {"speculative_config": {"num_speculative_tokens": 3}}),
         (["m", "--block-size", "256", "--load-format", "fastsafetensors"], {}),
     ],
 )  # fmt: skip
