@@ -48,7 +48,8 @@ def read_settings(
 
     for key, value in ({} if config_file is None else _read_yaml(config_file)).items():
         take(key, value, f"{config_file}: {key}")
-    variables, others = _known_variables(environ), _of_others(environ)
+    variables = _known_variables(environ)
+    others = _of_others(environ) if "host" in schema.model_fields else {}  # a server says which it has found
     given = {*values, *variables.values(), *flags}
     several, file = given & {"models", "model_directory"}, given & {"uds"}
     for name, (value, variable) in others.items():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jaxllm.config import ServeConfig
+from jaxllm.config import EngineConfig, ServeConfig
 from jaxllm.config.others import TABLES, VARIABLES, by_name, rows
 from jaxllm.config.sources import read_settings
 from jaxllm.config.translation import SETTINGS, other_variables, translated
@@ -144,6 +144,7 @@ def test_variables_of_other_servers_are_settings() -> None:
     ours = read_settings(ServeConfig, {"port": 1}, environ=OTHERS | {"JAXLLM_HOST": "::1"})
     assert (ours.host, ours.port) == ("::1", 1)
     assert read_settings(ServeConfig, {"uds": "/a.sock"}, environ=OTHERS).uds is not None
+    assert read_settings(EngineConfig, {}, environ=OTHERS) == EngineConfig()
 
 
 def test_a_variable_that_is_honoured_is_named_in_errors() -> None:
