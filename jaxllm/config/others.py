@@ -7,7 +7,7 @@ one or none, and `a|b` one value, of which only these can be honoured (patterns 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -73,10 +73,6 @@ def _plain_origins(value: str) -> str:
     if any("*" in origin and origin != "*" for origin in comma_separated(value)):
         raise ValueError("origins are whole here; see --allowed-origins")
     return value
-
-
-def _cpu_for(*words: str) -> Callable[[str], Flags | None]:
-    return lambda value: {"$JAX_PLATFORMS": "cpu"} if value.lower() in words else None
 
 
 def _scaled(key: str) -> str:
@@ -268,7 +264,6 @@ _SAMPLING: Mapping[str, Meaning] = {
     "--frequency-penalty=": (_DEFAULTS + "frequency_penalty", None),
 }  # fmt: skip
 _KV = one_of({"f16": "auto", "bf16": "auto", "q8_0": "int8"})
-_THINKS = one_of({"on": "true", "off": "false", "auto": None})
 
 LLAMA: Mapping[str, Meaning] = {
     "-m/--model=": ("--model", None), "-hf/-hfr/--hf-repo=": ("@repo", None), "-hff/--hf-file=": ("@file", None),
@@ -278,7 +273,7 @@ LLAMA: Mapping[str, Meaning] = {
     "-ctk/--cache-type-k=": ("--kv-cache-dtype", _KV), "-ctv/--cache-type-v=": ("--kv-cache-dtype", _KV),
     "-cram/--cache-ram=": ("--kv-offload-memory", unless("0", as_is=_megabytes)),
     "-dev/--device=": ("$JAX_PLATFORMS", one_of({"none": "cpu"})),
-    "-ngl/--gpu-layers/--n-gpu-layers=": ("$JAX_PLATFORMS", _cpu_for("0")),
+    "-ngl/--gpu-layers/--n-gpu-layers=": ("$JAX_PLATFORMS", lambda value: "cpu" if value == "0" else None),
     "--numa=": ("--numa-node", one_of({"distribute": "auto", "isolate": "auto", "numactl": None})),
     "-s/--seed=": ("--seed", unless("-1")),
     **_SAMPLING, "--repeat-penalty=": (_DEFAULTS + "repetition_penalty", None),
@@ -299,7 +294,7 @@ LLAMA: Mapping[str, Meaning] = {
     "--chat-template-kwargs=": ("--default-chat-template-kwargs", None),
     "--reasoning-format=": ("--reasoning-parser", one_of({"none": "none", "deepseek": "auto", "auto": "auto"})),
     "--skip-chat-parsing": ("--reasoning-parser", "none"),
-    "-rea/--reasoning=": (_VARIABLES + "enable_thinking", _THINKS),
+    "-rea/--reasoning=": (_VARIABLES + "enable_thinking", one_of({"on": "true", "off": "false", "auto": None})),
     "--reasoning-effort=": (_VARIABLES + "reasoning_effort", unless("default")),
     "--reasoning-budget=": (_VARIABLES + "enable_thinking", one_of({"0": "false", "-1": None})),
     "--mcp-servers-config=": ("--mcp-config", None), "--models-dir=": ("--model-directory", None),
@@ -525,18 +520,14 @@ def _row(server: str, text: str, kind: Fate, ours: str = "", value: Any = None, 
 
 
 @cache
-def rows() -> tuple[Row, ...]:
+def rows() -> list[Row]:
     """Every flag of every server."""
-    return tuple(row for server, tables in TABLES.items() for row in _rows(server, *tables))
-
-
-def _rows(
-    server: str, renamed: Mapping[str, Meaning], ignored: Mapping[str, str], refused: Mapping[str, str]
-) -> Iterator[Row]:
-    yield from (_row(server, names, "renamed", *meaning) for names, meaning in renamed.items())
-    kinds: tuple[tuple[Fate, Mapping[str, str]], ...] = (("ignored", ignored), ("refused", refused))
-    for kind, reasons in kinds:
-        yield from (_row(server, names, kind, why=why) for why, text in reasons.items() for names in text.split())
+    found = []
+    for server, (renamed, ignored, refused) in TABLES.items():
+        found += [_row(server, names, "renamed", *meaning) for names, meaning in renamed.items()]
+        found += [_row(server, one, "ignored", why=why) for why, text in ignored.items() for one in text.split()]
+        found += [_row(server, one, "refused", why=why) for why, text in refused.items() for one in text.split()]
+    return found
 
 
 @cache

@@ -15,8 +15,8 @@ from pydantic.fields import FieldInfo
 from jaxllm.config import CPU_ISA_VARIABLE, EngineConfig, ServeConfig
 from jaxllm.config.others import by_name
 from jaxllm.config.server import FOR_SEVERAL_MODELS, OTHER_KEY_VARIABLES
-from jaxllm.config.translation import OBJECTS, OTHER_PREFIXES, as_settings, flag, merged, other_variables
-from jaxllm.config.values import choices, members
+from jaxllm.config.translation import OBJECTS, OTHER_PREFIXES, as_settings, flag, other_variables
+from jaxllm.config.values import choices, members, merged
 from jaxllm.errors import ConfigError
 from jaxllm.folders import in_home
 from jaxllm.wording import did_you_mean, kind_of, wrong_setting

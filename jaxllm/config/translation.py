@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from jaxllm.config import ServeConfig
 from jaxllm.config.others import LLAMA_SERVER, Flags, Row, by_name, of_variable
 from jaxllm.config.server import OTHER_KEY_VARIABLES
-from jaxllm.config.values import members, parse_object
+from jaxllm.config.values import members, merged, parse_object
 from jaxllm.errors import ConfigError
 
 
@@ -56,7 +56,7 @@ def translated(arguments: Sequence[str], own: Collection[str] = SETTINGS, server
 
 class _Reader:
     def __init__(self, arguments: Sequence[str], own: frozenset[str], server: str | None):
-        self._left = deque(_with_modules_joined(arguments))
+        self._left = deque(arguments)
         self._own = own
         self._order = sorted(_servers(self._left, own), key=lambda one: one != server)
         self._found: list[str] = []
@@ -123,7 +123,11 @@ class _Reader:
         elif name in OBJECTS and (value is not None or self._left):
             self._objects.setdefault(name, []).append(self._value(name, value))
         elif name in LISTS and self._has_model and value is None:
-            self._found += [name, ",".join(self._values())] if self._left and not _is_flag(self._left[0]) else [name]
+            values = self._values()
+            self._found += [name, ",".join(values)] if values else [name]
+        elif name == "--lora-modules" and value is None:  # a=x b=y, or objects
+            modules = self._values("=", "{")
+            self._found += [name, *(modules if len(modules) < 2 else [json.dumps(modules)])]
         else:
             self._has_model |= name == "--model"
             self._found.append(_joined(name, inside, value))
@@ -190,9 +194,10 @@ class _Reader:
             raise ConfigError(f"{name} requires an argument")
         return self._left.popleft() if value is None else value
 
-    def _values(self) -> list[str]:
+    def _values(self, *having: str) -> list[str]:
+        """All that follow and are no flags, and have one of these signs."""
         found = []
-        while self._left and not _is_flag(self._left[0]):
+        while self._left and not _is_flag(self._left[0]) and (not having or set(having) & {*self._left[0]}):
             found.append(self._left.popleft())
         return found
 
@@ -250,31 +255,6 @@ def _set(values: dict[str, Any], path: Sequence[str], text: str) -> None:
         values.setdefault(last[:-1], []).extend(text.split(","))
     else:
         values[last] = value
-
-
-def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    both = ((key, one.get(key), value) for key, value in other.items())
-    return {**one} | {
-        key: merged(old, new) if isinstance(old, dict) and isinstance(new, dict) else new for key, old, new in both
-    }
-
-
-def _with_modules_joined(arguments: Sequence[str]) -> list[str]:
-    """`--lora-modules a=x b=y` -> `--lora-modules ["a=x", "b=y"]`: all that follow and look like a module."""
-    found: list[str] = []
-    left = list(arguments)
-    while left:
-        argument = left.pop(0)
-        found.append(argument)
-        if argument == "--":
-            return found + left
-        if argument.replace("_", "-") != "--lora-modules":
-            continue
-        modules = []
-        while left and not left[0].startswith("-") and ("=" in left[0] or left[0].startswith("{")):
-            modules.append(left.pop(0))
-        found += modules if len(modules) < 2 else [json.dumps(modules)]
-    return found
 
 
 def as_settings(flags: Sequence[str]) -> dict[str, Any]:

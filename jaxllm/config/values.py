@@ -212,6 +212,14 @@ def parse_object(text: str) -> dict[str, Any]:
     return found
 
 
+def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """{"a": {"b": 1, "c": 2}} and {"a": {"b": 3}} -> {"a": {"b": 3, "c": 2}}"""
+    both = ((key, one.get(key), value) for key, value in other.items())
+    return {**one} | {
+        key: merged(old, new) if isinstance(old, dict) and isinstance(new, dict) else new for key, old, new in both
+    }
+
+
 def _json(text: str) -> Any:
     """None where the text is no JSON."""
     try:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.config.values import merged
 from jaxllm.errors import CheckpointError
 from jaxllm.weights.folder import MANIFEST, NO_PICKLES, PICKLES, is_saved, the_gguf_file
 
@@ -57,16 +58,8 @@ def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[
     """A config.json with other values. Those of the rotary embedding are where the config has it, old key or new."""
     rope = {**(overrides.get("rope_scaling") or {}), **(overrides.get("rope_parameters") or {})}
     if not rope:
-        return _merged(config, overrides)
+        return merged(config, overrides)
     rope |= {"rope_type": rope.pop("type")} if "type" in rope and "rope_type" not in rope else {}
     others = {key: value for key, value in overrides.items() if key not in ("rope_scaling", "rope_parameters")}
     old = config.get("rope_scaling") or ("rope_parameters" not in config and "rope_theta" in config)
-    return _merged(config, others | {"rope_scaling" if old else "rope_parameters": rope})
-
-
-def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with other values; {"a": {"b": 1, "c": 2}} and {"a": {"b": 3}} -> {"a": {"b": 3, "c": 2}}."""
-    both = ((key, config.get(key), value) for key, value in overrides.items())
-    return {**config} | {
-        key: _merged(old, new) if isinstance(old, dict) and isinstance(new, dict) else new for key, old, new in both
-    }
+    return merged(config, others | {"rope_scaling" if old else "rope_parameters": rope})
