@@ -173,8 +173,7 @@ VLLM_IGNORED = {
     "--allow-deprecated-quantization --tokenizer-pool-size= --lora-target-modules=* --max-lora-cls-labels=",
     CHUNKS: "--enable-chunked-prefill --long-prefill-token-threshold= --long-prefill-token-threshold-adaptive "
     "--prefill-schedule-interval= --max-num-scheduled-tokens= --max-num-partial-prefills= --max-long-partial-prefills=",
-    "the next step is always dispatched before the last one is read": "--async-scheduling --num-scheduler-steps= "
-    "--stream-interval=",
+    "the next step is always dispatched before the last one is read": "--async-scheduling --num-scheduler-steps=",
     "requests run by their field priority, else in their order": "--scheduling-policy=fcfs|priority",
     GRAMMARS: "--guided-decoding-backend= --structured-outputs-config= --reasoning-config=",
     "adapters are small, and whole on each device where their layer's inputs are": "--fully-sharded-loras "
@@ -207,7 +206,6 @@ VLLM_IGNORED = {
     "it is for plug-ins of vLLM": "--additional-config=",
     "processes of one machine need nothing": "--distributed-executor-backend=mp|uni -dpb/--data-parallel-backend=mp",
     "accepted is 1": "-dcp/--decode-context-parallel-size=1 -pcp/--prefill-context-parallel-size=1",
-    "log-probabilities are those of the model, before anything that a request asks for": "--logprobs-mode=raw_logprobs",
 }
 """What is so without them, or needs nothing."""
 
