@@ -24,6 +24,7 @@ from jaxllm.serving.pooling.inputs import score_method
 from jaxllm.serving.served_model import LoadableModel, read_chat_template
 from jaxllm.serving.state import Registry
 from jaxllm.weights.folder import gguf_models, whole_name
+from jaxllm.weights.source import check_name
 from jaxllm.wording import did_you_mean
 
 if TYPE_CHECKING:
@@ -124,6 +125,7 @@ class ServerModels:
             self._models.append(LoadableModel(only, start, preload=True, pinned=True))
         for model in self._models:
             with self._naming(model):
+                check_name(model.config.model)
                 read_chat_template(model.config)
                 detect_formats(None, model.config.tool_call_parser, model.config.reasoning_parser)
 

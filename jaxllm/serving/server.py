@@ -77,8 +77,8 @@ def serve(config: ServeConfig) -> None:
     if config.process_id:
         serve_as_follower(config)
     warn_of_open_doors(config)
+    models = check_settings(config)
     with listening(config) as listener, _ending_on_sigterm():
-        models = check_settings(config)
         tool_servers, named = find_settings(config.mcp_config)
         for one in named:
             place = one.command or urlsplit(one.url or "").hostname  # no more of it: arguments and paths may be secret

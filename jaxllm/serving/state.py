@@ -38,6 +38,7 @@ TEMPLATE_THREADS = 4  # for requests with templates of their own, which may take
 RELEASE_SECONDS = 5.0  # for requests that were cancelled at the server's end to give their models back
 MAX_NAMES_SHOWN = 20
 MAX_NEAR = 3
+LATEST = ":latest"  # ollama's tag of a name without one
 MAX_COMPARED = 200  # characters of an unknown name that is compared with others: it may have megabytes
 
 ModelName = Annotated[str | None, Query(description="A name that /v1/models lists; by default the first.")]
@@ -227,6 +228,8 @@ class Registry:
         """The model, after the name that it is asked for by. Raises 404 for a name that the tenant may not know."""
         if name is None:  # the default one, or the first that the tenant may use
             name = next((name for name, model in self._by_name.items() if tenant.may_use(model.names)), None)
+        elif self.named(name) is None:
+            name = name.removesuffix(LATEST)
         if name is not None and self.serves(name):
             model = self.named(name) or self._by_name[self.default_name]
             if self._may_use(tenant, model, name):
