@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import re
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import App
+from cyclopts import App, Parameter
 
 from jaxllm.cli.settings import Json, Switch, documented, takes_settings
 from jaxllm.cli.terminal import agrees, print_found, print_table
@@ -55,6 +58,38 @@ def ps(*, json_output: Json = False) -> None:
     rows = [(str(one.pid), ", ".join(one.models), one.address, format_bytes(one.nbytes)) for one in servers]
     facts = [one._asdict() for one in servers]
     print_found(facts, json_output, ("pid", "models", "address", "memory"), rows, none="no server runs")
+
+
+@documented
+def stop(model: str, *, api_key: Annotated[str | None, Parameter(env_var="JAXLLM_API_KEY")] = None) -> None:
+    """Unload a model of a server that you run on this machine; a server that has no other is ended.
+
+    Args:
+        model: A name that `jaxllm ps` lists.
+        api_key: The key that the server asks for.
+    """
+    from jaxllm.serving.running import running_servers
+
+    servers = [one for one in running_servers() if model.removesuffix(":latest") in one.models]
+    if not servers:
+        raise ConfigError(f"no server of yours on this machine has a model {model!r}; `jaxllm ps` lists what runs")
+    for server in servers:
+        if asyncio.run(_unload(server.address, model, api_key)):
+            print(f"unloaded {model}")
+        else:
+            os.kill(server.pid, signal.SIGTERM)
+            print(f"the server of {model} ends (process {server.pid})")
+
+
+async def _unload(url: str, model: str, api_key: str | None) -> bool:
+    """False where the server has no other model. Raises ServerError where it is busy."""
+    from jaxllm.cli.client import ServerClient
+
+    async with ServerClient(url, api_key) as client:
+        if len({one["root"] for one in await client.models() if one["parent"] is None}) == 1:
+            return False
+        await client.ask("POST", "/v1/models/unload", {"model": model})
+    return True
 
 
 keys = App(name="keys", help="Make API keys for `jaxllm serve --api-key-file`.")
