@@ -18,38 +18,14 @@ from jaxllm.serving.generation import Reply
 from jaxllm.serving.http.answers import ignored_fields
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.route import ChunkWriter
-from jaxllm.serving.ollama.types import AnswerFields
+from jaxllm.serving.ollama.types import AnswerFields, OllamaChatRequest
 from jaxllm.serving.openai.answers import ChatTokenLogprob, chat_logprobs
 
 LINES = "application/x-ndjson"
-_encode = msgspec.json.Encoder().encode
 
 
 class OllamaError(msgspec.Struct):
     error: str
-
-
-def told(error: APIError) -> OllamaError:
-    """The shape has no place for the field's name, so the message begins with it unless it says it anyway."""
-    param = error.body["error"]["param"] or ""
-    return OllamaError(str(error) if param in str(error) else f"{param}: {error.reason}")
-
-
-class _Answer(msgspec.Struct, kw_only=True):
-    model: str
-    """The name that was asked for."""
-    created_at: datetime
-    done: bool
-    done_reason: Literal["stop", "length", "load", "unload"] | UnsetType = UNSET
-    total_duration: int | UnsetType = UNSET
-    """Nanoseconds, as all durations: from the request's arrival to its last token."""
-    load_duration: int | UnsetType = UNSET
-    prompt_eval_count: int | UnsetType = UNSET
-    prompt_eval_duration: int | UnsetType = UNSET
-    eval_count: int | UnsetType = UNSET
-    eval_duration: int | UnsetType = UNSET
-    logprobs: list[ChatTokenLogprob] | UnsetType = UNSET
-    warnings: list[str] | UnsetType = UNSET
 
 
 class OllamaFunction(msgspec.Struct, kw_only=True):
@@ -63,26 +39,35 @@ class OllamaCall(msgspec.Struct, kw_only=True):
     function: OllamaFunction
 
 
-class OllamaAnswerMessage(msgspec.Struct, kw_only=True):
+class OllamaReply(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str
     thinking: str | UnsetType = UNSET
     tool_calls: list[OllamaCall] | UnsetType = UNSET
 
 
-class OllamaChatAnswer(_Answer, kw_only=True):
-    """A whole answer, or one line of it; the last is `done`."""
+class OllamaAnswer(msgspec.Struct, kw_only=True):
+    """A whole answer, or one line of it; the last is `done`. Durations are in nanoseconds."""
 
-    message: OllamaAnswerMessage
-
-
-class OllamaTextAnswer(_Answer, kw_only=True):
-    """A whole answer, or one line of it; the last is `done`."""
-
-    response: str
+    model: str
+    """The name that was asked for."""
+    created_at: datetime
+    done: bool
+    message: OllamaReply | UnsetType = UNSET
+    """Of a chat; of a prompt it is the `response` with its `thinking`."""
+    response: str | UnsetType = UNSET
     thinking: str | UnsetType = UNSET
     context: list[int] | UnsetType = UNSET
     """All tokens so far: a field of the next request."""
+    logprobs: list[ChatTokenLogprob] | UnsetType = UNSET
+    done_reason: Literal["stop", "length", "load", "unload"] | UnsetType = UNSET
+    total_duration: int | UnsetType = UNSET
+    load_duration: int | UnsetType = UNSET
+    prompt_eval_count: int | UnsetType = UNSET
+    prompt_eval_duration: int | UnsetType = UNSET
+    eval_count: int | UnsetType = UNSET
+    eval_duration: int | UnsetType = UNSET
+    warnings: list[str] | UnsetType = UNSET
 
 
 class OllamaEmbedAnswer(msgspec.Struct, kw_only=True):
@@ -97,7 +82,7 @@ class OllamaEmbeddingsAnswer(msgspec.Struct):
     embedding: list[float]
 
 
-class ModelDetails(msgspec.Struct, kw_only=True):
+class ModelDetails(msgspec.Struct, kw_only=True, frozen=True):
     parent_model: str = ""
     """Of an adapter, the model that it belongs to."""
     format: str = ""
@@ -108,32 +93,21 @@ class ModelDetails(msgspec.Struct, kw_only=True):
 
 
 class ListedModel(msgspec.Struct, kw_only=True):
-    name: str
-    model: str
-    modified_at: datetime
-    size: int
-    digest: str
-    details: ModelDetails
-
-
-class TagList(msgspec.Struct):
-    models: list[ListedModel]
-
-
-class LoadedModel(msgspec.Struct, kw_only=True):
-    name: str
-    model: str
-    size: int
-    digest: str
-    details: ModelDetails
-    expires_at: datetime
-    size_vram: int
+    name: str = ""
+    model: str = ""
+    modified_at: datetime = datetime.fromtimestamp(0, UTC)
+    size: int = 0
+    digest: str = ""
+    details: ModelDetails = ModelDetails()
+    expires_at: datetime | UnsetType = UNSET
+    """Of a loaded one, as the two below."""
+    size_vram: int | UnsetType = UNSET
     """What it takes of the devices' memory; 0 on a CPU."""
-    context_length: int
+    context_length: int | UnsetType = UNSET
 
 
-class LoadedList(msgspec.Struct):
-    models: list[LoadedModel]
+class ModelTags(msgspec.Struct):
+    models: list[ListedModel]
 
 
 class ShownModel(msgspec.Struct, kw_only=True):
@@ -145,11 +119,12 @@ class ShownModel(msgspec.Struct, kw_only=True):
     """In Jinja's notation."""
     details: ModelDetails
     model_info: dict[str, Any]
-    capabilities: list[Literal["completion", "embedding", "insert", "thinking", "tools"]]
+    capabilities: list[str]
+    """completion or embedding, and insert, thinking and tools."""
     modified_at: datetime
 
 
-class PullProgress(msgspec.Struct, kw_only=True):
+class PullProgress(msgspec.Struct):
     status: str
 
 
@@ -157,35 +132,27 @@ class SpokenVersion(msgspec.Struct):
     version: str
 
 
-class Emptied(msgspec.Struct):
-    """No more is said."""
+class Deleted(msgspec.Struct):
+    """Nothing is said of it."""
 
 
-def now() -> datetime:
-    return datetime.now(UTC)
+def told(error: APIError) -> OllamaError:
+    """The shape has no place for the field's name, so the message begins with it unless it says it anyway."""
+    param = error.body["error"]["param"] or ""
+    return OllamaError(str(error) if param in str(error) else f"{param}: {error.reason}")
 
 
 def line(value: msgspec.Struct) -> bytes:
-    return _encode(value) + b"\n"
+    return msgspec.json.encode(value) + b"\n"
 
 
-def nothing_said(model: str, *, chat: bool, reason: Literal["load", "unload"]) -> OllamaChatAnswer | OllamaTextAnswer:
-    """The answer to a request that only loads or unloads a model."""
-    return _answer(chat, "", model=model, created_at=now(), done=True, done_reason=reason)
-
-
-def _answer(
-    chat: bool,
-    text: str,
-    thinking: str | UnsetType = UNSET,
-    calls: list[OllamaCall] | UnsetType = UNSET,
-    context: list[int] | UnsetType = UNSET,
-    **fields: Any,
-) -> OllamaChatAnswer | OllamaTextAnswer:
-    if chat:
-        message = OllamaAnswerMessage(content=text, thinking=thinking or UNSET, tool_calls=calls or UNSET)
-        return OllamaChatAnswer(message=message, **fields)
-    return OllamaTextAnswer(response=text, thinking=thinking or UNSET, context=context, **fields)
+def answer(
+    body: AnswerFields, text: str = "", thinking: str = "", calls: list[OllamaCall] | None = None, **fields: Any
+) -> OllamaAnswer:
+    said: dict[str, Any] = {"response": text, "thinking": thinking or UNSET}
+    if isinstance(body, OllamaChatRequest):
+        said = {"message": OllamaReply(content=text, thinking=thinking or UNSET, tool_calls=calls or UNSET)}
+    return OllamaAnswer(model=body.model, created_at=datetime.now(UTC), **said, **fields)
 
 
 class AnswerWriter(ChunkWriter[TokenDelta]):
@@ -196,23 +163,20 @@ class AnswerWriter(ChunkWriter[TokenDelta]):
 
     done = b""
 
-    def __init__(
-        self, reply: Reply, body: AnswerFields, came: float, loaded: float, *, chat: bool, shows_context: bool = False
-    ):
-        self._reply = reply
+    def __init__(self, reply: Reply, body: AnswerFields, came: float, loaded: float, *, shows_context: bool = False):
         self.streams = body.stream
+        self.keep_alive = line(answer(body, done=False))
+        self._reply = reply
         self._body = body
         self._came, self._loaded = came, loaded
-        self._chat = chat
-        self._context = list(reply.prompt_token_ids) if shows_context else None
+        self._context: Any = list(reply.prompt_token_ids) if shows_context else UNSET
         self._text, self._thinking = "", ""
         self._calls: list[OllamaCall] = []
         self._call: ToolCall | None = None
         self._arguments = ""
-        self._pending: list[Step] = []
         self._steps: list[Step] = []
-        self._reason: Literal["stop", "length"] = "stop"
-        self.keep_alive = self.encode(self._line(""))
+        """Those that no line has shown."""
+        self._reason: str | None = None
 
     def encode(self, chunk: msgspec.Struct) -> bytes:
         return line(chunk)
@@ -220,11 +184,11 @@ class AnswerWriter(ChunkWriter[TokenDelta]):
     def error(self, error: APIError) -> bytes:
         return line(told(error))
 
-    def chunks(self, index: int, delta: TokenDelta) -> Iterator[msgspec.Struct]:
-        """A line for each text and each call, of which the next begins or the answer ends."""
+    def chunks(self, index: int, delta: TokenDelta) -> Iterator[OllamaAnswer]:
+        """A line for each text and each call, of which the next begins or the answer ends; none unless it streams."""
         piece = self._reply.parse(index, delta)
-        self._pending += piece.logprobs
-        if self._context is not None:
+        self._steps += piece.logprobs
+        if self._context is not UNSET:
             self._context += piece.token_ids
         for event in piece.events:
             if isinstance(event, ToolArguments):
@@ -234,25 +198,24 @@ class AnswerWriter(ChunkWriter[TokenDelta]):
             match event:
                 case Content(text):
                     self._text += text
-                    yield self._line(text)
+                    yield from self._line(text)
                 case Reasoning(text):
                     self._thinking += text
-                    yield self._line("", thinking=text)
+                    yield from self._line("", thinking=text)
                 case ToolCall():
                     self._call = event
+        self._reason = piece.finish_reason
         if piece.finish_reason is not None:
             yield from self._ended_call()
-            self._reason = "length" if piece.finish_reason == "length" else "stop"
 
-    def last(self) -> Iterator[msgspec.Struct]:
-        yield self._last("", UNSET, UNSET, self._taken())
+    def last(self) -> Iterator[OllamaAnswer]:
+        yield self._ending()
 
-    def whole(self) -> msgspec.Struct:
+    def whole(self) -> OllamaAnswer:
         """All of it, once it has ended."""
-        self._taken()
-        return self._last(self._text, self._thinking, self._calls, self._steps)
+        return self._ending(text=self._text, thinking=self._thinking, calls=self._calls)
 
-    def _ended_call(self) -> Iterator[msgspec.Struct]:
+    def _ended_call(self) -> Iterator[OllamaAnswer]:
         call, text = self._call, self._arguments
         self._call, self._arguments = None, ""
         if call is None:
@@ -261,46 +224,36 @@ class AnswerWriter(ChunkWriter[TokenDelta]):
             arguments = json.loads(text)
         except ValueError:
             return  # it was cut off, and must not be run
-        self._calls.append(
-            OllamaCall(id=call.id, function=OllamaFunction(index=call.index, name=call.name, arguments=arguments))
-        )
-        yield self._line("", calls=self._calls[-1:])
+        function = OllamaFunction(index=call.index, name=call.name, arguments=arguments)
+        self._calls.append(OllamaCall(id=call.id, function=function))
+        yield from self._line("", calls=self._calls[-1:])
 
-    def _taken(self) -> list[Step]:
-        """The log-probabilities that no line has shown yet."""
-        steps, self._pending = self._pending, []
-        self._steps += steps
-        return steps
+    def _line(self, text: str, **shown: Any) -> Iterator[OllamaAnswer]:
+        if self.streams:
+            yield answer(self._body, text, done=False, logprobs=self._logprobs(), **shown)
 
-    def _line(self, text: str, **shown: Any) -> msgspec.Struct:
-        return self._made(text, self._taken(), done=False, **shown)
-
-    def _last(self, text: str, thinking: Any, calls: Any, steps: list[Step]) -> msgspec.Struct:
+    def _ending(self, **shown: Any) -> OllamaAnswer:
         usage, phases = self._reply.usage(), self._reply.generation.phases()
-        return self._made(
-            text,
-            steps,
-            thinking=thinking,
-            calls=calls,
-            context=UNSET if self._context is None else self._context,
+        return answer(
+            self._body,
+            **shown,
+            context=self._context,
+            logprobs=self._logprobs(),
             done=True,
-            done_reason=self._reason,
-            total_duration=_ns(time.monotonic() - self._came),
-            load_duration=_ns(self._loaded - self._came),
+            done_reason="length" if self._reason == "length" else "stop",
+            total_duration=nanoseconds(time.monotonic() - self._came),
+            load_duration=nanoseconds(self._loaded - self._came),
             prompt_eval_count=usage.prompt_tokens,
-            prompt_eval_duration=_ns(phases.prefill),
+            prompt_eval_duration=nanoseconds(phases.prefill),
             eval_count=usage.completion_tokens,
-            eval_duration=_ns(phases.decode),
+            eval_duration=nanoseconds(phases.decode),
+            warnings=ignored_fields.get() or UNSET if self.streams else UNSET,
         )
 
-    def _made(self, text: str, steps: list[Step], **fields: Any) -> msgspec.Struct:
-        body = self._body
-        if body.logprobs:
-            shown = chat_logprobs(steps, body.top_logprobs or 0, self._reply.token_bytes).content
-            fields["logprobs"] = shown or UNSET
-        warnings = (ignored_fields.get() or UNSET) if fields["done"] else UNSET
-        return _answer(self._chat, text, model=body.model, created_at=now(), warnings=warnings, **fields)
+    def _logprobs(self) -> list[ChatTokenLogprob] | UnsetType:
+        steps, self._steps = self._steps, []
+        return chat_logprobs(steps, self._body.top_logprobs or 0, self._reply.token_bytes).content or UNSET
 
 
-def _ns(seconds: float | None) -> int:
+def nanoseconds(seconds: float | None) -> int:
     return int((seconds or 0.0) * 1e9)

@@ -9,13 +9,13 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from msgspec.structs import replace
 
 from jaxllm.chat.formats import detect_formats
 from jaxllm.config import ModelConfig
@@ -37,7 +37,6 @@ SPOKEN = "0.18.3"
 """The release of ollama whose API this is; clients refuse older ones than they know."""
 FOREVER = 100 * 365 * 86400.0
 """Seconds that a model is said to stay which is not unloaded."""
-EPOCH = datetime.fromtimestamp(0, UTC)
 REFUSED = {
     "/api/blobs/{digest}": "files are put where --models or --model-directory finds them",
     "/api/copy": "other names of a model are its aliases in the models file",
@@ -45,22 +44,13 @@ REFUSED = {
     "/api/push": "it publishes no models",
 }
 """Routes of ollama's that are not there, and why."""
-
-
-@dataclass(frozen=True)
-class Files:
-    """What the files of a model say of it; empty where they are not on this machine."""
-
-    nbytes: int = 0
-    modified: datetime = EPOCH
-    digest: str = ""
-    format: str = ""
-    architecture: str = ""
-    quantization: str = ""
-    num_parameters: int = 0
-    license: str = ""
-    info: dict[str, Any] = field(default_factory=dict)
-    """Under ollama's names, which are those of GGUF's metadata."""
+CONFIG_KEYS = {
+    "context_length": "max_position_embeddings", "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
+}  # fmt: skip
+"""GGUF's names of what is in a config.json."""
+Described = tuple[answers.ListedModel, dict[str, Any]]
+"""A model's entry in a list, and more of it under the names of GGUF's metadata."""
 
 
 @router.get("/version", responses=returns(answers.SpokenVersion, error=answers.OllamaError))
@@ -69,24 +59,16 @@ async def show_spoken_version(_: Request) -> Response:
     return json_response(answers.SpokenVersion(SPOKEN))
 
 
-@router.get("/tags", responses=returns(answers.TagList, error=answers.OllamaError))
+@router.get("/tags", responses=returns(answers.ModelTags, error=answers.OllamaError))
 async def list_tags(request: Request) -> Response:
     """The models of this server, loaded or not."""
     state: ServerState = request.app.state.server
-    listed = []
-    for name in state.registry.names_for(tenant_of(request)):
-        model = state.registry.find(name)
-        files = await state.offload(files_of, model.config)
-        listed.append(
-            answers.ListedModel(
-                name=name, model=name, modified_at=files.modified, size=files.nbytes, digest=files.digest,
-                details=_details(name, model, files),
-            )
-        )  # fmt: skip
-    return json_response(answers.TagList(listed))
+    names = state.registry.names_for(tenant_of(request))
+    listed = [(await state.offload(described, state.registry.find(name), name))[0] for name in names]
+    return json_response(answers.ModelTags(listed))
 
 
-@router.get("/ps", responses=returns(answers.LoadedList, error=answers.OllamaError))
+@router.get("/ps", responses=returns(answers.ModelTags, error=answers.OllamaError))
 async def list_loaded(request: Request) -> Response:
     """The models that are loaded now, and until when."""
     state: ServerState = request.app.state.server
@@ -95,41 +77,33 @@ async def list_loaded(request: Request) -> Response:
         model = state.registry.find(name)
         if model.info is None or not model.is_awake or name != model.name:
             continue
-        files = await state.offload(files_of, model.config)
+        listed, _ = await state.offload(described, model, name)
+        listed.size = model.planned_bytes or listed.size
+        listed.size_vram = 0 if model.info.platform == "cpu" else listed.size
         left = math.inf if model.pinned else model.last_used + model.keep_alive - time.monotonic()
-        size = model.planned_bytes or files.nbytes
-        shown.append(
-            answers.LoadedModel(
-                name=name,
-                model=name,
-                size=size,
-                digest=files.digest,
-                details=_details(name, model, files),
-                expires_at=answers.now() + timedelta(seconds=min(left, FOREVER)),
-                size_vram=0 if model.info.platform == "cpu" else size,
-                context_length=model.info.max_model_len,
-            )
-        )
-    return json_response(answers.LoadedList(shown))
+        listed.expires_at = datetime.now(UTC) + timedelta(seconds=min(left, FOREVER))
+        listed.context_length = model.info.max_model_len
+        shown.append(listed)
+    return json_response(answers.ModelTags(shown))
 
 
 @router.post("/show", responses=returns(answers.ShownModel, error=answers.OllamaError))
-async def show(body: types.ShowRequest, request: Request) -> Response:
+async def show(body: types.NamedModel, request: Request) -> Response:
     """What a model can do, its sizes and its chat template; loads nothing."""
     state: ServerState = request.app.state.server
     name, model = state.registry.called(body.named, tenant_of(request))
-    files = await state.offload(files_of, model.config)
+    listed, info = await state.offload(described, model, name)
     template = await state.offload(_template, model)
     recommended = {} if model.info is None else model.info.default_sampling.fields()
     shown = answers.ShownModel(
-        license=files.license,
+        license=str(info.get("general.license", "")),
         modelfile=f"FROM {name}\n",
         parameters="\n".join(f"{types.OPTION_OF.get(key, key)} {value}" for key, value in recommended.items()),
         template=template,
-        details=_details(name, model, files),
-        model_info=_info(model, files),
+        details=listed.details,
+        model_info=info,
         capabilities=_capabilities(model, template),
-        modified_at=files.modified,
+        modified_at=listed.modified_at,
     )
     return json_response(shown)
 
@@ -152,29 +126,28 @@ async def pull(body: types.PullRequest, request: Request) -> Response:
     try:
         await fetching
     except JaxLLMError as error:
-        raise _not_fetched(error) from None
-    return json_response(answers.PullProgress(status="success"))
+        raise APIError(404, str(error), code="model_not_found") from None
+    return json_response(answers.PullProgress("success"))
 
 
-@router.delete("/delete", responses=returns(answers.Emptied, error=answers.OllamaError))
-async def delete(body: types.DeleteRequest, request: Request) -> Response:
+@router.delete("/delete", responses=returns(answers.Deleted, error=answers.OllamaError))
+async def delete(body: types.NamedModel, request: Request) -> Response:
     """Unload a model and remove its downloaded files; the next request for it fetches them again."""
     check_admin(request, "delete models")
     state: ServerState = request.app.state.server
     _, model = state.registry.called(body.named, tenant_of(request))
     try:
         found = await state.offload(find_removable, model.config.model, model.config.download_dir)
-        if model.served is not None:
-            await state.registry.loader.unload(model)
-        await state.offload(remove_local, found)
     except ModelNotFoundError as error:
-        raise APIError(404, str(error), param="model", code="model_not_removable") from None
+        raise APIError(404, str(error), code="model_not_found") from None
+    if model.served is not None:
+        await state.registry.loader.unload(model)
+    await state.offload(remove_local, found)
     _read.cache_clear()
-    return json_response(answers.Emptied())
+    return json_response(answers.Deleted())
 
 
 async def refuse(request: Request) -> Response:
-    """A route of ollama's that is not here."""
     path = request.scope["route"].path
     raise APIError(501, f"{path} is not supported by this server: {REFUSED[path]}", code="not_supported")
 
@@ -183,97 +156,70 @@ for _path in REFUSED:
     router.add_api_route(_path.removeprefix("/api"), refuse, methods=["POST"], include_in_schema=False)
 
 
-def files_of(config: ModelConfig) -> Files:
-    """What is known of a model without loading it."""
+def described(model: LoadableModel, name: str) -> Described:
+    """What is known of a model without loading it; next to nothing where its files are not here."""
+    listed, info = answers.ListedModel(), {}
     with suppress(ModelNotFoundError, CheckpointError, OSError):
-        return _read(config.model, config.download_dir)
-    return Files()
+        listed, info = _read(model.config.model, model.config.download_dir)
+    kind, adapter = listed.details.family or "unknown", model.adapters.get(name)
+    count, longest = info.get("general.parameter_count"), model.config.max_model_len
+    if model.info is not None:
+        count, longest = model.info.num_parameters, model.info.max_model_len
+    known = {"general.parameter_count": count, f"{kind}.context_length": longest}
+    info = {"general.architecture": kind, **info, **{key: value for key, value in known.items() if value}}
+    parent = "" if adapter is None else adapter.parent
+    details = replace(listed.details, parent_model=parent, parameter_size=_in_words(count or 0))
+    return replace(listed, name=name, model=name, details=details), info
 
 
 @lru_cache(maxsize=256)
-def _read(name: str, download_dir: Path | None) -> Files:
+def _read(name: str, download_dir: Path | None) -> Described:
     found = find_local(name, download_dir)
     assert found.path is not None
-    written = found.path.stat()
-    digest = hashlib.sha256(f"{found.path}\0{found.nbytes}\0{written.st_mtime_ns}".encode()).hexdigest()
-    known = {"nbytes": found.nbytes, "modified": datetime.fromtimestamp(written.st_mtime, UTC), "digest": digest}
+    written, format, info, quantization = found.path.stat(), "safetensors", {}, ""
     if (found.path / "config.json").is_file():
-        return Files(**known, **_of_config(read_object(found.path, "config.json")))
-    if found.path.is_dir() and not any(found.path.glob("*.gguf")):
-        return Files(**known, format="orbax")
-    return Files(**known, **_of_gguf(the_gguf_file(found.path)))
+        config = read_object(found.path, "config.json")
+        inner = config | (config.get("text_config") or {})
+        kind = str(inner.get("model_type", ""))
+        info = {
+            f"{kind}.{key}": inner[named] for key, named in CONFIG_KEYS.items() if isinstance(inner.get(named), int)
+        }
+        stated = (config.get("quantization_config") or {}).get("quant_method")
+        quantization = str(stated or inner.get("dtype") or inner.get("torch_dtype") or "")
+    else:
+        format, (info, quantization) = "gguf", _of_gguf(the_gguf_file(found.path))
+        kind = str(info.get("general.architecture", ""))
+    listed = answers.ListedModel(
+        modified_at=datetime.fromtimestamp(written.st_mtime, UTC),
+        size=found.nbytes,
+        digest=hashlib.sha256(f"{found.path}\0{found.nbytes}\0{written.st_mtime_ns}".encode()).hexdigest(),
+        details=answers.ModelDetails(
+            format=format, family=kind, families=[kind] if kind else [], quantization_level=quantization
+        ),
+    )
+    return listed, info
 
 
-def _of_config(config: dict[str, Any]) -> dict[str, Any]:
-    inner = config | (config.get("text_config") or {})
-    kind = str(inner.get("model_type", ""))
-    names = {
-        "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
-        "block_count": "num_hidden_layers", "attention.head_count": "num_attention_heads",
-        "attention.head_count_kv": "num_key_value_heads",
-    }  # fmt: skip
-    info = {f"{kind}.{name}": inner[key] for name, key in names.items() if isinstance(inner.get(key), int)}
-    stated = (config.get("quantization_config") or {}).get("quant_method")
-    return {
-        "format": "safetensors",
-        "architecture": kind,
-        "quantization": str(stated or inner.get("dtype") or inner.get("torch_dtype") or ""),
-        "info": {"general.architecture": kind, **info},
-    }
-
-
-def _of_gguf(path: Path) -> dict[str, Any]:
+def _of_gguf(path: Path) -> tuple[dict[str, Any], str]:
+    """The metadata, but for lists and the chat template, and the name of the file's type."""
     from gguf import LlamaFileType
 
     from jaxllm.weights.gguf_file import read_header
 
     header = read_header(path)
-    metadata, kind = header.metadata, header.metadata.get("general.file_type")
     known = {int(one): one.name.removeprefix("MOSTLY_").removeprefix("ALL_") for one in LlamaFileType}
-    shown = {
+    info = {
         key: value
-        for key, value in metadata.items()
+        for key, value in header.metadata.items()
         if isinstance(value, bool | int | float | str) and not key.startswith("tokenizer.chat_template")
     }
-    return {
-        "format": "gguf",
-        "architecture": str(metadata.get("general.architecture", "")),
-        "quantization": known.get(kind, "") if isinstance(kind, int) else "",
-        "num_parameters": sum(math.prod(tensor.shape) for tensor in header.tensors.values()),
-        "license": str(metadata.get("general.license", "")),
-        "info": shown,
-    }
-
-
-def _details(name: str, model: LoadableModel, files: Files) -> answers.ModelDetails:
-    adapter = model.adapters.get(name)
-    count = files.num_parameters if model.info is None else model.info.num_parameters
-    return answers.ModelDetails(
-        parent_model="" if adapter is None else adapter.parent,
-        format=files.format,
-        family=files.architecture,
-        families=[files.architecture] if files.architecture else [],
-        parameter_size=_in_words(count),
-        quantization_level=files.quantization,
-    )
+    info["general.parameter_count"] = sum(math.prod(tensor.shape) for tensor in header.tensors.values())
+    return info, known.get(info.get("general.file_type", -1), "")
 
 
 def _in_words(count: int) -> str:
     """134_515_008 -> '134.52M', 8_030_261_248 -> '8.0B'."""
     return "" if not count else f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
-
-
-def _info(model: LoadableModel, files: Files) -> dict[str, Any]:
-    """What the files say, with the context that a request has here."""
-    kind = files.architecture or "unknown"
-    asked = model.config.max_model_len
-    longest = asked if model.info is None else model.info.max_model_len
-    found = {"general.architecture": kind, **files.info}
-    if isinstance(longest, int):
-        found[f"{kind}.context_length"] = longest
-    if count := files.num_parameters if model.info is None else model.info.num_parameters:
-        found["general.parameter_count"] = count
-    return found
 
 
 def _template(model: LoadableModel) -> str:
@@ -291,16 +237,12 @@ def _template(model: LoadableModel) -> str:
     return ""
 
 
-def _capabilities(model: LoadableModel, template: str) -> list[Any]:
+def _capabilities(model: LoadableModel, template: str) -> list[str]:
     if model.info is not None and model.info.tasks.why_no_text is not None:
         return ["embedding"]
     formats = detect_formats(template, model.config.tool_call_parser, model.config.reasoning_parser)
-    has = {
-        "completion": True,
-        "tools": bool(template) and formats.tools is not None,
-        "thinking": formats.reasoning is not None,
-    }
-    return [name for name, there in has.items() if there]
+    has = {"tools": bool(template) and formats.tools is not None, "thinking": formats.reasoning is not None}
+    return ["completion", *(name for name, there in has.items() if there)]
 
 
 def _fetch(config: ModelConfig) -> None:
@@ -308,19 +250,15 @@ def _fetch(config: ModelConfig) -> None:
     _read.cache_clear()
 
 
-def _not_fetched(error: JaxLLMError) -> APIError:
-    return APIError(404, str(error), code="model_not_found")
-
-
 async def _progress(name: str, fetching: asyncio.Future[None], silence: float) -> AsyncIterator[list[bytes]]:
     """What is being done, again after each silence, until it is done."""
-    yield [answers.line(answers.PullProgress(status="pulling manifest"))]
+    yield [answers.line(answers.PullProgress("pulling manifest"))]
     while not (await asyncio.wait({fetching}, timeout=silence))[0]:
-        yield [answers.line(answers.PullProgress(status=f"pulling {name}"))]
+        yield [answers.line(answers.PullProgress(f"pulling {name}"))]
     error = fetching.exception()
     if isinstance(error, JaxLLMError):
         yield [answers.line(answers.OllamaError(str(error)))]
     elif error is not None:
         raise error
     else:
-        yield [answers.line(answers.PullProgress(status=status)) for status in (f"pulling {name}", "success")]
+        yield [answers.line(answers.PullProgress("success"))]

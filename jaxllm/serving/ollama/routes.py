@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -16,7 +16,7 @@ from jaxllm.chat.prompt import ConversationPrompt, fitted, prepare, sampling_par
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.serving.access.keys import tenant_of
 from jaxllm.serving.call import ClientCall, chunk_stream, open_call
-from jaxllm.serving.generation import GenerationSettings, Reply, begin_reply
+from jaxllm.serving.generation import GenerationSettings, Reply
 from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.route import JSONRoute, until_disconnect
@@ -24,7 +24,6 @@ from jaxllm.serving.ollama import answers, types
 from jaxllm.serving.pooling.inputs import PoolingRun
 from jaxllm.serving.pooling.routes import embed
 from jaxllm.serving.pooling.types import EmbeddingRequest
-from jaxllm.serving.served_model import LoadableModel
 from jaxllm.serving.state import Registry
 
 _OF_A_PAGE = ("origin", "sec-fetch-site")
@@ -62,56 +61,21 @@ class OllamaRoute(JSONRoute):
 router = APIRouter(prefix="/api", route_class=OllamaRoute, tags=["ollama"])
 
 
-@router.post(
-    "/chat",
-    responses=returns(
-        answers.OllamaChatAnswer, lines=(answers.OllamaChatAnswer, answers.OllamaError), error=answers.OllamaError
-    ),
+_ANSWERS: Any = returns(
+    answers.OllamaAnswer, lines=(answers.OllamaAnswer, answers.OllamaError), error=answers.OllamaError
 )
+
+
+@router.post("/chat", responses=_ANSWERS)
 async def chat(body: types.OllamaChatRequest, request: Request) -> Response:
     """Continue a conversation, as ollama does: in lines of JSON unless `stream` is false."""
-    came = time.monotonic()
-    if (unloaded := await _unloaded(body, request, chat=True)) is not None:
-        return unloaded
-    call = await _open(body, request)
-    loaded = time.monotonic()
-    if body.says_nothing:
-        return json_response(answers.nothing_said(body.model, chat=True, reason="load"))
-    with naming(types.FIELD_NAMES):
-        _check_thinking(call, body)
-        reply = await begin_reply(call, body.conversation(), body.settings(), prefix="chat-")
-    return await _answered(call, request, reply, answers.AnswerWriter(reply, body, came, loaded, chat=True))
+    return await _answered(body, request, _conversation)
 
 
-@router.post(
-    "/generate",
-    responses=returns(
-        answers.OllamaTextAnswer, lines=(answers.OllamaTextAnswer, answers.OllamaError), error=answers.OllamaError
-    ),
-)
+@router.post("/generate", responses=_ANSWERS)
 async def generate(body: types.GenerateRequest, request: Request) -> Response:
     """Answer one prompt, as ollama does: in lines of JSON unless `stream` is false."""
-    came = time.monotonic()
-    if (unloaded := await _unloaded(body, request, chat=False)) is not None:
-        return unloaded
-    call = await _open(body, request)
-    loaded = time.monotonic()
-    if body.says_nothing:
-        return json_response(answers.nothing_said(body.model, chat=False, reason="load"))
-    settings = body.settings()
-    plain = body.raw or bool(body.suffix) or not (call.model.has_chat_template or body.template)
-    call.model.check_accepting()
-    with naming(types.FIELD_NAMES):
-        _check_thinking(call, body)
-        if plain:
-            ready = await call.state.offload_grammar(_text, call, body, settings)
-        else:
-            ready = await call.state.prepare(prepare, call.model, body.conversation(), settings)
-            if body.context:
-                ready = await call.state.offload(_going_on, call, body.context, ready, settings)
-        reply = Reply(call, ready, settings, "gen-")
-    writer = answers.AnswerWriter(reply, body, came, loaded, chat=False, shows_context=not plain)
-    return await _answered(call, request, reply, writer)
+    return await _answered(body, request, _prompt)
 
 
 @router.post("/embed", responses=returns(answers.OllamaEmbedAnswer, error=answers.OllamaError))
@@ -124,8 +88,8 @@ async def embed_texts(body: types.OllamaEmbedRequest, request: Request) -> Respo
     answer = answers.OllamaEmbedAnswer(
         model=body.model,
         embeddings=vectors,
-        total_duration=int((time.monotonic() - came) * 1e9),
-        load_duration=int((loaded - came) * 1e9),
+        total_duration=answers.nanoseconds(time.monotonic() - came),
+        load_duration=answers.nanoseconds(loaded - came),
         prompt_eval_count=num_tokens,
     )
     return json_response(answer)
@@ -139,22 +103,66 @@ async def embed_prompt(body: types.OllamaEmbeddingsRequest, request: Request) ->
     return json_response(answers.OllamaEmbeddingsAnswer(vectors[0]))
 
 
-async def _unloaded(body: types.AnswerFields, request: Request, *, chat: bool) -> Response | None:
-    """The answer to a request that unloads a model; None to any other."""
-    if body.keep_alive != 0 or not body.says_nothing:
-        return None
-    registry: Registry = request.app.state.server.registry
-    model = registry.find(body.model, tenant_of(request))
-    if model.served is not None:
-        await registry.loader.unload(model)
-    return json_response(answers.nothing_said(body.model, chat=chat, reason="unload"))
+Body = TypeVar("Body", bound=types.AnswerFields)
+Prepare = Callable[[ClientCall, Body, GenerationSettings], Awaitable[tuple[ConversationPrompt, bool]]]
+"""Makes the prompt of a request, and says whether the answer shows the tokens that the next one may go on from."""
+
+
+async def _answered(body: Body, request: Request, prepared: Prepare[Body]) -> Response:
+    came = time.monotonic()
+    if body.says_nothing and body.keep_alive == 0:
+        registry: Registry = request.app.state.server.registry
+        model = registry.find(body.model, tenant_of(request))
+        if model.served is not None:
+            await registry.loader.unload(model)
+        return json_response(answers.answer(body, done=True, done_reason="unload"))
+    call = await _open(body, request)
+    loaded = time.monotonic()
+    if body.says_nothing:
+        return json_response(answers.answer(body, done=True, done_reason="load"))
+    settings = body.settings()
+    call.model.check_accepting()
+    with naming(types.FIELD_NAMES):
+        _check_thinking(call, body)
+        prompt, shows_context = await prepared(call, body, settings)
+        reply = Reply(call, prompt, settings, "chat-")
+    writer = answers.AnswerWriter(reply, body, came, loaded, shows_context=shows_context)
+    if body.stream:
+        return await chunk_stream(call, reply.generation, writer, {"Content-Type": answers.LINES})
+    async with reply.generation:
+        await until_disconnect(request.receive, _read_all(reply, writer))
+    return json_response(writer.whole(), request_id=reply.generation.id)
+
+
+async def _read_all(reply: Reply, writer: answers.AnswerWriter) -> None:
+    async for gains in reply.generation.arrivals():
+        for index, delta in gains:
+            for _ in writer.chunks(index, delta):
+                pass
 
 
 async def _open(body: types.OllamaFields, request: Request) -> ClientCall:
     """A call of the model, with no comments while it loads: ollama's clients take every line for JSON."""
     registry: Registry = request.app.state.server.registry
-    model: LoadableModel = registry.find(body.model, tenant_of(request))
+    model = registry.find(body.model, tenant_of(request))
     return await open_call(request, body.model, keep_alive=None if model.pinned else body.keep_alive)
+
+
+async def _conversation(
+    call: ClientCall, body: types.OllamaChatRequest, settings: GenerationSettings
+) -> tuple[ConversationPrompt, bool]:
+    return await call.state.prepare(prepare, call.model, body.conversation(), settings), False
+
+
+async def _prompt(
+    call: ClientCall, body: types.GenerateRequest, settings: GenerationSettings
+) -> tuple[ConversationPrompt, bool]:
+    if body.raw or body.suffix or not (call.model.has_chat_template or body.template):
+        return await call.state.offload_grammar(_text, call, body, settings), False
+    ready = await call.state.prepare(prepare, call.model, body.conversation(), settings)
+    if body.context:
+        ready = await call.state.offload(_going_on, call, body.context, ready, settings)
+    return ready, True
 
 
 def _check_thinking(call: ClientCall, body: types.AnswerFields) -> None:
@@ -188,21 +196,6 @@ def _going_on(
         ids = ids[1:]
     ready.prompt = fitted(call.model, [*context, *ids], params, settings, Field("context"))
     return ready
-
-
-async def _answered(call: ClientCall, request: Request, reply: Reply, writer: answers.AnswerWriter) -> Response:
-    if writer.streams:
-        return await chunk_stream(call, reply.generation, writer, {"Content-Type": answers.LINES})
-    async with reply.generation:
-        await until_disconnect(request.receive, _write_all(reply, writer))
-    return json_response(writer.whole(), request_id=reply.generation.id)
-
-
-async def _write_all(reply: Reply, writer: answers.AnswerWriter) -> None:
-    async for gains in reply.generation.arrivals():
-        for index, delta in gains:
-            for _ in writer.chunks(index, delta):
-                pass
 
 
 async def _vectors(call: ClientCall, request: Request, body: EmbeddingRequest) -> tuple[list[list[float]], int]:

@@ -25,14 +25,20 @@ from jaxllm.serving.generation import GenerationSettings
 from jaxllm.serving.http.request_model import RequestModel, check_equal, refuse, seconds
 from jaxllm.serving.openai.messages import ChatTool
 from jaxllm.serving.pooling.types import MAX_INPUTS, EmbeddingRequest
+from jaxllm.wording import shown
 
-SAMPLING = {
-    "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "seed": "seed", "stop": "stop",
-    "repeat_last_n": "repeat_last_n", "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-}  # fmt: skip
-"""Options by ollama's names -> fields of SamplingParams."""
-OPTION_OF = {ours: name for name, ours in SAMPLING.items()}
+SAMPLING = (
+    "temperature", "top_k", "top_p", "min_p", "seed", "stop", "repeat_last_n", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+"""Options that SamplingParams has by the same names."""
+OPTION_OF = {name: name for name in SAMPLING} | {"repetition_penalty": "repeat_penalty"}
+INERT = frozenset({
+    "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "mirostat_eta", "mirostat_tau", "num_batch",
+    "num_ctx", "num_gpu", "num_keep", "num_thread", "numa", "use_mlock", "use_mmap",
+})  # fmt: skip
+"""Options without effect: the server's settings say how a model is loaded and how long its context is."""
+OFF: Mapping[str, Any] = {"mirostat": 0, "penalize_newline": True, "tfs_z": 1, "typical_p": 1, "vocab_only": False}
+"""Options that are not here -> the value that asks for nothing, and is accepted."""
 
 FIELD_NAMES = renaming(
     {ours: f"options.{name}" for ours, name in OPTION_OF.items()}
@@ -40,6 +46,9 @@ FIELD_NAMES = renaming(
        "chat_template": "template", "logprobs": "top_logprobs"}
 )  # fmt: skip
 """The names that the fields of a Conversation and its GenerationSettings have here."""
+CALLED_HERE = {"max_tokens": "options.num_predict", "response_format": "format"} | {
+    ours: f"options.{name}" for ours, name in OPTION_OF.items()
+}
 
 _NUMBER = re.compile(r"-?[0-9]{1,9}")
 _GO_TEMPLATE = re.compile(r"\{\{-?\s*(\.[A-Z]|if |range |\$)")
@@ -51,7 +60,7 @@ def _seconds(value: Any) -> Any:
 
 
 class Options(RequestModel):
-    """How tokens are chosen, and until when. Options about loading change nothing: the server's settings say that."""
+    """How tokens are chosen, and until when. Options about loading, such as num_ctx and num_gpu, change nothing."""
 
     num_predict: int | None = Field(default=None, ge=-2, le=INT32_MAX)
     """Upper bound on generated tokens; by default, and with 0, -1 and -2, what is left of the context."""
@@ -68,53 +77,23 @@ class Options(RequestModel):
     stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
     """Texts that end generation."""
     repeat_penalty: float | None = None
-    """Above 1 makes tokens of prompt and answer less likely, below 1 more; 1 is off."""
+    """As repetition_penalty in a chat."""
     repeat_last_n: int | None = None
-    """The number of the last tokens that the penalties look at: -1 all, the default, and 0 none."""
+    """As in a chat."""
     presence_penalty: float | None = None
     """As in a chat."""
     frequency_penalty: float | None = None
     """As in a chat."""
-    typical_p: float | None = Field(default=None, ge=1, le=1)
-    """Only 1, which is off."""
-    tfs_z: float | None = Field(default=None, ge=1, le=1)
-    """Only 1, which is off."""
-    mirostat: Literal[0] | None = None
-    """Only 0, which is off."""
-    mirostat_tau: float | None = None
-    """Accepted, without effect: it belongs to mirostat."""
-    mirostat_eta: float | None = None
-    """Accepted, without effect: it belongs to mirostat."""
-    penalize_newline: Literal[True] | None = None
-    """Only true: penalties are for all tokens."""
-    num_ctx: int | None = None
-    """Accepted, without effect: a prompt takes of the server's context (max_model_len) what it needs."""
-    num_keep: int | None = None
-    """Accepted, without effect: nothing is dropped from a full context, the answer ends there."""
-    num_batch: int | None = None
-    """Accepted, without effect: see max_num_batched_tokens."""
-    num_gpu: int | None = None
-    """Accepted, without effect: the whole model is on the devices."""
-    main_gpu: int | None = None
-    """Accepted, without effect: see device_ids."""
-    num_thread: int | None = None
-    """Accepted, without effect: the engine takes the cores that the process may use."""
-    numa: bool | None = None
-    """Accepted, without effect: see numa_node."""
-    low_vram: bool | None = None
-    """Accepted, without effect: ollama honours it no longer."""
-    f16_kv: bool | None = None
-    """Accepted, without effect: see kv_cache_dtype."""
-    logits_all: bool | None = None
-    """Accepted, without effect: ollama honours it no longer."""
-    vocab_only: Literal[False] | None = None
-    """Only false."""
-    use_mmap: bool | None = None
-    """Accepted, without effect: files are mapped where that helps."""
-    use_mlock: bool | None = None
-    """Accepted, without effect: ollama honours it no longer."""
-    embedding_only: bool | None = None
-    """Accepted, without effect: the route says what is asked for."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_ollama_alone(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name in OFF.keys() & data.keys():
+            if data[name] not in (None, OFF[name]):
+                raise refuse(f"{name} is {shown(data[name])}; it must be {shown(OFF[name])}: it is not available", name)
+        return {name: value for name, value in data.items() if name not in INERT | OFF.keys()}
 
 
 class OllamaFields(RequestModel):
@@ -132,6 +111,9 @@ class OllamaFields(RequestModel):
 class AnswerFields(OllamaFields):
     """How an answer is made and sent."""
 
+    unsupported: ClassVar[frozenset[str]] = frozenset({"shift", "truncate"})
+    called_here: ClassVar[Mapping[str, str]] = CALLED_HERE
+
     stream: bool = True
     """Send the answer in lines of JSON while it is generated."""
     format: Literal["", "json"] | dict[str, Any] | None = None
@@ -142,10 +124,6 @@ class AnswerFields(OllamaFields):
     """Return log-probabilities of the generated tokens."""
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     """Log-probabilities of this many likeliest tokens at each position; needs logprobs."""
-    truncate: Literal[False] | None = None
-    """Only false: a prompt that does not fit the context is refused."""
-    shift: Literal[False] | None = None
-    """Only false: an answer ends where the context is full."""
 
     @model_validator(mode="after")
     def _both_of_logprobs(self) -> AnswerFields:
@@ -156,7 +134,7 @@ class AnswerFields(OllamaFields):
     @property
     def says_nothing(self) -> bool:
         """It only loads the model, or unloads it."""
-        raise NotImplementedError
+        return not any(getattr(self, name, None) for name in ("messages", "prompt", "suffix"))
 
     def constraint(self) -> StructuredOutputs | None:
         match self.format:
@@ -173,7 +151,7 @@ class AnswerFields(OllamaFields):
 
     def settings(self) -> GenerationSettings:
         options = self.options or Options()
-        asked = {ours: getattr(options, name) for name, ours in SAMPLING.items()}
+        asked = {ours: getattr(options, name) for ours, name in OPTION_OF.items()}
         most = options.num_predict
         return GenerationSettings(
             sampling={name: value for name, value in asked.items() if value is not None},
@@ -251,18 +229,11 @@ def _messages(sent: Sequence[OllamaMessage]) -> list[Message]:
 
 class OllamaChatRequest(AnswerFields):
     path: ClassVar[str] = "/api/chat"
-    called_here: ClassVar[Mapping[str, str]] = {
-        "prompt": "messages", "max_tokens": "options.num_predict", "response_format": "format",
-    } | {ours: f"options.{name}" for ours, name in OPTION_OF.items()}  # fmt: skip
 
     messages: list[OllamaMessage] | None = Field(default=None, max_length=MAX_PIECES)
     """The conversation so far; without any the model is loaded, and with a keep_alive of 0 unloaded."""
     tools: list[ChatTool] | None = Field(default=None, max_length=MAX_TOOLS)
     """Functions the model may call."""
-
-    @property
-    def says_nothing(self) -> bool:
-        return not self.messages
 
     def conversation(self) -> Conversation:
         """Raises InvalidRequestError: see FIELD_NAMES."""
@@ -278,10 +249,7 @@ class OllamaChatRequest(AnswerFields):
 
 class GenerateRequest(AnswerFields):
     path: ClassVar[str] = "/api/generate"
-    unsupported: ClassVar[frozenset[str]] = frozenset({"height", "images", "steps", "width"})
-    called_here: ClassVar[Mapping[str, str]] = {"messages": "prompt"} | {
-        name: other for name, other in OllamaChatRequest.called_here.items() if name != "prompt"
-    }
+    unsupported: ClassVar[frozenset[str]] = frozenset({"height", "images", "shift", "steps", "truncate", "width"})
 
     prompt: str = ""
     """A user's message, or with raw a text to continue; without one the model is loaded, or unloaded."""
@@ -298,19 +266,13 @@ class GenerateRequest(AnswerFields):
 
     @model_validator(mode="after")
     def _raw_alone(self) -> GenerateRequest:
-        for name in ("system", "template", "context", "suffix"):
-            if self.raw and getattr(self, name):
-                raise refuse(f"{name} is not available with raw", name)
+        alone = "raw" if self.raw else "suffix" if self.suffix else None
         for name in ("system", "template", "context"):
-            if self.suffix and getattr(self, name):
-                raise refuse(f"{name} is not available with suffix", name)
+            if alone and getattr(self, name):
+                raise refuse(f"{name} is not available with {alone}", name)
         if self.template and _GO_TEMPLATE.search(self.template):
             raise refuse("template is in Go's notation; here it must be a Jinja template", "template")
         return self
-
-    @property
-    def says_nothing(self) -> bool:
-        return not self.prompt and not self.suffix
 
     def conversation(self) -> Conversation:
         said = [Message("system", self.system)] if self.system else []
@@ -355,6 +317,10 @@ class _OfPrompt(EmbeddingRequest):
 class NamedModel(RequestModel):
     """A model by its name."""
 
+    unsupported: ClassVar[frozenset[str]] = frozenset({
+        "options", "password", "system", "template", "username", "verbose",
+    })  # fmt: skip
+
     model: str | None = None
     """A name that /api/tags lists, with :latest or without."""
     name: str | None = None
@@ -372,21 +338,8 @@ class NamedModel(RequestModel):
         return self.model or self.name or ""
 
 
-class ShowRequest(NamedModel):
-    unsupported: ClassVar[frozenset[str]] = frozenset({"options", "system", "template"})
-
-    verbose: Literal[False] = False
-    """Only false: vocabularies are not shown."""
-
-
 class PullRequest(NamedModel):
-    unsupported: ClassVar[frozenset[str]] = frozenset({"password", "username"})
-
     stream: bool = True
     """Send lines of JSON that say how far it is."""
     insecure: Literal[False] = False
     """Only false: models come over TLS."""
-
-
-class DeleteRequest(NamedModel):
-    pass
