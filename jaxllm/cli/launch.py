@@ -6,77 +6,19 @@ import asyncio
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from jaxllm.cli.settings import documented
 from jaxllm.errors import ConfigError
 
-NO_KEY = "none"
-"""For a server that asks for no key, of programs that insist on one."""
-
-
-class Server(NamedTuple):
-    """Where an agent is to send its requests."""
-
-    url: str
-    model: str
-    api_key: str
-    context: int | None
-
-
-class Agent(NamedTuple):
-    """A program, how it is installed, and what tells it of a server: arguments and variables."""
-
-    install: str
-    arguments: Callable[[Server], list[str]]
-    variables: Callable[[Server], dict[str, str]]
-
-
-def _claude(server: Server) -> dict[str, str]:
-    models = dict.fromkeys(
-        ("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_OPUS_MODEL", "ANTHROPIC_DEFAULT_SONNET_MODEL",
-         "ANTHROPIC_DEFAULT_HAIKU_MODEL"),
-        server.model,
-    )  # fmt: skip
-    return models | {
-        "ANTHROPIC_BASE_URL": server.url,
-        "ANTHROPIC_AUTH_TOKEN": server.api_key,
-        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-    }
-
-
-def _codex(server: Server) -> list[str]:
-    provider = {
-        "name": "jaxllm", "base_url": f"{server.url}/v1", "env_key": "JAXLLM_API_KEY", "wire_api": "responses",
-    }  # fmt: skip
-    settings = {f"model_providers.jaxllm.{name}": value for name, value in provider.items()}
-    settings |= {"model_provider": "jaxllm", "model": server.model}
-    told = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
-    if server.context is not None:
-        told.append(f"model_context_window={server.context}")
-    return [part for setting in told for part in ("-c", setting)]
-
-
-def _opencode(server: Server) -> dict[str, str]:
-    limit = {} if server.context is None else {"limit": {"context": server.context, "output": server.context // 4}}
-    provider = {
-        "npm": "@ai-sdk/openai-compatible",
-        "name": "jaxllm",
-        "options": {"baseURL": f"{server.url}/v1", "apiKey": server.api_key},
-        "models": {server.model: {"name": server.model, **limit}},
-    }
-    config = {"provider": {"jaxllm": provider}, "model": f"jaxllm/{server.model}"}
-    return {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}
-
-
-AGENTS: Mapping[str, Agent] = {
-    "claude": Agent("npm install -g @anthropic-ai/claude-code", lambda _: [], _claude),
-    "codex": Agent("npm install -g @openai/codex", _codex, lambda server: {"JAXLLM_API_KEY": server.api_key}),
-    "opencode": Agent("npm install -g opencode-ai", lambda _: [], _opencode),
-}
+INSTALL = {"claude": "@anthropic-ai/claude-code", "codex": "@openai/codex", "opencode": "opencode-ai"}
+"""Each agent's package of npm's."""
+CLAUDE_MODELS = (
+    "ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_OPUS_MODEL", "ANTHROPIC_DEFAULT_SONNET_MODEL",
+    "ANTHROPIC_DEFAULT_HAIKU_MODEL",
+)  # fmt: skip
 
 
 @documented
@@ -100,17 +42,16 @@ def launch(
         url: The server's address; by default the server that you run on this machine.
         api_key: The key that the server asks for.
     """
-    agent = AGENTS[program]
     path = shutil.which(program)
     if path is None:
-        raise ConfigError(f"{program} is not installed; `{agent.install}` installs it")
-    server = asyncio.run(_server(url, model, api_key))
-    command = [program, *agent.arguments(server), *(arguments or ())]
-    os.execve(path, command, {**os.environ, **agent.variables(server)})
+        raise ConfigError(f"{program} is not installed; `npm install -g {INSTALL[program]}` installs it")
+    base, served = asyncio.run(_found(url, model, api_key))
+    told, variables = _told(program, base, api_key or "none", served)
+    os.execve(path, [program, *told, *(arguments or ())], {**os.environ, **variables})
 
 
-async def _server(url: str | None, model: str | None, api_key: str | None) -> Server:
-    """Raises ConfigError where there is none, or not that model."""
+async def _found(url: str | None, model: str | None, api_key: str | None) -> tuple[str, dict[str, Any]]:
+    """A server's address, and the model that is meant, as /v1/models has it. Raises ConfigError where there is none."""
     from jaxllm.cli.client import ServerClient
     from jaxllm.serving.running import running_servers
 
@@ -122,7 +63,30 @@ async def _server(url: str | None, model: str | None, api_key: str | None) -> Se
         url = fitting[-1].address
     async with ServerClient(url, api_key) as client:
         served = {one["id"]: one for one in await client.models()}
-    name = next(iter(served)) if model is None else model
-    if name not in served:
-        raise ConfigError(f"--model is {name!r}; the server at {url} has {', '.join(served)}")
-    return Server(client.url, name, api_key or NO_KEY, served[name].get("max_model_len"))
+    if model is not None and model not in served:
+        raise ConfigError(f"--model is {model!r}; the server at {url} has {', '.join(served)}")
+    return client.url, served[model or next(iter(served))]
+
+
+def _told(program: str, url: str, api_key: str, served: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
+    """The arguments and the variables by which an agent is told of a server's model."""
+    model, context = served["id"], served.get("max_model_len")
+    if program == "claude":
+        variables = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": api_key}
+        variables |= {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
+        return [], variables | dict.fromkeys(CLAUDE_MODELS, model)
+    if program == "codex":
+        provider = {"name": "jaxllm", "base_url": f"{url}/v1", "env_key": "JAXLLM_API_KEY", "wire_api": "responses"}
+        settings = {f"model_providers.jaxllm.{name}": value for name, value in provider.items()}
+        settings |= {"model_provider": "jaxllm", "model": model}
+        settings |= {} if context is None else {"model_context_window": context}
+        given = [("-c", f"{name}={json.dumps(value)}") for name, value in settings.items()]
+        return [part for pair in given for part in pair], {"JAXLLM_API_KEY": api_key}
+    limit = {} if context is None else {"limit": {"context": context, "output": context // 4}}
+    provider_of = {
+        "npm": "@ai-sdk/openai-compatible",
+        "options": {"baseURL": f"{url}/v1", "apiKey": api_key},
+        "models": {model: {"name": model, **limit}},
+    }
+    config = {"provider": {"jaxllm": provider_of}, "model": f"jaxllm/{model}"}
+    return [], {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}

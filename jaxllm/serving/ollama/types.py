@@ -23,7 +23,7 @@ from jaxllm.requests.sampling import INT32_MAX, MAX_LOGPROBS, MAX_STOP_STRINGS
 from jaxllm.requests.structured_outputs import StructuredOutputs
 from jaxllm.serving.generation import GenerationSettings
 from jaxllm.serving.http.request_model import RequestModel, check_equal, refuse, seconds
-from jaxllm.serving.openai.messages import ChatTool
+from jaxllm.serving.openai.messages import ToolFields
 from jaxllm.serving.pooling.types import MAX_INPUTS, EmbeddingRequest
 from jaxllm.wording import shown
 
@@ -137,13 +137,10 @@ class AnswerFields(OllamaFields):
         return not any(getattr(self, name, None) for name in ("messages", "prompt", "suffix"))
 
     def constraint(self) -> StructuredOutputs | None:
-        match self.format:
-            case None | "":
-                return None
-            case "json":
-                return StructuredOutputs(json_object=True)
-            case schema:
-                return StructuredOutputs(json=json.dumps(schema))
+        if self.format in (None, ""):
+            return None
+        any_object = self.format == "json"
+        return StructuredOutputs(json_object=True) if any_object else StructuredOutputs(json=json.dumps(self.format))
 
     def rendering(self, **more: Any) -> Rendering:
         thinks, effort = (self.think, None) if isinstance(self.think, bool | None) else (None, self.think)
@@ -181,9 +178,6 @@ class OllamaToolCall(RequestModel):
     """Only function."""
 
 
-_ROLE_OF = {"thinking": "assistant", "tool_calls": "assistant", "tool_name": "tool", "tool_call_id": "tool"}
-
-
 class OllamaMessage(RequestModel):
     unsupported: ClassVar[frozenset[str]] = frozenset({"images"})
 
@@ -202,9 +196,10 @@ class OllamaMessage(RequestModel):
 
     @model_validator(mode="after")
     def _fields_of_role(self) -> OllamaMessage:
-        for name, role in _ROLE_OF.items():
-            if getattr(self, name) and self.role != role:
-                raise refuse(f"{name} belongs to messages of role {role!r}, not {self.role!r}", name)
+        for role, others in (("assistant", ("thinking", "tool_calls")), ("tool", ("tool_name", "tool_call_id"))):
+            for name in others:
+                if getattr(self, name) and self.role != role:
+                    raise refuse(f"{name} belongs to messages of role {role!r}, not {self.role!r}", name)
         return self
 
 
@@ -227,13 +222,9 @@ def _messages(sent: Sequence[OllamaMessage]) -> list[Message]:
     return found
 
 
-class OllamaChatRequest(AnswerFields):
-    path: ClassVar[str] = "/api/chat"
-
+class OllamaChatRequest(AnswerFields, ToolFields):
     messages: list[OllamaMessage] | None = Field(default=None, max_length=MAX_PIECES)
     """The conversation so far; without any the model is loaded, and with a keep_alive of 0 unloaded."""
-    tools: list[ChatTool] | None = Field(default=None, max_length=MAX_TOOLS)
-    """Functions the model may call."""
 
     def conversation(self) -> Conversation:
         """Raises InvalidRequestError: see FIELD_NAMES."""
@@ -241,14 +232,15 @@ class OllamaChatRequest(AnswerFields):
         continues = messages[-1].role == "assistant" and not messages[-1].calls
         return Conversation(
             messages=messages,
-            tools=[tool.function.tool("tools", at, "function") for at, tool in enumerate(self.tools or ())],
+            tools=self.callable_tools(),
+            tool_choice=self.choice(),
+            parallel_tool_calls=self.parallel_tool_calls,
             rendering=self.rendering(opens_answer=not continues, continues_last=continues),
             structured_outputs=self.constraint(),
         )
 
 
 class GenerateRequest(AnswerFields):
-    path: ClassVar[str] = "/api/generate"
     unsupported: ClassVar[frozenset[str]] = frozenset({"height", "images", "shift", "steps", "truncate", "width"})
 
     prompt: str = ""
@@ -284,8 +276,6 @@ class GenerateRequest(AnswerFields):
 
 
 class OllamaEmbedRequest(OllamaFields):
-    path: ClassVar[str] = "/api/embed"
-
     input: str | Annotated[list[str], Field(max_length=MAX_INPUTS)] = ""
     """A text, or a list of texts; without any the model is loaded."""
     truncate: bool = True
@@ -301,8 +291,6 @@ class OllamaEmbedRequest(OllamaFields):
 
 
 class OllamaEmbeddingsRequest(OllamaFields):
-    path: ClassVar[str] = "/api/embeddings"
-
     prompt: str = ""
     """The text; without one the model is loaded."""
 
@@ -317,14 +305,14 @@ class _OfPrompt(EmbeddingRequest):
 class NamedModel(RequestModel):
     """A model by its name."""
 
-    unsupported: ClassVar[frozenset[str]] = frozenset({
-        "options", "password", "system", "template", "username", "verbose",
-    })  # fmt: skip
+    unsupported: ClassVar[frozenset[str]] = frozenset({"options", "password", "system", "template", "username"})
 
     model: str | None = None
     """A name that /api/tags lists, with :latest or without."""
     name: str | None = None
     """The older name of model."""
+    verbose: Literal[False] = False
+    """Only false: vocabularies are not shown."""
 
     @model_validator(mode="after")
     def _one_name(self) -> NamedModel:

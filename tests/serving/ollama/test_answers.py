@@ -176,7 +176,6 @@ def test_a_model_that_shows_no_thoughts_is_not_asked_for_them(make_client: Calla
     assert whole(client, "/api/chat", messages=HELLO, think=False)["done"]
 
 
-@covers("OllamaChatRequest", "tools")
 def test_calls_come_whole_and_with_objects(client: TestClient, engine: ScriptedEngine) -> None:
     engine.reply = f"Let me see.\n{CALL}\n{CALL}"
     *texts, last = lines(client, "/api/chat", messages=HELLO, tools=[WEATHER])

@@ -76,7 +76,7 @@ def test_models_are_listed_with_what_their_files_say(client: TestClient, folder:
 
 
 @covers("POST /api/show")
-@covers("NamedModel", "model", "name")
+@covers("NamedModel", "model", "name", "verbose")
 def test_a_model_shows_what_it_can_do(client: TestClient) -> None:
     shown = client.post("/api/show", json={"model": "tiny"}).json()
     assert shown["capabilities"] == ["completion", "tools"]
@@ -85,7 +85,7 @@ def test_a_model_shows_what_it_can_do(client: TestClient) -> None:
     assert shown["model_info"]["llama.block_count"] == 2
     assert "{% for m in messages %}" in shown["template"] and shown["details"]["family"] == "llama"
     assert shown["parameters"] == "temperature 0.5\ntop_k 40" and shown["modelfile"] == "FROM tiny\n"
-    assert client.post("/api/show", json={"name": "tiny:latest"}).json() == shown
+    assert client.post("/api/show", json={"name": "tiny:latest", "verbose": False}).json() == shown
     for body, problem in (
         ({}, "model is required"),
         ({"model": "tiny", "name": "other"}, "they are one setting"),
