@@ -176,7 +176,8 @@ def described(model: LoadableModel, name: str) -> Described:
 def _read(name: str, download_dir: Path | None) -> Described:
     found = find_local(name, download_dir)
     assert found.path is not None
-    written, format, info, quantization = found.path.stat(), "safetensors", {}, ""
+    info: dict[str, Any]
+    written, format = found.path.stat(), "safetensors"
     if (found.path / "config.json").is_file():
         config = read_object(found.path, "config.json")
         inner = config | (config.get("text_config") or {})
@@ -214,7 +215,7 @@ def _of_gguf(path: Path) -> tuple[dict[str, Any], str]:
         if isinstance(value, bool | int | float | str) and not key.startswith("tokenizer.chat_template")
     }
     info["general.parameter_count"] = sum(math.prod(tensor.shape) for tensor in header.tensors.values())
-    return info, known.get(info.get("general.file_type", -1), "")
+    return info, known.get(header.metadata.get("general.file_type", -1), "")
 
 
 def _in_words(count: int) -> str:
