@@ -23,7 +23,7 @@ from jaxllm.serving.access.usage import UsageStore
 from jaxllm.serving.anthropic import routes as anthropic
 from jaxllm.serving.batches import routes as batches
 from jaxllm.serving.batches.run import Batches
-from jaxllm.serving.dialects import sagemaker
+from jaxllm.serving.dialects import llama_cpp, sagemaker
 from jaxllm.serving.http.answers import install_error_handlers, install_openapi
 from jaxllm.serving.http.middleware import ContentEncoding, OriginGuard, ProxyPrefix, RequestIds, SameRoute
 from jaxllm.serving.http.route import ClientDisconnected
@@ -47,7 +47,7 @@ API_ROUTERS = (
     models.router, chat.router, completions.router, tokenize.router, responses.router, responses.conversations_router,
     anthropic.router, pooling.router, pooling.scoring_router, batches.upload_router, batches.files_router,
     batches.router, mcp.router, tokenize.template_router, status.info_router, sagemaker.router, control.sleeping_router,
-    usage.router, control.adapters_router, control.adapter_list_router, control.router,
+    usage.router, control.adapters_router, control.adapter_list_router, control.router, llama_cpp.router,
 )  # fmt: skip
 OWN_PATHS = (pooling.rerank_v2_router, pooling.embed_v2_router, ollama.router, ollama_models.router)
 """Routers whose paths are whole; those of the others are under /v1 as well."""
@@ -63,6 +63,7 @@ def make_routes(config: ServerConfig) -> FastAPI:
     )
     install_openapi(app)
     shown_key = [Security(HTTPBearer(auto_error=False))] if config.asks_for_key else []
+    app.include_router(llama_cpp.native_router, dependencies=shown_key)  # before /completions without /v1 in front
     for router in API_ROUTERS:
         app.include_router(router, prefix="/v1", dependencies=shown_key)
         app.include_router(router, include_in_schema=False)
@@ -127,7 +128,8 @@ def find_route(scope: Scope) -> BaseRoute | None:
     """The route of the API that answers a request, whatever prefix it has."""
     path = scope["path"].removeprefix(scope.get("root_path", "")).removeprefix("/v1")
     asked = {**scope, "path": path, "root_path": ""}
-    routes = (route for router in (*API_ROUTERS, *OWN_PATHS) for route in router.routes)
+    routers = (llama_cpp.native_router, *API_ROUTERS, *OWN_PATHS)
+    routes = (route for router in routers for route in router.routes)
     return next((route for route in routes if route.matches(asked)[0] is not Match.NONE), None)
 
 

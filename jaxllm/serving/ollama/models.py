@@ -18,6 +18,7 @@ from fastapi import APIRouter, Request, Response
 from msgspec.structs import replace
 
 from jaxllm.chat.formats import detect_formats
+from jaxllm.chat.infill import fim_marks
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, JaxLLMError, ModelNotFoundError
 from jaxllm.serving.access.keys import check_admin, tenant_of
@@ -28,6 +29,7 @@ from jaxllm.serving.ollama import answers, types
 from jaxllm.serving.ollama.routes import OllamaRoute
 from jaxllm.serving.served_model import LoadableModel, read_chat_template
 from jaxllm.serving.state import ServerState
+from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.weights.folder import read_object, the_gguf_file
 from jaxllm.weights.source import find_local, find_removable, remove_local, resolve_model
 
@@ -93,7 +95,7 @@ async def show(body: types.NamedModel, request: Request) -> Response:
     state: ServerState = request.app.state.server
     name, model = state.registry.called(body.named, tenant_of(request))
     listed, info = await state.offload(described, model, name)
-    template = await state.offload(_template, model)
+    template, capabilities = await state.offload(_abilities, model)
     recommended = {} if model.info is None else model.info.default_sampling.fields()
     shown = answers.ShownModel(
         license=str(info.get("general.license", "")),
@@ -102,7 +104,7 @@ async def show(body: types.NamedModel, request: Request) -> Response:
         template=template,
         details=listed.details,
         model_info=info,
-        capabilities=_capabilities(model, template),
+        capabilities=capabilities,
         modified_at=listed.modified_at,
     )
     return json_response(shown)
@@ -223,27 +225,29 @@ def _in_words(count: int) -> str:
     return "" if not count else f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
 
 
-def _template(model: LoadableModel) -> str:
-    """The chat template, of a model that is not loaded out of its files; an empty one where it has none."""
-    if (own := read_chat_template(model.config)) is not None:
-        return own
+def _tokenizer(model: LoadableModel) -> Tokenizer | None:
+    """Of a model that is not loaded that of its files, if they are here."""
     if model.served is not None:
-        tokenizer = model.served.engine.tokenizer
-        return (None if tokenizer is None else tokenizer.chat_template) or ""
-    from jaxllm.text.tokenizer import load_tokenizer
-
+        return model.served.engine.tokenizer
     with suppress(ModelNotFoundError, CheckpointError):
         found = find_local(model.config.tokenizer or model.config.model, model.config.download_dir)
-        return "" if found.path is None else load_tokenizer(found.path).chat_template or ""
-    return ""
+        return None if found.path is None else load_tokenizer(found.path)
+    return None
 
 
-def _capabilities(model: LoadableModel, template: str) -> list[str]:
+def _abilities(model: LoadableModel) -> tuple[str, list[str]]:
+    """The chat template, and what requests may ask for."""
+    tokenizer, own = _tokenizer(model), read_chat_template(model.config)
+    template = own or (tokenizer and tokenizer.chat_template) or ""
     if model.info is not None and model.info.tasks.why_no_text is not None:
-        return ["embedding"]
+        return template, ["embedding"]
     formats = detect_formats(template, model.config.tool_call_parser, model.config.reasoning_parser)
-    has = {"tools": bool(template) and formats.tools is not None, "thinking": formats.reasoning is not None}
-    return ["completion", *(name for name, there in has.items() if there)]
+    has = {
+        "tools": bool(template) and formats.tools is not None,
+        "insert": tokenizer is not None and fim_marks(tokenizer) is not None,
+        "thinking": formats.reasoning is not None,
+    }
+    return template, ["completion", *(name for name, there in has.items() if there)]
 
 
 def _fetch(config: ModelConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,6 +13,7 @@ from fastapi import APIRouter, Request, Response
 from jaxllm.chat.constraint import compiled
 from jaxllm.chat.conversation import Conversation, Message, naming
 from jaxllm.chat.events import OutputFormats
+from jaxllm.chat.infill import fim_prompt
 from jaxllm.chat.prompt import ConversationPrompt, fitted, prepare, sampling_params
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.serving.access.keys import tenant_of
@@ -178,10 +180,12 @@ def _text(call: ClientCall, body: types.GenerateRequest, settings: GenerationSet
         if getattr(body, name):
             raise InvalidRequestError(f"{name} needs a model with a chat template; {body.model!r} has none", name)
     model = call.model
-    if body.suffix:
-        raise InvalidRequestError([Field("suffix"), f" is set, but model {body.model!r} does not support insert"])
     params = sampling_params(model, settings, structured_outputs=compiled(body.constraint(), Field("format")))
-    ids = model.encode(body.prompt, Field("prompt"))
+    if body.suffix:
+        ids, stops = fim_prompt(model, body.prompt, body.suffix)
+        params = replace(params, stop_token_ids=[*params.stop_token_ids, *stops])
+    else:
+        ids = model.encode(body.prompt, Field("prompt"))
     prompt = fitted(model, ids, params, settings, Field("prompt"))
     said = Conversation(messages=[Message("user", body.prompt)])
     return ConversationPrompt(prompt, OutputFormats(None, None), said, in_reasoning=False)

@@ -259,7 +259,7 @@ class GenerateRequest(AnswerFields):
     @model_validator(mode="after")
     def _raw_alone(self) -> GenerateRequest:
         alone = "raw" if self.raw else "suffix" if self.suffix else None
-        for name in ("system", "template", "context"):
+        for name in ("system", "template", "context", *(("suffix",) if self.raw else ())):
             if alone and getattr(self, name):
                 raise refuse(f"{name} is not available with {alone}", name)
         if self.template and _GO_TEMPLATE.search(self.template):

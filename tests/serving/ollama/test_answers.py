@@ -96,10 +96,21 @@ def test_a_context_goes_on_and_a_template_takes_the_models_place(client: TestCli
 
 
 @covers("GenerateRequest", "suffix")
-def test_a_suffix_is_refused_by_a_model_that_does_not_fill_in_the_middle(client: TestClient) -> None:
-    assert refused(client, "/api/generate", prompt="a", suffix="b") == (
-        "suffix is set, but model 'fake' does not support insert"
+def test_a_suffix_has_the_middle_filled_in(client: TestClient, engine: ScriptedEngine) -> None:
+    assert "suffix is set, but this model's tokenizer has no tokens" in refused(
+        client, "/api/generate", prompt="a", suffix="b"
     )
+    for other, value in (("system", "c"), ("raw", True)):
+        assert "is not available with" in refused(client, "/api/generate", prompt="a", suffix="b", **{other: value})
+    assert client.post("/api/show", json={"model": "fake"}).json()["capabilities"] == [
+        "completion", "tools", "thinking",
+    ]  # fmt: skip
+    marks = ["<fim_prefix>", "<fim_suffix>", "<fim_middle>"]
+    engine.tokenizer.backend.add_special_tokens(marks)
+    assert whole(client, "/api/generate", prompt="a", suffix="b")["response"] == REPLY
+    prefix, suffix, middle = map(engine.tokenizer.backend.token_to_id, marks)
+    assert engine.seen[-1][0] == [BOS, prefix, *b"a", suffix, *b"b", middle]
+    assert "insert" in client.post("/api/show", json={"model": "fake"}).json()["capabilities"]
 
 
 @covers("Options", "num_predict", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "repeat_penalty")
