@@ -15,7 +15,7 @@ from jaxllm.chat.formats import detect_formats
 from jaxllm.config import ADAPTER_SIZES, ModelConfig, ServeConfig, make_config, part_of
 from jaxllm.config.parts import LoRAModules
 from jaxllm.config.sources import read_mapping
-from jaxllm.config.values import SERVED_NAME, NameList, comma_separated, format_bytes, is_served_name
+from jaxllm.config.values import SERVED_NAME, NameList, comma_separated, format_bytes, is_pattern, is_served_name
 from jaxllm.engine.messages import MemoryRoom
 from jaxllm.errors import ConfigError, JaxLLMError
 from jaxllm.folders import in_home
@@ -42,7 +42,7 @@ class CatalogEntry(ModelConfig):
     name: str
     """What requests and listings call it."""
     aliases: NameList = ()
-    """Other names that requests may use."""
+    """Other names that requests may use; one with a * stands for all that match it."""
     preload: bool = False
     """Load it before the server is ready."""
     pinned: bool = False
@@ -96,7 +96,8 @@ def read_catalog(config: ServeConfig) -> list[CatalogEntry]:
     if model is not None:
         default = next((place for place, entry in found if model in entry.names and names is None), None)
         if default is None:
-            name, *aliases = comma_separated(names) or [model]
+            given = sorted(comma_separated(names), key=is_pattern)  # the sort is stable
+            name, *aliases = given if given and not is_pattern(given[0]) else [model, *given]
             found.append(("MODEL", _entry("MODEL", {"name": name, "aliases": aliases, "model": model}, defaults)))
         found.sort(key=lambda one: one[0] != (default or "MODEL"))  # the sort is stable: the others keep their order
     if not found:
@@ -231,6 +232,8 @@ def _entry(where: str, fields: Mapping[str, Any], defaults: Mapping[str, Any]) -
         raise ConfigError(f"{where}: {error}") from None
     if entry.num_engines > 1:
         raise ConfigError(f"{where}: data_parallel_size is {entry.data_parallel_size}; it is for servers of one model")
+    if is_pattern(entry.name):
+        raise ConfigError(f"{where}: name is {entry.name!r}, which stands for other names; it may be among the aliases")
     for name in entry.names:
         if not is_served_name(name):
             raise ConfigError(f"{where}: {name!r} is no name: it must be {SERVED_NAME}")
