@@ -52,10 +52,10 @@ test-ray: $(VENV)/.installed-dev ## Run the tests of replicas on Ray Serve, and 
 	$(BIN)/python -c 'import ray.serve, sglang_router, vllm_router' 2>/dev/null || $(PIP) --editable '.[ray]' sglang-router vllm-router
 	$(BIN)/python -m pytest tests/test_ray.py tests/serving/test_routers.py $(ARGS)
 
-test-agents: $(VENV)/.installed-dev ## Run coding agents from npm (Claude Code, Codex, opencode) before our servers; installs them: 1.2 GB
+test-agents: $(VENV)/.installed-dev ## Run coding agents and clients from npm (Claude Code, Codex, opencode, ollama) before our servers; installs them: 1.2 GB
 	cd tests/agents && npm ci --silent
 	$(BIN)/jaxllm pull gemma3-270m
-	$(BIN)/python -m pytest -m programs tests/agents $(ARGS)
+	$(BIN)/python -m pytest -m programs tests/agents tests/serving/ollama $(ARGS)
 
 web: ## Build the page from web/ into jaxllm/serving/web/static; needs Node 20.19 or newer
 	cd web && npm ci --silent && npm run build
