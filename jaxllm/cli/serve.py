@@ -61,24 +61,32 @@ def ps(*, json_output: Json = False) -> None:
 
 
 @documented
-def stop(model: str, *, api_key: Annotated[str | None, Parameter(env_var="JAXLLM_API_KEY")] = None) -> None:
+def stop(
+    model: str,
+    *,
+    url: str | None = None,
+    api_key: Annotated[str | None, Parameter(env_var="JAXLLM_API_KEY")] = None,
+) -> None:
     """Unload a model of a server that you run on this machine; a server that has no other is ended.
 
     Args:
         model: A name that `jaxllm ps` lists.
+        url: The address of the server, where several have the model.
         api_key: The key that the server asks for.
     """
     from jaxllm.serving.running import running_servers
 
-    servers = [one for one in running_servers() if model.removesuffix(":latest") in one.models]
-    if not servers:
-        raise ConfigError(f"no server of yours on this machine has a model {model!r}; `jaxllm ps` lists what runs")
-    for server in servers:
-        if asyncio.run(_unload(server.address, model, api_key)):
-            print(f"unloaded {model}")
-        else:
-            os.kill(server.pid, signal.SIGTERM)
-            print(f"the server of {model} ends (process {server.pid})")
+    has_it = [one for one in running_servers() if model in one.models and url in (None, one.address)]
+    if len(has_it) != 1:
+        which = ": choose one with --url, " + ", ".join(one.address for one in has_it) if has_it else ""
+        raise ConfigError(
+            f"{len(has_it) or 'no'} servers of yours on this machine have {model!r}{which}; see `jaxllm ps`"
+        )
+    if asyncio.run(_unload(has_it[0].address, model, api_key)):
+        print(f"unloaded {model}")
+    else:
+        os.kill(has_it[0].pid, signal.SIGTERM)
+        print(f"the server of {model} ends (process {has_it[0].pid})")
 
 
 async def _unload(url: str, model: str, api_key: str | None) -> bool:

@@ -80,12 +80,14 @@ def test_stop_unloads_one_of_several_models(cli, runs, serve: Serve, starts: Sta
     server.ask("a")
     runs((server.url, ["a", "b"]))
     assert cli("stop", "a").out == "unloaded a\n" and starts.events[-1] == "stopped a"
-    assert "no server of yours on this machine has a model 'c'" in cli("stop", "c").err
+    assert "no servers of yours on this machine have 'c'; see" in cli("stop", "c").err
 
 
 def test_stop_ends_a_server_of_one_model(cli, runs, server_url: str, monkeypatch) -> None:
     ended: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda *told: ended.append(told))
-    runs((server_url, ["fake"]))
-    assert cli("stop", "fake").out == "the server of fake ends (process 100)\n"
-    assert ended == [(100, signal.SIGTERM)]
+    runs(("http://127.0.0.1:9", ["fake"]), (server_url, ["fake"]))
+    result = cli("stop", "fake")
+    assert result.code == 2 and f"choose one with --url, http://127.0.0.1:9, {server_url}" in result.err
+    assert cli("stop", "fake", "--url", server_url).out == "the server of fake ends (process 101)\n"
+    assert ended == [(101, signal.SIGTERM)]
