@@ -160,7 +160,8 @@ for _path in REFUSED:
 
 def described(model: LoadableModel, name: str) -> Described:
     """What is known of a model without loading it; next to nothing where its files are not here."""
-    listed, info = answers.ListedModel(), {}
+    info: dict[str, Any] = {}
+    listed = answers.ListedModel()
     with suppress(ModelNotFoundError, CheckpointError, OSError):
         listed, info = _read(model.config.model, model.config.download_dir)
     kind, adapter = listed.details.family or "unknown", model.adapters.get(name)
