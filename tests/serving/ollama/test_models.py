@@ -15,6 +15,7 @@ from fastapi.testclient import TestClient
 from jaxllm.errors import ModelNotFoundError
 from jaxllm.serving.ollama import models
 from jaxllm.weights.source import LocalModel
+from tests.serving.access.conftest import write_keys
 from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import REPLY, FakeEngine
 from tests.serving.on_demand import Serve, Starts, serve, starts
@@ -207,8 +208,16 @@ def test_what_is_not_here_is_refused_by_name(client: TestClient, path: str) -> N
     assert answer.json()["error"] == f"{path} is not supported by this server: {models.REFUSED[path]}"
 
 
-def test_keys_are_asked_for_here_too(make_client: Any) -> None:
-    client = make_client(FakeEngine(), api_key="secret")
+def test_keys_are_asked_for_and_have_their_limits_here_too(make_client: Any, tmp_path: Path) -> None:
+    keys = write_keys(tmp_path / "keys.yaml", user={"requests_per_minute": 1})
+    client = make_client(FakeEngine(), api_key_file=keys)
     answer = client.get("/api/tags")
     assert (answer.status_code, [*answer.json()]) == (401, ["error"])
-    assert client.get("/api/tags", headers={"Authorization": "Bearer secret"}).status_code == 200
+    client.headers["Authorization"] = "Bearer key-of-user"
+    assert client.get("/api/tags").json()["models"][0]["name"] == "fake"
+    body = {"model": "fake", "messages": HELLO, "stream": False}
+    assert [client.post("/api/chat", json=body).status_code for _ in range(2)] == [200, 429]
+    assert "may send 1 requests a minute" in client.post("/api/chat", json=body).json()["error"]
+    for method, path in (("POST", "/api/pull"), ("DELETE", "/api/delete")):
+        assert client.request(method, path, json={"model": "fake"}).status_code == 403
+    assert 'user"' in client.get("/metrics").text and client.get("/v1/usage").status_code == 200
