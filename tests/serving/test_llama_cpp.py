@@ -147,7 +147,7 @@ def test_sampling_reaches_the_engine(client: TestClient, engine: FakeEngine) -> 
 
 
 def test_what_asks_for_nothing_is_taken_and_samplers_that_are_not_here_are_refused(
-    client: TestClient, engine: FakeEngine
+    make_client: Any, client: TestClient, engine: FakeEngine
 ) -> None:
     post(client)
     post(client, **{name: values[0] for name, values in NEUTRAL.items()}, **dict.fromkeys(WITHOUT_EFFECT, 1))
@@ -155,6 +155,12 @@ def test_what_asks_for_nothing_is_taken_and_samplers_that_are_not_here_are_refus
     assert "mirostat is 2; this server has only 0" in refused(client, "mirostat", mirostat=2)
     assert "return_progress" in refused(client, "return_progress", return_progress=True)
     assert "unknown field 'cache_promt'" in refused(client, "cache_promt", cache_promt=True)
+    lenient = make_client(FakeEngine(), unknown_fields="warn")
+    [warning] = post(lenient, mirostat=2, dynatemp_range=0)["warnings"]
+    assert "mirostat" in warning and warning.endswith("ignored")
+    assert post(lenient, mirostat=2, response_fields=[""]) == {"warnings": [warning]}
+    first, *others = events(lenient, mirostat=2)
+    assert first["warnings"] == [warning] and not any("warnings" in event for event in others)
 
 
 @covers("NativeFields", "logit_bias")

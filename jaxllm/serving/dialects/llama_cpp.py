@@ -21,7 +21,7 @@ from jaxllm.serving.access.keys import tenant_of
 from jaxllm.serving.call import ClientCall, chunk_stream, open_call
 from jaxllm.serving.dialects import llama_cpp_requests as bodies
 from jaxllm.serving.generation import Choice, Generation, collect_for
-from jaxllm.serving.http.answers import ErrorResponse, json_response, returns
+from jaxllm.serving.http.answers import ErrorResponse, ignored_fields, json_response, returns
 from jaxllm.serving.http.api_error import APIError, unavailable
 from jaxllm.serving.http.request_model import ModelFields
 from jaxllm.serving.http.route import ChunkWriter, JSONRoute
@@ -41,16 +41,8 @@ NO_SLOT = -1
 LOWEST = -9999.0  # JSON has no -inf
 
 
-class NativeRoute(JSONRoute):
-    """Its streams end without a mark."""
-
-    @staticmethod
-    def error_event(body: bytes) -> bytes:
-        return b"data: " + body + b"\n\n"
-
-
 router = APIRouter(route_class=JSONRoute, tags=["llama.cpp"])
-native_router = APIRouter(route_class=NativeRoute, tags=["llama.cpp"])
+native_router = APIRouter(route_class=JSONRoute, tags=["llama.cpp"])
 """What has no path that begins with /v1."""
 
 
@@ -87,6 +79,8 @@ class NativeCompletion(msgspec.Struct, kw_only=True):
     stop_type: Literal["eos", "word", "limit"] | UnsetType = UNSET
     stopping_word: str | UnsetType = UNSET
     tokens_cached: int | UnsetType = UNSET
+    warnings: list[str] | UnsetType = UNSET
+    """In the first event of a stream."""
 
 
 SomeFields = dict[str, Any]
@@ -153,7 +147,8 @@ async def _answer(body: bodies.NativeFields, request: Request) -> Response:
     choices = await collect_for(request, generation)
     answers = await state.offload(lambda: [writer.whole(choice) for choice in choices])
     if body.response_fields is not None:
-        found = [_only(body.response_fields, answer) for answer in answers]
+        warnings = {"warnings": ignored_fields.get()} if ignored_fields.get() else {}
+        found = [_only(body.response_fields, answer) | warnings for answer in answers]
         content = msgspec.json.encode(found[0] if len(found) == 1 else found)
         return Response(content, media_type="application/json", headers={"X-Request-Id": generation.id})
     return json_response(answers[0] if len(answers) == 1 else answers, request_id=generation.id)
@@ -168,6 +163,7 @@ class NativeWriter(ChunkWriter[TokenDelta]):
         self._body, self._generation, self._call = body, generation, call
         self._choices = [Choice(index) for index in range(generation.num_choices)]
         self._sent = [0] * generation.num_choices
+        self._warnings = ignored_fields.get() or UNSET
 
     def chunks(self, index: int, delta: TokenDelta) -> Iterator[Any]:
         """What has no text yet waits for the event that shows it."""
@@ -176,7 +172,9 @@ class NativeWriter(ChunkWriter[TokenDelta]):
         new = choice.token_ids[first:]
         if delta.text or (new and delta.finish_reason is not None):
             self._sent[index] = len(choice.token_ids)
-            yield self._gained(choice, delta.text, new, choice.logprobs[first:])
+            chunk = self._gained(choice, delta.text, new, choice.logprobs[first:])
+            chunk.warnings, self._warnings = self._warnings, UNSET
+            yield chunk
         if delta.finish_reason is not None:
             answer = self.whole(choice)
             answer.content, answer.tokens, answer.completion_probabilities = "", [], UNSET
@@ -187,9 +185,7 @@ class NativeWriter(ChunkWriter[TokenDelta]):
         tokens = choice.token_ids if self._body.return_tokens else []
         answer = self._gained(choice, choice.text, tokens, choice.logprobs)
         answer.stop, answer.model, answer.timings = True, call.name, self._timings()
-        answer.generation_settings = self._settings(prompt)
-        if call.model.engine.tokenizer is not None:
-            answer.prompt = call.model.tokenizer.decode(prompt.token_ids, False)
+        answer.generation_settings, answer.prompt = self._settings(prompt), prompt.text
         answer.has_new_line, answer.truncated = "\n" in choice.text, False
         answer.stopping_word = word if isinstance(word, str) else ""
         answer.stop_type = "limit"

@@ -21,6 +21,7 @@ from jaxllm.errors import Field as Place
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.sampling import INT32_MAX, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N
 from jaxllm.serving.generation import Generation, GenerationSettings
+from jaxllm.serving.http.answers import ignored_fields
 from jaxllm.serving.http.request_model import RequestModel, are_integers, refuse
 from jaxllm.serving.openai import sampling
 from jaxllm.serving.openai.completions import MAX_CHOICES
@@ -109,7 +110,7 @@ class NativeFields(sampling.SamplingFields, StructuredFields):
         empty = {name: NEUTRAL.get(name, ()) + ((None,) if name in theirs else ()) for name in data}
         asked = {name: value for name, value in data.items() if value not in empty[name]}
         for name in [name for name in asked if name not in known]:
-            if name in NEUTRAL:
+            if name in NEUTRAL and ignored_fields.get() is None:
                 off = shown(NEUTRAL[name][0])
                 raise refuse(f"{name} is {shown(asked[name])}; this server has only {off}, which is off", name)
             if name in WITHOUT_EFFECT or name in RENAMED:
@@ -250,6 +251,8 @@ def prepared(model: ServedModel, body: Any, settings: GenerationSettings) -> lis
     for ids, stops in body.prompts(model):
         own = replace(params, stop_token_ids=[*params.stop_token_ids, *stops])
         found.append(fitted(model, ids, with_completion_markers(model, own, ids), settings, body.place))
+        if model.engine.tokenizer is not None:
+            found[-1].text = model.tokenizer.decode(ids, False)
     return found
 
 
