@@ -54,7 +54,7 @@ test-ray: $(VENV)/.installed-dev ## Run the tests of replicas on Ray Serve, and 
 
 test-agents: $(VENV)/.installed-dev ## Run coding agents and clients from npm (Claude Code, Codex, opencode, ollama) before our servers; installs them: 1.2 GB
 	cd tests/agents && npm ci --silent
-	$(BIN)/jaxllm pull gemma3-270m
+	$(BIN)/jaxllm pull smollm2-135m
 	$(BIN)/python -m pytest -m programs tests/agents tests/serving/ollama $(ARGS)
 
 web: ## Build the page from web/ into jaxllm/serving/web/static; needs Node 20.19 or newer

@@ -15,8 +15,8 @@ from tests.serving.conftest import listen  # noqa: F401  a fixture
 from tests.serving.fake_engine import REPLY, ByteTokenizer, FakeEngine, SaidToken
 from tests.serving.real_server import served
 
-REAL = "gemma3-270m"
-"""A built-in model whose context holds what agents send before a word was said: 32,768 tokens."""
+REAL = "smollm2-135m"
+"""A built-in model with a chat template; its context holds 8,192 tokens, less than most agents send at first."""
 
 CONTEXT = 500_000
 RESULT = "<|tool|>"
