@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -221,3 +222,15 @@ def test_keys_are_asked_for_and_have_their_limits_here_too(make_client: Any, tmp
     for method, path in (("POST", "/api/pull"), ("DELETE", "/api/delete")):
         assert client.request(method, path, json={"model": "fake"}).status_code == 403
     assert 'user"' in client.get("/metrics").text and client.get("/v1/usage").status_code == 200
+
+
+def test_no_line_but_json_comes_while_a_model_loads(serve: Serve, starts: Starts) -> None:
+    """Streams of the other routes are told in comments how far it is."""
+    starts.held["a"] = threading.Event()
+    server = serve("a")
+    threading.Timer(1.5, starts.held["a"].set).start()
+    body = {"model": "a", "messages": HELLO}
+    answer = httpx.post(server.url.removesuffix("/v1") + "/api/chat", json=body, timeout=20)
+    texts = [json.loads(line) for line in answer.text.splitlines()]
+    assert "".join(text["message"]["content"] for text in texts) == "I am a."
+    assert texts[-1]["load_duration"] > 1e9
