@@ -18,7 +18,7 @@ from jaxllm.serving.generation import Reply
 from jaxllm.serving.http.answers import ignored_fields
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.route import ChunkWriter
-from jaxllm.serving.ollama.types import AnswerFields, OllamaChatRequest
+from jaxllm.serving.ollama.types import AnswerFields, GenerateRequest, OllamaChatRequest
 from jaxllm.serving.openai.answers import ChatTokenLogprob, chat_logprobs
 
 LINES = "application/x-ndjson"
@@ -163,12 +163,13 @@ class AnswerWriter(ChunkWriter[TokenDelta]):
 
     done = b""
 
-    def __init__(self, reply: Reply, body: AnswerFields, came: float, loaded: float, *, shows_context: bool = False):
+    def __init__(self, reply: Reply, body: AnswerFields, came: float, loaded: float):
         self.streams = body.stream
         self.keep_alive = line(answer(body, done=False))
         self._reply = reply
         self._body = body
         self._came, self._loaded = came, loaded
+        shows_context = isinstance(body, GenerateRequest) and not (body.raw or body.suffix)
         self._context: Any = list(reply.prompt_token_ids) if shows_context else UNSET
         self._text, self._thinking = "", ""
         self._calls: list[OllamaCall] = []

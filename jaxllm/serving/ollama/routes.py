@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -71,13 +71,13 @@ _ANSWERS: Any = returns(
 @router.post("/chat", responses=_ANSWERS)
 async def chat(body: types.OllamaChatRequest, request: Request) -> Response:
     """Continue a conversation, as ollama does: in lines of JSON unless `stream` is false."""
-    return await _answered(body, request, _conversation)
+    return await _answered(body, request)
 
 
 @router.post("/generate", responses=_ANSWERS)
 async def generate(body: types.GenerateRequest, request: Request) -> Response:
     """Answer one prompt, as ollama does: in lines of JSON unless `stream` is false."""
-    return await _answered(body, request, _prompt)
+    return await _answered(body, request)
 
 
 @router.post("/embed", responses=returns(answers.OllamaEmbedAnswer, error=answers.OllamaError))
@@ -105,12 +105,10 @@ async def embed_prompt(body: types.OllamaEmbeddingsRequest, request: Request) ->
     return json_response(answers.OllamaEmbeddingsAnswer(vectors[0]))
 
 
-Body = TypeVar("Body", bound=types.AnswerFields)
-Prepare = Callable[[ClientCall, Body, GenerationSettings], Awaitable[tuple[ConversationPrompt, bool]]]
-"""Makes the prompt of a request, and says whether the answer shows the tokens that the next one may go on from."""
+Body = types.OllamaChatRequest | types.GenerateRequest
 
 
-async def _answered(body: Body, request: Request, prepared: Prepare[Body]) -> Response:
+async def _answered(body: Body, request: Request) -> Response:
     came = time.monotonic()
     if body.says_nothing and body.keep_alive == 0:
         registry: Registry = request.app.state.server.registry
@@ -126,9 +124,8 @@ async def _answered(body: Body, request: Request, prepared: Prepare[Body]) -> Re
     call.model.check_accepting()
     with naming(types.FIELD_NAMES):
         _check_thinking(call, body)
-        prompt, shows_context = await prepared(call, body, settings)
-        reply = Reply(call, prompt, settings, "chat-")
-    writer = answers.AnswerWriter(reply, body, came, loaded, shows_context=shows_context)
+        reply = Reply(call, await _prompt(call, body, settings), settings, "chat-")
+    writer = answers.AnswerWriter(reply, body, came, loaded)
     if body.stream:
         return await chunk_stream(call, reply.generation, writer, {"Content-Type": answers.LINES})
     async with reply.generation:
@@ -150,21 +147,13 @@ async def _open(body: types.OllamaFields, request: Request) -> ClientCall:
     return await open_call(request, body.model, keep_alive=None if model.pinned else body.keep_alive)
 
 
-async def _conversation(
-    call: ClientCall, body: types.OllamaChatRequest, settings: GenerationSettings
-) -> tuple[ConversationPrompt, bool]:
-    return await call.state.prepare(prepare, call.model, body.conversation(), settings), False
-
-
-async def _prompt(
-    call: ClientCall, body: types.GenerateRequest, settings: GenerationSettings
-) -> tuple[ConversationPrompt, bool]:
+async def _prompt(call: ClientCall, body: Body, settings: GenerationSettings) -> ConversationPrompt:
+    if not isinstance(body, types.GenerateRequest):
+        return await call.state.prepare(prepare, call.model, body.conversation(), settings)
     if body.raw or body.suffix or not (call.model.has_chat_template or body.template):
-        return await call.state.offload_grammar(_text, call, body, settings), False
+        return await call.state.offload_grammar(_text, call, body, settings)
     ready = await call.state.prepare(prepare, call.model, body.conversation(), settings)
-    if body.context:
-        ready = await call.state.offload(_going_on, call, body.context, ready, settings)
-    return ready, True
+    return ready if not body.context else await call.state.offload(_going_on, call, body.context, ready, settings)
 
 
 def _check_thinking(call: ClientCall, body: types.AnswerFields) -> None:
@@ -176,16 +165,15 @@ def _check_thinking(call: ClientCall, body: types.AnswerFields) -> None:
 
 def _text(call: ClientCall, body: types.GenerateRequest, settings: GenerationSettings) -> ConversationPrompt:
     """The prompt of a text that is continued as it is."""
-    for name in ("system", "context"):
-        if getattr(body, name):
-            raise InvalidRequestError(f"{name} needs a model with a chat template; {body.model!r} has none", name)
-    model = call.model
+    if body.system:
+        raise InvalidRequestError(f"system needs a model with a chat template; {body.model!r} has none", "system")
+    model, context = call.model, body.context or []
     params = sampling_params(model, settings, structured_outputs=compiled(body.constraint(), Field("format")))
     if body.suffix:
         ids, stops = fim_prompt(model, body.prompt, body.suffix)
         params = replace(params, stop_token_ids=[*params.stop_token_ids, *stops])
     else:
-        ids = model.encode(body.prompt, Field("prompt"))
+        ids = context + model.encode(body.prompt, Field("prompt"), add_special_tokens=not context)
     prompt = fitted(model, ids, params, settings, Field("prompt"))
     said = Conversation(messages=[Message("user", body.prompt)])
     return ConversationPrompt(prompt, OutputFormats(None, None), said, in_reasoning=False)

@@ -76,8 +76,10 @@ def test_a_base_model_continues_the_prompt(make_client: Callable[..., TestClient
     engine = FakeEngine()
     engine.tokenizer = ByteTokenizer(None)
     client = make_client(engine)
-    assert whole(client, "/api/generate", prompt="Hi")["response"] == REPLY
-    assert engine.seen[-1][0] == [BOS, *b"Hi"]
+    answer = whole(client, "/api/generate", prompt="Hi")
+    assert answer["response"] == REPLY and engine.seen[-1][0] == [BOS, *b"Hi"]
+    whole(client, "/api/generate", prompt=" And?", context=answer["context"])
+    assert engine.seen[-1][0] == [BOS, *f"Hi{REPLY} And?".encode()]
     assert "system needs a model with a chat template" in refused(client, "/api/generate", prompt="a", system="b")
 
 
