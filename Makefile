@@ -14,7 +14,7 @@ PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-co
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all test-hardware test-versions test-web test-ray web check check-web check-deploy check-gpu check-tpu docs format bench clean
+.PHONY: help serve test test-all test-hardware test-versions test-web test-ray test-agents web check check-web check-deploy check-gpu check-tpu docs format bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -52,6 +52,11 @@ test-ray: $(VENV)/.installed-dev ## Run the tests of replicas on Ray Serve, and 
 	$(BIN)/python -c 'import ray.serve, sglang_router, vllm_router' 2>/dev/null || $(PIP) --editable '.[ray]' sglang-router vllm-router
 	$(BIN)/python -m pytest tests/test_ray.py tests/serving/test_routers.py $(ARGS)
 
+test-agents: $(VENV)/.installed-dev ## Run coding agents and clients from npm (Claude Code, Codex, opencode, ollama) before our servers; installs them: 1.2 GB
+	cd tests/agents && npm ci --silent
+	$(BIN)/jaxllm pull smollm2-135m
+	$(BIN)/python -m pytest -m programs tests/agents tests/serving/ollama $(ARGS)
+
 web: ## Build the page from web/ into jaxllm/serving/web/static; needs Node 20.19 or newer
 	cd web && npm ci --silent && npm run build
 
@@ -88,7 +93,7 @@ bench: $(VENV)/.installed ## Measure prefill and decode at 1, 4, 16 and 32 strea
 	$(BIN)/jaxllm bench throughput $(MODEL) --num-streams 1 4 16 32 $(ARGS)
 
 clean: ## Remove the virtual environment and caches; downloaded models stay in ~/.cache/jaxllm
-	rm -rf $(VENV) $(GPU) $(TPU) .venv-versions web/node_modules build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(GPU) $(TPU) .venv-versions web/node_modules tests/agents/node_modules build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find jaxllm tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

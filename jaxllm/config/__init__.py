@@ -22,6 +22,7 @@ from jaxllm.config.values import (
     Sizes,
     SomeOf,
     comma_separated,
+    is_pattern,
 )
 from jaxllm.errors import ConfigError
 from jaxllm.folders import user_folder
@@ -272,7 +273,8 @@ class ModelConfig(EngineConfig):
     """One served model: its engine, the names it goes by, its adapters, its chat template, its parsers, its pooling."""
 
     served_model_name: SomeOf | None = None
-    """Name clients use for the model (default: the model argument); several separated by commas, the first is shown."""
+    """Name clients use for the model (default: the model argument); several separated by commas, the first is shown.
+    One with a * stands for others: claude-* for all that begin so, which the only model of a server answers anyway."""
     lora_modules: LoRAModules | None = None
     """Adapters (LoRA) to serve beside the model, as name=path,other=path, or JSON objects; it sets enable_lora."""
     chat_template: Path | None = None
@@ -301,12 +303,21 @@ class ModelConfig(EngineConfig):
         for name in ADAPTER_LISTS:
             if getattr(self, name, None) and not self.enable_lora:
                 yield f"{name} is set, and enable_lora is false: adapters need it"
+        for name in self.name_patterns:
+            if name.count("*") > 1:
+                yield f"served_model_name has {name!r}; a name may have one *"
         yield from super()._faults()
 
     @property
     def names(self) -> list[str]:
         """What requests may call the model, and listings call it by the first."""
-        return comma_separated(self.served_model_name) or [self.model]
+        given = comma_separated(self.served_model_name)
+        return [name for name in given if not is_pattern(name)] or [self.model]
+
+    @property
+    def name_patterns(self) -> list[str]:
+        """Requests may also call it by any name that one of these stands for."""
+        return [name for name in comma_separated(self.served_model_name) if is_pattern(name)]
 
 
 class ServeConfig(ServerConfig, ModelConfig):

@@ -151,6 +151,16 @@ def is_served_name(text: str) -> bool:
     return bool(text) and text.isprintable() and "," not in text and text == text.strip()
 
 
+def is_pattern(name: str) -> bool:
+    """Whether a served name stands for others: `claude-*` for all that begin so."""
+    return "*" in name
+
+
+def matches(pattern: str, name: str) -> bool:
+    begin, _, end = pattern.partition("*")
+    return len(name) >= len(begin) + len(end) and name.startswith(begin) and name.endswith(end)
+
+
 SERVED_NAME = "printable characters, without a comma and without spaces around them"
 """What `is_served_name` accepts, in words."""
 ServedName = Annotated[str, must_be(f"be {SERVED_NAME}", is_served_name)]

@@ -16,7 +16,7 @@ from jaxllm.config import ADAPTER_SIZES, ModelConfig, ServeConfig, make_config, 
 from jaxllm.config.parts import LoRAModules
 from jaxllm.config.server import FOR_SEVERAL_MODELS
 from jaxllm.config.sources import read_mapping
-from jaxllm.config.values import SERVED_NAME, NameList, comma_separated, format_bytes, is_served_name
+from jaxllm.config.values import SERVED_NAME, NameList, comma_separated, format_bytes, is_pattern, is_served_name
 from jaxllm.engine.messages import MemoryRoom
 from jaxllm.errors import ConfigError, JaxLLMError
 from jaxllm.folders import in_home
@@ -25,6 +25,7 @@ from jaxllm.serving.pooling.inputs import score_method
 from jaxllm.serving.served_model import LoadableModel, read_chat_template
 from jaxllm.serving.state import Registry
 from jaxllm.weights.folder import gguf_models, whole_name
+from jaxllm.weights.source import check_name
 from jaxllm.wording import did_you_mean
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class CatalogEntry(ModelConfig):
     name: str
     """What requests and listings call it."""
     aliases: NameList = ()
-    """Other names that requests may use."""
+    """Other names that requests may use; one with a * stands for all that match it."""
     preload: bool = False
     """Load it before the server is ready."""
     pinned: bool = False
@@ -96,7 +97,8 @@ def read_catalog(config: ServeConfig) -> list[CatalogEntry]:
     if model is not None:
         default = next((place for place, entry in found if model in entry.names and names is None), None)
         if default is None:
-            name, *aliases = comma_separated(names) or [model]
+            given = sorted(comma_separated(names), key=is_pattern)  # the sort is stable
+            name, *aliases = given if given and not is_pattern(given[0]) else [model, *given]
             found.append(("MODEL", _entry("MODEL", {"name": name, "aliases": aliases, "model": model}, defaults)))
         found.sort(key=lambda one: one[0] != (default or "MODEL"))  # the sort is stable: the others keep their order
     if not found:
@@ -131,6 +133,7 @@ class ServerModels:
             self._models.append(LoadableModel(only, start, preload=True, pinned=True))
         for model in self._models:
             with self._naming(model):
+                check_name(model.config.model)
                 read_chat_template(model.config)
                 detect_formats(None, model.config.tool_call_parser, model.config.reasoning_parser)
 
@@ -236,6 +239,8 @@ def _entry(where: str, fields: Mapping[str, Any], defaults: Mapping[str, Any]) -
         raise ConfigError(f"{where}: {error}") from None
     if entry.num_engines > 1:
         raise ConfigError(f"{where}: data_parallel_size is {entry.data_parallel_size}; it is for servers of one model")
+    if is_pattern(entry.name):
+        raise ConfigError(f"{where}: name is {entry.name!r}, which stands for other names; it may be among the aliases")
     for name in entry.names:
         if not is_served_name(name):
             raise ConfigError(f"{where}: {name!r} is no name: it must be {SERVED_NAME}")

@@ -120,6 +120,15 @@ def _hub_name(model: str) -> str:
     return re.sub(r"^(https://)?(hf\.co|huggingface\.co)/(?=[^/]+/[^/]+)", "", model)
 
 
+def check_name(model: str) -> None:
+    """Raises ModelNotFoundError where `model` is nothing here and has not the form of a hub id; nothing is fetched."""
+    if model in BUILTIN_MODELS or _here("model", model) is not None:
+        return
+    repo = model.partition(":")[0]
+    if repo.endswith(".gguf") or not (names_model(model) or names_model(repo)):
+        _from_hub(model, None, (), weights=False)  # which says what is wrong, before it asks the hub
+
+
 def is_local_model(text: str) -> bool:
     """Whether `text` is a built-in name, or a file or folder here with a model in it."""
     if _is_folder(text):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from jaxllm.config import ModelConfig, ServeConfig, part_of
+from jaxllm.config import ModelConfig, ServeConfig, make_config, part_of
 from jaxllm.errors import ConfigError
 from jaxllm.serving.catalog import CatalogEntry, read_catalog
 
@@ -70,6 +70,21 @@ def test_the_model_of_the_command_line_comes_first(tmp_path: Path) -> None:
     assert names(model="org/c") == ["org/c", "a", "b"]
     assert names(model="org/c", served_model_name="c,d") == ["c", "a", "b"]
     assert read(tmp_path, document, model="org/c", served_model_name="c,d")[0].names == ["c", "d"]
+
+
+def test_a_name_with_a_star_stands_for_others(tmp_path: Path) -> None:
+    [entry, other] = read(
+        tmp_path, {"b": {"model": "n", "aliases": ["claude-*"]}}, model="org/c", served_model_name="*-mini,c,d"
+    )
+    assert (entry.name, entry.of_model.names, entry.of_model.name_patterns) == ("c", ["c", "d"], ["*-mini"])
+    assert (other.of_model.names, other.of_model.name_patterns) == (["b"], ["claude-*"])
+    [alone] = read_catalog(ServeConfig(models=written(tmp_path, {"b": {"model": "n", "aliases": "x*,y"}})))
+    assert alone.of_model.names == ["b", "y"]
+    assert ServeConfig(model="org/c", served_model_name="claude-*").names == ["org/c"]
+    with pytest.raises(ConfigError, match=r"name is 'c\*', which stands for other names"):
+        read(tmp_path, {"c*": {"model": "n"}})
+    with pytest.raises(ConfigError, match=r"served_model_name has 'a\*b\*'; a name may have one \*"):
+        make_config(ServeConfig, model="m", served_model_name="a*b*")
 
 
 def test_a_folder_s_models_have_the_names_of_their_files(tmp_path: Path) -> None:
