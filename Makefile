@@ -14,7 +14,7 @@ PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-co
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all test-hardware test-versions test-web test-ray web check check-web check-deploy check-gpu check-tpu docs format bench clean
+.PHONY: help serve test test-all test-hardware test-versions test-web test-ray web check check-web check-deploy check-gpu check-tpu docs dist format bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -79,6 +79,11 @@ check-tpu: $(TPU)/.installed ## Compile for a TPU v5e, which need not be there, 
 
 docs: $(VENV)/.installed-docs ## Build the documentation's site into build/docs and check its links
 	$(BIN)/python -m tests.build_docs
+
+dist: $(VENV)/.installed-dev ## Build what a release has into dist/, install each file into an empty environment and ask it
+	$(BIN)/python -c 'import twine' 2>/dev/null || $(PIP) --editable '.[dist]'
+	$(BIN)/jaxllm pull smollm2-135m
+	$(BIN)/python -m tests.support.build_dist
 
 format: $(VENV)/.installed-dev ## Format the code and fix what the linter can
 	$(BIN)/ruff check --fix
