@@ -1,7 +1,7 @@
 # `make serve` and `make test` set up everything they need; `make help` lists the rest.
 
-# The newest that we support and that is found here: what most who install jaxllm have.
-PYTHON ?= $(shell python3 tests/versions.py --newest-python)
+# By default the newest that we support and that is found here: what most who install jaxllm have.
+PYTHON ?=
 MODEL  ?= smollm2-135m
 ARGS   ?=
 
@@ -11,6 +11,9 @@ GPU  := $(abspath .venv-gpu)
 TPU  := $(abspath .venv-tpu)
 # Modules are compiled when they are first imported, which most of a large package's never are.
 PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+UV   := $(shell command -v uv 2>/dev/null)
+# Many packages, which take a while: uv, where it is, is the quickest; both say how far they are.
+INSTALL := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(filter-out --quiet,$(PIP)))
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
@@ -97,13 +100,15 @@ clean: ## Remove the virtual environment and caches; downloaded models stay in ~
 	find jaxllm tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
-	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-		|| { echo "jaxllm needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..." >&2; exit 2; }
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) --upgrade pip
+	@echo "Setting up $(VENV), once: about 120 packages, SIZE MB to download and a minute to install"
+	@python="$(PYTHON)"; python="$${python:-$$(python3 tests/versions.py --newest-python)}"; \
+	test -n "$$python" && $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "jaxllm needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..." >&2; exit 2; }; \
+	echo "$$python -m venv $(VENV)"; $$python -m venv $(VENV)
+	$(if $(UV),,$(PIP) --upgrade pip)
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
-	$(PIP) --editable .
+	$(INSTALL) --editable .
 	@touch $@
 
 # Beside the environment and not in it: JAX takes up every plugin that it finds there.
@@ -126,5 +131,5 @@ $(VENV)/.installed-docs: pyproject.toml | $(BIN)/python
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
-	$(PIP) --editable '.[dev]'
+	$(INSTALL) --editable '.[dev]'
 	@touch $@ $(VENV)/.installed
