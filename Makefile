@@ -100,7 +100,7 @@ clean: ## Remove the virtual environment and caches; downloaded models stay in ~
 	find jaxllm tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
-	@echo "Setting up $(VENV), once: about 120 packages, SIZE MB to download and a minute to install"
+	@echo "Setting up $(VENV), once: about 100 packages, 250 MB to download, a minute or so"
 	@python="$(PYTHON)"; python="$${python:-$$(python3 tests/versions.py --newest-python)}"; \
 	test -n "$$python" && $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "jaxllm needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..." >&2; exit 2; }; \
