@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         CheckpointError,
         ConfigError,
         ContextLengthError,
+        DoesNotFitError,
         EngineDeadError,
         EnginePausedError,
         InvalidRequestError,
@@ -47,16 +48,16 @@ _HOMES = {
     "jaxllm.requests.outputs": ("PoolingParams", "RequestOutput"),
     "jaxllm.session.session": ("ResponsesSession",),
     "jaxllm.errors": (
-        "JaxLLMError", "CheckpointError", "ConfigError", "ContextLengthError", "EngineDeadError", "EnginePausedError",
-        "InvalidRequestError", "ModelNotFoundError", "QueueFullError", "StorageFullError",
+        "JaxLLMError", "CheckpointError", "ConfigError", "ContextLengthError", "DoesNotFitError", "EngineDeadError",
+        "EnginePausedError", "InvalidRequestError", "ModelNotFoundError", "QueueFullError", "StorageFullError",
     ),
 }  # fmt: skip
 
 __all__ = [
-    "LLM", "AsyncLLM", "BeamSearchParams", "CheckpointError", "ConfigError", "ContextLengthError", "EngineConfig",
-    "EngineDeadError", "EnginePausedError", "InvalidRequestError", "JaxLLMError", "LoRARequest", "LogitsState",
-    "ModelNotFoundError", "PoolingParams", "QueueFullError", "RequestOutput", "ResponsesSession", "SamplingParams",
-    "Steer", "StorageFullError", "StructuredOutputs", "__version__", "generate",
+    "LLM", "AsyncLLM", "BeamSearchParams", "CheckpointError", "ConfigError", "ContextLengthError", "DoesNotFitError",
+    "EngineConfig", "EngineDeadError", "EnginePausedError", "InvalidRequestError", "JaxLLMError", "LoRARequest",
+    "LogitsState", "ModelNotFoundError", "PoolingParams", "QueueFullError", "RequestOutput", "ResponsesSession",
+    "SamplingParams", "Steer", "StorageFullError", "StructuredOutputs", "__version__", "generate",
 ]  # fmt: skip
 
 
