@@ -43,7 +43,7 @@ test-hardware: check-gpu check-tpu test-web ## Run the tests for GPUs, TPUs and 
 test-versions: $(VENV)/.installed-dev ## Run a tenth of the tests on each Python found here, with the newest and the oldest versions
 	$(BIN)/jaxllm pull smollm2-135m
 	$(BIN)/jaxllm pull gemma3-270m
-	$(BIN)/python tests/versions.py $(ARGS)
+	$(BIN)/python tests/support/versions.py $(ARGS)
 
 test-web: $(VENV)/.installed-dev ## Drive the page in Chromium; PICTURES=1 makes the pictures of docs/serving.md
 	$(BIN)/python -c 'import playwright' 2>/dev/null || $(PIP) --editable '.[web-test]'
@@ -81,7 +81,7 @@ check-tpu: $(TPU)/.installed ## Compile for a TPU v5e, which need not be there, 
 	JAX_PLATFORMS=cpu JAX_ENABLE_COMPILATION_CACHE=false PYTHONPATH=$(TPU) $(BIN)/python -m pytest -m hardware tests/tpu $(ARGS)
 
 docs: $(VENV)/.installed-docs ## Build the documentation's site into build/docs and check its links
-	$(BIN)/python -m tests.build_docs
+	$(BIN)/python -m tests.support.build_docs
 
 dist: $(VENV)/.installed-dev ## Build what a release has into dist/, install each file into an empty environment and ask it
 	$(BIN)/python -c 'import twine' 2>/dev/null || $(PIP) --editable '.[dist]'
@@ -101,7 +101,7 @@ clean: ## Remove the virtual environment and caches; downloaded models stay in ~
 
 $(BIN)/python:
 	@echo "Setting up $(VENV), once: about 100 packages, 250 MB to download, a minute or so"
-	@python="$(PYTHON)"; python="$${python:-$$(python3 tests/versions.py --newest-python)}"; \
+	@python="$(PYTHON)"; python="$${python:-$$(python3 tests/support/versions.py --newest-python)}"; \
 	test -n "$$python" && $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "jaxllm needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..." >&2; exit 2; }; \
 	echo "$$python -m venv $(VENV)"; $$python -m venv $(VENV)

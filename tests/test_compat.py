@@ -28,7 +28,7 @@ PRIVATE = [
     ("jax.experimental.serialize_executable", "deserialize_and_load"),
 ]
 
-USERS = {"jaxllm/compat.py", "tests/quick_compile.py", "tests/test_compat.py"}
+USERS = {"jaxllm/compat.py", "tests/support/quick_compile.py", "tests/test_compat.py"}
 """Files that may name something private."""
 
 _NAMES_PRIVATE = re.compile(r"\bjax\._src\b|^\s*(?:from|import) jaxlib\b(?! *$)", re.MULTILINE)

@@ -17,8 +17,8 @@ import pytest
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.config import CACHE_DIR
-from tests.real_models import SHAPES
 from tests.reference.peft_adapters import save_adapter
+from tests.support.real_models import SHAPES
 
 pytestmark = pytest.mark.programs
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import versions
+from tests.support import versions
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 ROOT = Path(__file__).parents[1]

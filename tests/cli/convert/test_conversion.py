@@ -30,7 +30,7 @@ from tests.models.harness import Chunk, Harness
 from tests.reference import load_golden
 from tests.reference.tiny import tiny_weights, write_checkpoint
 from tests.reference.tiny_gguf import gguf_config, write_gguf
-from tests.sizes import FIELDS
+from tests.support.sizes import FIELDS
 from tests.weights.models import real_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

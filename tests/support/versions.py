@@ -1,8 +1,8 @@
 """A chosen tenth of the tests on every Python of this machine, with the newest and the oldest versions that we allow.
 
-    python tests/versions.py                  # each Python with the newest versions, then the oldest with the oldest
-    python tests/versions.py 3.12 oldest      # these alone
-    python tests/versions.py --newest-python  # the newest that we support, or else this one; `make` takes it
+    python tests/support/versions.py                  # each Python with the newest versions, then the oldest so
+    python tests/support/versions.py 3.12 oldest      # these alone
+    python tests/support/versions.py --newest-python  # the newest that we support, or else this one; `make` takes it
 
 Pythons are looked for on PATH and among pyenv's. Each gets an environment of its own in .venv-versions; the tests are
 those of CHOSEN. Any Python can run this file: it needs nothing but the standard library.
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = ROOT / ".venv-versions"
 OLDEST = "oldest"
 """Names the oldest Python that is here, with the lowest versions that pyproject.toml allows."""
