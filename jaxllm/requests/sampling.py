@@ -266,6 +266,7 @@ class SamplingDefaults:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    repeat_last_n: int | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     max_tokens: int | None = None

@@ -22,7 +22,7 @@ from jaxllm.text.spellings import BLOOM, DEEPSEEK3, GPT2, GPT4O, KIMI, LLAMA3, Q
 from jaxllm.weights.fields import FLAG, TEXT, FieldKind, FieldKinds, check_fields, many, real, shown, whole
 from jaxllm.weights.gguf_file import read_header
 
-_REVISION = 5  # part of the cache key: raise it whenever this file builds something different
+_REVISION = 6  # part of the cache key: raise it whenever this file builds something different
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 
 
@@ -139,7 +139,16 @@ class _Stored:
 
     @property
     def merges(self) -> list[tuple[str, str]]:
-        return [self._merge(merge) for merge in self.get("merges", [])]
+        if (merges := self.get("merges")) is None:
+            raise self.error(f"a {self.get('model')!r} tokenizer needs tokenizer.ggml.merges, which is missing")
+        return [self._merge(merge) for merge in merges]
+
+    def index(self, name: str) -> int | None:
+        """The token that `name` means, if the file says it. Raises CheckpointError where there is no such token."""
+        if (index := self.get(name)) is not None and index >= len(self.tokens):
+            accepted = f"less than {len(self.tokens)}, the number of tokens"
+            raise self.error(f"tokenizer.ggml.{name} is {index}; accepted is {accepted}")
+        return index
 
     def _merge(self, merge: str) -> tuple[str, str]:
         left, space, right = merge[1:].partition(" ")
@@ -163,6 +172,7 @@ def write_gguf_tokenizer(path: Path, directory: Path) -> None:
     backend, add_bos = _build(file)
     config: dict[str, Any] = {}
     if add_bos is not None:
+        file.index("bos_token_id")
         config = {
             "add_bos_token": file.get("add_bos_token", add_bos),
             "add_eos_token": file.get("add_eos_token", False),
@@ -339,9 +349,8 @@ def _special_token(file: _Stored, keys: tuple[str, ...], usual: str) -> str:
             listed = " or ".join(f"tokenizer.ggml.{name}" for name in names)
             raise file.error(f"has no {listed}, and no token {usual}")
         return usual
-    if (index := file.get(name)) >= len(file.tokens):
-        accepted = f"less than {len(file.tokens)}, the number of tokens"
-        raise file.error(f"tokenizer.ggml.{name} is {index}; accepted is {accepted}")
+    index = file.index(name)
+    assert index is not None
     return file.tokens[index]
 
 
@@ -368,11 +377,10 @@ def _chat_templates(metadata: dict[str, Any]) -> str | list[dict[str, str]] | No
 
 def _turn_ends(file: _Stored) -> list[int]:
     """eos, eot and eom as the metadata name them, and the end-of-turn token that the chat template writes."""
-    named = [file.get(f"{key}_token_id") for key in ("eos", "eot", "eom")]
+    named = [file.index(f"{key}_token_id") for key in ("eos", "eot", "eom")]
     template = str(file.metadata.get(_TEMPLATE, ""))
     written = [file.tokens.index(text) for text in _TURN_ENDS if text in template and text in file.tokens]
-    found = [index for index in (*named, *written) if index is not None and index < len(file.tokens)]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(index for index in (*named, *written) if index is not None))
 
 
 def _write_json(path: Path, value: Any) -> None:

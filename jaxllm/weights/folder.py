@@ -152,11 +152,12 @@ SAMPLING_FIELDS: FieldKinds = {  # recommended sampling parameters
     "top_k": either(whole(-1, 2**31 - 1), NULL),
     "min_p": either(real(0, 1), NULL),
     "repetition_penalty": either(real(1e-6, 1e3), NULL),
+    "repeat_last_n": either(whole(-1, 2**31 - 1), NULL),
 }
 
 
 def generation_config_of(path: Path) -> Path:
-    """The file for a GGUF's sampling defaults: MODEL.generation_config.json for MODEL.gguf, split or not."""
+    """The file that wins over a GGUF's sampling defaults: MODEL.generation_config.json for MODEL.gguf, split or not."""
     return whole_name(path).with_suffix(".generation_config.json")
 
 

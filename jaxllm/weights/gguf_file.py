@@ -25,7 +25,13 @@ from jaxllm.errors import CheckpointError
 from jaxllm.quantization.stored import FLOATS, Stored
 from jaxllm.weights.checkpoint import ByteRange, Checkpoint, MappedCheckpoint, TensorInfo, WrappedCheckpoint
 from jaxllm.weights.fields import MAX_RANK, TEXT, check_apart, check_fields, is_storable, shown, whole
-from jaxllm.weights.folder import check_no_device, generation_config_of, part_files, read_generation_config
+from jaxllm.weights.folder import (
+    SAMPLING_FIELDS,
+    check_no_device,
+    generation_config_of,
+    part_files,
+    read_generation_config,
+)
 
 
 class GGUFCheckpoint(MappedCheckpoint):
@@ -44,7 +50,7 @@ class GGUFCheckpoint(MappedCheckpoint):
         self.path = files[0]
         self.config = headers[0].metadata
         beside = generation_config_of(self.path)
-        self.generation_config = read_generation_config(beside.parent, beside.name)
+        self.generation_config = _sampling(self.path, self.config) | read_generation_config(beside.parent, beside.name)
         self.tensors = {}
         for file, header in zip(files, headers, strict=True):
             self.map(file)
@@ -58,6 +64,21 @@ class GGUFCheckpoint(MappedCheckpoint):
         if dtype not in FLOATS:
             return Stored(data, dtype, shape, packed=True, origin=origin)
         return Stored(data.view(FLOATS[dtype]).reshape(shape), dtype, shape, origin=origin)
+
+
+_SAMPLING = {
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty", "penalty_last_n": "repeat_last_n",
+}  # fmt: skip
+"""Of llama.cpp's general.sampling.* those that requests here have too -> their names in a generation_config.json."""
+
+
+def _sampling(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling that the file recommends. Raises CheckpointError for a value that cannot be used."""
+    keys = {f"general.sampling.{key}": name for key, name in _SAMPLING.items()}
+    check_fields(metadata, {key: SAMPLING_FIELDS[name] for key, name in keys.items()}, f"{path}: ")
+    given = {name: metadata[key] for key, name in keys.items() if key in metadata}
+    return {name: float(f"{x:.7g}") if isinstance(x, float) else x for name, x in given.items()}  # a float32's digits
 
 
 def _check_parts(files: Sequence[Path], headers: Sequence[GGUFHeader]) -> None:

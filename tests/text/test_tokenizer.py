@@ -233,6 +233,22 @@ def test_an_unknown_model_and_none_at_all_are_refused(tmp_path):
         load_tokenizer(tmp_path / "bare.gguf", cache_dir=tmp_path)
 
 
+@pytest.mark.parametrize(("model", "pre"), [("gpt2", "qwen2"), ("gemma4", None)])
+def test_merges_that_are_missing_are_refused(tmp_path, model, pre):
+    path = write_gguf(tmp_path / "x.gguf", tokens=BYTES, types=[1] * len(BYTES), model=model, pre=pre)
+    with pytest.raises(CheckpointError, match=f"a '{model}' tokenizer needs tokenizer.ggml.merges, which is missing"):
+        load_tokenizer(path, cache_dir=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["bos", "eos", "eot", "eom"])
+def test_an_end_outside_the_vocabulary_is_refused(tmp_path, name):
+    tokens = len(BYTES) + 4
+    path = byte_level_gguf(tmp_path / "x.gguf", numbers={f"tokenizer.ggml.{name}_token_id": tokens})
+    message = rf"tokenizer\.ggml\.{name}_token_id is {tokens}; accepted is less than {tokens}, the number of tokens"
+    with pytest.raises(CheckpointError, match=message):
+        load_tokenizer(path, cache_dir=tmp_path)
+
+
 def test_end_of_turn_tokens_are_eos_too(tmp_path):
     specials = ("<s>", "</s>", "<|eot_id|>", "<|im_end|>", "<end_of_turn>")
     first = len(BYTES) + 2

@@ -39,6 +39,34 @@ def small(tmp_path, values):
     return path
 
 
+def sampling_gguf(path, **values):
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, value in values.items():
+        add = writer.add_float32 if isinstance(value, float) else writer.add_int32
+        add(f"general.sampling.{name}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def test_the_sampling_that_a_file_recommends(tmp_path):
+    given = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0, "penalty_repeat": 1.05, "penalty_last_n": 64}
+    path = sampling_gguf(tmp_path / "x.gguf", **given, mirostat=0)
+    recommended = {
+        "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0, "repetition_penalty": 1.05, "repeat_last_n": 64,
+    }  # fmt: skip
+    assert open_checkpoint(path).generation_config == recommended
+    (tmp_path / "x.generation_config.json").write_text('{"temperature": 0.2, "eos_token_id": 5}')
+    assert open_checkpoint(path).generation_config == recommended | {"temperature": 0.2, "eos_token_id": 5}
+
+
+def test_a_recommended_value_that_cannot_be_used_is_refused(tmp_path):
+    path = sampling_gguf(tmp_path / "x.gguf", top_p=7.0)
+    with pytest.raises(CheckpointError, match=r"x\.gguf: general\.sampling\.top_p is 7\.0; accepted is a number from"):
+        open_checkpoint(path)
+
+
 def test_metadata_are_plain_values_without_the_vocabulary(small):
     config = open_checkpoint(small).config
     assert config["general.architecture"] == "llama"
