@@ -15,8 +15,8 @@ from jaxllm import LLM, ConfigError, SamplingParams
 from jaxllm.config import EngineConfig, ServeConfig, make_config
 from jaxllm.config.parts import SpeculativeConfig
 from jaxllm.engine.start.blueprint import plan_engine
-from jaxllm.engine.start.offload import PROCESS_BYTES, check_host_memory
-from jaxllm.engine.start.plan import EnginePlan
+from jaxllm.engine.start.offload import check_host_memory
+from jaxllm.engine.start.plan import PROCESS_BYTES, EnginePlan
 from jaxllm.engine.start.platform import Platform
 from tests.reference.tiny import tiny_config, tiny_prompt, write_checkpoint
 from tests.serving.mixed_requests import write_model

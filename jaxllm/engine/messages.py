@@ -230,6 +230,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """KV pages and states of prefixes kept in host memory."""
     num_disk_pages: int = 0
     """KV pages and states of prefixes kept on disk."""
+    resident_bytes: int = 0
+    """Memory of the host that the engine's process holds."""
     num_pulls: int = 0
     """Requests whose pages were fetched from another server, or were to be."""
     num_failed_pulls: int = 0
@@ -284,6 +286,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     kv_cache_memory: int | None = None
     state_cache_memory: int | None = None
     """With these in its config another engine has as many pages and states, whatever memory is free then."""
+    planned_memory: int = 0
+    """Bytes of a device for weights, caches and a step's own; on a CPU the program itself comes on top."""
     hidden_size: int = 0
     num_layers: int = 0
     num_stages: int = 1

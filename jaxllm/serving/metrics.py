@@ -59,6 +59,7 @@ OWN_GAUGES: dict[str, tuple[str, Read]] = {
     ),
     "kv_pages_host": ("KV pages and states of prefixes kept in host memory.", lambda s: s.num_host_pages),
     "kv_pages_disk": ("KV pages and states of prefixes kept on disk.", lambda s: s.num_disk_pages),
+    "engine_resident_memory_bytes": ("Host memory that the engine's process holds.", lambda s: s.resident_bytes),
     "compiles_pending": ("Buckets still to be compiled.", lambda s: s.compiles_pending),
     "step_host_seconds_mean": (
         "Host time of a step, everything but waiting for the device, averaged since the start.",
@@ -158,6 +159,9 @@ class ModelMetrics:
 
     def _own(self, stats: EngineStats) -> Iterator[Metric]:
         yield from self._simple(stats, OWN_GAUGES, OWN_COUNTERS)
+        text = "Planned memory of each device: weights, KV cache and a step's own."
+        assert self._model.info is not None
+        yield self._info("engine_planned_memory_bytes", text, {}, self._model.info.planned_memory)
         kinds = {"foreseen": stats.compiles_foreseen, "unforeseen": stats.compiles_unforeseen}
         text = "Executables compiled, foreseen by the planner or not."
         yield self._family(CounterMetricFamily, "compiles", text, "kind", kinds)

@@ -174,6 +174,7 @@ class CannedClient:
     def stats(self) -> EngineStats:
         return EngineStats(
             num_running=len(self.answers), num_pages=100, num_free_pages=100 - len(self.answers), page_size=16,
+            resident_bytes=2**29,
             prompt_tokens=11, generation_tokens=22, num_steps=4, step_host_seconds=0.002, step_device_wait_seconds=0.4,
             scheduled_tokens={"decode-4": 30}, padded_tokens={"decode-4": 10}, compiles_foreseen=3,
             compiles_unforeseen=1, compile_seconds=7.5, prefix_cache_queries=50, prefix_cache_hits=20,
@@ -269,6 +270,7 @@ class FakeEngine(AsyncLLM):
         info = EngineInfo(
             model_name="fake", vocab_size=VOCAB_SIZE, max_model_len=CONTEXT, eos_token_ids=[257], num_pages=100,
             page_size=16, max_num_seqs=8, max_num_batched_tokens=64, hidden_size=HIDDEN_SIZE, num_parameters=1_000_000,
+            planned_memory=2**28,
             tasks=tasks or ModelTasks(), default_sampling=SamplingDefaults(temperature=0.5, top_k=40),
         )  # fmt: skip
         self.client = CannedClient(self, info)

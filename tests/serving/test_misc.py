@@ -175,6 +175,8 @@ def test_metrics(make_client: Any, engine: FakeEngine) -> None:
     assert samples["jaxllm:compiles_total", "unforeseen"] == 1
     assert samples["jaxllm:step_host_seconds_mean",] == 0.0005
     assert samples["jaxllm:compile_seconds_total",] == 7.5
+    assert samples["jaxllm:engine_resident_memory_bytes",] == 2**29
+    assert samples["jaxllm:engine_planned_memory_bytes",] == 2**28
     assert samples["jaxllm:kv_pages_free",] == samples["jaxllm:kv_pages",] == 100
 
 

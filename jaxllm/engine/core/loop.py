@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import BinaryIO, Literal
 
 import msgspec
+import psutil
 from tokenizers import Tokenizer
 
 from jaxllm.engine.core.fair_queue import RecentGroups
@@ -251,6 +252,7 @@ class EngineCore:
             num_pages=self._pool.num_pages - 1,
             num_free_pages=self._pool.num_free,
             page_size=self._pool.page_size,
+            resident_bytes=psutil.Process().memory_info().rss,
             prefix_cache_queries=scheduler.stats.prefix_queries,
             prefix_cache_hits=scheduler.stats.prefix_hits,
             steps_by_tokens=list(so_far.steps_by_tokens),

@@ -320,11 +320,34 @@ def process_name(config: EngineConfig, share: Share | None) -> str:
     return f"engine/{name}" + ("" if share is None else f"/{share.number}")
 
 
+REST_SECONDS = 5.0
+"""Seconds without work after which what the work has freed is given back to the system."""
+
+
+class Rest:
+    """Gives freed memory back once: when the last executable is there, and when there has been nothing to do."""
+
+    def __init__(self) -> None:
+        self._compiles = False
+        self._busy_until: float | None = None
+
+    def note(self, works: bool, compiles: bool) -> None:
+        now = time.monotonic()
+        ended, self._compiles = self._compiles and not compiles, compiles
+        if works:
+            self._busy_until = now
+        rested = self._busy_until is not None and now - self._busy_until > REST_SECONDS
+        if ended or rested:
+            machine.return_freed_memory()
+            logger.debug("gave freed memory back in %.3f s", time.monotonic() - now)
+            self._busy_until = None if rested else self._busy_until
+
+
 def run_loop(front_door: FrontDoor, core: Core, kept: BinaryIO | None = None) -> NoReturn:
     """Call `core` for as long as the process lives. Raises what ends it."""
     core.when_prepared(lambda: front_door.inbox.put(None))
     core.on_begin = lambda request_ids: front_door.send(Began(request_ids))
-    last, load = 0.0, (0, 0)
+    last, load, rest = 0.0, (0, 0), Rest()
     while True:
         front_door.inbox.drain(core, wait=not core.has_work)
         if front_door.is_to_keep:
@@ -333,7 +356,9 @@ def run_loop(front_door: FrontDoor, core: Core, kept: BinaryIO | None = None) ->
             leave("its weights are kept")
         deltas = core.turn() if core.has_work else []
         due = core.load != load or time.monotonic() - last > STATS_SECONDS
+        stats = core.stats() if due else None
         if deltas or due:
-            front_door.send(Outputs(deltas, core.stats() if due else None))
-        if due:
+            front_door.send(Outputs(deltas, stats))
+        if stats is not None:
             last, load = time.monotonic(), core.load
+            rest.note(core.has_work, stats.compiles_pending > 0)

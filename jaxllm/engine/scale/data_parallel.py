@@ -22,7 +22,7 @@ from jaxllm.engine.core.sizes import StepSizes
 from jaxllm.engine.messages import EngineRequest, EngineStats, NewWeights, PauseMode, TokenDelta
 from jaxllm.engine.scale.routing import Replica, ReplicaRouter, together
 
-OF_THE_DEVICE = ("compiles_foreseen", "compiles_unforeseen", "compiles_pending", "compile_seconds")
+OF_THE_DEVICE = ("compiles_foreseen", "compiles_unforeseen", "compiles_pending", "compile_seconds", "resident_bytes")
 
 
 class DataParallelCore:

@@ -120,7 +120,7 @@ class ReplicaRouter:
 
 GAUGES = frozenset({
     "num_running", "num_waiting", "num_preparing", "num_pages", "num_free_pages", "num_host_pages", "num_disk_pages",
-    "page_size", "compiles_pending", "ready", "running_adapters", "waiting_adapters",
+    "resident_bytes", "page_size", "compiles_pending", "ready", "running_adapters", "waiting_adapters",
 })  # fmt: skip
 """What an engine says of the moment; all else it counts."""
 ALIKE = frozenset({"page_size", "ready"})

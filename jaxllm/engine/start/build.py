@@ -288,6 +288,7 @@ def _assemble(
         state_cache_memory=plan.state_cache_bytes,
         num_parameters=plan.num_parameters,
         hidden_size=blueprint.spec.config.vector_size,
+        planned_memory=plan.planned_bytes,
         num_layers=blueprint.spec.config.num_layers,
         num_stages=len(prepared.meshes),
         kv_heads=blueprint.spec.config.kv_heads,

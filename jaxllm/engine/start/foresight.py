@@ -10,7 +10,8 @@ from jaxllm import compat, machine
 from jaxllm.config import EngineConfig
 from jaxllm.config.values import format_bytes
 from jaxllm.engine.start.blueprint import make_blueprint
-from jaxllm.engine.start.offload import PROCESS_BYTES, check_host_memory
+from jaxllm.engine.start.offload import check_host_memory
+from jaxllm.engine.start.plan import PROCESS_BYTES
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import ConfigError
 from jaxllm.sharding import nvidia

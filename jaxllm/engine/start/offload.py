@@ -18,7 +18,7 @@ from jaxllm.engine.features.offload.offload import PageBlocks
 from jaxllm.engine.features.offload.pages import DiskPages
 from jaxllm.engine.features.offload.tiers import PageTiers
 from jaxllm.engine.start.agreement import files_digest
-from jaxllm.engine.start.plan import Blueprint, EnginePlan
+from jaxllm.engine.start.plan import PROCESS_BYTES, Blueprint, EnginePlan
 from jaxllm.engine.start.platform import Platform
 from jaxllm.engine.start.prepared import step_manifest
 from jaxllm.errors import ConfigError
@@ -105,9 +105,6 @@ def contents_digest(
 
 
 logger = logging.getLogger(__name__)
-
-PROCESS_BYTES = 600 * 2**20
-"""What Python, JAX, compiled steps and the tokenizer of a process take at least, besides weights and caches."""
 
 
 def check_host_memory(plan: EnginePlan, platform: Platform) -> None:

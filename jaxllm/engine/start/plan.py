@@ -24,6 +24,10 @@ from jaxllm.models.registry import AdaptedModel, ModelSpec
 from jaxllm.requests.logits_processors import LogitsProcessor
 from jaxllm.weights.loader import ParamSpec
 
+PROCESS_BYTES = 600 * 2**20
+"""What Python, JAX, compiled steps and the tokenizer of a process take at least, besides weights and caches."""
+_BESIDES = f"and the program itself {format_bytes(PROCESS_BYTES)} or more of host memory"
+
 
 @dataclass(frozen=True)
 class StagePlan:
@@ -139,7 +143,7 @@ class EnginePlan(Limits):
             f"{adapters if self.adapter_bytes else ''}"
             f"KV cache up to {format_bytes(self.kv_bytes)}{used} (kv_cache_memory, kv_cache_dtype), "
             f"a step's own {format_bytes(self.workspace_bytes)} (max_num_batched_tokens, max_num_seqs)"
-            f"{on_host if self.host_weight_bytes else ''}\n"
+            f"{on_host if self.host_weight_bytes else ''}; {_BESIDES}\n"
             f"KV cache: {self.num_pages - 1:,} pages of {self.page_size}, "
             f"{self.kv_tokens:,} tokens, {many:.1f} sequences of {self.max_model_len:,} tokens, "
             f"{states if self.state_bytes else ''}"
@@ -162,7 +166,7 @@ class EnginePlan(Limits):
             "an encoder\n"
             f"memory{' of each device' if self.tensor_parallel_size > 1 else ''}: "
             f"weights {format_bytes(self.weight_bytes)} (see isq, dtype), no KV cache, "
-            f"a step's own {format_bytes(self.workspace_bytes)} (max_num_batched_tokens, max_num_seqs)\n"
+            f"a step's own {format_bytes(self.workspace_bytes)} (max_num_batched_tokens, max_num_seqs); {_BESIDES}\n"
             f"texts of up to {self.max_model_len:,} tokens, {self.max_num_seqs} texts and "
             f"{self.max_num_batched_tokens:,} tokens a step"
         )

@@ -21,11 +21,11 @@ import psutil
 import pytest
 
 from jaxllm import AsyncLLM, EngineConfig, SamplingParams
-from jaxllm.engine.doors import process_client
+from jaxllm.engine.doors import engine_process, process_client
 from jaxllm.engine.doors.process_client import ProcessClient
 from jaxllm.engine.doors.streams import Stream, Streams
 from jaxllm.engine.messages import EngineRequest, MemoryRoom
-from jaxllm.engine.start.offload import PROCESS_BYTES
+from jaxllm.engine.start.plan import PROCESS_BYTES
 from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError, QueueFullError
 from tests.engine.doors import stand_in
 from tests.reference.tiny import write_checkpoint
@@ -61,6 +61,26 @@ def test_the_models_own_sampling_crosses_the_pipe(engine: AsyncLLM) -> None:
 
     assert asyncio.run(run()) >= 1
     assert engine.info.default_sampling.fields() == {"temperature": 1.0, "top_k": 64, "top_p": 0.95}
+
+
+def test_an_engine_says_what_its_process_holds(engine: AsyncLLM) -> None:
+    process = psutil.Process(engine._streams.client._process.pid)  # type: ignore[attr-defined]
+    deadline = time.monotonic() + PATIENCE
+    while not 0.7 < engine.stats().resident_bytes / process.memory_info().rss < 1.4:
+        assert time.monotonic() < deadline, f"{engine.stats().resident_bytes} of {process.memory_info().rss} bytes"
+        time.sleep(0.1)
+    assert engine.info.kv_cache_memory is not None and engine.info.planned_memory > engine.info.kv_cache_memory
+
+
+def test_freed_memory_is_given_back_once_after_work_and_when_all_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, calls = [0.0], []
+    monkeypatch.setattr(engine_process.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(engine_process.machine, "return_freed_memory", lambda: calls.append(clock[0]))
+    rest = engine_process.Rest()
+    for at in range(40):  # compiles end at 6, and it works from 10 to 14
+        clock[0] = float(at)
+        rest.note(10 <= at < 15, at < 6)
+    assert calls == [6.0, 20.0]
 
 
 def test_an_engine_asks_for_room_before_it_takes_any(directory: Path) -> None:

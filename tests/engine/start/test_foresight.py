@@ -12,7 +12,7 @@ from jaxllm import EngineConfig, compat
 from jaxllm.engine.start import foresight
 from jaxllm.engine.start.blueprint import plan_engine
 from jaxllm.engine.start.foresight import Foreseen, foresee
-from jaxllm.engine.start.offload import PROCESS_BYTES
+from jaxllm.engine.start.plan import PROCESS_BYTES
 from jaxllm.engine.start.platform import Platform
 from jaxllm.engine.start.tokenizer import open_model
 from jaxllm.errors import ConfigError

@@ -9,7 +9,8 @@ import pytest
 
 from jaxllm import EngineConfig
 from jaxllm.engine.start.blueprint import plan_engine
-from jaxllm.engine.start.offload import PROCESS_BYTES, check_host_memory
+from jaxllm.engine.start.offload import check_host_memory
+from jaxllm.engine.start.plan import PROCESS_BYTES
 from jaxllm.engine.start.platform import Platform
 from jaxllm.errors import ConfigError
 from tests.reference.tiny import write_checkpoint

@@ -48,6 +48,7 @@ def test_the_log_says_what_takes_memory_and_what_changes_it(directory: Path) -> 
     assert "weights " in memory and "isq" in memory
     assert "KV cache up to 47" in memory and "kv_cache_memory" in memory
     assert "max_num_batched_tokens" in memory
+    assert "the program itself 600 MiB or more of host memory" in memory
 
 
 @pytest.mark.parametrize("seqs", [1, 3])
