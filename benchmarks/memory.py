@@ -122,7 +122,7 @@ def wait(url: str, seconds: float = 300) -> None:
     raise TimeoutError(f"the server was not ready within {seconds:.0f} s")
 
 
-def measure(arguments: argparse.Namespace) -> tuple[dict[str, Counter[str]], Counter[int], float]:
+def measure(arguments: argparse.Namespace) -> tuple[dict[str, Counter[str]], Counter[int], int]:
     """Bytes by moment and kind, the answers, and what /metrics says that the process holds in the end."""
     url = f"http://127.0.0.1:{arguments.port}"
     command = [sys.executable, "-m", "jaxllm", "serve", arguments.model, "--port", str(arguments.port)]
@@ -130,12 +130,13 @@ def measure(arguments: argparse.Namespace) -> tuple[dict[str, Counter[str]], Cou
     try:
         wait(url)
         engine, found = engine_of(server.pid), {}
+        time.sleep(1)  # what compiling has freed is given back
         found["ready"] = kinds(engine)
         answers = asyncio.run(load(url, arguments.clients, arguments.seconds))
         found["after load"] = kinds(engine)
         time.sleep(arguments.idle)
         found["after idle"] = kinds(engine)
-        return found, answers, metrics(url).get("engine_resident_memory_bytes", 0)
+        return found, answers, int(metrics(url)["engine_resident_memory_bytes"])
     finally:
         server.terminate()
         server.wait()
