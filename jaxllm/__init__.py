@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jaxllm.llm import LLM, generate
     from jaxllm.requests.logits_processors import LogitsState
     from jaxllm.requests.outputs import PoolingParams, RequestOutput
-    from jaxllm.requests.sampling import SamplingParams
+    from jaxllm.requests.sampling import RepetitionDetectionParams, SamplingParams
     from jaxllm.requests.steering import LoRARequest, Steer
     from jaxllm.requests.structured_outputs import StructuredOutputs
     from jaxllm.session.session import ResponsesSession
@@ -40,7 +40,7 @@ _HOMES = {
     "jaxllm.config": ("EngineConfig",),
     "jaxllm.engine.doors.async_llm": ("AsyncLLM",),
     "jaxllm.engine.doors.beams": ("BeamSearchParams",),
-    "jaxllm.requests.sampling": ("SamplingParams",),
+    "jaxllm.requests.sampling": ("RepetitionDetectionParams", "SamplingParams"),
     "jaxllm.requests.logits_processors": ("LogitsState",),
     "jaxllm.requests.steering": ("LoRARequest", "Steer"),
     "jaxllm.requests.structured_outputs": ("StructuredOutputs",),
@@ -55,8 +55,8 @@ _HOMES = {
 __all__ = [
     "LLM", "AsyncLLM", "BeamSearchParams", "CheckpointError", "ConfigError", "ContextLengthError", "EngineConfig",
     "EngineDeadError", "EnginePausedError", "InvalidRequestError", "JaxLLMError", "LoRARequest", "LogitsState",
-    "ModelNotFoundError", "PoolingParams", "QueueFullError", "RequestOutput", "ResponsesSession", "SamplingParams",
-    "Steer", "StorageFullError", "StructuredOutputs", "__version__", "generate",
+    "ModelNotFoundError", "PoolingParams", "QueueFullError", "RepetitionDetectionParams", "RequestOutput",
+    "ResponsesSession", "SamplingParams", "Steer", "StorageFullError", "StructuredOutputs", "__version__", "generate",
 ]  # fmt: skip
 
 

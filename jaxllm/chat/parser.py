@@ -393,7 +393,7 @@ class AnswerReader:
             if in_reasoning or parser.in_reasoning:
                 self.reasoning_tokens += len(delta.token_ids)
             if finish_reason is not None:
-                held = parser.finish(cut=finish_reason == "length")
+                held = parser.finish(cut=finish_reason in ("length", "repetition"))
                 events += [event for event in held if not (self.must_call and isinstance(event, Content))]
             if finish_reason == "stop" and parser.num_tool_calls:
                 finish_reason = "tool_calls"

@@ -31,6 +31,7 @@ from jaxllm.requests.outputs import (
 )
 from jaxllm.requests.sampling import MAX_LOGPROBS, SamplingParams, ThinkingMarkers
 from jaxllm.requests.structured_outputs import compile_grammar
+from jaxllm.text.detokenizer import regex_matcher
 from jaxllm.text.reasoning import prompt_markers, template_reasoning
 from jaxllm.text.spellings import check_bad_words
 from jaxllm.text.tokenizer import Tokenizer
@@ -237,8 +238,9 @@ def check_request(
         bad = next((i for i in tokens if not 0 <= i < info.vocab_size), None)
         if bad is not None:
             raise InvalidRequestError(f"{name} has token id {bad}; ids go from 0 to {info.vocab_size - 1}", param=name)
-    for name in ("stop", "bad_words", "structured_outputs"):
-        if getattr(params, name) and tokenizer is None:
+    for name in ("stop", "stop_regex", "bad_words", "structured_outputs", "dry_sequence_breakers"):
+        unused = name == "dry_sequence_breakers" and not params.dry_multiplier
+        if getattr(params, name) and tokenizer is None and not unused:
             raise InvalidRequestError(f"{name} needs a tokenizer, but skip_tokenizer_init is on", param=name)
     if params.processes_logits:
         check_chosen(info.logits_processors, params.chosen_processors)
@@ -247,6 +249,8 @@ def check_request(
     if params.structured_outputs is not None:
         compile_grammar(params.structured_outputs)
     check_thinking(params, tokenizer, ids)
+    for expression in params.stop_regex:
+        regex_matcher(expression)
     if params.bad_words and tokenizer is not None:
         check_bad_words(tokenizer.backend, params.bad_words)
 

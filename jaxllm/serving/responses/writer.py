@@ -55,7 +55,7 @@ class EventWriter:
 
     @property
     def came_to_end(self) -> bool:
-        return self.finish_reason in ("stop", "tool_calls")
+        return self.finish_reason in ("stop", "tool_calls", "repetition")
 
     def open(self) -> Iterator[ResponseEvent]:
         yield self._event("response.created", response=self.response)
