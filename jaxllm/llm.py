@@ -27,7 +27,7 @@ from jaxllm.requests.logits_processors import read_processors
 from jaxllm.requests.outputs import EmbeddingOutput, EmbeddingRequestOutput, PooledOutput, PoolingParams, RequestOutput
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.shown import TableList
-from jaxllm.requests.steering import AdapterUse, LoRA, LoRARequest, Patch, Patches, Steer, Steers
+from jaxllm.requests.steering import AdapterUse, LoRA, LoRARequest, Patch, Patches, Patching, Steer, Steers
 from jaxllm.research.inside import Inside
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -81,7 +81,8 @@ class LLM(Inside, Controls):
         """Complete one prompt or many, batched; the outputs are in the order of the prompts.
 
         Args:
-            prompts: a text, a list of token ids, `{"prompt_token_ids": [...]}`, or a list of those.
+            prompts: a text, a list of token ids, `{"prompt_token_ids": [...]}`, `{"prompt_embeds": [T, E]}`, which are
+                vectors as the model's table of embeddings gives them, scaled, or a list of those.
             sampling_params: one for all, or one a prompt; by default the model's own.
             use_tqdm: show a progress bar with tokens a second.
             lora_request: the adapter of all prompts, or for each prompt one, a list of several, or None.
@@ -100,10 +101,17 @@ class LLM(Inside, Controls):
         items = sequences.prompt_list(prompts)
         params = self._params(sampling_params, len(items))
         adapters = _adapters(lora_request, len(items))
-        requests = [(*sequences.prompt_ids(item, self.tokenizer), p) for item, p in zip(items, params, strict=True)]
+        embeds = [sequences.prompt_vectors(item, self.info) for item in items]
+        texts = [
+            (None, [0] * own.end) if own else sequences.prompt_ids(item, self.tokenizer)
+            for item, own in zip(items, embeds, strict=True)
+        ]
+        requests = [(*text, p) for text, p in zip(texts, params, strict=True)]
         wanted = None if capture is None else read_capture(capture, positions, self.info.layer_shapes)
         steers, patches = steering.steers_of(steer, len(items)), steering.patches_of(patch, len(items))
-        return self._run(requests, use_tqdm, adapters=adapters, capture=wanted, steers=steers, patches=patches)
+        return self._run(
+            requests, use_tqdm, adapters=adapters, capture=wanted, steers=steers, patches=patches, embeds=embeds
+        )
 
     def chat(
         self,
@@ -316,6 +324,7 @@ class LLM(Inside, Controls):
         capture: CaptureParams | None = None,
         steers: Sequence[Sequence[Steer]] = (),
         patches: Sequence[Patch] = (),
+        embeds: Sequence[Patching | None] = (),
     ) -> list[RequestOutput]:
         requests: list[EngineRequest] = []
         collectors: list[Collector] = []
@@ -330,7 +339,7 @@ class LLM(Inside, Controls):
                 adapters=adapters[at] if adapters else (),
                 capture=capture,
                 steering=self._steering(steers[at] if steers else (), len(ids)),
-                patching=self._patching(patches[at] if patches else {}, len(ids)),
+                patching=self._patching(patches[at] if patches else {}, len(ids), embeds[at] if embeds else None),
             )
             requests.append(request)
             widest = self.info.layer_shapes.widest

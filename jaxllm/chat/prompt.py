@@ -29,6 +29,7 @@ from jaxllm.engine.doors.beams import BeamSearchParams
 from jaxllm.engine.doors.sequences import check_request, refuse_text
 from jaxllm.errors import ContextLengthError, Field, InvalidRequestError
 from jaxllm.requests.sampling import SamplingParams
+from jaxllm.requests.steering import Patching
 from jaxllm.text.chat_template import in_format
 from jaxllm.text.detokenizer import special_token_ids
 from jaxllm.text.reasoning import opens_reasoning, prompt_markers
@@ -179,6 +180,8 @@ class Prompt:
     params: SamplingParams
     text: str = ""
     beam_search: BeamSearchParams | None = None
+    embeds: Patching | None = None
+    """Vectors that stand where those of its tokens would."""
 
 
 @dataclass

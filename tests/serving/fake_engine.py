@@ -45,7 +45,7 @@ from jaxllm.engine.messages import (
 from jaxllm.errors import CheckpointError, EngineDeadError
 from jaxllm.requests.outputs import Logprob, ModelTasks, PoolingParams, PromptScores
 from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
-from jaxllm.requests.steering import AdapterUse
+from jaxllm.requests.steering import AdapterUse, Patching
 from jaxllm.serving.served_model import LoadableModel
 from jaxllm.text.detokenizer import Detokenizer
 from jaxllm.text.tokenizer import Tokenizer
@@ -243,6 +243,7 @@ class FakeEngine(AsyncLLM):
         self.ready = True
         self.seen: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
         self.pooled: list[tuple[list[int], PoolingParams, dict[str, Any]]] = []
+        self.patchings: list[Patching | None] = []
         self.adapters: list[tuple[AdapterUse, ...]] = []
         """What each request that was run uses."""
         self.refused_adapters: set[str] = set()
@@ -326,6 +327,7 @@ class FakeEngine(AsyncLLM):
     def run(self, requests: Sequence[EngineRequest], **arguments: Any) -> Stream:
         for request in requests:
             self.adapters.append(request.adapters)
+            self.patchings.append(request.patching)
             labels = {"priority": request.priority, "cache_salt": request.cache_salt}
             self.groups.append(request.group)
             if request.pooling is not None:

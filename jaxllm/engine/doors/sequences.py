@@ -30,6 +30,7 @@ from jaxllm.requests.outputs import (
     of_vocabulary,
 )
 from jaxllm.requests.sampling import MAX_LOGPROBS, SamplingParams, ThinkingMarkers
+from jaxllm.requests.steering import Patching, read_embeds
 from jaxllm.requests.structured_outputs import compile_grammar
 from jaxllm.text.detokenizer import regex_matcher
 from jaxllm.text.reasoning import prompt_markers, template_reasoning
@@ -261,6 +262,22 @@ def refuse_in_stages(info: EngineInfo, name: str) -> None:
         raise InvalidRequestError(
             f"{name} is set, and this engine's pipeline_parallel_size is {info.num_stages}; it must be 1 for that", name
         )
+
+
+def prompt_vectors(prompt: Prompt, info: EngineInfo) -> Patching | None:
+    """The vectors of a prompt `{"prompt_embeds": [T, E]}`; None for any other.
+
+    Raises:
+        InvalidRequestError: they are none, or the model takes none; `param` is prompt_embeds.
+    """
+    if not isinstance(prompt, dict) or "prompt_embeds" not in prompt:
+        return None
+    if not info.takes_vectors:
+        raise InvalidRequestError(
+            "prompt_embeds is set; this model needs to know its tokens by their ids", "prompt_embeds"
+        )
+    refuse_in_stages(info, "prompt_embeds")
+    return read_embeds(prompt["prompt_embeds"], width=info.hidden_size, longest=info.max_model_len)
 
 
 MOST_CAPTURED_BYTES = 2**30
