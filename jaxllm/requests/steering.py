@@ -194,7 +194,10 @@ EMBEDDINGS = -1
 
 def read_embeds(given: Any, *, width: int, longest: int) -> Patching:
     """A prompt of vectors `[T, E]`, which stand where those of tokens do. Raises InvalidRequestError."""
-    rows = np.asarray(given, np.float32)
+    try:
+        rows = np.asarray(given, np.float32)
+    except (TypeError, ValueError):
+        raise _refused("is no array of numbers", "prompt_embeds") from None
     rows = rows[0] if rows.ndim == 3 and len(rows) == 1 else rows
     if rows.ndim != 2 or rows.shape[1] != width or not 0 < len(rows) < longest:
         raise _refused(

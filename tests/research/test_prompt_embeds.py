@@ -74,6 +74,8 @@ def test_what_is_no_prompt_is_refused(llm: LLM, shape: tuple[int, ...], said: st
     with pytest.raises(InvalidRequestError, match=f"prompt_embeds .*{said}") as error:
         llm.generate([{"prompt_embeds": given}], PARAMS)
     assert error.value.param == "prompt_embeds"
+    with pytest.raises(InvalidRequestError, match="is no array of numbers"):
+        llm.generate([{"prompt_embeds": [[1, 2], [3]]}], PARAMS)
     with pytest.raises(InvalidRequestError, match="not finite"):
         llm.generate([{"prompt_embeds": np.full((3, width), np.nan)}], PARAMS)
     with pytest.raises(InvalidRequestError, match="patch is set for a prompt of vectors"):

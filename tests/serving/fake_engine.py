@@ -28,6 +28,7 @@ from fastapi import FastAPI
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from jaxllm.config import EngineConfig, ModelConfig, ServeConfig
+from jaxllm.engine.core.results import Repetition
 from jaxllm.engine.doors.async_llm import AsyncLLM
 from jaxllm.engine.doors.streams import Stream
 from jaxllm.engine.messages import (
@@ -361,21 +362,27 @@ class FakeEngine(AsyncLLM):
                 self.tokenizer.backend,
                 prompt,
                 stop=params.stop,
+                stop_regex=params.stop_regex,
                 include_stop=params.include_stop_str_in_output,
                 skip_special_tokens=params.skip_special_tokens,
                 shown_special_token_ids=params.shown_special_token_ids,
             )
         said: list[SaidToken] = []
+        repetition = None if params.repetition_detection is None else Repetition(params.repetition_detection)
         held, stop = "", None
         for at, step in enumerate(steps):
             text, stop = detokenizer.add(step[0][0], at + 1 >= params.min_tokens) if detokenizer else ("", None)
-            last = at == len(steps) - 1 or stop is not None
+            repeats = repetition is not None and repetition.add(step[0][0]) and stop is None
+            last = at == len(steps) - 1 or stop is not None or repeats
             if last and stop is None and detokenizer:
                 text += detokenizer.flush()
             held += text
             shown = "" if at in self.hold_back and not last else held
             held = held.removeprefix(shown)
-            said.append(SaidToken(step, shown, ("stop" if stop else finish_reason) if last else None, stop))
+            if repeats:
+                finish_reason, stop = "repetition", "repetition_detected"
+            ended = "stop" if stop is not None and not repeats else finish_reason
+            said.append(SaidToken(step, shown, ended if last else None, stop))
             if stop is not None:
                 break
         return said

@@ -31,7 +31,7 @@ from jaxllm.engine.core.sampler import (
     mask_words,
     truncate,
     uniform,
-)
+)  # fmt: skip
 from jaxllm.engine.core.sizes import StepSizes
 from jaxllm.engine.core.slots import Slots
 from jaxllm.engine.messages import EngineRequest
