@@ -45,8 +45,11 @@ class Detokenizer:
             skip_special_tokens = False
         self._skip_special_tokens = skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        for token in _prompt_tail(tokenizer, prompt):
-            self._decode(token)
+        tail = [token for token in _prompt_tail(tokenizer, prompt) if token not in self._left_out]
+        given = "".join(map(self._decode, tail))
+        settled = tokenizer.decode(tail, skip_special_tokens=skip_special_tokens).rstrip(REPLACEMENT)
+        self._in_prompt = max(0, len(settled) - len(given))
+        """Characters of the prompt that come with the first text, since its last token ends inside a character."""
         self._stop = tuple(stop)
         self._longest = max(map(len, stop), default=0)
         self._search = RegexSearch(stop_regex) if stop_regex else None
@@ -56,6 +59,8 @@ class Detokenizer:
     def add(self, token: int, check_stop: bool = True) -> tuple[str, str | None]:
         """Text that is settled now, and the stop string or expression that was found, if any."""
         new = self._decode(token)
+        if new and self._in_prompt:
+            new, self._in_prompt = new[self._in_prompt :], 0
         self._held += new
         if not self._stop and self._search is None:
             return self.flush(), None
