@@ -92,7 +92,7 @@ def _is_custom(value: Any) -> Any:
     return value
 
 
-AnyTool = Annotated[
+SentTool = Annotated[
     Annotated[ToolParam, BeforeValidator(_is_custom), Tag("client")] | Annotated[ServerTool, Tag("server")],
     Discriminator(_runs_at),
 ]
@@ -190,7 +190,7 @@ class CountTokensRequest(ModelFields, Cacheable):
     """Messages in a row of one role are one turn; a last one of role assistant is continued."""
     system: str | list[TextBlockParam] | None = None
     """Put before the messages."""
-    tools: list[AnyTool] | None = Field(default=None, max_length=MAX_TOOLS)
+    tools: list[SentTool] | None = Field(default=None, max_length=MAX_TOOLS)
     """Tools the model may call."""
     tool_choice: ToolChoiceParam | None = None
     """auto, any, a tool by name, or none."""
