@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxllm.chat.decisions import Decision, Question
     from jaxllm.config import EngineConfig
     from jaxllm.engine.doors.async_llm import AsyncLLM
     from jaxllm.engine.doors.beams import BeamSearchParams
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "jaxllm.llm": ("LLM", "generate"),
+    "jaxllm.chat.decisions": ("Decision", "Question"),
     "jaxllm.config": ("EngineConfig",),
     "jaxllm.engine.doors.async_llm": ("AsyncLLM",),
     "jaxllm.engine.doors.beams": ("BeamSearchParams",),
@@ -53,10 +55,10 @@ _HOMES = {
 }  # fmt: skip
 
 __all__ = [
-    "LLM", "AsyncLLM", "BeamSearchParams", "CheckpointError", "ConfigError", "ContextLengthError", "EngineConfig",
-    "EngineDeadError", "EnginePausedError", "InvalidRequestError", "JaxLLMError", "LoRARequest", "LogitsState",
-    "ModelNotFoundError", "PoolingParams", "QueueFullError", "RequestOutput", "ResponsesSession", "SamplingParams",
-    "Steer", "StorageFullError", "StructuredOutputs", "__version__", "generate",
+    "LLM", "AsyncLLM", "BeamSearchParams", "CheckpointError", "ConfigError", "ContextLengthError", "Decision",
+    "EngineConfig", "EngineDeadError", "EnginePausedError", "InvalidRequestError", "JaxLLMError", "LoRARequest",
+    "LogitsState", "ModelNotFoundError", "PoolingParams", "Question", "QueueFullError", "RequestOutput",
+    "ResponsesSession", "SamplingParams", "Steer", "StorageFullError", "StructuredOutputs", "__version__", "generate",
 ]  # fmt: skip
 
 

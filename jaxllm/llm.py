@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxllm.config import EngineConfig, make_config
 from jaxllm.engine.doors import sequences
@@ -30,6 +30,9 @@ from jaxllm.requests.shown import TableList
 from jaxllm.requests.steering import AdapterUse, LoRA, LoRARequest, Patch, Patches, Steer, Steers
 from jaxllm.research.inside import Inside
 from jaxllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxllm.chat.decisions import Decision, Question
 
 Item = tuple[str | None, list[int], SamplingParams]
 """A request: its text where it has one, its token ids, its parameters."""
@@ -239,6 +242,29 @@ class LLM(Inside, Controls):
         Raises InvalidRequestError: a prompt or `pooling` cannot be honoured; nothing is run then.
         """
         return self._pool(self._pooling_requests(prompts, pooling or PoolingParams(), second_texts), use_tqdm)
+
+    def decide(
+        self, about: str | Iterable[dict[str, Any]], questions: Iterable[Question], use_tqdm: bool = True
+    ) -> list[Decision]:
+        """Answer questions about a text, or a conversation, by the probabilities of the answers that they may have.
+
+        The same question about the same text has the same probabilities, whatever else runs: see docs/embeddings.md.
+
+        Raises:
+            InvalidRequestError: the model writes no text or has no chat template, or a question cannot be asked.
+        """
+        from jaxllm.chat.conversation import Message, given_messages  # these load jinja2, which prompts do without
+        from jaxllm.chat.decisions import prepare
+        from jaxllm.chat.prompt import ChatModel
+
+        self._streams.check_process()
+        self.get_tokenizer()
+        questions = list(questions)
+        if not questions:
+            return []
+        messages = [Message("user", about)] if isinstance(about, str) else given_messages(list(about))
+        asked = prepare(ChatModel(self), messages, questions)
+        return asked.decisions(self._pool(self._pooling_requests(asked.prompts, asked.pooling), use_tqdm))
 
     def add_lora(
         self,

@@ -102,8 +102,18 @@ def _compiled_calls(calls: Callable[[], StructuredOutputs | None], tools: Sequen
         raise InvalidRequestError(["the ", Field("tools"), f" cannot be called as asked: {error}"]) from None
 
 
+def _object_schema(tool: Tool) -> dict[str, Any]:
+    """The schema of a call's arguments, which are an object. Raises InvalidRequestError: it does not allow one."""
+    schema = tool.parameters or _EMPTY_OBJECT
+    types = schema.get("type", "object")
+    if types != "object" and not (isinstance(types, list) and "object" in types):
+        problem = f" (of {tool.name!r}) is a schema of type {types!r}; arguments are an object"
+        raise InvalidRequestError([tool.parameters_field, problem])
+    return {**schema, "type": "object"}
+
+
 def _check_parameters(tool: Tool) -> None:
-    schema = {"type": "object", **(tool.parameters or {}), "x-guidance": {"lenient": not tool.strict}}
+    schema = {**_object_schema(tool), "x-guidance": {"lenient": not tool.strict}}
     try:
         compile_grammar(StructuredOutputs(json=json.dumps(schema)))
     except InvalidRequestError as error:
@@ -231,7 +241,7 @@ class _Grammar:
     def _calls(self, tools: Sequence[Tool], lenient: bool, skip: int = 0) -> str:
         alternatives = []
         for at, tool in enumerate(tools):
-            parameters = {"type": "object", **tool.parameters} if tool.parameters else _EMPTY_OBJECT
+            parameters = _object_schema(tool)
             if not lenient and not tool.strict:
                 parameters = {"type": "object"}
             head = self._head(tool.name, skip)

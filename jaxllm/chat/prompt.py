@@ -28,7 +28,7 @@ from jaxllm.chat.parser import AnswerReader, OutputParser
 from jaxllm.engine.doors.beams import BeamSearchParams
 from jaxllm.engine.doors.sequences import check_request, refuse_text
 from jaxllm.errors import ContextLengthError, Field, InvalidRequestError
-from jaxllm.requests.sampling import SamplingParams
+from jaxllm.requests.sampling import LOGPROBS_MODES, SamplingParams
 from jaxllm.text.chat_template import in_format
 from jaxllm.text.detokenizer import special_token_ids
 from jaxllm.text.reasoning import opens_reasoning, prompt_markers
@@ -306,9 +306,10 @@ def sampling_params(model: ChatModel, settings: AnswerSettings, **derived: Any) 
                 [Field("logprobs"), " is -1, the whole vocabulary, which beam search cannot give"]
             )
         num_generated = settings.n  # the search ranks its own beams and returns n
-    elif num_generated > settings.n and logprobs is None:
-        logprobs = 0  # what the choices are ranked by
-    fields = {**info.default_sampling.fields(), **settings.sampling, "n": num_generated, "logprobs": logprobs}
+    ranked = {}
+    if num_generated > settings.n:
+        logprobs, ranked = logprobs or 0, {"logprobs_mode": LOGPROBS_MODES[0]}  # what the choices are ranked by
+    fields = {**info.default_sampling.fields(), **settings.sampling, "n": num_generated, "logprobs": logprobs, **ranked}
     fields |= {"max_tokens": settings.max_tokens, "prompt_logprobs": settings.prompt_logprobs}
     return SamplingParams(**fields | {"detokenize": model.engine.tokenizer is not None} | derived)
 

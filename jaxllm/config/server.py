@@ -48,6 +48,8 @@ class ServerConfig(SettingsGroup):
     """Seconds after which a client that takes nothing of what it is sent is disconnected."""
     sse_keep_alive: Annotated[float, Field(gt=0)] = 15.0
     """Seconds of silence after which a stream sends a keep-alive comment."""
+    stream_interval: Annotated[int, Field(ge=1, le=2**31 - 1)] = 1
+    """Tokens to an event of a stream after the first, which comes by itself; more of them take less work."""
     lameduck: Annotated[float, Field(ge=0)] = 0.0
     """Seconds after Ctrl-C or SIGTERM in which /ready is 503, for load balancers, and requests are still answered."""
     shutdown_timeout: Annotated[float, Field(ge=0)] = 5.0

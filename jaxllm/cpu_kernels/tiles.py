@@ -109,7 +109,7 @@ GROUP = 16
 _room = Room()
 
 
-FORMATS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "bf16", "f32", "u4", "i8", "e4m3")
+FORMATS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "bf16", "f32", "u4", "i8", "e4m3", "mxfp4")
 """How tiles hold weights, in the order of `src/formats.h`: the names are also what `repack` takes them from."""
 
 SCALED = ("i8", "e4m3")

@@ -19,7 +19,7 @@ from jaxllm.looking import What
 from jaxllm.requests.captures import CaptureParams, LayerShapes
 from jaxllm.requests.logits_processors import Declared
 from jaxllm.requests.outputs import ModelTasks, PoolingParams, PromptScores, RankedLogprobs
-from jaxllm.requests.sampling import MAX_LOGPROBS, SamplingDefaults, SamplingParams
+from jaxllm.requests.sampling import LOGPROBS_MODES, MAX_LOGPROBS, LogprobsMode, SamplingDefaults, SamplingParams
 from jaxllm.requests.steering import AdapterUse, Patching, Steering
 
 if TYPE_CHECKING:
@@ -291,6 +291,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     """The checkpoint's generation_config."""
     max_logprobs: int = MAX_LOGPROBS
     """Most that a request may ask for at a position; -1 for the whole vocabulary."""
+    logprobs_mode: LogprobsMode = LOGPROBS_MODES[0]
+    """What they are where a request does not say it."""
     platform: str = ""
     """The platform of its devices, as JAX calls it."""
     logits_processors: Declared = msgspec.field(default_factory=dict)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from jaxllm.models.caches import Cache, PerSlot, Shared, parts_of
 from jaxllm.models.config import DecoderConfig, LayerKind, MixerKind, check_parallel
 from jaxllm.models.layers.attention import Attention, MLAttention
-from jaxllm.models.layers.hands import Hand, LayerHand, Told, is_whole, summed, summing, tap, telling
+from jaxllm.models.layers.hands import Hand, LayerHand, Told, summed, summing, tap, telling
 from jaxllm.models.layers.host_experts import split_places, with_places
 from jaxllm.models.layers.linear import VocabEmbedding, adapter_numbers, param
 from jaxllm.models.layers.mlp import MLP, GatedMLP, PerLayerGate, PerLayerInputs
@@ -44,7 +44,7 @@ class Decoder(nnx.Module):
         self.embed: VocabEmbedding = VocabEmbedding(vocab, size, options) if embeds else _elsewhere()
         self.embedding_norm = _norm(config, options) if config.embedding_norm and stage.first else None
         self.layers: Any = nnx.List(
-            [DecoderLayer(config, i, options) if i in stage.layers else _elsewhere() for i in range(config.num_layers)]
+            [decoder_layer(config, i, options) if i in stage.layers else _elsewhere() for i in range(config.num_layers)]
         )
         learned = config.learned_positions and stage.first
         self.positions = param((config.max_position_embeddings, size), options.dtype) if learned else None
@@ -165,30 +165,79 @@ class DecoderLayer(nnx.Module):
         size, act, eps, inputs = config.hidden_size, config.hidden_act, config.norm_eps, config.per_layer
         self.per_layer = PerLayerGate(inputs, size, act, eps, options) if inputs else None
         self.scale = param((1,), jnp.float32) if config.layer_scale else None
-        own_norms = config.norm != "rms" or not config.pre_norms or config.parallel_residual or config.post_norms
-        scaled = not self.residual_scale == self.mlp_scale == 1.0 or config.layer_scale or config.per_layer is not None
-        self.add_norm = None if own_norms or scaled else options.kernels.add_norm
 
     def __call__(
         self, x: Float[Array, "T E"], late: Late | None, angles: Angles | None, cache: Cache,
         meta: StepMetadata, given: Float[Array, "T n"] | None = None,
     ) -> tuple[Float[Array, "T E"], Late | None, Cache]:  # fmt: skip
-        """The layer's output in two parts, the second of which is to be added; None where the first is all of it.
+        """The layer's output in two parts, the second of which is to be added; None where the first is all of it."""
+        assert late is None, "this layer adds up all of its own output, as those before it do"
+        before = x
+        tap("residual_before", x)
+        if self.mixers:
+            post, norm = self.attention_post_norm, self.attention_norm
+            at_once = post is None and self.residual_scale == 1.0 and self.mixer_scales == (1.0,)
+            with summing("attention_out" if at_once else None):
+                out, cache = self._mix(x, angles, cache, meta, norm and norm.traced, x if at_once else None)
+            x = out if at_once else _sum("attention_out", x, _added(out, post, self.residual_scale))
+        tap("residual_middle", x)
+        if self.mlp is not None:
+            norm, source = (self.mlp_norm or self.attention_norm, before) if self.parallel else (self.mlp_norm, x)
+            post, block = self.mlp_post_norm, self.mlp
 
-        A kernel that adds and norms at once leaves each sum to the norm after it, in the next layer as well.
-        """
+            def mlp(residual: Float[Array, "T E"] | None) -> Float[Array, "T E"]:
+                return block(source, meta, norm=norm and norm.traced, residual=residual)
+
+            if post is None and self.mlp_scale == 1.0:
+                x = summed("mlp_out", mlp, x)
+            else:
+                x = _sum("mlp_out", x, _added(mlp(None), post, self.mlp_scale))
+        if self.per_layer is not None:
+            assert given is not None
+            x = self.per_layer(x, given)
+        return x if self.scale is None else (x * self.scale[...]).astype(x.dtype), None, cache
+
+    def _mix(
+        self, x: Float[Array, "T E"], angles: Angles | None, cache: Cache, meta: StepMetadata,
+        norm: Norm | None = None, residual: Residual = None,
+    ) -> tuple[Late, Cache]:  # fmt: skip
+        """The mixers' outputs for `norm(x)`, summed; a single one adds `residual`. States come first in the cache."""
+        parts = (cache,) if len(self.mixers) == 1 else (cache[: self.num_states], cache[self.num_states :])
+        total, kept = None, ()
+        for mixer, scale, own in zip(self.mixers, self.mixer_scales, parts, strict=True):
+            out, after = getattr(self, mixer)(x, angles, own, meta, norm=norm, residual=residual)
+            out = out if scale == 1.0 else (out * scale).astype(out.dtype)
+            total, kept = out if total is None else total + out, (*kept, *after)
+        assert total is not None, "a layer without mixers mixes nothing"
+        return total, kept
+
+
+class LateSumLayer(DecoderLayer):
+    """The layer of kernels that add and norm at once: each sum is left to the norm after it, in the next layer too."""
+
+    def __init__(self, config: DecoderConfig, index: int, options: BuildOptions):
+        super().__init__(config, index, options)
+        self.add_norm = options.kernels.add_norm
+
+    @staticmethod
+    def takes(config: DecoderConfig, index: int, options: BuildOptions) -> bool:
+        """The kernels have such an operation, and the layer's norms and sums are the plain ones."""
+        layer = config.layers[index]
+        own_norms = config.norm != "rms" or not config.pre_norms or config.post_norms or config.parallel_residual
+        scaled = not config.residual_scale == config.mlp_out_scale == 1.0 or config.layer_scale
+        has_kernel = options.kernels.add_norm is not None and bool(layer.mixers or layer.mlp)
+        return has_kernel and not own_norms and not scaled and config.per_layer is None
+
+    def __call__(
+        self, x: Float[Array, "T E"], late: Late | None, angles: Angles | None, cache: Cache,
+        meta: StepMetadata, given: Float[Array, "T n"] | None = None,
+    ) -> tuple[Float[Array, "T E"], Late | None, Cache]:  # fmt: skip
+        assert self.add_norm is not None
         first = self.attention_norm or self.mlp_norm
-        if self.add_norm is None or first is None or is_whole():
-            assert late is None, "no layer of a step with such hands leaves anything to the next"
-            x, cache = self._whole(x, angles, cache, meta)
-            if self.per_layer is not None:
-                assert given is not None
-                x = self.per_layer(x, given)
-            return x if self.scale is None else (x * self.scale[...]).astype(x.dtype), None, cache
+        assert first is not None, "takes() says that there is one"
         x, normed = (x, first.traced(x)) if late is None else self.add_norm(x, late, first.traced)
         if self.mixers:
-            later = LATER if self.mixer_scales == (1.0,) else None
-            out, cache = self._mix(normed, angles, cache, meta, residual=later)
+            out, cache = self._mix(normed, angles, cache, meta, None, LATER if self.mixer_scales == (1.0,) else None)
             if self.mlp is None or self.mlp_norm is None:
                 return x, out, cache
             x, normed = self.add_norm(x, out, self.mlp_norm.traced)
@@ -197,48 +246,10 @@ class DecoderLayer(nnx.Module):
             return x, self.mlp.unsummed(normed, meta), cache
         return x, self.mlp(normed, meta, residual=LATER), cache
 
-    def _mix(
-        self, x: Float[Array, "T E"], angles: Angles | None, cache: Cache, meta: StepMetadata, *,
-        norm: Norm | None = None, residual: Residual = None,
-    ) -> tuple[Late, Cache]:  # fmt: skip
-        """The mixers' output for `norm(x)`, added to `residual` if there is one; states come first in the cache."""
-        parts = (cache,) if len(self.mixers) == 1 else (cache[: self.num_states], cache[self.num_states :])
-        kept: Cache = ()
-        for mixer, scale, own in zip(self.mixers, self.mixer_scales, parts, strict=True):
-            at_once = residual if scale == 1.0 else None
-            out, after = getattr(self, mixer)(x, angles, own, meta, norm=norm, residual=at_once)
-            kept += tuple(after)
-            if scale != 1.0:
-                out = (out * scale).astype(out.dtype)
-                out = out if residual is None else residual + out
-            residual = out
-        assert residual is not None, "a layer without mixers mixes nothing"
-        return residual, kept
 
-    def _whole(
-        self, x: Float[Array, "T E"], angles: Angles | None, cache: Cache, meta: StepMetadata
-    ) -> tuple[Float[Array, "T E"], Cache]:
-        before = x
-        tap("residual_before", x)
-        if self.mixers:
-            post = self.attention_post_norm
-            at_once = post is None and self.residual_scale == 1.0 and (self.mixer_scales == (1.0,) or not is_whole())
-            with summing("attention_out" if at_once else None):  # of several mixers it is the sum
-                norm = None if self.attention_norm is None else self.attention_norm.traced
-                out, cache = self._mix(x, angles, cache, meta, norm=norm, residual=x if at_once else None)
-            x = out if at_once else _sum("attention_out", x, _added(out, post, self.residual_scale))
-        tap("residual_middle", x)
-        if self.mlp is None:
-            return x, cache
-        norm, source = (self.mlp_norm or self.attention_norm, before) if self.parallel else (self.mlp_norm, x)
-        post, block = self.mlp_post_norm, self.mlp
-
-        def mlp(residual: Float[Array, "T E"] | None) -> Float[Array, "T E"]:
-            return block(source, meta, norm=None if norm is None else norm.traced, residual=residual)
-
-        if post is None and self.mlp_scale == 1.0:
-            return summed("mlp_out", mlp, x), cache
-        return _sum("mlp_out", x, _added(mlp(None), post, self.mlp_scale)), cache
+def decoder_layer(config: DecoderConfig, index: int, options: BuildOptions) -> DecoderLayer:
+    """The layer as the kernels have it."""
+    return (LateSumLayer if LateSumLayer.takes(config, index, options) else DecoderLayer)(config, index, options)
 
 
 def _sum(point: str, x: Float[Array, "T E"], out: Float[Array, "T E"]) -> Float[Array, "T E"]:
@@ -258,12 +269,14 @@ def _run_layer(
 ) -> Any:  # fmt: skip
     """One layer with the hands in it, traced once for all layers that differ by nothing but their weights."""
     hands = [kind(data) for kind, data in zip(kinds, told, strict=True)]
-    with telling(Told(meta, hands, places)) as layer:
-        x, late, cache = nnx.merge(graph, weights)(x, late, angles, cache, meta, given)
+    layer = nnx.merge(graph, weights)
+    run = DecoderLayer.__call__ if any(kind.whole for kind in kinds) else type(layer).__call__
+    with telling(Told(meta, hands, places)) as context:
+        x, late, cache = run(layer, x, late, angles, cache, meta, given)
         for hand in hands:
             x = hand.end(x)
         tap("residual", x)
-    return x, late, cache, layer.places, tuple(hand.data for hand in hands)
+    return x, late, cache, context.places, tuple(hand.data for hand in hands)
 
 
 def _norm(config: DecoderConfig, options: BuildOptions) -> RMSNorm | LayerNorm:

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32, UInt8
 
+from jaxllm.pallas_kernels.matrices import E2M1
 from jaxllm.quantization.stored import unpacked
 
 CodeBytes = Any
@@ -45,6 +46,12 @@ def k_scales(packed: CodeBytes) -> tuple[CodeBytes, CodeBytes]:
 def q3_scales(packed: CodeBytes) -> CodeBytes:
     """The sixteen 6-bit scales of Q3_K's 12 bytes: four low bits of each, then the two high ones."""
     return _codes(packed[..., :8], 8, 4) | _codes(packed[..., 8:], 4, 2) << 4
+
+
+def _power(blocks: BlockBytes) -> BlockScales:
+    """E8M0: a float32's exponent, which at 0 is that of its subnormals."""
+    bits = blocks[..., :1].astype(jnp.uint32)
+    return lax.bitcast_convert_type(jnp.where(bits, bits << 23, 1 << 22), jnp.float32), None
 
 
 def _half(blocks: BlockBytes, start: int) -> Float32[Array, "*n 1"]:
@@ -87,6 +94,7 @@ class BlockFormat(NamedTuple):
         scales: from blocks to the scales and shifts of their groups.
         halves: the bytes at which float16 scales begin.
         offset: the code that stands for zero, before the shift.
+        levels: what each code stands for, where that is not the code itself.
     """
 
     elements: int
@@ -95,6 +103,7 @@ class BlockFormat(NamedTuple):
     scales: Callable[[BlockBytes], BlockScales]
     halves: tuple[int, ...]
     offset: int = 0
+    levels: tuple[float, ...] = ()
 
     @property
     def density(self) -> float:
@@ -122,6 +131,7 @@ FORMATS = {
     "Q6_K": BlockFormat(
         256, 210, lambda b: _codes(b[..., :128], 64, 4) | _codes(b[..., 128:192], 32, 2) << 4, _q6_k, (208,), 32
     ),
+    "MXFP4": BlockFormat(32, 17, lambda b: _codes(b[..., 1:], 16, 4), _power, (), levels=E2M1),
 }
 """The types of block that weights may be kept in."""
 
@@ -132,7 +142,8 @@ def decode(blocks: UInt8[Array, "*n blocks bytes"], dtype: str) -> Float32[Array
     codes = format.codes(blocks)
     codes = lax.bitcast_convert_type(codes, jnp.int8) if dtype == "Q8_0" else codes
     scale, shift = format.scales(blocks)
-    groups = codes.astype(jnp.float32).reshape(*scale.shape, -1) - format.offset
+    numbers = jnp.asarray(format.levels, jnp.float32)[codes] if format.levels else codes.astype(jnp.float32)
+    groups = numbers.reshape(*scale.shape, -1) - format.offset
     values = groups * scale[..., None]
     values = values if shift is None else values + shift[..., None]
     return values.reshape(*blocks.shape[:-2], -1)

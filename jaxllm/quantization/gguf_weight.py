@@ -12,9 +12,10 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxllm.errors import CheckpointError
+from jaxllm.pallas_kernels.matrices import E2M1
 from jaxllm.quantization.gguf_decode import FORMATS, decode
 from jaxllm.quantization.gguf_encode import encode
-from jaxllm.quantization.stored import UINT8, Codes, Coding, Stored
+from jaxllm.quantization.stored import E8M0, UINT8, Codes, Coding, Stored
 from jaxllm.quantization.weight import Quantized
 from jaxllm.sharding.mesh import Axes, Layout, place
 
@@ -71,6 +72,8 @@ class GgufKind:
     def _blocks(self, tensor: Stored) -> np.ndarray:
         if tensor.packed and tensor.dtype == self.type:
             blocks = tensor.by_rows.reshape(*tensor.shape[:-1], -1, FORMATS[self.type].nbytes)
+            if self.type == "MXFP4" and (blocks[..., 0] == E8M0_NAN).any():
+                raise CheckpointError(f"{tensor.origin}: not all scales of its MXFP4 blocks are numbers")
             for start in FORMATS[self.type].halves:
                 halves = blocks[..., start : start + 2].view(np.uint16)
                 # With the sign shifted out, infinity is 0xf800.
@@ -83,6 +86,7 @@ class GgufKind:
 
 
 BLOCK = 32
+E8M0_NAN = 0xFF
 HALVES = ("float16", "bfloat16", "float8_e8m0fnu")
 """Scales that a block's float16 holds: bfloat16 is narrower, but for scales under 2^-17, which round to 2^-24."""
 
@@ -94,6 +98,8 @@ def block_type(coding: Coding) -> str | None:
     """
     if coding.codes != UINT8 or coding.block[1] % BLOCK or coding.scale.name not in HALVES:
         return None
+    if coding.levels == E2M1 and coding.scale == E8M0:
+        return "MXFP4"
     if coding.levels:
         doubled = 2 * np.asarray(coding.levels)
         return "Q5_0" if (np.rint(doubled) == doubled).all() and np.abs(doubled).max() < 16 else None
@@ -105,6 +111,12 @@ def block_type(coding: Coding) -> str | None:
 def coded_blocks(data: np.ndarray, codes: Codes, type: str, origin: str) -> np.ndarray:
     """Blocks `[*stack, o, i / 32, bytes]` of the codes. Raises CheckpointError: a scale is more than float16 holds."""
     coding, block = codes.coding, (1, BLOCK)
+    if type == "MXFP4":
+        powers = codes.scales(data.shape, block).view(np.uint8)[..., None]
+        if (powers == E8M0_NAN).any():
+            raise CheckpointError(f"{origin}: not all scales are numbers")
+        low, high = np.split(data.reshape(*data.shape[:-1], -1, BLOCK), 2, axis=-1)
+        return np.concatenate([powers, low | high << 4], axis=-1)
     groups = data.reshape(*data.shape[:-1], -1, BLOCK)
     scale = codes.scales(data.shape, block).astype(np.float32)
     if coding.levels:

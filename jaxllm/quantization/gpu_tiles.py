@@ -53,6 +53,8 @@ def unpack_blocks(blocks: BlocksOfRows, type: str, format: PackedFormat) -> Unpa
     """GGUF's blocks `[*stack, o, blocks, bytes]`, for the format that `block_format` gives."""
     codes = FORMATS[type].codes(blocks).reshape(*blocks.shape[:-2], -1)
     words, half = BLOCKS[type].words, BLOCKS[type].half
+    if format.scales == "power":
+        return Unpacked(codes, None, (blocks[..., 0],))
     halves = () if half is None else (np.ascontiguousarray(blocks[..., half : half + 2]).view(FLOAT16)[..., 0],)
     if format.scales == "pair":
         return Unpacked(codes, _pairs(*halves))
@@ -141,6 +143,7 @@ BLOCKS = {
     "Q6_K": GpuFormat(
         PackedFormat(4, 2, width=16, group=16, offset=32, scales="k_bytes"), lambda b: _words(b, 192, 208), half=208
     ),
+    "MXFP4": GpuFormat(PackedFormat(4, scales="power", e2m1=True)),
 }  # fmt: skip
 """GGUF's types as tiles have them."""
 

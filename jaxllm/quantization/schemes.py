@@ -9,13 +9,13 @@ from functools import partial
 import numpy as np
 
 from jaxllm.quantization.coded import FLOAT16, OrderedKind, fp8_blocks, groups, per_channel
-from jaxllm.quantization.gguf_decode import FORMATS
+from jaxllm.quantization.gguf_encode import ENCODERS
 from jaxllm.quantization.gguf_weight import BLOCK, GgufKind, block_type
 from jaxllm.quantization.stored import FP8, INT8, UINT8, Coding
 from jaxllm.quantization.weight import DenseKind, WeightKind
 
 SCHEMES: dict[str, Callable[[np.dtype], WeightKind]] = {
-    **{type.lower().replace("_k", "k"): partial(GgufKind, type) for type in FORMATS},
+    **{type.lower().replace("_k", "k"): partial(GgufKind, type) for type in ENCODERS},
     "int8": partial(per_channel, INT8),
     "int4": groups,
     "fp8": partial(per_channel, FP8),

@@ -217,8 +217,8 @@ class PromptScores(msgspec.Struct):
 
     Attributes:
         tokens: `[n]` int32, the prompt's tokens from the second on.
-        ids: `[n, 1 + k]` int32, each token and the k most likely ones; empty for the whole vocabulary.
-        ranks: `[n, 1 + k]` int32, likewise, from 1.
+        ids: `[n, 1 + k]` int32, each token and the k most likely or asked for; empty for the whole vocabulary.
+        ranks: `[n, 1 + k]` int32, likewise, from 1; 0 of those asked for.
         logprobs: `[n, 1 + k]` float32, or `[n, V]` by token id.
     """
 
@@ -251,9 +251,11 @@ class PromptScores(msgspec.Struct):
         ids = np.frombuffer(self.ids, np.int32).reshape(logprobs.shape)
         ranks = np.frombuffer(self.ranks, np.int32).reshape(logprobs.shape)
         for entries in map(zip, ids.tolist(), logprobs.tolist(), ranks.tolist()):
-            first, *others = [(i, Logprob(value, rank)) for i, value, rank in entries]
-            # A small vocabulary has fewer candidates than were asked for; the token itself is listed once.
-            yield [first, *((i, lp) for i, lp in others if i != first[0] and lp.logprob > -np.inf)]
+            found: dict[int, Logprob] = {}
+            for i, value, rank in entries:  # each once; a small vocabulary has fewer candidates than were asked for
+                if not found or value > -np.inf:
+                    found.setdefault(i, Logprob(value, rank or None))
+            yield list(found.items())
 
 
 class ScoresInProgress(NamedTuple):
@@ -329,7 +331,7 @@ class ModelTasks:
         return None
 
 
-MAX_TOKEN_IDS = 64
+MAX_TOKEN_IDS = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,21 +340,28 @@ class PoolingParams:
 
     Attributes:
         kind: "last" and "cls" are the last and the first token's hidden state after the final norm, "mean" the mean of
-            all of them, each float32 and not normalised; "logits" the last token's logits of `token_ids`.
-        token_ids: whose logits; only with kind "logits", where an empty tuple means all of them.
+            all of them, each float32 and not normalised; "logits" the last token's logits of `token_ids`, "logprobs"
+            the natural logarithms of their probabilities as the next token.
+        token_ids: whose; only with kind "logits" or "logprobs", where an empty tuple means all of them.
 
     Raises InvalidRequestError: `token_ids` does not go with `kind`; `param` names the field.
     """
 
-    kind: Literal["last", "cls", "mean", "logits"] = "last"
+    kind: Literal["last", "cls", "mean", "logits", "logprobs"] = "last"
     token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", tuple(self.token_ids))
-        if self.kind not in ("last", "cls", "mean", "logits"):
-            raise InvalidRequestError(f"kind is {self.kind!r}; it must be last, cls, mean or logits", param="kind")
-        if self.token_ids and self.kind != "logits":
-            raise InvalidRequestError(f"token_ids needs kind 'logits', not {self.kind!r}", param="token_ids")
+        if self.kind not in ("last", "cls", "mean", "logits", "logprobs"):
+            accepted = "it must be last, cls, mean, logits or logprobs"
+            raise InvalidRequestError(f"kind is {self.kind!r}; {accepted}", param="kind")
+        if self.token_ids and not self.of_tokens:
+            raise InvalidRequestError(f"token_ids needs kind 'logits' or 'logprobs', not {self.kind!r}", "token_ids")
         if len(self.token_ids) > MAX_TOKEN_IDS:
             problem = f"token_ids has {len(self.token_ids)} ids; it may have {MAX_TOKEN_IDS}"
             raise InvalidRequestError(problem, param="token_ids")
+
+    @property
+    def of_tokens(self) -> bool:
+        """It asks for values of tokens, not for a hidden state."""
+        return self.kind in ("logits", "logprobs")

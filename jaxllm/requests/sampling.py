@@ -7,7 +7,7 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from numbers import Real
-from typing import Any
+from typing import Any, Literal, get_args
 
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.requests.logits_processors import Chosen, read_chosen
@@ -20,6 +20,8 @@ MAX_STOP_STRINGS = 64
 MAX_BAD_WORDS = 64
 MAX_N = 128
 _SHOWN_LENGTH = 100
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+LOGPROBS_MODES: tuple[LogprobsMode, ...] = get_args(LogprobsMode)
 
 INT32_MAX = 2**31 - 1
 """What an integer that reaches the device may be."""
@@ -33,11 +35,13 @@ _INTEGERS: dict[str, tuple[int, int, str]] = {
     "max_tokens": (1, INT32_MAX, f"an integer from 1 to {INT32_MAX}"),
     "min_tokens": (0, INT32_MAX, f"an integer from 0 to {INT32_MAX}"),
     "max_thinking_tokens": (0, INT32_MAX, f"an integer from 0 to {INT32_MAX}"),
+    "thinking_token_budget": (-1, INT32_MAX, f"an integer from -1 to {INT32_MAX}"),
     "logprobs": (-1, MAX_LOGPROBS, f"-1 (whole vocabulary) or an integer from 0 to {MAX_LOGPROBS}"),
     "prompt_logprobs": (-1, MAX_LOGPROBS, f"-1 (whole vocabulary) or an integer from 0 to {MAX_LOGPROBS}"),
 }
 _MAY_BE_NONE = frozenset({
-    "repeat_last_n", "seed", "max_tokens", "max_thinking_tokens", "logprobs", "prompt_logprobs",
+    "repeat_last_n", "seed", "max_tokens", "max_thinking_tokens", "thinking_token_budget", "logprobs",
+    "prompt_logprobs",
 })  # fmt: skip
 _REALS: dict[str, tuple[float, float, str]] = {
     "temperature": (0, math.inf, "0 or more"),
@@ -52,10 +56,14 @@ _MOST = {
     "stop": (MAX_STOP_STRINGS, "strings"),
     "stop_token_ids": (MAX_STOP_TOKEN_IDS, "ids"),
     "logprob_token_ids": (MAX_LOGPROBS, "ids"),
+    "prompt_logprob_token_ids": (MAX_LOGPROBS, "ids"),
 }
-_FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
+_FLAGS = (
+    "ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output", "skip_reading_prefix_cache",
+)  # fmt: skip
 _TOKEN_IDS = (
-    "allowed_token_ids", "stop_token_ids", "shown_special_token_ids", "logprob_token_ids", "predicted_token_ids",
+    "allowed_token_ids", "stop_token_ids", "shown_special_token_ids", "logprob_token_ids", "prompt_logprob_token_ids",
+    "predicted_token_ids",
 )  # fmt: skip
 
 
@@ -99,6 +107,7 @@ class SamplingParams:
         max_tokens: upper bound on generated tokens; None runs to the context's end.
         max_thinking_tokens: after this many tokens of reasoning, markers not counted, its closing marker is forced;
             None sets no bound. A forced token's log-probability is the model's own.
+        thinking_token_budget: vLLM's name of max_thinking_tokens; -1 sets no bound.
         thinking_markers: how the answer marks its reasoning; None takes it from the chat template and the prompt.
         min_tokens: no end-of-sequence and no stop token before this many tokens.
         stop: text that ends generation, one string or a list; left out unless include_stop_str_in_output.
@@ -107,7 +116,12 @@ class SamplingParams:
         logprobs: return the log-probabilities of this many most likely tokens, besides the chosen one's; -1 returns the
             whole vocabulary, where the engine's max_logprobs is -1.
         logprob_token_ids: return those of these tokens as well; together with logprobs at most 20.
+        logprobs_mode: what is returned as log-probabilities of generated tokens: those of the model's raw distribution
+            ("raw_logprobs"), those of the one that is sampled from ("processed_logprobs"), after all that changes or
+            cuts off logits, or the logits of either ("raw_logits", "processed_logits"). None is the engine's setting.
         prompt_logprobs: the same for each prompt token; -1 returns the whole vocabulary.
+        prompt_logprob_token_ids: return those of these tokens as well, at each prompt token.
+        skip_reading_prefix_cache: compute the whole prompt, also what the prefix cache has of it.
         predicted_token_ids: what the answer may well be, or have in it: an engine that tries tokens of texts ahead
             looks there too. It changes how fast the answer comes, not the answer.
         detokenize: False returns token ids only.
@@ -115,8 +129,8 @@ class SamplingParams:
         shown_special_token_ids: special tokens that stay in the text although skip_special_tokens leaves them out.
         include_stop_str_in_output: keep the stop string that ended generation in the text.
 
-    Log-probabilities are those of the model's raw distribution, before logits processors, temperature, penalties and
-    truncation.
+    Log-probabilities of a prompt are always those of the raw distribution: before logits processors, temperature,
+    penalties and truncation.
 
     Raises:
         InvalidRequestError: a value is out of range; `param` names the field.
@@ -139,6 +153,7 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int | None = 16
     max_thinking_tokens: int | None = None
+    thinking_token_budget: int | None = None
     thinking_markers: ThinkingMarkers | None = None
     min_tokens: int = 0
     stop: str | Sequence[str] = ()
@@ -146,7 +161,10 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     logprob_token_ids: Sequence[int] = ()
+    logprobs_mode: LogprobsMode | None = None
     prompt_logprobs: int | None = None
+    prompt_logprob_token_ids: Sequence[int] = ()
+    skip_reading_prefix_cache: bool = False
     predicted_token_ids: Sequence[int] = ()
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -184,6 +202,13 @@ class SamplingParams:
         set_field(self, "logit_bias", _biases(self.logit_bias or {}))
         if self.logprob_token_ids:
             set_field(self, "logprobs", self.logprobs or 0)
+        if self.prompt_logprob_token_ids:
+            set_field(self, "prompt_logprobs", self.prompt_logprobs or 0)
+        if (budget := self.thinking_token_budget) is not None:
+            most = self.max_thinking_tokens
+            _check(most in (None, budget), "max_thinking_tokens", most, f"thinking_token_budget ({budget}), or None")
+            set_field(self, "max_thinking_tokens", None if budget < 0 else budget)
+            set_field(self, "thinking_token_budget", None)
 
     def _check_values(self) -> None:
         for name, (low, high, accepted) in _REALS.items():
@@ -200,9 +225,12 @@ class SamplingParams:
         _check(not stops or self.detokenize, "stop", stops, "stop strings need detokenize=True")
         fits = self.max_tokens is None or self.min_tokens <= self.max_tokens
         _check(fits, "min_tokens", self.min_tokens, "at most ", Field("max_tokens"), f" ({self.max_tokens})")
-        if asked := len(self.logprob_token_ids):
-            count, most = self.logprobs or 0, MAX_LOGPROBS - asked
-            _check(count <= most, "logprobs", count, f"at most {most} with {asked} ids in logprob_token_ids")
+        for name, ids in (("logprobs", "logprob_token_ids"), ("prompt_logprobs", "prompt_logprob_token_ids")):
+            if asked := len(getattr(self, ids)):
+                count, most = getattr(self, name) or 0, MAX_LOGPROBS - asked
+                _check(count <= most, name, count, f"at most {most} with {asked} ids in {ids}")
+        modes = ", ".join(LOGPROBS_MODES)
+        _check(self.logprobs_mode in (None, *LOGPROBS_MODES), "logprobs_mode", self.logprobs_mode, f"one of {modes}")
 
     @property
     def wants_vocabulary(self) -> bool:

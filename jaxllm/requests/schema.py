@@ -5,10 +5,12 @@ Keywords have their meaning in JSON Schema 2020-12 and draft 7.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from decimal import Decimal
 from typing import Any
+from urllib.parse import quote, unquote
 
 from jaxllm.errors import JaxLLMError
 
@@ -42,13 +44,15 @@ _SAY_SOMETHING = _OF_OTHER_TYPES | {
 
 
 def plain(schema: Any) -> Any:
-    """The schema as an object, without keywords that forbid nothing, and with integers' bounds made exact.
+    """The schema as an object, without keywords that forbid nothing, and with others said as llguidance takes them.
 
-    With `"x-guidance": {"lenient": true}` in it numbers that cannot be enforced exactly are left out.
-    Raises UnenforceableError: a bound, or a number among the values, that llguidance would round.
+    With `"x-guidance": {"lenient": true}` in it, what cannot be enforced exactly is left out.
+    Raises UnenforceableError: a bound, or a number among the values, that llguidance would round; `false`.
     """
-    if isinstance(schema, bool):
-        return {} if schema else {"not": {}}
+    if schema is True:
+        return {}
+    if schema is False:
+        raise UnenforceableError("the schema is false, which allows no value")
     if not isinstance(schema, dict):
         return schema
     options = schema.get("x-guidance")
@@ -56,6 +60,7 @@ def plain(schema: Any) -> Any:
     root, nodes = _copied(schema)
     for node in reversed(nodes):  # what is inside first: whether it forbids anything decides about what is around it
         _prune(node)
+        _write_for_llguidance(node, root, lenient)
         check_numbers(node, lenient=lenient)
     return root
 
@@ -92,6 +97,70 @@ def _prune(node: dict[str, Any]) -> None:
         needless += ["minContains", "maxContains"]
     for key in needless:
         node.pop(key, None)
+
+
+_LOOKS_AROUND = re.compile(r"(?<!\\)\(\?<?[=!]")
+
+
+def _write_for_llguidance(node: dict[str, Any], root: dict[str, Any], lenient: bool) -> None:
+    """Say the same in keywords that llguidance knows; much of it is as zod and pydantic write it."""
+    pattern, form, reference = (node.get(key) for key in ("pattern", "format", "$ref"))
+    if isinstance(pattern, str) and _LOOKS_AROUND.search(pattern) and (lenient or form in ENFORCED_FORMATS):
+        del node["pattern"]
+    elif isinstance(pattern, str) and form == "time":
+        del node["format"]  # of the standard, with an offset; zod's pattern has none
+    if isinstance(reference, str):
+        node["$ref"] = quote(reference, safe="#/%~!$&'()*+,;=:@?")
+    if isinstance(node.get("oneOf"), list) and "anyOf" not in node and _are_disjoint(node["oneOf"], root):
+        node["anyOf"] = node.pop("oneOf")
+    _list_names(node)
+
+
+def _list_names(node: dict[str, Any]) -> None:
+    """`propertyNames` as properties, or as a pattern of them.
+
+    Worked example: {"propertyNames": {"enum": ["a"]}, "additionalProperties": S} becomes
+    {"properties": {"a": S}, "additionalProperties": false}.
+    """
+    names, own = node.get("propertyNames"), node.get("properties", {})
+    if not isinstance(names, dict) or not isinstance(own, dict) or "patternProperties" in node:
+        return
+    others, said = node.get("additionalProperties", True), names.keys() & _SAY_SOMETHING - {"type"}
+    listed = names.get("enum", [names.get("const")])
+    if said in ({"enum"}, {"const"}) and isinstance(listed, list) and all(isinstance(name, str) for name in listed):
+        node["properties"] = {name: own.get(name, others) for name in listed}
+    elif said == {"pattern"} and not own:
+        node["patternProperties"] = {names["pattern"]: others}
+    else:
+        return
+    del node["propertyNames"]
+    node["additionalProperties"] = False
+
+
+def _are_disjoint(members: list[Any], root: dict[str, Any]) -> bool:
+    """No value is of two of the schemas, because their types differ, or a string that all objects require does."""
+    found = [pointed(m["$ref"], root) if isinstance(m, dict) and m.keys() == {"$ref"} else m for m in members]
+    if not all(isinstance(member, dict) and "type" in member for member in found):
+        return False
+    types = [{"number" if t == "integer" else t for t in _as_list(member["type"])} for member in found]
+    objects = [member for member, own in zip(found, types, strict=True) if "object" in own]
+    kinds = [kind for own in types for kind in own if kind != "object" or len(objects) == 1]
+    return len(set(kinds)) == len(kinds) and (len(objects) < 2 or _differ(objects))
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _differ(objects: list[dict[str, Any]]) -> bool:
+    """Whether a property that all require has other values in each."""
+    if not all("required" in member and "properties" in member for member in objects):
+        return False
+    for name in objects[0]["required"]:
+        values = [value for member in objects for value in _values(member, name)]
+        if all(name in m["required"] and _values(m, name) for m in objects) and len(set(values)) == len(values):
+            return True
+    return False
 
 
 def _has_idle_condition(node: dict[str, Any]) -> bool:
@@ -354,13 +423,7 @@ class _Closing:
         """Whether a property that all require has other values in each."""
         found = [self._target(m["$ref"]) if isinstance(m, dict) and m.keys() == {"$ref"} else m for m in members]
         objects = [m for m in found if not (isinstance(m, dict) and m.get("type") == "null")]
-        if not all(isinstance(m, dict) and "required" in m and "properties" in m for m in objects):
-            return len(objects) == 1
-        for name in objects[0]["required"] if objects else ():
-            values = [value for m in objects for value in _values(m, name)]
-            if all(name in m["required"] and _values(m, name) for m in objects) and len(set(values)) == len(values):
-                return True
-        return len(objects) == 1
+        return len(objects) == 1 or (bool(objects) and all(isinstance(m, dict) for m in objects) and _differ(objects))
 
     def _target(self, reference: str) -> Any:
         found = pointed(reference, self._root)
@@ -373,7 +436,7 @@ def pointed(reference: Any, root: Any) -> Any:
         return None
     found = root
     for part in reference.split("/")[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
+        key = unquote(part).replace("~1", "/").replace("~0", "~")
         if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
             found = found[int(key)]
         else:

@@ -31,6 +31,8 @@ MAX_ALTERNATIVES = 40_000
 """That may be open at one place of a text: the choices, the properties that may come next."""
 MAX_ITEMS_PER_MASK = 500_000
 """Of llguidance's parser, for all tokens that may come next: ten times its default, twice what was ever needed."""
+MAX_DEPTH = 127
+"""Of JSON within JSON, in llguidance."""
 _TOKENS_TRIED = 16
 _ALLOWED = 200
 """In the bytes of LLMatcher.compute_logit_bias, one for each token."""
@@ -116,7 +118,11 @@ def grammar_text(outputs: StructuredOutputs) -> str:
         grammar = _grammar(outputs)
     except UnenforceableError as error:
         raise InvalidRequestError([Field(kind), f" cannot be enforced: {error}"]) from None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except KeyError as error:
+        raise InvalidRequestError([Field(kind), f" is malformed: {error.args[0]} is missing"]) from None
+    except (ValueError, TypeError, RecursionError) as error:
+        if isinstance(error, RecursionError) or "recursion limit" in str(error):
+            raise InvalidRequestError([Field(kind), f" is nested more than {MAX_DEPTH} deep"]) from None
         raise InvalidRequestError([Field(kind), f" is malformed: {one_line(error)}"]) from None
     check_length(kind, len(grammar))
     problem = LLMatcher.validate_grammar(grammar)
@@ -136,6 +142,8 @@ def new_matcher(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
 def failure(matcher: LLMatcher) -> str:
     """Why a matcher has given up, on one line; "" if it has not. A matcher that has given up calls itself stopped."""
     problem, _, _ = matcher.get_error().partition("<backtrace>")
+    if "NoExtensionBias" in problem:
+        return "no text matches it, since its rules, or its $ref, lead only to each other"
     return one_line(problem.replace("<non-verbose/>", ""))
 
 

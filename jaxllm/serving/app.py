@@ -29,6 +29,7 @@ from jaxllm.serving.http.middleware import ContentEncoding, OriginGuard, ProxyPr
 from jaxllm.serving.http.route import ClientDisconnected
 from jaxllm.serving.metrics import ServerCollector
 from jaxllm.serving.openai import chat, completions, models, tokenize
+from jaxllm.serving.pooling import decisions
 from jaxllm.serving.pooling import routes as pooling
 from jaxllm.serving.pooling.inputs import score_method
 from jaxllm.serving.request_log import AuditLog, Observer, Records, log_request
@@ -43,9 +44,9 @@ from jaxllm.serving.web import make_swagger_router
 
 API_ROUTERS = (
     models.router, chat.router, completions.router, tokenize.router, responses.router, responses.conversations_router,
-    anthropic.router, pooling.router, pooling.scoring_router, batches.upload_router, batches.files_router,
-    batches.router, mcp.router, tokenize.template_router, status.info_router, sagemaker.router, control.sleeping_router,
-    usage.router, control.adapters_router, control.adapter_list_router, control.router,
+    anthropic.router, pooling.router, pooling.scoring_router, decisions.router, batches.upload_router,
+    batches.files_router, batches.router, mcp.router, tokenize.template_router, status.info_router, sagemaker.router,
+    control.sleeping_router, usage.router, control.adapters_router, control.adapter_list_router, control.router,
 )  # fmt: skip
 
 

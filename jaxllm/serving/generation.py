@@ -52,6 +52,7 @@ class GenerationSettings(AnswerSettings):
         request_id: the caller's own, part of the answer's id.
         cache_salt: only requests with the same salt share cached prefixes.
         lora: scales of adapters by their numbers; None where the caller says nothing of them.
+        stream_interval: tokens of a choice to an event, after its first; None is the server's setting.
     """
 
     priority: int = 0
@@ -59,6 +60,7 @@ class GenerationSettings(AnswerSettings):
     cache_salt: str | None = None
     lora: Mapping[int, float] | None = None
     hand_over: HandOver | None = None
+    stream_interval: int | None = None
 
 
 def note_version(spans: list[WeightVersionSpan], delta: TokenDelta) -> None:
@@ -147,6 +149,9 @@ class Generation:
         """The usage of all gains handed out so far, without cached tokens, which are by prompt."""
         self._cached_tokens: dict[int, int] = {}
         self._finish_reasons: dict[int, str] = {}
+        self._interval = request.stream_interval or call.state.config.stream_interval
+        self._held: dict[int, TokenDelta | None] = {}
+        """What is not handed out yet of the choices that have begun."""
         self._texts = [""] * self.num_choices
         self._keeps_texts = call.record is not None and call.record.keeps_texts
 
@@ -212,13 +217,14 @@ class Generation:
         """Events in order, all there are; an empty list after `timeout` seconds. Raises what stopped the streams."""
         if self._opening:
             opening, self._opening = self._opening, []
-            yield self._counted(opening)
+            yield self._counted(self._due(opening))
         while len(self._finish_reasons) < self.num_choices:
             if self._failure is not None:
                 raise self._failure
             gains = await self._next(timeout)
-            if gains or self._failure is None:
-                yield self._counted(gains)
+            due = self._due(gains)
+            if due or not (gains or self._failure):
+                yield self._counted(due)
 
     def abort(self, error: APIError) -> None:
         """Stop now; the reader of the answer gets the error after what has come of it."""
@@ -266,6 +272,25 @@ class Generation:
                 self._finish_reasons[index] = delta.finish_reason
         return gains
 
+    def _due(self, gains: list[Gain]) -> list[Gain]:
+        """What there is to say now: the rest waits for more tokens, the choice's end, or tokens of other weights."""
+        if self._interval == 1:
+            return gains
+        due: list[Gain] = []
+        for index, delta in gains:
+            begins, held = index not in self._held, self._held.get(index)
+            if held is not None and held.weight_version != delta.weight_version:
+                due.append((index, held))
+            elif held is not None:
+                delta = _joined(held, delta)
+            says = begins or delta.finish_reason or len(delta.token_ids) >= self._interval
+            self._held[index] = None if says else delta
+            if says:
+                due.append((index, delta))
+        if self._failure is not None:
+            due += [(index, held) for index, held in self._held.items() if held is not None]
+        return due
+
     def _counted(self, gains: list[Gain]) -> list[Gain]:
         for index, delta in gains:
             self._usage.completion_tokens += len(delta.token_ids)
@@ -273,6 +298,18 @@ class Generation:
             self._usage.taken_tokens += delta.num_taken
             self._cached_tokens.setdefault(index // self.n, delta.num_cached_tokens)
         return gains
+
+
+def _joined(first: TokenDelta, then: TokenDelta) -> TokenDelta:
+    steps = [*(first.logprobs or ()), *(then.logprobs or ())]
+    return msgspec.structs.replace(
+        then,
+        token_ids=[*first.token_ids, *then.token_ids],
+        text=first.text + then.text,
+        logprobs=None if first.logprobs is None and then.logprobs is None else steps,
+        num_drafted=first.num_drafted + then.num_drafted,
+        num_taken=first.num_taken + then.num_taken,
+    )
 
 
 def _check_hand_over(

@@ -30,7 +30,7 @@ from jaxllm.serving.http.json_body import BodyMemory, BodyProcess
 from jaxllm.serving.model_loader import ModelLoader
 from jaxllm.serving.request_log import AuditLog
 from jaxllm.serving.served_model import LoadableModel, ModelState, Running, ServedModel, shutting_down
-from jaxllm.wording import did_you_mean
+from jaxllm.wording import did_you_mean, shown
 
 logger = logging.getLogger(__name__)
 
@@ -357,8 +357,8 @@ def _unknown(name: str | None, names: list[str]) -> APIError:
     if name is None:
         return APIError(404, "this API key may use no model of this server", param="model", code="model_not_found")
     near = did_you_mean(name, names, MAX_NEAR).removesuffix("?") if len(name) <= MAX_COMPARED else ""
-    shown = ", ".join(names[:MAX_NAMES_SHOWN]) + (", …" if len(names) > MAX_NAMES_SHOWN else "")
-    message = f"model {name!r} is not served here{near}; this server has {shown}"
+    known = ", ".join(names[:MAX_NAMES_SHOWN]) + (", …" if len(names) > MAX_NAMES_SHOWN else "")
+    message = f"model {shown(name)} is not served here{near}; this server has {known}"
     return APIError(404, message, param="model", code="model_not_found")
 
 

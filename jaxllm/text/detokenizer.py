@@ -37,8 +37,11 @@ class Detokenizer:
             skip_special_tokens = False
         self._skip_special_tokens = skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        for token in _prompt_tail(tokenizer, prompt):
-            self._decode(token)
+        tail = [token for token in _prompt_tail(tokenizer, prompt) if token not in self._left_out]
+        given = "".join(map(self._decode, tail))
+        settled = tokenizer.decode(tail, skip_special_tokens=skip_special_tokens).rstrip(REPLACEMENT)
+        self._in_prompt = max(0, len(settled) - len(given))
+        """Characters of the prompt that come with the first text, since its last token ends inside a character."""
         self._stop = tuple(stop)
         self._longest = max(map(len, stop), default=0)
         self._include_stop = include_stop
@@ -46,7 +49,10 @@ class Detokenizer:
 
     def add(self, token: int, check_stop: bool = True) -> tuple[str, str | None]:
         """Text that is settled now, and the stop string that was found, if any."""
-        self._held += self._decode(token)
+        text = self._decode(token)
+        if text and self._in_prompt:
+            text, self._in_prompt = text[self._in_prompt :], 0
+        self._held += text
         if not self._stop:
             return self.flush(), None
         found = self._find_stop() if check_stop else None

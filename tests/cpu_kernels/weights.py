@@ -11,7 +11,7 @@ import pytest
 
 from jaxllm import cpu_kernels
 
-QUANTIZED = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")
+QUANTIZED = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "mxfp4")
 CODED = ("u4", "i8", "e4m3")
 FORMATS = (*QUANTIZED, *CODED, "bf16", "f32")
 ISAS = tuple(cpu_kernels.runnable_isas()) if cpu_kernels.available() else ()
@@ -49,7 +49,9 @@ def _random_blocks(format: str, rows: int, inputs: int, rng: np.random.Generator
     elements, size = gguf.GGML_QUANT_SIZES[kind]
     blocks = rng.integers(0, 256, (rows, inputs // elements, size), dtype=np.uint8)
     halves = rng.uniform(-0.02, 0.02, (rows, inputs // elements, 2)).astype(np.float16).view(np.uint8)
-    if format == "q6_k":
+    if format == "mxfp4":
+        blocks[..., 0] = rng.integers(112, 123, blocks.shape[:-1])  # 2^-16 to 2^-6
+    elif format == "q6_k":
         blocks[..., 208:] = halves[..., :2]
     else:
         blocks[..., :4] = halves if format in ("q4_1", "q5_1", "q4_k", "q5_k") else blocks[..., :4]

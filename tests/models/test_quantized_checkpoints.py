@@ -60,8 +60,8 @@ def test_inputs_are_rounded_where_a_checkpoint_is_made_for_it(tmp_path):
 
 TILED = {
     "llama:gptq": "q4_0", "llama:gptq_sorted": "u4", "llama:awq": "u4", "llama:compressed_w4": "q4_0",
-    "llama:gptq_8bit": "q8_0", W8A8: "i8", "mixtral:mxfp4": "q5_0",
-    "gpt_oss:mxfp4": "q5_0",
+    "llama:gptq_8bit": "q8_0", W8A8: "i8", "mixtral:mxfp4": "mxfp4",
+    "gpt_oss:mxfp4": "mxfp4",
 }  # fmt: skip
 
 

@@ -21,6 +21,8 @@ def random_blocks(dtype: str, *lead: int, seed: int = 0) -> np.ndarray:
     blocks = rng.integers(0, 256, (*lead, nbytes), dtype=np.uint8)
     for start in scales:
         blocks[..., start : start + 2] = rng.normal(0, 0.1, (*lead, 1)).astype(np.float16).view(np.uint8)
+    if dtype == "MXFP4":
+        blocks[..., 0] = rng.integers(110, 130, lead)
     return blocks
 
 

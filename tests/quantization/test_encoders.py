@@ -9,8 +9,7 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from jaxllm.quantization.coded import groups, per_channel
-from jaxllm.quantization.gguf_decode import FORMATS
-from jaxllm.quantization.gguf_encode import encode
+from jaxllm.quantization.gguf_encode import ENCODERS, encode
 from jaxllm.quantization.stored import FP8, INT8
 from jaxllm.quantization.weight import Weight
 from tests.quantization.blocks import gguf_dequantize, stored
@@ -57,14 +56,14 @@ def test_others_are_no_worse_than_ggufs(name, dtype):
     assert error <= limit * (1.0001 if dtype == "Q8_0" else 0.99)
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", ENCODERS)
 @pytest.mark.parametrize("fill", [0.0, 0.25, -0.25])
 def test_constant_weights_survive(dtype, fill):
     values = np.full((2, 256), fill, np.float32)
     np.testing.assert_allclose(gguf_dequantize(encode(values, dtype), dtype), values, rtol=0.02)
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", ENCODERS)
 def test_one_large_weight_in_a_block_of_zeros(dtype):
     values = np.zeros((3, 256), np.float32)
     values[0, 17], values[2, 255] = 3.0, -0.5

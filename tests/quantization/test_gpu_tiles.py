@@ -22,10 +22,12 @@ F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 def random_blocks(type_: str, rows: int, inputs: int) -> np.ndarray:
     """Every bit at random, but for scales, which are finite."""
     random = np.random.default_rng()
-    elements, nbytes, _, _, scales, _ = FORMATS[type_]
+    elements, nbytes, _, _, scales, *_ = FORMATS[type_]
     blocks = random.integers(0, 256, (rows, inputs // elements, nbytes), np.uint8)
     for start in scales:
         blocks[..., start : start + 2] = random.normal(size=blocks.shape[:-1]).astype(F16)[..., None].view(np.uint8)
+    if type_ == "MXFP4":
+        blocks[..., 0] = random.integers(4, 250, blocks.shape[:-1])  # whose products are normal floats
     return blocks
 
 

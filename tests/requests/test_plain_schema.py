@@ -89,6 +89,61 @@ def test_a_record_as_zod_writes_it() -> None:
     assert accepts(grammar, '[{"a": 1, "b": 2.5}]') and not accepts(grammar, '[{"a": "1"}]')
 
 
+EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+CIRCLE = {"type": "object", "properties": {"kind": {"const": "circle"}, "r": {"type": "number"}}, "required": ["kind"]}
+SQUARE = {"type": "object", "properties": {"kind": {"const": "square"}, "a": {"type": "number"}}, "required": ["kind"]}
+WRITTEN: dict[str, tuple[dict[str, Any], str, str]] = {
+    "a pattern that looks around, beside a format": (
+        {"type": "string", "format": "email", "pattern": EMAIL}, '"a@b.org"', '"a"',
+    ),
+    "a time without an offset": (
+        {"type": "string", "format": "time", "pattern": r"^([01]\d|2[0-3]):[0-5]\d$"}, '"12:30"', '"12:30Z"',
+    ),
+    "names of a list": (
+        {"type": "object", "propertyNames": {"enum": ["x", "y"]}, "additionalProperties": {"type": "number"}},
+        '{"x": 1}', '{"z": 1}',
+    ),
+    "names of a pattern": (
+        {"type": "object", "propertyNames": {"type": "string", "pattern": "^[a-z]+$"}}, '{"ab": 1}', '{"A": 1}',
+    ),
+    "alternatives by reference": (
+        {"oneOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": CIRCLE}}, "null", '"null"',
+    ),
+    "pydantic's discriminated union": (
+        {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "$defs": {"a": CIRCLE, "b": SQUARE}},
+        '{"kind": "square", "a": 1}', '{"kind": "square", "a": "1"}',
+    ),
+    "a reference that is no URI": ({"$ref": "#/$defs/größe a", "$defs": {"größe a": {"type": "integer"}}}, "3", '"3"'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "right", "wrong"), WRITTEN.values(), ids=WRITTEN)
+def test_what_libraries_write_is_said_in_other_words(schema: dict[str, Any], right: str, wrong: str) -> None:
+    grammar = compile_grammar(StructuredOutputs(json=schema))
+    jsonschema.validate(json.loads(right), schema)
+    assert accepts(grammar, right) and not accepts(grammar, wrong)
+
+
+def test_a_tool_that_is_not_strict_goes_without_a_pattern_that_looks_around() -> None:
+    emoji = {"type": "string", "pattern": r"^(?=[\s\S]*x)[a-z]+$"}
+    grammar = compile_grammar(StructuredOutputs(json={**emoji, "x-guidance": {"lenient": True}}))
+    assert accepts(grammar, '"ax"')
+    with pytest.raises(InvalidRequestError, match="look-around"):
+        compile_grammar(StructuredOutputs(json=emoji))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "problem"),
+    [
+        ({"json": False}, "json cannot be enforced: the schema is false, which allows no value"),
+        ({"structural_tag": {}}, "structural_tag is malformed: structures is missing"),
+    ],
+)
+def test_messages_say_what_is_wrong(outputs: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"^{problem}$"):
+        compile_grammar(StructuredOutputs(**outputs))
+
+
 @pytest.mark.parametrize(
     ("schema", "keyword"),
     [

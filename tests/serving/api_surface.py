@@ -76,6 +76,8 @@ RANKING = {"query": "a", "documents": ["b", "c"]}
 ITEM = {"role": "user", "content": "Hi"}
 LINE = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": CHAT}
 
+TWO = [{"value": "a"}, {"value": "b"}]
+
 BODIES: dict[str, Any] = {
     "/v1/chat/completions": CHAT,
     "/v1/chat/completions/render": CHAT,
@@ -98,6 +100,8 @@ BODIES: dict[str, Any] = {
     "/v2/rerank": RANKING,
     "/v2/embed": {"texts": ["Paris"]},
     "/v1/classify": {"input": "Hi"},
+    "/v1/decisions": {"input": "Hi", "questions": [{"type": "choice", "instructions": "?", "choices": TWO}]},
+    "/v1/systemone": {"state": "Hi", "questions": {"a": {"type": "score", "criteria": ["low", "high"]}}},
     "/v1/models/load": {"model": "fake"},
     "/v1/models/unload": {"model": "other"},
     "/v1/load_lora_adapter": {"lora_name": "new", "lora_path": "."},

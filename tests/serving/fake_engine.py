@@ -444,7 +444,10 @@ class FakeEngine(AsyncLLM):
                 return states[0]
             case "mean":
                 return states.mean(axis=0)
-        return HEAD[list(pooling.token_ids) or range(len(self.info.tasks.labels) or VOCAB_SIZE)] @ states[-1]
+        rows = list(pooling.token_ids) or range(len(self.info.tasks.labels) or VOCAB_SIZE)
+        logits = HEAD @ states[-1]
+        norm = np.log(np.exp(logits).sum()) if pooling.kind == "logprobs" else 0.0
+        return logits[rows] - norm
 
 
 def hidden_states(token_ids: list[int]) -> np.ndarray:

@@ -24,8 +24,7 @@ from jaxllm.models.registry import ModelSpec, abstract_model, model_spec, with_i
 from jaxllm.models.tasks import read_tasks
 from jaxllm.progress import Progress
 from jaxllm.quantization.coded import Ordered
-from jaxllm.quantization.gguf_decode import FORMATS
-from jaxllm.quantization.gguf_encode import encode
+from jaxllm.quantization.gguf_encode import ENCODERS, encode
 from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.schemes import BLOCKS, RECODED, RECODED_OTHERS
 from jaxllm.quantization.stored import FLOATS
@@ -138,7 +137,7 @@ def _merged_types(checkpoint: Checkpoint) -> dict[str, str]:
         return {}
     had = {name: checkpoint.stored_type(name) for name in checkpoint.edited}
     return {
-        name: kind if kind in FORMATS or kind in FLOATS else BLOCKS[RECODED.get(kind, RECODED_OTHERS)].type
+        name: kind if kind in ENCODERS or kind in FLOATS else BLOCKS[RECODED.get(kind, RECODED_OTHERS)].type
         for name, kind in had.items()
     }
 
@@ -193,7 +192,7 @@ def _data(checkpoint: Checkpoint, name: str, info: TensorInfo, dtype: str) -> np
     stored = checkpoint.read(name)
     if dtype == info.dtype:
         return stored.data
-    if dtype in FORMATS:
+    if dtype in ENCODERS:
         return encode(stored.finite(), dtype, stored.importance)
     return stored.expand().astype(FLOATS[dtype])
 

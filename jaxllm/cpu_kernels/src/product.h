@@ -27,7 +27,7 @@ template <Format F, int P> INLINE Bytes quad(const uint8_t* codes, int half) {
   const Bytes nibbles = P % 2 ? high_nibbles(line) : low_nibbles(line);
   if constexpr (bits == 5) return with_high_bits<P, 0x10>(nibbles, load_bytes(codes));
   if constexpr (bits == 6) return with_high_bits<2 * (P % 4), 0x30>(nibbles, load_bytes(codes + 64 * (P / 4)));
-  return nibbles;
+  return F == Format::mxfp4 ? fp4_codes(nibbles) : nibbles;
 }
 
 // Scales of the rows of one half for block `sub` of a tile.
@@ -39,7 +39,7 @@ struct Scales {
 template <Format F> INLINE Scales scales(const uint8_t* tile, int sub, int half) {
   Scales s{};
   const int at = half * LANES;
-  s.scale = has_scales(F) ? broadcast(1) : load_halves(tile + 2 * at);
+  s.scale = has_scales(F) ? broadcast(1) : F == Format::mxfp4 ? load_e8m0(tile + at) : load_halves(tile + 2 * at);
   if constexpr (F == Format::q4_1 || F == Format::q5_1) s.minimum = load_halves(tile + 32 + 2 * at);
   if constexpr (F == Format::u4) s.minimum = s.scale * (broadcast(0) - load_u8(tile + 32 + at));
   if constexpr (F == Format::q4_k || F == Format::q5_k) {
@@ -140,6 +140,7 @@ static void product(const Matrix& w, const Activations& a, int row, int count, i
     case Format::q8_0: return quantized_product<Format::q8_0>(w, x, count, group, groups, out);
     case Format::q4_k: return quantized_product<Format::q4_k>(w, x, count, group, groups, out);
     case Format::q5_k: return quantized_product<Format::q5_k>(w, x, count, group, groups, out);
+    case Format::mxfp4: return quantized_product<Format::mxfp4>(w, x, count, group, groups, out);
     case Format::u4: return quantized_product<Format::u4>(w, x, count, group, groups, out);
     case Format::i8:
       quantized_product<Format::i8>(w, x, count, group, groups, out);

@@ -43,7 +43,7 @@ template <Format F, int R, int BEGIN, int END> INLINE void add_dots(const uint8_
 constexpr int quads_in_16_bits(int bits) { return bits == 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1; }
 
 template <Format F, int R, int BEGIN, int END> INLINE void add_dots(const uint8_t* codes, const int8_t* x, Ints (&sums)[2][R]) {
-  constexpr int step = smaller(quads_in_16_bits(layout(F).bits), END - BEGIN);
+  constexpr int step = smaller(quads_in_16_bits(layout(F).code_bits()), END - BEGIN);
   const Ints ones = _mm256_set1_epi16(1);
   unroll<0, (END - BEGIN) / step>([&](auto s) __attribute__((always_inline)) {
     Ints pairs[2][R];

@@ -22,6 +22,7 @@ int block_bytes(Format format) {
     case Format::q4_k: return 144;
     case Format::q5_k: return 176;
     case Format::q6_k: return 210;
+    case Format::mxfp4: return 17;
     case Format::u4: return 19;
     case Format::i8:
     case Format::e4m3: return 32;
@@ -83,6 +84,7 @@ void place_scales(Format format, const uint8_t* block, int r, uint8_t* tile) {
       half(0, 0);
       tile[32 + r] = block[2];
       break;
+    case Format::mxfp4: tile[r] = block[0]; break;
     case Format::i8: break;
     default:
       half(0, 0);
@@ -109,6 +111,7 @@ void place_codes(Format format, const uint8_t* block, int r, uint8_t* tile) {
   };
   switch (format) {
     case Format::q4_0: return nibbles(0, block + 2);
+    case Format::mxfp4: return nibbles(0, block + 1);
     case Format::q4_1: return nibbles(0, block + 4);
     case Format::q5_0: put(0, fifths_by_quad(word_at(block + 2))); return nibbles(1, block + 6);
     case Format::q5_1: put(0, fifths_by_quad(word_at(block + 4))); return nibbles(1, block + 8);

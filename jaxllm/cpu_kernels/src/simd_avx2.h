@@ -37,6 +37,7 @@ INLINE Floats load_e4m3(const uint8_t* p) {
   return _mm256_cvtph_ps(_mm_or_si128(sign, _mm_and_si128(_mm_slli_epi16(bits, 7), _mm_set1_epi16(0x3f80))));
 }
 INLINE Floats load_u8(const uint8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
+INLINE Floats load_e8m0(const uint8_t* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)), 23)) * broadcast(0.5f); }
 INLINE Ints load_i8(const uint8_t* p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
 INLINE float sum(Floats v) {  // in halves, as all have it
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
@@ -93,6 +94,7 @@ INLINE void store_codes(int8_t* out, const Floats (&v)[4]) {
 INLINE Bytes load_bytes(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
 INLINE Bytes low_nibbles(Bytes v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
 INLINE Bytes high_nibbles(Bytes v) { return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15)); }
+INLINE Bytes fp4_codes(Bytes nibbles) { return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)FP4_CODES)), nibbles); }
 template <int FROM, int MASK> INLINE Bytes with_high_bits(Bytes nibbles, Bytes plane) {
   const Bytes moved = FROM > 4 ? _mm256_srli_epi16(plane, FROM > 4 ? FROM - 4 : 0) : _mm256_slli_epi16(plane, FROM > 4 ? 0 : 4 - FROM);
   return _mm256_or_si256(nibbles, _mm256_and_si256(moved, _mm256_set1_epi8(MASK)));

@@ -39,6 +39,8 @@ INLINE Floats load_e4m3(const uint8_t* p) {
   return _mm512_cvtph_ps(_mm256_or_si256(sign, _mm256_and_si256(_mm256_slli_epi16(bits, 7), _mm256_set1_epi16(0x3f80))));
 }
 INLINE Floats load_u8(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))); }
+// 2^(byte - 128); nothing for 0, where that is no normal float.
+INLINE Floats load_e8m0(const uint8_t* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)), 23)) * broadcast(0.5f); }
 INLINE Ints load_i8(const uint8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 // Lanes are added in halves: the first eight to the last, and so on; see `total_of` in attention_tile.h.
 INLINE float sum(Floats v) {
@@ -105,6 +107,7 @@ INLINE Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
 INLINE void store_bytes(uint8_t* p, Bytes v) { _mm512_storeu_si512(p, v); }
 INLINE Bytes low_nibbles(Bytes v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 INLINE Bytes high_nibbles(Bytes v) { return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15)); }
+INLINE Bytes fp4_codes(Bytes nibbles) { return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)FP4_CODES)), nibbles); }
 template <int FROM, int MASK> INLINE Bytes with_high_bits(Bytes nibbles, Bytes plane) {
   const Bytes moved = FROM > 4 ? _mm512_srli_epi16(plane, FROM > 4 ? FROM - 4 : 0) : _mm512_slli_epi16(plane, FROM > 4 ? 0 : 4 - FROM);
   return _mm512_ternarylogic_epi32(nibbles, moved, _mm512_set1_epi8(MASK), 0xf8);  // a | (b & c)

@@ -52,6 +52,11 @@ INLINE Floats load_u8(const uint8_t* p) {
   const uint16x8_t v = vmovl_u8(vld1_u8(p));
   return {vcvtq_f32_u32(vmovl_u16(vget_low_u16(v))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(v)))};
 }
+INLINE Floats load_e8m0(const uint8_t* p) {
+  const uint16x8_t v = vmovl_u8(vld1_u8(p));
+  const auto power = [](uint16x4_t e) { return vmulq_n_f32(vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(e), 23)), 0.5f); };
+  return {power(vget_low_u16(v)), power(vget_high_u16(v))};
+}
 INLINE Ints load_i8(const uint8_t* p) {
   const int16x8_t v = vmovl_s8(vreinterpret_s8_u8(vld1_u8(p)));
   return {vmovl_s16(vget_low_s16(v)), vmovl_s16(vget_high_s16(v))};
@@ -111,6 +116,7 @@ template <int FROM, int MASK> INLINE uint8x16_t high_bits(uint8x16_t plane) {
   if constexpr (FROM < 4) plane = vshlq_n_u8(plane, 4 - FROM);
   return vandq_u8(plane, vdupq_n_u8(MASK));
 }
+INLINE Bytes fp4_codes(Bytes nibbles) { return {vqtbl1q_u8(vld1q_u8(FP4_CODES), nibbles.low), vqtbl1q_u8(vld1q_u8(FP4_CODES), nibbles.high)}; }
 template <int FROM, int MASK> INLINE Bytes with_high_bits(Bytes nibbles, Bytes plane) {
   return {vorrq_u8(nibbles.low, high_bits<FROM, MASK>(plane.low)), vorrq_u8(nibbles.high, high_bits<FROM, MASK>(plane.high))};
 }

@@ -28,6 +28,7 @@ INLINE Floats load_halves(const uint8_t* p) { Floats v; for (int i = 0; i < 16; 
 INLINE Floats load_bf16(const uint16_t* p) { Floats v; for (int i = 0; i < 16; i++) v[i] = float_of_bf16(p[i]); return v; }
 INLINE Floats load_e4m3(const uint8_t* p) { Floats v; for (int i = 0; i < 16; i++) v[i] = float_of_e4m3(p[i]) / 256; return v; }  // 1/256 of it, as the others have it
 INLINE Floats load_u8(const uint8_t* p) { return widen(p); }
+INLINE Floats load_e8m0(const uint8_t* p) { Floats v; for (int i = 0; i < 16; i++) v[i] = float_of_bits(uint32_t(p[i]) << 23) * 0.5f; return v; }
 INLINE Ints load_i8(const uint8_t* p) { Ints v; for (int i = 0; i < 16; i++) v[i] = int8_t(p[i]); return v; }
 INLINE float sum(Floats v) {  // in halves, as all have it
   for (int n = 8; n; n /= 2)
@@ -51,6 +52,7 @@ INLINE void store_codes(int8_t* out, const Floats (&v)[2]) { for (int i = 0; i <
 INLINE Bytes load_bytes(const uint8_t* p) { return load_as<Bytes>(p); }
 INLINE Bytes low_nibbles(Bytes v) { return v & uint8_t(15); }
 INLINE Bytes high_nibbles(Bytes v) { return v >> uint8_t(4); }
+INLINE Bytes fp4_codes(Bytes v) { for (int i = 0; i < 64; i++) v[i] = FP4_CODES[v[i]]; return v; }
 // Moves the bits of `plane` from position `from` to position 4 and adds those of `mask` to the nibbles.
 template <int FROM, int MASK> INLINE Bytes with_high_bits(Bytes nibbles, Bytes plane) {
   return nibbles | ((FROM > 4 ? plane >> uint8_t(FROM > 4 ? FROM - 4 : 0) : plane << uint8_t(FROM > 4 ? 0 : 4 - FROM)) & uint8_t(MASK));

@@ -1,5 +1,7 @@
 // One row of a matrix in tiles, as floats.
 #pragma once
+#include <math.h>
+
 #include "formats.h"
 #include "half.h"
 
@@ -12,14 +14,15 @@ inline float half_at(const uint8_t* p, int index) {
 }
 
 // Code of row `r` and input `i` (of 32) in the codes of one block.
-inline int code_at(const uint8_t* codes, int bits, int r, int i) {
+inline int code_at(Format format, const uint8_t* codes, int r, int i) {
+  const int bits = layout(format).bits;
   const int quad = i / 4, byte = r * 4 + i % 4;
   if (bits == 8) return codes[64 * quad + byte];
   const int planes = bits == 5 ? 1 : bits == 6 ? 2 : 0;
   const int nibble = codes[64 * (planes + quad / 2) + byte] >> 4 * (quad % 2) & 15;
   if (bits == 5) return nibble | (codes[byte] >> quad & 1) << 4;
   if (bits == 6) return nibble | (codes[64 * (quad / 4) + byte] >> 2 * (quad % 4) & 3) << 4;
-  return nibble;
+  return format == Format::mxfp4 ? FP4_CODES[nibble] : nibble;
 }
 
 inline void unpack_tile(Format format, const uint8_t* tile, int r, float* out) {
@@ -42,7 +45,7 @@ inline void unpack_tile(Format format, const uint8_t* tile, int r, float* out) {
       }
       continue;
     }
-    float scale = has_scales(format) ? 1 : half_at(tile, r), minimum = 0;
+    float scale = has_scales(format) ? 1 : format == Format::mxfp4 ? ldexpf(1, tile[r] - 128) : half_at(tile, r), minimum = 0;
     if (format == Format::u4) minimum = -scale * float(tile[32 + r]);
     if (format == Format::q4_1 || format == Format::q5_1) minimum = half_at(tile + 32, r);
     if (format == Format::q4_k || format == Format::q5_k) {
@@ -53,7 +56,7 @@ inline void unpack_tile(Format format, const uint8_t* tile, int r, float* out) {
     for (int i = 0; i < BLOCK; i++) {
       float s = scale;
       if (format == Format::q6_k) s *= float(int8_t(tile[32 + 16 * (2 * sub + i / 16) + r]));
-      out[i] = s * float(code_at(codes, form.bits, r, i) - zero) + minimum;
+      out[i] = s * float(code_at(format, codes, r, i) - zero) + minimum;
     }
   }
 }

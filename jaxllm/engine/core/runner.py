@@ -18,7 +18,7 @@ from jaxllm.engine.core.registry import Features
 from jaxllm.engine.core.request import Batch, Chunk, Request, Settings, Status
 from jaxllm.engine.core.sampler import Sampled
 from jaxllm.engine.core.sizes import StepSizes
-from jaxllm.requests.sampling import MAX_LOGPROBS
+from jaxllm.requests.sampling import LOGPROBS_MODES, MAX_LOGPROBS
 
 ADMIT = Key("put", 0, frozenset({"admit"}))
 PUT_HISTORY = Key("put", 0, frozenset({"history"}))
@@ -277,7 +277,8 @@ def settings_of(request: Request, vocab_size: int, uses: int, seed: int) -> Sett
     values = {
         "top_k": min(p.top_k, vocab_size), "prompt_len": request.num_prompt,
         "seed": np.array([(seed if p.seed is None else p.seed) & (2**64 - 1)], np.uint64).view(np.int32),
-        "logprobs": p.logprobs is not None, "temperature": p.temperature, "top_p": p.top_p, "min_p": p.min_p,
+        "logprobs": p.logprobs is not None and 1 + LOGPROBS_MODES.index(p.logprobs_mode or LOGPROBS_MODES[0]),
+        "temperature": p.temperature, "top_p": p.top_p, "min_p": p.min_p,
         "asked_ids": np.array([*[-1] * (MAX_LOGPROBS - len(p.logprob_token_ids)), *p.logprob_token_ids], np.int32),
         "uses": uses,
     }  # fmt: skip

@@ -23,7 +23,7 @@ from jaxllm.engine.core.keys import Variant
 from jaxllm.engine.core.slots import Slots, settings
 from jaxllm.models.predictor import Head
 from jaxllm.pallas_kernels.products import PLAIN_SUMS, SoftmaxSums
-from jaxllm.requests.sampling import MAX_LOGPROBS
+from jaxllm.requests.sampling import LOGPROBS_MODES, MAX_LOGPROBS
 
 MASK_BITS = 32
 """Tokens in one word of a mask."""
@@ -80,6 +80,10 @@ NO_WEIGHT = 87.0
 
 NEGATIVE = float("-inf")
 
+PROCESSED = 1 + LOGPROBS_MODES.index("processed_logprobs")
+LOGITS = LOGPROBS_MODES.index("raw_logits")
+"""Modes above this one give logits: as many as there are of probabilities, in the same order."""
+
 
 class SamplingRows(NamedTuple):
     """The settings that `R` rows of logits are sampled with."""
@@ -92,7 +96,7 @@ class SamplingRows(NamedTuple):
     seed: Int[Array, "R 2"]
     prompt_len: Int[Array, "R"]
     logprobs: Int[Array, "R"]
-    """1 where log-probabilities are asked for."""
+    """Where log-probabilities are asked for, which kind: its place in LOGPROBS_MODES, from 1; else 0."""
     asked_ids: Int[Array, "R 20"]
     """Tokens whose log-probabilities take the place of the last of the most likely ones'; -1 before them."""
     temperature: Float[Array, "R"]
@@ -103,7 +107,7 @@ class SamplingRows(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """Natural-log probabilities of the raw distribution."""
+    """Natural-log probabilities of the raw distribution, or what else the row's mode says."""
 
     chosen: Float[Array, "R"]
     rank: Int[Array, "R"]
@@ -121,7 +125,8 @@ def greedy(logits: Float[Array, "R V"]) -> Int[Array, "R"]:
 def sample(
     logits: Float[Array, "R V"], changed: Float[Array, "R V"], rows: SamplingRows, sums: SoftmaxSums = PLAIN_SUMS
 ) -> tuple[Int[Array, "R"], Logprobs]:
-    """A token for each row out of the `changed` logits, and where it is asked for its log-probability by the raw ones.
+    """A token for each row out of the `changed` logits, and where it is asked for its log-probability, by default that
+    of the raw ones.
 
     Work that no row needs is skipped at run time.
     """
@@ -129,8 +134,8 @@ def sample(
     random = rows.temperature > 0
     drawn = lax.cond(jnp.any(random), partial(_draw_tokens, sums), lambda *_: best, changed, rows)
     tokens = jnp.where(random, drawn, best)
-    found = partial(_row_logprobs, sums)
-    logprobs = lax.cond(jnp.any(rows.logprobs > 0), found, _no_logprobs, logits, tokens, rows.asked_ids)
+    found = partial(_logprobs_by_mode, sums)
+    logprobs = lax.cond(jnp.any(rows.logprobs > 0), found, _no_logprobs, logits, changed, tokens, rows)
     return tokens, logprobs
 
 
@@ -139,12 +144,35 @@ def apply_mask(logits: Float[Array, "R V"], mask: Int[Array, "R -(-V//32)"]) -> 
     return jnp.where(allowed(mask, logits.shape[1]), logits, NEGATIVE)
 
 
+def _logprobs_by_mode(
+    sums: SoftmaxSums,
+    logits: Float[Array, "R V"],
+    changed: Float[Array, "R V"],
+    tokens: Int[Array, "R"],
+    rows: SamplingRows,
+) -> Logprobs:
+    """Of raw logits, or of those that the row's token is chosen by."""
+    processed = (rows.logprobs == PROCESSED) | (rows.logprobs == PROCESSED + LOGITS)
+
+    def mixed() -> jax.Array:
+        chosen_by = jnp.where((rows.temperature > 0)[:, None], _scaled(sums, changed, rows), changed)
+        return jnp.where(processed[:, None], chosen_by, logits)
+
+    shown = lax.cond(jnp.any(processed), mixed, lambda: logits)
+    return row_logprobs(sums, shown, tokens, rows.asked_ids, rows.logprobs > LOGITS)
+
+
 def _draw_tokens(sums: SoftmaxSums, logits: Float[Array, "R V"], rows: SamplingRows) -> Int[Array, "R"]:
+    return draw(_scaled(sums, logits, rows), uniform(rows.seed, rows.position), sums)
+
+
+def _scaled(sums: SoftmaxSums, logits: Float[Array, "R V"], rows: SamplingRows) -> Float[Array, "R V"]:
+    """Logits by temperature and truncation."""
     scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None]
     truncated = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
     cut = partial(truncate, sums=sums)
-    scaled = lax.cond(jnp.any(truncated), cut, lambda x, *_: x, scaled, rows.top_k, rows.top_p, rows.min_p)
-    return draw(scaled, uniform(rows.seed, rows.position), sums)
+    found: jax.Array = lax.cond(jnp.any(truncated), cut, lambda x, *_: x, scaled, rows.top_k, rows.top_p, rows.min_p)
+    return found
 
 
 def uniform(seed: Int[Array, "R 2"], position: Int[Array, "R"]) -> Float[Array, "R"]:
@@ -277,10 +305,14 @@ def _first_past(ends: Float[Array, "R n"], adds: Bool[Array, "R n"], target: Flo
 
 
 def token_logprobs(
-    logits: Float[Array, "R V"], tokens: Int[Array, "R"], sums: SoftmaxSums = PLAIN_SUMS, count: int = MAX_LOGPROBS
+    logits: Float[Array, "R V"],
+    tokens: Int[Array, "R"],
+    sums: SoftmaxSums = PLAIN_SUMS,
+    count: int = MAX_LOGPROBS,
+    norm: Float[Array, "R"] | None = None,
 ) -> Logprobs:
-    """Log-probabilities of `tokens` and of the `count` most likely ones."""
-    norm = sums.log_sum_exp(logits)
+    """Log-probabilities of `tokens` and of the `count` most likely ones; or logits less `norm`."""
+    norm = sums.log_sum_exp(logits) if norm is None else norm
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
     top, ids = top_tokens(logits, count) if count else (logits[:, :0], jnp.zeros((len(logits), 0), jnp.int32))
     rank = (logits > chosen).sum(-1) + 1
@@ -289,21 +321,28 @@ def token_logprobs(
     return Logprobs(chosen[:, 0] - norm, rank.astype(jnp.int32), top, jnp.pad(ids.astype(jnp.int32), pad))
 
 
-def _row_logprobs(
-    sums: SoftmaxSums, logits: Float[Array, "R V"], tokens: Int[Array, "R"], asked: Int[Array, "R 20"]
+def row_logprobs(
+    sums: SoftmaxSums,
+    logits: Float[Array, "R V"],
+    tokens: Int[Array, "R"],
+    asked: Int[Array, "R 20"],
+    raw: Bool[Array, "R"] | None = None,
 ) -> Logprobs:
-    """Log-probabilities of `tokens`, of the most likely ones, and of those that a row asks for.
+    """Log-probabilities of `tokens`, of the most likely ones, and of those that a row asks for; logits if it is `raw`.
 
     With asked [-1, …, -1, 7, 9] the first 18 are of the most likely tokens, and the last two of 7 and 9.
     """
-    found = token_logprobs(logits, tokens, sums)
-    norm = sums.log_sum_exp(logits)[:, None]
-    values = jnp.take_along_axis(logits, jnp.maximum(asked, 0), axis=1) - norm
+    norm = sums.log_sum_exp(logits)
+    norm = norm if raw is None else jnp.where(raw, 0, norm)
+    found = token_logprobs(logits, tokens, sums, norm=norm)
+    values = jnp.take_along_axis(logits, jnp.maximum(asked, 0), axis=1) - norm[:, None]
     top, ids = jnp.where(asked >= 0, values, found.top), jnp.where(asked >= 0, asked, found.top_ids)
     return found._replace(top=top, top_ids=ids)
 
 
-def _no_logprobs(logits: Float[Array, "R V"], tokens: Int[Array, "R"], asked: Int[Array, "R 20"]) -> Logprobs:
+def _no_logprobs(
+    logits: Float[Array, "R V"], changed: Float[Array, "R V"], tokens: Int[Array, "R"], of: SamplingRows
+) -> Logprobs:
     rows = logits.shape[0]
     top = jnp.zeros((rows, MAX_LOGPROBS))
     return Logprobs(jnp.zeros(rows), jnp.zeros(rows, jnp.int32), top, top.astype(jnp.int32))

@@ -17,7 +17,7 @@ from jaxllm.engine.doors.streams import Gain, Stream, Streams
 from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.outputs import Logprob
-from jaxllm.requests.sampling import MAX_LOGPROBS, SamplingParams
+from jaxllm.requests.sampling import LOGPROBS_MODES, MAX_LOGPROBS, SamplingParams
 from jaxllm.text.detokenizer import Detokenizer
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -155,6 +155,7 @@ class Run:
             temperature=0,
             max_tokens=1,
             logprobs=max(2 * self._params.beam_width, asked.logprobs or 0),
+            logprobs_mode=LOGPROBS_MODES[0],
             prompt_logprobs=asked.prompt_logprobs if self._first is None else None,
             detokenize=False,
         )

@@ -29,7 +29,7 @@ from jaxllm.requests.outputs import (
     extend_versions,
     of_vocabulary,
 )
-from jaxllm.requests.sampling import MAX_LOGPROBS, SamplingParams, ThinkingMarkers
+from jaxllm.requests.sampling import LOGPROBS_MODES, MAX_LOGPROBS, SamplingParams, ThinkingMarkers
 from jaxllm.requests.structured_outputs import compile_grammar
 from jaxllm.text.reasoning import prompt_markers, template_reasoning
 from jaxllm.text.spellings import check_bad_words
@@ -232,7 +232,10 @@ def check_request(
         raise InvalidRequestError(
             f"prompt has {len(ids)} tokens; {room} the context of {info.max_model_len} tokens", param="prompt"
         )
-    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "shown_special_token_ids", "logprob_token_ids"):
+    for name in (
+        "logit_bias", "stop_token_ids", "allowed_token_ids", "shown_special_token_ids", "logprob_token_ids",
+        "prompt_logprob_token_ids",
+    ):  # fmt: skip
         tokens = getattr(params, name) or ()
         bad = next((i for i in tokens if not 0 <= i < info.vocab_size), None)
         if bad is not None:
@@ -242,7 +245,7 @@ def check_request(
             raise InvalidRequestError(f"{name} needs a tokenizer, but skip_tokenizer_init is on", param=name)
     if params.processes_logits:
         check_chosen(info.logits_processors, params.chosen_processors)
-    _check_logprobs(info.max_logprobs, params)
+    _check_logprobs(info, params)
     _check_vocabularies(info, len(ids), params)
     if params.structured_outputs is not None:
         compile_grammar(params.structured_outputs)
@@ -289,7 +292,11 @@ def check_capture(info: EngineInfo, ids: Sequence[int], capture: CaptureParams) 
         )
 
 
-def _check_logprobs(most: int, params: SamplingParams) -> None:
+def _check_logprobs(info: EngineInfo, params: SamplingParams) -> None:
+    most, mode = info.max_logprobs, params.logprobs_mode or info.logprobs_mode
+    if params.wants_vocabulary and mode != LOGPROBS_MODES[0]:
+        problem = f" is {mode!r}; it must be {LOGPROBS_MODES[0]!r} with a whole vocabulary (logprobs: -1)"
+        raise InvalidRequestError([Field("logprobs_mode"), problem])
     if params.wants_vocabulary and most >= 0:
         problem = f" asks for the whole vocabulary; this engine gives at most {most} (max_logprobs)"
         raise InvalidRequestError([Field("logprobs"), problem])
@@ -298,6 +305,7 @@ def _check_logprobs(most: int, params: SamplingParams) -> None:
         "logprobs": params.logprobs or 0,
         "prompt_logprobs": params.prompt_logprobs or 0,
         "logprob_token_ids": len(params.logprob_token_ids),
+        "prompt_logprob_token_ids": len(params.prompt_logprob_token_ids),
     }
     for name, count in counts.items():
         if count > most or (count < 0 and most < MAX_LOGPROBS):
@@ -350,9 +358,9 @@ def check_pooling(
     for ids in prompts:
         check_request(info, None, ids, params, pools=True)
     outputs = len(info.tasks.labels) or info.vocab_size
-    if pooling.kind == "logits" and not pooling.token_ids and outputs > MAX_ALL_LOGITS:
+    if pooling.of_tokens and not pooling.token_ids and outputs > MAX_ALL_LOGITS:
         raise InvalidRequestError(
-            f"token_ids is empty, which asks for all {outputs} logits; at most {MAX_ALL_LOGITS} are given",
+            f"token_ids is empty, which asks for all {outputs} {pooling.kind}; at most {MAX_ALL_LOGITS} are given",
             param="token_ids",
         )
 
@@ -361,9 +369,9 @@ def _check_encoder(tasks: ModelTasks, pooling: PoolingParams) -> None:
     kind = pooling.kind
     if tasks.labels and kind != "logits":
         raise InvalidRequestError(f"this model gives classes ({', '.join(tasks.labels[:5])}) and no vectors")
-    if not tasks.labels and kind == "logits":
+    if not tasks.labels and pooling.of_tokens:
         raise InvalidRequestError(
-            "kind is 'logits'; this model is an encoder, which scores no tokens: it must be last, cls or mean",
+            f"kind is {kind!r}; this model is an encoder, which scores no tokens: it must be last, cls or mean",
             param="kind",
         )
     if tasks.labels and pooling.token_ids:
@@ -378,9 +386,14 @@ def _check_encoder(tasks: ModelTasks, pooling: PoolingParams) -> None:
 FIELD = "max_thinking_tokens"
 
 
-def with_markers(request: EngineRequest, tokenizer: Tokenizer | None) -> EngineRequest:
-    """The same request; its budget, if it has one, knows which markers it is about. Raises as `check_thinking` does."""
+def settled(request: EngineRequest, info: EngineInfo, tokenizer: Tokenizer | None) -> EngineRequest:
+    """The same request; its budget, if it has one, knows which markers it is about, and its log-probabilities what they
+    are. Raises as `check_thinking` does.
+    """
     params = request.sampling_params
+    if params.logprobs is not None and params.logprobs_mode is None:
+        params = replace(params, logprobs_mode=info.logprobs_mode)
+        request = msgspec.structs.replace(request, sampling_params=params)
     if params.max_thinking_tokens is None or params.thinking_markers is not None:
         return request
     markers = _markers(tokenizer, request.prompt_token_ids)

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import msgspec
 
 from jaxllm.engine.doors.deaths import RESTART_PAUSES, Suspects, start_again
-from jaxllm.engine.doors.sequences import failure, name_tokens, rank_vocabulary, split_request, with_markers
+from jaxllm.engine.doors.sequences import failure, name_tokens, rank_vocabulary, settled, split_request
 from jaxllm.engine.messages import INITIAL_VERSION, EngineClient, EngineRequest, TokenDelta
-from jaxllm.errors import EngineDeadError, EnginePausedError, QueueFullError
+from jaxllm.errors import EngineDeadError, EnginePausedError, Field, InvalidRequestError, QueueFullError
 from jaxllm.progress import has_widgets
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -109,6 +109,9 @@ class Streams:
         if self._suspects is not None:
             for _, request in sequences:
                 self._suspects.check(request)
+        if self.limit and room > self.limit:
+            problem = f" asks for {room} sequences at once; this server runs and queues at most {self.limit}"
+            raise InvalidRequestError([Field("n"), problem])
         named = [
             msgspec.structs.replace(request, request_id=f"{request.request_id}-{next(self._serials)}")
             for _, request in sequences
@@ -304,8 +307,8 @@ class Stream:
         loop: asyncio.AbstractEventLoop | None = None,
         at_once: int | None = None,
     ):
-        settled = [with_markers(request, streams.tokenizer) for request in requests]
-        sequences = [sequence for request in settled for sequence in split_request(request)]
+        ready = [settled(request, streams.client.info, streams.tokenizer) for request in requests]
+        sequences = [sequence for request in ready for sequence in split_request(request)]
         self.loop = loop
         self.bell = threading.Event() if loop is None else asyncio.Event()
         """Rung when there is something to read."""

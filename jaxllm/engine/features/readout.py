@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,14 +16,17 @@ from jaxllm.engine.core.handle import SampledRow, on_host
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.packing import Packing
 from jaxllm.engine.core.request import Chunk, Request, Status
-from jaxllm.engine.core.sampler import Logprobs, token_logprobs
+from jaxllm.engine.core.sampler import Logprobs, row_logprobs, token_logprobs
 from jaxllm.engine.core.sizes import Buckets, StepSizes
 from jaxllm.engine.core.slots import Slots
 from jaxllm.engine.core.step import StepFunctions
 from jaxllm.engine.messages import EngineRequest, TokenDelta
 from jaxllm.pallas_kernels import StepMetadata
-from jaxllm.requests.outputs import MAX_TOKEN_IDS, PoolingParams, PromptScores, ScoresInProgress
+from jaxllm.requests.outputs import PoolingParams, PromptScores, ScoresInProgress
+from jaxllm.requests.sampling import MAX_LOGPROBS
 
+ROW_IDS = 64
+"""Tokens whose logits one row of a step gives; a request that asks for more takes several rows."""
 SCORING = {-1: "score_all", 0: "score_given"}
 """The steps that score a prompt's tokens by `prompt_logprobs`: all of the vocabulary, nothing but the given ones."""
 
@@ -39,6 +41,8 @@ SUMS = _read_key("sums", 0)
 @dataclass
 class _ScoreState:
     begin: int
+    asked: tuple[int, ...] = ()
+    """Tokens whose log-probabilities are wanted at each token of the prompt, besides the most likely ones'."""
     scores: ScoresInProgress | None = None
     vocabulary: list[np.ndarray] = field(default_factory=list)
     """Log-probabilities [V] at each token that a step gave, until its caller is told."""
@@ -56,8 +60,8 @@ class ScoresFeature(Feature):
     """Its steps read hidden states that a backbone has left; they change nothing on the devices."""
 
     name = "scores"
-    asked_by = ("prompt_logprobs", "wants_vocabulary")
-    words = ("score", "score_given", "score_all", "unembed")
+    asked_by = ("prompt_logprobs", "wants_vocabulary", "skip_reading_prefix_cache")
+    words = ("score", "score_given", "score_all", "score_asked", "unembed")
 
     def plan(self, buckets: Buckets) -> Plan:
         keys = [] if buckets.encodes else [_read_key(word, buckets.head[-1]) for word in self.words[:3]]
@@ -76,24 +80,27 @@ class ScoresFeature(Feature):
                 return (model.logits(jnp.where(normed[0], states, model.norm(states))),)
 
             return Built(unembed, [maker.state.hidden(rows), maker.state.ints(1)])
-        packing = score_packing(rows)
+        packing = score_packing(rows, asked=word == "score_asked")
         score: Any = {
-            "score": token_logprobs,
-            "score_given": partial(token_logprobs, count=0),  # the most likely ones would have to be searched for
+            "score": lambda logits, x, sums: token_logprobs(logits, x["target"], sums),
+            # the most likely ones would have to be searched for
+            "score_given": lambda logits, x, sums: token_logprobs(logits, x["target"], sums, count=0),
             "score_all": lambda logits, _, sums: logits - sums.log_sum_exp(logits)[:, None],
+            "score_asked": lambda logits, x, sums: row_logprobs(sums, logits, x["target"], x["asked"]),
         }[word]
 
         def step(parts: dict[str, Any], ints: jax.Array) -> Any:
             x, model = packing.unpack(ints), maker.model(parts)
-            return (score(model.logits(parts["hidden"][x["hidden_row"]]), x["target"], model.kernels.sums),)
+            return (score(model.logits(parts["hidden"][x["hidden_row"]]), x, model.kernels.sums),)
 
         return Built(step, [maker.state.ints(packing.size)])
 
     def prepare(self, request: Request, asked: EngineRequest) -> _ScoreState:
-        count, extra = request.params.prompt_logprobs, _ScoreState(asked.scores_from)
+        count = request.params.prompt_logprobs
+        whole = count == -1
+        extra = _ScoreState(asked.scores_from, () if whole else tuple(request.params.prompt_logprob_token_ids))
         if count is not None:
-            whole = count == -1
-            width = self.around.sizes.vocab_size if whole else 1 + count
+            width = self.around.sizes.vocab_size if whole else 1 + count + len(extra.asked)
             extra.scores = PromptScores.empty(request.token_ids[extra.begin - 1 :], width, whole=whole)
         return extra
 
@@ -104,9 +111,12 @@ class ScoresFeature(Feature):
             yield _read_key("score_all", self.around.device.most_rows)
 
     def _key(self, request: Request) -> Key:
-        return _read_key(SCORING.get(request.params.prompt_logprobs or 0, "score"), self.around.device.most_rows)
+        asked, count = request.extras[self.name].asked, request.params.prompt_logprobs or 0
+        return _read_key("score_asked" if asked else SCORING.get(count, "score"), self.around.device.most_rows)
 
     def first_read(self, request: Request, extra: _ScoreState) -> int:
+        if request.params.skip_reading_prefix_cache:
+            return 0
         return EVERYTHING if extra.scores is None else extra.begin - 1
 
     def apart(self, request: Request, extra: _ScoreState, tokens: range) -> bool:
@@ -131,12 +141,14 @@ class ScoresFeature(Feature):
             yield self._vocabulary(wanted[start : start + size])
 
     def _score(self, key: Key, stretches: list[Stretch]) -> Reading:
-        ints, x = score_packing(key.size).new()
+        ints, x = score_packing(key.size, asked=key.variant == {"score_asked"}).new()
         places, at = [], 0
         for request, positions, row in stretches:
             rows = slice(at, at + len(positions))
             x["hidden_row"][rows] = np.arange(row, row + len(positions))
             x["target"][rows] = request.token_ids[positions.start : positions.stop]
+            if tokens := request.extras[self.name].asked:
+                x["asked"][rows] = [*[-1] * (MAX_LOGPROBS - len(tokens)), *tokens]
             places.append(rows)
             at = rows.stop
         result = self.around.device.run(key, ints)
@@ -178,9 +190,9 @@ class ScoresFeature(Feature):
         return np.asarray(found)[: len(states)]
 
 
-def score_packing(rows: int) -> Packing:
-    """`rows` rows of hidden states, and the token whose log-probability each is asked for."""
-    return Packing(hidden_row=(rows,), target=(rows,))
+def score_packing(rows: int, *, asked: bool = False) -> Packing:
+    """`rows` rows of hidden states, and the token whose log-probability each is asked for, or several `asked` for."""
+    return Packing(hidden_row=(rows,), target=(rows,), **({"asked": (rows, MAX_LOGPROBS)} if asked else {}))
 
 
 def _store(extra: _ScoreState, positions: range, found: slice, result: Any) -> None:
@@ -190,11 +202,12 @@ def _store(extra: _ScoreState, positions: range, found: slice, result: Any) -> N
         scores.logprobs[rows] = np.asarray(result)[found]
         return
     host = Logprobs(*(array[found] for array in on_host(result)))
-    others = scores.ids.shape[1] - 1
-    scores.ids[rows] = np.column_stack([scores.tokens[rows], host.top_ids[:, :others]])
-    scores.logprobs[rows] = np.column_stack([host.chosen, host.top[:, :others]])
+    others = scores.ids.shape[1] - 1 - len(extra.asked)
+    columns = [*range(others), *range(MAX_LOGPROBS - len(extra.asked), MAX_LOGPROBS)]
+    scores.ids[rows] = np.column_stack([scores.tokens[rows], host.top_ids[:, columns]])
+    scores.logprobs[rows] = np.column_stack([host.chosen, host.top[:, columns]])
     scores.ranks[rows, 0] = host.rank
-    scores.ranks[rows, 1:] = np.arange(1, others + 1)
+    scores.ranks[rows, 1 : 1 + others] = np.arange(1, others + 1)
 
 
 def together(stretches: list[Stretch], size: int) -> Iterator[list[Stretch]]:
@@ -226,7 +239,7 @@ class _PoolingState:
         """Sums of further chunks add up, logits of further tokens follow; the first begin anew after a preemption."""
         if first or self.values is None:
             self.values = values.copy()
-        elif self.params.kind == "logits":
+        elif self.params.of_tokens:
             self.values = np.concatenate([self.values, values])
         else:
             self.values += values
@@ -263,7 +276,9 @@ class PoolingFeature(Feature):
         return uses._replace(takes=("hidden",)) if key == SUMS else uses
 
     def build(self, key: Key, maker: StepFunctions) -> Built:
-        """`(parts, ints) -> ([max_num_seqs, E],)` sums of hidden states, or `([R, n],)` logits of tokens; float32."""
+        """`(parts, ints) -> ([max_num_seqs, E],)` sums of hidden states, or `([R, n + 1],)` logits of tokens and the
+        logarithm of the sum of all tokens' exponentials; float32.
+        """
         seqs, most = maker.sizes.max_num_seqs, maker.sizes.max_num_batched_tokens
         packing = _logits_packing(key.size)
 
@@ -272,8 +287,10 @@ class PoolingFeature(Feature):
 
         def logits(parts: dict[str, Any], ints: jax.Array) -> Any:
             x = packing.unpack(ints)
-            found = maker.model(parts).logits(parts["hidden"][x["hidden_row"]])
-            return (jnp.take_along_axis(found, x["token_ids"], axis=1),)
+            model = maker.model(parts)
+            found = model.logits(parts["hidden"][x["hidden_row"]])
+            norm = model.kernels.sums.log_sum_exp(found)
+            return (jnp.column_stack([jnp.take_along_axis(found, x["token_ids"], axis=1), norm]),)
 
         return Built(sums, [maker.state.ints(most)]) if key == SUMS else Built(logits, [maker.state.ints(packing.size)])
 
@@ -281,7 +298,7 @@ class PoolingFeature(Feature):
         return None if asked.pooling is None else _PoolingState(asked.pooling, asked.second_text)
 
     def needs(self, request: Request, extra: _PoolingState) -> Iterable[Key]:
-        return [_read_key("token_logits", self.around.device.most_rows) if extra.params.kind == "logits" else SUMS]
+        return [_read_key("token_logits", self.around.device.most_rows) if extra.params.of_tokens else SUMS]
 
     def first_read(self, request: Request, extra: _PoolingState) -> int:
         return 0 if extra.params.kind in ("mean", "cls") else EVERYTHING
@@ -308,14 +325,15 @@ class PoolingFeature(Feature):
             request, begins, ends = chunk.request, chunk.start == 0, chunk.num_sampled > 0
             extra, end = request.extras.get(self.name), row + chunk.length
             kind = None if extra is None else extra.params.kind
-            if kind == "mean":
+            if extra is not None and extra.params.of_tokens:
+                if ends:
+                    logits.append((request, end - 1))
+            elif kind == "mean":
                 owner[row:end] = len(sums)
                 sums.append(_Row(request, sizes.hidden_size, begins, ends))
             elif (kind == "cls" and begins) or (kind == "last" and ends):
                 owner[row if kind == "cls" else end - 1] = len(sums)
                 sums.append(_Row(request, sizes.hidden_size))
-            elif kind == "logits" and ends:
-                logits.append((request, end - 1))
         found = [self._reading(sums, self.around.device.run(SUMS, owner))] if sums else []
         return [*found, *(self._logits(logits) if logits else ())]
 
@@ -325,8 +343,8 @@ class PoolingFeature(Feature):
             (_Row(request, len(ids[start:end]), start == 0, end >= len(ids)), row, ids[start:end])
             for request, row in wanted
             for ids in [request.extras[self.name].params.token_ids or range(self.around.sizes.vocab_size)]
-            for start in range(0, len(ids), MAX_TOKEN_IDS)
-            for end in [start + MAX_TOKEN_IDS]
+            for start in range(0, len(ids), ROW_IDS)
+            for end in [start + ROW_IDS]
         ]
         for start in range(0, len(pieces), size):
             part = pieces[start : start + size]
@@ -343,7 +361,8 @@ class PoolingFeature(Feature):
                 if request.status is Status.FINISHED:
                     continue
                 extra = request.extras[self.name]
-                extra.add(values[:width], first)
+                norm = values[-1] if extra.params.kind == "logprobs" else 0
+                extra.add(values[:width] - norm, first)
                 if last:
                     pooled = extra.bytes_of(request.num_prompt)
                     yield TokenDelta(request_id=request.request_id, pooled=pooled, finish_reason="stop")
@@ -366,4 +385,4 @@ def with_token_types(meta: StepMetadata, second: Any) -> StepMetadata:
 
 
 def _logits_packing(rows: int) -> Packing:
-    return Packing(hidden_row=(rows,), token_ids=(rows, MAX_TOKEN_IDS))
+    return Packing(hidden_row=(rows,), token_ids=(rows, ROW_IDS))

@@ -292,6 +292,7 @@ def _assemble(
         tasks=read_tasks(checkpoint, encodes),
         default_sampling=_sampling_defaults(checkpoint),
         max_logprobs=config.max_logprobs,
+        logprobs_mode=config.logprobs_mode,
         platform=plan.platform,
         logits_processors={} if encodes else processors_of(functions.features).declared,
         transfer=transfer_of(core.features),

@@ -25,7 +25,7 @@ Product = Callable[[Float[Array, "T E"] | None], Float[Array, "T E"]]
 class LayerHand:
     """A hand in one layer. Each method has a default that does nothing."""
 
-    whole = False  # the layer leaves nothing to be added to its output by the next one
+    whole = False  # it needs the layer's whole output: a layer that leaves a sum to the next one runs as the plain one
 
     def __init__(self, data: Any):
         """`data` is what `Hand.layer` gave."""
@@ -89,12 +89,6 @@ def told() -> Told:
     found = _told.get()
     assert found is not None, "a layer is traced inside telling()"
     return found
-
-
-def is_whole() -> bool:
-    """Some hand in the layer that is traced needs its whole output."""
-    found = _told.get()
-    return found is not None and any(hand.whole for hand in found.hands)
 
 
 def tap(point: str, value: jax.Array | Callable[[], jax.Array]) -> None:

@@ -34,6 +34,7 @@ class APIError(Exception):
         super().__init__(message)
         self.status = status
         self.headers = headers
+        param = param and param[:_SHOWN_PATH_LENGTH]  # which may be a name that a client made up
         self.body = {"error": {"message": message, "type": type, "param": param, "code": code}}
 
 

@@ -29,6 +29,7 @@ UINT64_MAX = 2**64 - 1
 SLICE = 64 * 1024  # bytes, which a call unpacks in less than a millisecond
 READ_SECONDS = 10  # the processor time that one body may take
 READ_MEMORY_BYTES = 2**30  # beside a few times the body's own bytes
+MAX_DEPTH = 201  # of lists and objects within each other, in pydantic_core
 _NICE = 10
 _SHAPE = bytes.maketrans(b"123456789E", b"000000000e")
 _LONGEST = 19  # digits from which on an integer may be beyond 64 bits
@@ -57,6 +58,9 @@ def parse_json(raw: bytes) -> Any:
     try:
         return pydantic_core.from_json(raw, allow_inf_nan=False, cache_strings="none")
     except ValueError as error:
+        if "recursion limit" in str(error):
+            problem = f"the body is nested more than {MAX_DEPTH} deep"
+            raise APIError(400, problem, code="invalid_json") from None
         raise APIError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
 
 

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 from jaxllm.config.server import ServerConfig
 from jaxllm.engine.doors.beams import MAX_BEAM_WIDTH, BeamSearchParams
 from jaxllm.requests import sampling as limits
+from jaxllm.requests.sampling import LogprobsMode
 from jaxllm.serving.generation import GenerationSettings, Usage
 from jaxllm.serving.http import request_model
 from jaxllm.serving.http.request_model import RequestModel, Rule, ScheduledFields, check_equal, check_rules, refuse
@@ -138,9 +139,20 @@ class StreamOptions(RequestModel):
 
 
 _RULES = (
-    Rule(lambda body: not body.stream, {"stream_options": (StreamOptions(),)}, "needs stream to be true"),
     Rule(
-        lambda body: body.stream, {"prompt_logprobs": (), "use_beam_search": (False,)}, "is not available in a stream"
+        lambda body: not body.stream,
+        {"stream_options": (StreamOptions(),), "stream_interval": (1,)},
+        "needs stream to be true",
+    ),
+    Rule(
+        lambda body: body.stream,
+        {"prompt_logprobs": (), "prompt_logprob_token_ids": ([],), "use_beam_search": (False,)},
+        "is not available in a stream",
+    ),
+    Rule(
+        lambda body: body.num_generated > body.n,
+        {"logprobs_mode": ("raw_logprobs",)},
+        "is not available with best_of above n, which ranks by raw_logprobs",
     ),
     Rule(
         lambda body: body.stream and body.num_generated > body.n,
@@ -154,6 +166,8 @@ _RULES = (
             "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},), "allowed_token_ids": (),
             "bad_words": ([],), "logprob_token_ids": (), "stop": ([],), "stop_token_ids": ([],), "min_tokens": (0,),
             "include_stop_str_in_output": (False,), "no_stop_trim": (False,), "max_thinking_tokens": (),
+            "prompt_logprob_token_ids": ([],), "logprobs_mode": ("raw_logprobs",),
+            "skip_reading_prefix_cache": (False,),
         },
         "is not available with use_beam_search",
     ),
@@ -180,6 +194,8 @@ class GenerationRequest(SamplingFields, StructuredFields):
     """Send the answer as server-sent events while it is generated."""
     stream_options: StreamOptions | None = None
     """Further things that the stream tells; needs stream."""
+    stream_interval: int | None = Field(default=None, ge=1, le=limits.INT32_MAX)
+    """Tokens to an event after the first, which comes by itself; by default the server's setting."""
 
     repeat_last_n: int | None = None
     """The number of the last tokens that the three penalties look at: -1 all, the default, and 0 none."""
@@ -197,8 +213,15 @@ class GenerationRequest(SamplingFields, StructuredFields):
     """Accepted, without effect: the tokenizers library writes no such spaces."""
     logprob_token_ids: Annotated[list[int] | None, _at_most(limits.MAX_LOGPROBS)] = None
     """With logprobs: tokens whose log-probabilities come at each generated position, beside the likeliest ones'."""
+    logprobs_mode: LogprobsMode | None = None
+    """What logprobs are of: the model's distribution, the one that is sampled from, or the logits of either; by default
+    the server's setting."""
     prompt_logprobs: int | None = None
     """Log-probabilities of this many most likely tokens at each prompt position; -1 is the whole vocabulary."""
+    prompt_logprob_token_ids: Annotated[list[int] | None, _at_most(limits.MAX_LOGPROBS)] = None
+    """Tokens whose log-probabilities come at each prompt position, beside the likeliest ones'."""
+    skip_reading_prefix_cache: bool | None = None
+    """Compute the whole prompt, also what the prefix cache has of it."""
     return_token_ids: bool = False
     """Return the token ids of prompt and completion."""
     return_weight_versions: bool = False
@@ -252,6 +275,8 @@ class GenerationRequest(SamplingFields, StructuredFields):
     @model_validator(mode="after")
     def _fields_together(self) -> Self:
         check_rules(self, _RULES)
+        if self.prompt_logprob_token_ids and self.prompt_logprobs is None:
+            self.prompt_logprobs = 0
         if self.truncate_prompt_tokens == 0:
             raise refuse("truncate_prompt_tokens is 0; it must be -1, or 1 or more", "truncate_prompt_tokens")
         count, name = self.num_generated, "n" if self.best_of is None else "best_of"
@@ -304,6 +329,7 @@ class GenerationRequest(SamplingFields, StructuredFields):
             beam_search=beams,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             truncation_side=self.truncation_side,
+            stream_interval=self.stream_interval,
             priority=self.priority,
             request_id=self.request_id,
             cache_salt=self.cache_salt,
@@ -316,8 +342,8 @@ class GenerationRequest(SamplingFields, StructuredFields):
 _SAMPLING_FIELDS = (
     "frequency_penalty", "presence_penalty", "logit_bias", "seed", "stop", "temperature", "top_p", "top_k", "min_p",
     "repetition_penalty", "repeat_last_n", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens",
-    "allowed_token_ids", "bad_words", "skip_special_tokens", "logprob_token_ids",
-    "max_thinking_tokens",
+    "allowed_token_ids", "bad_words", "skip_special_tokens", "logprob_token_ids", "logprobs_mode",
+    "prompt_logprob_token_ids", "skip_reading_prefix_cache", "max_thinking_tokens",
 )  # fmt: skip
 
 

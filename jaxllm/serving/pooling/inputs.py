@@ -72,7 +72,13 @@ class PoolingRun:
     async def run(
         self, prompts: Sequence[list[int]], params: PoolingParams, second_texts: Sequence[int] = ()
     ) -> list[np.ndarray]:
-        """The values of every prompt, in order. `second_texts` are `AsyncLLM.pool`'s.
+        """The values of every prompt, in order; see `outputs`."""
+        return [output.values for output in await self.outputs(prompts, params, second_texts)]
+
+    async def outputs(
+        self, prompts: Sequence[list[int]], params: PoolingParams, second_texts: Sequence[int] = ()
+    ) -> list[PooledOutput]:
+        """What is found of every prompt, in order. `second_texts` are `AsyncLLM.pool`'s.
 
         Raises ClientDisconnected where the client went away first; APIError, the error that it was aborted with, or 429
         when the key has fewer tokens left than the prompts have; and the engine's own errors.
@@ -88,7 +94,7 @@ class PoolingRun:
                     raise self._ended_by from None
                 raise
             asked.cached_tokens = sum(output.num_cached_tokens for output in outputs)
-        return [output.values for output in outputs]
+        return outputs
 
     def abort(self, error: APIError) -> None:
         self._ended_by = error
@@ -278,7 +284,7 @@ async def _cosines(run: PoolingRun, pairs: list[Pair], body: ComparisonFields, n
     vectors = np.stack(await run.run(prompts, PoolingParams(kind=run.pooling))).astype(np.float64)
     units = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     unit = dict(zip(texts, units, strict=True))
-    return [float(unit[first] @ unit[second]) for first, second in pairs]
+    return [float(np.clip(unit[first] @ unit[second], -1, 1)) for first, second in pairs]
 
 
 def _check_fields(model: ServedModel, body: ComparisonFields, method: Method) -> None:

@@ -101,6 +101,8 @@ class EventWriter:
     def end_reply(self) -> Iterator[ResponseEvent]:
         if self._open is None and not self.response.output and self._held:
             yield from self._begin_message(self._held)
+        if self._steps and self._body.logprobs_count is not None and isinstance(self._open, objects.OutputMessage):
+            yield self._say(self._open, "")  # of tokens that came after the last text, as the one that ends the answer
         yield from self._close("completed" if self.came_to_end else "incomplete")
         self._held = ""
         self._steps.clear()

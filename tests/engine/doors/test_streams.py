@@ -9,7 +9,7 @@ import pytest
 
 from jaxllm import SamplingParams
 from jaxllm.engine.doors.streams import Stream, Streams
-from jaxllm.engine.messages import EngineClient, EngineRequest, TokenDelta
+from jaxllm.engine.messages import EngineClient, EngineInfo, EngineRequest, TokenDelta
 from jaxllm.errors import EngineDeadError
 
 REQUEST = EngineRequest(request_id="r", prompt_token_ids=[5], sampling_params=SamplingParams(n=1))
@@ -17,6 +17,11 @@ REQUEST = EngineRequest(request_id="r", prompt_token_ids=[5], sampling_params=Sa
 
 class DyingClient:
     """Refuses every request, and says to the reader that it is dead only after `told`."""
+
+    info = EngineInfo(
+        model_name="dying", vocab_size=9, max_model_len=9, eos_token_ids=[], num_pages=1, page_size=1, max_num_seqs=1,
+        max_num_batched_tokens=1,
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.told = threading.Event()

@@ -93,6 +93,11 @@ CHAT_REFUSALS = [
         "tools[1].function.parameters (of 'misused') cannot be enforced: Invalid type: nope",
     ),
     ({"tools": [TOOL, misused("nope")], "tool_choice": named("misused")}, "tools[1].function.parameters", "nope"),
+    (
+        {"tools": [TOOL | {"function": {"name": "f", "parameters": {"type": "string"}}}], "tool_choice": "required"},
+        "tools[0].function.parameters",
+        "(of 'f') is a schema of type 'string'; arguments are an object",
+    ),
     ({"functions": [{"name": "f"}]}, "functions", "not supported"),
     ({"function_call": "auto"}, "function_call", "not supported"),
     ({"reasoning_effort": "huge"}, "reasoning_effort", "'low'"),
@@ -258,7 +263,8 @@ def test_max_tokens_beyond_the_context_names_the_numbers(client: TestClient) -> 
         (b'{"temperature": NaN}', "line 1"),
         (b'{"user": "\\ud800"}', "line 1"),
         (b'{"user": "\xff"}', "line 1"),
-        (b"[" * 100_000, "recursion limit"),
+        (b"[" * 100_000, "the body is nested more than 201 deep"),
+        (b"[" * 202, "nested more than 201 deep"),
         (b"[1]", "object"),
         (b"null", "object"),
     ],
@@ -307,12 +313,13 @@ def test_full_queue(client: TestClient, engine: FakeEngine, stream: bool) -> Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_full_queue_for_a_later_prompt_aborts_the_earlier_ones(
+def test_more_sequences_than_the_queue_ever_holds_are_no_matter_of_time(
     client: TestClient, engine: FakeEngine, stream: bool
 ) -> None:
     engine.queue_limit, engine.delay = 2, 0.01
     response = client.post("/v1/completions", json={"prompt": ["a", "b", "c"], "stream": stream})
-    error_of(response, 429)
+    assert error_of(response, 400)["param"] == "n"
+    assert "asks for 3 sequences at once; this server runs and queues at most 2" in response.text
     assert not engine.active
 
 

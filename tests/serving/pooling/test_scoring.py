@@ -101,6 +101,14 @@ def test_cosine_of_pairs_and_of_one_with_itself(client: TestClient) -> None:
     assert scores(client, text_1="same", text_2="same") == [pytest.approx(1, abs=1e-6)]
 
 
+def test_no_cosine_is_beyond_one(client: TestClient) -> None:
+    """Rounding makes some units' product with themselves 1.0000000000000002."""
+    texts = [chr(code) * count for code in range(97, 123) for count in (1, 2, 5)]
+    units = [unit(text) for text in texts]
+    found = scores(client, text_1=texts, text_2=texts)
+    assert max(float(one @ one) for one in units) > 1 >= max(found) and min(found) > 1 - 1e-6
+
+
 @pytest.mark.parametrize("names", [("queries", "documents"), ("queries", "items"), ("data_1", "data_2")])
 def test_vllms_other_names(client: TestClient, names: tuple[str, str]) -> None:
     given = dict(zip(names, ("France", TEXTS), strict=True))

@@ -70,6 +70,14 @@ def test_log_probabilities_when_included(post: Callable[..., Any]) -> None:
     assert post(input="hi").json()["output"][0]["content"][0]["logprobs"] == []
 
 
+def test_the_last_token_has_a_log_probability_though_it_says_nothing(post: Callable[..., Any]) -> None:
+    """As one that ends the answer, in a step of its own or not."""
+    body = post(input="hi", include=["message.output_text.logprobs"], stop=REPLY[-1]).json()
+    said = Response.model_validate(body).output[0].content[0]
+    assert said.text == REPLY[: REPLY.index(REPLY[-1])]
+    assert [entry.token for entry in said.logprobs] == list(REPLY[: REPLY.index(REPLY[-1]) + 1])
+
+
 def test_parts_of_a_character_have_their_own_bytes(sdk: Callable[..., Any]) -> None:
     client, _ = sdk(reply="é🤖")
     asked: list[Any] = ["message.output_text.logprobs"]
