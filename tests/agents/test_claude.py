@@ -30,6 +30,16 @@ def test_it_reads_a_file_runs_a_command_and_answers(
     assert "The word is kingfisher." in model.prompts[-1]
 
 
+def test_it_finds_a_tool_that_it_had_not_loaded(programs: Programs, scripted: Callable[[ScriptedModel], str]) -> None:
+    model = ScriptedModel(call("ToolSearch", query="select:TaskStop", max_results=1), "There it is.")
+    ran = claude(programs, scripted(model), "Find TaskStop")
+    assert (ran.code, ran.out.strip()) == (0, "There it is."), ran
+    before, after = model.prompts[0], model.prompts[-1]
+    assert "task_id" not in before.partition("<|")[0]
+    assert after.startswith(before.removesuffix("<|assistant|>")), "the cached prefix stays"
+    assert '"name": "TaskStop"' in after.rpartition("<|tool|>")[2]
+
+
 def test_a_real_model_at_its_defaults_answers(programs: Programs, real_server: str) -> None:
     """One that knows when to stop by luck: an answer may reach the end that is set for it here."""
     few = ("--tools", "Read", "--disable-slash-commands", "--system-prompt", "Be brief.")  # its context is 8,192 tokens
