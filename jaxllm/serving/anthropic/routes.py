@@ -179,7 +179,7 @@ def conversation(body: bodies.CountTokensRequest, turns: Sequence[Turn] | None =
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=isinstance(choice, bodies.ToolChoiceNone | None) or not choice.disable_parallel_tool_use,
         rendering=Rendering(
-            variables=chat.thinking_variables(thinks, config.effort, budget),
+            variables=chat.thinking_variables(thinks, body.effort, budget),
             opens_answer=not body.continues_answer,
             continues_last=body.continues_answer,
         ),

@@ -133,6 +133,24 @@ def test_a_systems_message_for_one_turn(client: TestClient, engine: ScriptedEngi
     assert "clear_at is for messages of role 'system'" in wrong.json()["error"]["message"]
 
 
+@covers("MessageParam", "output_config")
+def test_a_systems_message_says_the_effort_of_its_turn() -> None:
+    hard = {"role": "system", "output_config": {"effort": "high"}}
+    use = {"type": "tool_use", "id": "c1", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": "x"}
+    loop = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+
+    def effort(*messages: Any) -> Any:
+        body = {"max_tokens": 9, "messages": [*HELLO, *messages], "output_config": {"effort": "low"}}
+        return routes.conversation(MessagesRequest.model_validate(body)).rendering.variables["reasoning_effort"]
+
+    assert effort() == effort(hard, *loop, *HELLO) == "low"
+    assert effort(hard) == effort(hard, *loop) == effort({"content": "Hurry."} | hard) == "high"
+    for wrong in ({"role": "system", "output_config": {}}, {"role": "user", "content": "x"} | {"output_config": {}}):
+        with pytest.raises(ValueError, match=r"content is required|output_config is for messages of role 'system'"):
+            effort(wrong)
+
+
 @covers("MessagesRequest", "diagnostics")
 @covers("Diagnostics", "previous_message_id")
 @pytest.mark.parametrize("stream", [False, True])
