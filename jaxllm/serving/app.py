@@ -23,7 +23,7 @@ from jaxllm.serving.access.usage import UsageStore
 from jaxllm.serving.anthropic import routes as anthropic
 from jaxllm.serving.batches import routes as batches
 from jaxllm.serving.batches.run import Batches
-from jaxllm.serving.dialects import sagemaker
+from jaxllm.serving.dialects import llama_cpp, sagemaker
 from jaxllm.serving.http.answers import install_error_handlers, install_openapi
 from jaxllm.serving.http.middleware import ContentEncoding, OriginGuard, ProxyPrefix, RequestIds, SameRoute
 from jaxllm.serving.http.route import ClientDisconnected
@@ -47,6 +47,7 @@ API_ROUTERS = (
     anthropic.router, pooling.router, pooling.scoring_router, decisions.router, batches.upload_router,
     batches.files_router, batches.router, mcp.router, tokenize.template_router, status.info_router, sagemaker.router,
     control.sleeping_router, usage.router, control.adapters_router, control.adapter_list_router, control.router,
+    llama_cpp.router,
 )  # fmt: skip
 
 
@@ -60,6 +61,7 @@ def make_routes(config: ServerConfig) -> FastAPI:
     )
     install_openapi(app)
     shown_key = [Security(HTTPBearer(auto_error=False))] if config.asks_for_key else []
+    app.include_router(llama_cpp.native_router, dependencies=shown_key)  # before /completions without /v1 in front
     for router in API_ROUTERS:
         app.include_router(router, prefix="/v1", dependencies=shown_key)
         app.include_router(router, include_in_schema=False)
@@ -125,7 +127,7 @@ def find_route(scope: Scope) -> BaseRoute | None:
     """The route of the API that answers a request, whatever prefix it has."""
     path = scope["path"].removeprefix(scope.get("root_path", "")).removeprefix("/v1")
     asked = {**scope, "path": path, "root_path": ""}
-    routes = (route for router in API_ROUTERS for route in router.routes)
+    routes = (route for router in (llama_cpp.native_router, *API_ROUTERS) for route in router.routes)
     return next((route for route in routes if route.matches(asked)[0] is not Match.NONE), None)
 
 

@@ -81,7 +81,12 @@ TWO = [{"value": "a"}, {"value": "b"}]
 BODIES: dict[str, Any] = {
     "/v1/chat/completions": CHAT,
     "/v1/chat/completions/render": CHAT,
+    "/v1/chat/completions/input_tokens": CHAT,
+    "/v1/chat/completions/control": {"id": "chatcmpl-1", "action": "reasoning_end"},
     "/v1/completions": {"prompt": "Hi", "max_tokens": 4},
+    "/completion": {"prompt": "Hi", "n_predict": 4},
+    "/infill": {"input_prefix": "a", "input_suffix": "b", "n_predict": 4},
+    "/embedding": {"content": "Hi"},
     "/v1/tokenize": {"prompt": "Hi"},
     "/v1/detokenize": {"tokens": [72, 105]},
     "/v1/responses": {"input": "Hi", "max_output_tokens": 4},
@@ -120,6 +125,8 @@ class EveryTask(FakeEngine):
 
     def __init__(self) -> None:
         super().__init__(tasks=CLASSIFIER)
+        assert self.tokenizer is not None
+        self.tokenizer.backend.add_special_tokens(["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"])
 
 
 class OneTool(ToolServers):
