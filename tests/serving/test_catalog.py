@@ -183,3 +183,15 @@ def test_sizes_of_adapters_are_for_those_that_take_some(tmp_path: Path) -> None:
     assert not first.enable_lora and (second.enable_lora, second.max_loras) == (True, 2)
     with pytest.raises(ConfigError, match=r"model 'a': max_loras is 2, and enable_lora is false"):
         read(tmp_path, {"a": {"model": "m", "max_loras": 2}})
+
+
+def test_models_are_preloaded_by_name_or_file(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf", "c.gguf"):
+        (tmp_path / name).touch()
+    several = {"model_directory": tmp_path, "max_loaded_models": 2}
+    entries = read_catalog(ServeConfig(**several, preload_model="c, a.gguf"))
+    assert {entry.name: entry.preload for entry in entries} == {"a": True, "b": False, "c": True}
+    with pytest.raises(ConfigError, match=r"^preload_model is 'd', and the models are a, b, c"):
+        read_catalog(ServeConfig(**several, preload_model="d"))
+    with pytest.raises(ConfigError, match="preload_model is for servers of several models"):
+        read_catalog(ServeConfig(preload_model="a"))
