@@ -26,9 +26,9 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 OURS = ("jaxllm", "python", "curl", "make", "pip")
 OTHERS = {
-    "git", "cd", ".", "npm", "python3", "auditwheel", "lm_eval", "docker", "helm", "systemctl", "sudo", "source",
-    "openssl", "go", "mpirun", "export", ".venv/bin/pytest", "llama/bin/pip", "ray", "serve", "sglang-router",
-    "vllm-router",
+    "git", "cd", ".", "npm", "python3", "gh", "lm_eval", "docker", "helm", "systemctl", "sudo", "source",
+    "openssl", "go", "mpirun", "export", ".venv/bin/pytest", ".venv/bin/twine", "llama/bin/pip", "ray", "serve",
+    "sglang-router", "vllm-router",
 }  # fmt: skip
 """Programs that are not ours to check."""
 

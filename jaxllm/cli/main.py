@@ -18,8 +18,9 @@ from jaxllm import logs
 from jaxllm.cli.bench import bench, profile
 from jaxllm.cli.chat import chat
 from jaxllm.cli.generate import generate
+from jaxllm.cli.launch import launch
 from jaxllm.cli.models import compile, convert, list_models, models, plan, pull, rm, show
-from jaxllm.cli.serve import keys, ps, serve, store
+from jaxllm.cli.serve import keys, ps, serve, stop, store
 from jaxllm.cli.settings import documented, in_words
 from jaxllm.cli.terminal import OUTPUT, prepare_streams
 from jaxllm.config import ServeConfig
@@ -61,10 +62,12 @@ app = App(
     version=version,
 )
 for command in (
-    serve, generate, chat, pull, show, rm, ps, convert, compile, models, keys, plan, bench, profile, store,
+    serve, generate, chat, launch, pull, show, rm, ps, stop, convert, compile, models, keys, plan, bench, profile,
+    store,
 ):  # fmt: skip
     app.command(command)
 app.command(list_models, name="list")
+app.command(chat, name="run")  # as ollama calls it
 
 
 @app.command

@@ -184,6 +184,7 @@ def sampling_flags() -> list[inspect.Parameter]:
         default = _DEFAULT_MAX_TOKENS if field.name == "max_tokens" else field.default
         shown = isinstance(default, bool | int | float)
         parameter = Parameter(
+            alias="--temp" if field.name == "temperature" else None,
             help=texts[field.name] + (f" [default: {default}]" if shown else ""),
             group=SAMPLING_GROUP,
             negative=None if default is True else (),

@@ -170,6 +170,8 @@ class EngineConfig(SettingsGroup):
     """Compile each bucket when it is first needed instead of ahead of time."""
     compile_cache_dir: Path | None = CACHE_DIR / "compile"
     """Compiled executables are kept here between starts; null turns the cache off."""
+    compile_cache_max: Annotated[Bytes, Field(gt=0)] = 8 * 2**30
+    """Bytes that compile_cache_dir may take, as 4GiB; what was unused longest is deleted."""
     executables: Path | None = None
     """A folder that `jaxllm compile` made for these settings: executables are loaded from it, and none compiled."""
     engine_process: bool | None = None

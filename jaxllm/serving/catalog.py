@@ -24,7 +24,8 @@ from jaxllm.serving.dialects.candle_vllm import is_candle_vllm, read_candle_vllm
 from jaxllm.serving.pooling.inputs import score_method
 from jaxllm.serving.served_model import LoadableModel, read_chat_template
 from jaxllm.serving.state import Registry
-from jaxllm.weights.folder import gguf_models, whole_name
+from jaxllm.weights.folder import gguf_models, is_saved, whole_name
+from jaxllm.weights.source import check_name
 from jaxllm.wording import did_you_mean
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ class ServerModels:
             self._models.append(LoadableModel(only, start, preload=True, pinned=True))
         for model in self._models:
             with self._naming(model):
+                check_name(model.config.model)
                 read_chat_template(model.config)
                 detect_formats(None, model.config.tool_call_parser, model.config.reasoning_parser)
 
@@ -218,7 +220,7 @@ def _in_file(path: Path, defaults: Mapping[str, Any]) -> Iterator[tuple[str, Cat
 def _in_directory(folder: Path, defaults: Mapping[str, Any]) -> Iterator[tuple[str, CatalogEntry]]:
     """The models that lie in a folder, by name, and not those in folders below its own."""
     try:
-        folders = [path for path in folder.iterdir() if (path / "config.json").is_file()]
+        folders = [path for path in folder.iterdir() if (path / "config.json").is_file() or is_saved(path)]
         named = [(path.name, path) for path in folders]
         named += [(whole_name(path).stem, path) for path in gguf_models(folder)]
     except OSError as error:

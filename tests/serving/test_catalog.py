@@ -12,6 +12,7 @@ import yaml
 from jaxllm.config import ModelConfig, ServeConfig, make_config, part_of
 from jaxllm.errors import ConfigError
 from jaxllm.serving.catalog import CatalogEntry, read_catalog
+from jaxllm.weights.folder import MANIFEST
 
 
 def written(folder: Path, document: Any) -> Path:
@@ -90,11 +91,13 @@ def test_a_name_with_a_star_stands_for_others(tmp_path: Path) -> None:
 def test_a_folder_s_models_have_the_names_of_their_files(tmp_path: Path) -> None:
     for name in ("small.gguf", "large-00001-of-00002.gguf", "large-00002-of-00002.gguf", "notes.txt"):
         (tmp_path / name).touch()
-    for name in ("phi", "no-model"):
+    for name in ("phi", "no-model", "converted"):
         (tmp_path / name).mkdir()
     (tmp_path / "phi" / "config.json").write_text(json.dumps({}))
+    (tmp_path / "converted" / MANIFEST).touch()
     entries = read_catalog(ServeConfig(model_directory=tmp_path, max_model_len=64))
     assert {entry.name: entry.model for entry in entries} == {
+        "converted": str(tmp_path / "converted"),
         "large": str(tmp_path / "large-00001-of-00002.gguf"),
         "phi": str(tmp_path / "phi"),
         "small": str(tmp_path / "small.gguf"),

