@@ -21,8 +21,8 @@ from jaxllm.wording import shown
 
 MAX_PIECES = 8192
 """Messages, parts of their contents, and tool calls, together."""
-MAX_TOOLS = 128
-TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+MAX_TOOLS = 1024
+TOOL_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 
 ROLES = ("system", "user", "assistant", "tool")
 """Those that every template is given; others belong to some."""
@@ -48,6 +48,8 @@ class Tool:
     """Its arguments follow the schema to the letter whenever the model calls it."""
     parameters_field: Field = field(default=Field("tools"), compare=False)
     """Where the request has the schema."""
+    in_prompt: bool = True
+    """False where the messages describe it, and the template is not to."""
 
     def for_template(self) -> dict[str, Any]:
         """As templates expect it, which write the function's parameters into the prompt."""

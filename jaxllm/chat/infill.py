@@ -58,9 +58,7 @@ def fim_prompt(
     Raises InvalidRequestError if the tokenizer has no tokens for it, and ContextLengthError.
     """
     tokenizer = model.tokenizer
-    stated = tuple(tokenizer.special_tokens.get(name) for name in _NAMED)
-    families = [*([stated] if None not in stated else []), *_FAMILIES]
-    marks = next((one for one in families if all(_first(tokenizer, [mark]) for mark in one if mark)), None)
+    marks = fim_marks(tokenizer)
     if marks is None:
         reason = " is set, but this model's tokenizer has no tokens for filling in the middle, as <|fim_prefix|>"
         raise InvalidRequestError([fields[1], f"{reason}; leave it out"])
@@ -85,6 +83,13 @@ def fim_prompt(
     while room is not None and chunks and len(begin) + len(own) + sum(map(len, chunks)) > room:
         del chunks[0]
     return FimPrompt([*begin, *chain.from_iterable(chunks), *own], (*repository, *mark, *padding))
+
+
+def fim_marks(tokenizer: Tokenizer) -> tuple[str | None, ...] | None:
+    """The tokens before the prefix, before the suffix and before the middle; None where there are none."""
+    stated = tuple(tokenizer.special_tokens.get(name) for name in _NAMED)
+    families = [*([stated] if None not in stated else []), *_FAMILIES]
+    return next((one for one in families if all(_first(tokenizer, [mark]) for mark in one if mark)), None)
 
 
 def _first(tokenizer: Tokenizer, tokens: Iterable[str | None]) -> list[int]:

@@ -276,6 +276,7 @@ def fitted(
     """Cut a prompt from `source` if asked to, check it, and settle max_tokens. Raises InvalidRequestError."""
     context, truncate = model.engine.info.max_model_len, settings.truncate_prompt_tokens
     asked, default = settings.max_tokens, settings.default_max_tokens
+    default = model.engine.info.default_sampling.max_tokens or default
     if truncate is not None:
         keep = truncate if truncate > 0 else max(context - (asked or default or 1), 1)
         token_ids = token_ids[-keep:] if settings.truncation_side == "left" else token_ids[:keep]
@@ -337,8 +338,8 @@ def _template_values(model: ChatModel, conversation: Conversation, *, may_be_cut
     tools = conversation.tools
     messages = [message.for_template() for message in conversation.messages]
     arguments = conversation.rendering.with_defaults(model.variables).template_arguments(model.chat_template)
-    if tools:
-        arguments["tools"] = [tool.for_template() for tool in tools]
+    if shown := [tool for tool in tools if tool.in_prompt]:
+        arguments["tools"] = [tool.for_template() for tool in shown]
     values = model.tokenizer.chat_template_values(messages, **arguments)
     template = values["template"]
     _check_roles(conversation.messages, template)
@@ -349,7 +350,7 @@ def _template_values(model: ChatModel, conversation: Conversation, *, may_be_cut
     as_given = not conversation.separate_reasoning and any(m.given is not None for m in conversation.messages)
     has_turns = not as_given and any(m["role"] == "tool" or "tool_calls" in m for m in messages)
     if tool_format is not None and "tools" not in template and (tools or has_turns):
-        values["messages"] = with_tools_as_text(messages, tools, tool_format)
+        values["messages"] = with_tools_as_text(messages, shown, tool_format)
         values["tools"] = None
     values["messages"] = in_format(values["messages"], template, model.content_format)
     return values

@@ -10,7 +10,20 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from jaxllm.config.parts import ADAPTER_LISTS, KVEventsConfig, KVTransferConfig, LoRAModules, SpeculativeConfig
 from jaxllm.config.server import ServerConfig
-from jaxllm.config.values import Bytes, FromJSON, Isq, IsqMap, Object, SettingsGroup, Sizes, SomeOf, comma_separated
+from jaxllm.config.values import (
+    Bytes,
+    Dtype,
+    FromCount,
+    FromJSON,
+    Isq,
+    IsqMap,
+    Object,
+    SettingsGroup,
+    Sizes,
+    SomeOf,
+    comma_separated,
+    is_pattern,
+)
 from jaxllm.errors import ConfigError
 from jaxllm.folders import user_folder
 from jaxllm.wording import did_you_mean, wrong_setting
@@ -43,10 +56,10 @@ class EngineConfig(SettingsGroup):
     """Where downloaded models are kept (default ~/.cache/jaxllm/models; hub models stay in the hub's own cache)."""
     load_format: Literal["auto", "safetensors", "gguf", "orbax", "dummy"] = "auto"
     """`dummy` fills the right shapes with random weights on the device."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Compute and weight type; auto is bfloat16."""
+    dtype: Dtype = "auto"
+    """Compute and weight type; auto is bfloat16. half, bf16, f32 and the like are read too."""
     hf_overrides: Object | None = None
-    """Other values for keys of config.json, as {"rope_parameters": {…}}; an object replaces those of its keys alone."""
+    """Other values for keys of config.json, of GGUF files too, as {"rope_parameters": {…}}; objects key by key."""
     quantization: str | None = None
     """Refuse to start unless the checkpoint is quantized this way, as awq, gptq, fp8 or gguf; it changes nothing."""
     generation_config: str = "auto"
@@ -61,8 +74,8 @@ class EngineConfig(SettingsGroup):
     """Where unseeded requests and dummy weights take their randomness from."""
     skip_tokenizer_init: bool = False
     """Work with token ids only."""
-    max_model_len: Annotated[int, Field(ge=1)] | None = None
-    """Longest context, prompt plus generated; default the model's, shrunk to what KV memory holds."""
+    max_model_len: Annotated[Annotated[int, Field(ge=1)] | None, FromCount] = None
+    """Longest context, prompt plus generated, as 32768 or 128k; default the model's, or what KV memory holds."""
 
     dequantize: bool | None = None
     """Expand quantized weights to dtype at load; by default only where plain XLA runs on a CPU: faster there."""
@@ -75,7 +88,7 @@ class EngineConfig(SettingsGroup):
 
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Most sequences in one step (default 32 on CPU, 256 elsewhere)."""
-    max_num_batched_tokens: Annotated[int, Field(ge=16)] | None = None
+    max_num_batched_tokens: Annotated[Annotated[int, Field(ge=16)] | None, FromCount] = None
     """Token budget of one step, prefill chunks and decodes together (default 512 on CPU, 2048 elsewhere)."""
     decode_steps: Annotated[int, Field(ge=1, le=8)] | None = None
     """Most tokens one dispatch decodes for each sequence while no other could begin (default 4 with CPU kernels)."""
@@ -157,6 +170,8 @@ class EngineConfig(SettingsGroup):
     """Compile each bucket when it is first needed instead of ahead of time."""
     compile_cache_dir: Path | None = CACHE_DIR / "compile"
     """Compiled executables are kept here between starts; null turns the cache off."""
+    compile_cache_max: Annotated[Bytes, Field(gt=0)] = 8 * 2**30
+    """Bytes that compile_cache_dir may take, as 4GiB; what was unused longest is deleted."""
     executables: Path | None = None
     """A folder that `jaxllm compile` made for these settings: executables are loaded from it, and none compiled."""
     engine_process: bool | None = None
@@ -260,7 +275,8 @@ class ModelConfig(EngineConfig):
     """One served model: its engine, the names it goes by, its adapters, its chat template, its parsers, its pooling."""
 
     served_model_name: SomeOf | None = None
-    """Name clients use for the model (default: the model argument); several separated by commas, the first is shown."""
+    """Name clients use for the model (default: the model argument); several separated by commas, the first is shown.
+    One with a * stands for others: claude-* for all that begin so, which the only model of a server answers anyway."""
     lora_modules: LoRAModules | None = None
     """Adapters (LoRA) to serve beside the model, as name=path,other=path, or JSON objects; it sets enable_lora."""
     chat_template: Path | None = None
@@ -289,12 +305,21 @@ class ModelConfig(EngineConfig):
         for name in ADAPTER_LISTS:
             if getattr(self, name, None) and not self.enable_lora:
                 yield f"{name} is set, and enable_lora is false: adapters need it"
+        for name in self.name_patterns:
+            if name.count("*") > 1:
+                yield f"served_model_name has {name!r}; a name may have one *"
         yield from super()._faults()
 
     @property
     def names(self) -> list[str]:
         """What requests may call the model, and listings call it by the first."""
-        return comma_separated(self.served_model_name) or [self.model]
+        given = comma_separated(self.served_model_name)
+        return [name for name in given if not is_pattern(name)] or [self.model]
+
+    @property
+    def name_patterns(self) -> list[str]:
+        """Requests may also call it by any name that one of these stands for."""
+        return [name for name in comma_separated(self.served_model_name) if is_pattern(name)]
 
 
 class ServeConfig(ServerConfig, ModelConfig):

@@ -17,6 +17,7 @@ from msgspec import UNSET, UnsetType
 
 from jaxllm.chat.conversation import Conversation
 from jaxllm.config.server import ServerConfig
+from jaxllm.config.values import matches
 from jaxllm.errors import ConfigError, EngineDeadError
 from jaxllm.machine import cores
 from jaxllm.mcp.servers import ToolServers
@@ -36,8 +37,11 @@ logger = logging.getLogger(__name__)
 GRAMMAR_THREADS = 2 * MAX_PROCESSES  # more than compile at once, so that compiled grammars pass the others
 TEMPLATE_THREADS = 4  # for requests with templates of their own, which may take seconds to render
 RELEASE_SECONDS = 5.0  # for requests that were cancelled at the server's end to give their models back
+ONLY_MODELS = "claude-*"
+"""Claude Code asks for a large model and a small one; where there is one, it is both."""
 MAX_NAMES_SHOWN = 20
 MAX_NEAR = 3
+LATEST = ":latest"  # ollama's tag of a name without one
 MAX_COMPARED = 200  # characters of an unknown name that is compared with others: it may have megabytes
 
 ModelName = Annotated[str | None, Query(description="A name that /v1/models lists; by default the first.")]
@@ -150,8 +154,9 @@ class ServerState:
 class Registry:
     """Every model of a server. Iterating gives each once, the default first.
 
-    With `any_name` the default model also answers requests for names that no model has. At most `max_loaded` models
-    are loaded at a time, which take at most `memory` bytes; by default all. For `min_seconds` see ModelLoader.
+    A name that no model has may match the pattern of one; a server's only model has ONLY_MODELS too. With `any_name`
+    the default model also answers requests for all other names. At most `max_loaded` models are loaded at a time,
+    which take at most `memory` bytes; by default all. For `min_seconds` see ModelLoader.
 
     Raises ConfigError when two models have a name in common, or there is none.
     """
@@ -171,6 +176,9 @@ class Registry:
             for name in model.names:
                 if self._by_name.setdefault(name, model) is not model:
                     raise ConfigError(f"served_model_name is {name!r} for two models; each needs names of its own")
+        self._by_pattern = {pattern: model for model in self for pattern in model.config.name_patterns}
+        if len(set(self._by_name.values())) == 1:
+            self._by_pattern.setdefault(ONLY_MODELS, self._by_name[self.default_name])
         owners = dict(self._by_name)
         for model in dict.fromkeys(self._by_name.values()):
             for adapter in model.adapters:
@@ -217,7 +225,9 @@ class Registry:
         return self._any_name or self.named(name) is not None
 
     def named(self, name: str) -> LoadableModel | None:
-        return self._by_name.get(name) or next((model for model in self if model.adapters.get(name)), None)
+        if model := self._by_name.get(name) or next((model for model in self if model.adapters.get(name)), None):
+            return model
+        return next((model for pattern, model in self._by_pattern.items() if matches(pattern, name)), None)
 
     def find(self, name: str | None, tenant: Tenant = OTHERS) -> LoadableModel:
         """The model of that name or of that adapter, or the default one; it is not loaded. Raises as `called`."""
@@ -227,6 +237,8 @@ class Registry:
         """The model, after the name that it is asked for by. Raises 404 for a name that the tenant may not know."""
         if name is None:  # the default one, or the first that the tenant may use
             name = next((name for name, model in self._by_name.items() if tenant.may_use(model.names)), None)
+        elif self.named(name) is None:
+            name = name.removesuffix(LATEST)
         if name is not None and self.serves(name):
             model = self.named(name) or self._by_name[self.default_name]
             if self._may_use(tenant, model, name):

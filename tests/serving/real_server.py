@@ -7,15 +7,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import psutil
 
-from tests.real_models import SHAPES
 from tests.serving.conftest import wait_for
+from tests.support.real_models import SHAPES
 
 _PROGRAM = """
 import json, sys
@@ -27,11 +27,11 @@ if __name__ == "__main__":
 
 
 @contextmanager
-def served(model: str | None, **settings: Any) -> Iterator[str]:
+def served(model: str | None, shapes: Mapping[str, Any] = SHAPES, **settings: Any) -> Iterator[str]:
     """The base URL of a server of `model`, or of the models that `settings` name; it must end cleanly when told to."""
     own = {"port": 0, "compile_cache_dir": os.environ.get("TESTS_COMPILE_CACHE")}  # None: not kept
     named = {} if model is None else {"model": model}
-    arguments = json.dumps(SHAPES | own | named | settings)
+    arguments = json.dumps({**shapes, **own, **named, **settings})
     process = subprocess.Popen([sys.executable, "-c", _PROGRAM, arguments], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

@@ -20,7 +20,9 @@ INERT_FIELDS = [
     for name, schema in section.fields.items()
     if section.of_body and schema["description"].startswith(INERT)
 ]
-SAMPLES = {"Metadata": {"user_id": "u"}, "CacheControl": {"type": "ephemeral"}}
+SAMPLES = {
+    "Metadata": {"user_id": "u"}, "CacheControl": {"type": "ephemeral"}, "BillingPolicy": {"type": "billing_policy"},
+}  # fmt: skip
 """Values of the objects among them."""
 KNOWN = {str(route): set[str]() for route in routes()} | {section.title: set(section.fields) for section in sections()}
 """What a claim may be about."""
@@ -73,5 +75,7 @@ def sample(schema: dict[str, Any]) -> Any:
         return sample(schema["anyOf"][0])
     if "enum" in schema:
         return schema["enum"][0]
-    values = {"string": "x", "boolean": True, "integer": 1, "object": {"a": "b"}}
+    if "const" in schema:
+        return schema["const"]
+    values = {"string": "x", "boolean": True, "integer": 1, "object": {"a": "b"}, "array": []}
     return values[schema["type"]] if "type" in schema else SAMPLES[schema["$ref"]]

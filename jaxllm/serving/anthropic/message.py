@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from copy import copy
@@ -16,6 +15,7 @@ from msgspec import UNSET, UnsetType
 from jaxllm.chat.events import Content, Event, Reasoning, ToolArguments, ToolCall
 from jaxllm.chat.parser import Piece
 from jaxllm.engine.messages import TokenDelta
+from jaxllm.serving.anthropic.blocks import tool_use_id
 from jaxllm.serving.anthropic.request import MessagesRequest, ThinkingAdaptive, ThinkingEnabled
 from jaxllm.serving.generation import Reply
 from jaxllm.serving.http.answers import ignored_fields
@@ -57,6 +57,31 @@ class MessageUsage(msgspec.Struct, kw_only=True):
     output_tokens_details: ThinkingTokensDetails | None = None
 
 
+class ClearedThinking(msgspec.Struct, tag_field="type", tag="clear_thinking_20251015", kw_only=True):
+    cleared_thinking_turns: int
+    cleared_input_tokens: int
+
+
+class ClearedToolUses(msgspec.Struct, tag_field="type", tag="clear_tool_uses_20250919", kw_only=True):
+    cleared_tool_uses: int
+    cleared_input_tokens: int
+
+
+AppliedEdit = ClearedThinking | ClearedToolUses
+
+
+class AppliedEdits(msgspec.Struct):
+    applied_edits: list[AppliedEdit]
+
+
+class NotCompared(msgspec.Struct, tag_field="type", tag="unavailable"):
+    pass
+
+
+class CacheDiagnostics(msgspec.Struct):
+    cache_miss_reason: NotCompared
+
+
 class AnthropicMessage(msgspec.Struct, tag_field="type", tag="message", kw_only=True):
     id: str
     role: Literal["assistant"] = "assistant"
@@ -65,21 +90,38 @@ class AnthropicMessage(msgspec.Struct, tag_field="type", tag="message", kw_only=
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
+    context_management: AppliedEdits | UnsetType = UNSET
+    """Where the request has one."""
+    diagnostics: CacheDiagnostics | UnsetType = UNSET
+    """Where the request names an earlier message."""
     warnings: list[str] | UnsetType = UNSET
     """With `unknown_fields: warn`, what was sent in vain."""
 
 
+class OriginalTokens(msgspec.Struct):
+    original_input_tokens: int
+
+
 class TokenCount(msgspec.Struct):
     input_tokens: int
+    context_management: OriginalTokens | UnsetType = UNSET
+    """Where the request has one: the tokens before it."""
+
+
+class ErrorDetails(msgspec.Struct):
+    error_code: str
 
 
 class AnthropicError(msgspec.Struct, kw_only=True):
     type: str
     message: str
+    details: ErrorDetails | UnsetType = UNSET
+    """What clients go by, where they know how to do without."""
 
 
 class AnthropicErrorResponse(msgspec.Struct, tag_field="type", tag="error"):
     error: AnthropicError
+    request_id: str
 
 
 class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
@@ -127,6 +169,7 @@ class MessageEnd(msgspec.Struct, kw_only=True):
 class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
     delta: MessageEnd
     usage: MessageUsage
+    context_management: AppliedEdits | UnsetType = UNSET
 
 
 class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
@@ -155,13 +198,19 @@ def status_of(error: APIError) -> int:
     return OVERLOADED if error.status == 503 else error.status
 
 
-def error_response(error: APIError) -> AnthropicErrorResponse:
+_DETAILS = {"thread": ErrorDetails("thread_unsupported_request")}
+"""By the field that is refused: Anthropic's SDK then sends the whole conversation without it."""
+
+
+def error_response(error: APIError, request_id: str) -> AnthropicErrorResponse:
     """The shape has no place for the field's name, so the message begins with it unless it says it anyway."""
     status, message, param = status_of(error), str(error), error.body["error"]["param"] or ""
     if param not in message:
         message = f"{param}: {error.reason}"
     kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return AnthropicErrorResponse(AnthropicError(type=kind, message=message))
+    return AnthropicErrorResponse(
+        AnthropicError(type=kind, message=message, details=_DETAILS.get(param, UNSET)), request_id
+    )
 
 
 class MessageWriter(ChunkWriter[TokenDelta]):
@@ -170,8 +219,12 @@ class MessageWriter(ChunkWriter[TokenDelta]):
     done = b""
     keep_alive = server_sent(Ping())
 
-    def __init__(self, reply: Reply, body: MessagesRequest):
+    def __init__(self, reply: Reply, body: MessagesRequest, applied: list[AppliedEdit] | None = None):
+        """`applied` is what context_management took out, where the body has one."""
         self._reply = reply
+        self._edits: AppliedEdits | UnsetType = UNSET if applied is None else AppliedEdits(applied)
+        asks = body.diagnostics is not None and body.diagnostics.previous_message_id is not None
+        self._diagnostics = CacheDiagnostics(NotCompared()) if asks else UNSET
         self._length_reason: StopReason = "max_tokens"
         if body.max_tokens > reply.max_tokens:
             self._length_reason = "model_context_window_exceeded"
@@ -183,7 +236,7 @@ class MessageWriter(ChunkWriter[TokenDelta]):
         return server_sent(chunk)
 
     def error(self, error: APIError) -> bytes:
-        return server_sent(error_response(error))
+        return server_sent(error_response(error, self._reply.generation.id))
 
     def first(self) -> Iterator[msgspec.Struct]:
         """The number of cached tokens is known with the first token only, and said at the end."""
@@ -207,7 +260,7 @@ class MessageWriter(ChunkWriter[TokenDelta]):
 
     def last(self) -> Iterator[msgspec.Struct]:
         assert self._end is not None
-        yield MessageDelta(self._end, self._usage())
+        yield MessageDelta(self._end, self._usage(), self._edits)
         yield MessageStop()
 
     def message(self) -> AnthropicMessage:
@@ -221,6 +274,8 @@ class MessageWriter(ChunkWriter[TokenDelta]):
             stop_reason=None if self._end is None else self._end.stop_reason,
             stop_sequence=None if self._end is None else self._end.stop_sequence,
             usage=usage,
+            context_management=self._edits,
+            diagnostics=self._diagnostics,
         )
 
     def _ending(self, piece: Piece) -> MessageEnd:
@@ -242,34 +297,6 @@ class MessageWriter(ChunkWriter[TokenDelta]):
             output_tokens=usage.completion_tokens,
             output_tokens_details=ThinkingTokensDetails(usage.reasoning_tokens),
         )
-
-
-PREFIX = "toolu_"
-SPELLED = "toolu_id-"
-"""Before an id that has other characters, each as a hyphen and its code: Kimi's, which its templates insist on."""
-SHORT_ID = 9
-"""Characters of the ids that Mistral's templates insist on."""
-_OTHER = re.compile(r"[^a-zA-Z0-9_]")
-_CODE = re.compile(r"-([0-9a-f]{2})")
-
-
-def tool_use_id(call_id: str) -> str:
-    """The id of a call for the client.
-
-    Worked example: `call_5f` becomes `toolu_5f`, Mistral's `aB3dE6gH9` becomes `toolu_aB3dE6gH9`, and Kimi's
-    `functions.now:0` becomes `toolu_id-functions-2enow-3a0`.
-    """
-    if _OTHER.search(call_id):
-        return SPELLED + _OTHER.sub(lambda match: f"-{ord(match.group()):02x}", call_id)
-    return PREFIX + call_id.removeprefix("call_")
-
-
-def template_call_id(sent: str) -> str:
-    """The id for the template of a call that a client sends back: the model's own, but ours as they are."""
-    if sent.startswith(SPELLED):
-        return _CODE.sub(lambda match: chr(int(match.group(1), 16)), sent.removeprefix(SPELLED))
-    bare = sent.removeprefix(PREFIX)
-    return bare if len(bare) == SHORT_ID else sent
 
 
 class BlockBuilder:

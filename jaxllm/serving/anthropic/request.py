@@ -1,193 +1,50 @@
-"""/v1/messages and /v1/messages/count_tokens: requests, and the messages and blocks that they send."""
+"""/v1/messages and /v1/messages/count_tokens: requests, and the tools and settings that they send."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
-from jaxllm.chat.conversation import MAX_TOOLS, TOOL_NAME, check_pieces
+from jaxllm.chat.conversation import MAX_TOOLS, TOOL_NAME, Tool
+from jaxllm.errors import Field as Place
 from jaxllm.requests.sampling import MAX_STOP_STRINGS
-from jaxllm.serving.http.request_model import Cacheable, KeepAliveFields, ModelFields, RequestModel, refuse, refusing
+from jaxllm.serving.anthropic.blocks import (
+    MessageParam,
+    TextBlockParam,
+    ToolReferenceParam,
+    ToolResultBlockParam,
+    Turn,
+    TurnConfig,
+    bounded,
+    check_turns,
+)
+from jaxllm.serving.anthropic.context import ContextManagement
+from jaxllm.serving.http.request_model import Cacheable, KeepAliveFields, ModelFields, RequestModel, refuse
 from jaxllm.wording import shown
-
-UNREADABLE_BLOCKS = frozenset({
-    "bash_code_execution_tool_result", "browser_state", "code_execution_tool_result", "container_upload", "document",
-    "image", "redacted_thinking", "search_result", "server_tool_use", "text_editor_code_execution_tool_result",
-    "tool_reference", "tool_search_tool_result", "web_fetch_tool_result", "web_search_tool_result",
-})  # fmt: skip
-"""Types of blocks that Anthropic's service reads and this one refuses by name."""
-
-
-def _readable(value: Any) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind in UNREADABLE_BLOCKS:
-        raise refuse(f"blocks of type {kind!r} are not supported by this server", "type")
-    return value
-
-
-class TextBlockParam(Cacheable):
-    unsupported: ClassVar[frozenset[str]] = frozenset({"citations"})
-
-    type: Literal["text"]
-    text: str
-    """The words."""
-
-
-class ThinkingBlockParam(RequestModel):
-    """The assistant's earlier reasoning, given to templates that show it."""
-
-    type: Literal["thinking"]
-    thinking: str
-    """The reasoning."""
-    signature: str | None = None
-    """Accepted, without effect: it is not checked."""
-
-
-class DirectCaller(RequestModel):
-    type: Literal["direct"]
-
-
-class ToolUseBlockParam(Cacheable):
-    """A call that the assistant made; the next message must begin with its tool_result."""
-
-    unsupported: ClassVar[frozenset[str]] = frozenset({"toolset_name"})
-
-    type: Literal["tool_use"]
-    id: str = Field(min_length=1)
-    """The name that its tool_result has for it."""
-    name: str = Field(min_length=1)
-    """Of the tool."""
-    input: dict[str, Any]
-    """The input that it was called with."""
-    caller: DirectCaller | None = None
-    """Only direct: there are no other callers."""
-
-
-class ToolResultBlockParam(Cacheable):
-    unsupported: ClassVar[frozenset[str]] = frozenset({"toolset_name"})
-
-    type: Literal["tool_result"]
-    tool_use_id: str = Field(min_length=1)
-    """Of the call that it answers."""
-    content: str | list[Annotated[TextBlockParam, BeforeValidator(_readable)]] | None = None
-    """Text, or a list of text blocks."""
-    is_error: bool = False
-    """The model reads the content after "Error: "."""
-
-
-Block = TextBlockParam | ThinkingBlockParam | ToolUseBlockParam | ToolResultBlockParam
-
-_BLOCKS_OF_ROLE: dict[str, tuple[str, ...]] = {
-    "user": ("text", "tool_result"),
-    "assistant": ("text", "thinking", "tool_use"),
-    "system": ("text",),
-}
-
-
-class MessageParam(RequestModel):
-    role: Literal["user", "assistant", "system"]
-    """A system message among the others keeps its place."""
-    content: (
-        str
-        | Annotated[
-            list[Annotated[Annotated[Block, Field(discriminator="type")], BeforeValidator(_readable)]],
-            Field(min_length=1),
-        ]
-    )
-    """Text, or a list of blocks."""
-
-    @model_validator(mode="after")
-    def _blocks_of_role(self) -> MessageParam:
-        allowed = _BLOCKS_OF_ROLE[self.role]
-        for at, block in enumerate(self.blocks):
-            if block.type not in allowed:
-                message = (
-                    f"messages of role {self.role!r} have blocks of type {' or '.join(allowed)}, not {block.type!r}"
-                )
-                raise refuse(message, f"content[{at}].type")
-        return self
-
-    @property
-    def blocks(self) -> list[Block]:
-        if isinstance(self.content, str):
-            return [TextBlockParam(type="text", text=self.content)]
-        return list(self.content)
-
-
-def bounded(messages: Any) -> Any:
-    """Counts messages and blocks before anything looks into them: checking them takes time, on the event loop."""
-    if isinstance(messages, list):
-        blocks = _contents(messages)
-        with refusing():
-            check_pieces(len(messages) + len(blocks) + len(_contents(blocks)))
-    return messages
-
-
-def _contents(owners: list[Any]) -> list[Any]:
-    found = [owner["content"] for owner in owners if isinstance(owner, dict) and "content" in owner]
-    return [part for content in found if isinstance(content, list) for part in content]
-
-
-BlockKind = TypeVar("BlockKind", TextBlockParam, ThinkingBlockParam, ToolUseBlockParam, ToolResultBlockParam)
-
-
-@dataclass
-class Turn:
-    """Messages in a row of one role, which are one turn; `first` is the position of the first of them."""
-
-    role: str
-    blocks: list[Block]
-    first: int
-
-    def of(self, kind: type[BlockKind]) -> list[BlockKind]:
-        return [block for block in self.blocks if isinstance(block, kind)]
-
-
-def check_turns(turns: Sequence[Turn]) -> None:
-    """Refuse a conversation whose tool_use and tool_result blocks do not belong together, naming the message."""
-    open_calls: dict[str, None] = {}
-    for turn in turns:
-        where = f"messages[{turn.first}]"
-        results, calls = turn.of(ToolResultBlockParam), turn.of(ToolUseBlockParam)
-        for block in results:
-            if block.tool_use_id not in open_calls:
-                awaited = f"awaiting one are {', '.join(open_calls)}" if open_calls else "no call awaits one"
-                raise refuse(f"{where} has a tool_result for {shown(block.tool_use_id)}; {awaited}", where)
-            del open_calls[block.tool_use_id]
-        if open_calls:
-            raise refuse(f"{where} must begin with tool_result blocks for {', '.join(open_calls)}", where)
-        if any(not isinstance(block, ToolResultBlockParam) for block in turn.blocks[: len(results)]):
-            raise refuse(f"{where} has other blocks before its tool_result blocks, which must come first", where)
-        open_calls = {call.id: None for call in calls}
-        if len(open_calls) < len(calls):
-            raise refuse(f"{where} has several tool_use blocks with one id; ids must differ", where)
-    if open_calls:
-        raise refuse(
-            f"messages ends with the calls {', '.join(open_calls)}; a user's message with their results must follow",
-            "messages",
-        )
 
 
 class ToolParam(Cacheable):
-    unsupported: ClassVar[frozenset[str]] = frozenset({"defer_loading", "input_examples"})
-
     type: Literal["custom"] | None = None
-    """Anthropic's own tools, such as web_search_20250305, run on its servers only."""
+    """Tools of Anthropic's servers, such as web_search_20250305, are left out where there are others."""
     name: str = Field(pattern=TOOL_NAME)
     """The model's name for the tool."""
     description: str | None = None
     """Tells the model what the tool is for."""
     input_schema: dict[str, Any]
     """JSON schema of the input, an object."""
+    input_examples: list[dict[str, Any]] | None = None
+    """Inputs that the model reads after the description."""
     strict: bool | None = None
     """Make the input follow the schema to the letter whenever the model calls this tool."""
-    allowed_callers: list[Literal["direct"]] | None = None
-    """Only direct: there are no other callers."""
-    eager_input_streaming: Literal[True] | None = None
-    """Inputs are always streamed as they are generated."""
+    defer_loading: bool = False
+    """The model knows the tool only once a tool_reference names it, and reads its definition there."""
+    allowed_callers: list[str] | None = None
+    """direct must be among them: there are no other callers."""
+    eager_input_streaming: bool | None = None
+    """Inputs are streamed as they are generated, whatever it says."""
 
     @field_validator("input_schema")
     @classmethod
@@ -196,12 +53,50 @@ class ToolParam(Cacheable):
             raise refuse(f"input_schema has the type {shown(value.get('type'))}; it must be 'object'")
         return value
 
+    @field_validator("allowed_callers")
+    @classmethod
+    def _direct(cls, value: list[str] | None) -> list[str] | None:
+        if value and "direct" not in value:
+            raise refuse(f"allowed_callers is {shown(value)}; 'direct' must be among them")
+        return value
+
+    def tool(self, at: int, *, in_prompt: bool = True) -> Tool:
+        """`at` is its position in tools."""
+        said = self.description
+        if self.input_examples:
+            examples = "\n".join(json.dumps(example, ensure_ascii=False) for example in self.input_examples)
+            said = "\n\n".join(filter(None, (said, f"Examples of its input:\n{examples}")))
+        place = Place("tools", at, "input_schema")
+        return Tool(self.name, said, self.input_schema, bool(self.strict), place, in_prompt=in_prompt)
+
+
+class HostedTool(BaseModel):
+    """A tool that Anthropic's servers run, whose other fields nobody reads here."""
+
+    type: str
+
+
+SEARCHES = "tool_search_tool_"
+OF_SERVERS = ("advisor_", "code_execution_", "mcp_toolset", SEARCHES, "web_fetch_", "web_search_")
+"""How the types of tools begin that Anthropic's servers run; clients do not expect calls of them."""
+
+
+def _runs_at(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "server" if isinstance(kind, str) and kind.startswith(OF_SERVERS) else "client"
+
 
 def _is_custom(value: Any) -> Any:
     kind = value.get("type") if isinstance(value, dict) else None
     if kind is not None and kind != "custom":
         raise refuse(f"tools of type {shown(kind)} are not supported by this server; 'custom' ones are", "type")
     return value
+
+
+SentTool = Annotated[
+    Annotated[ToolParam, BeforeValidator(_is_custom), Tag("client")] | Annotated[HostedTool, Tag("server")],
+    Discriminator(_runs_at),
+]
 
 
 class ToolChoiceAuto(RequestModel):
@@ -229,16 +124,20 @@ ToolChoiceParam = Annotated[ToolChoiceAuto | ToolChoiceTool | ToolChoiceNone, Fi
 
 
 class ThinkingEnabled(RequestModel):
+    unsupported: ClassVar[frozenset[str]] = frozenset({"block_binding"})
+
     type: Literal["enabled"]
     budget_tokens: int = Field(ge=1)
     """Tokens of thinking after which it is ended; told to templates that know thinking_budget as well."""
-    display: Literal["summarized", "omitted"] | None = None
+    display: Literal["summarized", "omitted", "updates"] | None = None
     """omitted leaves the text of thinking blocks empty; otherwise it is shown as generated."""
 
 
 class ThinkingAdaptive(RequestModel):
+    unsupported: ClassVar[frozenset[str]] = frozenset({"block_binding"})
+
     type: Literal["adaptive"]
-    display: Literal["summarized", "omitted"] | None = None
+    display: Literal["summarized", "omitted", "updates"] | None = None
     """omitted leaves the text of thinking blocks empty; otherwise it is shown as generated."""
 
 
@@ -255,9 +154,9 @@ class JSONOutputFormat(RequestModel):
     """The schema that the text matches."""
 
 
-class OutputConfig(RequestModel):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    """Given to templates that know a reasoning effort; for others it is a budget, as docs/tools.md has it."""
+class OutputConfig(TurnConfig):
+    unsupported: ClassVar[frozenset[str]] = frozenset({"task_budget"})
+
     format: JSONOutputFormat | None = None
     """The text follows this JSON schema to the letter."""
 
@@ -267,11 +166,22 @@ class Metadata(RequestModel):
     """Accepted, without effect: nothing is stored."""
 
 
+class BillingPolicy(RequestModel):
+    type: Literal["billing_policy"]
+    bill_to: Literal["self"] | None = None
+    """Accepted, without effect: nothing is billed."""
+
+
+class Diagnostics(RequestModel):
+    previous_message_id: str | None = None
+    """The answer's diagnostics say that there are none to compare with: no prompts are kept."""
+
+
 class CountTokensRequest(ModelFields, Cacheable):
     """The fields that make up a prompt."""
 
     unsupported: ClassVar[frozenset[str]] = frozenset({
-        "container", "context_management", "diagnostics", "inference_geo", "mcp_servers", "speed", "user_profile_id",
+        "compaction", "container", "fallback_credit_token", "inference_geo", "mcp_servers", "thread", "user_profile_id",
         "workspace_id",
     })  # fmt: skip
 
@@ -279,7 +189,7 @@ class CountTokensRequest(ModelFields, Cacheable):
     """Messages in a row of one role are one turn; a last one of role assistant is continued."""
     system: str | list[TextBlockParam] | None = None
     """Put before the messages."""
-    tools: list[Annotated[ToolParam, BeforeValidator(_is_custom)]] | None = Field(default=None, max_length=MAX_TOOLS)
+    tools: list[SentTool] | None = Field(default=None, max_length=MAX_TOOLS)
     """Tools the model may call."""
     tool_choice: ToolChoiceParam | None = None
     """auto, any, a tool by name, or none."""
@@ -287,6 +197,14 @@ class CountTokensRequest(ModelFields, Cacheable):
     """By default the chat template's own default."""
     output_config: OutputConfig | None = None
     """The amount of thinking, and the schema of the text."""
+    context_management: ContextManagement | None = None
+    """Old thinking and tool results are taken out of the prompt as it says."""
+    speed: Literal["standard", "fast"] | None = None
+    """Accepted, without effect: there is one speed."""
+    betas: list[str] | None = None
+    """Accepted, without effect: it names versions of Anthropic's service."""
+    billing_policy: BillingPolicy | None = None
+    """Accepted, without effect: nothing is billed."""
 
     @model_validator(mode="after")
     def _conversation(self) -> CountTokensRequest:
@@ -295,17 +213,23 @@ class CountTokensRequest(ModelFields, Cacheable):
         thinks = isinstance(self.thinking, ThinkingEnabled | ThinkingAdaptive)
         if thinks and self.continues_answer:
             raise refuse("thinking cannot be enabled when the last message is the assistant's", "thinking")
-        effort = self.output_config.effort if self.output_config is not None else None
+        effort = self.effort
         if effort is not None and isinstance(self.thinking, ThinkingDisabled):
             raise refuse(f"output_config.effort is {effort!r}, but thinking is disabled", "output_config.effort")
         return self
 
     @model_validator(mode="after")
     def _tools(self) -> CountTokensRequest:
-        names = [tool.name for tool in self.tools or ()]
-        for at, name in enumerate(names):
-            if name in names[:at]:
-                raise refuse(f"tools[{at}].name is {name!r}, which an earlier tool has; names must differ", "tools")
+        names: dict[str, None] = {}
+        for at, tool in self._own_tools:
+            if tool.name in names:
+                raise refuse(
+                    f"tools[{at}].name is {tool.name!r}, which an earlier tool has; names must differ", "tools"
+                )
+            names[tool.name] = None
+        if self.left_out and not names:
+            problem = f"tools of type {shown(self.left_out[0])} run on Anthropic's servers only, and there is no other"
+            raise refuse(f"tools: {problem}", "tools")
         choice = self.tool_choice
         if choice is not None and choice.type in ("any", "tool") and not names:
             raise refuse(f"tool_choice of type {choice.type!r} needs tools", "tool_choice")
@@ -315,14 +239,52 @@ class CountTokensRequest(ModelFields, Cacheable):
         return self
 
     @property
+    def _own_tools(self) -> list[tuple[int, ToolParam]]:
+        return [(at, tool) for at, tool in enumerate(self.tools or ()) if isinstance(tool, ToolParam)]
+
+    @property
+    def left_out(self) -> list[str]:
+        """The types of the tools that only Anthropic's servers run."""
+        return [tool.type for tool in self.tools or () if isinstance(tool, HostedTool)]
+
+    def offered(self, turns: Sequence[Turn]) -> list[Tool]:
+        """The tools that the model may call, given the turns that it reads.
+
+        A tool with defer_loading that the messages have found stands in `turns`, so that the prompt's beginning stays
+        as it was. Nothing is deferred where the search was to run on Anthropic's servers.
+        """
+        found, here = _referenced(self.turns), _referenced(turns)
+        if isinstance(self.tool_choice, ToolChoiceTool):
+            found.add(self.tool_choice.name)
+        finds = not any(kind.startswith(SEARCHES) for kind in self.left_out)
+        return [
+            tool.tool(at, in_prompt=not (tool.defer_loading and finds and tool.name in here))
+            for at, tool in self._own_tools
+            if not (tool.defer_loading and finds) or tool.name in found
+        ]
+
+    @property
     def turns(self) -> list[Turn]:
         turns: list[Turn] = []
+        last_user = max((at for at, message in enumerate(self.messages) if message.role == "user"), default=-1)
         for at, message in enumerate(self.messages):
+            if message.content is None or (message.clear_at == "next_user_message" and at < last_user):
+                continue
             if turns and turns[-1].role == message.role:
                 turns[-1].blocks += message.blocks
             else:
                 turns.append(Turn(message.role, message.blocks, at))
         return turns
+
+    @property
+    def effort(self) -> str | None:
+        """A system message's after the last question, or the request's own."""
+        for message in reversed(self.messages):
+            if message.effort is not None:
+                return message.effort
+            if message.role == "user" and any(isinstance(block, TextBlockParam) for block in message.blocks):
+                break
+        return None if self.output_config is None else self.output_config.effort
 
     @property
     def continues_answer(self) -> bool:
@@ -354,6 +316,10 @@ class MessagesRequest(CountTokensRequest, KeepAliveFields):
     """Accepted, without effect: nothing is stored."""
     service_tier: Literal["auto", "standard_only"] | None = None
     """Accepted, without effect: there is one tier."""
+    fallbacks: Literal["default"] | list[dict[str, Any]] | None = None
+    """Accepted, without effect: no model here declines a request for its provider's policy."""
+    diagnostics: Diagnostics | None = None
+    """Asks why a prompt was not in the cache; the answer says that this is not known."""
 
     @model_validator(mode="after")
     def _budget(self) -> MessagesRequest:
@@ -365,3 +331,10 @@ class MessagesRequest(CountTokensRequest, KeepAliveFields):
                 "thinking.budget_tokens",
             )
         return self
+
+
+def _referenced(turns: Sequence[Turn]) -> set[str]:
+    """The tools that results of other tools name."""
+    results = [result.content for turn in turns for result in turn.of(ToolResultBlockParam)]
+    parts = [part for content in results if isinstance(content, list) for part in content]
+    return {part.tool_name for part in parts if isinstance(part, ToolReferenceParam)}

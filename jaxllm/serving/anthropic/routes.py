@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+import uuid
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import get_args
 
 import msgspec
@@ -11,15 +15,29 @@ from fastapi import APIRouter, Request, Response
 from jaxllm.chat import conversation as chat
 from jaxllm.chat.conversation import Call, Conversation, Message, NamedTool, Rendering, Tool, ToolChoice, naming
 from jaxllm.chat.prompt import render
-from jaxllm.errors import Field
 from jaxllm.requests.structured_outputs import StructuredOutputs
 from jaxllm.serving.anthropic import message as answers
 from jaxllm.serving.anthropic import request as bodies
-from jaxllm.serving.call import chunk_stream, open_call
+from jaxllm.serving.anthropic.blocks import (
+    TextBlockParam,
+    ThinkingBlockParam,
+    ToolReferenceParam,
+    ToolResultBlockParam,
+    ToolUseBlockParam,
+    Turn,
+    template_call_id,
+)
+from jaxllm.serving.anthropic.context import ClearToolUses
+from jaxllm.serving.call import ClientCall, chunk_stream, open_call
 from jaxllm.serving.generation import Generation, GenerationSettings, begin_reply
 from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.api_error import APIError
+from jaxllm.serving.http.middleware import ID_HEADER
+from jaxllm.serving.http.request_model import MAX_WARNINGS
 from jaxllm.serving.http.route import JSONRoute, bearer_key, until_disconnect
+from jaxllm.wording import shown
+
+logger = logging.getLogger(__name__)
 
 
 class AnthropicRoute(JSONRoute):
@@ -35,8 +53,14 @@ class AnthropicRoute(JSONRoute):
 
     @staticmethod
     def error_response(error: APIError) -> Response:
-        body = msgspec.json.encode(answers.error_response(error))
-        return Response(body, answers.status_of(error), error.headers, media_type="application/json")
+        request_id = new_request_id()
+        body = msgspec.json.encode(answers.error_response(error, request_id))
+        headers = {**(error.headers or {}), "request-id": request_id, ID_HEADER: request_id}
+        return Response(body, answers.status_of(error), headers, media_type="application/json")
+
+
+def new_request_id() -> str:
+    return f"req_{uuid.uuid4().hex}"
 
 
 router = APIRouter(route_class=AnthropicRoute, tags=["anthropic"])
@@ -52,9 +76,10 @@ async def create_message(body: bodies.MessagesRequest, request: Request) -> Resp
     """Continue a conversation, as Anthropic's Messages API does."""
     call = await open_call(request, body.model, keep_alive=body.keep_alive, stream=body.stream)
     with naming(FIELD_NAMES):
-        reply = await begin_reply(call, conversation(body), generation_settings(body), prefix="msg_")
-    writer = answers.MessageWriter(reply, body)
-    headers = {"request-id": reply.generation.id}
+        asked, applied = await edited(call, body)
+        reply = await begin_reply(call, asked, generation_settings(body), prefix="msg_")
+    writer = answers.MessageWriter(reply, body, applied)
+    headers = {"request-id": reply.generation.id, **warnings(body)}
     if body.stream:
         return await chunk_stream(call, reply.generation, writer, headers)
     async with reply.generation:
@@ -67,8 +92,63 @@ async def count_tokens(body: bodies.CountTokensRequest, request: Request) -> Res
     """The exact number of tokens in the prompt of a message."""
     call = await open_call(request, body.model)
     with naming(FIELD_NAMES):
-        rendered = await call.state.prepare(render, call.model, conversation(body), may_be_cut=True)
-    return json_response(answers.TokenCount(len(rendered.token_ids)))
+        asked, _ = await edited(call, body)
+        count = answers.TokenCount(await length(call, asked))
+        if body.context_management is not None:
+            count.context_management = answers.OriginalTokens(await length(call, conversation(body)))
+    request_id = new_request_id()
+    return json_response(count, request_id=request_id, headers={"request-id": request_id, **warnings(body)})
+
+
+async def edited(
+    call: ClientCall, body: bodies.CountTokensRequest
+) -> tuple[Conversation, list[answers.AppliedEdit] | None]:
+    """The conversation after context_management, and what that took out; None where it was not asked for."""
+    turns = body.turns
+    asked = conversation(body, turns)
+    if body.context_management is None:
+        return asked, None
+    applied: list[answers.AppliedEdit] = []
+    tokens: int | None = None
+    for edit in body.context_management.edits:
+        fewer, number = edit.applied(turns)
+        if not number:
+            continue
+        if tokens is None:
+            tokens = await length(call, asked)
+        if isinstance(edit, ClearToolUses) and not edit.is_due(tokens, turns):
+            continue
+        smaller = conversation(body, fewer)
+        left = await length(call, smaller)
+        gone = max(tokens - left, 0)
+        if isinstance(edit, ClearToolUses):
+            if edit.clear_at_least is not None and gone < edit.clear_at_least.value:
+                continue
+            applied.append(answers.ClearedToolUses(cleared_tool_uses=number, cleared_input_tokens=gone))
+        else:
+            applied.append(answers.ClearedThinking(cleared_thinking_turns=number, cleared_input_tokens=gone))
+        turns, asked, tokens = fewer, smaller, left
+    return asked, applied
+
+
+async def length(call: ClientCall, conversation: Conversation) -> int:
+    """The tokens of its prompt."""
+    rendered = await call.state.prepare(render, call.model, conversation, may_be_cut=True)
+    return len(rendered.token_ids)
+
+
+def warnings(body: bodies.CountTokensRequest) -> dict[str, str]:
+    """A header that tells of tools which the model is not offered; the log tells of each kind once."""
+    kinds = list(dict.fromkeys(body.left_out))[:MAX_WARNINGS]
+    for kind in kinds:
+        _log_left_out(shown(kind))
+    said = [f"tools of type {shown(kind)} run on Anthropic's servers only, and were left out" for kind in kinds]
+    return {"X-Warnings": json.dumps(said)} if said else {}
+
+
+@lru_cache(maxsize=64)
+def _log_left_out(kind: str) -> None:
+    logger.warning("tools of type %s run on Anthropic's servers only: requests are answered without them", kind)
 
 
 async def write_all(generation: Generation, writer: answers.MessageWriter) -> None:
@@ -85,23 +165,21 @@ FIELD_NAMES = chat.renaming({"structured_outputs": "output_config.format", "stop
 """The names that the fields of a Conversation and its GenerationSettings have here."""
 
 
-def conversation(body: bodies.CountTokensRequest) -> Conversation:
-    """Raises InvalidRequestError: see FIELD_NAMES."""
+def conversation(body: bodies.CountTokensRequest, turns: Sequence[Turn] | None = None) -> Conversation:
+    """Of the body, or of other turns in place of its own. Raises InvalidRequestError: see FIELD_NAMES."""
+    turns = body.turns if turns is None else turns
     choice, config, thinking = body.tool_choice, body.output_config or bodies.OutputConfig(), body.thinking
-    tools = [
-        Tool(tool.name, tool.description, tool.input_schema, bool(tool.strict), Field("tools", at, "input_schema"))
-        for at, tool in enumerate(body.tools or ())
-    ]
+    tools = body.offered(turns)
     thinks = None if thinking is None else not isinstance(thinking, bodies.ThinkingDisabled)
     budget = thinking.budget_tokens if isinstance(thinking, bodies.ThinkingEnabled) else None
     schema = None if config.format is None else json.dumps(config.format.schema_)
     return Conversation(
-        messages=messages(body),
+        messages=messages(body.system, turns, {tool.name: tool for tool in tools if not tool.in_prompt}),
         tools=[] if isinstance(choice, bodies.ToolChoiceNone) else tools,
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=isinstance(choice, bodies.ToolChoiceNone | None) or not choice.disable_parallel_tool_use,
         rendering=Rendering(
-            variables=chat.thinking_variables(thinks, config.effort, budget),
+            variables=chat.thinking_variables(thinks, body.effort, budget),
             opens_answer=not body.continues_answer,
             continues_last=body.continues_answer,
         ),
@@ -120,33 +198,50 @@ def generation_settings(body: bodies.MessagesRequest) -> GenerationSettings:
     )
 
 
-def messages(body: bodies.CountTokensRequest) -> list[Message]:
-    """The system prompt first; each tool_result is a message of its own."""
+BILLING = "x-anthropic-billing-header"
+"""How a line begins that Claude Code puts first: it differs in each request, so no prefix would be found again."""
+
+
+def messages(
+    system: str | Sequence[TextBlockParam] | None, turns: Sequence[Turn], deferred: Mapping[str, Tool] | None = None
+) -> list[Message]:
+    """The system prompt first; each tool_result is a message of its own, and defines the `deferred` tools it names."""
     found = []
-    if body.system:
-        texts = [body.system] if isinstance(body.system, str) else [block.text for block in body.system]
-        found.append(Message("system", "\n".join(texts)))
-    for turn in body.turns:
-        texts = [block.text for block in turn.of(bodies.TextBlockParam)]
+    texts = [system or ""] if isinstance(system, str | None) else [block.text for block in system]
+    if text := "\n".join(_without_billing(text) for text in texts if _without_billing(text)):
+        found.append(Message("system", text))
+    for turn in turns:
+        texts = [block.text for block in turn.of(TextBlockParam)]
         text = "\n".join(texts)
         if turn.role == "assistant":
-            thoughts = [block.thinking for block in turn.of(bodies.ThinkingBlockParam)]
+            thoughts = [block.thinking for block in turn.of(ThinkingBlockParam)]
             reasoning = "\n".join(thoughts) if any(thoughts) else None
-            calls = [
-                Call(answers.template_call_id(use.id), use.name, use.input) for use in turn.of(bodies.ToolUseBlockParam)
-            ]
+            calls = [Call(template_call_id(use.id), use.name, use.input) for use in turn.of(ToolUseBlockParam)]
             found.append(Message("assistant", text, reasoning=reasoning, calls=calls))
             continue
-        found += [_result(block) for block in turn.of(bodies.ToolResultBlockParam)]
+        found += [_result(block, deferred or {}) for block in turn.of(ToolResultBlockParam)]
         if texts:
             found.append(Message("user" if turn.role == "user" else "system", text))
     return found
 
 
-def _result(block: bodies.ToolResultBlockParam) -> Message:
-    texts = [part.text for part in block.content] if isinstance(block.content, list) else [block.content or ""]
+def _without_billing(text: str) -> str:
+    return text.partition("\n")[2] if text.startswith(BILLING) else text
+
+
+def _result(block: ToolResultBlockParam, deferred: Mapping[str, Tool]) -> Message:
+    content = block.content or ""
+    texts = [content] if isinstance(content, str) else [_part_text(part, deferred) for part in content]
     prefix = ERROR_PREFIX if block.is_error else ""
-    return Message("tool", prefix + "\n".join(texts), call_id=answers.template_call_id(block.tool_use_id))
+    return Message("tool", prefix + "\n".join(texts), call_id=template_call_id(block.tool_use_id))
+
+
+def _part_text(part: TextBlockParam | ToolReferenceParam, deferred: Mapping[str, Tool]) -> str:
+    if isinstance(part, TextBlockParam):
+        return part.text
+    if part.tool_name not in deferred:
+        return f"Tool {part.tool_name}"
+    return json.dumps(deferred[part.tool_name].for_template()["function"], ensure_ascii=False)
 
 
 def _tool_choice(choice: bodies.ToolChoiceParam | None) -> ToolChoice:

@@ -152,6 +152,8 @@ class CacheControl(RequestModel):
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
     """Accepted, without effect: prefixes are cached by themselves."""
+    scope: str | None = None
+    """Accepted, without effect: prefixes are cached by themselves."""
 
 
 class Cacheable(RequestModel):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from importlib.metadata import version
 from typing import Annotated, ClassVar, Literal
 
@@ -236,7 +235,7 @@ async def props(
     info, tokenizer = found.engine.info, found.engine.tokenizer
     special = {} if tokenizer is None else tokenizer.special_tokens
     template = found.chat_template or (None if tokenizer is None else tokenizer.chat_template)
-    defaults = SamplingDefaultsShown(**asdict(info.default_sampling))
+    defaults = msgspec.convert(info.default_sampling, SamplingDefaultsShown, from_attributes=True)
     shown = Props(
         default_generation_settings=GenerationSettingsShown(n_ctx=info.max_model_len, params=defaults),
         total_slots=info.max_num_seqs,

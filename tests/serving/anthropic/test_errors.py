@@ -53,7 +53,9 @@ REFUSALS = [
     (turns("x", [ALONE], [{"type": "text", "text": "y"}, RESULT]), "must come first"),
     (turns("x", [ALONE, ALONE], [RESULT]), "ids must differ"),
     (turns("x", [ALONE], [RESULT | {"content": [IMAGE]}]), "blocks of type 'image'"),
-    (turns("x", [{"type": "redacted_thinking", "data": "x"}], "y"), "redacted_thinking"),
+    (turns("x", [{"type": "compaction", "content": "x"}], "y"), "'compaction'"),
+    ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "strategy 'compact_20260112' is not supported"),
+    ({"speed": "warp"}, "speed is 'warp'"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305'"),
     ({"tools": [WEATHER | {"name": "a b"}]}, "tools[0].name"),
     ({"tools": [WEATHER | {"input_schema": {"type": "string"}}]}, "tools[0].input_schema"),
@@ -63,7 +65,8 @@ REFUSALS = [
         f"tools[0].input_schema (of {WEATHER['name']!r}) cannot be enforced: Invalid type: nope",
     ),
     ({"tools": [WEATHER, WEATHER]}, "names must differ"),
-    ({"tools": [WEATHER | {"defer_loading": True}]}, "tools[0].defer_loading"),
+    ({"tools": [WEATHER | {"defer_loading": 1}]}, "tools[0].defer_loading"),
+    ({"tools": [WEATHER | {"name": "a" * 129}]}, "tools[0].name"),
     ({"tool_choice": {"type": "any"}}, "needs tools"),
     ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.name is 'f'"),
     ({"tools": [WEATHER], "tool_choice": {"type": "some"}}, "'auto'"),
@@ -80,7 +83,8 @@ REFUSALS = [
 def error_of(response: Any, status: int, kind: str) -> str:
     assert response.status_code == status, response.text
     body = response.json()
-    assert body.keys() == {"type", "error"} and body["type"] == "error"
+    assert body.keys() == {"type", "error", "request_id"} and body["type"] == "error"
+    assert response.headers["request-id"] == response.headers["x-request-id"] == body["request_id"]
     assert body["error"].keys() == {"type", "message"} and body["error"]["type"] == kind
     assert "\n" not in body["error"]["message"]
     return body["error"]["message"]

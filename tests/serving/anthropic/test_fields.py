@@ -22,13 +22,13 @@ def translated(**fields: Any) -> Any:
 def test_a_tool() -> None:
     tool = {
         "type": "custom", "name": "f", "description": "Does f", "input_schema": {"type": "object"},
-        "allowed_callers": ["direct"], "eager_input_streaming": True,
+        "allowed_callers": ["direct", "code_execution_20250825"], "eager_input_streaming": False,
     }  # fmt: skip
     choice = {"type": "tool", "name": "f", "disable_parallel_tool_use": True}
     chat = translated(tools=[tool], tool_choice=choice)
     assert chat.tools == [Tool("f", "Does f", {"type": "object"})]
     assert chat.tool_choice == NamedTool("f") and not chat.parallel_tool_calls
-    for wrong in ({"type": "bash_20250124"}, {"allowed_callers": ["code"]}, {"eager_input_streaming": False}):
+    for wrong in ({"type": "bash_20250124"}, {"allowed_callers": ["code_execution_20250825"]}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             translated(tools=[tool | wrong])
 
@@ -39,7 +39,7 @@ def test_an_earlier_call_has_a_direct_caller() -> None:
     result = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
     sent = [*HELLO, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
     body = MessagesRequest.model_validate({"max_tokens": 9, "messages": sent})
-    assert [message.role for message in messages(body)] == ["user", "assistant", "tool"]
+    assert [message.role for message in messages(body.system, body.turns)] == ["user", "assistant", "tool"]
     call["caller"] = {"type": "code_execution"}
     with pytest.raises(ValueError, match="caller"):
         MessagesRequest.model_validate({"max_tokens": 9, "messages": sent})

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from jaxllm.serving.anthropic.message import template_call_id, tool_use_id
+from jaxllm.serving.anthropic.blocks import template_call_id, tool_use_id
 from tests.serving.anthropic.shared import CALL, HELLO, WEATHER, ScriptedEngine
 from tests.support.covers import covers
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from jaxllm.chat.conversation import Call, Message, NamedTool, Tool
 from jaxllm.chat.events import Content, Event, Reasoning, ToolArguments, ToolCall
+from jaxllm.serving.anthropic.blocks import template_call_id, tool_use_id
 from jaxllm.serving.anthropic.message import (
     BlockBuilder,
     ContentBlockDelta,
@@ -21,8 +22,6 @@ from jaxllm.serving.anthropic.message import (
     ThinkingBlock,
     ToolUseBlock,
     parse_input,
-    template_call_id,
-    tool_use_id,
 )
 from jaxllm.serving.anthropic.request import MessagesRequest
 from jaxllm.serving.anthropic.routes import conversation, generation_settings, messages
@@ -55,7 +54,7 @@ def text(value: str) -> dict[str, Any]:
 @covers("Cacheable", "cache_control")
 def test_system_and_turns() -> None:
     body = request(user("One"), user([text("Two")]), assistant("Yes"), user("Go"), system=[text("Be"), text("brief")])
-    assert messages(body) == [
+    assert messages(body.system, body.turns) == [
         Message("system", "Be\nbrief"),
         Message("user", "One\nTwo"),
         Message("assistant", "Yes"),
@@ -76,7 +75,7 @@ def test_tool_history() -> None:
     body = request(
         user("Weather?"), assistant([thought, text("I'll look"), CALL, second]), user([*results, text("Well?")])
     )
-    _, answer, *rest = messages(body)
+    _, answer, *rest = messages(body.system, body.turns)
     calls = [Call("c1", "weather", {"city": "Köln"}), Call("c2", "weather", {})]
     assert answer == Message("assistant", "I'll look", reasoning="Look it up", calls=calls)
     assert rest == [
@@ -111,7 +110,7 @@ def test_named_tool_choice_and_strict() -> None:
 
 @covers("CountTokensRequest", "thinking")
 @covers("ThinkingEnabled", "budget_tokens")
-@covers("OutputConfig", "effort")
+@covers("TurnConfig", "effort")
 @pytest.mark.parametrize(
     ("fields", "thinks"),
     [

@@ -85,7 +85,7 @@ CHAT_REFUSALS = [
     ({"tools": [TOOL], "tool_choice": allowed("g")}, "tool_choice", "tools has f"),
     ({"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice", "'auto'"),
     ({"tools": [TOOL, TOOL]}, "tools", "two functions"),
-    ({"tools": [TOOL] * 129}, "tools", "128"),
+    ({"tools": [TOOL] * 1025}, "tools", "1024"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
     (
         {"tools": [TOOL, misused("nope")], "tool_choice": "required"},

@@ -85,10 +85,10 @@ def with_tools(client: TestClient, monkeypatch: pytest.MonkeyPatch, *tools: Serv
 
 
 def test_more_tools_than_a_request_may_have(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_tools(client, monkeypatch, *(ServerTool("a", f"t{at}", f"a_t{at}", None, {}) for at in range(129)))
+    with_tools(client, monkeypatch, *(ServerTool("a", f"t{at}", f"a_t{at}", None, {}) for at in range(1025)))
     response = post(client)
     assert response.status_code == 400 and response.json()["error"]["param"] == "tools"
-    assert "have 129 tools, and a request may have 128" in response.json()["error"]["message"]
+    assert "have 1025 tools, and a request may have 1024" in response.json()["error"]["message"]
     assert post(client, mcp={"allowed_tools": ["a_t3"]}).status_code == post(client, tools=[]).status_code == 200
 
 
