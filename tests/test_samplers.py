@@ -13,7 +13,7 @@ from jaxllm import LLM, SamplingParams
 from tests.engine.features.test_chain import dry_penalties
 from tests.reference.tiny import tiny_prompt, write_checkpoint
 from tests.research.processors import by_hand
-from tests.sizes import FIELDS, few_pages
+from tests.support.sizes import FIELDS, few_pages
 
 COUNT = 24
 FEW = [5, 6, 7, 8, 9, 10]

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from jaxllm import LLM, InvalidRequestError, SamplingParams
 from tests.reference.tiny import tiny_config, tiny_prompt, write_checkpoint
-from tests.sizes import FIELDS, few_pages
+from tests.support.sizes import FIELDS, few_pages
 
 PARAMS = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 
