@@ -194,7 +194,6 @@ def generation_settings(body: bodies.MessagesRequest) -> GenerationSettings:
     return GenerationSettings(
         sampling={name: value for name, value in asked.items() if value is not None},
         max_tokens=body.max_tokens,
-        cut_to_context=True,
     )
 
 

@@ -52,7 +52,10 @@ class Replies:
         if output:
             most = None if settings.max_tokens is None else settings.max_tokens - num_generated
             sampling = {name: value for name, value in settings.sampling.items() if name != "min_tokens"}
-            settings = replace(settings, sampling=sampling, max_tokens=most, cut_to_context=True)
+            settings = replace(settings, sampling=sampling, max_tokens=most)
+        elif self.body.truncation == "auto":
+            most = self.call.model.engine.info.max_model_len // 2
+            settings = replace(settings, room=min(settings.max_tokens or 1, most))
         try:
             return await self._reply(context, offer, settings)
         except ContextLengthError as error:

@@ -248,13 +248,6 @@ def test_prompt_longer_than_the_context_says_both_numbers(client: TestClient, st
     assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
 
 
-def test_max_tokens_beyond_the_context_names_the_numbers(client: TestClient) -> None:
-    fields = {"messages": HELLO, "max_completion_tokens": CONTEXT}
-    error = error_of(client.post("/v1/chat/completions", json=fields), 400)
-    assert error["param"] == "max_completion_tokens" and error["code"] == "context_length_exceeded"
-    assert f"at most {CONTEXT - 19}" in error["message"]
-
-
 @pytest.mark.parametrize(
     ("raw", "says"),
     [

@@ -46,7 +46,6 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"input": "x", "min_tokens": 5, "max_output_tokens": 4}, "min_tokens", "at most max_output_tokens (4)"),
     ({"input": "x", "temperature": -1.0}, "temperature", "0 or more"),
     ({"input": "x", "max_output_tokens": 0}, "max_output_tokens", "1 or more"),
-    ({"input": "x", "max_output_tokens": 5000}, "max_output_tokens", "at most"),
     ({"input": "x", "top_logprobs": 2}, "top_logprobs", "include"),
     ({"input": "x", "include": ["file_search_call.results"]}, "include[0]", "logprobs"),
     ({"input": "x", "background": True, "store": False}, "background", "store"),
