@@ -187,8 +187,8 @@ class LLM(Inside, Controls):
     def beam_search(self, prompts: Prompts, params: BeamSearchParams) -> list[RequestOutput]:
         """The beam_width most likely completions of each prompt, best first.
 
-        A search also ends where the context is full. Raises InvalidRequestError: a prompt cannot be honoured; nothing is
-        run then.
+        A search also ends where the context is full. Raises InvalidRequestError: a prompt cannot be honoured; then
+        nothing is run.
         """
         self._streams.check_process()
         pairs = [sequences.prompt_ids(item, self.tokenizer) for item in sequences.prompt_list(prompts)]

@@ -16,6 +16,7 @@ from jaxllm.chat.conversation import (
     Conversation,
     Message,
     Rendering,
+    alternating,
     naming,
     room_for_constraint,
     thinking_fields,
@@ -347,6 +348,8 @@ def _template_values(model: ChatModel, conversation: Conversation, *, may_be_cut
     if tool_format is not None and "tools" not in template and (tools or has_turns):
         values["messages"] = with_tools_as_text(messages, shown, tool_format)
         values["tools"] = None
+    if "must alternate" in template and not as_given:
+        values["messages"] = alternating(values["messages"])
     values["messages"] = in_format(values["messages"], template, model.content_format)
     return values
 
