@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 
 import msgspec
@@ -55,7 +55,12 @@ class Replies:
             settings = replace(settings, sampling=sampling, max_tokens=most)
         elif self.body.truncation == "auto":
             most = self.call.model.engine.info.max_model_len // 2
-            settings = replace(settings, room=min(settings.max_tokens or 1, most))
+            roomy = replace(settings, room=min(settings.max_tokens or 1, most))
+            with suppress(ContextLengthError):
+                return await self._fitting(context, offer, roomy)
+        return await self._fitting(context, offer, settings)
+
+    async def _fitting(self, context: Sequence[Item], offer: Offer, settings: GenerationSettings) -> Reply:
         try:
             return await self._reply(context, offer, settings)
         except ContextLengthError as error:
