@@ -1,7 +1,7 @@
 # `make serve` and `make test` set up everything they need; `make help` lists the rest.
 
-# The newest that we support and that is found here: what most who install jaxllm have.
-PYTHON ?= $(shell python3 tests/versions.py --newest-python)
+# By default the newest that we support and that is found here: what most who install jaxllm have.
+PYTHON ?=
 MODEL  ?= smollm2-135m
 ARGS   ?=
 
@@ -11,10 +11,13 @@ GPU  := $(abspath .venv-gpu)
 TPU  := $(abspath .venv-tpu)
 # Modules are compiled when they are first imported, which most of a large package's never are.
 PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+UV   := $(shell command -v uv 2>/dev/null)
+# Many packages, which take a while: uv, where it is, is the quickest; both say how far they are.
+INSTALL := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(filter-out --quiet,$(PIP)))
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all test-hardware test-versions test-web test-ray test-agents web check check-web check-deploy check-gpu check-tpu docs format bench clean
+.PHONY: help serve test test-all test-hardware test-versions test-web test-ray test-agents web check check-web check-deploy check-gpu check-tpu docs dist format bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -40,7 +43,7 @@ test-hardware: check-gpu check-tpu test-web ## Run the tests for GPUs, TPUs and 
 test-versions: $(VENV)/.installed-dev ## Run a tenth of the tests on each Python found here, with the newest and the oldest versions
 	$(BIN)/jaxllm pull smollm2-135m
 	$(BIN)/jaxllm pull gemma3-270m
-	$(BIN)/python tests/versions.py $(ARGS)
+	$(BIN)/python tests/support/versions.py $(ARGS)
 
 test-web: $(VENV)/.installed-dev ## Drive the page in Chromium; PICTURES=1 makes the pictures of docs/serving.md
 	$(BIN)/python -c 'import playwright' 2>/dev/null || $(PIP) --editable '.[web-test]'
@@ -52,10 +55,10 @@ test-ray: $(VENV)/.installed-dev ## Run the tests of replicas on Ray Serve, and 
 	$(BIN)/python -c 'import ray.serve, sglang_router, vllm_router' 2>/dev/null || $(PIP) --editable '.[ray]' sglang-router vllm-router
 	$(BIN)/python -m pytest tests/test_ray.py tests/serving/test_routers.py $(ARGS)
 
-test-agents: $(VENV)/.installed-dev ## Run coding agents from npm (Claude Code, Codex, opencode) before our servers; installs them: 1.2 GB
+test-agents: $(VENV)/.installed-dev ## Run coding agents and clients from npm (Claude Code, Codex, opencode, ollama) before our servers; installs them: 1.2 GB
 	cd tests/agents && npm ci --silent
 	$(BIN)/jaxllm pull smollm2-135m
-	$(BIN)/python -m pytest -m programs tests/agents $(ARGS)
+	$(BIN)/python -m pytest -m programs tests/agents tests/serving/ollama $(ARGS)
 
 web: ## Build the page from web/ into jaxllm/serving/web/static; needs Node 20.19 or newer
 	cd web && npm ci --silent && npm run build
@@ -83,7 +86,12 @@ check-tpu: $(TPU)/.installed ## Compile for a TPU v5e, which need not be there, 
 	JAX_PLATFORMS=cpu JAX_ENABLE_COMPILATION_CACHE=false PYTHONPATH=$(TPU) $(BIN)/python -m pytest -m hardware tests/tpu $(ARGS)
 
 docs: $(VENV)/.installed-docs ## Build the documentation's site into build/docs and check its links
-	$(BIN)/python -m tests.build_docs
+	$(BIN)/python -m tests.support.build_docs
+
+dist: $(VENV)/.installed-dev ## Build what a release has into dist/, install each file into an empty environment and ask it
+	$(BIN)/python -c 'import twine' 2>/dev/null || $(PIP) --editable '.[dist]'
+	$(BIN)/jaxllm pull smollm2-135m
+	$(BIN)/python -m tests.support.build_dist
 
 format: $(VENV)/.installed-dev ## Format the code and fix what the linter can
 	$(BIN)/ruff check --fix
@@ -97,13 +105,15 @@ clean: ## Remove the virtual environment and caches; downloaded models stay in ~
 	find jaxllm tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
-	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-		|| { echo "jaxllm needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..." >&2; exit 2; }
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) --upgrade pip
+	@echo "Setting up $(VENV), once: about 100 packages, 250 MB to download, a minute or so"
+	@python="$(PYTHON)"; python="$${python:-$$(python3 tests/support/versions.py --newest-python)}"; \
+	test -n "$$python" && $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "jaxllm needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..." >&2; exit 2; }; \
+	echo "$$python -m venv $(VENV)"; $$python -m venv $(VENV)
+	$(if $(UV),,$(PIP) --upgrade pip)
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
-	$(PIP) --editable .
+	$(INSTALL) --editable .
 	@touch $@
 
 # Beside the environment and not in it: JAX takes up every plugin that it finds there.
@@ -126,5 +136,5 @@ $(VENV)/.installed-docs: pyproject.toml | $(BIN)/python
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
-	$(PIP) --editable '.[dev]'
+	$(INSTALL) --editable '.[dev]'
 	@touch $@ $(VENV)/.installed

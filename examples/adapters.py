@@ -21,13 +21,14 @@ def ask(name: str, **fields: object) -> str:
 
 
 client.post("/load_lora_adapter", body={"lora_name": "mine", "lora_path": adapter}, cast_to=str)
-print("models:", ", ".join(one.id for one in client.models.list()))
-print(f"{model} says {ask(model)!r}")
-print(f"mine says {ask('mine')!r}")
+try:
+    print("models:", ", ".join(one.id for one in client.models.list()))
+    print(f"{model} says {ask(model)!r}")
+    print(f"mine says {ask('mine')!r}")
 
-[listed] = client.get("/lora-adapters", cast_to=object)
-half = ask(model, lora=[{"id": listed["id"], "scale": 0.5}])
-print(f"{model} with half of mine says {half!r}")
-
-client.post("/unload_lora_adapter", body={"lora_name": "mine"}, cast_to=str)
+    (number,) = (one["id"] for one in client.get("/lora-adapters", cast_to=object) if one["name"] == "mine")
+    half = ask(model, lora=[{"id": number, "scale": 0.5}])
+    print(f"{model} with half of mine says {half!r}")
+finally:
+    client.post("/unload_lora_adapter", body={"lora_name": "mine"}, cast_to=str)
 print("models:", ", ".join(one.id for one in client.models.list()))

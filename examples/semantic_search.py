@@ -1,8 +1,8 @@
-"""Search passages with an encoder, without a server: vectors first, then a cross-encoder on the best of them.
+"""Search passages with an encoder, without a server: vectors first, then a cross-encoder on the best of them, if any.
 
 python examples/semantic_search.py [EMBEDDER [RERANKER]]
 
-By default BAAI/bge-small-en-v1.5 and cross-encoder/ms-marco-MiniLM-L6-v2 from the hub; folders will do as well.
+By default the built-in all-minilm-l6-v2 alone. A cross-encoder is cross-encoder/ms-marco-MiniLM-L6-v2, for example.
 """
 
 import sys
@@ -19,7 +19,7 @@ PASSAGES = [
 ]
 QUESTION = "Which city is the capital of France?"
 
-embedder = sys.argv[1] if len(sys.argv) > 1 else "BAAI/bge-small-en-v1.5"
+embedder = sys.argv[1] if len(sys.argv) > 1 else "all-minilm-l6-v2"
 with LLM(embedder) as llm:
     vectors = np.array([output.outputs.embedding for output in llm.embed([QUESTION, *PASSAGES], use_tqdm=False)])
 similarities = vectors[1:] @ vectors[0]  # of unit length, so these are cosines
@@ -27,9 +27,10 @@ best = np.argsort(-similarities)[:2]
 for index in best:
     print(f"{similarities[index]:.3f}  {PASSAGES[index]}")
 
+if len(sys.argv) < 3:
+    sys.exit()
 # A cross-encoder reads question and passage together, which is slower and more exact.
-reranker = sys.argv[2] if len(sys.argv) > 2 else "cross-encoder/ms-marco-MiniLM-L6-v2"
-with LLM(reranker) as llm:
+with LLM(sys.argv[2]) as llm:
     pairs = [llm.get_tokenizer().encode_pair(QUESTION, PASSAGES[index]) for index in best]
     prompts, second_texts = zip(*pairs, strict=True)
     scores = llm.pool(list(prompts), PoolingParams(kind="logits"), use_tqdm=False, second_texts=second_texts)

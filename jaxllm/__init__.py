@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         CheckpointError,
         ConfigError,
         ContextLengthError,
+        DoesNotFitError,
         EngineDeadError,
         EnginePausedError,
         InvalidRequestError,
@@ -49,15 +50,15 @@ _HOMES = {
     "jaxllm.requests.outputs": ("PoolingParams", "RequestOutput"),
     "jaxllm.session.session": ("ResponsesSession",),
     "jaxllm.errors": (
-        "JaxLLMError", "CheckpointError", "ConfigError", "ContextLengthError", "EngineDeadError", "EnginePausedError",
-        "InvalidRequestError", "ModelNotFoundError", "QueueFullError", "StorageFullError",
+        "JaxLLMError", "CheckpointError", "ConfigError", "ContextLengthError", "DoesNotFitError", "EngineDeadError",
+        "EnginePausedError", "InvalidRequestError", "ModelNotFoundError", "QueueFullError", "StorageFullError",
     ),
 }  # fmt: skip
 
 __all__ = [
     "LLM", "AsyncLLM", "BeamSearchParams", "CheckpointError", "ConfigError", "ContextLengthError", "Decision",
-    "EngineConfig", "EngineDeadError", "EnginePausedError", "InvalidRequestError", "JaxLLMError", "LoRARequest",
-    "LogitsState", "ModelNotFoundError", "PoolingParams", "Question", "QueueFullError", "RequestOutput",
+    "DoesNotFitError", "EngineConfig", "EngineDeadError", "EnginePausedError", "InvalidRequestError", "JaxLLMError",
+    "LoRARequest", "LogitsState", "ModelNotFoundError", "PoolingParams", "Question", "QueueFullError", "RequestOutput",
     "ResponsesSession", "SamplingParams", "Steer", "StorageFullError", "StructuredOutputs", "__version__", "generate",
 ]  # fmt: skip
 

@@ -25,6 +25,10 @@ class ConfigError(JaxLLMError):
     """A setting (flag, YAML key, variable, keyword argument) that cannot be honoured."""
 
 
+class DoesNotFitError(ConfigError):
+    """A model with these settings takes more memory than there is."""
+
+
 class ModelNotFoundError(ConfigError):
     """A model argument that is no built-in name, directory, file or reachable hub id."""
 

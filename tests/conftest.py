@@ -12,7 +12,7 @@ import hypothesis
 import jax
 import pytest
 
-from tests import thorough, typecheck
+from tests.support import thorough, typecheck
 
 # Images of containers set it, and each of the hundreds of processes that tests start would compile every module anew.
 sys.dont_write_bytecode = False
@@ -34,8 +34,8 @@ typecheck.check([f"jaxllm.{name}" for name in CHECKED])  # before any of them is
 
 from jaxllm import compat  # noqa: E402
 from jaxllm.config import CACHE_DIR  # noqa: E402
-from tests.quick_compile import quick_compile  # noqa: E402
-from tests.remembered_steps import remembering_steps  # noqa: E402
+from tests.support.quick_compile import quick_compile  # noqa: E402
+from tests.support.remembered_steps import remembering_steps  # noqa: E402
 
 gc.set_threshold(
     50_000, 50, 1000
@@ -87,7 +87,7 @@ def own_compile_cache() -> Iterator[None]:
     enable = compat.enable_compile_cache
     enable(COMPILED)
 
-    def redirected(_: Path) -> None:
+    def redirected(_: Path, most_bytes: int = -1) -> None:
         enable(COMPILED)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -13,11 +13,11 @@ from safetensors.numpy import load_file, save_file
 
 from jaxllm import LLM, AsyncLLM, InvalidRequestError, LoRARequest, RequestOutput, SamplingParams
 from jaxllm.requests.steering import AdapterUse
-from tests.adapters_over_devices import DENSE, GREEDY, MODELS, answers, prompts
-from tests.devices import over_devices
 from tests.reference.adapters import merge, write_adapter
 from tests.reference.tiny import write_checkpoint
-from tests.sizes import FIELDS
+from tests.support.adapters_over_devices import DENSE, GREEDY, MODELS, answers, prompts
+from tests.support.devices import over_devices
+from tests.support.sizes import FIELDS
 
 ADAPTED: dict[str, Any] = {**FIELDS, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 
@@ -212,7 +212,7 @@ def test_arrays_that_do_not_fit_are_refused_when_they_are_added(given):
 @pytest.fixture(scope="module")
 def over_two_devices(tmp_path_factory) -> dict[str, np.ndarray]:
     """What engines with tensor_parallel_size 2 say, in a process that has so many devices."""
-    return over_devices(2, "tests.adapters_over_devices", tmp_path_factory.mktemp("two") / "answers.npz")
+    return over_devices(2, "tests.support.adapters_over_devices", tmp_path_factory.mktemp("two") / "answers.npz")
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -15,7 +15,7 @@ import pytest
 from jaxllm import own_process
 from jaxllm.own_process import AskedProcesses, Died, TimedOut
 
-WORKER = "tests.asked_worker"
+WORKER = "tests.support.asked_worker"
 PLENTY = 60.0
 """Seconds, for a busy machine."""
 

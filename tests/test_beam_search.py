@@ -13,7 +13,7 @@ from jaxllm.engine.doors.beams import BeamSearchParams
 from jaxllm.engine.messages import EngineRequest
 from jaxllm.errors import InvalidRequestError
 from tests.reference.tiny import write_checkpoint
-from tests.sizes import FIELDS
+from tests.support.sizes import FIELDS
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 

@@ -16,9 +16,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 import jaxllm.cli.settings
-from jaxllm.cli.main import app
+from jaxllm.cli.main import app, in_our_words
 from jaxllm.config import ModelConfig, ServeConfig
-from jaxllm.config.sources import translated
 from jaxllm.serving.served_model import LoadableModel
 from tests.serving.fake_engine import FakeEngine, app_of
 
@@ -27,9 +26,9 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 OURS = ("jaxllm", "python", "curl", "make", "pip")
 OTHERS = {
-    "git", "cd", ".", "npm", "python3", "auditwheel", "lm_eval", "docker", "helm", "systemctl", "sudo", "source",
-    "openssl", "go", "mpirun", "export", ".venv/bin/pytest", "llama/bin/pip", "ray", "serve", "sglang-router",
-    "vllm-router",
+    "git", "cd", ".", "npm", "python3", "gh", "lm_eval", "docker", "helm", "systemctl", "sudo", "source",
+    "openssl", "go", "mpirun", "export", ".venv/bin/pytest", ".venv/bin/twine", "llama/bin/pip", "ray", "serve",
+    "sglang-router", "vllm-router",
 }  # fmt: skip
 """Programs that are not ours to check."""
 
@@ -135,7 +134,9 @@ def test_jaxllm_takes_it(command: Command, monkeypatch: pytest.MonkeyPatch) -> N
         raise Settled
 
     monkeypatch.setattr(jaxllm.cli.settings, "read_settings", settle)
-    run, bound, _ = app.parse_args(translated(command.words[1:]), exit_on_error=False, print_error=False)
+    words, meant, _ = app.parse_commands(command.words[1:])
+    arguments = in_our_words(command.words[1 + len(words) :], meant)
+    run, bound, _ = app.parse_args([*words, *arguments], exit_on_error=False, print_error=False)
     if hasattr(run, "__signature__"):
         with pytest.raises(Settled):
             run(*bound.args, **bound.kwargs)

@@ -28,7 +28,7 @@ PRIVATE = [
     ("jax.experimental.serialize_executable", "deserialize_and_load"),
 ]
 
-USERS = {"jaxllm/compat.py", "tests/quick_compile.py", "tests/test_compat.py"}
+USERS = {"jaxllm/compat.py", "tests/support/quick_compile.py", "tests/test_compat.py"}
 """Files that may name something private."""
 
 _NAMES_PRIVATE = re.compile(r"\bjax\._src\b|^\s*(?:from|import) jaxlib\b(?! *$)", re.MULTILINE)
@@ -65,6 +65,20 @@ else:
         for how in ("to save", "to save", "kept", "to save")
     ]
     assert "".join(one.stdout for one in said) == "True True False "
+
+
+def test_xlas_cache_stays_within_its_bytes(tmp_path: Path) -> None:
+    program = """
+import sys, jax, jax.numpy as jnp
+from pathlib import Path
+from jaxllm import compat
+compat.enable_compile_cache(Path(sys.argv[1]), 6_000)
+for size in range(1, 6):
+    jax.jit(jnp.sin).lower(jax.ShapeDtypeStruct((size,), "float32")).compile()
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
+    kept = [path.stat().st_size for path in tmp_path.glob("*-cache")]
+    assert 1 <= len(kept) < 5 and sum(kept) <= 6_000
 
 
 def test_a_compiler_option_that_xla_does_not_know_is_left_out_and_said_once(

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams, cpu_kernels
-from tests.real_models import SHAPES
 from tests.reference import ModelGolden, load_model_goldens
+from tests.support.real_models import SHAPES
 
 pytestmark = pytest.mark.skipif(not cpu_kernels.available(), reason=cpu_kernels.reason() or "available")
 

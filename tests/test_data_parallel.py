@@ -16,11 +16,11 @@ from jaxllm.config import EngineConfig, ServeConfig, make_config
 from jaxllm.engine.start.blueprint import plan_engine
 from jaxllm.engine.start.plan import EnginePlan
 from jaxllm.engine.start.platform import Platform
-from tests.batches_over_devices import EVERY_KIND, LAYOUTS, parallel, seen_inside
-from tests.devices import over_devices, shared_folder
-from tests.parallel_answers import SIZES, assert_same, told
 from tests.reference.tiny import write_checkpoint
 from tests.serving.mixed_requests import write_model
+from tests.support.batches_over_devices import EVERY_KIND, LAYOUTS, parallel, seen_inside
+from tests.support.devices import over_devices, shared_folder
+from tests.support.parallel_answers import SIZES, assert_same, told
 
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
 
@@ -30,7 +30,7 @@ def ask_both(cases: list[tuple[str, tuple[int, int]]], folder: Path) -> None:
     for name in {EVERY_KIND[0], *(name for name, _ in cases)}:
         write_model(folder / name, name)
     names = [f"{name} {layout}" for name, layout in cases]
-    found = over_devices(4, "tests.batches_over_devices", folder / "told.npz", str(folder), *names)
+    found = over_devices(4, "tests.support.batches_over_devices", folder / "told.npz", str(folder), *names)
     asked = dict.fromkeys((name, (name, layout) == EVERY_KIND) for name, layout in cases)
     alone = {f"{name} {every_kind}": told(folder / name, every_kind) for name, every_kind in asked}
     both = {"told": json.loads(str(found["told"])), "inside": json.loads(str(found["inside"])), "alone": alone}

@@ -13,7 +13,7 @@ from jaxllm import LLM, Decision, InvalidRequestError, PoolingParams, Question, 
 from jaxllm.chat.conversation import Message
 from jaxllm.chat.decisions import Asked, prepare
 from jaxllm.chat.prompt import ChatModel
-from tests.real_models import first_layers
+from tests.support.real_models import first_layers
 from tests.test_same_answer import FIELDS
 
 TEXT = "I was charged twice for the same order, and nobody answers my mails. " * 12

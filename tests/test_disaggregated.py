@@ -18,8 +18,8 @@ from jaxllm import LLM, AsyncLLM, SamplingParams
 from jaxllm.engine.messages import EngineRequest, PagesAt
 from jaxllm.errors import ConfigError
 from tests.reference.tiny import save_checkpoint, tiny_config, tiny_weights, write_checkpoint
-from tests.sizes import FIELDS, PAGE, few_pages
-from tests.two_servers import (
+from tests.support.sizes import FIELDS, PAGE, few_pages
+from tests.support.two_servers import (
     GREEDY,
     SAMPLED,
     SECONDS,

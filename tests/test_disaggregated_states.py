@@ -8,8 +8,8 @@ import pytest
 
 from jaxllm import LLM, AsyncLLM, SamplingParams
 from tests.reference.tiny import write_checkpoint
-from tests.sizes import FIELDS, PAGE
-from tests.two_servers import (
+from tests.support.sizes import FIELDS, PAGE
+from tests.support.two_servers import (
     GREEDY,
     SAMPLED,
     check_a_salt_goes_along,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, get_args, get_origin
@@ -18,7 +19,7 @@ from jaxllm.chat.conversation import EFFORT_BUDGETS
 from jaxllm.chat.formats import TOOL_FORMATS
 from jaxllm.cli.settings import sections
 from jaxllm.config import EngineConfig, ServeConfig
-from jaxllm.config.sources import ALWAYS_SO, REFUSED
+from jaxllm.config.others import TABLES, VARIABLES, VARIABLES_IGNORED, rows
 from jaxllm.config.values import Isq
 from jaxllm.engine.start.blueprint import plan_engine
 from jaxllm.engine.start.plan import EnginePlan
@@ -94,13 +95,37 @@ def efforts_table() -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def flags_table(flags: Mapping[str, str]) -> str:
-    """One row a reason, with all flags that have it."""
+def renamed_table(server: str) -> str:
+    """One row a flag of ours, with all of theirs that it stands for."""
+    found: dict[str, list[str]] = {}
+    for row in rows():
+        others = [name for name in row.names if name != row.ours]
+        if (row.server, row.kind) == (server, "renamed") and others:
+            ours = HERE.get(row.ours, row.ours) + (f" {row.value}" if isinstance(row.value, str) else "")
+            found.setdefault(f"`{ours.lstrip('$')}`", []).extend(others)
+    return markdown((server, "Here"), ((code(tuple(names)), ours) for ours, names in found.items()))
+
+
+HERE = {
+    "@repo": "MODEL", "@file": "MODEL:FILE", "--model": "MODEL", "@address": "--coordinator-address",
+    "@port": "--coordinator-address",
+}  # fmt: skip
+
+
+def reasons_table(server: str, kind: str) -> str:
+    """One row a reason, with all flags that have it, and the values that they may have."""
     by_reason: dict[str, list[str]] = {}
-    for flag, reason in flags.items():
-        by_reason.setdefault(reason, []).append(flag)
-    rows = [("Flag", "Why"), ("---", "---"), *((code(tuple(names)), reason) for reason, names in by_reason.items())]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    for row in rows():
+        if (row.server, row.kind) == (server, kind):
+            values = f" {'|'.join(row.only)}" if row.only else ""
+            by_reason.setdefault(row.why, []).extend(name + values.replace("|", "\\|") for name in row.names)
+    return markdown((server, "Why"), ((code(tuple(names)), why) for why, names in by_reason.items()))
+
+
+def variables_table() -> str:
+    found = [(f"`{name}`", f"`{ours}`") for name, (ours, _) in VARIABLES.items()]
+    found += [(code(tuple(names.split())), why) for why, names in VARIABLES_IGNORED.items() if names != "*"]
+    return markdown(("Variable", "Here"), found)
 
 
 def verbatim(text: str) -> str:
@@ -191,6 +216,7 @@ def markdown(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in [head, ("---",) * len(head), *rows])
 
 
+OTHERS = ROOT / "docs/coming-from.md"
 GENERATED: dict[str, tuple[Path, Callable[[], str]]] = {
     "routes": (ROOT / "docs/api.md", routes_table),
     "fields": (ROOT / "docs/api.md", fields_tables),
@@ -198,8 +224,14 @@ GENERATED: dict[str, tuple[Path, Callable[[], str]]] = {
     "tool formats": (ROOT / "docs/tools.md", tool_formats_table),
     "efforts": (ROOT / "docs/tools.md", efforts_table),
     "reasoning formats": (ROOT / "docs/tools.md", reasoning_formats_table),
-    "flags that are always so": (ROOT / "docs/coming-from.md", lambda: flags_table(ALWAYS_SO)),
-    "refused flags": (ROOT / "docs/coming-from.md", lambda: flags_table(REFUSED)),
+    **{f"{server}'s flags by other names": (OTHERS, partial(renamed_table, server)) for server in TABLES},
+    **{f"{server}'s flags without effect": (OTHERS, partial(reasons_table, server, "ignored")) for server in TABLES},
+    **{
+        f"{server}'s refused flags": (OTHERS, partial(reasons_table, server, "refused"))
+        for server, (_, _, refused) in TABLES.items()
+        if refused
+    },
+    "variables of other servers": (OTHERS, variables_table),
     "models of the hub": (ROOT / "docs/index.md", hub_models_table),
     "sizes": (ROOT / "docs/memory.md", sizes_table),
     "dashboard": (ROOT / "docs/operations.md", dashboard_table),
@@ -227,8 +259,8 @@ def test_a_family_takes_few_lines():
 
 def test_flags_that_stand_beside_those_of_others_are_ours():
     text = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8").partition("## Coming from llama.cpp")[2]
-    cells = [line.split("|")[2] for line in text.splitlines() if line.startswith("| ")]
-    ours = {flag for cell in cells for flag in re.findall(r"--([a-z][a-z-]+)", cell)}
+    cells = [re.split(r"(?<!\\)\|", line)[2] for line in text.splitlines() if line.startswith("| ")]
+    ours = {flag for cell in cells for flag in re.findall(r"--([a-z][a-z-]+)", cell)} - {"help"}
     assert len(ours) > 20
     assert not {flag.removeprefix("no-").replace("-", "_") for flag in ours} - ServeConfig.model_fields.keys()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.build_docs import faults
+from tests.support.build_docs import faults
 
 ROOT = Path(__file__).parents[1]
 

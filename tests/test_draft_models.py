@@ -17,7 +17,7 @@ from jaxllm.errors import ModelNotFoundError
 from tests.engine.core.test_device import device_of
 from tests.reference.adapters import write_adapter
 from tests.reference.tiny import write_checkpoint
-from tests.sizes import FIELDS
+from tests.support.sizes import FIELDS
 from tests.test_drafts import FEW, assert_equal, random_params, told
 
 AGREEING = ("llama_gqa", "llama_gqa")

@@ -14,7 +14,7 @@ import pytest
 
 from jaxllm import LLM, ConfigError, RequestOutput, SamplingParams
 from tests.reference.tiny import write_checkpoint
-from tests.sizes import FIELDS, few_pages
+from tests.support.sizes import FIELDS, few_pages
 
 MODELS = ("llama_gqa", "gemma3_linear_rope", "deepseek_v3")
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}

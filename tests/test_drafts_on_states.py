@@ -11,7 +11,7 @@ import pytest
 
 from jaxllm import LLM, SamplingParams
 from tests.reference.tiny import write_checkpoint
-from tests.sizes import FIELDS, few_pages
+from tests.support.sizes import FIELDS, few_pages
 from tests.test_drafts import FEW, NGRAMS, assert_equal, random_params, told
 
 MODELS = ("qwen3_5", "lfm2", "falcon_h1", "qwen3_next", "mamba2", "granite4", "nemotron_h")

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from jaxllm import LLM, ConfigError, EngineConfig, cpu_kernels
 from jaxllm.engine.start.blueprint import plan_engine
 from tests.models.eagle3_head import LAYERS, Definition, agreeing, head_config, head_weights, write_head, write_model
-from tests.module_drafts import SCHEDULES, Oracle, captured, check_answers, check_bits, check_definition
 from tests.reference.tiny import write_checkpoint
-from tests.sizes import FIELDS
+from tests.support.module_drafts import SCHEDULES, Oracle, captured, check_answers, check_bits, check_definition
+from tests.support.sizes import FIELDS
 from tests.test_drafts_on_states import check_preempted
 
 MODELS = ("llama_gqa", "deepseek_v3")

@@ -11,12 +11,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams
-from tests.real_models import SHAPES
+from jaxllm.config import CACHE_DIR
 from tests.reference.peft_adapters import save_adapter
+from tests.support.real_models import SHAPES
 
 pytestmark = pytest.mark.programs
 
@@ -110,8 +112,14 @@ def test_steering():
 
 
 @pytest.mark.slow
-def test_gradients():
+def test_gradients(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """With parameters that are constants of what is compiled, the compile cache would get hundreds of megabytes."""
+    (tmp_path / "jaxllm").mkdir()
+    (tmp_path / "jaxllm" / "models").symlink_to(CACHE_DIR / "models")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     lines = run("examples/gradients.py").splitlines()
+    kept = [file.stat().st_size for file in (tmp_path / "jaxllm" / "compile").glob("*-cache")]
+    assert 0 < sum(kept) < 50 * 2**20
     shares = {token: int(share) for token, share in re.findall(r"'(.*?)' +(\d+)%", "\n".join(lines[1:]))}
     assert 95 <= sum(shares.values()) <= 105
     assert max(shares, key=shares.__getitem__) == "iffel"
@@ -147,8 +155,10 @@ def test_adapters(server_url: str, tmp_path: Path):
     shapes = {"lora_A": (2, 1536), "lora_B": (576, 2)}
     tensors = {f"{module}.{part}.weight": rng.standard_normal(s).astype(np.float32) for part, s in shapes.items()}
     save_adapter({"peft_type": "LORA", "r": 2, "lora_alpha": 16, "target_modules": ["down_proj"]}, tensors, tmp_path)
+    other = {"lora_name": "other", "lora_path": str(tmp_path)}
+    httpx.post(f"{server_url}/v1/load_lora_adapter", json=other, timeout=SECONDS).raise_for_status()
     before, own, mine, half, after = run("examples/adapters.py", str(tmp_path), server_url).splitlines()
-    assert (before, after) == ("models: smollm2-135m, mine", "models: smollm2-135m")
+    assert (before, after) == ("models: smollm2-135m, other, mine", "models: smollm2-135m, other")
     assert "Paris" in own and own.split("says")[1] != mine.split("says")[1]
     assert half.startswith("smollm2-135m with half of mine says")
 
@@ -176,6 +186,8 @@ def test_responses_session():
     names, product, *steps = run("examples/responses_session.py").splitlines()
     assert "toolbox_multiply" in names and product == "42.0"
     assert 'toolbox_multiply({"a": 6, "b": 7}) -> 42.0' in steps and "-> 42.0" in steps
+    (ended,) = (step for step in steps if step.startswith("after 2 turns: "))
+    assert len(ended) > len("after 2 turns: ")
 
 
 @pytest.mark.slow

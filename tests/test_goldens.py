@@ -3,8 +3,8 @@
 import pytest
 
 from jaxllm import LLM, SamplingParams
-from tests.real_models import SHAPES
 from tests.reference import load_model_goldens
+from tests.support.real_models import SHAPES
 
 MODELS = ("smollm2-135m", "gemma3-270m")
 

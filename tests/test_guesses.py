@@ -20,8 +20,8 @@ from jaxllm.engine.features.drafts.ngrams import Guesses, ngram_drafts
 from jaxllm.engine.features.drafts.rules import NgramDrafts
 from jaxllm.requests.structured_outputs import StructuredOutputs
 from tests.serving.mixed_requests import write_model
-from tests.sizes import FIELDS as SIZES
-from tests.sizes import few_pages
+from tests.support.sizes import FIELDS as SIZES
+from tests.support.sizes import few_pages
 from tests.test_drafts import NGRAMS, assert_equal, told
 
 FIELDS = SIZES | {"skip_tokenizer_init": False}

@@ -18,12 +18,12 @@ from jaxllm.engine.start.blueprint import plan_engine
 from jaxllm.engine.start.offload import PROCESS_BYTES, check_host_memory
 from jaxllm.engine.start.plan import EnginePlan
 from jaxllm.engine.start.platform import Platform
-from tests.devices import over_devices, shared_folder
-from tests.experts_over_devices import LAYOUTS
-from tests.parallel_answers import SIZES, assert_same, told
 from tests.reference.tiny import tiny_config, tiny_prompt, write_checkpoint
 from tests.serving.mixed_requests import write_model
-from tests.sizes import FIELDS
+from tests.support.devices import over_devices, shared_folder
+from tests.support.experts_over_devices import LAYOUTS
+from tests.support.parallel_answers import SIZES, assert_same, told
+from tests.support.sizes import FIELDS
 
 NAMES = {
     "qwen3_5_moe": 8, "gpt_oss": 8, "gemma4_moe": 8, "llama4": 4, "nemotron_h_moe": 8, "deepseek_v3": 16, "mixtral": 8,
@@ -49,7 +49,7 @@ def test_however_many_are_away(tmp_path: Path, name: str) -> None:
 
 def ask_all(names: list[str], folder: Path) -> None:
     model = write_model(folder / "m", "deepseek_v3")
-    found = over_devices(4, "tests.experts_over_devices", folder / "told.npz", str(model), *names)
+    found = over_devices(4, "tests.support.experts_over_devices", folder / "told.npz", str(model), *names)
     both = {"told": json.loads(str(found["told"])), "one": told(model, every_kind=False)}
     (folder / "both.json").write_text(json.dumps(both))
 

@@ -8,7 +8,7 @@ import pytest
 
 from jaxllm import LLM, SamplingParams
 from tests.reference.tiny import tiny_config, write_checkpoint
-from tests.sizes import FIELDS, PAGE, few_pages
+from tests.support.sizes import FIELDS, PAGE, few_pages
 
 MODELS = ("llama_gqa", "gemma3_linear_rope", "deepseek_v3")
 """Grouped heads, sliding windows, and a latent."""

@@ -20,7 +20,7 @@ PRELUDE = """
 import gc, json, os, sys, threading, time
 import jax
 from jaxllm import LLM, SamplingParams
-from tests.quick_compile import quick_compile
+from tests.support.quick_compile import quick_compile
 
 quick_compile().__enter__()
 compiled = 0  # executables that were ready since the program began

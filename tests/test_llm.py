@@ -26,7 +26,7 @@ from jaxllm.errors import (
 from jaxllm.llm import _engines, generate
 from tests.reference.tiny import tiny_config, write_checkpoint
 from tests.serving.fake_engine import ByteTokenizer
-from tests.sizes import FIELDS
+from tests.support.sizes import FIELDS
 
 VOCAB = tiny_config("llama_gqa")["vocab_size"]
 CONTEXT = FIELDS["max_model_len"]

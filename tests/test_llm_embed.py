@@ -12,7 +12,7 @@ from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.outputs import PoolingParams
 from tests.reference import load_golden
 from tests.reference.tiny import tiny_weights, write_checkpoint
-from tests.sizes import FIELDS
+from tests.support.sizes import FIELDS
 
 NAME = "qwen3_embedding"
 IDS = load_golden(NAME).prompt_token_ids

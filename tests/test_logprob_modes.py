@@ -10,7 +10,7 @@ import pytest
 
 from jaxllm import LLM, BeamSearchParams, InvalidRequestError, SamplingParams
 from tests.reference.tiny import write_checkpoint
-from tests.sizes import FIELDS
+from tests.support.sizes import FIELDS
 
 PROMPT = list(range(5, 30))
 BIAS = {3: 4.0, 11: -2.0}

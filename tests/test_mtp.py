@@ -13,9 +13,9 @@ from jaxllm import LLM, ConfigError, EngineConfig, cpu_kernels
 from jaxllm.config.parts import MTP_NAMES
 from jaxllm.engine.start.blueprint import plan_engine
 from tests.models.mtp_module import module_hidden, mtp_config, mtp_weights, write_mtp_checkpoint
-from tests.module_drafts import SCHEDULES, Oracle, captured, check_answers, check_bits, check_definition
 from tests.reference.tiny import write_checkpoint
-from tests.sizes import FIELDS
+from tests.support.module_drafts import SCHEDULES, Oracle, captured, check_answers, check_bits, check_definition
+from tests.support.sizes import FIELDS
 from tests.test_drafts_on_states import check_preempted
 
 MTP: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 3}

@@ -17,7 +17,7 @@ import pytest
 from jaxllm import LLM, SamplingParams, cpu_kernels
 from jaxllm.errors import ConfigError
 from tests.reference.tiny import save_checkpoint, tiny_config, tiny_weights, write_checkpoint
-from tests.sizes import FIELDS, PAGE, few_pages
+from tests.support.sizes import FIELDS, PAGE, few_pages
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
 SECONDS = 60

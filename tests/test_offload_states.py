@@ -20,7 +20,7 @@ from jaxllm.engine.features.offload.pages import CHECKSUM
 from jaxllm.engine.start.blueprint import plan_engine
 from jaxllm.errors import ConfigError
 from tests.reference.tiny import tiny_config, write_checkpoint
-from tests.sizes import FIELDS, PAGE
+from tests.support.sizes import FIELDS, PAGE
 from tests.test_offload import GREEDY, ask, cached, said, start, wait_for
 
 MODELS = ("lfm2", "qwen3_5", "mamba2", "falcon_h1")

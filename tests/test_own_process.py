@@ -52,7 +52,7 @@ def test_a_file_of_the_working_directory_is_not_taken_for_a_module(
 ) -> None:
     (tmp_path / "struct.py").write_text("raise SystemExit(7)")
     monkeypatch.chdir(tmp_path)
-    pool = AskedProcesses("tests.asked_worker")
+    pool = AskedProcesses("tests.support.asked_worker")
     try:
         assert pool.ask(b"reverse abc", seconds=60) == b"cba"
     finally:
@@ -70,7 +70,9 @@ def test_a_process_finds_what_the_program_finds(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_process_has_the_flags_of_the_program() -> None:
-    program = "import subprocess; from jaxllm.own_process import command; subprocess.run(command('tests.flags'))"
+    program = (
+        "import subprocess; from jaxllm.own_process import command; subprocess.run(command('tests.support.flags'))"
+    )
     said = subprocess.run([sys.executable, "-OO", "-c", program], capture_output=True, text=True)
     assert said.stdout == "2\n", said.stderr
 

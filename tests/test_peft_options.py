@@ -12,7 +12,7 @@ import pytest
 from jaxllm import LLM, InvalidRequestError, LoRARequest, SamplingParams
 from tests.reference.peft_adapters import ADAPTERS, load_adapter_golden, write_adapter
 from tests.reference.tiny import write_checkpoint
-from tests.sizes import FIELDS as SIZES
+from tests.support.sizes import FIELDS as SIZES
 
 TOLERANCE = 2e-4
 MERGED_ONLY = {

@@ -9,7 +9,7 @@ import pytest
 
 from jaxllm import LLM, SamplingParams
 from tests.reference.tiny import write_checkpoint
-from tests.sizes import few_pages
+from tests.support.sizes import few_pages
 
 
 def differing(model: str, requests: int, pages: int, longest: int, output: int) -> list[int]:

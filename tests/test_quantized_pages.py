@@ -10,7 +10,7 @@ from jaxllm import EngineConfig, SamplingParams, cpu_kernels
 from jaxllm.engine.start.blueprint import plan_engine
 from tests.reference.tiny import tiny_config, write_checkpoint
 from tests.serving.real_server import served
-from tests.sizes import few_pages
+from tests.support.sizes import few_pages
 from tests.test_invariance import MODELS, start, tokens
 from tests.weights.models import real_model
 

@@ -17,9 +17,9 @@ import pytest
 from jaxllm import LLM, SamplingParams, cpu_kernels
 from jaxllm.engine.core.request import Batch
 from jaxllm.engine.core.scheduler import Scheduler
-from tests.real_models import first_layers
 from tests.reference import load_golden
 from tests.reference.tiny import draw_weights, save_checkpoint, tiny_config, tiny_weights, write_checkpoint
+from tests.support.real_models import first_layers
 
 pytestmark = pytest.mark.skipif(not cpu_kernels.available(), reason=cpu_kernels.reason() or "available")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -96,8 +97,10 @@ def test_executables_that_are_made_ahead_start_an_engine_that_keeps_nothing(tmp_
     made = tmp_path / "made"
     command = [sys.executable, "-m", "jaxllm", "compile", str(model), "--config", str(config), "--output", str(made)]
     quickly = os.environ | QUICKLY
-    said = subprocess.run(command, env=quickly, check=True, capture_output=True, text=True, timeout=300).stdout
-    assert f"start with --executables {made}" in said
+    done = subprocess.run(command, env=quickly, check=True, capture_output=True, text=True, timeout=300)
+    assert f"start with --executables {made}" in done.stdout
+    steps = re.findall(r"^compiling \S+, (\d+) of (\d+)$", done.stderr, re.MULTILINE)
+    assert [int(number) for number, _ in steps] == [*range(1, int(steps[0][1]) + 1)], "without a terminal, a line each"
     made.chmod(0o500)
     shipped = start(model, None, executables=str(made))
     assert shipped.compiling == 0 and shipped.tokens == start(model, None).tokens

@@ -17,7 +17,7 @@ from jaxllm import LLM
 from tests.reference import load_golden
 from tests.reference.adapters import write_adapter
 from tests.reference.tiny import draw_weights, save_checkpoint, tiny_config, write_checkpoint
-from tests.several_processes import EXTRAS, FIELDS, HALVES, answers, programs
+from tests.support.several_processes import EXTRAS, FIELDS, HALVES, answers, programs
 from tests.weights.models import real_model
 
 pytestmark = pytest.mark.programs

@@ -10,7 +10,7 @@ from jaxllm import LLM, EngineConfig, SamplingParams
 from jaxllm.engine.start.blueprint import plan_engine
 from tests.reference import load_golden
 from tests.reference.tiny import write_checkpoint
-from tests.sizes import FIELDS
+from tests.support.sizes import FIELDS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 

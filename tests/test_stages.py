@@ -15,12 +15,12 @@ from jaxllm.engine.core.keys import SAMPLED, Key
 from jaxllm.engine.scale.staged_device import keys_of
 from jaxllm.models.caches import Paged, Shared
 from jaxllm.models.options import places_to_part, share_layers
-from tests.devices import over_devices, shared_folder
-from tests.parallel_answers import assert_same, told
 from tests.reference.tiny import write_checkpoint
 from tests.serving.mixed_requests import write_model
-from tests.sizes import FIELDS
-from tests.stages_over_devices import EVERY_KIND, LAYOUTS
+from tests.support.devices import over_devices, shared_folder
+from tests.support.parallel_answers import assert_same, told
+from tests.support.sizes import FIELDS
+from tests.support.stages_over_devices import EVERY_KIND, LAYOUTS
 
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
 
@@ -30,7 +30,7 @@ def ask_both(cases: list[tuple[str, tuple[int, int]]], folder: Path) -> None:
     for name in {"llama_gqa", *(name for name, _ in cases)}:
         write_model(folder / name, name)
     names = [f"{name} {layout}" for name, layout in cases]
-    found = over_devices(4, "tests.stages_over_devices", folder / "told.npz", str(folder), *names)
+    found = over_devices(4, "tests.support.stages_over_devices", folder / "told.npz", str(folder), *names)
     (folder / "stages.json").write_text(str(found["told"]))
     asked = dict.fromkeys((name, (name, layout) == EVERY_KIND) for name, layout in cases)
     alone = {f"{name} {every_kind}": told(folder / name, every_kind) for name, every_kind in asked}

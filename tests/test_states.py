@@ -13,7 +13,7 @@ from jaxllm import LLM, EngineConfig, SamplingParams
 from jaxllm.engine.start.blueprint import plan_engine
 from tests.reference import load_golden
 from tests.reference.tiny import save_checkpoint, tiny_config, tiny_weights, write_checkpoint
-from tests.sizes import FIELDS
+from tests.support.sizes import FIELDS
 
 MODELS = ("lfm2", "lfm2_bias", "lfm2_moe", "qwen3_next", "qwen3_5", "mamba2", "falcon_h1")
 SLOW = ("lfm2_bias", "lfm2_moe", "qwen3_next")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.kept import KEPT
-from tests.sampled import EVERY
-from tests.thorough import ELSEWHERE
+from tests.support.kept import KEPT
+from tests.support.sampled import EVERY
+from tests.support.thorough import ELSEWHERE
 
 TESTS = Path(__file__).parent
 WHOLE_SUITE = 5_000

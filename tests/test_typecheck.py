@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, TypeCheckError, jaxtyped
 
 from jaxllm.models.layers.rope import Angles
 from jaxllm.sharding.mesh import Segment
-from tests.typecheck import checked
+from tests.support.typecheck import checked
 
 Pair = tuple[Float[Array, "B D"], Float[Array, "B D"]]
 

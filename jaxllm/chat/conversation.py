@@ -15,7 +15,7 @@ from typing import Any, Literal
 from jaxllm.chat.custom import PARAMETERS, TextInput
 from jaxllm.chat.events import ToolFormat
 from jaxllm.errors import Field, InvalidRequestError
-from jaxllm.requests.sampling import SamplingParams
+from jaxllm.requests.sampling import INT32_MAX, SamplingParams
 from jaxllm.requests.structured_outputs import StructuredOutputs
 from jaxllm.text.reasoning import ReasoningFormat
 from jaxllm.wording import shown
@@ -216,6 +216,7 @@ class Conversation:
         tools: those that the answer may call; none where it may call none.
         structured_outputs: what the answer's text must match, wherever it begins.
         separate_reasoning: whether reasoning is told apart from the answer's text, or stays in it.
+        reasoning_control: reasoning without a budget can be ended while it is written, too.
 
     Raises InvalidRequestError: there are too many messages, or calls and their results do not belong together.
     """
@@ -227,6 +228,7 @@ class Conversation:
     rendering: Rendering = Rendering()
     structured_outputs: StructuredOutputs | None = None
     separate_reasoning: bool = True
+    reasoning_control: bool = False
 
     def __post_init__(self) -> None:
         if all(message.given is None for message in self.messages):
@@ -428,6 +430,8 @@ def thinking_fields(
         asked = 0  # the template does not know how not to think
     elif asked is None and thinks is not False and "reasoning_effort" not in template and isinstance(effort, str):
         asked = EFFORT_BUDGETS.get(effort)
+    if asked is None and conversation.reasoning_control:
+        asked = INT32_MAX
     if asked is None:
         return {}
     markers = reasoning.markers(opened=in_reasoning, text_follows=not conversation.tools)
@@ -443,7 +447,7 @@ def room_for_constraint(
     free = asked is None and conversation.tool_choice == "auto"
     if reasoning is None or not waits or free or params.allowed_token_ids is not None:
         return params
-    if params.max_thinking_tokens is not None or params.max_tokens is None:
+    if params.max_thinking_tokens not in (None, INT32_MAX) or params.max_tokens is None:
         return params
     markers = reasoning.markers(opened=in_reasoning, text_follows=bool(reasoning.answer))
     return replace(params, max_thinking_tokens=params.max_tokens // 2, thinking_markers=markers)

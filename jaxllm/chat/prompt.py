@@ -274,6 +274,7 @@ def fitted(
     """Cut a prompt from `source` if asked to, check it, and settle max_tokens. Raises InvalidRequestError."""
     context, truncate = model.engine.info.max_model_len, settings.truncate_prompt_tokens
     asked, default = settings.max_tokens, settings.default_max_tokens
+    default = model.engine.info.default_sampling.max_tokens or default
     if truncate is not None:
         keep = truncate if truncate > 0 else max(context - (asked or default or 1), 1)
         if truncate < 0 and asked is not None and asked >= context:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple, Protocol
 from cyclopts import Parameter
 
 from jaxllm.cli.settings import sampling_flags, sampling_params, takes_settings
-from jaxllm.cli.terminal import as_typed
+from jaxllm.cli.terminal import as_typed, piped_text, put_together
 from jaxllm.config import CACHE_DIR, EngineConfig
 from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError, JaxLLMError, one_line, reason
 from jaxllm.folders import in_home, unwritable
@@ -28,9 +28,12 @@ HELP = """\
 /save FILE       write the conversation and its settings into a file
 /load FILE       go on with a conversation from a file
 /clear           forget the conversation
-/help            this
-/exit            leave (Ctrl-D does too); Ctrl-C stops an answer
+/help            this, as /? does
+/exit            leave, as /bye, /quit and Ctrl-D do; Ctrl-C stops an answer
 A text of several lines is pasted, or written between two \"\"\"."""
+
+LEAVE = ("/exit", "/bye", "/quit")
+COMMANDS = [*(line.split()[0] for line in HELP.splitlines() if line.startswith("/")), *LEAVE[1:]]
 
 
 class Shown(NamedTuple):
@@ -57,14 +60,18 @@ class Backend(Protocol):
 def chat(
     config: EngineConfig,
     sampling: dict[str, Any],
+    prompt: Annotated[list[str] | None, Parameter(negative=())] = None,
     *,
     url: str | None = None,
     api_key: Annotated[str | None, Parameter(env_var="JAXLLM_API_KEY")] = None,
     system: str | None = None,
 ) -> None:
-    """Chat with a model. Type /help inside for the commands.
+    """Chat with a model, or have it answer once: `jaxllm chat MODEL "PROMPT"`. Type /help inside for the commands.
+
+    A text on standard input is one question, or stands before the PROMPT: `cat notes.txt | jaxllm chat MODEL "Sum up"`.
 
     Args:
+        prompt: Answer this and leave.
         url: Talk to this running server (http://127.0.0.1:8000) instead of starting an engine.
         api_key: The key that the server asks for.
         system: System prompt.
@@ -75,10 +82,17 @@ def chat(
         if name in sampling:
             raise ConfigError(f"--{name.replace('_', '-')}: chat shows text only; use generate --json")
     sampling_params(sampling)  # refuse a bad value before anything starts
+    question = put_together(piped_text(), " ".join(map(as_typed, prompt or ())).strip())
+    if not question and not sys.stdin.isatty():
+        raise ConfigError("there is nothing to answer: standard input is empty, and no PROMPT is given")
     with asyncio.Runner() as runner:  # one loop for the whole chat; Ctrl-C cancels only the answer that runs on it
         backend, close = runner.run(_open(config, sampling, url, api_key))
         try:
-            Chat(backend, system).loop(runner)
+            chat = Chat(backend, system)
+            if question:
+                chat.answer(runner, question)
+            else:
+                chat.loop(runner)
         finally:
             runner.run(close.aclose())
 
@@ -185,7 +199,7 @@ class Chat:
             except KeyboardInterrupt:
                 print()
                 continue
-            if line in ("/exit", "/quit"):
+            if line in LEAVE:
                 return
             if may_be_command and line.startswith("/"):
                 try:
@@ -202,6 +216,7 @@ class Chat:
         match name:
             case "/clear":
                 self.messages.clear()
+                self._note("the next message begins a new conversation")
             case "/system":
                 self.system = text or None
                 self.messages.clear()
@@ -213,10 +228,11 @@ class Chat:
                 raise ConfigError(f"{name} needs a file: {name} chat.json")
             case "/save":
                 save_chat(in_home(text), SavedChat(self.system, self.messages, self.backend.sampling))
+                self._note(f"{len(self.messages)} messages are in {text}")
             case "/load":
                 self.system, self.messages, self.backend.sampling = load_chat(in_home(text))
                 self._note(f"{len(self.messages)} messages")
-            case "/help":
+            case "/help" | "/?":
                 print(HELP)
             case _:
                 print(f"no command {name}; /help lists them")
@@ -243,6 +259,11 @@ class Chat:
         self.turn(runner, question["content"])
         if not self.messages or self.messages[-1]["role"] == "user":  # refused or stopped before its first word
             self.messages += [question, answer]
+
+    def answer(self, runner: asyncio.Runner, text: str) -> None:
+        """Answer `text` and no more. Raises what keeps it from an answer."""
+        self.messages.append({"role": "user", "content": text})
+        runner.run(self._show([]))
 
     def turn(self, runner: asyncio.Runner, text: str) -> None:
         """Answer `text`. An answer that Ctrl-C stops stays in the conversation as far as it got."""
@@ -357,12 +378,21 @@ def read_message(prompt: str, continuation: str) -> tuple[str, bool]:
     return "\n".join(lines).strip(), False
 
 
+def completed(begun: str, number: int) -> str | None:
+    """The command of that number which begins so, for readline."""
+    fitting = [f"{command} " for command in COMMANDS if begun and command.startswith(begun)]
+    return fitting[number] if number < len(fitting) else None
+
+
 def prepare_terminal() -> None:
-    """Arrow keys walk through earlier lines, of earlier chats too where the cache folder can be written."""
+    """Tab completes commands; arrow keys walk through earlier lines, of earlier chats too where those can be kept."""
     import atexit
     import readline
 
     readline.parse_and_bind("set enable-bracketed-paste on")
+    readline.parse_and_bind("bind ^I rl_complete" if "libedit" in (readline.__doc__ or "") else "tab: complete")
+    readline.set_completer_delims(" ")
+    readline.set_completer(completed)
     if unwritable(CACHE_DIR) is not None:
         return
     file = CACHE_DIR / "chat_history"

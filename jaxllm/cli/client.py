@@ -31,13 +31,17 @@ class ServerClient:
         await self._http.aclose()
 
     async def models(self) -> list[dict[str, Any]]:
+        return (await self.ask("GET", "/v1/models"))["data"]
+
+    async def ask(self, method: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The object that a route answers with."""
         try:
-            response = await self._http.get(f"{self.url}/v1/models")
+            response = await self._http.request(method, self.url + route, json=body)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._unreachable(error) from None
         if response.is_error:
             raise _refusal(response)
-        return response.json()["data"]
+        return response.json()
 
     async def stream(self, route: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Post `body` with stream=true to `route` ('/v1/completions') and yield each event's object."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from jaxllm.cli.settings import Json, Switch, sampling_params, takes_settings
-from jaxllm.cli.terminal import as_typed
+from jaxllm.cli.terminal import as_typed, piped_text, put_together
 from jaxllm.config import EngineConfig
 from jaxllm.errors import ConfigError, reason
 
@@ -40,8 +40,8 @@ def generate(
     A chat model sees each prompt as a user's message; any other continues it as text.
 
     Args:
-        prompts: What to complete, after the model's name if that is given. Without one, each line of standard input is
-            a prompt.
+        prompts: What to complete, after the model's name if that is given. A text on standard input stands before it;
+            without a prompt, each line of that is one.
         file: Take one prompt from each line of this file; - is standard input.
         raw: Continue the prompt as text, without the chat template.
         chat: Put the prompt into the chat template, and fail if the model has none.
@@ -92,7 +92,8 @@ def read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
     if prompts and file:
         raise ConfigError("give prompts as arguments or with --file, not both")
     if prompts:
-        return [as_typed(prompt) for prompt in prompts]
+        piped = piped_text()
+        return [put_together(piped, as_typed(prompt)) for prompt in prompts]
     if file is None and sys.stdin.isatty():
         raise ConfigError("no prompt: give one as an argument, with --file, or on standard input")
     try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,12 +18,13 @@ from jaxllm import logs
 from jaxllm.cli.bench import bench, profile
 from jaxllm.cli.chat import chat
 from jaxllm.cli.generate import generate
+from jaxllm.cli.launch import launch
 from jaxllm.cli.models import compile, convert, list_models, models, plan, pull, rm, show
-from jaxllm.cli.serve import keys, ps, serve, store
+from jaxllm.cli.serve import keys, ps, serve, stop, store
 from jaxllm.cli.settings import documented, in_words
 from jaxllm.cli.terminal import OUTPUT, prepare_streams
 from jaxllm.config import ServeConfig
-from jaxllm.config.sources import translated
+from jaxllm.config.translation import SETTINGS, flag, translated
 from jaxllm.errors import EngineDeadError, JaxLLMError
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.threads import FAILED, INTERRUPTED, note_exit_status
@@ -59,10 +62,12 @@ app = App(
     version=version,
 )
 for command in (
-    serve, generate, chat, pull, show, rm, ps, convert, compile, models, keys, plan, bench, profile, store,
+    serve, generate, chat, launch, pull, show, rm, ps, stop, convert, compile, models, keys, plan, bench, profile,
+    store,
 ):  # fmt: skip
     app.command(command)
 app.command(list_models, name="list")
+app.command(chat, name="run")  # as ollama calls it
 
 
 @app.command
@@ -82,12 +87,12 @@ def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 when all went well, 2 with one line on stderr when the user's input did not."""
     asked, everything = takes_help_all(sys.argv[1:] if arguments is None else arguments)
-    _, meant, _ = app.parse_commands(asked)  # --help is one of them
+    words, meant, _ = app.parse_commands(asked)  # --help is one of them
     has_rare = any(getattr(one.default_command, "takes_all_settings", False) for one in meant)
     app.help_formatter = help_page = CommonFirst(everything or not has_rare)
     try:
         try:
-            app(translated(asked), exit_on_error=False, print_error=False)
+            app([*words, *in_our_words(asked[len(words) :], meant)], exit_on_error=False, print_error=False)
         finally:
             if help_page.num_left_out:
                 print(f"{help_page.num_left_out} more settings are shown by {HELP_ALL}.")
@@ -106,6 +111,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if error.filename != OUTPUT:
             raise
         _refuse(f"{OUTPUT} cannot be written: {(error.strerror or str(error)).lower()}", FAILED)
+
+
+def in_our_words(arguments: Sequence[str], commands: Sequence[App]) -> list[str]:
+    """What follows a command, with the flags of other servers translated, and said of each that changes nothing."""
+    command = commands[-1].default_command if commands else None
+    names = inspect.signature(command).parameters if command is not None else ()
+    found = translated(arguments, SETTINGS.union(map(flag, names)))
+    os.environ.update(found.variables)
+    for line in found.said:
+        logger.warning("%s", line)
+    return found.arguments
 
 
 def run() -> None:

@@ -22,17 +22,18 @@ class MarkdownStream:
             self.live.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
         if self.console.is_terminal:
             self._end_thought()
             self.live.stop()
             self._print(self.pending)
-        else:
+        elif self.pending or error is None:
             self.console.file.write("\n")
             self.console.file.flush()
 
     def write(self, text: str) -> None:
         if not self.console.is_terminal:
+            self.pending = text
             self.console.file.write(text)
             self.console.file.flush()
             return

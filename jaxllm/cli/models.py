@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
-from collections import Counter
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from cyclopts import Parameter
 
 from jaxllm.cli.settings import Json, Switch, documented, takes_settings
 from jaxllm.cli.terminal import agrees, print_found, print_table
 from jaxllm.config import EngineConfig
-from jaxllm.config.values import format_bytes, parse_bytes
-from jaxllm.errors import ConfigError, reason
+from jaxllm.config.values import Isq, format_bytes, parse_bytes
+from jaxllm.errors import ConfigError, DoesNotFitError, reason
 from jaxllm.folders import in_home
+
+if TYPE_CHECKING:
+    from jaxllm.engine.start.plan import EnginePlan
 
 FIELDS = ("name", "models", "architectures", "model_types", "layer_types", "gguf_architectures")
 """What a family says about itself; its other fields are functions."""
@@ -150,6 +153,7 @@ def show(config: EngineConfig, *, json_output: Json = False) -> None:
 
 def describe(config: EngineConfig) -> dict[str, Any]:
     """What a model's files say of it. Raises ModelNotFoundError, CheckpointError."""
+    from jaxllm.cli.convert.conversion import kinds_of
     from jaxllm.models.registry import model_spec
     from jaxllm.text.tokenizer import has_chat_template
     from jaxllm.weights import open_checkpoint
@@ -159,9 +163,7 @@ def describe(config: EngineConfig) -> dict[str, Any]:
     assert model.path is not None
     checkpoint = open_checkpoint(model.path)
     spec = model_spec(checkpoint)
-    weights: Counter[str] = Counter()
-    for tensor in checkpoint.tensors.values():
-        weights[tensor.dtype] += math.prod(tensor.shape)
+    weights = kinds_of(checkpoint)
     built_in = BUILTIN_MODELS.get(config.model)
     stated = checkpoint.config.get("general.license") or checkpoint.config.get("license")
     checkpoint.close()
@@ -171,7 +173,7 @@ def describe(config: EngineConfig) -> dict[str, Any]:
         "size_bytes": model.nbytes,
         "family": spec.family.name,
         "parameters": sum(weights.values()),
-        "weights": dict(weights.most_common()),
+        "weights": weights,
         "context": spec.config.max_position_embeddings,
         "chat_template": has_chat_template(model.path),
         "licence": built_in.license if built_in else stated,
@@ -201,13 +203,13 @@ def rm(config: EngineConfig, *, yes: Switch = False) -> None:
 def plan(
     config: EngineConfig, *, gpu: str | None = None, memory_bandwidth: str | None = None, json_output: Json = False
 ) -> None:
-    """Show what a model would take: weights, KV pages and the tokens they hold, compiled buckets; then every --isq.
+    """Say whether a model fits, and what its weights, KV pages and steps take; then the same for every --isq.
 
     Args:
         gpu: A GPU to plan for in place of this machine, as h100, l40s or rtx-4090; another value lists them.
         memory_bandwidth: Bytes a second that a device reads of its memory, as 900GB; by default measured here, or
             what the maker of --gpu states.
-        json_output: Print one JSON object instead of tables.
+        json_output: Print one JSON object instead, with every size of the plan.
     """
     from jaxllm.engine.start.blueprint import plan_engine
     from jaxllm.engine.start.schemes import compare_schemes, known_gpu, measure_bandwidth, table_rows
@@ -215,21 +217,45 @@ def plan(
     stated = None if memory_bandwidth is None else _bytes_per_second(memory_bandwidth)
     known = None if gpu is None else known_gpu(gpu)
     platform = None if known is None else known.platform(config.num_devices)
-    sizes = plan_engine(config, platform).as_dict()
-    bandwidth = stated or (measure_bandwidth() if known is None else known.bandwidth)
+    found, why_not = None, None
+    try:
+        found = plan_engine(config, platform)
+        why_not = found.why_not
+    except DoesNotFitError as error:
+        why_not = str(error)
+    weights = found.weight_bytes if found else None
+    bandwidth = stated or (measure_bandwidth(weights) if known is None else known.bandwidth)
     schemes = compare_schemes(config, bandwidth, platform)
     if json_output:
-        more: dict[str, Any] = {"memory_bandwidth": bandwidth, "schemes": [scheme.as_dict() for scheme in schemes]}
+        more: dict[str, Any] = {"fits": why_not is None, "why_not": why_not, "memory_bandwidth": bandwidth}
+        more |= {"schemes": [scheme.as_dict() for scheme in schemes]}
         more |= {} if known is None else {"gpu": known.device, "gpu_source": known.source}
-        print(json.dumps(sizes | more, default=str))
-        return
-    print_table(("", ""), _named_values(sizes), title=f"Plan for {config.model}")
-    how = "measured" if known is None and not stated else "stated"
-    title = f"By --isq, at {bandwidth / 1e9:,.0f} GB/s ({how}); a decode of one sequence reads all weights once a token"
-    headings = ("weights", "memory", "bits", "bytes a token", "longest context", "tokens/s at most")
-    print_table(headings, table_rows(schemes), title=title)
-    if known is not None:
+        print(json.dumps((found.as_dict() if found else {}) | more, default=str))
+    else:
+        fitting = [scheme.name for scheme in schemes if scheme.why_not is None and scheme.name in get_args(Isq)]
+        print(*_verdict(config.model, found, why_not, fitting), sep="\n")
+        how = "measured" if known is None and not stated else "stated"
+        title = (
+            f"By --isq, at {bandwidth / 1e9:,.0f} GB/s ({how}); each token that one sequence decodes reads all weights"
+        )
+        headings = ("weights", "memory", "bits", "bytes a token", "longest context", "tokens/s at most")
+        print_table(headings, table_rows(schemes), title=title)
+    if known is not None and not json_output:
         print(f"{known.device}: {known.bandwidth / 1e9:,.0f} GB/s, says {known.source}")
+    if why_not is not None:
+        raise SystemExit(1)
+
+
+def _verdict(model: str, plan: EnginePlan | None, why_not: str | None, fitting: list[str]) -> Iterator[str]:
+    if why_not is not None:
+        yield f"{model} does not fit: {why_not}"
+        yield f"it fits with --isq {', '.join(fitting)}" if fitting else "no --isq makes it fit: more memory would"
+    if plan is None:
+        return
+    if why_not is None:
+        yield f"{model} fits on {plan.device or plan.platform}"
+    shapes = (f"{kind} {', '.join(map(str, sizes))}" for kind, sizes in asdict(plan.buckets).items() if sizes)
+    yield from (plan.summary(), *plan.notes, f"{plan.num_shapes} shapes are compiled: {'; '.join(shapes)}")
 
 
 def _bytes_per_second(text: str) -> int:
@@ -279,16 +305,19 @@ def compile(config: EngineConfig, *, output: Annotated[Path, Parameter(name=["--
     Args:
         output: The folder. One may hold the executables of many models and settings.
     """
+    from rich.console import Console
     from rich.progress import Progress
 
     from jaxllm.engine.start.ahead import compile_ahead
 
-    with Progress(transient=True) as progress:
+    with Progress(transient=True, console=Console(stderr=True)) as progress:
         bar = progress.add_task("compiling")
 
         def show(keys: Iterable[Any], key: Any) -> None:
             keys = list(keys)
             progress.update(bar, total=len(keys), completed=keys.index(key), description=f"compiling {key}")
+            if not progress.console.is_terminal:
+                print(f"compiling {key}, {keys.index(key) + 1} of {len(keys)}", file=sys.stderr, flush=True)
 
         try:
             made = compile_ahead(config, output, on_key=show)
@@ -324,5 +353,6 @@ def convert(
     from jaxllm.progress import progress_bar
 
     with progress_bar(f"Loading {config.model}") as on_progress:
-        convert_model(config, in_home(destination), to, on_progress, merge_lora or ())
+        done = convert_model(config, in_home(destination), to, on_progress, merge_lora or ())
+    print(*done, sep="\n", file=sys.stderr)
     print(destination)

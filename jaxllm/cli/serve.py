@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import re
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import App
+from cyclopts import App, Parameter
 
 from jaxllm.cli.settings import Json, Switch, documented, takes_settings
 from jaxllm.cli.terminal import agrees, print_found, print_table
@@ -55,6 +58,46 @@ def ps(*, json_output: Json = False) -> None:
     rows = [(str(one.pid), ", ".join(one.models), one.address, format_bytes(one.nbytes)) for one in servers]
     facts = [one._asdict() for one in servers]
     print_found(facts, json_output, ("pid", "models", "address", "memory"), rows, none="no server runs")
+
+
+@documented
+def stop(
+    model: str,
+    *,
+    url: str | None = None,
+    api_key: Annotated[str | None, Parameter(env_var="JAXLLM_API_KEY")] = None,
+) -> None:
+    """Unload a model of a server that you run on this machine; a server that has no other is ended.
+
+    Args:
+        model: A name that `jaxllm ps` lists.
+        url: The address of the server, where several have the model.
+        api_key: The key that the server asks for.
+    """
+    from jaxllm.serving.running import running_servers
+
+    has_it = [one for one in running_servers() if model in one.models and url in (None, one.address)]
+    if len(has_it) != 1:
+        which = ": choose one with --url, " + ", ".join(one.address for one in has_it) if has_it else ""
+        raise ConfigError(
+            f"{len(has_it) or 'no'} servers of yours on this machine have {model!r}{which}; see `jaxllm ps`"
+        )
+    if asyncio.run(_unload(has_it[0].address, model, api_key)):
+        print(f"unloaded {model}")
+    else:
+        os.kill(has_it[0].pid, signal.SIGTERM)
+        print(f"the server of {model} ends (process {has_it[0].pid})")
+
+
+async def _unload(url: str, model: str, api_key: str | None) -> bool:
+    """False where the server has no other model. Raises ServerError where it is busy."""
+    from jaxllm.cli.client import ServerClient
+
+    async with ServerClient(url, api_key) as client:
+        if len({one["root"] for one in await client.models() if one["parent"] is None}) == 1:
+            return False
+        await client.ask("POST", "/v1/models/unload", {"model": model})
+    return True
 
 
 keys = App(name="keys", help="Make API keys for `jaxllm serve --api-key-file`.")

@@ -22,8 +22,8 @@ from pydantic.fields import FieldInfo
 
 from jaxllm.cli.terminal import as_typed
 from jaxllm.config import EngineConfig, ServeConfig
-from jaxllm.config.sources import Config, choices, members, read_settings
-from jaxllm.config.values import Bytes
+from jaxllm.config.sources import Config, read_settings
+from jaxllm.config.values import Bytes, choices, members
 from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
 
 _METAVARS = {
@@ -184,6 +184,7 @@ def sampling_flags() -> list[inspect.Parameter]:
         default = _DEFAULT_MAX_TOKENS if field.name == "max_tokens" else field.default
         shown = isinstance(default, bool | int | float)
         parameter = Parameter(
+            alias="--temp" if field.name == "temperature" else None,
             help=texts[field.name] + (f" [default: {default}]" if shown else ""),
             group=SAMPLING_GROUP,
             negative=None if default is True else (),

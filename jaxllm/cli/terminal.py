@@ -62,6 +62,16 @@ def as_typed(text: str) -> str:
         return text
 
 
+def piped_text() -> str:
+    """The text on standard input; an empty one where that is a terminal."""
+    return "" if sys.stdin.isatty() else as_typed(sys.stdin.read()).strip()
+
+
+def put_together(piped: str, prompt: str) -> str:
+    """What was piped, and then what is asked about it."""
+    return "\n\n".join(filter(None, (piped, prompt)))
+
+
 def _is_open(descriptor: int) -> bool:
     try:
         os.fstat(descriptor)

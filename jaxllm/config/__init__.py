@@ -12,6 +12,8 @@ from jaxllm.config.parts import ADAPTER_LISTS, KVEventsConfig, KVTransferConfig,
 from jaxllm.config.server import ServerConfig
 from jaxllm.config.values import (
     Bytes,
+    Dtype,
+    FromCount,
     FromJSON,
     Isq,
     IsqMap,
@@ -54,10 +56,10 @@ class EngineConfig(SettingsGroup):
     """Where downloaded models are kept (default ~/.cache/jaxllm/models; hub models stay in the hub's own cache)."""
     load_format: Literal["auto", "safetensors", "gguf", "orbax", "dummy"] = "auto"
     """`dummy` fills the right shapes with random weights on the device."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Compute and weight type; auto is bfloat16."""
+    dtype: Dtype = "auto"
+    """Compute and weight type; auto is bfloat16. half, bf16, f32 and the like are read too."""
     hf_overrides: Object | None = None
-    """Other values for keys of config.json, as {"rope_parameters": {…}}; an object replaces those of its keys alone."""
+    """Other values for keys of config.json, of GGUF files too, as {"rope_parameters": {…}}; objects key by key."""
     quantization: str | None = None
     """Refuse to start unless the checkpoint is quantized this way, as awq, gptq, fp8 or gguf; it changes nothing."""
     generation_config: str = "auto"
@@ -72,8 +74,8 @@ class EngineConfig(SettingsGroup):
     """Where unseeded requests and dummy weights take their randomness from."""
     skip_tokenizer_init: bool = False
     """Work with token ids only."""
-    max_model_len: Annotated[int, Field(ge=1)] | None = None
-    """Longest context, prompt plus generated; default the model's, shrunk to what KV memory holds."""
+    max_model_len: Annotated[Annotated[int, Field(ge=1)] | None, FromCount] = None
+    """Longest context, prompt plus generated, as 32768 or 128k; default the model's, or what KV memory holds."""
 
     dequantize: bool | None = None
     """Expand quantized weights to dtype at load; by default only where plain XLA runs on a CPU: faster there."""
@@ -86,7 +88,7 @@ class EngineConfig(SettingsGroup):
 
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Most sequences in one step (default 32 on CPU, 256 elsewhere)."""
-    max_num_batched_tokens: Annotated[int, Field(ge=16)] | None = None
+    max_num_batched_tokens: Annotated[Annotated[int, Field(ge=16)] | None, FromCount] = None
     """Token budget of one step, prefill chunks and decodes together (default 512 on CPU, 2048 elsewhere)."""
     decode_steps: Annotated[int, Field(ge=1, le=8)] | None = None
     """Most tokens one dispatch decodes for each sequence while no other could begin (default 4 with CPU kernels)."""
@@ -168,6 +170,8 @@ class EngineConfig(SettingsGroup):
     """Compile each bucket when it is first needed instead of ahead of time."""
     compile_cache_dir: Path | None = CACHE_DIR / "compile"
     """Compiled executables are kept here between starts; null turns the cache off."""
+    compile_cache_max: Annotated[Bytes, Field(gt=0)] = 8 * 2**30
+    """Bytes that compile_cache_dir may take, as 4GiB; what was unused longest is deleted."""
     executables: Path | None = None
     """A folder that `jaxllm compile` made for these settings: executables are loaded from it, and none compiled."""
     engine_process: bool | None = None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import suppress
 from ipaddress import ip_address, ip_network
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from jaxllm.config.values import NameList, Seconds, ServedName, SettingsGroup, must_be, parse_named_paths
 
@@ -16,6 +17,12 @@ MTP_NAMES = ("qwen3_next_mtp", "qwen3_5_mtp", "deepseek_mtp", "glm4_moe_mtp", "g
 """What vLLM also calls the method of the models whose modules are supported."""
 _OF_TEXTS: tuple[str, ...] = ("prompt_lookup_min", "prompt_lookup_max", "remembered_tokens")
 """Settings of methods that look for drafts in texts."""
+_AS_THE_MODEL = {
+    "enforce_eager", "draft_tensor_parallel_size", "attention_backend", "moe_backend", "quantization", "max_model_len",
+    "draft_sample_method", "rejection_sample_method", "disable_padded_drafter_batch", "parallel_drafting",
+}  # fmt: skip
+"""Settings of vLLM's that say how drafts are computed, and not which."""
+logger = logging.getLogger(__name__)
 
 
 class SpeculativeConfig(SettingsGroup):
@@ -42,6 +49,15 @@ class SpeculativeConfig(SettingsGroup):
 
     num_speculative_tokens_per_batch_size: list[tuple[int, int, int]] | None = None
     """Other depths where many requests run, as [[1, 8, 4], [9, 32, 2], [33, 4096, 0]]: first, last, tokens."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_the_model_runs(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        for name in sorted(_AS_THE_MODEL & given.keys()):
+            logger.warning("speculative_config.%s has no effect: drafts are computed as the model itself is", name)
+        return {name: value for name, value in given.items() if name not in _AS_THE_MODEL}
 
     @field_validator("method", mode="before")
     @classmethod

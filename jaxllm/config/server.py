@@ -24,6 +24,8 @@ from jaxllm.logs import LogFormat
 
 OTHER_KEY_VARIABLES = ("LLAMA_API_KEY", "VLLM_API_KEY")
 """Of llama.cpp and vLLM, honoured as JAXLLM_API_KEY: a server that has moved here must not answer without its key."""
+FOR_SEVERAL_MODELS = ("preload_model", "max_loaded_models", "model_memory", "model_min_seconds", "model_ttl")
+"""Settings that a server of one model refuses."""
 DATA_DIR = user_folder("XDG_DATA_HOME", "~/.local/share")
 
 
@@ -91,6 +93,8 @@ class ServerConfig(SettingsGroup):
     """A YAML file of several models to serve, each with settings of its own: see docs/several-models.md."""
     model_directory: Path | None = None
     """A folder of models to serve: every .gguf file, and every folder with a config.json, under its own name."""
+    preload_model: SomeOf | None = None
+    """Which of several models are loaded before the server is ready, by name or file, separated by commas."""
     max_loaded_models: Annotated[int, Field(ge=1)] | None = None
     """How many of several models may be loaded at once (default 1; with model_memory as many as fit into that)."""
     model_memory: Annotated[Bytes, Field(gt=0)] | None = None

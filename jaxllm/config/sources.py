@@ -1,27 +1,27 @@
-"""Settings from flags, then JAXLLM_* variables, a YAML file, the defaults; and vLLM's flags in our words."""
+"""Settings from flags, then JAXLLM_* variables, those of other servers, a YAML file, the defaults."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from jaxllm.config import CPU_ISA_VARIABLE, EngineConfig, ServeConfig
-from jaxllm.config.server import OTHER_KEY_VARIABLES
+from jaxllm.config.others import by_name
+from jaxllm.config.server import FOR_SEVERAL_MODELS, OTHER_KEY_VARIABLES
+from jaxllm.config.translation import OBJECTS, OTHER_PREFIXES, as_settings, flag, other_variables
+from jaxllm.config.values import choices, members, merged
 from jaxllm.errors import ConfigError
 from jaxllm.folders import in_home
 from jaxllm.wording import did_you_mean, kind_of, wrong_setting
 
 Config = TypeVar("Config", bound=EngineConfig)
-logger = logging.getLogger(__name__)
 
 ENV_PREFIX = "JAXLLM_"
 
@@ -32,7 +32,7 @@ def read_settings(
     config_file: Path | None = None,
     environ: Mapping[str, str] = os.environ,
     *,
-    as_flag: Callable[[str], str] = lambda name: f"--{name.replace('_', '-')}",
+    as_flag: Callable[[str], str] = flag,
 ) -> Config:
     """Merge the sources into a validated `schema`; fields of other commands in file and variables are left alone.
 
@@ -48,7 +48,14 @@ def read_settings(
 
     for key, value in ({} if config_file is None else _read_yaml(config_file)).items():
         take(key, value, f"{config_file}: {key}")
-    for variable, name in _known_variables(environ).items():
+    variables = _known_variables(environ)
+    others = _of_others(environ) if "host" in schema.model_fields else {}  # a server says which it has found
+    given = {*values, *variables.values(), *flags}
+    several, file = given & {"models", "model_directory"}, given & {"uds"}
+    for name, (value, variable) in others.items():
+        if not ((name in FOR_SEVERAL_MODELS and not several) or (name in ("host", "port") and file)):
+            take(name, value, variable)
+    for variable, name in variables.items():
         take(name, environ[variable], variable)
     for name, value in flags.items():
         take(name, value, as_flag(name))
@@ -64,17 +71,32 @@ def read_settings(
 
 
 def names_setting(variable: str) -> bool:
-    """Whether an environment variable is to name a setting: all that begin with JAXLLM_ but one, and other keys."""
-    return (variable.startswith(ENV_PREFIX) and variable != CPU_ISA_VARIABLE) or variable in OTHER_KEY_VARIABLES
+    """Whether an environment variable may be a setting: all that begin with JAXLLM_ but one, and other servers'."""
+    return _is_ours(variable) or variable in OTHER_KEY_VARIABLES or variable.startswith(OTHER_PREFIXES)
+
+
+def _is_ours(variable: str) -> bool:
+    return variable.startswith(ENV_PREFIX) and variable != CPU_ISA_VARIABLE
 
 
 def _known_variables(environ: Mapping[str, str]) -> dict[str, str]:
     fields = dict.fromkeys(OTHER_KEY_VARIABLES, "api_key")
     fields |= {f"{ENV_PREFIX}{name.upper()}": name for name in ServeConfig.model_fields}
-    for variable in filter(names_setting, environ):
+    for variable in filter(_is_ours, environ):
         if variable not in fields:
             raise ConfigError(f"unknown variable {variable!r}{did_you_mean(variable, fields)}")
     return {variable: name for variable, name in fields.items() if variable in environ}
+
+
+def _of_others(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    """Field -> its value by variables of other servers, and the last of them."""
+    found: dict[str, tuple[Any, str]] = {}
+    for variable in other_variables(environ):
+        for name, value in as_settings(variable.flags).items():
+            if flag(name) in OBJECTS:
+                value = merged(found[name][0] if name in found else {}, json.loads(value))
+            found[name] = value, variable.name
+    return found
 
 
 def _from_text(text: str, field: FieldInfo) -> Any:
@@ -87,25 +109,14 @@ def _from_text(text: str, field: FieldInfo) -> Any:
     return next((choice for choice in choices(field.annotation) if str(choice) == text), text)
 
 
-def choices(annotation: Any) -> tuple[Any, ...]:
-    """Literal["a", "b"] | None -> ("a", "b"); nothing where other values are accepted too."""
-    types = [kind for kind in members(annotation) if kind is not type(None)]
-    return get_args(types[0]) if len(types) == 1 and get_origin(types[0]) is Literal else ()
-
-
-def members(annotation: Any) -> list[Any]:
-    """Annotated[int, …] | None -> [int, NoneType]."""
-    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    return [get_args(member)[0] if get_origin(member) is Annotated else member for member in members]
-
-
 def _read_yaml(path: Path) -> dict[str, Any]:
     """The settings in a file, whose values are not checked yet. Raises ConfigError."""
     document = read_mapping(path, "--config", "setting: value")
     for key in document:
-        if reason := REFUSED.get(f"--{str(key).replace('_', '-')}"):
-            raise ConfigError(f"{path}: {key} is not available: {reason}")
         if key not in ServeConfig.model_fields:
+            for row in by_name().get(flag(str(key)), ()):
+                why = row.why or f"{row.ours.lstrip('-')} is its name here"
+                raise ConfigError(f"{path}: {key} of {row.server} is not available: {why}")
             raise ConfigError(f"{path}: unknown setting {key!r}{did_you_mean(str(key), ServeConfig.model_fields)}")
     return document
 
@@ -141,104 +152,3 @@ def read_mapping(path: Path, flag: str, holds: str) -> dict[Any, Any]:
     if not isinstance(document, dict):
         raise ConfigError(f"{path} holds {kind_of(document)}; it must be a mapping of {holds}")
     return document
-
-
-RENAMED: Mapping[str, str] = {
-    "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size",
-    "-q": "--quantization", "-ep": "--enable-expert-parallel", "--nnodes": "--num-processes",
-    "--node-rank": "--process-id", "--enable-log-requests": "--enable-request-logging",
-    "--kv-cache-memory-bytes": "--kv-cache-memory",
-}  # fmt: skip
-"""By the name here. Most flags have vLLM's name, and are not listed."""
-
-ALWAYS_SO: Mapping[str, str] = {
-    "--enable-auto-tool-choice": "the model always chooses where the request lets it; see --tool-call-parser",
-    "--headless": "of several processes only the first answers requests; see --process-id",
-    "--enable-chunked-prefill": "prompts are always computed in chunks",
-    "--async-scheduling": "the next step is always dispatched before the last one is read",
-    "--disable-log-requests": "requests are logged with --enable-request-logging or --log-format json only",
-    "--no-enable-log-requests": "requests are logged with --enable-request-logging or --log-format json only",
-    "--disable-log-stats": "statistics are never logged; /metrics has them",
-    "--disable-uvicorn-access-log": "requests are logged with --enable-request-logging or --log-format json only",
-    "--enable-prompt-tokens-details": "usage always has cached_tokens",
-    "--enable-request-id-headers": "responses always have X-Request-Id",
-    "--enable-server-load-tracking": "/load always counts",
-    "--enable-sleep-mode": "/sleep always puts a model to sleep",
-}
-"""Switches, and what is so without them."""
-
-_REFUSED = {
-    "it would run code that came with a model or from a file": "--trust-remote-code --tool-parser-plugin "
-    "--reasoning-parser-plugin --logits-processors --middleware --worker-cls --worker-extension-cls",
-    "see --kv-offload-memory, bytes for pages that have lost their place, and --kv-offload-dir":
-    "--swap-space --kv-offloading-size --kv-offloading-backend",
-    "weights stay on the devices; see --isq for smaller ones": "--cpu-offload-gb",
-    "see --kv-cache-memory": "--num-gpu-blocks-override",
-    "steps are compiled by XLA; see --enforce-eager, --decode-buckets and --prefill-buckets":
-    "--max-seq-len-to-capture --cuda-graph-sizes --compilation-config -O",
-    "see --multi-process for a process for each GPU of a machine, docs/scale.md for several machines, and --ray":
-    "--distributed-executor-backend",
-    "mpirun, Slurm or Kubernetes start the processes: see docs/scale.md and --coordinator-address":
-    "--master-addr --master-port",
-    "one process answers all requests": "--api-server-count",
-    "see --no-engine-process": "--disable-frontend-multiprocessing",
-    "JAX chooses it; the environment variable JAX_PLATFORMS names another": "--device",
-    "it is read from the checkpoint": "--task --runner --convert --model-impl --tokenizer-mode --config-format",
-    "see --hf-overrides": "--hf-config-path",
-    "see --pooling": "--override-pooler-config --pooler-config",
-    "scales of KV pages are computed as they are written; see --kv-cache-dtype": "--calculate-kv-scales",
-    "adapters are small, and whole on each device where their layer's inputs are": "--fully-sharded-loras",
-    "adapters are kept in the model's type; see --dtype": "--lora-dtype",
-    "models are served for text only": "--enable-tower-connector-lora --limit-mm-per-prompt "
-    "--allowed-local-media-path --mm-processor-kwargs --interleave-mm-strings",
-    "requests run by their field priority, and in their order where it is the same": "--scheduling-policy",
-    "grammars are always llguidance's": "--guided-decoding-backend --structured-outputs-config",
-    "it is a field of requests": "--return-tokens-as-token-ids",
-    "answers are always the assistant's": "--response-role",
-    "TLS 1.2 and 1.3 with the ciphers that Python recommends": "--ssl-ciphers",
-    "SIGHUP has the certificate read again": "--enable-ssl-refresh",
-    "traces always have each phase; see --otlp-traces-endpoint": "--collect-detailed-traces",
-    "see --log-level": "--uvicorn-log-level",
-    "prompts are logged whole or not at all; see --log-prompts": "--max-log-len",
-    "see --log-prompts, which logs prompts and answers": "--enable-log-outputs",
-    "/docs is always there; it tells nothing that the documentation does not": "--disable-fastapi-docs",
-}  # fmt: skip
-REFUSED: Mapping[str, str] = {flag: reason for reason, flags in _REFUSED.items() for flag in flags.split()}
-
-
-def translated(arguments: Sequence[str]) -> list[str]:
-    """A command line in our own words. Raises ConfigError for a flag that cannot be honoured."""
-    found: list[str] = []
-    arguments = _with_modules_joined(arguments)
-    for at, argument in enumerate(arguments):
-        if argument == "--":
-            return [*found, *arguments[at:]]
-        name, equals, value = argument.partition("=")
-        name = name.replace("_", "-") if name.startswith("--") else name  # vLLM takes both
-        if name in REFUSED:
-            raise ConfigError(f"{name} is not available: {REFUSED[name]}")
-        if name not in ALWAYS_SO:
-            found.append(f"{RENAMED.get(name, name)}{equals}{value}")
-        elif equals:
-            raise ConfigError(f"{name} is {value!r}; it takes no value")
-        else:
-            logger.warning("%s has no effect: %s", name, ALWAYS_SO[name])
-    return found
-
-
-def _with_modules_joined(arguments: Sequence[str]) -> list[str]:
-    """`--lora-modules a=x b=y` -> `--lora-modules ["a=x", "b=y"]`: all that follow and look like a module."""
-    found: list[str] = []
-    left = list(arguments)
-    while left:
-        argument = left.pop(0)
-        found.append(argument)
-        if argument == "--":
-            return found + left
-        if argument.replace("_", "-") != "--lora-modules":
-            continue
-        modules = []
-        while left and not left[0].startswith("-") and ("=" in left[0] or left[0].startswith("{")):
-            modules.append(left.pop(0))
-        found += modules if len(modules) < 2 else [json.dumps(modules)]
-    return found

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, Literal, Self, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 import pydantic
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
@@ -107,6 +108,15 @@ def parse_replicas(value: Any) -> Any:
     if value in (None, "auto") or (type(value) is int and value >= 1):
         return value
     raise ValueError("it must be a whole number from 1 on, or auto")
+
+
+def parse_count(text: str) -> int | str | None:
+    """'128k' -> 128000, '128K' -> 131072, 'auto' and '-1' -> None, as vLLM has them; pydantic judges anything else."""
+    if text.lower() in ("auto", "-1"):
+        return None
+    units = {"k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([kmKM])", text.strip())
+    return text if found is None else int(float(found[1]) * units[found[2]])
 
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -212,6 +222,14 @@ def parse_object(text: str) -> dict[str, Any]:
     return found
 
 
+def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """{"a": {"b": 1, "c": 2}} and {"a": {"b": 3}} -> {"a": {"b": 3, "c": 2}}"""
+    both = ((key, one.get(key), value) for key, value in other.items())
+    return {**one} | {
+        key: merged(old, new) if isinstance(old, dict) and isinstance(new, dict) else new for key, old, new in both
+    }
+
+
 def _json(text: str) -> Any:
     """None where the text is no JSON."""
     try:
@@ -249,6 +267,15 @@ def _named_path(item: Any) -> Any:
     return {"name": name, "path": path}
 
 
+DTYPES = {
+    "half": "float16", "fp16": "float16", "f16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32",
+    "f32": "float32",
+}  # fmt: skip
+"""What other servers call the types of numbers."""
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"], of_text(lambda text: DTYPES.get(text.lower(), text))
+]
+FromCount = of_text(parse_count)
 FromJSON = of_text(parse_object)
 Object = Annotated[dict[str, Any], FromJSON]
 
@@ -264,3 +291,15 @@ def parse_prefix(text: str) -> str | None:
 PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)+", re.ASCII)
 """What a proxy may put before the routes: it gets into pages, so it may hold nothing that means something there."""
 PathPrefix = Annotated[str | None, of_text(parse_prefix)]
+
+
+def choices(annotation: Any) -> tuple[Any, ...]:
+    """Literal["a", "b"] | None -> ("a", "b"); nothing where other values are accepted too."""
+    types = [kind for kind in members(annotation) if kind is not type(None)]
+    return get_args(types[0]) if len(types) == 1 and get_origin(types[0]) is Literal else ()
+
+
+def members(annotation: Any) -> list[Any]:
+    """Annotated[int, …] | None -> [int, NoneType]."""
+    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return [get_args(member)[0] if get_origin(member) is Annotated else member for member in members]

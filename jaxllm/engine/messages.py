@@ -57,7 +57,13 @@ class NameWeights(msgspec.Struct, tag=True, frozen=True):
     version: str
 
 
-Order = Pause | Resume | ResetPrefixCache | UpdateWeights | NameWeights
+class EndThinking(msgspec.Struct, tag=True, frozen=True):
+    """End the reasoning of these requests now, of those that have a budget for it; others go on as they are."""
+
+    request_ids: list[str]
+
+
+Order = Pause | Resume | ResetPrefixCache | UpdateWeights | NameWeights | EndThinking
 
 WeightSource = str | PathLike[str] | Mapping[str, Any]
 """A model's name, folder or file; or arrays by the names of the engine's checkpoint, or by those of `LLM.params`."""

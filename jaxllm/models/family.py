@@ -99,6 +99,11 @@ def hf_decoder(
     return DecoderConfig(**fields | {name: bool(fields[name]) for name in flags}, layers=every)
 
 
+def without_groups(c: dict[str, Any]) -> dict[str, Any]:
+    """`c` for families whose heads have keys of their own and divide the model's width, whatever else it says."""
+    return {key: value for key, value in c.items() if key not in ("num_key_value_heads", "head_dim")}
+
+
 def hf_experts(c: dict[str, Any], number: str, size: str, **differences: Any) -> MoEConfig:
     """Experts whose `number` and `size` are these keys of config.json, and what the family has otherwise."""
     return MoEConfig(num_experts=c[number], top_k=c["num_experts_per_tok"], hidden=c[size], **differences)

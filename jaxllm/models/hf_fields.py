@@ -121,7 +121,7 @@ HF_FIELDS: FieldKinds = EOS_FIELDS | {
     "no_rope_layers": maybe(many(whole(0, 1), 2**10)),
     "no_rope_layer_interval": maybe(LAYERS),
     "sliding_window": either(LENGTH, whole(0, 0), NULL),
-    "sliding_window_pattern": either(LAYERS, PATTERN, NULL),
+    "sliding_window_pattern": either(LAYERS, whole(0, 0), PATTERN, NULL),
     "attn_scale": real(0, 1e3),
     "shared_expert_intermediate_size": whole(0, 2**24),
     "mlp_layer_types": maybe(many(one_of("dense", "sparse"), 2**10)),

@@ -32,6 +32,7 @@ from jaxllm.models.names import hf_renaming, linear
 from jaxllm.models.options import AdapterSizes, BuildOptions
 from jaxllm.models.tasks import DENSE_MODULES, GGUF_HEAD, class_labels, gguf_pooling, read_sentence_files
 from jaxllm.quantization.weight import DenseKind, Weight, WeightKind
+from jaxllm.weights import overridden
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import shown
 from jaxllm.weights.gguf_file import WeighedCheckpoint, read_imatrix
@@ -120,7 +121,10 @@ def _gguf_spec(checkpoint: Checkpoint) -> ModelSpec:
         kin = [family for family in FAMILIES if file.architecture in family.gguf_architectures]
         family = next((one for one in kin if one.owns is not None and one.owns(file)), kind)
         file = GgufFile(checkpoint, family.fields)
-        config = as_stored(file, family.from_hf(gguf_config(file, family.gguf or {})))
+        read = gguf_config(file, family.gguf or {})
+        if unknown := sorted(checkpoint.overrides.keys() - read.keys() - {"rope_scaling", "rope_parameters"}):
+            raise CheckpointError(f"hf_overrides has {unknown[0]!r}, which is not read of a GGUF file")
+        config = as_stored(file, family.from_hf(overridden(read, checkpoint.overrides)))
         check_decoder(config)
         labels = class_labels(checkpoint)
     patterns = family.names("gguf", config)

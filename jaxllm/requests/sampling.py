@@ -266,6 +266,9 @@ class SamplingDefaults:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    max_tokens: int | None = None
 
     def fields(self) -> dict[str, Any]:
         """The stated ones, as keyword arguments of SamplingParams."""

@@ -14,6 +14,7 @@ from pydantic import Field
 from jaxllm.chat.formats import detect_formats
 from jaxllm.config import ADAPTER_SIZES, ModelConfig, ServeConfig, make_config, part_of
 from jaxllm.config.parts import LoRAModules
+from jaxllm.config.server import FOR_SEVERAL_MODELS
 from jaxllm.config.sources import read_mapping
 from jaxllm.config.values import SERVED_NAME, NameList, comma_separated, format_bytes, is_pattern, is_served_name
 from jaxllm.engine.messages import MemoryRoom
@@ -23,7 +24,8 @@ from jaxllm.serving.dialects.candle_vllm import is_candle_vllm, read_candle_vllm
 from jaxllm.serving.pooling.inputs import score_method
 from jaxllm.serving.served_model import LoadableModel, read_chat_template
 from jaxllm.serving.state import Registry
-from jaxllm.weights.folder import gguf_models, whole_name
+from jaxllm.weights.folder import gguf_models, is_saved, whole_name
+from jaxllm.weights.source import check_name
 from jaxllm.wording import did_you_mean
 
 if TYPE_CHECKING:
@@ -67,7 +69,7 @@ class CatalogEntry(ModelConfig):
 def read_catalog(config: ServeConfig) -> list[CatalogEntry]:
     """Every model of a server, the default one first; none where the server has only MODEL. Raises ConfigError."""
     if not config.has_catalog:
-        for name in ("max_loaded_models", "model_memory", "model_min_seconds", "model_ttl"):
+        for name in FOR_SEVERAL_MODELS:
             if name in config.model_fields_set:
                 raise ConfigError(f"{name} is for servers of several models: it needs models or model_directory")
         return []
@@ -102,6 +104,12 @@ def read_catalog(config: ServeConfig) -> list[CatalogEntry]:
     if not found:
         place = config.models or config.model_directory
         raise ConfigError(f"there is no model to serve in {place}: give a MODEL, or put one there")
+    for name in comma_separated(config.preload_model):
+        at = next((at for at, (_, entry) in enumerate(found) if {name, Path(name).stem} & {*entry.names}), None)
+        if at is None:
+            names = ", ".join(entry.name for _, entry in found)
+            raise ConfigError(f"preload_model is {name!r}, and the models are {names}")
+        found[at] = found[at][0], found[at][1].model_copy(update={"preload": True})
     return _checked(found, config.most_loaded_models)
 
 
@@ -125,6 +133,7 @@ class ServerModels:
             self._models.append(LoadableModel(only, start, preload=True, pinned=True))
         for model in self._models:
             with self._naming(model):
+                check_name(model.config.model)
                 read_chat_template(model.config)
                 detect_formats(None, model.config.tool_call_parser, model.config.reasoning_parser)
 
@@ -211,7 +220,7 @@ def _in_file(path: Path, defaults: Mapping[str, Any]) -> Iterator[tuple[str, Cat
 def _in_directory(folder: Path, defaults: Mapping[str, Any]) -> Iterator[tuple[str, CatalogEntry]]:
     """The models that lie in a folder, by name, and not those in folders below its own."""
     try:
-        folders = [path for path in folder.iterdir() if (path / "config.json").is_file()]
+        folders = [path for path in folder.iterdir() if (path / "config.json").is_file() or is_saved(path)]
         named = [(path.name, path) for path in folders]
         named += [(whole_name(path).stem, path) for path in gguf_models(folder)]
     except OSError as error:

@@ -21,6 +21,7 @@ from jaxllm.engine.messages import EngineRequest, PagesAt, TokenDelta, TransferI
 from jaxllm.errors import EngineDeadError, Field, InvalidRequestError
 from jaxllm.requests.outputs import PromptScores, WeightVersionSpan, extend_versions
 from jaxllm.requests.steering import AdapterUse
+from jaxllm.serving.access.keys import Tenant
 from jaxllm.serving.call import ClientCall
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.route import until_disconnect
@@ -247,6 +248,26 @@ class Generation:
     def phases(self) -> Phases:
         return self._asked.clock.phases(self.num_choices)
 
+    @property
+    def tenant(self) -> Tenant:
+        return self._call.tenant
+
+    def progress(self) -> list[tuple[int, int, int, int]]:
+        """Of each choice that has not ended: tokens of its prompt, of those cached ones, generated ones, and their
+        most."""
+        open_ones = [(i // self.n, timer) for i, timer in enumerate(self._timers) if i not in self._finish_reasons]
+        found = ((self.prompts[at], self._cached_tokens.get(at, 0), timer.num_tokens) for at, timer in open_ones)
+        return [(len(prompt.token_ids), cached, made, prompt.params.max_tokens or 0) for prompt, cached, made in found]
+
+    def end_thinking(self) -> None:
+        """Have reasoning that has a budget end now; waits until the engine has been told."""
+        if self._stream is not None:
+            self._model.engine.end_thinking(self._stream.names)
+
+    def kept(self, gains: list[Gain]) -> list[Gain]:
+        """What the choices have gained, which a choice may end with although the engine goes on."""
+        return gains
+
     async def _next(self, timeout: float | None) -> list[Gain]:
         assert self._stream is not None
         try:
@@ -254,6 +275,7 @@ class Generation:
         except EngineDeadError as error:
             self._failure = error
             return []
+        gains = self.kept(gains)
         for at, (index, delta) in enumerate(gains):
             if delta.error is not None:
                 self._failure = _failure(delta)

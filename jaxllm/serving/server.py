@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import signal
 import socket
 import ssl
@@ -22,7 +21,8 @@ from starlette.routing import Route
 
 from jaxllm import logs
 from jaxllm.config import ServeConfig
-from jaxllm.config.server import OTHER_KEY_VARIABLES, ServerConfig
+from jaxllm.config.server import ServerConfig
+from jaxllm.config.translation import other_variables
 from jaxllm.errors import ConfigError, EngineDeadError
 from jaxllm.folders import in_home, unwritable
 from jaxllm.logs import LogSettings
@@ -49,9 +49,6 @@ logger = logging.getLogger(__name__)
 
 SWITCH_SECONDS = 0.0005
 """The longest that a busy thread keeps the event loop waiting. Python's own 5 ms add up over the turns of an event."""
-_OTHERS = ("VLLM_", "LLAMA_ARG_", "OLLAMA_")  # prefixes of the variables of other servers' settings
-_LINKS = re.compile(r"_SERVICE_(HOST|PORT)|_PORT(_\d+_(TCP|UDP)|=\w+://)")
-"""Variables that Kubernetes sets for a service that is called vllm, as VLLM_PORT=tcp://10.0.0.7:80."""
 
 
 def serve(config: ServeConfig) -> None:
@@ -77,8 +74,8 @@ def serve(config: ServeConfig) -> None:
     if config.process_id:
         serve_as_follower(config)
     warn_of_open_doors(config)
+    models = check_settings(config)
     with listening(config) as listener, _ending_on_sigterm():
-        models = check_settings(config)
         tool_servers, named = find_settings(config.mcp_config)
         for one in named:
             place = one.command or urlsplit(one.url or "").hostname  # no more of it: arguments and paths may be secret
@@ -108,17 +105,15 @@ def check_settings(config: ServeConfig) -> ServerModels:
 
 
 def warn_of_open_doors(config: ServerConfig, environ: Mapping[str, str] = os.environ) -> None:
-    """Log a server that anybody may use, and settings of other servers that are not honoured here."""
+    """Log a server that anybody may use, and what becomes of each variable of another server."""
     named = config.asks_for_key or config.ssl_cert_reqs == ssl.CERT_REQUIRED
     if config.uds is None and not named and not is_local(config.host):
         logger.warning(
             "host is %s and there is no API key: everybody who reaches this address may use the server; "
             "set JAXLLM_API_KEY or --api-key-file, or --host 127.0.0.1", config.host,
         )  # fmt: skip
-    others = {name for name in environ if name.startswith(_OTHERS) and not _LINKS.search(f"{name}={environ[name]}")}
-    if ignored := ", ".join(sorted(others - set(OTHER_KEY_VARIABLES))):
-        message = "%s: set in the environment, but not honoured here; docs/coming-from.md says what corresponds to them"
-        logger.warning(message, ignored)
+    for variable in other_variables(environ):
+        logger.warning("%s", variable)
 
 
 def configure_logging(config: ServerConfig) -> None:

@@ -41,6 +41,7 @@ ONLY_MODELS = "claude-*"
 """Claude Code asks for a large model and a small one; where there is one, it is both."""
 MAX_NAMES_SHOWN = 20
 MAX_NEAR = 3
+LATEST = ":latest"  # ollama's tag of a name without one
 MAX_COMPARED = 200  # characters of an unknown name that is compared with others: it may have megabytes
 
 ModelName = Annotated[str | None, Query(description="A name that /v1/models lists; by default the first.")]
@@ -236,6 +237,8 @@ class Registry:
         """The model, after the name that it is asked for by. Raises 404 for a name that the tenant may not know."""
         if name is None:  # the default one, or the first that the tenant may use
             name = next((name for name, model in self._by_name.items() if tenant.may_use(model.names)), None)
+        elif self.named(name) is None:
+            name = name.removesuffix(LATEST)
         if name is not None and self.serves(name):
             model = self.named(name) or self._by_name[self.default_name]
             if self._may_use(tenant, model, name):

@@ -76,6 +76,7 @@ async def livez(_: Request) -> Response:
 
 
 @router.get("/health", responses=returns(Health))
+@router.get("/v1/health", responses=returns(Health), include_in_schema=False)
 async def health(request: Request) -> Response:
     """200 while any model can answer or be loaded, 503 while the server starts and when all engines have stopped."""
     state: ServerState = request.app.state.server

@@ -22,7 +22,7 @@ from jaxllm.text.spellings import BLOOM, DEEPSEEK3, GPT2, GPT4O, KIMI, LLAMA3, Q
 from jaxllm.weights.fields import FLAG, TEXT, FieldKind, FieldKinds, check_fields, many, real, shown, whole
 from jaxllm.weights.gguf_file import read_header
 
-_REVISION = 4  # part of the cache key: raise it whenever this file builds something different
+_REVISION = 5  # part of the cache key: raise it whenever this file builds something different
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 
 
@@ -62,7 +62,10 @@ _SPLITS = {
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _Split((r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", DEEPSEEK3))),
 }
 
-_SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_SPECIAL_TOKENS = {
+    "bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding",
+    "prefix_token": "fim_pre", "suffix_token": "fim_suf", "middle_token": "fim_mid",
+}  # fmt: skip
 _TEMPLATE = "tokenizer.chat_template"
 _TOKEN = FieldKind("a string of up to 4096 characters", lambda value: isinstance(value, str) and len(value) <= 4096)
 _FIELDS: FieldKinds = {
@@ -79,7 +82,7 @@ _FIELDS: FieldKinds = {
     "tokenizer.ggml.precompiled_charsmap": many(whole(0, 255), 2**24),
     **{
         f"tokenizer.ggml.{name}_token_id": whole(0, 2**32 - 1)
-        for name in ("bos", "eos", "unknown", "padding", "eot", "eom", "cls", "seperator", "mask")
+        for name in (*_SPECIAL_TOKENS.values(), "eot", "eom", "cls", "seperator", "mask")
     },
     _TEMPLATE: TEXT,
 }

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.config.values import merged
 from jaxllm.errors import CheckpointError
 from jaxllm.weights.folder import MANIFEST, NO_PICKLES, PICKLES, is_saved, the_gguf_file
 
@@ -18,9 +19,9 @@ def open_checkpoint(path: Path, load_format: str = "auto", overrides: Mapping[st
 
     `load_format` is EngineConfig's: `auto` takes what is there (Orbax before safetensors before GGUF); `orbax`,
     `safetensors` and `gguf` insist; `dummy` needs no weights: config.json or a GGUF's metadata is enough, and `tensors`
-    may be empty. `overrides` replace values of config.json; in an object they replace single keys.
-    Raises CheckpointError when there is nothing of that format, or it is corrupt or truncated, or has no config.json
-    whose keys could be overridden.
+    may be empty. `overrides` replace values of config.json, or of what a GGUF's metadata say in its words; in an object
+    they replace single keys. Raises CheckpointError when there is nothing of that format, or it is corrupt or
+    truncated, or what `jaxllm convert` saved is to be overridden.
     """
     from jaxllm.weights.gguf_file import GGUFCheckpoint
     from jaxllm.weights.packings import PackedCheckpoint, quantization_config
@@ -32,7 +33,10 @@ def open_checkpoint(path: Path, load_format: str = "auto", overrides: Mapping[st
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or directory")
     if load_format in ("auto", "orbax", "dummy") and is_saved(path):
-        _refuse_overrides(path, overrides)
+        if overrides:
+            raise CheckpointError(
+                f"hf_overrides is set, but {path} was saved with its own; set them at `jaxllm convert`"
+            )
         return SavedCheckpoint(path)
     if load_format == "orbax":
         raise CheckpointError(f"{path}: load_format is 'orbax', but there is no directory with {MANIFEST}")
@@ -40,23 +44,22 @@ def open_checkpoint(path: Path, load_format: str = "auto", overrides: Mapping[st
         has_weights = any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").exists()
         if has_weights or load_format != "auto" or not any(path.glob("*.gguf")):
             checkpoint = SafetensorsCheckpoint(path, weights=load_format != "dummy")
-            checkpoint.config = _merged(checkpoint.config, overrides)
+            checkpoint.config = overridden(checkpoint.config, overrides)
             config = quantization_config(checkpoint)
             return PackedCheckpoint(checkpoint, config) if config else checkpoint
     if load_format == "safetensors":
         raise CheckpointError(f"{path}: load_format is 'safetensors', but there is no directory with config.json")
-    _refuse_overrides(path, overrides)
-    return GGUFCheckpoint(the_gguf_file(path))
+    gguf = GGUFCheckpoint(the_gguf_file(path))
+    gguf.overrides = overrides
+    return gguf
 
 
-def _refuse_overrides(path: Path, overrides: Mapping[str, Any]) -> None:
-    if overrides:
-        raise CheckpointError(f"hf_overrides is set, but {path} has no config.json whose keys it could override")
-
-
-def _merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with other values; {"a": {"b": 1, "c": 2}} and {"a": {"b": 3}} -> {"a": {"b": 3, "c": 2}}."""
-    both = ((key, config.get(key), value) for key, value in overrides.items())
-    return {**config} | {
-        key: _merged(old, new) if isinstance(old, dict) and isinstance(new, dict) else new for key, old, new in both
-    }
+def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with other values. Those of the rotary embedding are where the config has it, old key or new."""
+    rope = {**(overrides.get("rope_scaling") or {}), **(overrides.get("rope_parameters") or {})}
+    if not rope:
+        return merged(config, overrides)
+    rope |= {"rope_type": rope.pop("type")} if "type" in rope and "rope_type" not in rope else {}
+    others = {key: value for key, value in overrides.items() if key not in ("rope_scaling", "rope_parameters")}
+    old = config.get("rope_scaling") or ("rope_parameters" not in config and "rope_theta" in config)
+    return merged(config, others | {"rope_scaling" if old else "rope_parameters": rope})

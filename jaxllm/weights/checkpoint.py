@@ -39,6 +39,7 @@ class Checkpoint:
             or the manifest of what `jaxllm convert` saved.
         generation_config: the parsed generation_config.json; empty where there is none.
         tensors: name -> TensorInfo of every tensor stored.
+        overrides: other values for keys of the config.json that a GGUF's metadata are read as.
         zero_biases: biases of quantized matrices that are all zero. AutoGPTQ writes them for layers that have none, so
             a model need not use them.
     """
@@ -49,6 +50,7 @@ class Checkpoint:
     generation_config: dict[str, Any]
     tensors: dict[str, TensorInfo]
     zero_biases: tuple[str, ...] = ()
+    overrides: Mapping[str, Any] = {}
 
     def read(self, name: str) -> Stored:
         """One tensor as it is stored, not expanded. Raises CheckpointError if there is none, or the file is closed."""

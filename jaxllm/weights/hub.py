@@ -45,7 +45,25 @@ def hub_snapshot(repo: str, revision: str | None, patterns: Sequence[str]) -> Pa
     )
 
 
+def hub_ggufs(repo: str, revision: str | None) -> list[str]:
+    """The GGUF files of a repository, or those of its copy in the cache where the hub is away. Raises HubError."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    def found(repo: str, *, revision: str | None, endpoint: str, local_files_only: bool, **options: Any) -> list[str]:
+        if not local_files_only:
+            return HfApi(endpoint=endpoint).list_repo_files(repo, revision=revision)
+        options |= {"endpoint": endpoint, "local_files_only": True, "ignore_patterns": ["*"]}  # none must be there
+        folder = Path(snapshot_download(repo, revision=revision, **options))
+        return [file.relative_to(folder).as_posix() for file in folder.rglob("*.gguf")]
+
+    return sorted(file for file in _asked(found, repo, revision=revision) if file.endswith(".gguf"))
+
+
 def _call(download: Callable[..., str], repo: str, *args: Any, **options: Any) -> Path:
+    return Path(_asked(download, repo, *args, **options))
+
+
+def _asked(download: Callable[..., Any], repo: str, *args: Any, **options: Any) -> Any:
     from huggingface_hub import errors
     from huggingface_hub.utils import disable_progress_bars
 
@@ -69,7 +87,7 @@ def _call(download: Callable[..., str], repo: str, *args: Any, **options: Any) -
         raise HubError(f"{repo}: {_first_line(error)}") from None
     if away:
         logger.warning("%s; using the cached copy of %s", away, repo)
-    return Path(path)
+    return path
 
 
 def _first_line(error: Exception) -> str:

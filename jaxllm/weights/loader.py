@@ -263,7 +263,7 @@ def _choose_sources(
     used = {name for sources in found.values() for source in sources for name in source.tensors}
     patterns, skipped = tuple(ignored), []
     for name in checkpoint.tensors:
-        if name in used:
+        if name in used or 0 in checkpoint.tensors[name].shape:
             continue
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             raise CheckpointError(f"{checkpoint.path}: tensor {name!r} is stored there, but this model does not use it")

@@ -55,9 +55,6 @@ class SafetensorsCheckpoint(MappedCheckpoint):
         if weights and not self.tensors:
             held = f", but {', '.join(found[:3])}: {folder.NO_PICKLES}" if (found := folder.pickles(path)) else ""
             raise CheckpointError(f"{path}: holds no *.safetensors file{held}")
-        for name, shard in _index(path).items():
-            if name not in self.places or self.places[name].file.name != shard:
-                raise CheckpointError(f"{path / _INDEX}: names tensor {shown(name)} in {shard}, which does not hold it")
 
     def _add_file(self, file: Path, before: str = "") -> None:
         for name, info, place in _read_header(file):
@@ -85,16 +82,16 @@ def read_tensors(file: Path) -> dict[str, np.ndarray]:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """The index's shards; else model.safetensors alone, else every *.safetensors file."""
+    """model.safetensors alone, as transformers has it; else the index's shards, else every *.safetensors file."""
+    single = folder.model_file(path, "model.safetensors")
+    if single.is_file():
+        return [single]
     if index := _index(path):
         files = [folder.model_file(path, name) for name in sorted(set(index.values()))]
         for file in files:
             if not file.is_file():
                 raise CheckpointError(f"{path / _INDEX}: names shard {file.name}, which is missing")
         return files
-    single = folder.model_file(path, "model.safetensors")
-    if single.is_file():
-        return [single]
     return [folder.model_file(path, file.name) for file in sorted(path.glob("*.safetensors"))]
 
 
@@ -124,10 +121,16 @@ def _read_header(file: Path) -> list[tuple[str, TensorInfo, ByteRange]]:
             raise CheckpointError(f"{file}: corrupt safetensors header: {error}") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{file}: corrupt safetensors header: it is no object")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
     found = [_entry(file, size, 8 + length, name, entry) for name, entry in header.items()]
     check_apart(file, ((place.offset, place.nbytes, name) for name, _, place in found))
-    return found
+    named = {name: (info, place) for name, info, place in found}
+    aliases = metadata.items() if isinstance(metadata, dict) else ()  # as safetensors' save_model writes tied tensors
+    return found + [
+        (alias, *named[name])
+        for alias, name in aliases
+        if isinstance(name, str) and name in named and alias not in named
+    ]
 
 
 def _entry(file: Path, size: int, start: int, name: str, entry: Any) -> tuple[str, TensorInfo, ByteRange]:

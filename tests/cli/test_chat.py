@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jaxllm.cli.chat import Chat, ChatHistory, Shown
+from jaxllm.cli import chat as chat_command
+from jaxllm.cli.chat import Chat, ChatHistory, Shown, completed
 from jaxllm.cli.markdown import MarkdownStream, finished_blocks
 from jaxllm.config import EngineConfig
 from jaxllm.engine.start.tokenizer import answers_chats
@@ -77,10 +78,23 @@ def test_clear_forgets_and_system_starts_over(monkeypatch) -> None:
     ]
 
 
-def test_exit_leaves_at_once(monkeypatch) -> None:
+@pytest.mark.parametrize("command", ["/exit", "/bye", "/quit"])
+def test_exit_leaves_at_once(monkeypatch, command: str) -> None:
     backend = Scripted(["1"])
-    talk(backend, ["/exit", "never said"], monkeypatch)
+    talk(backend, [command, "never said"], monkeypatch)
     assert not backend.seen
+
+
+def test_tab_completes_commands(monkeypatch) -> None:
+    assert [completed("/s", number) for number in range(4)] == ["/system ", "/set ", "/save ", None]
+    assert completed("/by", 0) == "/bye " and completed("hello", 0) is completed("", 0) is None
+
+
+def test_what_has_been_done_is_said(monkeypatch, capsys, tmp_path) -> None:
+    talk(Scripted(["1"]), ["hi", f"/save {tmp_path / 'x.json'}", "/clear", "/?"], monkeypatch)
+    out = capsys.readouterr().out
+    assert f"2 messages are in {tmp_path / 'x.json'}\nthe next message begins a new conversation\n" in out
+    assert "/regenerate" in out
 
 
 def test_help_and_unknown_commands_say_what_there_is(monkeypatch, capsys) -> None:
@@ -123,8 +137,21 @@ def engine(monkeypatch) -> FakeEngine:
     return engine
 
 
-def test_settings_reach_the_engine(cli, engine, monkeypatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n/set max_tokens 1\nhi\n"))
+class Typed(io.StringIO):
+    """What somebody types in a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def typing(monkeypatch) -> Any:
+    monkeypatch.setattr(chat_command, "prepare_terminal", lambda: None)
+    return lambda text: monkeypatch.setattr("sys.stdin", Typed(text))
+
+
+def test_settings_reach_the_engine(cli, engine, typing) -> None:
+    typing("hi\n/set max_tokens 1\nhi\n")
     cli("chat", "echo-model", "--temperature", "0")
     assert [(params.temperature, params.max_tokens) for _, params, _ in engine.seen] == [(0, 512), (0, 1)]
 
@@ -234,19 +261,32 @@ def test_a_dead_engine_ends_the_chat(monkeypatch) -> None:
         talk(Scripted([EngineDeadError("the engine has stopped")]), ["hi"], monkeypatch)
 
 
-def test_chat_drives_the_engine(cli, engine, monkeypatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
-    assert cli("chat", "fake-model", "--system", "be brief", "--temperature", "0").out == f"{REPLY}\n"
+@pytest.mark.parametrize("command", ["chat", "run"])
+def test_a_prompt_is_answered_once(cli, engine, monkeypatch, command: str) -> None:
+    asked = (command, "fake-model", "Sum", "up", "--system", "be brief", "--temp", "0")
+    assert cli(*asked).out == f"{REPLY}\n"
     ((ids, params, _),) = engine.seen
-    assert engine.tokenizer.decode(ids) == "[system]be brief[user]hi[assistant]" and params.temperature == 0
+    assert engine.tokenizer.decode(ids) == "[system]be brief[user]Sum up[assistant]" and params.temperature == 0
     assert engine.is_dead
 
 
-def test_reasoning_is_no_part_of_the_answer(cli, engine, monkeypatch) -> None:
+@pytest.mark.parametrize(("words", "question"), [([], "one\ntwo"), (["Sum up"], "one\ntwo\n\nSum up")])
+def test_what_is_piped_is_one_question(cli, engine, monkeypatch, words: list[str], question: str) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
+    assert cli("chat", "fake-model", *words).out == f"{REPLY}\n"
+    assert [engine.tokenizer.decode(ids) for ids, _, _ in engine.seen] == [f"[user]{question}[assistant]"]
+
+
+def test_nothing_piped_is_no_question(cli, engine) -> None:
+    result = cli("chat", "fake-model")
+    assert (result.code, len(result.err.splitlines())) == (2, 1) and "standard input is empty" in result.err
+
+
+def test_reasoning_is_no_part_of_the_answer(cli, engine, typing) -> None:
     engine.tokenizer = ByteTokenizer(TEMPLATE + "<think>\n{# </think> #}")
     engine.reply = "Hm.</think>\n\nYes."
-    monkeypatch.setattr("sys.stdin", io.StringIO("hi\nand?\n"))
-    assert cli("chat", "fake-model").out == "Yes.\nYes.\n"
+    typing("hi\nand?\n")
+    assert cli("chat", "fake-model").out.endswith("> Yes.\n> Yes.\n> \n")
     assert engine.tokenizer.decode(engine.seen[1][0]) == "[user]hi[assistant]Yes.[user]and?[assistant]\n"
 
 
@@ -263,7 +303,7 @@ def test_a_terminal_shows_reasoning_before_the_answer() -> None:
 
 def test_chat_refuses_a_model_without_a_template(cli, echo) -> None:
     echo.chat_template = None
-    result = cli("chat", "base")
+    result = cli("chat", "base", "hi")
     assert (result.code, len(result.err.splitlines())) == (2, 1)
     assert "base has no chat template" in result.err and "`jaxllm generate base TEXT`" in result.err
     assert not echo.instances, "refused before anything is loaded"
@@ -272,18 +312,20 @@ def test_chat_refuses_a_model_without_a_template(cli, echo) -> None:
 def test_a_real_base_model_is_refused_before_it_is_loaded(cli, monkeypatch) -> None:
     stub_module(monkeypatch, "jaxllm.engine.doors.async_llm", AsyncLLM=lambda config: pytest.fail("loaded"))
     gemma = str(real_model("gemma3-270m"))
-    assert "has no chat template" in cli("chat", gemma).err
+    assert "has no chat template" in cli("chat", gemma, "hi").err
     assert answers_chats(EngineConfig(model=str(real_model("smollm2-135m"))))
 
 
-def test_chat_drives_a_server(cli, server_url: str, monkeypatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("hi\nagain\n"))
+def test_chat_drives_a_server(cli, server_url: str, typing) -> None:
+    typing("hi\nagain\n")
     result = cli("chat", "--url", server_url + "/v1/", "--max-tokens", "11")
-    assert (result.code, result.out) == (0, "The capital\nThe capital\n")
+    assert result.code == 0 and result.out.endswith("> The capital\n> The capital\n> \n")
 
 
-def test_chat_says_what_the_server_refuses(cli, server_url: str, monkeypatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
+def test_chat_says_what_the_server_refuses(cli, server_url: str, typing) -> None:
+    result = cli("chat", "no-such-model", "hi", "--url", server_url)
+    assert result.code == 2 and "the server answered 404" in result.err and "no-such-model" in result.err
+    typing("hi\n")
     result = cli("chat", "no-such-model", "--url", server_url)
     assert result.code == 0 and "the server answered 404" in result.out and "no-such-model" in result.out
 

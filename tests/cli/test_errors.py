@@ -46,8 +46,8 @@ FLAGS = [
     (["generate", "hi", "--file", "x"], "not both"),
     (["generate", "--file", "/no/such/prompts"], "--file is '/no/such/prompts'"),
     (["chat", "--n", "2"], "--n is 2"),
-    (["chat", "--url", "http://127.0.0.1:9", "--dtype", "float32"], "dtype cannot be set with --url"),
-    (["chat", "--url", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9 ("),
+    (["chat", "m", "hi", "--url", "http://127.0.0.1:9", "--dtype", "float32"], "dtype cannot be set with --url"),
+    (["chat", "m", "hi", "--url", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9 ("),
     (["bench", "throughput", "--output-len", "1"], "--output-len is 1: it must be at least 2"),
     (["bench", "throughput", "--num-prompts", "0"], "--num-prompts is '0': it must be 1 or more"),
     (["bench", "latency", "--json", "/no/such/directory/x.json"], "--json"),
@@ -67,8 +67,11 @@ def test_a_wrong_argument(cli, echo, served, arguments: list[str], message: str)
 
 FILES = [
     ("max_model_ln: 5\n", "unknown setting 'max_model_ln'; did you mean 'max_model_len'?"),
-    ("trust_remote_code: true\n", "config.yaml: trust_remote_code is not available: it would run code"),
-    ("swap-space: 4\n", "config.yaml: swap-space is not available: see --kv-offload-memory"),
+    (
+        "trust_remote_code: true\n",
+        "config.yaml: trust_remote_code of vLLM is not available: no code that came with a model",
+    ),
+    ("swap-space: 4\n", "config.yaml: swap-space of vLLM is not available: pages that have lost"),
     ("max-model-len: 5\n", "unknown setting 'max-model-len'; did you mean 'max_model_len'?"),
     ("3: 5\n", "unknown setting 3"),
     ("port: eighty\n", "config.yaml: port is 'eighty': it must be an integer"),

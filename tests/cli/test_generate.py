@@ -78,6 +78,11 @@ def test_prompts_from_standard_input(cli, echo, monkeypatch, arguments: list[str
     assert cli("generate", "--raw", *arguments).out == "ONE \nTWO \n"
 
 
+def test_standard_input_stands_before_the_prompt(cli, echo, monkeypatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
+    assert cli("generate", "--raw", "sum up").out == "ONE TWO SUM UP \n"
+
+
 def test_no_prompt_at_all(cli, echo, monkeypatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     result = cli("generate")

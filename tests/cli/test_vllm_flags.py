@@ -1,16 +1,14 @@
-"""Command lines of vLLM's server: honoured, said to change nothing, or refused with the reason."""
+"""Flags as vLLM takes them: short names, underscores, lists, objects by their keys, numbers with a unit."""
 
 from __future__ import annotations
 
-import logging
+import json
+from typing import Any
 
 import pytest
 
 from jaxllm.config import ServeConfig
-from jaxllm.config.sources import ALWAYS_SO, REFUSED, RENAMED
 from tests.cli.test_errors import check
-
-OURS = {f"--{name.replace('_', '-')}" for name in ServeConfig.model_fields}
 
 
 def test_short_and_other_names(cli, served) -> None:
@@ -66,28 +64,86 @@ def test_adapters_are_not_served_by_a_server_without(cli, served) -> None:
     )
 
 
-@pytest.mark.parametrize("flag", ALWAYS_SO)
-def test_what_is_always_so_is_accepted_with_one_line(cli, served, caplog, flag: str) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert cli("serve", flag, "m").code == 0
-    assert served == [ServeConfig(model="m")]
-    assert [record.getMessage() for record in caplog.records] == [f"{flag} has no effect: {ALWAYS_SO[flag]}"]
+@pytest.mark.parametrize(
+    ("given", "length"), [("128k", 128_000), ("128K", 131_072), ("25.6k", 25_600), ("auto", None), ("-1", None)]
+)
+def test_a_length_may_have_a_unit(cli, served, given: str, length: int | None) -> None:
+    assert cli("serve", "m", "--max-model-len", given).code == 0
+    assert served == [ServeConfig(model="m", max_model_len=length)]
+    assert ServeConfig(model="m", max_model_len=given) == served[0]
 
 
-@pytest.mark.parametrize("flag", REFUSED)
-@pytest.mark.parametrize("value", ["", "=1"])
-def test_what_cannot_be_honoured_is_refused_with_the_reason(cli, served, flag: str, value: str) -> None:
-    check(cli("serve", "m", flag + value), f"{flag} is not available: {REFUSED[flag]}")
+@pytest.mark.parametrize(
+    ("names", "dtype"), [("half fp16 f16", "float16"), ("bf16", "bfloat16"), ("float fp32 f32", "float32")]
+)
+def test_types_of_numbers_by_other_names(cli, served, names: str, dtype: str) -> None:
+    for name in names.split():
+        assert cli("serve", "m", "--dtype", name).code == 0
+    assert {config.dtype for config in served} == {dtype}
+
+
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--speculative-config.method", "ngram", "--speculative-config.num_speculative_tokens=3"],
+        ["-sc.method", "ngram", "--speculative_config.num_speculative_tokens", "3"],
+        ["--spec-method", "ngram", "--spec-tokens", "3"],
+        ["-sc", '{"method": "mtp", "num_speculative_tokens": 3}', "--spec-method=ngram"],
+    ],
+)
+def test_an_object_may_be_given_by_its_keys(cli, served, given: list[str]) -> None:
+    assert cli("serve", "m", *given).code == 0
+    assert served == [ServeConfig(model="m", speculative_config=DRAFTS)]
+
+
+@pytest.mark.parametrize(
+    ("given", "settings"),
+    [
+        (["m", "--served-model-name", "a", "b", "--port", "1"], {"served_model_name": "a,b", "port": 1}),
+        (["--served-model-name", "a", "m"], {"served_model_name": "a"}),
+        (["m", "--api-key", "x", "y"], {"api_key": "x,y"}),
+        (["m", "--rope-scaling", '{"rope_type": "yarn"}', "--rope-theta", "5e5"],
+         {"hf_overrides": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5}}}),
+        (["m", "--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1"],
+         {"num_processes": 2, "process_id": 1, "coordinator_address": "10.0.0.1:29501"}),
+        (["m", "--kv-offloading-size", "8"], {"kv_offload_memory": "8GiB"}),
+        (["m", "--kv-cache-dtype", "fp8_e4m3", "--attention-backend", "FLASHINFER"], {"kv_cache_dtype": "fp8"}),
+        (["m", "--compilation-config", "{}", "-O3", "-cc.mode", "none", "--cudagraph-capture-sizes", "1", "2"], {}),
+        (["m", "--limit-mm-per-prompt.image", "4", "--no-enable-chunked-prefill", "--trust-remote-code"], {}),
+        (["m", "-sc", '{"num_speculative_tokens": 3, "draft_tensor_parallel_size": 1}'],
+         {"speculative_config": {"num_speculative_tokens": 3}}),
+        (["m", "--block-size", "256", "--load-format", "fastsafetensors"], {}),
+    ],
+)  # fmt: skip
+def test_a_flag_of_vllm_is_a_setting_here(cli, served, given: list[str], settings: dict[str, Any]) -> None:
+    assert cli("serve", *given).code == 0
+    assert served == [ServeConfig(model="m", **settings)]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--enable-chunked-prefill=false"], "--enable-chunked-prefill is 'false'; it takes no value"),
+        (["--cpu-offload-gb", "4"], "--cpu-offload-gb is not available: weights stay on the devices"),
+        (["--max-num-queued-reqs"], "--max-num-queued-reqs requires an argument"),
+        (
+            ["--response-role", "robot"],
+            "--response-role is 'robot': answers are always the assistant's; accepted is as",
+        ),
+        (["-dcp", "4"], "-dcp is '4': accepted is 1"),
+        (["--spec-tokens", "3", "-sc", "[1]"], "--speculative-config is '[1]': it must be a JSON object"),
+        (["--device", "hpu"], "--device is 'hpu': accepted are cpu, auto, cuda, gpu, tpu"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(cli, served, given: list[str], said: str) -> None:
+    check(cli("serve", "m", *given), said)
     assert not served
 
 
-def test_a_switch_takes_no_value(cli, served) -> None:
-    check(cli("serve", "--enable-chunked-prefill=false"), "--enable-chunked-prefill is 'false'; it takes no value")
-
-
-def test_no_setting_is_hidden_and_every_hint_is_a_flag() -> None:
-    assert not OURS & {*RENAMED, *ALWAYS_SO, *REFUSED}
-    assert set(RENAMED.values()) <= OURS
-    words = " ".join([*ALWAYS_SO.values(), *REFUSED.values()]).replace(",", " ").replace(";", " ").split()
-    hints = {word.replace("--no-", "--") for word in words if word.startswith("--")}
-    assert hints <= OURS, hints - OURS
+def test_a_key_of_a_file_that_has_another_name_here_is_told(cli, tmp_path) -> None:
+    path = tmp_path / "vllm.yaml"
+    path.write_text(json.dumps({"max-num-queued-reqs": 3}))
+    check(cli("serve", "m", "--config", str(path)), "max-num-queued-reqs of vLLM is not available: max-num-waiting is")

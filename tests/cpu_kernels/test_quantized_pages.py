@@ -17,9 +17,9 @@ from jaxllm import cpu_kernels
 from jaxllm.pallas_kernels.pages import QUANTIZED, SCALE_BYTES, to_storage, write_pages
 from tests.cpu_kernels.test_attention import LONG, attend, run
 from tests.cpu_kernels.weights import ISAS, needs_kernels
-from tests.devices import over_devices
 from tests.pallas_kernels.oracle import RaggedBatch, attention_oracle, ragged_batch, with_numbers_of_heads
 from tests.pallas_kernels.test_reference import CASES, LATENT, MIXED, ROOM, padded
+from tests.support.devices import over_devices
 
 pytestmark = needs_kernels
 

@@ -12,6 +12,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.start.blueprint import plan_engine
 from jaxllm.engine.start.tokenizer import open_model, resolve_tokenizer
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.models.registry import model_spec
 from tests.serving.mixed_requests import write_model
 from tests.weights.models import real_model
 
@@ -63,11 +64,34 @@ def test_quantization_that_the_files_have(model: Path, name: str) -> None:
         open_model(config.model_copy(update={"quantization": "fp8"}), model)
 
 
-def test_gguf_is_a_quantization_and_has_no_config_to_override() -> None:
+def test_gguf_is_a_quantization() -> None:
     path = real_model("smollm2-135m")
     open_model(EngineConfig(model="smollm2-135m", quantization="gguf"), path).close()
-    with pytest.raises(CheckpointError, match=r"hf_overrides is set, but .* has no config\.json"):
-        open_model(EngineConfig(hf_overrides={"rope_theta": 1.0}), path)
+
+
+def test_the_context_of_a_gguf_file_is_stretched() -> None:
+    path = real_model("smollm2-135m")
+    overrides = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5}}
+    checkpoint = open_model(EngineConfig(hf_overrides=overrides), path)
+    config, stated = model_spec(checkpoint).config, checkpoint.config["llama.context_length"]
+    rope = config.layers[0].rope
+    assert rope is not None and (rope.kind, rope.factor, rope.theta, rope.original_length) == ("yarn", 4, 5e5, stated)
+    assert config.max_position_embeddings == 4 * stated
+    checkpoint.close()
+
+
+def test_what_is_not_read_of_a_gguf_file_is_not_overridden() -> None:
+    checkpoint = open_model(EngineConfig(hf_overrides={"thinking": 1}), real_model("smollm2-135m"))
+    with pytest.raises(CheckpointError, match="hf_overrides has 'thinking', which is not read of a GGUF file"):
+        model_spec(checkpoint)
+    checkpoint.close()
+
+
+def test_a_new_key_of_the_rotary_embedding_wins_over_the_old_one_of_a_file(tmp_path: Path) -> None:
+    old = write_model(tmp_path, rope_scaling={"rope_type": "linear", "factor": 2.0})
+    overrides = {"rope_parameters": {"type": "yarn", "factor": 4.0}}
+    config = open_model(EngineConfig(model=str(old), hf_overrides=overrides), old).config
+    assert config["rope_scaling"] == {"rope_type": "yarn", "factor": 4.0} and "rope_parameters" not in config
 
 
 def test_where_defaults_come_from(model: Path, tmp_path: Path) -> None:
@@ -77,6 +101,8 @@ def test_where_defaults_come_from(model: Path, tmp_path: Path) -> None:
     assert recommended(model, generation_config=str(tmp_path)) == {"top_p": 0.5, "eos_token_id": 9}
     overridden = recommended(model, override_generation_config={"top_k": None, "min_p": 0.1})
     assert overridden == RECOMMENDED | {"top_k": None, "min_p": 0.1}
+    more = recommended(model, override_generation_config={"max_new_tokens": 5, "frequency_penalty": 1.1})
+    assert more == RECOMMENDED | {"max_tokens": 5, "frequency_penalty": 1.1}
 
 
 def test_tokens_that_end_a_text_are_those_of_both_folders(model: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import REFERENCE, Kernels, StepMetadata
 from jaxllm.pallas_kernels.gpu.attention import latent_attention
 from jaxllm.sharding.mesh import TENSOR, build_meshes
-from tests.gpu_here import INTERPRET
+from tests.support.gpu_here import INTERPRET
 
 SIZE = 44
 EPS = 1e-3

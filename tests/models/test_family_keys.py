@@ -47,12 +47,24 @@ def test_a_list_of_layers_comes_before_the_letters(tmp_path):
     assert windows(config) == [None, 13, None, 13]
 
 
-@pytest.mark.parametrize("pattern", ["", "LLXG", 0, True])
+@pytest.mark.parametrize("pattern", ["", "LLXG", -1, True])
 def test_other_patterns_of_windows_are_refused(pattern, tmp_path):
     with pytest.raises(
         CheckpointError, match=r"sliding_window_pattern is .*; accepted is an integer .* L and G or null"
     ):
         read(tmp_path, "exaone4", sliding_window_pattern=pattern)
+
+
+def test_exaone_without_a_window_as_transformers_saves_it_again(tmp_path):
+    kinds = ["full_attention"] * 4
+    config = read(tmp_path, "exaone4", sliding_window=None, sliding_window_pattern=0, layer_types=kinds)
+    assert windows(config) == [None] * 4
+
+
+@pytest.mark.parametrize("name", ["bert", "xlm_roberta", "modernbert", "nomic_bert", "gpt2", "gpt_neox"])
+def test_families_without_groups_of_heads_ignore_keys_about_them(name, tmp_path):
+    """As transformers does, whose classes of these families have no such attribute."""
+    assert read(tmp_path, name, num_key_value_heads=1, head_dim=1024) == read(tmp_path, name)
 
 
 def test_olmo_3_scales_no_layer_with_a_window(tmp_path):

@@ -13,11 +13,11 @@ import pytest
 from jaxllm.pallas_kernels.gpu.experts import add_norm, experts
 from jaxllm.pallas_kernels.gpu.products import linear
 from jaxllm.pallas_kernels.kernels import GPU
-from tests.gpu_here import INTERPRET
 from tests.models.harness import Chunk, Harness
 from tests.models.mla_layer import interpreted
 from tests.reference import load_golden
 from tests.reference.tiny import TINY_MODELS, write_checkpoint
+from tests.support.gpu_here import INTERPRET
 
 pytestmark = pytest.mark.hardware
 

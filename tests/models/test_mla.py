@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxllm.pallas_kernels import REFERENCE
-from tests.devices import over_devices
 from tests.models.mla_layer import CASES, INTERPRETED, hidden_states, oracle, run
+from tests.support.devices import over_devices
 
 SHARDED = {
     "q_lora:2": "the queries' latent is whole on both",

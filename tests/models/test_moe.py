@@ -27,8 +27,8 @@ from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import REFERENCE, Kernels, StepMetadata
 from jaxllm.pallas_kernels.gpu import experts as gpu_experts
 from jaxllm.sharding.mesh import build_meshes
-from tests.devices import over_devices
-from tests.gpu_here import INTERPRET
+from tests.support.devices import over_devices
+from tests.support.gpu_here import INTERPRET
 
 SIZE, EXPERTS, HIDDEN, TOKENS = 16, 16, 24, 13
 

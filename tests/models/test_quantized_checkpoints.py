@@ -26,10 +26,10 @@ from jaxllm.weights import open_checkpoint
 from jaxllm.weights.kinds import KindChooser
 from jaxllm.weights.loader import ParamSpec, load_parameters
 from jaxllm.weights.packings.module import unpack
-from tests.devices import over_devices
 from tests.models.harness import Chunk, Harness
 from tests.models.packed_models import CASES, prompt, write
 from tests.reference import packings
+from tests.support.devices import over_devices
 
 W8A8 = "llama:compressed_w8a8"
 """Rounds inputs as well, so that logits are others."""

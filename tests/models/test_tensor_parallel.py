@@ -14,9 +14,9 @@ from jaxllm.models.config import allowed_degrees
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import FAMILIES, ModelSpec, abstract_model, model_spec
 from jaxllm.weights import open_checkpoint
-from tests.devices import over_devices
 from tests.reference import load_golden
 from tests.reference.tiny import tiny_config, write_checkpoint
+from tests.support.devices import over_devices
 
 LAYOUTS = {
     "llama_tp3:3": "an odd degree, 257 tokens of vocabulary over 3 devices",

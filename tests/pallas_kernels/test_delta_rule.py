@@ -14,8 +14,8 @@ from jaxllm.cpu_kernels import available
 from jaxllm.pallas_kernels.delta_rule import delta_rule
 from jaxllm.pallas_kernels.gpu.states import delta_rule as gpu_delta_rule
 from jaxllm.pallas_kernels.kernels import CPU
-from tests.gpu_here import INTERPRET
 from tests.pallas_kernels.states import STEPS, Step, run_by_token, state_step, used_rows
+from tests.support.gpu_here import INTERPRET
 
 HEADS = {"equal": (3, 3, 8, 32), "shared": (2, 6, 12, 10), "one": (1, 2, 16, 70)}
 """Heads of keys and of values, and the sizes of both."""

@@ -16,8 +16,8 @@ from jaxllm.pallas_kernels.gpu.states import ssd_decode
 from jaxllm.pallas_kernels.kernels import CPU
 from jaxllm.pallas_kernels.ssd import CHUNK, chunked, recurrent
 from tests.cpu_kernels.weights import ISAS
-from tests.gpu_here import INTERPRET
 from tests.pallas_kernels.states import STEPS, Chunk, Step, run_by_token, state_step, used_rows
+from tests.support.gpu_here import INTERPRET
 
 SHAPES = {"three groups": (6, 5, 3, 17), "one group": (4, 8, 1, 32)}
 """Heads, the size of what they put into a state, groups, and the numbers that it is put at."""

@@ -19,9 +19,9 @@ from jaxllm.pallas_kernels.gpu.states import delta_rule as gpu_delta_rule
 from jaxllm.pallas_kernels.kernels import CPU
 from jaxllm.pallas_kernels.ssd import chunked, recurrent
 from jaxllm.pallas_kernels.states import causal_conv
-from tests.gpu_here import INTERPRET
 from tests.pallas_kernels import test_delta_rule, test_ssd
 from tests.pallas_kernels.states import Chunk, Step, run_by_token, state_step, used_rows
+from tests.support.gpu_here import INTERPRET
 
 TRIED = (Chunk(5, 4), Chunk(0, 1), Chunk(13, 4, resumes=True), Chunk(30, 3), Chunk(62, 4), Chunk(7, 1))
 STAY = (

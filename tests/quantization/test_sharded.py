@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from tests.devices import over_devices
 from tests.quantization.blocks import stored
 from tests.quantization.run_sharded import ROWS, kinds, values
+from tests.support.devices import over_devices
 
 
 def test_products_over_several_devices(tmp_path):

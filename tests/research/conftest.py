@@ -9,7 +9,8 @@ import pytest
 
 from jaxllm import LLM
 from tests.reference.tiny import write_checkpoint
-from tests.sizes import FIELDS
+from tests.support.sizes import FIELDS
+from tests.support.tiny_engine import tiny_engine
 
 
 @pytest.fixture(scope="module")
@@ -25,5 +26,5 @@ def llm(checkpoint: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with LLM(write_checkpoint("llama_gqa", tmp_path_factory.mktemp("llama")), **FIELDS) as llm:
+    with tiny_engine("llama_gqa", tmp_path_factory.mktemp("llama")) as llm:
         yield llm

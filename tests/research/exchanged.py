@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from jaxllm import LLM
-from tests.reference.tiny import tiny_prompt, tiny_weights, write_checkpoint
-from tests.sizes import FIELDS
+from tests.reference.tiny import tiny_prompt, tiny_weights
+from tests.support.tiny_engine import tiny_engine
 
 MODELS = ("llama_mha8", "lfm2")
 
@@ -29,7 +29,7 @@ def shown(folder: Path, tp: int) -> dict[str, np.ndarray]:
             key: array * (1 + 0.3 * rng.standard_normal(array.shape)).astype(np.float32)
             for key, array in tiny_weights(name).items()
         }
-        with LLM(write_checkpoint(name, folder / name), **FIELDS, tensor_parallel_size=tp) as llm:
+        with tiny_engine(name, folder / name, tensor_parallel_size=tp) as llm:
 
             def logits(llm: LLM = llm, prompt: list[int] = prompt) -> np.ndarray:
                 (rows,) = llm.logits(prompt, "last", use_tqdm=False)

@@ -18,7 +18,8 @@ import numpy as np
 from jaxllm import LLM, SamplingParams, Steer
 from tests.reference.tiny import tiny_prompt, write_checkpoint
 from tests.research.processors import PROCESSORS
-from tests.sizes import FIELDS
+from tests.support.sizes import FIELDS
+from tests.support.tiny_engine import tiny_engine
 
 MODELS = ("llama_mha8", "lfm2")
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -78,7 +79,7 @@ def shown(name: str, folder: Path, tp: int) -> dict[str, np.ndarray]:
 def shared_keys(folder: Path, tp: int) -> dict[str, np.ndarray]:
     """Of a model with one KV head, which each device has."""
     name = "llama_mqa_tied"
-    with LLM(write_checkpoint(name, folder / name), **FIELDS, tensor_parallel_size=tp) as llm:
+    with tiny_engine(name, folder / name, tensor_parallel_size=tp) as llm:
         prompt = tiny_prompt(name)[:12]
         (captures,) = llm.capture(prompt, {"keys": 1, "values": 0}, use_tqdm=False)
         attention = llm.attention(prompt, 1)[1]

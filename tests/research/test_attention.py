@@ -10,8 +10,8 @@ import pytest
 
 from jaxllm import LLM, ConfigError, InvalidRequestError
 from tests.reference.inside import ATTENDED, ATTENDED_TOKENS, load_inside
-from tests.reference.tiny import tiny_prompt, write_checkpoint
-from tests.sizes import FIELDS
+from tests.reference.tiny import tiny_prompt
+from tests.support.tiny_engine import tiny_engine
 
 EXACT = {"atol": 1e-4, "rtol": 1e-4}
 
@@ -36,7 +36,7 @@ def test_attention_is_as_transformers_has_it(llm: LLM, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with LLM(write_checkpoint("gemma3_small", tmp_path_factory.mktemp("gemma")), **FIELDS) as llm:
+    with tiny_engine("gemma3_small", tmp_path_factory.mktemp("gemma")) as llm:
         yield llm
 
 
@@ -63,7 +63,7 @@ def softmax_of(queries: np.ndarray, keys: np.ndarray, scale: float, sinks: np.nd
 @pytest.mark.parametrize("model", ["llama_gqa", "gemma4", "falcon_h1"])
 def test_weights_follow_from_queries_and_keys(model: str, tmp_path: Path) -> None:
     """Also where later layers share the keys of an earlier one, and where attention stands beside a state."""
-    with LLM(write_checkpoint(model, tmp_path), **FIELDS) as llm:
+    with tiny_engine(model, tmp_path) as llm:
         found = llm.attention(tiny_prompt(model)[:6])
         for layer, attention in found.items():
             scale = llm.module.layers[layer].attention.scale
@@ -74,7 +74,7 @@ def test_weights_follow_from_queries_and_keys(model: str, tmp_path: Path) -> Non
 
 
 def test_sinks_take_a_part(tmp_path: Path) -> None:
-    with LLM(write_checkpoint("gpt_oss", tmp_path), **FIELDS) as llm:
+    with tiny_engine("gpt_oss", tmp_path) as llm:
         attention = llm.attention(tiny_prompt("gpt_oss")[:6], 0)[0]
         sinks = np.asarray(llm.params["layers.0.attention.sinks"])
     expected = softmax_of(attention.queries, attention.keys, attention.keys.shape[-1] ** -0.5, sinks)
@@ -91,17 +91,17 @@ def test_what_is_not_there_is_refused(gemma: LLM, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="prompt has 128 tokens"):
         gemma.attention([1] * 128)
     with (
-        LLM(write_checkpoint("lfm2", tmp_path / "lfm2"), **FIELDS) as llm,
+        tiny_engine("lfm2", tmp_path / "lfm2") as llm,
         pytest.raises(InvalidRequestError, match=r"layers is \[0\]; .* those that have attention: 2$"),
     ):
         llm.attention(prompt, [0])
     with (
-        LLM(write_checkpoint("deepseek_v2", tmp_path / "mla"), **FIELDS) as llm,
+        tiny_engine("deepseek_v2", tmp_path / "mla") as llm,
         pytest.raises(InvalidRequestError, match="attends to latents"),
     ):
         llm.attention(prompt)
     with (
-        LLM(write_checkpoint("llama_gqa", tmp_path / "llama"), **FIELDS, engine_process=True) as llm,
+        tiny_engine("llama_gqa", tmp_path / "llama", engine_process=True) as llm,
         pytest.raises(ConfigError, match="engine_process is True"),
     ):
         llm.attention(prompt)

@@ -11,8 +11,8 @@ import pytest
 
 from jaxllm import LLM, InvalidRequestError, SamplingParams
 from tests.reference.inside import ATTENDED, ATTENDED_TOKENS, load_inside
-from tests.reference.tiny import tiny_prompt, write_checkpoint
-from tests.sizes import FIELDS
+from tests.reference.tiny import tiny_prompt
+from tests.support.tiny_engine import tiny_engine
 
 EXACT = {"atol": 1e-4, "rtol": 1e-4}
 
@@ -52,7 +52,7 @@ def test_they_are_what_attention_shows(llm: LLM, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with LLM(write_checkpoint("llama_gqa", tmp_path_factory.mktemp("llama")), **FIELDS) as llm:
+    with tiny_engine("llama_gqa", tmp_path_factory.mktemp("llama")) as llm:
         yield llm
 
 
@@ -77,7 +77,7 @@ def test_names_of_transformer_lens(llama: LLM) -> None:
 )
 def test_layers_without_are_refused(model: str, wanted: Any, said: str, tmp_path: Path) -> None:
     with (
-        LLM(write_checkpoint(model, tmp_path), **FIELDS) as llm,
+        tiny_engine(model, tmp_path) as llm,
         pytest.raises(InvalidRequestError, match=said),
     ):
         llm.capture([1, 2, 3], wanted, use_tqdm=False)
@@ -86,7 +86,7 @@ def test_layers_without_are_refused(model: str, wanted: Any, said: str, tmp_path
 def test_keys_may_be_wider_than_the_stream(tmp_path: Path) -> None:
     """8 heads of 16, of a stream of 64: beside what is as wide as that."""
     prompt = tiny_prompt("llama_mha8")[:12]
-    with LLM(write_checkpoint("llama_mha8", tmp_path), **FIELDS) as llm:
+    with tiny_engine("llama_mha8", tmp_path) as llm:
         (found,) = llm.capture(prompt, {"keys": 1, "residual": 1, "final": True}, use_tqdm=False)
         (stream,) = llm.capture(prompt, {"residual": 1, "final": True}, use_tqdm=False)
         keys = llm.attention(prompt, 1)[1].keys

@@ -14,7 +14,8 @@ from jaxllm.requests.captures import POINTS, TRANSFORMER_LENS, Captures
 from tests.reference import load_golden
 from tests.reference.inside import HOOKED, POSITIONS, load_inside
 from tests.reference.tiny import tiny_prompt, write_checkpoint
-from tests.sizes import FIELDS
+from tests.support.sizes import FIELDS
+from tests.support.tiny_engine import tiny_engine
 
 EXACT = {"atol": 1e-4, "rtol": 1e-4}
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -116,7 +117,7 @@ def test_the_lens_at_the_last_layer_is_the_head(llm: LLM, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with LLM(write_checkpoint("llama_gqa", tmp_path_factory.mktemp("llama")), **FIELDS) as llm:
+    with tiny_engine("llama_gqa", tmp_path_factory.mktemp("llama")) as llm:
         yield llm
 
 
@@ -170,7 +171,7 @@ def test_names_of_transformer_lens(llama: LLM) -> None:
 
 def test_in_a_process_of_its_own(tmp_path: Path, llama: LLM) -> None:
     prompt = tiny_prompt("llama_gqa")[:12]
-    with LLM(write_checkpoint("llama_gqa", tmp_path), **FIELDS, engine_process=True) as llm:
+    with tiny_engine("llama_gqa", tmp_path, engine_process=True) as llm:
         (there,) = llm.capture(prompt, {"residual": True}, [2, -1], use_tqdm=False)
     (here,) = llama.capture(prompt, {"residual": True}, [2, 11], use_tqdm=False)
     assert there.positions.tolist() == [2, 11]

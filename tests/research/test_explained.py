@@ -17,8 +17,9 @@ from jaxllm import LLM, ConfigError, InvalidRequestError, SamplingParams
 from jaxllm.engine.core.handle import RanSequence
 from jaxllm.models.caches import Paged
 from jaxllm.research.explained import StepExplanation, StepPart, _seen
-from tests.reference.tiny import tiny_config, tiny_prompt, write_checkpoint
-from tests.sizes import FIELDS
+from tests.reference.tiny import tiny_config, tiny_prompt
+from tests.support.sizes import FIELDS
+from tests.support.tiny_engine import tiny_engine
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,7 @@ def test_before_any_step_there_is_nothing_to_explain(checkpoint: Path) -> None:
 
 
 def test_states_are_read_once_a_sequence(tmp_path: Path) -> None:
-    with LLM(write_checkpoint("lfm2", tmp_path), **FIELDS) as llm:
+    with tiny_engine("lfm2", tmp_path) as llm:
         generate(llm, [9, 12], 3, "lfm2")
         step = llm.explain_step("decode")
     config = tiny_config("lfm2")
@@ -131,7 +132,7 @@ def test_states_are_read_once_a_sequence(tmp_path: Path) -> None:
 
 def test_of_experts_those_of_one_token_are_read(tmp_path: Path) -> None:
     config = tiny_config("mixtral")
-    with LLM(write_checkpoint("mixtral", tmp_path), **FIELDS) as llm:
+    with tiny_engine("mixtral", tmp_path) as llm:
         generate(llm, [9], 3, "mixtral")
         step = llm.explain_step("decode")
         experts = sum(array.nbytes for path, array in llm.params.items() if ".experts." in path)
@@ -189,7 +190,7 @@ def test_it_is_shown_in_a_picture(explanation: StepExplanation) -> None:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Iterator[LLM]:
-    with LLM(write_checkpoint("llama_gqa", tmp_path), **FIELDS, engine_process=True) as llm:
+    with tiny_engine("llama_gqa", tmp_path, engine_process=True) as llm:
         yield llm
 
 

@@ -18,7 +18,8 @@ from tests.reference.tiny import tiny_prompt, write_checkpoint
 from tests.research.inside import tokens_of
 from tests.research.processors import PROCESSORS, by_hand
 from tests.serving.mixed_requests import write_model
-from tests.sizes import FIELDS, few_pages
+from tests.support.sizes import FIELDS, few_pages
+from tests.support.tiny_engine import tiny_engine
 
 COUNT = 9
 CHOICES: list[dict[str, dict[str, Any]]] = [
@@ -46,8 +47,7 @@ def llm(checkpoint: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    path = write_checkpoint("llama_gqa", tmp_path_factory.mktemp("llama"))
-    with LLM(path, **FIELDS, logits_processors=PROCESSORS) as llm:
+    with tiny_engine("llama_gqa", tmp_path_factory.mktemp("llama"), logits_processors=PROCESSORS) as llm:
         yield llm
 
 
@@ -124,7 +124,7 @@ def test_a_request_that_was_preempted_goes_on_alike(tmp_path: Path, llama: LLM) 
         SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logits_processors=chosen) for chosen in CHOICES
     ]
     expected = tokens_of(llama, prompts, params)
-    with few_pages(17), LLM(write_checkpoint("llama_gqa", tmp_path), **FIELDS, logits_processors=PROCESSORS) as other:
+    with few_pages(17), tiny_engine("llama_gqa", tmp_path, logits_processors=PROCESSORS) as other:
         found = tokens_of(other, prompts, params)
         assert other.stats().num_preemptions > 0
     assert found == expected
@@ -256,7 +256,7 @@ def short(logits: Any) -> Any:
 )
 def test_functions_that_cannot_be_compiled_are_refused_at_the_start(tmp_path: Path, functions: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        LLM(write_checkpoint("llama_gqa", tmp_path), **FIELDS, logits_processors=functions)
+        tiny_engine("llama_gqa", tmp_path, logits_processors=functions)
 
 
 def test_an_engine_elsewhere_takes_no_functions(tmp_path: Path) -> None:

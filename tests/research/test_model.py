@@ -14,7 +14,8 @@ import pytest
 from jaxllm import LLM, ConfigError, EngineDeadError, InvalidRequestError, SamplingParams
 from tests.reference.inside import DIFFERENTIATED, LOSS_TOKENS, load_inside
 from tests.reference.tiny import tiny_config, tiny_prompt, write_checkpoint
-from tests.sizes import FIELDS
+from tests.support.sizes import FIELDS
+from tests.support.tiny_engine import tiny_engine
 
 
 @pytest.fixture(scope="module", params=DIFFERENTIATED)
@@ -51,7 +52,7 @@ def test_the_derivative_is_what_torch_finds(llm: LLM, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with LLM(write_checkpoint("llama_gqa", tmp_path_factory.mktemp("llama")), **FIELDS) as llm:
+    with tiny_engine("llama_gqa", tmp_path_factory.mktemp("llama")) as llm:
         yield llm
 
 
@@ -126,7 +127,7 @@ def test_other_parameters_are_refused(llama: LLM) -> None:
 
 
 def test_what_a_question_raises_is_its_askers(tmp_path: Path) -> None:
-    with LLM(write_checkpoint("llama_gqa", tmp_path), **FIELDS) as llm:
+    with tiny_engine("llama_gqa", tmp_path) as llm:
         with pytest.raises(ZeroDivisionError):
             llm._ask(lambda core: 1 // 0)
         params = SamplingParams(max_tokens=2, ignore_eos=True)
@@ -140,7 +141,7 @@ def test_what_a_question_raises_is_its_askers(tmp_path: Path) -> None:
 
 def test_an_engine_in_another_process_is_closed(tmp_path: Path) -> None:
     with (
-        LLM(write_checkpoint("llama_gqa", tmp_path), **FIELDS, engine_process=True) as llm,
+        tiny_engine("llama_gqa", tmp_path, engine_process=True) as llm,
         pytest.raises(ConfigError, match="engine_process is True"),
     ):
         _ = llm.params

@@ -17,10 +17,10 @@ from jaxllm import LLM, CheckpointError, ConfigError, EnginePausedError, Invalid
 from jaxllm.engine.core.loop import EngineCore
 from jaxllm.engine.doors.async_llm import AsyncLLM
 from jaxllm.engine.messages import TokenDelta
-from tests.devices import over_devices
 from tests.reference.tiny import save_checkpoint, tiny_config, tiny_prompt, tiny_weights
 from tests.research import exchanged
-from tests.sizes import FIELDS
+from tests.support.devices import over_devices
+from tests.support.sizes import FIELDS
 
 pytestmark = pytest.mark.programs
 

@@ -14,7 +14,8 @@ from tests.reference import load_golden
 from tests.reference.inside import PATCHED_PLACES, STEERED, load_inside, patches
 from tests.reference.tiny import tiny_prompt, write_checkpoint
 from tests.research.inside import GREEDY, tokens_of
-from tests.sizes import FIELDS, few_pages
+from tests.support.sizes import FIELDS, few_pages
+from tests.support.tiny_engine import tiny_engine
 
 
 @pytest.fixture(scope="module", params=STEERED)
@@ -52,7 +53,7 @@ def test_several_tokens_a_step_and_drafts(name: str, tmp_path: Path) -> None:
     if name == "llama_gqa":
         ways.append({"speculative_config": {"num_speculative_tokens": 3, "prompt_lookup_min": 1}})
     for way in ways:
-        with LLM(write_checkpoint(name, tmp_path / next(iter(way))), **FIELDS, **way) as other:
+        with tiny_engine(name, tmp_path / next(iter(way)), **way) as other:
             given = [patches("prompt", other.info.hidden_size), patches("generated", other.info.hidden_size), None]
             found = tokens_of(other, [prompt] * 3, patch=given)
             assert found[:2] == list(golden.patched_tokens.values())
@@ -109,7 +110,7 @@ def test_a_request_that_was_preempted_is_patched_again(tmp_path: Path, llama: LL
     given = [{(1, 20): row, (0, 45): row} for row in rows]
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     expected = tokens_of(llama, prompts, params, patch=given)
-    with few_pages(17), LLM(write_checkpoint("llama_gqa", tmp_path), **FIELDS) as other:
+    with few_pages(17), tiny_engine("llama_gqa", tmp_path) as other:
         assert tokens_of(other, prompts, params, patch=given) == expected
         assert other.stats().num_preemptions > 0
 
@@ -130,7 +131,7 @@ def test_requests_without_run_what_they_run_in_an_engine_without(tmp_path: Path)
 
 def test_in_a_process_of_its_own(tmp_path: Path) -> None:
     golden, prompt = load_inside("llama_gqa"), tiny_prompt("llama_gqa")
-    with LLM(write_checkpoint("llama_gqa", tmp_path), **FIELDS, engine_process=True) as llm:
+    with tiny_engine("llama_gqa", tmp_path, engine_process=True) as llm:
         found = tokens_of(llm, [prompt], patch=patches("generated", llm.info.hidden_size))
     assert found == [golden.patched_tokens["generated"]]
 

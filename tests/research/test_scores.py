@@ -13,8 +13,8 @@ from jaxllm import LLM, InvalidRequestError, SamplingParams
 from jaxllm.engine.features.readout import Stretch, together
 from jaxllm.research.scores import pairs
 from tests.reference import load_golden
-from tests.reference.tiny import tiny_prompt, write_checkpoint
-from tests.sizes import FIELDS
+from tests.reference.tiny import tiny_prompt
+from tests.support.tiny_engine import tiny_engine
 
 
 @pytest.fixture(scope="module", params=["llama_gqa", "lfm2"])
@@ -24,7 +24,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def llm(name: str, tmp_path: Path) -> Iterator[LLM]:
-    with LLM(write_checkpoint(name, tmp_path), **FIELDS) as llm:
+    with tiny_engine(name, tmp_path) as llm:
         yield llm
 
 

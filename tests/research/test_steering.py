@@ -12,9 +12,9 @@ from gguf import GGUFWriter
 from jaxllm import LLM, CheckpointError, InvalidRequestError, SamplingParams, Steer
 from jaxllm.requests.steering import steers_of
 from tests.reference.inside import STEERED, STEERED_LAYER, STEERED_POSITIONS, load_inside, steering_vector
-from tests.reference.tiny import tiny_prompt, write_checkpoint
+from tests.reference.tiny import tiny_prompt
 from tests.research.inside import GREEDY, tokens_of
-from tests.sizes import FIELDS
+from tests.support.tiny_engine import tiny_engine
 
 
 @pytest.fixture(scope="module", params=STEERED)
@@ -69,7 +69,7 @@ def test_several_tokens_a_step_and_drafts(name: str, tmp_path: Path) -> None:
     if name == "llama_gqa":
         ways.append({"speculative_config": {"num_speculative_tokens": 3, "prompt_lookup_min": 1}})
     for way in ways:
-        with LLM(write_checkpoint(name, tmp_path / next(iter(way))), **FIELDS, **way) as other:
+        with tiny_engine(name, tmp_path / next(iter(way)), **way) as other:
             steers = [steer_of(other, "all"), steer_of(other, "part"), None]
             found = tokens_of(other, [prompt] * 3, steer=steers)
             assert found[:2] == [golden.steered_tokens["all"], golden.steered_tokens["part"]]

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.devices import over_devices
 from tests.research import inside
+from tests.support.devices import over_devices
 
 pytestmark = pytest.mark.programs
 

@@ -18,13 +18,16 @@ from jaxllm.mcp.servers import ToolServers
 from jaxllm.mcp.tools import ServerTool, ToolResult
 from jaxllm.requests.outputs import ModelTasks
 from jaxllm.serving.http.request_model import RequestModel
+from jaxllm.serving.ollama.models import REFUSED
 from jaxllm.serving.served_model import LoadableModel
 from tests.serving.fake_engine import NEW_WEIGHTS, FakeEngine, app_of
 
 INERT = "Accepted, without effect"
 """How the docstring of a field begins that is accepted only because OpenAI or Anthropic document it as inert."""
 
-NOT_API = {"/openapi.json", "/docs", "/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css"}
+NOT_API = {"/", "/openapi.json", "/docs", "/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css", *REFUSED}
+STREAMS = {"text/event-stream", "application/x-ndjson"}
+"""What streams are made of: events, and lines of JSON."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,12 @@ TWO = [{"value": "a"}, {"value": "b"}]
 BODIES: dict[str, Any] = {
     "/v1/chat/completions": CHAT,
     "/v1/chat/completions/render": CHAT,
+    "/v1/chat/completions/input_tokens": CHAT,
+    "/v1/chat/completions/control": {"id": "chatcmpl-1", "action": "reasoning_end"},
     "/v1/completions": {"prompt": "Hi", "max_tokens": 4},
+    "/completion": {"prompt": "Hi", "n_predict": 4},
+    "/infill": {"input_prefix": "a", "input_suffix": "b", "n_predict": 4},
+    "/embedding": {"content": "Hi"},
     "/v1/tokenize": {"prompt": "Hi"},
     "/v1/detokenize": {"tokens": [72, 105]},
     "/v1/responses": {"input": "Hi", "max_output_tokens": 4},
@@ -112,6 +120,12 @@ BODIES: dict[str, Any] = {
     "/v1/mcp/tools/{name}": {"arguments": {"a": 1}},
     "/v1/files": {"file": (json.dumps(LINE) + "\n").encode(), "purpose": "batch"},
     "/v1/batches": {"endpoint": LINE["url"], "completion_window": "24h"},
+    "/api/chat": {"model": "fake", "messages": HELLO, "stream": False},
+    "/api/generate": {"model": "fake", "prompt": "Hi", "stream": False},
+    "/api/embed": {"model": "fake", "input": "Hi"},
+    "/api/embeddings": {"model": "fake", "prompt": "Hi"},
+    "/api/show": {"model": "fake"},
+    "/api/pull": {"model": "fake"},
 }
 """What each POST route answers with 200; batches need the id of a file too."""
 
@@ -121,6 +135,8 @@ class EveryTask(FakeEngine):
 
     def __init__(self) -> None:
         super().__init__(tasks=CLASSIFIER)
+        assert self.tokenizer is not None
+        self.tokenizer.backend.add_special_tokens(["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"])
 
 
 class OneTool(ToolServers):
@@ -182,7 +198,7 @@ def routes() -> list[Route]:
                     method=method,
                     path=context.path_format,
                     summary=inspect.getdoc(context.endpoint) or "",
-                    streams="text/event-stream" in operation["responses"]["200"]["content"],
+                    streams=not STREAMS.isdisjoint(operation["responses"]["200"]["content"]),
                     models=tuple(models_in(get_type_hints(context.endpoint).values())),
                     parameters=_parameters(operation, document),
                 )

@@ -18,6 +18,7 @@ from fastapi.testclient import TestClient
 
 from jaxllm.config import ServeConfig
 from jaxllm.serving.app import API_ROUTERS
+from jaxllm.serving.dialects.llama_cpp import native_router
 from jaxllm.serving.http.connections import BoundedProtocol
 from jaxllm.serving.http.listening import bind
 from tests.serving.fake_engine import FakeEngine, app_of
@@ -60,7 +61,7 @@ def routes_read_once() -> Iterator[None]:
 
     def from_api_route(*, original_route: Any, include_context: Any) -> Any:
         how = include_context
-        if how.included_router not in API_ROUTERS:  # one of this application alone
+        if how.included_router not in (native_router, *API_ROUTERS):  # one of this application alone
             return build(original_route=original_route, include_context=how)
         key = id(original_route), how.prefix, how.include_in_schema, bool(how.dependencies)
         if key not in found:

@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.real_models import SHAPES
 from tests.serving.conftest import wait_for
+from tests.support.real_models import SHAPES
 
 _PROGRAM = """
 import json, sys

@@ -12,6 +12,7 @@ import yaml
 from jaxllm.config import ModelConfig, ServeConfig, make_config, part_of
 from jaxllm.errors import ConfigError
 from jaxllm.serving.catalog import CatalogEntry, read_catalog
+from jaxllm.weights.folder import MANIFEST
 
 
 def written(folder: Path, document: Any) -> Path:
@@ -90,11 +91,13 @@ def test_a_name_with_a_star_stands_for_others(tmp_path: Path) -> None:
 def test_a_folder_s_models_have_the_names_of_their_files(tmp_path: Path) -> None:
     for name in ("small.gguf", "large-00001-of-00002.gguf", "large-00002-of-00002.gguf", "notes.txt"):
         (tmp_path / name).touch()
-    for name in ("phi", "no-model"):
+    for name in ("phi", "no-model", "converted"):
         (tmp_path / name).mkdir()
     (tmp_path / "phi" / "config.json").write_text(json.dumps({}))
+    (tmp_path / "converted" / MANIFEST).touch()
     entries = read_catalog(ServeConfig(model_directory=tmp_path, max_model_len=64))
     assert {entry.name: entry.model for entry in entries} == {
+        "converted": str(tmp_path / "converted"),
         "large": str(tmp_path / "large-00001-of-00002.gguf"),
         "phi": str(tmp_path / "phi"),
         "small": str(tmp_path / "small.gguf"),
@@ -183,3 +186,15 @@ def test_sizes_of_adapters_are_for_those_that_take_some(tmp_path: Path) -> None:
     assert not first.enable_lora and (second.enable_lora, second.max_loras) == (True, 2)
     with pytest.raises(ConfigError, match=r"model 'a': max_loras is 2, and enable_lora is false"):
         read(tmp_path, {"a": {"model": "m", "max_loras": 2}})
+
+
+def test_models_are_preloaded_by_name_or_file(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf", "c.gguf"):
+        (tmp_path / name).touch()
+    several = {"model_directory": tmp_path, "max_loaded_models": 2}
+    entries = read_catalog(ServeConfig(**several, preload_model="c, a.gguf"))
+    assert {entry.name: entry.preload for entry in entries} == {"a": True, "b": False, "c": True}
+    with pytest.raises(ConfigError, match=r"^preload_model is 'd', and the models are a, b, c"):
+        read_catalog(ServeConfig(**several, preload_model="d"))
+    with pytest.raises(ConfigError, match="preload_model is for servers of several models"):
+        read_catalog(ServeConfig(preload_model="a"))

@@ -15,6 +15,7 @@ import pytest
 from jaxllm.config import ServeConfig
 from jaxllm.errors import ConfigError
 from jaxllm.serving.http.listening import address, bind, bind_file, listening
+from jaxllm.serving.server import serve
 
 pytestmark = pytest.mark.programs
 
@@ -86,3 +87,10 @@ def test_the_system_keeps_little_of_what_a_client_does_not_read() -> None:
                 while True:
                     kept += connection.send(b"a" * 65536)
     assert kept < 2**20
+
+
+def test_what_is_wrong_in_the_settings_is_said_before_the_port_is_taken(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = ServeConfig(port=taken.getsockname()[1], tool_call_parser="gibberish", data_dir=tmp_path)
+        with pytest.raises(ConfigError, match="tool_call_parser is 'gibberish'"):
+            serve(config)

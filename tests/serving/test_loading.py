@@ -92,11 +92,12 @@ def test_requests_are_refused_in_their_own_api_s_shape(begin: Any) -> None:
         refused = client.post(path, json={})
         assert refused.status_code == 529 and refused.headers["Retry-After"] == "1"  # what Anthropic's clients retry
         assert refused.json() == {"type": "error", "error": {"type": "overloaded_error", "message": said}}
+    assert client.post("/api/chat", json={}).json() == {"error": said}
 
 
 def test_the_page_is_served_while_the_model_loads(begin: Any) -> None:
     client, _, _ = begin()
-    page = client.get("/")
+    page = client.get("/", headers={"Accept": "text/html"})
     assert page.status_code == 200 and "<html" in page.text and "Content-Security-Policy" in page.headers
     without, _, _ = begin(web=False)
     assert without.get("/").status_code == 503

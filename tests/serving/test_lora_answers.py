@@ -14,7 +14,7 @@ from jaxllm.cli.convert.conversion import convert_model
 from jaxllm.config import EngineConfig
 from tests.reference.peft_adapters import ADAPTERS, load_adapter_golden, write_adapter
 from tests.reference.tiny import write_checkpoint
-from tests.sizes import FIELDS
+from tests.support.sizes import FIELDS
 from tests.test_adapters import ADAPTED
 
 pytestmark = pytest.mark.programs

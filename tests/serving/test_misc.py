@@ -92,7 +92,7 @@ def test_tokenize_refuses(client: TestClient, fields: dict[str, Any]) -> None:
 @covers("POST /v1/detokenize")
 @covers("DetokenizeRequest", "tokens")
 def test_detokenize(client: TestClient) -> None:
-    assert client.post("/detokenize", json={"tokens": [BOS, 72, 105]}).json() == {"prompt": "<s>Hi"}
+    assert client.post("/detokenize", json={"tokens": [BOS, 72, 105]}).json() == {"prompt": "<s>Hi", "content": "<s>Hi"}
     for wrong in (-1, 300):
         error = client.post("/detokenize", json={"tokens": [72, wrong]}).json()["error"]
         assert error["param"] == "tokens[1]" and "299" in error["message"]

@@ -75,7 +75,7 @@ def test_pinned_models_leave_no_room(serve: Serve, starts: Starts) -> None:
 
 def test_models_that_are_preloaded_must_fit_together(starts: Starts) -> None:
     starts.sizes = {"a": 4 * GIB, "b": 3 * GIB}
-    models = ServerModels(ServeConfig(model="a"))
+    models = ServerModels(ServeConfig())
     models._config = ServeConfig(model="a", model_memory=6 * GIB)
     models._are_several = True
     models._models = [LoadableModel(ModelConfig(model=name), starts, preload=True) for name in "ab"]

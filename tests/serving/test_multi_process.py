@@ -19,8 +19,8 @@ from tests.reference.tiny import write_checkpoint
 from tests.serving.conftest import wait_for
 from tests.serving.real_server import engine_process
 from tests.serving.test_processes import END_SECONDS, PROMPT, START_SECONDS, answers_around, command, wait_until_ready
-from tests.several_processes import FIELDS, PROMPTS, running, variables
 from tests.sharding.ports import free_port
+from tests.support.several_processes import FIELDS, PROMPTS, running, variables
 
 pytestmark = pytest.mark.programs
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from fastapi.testclient import TestClient
 
 from jaxllm.requests.outputs import ModelTasks
+from jaxllm.requests.sampling import SamplingDefaults
 from tests.serving.api_surface import BODIES
 from tests.serving.fake_engine import CONTEXT, REPLY, TEMPLATE, FakeEngine
 from tests.serving.openai.test_chat import HELLO, PROMPT, events
@@ -128,3 +130,11 @@ def test_any_model_name(make_client: Any, engine: FakeEngine) -> None:
     assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["fake"]
     assert client.get("/v1/models/gpt-4o").json()["id"] == "gpt-4o"
     assert send(client, "/v1/messages", model="claude")["model"] == "claude"
+
+
+def test_a_server_has_defaults_of_lengths_and_penalties(client: TestClient, engine: FakeEngine) -> None:
+    defaults = SamplingDefaults(max_tokens=3, presence_penalty=0.5)
+    engine.client.info = msgspec.structs.replace(engine.info, default_sampling=defaults)
+    for body in ({}, {"max_tokens": 2, "presence_penalty": 0}):
+        assert client.post("/v1/chat/completions", json={"messages": HELLO} | body).status_code == 200
+    assert [(params.max_tokens, params.presence_penalty) for _, params, _ in engine.seen] == [(3, 0.5), (2, 0)]

@@ -20,8 +20,8 @@ import pytest
 from tests.reference.tiny import write_checkpoint
 from tests.serving.conftest import wait_for
 from tests.serving.real_server import gauges, server_process
-from tests.several_processes import running, variables
 from tests.sharding.ports import free_port
+from tests.support.several_processes import running, variables
 
 pytestmark = pytest.mark.programs
 

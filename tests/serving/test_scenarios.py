@@ -12,9 +12,9 @@ import pytest
 from pydantic import BaseModel, Field
 
 from jaxllm import AsyncLLM
-from tests.real_models import SHAPES
 from tests.serving.conftest import wait_for
 from tests.serving.real_server import assert_idle, served
+from tests.support.real_models import SHAPES
 
 pytestmark = pytest.mark.programs
 

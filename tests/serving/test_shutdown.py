@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from jaxllm.config import ServeConfig
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, ModelNotFoundError
 from jaxllm.serving.http.listening import bind
 from jaxllm.serving.server import serve
 from tests.serving import fake_engine
@@ -131,10 +131,12 @@ def test_second_signal_exits_at_once(run: Any) -> None:
     assert stream.text.endswith("(broken off)")
 
 
-def test_port_in_use_is_said_before_the_model_loads() -> None:
+def test_a_port_in_use_is_said_before_the_model_loads_and_a_name_of_no_model_before_that() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"^port {port} on 127\.0\.0\.1 is in use; .*--port") as error:
+            serve(ServeConfig(model="no/such-model", port=port))
+        with pytest.raises(ModelNotFoundError, match="model 'no-such-model' is no built-in name"):  # and not the port
             serve(ServeConfig(model="no-such-model", port=port))
     assert "\n" not in str(error.value)
 
@@ -142,7 +144,7 @@ def test_port_in_use_is_said_before_the_model_loads() -> None:
 @pytest.mark.parametrize("field", ["tool_call_parser", "reasoning_parser"])
 def test_an_unknown_parser_is_refused_before_the_model_loads(field: str) -> None:
     with pytest.raises(ConfigError, match=f"{field} is 'hermse'"):
-        serve(ServeConfig(model="no-such-model", port=0, **{field: "hermse"}))
+        serve(ServeConfig(model="no/such-model", port=0, **{field: "hermse"}))
 
 
 def test_the_second_of_two_servers_is_refused_while_the_first_loads() -> None:

@@ -294,6 +294,23 @@ class TestSDKs:
                     streamed[choice.index][1] += str(delta.get("content") or "")
             assert streamed == {c.index: [c.message.reasoning, c.message.content] for c in whole.choices}  # type: ignore[attr-defined]
 
+    def test_reasoning_is_ended_while_it_streams(self, url: str) -> None:
+        """Without a word it would take all tokens: the model is in a block that the template opens."""
+        said, told = ["", ""], False
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            for chunk in client.chat.completions.create(
+                model=MODEL, messages=QUESTION, max_tokens=600, temperature=0, stream=True,  # type: ignore[arg-type]
+                extra_body={"reasoning_control": True, "ignore_eos": True},
+            ):  # fmt: skip
+                delta = chunk.choices[0].delta.to_dict()
+                said = [
+                    text + str(delta.get(name) or "") for text, name in zip(said, ("reasoning", "content"), strict=True)
+                ]
+                if said[0] and not told:
+                    asked = {"id": chunk.id, "action": "reasoning_end"}
+                    told = httpx.post(f"{url}/v1/chat/completions/control", json=asked).json()["success"]
+        assert told and said[0] and len(said[1]) > len(said[0])
+
     def test_a_tool_call_behind_it(self, url: str) -> None:
         schema = {"type": "object", "properties": {"colour": {"enum": ["blue", "red"]}}, "required": ["colour"]}
         tool = {"type": "function", "function": {"name": "sky", "parameters": schema}}

@@ -127,8 +127,9 @@ def test_a_base_model_has_no_chat(gemma3):
 
 
 def write_gguf(
-    path, *, tokens, types, model="gpt2", pre="smollm", architecture="llama", merges=None, scores=None, **more
-):
+    path, *, tokens, types, model="gpt2", pre="smollm", architecture="llama", merges=None, scores=None, numbers=None,
+    **more,
+):  # fmt: skip
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_tokenizer_model(model)
     if pre:
@@ -141,6 +142,8 @@ def write_gguf(
         writer.add_token_scores(scores)
     for key, value in more.items():
         getattr(writer, f"add_{key}")(value)
+    for key, value in (numbers or {}).items():
+        writer.add_uint32(key, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()

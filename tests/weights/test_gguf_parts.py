@@ -19,7 +19,7 @@ from jaxllm.weights import folder, open_checkpoint
 from jaxllm.weights.folder import reading_ahead
 from jaxllm.weights.source import resolve_model
 from tests.reference.tiny_gguf import write_gguf
-from tests.sizes import FIELDS
+from tests.support.sizes import FIELDS
 from tests.weights.fake_hub import FakeHub
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3)

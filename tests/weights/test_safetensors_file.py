@@ -8,6 +8,7 @@ from safetensors.numpy import save_file
 from jaxllm.errors import CheckpointError
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.checkpoint import TensorInfo
+from tests.reference.tiny import write_checkpoint
 
 
 @pytest.fixture
@@ -97,16 +98,33 @@ def test_missing_shard(sharded):
         open_checkpoint(sharded)
 
 
-def test_index_that_names_a_missing_tensor(sharded):
+def test_an_index_that_names_one_tensor_too_many_is_read(sharded):
     index = sharded / "model.safetensors.index.json"
     stated = json.loads(index.read_text())
+    tensors = open_checkpoint(sharded).tensors
     stated["weight_map"]["ghost"] = "model-00001-of-00002.safetensors"
     index.write_text(json.dumps(stated))
-    with pytest.raises(CheckpointError, match="names tensor 'ghost'"):
-        open_checkpoint(sharded)
+    assert open_checkpoint(sharded).tensors == tensors
     index.write_text('{"weight_map": []}')
     with pytest.raises(CheckpointError, match="weight_map is missing"):
         open_checkpoint(sharded)
+
+
+def test_a_stale_index_beside_a_whole_file_is_left_alone(tmp_path):
+    path = write_checkpoint("llama_gqa", tmp_path)
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {"gone": "model-00001-of-00002.safetensors"}}')
+    assert "gone" not in open_checkpoint(path).tensors
+
+
+def test_a_name_in_the_metadata_is_another_of_the_tensor(tmp_path):
+    """safetensors' own save_model writes one of two tensors that share their memory."""
+    (tmp_path / "config.json").write_text("{}")
+    stored = {"model.embed_tokens.weight": np.arange(6, dtype=np.float32).reshape(2, 3)}
+    metadata = {"format": "pt", "lm_head.weight": "model.embed_tokens.weight"}
+    save_file(stored, tmp_path / "model.safetensors", metadata=metadata)
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.tensors.keys() == {"model.embed_tokens.weight", "lm_head.weight"}
+    np.testing.assert_array_equal(checkpoint.read("lm_head.weight").data, stored["model.embed_tokens.weight"])
 
 
 def test_dummy_needs_only_config(tmp_path):

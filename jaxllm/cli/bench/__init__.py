@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from jaxllm.cli.bench.comparing import perplexity, speculation
-from jaxllm.cli.bench.measuring import LOAD_GROUP, Count, JsonFile, counts, offline_llm, report, spread, timed_generate
+from jaxllm.cli.bench.measuring import (
+    LOAD_GROUP,
+    Count,
+    JsonFile,
+    counts,
+    offline_llm,
+    report,
+    say,
+    spread,
+    timed_generate,
+)
 from jaxllm.cli.bench.server import serve, startup
 from jaxllm.cli.settings import takes_settings
 from jaxllm.config import EngineConfig
@@ -58,7 +68,9 @@ def measure(
     llm: LLM, count: int, input_len: int, output_len: int, iterations: int, source: random.Random
 ) -> dict[str, Any]:
     """One column: `count` prompts together. Decoding is what a run takes longer than its prefill, or None."""
-    timed_generate(llm, count, input_len, output_len, source)
+    say(f"{count} prompts: a first run, {iterations} of their prefill, {iterations} of all tokens")
+    first = timed_generate(llm, count, input_len, output_len, source)
+    say(f"the first run took {first:.1f} s")
     prefill = min(timed_generate(llm, count, input_len, 1, source) for _ in range(iterations))
     total = min(timed_generate(llm, count, input_len, output_len, source) for _ in range(iterations))
     return {
@@ -97,6 +109,7 @@ def latency(
         source = random.Random(config.seed)
         for _ in range(num_iters_warmup):
             timed_generate(llm, batch_size, input_len, output_len, source)
+        say(f"{num_iters} runs of {batch_size} prompts")
         seconds = [timed_generate(llm, batch_size, input_len, output_len, source) for _ in range(num_iters)]
     load = {"batch_size": batch_size, "input_len": input_len, "output_len": output_len, "num_iters": num_iters}
     report("latency", config, load, [{"latency_s": spread(seconds)}], json)

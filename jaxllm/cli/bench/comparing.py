@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from cyclopts import Parameter
 
-from jaxllm.cli.bench.measuring import LOAD_GROUP, Count, JsonFile, counts, report, wait_until_compiled
+from jaxllm.cli.bench.measuring import LOAD_GROUP, Count, JsonFile, counts, report, say, wait_until_compiled
 from jaxllm.cli.settings import takes_settings
 from jaxllm.config import EngineConfig, make_config
 from jaxllm.errors import ConfigError, reason
@@ -167,6 +167,7 @@ def speculation(
             for llm in (plain, drafting):
                 wait_until_compiled(llm)
             for kind, asked in questions.items():
+                say(f"{count} streams of {kind}: {num_iters + 1} rounds of each engine")
                 results.append(_compare(plain, drafting, kind, count, asked, output_len, num_iters))
     results.sort(key=lambda result: list(questions).index(result["text"]))
     load = {"num_streams": streams, "output_len": output_len, "num_iters": num_iters, "speculative_config": drafts}

@@ -8,6 +8,7 @@ import logging
 import os
 import platform
 import random
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -93,8 +94,17 @@ def timed_generate(llm: LLM, count: int, input_len: int, output_len: int, source
     return time.perf_counter() - begin
 
 
+def say(doing: str) -> None:
+    """What a measurement is at, for whoever waits for it."""
+    print(doing, file=sys.stderr, flush=True)
+
+
 def wait_until_compiled(llm: LLM) -> None:
-    while llm.stats().compiles_pending:
+    said = 0.0
+    while pending := llm.stats().compiles_pending:
+        if time.monotonic() > said + 10:
+            said = time.monotonic()
+            say(f"compiling {pending} more executables")
         time.sleep(0.1)
 
 

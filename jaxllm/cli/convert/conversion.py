@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,16 +21,21 @@ from jaxllm.cli.convert.packed import write_gguf, write_orbax
 from jaxllm.cli.convert.safetensors import write_safetensors
 from jaxllm.compat import under_own_settings
 from jaxllm.config import EngineConfig
+from jaxllm.config.values import format_bytes
 from jaxllm.engine.start.tokenizer import open_model
 from jaxllm.errors import CheckpointError, ConfigError, one_line
 from jaxllm.folders import existing, in_home
 from jaxllm.models.names import hf_renaming
 from jaxllm.models.registry import adapter_names, model_spec
 from jaxllm.progress import Progress
+from jaxllm.quantization.schemes import SCHEMES
+from jaxllm.weights import open_checkpoint
 from jaxllm.weights.adapters import Adapter, LowRank, open_adapter
 from jaxllm.weights.checkpoint import Checkpoint, Edit, MergedCheckpoint
 from jaxllm.weights.fields import shown
+from jaxllm.weights.folder import part_files
 from jaxllm.weights.names import Source, plus_one, transposed
+from jaxllm.weights.saved import kind_name
 from jaxllm.weights.source import resolve_model
 
 TargetFormat = Literal["orbax", "safetensors", "gguf"]
@@ -42,13 +48,19 @@ def convert_model(
     to: TargetFormat,
     on_progress: Progress | None = None,
     merge_lora: Sequence[str] = (),
-) -> None:
-    """Write `config.model`, with adapters merged, to `destination`, or nothing. Raises ConfigError, CheckpointError."""
+) -> list[str]:
+    """Write `config.model`, with adapters merged, to `destination`, or nothing. Returns what was done, in lines.
+
+    Raises:
+        ConfigError, CheckpointError: it cannot be done.
+    """
     write = {"orbax": write_orbax, "safetensors": write_safetensors, "gguf": write_gguf}[to]
     if to != "gguf" and destination.suffix == ".gguf":
         raise ConfigError(
             f"destination is {str(destination)!r}, and --to {to} writes a directory; --to gguf writes a file"
         )
+    if to == "gguf" and destination.suffix != ".gguf":
+        raise ConfigError(f"destination is {str(destination)!r}; --to gguf writes a file, whose name ends in .gguf")
     adapters = [MergedAdapter.parse(text) for text in merge_lora]
     source = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
     with new_destination(destination, source) as target:
@@ -57,6 +69,57 @@ def convert_model(
             write(config, with_adapters(checkpoint, adapters), target, on_progress)
         finally:
             checkpoint.close()
+    return _said(config.isq, stored_in(source), stored_in(destination))
+
+
+class Stored(NamedTuple):
+    """The files of a model: their bytes, and how many numbers are kept as what, the most first."""
+
+    nbytes: int
+    kinds: dict[str, int]
+
+    def share(self, kind: str) -> float:
+        return self.kinds.get(kind, 0) / max(sum(self.kinds.values()), 1)
+
+    def __str__(self) -> str:
+        kinds = (f"{kind} {100 * self.share(kind):.3g} %" for kind in self.kinds)
+        return f"{format_bytes(self.nbytes)}: {', '.join(kinds)}"
+
+
+def stored_in(path: Path) -> Stored:
+    """Raises CheckpointError."""
+    checkpoint = open_checkpoint(path)
+    kinds = kinds_of(checkpoint)
+    checkpoint.close()
+    files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else part_files(path)
+    return Stored(sum(file.stat().st_size for file in files), kinds)
+
+
+def kinds_of(checkpoint: Checkpoint) -> dict[str, int]:
+    """How many numbers are kept as what, the most first."""
+    kinds: Counter[str] = Counter()
+    for tensor in checkpoint.tensors.values():
+        kinds[tensor.dtype] += math.prod(tensor.shape)
+    return dict(kinds.most_common())
+
+
+def _said(isq: str | None, before: Stored, after: Stored) -> list[str]:
+    lines = [f"it was {before}", f"it is {after}"]
+    if isq is None:
+        return lines
+    kind = kind_name(SCHEMES[isq](np.dtype(np.float32)))
+    if after.share(kind) < MOST:
+        lines.append(
+            f"{after.share(kind):.1%} of the weights are {isq} ({kind}): its blocks do not divide the rows of the "
+            "others, or they are embedding and head, which take more bits"
+        )
+    if after.nbytes >= before.nbytes:
+        lines.append("it is no smaller than it was, and was rounded once more")
+    return lines
+
+
+MOST = 0.5
+"""If less than this share became what was asked for, it is said why."""
 
 
 @contextmanager

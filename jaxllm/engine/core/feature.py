@@ -15,6 +15,7 @@ The hooks in the order of a request's way, with the modules that call them:
     read                              a backbone is enqueued: more work on its hidden states (runner.py)
     settled, said, follow, registered the step is read (loop.py, results.py), while the next one runs
     fill                              late fields of the next step are filled, which is sampled after that (runner.py)
+    hurried                           its caller wants what a feature bounds of it to end (loop.py)
     ended, forget, release            it has all its tokens; it is over; it runs no longer, also if preempted
 
 `plan`, `slot`, `part`, `uses`, `build`, `fields`, `sent` and `traced` describe the steps that the engine compiles with
@@ -305,6 +306,9 @@ class Feature:
         """It has all its tokens; `delta` is the last that its caller is told. It holds its pages unless it was
         preempted.
         """
+
+    def hurried(self, request: Request, extra: Any) -> None:
+        """What it bounds of the request is to end now, as its caller says."""
 
     def forget(self, request: Request, extra: Any) -> None:
         """It is over, in whatever way."""

@@ -150,6 +150,12 @@ class EngineCore:
             if request is not None:
                 self._forget(request)
 
+    def hurry(self, request_ids: Sequence[str]) -> None:
+        """Tell the features of these requests that what they bound is to end now; unknown ids are ignored."""
+        for request in filter(None, map(self._requests.get, request_ids)):
+            for feature, extra in self.features.of(request, Feature.hurried):
+                feature.hurried(request, extra)
+
     def turn(self) -> list[TokenDelta]:
         """Dispatch the next step and read the one before it, in the order that `_order` chooses.
 

@@ -30,6 +30,8 @@ from jaxllm.models.layers.host_experts import ExpertPlaces
 logger = logging.getLogger(__name__)
 
 MAGIC = b"jaxllm executable 2\n"
+SETS = "executables"
+"""The folder for sets of executables, among what XLA keeps by itself."""
 KEPT_SETS = 32
 """Sets of executables, one for each model and settings, that are kept; the longest unused goes first."""
 
@@ -166,10 +168,47 @@ def _takes(arguments: Any) -> str:
     return fingerprint([(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(arguments)])
 
 
+def make_room(cache: Path, most_bytes: int) -> int:
+    """Delete what was unused longest of a compile cache beyond `most_bytes`: sets of executables, and XLA's own files.
+
+    Returns the bytes that XLA may have, which are never none.
+    """
+    sets = {path: sum(map(_size, path.glob("*"))) for path in (cache / SETS).glob("*") if path.is_dir()}
+    sizes = sets | {path: _size(path) for path in cache.glob(f"*{_OF_XLA}")}
+    total = sum(sizes.values())
+    for path in sorted(sizes, key=_last_used):
+        if total <= most_bytes:
+            break
+        total -= sizes[path]
+        with suppress(FileNotFoundError):  # another engine that starts has removed it
+            if sets.pop(path, None) is not None:
+                _remove(path)
+            else:
+                _time_file(path).unlink(missing_ok=True)
+                path.unlink()
+    return max(most_bytes - sum(sets.values()), 1)
+
+
+_OF_XLA = "-cache"
+"""The end of names of files that JAX writes; beside each is another that is written whenever it is read."""
+
+
+def _time_file(path: Path) -> Path:
+    return path.with_name(path.name.removesuffix(_OF_XLA) + "-atime")
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
 def _last_used(path: Path) -> float:
     """A time in seconds; that of what is gone is the earliest."""
+    times = _time_file(path)
     try:
-        return path.stat().st_mtime
+        return (times if times.exists() else path).stat().st_mtime
     except FileNotFoundError:
         return 0.0
 

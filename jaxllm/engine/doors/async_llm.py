@@ -20,6 +20,7 @@ from jaxllm.engine.doors.share import Keeper
 from jaxllm.engine.doors.streams import Gain, Stream, Streams
 from jaxllm.engine.messages import (
     INITIAL_VERSION,
+    EndThinking,
     EngineClient,
     EngineInfo,
     EngineRequest,
@@ -123,6 +124,11 @@ class AsyncLLM(Controls):
     def check(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         """Raises InvalidRequestError where the engine could not honour the request."""
         check_request(self.info, self.tokenizer, prompt_token_ids, params)
+
+    def end_thinking(self, sequences: list[str]) -> None:
+        """End the reasoning of sequences that have a budget for it, by the names in Stream.names; waits until the
+        engine knows. Raises EngineDeadError."""
+        self._streams.client.order(EndThinking(sequences))
 
     def run(
         self,

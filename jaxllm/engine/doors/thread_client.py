@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxllm.engine.messages import (
+    EndThinking,
     EngineClient,
     EngineInfo,
     EngineRequest,
@@ -92,6 +93,8 @@ def carry_out(order: Order, ask: Ask) -> None:
             ask(lambda core: core.reset_prefix_cache())
         case UpdateWeights(source, version):
             exchange_weights(source, version, ask)
+        case EndThinking(request_ids):
+            ask(lambda core: core.hurry(request_ids))
         case NameWeights(version):
             ask(lambda core: setattr(core, "weight_version", version))
 

@@ -84,6 +84,10 @@ class DataParallelCore:
                 core.abort(mine)
         self._router.forget(request_ids)
 
+    def hurry(self, request_ids: Sequence[str]) -> None:
+        for core in self._cores:
+            core.hurry(request_ids)
+
     def turn(self) -> list[TokenDelta]:
         """One turn of each rank that has work, side by side; raises what one of them does, once all have ended."""
         busy = [rank for rank, core in enumerate(self._cores) if core.has_work]

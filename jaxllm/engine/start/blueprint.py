@@ -331,6 +331,7 @@ def _plan(
         buckets=buckets,
         notes=[*chosen.notes, *memory.caches.notes],
         device=platform.device,
+        room_bytes=platform.free_host_memory if platform.memory_limit is None else platform.memory_limit,
         pipeline_parallel_size=config.pipeline_parallel_size,
         stages=tuple(held) if len(held) > 1 else (),
         data_parallel_size=dp,

@@ -26,6 +26,7 @@ from jaxllm.engine.core.loop import EngineCore
 from jaxllm.engine.core.pages import PagePool
 from jaxllm.engine.core.registry import Features
 from jaxllm.engine.core.runner import Runner
+from jaxllm.engine.core.saved import make_room
 from jaxllm.engine.core.scheduler import Scheduler
 from jaxllm.engine.features.adapters.adapters import AdapterStore
 from jaxllm.engine.features.adapters.reading import AdapterReader, BaseWeights
@@ -142,7 +143,8 @@ def find_model(config: EngineConfig, clock: Clock) -> Path:
     clock.lap("resolve")
     if config.compile_cache_dir is not None:
         if (reason := unwritable(config.compile_cache_dir)) is None:
-            compat.enable_compile_cache(config.compile_cache_dir)
+            left = make_room(config.compile_cache_dir, config.compile_cache_max)
+            compat.enable_compile_cache(config.compile_cache_dir, left)
         else:
             place = config.compile_cache_dir
             logger.warning("%s: %s; each start compiles; set compile_cache_dir to another folder", place, reason)

@@ -12,7 +12,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.config.values import format_bytes
 from jaxllm.engine.features.drafts.rules import DraftRule, ModuleDrafts
 from jaxllm.engine.start.platform import Platform
-from jaxllm.errors import ConfigError
+from jaxllm.errors import DoesNotFitError
 from jaxllm.models.config import DecoderConfig, MixerKind
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import ModelSpec, abstract_model
@@ -52,12 +52,12 @@ def plan_caches(
         wanted: the context's length in tokens, if it fits.
 
     Raises:
-        ConfigError: not even a page fits, or not the states of the running sequences.
+        DoesNotFitError: not even a page fits, or not the states of the running sequences.
     """
     page, notes = config.block_size, []
     slots = (max_num_seqs + 1) * state_bytes
     if state_bytes and slots > budget:
-        raise ConfigError(
+        raise DoesNotFitError(
             f"KV memory of {format_bytes(max(budget, 0))} a device does not hold the states of {max_num_seqs} "
             f"sequences ({format_bytes(state_bytes)} each); raise kv_cache_memory or lower max_num_seqs"
         )
@@ -77,7 +77,7 @@ def plan_caches(
     num_pages = _page_count(fit, pages_per_seq, max_num_seqs)
     capacity = (num_pages - 1) * page
     if capacity < page:
-        raise ConfigError(
+        raise DoesNotFitError(
             f"KV memory of {format_bytes(max(left, 0))} a device holds no page of {page} tokens "
             f"({format_bytes(page_bytes)}) besides the weights ({format_bytes(weights)}); "
             "raise kv_cache_memory or gpu_memory_utilization, or lower max_num_batched_tokens"

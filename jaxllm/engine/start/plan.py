@@ -69,6 +69,8 @@ class EnginePlan(Limits):
     """Bytes that the places of experts in host memory take."""
     host_weight_bytes: int = 0
     """Bytes of weights that this process has in host memory, for all of its devices."""
+    room_bytes: int = 0
+    """Bytes that are free for it: of each device, or of the host where the CPU is the device; 0: not known."""
     data_parallel_size: int = 1
     """The number of batches that run side by side, each of up to `max_num_seqs` sequences, with `num_pages` of its own.
     """
@@ -96,6 +98,15 @@ class EnginePlan(Limits):
         """Bytes that the plan takes of a device."""
         fullest = max(one.weight_bytes + self._kv_bytes(one) for one in self.stages or [self])
         return fullest + self.draft_bytes + self.adapter_bytes + self.expert_bytes + self.workspace_bytes
+
+    @property
+    def why_not(self) -> str | None:
+        """Why there is no room for what was asked for, in words; None if there is."""
+        num_devices = self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+        needed = self.planned_bytes * (num_devices if self.platform == "cpu" else 1)
+        if not self.room_bytes or needed <= self.room_bytes:
+            return None
+        return f"it takes {format_bytes(needed)}, and {format_bytes(self.room_bytes)} are free"
 
     @property
     def num_shapes(self) -> int:

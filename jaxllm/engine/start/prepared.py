@@ -25,7 +25,7 @@ from jaxllm.config import CPU_ISA_VARIABLE, EngineConfig, part_of
 from jaxllm.engine.core.device import Device
 from jaxllm.engine.core.executables import COMPILER_OPTIONS, Executables
 from jaxllm.engine.core.keys import Key
-from jaxllm.engine.core.saved import CompilingProcess, SavedExecutables, fingerprint
+from jaxllm.engine.core.saved import SETS, CompilingProcess, SavedExecutables, fingerprint
 from jaxllm.engine.core.step import StepFunctions
 from jaxllm.engine.scale.lockstep.follower import Follower
 from jaxllm.engine.scale.lockstep.leader import Leader, LeadingDevice, LeadingStages
@@ -284,7 +284,7 @@ def saved_executables(config: EngineConfig, blueprint: Blueprint, mesh: Mesh) ->
     cache, shipped = compat.compile_cache(), config.executables
     if cache is None and shipped is None:
         return None
-    root = None if cache is None else cache / "executables"
+    root = None if cache is None else cache / SETS
     saved = SavedExecutables(root, step_manifest(blueprint, mesh), mesh.devices.flatten().tolist(), shipped)
     saved.touch()
     if shipped is not None:

@@ -30,9 +30,9 @@ from jaxllm.weights.source import resolve_model
 from jaxllm.wording import did_you_mean
 
 FLOAT, STORED = "float", "stored"
-MEASURED_BYTES = 512 * 2**20
-"""Read to measure: far more than caches hold, whose share it still has on machines with large ones."""
-ROUNDS = 3
+MEASURED_BYTES = 16 * 2**20, 512 * 2**20
+"""Read to measure: as much as the weights are, whose share caches hold on machines with large ones, within these."""
+ROUNDS = 10
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,8 @@ def _scheme(name: str, config: EngineConfig, checkpoint: Checkpoint, platform: P
         found = make_blueprint(config.model_copy(update=update), checkpoint, platform)
     except (ConfigError, CheckpointError) as error:
         return Scheme(name, why_not=str(error))
+    if (why_not := found.plan.why_not) is not None:
+        return Scheme(name, why_not=why_not)
     read = sum(_bytes_read(param, found) for param in found.params)
     return Scheme(
         name,
@@ -102,20 +104,22 @@ def _bytes_read(param: ParamSpec, blueprint: Blueprint) -> int:
     return held
 
 
-def measure_bandwidth() -> float:
-    """Bytes a second that the first device reads from its memory: the best of a few rounds over a large array."""
+def measure_bandwidth(nbytes: int | None = None) -> float:
+    """Bytes a second that the first device reads of an array of about `nbytes`: the best of a few rounds."""
+    least, most = MEASURED_BYTES
+    nbytes = most if nbytes is None else min(max(nbytes, least), most)
     if find_devices()[0].platform == "cpu":
-        return _of_host()
-    array = jnp.ones(MEASURED_BYTES // 4, jnp.float32)
+        return _of_host(nbytes)
+    array = jnp.ones(nbytes // 4, jnp.float32)
     total = jax.jit(jnp.sum)
     total(array).block_until_ready()
-    return MEASURED_BYTES / min(_seconds(lambda: total(array).block_until_ready()) for _ in range(ROUNDS))
+    return nbytes / min(_seconds(lambda: total(array).block_until_ready()) for _ in range(ROUNDS))
 
 
-def _of_host() -> float:
-    parts = np.array_split(np.ones(MEASURED_BYTES // 8, np.int64), physical_cores())
+def _of_host(nbytes: int) -> float:
+    parts = np.array_split(np.ones(nbytes // 4, np.int32), physical_cores())
     with ThreadPoolExecutor(len(parts)) as pool:
-        return MEASURED_BYTES / min(_seconds(lambda: list(pool.map(np.max, parts))) for _ in range(ROUNDS))
+        return nbytes / min(_seconds(lambda: list(pool.map(np.max, parts))) for _ in range(ROUNDS))
 
 
 def _seconds(work: Any) -> float:

@@ -10,11 +10,16 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.folders import in_home
 from jaxllm.text.tokenizer import Tokenizer, has_chat_template, load_tokenizer
 from jaxllm.weights import open_checkpoint, source
-from jaxllm.weights.fields import check_fields
+from jaxllm.weights.fields import NULL, FieldKinds, check_fields, either, real, whole
 from jaxllm.weights.folder import EOS_FIELDS, SAMPLING_FIELDS, read_generation_config
 
 if TYPE_CHECKING:
     from jaxllm.weights.checkpoint import Checkpoint
+
+OVERRIDES: FieldKinds = SAMPLING_FIELDS | {
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), either(real(-2, 2), NULL)),
+    "max_new_tokens": either(whole(1, 2**31 - 1), NULL),
+}
 
 
 def resolve_tokenizer(config: EngineConfig) -> Tokenizer | None:
@@ -88,13 +93,14 @@ def with_overrides(config: EngineConfig, of_model: dict[str, Any]) -> dict[str, 
         case folder:
             found = _read(folder)
     overrides = config.override_generation_config or {}
-    if unknown := sorted(overrides.keys() - SAMPLING_FIELDS.keys()):
-        raise ConfigError(f"override_generation_config has {unknown[0]!r}; accepted are {', '.join(SAMPLING_FIELDS)}")
+    if unknown := sorted(overrides.keys() - OVERRIDES.keys()):
+        raise ConfigError(f"override_generation_config has {unknown[0]!r}; accepted are {', '.join(OVERRIDES)}")
     try:
-        check_fields(overrides, SAMPLING_FIELDS)
+        check_fields(overrides, OVERRIDES)
     except CheckpointError as error:
         raise ConfigError(f"override_generation_config: {error}") from None
-    return found | overrides
+    renamed = {"max_new_tokens": "max_tokens"}
+    return found | {renamed.get(name, name): value for name, value in overrides.items()}
 
 
 def _read(folder: str) -> dict[str, Any]:

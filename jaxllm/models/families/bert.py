@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import ClassifierConfig, DecoderConfig, EncoderConfig, LayerKind
-from jaxllm.models.family import Family, hf_decoder, hf_rope
+from jaxllm.models.family import Family, hf_decoder, hf_rope, without_groups
 from jaxllm.models.gguf import ABSENT, GgufFile, optional, rows
 from jaxllm.models.hf_fields import LAYER_TYPES, check_only
 from jaxllm.models.names import ENCODER_NAMES, in_layers, linear
@@ -42,7 +42,7 @@ def bert_from_hf(c: dict[str, Any], first_position: int = 0) -> DecoderConfig:
         embedding_norm=True, sum_norms=True, last_norm=False,
     )  # fmt: skip
     return hf_decoder(
-        {"hidden_act": "gelu"} | c, layers=LayerKind(None),
+        {"hidden_act": "gelu"} | without_groups(c), layers=LayerKind(None),
         max_position_embeddings=min(positions - first_position, c.get("model_max_length") or positions),
         norm_eps=c.get("layer_norm_eps", 1e-12), gated_mlp=False, attention_bias=True, mlp_bias=True, encoder=encoder,
         **BERT_LAYERS,
@@ -109,7 +109,7 @@ _NOMIC_BERT_ONLY: dict[str, tuple[Any, ...]] = {  # values that those files may 
 
 def nomic_bert_from_hf(c: dict[str, Any]) -> DecoderConfig:
     check_only(c, _NOMIC_BERT_ONLY)
-    c = {new: c[old] for old, new in _FIRST_KEYS.items() if old in c} | c
+    c = {new: c[old] for old, new in _FIRST_KEYS.items() if old in c} | without_groups(c)
     token_types = c.get("type_vocab_size", 2)
     return hf_decoder(
         c, layers=LayerKind(hf_rope(c, theta=1000.0)), norm_eps=c.get("layer_norm_eps", 1e-12),
@@ -152,7 +152,7 @@ def modernbert_from_hf(c: dict[str, Any]) -> DecoderConfig:
         "max_position_embeddings": 8192, "hidden_activation": "gelu", "norm_eps": 1e-5, "local_attention": 128,
         "global_attn_every_n_layers": 3, "classifier_pooling": "cls", "classifier_activation": "gelu",
     }  # fmt: skip
-    c = defaults | c
+    c = defaults | without_groups(c)
     if c.get("norm_bias"):
         raise CheckpointError(f"norm_bias is {shown(c['norm_bias'])}; accepted is false")
     number, every = c["num_hidden_layers"], c["global_attn_every_n_layers"]

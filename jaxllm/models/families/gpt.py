@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
-from jaxllm.models.family import Family, hf_decoder, hf_rope
+from jaxllm.models.family import Family, hf_decoder, hf_rope, without_groups
 from jaxllm.models.gguf import GgufFile, optional
 from jaxllm.models.hf_fields import COUNT, FACTOR, LAYERS, LENGTH, OFF, SIZE, maybe
 from jaxllm.models.layers.attention import USUAL_STEEPNESS
@@ -26,7 +26,7 @@ def _usual(c: dict[str, Any], defaults: dict[str, Any], **own: str) -> dict[str,
 def gpt2_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """`n_inner` is the size of the MLP: four times the model's where it is null."""
     c = _usual(
-        c, {"max_position_embeddings": 1024},
+        without_groups(c), {"max_position_embeddings": 1024},
         hidden_size="n_embd", num_attention_heads="n_head", num_hidden_layers="n_layer",
         max_position_embeddings="n_positions",
     )  # fmt: skip
@@ -73,7 +73,7 @@ def gpt_neox_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """`rotary_pct` and `rotary_emb_base` are older names of two keys."""
     beside = bool(c.get("use_parallel_residual", True))
     theta, partial = c.get("rotary_emb_base") or 10_000.0, c.get("rotary_pct") or 0.25
-    c = {"hidden_act": "gelu"} | c
+    c = {"hidden_act": "gelu"} | without_groups(c)
     return hf_decoder(
         c, layers=LayerKind(hf_rope(c, theta=theta, partial=partial)), norm_eps=c.get("layer_norm_eps", 1e-5),
         attention_bias=c.get("attention_bias", True), mlp_bias=True, norm="layer", gated_mlp=False,

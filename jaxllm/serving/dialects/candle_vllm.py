@@ -37,7 +37,6 @@ PARAMS = {
     "multithread": None,
 }
 """A name under `params` -> the setting that it becomes; None where only one value can be honoured, or none matters."""
-DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
 
 def is_candle_vllm(document: Mapping[Any, Any]) -> bool:
@@ -126,8 +125,6 @@ def _settings(where: str, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(at: str, key: str, value: Any) -> Any:
-    if key == "dtype":
-        return DTYPES.get(value, value)
     if key == "device_ids":
         if not isinstance(value, list) or not value or value != list(range(len(value))):
             raise ConfigError(

@@ -177,13 +177,14 @@ DONE = "[DONE]"
 def returns(
     *answers: Any,
     events: Iterable[type[msgspec.Struct]] = (),
+    lines: Iterable[type[msgspec.Struct]] = (),
     done: str | None = None,
     error: type[msgspec.Struct] = ErrorResponse,
 ) -> dict[int | str, dict[str, Any]]:
-    """The `responses` argument of a route that answers with one of `answers` or, if asked to stream, with `events`.
+    """The `responses` argument of a route that answers with one of `answers` or, as a stream, with `events` or `lines`.
 
     They are msgspec structs, or lists of some. A route without answers always streams. The data of the last event is
-    `done`, if given.
+    `done`, if given. Lines are JSON.
     """
     schemas = [_placeholder(answer) for answer in answers]
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
@@ -197,6 +198,8 @@ def returns(
             data = {"anyOf": [{"const": done}, data]}
         event = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string", **data}}}
         content["text/event-stream"] = {"itemSchema": event}
+    if lines:
+        content["application/x-ndjson"] = {"itemSchema": {"anyOf": [_placeholder(line) for line in lines]}}
     failure = {"description": "Error", "content": {"application/json": {"schema": _placeholder(error)}}}
     return {200: {"description": "Success", "content": content}, "4XX": failure, "5XX": failure}
 

@@ -414,4 +414,5 @@ async def chunks_of(
         if api_error.status == 500:
             logger.exception("%s failed while streaming", generation.id)
         last = [writer.error(api_error), writer.done]
-    yield last
+    if any(last):
+        yield last

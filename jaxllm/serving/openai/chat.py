@@ -11,7 +11,7 @@ from msgspec import UNSET
 from jaxllm.chat.conversation import Conversation, Tool, naming
 from jaxllm.chat.events import Content, Event, Reasoning, ToolArguments, ToolCall
 from jaxllm.chat.parser import Piece, Step
-from jaxllm.chat.prompt import render
+from jaxllm.chat.prompt import Rendered, render
 from jaxllm.config.server import ServerConfig
 from jaxllm.engine.messages import TokenDelta
 from jaxllm.errors import Field
@@ -78,15 +78,19 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
 async def render_chat_completion(body: ChatRequest, request: Request) -> Response:
     """The prompt that /chat/completions would give the model, as text and token ids; nothing is generated."""
     call = await open_call(request, body.model, keep_alive=body.keep_alive)
-    state, model = call.state, call.model
-    with naming(body.own_names()):
-        conversation = body.conversation(await _tools(state, model, body))
-        rendered = await state.prepare(render, model, conversation)
-    token_ids, longest = rendered.token_ids, model.engine.info.max_model_len
+    found = await rendered(call, body)
+    token_ids, longest = found.token_ids, call.model.engine.info.max_model_len
     prompt = chat_types.RenderedPrompt(
-        prompt=rendered.text, prompt_token_ids=token_ids, count=len(token_ids), max_model_len=longest
+        prompt=found.text, prompt_token_ids=token_ids, count=len(token_ids), max_model_len=longest
     )
     return json_response(prompt)
+
+
+async def rendered(call: ClientCall, body: ChatRequest) -> Rendered:
+    """The prompt of a chat."""
+    with naming(body.own_names()):
+        conversation = body.conversation(await _tools(call.state, call.model, body))
+        return await call.state.prepare(render, call.model, conversation)
 
 
 async def _tools(state: ServerState, model: ServedModel, body: ChatRequest) -> list[Tool]:

@@ -110,6 +110,8 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
     """Given to templates that know a verbosity; others have no such setting."""
     modalities: list[Literal["text"]] | None = None
     """Only text."""
+    reasoning_control: bool = False
+    """Let POST /chat/completions/control end the reasoning; without effect where the model marks none."""
     prediction: Prediction | None = None
     """What the answer may well be: tokens are tried ahead from it where the server drafts from texts
     (speculative_config, ngram or suffix). It changes how fast the answer comes, not the answer."""
@@ -174,6 +176,7 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
             rendering=self.rendering(special_tokens=self.add_special_tokens, verbosity=self.verbosity),
             structured_outputs=self.constraint(),
             separate_reasoning=self.separate_reasoning,
+            reasoning_control=self.reasoning_control,
         )
 
     def generation_settings(self) -> GenerationSettings:

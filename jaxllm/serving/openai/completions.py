@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -11,6 +12,7 @@ from msgspec import UNSET, UnsetType
 from pydantic import Field, field_validator, model_validator
 
 from jaxllm.chat.constraint import compiled
+from jaxllm.chat.infill import fim_prompt
 from jaxllm.chat.parser import Step
 from jaxllm.chat.prompt import Prompt, fitted, sampling_params, with_completion_markers
 from jaxllm.engine.messages import TokenDelta
@@ -31,7 +33,7 @@ MAX_CHOICES = 1024
 
 
 class CompletionRequest(sampling.GenerationRequest):
-    unsupported: ClassVar[frozenset[str]] = sampling.UNSUPPORTED_SAMPLING | {"suffix"}
+    unsupported: ClassVar[frozenset[str]] = sampling.UNSUPPORTED_SAMPLING
     path: ClassVar[str] = "/v1/completions"
     called_here: ClassVar[Mapping[str, str]] = {
         "max_output_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "input": "prompt",
@@ -40,6 +42,8 @@ class CompletionRequest(sampling.GenerationRequest):
 
     prompt: str | list[str] | list[int] | list[list[int]]
     """One prompt as text or token ids, or a list of either."""
+    suffix: str | None = None
+    """Text that comes after the answer, for models that fill in the middle; "" is as if it were left out."""
     echo: bool = False
     """Begin each choice with its prompt."""
     logprobs: int | None = Field(default=None, ge=-1, le=MAX_LOGPROBS)
@@ -69,6 +73,9 @@ class CompletionRequest(sampling.GenerationRequest):
             raise refuse("max_tokens is 0; it must be 1 or more, or 0 together with echo", "max_tokens")
         if self.logprob_token_ids and self.logprobs is None:
             raise refuse("logprob_token_ids needs logprobs, which may be 0", "logprob_token_ids")
+        if self.suffix and (self.echo or not all(isinstance(prompt, str) for prompt in self.prompts)):
+            problem = "with echo" if self.echo else "with token ids as the prompt"
+            raise refuse(f"suffix is not available {problem}", "suffix")
         choices = len(self.prompts) * self.num_generated
         if choices > MAX_CHOICES:
             raise refuse(
@@ -167,12 +174,16 @@ def completion_prompts(model: ServedModel, body: CompletionRequest, settings: Ge
     params = sampling_params(model, settings, structured_outputs=body.constraint())
     prompts = []
     for prompt in body.prompts:
-        if isinstance(prompt, str):
+        own = params
+        if isinstance(prompt, str) and body.suffix:
+            token_ids, stops = fim_prompt(model, prompt, body.suffix)
+            own = replace(params, stop_token_ids=[*params.stop_token_ids, *stops])
+        elif isinstance(prompt, str):
             may_be_cut, special = body.truncate_prompt_tokens is not None, body.add_special_tokens
             token_ids = model.encode(prompt, Place("prompt"), add_special_tokens=special, may_be_cut=may_be_cut)
         else:
             token_ids = prompt
-        own = with_completion_markers(model, params, token_ids)
+        own = with_completion_markers(model, own, token_ids)
         ready = fitted(model, token_ids, own, settings, Place("prompt"))
         if body.echo and model.engine.tokenizer is not None:  # else all texts are empty
             if isinstance(prompt, str) and len(ready.token_ids) == len(token_ids):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
@@ -19,12 +19,13 @@ from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.request_model import ModelFields, refuse
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.openai.messages import FIELD_NAMES, Messages, TemplateFields, ToolFields
+from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 from jaxllm.text.tokenizer import Tokenizer
 
 
 class TokenizeRequest(ModelFields, TemplateFields, ToolFields):
-    unsupported: ClassVar[frozenset[str]] = frozenset({"mm_processor_kwargs", "parse_special", "with_pieces"})
+    unsupported: ClassVar[frozenset[str]] = frozenset({"mm_processor_kwargs"})
 
     prompt: str | None = None
     """Text; special tokens are added unless add_special_tokens is false."""
@@ -38,6 +39,10 @@ class TokenizeRequest(ModelFields, TemplateFields, ToolFields):
     """llama.cpp's name of add_special_tokens."""
     return_token_strs: bool = False
     """Also return each token's text."""
+    parse_special: Literal[True] = True
+    """Only true: special tokens in a text are taken for what they are, as by llama.cpp's default."""
+    with_pieces: bool = False
+    """Return each token as {"id", "piece"}, where a part of a character is a list of bytes; as llama.cpp."""
 
     @model_validator(mode="after")
     def _one_source(self) -> TokenizeRequest:
@@ -56,10 +61,15 @@ class TokenizeRequest(ModelFields, TemplateFields, ToolFields):
         return self.prompt is not None
 
 
+class TokenPiece(msgspec.Struct):
+    id: int
+    piece: str | list[int]
+
+
 class TokenizeResponse(msgspec.Struct, kw_only=True):
     count: int
     max_model_len: int
-    tokens: list[int]
+    tokens: Sequence[int | TokenPiece]
     token_strs: list[str] | None
 
 
@@ -69,7 +79,10 @@ class DetokenizeRequest(ModelFields):
 
 
 class DetokenizeResponse(msgspec.Struct):
+    """The text, under vLLM's name and under llama.cpp's."""
+
     prompt: str
+    content: str
 
 
 class TokenizerInfo(msgspec.Struct, kw_only=True):
@@ -107,14 +120,26 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     if body.return_token_strs:
         texts = await state.offload(lambda: list(map(model.token_text, tokens)))
     longest = model.engine.info.max_model_len
-    return json_response(TokenizeResponse(count=len(tokens), max_model_len=longest, tokens=tokens, token_strs=texts))
+    shown: Sequence[int | TokenPiece] = tokens
+    if body.with_pieces:
+        shown = await state.offload(lambda: [_piece(model, token) for token in tokens])
+    return json_response(TokenizeResponse(count=len(tokens), max_model_len=longest, tokens=shown, token_strs=texts))
+
+
+def _piece(model: ServedModel, token: int) -> TokenPiece:
+    raw = model.token_bytes(token)
+    try:
+        return TokenPiece(token, raw.decode())
+    except UnicodeDecodeError:
+        return TokenPiece(token, list(raw))
 
 
 @router.post("/detokenize", responses=returns(DetokenizeResponse))
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids, special tokens included."""
     call = await open_call(request, body.model)
-    return json_response(DetokenizeResponse(await call.state.offload(_text, call.model.tokenizer, body.tokens)))
+    text = await call.state.offload(_text, call.model.tokenizer, body.tokens)
+    return json_response(DetokenizeResponse(text, text))
 
 
 def _text(tokenizer: Tokenizer, tokens: list[int]) -> str:
@@ -210,7 +235,7 @@ async def props(
     info, tokenizer = found.engine.info, found.engine.tokenizer
     special = {} if tokenizer is None else tokenizer.special_tokens
     template = found.chat_template or (None if tokenizer is None else tokenizer.chat_template)
-    defaults = SamplingDefaultsShown(**asdict(info.default_sampling))
+    defaults = msgspec.convert(info.default_sampling, SamplingDefaultsShown, from_attributes=True)
     shown = Props(
         default_generation_settings=GenerationSettingsShown(n_ctx=info.max_model_len, params=defaults),
         total_slots=info.max_num_seqs,

@@ -304,6 +304,7 @@ async def score(body: bodies.ScoreRequest, request: Request) -> Response:
 
 
 @scoring_router.post("/rerank", responses=returns(Ranking, list[TextRank]))
+@scoring_router.post("/reranking", include_in_schema=False)
 async def rerank(body: bodies.RerankRequest, request: Request) -> Response:
     """Documents by their relevance, best first; Jina's shape, and Cohere's first. With `texts` a list, as TEI's."""
     if body.texts is None:

@@ -1,5 +1,7 @@
 """Pages that come with the server, without a key as they hold no secret: the chat at /, and Swagger UI at /docs.
 
+Clients of ollama ask for / whether it runs; they get its answer, and browsers, which accept HTML, the chat.
+
 The first is built from the repository's `web/` into static/. Files are kept in memory, compressed, and sent once to a
 browser that keeps them."""
 
@@ -37,12 +39,14 @@ HEADERS = {
     "Cache-Control": "no-cache",  # kept, and asked about each time: names stay the same when contents change
     "Cross-Origin-Opener-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
-    "Vary": "Accept-Encoding",
+    "Vary": "Accept, Accept-Encoding",
     "X-Content-Type-Options": "nosniff",
 }
 _TYPES = {".js": "text/javascript", ".woff2": "font/woff2", ".svg": "image/svg+xml"}
 """Types that some systems' tables lack or name otherwise."""
 _PACKED = (".woff2",)  # gzip makes them no smaller
+RUNNING = "Ollama is running"
+"""Some programs of ollama's compare it."""
 
 
 def make_router() -> APIRouter:
@@ -53,6 +57,17 @@ def make_router() -> APIRouter:
             name = path.relative_to(STATIC).as_posix()
             add_file(router, "/" if name == "index.html" else f"/{name}", StaticFile(path, PAGE_POLICY))
     return router
+
+
+def make_plain_router() -> APIRouter:
+    """What / is without the page."""
+    router = APIRouter(include_in_schema=False)
+    router.add_route("/", say_running, methods=["GET", "HEAD"], include_in_schema=False)
+    return router
+
+
+async def say_running(_: Request) -> Response:
+    return Response(RUNNING, media_type="text/plain", headers={"Vary": "Accept"})
 
 
 def make_swagger_router() -> APIRouter:
@@ -114,6 +129,8 @@ class StaticFile:
 
 def add_file(router: APIRouter, address: str, file: StaticFile) -> None:
     async def serve(request: Request) -> Response:
+        if address == "/" and "text/html" not in request.headers.get("accept", ""):
+            return await say_running(request)
         return file.response(request.headers)
 
     router.add_route(address, serve, methods=["GET", "HEAD"], include_in_schema=False)

@@ -16,15 +16,16 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, Pat
     stub_module(
         monkeypatch,
         "jaxllm.cli.convert.conversion",
-        convert_model=lambda config, destination, to, on_progress, merge_lora: found.append(
-            (config, destination, to, *merge_lora)
+        convert_model=lambda config, destination, to, on_progress, merge_lora: (
+            found.append((config, destination, to, *merge_lora)) or ["it was 8 MiB", "it is 4 MiB"]
         ),
     )
     return found
 
 
 def test_source_and_destination_are_positions(cli, conversions) -> None:
-    assert cli("convert", "m", "out", "--isq", "q4k", "--to", "gguf").out == "out\n"
+    result = cli("convert", "m", "out", "--isq", "q4k", "--to", "gguf")
+    assert (result.out, result.err) == ("out\n", "it was 8 MiB\nit is 4 MiB\n")
     assert conversions == [(EngineConfig(model="m", isq="q4k"), Path("out"), "gguf")]
 
 
@@ -59,3 +60,9 @@ def test_what_is_wrong_is_said_in_a_line(arguments, said, cli, conversions) -> N
 def test_a_gguf_file_is_not_made_a_directory(cli, tmp_path: Path, to: str) -> None:
     outcome = cli("convert", "m", str(tmp_path / "x.gguf"), "--to", to)
     assert outcome.code == 2 and f"--to {to} writes a directory; --to gguf writes a file" in outcome.err
+
+
+@pytest.mark.parametrize("name", ["x", "x.orbax"])
+def test_a_gguf_file_is_named_as_one(cli, tmp_path: Path, name: str) -> None:
+    outcome = cli("convert", "m", str(tmp_path / name), "--to", "gguf")
+    assert outcome.code == 2 and f"{name}'; --to gguf writes a file, whose name ends in .gguf" in outcome.err

@@ -17,6 +17,7 @@ from jaxllm import LLM, SamplingParams
 from jaxllm.cli.convert import safetensors as to_safetensors
 from jaxllm.cli.convert.conversion import TargetFormat, convert_model
 from jaxllm.config import EngineConfig
+from jaxllm.config.values import format_bytes
 from jaxllm.errors import CheckpointError, ConfigError, JaxLLMError
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import abstract_model, model_spec
@@ -29,7 +30,7 @@ from tests.models.harness import Chunk, Harness
 from tests.reference import load_golden
 from tests.reference.tiny import tiny_weights, write_checkpoint
 from tests.reference.tiny_gguf import gguf_config, write_gguf
-from tests.sizes import FIELDS
+from tests.support.sizes import FIELDS
 from tests.weights.models import real_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -221,6 +222,17 @@ def test_a_gguf_is_quantized_and_keeps_its_metadata(tmp_path):
         assert np.abs(values - old.data).max() <= (np.abs(old.data).max() / 127 if quantized else 0)
 
 
+def test_what_was_done_is_said(tmp_path):
+    """Rows of 64 take no blocks of 256: nothing becomes Q4_K."""
+    source = write_gguf("llama_gqa", tmp_path / "m.gguf", types=lambda name: "Q8_0")
+    config = EngineConfig(model=str(source), isq="q4k", dequantize=True, skip_tokenizer_init=True)
+    was, now, why = convert_model(config, tmp_path / "q.gguf", "gguf")[:3]
+    size = format_bytes((tmp_path / "q.gguf").stat().st_size)
+    assert was.startswith(f"it was {format_bytes(source.stat().st_size)}: Q8_0 ")
+    assert now.startswith(f"it is {size}: Q5_1 ")
+    assert why.startswith("0.0% of the weights are q4k (Q4_K): its blocks do not divide the rows of the others")
+
+
 def test_a_quantized_gguf_is_expanded_first_only_if_asked(tmp_path):
     source = write_gguf("llama_gqa", tmp_path / "m.gguf", types=lambda name: "Q8_0")
     with pytest.raises(ConfigError, match="is quantized already"):
@@ -246,7 +258,7 @@ def test_a_quantized_gguf_is_expanded_first_only_if_asked(tmp_path):
 def test_what_a_format_does_not_hold_is_refused(to, fields, message, tmp_path):
     source = write_checkpoint("llama_gqa", tmp_path / "source")
     with pytest.raises(ConfigError, match=message):
-        converted(source, tmp_path / "target", to, **fields)
+        converted(source, tmp_path / ("target.gguf" if to == "gguf" else "target"), to, **fields)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -274,8 +286,8 @@ def test_nothing_is_left_of_what_could_not_be_written(to, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
-        with pytest.raises(JaxLLMError, match=r"target'?: .*") as refused:
-            converted(source, tmp_path / "target", to)
+        with pytest.raises(JaxLLMError, match=r"target(\.gguf)?'?: .*") as refused:
+            converted(source, tmp_path / ("target.gguf" if to == "gguf" else "target"), to)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "\n" not in str(refused.value)

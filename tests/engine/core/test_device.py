@@ -21,7 +21,7 @@ from jaxllm.models.registry import AdaptedModel
 from tests.engine.step_sizes import step_sizes
 from tests.reference.adapters import write_adapter
 from tests.reference.tiny import write_checkpoint
-from tests.sizes import FIELDS
+from tests.support.sizes import FIELDS
 
 Message = tuple[Key, tuple[Any, ...]]
 

@@ -9,7 +9,7 @@ import pytest
 from jaxllm import LLM, SamplingParams
 from jaxllm.engine.core.keys import Key
 from tests.reference.tiny import write_checkpoint
-from tests.sizes import FIELDS
+from tests.support.sizes import FIELDS
 
 
 def test_one_with_a_mask_lets_requests_without_grammar_choose_any_token(

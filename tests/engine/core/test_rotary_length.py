@@ -8,7 +8,7 @@ import pytest
 from jaxllm import LLM, SamplingParams
 from tests.models.harness import Chunk, Harness
 from tests.reference.tiny import tiny_config, write_checkpoint
-from tests.sizes import FIELDS
+from tests.support.sizes import FIELDS
 
 NAME = "phi3_longrope_long"
 ORIGINAL = tiny_config(NAME)["original_max_position_embeddings"]

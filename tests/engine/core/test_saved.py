@@ -19,7 +19,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxllm import EngineConfig
 from jaxllm.engine.core.executables import Executables
 from jaxllm.engine.core.keys import PLAIN, SAMPLED, Key
-from jaxllm.engine.core.saved import KEPT_SETS, SavedExecutables
+from jaxllm.engine.core.saved import KEPT_SETS, SETS, SavedExecutables, make_room
 from jaxllm.engine.core.sizes import Buckets
 from jaxllm.engine.core.step import StepFunctions
 from jaxllm.engine.start.blueprint import make_blueprint
@@ -212,6 +212,31 @@ def test_the_longest_unused_sets_go(functions, tmp_path):
     assert (tmp_path / kept.name).exists()
     assert not (tmp_path / saved_in(tmp_path, "0").name).exists()
     assert len([p for p in tmp_path.iterdir() if p.name != "other"]) <= KEPT_SETS
+
+
+def test_a_compile_cache_keeps_what_was_used_last_within_its_bytes(tmp_path):
+    """Sets of executables and the files of XLA, of which a second one says when each was read."""
+    written = {
+        "old-cache": 1,
+        "read-cache": 2,
+        "new-cache": 4,
+        f"{SETS}/old/a.executable": 3,
+        f"{SETS}/new/a.executable": 5,
+    }
+    for name, second in written.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(100))
+        os.utime(tmp_path / name, (second, second))
+        os.utime((tmp_path / name).parent, (second, second))
+    (tmp_path / "read-atime").touch()
+    (tmp_path / "other").write_bytes(bytes(1000))
+    assert make_room(tmp_path, 500) == 300, "what sets leave to XLA"
+    assert all((tmp_path / name).exists() for name in written)
+    assert make_room(tmp_path, 320) == 220
+    kept = {name for name in written if (tmp_path / name).exists()}
+    assert kept == {"read-cache", "new-cache", f"{SETS}/new/a.executable"}
+    assert make_room(tmp_path, 150) == 150 and not (tmp_path / SETS / "new").exists()
+    assert (tmp_path / "read-cache").exists() and (tmp_path / "read-atime").exists() and (tmp_path / "other").exists()
 
 
 CHANGES = {

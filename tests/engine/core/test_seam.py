@@ -26,7 +26,7 @@ from jaxllm.engine.scale.data_parallel import Core
 from jaxllm.engine.start import plan, prepared
 from jaxllm.engine.start.build import build_core
 from tests.reference.tiny import write_checkpoint
-from tests.sizes import FIELDS
+from tests.support.sizes import FIELDS
 
 
 class Warmed(EngineRequest):

@@ -29,7 +29,7 @@ from jaxllm.engine.start.offload import PROCESS_BYTES
 from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError, QueueFullError
 from tests.engine.doors import stand_in
 from tests.reference.tiny import write_checkpoint
-from tests.sizes import FIELDS as SIZES
+from tests.support.sizes import FIELDS as SIZES
 
 pytestmark = pytest.mark.programs
 

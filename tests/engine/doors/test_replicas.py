@@ -24,7 +24,7 @@ from jaxllm.errors import CheckpointError, ConfigError, EngineDeadError
 from tests.engine.doors import stand_in
 from tests.reference import load_golden
 from tests.reference.tiny import tiny_prompt, write_checkpoint
-from tests.sizes import FIELDS as SIZES
+from tests.support.sizes import FIELDS as SIZES
 
 pytestmark = pytest.mark.programs
 

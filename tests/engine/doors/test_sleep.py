@@ -17,7 +17,7 @@ from jaxllm.engine.messages import MemoryRoom
 from jaxllm.errors import CheckpointError, ConfigError, EngineDeadError, QueueFullError
 from tests.reference import load_golden
 from tests.reference.tiny import tiny_prompt, write_checkpoint
-from tests.sizes import FIELDS
+from tests.support.sizes import FIELDS
 
 pytestmark = pytest.mark.programs
 

@@ -18,8 +18,8 @@ from jaxllm.pallas_kernels.gpu.attention import paged_attention
 from jaxllm.pallas_kernels.gpu.tile import AttentionSpec
 from jaxllm.pallas_kernels.metadata import StepMetadata, prefill_tiles
 from jaxllm.pallas_kernels.pages import QUANTIZED, to_storage, write_pages
-from tests.gpu_here import INTERPRET
 from tests.pallas_kernels.oracle import RaggedBatch, attention_oracle, ragged_batch, with_numbers_of_heads
+from tests.support.gpu_here import INTERPRET
 
 pytestmark = pytest.mark.hardware
 

@@ -15,9 +15,9 @@ from jaxllm.pallas_kernels.gpu.few_rows import MOST_ROWS, few_rows_of_blocks, kn
 from jaxllm.pallas_kernels.gpu.route import list_rows
 from jaxllm.quantization.coded import Coded, fp8_blocks
 from jaxllm.quantization.stored import FP8
-from tests.gpu_here import INTERPRET
 from tests.pallas_kernels.gpu.ptx_machine import PtxMachine
 from tests.pallas_kernels.gpu.test_experts import silu
+from tests.support.gpu_here import INTERPRET
 
 pytestmark = pytest.mark.hardware
 

@@ -16,8 +16,8 @@ from jaxllm.pallas_kernels import Mixture, RootMeanSquare, StepMetadata
 from jaxllm.pallas_kernels.gpu.experts import add_norm, experts
 from jaxllm.pallas_kernels.gpu.route import RowLists, groups_of_rows, list_rows, route
 from jaxllm.quantization.weight import fuse
-from tests.gpu_here import INTERPRET
 from tests.pallas_kernels.gpu.test_matmul import KINDS
+from tests.support.gpu_here import INTERPRET
 
 pytestmark = pytest.mark.hardware
 

@@ -16,8 +16,8 @@ from jaxllm.pallas_kernels.gpu.route import list_rows
 from jaxllm.pallas_kernels.matrices import quantize_runs
 from jaxllm.quantization.coded import Coded, per_channel
 from jaxllm.quantization.stored import INT8
-from tests.gpu_here import INTERPRET
 from tests.pallas_kernels.gpu.test_experts import silu
+from tests.support.gpu_here import INTERPRET
 
 pytestmark = pytest.mark.hardware
 

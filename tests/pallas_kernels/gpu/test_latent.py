@@ -13,8 +13,8 @@ from jaxllm.pallas_kernels import RootMeanSquare
 from jaxllm.pallas_kernels.gpu.attention import absorb_and_store, expand_heads
 from jaxllm.pallas_kernels.gpu.tile import AttentionSpec
 from jaxllm.pallas_kernels.pages import QUANTIZED, SCALE_BYTES, from_storage
-from tests.gpu_here import INTERPRET
 from tests.pallas_kernels.oracle import ragged_batch
+from tests.support.gpu_here import INTERPRET
 
 pytestmark = pytest.mark.hardware
 

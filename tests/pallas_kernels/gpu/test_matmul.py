@@ -21,7 +21,7 @@ from jaxllm.pallas_kernels.gpu.route import RowLists, list_rows
 from jaxllm.quantization.coded import Coded, fp8_blocks, groups, per_channel
 from jaxllm.quantization.stored import FP8, INT8, Stored
 from jaxllm.quantization.weight import Dense, Weight
-from tests.gpu_here import INTERPRET
+from tests.support.gpu_here import INTERPRET
 
 pytestmark = pytest.mark.hardware
 

@@ -11,9 +11,9 @@ import pytest
 from jaxllm.pallas_kernels.gpu.products import linear
 from jaxllm.quantization.coded import Ordered
 from jaxllm.quantization.weight import Weight, fuse
-from tests.gpu_here import INTERPRET
 from tests.pallas_kernels.gpu.test_experts import EXPERTS, SIZE, check_layer, values
 from tests.pallas_kernels.gpu.test_matmul import KINDS
+from tests.support.gpu_here import INTERPRET
 
 pytestmark = pytest.mark.hardware
 

@@ -24,7 +24,7 @@ from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.gpu_tiles import BLOCKS, GpuTiles, gpu_tiled
 from jaxllm.quantization.stored import E8M0, Stored
 from jaxllm.quantization.weight import fuse
-from tests.gpu_here import INTERPRET
+from tests.support.gpu_here import INTERPRET
 
 pytestmark = pytest.mark.hardware
 

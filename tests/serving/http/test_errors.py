@@ -220,7 +220,7 @@ COMPLETION_REFUSALS = [
     ({"prompt": [1, 299, 300]}, "prompt", "300"),
     ({"prompt": ["a"] * 600, "n": 2}, "prompt", "1024"),
     ({"prompt": "", "add_special_tokens": False}, "prompt", "empty"),
-    ({"suffix": "x"}, "suffix", "not supported"),
+    ({"suffix": "x"}, "suffix", "no tokens for filling in the middle"),
     ({"best_of": 1, "n": 2}, "best_of", "at least n"),
     ({"prompt": ["a"] * 600, "best_of": 2}, "prompt", "1024"),
     ({"use_beam_search": True, "stop": "a"}, "stop", "use_beam_search"),

@@ -31,9 +31,9 @@ class Engine(EveryTask):
 
 DOCUMENT = described_app().openapi()
 OPERATIONS = [(method, path) for path, item in DOCUMENT["paths"].items() for method in item]
-ENDLESS = {("get", "/v1/models/sse")}
-"""Streams that end with the server only, which tests of their own read."""
-ANSWERED = [operation for operation in OPERATIONS if operation not in ENDLESS]
+APART = {("get", "/v1/models/sse"), ("delete", "/api/delete")}
+"""A stream that ends with the server only, and what removes files: tests of their own ask for them."""
+ANSWERED = [operation for operation in OPERATIONS if operation not in APART]
 ALONE = [("post", path) for path in ("/v1/sleep", "/v1/pause", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")]
 """What changes a server, or is answered otherwise when it has been changed: each is sent to one of its own."""
 STREAMED = [

@@ -41,7 +41,7 @@ def test_the_documentation_is_reached_by_the_addresses_in_it(client: TestClient)
 def test_the_page_and_its_files_are_reached_by_the_addresses_in_it(client: TestClient) -> None:
     gone_to = client.get("/a/llm", follow_redirects=False)
     assert (gone_to.status_code, gone_to.headers["location"]) == (308, "/a/llm/")
-    page = client.get("/a/llm/")
+    page = client.get("/a/llm/", headers={"Accept": "text/html"})
     files = re.findall(r'(?:src|href)="([^"]+)"', page.text)
     assert any(file.endswith(".js") for file in files) and any(file.endswith(".css") for file in files)
     for file in files:

@@ -228,11 +228,11 @@ class TestUnknownFields:
 
     @pytest.mark.parametrize("path", ROUTES)
     def test_are_ignored_and_listed(self, lenient: TestClient, path: str) -> None:
-        body = send(lenient, path, temprature=1, suffix="x").json()
+        body = send(lenient, path, temprature=1, vllm_xargs="x").json()
         name = "ChatRequest" if "chat" in path else "CompletionRequest"
         assert body["warnings"] == [
             f"{name}: unknown field 'temprature'; did you mean 'temperature'?; ignored",
-            f"{name}: suffix is not supported by this server; ignored",
+            f"{name}: vllm_xargs is not supported by this server; ignored",
         ]
         assert "warnings" not in send(lenient, path).json()
 

@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from jaxllm import AsyncLLM
-from tests.real_models import SHAPES
 from tests.reference import load_model_goldens
+from tests.support.real_models import SHAPES
 
 pytestmark = pytest.mark.programs
 

@@ -73,7 +73,7 @@ def test_seeded_choices_repeat_and_differ_from_each_other(client: openai.OpenAI)
 def test_tokenize_round_trip(url: str) -> None:
     text = "Grüße, 世界 🦙!"
     tokens = httpx.post(f"{url}/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"]
-    assert httpx.post(f"{url}/detokenize", json={"tokens": tokens}).json() == {"prompt": text}
+    assert httpx.post(f"{url}/detokenize", json={"tokens": tokens}).json() == {"prompt": text, "content": text}
 
 
 def test_second_prompt_alike_is_cached(client: openai.OpenAI) -> None:

@@ -17,8 +17,8 @@ from jaxllm.requests.outputs import ModelTasks
 from tests.reference import load_golden
 from tests.reference.tiny import write_checkpoint
 from tests.serving.fake_engine import BOS, CONTEXT, HEAD, HIDDEN, ByteTokenizer, FakeEngine, app_of
-from tests.sizes import FIELDS
 from tests.support.covers import covers
+from tests.support.sizes import FIELDS
 
 ONE_CLASS = ModelTasks(labels=("relevant",), activation="sigmoid")
 THREE_CLASSES = ModelTasks(labels=("glad", "sad", "angry"))

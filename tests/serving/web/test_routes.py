@@ -18,6 +18,13 @@ TYPES = {
 FILES = sorted(path for path in STATIC.rglob("*") if path.is_file())
 
 
+@pytest.fixture
+def client(client: TestClient) -> TestClient:
+    """A browser."""
+    client.headers["Accept"] = "text/html,application/xhtml+xml,*/*;q=0.8"
+    return client
+
+
 def address(path) -> str:
     name = path.relative_to(STATIC).as_posix()
     return "/" if name == "index.html" else f"/{name}"
@@ -87,7 +94,8 @@ def test_other_paths_stay_the_apis(client: TestClient):
 
 def test_no_web_serves_none_of_it(make_client: Callable[..., TestClient], engine: FakeEngine):
     client = make_client(engine, web=False)
-    assert {client.get(address(path)).status_code for path in FILES} == {404}
+    assert {client.get(address(path)).status_code for path in FILES if path.name != "index.html"} == {404}
+    assert "<html" not in client.get("/", headers={"Accept": "text/html"}).text
 
 
 def test_the_files_are_small_enough_for_a_wheel():

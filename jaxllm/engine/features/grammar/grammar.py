@@ -89,6 +89,10 @@ class GrammarFeature(Feature):
     def certain(self, request: Request, extra: _GrammarState) -> int:
         return EVERYTHING if extra.thinking is None else extra.thinking.left
 
+    def hurried(self, request: Request, extra: _GrammarState) -> None:
+        if extra.thinking is not None:
+            extra.thinking.end_after(request.num_inflight)
+
     def course(self, request: Request, extra: _GrammarState) -> Course | None:
         return extra.constraint
 

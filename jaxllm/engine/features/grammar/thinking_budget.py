@@ -84,6 +84,11 @@ class Thinking:
             self._tokens = [*self._tokens[1 - MARKER_TOKENS :], token]
             self._spend(1)
 
+    def end_after(self, tokens: int) -> None:
+        """The budget is over after that many more tokens, which are being sampled already."""
+        self.left = min(self.left, tokens)
+        self._spend(0)
+
     def _look_for_opening(self, token: int) -> None:
         self._tokens.append(token)
         text = self._tokenizer.decode(self._tokens, skip_special_tokens=False).lstrip()

@@ -11,9 +11,11 @@ import pytest
 from jaxllm import SamplingParams
 from jaxllm.engine.core.sampler import allow_only
 from jaxllm.engine.doors.beams import BeamSearchParams
+from jaxllm.engine.doors.streams import Stream
 from jaxllm.engine.features.grammar.thinking_budget import Thinking
+from jaxllm.engine.messages import EndThinking, EngineRequest
 from jaxllm.errors import InvalidRequestError
-from jaxllm.requests.sampling import ThinkingMarkers
+from jaxllm.requests.sampling import INT32_MAX, ThinkingMarkers
 from jaxllm.requests.structured_outputs import StructuredOutputs
 from jaxllm.text.reasoning import REASONING_FORMATS
 from tests.engine.real_vocabulary import llm_with_real_vocabulary
@@ -227,6 +229,22 @@ def test_an_unbudgeted_step_is_the_same_executable_as_before(llm):
     now = llm.stats().scheduled_tokens
     heads = sum(now[name] - counts.get(name, 0) for name in now if name.startswith("head"))
     assert heads == 1, "only the prompt's last chunk is not a decode"
+
+
+def test_reasoning_ends_when_its_caller_says_so(llm):
+    """After the tokens that were under way then, which are those of an unbudgeted run."""
+    most, prompt = 90, llm.tokenizer.encode(PROMPTS[1])
+    free, forced = run(llm, PROMPTS[1], params(max_tokens=most)).token_ids, closing(llm)
+    asked = params(max_tokens=most, max_thinking_tokens=INT32_MAX, thinking_markers=OPENED)
+    found: list[int] = []
+    request = EngineRequest(request_id="x", prompt_token_ids=prompt, sampling_params=asked)
+    with Stream(llm._streams, [request]) as stream:
+        for gains in stream:
+            if not found:
+                llm._streams.client.order(EndThinking([*stream.names, "unknown"]))
+            found += [token for _, delta in gains for token in delta.token_ids]
+    at = next(start for start in range(most) if found[start : start + len(forced)] == forced)
+    assert found[:at] == free[:at] and len(found) == most
 
 
 def test_beams_have_no_budget():

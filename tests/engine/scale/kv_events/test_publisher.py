@@ -20,7 +20,7 @@ from jaxllm.errors import ConfigError
 from tests.engine.scale.kv_events.subscriber import Subscriber
 from tests.engine.scale.kv_events.test_events import prefixes_of
 from tests.reference.tiny import write_checkpoint
-from tests.sizes import FIELDS, few_pages
+from tests.support.sizes import FIELDS, few_pages
 
 MILLISECONDS = 20_000
 

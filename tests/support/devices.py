@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from filelock import FileLock
 
-from tests.quick_compile import quick_compile
+from tests.support.quick_compile import quick_compile
 
 SECONDS = 1400
 
@@ -22,7 +22,7 @@ def over_devices(count: int, module: str, out: Path, *arguments: str) -> dict[st
     """The arrays that `python -m module OUT.npz …` writes where the CPU counts as `count` devices."""
     devices = {"JAX_NUM_CPU_DEVICES": str(count), "JAX_PLATFORMS": "cpu", "NPROC": "16"}
     command = [sys.executable, "-m", __name__, module, str(out), *arguments]
-    subprocess.run(command, env=os.environ | devices, cwd=Path(__file__).parents[1], check=True, timeout=SECONDS)
+    subprocess.run(command, env=os.environ | devices, cwd=Path(__file__).parents[2], check=True, timeout=SECONDS)
     with np.load(out) as stored:
         found = dict(stored)
     assert found.pop("devices") == count

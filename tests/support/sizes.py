@@ -1,8 +1,8 @@
 """The sizes of the engines that tests start of tiny models.
 
 Engines of the same model and sizes share their compiled steps, whichever test starts them (see
-`tests.remembered_steps`), and compiling steps is most of what the tests do. So a test says its own sizes only where it
-is about them.
+`tests.support.remembered_steps`), and compiling steps is most of what the tests do. So a test says its own sizes only
+where it is about them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tests of few dear cases, of which `make test` runs those named here; `make test-all` runs all of them.
 
-As in `tests.sampled`, the cases of a test are of one kind, and nothing is left out because it fails.
+As in `tests.support.sampled`, the cases of a test are of one kind, and nothing is left out because it fails.
 """
 
 from __future__ import annotations

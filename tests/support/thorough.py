@@ -1,15 +1,15 @@
 """What `make test` leaves to `make test-all`, so that it takes minutes.
 
-Whole tests are named here, and cases of tests in `tests.sampled` and `tests.kept`. Nothing is left out because it
-fails. The names are those of files under `tests/`, and of their tests.
+Whole tests are named here, and cases of tests in `tests.support.sampled` and `tests.support.kept`. Nothing is left out
+because it fails. The names are those of files under `tests/`, and of their tests.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tests.kept import KEPT
-from tests.sampled import EVERY
+from tests.support.kept import KEPT
+from tests.support.sampled import EVERY
 
 ELSEWHERE: dict[str, dict[str, str]] = {
     "chaos/test_chaos.py": {

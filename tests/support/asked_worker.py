@@ -1,4 +1,4 @@
-"""A process of `AskedProcesses` that does what it is told: `python -m tests.asked_worker [IDLE_SECONDS]`."""
+"""A process of `AskedProcesses` that does what it is told: `python -m tests.support.asked_worker [IDLE_SECONDS]`."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import pytest
 from jaxllm import LLM, SamplingParams
 from jaxllm.engine.core.scheduler import Scheduler
 from jaxllm.engine.features.drafts.rules import DraftRecord
-from tests.sizes import FIELDS
+from tests.support.sizes import FIELDS
 from tests.test_drafts import FEW, assert_equal, told
 from tests.test_drafts_on_states import requests_of
 

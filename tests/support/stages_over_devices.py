@@ -1,6 +1,6 @@
 """Answers of engines whose layers are in stages, for a process with several devices to give.
 
-JAX_NUM_CPU_DEVICES=4 python -m tests.stages_over_devices OUT.npz FOLDER-OF-MODELS ["llama_gqa (2, 1)" …]
+JAX_NUM_CPU_DEVICES=4 python -m tests.support.stages_over_devices OUT.npz FOLDER-OF-MODELS ["llama_gqa (2, 1)" …]
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxllm import LLM, SamplingParams, Steer
 from jaxllm.engine.core.device import Device
 from jaxllm.engine.core.keys import Key
 from jaxllm.errors import JaxLLMError
-from tests.parallel_answers import SIZES, told
+from tests.support.parallel_answers import SIZES, told
 
 LAYOUTS: dict[str, list[tuple[int, int]]] = {
     "llama_gqa": [(2, 1), (2, 2)],

@@ -1,6 +1,6 @@
 """Answers of engines with adapters, for a process with several devices to give too.
 
-JAX_NUM_CPU_DEVICES=2 python -m tests.adapters_over_devices OUT.npz
+JAX_NUM_CPU_DEVICES=2 python -m tests.support.adapters_over_devices OUT.npz
 """
 
 from __future__ import annotations

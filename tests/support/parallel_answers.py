@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxllm import LLM, PoolingParams, SamplingParams
 from jaxllm.requests.structured_outputs import StructuredOutputs
-from tests.sizes import FIELDS, few_pages
+from tests.support.sizes import FIELDS, few_pages
 
 SIZES = FIELDS | {"skip_tokenizer_init": False}
 FEW_PAGES = {"qwen3_5": 32}

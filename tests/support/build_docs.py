@@ -1,4 +1,4 @@
-"""Build the documentation's site and check it: `python -m tests.build_docs`, which `make docs` runs.
+"""Build the documentation's site and check it: `python -m tests.support.build_docs`, which `make docs` runs.
 
 Zensical checks links between Markdown pages. What is checked here is the HTML that it makes: that nothing in it is
 loaded from elsewhere, so that it works without a network, and that every file and every heading that it names is there.
@@ -14,7 +14,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SITE = ROOT / "build" / "docs"
 LOADING = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "audio": "src"}
 WARNINGS = ("warning", "griffe", "error")

@@ -1,4 +1,4 @@
-"""One model over several processes: `python -m tests.several_processes JSON` is one of them.
+"""One model over several processes: `python -m tests.support.several_processes JSON` is one of them.
 
 Process 0 writes what it answers, or answers until it is ended; both end with the group. A `fault` says what a process
 does wrong.
@@ -23,7 +23,7 @@ from tests.sharding.ports import free_port
 
 LATER = 60
 """Steps after which all is compiled, since all requests are alike."""
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FIELDS: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8,
     "kv_cache_memory": "4MiB", "decode_buckets": (4,), "prefill_buckets": (32,), "cpu_kernels": "off",

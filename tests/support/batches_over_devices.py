@@ -1,6 +1,6 @@
 """Answers of engines whose batches run side by side, for a process with several devices to give.
 
-JAX_NUM_CPU_DEVICES=4 python -m tests.batches_over_devices OUT.npz FOLDER-OF-MODELS ["deepseek_v3 (2, 2)" …]
+JAX_NUM_CPU_DEVICES=4 python -m tests.support.batches_over_devices OUT.npz FOLDER-OF-MODELS ["deepseek_v3 (2, 2)" …]
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxllm import LLM, PoolingParams, SamplingParams, Steer
-from tests.parallel_answers import SIZES, told
+from tests.support.parallel_answers import SIZES, told
 
 LAYOUTS: dict[str, list[tuple[int, int]]] = {"deepseek_v3": [(2, 2), (4, 1)], "qwen3_5": [(2, 1)]}
 """Batches, and the devices of each: of a latent and experts, which all devices share; of states of sequences."""

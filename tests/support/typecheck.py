@@ -29,7 +29,7 @@ _has_shapes: dict[tuple[str, str, types.CodeType], bool] = {}
 def check(packages: list[str]) -> None:
     """Check what is imported of these packages from now on."""
     jaxtyping.jaxtyped = _jaxtyped  # type: ignore[assignment]
-    jaxtyping.install_import_hook(packages, "tests.typecheck.checked")
+    jaxtyping.install_import_hook(packages, "tests.support.typecheck.checked")
 
 
 def _jaxtyped(target: Any = None, *, typechecker: Any = None) -> Any:

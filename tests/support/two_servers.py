@@ -18,7 +18,7 @@ from jaxllm.engine.core.loop import EngineCore
 from jaxllm.engine.features.offload import page_listener
 from jaxllm.engine.messages import EngineRequest, EngineStats, PagesAt, TokenDelta
 from tests.reference.tiny import write_checkpoint
-from tests.sizes import FIELDS, PAGE, few_pages
+from tests.support.sizes import FIELDS, PAGE, few_pages
 
 TRANSFER: dict[str, Any] = {"kv_offload_memory": "64MiB", "cluster_secret": "s"}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

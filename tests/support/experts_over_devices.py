@@ -1,6 +1,6 @@
 """Answers of engines over several devices that leave experts in host memory, for a process with so many to give.
 
-JAX_NUM_CPU_DEVICES=4 python -m tests.experts_over_devices OUT.npz MODEL
+JAX_NUM_CPU_DEVICES=4 python -m tests.support.experts_over_devices OUT.npz MODEL
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from tests.batches_over_devices import parallel
-from tests.parallel_answers import told
+from tests.support.batches_over_devices import parallel
+from tests.support.parallel_answers import told
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "a part of each on two devices": {"tensor_parallel_size": 2, "num_experts_offload_per_rank": 12},

@@ -1,8 +1,8 @@
 """A chosen tenth of the tests on every Python of this machine, with the newest and the oldest versions that we allow.
 
-    python tests/versions.py                  # each Python with the newest versions, then the oldest with the oldest
-    python tests/versions.py 3.12 oldest      # these alone
-    python tests/versions.py --newest-python  # the newest that we support, or else this one; `make` takes it
+    python tests/support/versions.py                  # each Python with the newest versions, then the oldest so
+    python tests/support/versions.py 3.12 oldest      # these alone
+    python tests/support/versions.py --newest-python  # the newest that we support, or else this one; `make` takes it
 
 Pythons are looked for on PATH and among pyenv's. Each gets an environment of its own in .venv-versions; the tests are
 those of CHOSEN. Any Python can run this file: it needs nothing but the standard library.
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = ROOT / ".venv-versions"
 OLDEST = "oldest"
 """Names the oldest Python that is here, with the lowest versions that pyproject.toml allows."""
@@ -112,25 +112,31 @@ def supported() -> list[str]:
 
 def interpreters() -> dict[str, Path]:
     """By version, oldest first, the CPythons of this machine that run and can make environments."""
-    found = {}
-    for version in supported():
-        candidates = [Path(part, f"python{version}") for part in os.get_exec_path()] + _of_pyenv(version)
-        if sys.version_info[:2] == tuple(map(int, version.split("."))):
-            candidates.append(Path(sys.executable))
-        path = next((path for path in candidates if _runs(path, version)), None)
-        if path is not None:
-            found[version] = path
-    return found
+    found = {version: _interpreter(version) for version in supported()}
+    return {version: path for version, path in found.items() if path is not None}
 
 
-def _of_pyenv(version: str) -> list[Path]:
+def newest_python() -> Path:
+    """Starts no more Pythons than it has to, which somebody waits for."""
+    return next(filter(None, map(_interpreter, reversed(supported()))), Path(sys.executable))
+
+
+def _interpreter(version: str) -> Path | None:
     root = os.environ.get("PYENV_ROOT") or os.path.expanduser("~/.pyenv")  # both work without a home directory
-    found = glob.glob(os.path.join(root, "versions", f"{version}.*", "bin", f"python{version}"))
-    return [Path(path) for path in sorted(found, reverse=True)]
+    own = glob.glob(os.path.join(root, "versions", f"{version}.*", "bin", f"python{version}"))
+    # What its shims start, slowly and only if that version is active, is among these.
+    shims = os.path.join(root, "shims")
+    on_path = [part for part in os.get_exec_path() if os.path.realpath(part) != os.path.realpath(shims)]
+    candidates = [Path(part, f"python{version}") for part in on_path] + [
+        Path(path) for path in sorted(own, reverse=True)
+    ]
+    if sys.version_info[:2] == tuple(map(int, version.split("."))):
+        candidates.append(Path(sys.executable))
+    return next((path for path in candidates if _runs(path, version)), None)
 
 
 def _runs(path: Path, version: str) -> bool:
-    """Whether it is that Python: pyenv's shims of versions that are not active are there, and do not run."""
+    """Whether it is that Python, and can make environments."""
     if not os.access(path, os.X_OK):
         return False
     asked = subprocess.run([path, "-c", _ASK], capture_output=True, text=True, check=False)
@@ -152,10 +158,10 @@ def prepare(name: str, python: Path) -> Path:
 
 def main(arguments: Sequence[str]) -> int:
     """0 if all passed, 1 if some failed, 2 for a name that means nothing here."""
-    here = interpreters()
     if list(arguments) == ["--newest-python"]:
-        print(list(here.values())[-1] if here else sys.executable)
+        print(newest_python())
         return 0
+    here = interpreters()
     if not here:
         print(f"no Python {', '.join(supported())} was found on PATH or among pyenv's", file=sys.stderr)
         return 2

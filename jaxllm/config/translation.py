@@ -1,0 +1,308 @@
+"""Command lines and variables of other servers in our own words, by the table of `jaxllm.config.others`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter, deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+
+from jaxllm.config import ServeConfig
+from jaxllm.config.others import LLAMA_SERVER, Flags, Row, by_name, of_variable
+from jaxllm.config.server import OTHER_KEY_VARIABLES
+from jaxllm.config.values import members, merged, parse_object
+from jaxllm.errors import ConfigError
+
+
+def flag(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
+
+
+SETTINGS = frozenset(map(flag, ServeConfig.model_fields))
+OBJECTS = frozenset(
+    flag(name)
+    for name, field in ServeConfig.model_fields.items()
+    for kind in members(field.annotation)
+    if getattr(kind, "__origin__", kind) is dict or (isinstance(kind, type) and issubclass(kind, BaseModel))
+) - {"--isq-map"}
+"""Flags whose value is a JSON object: --speculative-config.method mtp is one of its values."""
+LISTS = ("--api-key", "--served-model-name", "--allowed-origins")
+"""Flags that take several values after MODEL, as with vLLM; here commas separate them."""
+
+
+class Translated(NamedTuple):
+    """A command line in our own words, environment variables that it stands for, and what has no effect."""
+
+    arguments: list[str]
+    variables: dict[str, str]
+    said: list[str]
+
+
+def translated(arguments: Sequence[str], own: Collection[str] = SETTINGS, server: str | None = None) -> Translated:
+    """Read what follows a command, with flags of other servers, where a command's `own` flags mean what they mean.
+
+    A name that several servers have is read as that of the server whose other flags are given, or of `server`. Raises
+    ConfigError for a flag, or a value of one, that cannot be honoured.
+    """
+    reader = _Reader(arguments, frozenset(own), server)
+    reader.read()
+    return reader.result()
+
+
+class _Reader:
+    def __init__(self, arguments: Sequence[str], own: frozenset[str], server: str | None):
+        self._left = deque(arguments)
+        self._own = own
+        self._order = sorted(_servers(self._left, own), key=lambda one: one != server)
+        self._found: list[str] = []
+        self._has_model = False
+        self._objects: dict[str, list[str]] = {}  # as they are given whole
+        self._inside: dict[str, dict[str, Any]] = {}  # single values of them
+        self._given: set[tuple[str, str | None]] = set()
+        self._parts: dict[str, str] = {}  # of a model's name, or of a coordinator's address
+        self._variables: dict[str, str] = {}
+        self._said: list[str] = []
+
+    def read(self) -> None:
+        while self._left:
+            argument = self._left.popleft()
+            if argument == "--":
+                self._left.appendleft(argument)
+                return
+            if not _is_flag(argument):
+                self._has_model = True
+                self._found.append(argument)
+                continue
+            self._flag(*_parted(argument))
+
+    def result(self) -> Translated:
+        end = list(self._left)
+        repo, file = self._parts.get("@repo"), self._parts.get("@file")
+        if repo or file:
+            self._found += ["--model", _model(repo, file)]
+        if host := self._parts.get("@address"):
+            self._found += ["--coordinator-address", f"{host}:{self._parts.get('@port', '29501')}"]
+        preloaded = {one for flag, one in pairwise(self._found) if flag == "--preload-model" and one.endswith(".gguf")}
+        if preloaded and not {"--model-directory", "--models", "--config"} & {*self._found}:
+            self._found += ["--model-directory", "models"]  # where rust_de_llama looks for files
+        for name in dict.fromkeys([*self._objects, *self._inside]):
+            whole = self._objects.get(name, [])
+            if name in self._inside and len(whole) < 2:
+                try:
+                    given = parse_object(whole[0]) if whole else {}
+                except ValueError as error:
+                    raise ConfigError(f"{name} is {whole[0]!r}: {error}") from None
+                whole = [json.dumps(merged(given, self._inside[name]))]
+            self._found += [text for value in whole for text in (name, value)]
+        return Translated(self._found + end, self._variables, self._said)
+
+    def _flag(self, name: str, inside: str, value: str | None, argument: str) -> None:
+        base = "--" + name[5:] if name.startswith("--no-") else name
+        row = self._row(name)
+        if name in self._own and (row is None or not _refines(row, name)):
+            self._take_own(name, inside, value, argument)
+        elif row is not None:
+            self._take(row, name, inside, value)
+        elif base in self._own or (opposite := self._row(base)) is None:
+            self._found.append(argument if name == argument.partition("=")[0] else _joined(name, inside, value))
+        else:
+            self._negate(opposite, name, value)
+
+    def _row(self, name: str) -> Row | None:
+        found = by_name().get(name, [])
+        return min(found, key=lambda row: self._order.index(row.server), default=None)
+
+    def _take_own(self, name: str, inside: str, value: str | None, argument: str) -> None:
+        if name in OBJECTS and inside:
+            self._put(f"{name}.{inside}", self._value(name, value))
+        elif name in OBJECTS and (value is not None or self._left):
+            self._objects.setdefault(name, []).append(self._value(name, value))
+        elif name in LISTS and self._has_model and value is None:
+            values = self._values()
+            self._found += [name, ",".join(values)] if values else [name]
+        elif name == "--lora-modules" and value is None:  # a=x b=y, or objects
+            modules = self._values("=", "{")
+            self._found += [name, *(modules if len(modules) < 2 else [json.dumps(modules)])]
+        else:
+            self._has_model |= name == "--model"
+            self._found.append(_joined(name, inside, value))
+
+    def _take(self, row: Row, name: str, inside: str, value: str | None) -> None:
+        if (inside and row.takes) or row.takes == "1":
+            value = self._value(name, value)
+        elif row.takes == "?" and value is None and self._left and not _is_flag(self._left[0]):
+            value = self._left.popleft()
+        elif row.takes == "*" and value is None:
+            value = " ".join(self._values())
+        elif not row.takes and value is not None:
+            raise ConfigError(f"{name} is {value!r}; it takes no value")
+        if name in self._own and not row.accepts(value or ""):
+            self._found += [name] if value is None else [name, value]  # one of ours
+            return
+        for ours, text in self.mean(row, name, value, inside).items():
+            self._put(ours, text)
+
+    def mean(self, row: Row, name: str, value: str | None, inside: str = "") -> Flags:
+        """The flags here that a flag with its value stands for. Raises ConfigError where it cannot be honoured."""
+        if row.kind == "refused":
+            raise ConfigError(f"{name} is not available: {row.why}")
+        if row.kind == "ignored":
+            if not row.accepts(value or ""):
+                accepted = "" if row.why.startswith("accepted") else f"; accepted is {' or '.join(row.only)}"
+                raise ConfigError(f"{name} is {value!r}: {row.why}{accepted}")
+            self._said.append(f"{name} has no effect: {row.why}")
+            return {}
+        if inside:
+            return {f"{row.ours}.{inside}": value}
+        if not callable(row.value):
+            return {row.ours: value if row.value is None else row.value}
+        try:
+            found = row.value(value or "")
+        except ValueError as error:
+            raise ConfigError(f"{name} is {value!r}: {error}") from None
+        return {} if found is None else {row.ours: found} if isinstance(found, str) else found
+
+    def _negate(self, row: Row, name: str, value: str | None) -> None:
+        if value is not None:
+            raise ConfigError(f"{name} is {value!r}; it takes no value")
+        if row.kind == "renamed" and not row.takes and row.value is None and row.ours in SETTINGS:
+            self._put("--no-" + row.ours[2:], None)
+        else:
+            self._said.append(f"{name} has no effect: {row.why or 'it is so without it'}")
+
+    def _put(self, ours: str, value: str | None) -> None:
+        if ours[0] in "$@":
+            (self._variables if ours[0] == "$" else self._parts)[ours.lstrip("$")] = value or ""
+            self._has_model |= ours in ("@repo", "@file")
+        elif "." in ours:
+            name, *path = ours.split(".")
+            _set(self._inside.setdefault(name, {}), path, value or "")
+        elif ours in OBJECTS:
+            self._objects.setdefault(ours, []).append(value or "")
+        elif (ours, value) not in self._given:  # K and V are kept alike, and two flags say so
+            self._given.add((ours, value))
+            self._has_model |= ours == "--model"
+            self._found += [ours] if value is None else [ours, value]
+
+    def _value(self, name: str, value: str | None) -> str:
+        if value is None and not self._left:
+            raise ConfigError(f"{name} requires an argument")
+        return self._left.popleft() if value is None else value
+
+    def _values(self, *having: str) -> list[str]:
+        """All that follow and are no flags, and have one of these signs."""
+        found = []
+        while self._left and not _is_flag(self._left[0]) and (not having or set(having) & {*self._left[0]}):
+            found.append(self._left.popleft())
+        return found
+
+
+def _servers(arguments: Collection[str], own: Collection[str]) -> list[str]:
+    """The servers, first the one that has most of those flags which one alone has."""
+    names = [_parted(argument)[0] for argument in arguments if _is_flag(argument)]
+    found = [{row.server for row in by_name().get(name, ())} for name in names if name not in own]
+    counted = Counter(server for servers in found if len(servers) == 1 for server in servers)
+    order = dict.fromkeys(row.server for rows in by_name().values() for row in rows)
+    return sorted(order, key=lambda server: -counted[server])
+
+
+def _is_flag(argument: str) -> bool:
+    return argument.startswith("-") and argument != "-" and not re.match(r"-\d|-\.\d", argument)
+
+
+def _parted(argument: str) -> tuple[str, str, str | None, str]:
+    """`--a_b.c_d=e` -> `--a-b`, `c_d`, `e`; and `-O3` -> `-O`, 3."""
+    name, equals, value = argument.partition("=")
+    if re.fullmatch(r"-O\d", name):
+        return "-O", "", name[2:], argument
+    name, _, inside = name.partition(".") if not re.search(r"\.\d+b-", name) else (name, "", "")
+    name = name.replace("_", "-") if name.startswith("--") else name
+    return name, inside, value if equals else None, argument
+
+
+def _joined(name: str, inside: str, value: str | None) -> str:
+    return name + (f".{inside}" if inside else "") + ("" if value is None else f"={value}")
+
+
+def _refines(row: Row, name: str) -> bool:
+    """Whether a row says of one of our own flags how another server's values are read."""
+    return row.ours == name or (row.kind == "ignored" and bool(row.only))
+
+
+def _model(repo: str | None, file: str | None) -> str:
+    if repo is None or file is None:
+        return repo or file or ""
+    if repo.startswith(("/", ".", "~")) or os.path.isdir(repo):
+        return os.path.join(repo, file)
+    return f"{repo.partition(':')[0]}:{file}"
+
+
+def _set(values: dict[str, Any], path: Sequence[str], text: str) -> None:
+    """Set one value; `a.b+` adds to a list, as with vLLM."""
+    *outer, last = path
+    for key in outer:
+        values = values.setdefault(key, {})
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    if last.endswith("+"):
+        values.setdefault(last[:-1], []).extend(text.split(","))
+    else:
+        values[last] = value
+
+
+def as_settings(flags: Sequence[str]) -> dict[str, Any]:
+    """`--port 80 --host=::1 --no-web` -> {"port": "80", "host": "::1", "web": False}"""
+    found: dict[str, Any] = {}
+    for at, text in enumerate(flags):
+        name, equals, value = text.removeprefix("--").partition("=")
+        if not text.startswith("--"):
+            continue
+        if not equals and at + 1 < len(flags) and not flags[at + 1].startswith("--"):
+            equals, value = "=", flags[at + 1]
+        name = name if equals else name.removeprefix("no-")
+        found[name.replace("-", "_")] = value if equals else not text.startswith("--no-")
+    return found
+
+
+class Variable(NamedTuple):
+    """A variable of another server that is set: the settings here that it stands for, or why there are none."""
+
+    name: str
+    flags: list[str]
+    why: str
+
+    def __str__(self) -> str:
+        stated = " ".join(self.flags)
+        return f"{self.name} is set: {f'it stands for {stated} where that is not given' if stated else self.why}"
+
+
+OTHER_PREFIXES = ("VLLM_", "LLAMA_ARG_", "OLLAMA_")
+_LINKS = re.compile(r"_SERVICE_(HOST|PORT)|_PORT(_\d+_(TCP|UDP)|=\w+://)")
+"""Variables that Kubernetes sets for a service that is called vllm, as VLLM_PORT=tcp://10.0.0.7:80."""
+
+
+def other_variables(environ: Mapping[str, str]) -> Iterator[Variable]:
+    """Every variable of another server that is set, but for its key, which is honoured under its own name."""
+    for name in sorted(environ):
+        value = environ[name]
+        is_key = name in OTHER_KEY_VARIABLES
+        if is_key or not name.startswith(OTHER_PREFIXES) or _LINKS.search(f"{name}={value}"):
+            continue
+        arguments = of_variable(name, value, SETTINGS)
+        if isinstance(arguments, str):
+            yield Variable(name, [], arguments)
+            continue
+        try:
+            found = translated(arguments, server=LLAMA_SERVER)
+        except ConfigError as error:
+            yield Variable(name, [], str(error))
+        else:
+            said = [line.partition(" has no effect: ")[2] for line in found.said]
+            yield Variable(name, found.arguments, "; ".join(said) or "it changes nothing here")

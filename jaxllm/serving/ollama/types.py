@@ -1,0 +1,333 @@
+"""Ollama's API: requests, and the messages and options that they send."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from jaxllm.chat.conversation import (
+    MAX_PIECES,
+    MAX_TOOLS,
+    Call,
+    Conversation,
+    Message,
+    Rendering,
+    renaming,
+    thinking_variables,
+)
+from jaxllm.requests.sampling import INT32_MAX, MAX_LOGPROBS, MAX_STOP_STRINGS
+from jaxllm.requests.structured_outputs import StructuredOutputs
+from jaxllm.serving.generation import GenerationSettings
+from jaxllm.serving.http.request_model import RequestModel, check_equal, refuse, seconds
+from jaxllm.serving.openai.messages import ToolFields
+from jaxllm.serving.pooling.types import MAX_INPUTS, EmbeddingRequest
+from jaxllm.wording import shown
+
+SAMPLING = (
+    "temperature", "top_k", "top_p", "min_p", "seed", "stop", "repeat_last_n", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+"""Options that SamplingParams has by the same names."""
+OPTION_OF = {name: name for name in SAMPLING} | {"repetition_penalty": "repeat_penalty"}
+INERT = frozenset({
+    "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "mirostat_eta", "mirostat_tau", "num_batch",
+    "num_ctx", "num_gpu", "num_keep", "num_thread", "numa", "use_mlock", "use_mmap",
+})  # fmt: skip
+"""Options without effect: the server's settings say how a model is loaded and how long its context is."""
+OFF: Mapping[str, Any] = {"mirostat": 0, "penalize_newline": True, "tfs_z": 1, "typical_p": 1, "vocab_only": False}
+"""Options that are not here -> the value that asks for nothing, and is accepted."""
+
+FIELD_NAMES = renaming(
+    {ours: f"options.{name}" for ours, name in OPTION_OF.items()}
+    | {"max_tokens": "options.num_predict", "call_id": "tool_call_id", "structured_outputs": "format",
+       "chat_template": "template", "logprobs": "top_logprobs"}
+)  # fmt: skip
+"""The names that the fields of a Conversation and its GenerationSettings have here."""
+CALLED_HERE = {"max_tokens": "options.num_predict", "response_format": "format"} | {
+    ours: f"options.{name}" for ours, name in OPTION_OF.items()
+}
+
+_NUMBER = re.compile(r"-?[0-9]{1,9}")
+_GO_TEMPLATE = re.compile(r"\{\{-?\s*(\.[A-Z]|if |range |\$)")
+
+
+def _seconds(value: Any) -> Any:
+    """As `seconds`; "-1" and "300" are numbers too, as in the variable OLLAMA_KEEP_ALIVE."""
+    return seconds(int(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value)
+
+
+class Options(RequestModel):
+    """How tokens are chosen, and until when. Options about loading, such as num_ctx and num_gpu, change nothing."""
+
+    num_predict: int | None = Field(default=None, ge=-2, le=INT32_MAX)
+    """Upper bound on generated tokens; by default, and with 0, -1 and -2, what is left of the context."""
+    temperature: float | None = None
+    """As in a chat."""
+    top_k: int | None = None
+    """As in a chat."""
+    top_p: float | None = None
+    """As in a chat."""
+    min_p: float | None = None
+    """As in a chat."""
+    seed: int | None = None
+    """Makes the random choices repeatable."""
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    """Texts that end generation."""
+    repeat_penalty: float | None = None
+    """As repetition_penalty in a chat."""
+    repeat_last_n: int | None = None
+    """As in a chat."""
+    presence_penalty: float | None = None
+    """As in a chat."""
+    frequency_penalty: float | None = None
+    """As in a chat."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_ollama_alone(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name in OFF.keys() & data.keys():
+            if data[name] not in (None, OFF[name]):
+                raise refuse(f"{name} is {shown(data[name])}; it must be {shown(OFF[name])}: it is not available", name)
+        return {name: value for name, value in data.items() if name not in INERT | OFF.keys()}
+
+
+class OllamaFields(RequestModel):
+    """The model, how long it stays, and how it samples."""
+
+    model: str = Field(min_length=1)
+    """A name that /api/tags lists, with :latest or without."""
+    options: Options | None = None
+    """Sampling; what ollama sets for loading is accepted and changes nothing."""
+    keep_alive: Annotated[float | None, BeforeValidator(_seconds, json_schema_input_type=float | str | None)] = None
+    """How long the model stays loaded after this request, as "10m", or seconds; 0: not at all, -1: for good. A model
+    that the server never unloads, such as its only one, stays in any case."""
+
+
+class AnswerFields(OllamaFields):
+    """How an answer is made and sent."""
+
+    unsupported: ClassVar[frozenset[str]] = frozenset({"shift", "truncate"})
+    called_here: ClassVar[Mapping[str, str]] = CALLED_HERE
+
+    stream: bool = True
+    """Send the answer in lines of JSON while it is generated."""
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    """json for any JSON object, or a JSON schema that the answer must match."""
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    """Whether to think, or how hard; by default the chat template's own default."""
+    logprobs: bool = False
+    """Return log-probabilities of the generated tokens."""
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    """Log-probabilities of this many likeliest tokens at each position; needs logprobs."""
+
+    @model_validator(mode="after")
+    def _both_of_logprobs(self) -> AnswerFields:
+        if self.top_logprobs and not self.logprobs:
+            raise refuse("top_logprobs needs logprobs to be true", "top_logprobs")
+        return self
+
+    @property
+    def says_nothing(self) -> bool:
+        """It only loads the model, or unloads it."""
+        return not any(getattr(self, name, None) for name in ("messages", "prompt", "suffix"))
+
+    def constraint(self) -> StructuredOutputs | None:
+        if self.format in (None, ""):
+            return None
+        any_object = self.format == "json"
+        return StructuredOutputs(json_object=True) if any_object else StructuredOutputs(json=json.dumps(self.format))
+
+    def rendering(self, **more: Any) -> Rendering:
+        thinks, effort = (self.think, None) if isinstance(self.think, bool | None) else (None, self.think)
+        return Rendering(variables=thinking_variables(thinks, effort), **more)
+
+    def settings(self) -> GenerationSettings:
+        options = self.options or Options()
+        asked = {ours: getattr(options, name) for ours, name in OPTION_OF.items()}
+        most = options.num_predict
+        return GenerationSettings(
+            sampling={name: value for name, value in asked.items() if value is not None},
+            max_tokens=most if most is not None and most > 0 else None,
+            cut_to_context=True,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )
+
+
+class OllamaFunctionCall(RequestModel):
+    name: str
+    """Of the function."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """The arguments that it was called with."""
+    index: int | None = None
+    """Accepted, without effect: calls are in their order."""
+
+
+class OllamaToolCall(RequestModel):
+    """A call that the assistant made earlier."""
+
+    function: OllamaFunctionCall
+    """The function that was called."""
+    id: str | None = None
+    """The name that a tool's message has for it."""
+    type: Literal["function"] | None = None
+    """Only function."""
+
+
+class OllamaMessage(RequestModel):
+    unsupported: ClassVar[frozenset[str]] = frozenset({"images"})
+
+    role: str = Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")
+    """system, user, assistant, tool, or another that the template names. A last one of the assistant is continued."""
+    content: str = ""
+    """The words."""
+    thinking: str | None = None
+    """The assistant's earlier reasoning, given to templates that show it."""
+    tool_calls: list[OllamaToolCall] | None = Field(default=None, max_length=MAX_TOOLS)
+    """Calls that the assistant made; each must be answered by a message of role tool."""
+    tool_name: str | None = None
+    """Of a tool's message: the function that gave it."""
+    tool_call_id: str | None = None
+    """Of a tool's message: the call that it answers; by default the first of its function that waits for one."""
+
+    @model_validator(mode="after")
+    def _fields_of_role(self) -> OllamaMessage:
+        for role, others in (("assistant", ("thinking", "tool_calls")), ("tool", ("tool_name", "tool_call_id"))):
+            for name in others:
+                if getattr(self, name) and self.role != role:
+                    raise refuse(f"{name} belongs to messages of role {role!r}, not {self.role!r}", name)
+        return self
+
+
+def _messages(sent: Sequence[OllamaMessage]) -> list[Message]:
+    """Calls get ids where they have none: nine letters and digits, as Mistral's templates insist on."""
+    found: list[Message] = []
+    waiting: dict[str, str] = {}
+    for at, said in enumerate(sent):
+        made = enumerate(said.tool_calls or ())
+        calls = [Call(call.id or f"c{at:04}{n:04}", call.function.name, call.function.arguments) for n, call in made]
+        answered = None
+        if said.role == "tool":
+            fitting = (call_id for call_id, name in waiting.items() if said.tool_name in (None, name))
+            answered = said.tool_call_id or next(fitting, said.tool_name or "")
+            waiting.pop(answered, None)
+        waiting |= {call.id: call.name for call in calls}
+        found.append(
+            Message(said.role, said.content, said.thinking or None, calls, call_id=answered, name=said.tool_name)
+        )
+    return found
+
+
+class OllamaChatRequest(AnswerFields, ToolFields):
+    messages: list[OllamaMessage] | None = Field(default=None, max_length=MAX_PIECES)
+    """The conversation so far; without any the model is loaded, and with a keep_alive of 0 unloaded."""
+
+    def conversation(self) -> Conversation:
+        """Raises InvalidRequestError: see FIELD_NAMES."""
+        messages = _messages(self.messages or ())
+        continues = messages[-1].role == "assistant" and not messages[-1].calls
+        return Conversation(
+            messages=messages,
+            tools=self.callable_tools(),
+            tool_choice=self.choice(),
+            parallel_tool_calls=self.parallel_tool_calls,
+            rendering=self.rendering(opens_answer=not continues, continues_last=continues),
+            structured_outputs=self.constraint(),
+        )
+
+
+class GenerateRequest(AnswerFields):
+    unsupported: ClassVar[frozenset[str]] = frozenset({"height", "images", "shift", "steps", "truncate", "width"})
+
+    prompt: str = ""
+    """A user's message, or with raw a text to continue; without one the model is loaded, or unloaded."""
+    system: str | None = None
+    """A system message before the prompt."""
+    template: str | None = None
+    """A Jinja template instead of the model's; ollama's own are in Go's notation, and are refused."""
+    context: list[int] | None = None
+    """The context of an earlier answer, which this one goes on from."""
+    raw: bool = False
+    """Continue the prompt as text, without the chat template; so it is where the model has none."""
+    suffix: str | None = None
+    """The text after the answer, for models that fill in the middle."""
+
+    @model_validator(mode="after")
+    def _raw_alone(self) -> GenerateRequest:
+        alone = "raw" if self.raw else "suffix" if self.suffix else None
+        for name in ("system", "template", "context", *(("suffix",) if self.raw else ())):
+            if alone and getattr(self, name):
+                raise refuse(f"{name} is not available with {alone}", name)
+        if self.template and _GO_TEMPLATE.search(self.template):
+            raise refuse("template is in Go's notation; here it must be a Jinja template", "template")
+        return self
+
+    def conversation(self) -> Conversation:
+        said = [Message("system", self.system)] if self.system else []
+        return Conversation(
+            messages=[*said, Message("user", self.prompt)],
+            rendering=self.rendering(chat_template=self.template or None),
+            structured_outputs=self.constraint(),
+        )
+
+
+class OllamaEmbedRequest(OllamaFields):
+    input: str | Annotated[list[str], Field(max_length=MAX_INPUTS)] = ""
+    """A text, or a list of texts; without any the model is loaded."""
+    truncate: bool = True
+    """Cut longer texts to the context; false refuses them."""
+    dimensions: int | None = Field(default=None, ge=1)
+    """Keep this many leading channels, for models that were trained for it (Matryoshka)."""
+
+    def as_embeddings(self) -> EmbeddingRequest:
+        cut = -1 if self.truncate else None
+        return EmbeddingRequest(
+            input=self.input, truncate_prompt_tokens=cut, dimensions=self.dimensions, normalize=True
+        )
+
+
+class OllamaEmbeddingsRequest(OllamaFields):
+    prompt: str = ""
+    """The text; without one the model is loaded."""
+
+    def as_embeddings(self) -> EmbeddingRequest:
+        return _OfPrompt(input=self.prompt, truncate_prompt_tokens=-1, normalize=False)
+
+
+class _OfPrompt(EmbeddingRequest):
+    called: ClassVar = {"input": "prompt"}
+
+
+class NamedModel(RequestModel):
+    """A model by its name."""
+
+    unsupported: ClassVar[frozenset[str]] = frozenset({"options", "password", "system", "template", "username"})
+
+    model: str | None = None
+    """A name that /api/tags lists, with :latest or without."""
+    name: str | None = None
+    """The older name of model."""
+    verbose: Literal[False] = False
+    """Only false: vocabularies are not shown."""
+
+    @model_validator(mode="after")
+    def _one_name(self) -> NamedModel:
+        check_equal("model", self.model, "name", self.name)
+        if not self.named:
+            raise refuse("model is required", "model")
+        return self
+
+    @property
+    def named(self) -> str:
+        return self.model or self.name or ""
+
+
+class PullRequest(NamedModel):
+    stream: bool = True
+    """Send lines of JSON that say how far it is."""
+    insecure: Literal[False] = False
+    """Only false: models come over TLS."""
