@@ -7,6 +7,7 @@ import tempfile
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -194,17 +195,11 @@ class LLM(Inside, Controls):
     def beam_search(self, prompts: Prompts, params: BeamSearchParams) -> list[RequestOutput]:
         """The beam_width most likely completions of each prompt, best first.
 
-        Raises InvalidRequestError: a prompt cannot be honoured, or leaves no room for max_tokens; nothing is run then.
+        A search also ends where the context is full. Raises InvalidRequestError: a prompt cannot be honoured; then
+        nothing is run.
         """
         self._streams.check_process()
         pairs = [sequences.prompt_ids(item, self.tokenizer) for item in sequences.prompt_list(prompts)]
-        for _, ids in pairs:
-            if len(ids) + params.max_tokens > self.info.max_model_len:
-                raise InvalidRequestError(
-                    f"max_tokens is {params.max_tokens} and the prompt has {len(ids)} tokens; the context holds "
-                    f"{self.info.max_model_len}",
-                    param="max_tokens",
-                )
         # of each token all the candidates of its step are shown, as far as may be
         most = self.info.max_logprobs
         count = 2 * params.beam_width if most < 0 else min(2 * params.beam_width, most)
@@ -380,7 +375,9 @@ class LLM(Inside, Controls):
         if search is None:
             stream = Stream(self._streams, requests)
         else:
-            stream = BeamStream(self._streams, requests, [search] * len(requests), self.info.eos_token_ids)
+            rooms = (self.info.max_model_len - len(request.prompt_token_ids) for request in requests)
+            searches = [replace(search, max_tokens=min(search.max_tokens, room)) for room in rooms]
+            stream = BeamStream(self._streams, requests, searches, self.info.eos_token_ids)
         stream.drive(take, len(items), use_tqdm)
         return TableList(collector.output for collector in collectors)
 

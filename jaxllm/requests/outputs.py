@@ -53,7 +53,8 @@ class ParsedCall:
     id: str
     name: str
     arguments: str
-    """JSON text of an object; what there is of it where the answer broke off or was malformed inside."""
+    """JSON text of an object; what there is of it where the answer broke off or was malformed inside. A custom tool's
+    is its input, a text."""
 
 
 @dataclass(repr=False)

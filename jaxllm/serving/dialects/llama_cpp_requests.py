@@ -152,7 +152,6 @@ class NativeFields(sampling.SamplingFields, StructuredFields):
             priority=self.priority,
             cache_salt=self.cache_salt,
             lora=None if self.lora is None else sampling.adapter_scales(self.lora),
-            cut_to_context=True,
         )
 
 

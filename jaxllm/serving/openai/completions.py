@@ -165,6 +165,7 @@ class Completion(msgspec.Struct, kw_only=True):
     conversation_id: str | UnsetType = UNSET
     resource_id: str | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET
+    obfuscation: str | UnsetType = UNSET
 
 
 router = APIRouter(route_class=JSONRoute, tags=["completions"])
@@ -330,6 +331,8 @@ class CompletionWriter(ChunkWriter[TokenDelta]):
         chunk = self.completion(list(choices))
         chunk.warnings, self._warnings = self._warnings, UNSET
         chunk.usage = sampling.chunk_usage(self._options, self._generation.usage)
+        if self._options.include_obfuscation:
+            chunk.obfuscation = sampling.obfuscation(choices)
         return chunk
 
     def _prompt(self, index: int) -> Prompt:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
+from jaxllm.chat.events import random_id
 from jaxllm.config.server import ServerConfig
 from jaxllm.engine.doors.beams import MAX_BEAM_WIDTH, BeamSearchParams
 from jaxllm.requests import sampling as limits
@@ -170,11 +172,22 @@ def adapter_scales(given: Sequence[AdapterScale]) -> dict[int, float]:
     return {one.id: one.scale for one in given}
 
 
+PADDED_TO = 32
+"""Bytes: with its padding, what a chunk of a stream says is a multiple of this long."""
+
+
+def obfuscation(said: Any) -> str:
+    """Padding for a chunk, so that its length does not tell which tokens are in it."""
+    return random_id(string.ascii_letters + string.digits, PADDED_TO - len(msgspec.json.encode(said)) % PADDED_TO)
+
+
 class StreamOptions(RequestModel):
     include_usage: bool = False
     """Send a last chunk with the usage and no choices."""
     continuous_usage_stats: bool = False
     """Send the usage so far with every chunk."""
+    include_obfuscation: bool = False
+    """Pad deltas with random characters, so that the length of what is sent tells less of the text."""
 
 
 _RULES = (
@@ -392,9 +405,10 @@ _SAMPLING_FIELDS = (
 
 def stream_options(asked: StreamOptions | None, config: ServerConfig) -> StreamOptions:
     """The options that were asked for, or all of them where the server always sends the usage."""
+    options = asked or StreamOptions()
     if config.enable_force_include_usage:
-        return StreamOptions(include_usage=True, continuous_usage_stats=True)
-    return asked or StreamOptions()
+        return options.model_copy(update={"include_usage": True, "continuous_usage_stats": True})
+    return options
 
 
 def chunk_usage(options: StreamOptions, usage: Callable[[], Usage]) -> CompletionUsage | msgspec.UnsetType | None:
