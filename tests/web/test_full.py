@@ -7,18 +7,17 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from tests.serving.conftest import listen  # noqa: F401  a fixture
 from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import REPLY
 from tests.web.driver import Driver, expect
-from tests.web.talker import Talker
+from tests.web.talker import LONG, Talker
 
 CONTEXT = 1000
 QUESTION = "x" * 440
 
 
 @pytest.fixture
-def short(open_page: Callable[..., Driver], listen: Callable[..., str], talker: Talker) -> Driver:  # noqa: F811
+def short(open_page: Callable[..., Driver], listen: Callable[..., str], talker: Talker) -> Driver:
     """A page of a model with a short context, in which the third question finds no room."""
     talker.client.info = msgspec.structs.replace(talker.client.info, max_model_len=CONTEXT)
     page = open_page(listen(talker, served_model_name="talker"))
@@ -86,3 +85,23 @@ def test_a_full_conversation_goes_on_in_a_new_one_with_a_summary(short: Driver, 
     short.button("Send").click()
     short.wait()
     assert "summary.md:\n```\nThey spoke of x.\n```\n\nthird?" in prompt(talker)
+
+
+def test_an_answer_that_the_context_cut_off_goes_on_without_the_oldest_turns(
+    open_page: Callable[..., Driver],
+    listen: Callable[..., str],
+    talker: Talker,
+):
+    talker.client.info = msgspec.structs.replace(talker.client.info, max_model_len=CONTEXT)
+    page = open_page(listen(talker, served_model_name="talker"))
+    page.expected += ["400 (Bad Request)"]
+    page.say("first " + QUESTION)
+    page.say("Tell me a story")
+    expect(page.answers.last).to_contain_text("Cut off at the limit of tokens.")
+    cut = page.answers.last.locator(".markdown").inner_text()
+    page.button("Continue").click()
+    page.button("Leave out the oldest turns").click()
+    page.wait()
+    whole = page.answers.last.locator(".markdown").inner_text()
+    assert whole.startswith(cut) and LONG.startswith(whole) and whole != cut
+    assert "first" not in prompt(talker) and "[user]Tell me a story[assistant]Sentence 1" in prompt(talker)
