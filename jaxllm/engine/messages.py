@@ -290,6 +290,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     """Bytes of a device for weights, caches and a step's own; on a CPU the program itself comes on top."""
     hidden_size: int = 0
     num_layers: int = 0
+    takes_vectors: bool = True
+    """A prompt may be vectors: the model makes nothing but these of its tokens."""
     num_stages: int = 1
     """Into how many parts its layers are divided, each on devices of its own."""
     kv_heads: tuple[tuple[int, int] | None, ...] = ()
