@@ -127,7 +127,7 @@ def test_probabilities(client: TestClient) -> None:
     assert "completion_probabilities" not in post(client)
 
 
-@covers("NativeFields", "repeat_penalty", "repeat_last_n", "samplers", "lora")
+@covers("NativeFields", "repeat_penalty", "samplers", "lora")
 def test_sampling_reaches_the_engine(client: TestClient, engine: FakeEngine) -> None:
     def sampled(**fields: Any) -> Any:
         post(client, **fields)

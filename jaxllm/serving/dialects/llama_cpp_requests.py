@@ -83,8 +83,6 @@ class NativeFields(sampling.SamplingFields, StructuredFields):
     """Log-probabilities of this many likeliest tokens at each position. Also as logprobs."""
     repeat_penalty: float | None = None
     """Another name of repetition_penalty, over the last 64 tokens unless repeat_last_n says otherwise."""
-    repeat_last_n: int | None = None
-    """The number of the last tokens that the three penalties look at: -1 all, the default, and 0 none."""
     logit_bias: dict[str, float | Literal[False]] | list[list[Any]] | None = None  # type: ignore[assignment]
     """Values added to logits: pairs of a token id or a text and a value, or an object of them; false bans a token."""
     samplers: list[str] | None = None

@@ -18,10 +18,10 @@ from jaxllm.chat.prompt import ConversationPrompt, fitted, prepare, sampling_par
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.serving.access.keys import tenant_of
 from jaxllm.serving.call import ClientCall, chunk_stream, open_call
-from jaxllm.serving.generation import GenerationSettings, Reply
+from jaxllm.serving.generation import GenerationSettings, Reply, collect_for
 from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.route import JSONRoute, until_disconnect
+from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.ollama import answers, types
 from jaxllm.serving.pooling.inputs import PoolingRun
 from jaxllm.serving.pooling.routes import embed
@@ -128,16 +128,8 @@ async def _answered(body: Body, request: Request) -> Response:
     writer = answers.AnswerWriter(reply, body, came, loaded)
     if body.stream:
         return await chunk_stream(call, reply.generation, writer, {"Content-Type": answers.LINES})
-    async with reply.generation:
-        await until_disconnect(request.receive, _read_all(reply, writer))
-    return json_response(writer.whole(), request_id=reply.generation.id)
-
-
-async def _read_all(reply: Reply, writer: answers.AnswerWriter) -> None:
-    async for gains in reply.generation.arrivals():
-        for index, delta in gains:
-            for _ in writer.chunks(index, delta):
-                pass
+    [choice] = await collect_for(request, reply.generation)
+    return json_response(writer.whole(choice), request_id=reply.generation.id)
 
 
 async def _open(body: types.OllamaFields, request: Request) -> ClientCall:

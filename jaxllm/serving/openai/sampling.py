@@ -63,15 +63,15 @@ def _token_ids(value: Any) -> Any:
     return {int(key): bias for key, bias in value.items()}
 
 
-class SamplingFields(ScheduledFields):
-    """How tokens are chosen, and until when; ranges are those of SamplingParams."""
+class CommonSampling(RequestModel):
+    """How tokens are chosen, in the names that most servers have; ranges are those of SamplingParams."""
 
     frequency_penalty: float | None = None
     """From -2 to 2: taken off a token's logit for each time it was generated before."""
-    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_token_ids), _at_most(limits.MAX_LOGIT_BIAS)] = None
-    """Token id -> value added to its logit."""
     presence_penalty: float | None = None
     """From -2 to 2: taken off a token's logit once it was generated."""
+    repeat_last_n: int | None = None
+    """The number of the last tokens that the three penalties look at: -1 all, the default, and 0 none."""
     seed: int | None = None
     """Makes the random choices repeatable."""
     stop: Annotated[str | list[str] | None, _at_most(limits.MAX_STOP_STRINGS)] = None
@@ -84,6 +84,17 @@ class SamplingFields(ScheduledFields):
     """Choose among this many likeliest tokens; 0 or -1 among all."""
     min_p: float | None = None
     """Choose among tokens with at least this fraction of the likeliest one's probability, from 0 to 1."""
+
+    def sampling(self) -> dict[str, Any]:
+        asked = {name: getattr(self, name, None) for name in _SAMPLING_FIELDS}
+        return {name: value for name, value in asked.items() if value is not None}
+
+
+class SamplingFields(ScheduledFields, CommonSampling):
+    """How tokens are chosen, and until when."""
+
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_token_ids), _at_most(limits.MAX_LOGIT_BIAS)] = None
+    """Token id -> value added to its logit."""
     repetition_penalty: float | None = None
     """Above 1 makes tokens of prompt and answer less likely, below 1 more; 1 is off."""
     stop_token_ids: Annotated[list[int] | None, _at_most(limits.MAX_STOP_TOKEN_IDS)] = None
@@ -111,10 +122,6 @@ class SamplingFields(ScheduledFields):
         if budget is not None and budget >= 0:
             self.max_thinking_tokens = budget
         return self
-
-    def sampling(self) -> dict[str, Any]:
-        asked = {name: getattr(self, name, None) for name in _SAMPLING_FIELDS}
-        return {name: value for name, value in asked.items() if value is not None}
 
 
 class AdapterScale(RequestModel):
@@ -196,9 +203,6 @@ class GenerationRequest(SamplingFields, StructuredFields):
     """Further things that the stream tells; needs stream."""
     stream_interval: int | None = Field(default=None, ge=1, le=limits.INT32_MAX)
     """Tokens to an event after the first, which comes by itself; by default the server's setting."""
-
-    repeat_last_n: int | None = None
-    """The number of the last tokens that the three penalties look at: -1 all, the default, and 0 none."""
     allowed_token_ids: list[int] | None = None
     """Only these tokens may be generated."""
     bad_words: Annotated[list[str] | None, _at_most(limits.MAX_BAD_WORDS)] = None

@@ -115,8 +115,8 @@ def test_a_suffix_has_the_middle_filled_in(client: TestClient, engine: ScriptedE
     assert "insert" in client.post("/api/show", json={"model": "fake"}).json()["capabilities"]
 
 
-@covers("Options", "num_predict", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "repeat_penalty")
-@covers("Options", "repeat_last_n", "presence_penalty", "frequency_penalty")
+@covers("Options", "num_predict", "repeat_penalty")
+@covers("CommonSampling", "repeat_last_n", "presence_penalty", "frequency_penalty")
 def test_options_reach_the_sampler(client: TestClient, engine: ScriptedEngine) -> None:
     options = {
         "num_predict": 11, "temperature": 0.25, "top_k": 7, "top_p": 0.5, "min_p": 0.1, "seed": 3, "stop": ["#"],

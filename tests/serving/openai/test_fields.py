@@ -28,7 +28,8 @@ def text(choice: dict[str, Any]) -> str:
     return choice["message"]["content"] if "message" in choice else choice["text"]
 
 
-@covers("GenerationRequest", "repeat_last_n", "allowed_token_ids", "bad_words")
+@covers("CommonSampling", "repeat_last_n")
+@covers("GenerationRequest", "allowed_token_ids", "bad_words")
 @covers(
     "SamplingFields",
     "frequency_penalty",
