@@ -33,7 +33,7 @@ INERT = frozenset({
     "num_ctx", "num_gpu", "num_keep", "num_thread", "numa", "use_mlock", "use_mmap",
 })  # fmt: skip
 """Options without effect: the server's settings say how a model is loaded and how long its context is."""
-OFF: Mapping[str, Any] = {"mirostat": 0, "penalize_newline": True, "tfs_z": 1, "typical_p": 1, "vocab_only": False}
+OFF: Mapping[str, Any] = {"mirostat": 0, "penalize_newline": True, "tfs_z": 1, "vocab_only": False}
 """Options that are not here -> the value that asks for nothing, and is accepted."""
 
 OPTION_OF = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}
@@ -134,7 +134,6 @@ class AnswerFields(OllamaFields):
         return GenerationSettings(
             sampling=options.sampling() | penalty,
             max_tokens=options.num_predict if (options.num_predict or 0) > 0 else None,
-            cut_to_context=True,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )
 

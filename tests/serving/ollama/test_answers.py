@@ -120,7 +120,7 @@ def test_a_suffix_has_the_middle_filled_in(client: TestClient, engine: ScriptedE
 def test_options_reach_the_sampler(client: TestClient, engine: ScriptedEngine) -> None:
     options = {
         "num_predict": 11, "temperature": 0.25, "top_k": 7, "top_p": 0.5, "min_p": 0.1, "seed": 3, "stop": ["#"],
-        "repeat_penalty": 1.5, "repeat_last_n": 64, "presence_penalty": 0.5, "frequency_penalty": -0.5,
+        "repeat_penalty": 1.5, "repeat_last_n": 64, "typical_p": 0.75, "presence_penalty": 0.5, "frequency_penalty": -0.5,
     }  # fmt: skip
     *texts, last = lines(client, "/api/chat", messages=HELLO, options=options)
     assert "".join(line["message"]["content"] for line in texts) == "The capital" and last["done_reason"] == "length"
@@ -136,7 +136,7 @@ def test_options_reach_the_sampler(client: TestClient, engine: ScriptedEngine) -
 
 
 VALUES = dict.fromkeys(INERT, 7) | {"numa": True, "low_vram": True, "use_mmap": False, "mirostat_tau": 5.0}
-ON = {"typical_p": 0.5, "tfs_z": 0.5, "mirostat": 2, "penalize_newline": False, "vocab_only": True}
+ON = {"tfs_z": 0.5, "mirostat": 2, "penalize_newline": False, "vocab_only": True}
 
 
 def test_options_about_loading_change_nothing_and_others_are_refused(
