@@ -120,14 +120,15 @@ def test_a_suffix_has_the_middle_filled_in(client: TestClient, engine: ScriptedE
 def test_options_reach_the_sampler(client: TestClient, engine: ScriptedEngine) -> None:
     options = {
         "num_predict": 11, "temperature": 0.25, "top_k": 7, "top_p": 0.5, "min_p": 0.1, "seed": 3, "stop": ["#"],
-        "repeat_penalty": 1.5, "repeat_last_n": 64, "typical_p": 0.75, "presence_penalty": 0.5, "frequency_penalty": -0.5,
+        "repeat_penalty": 1.5, "repeat_last_n": 64, "presence_penalty": 0.5, "frequency_penalty": -0.5,
+        "typical_p": 0.75,
     }  # fmt: skip
     *texts, last = lines(client, "/api/chat", messages=HELLO, options=options)
     assert "".join(line["message"]["content"] for line in texts) == "The capital" and last["done_reason"] == "length"
     params = engine.last_params
     assert (params.max_tokens, params.temperature, params.top_k, params.top_p, params.min_p) == (11, 0.25, 7, 0.5, 0.1)
     assert (params.seed, params.stop, params.repetition_penalty, params.repeat_last_n) == (3, ("#",), 1.5, 64)
-    assert (params.presence_penalty, params.frequency_penalty) == (0.5, -0.5)
+    assert (params.presence_penalty, params.frequency_penalty, params.typical_p) == (0.5, -0.5, 0.75)
     for unlimited in (-2, -1, 0, 100_000):
         whole(client, "/api/chat", messages=HELLO, options={"num_predict": unlimited, "stop": "#"})
         assert engine.last_params.max_tokens == 4096 - len(engine.seen[-1][0])
