@@ -72,7 +72,7 @@ class OllamaAnswer(msgspec.Struct, kw_only=True):
     warnings: list[str] | UnsetType = UNSET
 
 
-class OllamaEmbedAnswer(msgspec.Struct, kw_only=True):
+class OllamaEmbedAnswer(msgspec.Struct):
     model: str
     embeddings: list[list[float]]
     total_duration: int
