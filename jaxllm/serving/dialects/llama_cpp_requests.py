@@ -106,7 +106,7 @@ class NativeFields(sampling.SamplingFields, StructuredFields):
             return data
         known = cls.field_names()
         asked: dict[str, Any] = {}
-        for name, value in data.items():
+        for name, value in list(data.items()):
             theirs, neutral = name in {*NEUTRAL, *WITHOUT_EFFECT, *RENAMED}, NEUTRAL.get(name, ())
             if value in neutral or (theirs and value is None):
                 continue
@@ -115,6 +115,7 @@ class NativeFields(sampling.SamplingFields, StructuredFields):
                 raise refuse(f"{name} is {shown(value)}; this server has only {off}, which is off", name)
             if name in RENAMED:
                 asked.setdefault(RENAMED[name], value)
+                data.setdefault(RENAMED[name], value)  # where errors look for a field's place
             elif name in known or name not in WITHOUT_EFFECT:
                 asked[name] = value
         if asked.get("json_schema") == {}:
