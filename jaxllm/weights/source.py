@@ -186,7 +186,7 @@ def resolve_adapter(adapter: str) -> Path:
     try:
         return hub_file(repo, file, None) if file else hub_snapshot(repo, None, _ADAPTER_FILES)
     except HubError as error:
-        raise ModelNotFoundError(f"adapter {adapter!r}: {error}") from None
+        raise ModelNotFoundError(f"adapter {adapter!r} is no folder or file here; as a hub id: {error}") from None
 
 
 def _from_hub(model: str, revision: str | None, patterns: tuple[str, ...], *, weights: bool) -> Path:
@@ -216,7 +216,7 @@ def _from_hub(model: str, revision: str | None, patterns: tuple[str, ...], *, we
         first, *_ = [hub_file(repo, folder + slash + part, revision) for part in part_names(name)]
         return first
     except HubError as error:
-        raise ModelNotFoundError(f"model {model!r}: {error}") from None
+        raise ModelNotFoundError(f"model {model!r} is no folder or file here; as a hub id: {error}") from None
 
 
 def _gguf_of(model: str, files: Sequence[str], tag: str) -> str:
