@@ -119,12 +119,8 @@ class ClientCall:
 
     def again(self) -> ClientCall:
         """A second call like it, for work that goes on after the request has ended."""
-        call = ClientCall(
-            self.state, self.name, self._of, self.tenant, adapter=self._adapter, record=self.record,
-            headers=self._headers,
-        )  # fmt: skip
+        call = ClientCall(self.state, self.name, self._of, self.tenant, adapter=self._adapter, record=self.record)
         call.waits = False
-        call._requests, call._window = self._take_requests(), self._window
         return call
 
     async def enter(self, context: AbstractAsyncContextManager[T]) -> T:
@@ -152,7 +148,7 @@ class ClientCall:
         Raises 503 where no request can start, and 429 where the key has not that many tokens left.
         """
         model = self.model
-        reserved, is_accepted = None, goes_on
+        reserved, is_accepted = None, False
         try:
             model.check_accepting(goes_on=goes_on)
             if not goes_on:
@@ -162,7 +158,7 @@ class ClientCall:
             yield
         except QueueFullError:
             model.metrics.count_rejected()
-            asked.prompt_tokens, is_accepted = 0, goes_on
+            asked.prompt_tokens, is_accepted = 0, False
             raise
         finally:
             if not is_accepted:
