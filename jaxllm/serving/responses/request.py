@@ -296,8 +296,8 @@ class PromptFields(ModelFields):
     conversation: str | ConversationParam | None = None
     """Continue a conversation, which gains this input and the output."""
     tools: list[AnyTool] = Field(default_factory=list, max_length=MAX_TOOLS)
-    """Functions the client runs, and servers whose tools this server runs. Without it the configured servers' tools are
-    offered as functions; an empty list offers none."""
+    """Functions the client runs, and servers whose tools this server runs. Where the server has `mcp_inject`, its tool
+    servers' tools are offered as functions to a request without it; an empty list offers none."""
     tool_choice: ResponseToolChoice = "auto"
     """none, auto, required, a function, a server, or allowed_tools."""
     parallel_tool_calls: bool = True
