@@ -142,7 +142,7 @@ SAMPLES: dict[str, Any] = {
     "model_min_seconds": 30.0,
     "model_memory": "1GiB",
     "ray": True, "num_replicas": 3, "prefix_affinity": True, "replica_options": {"max_ongoing_requests": 9},
-    "serve_any_model_name": True, "enable_force_include_usage": True,
+    "serve_any_model_name": True, "enable_force_include_usage": True, "enable_prompt_embeds": True,
 }  # fmt: skip
 
 

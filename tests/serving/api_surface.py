@@ -94,6 +94,7 @@ BODIES: dict[str, Any] = {
     "/v1/detokenize": {"tokens": [72, 105]},
     "/v1/responses": {"input": "Hi", "max_output_tokens": 4},
     "/v1/responses/input_tokens": {"input": "Hi"},
+    "/v1/responses/compact": {"input": "Hi"},
     "/v1/conversations": {"items": [ITEM], "metadata": {"a": "b"}},
     "/v1/conversations/{conversation_id}": {"metadata": {"a": "b"}},
     "/v1/conversations/{conversation_id}/items": {"items": [ITEM]},
