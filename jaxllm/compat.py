@@ -71,7 +71,7 @@ R = TypeVar("R")
 
 
 def under_own_settings(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` under OWN_SETTINGS and without the program's mesh, for as long as it runs and in the calling thread."""
+    """`function` under OWN_SETTINGS and without the program's mesh, in this thread while it runs."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

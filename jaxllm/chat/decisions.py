@@ -26,7 +26,7 @@ from jaxllm.wording import shown
 
 Kind = Literal["predicate", "choice", "score"]
 Value = str | bool
-Options = Sequence[Value | tuple[Value, str | None]]
+Answers = Sequence[Value | tuple[Value, str | None]]
 
 MAX_CHOICES = 255
 MAX_LEVELS = 10
@@ -60,8 +60,8 @@ class Question:
     """
 
     instructions: str
-    choices: Options = ()
-    levels: Options = ()
+    choices: Answers = ()
+    levels: Answers = ()
     outcomes: Mapping[bool, str | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -82,7 +82,7 @@ class Question:
     @property
     def options(self) -> list[tuple[Value, str | None]]:
         """The answers that it may have, with what is told of them."""
-        given: Options = self.choices or self.levels or [(value, self.outcomes.get(value)) for value in (True, False)]
+        given: Answers = self.choices or self.levels or [(value, self.outcomes.get(value)) for value in (True, False)]
         return [one if isinstance(one, tuple) else (one, None) for one in given]
 
     @property

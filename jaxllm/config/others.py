@@ -231,7 +231,6 @@ VLLM_REFUSED = {
     "see --max-num-waiting": "--max-num-queued-tokens=",
     "answers do not have it": "--enable-return-routed-experts --return-sampling-mask --enable-trace-replay "
     "--aux-output-config= --enable-per-request-metrics",
-    "prompts are texts or token ids": "--enable-prompt-embeds",
     "models are served for text only, by token after token": "-dc/--diffusion-config= --engram-config= "
     "--mm-encoder-only --ec-transfer-config=",
     "answers are not watermarked": "--watermark-config=",

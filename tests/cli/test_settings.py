@@ -143,6 +143,7 @@ SAMPLES: dict[str, Any] = {
     "model_memory": "1GiB",
     "ray": True, "num_replicas": 3, "prefix_affinity": True, "replica_options": {"max_ongoing_requests": 9},
     "serve_any_model_name": True, "enable_force_include_usage": True, "enable_prompt_embeds": True,
+    "stream_interval": 4,
 }  # fmt: skip
 
 

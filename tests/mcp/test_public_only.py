@@ -119,8 +119,8 @@ def test_one_private_address_among_several_is_enough(resolve: Any) -> None:
     "address",
     [
         "64:ff9b::a00:1", "64:ff9b::7f00:1", "64:ff9b:1::5db8:d70e", "fec0::1", "::7f00:1", "::a9fe:a9fe",
-        "::ffff:a00:1", "2002:a00:1::1", "2001:0:5db8:d70e::f5ff:fffe", "2606:4700::5efe:a00:1", "2606:4700::200:5efe:a00:1",
-        "ff0e::1", "fe80::1%eth0",
+        "::ffff:a00:1", "2002:a00:1::1", "2001:0:5db8:d70e::f5ff:fffe", "2606:4700::5efe:a00:1",
+        "2606:4700::200:5efe:a00:1", "ff0e::1", "fe80::1%eth0",
     ],
 )  # fmt: skip
 def test_an_address_that_leads_to_a_private_one_is_refused(resolve: Any, address: str) -> None:

@@ -70,7 +70,7 @@ class ToolParam(Cacheable):
         return Tool(self.name, said, self.input_schema, bool(self.strict), place, in_prompt=in_prompt)
 
 
-class HostedTool(BaseModel):
+class ServerTool(BaseModel):
     """A tool that Anthropic's servers run, whose other fields nobody reads here."""
 
     type: str
@@ -94,7 +94,7 @@ def _is_custom(value: Any) -> Any:
 
 
 SentTool = Annotated[
-    Annotated[ToolParam, BeforeValidator(_is_custom), Tag("client")] | Annotated[HostedTool, Tag("server")],
+    Annotated[ToolParam, BeforeValidator(_is_custom), Tag("client")] | Annotated[ServerTool, Tag("server")],
     Discriminator(_runs_at),
 ]
 
@@ -245,7 +245,7 @@ class CountTokensRequest(ModelFields, Cacheable):
     @property
     def left_out(self) -> list[str]:
         """The types of the tools that only Anthropic's servers run."""
-        return [tool.type for tool in self.tools or () if isinstance(tool, HostedTool)]
+        return [tool.type for tool in self.tools or () if isinstance(tool, ServerTool)]
 
     def offered(self, turns: Sequence[Turn]) -> list[Tool]:
         """The tools that the model may call, given the turns that it reads.

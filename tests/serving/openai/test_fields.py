@@ -313,7 +313,7 @@ class TestBeamSearch:
     def test_an_error_ends_all_beams(self, client: TestClient, engine: FakeEngine) -> None:
         engine.queue_limit = 2
         response = client.post("/v1/completions", json={"prompt": "x", "use_beam_search": True, "best_of": 3})
-        assert response.status_code == 429 and not engine.active
+        assert response.status_code == 400 and not engine.active
 
 
 def test_a_long_list_is_refused_before_it_is_read(client: TestClient) -> None:
