@@ -252,13 +252,13 @@ VLLM_REFUSED = {
     "/docs is always there; it tells nothing that the documentation does not": "--disable-fastapi-docs",
 }
 
-_DEFAULTS = "--override-generation-config."
+DEFAULTS = "--override-generation-config."
 _VARIABLES = "--default-chat-template-kwargs."
 _SAMPLING: Mapping[str, Meaning] = {
-    "--temp/--temperature=": (_DEFAULTS + "temperature", None), "--top-k=": (_DEFAULTS + "top_k", _whole),
-    "--top-p=": (_DEFAULTS + "top_p", None), "--min-p=": (_DEFAULTS + "min_p", None),
-    "--presence-penalty=": (_DEFAULTS + "presence_penalty", None),
-    "--frequency-penalty=": (_DEFAULTS + "frequency_penalty", None),
+    "--temp/--temperature=": (DEFAULTS + "temperature", None), "--top-k=": (DEFAULTS + "top_k", _whole),
+    "--top-p=": (DEFAULTS + "top_p", None), "--min-p=": (DEFAULTS + "min_p", None),
+    "--presence-penalty=": (DEFAULTS + "presence_penalty", None),
+    "--frequency-penalty=": (DEFAULTS + "frequency_penalty", None),
 }  # fmt: skip
 _KV = one_of({"f16": "auto", "bf16": "auto", "q8_0": "int8"})
 
@@ -273,8 +273,8 @@ LLAMA: Mapping[str, Meaning] = {
     "-ngl/--gpu-layers/--n-gpu-layers=": ("$JAX_PLATFORMS", lambda value: "cpu" if value == "0" else None),
     "--numa=": ("--numa-node", one_of({"distribute": "auto", "isolate": "auto", "numactl": None})),
     "-s/--seed=": ("--seed", unless("-1")),
-    **_SAMPLING, "--repeat-penalty=": (_DEFAULTS + "repetition_penalty", None),
-    "-n/--predict/--n-predict=": (_DEFAULTS + "max_new_tokens", unless("-1", "-2")),
+    **_SAMPLING, "--repeat-penalty=": (DEFAULTS + "repetition_penalty", None),
+    "-n/--predict/--n-predict=": (DEFAULTS + "max_new_tokens", unless("-1", "-2")),
     "--rope-scaling=": (_scaled("rope_type"), one_of({"none": "default", "linear": "linear", "yarn": "yarn"})),
     "--rope-scale=": (_scaled("factor"), None), "--rope-freq-base=": (_scaled("rope_theta"), unless("0")),
     "--rope-freq-scale=": (_scaled("factor"), _inverse),
@@ -395,7 +395,7 @@ CANDLE: Mapping[str, Meaning] = {
     "--hf-token=": ("$HF_TOKEN", None), "--hf-token-path=": ("$HF_TOKEN_PATH", None),
     "--mem=": ("--kv-cache-memory", _megabytes), "--kvcache-mem-gpu=": ("--kv-cache-memory", _megabytes),
     "--prefill-chunk-size=": ("--max-num-batched-tokens", unless("0")), "--fp8-kvcache": ("--kv-cache-dtype", "fp8"),
-    **_SAMPLING, "--max-gen-tokens=": (_DEFAULTS + "max_new_tokens", None),
+    **_SAMPLING, "--max-gen-tokens=": (DEFAULTS + "max_new_tokens", None),
     "--verbose": ("--enable-request-logging", None), "--enforce-parser=": ("--tool-call-parser", None),
 }  # fmt: skip
 CANDLE_IGNORED = {

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from jaxllm.config import ServeConfig
-from jaxllm.config.others import LLAMA_SERVER, Flags, Row, by_name, of_variable
+from jaxllm.config.others import DEFAULTS, LLAMA_SERVER, Flags, Row, by_name, of_variable
 from jaxllm.config.server import OTHER_KEY_VARIABLES
 from jaxllm.config.values import members, merged, parse_object
 from jaxllm.errors import ConfigError
@@ -145,7 +145,8 @@ class _Reader:
             self._found += [name] if value is None else [name, value]  # one of ours
             return
         for ours, text in self.mean(row, name, value, inside).items():
-            self._put(ours, text)
+            sampled = flag(ours.removeprefix(DEFAULTS))  # a command that samples itself has the flag
+            self._put(sampled if ours.startswith(DEFAULTS) and sampled in self._own else ours, text)
 
     def mean(self, row: Row, name: str, value: str | None, inside: str = "") -> Flags:
         """The flags here that a flag with its value stands for. Raises ConfigError where it cannot be honoured."""
