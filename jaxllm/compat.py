@@ -38,7 +38,7 @@ logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # else it te
 logging.getLogger("jax._src.distributed").setLevel(logging.WARNING)  # else it tells of every step of joining others
 
 import jax  # noqa: E402
-from jax._src import compiler, hardware_utils, xla_bridge  # noqa: E402
+from jax._src import compiler, core, hardware_utils, xla_bridge  # noqa: E402
 from jax._src import config as jax_config  # noqa: E402
 from jax._src.clusters import ClusterEnv  # noqa: E402
 from jax.experimental import serialize_executable  # noqa: E402
@@ -71,13 +71,15 @@ R = TypeVar("R")
 
 
 def under_own_settings(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` under OWN_SETTINGS, which are those of the calling thread for as long as it runs."""
+    """`function` under OWN_SETTINGS and without the program's mesh, in this thread while it runs."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         with contextlib.ExitStack() as stack:
             for name, value in OWN_SETTINGS.items():
                 stack.enter_context(jax_config.config_states[name](value))
+            if core.trace_state_clean():  # a mesh cannot be changed while something is traced
+                stack.enter_context(jax.set_mesh(None))
             return function(*args, **kwargs)
 
     return call
@@ -181,6 +183,8 @@ def start_backends() -> tuple[list[jax.Device], list[str]]:
         devices = jax.devices()
     except RuntimeError as error:
         gave_up.append(str(error))
+    except AssertionError:  # JAX skips "cuda" where it sees no device of NVIDIA's, and is left with no platform
+        gave_up.append("no NVIDIA GPU is here, or none that this process may see; unset JAX_PLATFORMS, or name cpu")
     finally:
         log.removeHandler(heard)
         log.propagate = passed_on

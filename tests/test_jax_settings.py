@@ -40,8 +40,11 @@ PROGRAM = """
 import json, sys
 import jax
 model, told = sys.argv[1], json.loads(sys.argv[2])
+kind = told.pop("mesh", None)
 for name, value in told.items():
     jax.config.update(name, value)
+if kind is not None:
+    jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType[kind],)))
 from jaxllm import LLM, SamplingParams
 fields = dict(
     skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, max_num_seqs=2, max_num_batched_tokens=16,
@@ -70,3 +73,4 @@ def test_a_program_that_has_told_jax_otherwise_gets_the_same_tokens(tmp_path: Pa
     plain = said(model, {})
     assert said(model, CHANGED) == plain
     assert said(model, {}, JAX_ENABLE_X64="1", JAX_NUMPY_RANK_PROMOTION="raise") == plain
+    assert said(model, {"mesh": "Explicit"}) == said(model, {"mesh": "Auto"}) == plain

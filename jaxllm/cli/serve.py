@@ -144,7 +144,7 @@ async def info(config: ServeConfig, *, json_output: Json = False) -> None:
     from jaxllm.serving.batches.stores import files_of
     from jaxllm.serving.stored import counted
 
-    async with _opened(config, checks=False) as database:
+    async with _opened(config, "null" if json_output else None, checks=False) as database:
         layout = await database.layout()
         counts = await counted(database) if layout.version == layout.newest else {}
     files = files_of(config.data_dir)
@@ -185,7 +185,7 @@ async def list_stored(
 
     if limit < 1:
         raise ConfigError(f"--limit is {limit}; it must be 1 or more")
-    async with _opened(config) as database:
+    async with _opened(config, "[]" if json_output else None) as database:
         entries = await listed(database, kind, limit)
     rows = [
         (entry.id, f"{datetime.fromtimestamp(entry.time_of, UTC):%Y-%m-%d %H:%M:%S}", entry.owner or "–", entry.detail)
@@ -239,13 +239,17 @@ async def migrate(config: ServeConfig) -> None:
 
 
 @asynccontextmanager
-async def _opened(config: ServeConfig, *, checks: bool = True) -> AsyncIterator[Database]:
-    """The store that is meant. Raises ConfigError where there is none, or `checks` find tables of another version."""
+async def _opened(config: ServeConfig, nothing: str | None = None, *, checks: bool = True) -> AsyncIterator[Database]:
+    """The store that is meant. Raises ConfigError where `checks` find tables of another version.
+
+    Ends the command where there is no store, since nothing has been stored then; `nothing` says so instead of a line.
+    """
     from jaxllm.serving.store.database import Database, sqlite_url
 
     database = Database(config.database_url or sqlite_url(config.data_dir))
     if not database.exists:
-        raise ConfigError(f"nothing has been stored in {database.place}; see --data-dir and --database-url")
+        print(nothing or f"nothing has been stored in {database.place}; see --data-dir and --database-url")
+        sys.exit(0)
     try:
         if checks:
             layout = await database.layout()

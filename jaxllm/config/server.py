@@ -118,8 +118,8 @@ class ServerConfig(SettingsGroup):
 
     mcp_config: Path | None = None
     """A file of MCP tool servers to start with this one (default: none, also where ./mcp.json exists)."""
-    mcp_inject: bool = True
-    """Offer the MCP servers' tools to chats and responses that bring no tools of their own."""
+    mcp_inject: bool = False
+    """Offer the MCP servers' tools to chats and responses that bring no tools of their own, without being asked."""
     mcp_result_limit: Annotated[int, Field(ge=100)] = 20_000
     """Characters of an MCP tool's result that are passed on; what is beyond is cut."""
     mcp_max_turns: Annotated[int, Field(ge=1)] = 10

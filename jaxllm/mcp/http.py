@@ -15,6 +15,10 @@ from jaxllm.mcp.tools import failed_statuses
 
 READ_SECONDS = 300.0  # a stream counts as dead after this silence; servers send something more often than that
 
+_ENDING_IN_IPV4 = (ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("::/96"))
+"""NAT64 (RFC 6052), and the IPv4-compatible addresses of RFC 4291."""
+_ISATAP = (0x00005EFE, 0x02005EFE)  # RFC 5214: an IPv4 address follows
+
 
 def http_client(settings: ServerSettings) -> httpx2.AsyncClient:
     """A client that sends the server's headers, and reads no answer larger than MAX_MESSAGE."""
@@ -59,10 +63,23 @@ async def public_address(host: str, port: int) -> str:
     addresses = [str(entry[4][0]) for entry in found]
     for text in addresses:
         address = ipaddress.ip_address(text.partition("%")[0])
-        mapped = getattr(address, "ipv4_mapped", None) or getattr(address, "sixtofour", None) or address
-        if not mapped.is_global or mapped.is_multicast or not address.is_global:
+        if not all(map(_is_public, (address, *_inside(address)))):
             raise OSError(f"{host} is {text}, which is no public address")
     return addresses[0]
+
+
+def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    return address.is_global and not address.is_multicast and not getattr(address, "is_site_local", False)
+
+
+def _inside(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
+    """The IPv4 addresses that a gateway or the system would connect to in place of an IPv6 address."""
+    if not isinstance(address, ipaddress.IPv6Address):
+        return []
+    last = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    with_last = any(address in network for network in _ENDING_IN_IPV4) or int(address) >> 32 & 0xFFFFFFFF in _ISATAP
+    named = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ()), last if with_last else None]
+    return [one for one in named if one is not None]
 
 
 async def _note_and_limit(response: httpx2.Response) -> None:

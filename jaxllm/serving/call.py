@@ -63,6 +63,8 @@ class ClientCall:
         self._adapter = adapter
         self._headers = {} if headers is None else headers
         self._entered = AsyncExitStack()
+        self._requests = 0  # that the usage of its key does not have yet
+        self._window: Window | None = None
         of.calls.add(self)
         of.last_used = time.monotonic()
 
@@ -84,6 +86,8 @@ class ClientCall:
             if self in self._of.calls:
                 self._of.calls.remove(self)
                 self._of.last_used = time.monotonic()
+            if requests := self._take_requests():
+                self.state.usage.add(self.tenant.name, self._of.name, Used(requests))
 
     async def begin(self, *, keep_alive: float | None = None, yields: bool = False) -> None:
         """Wait until its turn has come and the model is loaded.
@@ -106,6 +110,7 @@ class ClientCall:
             if self.waits:  # its turn may have come meanwhile
                 await self.state.registry.loader.load(model, yields=yields)
         except BaseException:
+            await self._uncount_request()
             await self.__aexit__()
             raise
         self.waits = False
@@ -138,35 +143,49 @@ class ClientCall:
 
         Inside, `running` is one of the requests under way; one that `goes_on` belongs to a request that is so already.
         At the end the key is charged for the tokens in `asked` and the record keeps it, but not where it has no tokens
-        of a prompt: the engine has not taken it then.
+        of a prompt: the engine has not taken it then. One that is refused for lack of room counts as no request.
 
         Raises 503 where no request can start, and 429 where the key has not that many tokens left.
         """
         model = self.model
-        model.check_accepting(goes_on=goes_on)
-        reserved = None
-        if not goes_on:
-            model.running.add(running)
+        reserved, is_accepted = None, False
         try:
+            model.check_accepting(goes_on=goes_on)
+            if not goes_on:
+                model.running.add(running)
             reserved = await self._reserve(most_tokens)
+            is_accepted = True
             yield
         except QueueFullError:
             model.metrics.count_rejected()
-            asked.prompt_tokens = 0
+            asked.prompt_tokens, is_accepted = 0, False
             raise
         finally:
+            if not is_accepted:
+                await self._uncount_request()
             model.running.discard(running)
             asked.ended = time.time()
             if asked.prompt_tokens and self.record is not None:
                 self.record.calls.append(asked)
-            used = Used(0, asked.prompt_tokens, asked.cached_tokens, asked.completion_tokens)
+            requests = self._take_requests() if asked.prompt_tokens else 0
+            used = Used(requests, asked.prompt_tokens, asked.cached_tokens, asked.completion_tokens)
             await self._settle(reserved, used)
 
     async def _count_request(self) -> None:
         limit = self.tenant.requests_per_minute
         if limit is not None:
-            await self._take("requests", limit, 1, f"this API key may send {limit} requests a minute")
-        self.state.usage.add(self.tenant.name, self._of.name, Used(requests=1))
+            self._window = await self._take("requests", limit, 1, f"this API key may send {limit} requests a minute")
+        self._requests = 1
+
+    def _take_requests(self) -> int:
+        requests, self._requests = self._requests, 0
+        return requests
+
+    async def _uncount_request(self) -> None:
+        """The request is refused for lack of room: it, and not this attempt, counts once it is sent again."""
+        if self._take_requests() and self._window is not None:
+            self._headers["x-ratelimit-remaining-requests"] = str(self._window.remaining + 1)
+            await self._correct("requests", self.tenant.requests_per_minute, -1, self._window)
 
     async def _reserve(self, tokens: int) -> tuple[int, Window] | None:
         """Count up to a minute's limit of tokens before they are used: their number, and the minute that has them.
@@ -181,18 +200,21 @@ class ClientCall:
         return wanted, await self._take("tokens", limit, wanted, problem)
 
     async def _settle(self, reserved: tuple[int, Window] | None, used: Used) -> None:
-        """Count what was used in place of what was reserved. A store that does not answer leaves it as it is."""
+        """Count what was used in place of what was reserved."""
         if used != Used():
             self.state.usage.add(self.tenant.name, self._of.name, used)
-        name, limit = self.tenant.name, self.tenant.tokens_per_minute
-        if reserved is None or name is None or limit is None:
-            return
-        tokens, window = reserved
-        difference = used.tokens - tokens
+        if reserved is not None:
+            tokens, window = reserved
+            await self._correct("tokens", self.tenant.tokens_per_minute, used.tokens - tokens, window)
+
+    async def _correct(self, kind: Metered, limit: int | None, difference: int, window: Window) -> None:
+        """A store that does not answer leaves the count as it is."""
+        name = self.tenant.name
+        assert name is not None and limit is not None, "they were counted"
         try:
-            await self.state.limits.correct("tokens", name, limit, difference, window)
+            await self.state.limits.correct(kind, name, limit, difference, window)
         except APIError as error:
-            logger.error("API key %s is counted %d tokens too many: %s", name, -difference, error)
+            logger.error("API key %s is counted %d %s too many: %s", name, -difference, kind, error)
 
     async def _take(self, kind: Metered, limit: int, cost: int, problem: str) -> Window:
         assert self.tenant.name is not None, "only a key of the file of keys has limits"

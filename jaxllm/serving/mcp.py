@@ -15,6 +15,7 @@ from fastapi import APIRouter, Request, Response
 
 from jaxllm.chat.conversation import MAX_TOOLS, Call, Conversation, Message, Tool, known_arguments, parse_arguments
 from jaxllm.chat.events import Content, Event, ParsedOutput, Reasoning, join_events
+from jaxllm.config import ModelConfig
 from jaxllm.errors import ContextLengthError, Field, InvalidRequestError
 from jaxllm.mcp.servers import ServerStatus
 from jaxllm.mcp.settings import Transport
@@ -216,9 +217,15 @@ def _not_run(reason: str) -> ToolResult:
     return ToolResult(text, {"type": "mcp_protocol_error", "code": -32602, "message": reason})
 
 
+def injects_tools(state: ServerState, config: ModelConfig) -> bool:
+    """Whether requests to a model that say nothing of tools are offered the servers' tools."""
+    has_servers = bool(state.tool_servers.servers)
+    return state.config.mcp_inject and has_servers and config.tool_call_parser != "none"
+
+
 async def injected_tools(state: ServerState, model: ServedModel) -> list[Tool]:
-    """The tools for a request that says nothing of tools; none where config.mcp_inject is off. Raises as `offered`."""
-    if not state.config.mcp_inject or model.config.tool_call_parser == "none":
+    """The tools for a request that says nothing of tools. Raises as `offered`."""
+    if not injects_tools(state, model.config):
         return []
     await state.tool_servers.ready()
     tools = state.tool_servers.tools()

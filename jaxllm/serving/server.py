@@ -49,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 SWITCH_SECONDS = 0.0005
 """The longest that a busy thread keeps the event loop waiting. Python's own 5 ms add up over the turns of an event."""
+OFFERED_TO_ALL = "their tools are offered to every chat and response that brings no tools (mcp_inject)"
+OFFERED_ON_DEMAND = "their tools are offered where a request asks for them; --mcp-inject offers them to all"
 
 
 def serve(config: ServeConfig) -> None:
@@ -80,6 +82,8 @@ def serve(config: ServeConfig) -> None:
         for one in named:
             place = one.command or urlsplit(one.url or "").hostname  # no more of it: arguments and paths may be secret
             logger.info("tool server %s from %s: %s", one.label, tool_servers, place)
+        if named:
+            logger.info("%s", OFFERED_TO_ALL if config.mcp_inject else OFFERED_ON_DEMAND)
         try:
             with noted(models.names, address(listener, scheme(config))):
                 run_server(config.of_server, models.start, listener, ends_with_engine=config.in_group)

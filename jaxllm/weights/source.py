@@ -186,7 +186,7 @@ def resolve_adapter(adapter: str) -> Path:
     try:
         return hub_file(repo, file, None) if file else hub_snapshot(repo, None, _ADAPTER_FILES)
     except HubError as error:
-        raise ModelNotFoundError(f"adapter {adapter!r}: {error}") from None
+        raise ModelNotFoundError(f"adapter {adapter!r} is no folder or file here; as a hub id: {error}") from None
 
 
 def _from_hub(model: str, revision: str | None, patterns: tuple[str, ...], *, weights: bool) -> Path:
@@ -194,10 +194,11 @@ def _from_hub(model: str, revision: str | None, patterns: tuple[str, ...], *, we
     if not file.endswith(".gguf") and not _TAG.fullmatch(file):
         why = f": {NO_PICKLES}" if file.endswith(PICKLES) else ""
         raise ModelNotFoundError(f"model {model!r} names {file!r}, which is no .gguf file{why}")
-    if repo.endswith(".gguf"):
-        raise ModelNotFoundError(f"model {model!r}: no such file")
-    if not _HUB_ID.fullmatch(repo) or model.startswith((".", "/", "~")):
-        names = ", ".join(BUILTIN_MODELS)
+    names = ", ".join(BUILTIN_MODELS)
+    if repo.endswith(".gguf") or model.startswith((".", "/", "~")):
+        missing = "its files are missing, there is no such file or folder"
+        raise ModelNotFoundError(f"model {model[:200]!r}: {missing}; the built-in names are {names}")
+    if not _HUB_ID.fullmatch(repo):
         raise ModelNotFoundError(
             f"model {model[:200]!r} is no built-in name ({names}), directory, .gguf file or hub id org/name"
             f"{did_you_mean(model, BUILTIN_MODELS)}"
@@ -216,7 +217,7 @@ def _from_hub(model: str, revision: str | None, patterns: tuple[str, ...], *, we
         first, *_ = [hub_file(repo, folder + slash + part, revision) for part in part_names(name)]
         return first
     except HubError as error:
-        raise ModelNotFoundError(f"model {model!r}: {error}") from None
+        raise ModelNotFoundError(f"model {model!r} is no folder or file here; as a hub id: {error}") from None
 
 
 def _gguf_of(model: str, files: Sequence[str], tag: str) -> str:

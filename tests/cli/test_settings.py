@@ -135,7 +135,7 @@ SAMPLES: dict[str, Any] = {
     "uds": "/run/x.sock", "root_path": "/llm", "chat_template_content_format": "openai",
     "default_chat_template_kwargs": {"enable_thinking": False}, "hf_overrides": {"a": {"b": 1}}, "quantization": "awq",
     "generation_config": "vllm", "override_generation_config": {"top_p": 0.5}, "max_logprobs": 5,
-    "mcp_config": "/mcp.json", "mcp_inject": False, "mcp_result_limit": 500, "mcp_max_turns": 3, "mcp_max_calls": 4,
+    "mcp_config": "/mcp.json", "mcp_inject": True, "mcp_result_limit": 500, "mcp_max_turns": 3, "mcp_max_calls": 4,
     "allow_mcp_urls": True,
     "models": "/models.yaml", "model_directory": "/models", "preload_model": "a", "max_loaded_models": 3,
     "model_ttl": 60.0,

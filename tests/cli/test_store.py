@@ -88,7 +88,9 @@ def test_what_makes_no_sense_is_one_line(
 def test_a_store_that_is_not_there_is_not_made(cli: Callable[..., Any], stored: Path) -> None:
     shutil.rmtree(stored / "files")
     (stored / "jaxllm.db").unlink()
-    for command in ("info", "list", "migrate"):
-        result = cli("store", command, "--data-dir", str(stored))
-        assert result.code == 2 and "nothing has been stored in" in result.err
+    for command in (["info"], ["list"], ["migrate"], ["clean", "--older-than", "30d"]):
+        result = cli("store", *command, "--data-dir", str(stored))
+        assert (result.code, result.err) == (0, "") and result.out.startswith("nothing has been stored in")
+    for command, shown in (("info", "null\n"), ("list", "[]\n")):
+        assert cli("store", command, "--json", "--data-dir", str(stored)).out == shown
     assert not list(stored.iterdir())

@@ -115,6 +115,26 @@ def test_one_private_address_among_several_is_enough(resolve: Any) -> None:
         asyncio.run(public_address("tools.example.com", 443))
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        "64:ff9b::a00:1", "64:ff9b::7f00:1", "64:ff9b:1::5db8:d70e", "fec0::1", "::7f00:1", "::a9fe:a9fe",
+        "::ffff:a00:1", "2002:a00:1::1", "2001:0:5db8:d70e::f5ff:fffe", "2606:4700::5efe:a00:1",
+        "2606:4700::200:5efe:a00:1", "ff0e::1", "fe80::1%eth0",
+    ],
+)  # fmt: skip
+def test_an_address_that_leads_to_a_private_one_is_refused(resolve: Any, address: str) -> None:
+    resolve((address,))
+    with pytest.raises(OSError, match="no public address"):
+        asyncio.run(public_address("tools.example.com", 443))
+
+
+@pytest.mark.parametrize("address", ["64:ff9b::5db8:d70e", "2606:4700::1111", "2606:4700::a00:1", PUBLIC])
+def test_public_addresses_of_all_kinds_are_taken(resolve: Any, address: str) -> None:
+    resolve((address,))
+    assert asyncio.run(public_address("tools.example.com", 443)) == address
+
+
 def test_what_answers_on_this_machine_is_not_even_connected_to(resolve: Any) -> None:
     """A real listener, at a name that resolves to it."""
     resolve(("127.0.0.1",))

@@ -234,6 +234,7 @@ def test_an_adapter_is_for_the_model_that_it_names(
         ({"lora_name": "x"}, 400, "Both 'lora_name' and 'lora_path' must be provided."),
         ({"lora_name": "fake", "lora_path": "."}, 400, "lora_name is 'fake', which is the name of a model"),
         ({"lora_name": "x", "lora_path": "./nowhere"}, 404, "'./nowhere' is no folder, .gguf file or hub id"),
+        ({"lora_name": "x", "lora_path": "loras/x"}, 404, "'loras/x' is no folder or file here; as a hub id: "),
         ({"lora_name": "x", "lora_path": "/etc/passwd"}, 404, "'/etc/passwd' is no folder, .gguf file or hub id"),
         ({"lora_name": "x" * 300, "lora_path": "."}, 400, "lora_name"),
         ({"lora_name": "a\nb", "lora_path": "."}, 400, r"lora_name is 'a\nb'; it must be printable characters"),

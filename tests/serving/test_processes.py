@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.reference.tiny import write_checkpoint
 from tests.serving.conftest import wait_for
-from tests.serving.real_server import gauges, server_process
+from tests.serving.real_server import engine_process, gauges, server_process
 from tests.sharding.ports import free_port
 from tests.support.several_processes import running, variables
 
@@ -138,6 +140,37 @@ def test_requests_are_told_that_a_process_has_left(
         assert re.fullmatch(rf"jaxllm: error: {reason}", said.strip().splitlines()[-1])
         assert processes[0].returncode == 1
         assert processes[1].wait(END_SECONDS) != 0
+
+
+def test_a_health_port_that_is_taken_is_one_line(model: Path, tmp_path: Path) -> None:
+    port, job = free_port(), tmp_path.as_posix()
+    with socket.create_server(("127.0.0.1", port + 1)):
+        commands = [(command(model, tmp_path, port), by_variables(number, job)) for number in range(2)]
+        with running(*commands) as processes:
+            said = [process.communicate(timeout=START_SECONDS)[1] for process in processes]
+            assert [process.returncode for process in processes] == [1, 2], said
+    problem = f"port {port + 1} on 127.0.0.1 is in use; .*"
+    assert re.fullmatch(f"jaxllm: error: {problem}", said[1].splitlines()[-1])
+    assert re.fullmatch(
+        rf"jaxllm: error: process 1 on \S+ has failed: {problem}; the group has ended", said[0].splitlines()[-1]
+    )
+    assert not any("Traceback" in text or "coordination" in text for text in said)
+
+
+def test_the_others_of_a_process_0_that_is_killed_say_so_without_a_traceback(model: Path, tmp_path: Path) -> None:
+    port = free_port()
+    with pair(model, tmp_path, port) as processes:
+        victims = [processes[0], engine_process(psutil.Process(processes[0].pid))]
+        with ThreadPoolExecutor(1) as pool:
+            body = PROMPT | {"max_tokens": 240}
+            asked = pool.submit(httpx.post, f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60)
+            wait_for(lambda: gauges(f"http://127.0.0.1:{port}")["num_requests_running"] > 0)
+            for victim in victims:
+                victim.kill()
+            said = processes[1].communicate(timeout=END_SECONDS)[1]
+            assert isinstance(asked.exception(), httpx.TransportError)
+        assert processes[1].returncode == 1 and "Traceback" not in said
+        assert said.count("jaxllm: error: ") == 1 and "jaxllm: error: process 0 is gone" in said
 
 
 def test_processes_that_differ_end_at_once_with_the_difference(model: Path, tmp_path: Path) -> None:

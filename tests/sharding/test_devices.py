@@ -100,6 +100,16 @@ def test_each_reason_is_one_line_that_says_what_helps(machine, facts: dict, said
     assert "NVIDIA H100 80GB HBM3" in line and facts.get("driver", "580.65.06") in line
 
 
+@pytest.mark.parametrize("chosen", ["cuda", "gpu", "rocm"])
+def test_a_platform_that_is_not_here_is_one_line(chosen: str) -> None:
+    """JAX gives up "cuda" by an assertion."""
+    program = "from jaxllm.sharding.devices import find_devices; find_devices()"
+    environment = os.environ | {"JAX_PLATFORMS": chosen, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    assert f"\njaxllm.errors.ConfigError: JAX cannot start JAX_PLATFORMS={chosen}: " in done.stderr
+    assert "AssertionError" not in done.stderr
+
+
 def test_the_driver_is_read_of_its_own_file_first(machine, tmp_path: Path) -> None:
     """Both kinds of it; containers often have that alone."""
     machine(driver="1.1")

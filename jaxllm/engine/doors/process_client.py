@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -52,6 +53,7 @@ SILENT_SECONDS = 15.0
 that keeps Python from running, such as a tokenizer that reads its vocabulary, holds it up for a few seconds at most."""
 SILENT_START_SECONDS = 120.0
 """The same until it has started: it may load libraries and wake devices without a word."""
+OVERWRITTEN = ": a file that it had mapped, most likely the model's, was written into or cut; replace files by rename"
 STOP_SECONDS = 5.0
 KEEP_SECONDS = 600.0
 """For the weights of a large model to be copied; a process that hangs is ended sooner, when it says nothing."""
@@ -244,7 +246,8 @@ class ProcessClient:
         """The error to raise now that nothing more will come."""
         self._end(1.0 if self._gone is None else 0)
         code = self._process.exit_code
-        self._gone = self._gone or self._killed or f"the engine process is gone (exit code {code})"
+        why = OVERWRITTEN if code == -signal.SIGBUS else ""
+        self._gone = self._gone or self._killed or f"the engine process is gone (exit code {code}){why}"
         return EngineDeadError(self._gone)
 
     def _write(self) -> None:

@@ -52,11 +52,18 @@ NOT_COMPARED = ("processor", "process")
 """Parts of a manifest that differ between processes whose steps are alike."""
 
 
-def join_group(config: EngineConfig, path: Path, on_broken: Callable[[str], None]) -> Group:
+def join_group(
+    config: EngineConfig,
+    path: Path,
+    on_broken: Callable[[str], None],
+    on_group: Callable[[Group], None] = lambda group: None,
+) -> Group:
     """Meet the other processes, and start JAX together with them.
 
+    `on_group` is called in between: whatever ends a process once JAX has started aborts the others.
+
     Raises:
-        ConfigError: one is missing, or differs; see `meet`.
+        ConfigError: one is missing, or differs; see `meet`. Or `on_group` has raised it, which process 0 is told.
     """
     assert config.num_processes is not None
     agreement = _settings(config) | {
@@ -69,6 +76,12 @@ def join_group(config: EngineConfig, path: Path, on_broken: Callable[[str], None
         found = resolve_model(draft.model, revision=draft.revision, download_dir=draft.download_dir)
         agreement |= {"the draft model's files": files_digest(found)}
     group = meet(config, agreement, on_broken)
+    try:
+        on_group(group)
+    except ConfigError as error:
+        if isinstance(group.hold, Follower):
+            group.hold.fail(str(error))
+        raise
     each = config.num_devices // config.num_processes
     devices = local_devices(each, group.place, group.neighbours)
     shares_steps = config.num_processes > config.pipeline_parallel_size

@@ -10,7 +10,7 @@ from jaxllm import compat
 from jaxllm.config import EngineConfig
 from jaxllm.engine.scale.lockstep.follower import Follower
 from jaxllm.engine.scale.lockstep.meeting import Group
-from jaxllm.engine.scale.lockstep.messages import Follows
+from jaxllm.engine.scale.lockstep.messages import BEAT_SECONDS, Follows
 from jaxllm.engine.start.agreement import join_group
 from jaxllm.engine.start.build import closing_at_failure, find_model, gather_weights, load_weights, plan_and_compile
 from jaxllm.engine.start.leave import die, leave
@@ -20,6 +20,8 @@ from jaxllm.errors import ConfigError, EngineDeadError, JaxLLMError, one_line
 from jaxllm.weights.folder import reading_ahead
 
 logger = logging.getLogger(__name__)
+LOST_SECONDS = 2 * BEAT_SECONDS
+"""How long a process whose step has failed waits for process 0 to say, or show, that the group was over before."""
 
 
 @compat.under_own_settings
@@ -41,8 +43,7 @@ def follow(
     path = find_model(config, clock)
     with reading_ahead(path):
         checkpoint = open_model(config, path)
-        group = join_group(config, path, end)
-        on_group(group)
+        group = join_group(config, path, end, on_group)
         assert isinstance(group.hold, Follower)
         try:
             clock.lap("the other processes")
@@ -71,6 +72,8 @@ def follow(
 
 def _failure(hold: Follower, error: Exception) -> str:
     """The reason why this process cannot go on; process 0 has been told, which tells the requests."""
+    if lost := hold.lost(LOST_SECONDS):  # a step that others run no more fails here too
+        return lost
     said = str(error) if isinstance(error, JaxLLMError) else f"{type(error).__name__}: {one_line(error)}"
     if not isinstance(error, ConfigError):
         logger.error("this process cannot go on", exc_info=error)

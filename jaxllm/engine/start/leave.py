@@ -6,15 +6,20 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 from typing import NoReturn
 
 from jaxllm import logs
 
 logger = logging.getLogger(__name__)
+_dying = threading.Lock()
 
 
 def die(reason: str) -> NoReturn:
-    """End the process because its group is over, with one line that says why. Any thread may call this."""
+    """End the process because its group is over, with one line that says why. Any thread may call this; the first one
+    has its say.
+    """
+    _dying.acquire()
     if logs.settings().format == "json":
         logger.critical(reason)
     else:

@@ -26,6 +26,7 @@ MAX_CONNECTIONS = 900  # most systems let a process have 1024 files open
 GRACE_SECONDS = 5.0  # the additional silence, before it makes room, of a client that has asked for something already
 MAX_PIPELINED = 100  # requests that a client may send before the first of them is answered
 CHECK_SECONDS = 1.0
+PROBE_SECONDS = 0.1  # from a client's last byte until it is looked whether it is gone altogether; then CHECK_SECONDS
 
 _RESET = struct.pack("ii", 1, 0)
 
@@ -131,6 +132,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._since = 0.0
         self._body_bytes = 0
         self._last_byte = 0.0  # when the client last sent one, or had its answer
+        self._is_half_closed = False
         self._sent = 0  # bytes that have left this process
         self._last_sent = 0.0  # when there were more of them, or none were left to send
         self._watch: asyncio.TimerHandle | None = None
@@ -149,6 +151,26 @@ class BoundedProtocol(HttpToolsProtocol):
             cycle.disconnected = True
             cycle.message_event.set()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection of a client that sends no more before its answer has begun: it may wait, or be gone.
+
+        One that is gone resets the connection when it is sent something, here an interim response (RFC 9110 section
+        15.2), which HTTP/1.0 does not have. TLS has no half of a connection.
+        """
+        is_plain = self.transport.get_extra_info("ssl_object") is None
+        if self._in_body or not self._unanswered or not is_plain or self.parser.get_http_version() != "1.1":
+            return False
+        if self._unanswered[0].response_started:
+            return False
+        self._is_half_closed, self._unanswered[-1].keep_alive = True, False
+        self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.loop.call_later(PROBE_SECONDS, self._drop_if_reset)
+        return True
+
+    def _drop_if_reset(self) -> None:
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -231,6 +253,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _check_time(self) -> None:
         now = self.loop.time()
+        if self._is_half_closed:
+            self._drop_if_reset()
         if self._has_unread and now - self._last_sent > self._send_timeout:
             self._drop()
             return

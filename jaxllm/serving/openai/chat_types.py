@@ -120,7 +120,7 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
     store: bool | None = None
     """Accepted, without effect: nothing is stored."""
     mcp: MCPOptions | None = None
-    """Use the tools of this server's MCP servers; without it they are offered where the request brings no tools."""
+    """Use the tools of this server's MCP servers; without it only `mcp_inject` of the server offers them."""
     service_tier: str | None = None
     """Accepted, without effect, as OpenAI documents it for a single tier."""
     safety_identifier: str | None = None

@@ -13,6 +13,7 @@ from jaxllm.serving.access.keys import Tenant, check_admin, tenant_of
 from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.request_model import RequestModel
 from jaxllm.serving.http.route import EventStream, JSONRoute
+from jaxllm.serving.mcp import injects_tools
 from jaxllm.serving.served_model import LoadableModel, ModelState
 from jaxllm.serving.state import ModelEvent, ServerState, model_events
 
@@ -49,6 +50,8 @@ class Model(msgspec.Struct, kw_only=True):
     """Without one it only continues text, and answers no chats."""
     num_parameters: int | None
     """As published."""
+    mcp_inject: bool
+    """Whether the MCP servers' tools are offered to requests that bring no tools (the setting mcp_inject)."""
 
 
 class ModelList(msgspec.Struct, kw_only=True):
@@ -118,6 +121,7 @@ def _model(state: ServerState, name: str, tenant: Tenant) -> Model:
         max_model_len=None if info is None else info.max_model_len,
         has_chat_template=model.has_chat_template,
         num_parameters=None if info is None else info.num_parameters,
+        mcp_inject=injects_tools(state, model.config),
     )
 
 

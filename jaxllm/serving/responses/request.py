@@ -118,8 +118,8 @@ class PromptFields(ModelFields):
     conversation: str | ConversationParam | None = None
     """Continue a conversation, which gains this input and the output."""
     tools: list[AnyTool] = Field(default_factory=list, max_length=MAX_TOOLS)
-    """Functions and custom tools that the client runs, and servers whose tools this server runs. Without it the
-    configured servers' tools are offered as functions; an empty list offers none."""
+    """Functions and custom tools that the client runs, and servers whose tools this server runs. A request without it
+    is offered the configured servers' tools as functions where the server has `mcp_inject`."""
     tool_choice: ResponseToolChoice = "auto"
     """none, auto, required, a function, a custom tool, a server, or allowed_tools."""
     parallel_tool_calls: bool = True

@@ -115,6 +115,21 @@ def test_an_engine_that_cannot_fit_does_not_ask(directory: Path) -> None:
     assert not asked
 
 
+def test_a_mapped_file_that_was_overwritten_is_named(directory: Path) -> None:
+    engine = AsyncLLM(model=str(directory), **FIELDS)
+    try:
+        os.kill(engine._streams.client._process.pid, signal.SIGBUS)  # type: ignore[attr-defined]
+        with pytest.raises(EngineDeadError, match=r"exit code -7\): a file that it had mapped, .* by rename"):
+            asyncio.run(_one(engine))
+    finally:
+        engine.shutdown()
+
+
+async def _one(engine: AsyncLLM) -> None:
+    async for _ in engine.stream([1, 2, 3], SamplingParams(max_tokens=90, ignore_eos=True)):
+        pass
+
+
 def test_a_message_that_cannot_be_read_ends_the_engine_loudly_and_it_starts_again(engine: AsyncLLM) -> None:
     async def run() -> int:
         stream = engine.stream([1, 2, 3], SamplingParams(temperature=0, max_tokens=90, ignore_eos=True))

@@ -119,6 +119,32 @@ def test_a_request_that_never_ran_uses_no_tokens(keyed: Callable[..., Keyed]) ->
     assert server.post("alice", "/v1/completions", TEXT).status_code == 200
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_an_attempt_that_is_refused_for_lack_of_room_is_no_request(
+    keyed: Callable[..., Keyed], background: bool
+) -> None:
+    engine = FakeEngine(queue_limit=0)
+    server = keyed({"alice": {"requests_per_minute": 2, "tokens_per_minute": 1000}}, engine)
+    path, body = ("/v1/responses", {"input": "Hi", "background": True}) if background else ("/v1/completions", TEXT)
+    for _ in range(3):
+        refused = server.post("alice", path, body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert refused.headers["x-ratelimit-remaining-requests"] == "2"
+    assert server.get("alice", "/v1/usage").json()["data"] == []
+    engine.queue_limit = 100
+    assert [server.post("alice", path, body).status_code for _ in range(3)] == [200, 200, 429]
+    wait_for(lambda: sum(day["num_model_requests"] for day in server.get("alice", "/v1/usage").json()["data"]) == 2)
+
+
+def test_requests_that_wait_for_a_keys_tokens_use_up_no_requests(keyed: Callable[..., Keyed]) -> None:
+    server = keyed({"alice": {"requests_per_minute": 2, "tokens_per_minute": 20}})
+    assert server.post("alice", "/v1/completions", TEXT | {"max_tokens": 17}).status_code == 200
+    for _ in range(3):
+        refused = server.post("alice", "/v1/completions", TEXT)
+        assert refused.status_code == 429 and "tokens a minute" in refused.json()["error"]["message"]
+    assert sum(day["num_model_requests"] for day in server.get("alice", "/v1/usage").json()["data"]) == 1
+
+
 def test_requests_at_once(tmp_path: Path, start_with: Callable[..., Running]) -> None:
     server = start_with({"alice": {"max_concurrency": 2}, "bob": {}}, FakeEngine(delay=0.05))
     client = server.client.with_options(api_key="key-of-alice")

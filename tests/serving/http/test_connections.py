@@ -399,3 +399,28 @@ def test_an_answer_to_http_1_0_has_no_chunks(listen: Callable[..., str], engine:
         assert all(event.startswith("data: ") for event in events) and events[-1] == "data: [DONE]"
     else:
         assert json.loads(answer)["usage"]["completion_tokens"] == 3
+
+
+def completion(**fields: Any) -> bytes:
+    """A whole request."""
+    body = json.dumps({"prompt": "Hi"} | fields).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_sends_no_more_gets_its_answer(listen: Callable[..., str], stream: bool) -> None:
+    """As `nc -N` does."""
+    with connected(listen(FakeEngine(delay=0.2))) as connection:
+        connection.sendall(completion(max_tokens=20, stream=stream))
+        connection.shutdown(socket.SHUT_WR)
+        answer = until_closed(connection)
+    assert b"HTTP/1.1 200 OK" in answer and b'"finish_reason":"length"' in answer
+
+
+def test_a_client_that_is_gone_ends_its_request(listen: Callable[..., str]) -> None:
+    engine = FakeEngine(delay=0.05)
+    with connected(listen(engine)) as connection:
+        connection.sendall(completion(max_tokens=200))
+        wait_for(lambda: bool(engine.active))
+    wait_for(lambda: not engine.active, 3)

@@ -1,4 +1,4 @@
-"""MCP tools are offered to chats that bring none; the client runs what the model calls."""
+"""With `mcp_inject` MCP tools are offered to chats that bring none; the client runs what the model calls."""
 
 from __future__ import annotations
 
@@ -15,10 +15,17 @@ from tests.serving.openai.test_chat import post
 from tests.serving.openai.test_tools import TOOL, prompt
 from tests.support.covers import covers
 
+
+@pytest.fixture
+def client(make_ready: Callable[..., TestClient], engine: FakeEngine) -> TestClient:
+    return make_ready(engine, mcp_inject=True)
+
+
 ADD = {"type": "function", "function": {"name": "maths_add"}}
 
 
 def test_a_request_that_says_nothing_of_tools_is_offered_them(client: TestClient, engine: FakeEngine) -> None:
+    assert client.get("/v1/models/fake").json()["mcp_inject"] is True
     engine.reply = call("maths_add", a=1, b=2)
     choice = post(client).json()["choices"][0]
     assert '"name": "maths_add"' in prompt(engine) and "Add two numbers." in prompt(engine)
@@ -48,10 +55,9 @@ def test_a_request_with_other_wishes_is_not(client: TestClient, engine: FakeEngi
     assert "maths" not in prompt(engine)
 
 
-def test_the_servers_may_be_asked_for_where_they_are_not_offered(
-    make_ready: Callable[..., TestClient], engine: FakeEngine
-) -> None:
-    client = make_ready(engine, mcp_inject=False)
+def test_no_chat_is_offered_tools_unasked(make_ready: Callable[..., TestClient], engine: FakeEngine) -> None:
+    client = make_ready(engine)
+    assert client.get("/v1/models/fake").json()["mcp_inject"] is False
     assert post(client).status_code == 200 and "maths" not in prompt(engine)
     assert post(client, mcp={}).status_code == 200 and "maths_add" in prompt(engine)
 

@@ -240,8 +240,8 @@ def test_tools_are_listed_once_in_a_chain(tools: Callable[..., Any]) -> None:
     assert [item.type for item in items] == ["message", "mcp_list_tools", "mcp_call", "message", "message"]
 
 
-def test_without_tools_the_configured_ones_are_offered_as_functions(tools: Callable[..., Any]) -> None:
-    client, engine = tools(weather(), reply=says(FORECAST))
+def test_with_mcp_inject_the_configured_ones_are_offered_as_functions(tools: Callable[..., Any]) -> None:
+    client, engine = tools(weather(), reply=says(FORECAST), serving={"mcp_inject": True})
     response = client.responses.create(model="fake", input="x")
     assert [tool.name for tool in response.tools] == ["weather_forecast", "weather_warn"]
     assert (response.output[0].type, response.output[0].name) == ("function_call", "weather_forecast")
@@ -250,8 +250,8 @@ def test_without_tools_the_configured_ones_are_offered_as_functions(tools: Calla
         assert "weather_forecast" not in prompt_text(engine) and len(response.tools) == len(none)
 
 
-def test_injection_is_a_setting(tools: Callable[..., Any]) -> None:
-    client, engine = tools(weather(), serving={"mcp_inject": False})
+def test_no_response_is_offered_tools_unasked(tools: Callable[..., Any]) -> None:
+    client, engine = tools(weather())
     assert client.responses.create(model="fake", input="x").tools == []
     assert "weather" not in prompt_text(engine)
 

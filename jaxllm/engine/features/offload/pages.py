@@ -32,7 +32,7 @@ Page = np.ndarray
 Kept = TypeVar("Kept")
 
 CHECKSUM = 16
-"""Bytes at a file's beginning: a digest of what follows."""
+"""Bytes at a file's beginning: a digest of its name and of what follows."""
 UNFINISHED_SECONDS = 3600
 
 
@@ -111,7 +111,7 @@ class DiskPages(_Budgeted[int]):
             self._touch(digest)
             return
         try:
-            write_whole(self._path(digest), [_checksum(page), page.data])
+            write_whole(self._path(digest), [_checksum(digest, page), page.data])
         except OSError as error:
             self._complain("written", error)
             return
@@ -128,7 +128,7 @@ class DiskPages(_Budgeted[int]):
             self._forget(digest)
             return None
         checksum, page = content[:CHECKSUM].tobytes(), content[CHECKSUM:]
-        if page.nbytes not in self._lengths or _checksum(page) != checksum:
+        if page.nbytes not in self._lengths or _checksum(digest, page) != checksum:
             logger.warning("%s is damaged, and deleted", self._path(digest))
             self._forget(digest)
             self._path(digest).unlink(missing_ok=True)
@@ -168,8 +168,9 @@ class DiskPages(_Budgeted[int]):
             logger.warning("pages of the KV cache cannot be %s in %s: %s", what, self._folder, error.strerror)
 
 
-def _checksum(page: Page) -> bytes:
-    return hashlib.blake2b(page, digest_size=CHECKSUM).digest()
+def _checksum(digest: Digest, page: Page) -> bytes:
+    """Of a page as the content of one prefix, so that a file under another's name is not believed."""
+    return hashlib.blake2b(page, digest_size=CHECKSUM, key=digest).digest()
 
 
 class PrefixDigests:

@@ -80,6 +80,20 @@ class Follower:
         self._leaving, self._deadline = reason, time.monotonic() + seconds
         self._bell.set()
 
+    def lost(self, patience: float) -> str:
+        """Why the group is over, if process 0 says so or is gone within `patience` seconds; else empty."""
+        deadline = time.monotonic() + patience
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                message, _ = self._wire.receive(left)
+                if isinstance(message, messages.End):
+                    return message.reason
+        except TimeoutError:
+            return ""
+        except (OSError, WireError):
+            return "process 0 is gone"
+        return ""
+
     def follow(self, device: Device | Stages) -> str:
         """Run steps until process 0 ends the group, and give its reason. Raises EngineDeadError: gone, silent, or a
         gap.

@@ -91,6 +91,17 @@ def test_a_damaged_file_is_not_believed_and_deleted(tmp_path: Path, damage: str,
     assert "damaged" in caplog.text
 
 
+def test_files_that_have_changed_places_are_not_believed(tmp_path: Path):
+    pages = disk(tmp_path)
+    first, second = (tmp_path / "model" / name(number).hex() for number in (1, 2))
+    for number in (1, 2):
+        pages.write(name(number), page(number))
+    contents = first.read_bytes(), second.read_bytes()
+    second.write_bytes(contents[0])
+    first.write_bytes(contents[1])
+    assert pages.read(name(1)) is None and pages.read(name(2)) is None and len(pages) == 0
+
+
 def test_what_another_process_has_deleted_is_not_found(tmp_path: Path):
     pages = disk(tmp_path)
     pages.write(name(1), page(1))
