@@ -23,6 +23,7 @@ from jaxllm.config.values import (
     SomeOf,
     comma_separated,
     is_pattern,
+    or_auto,
 )
 from jaxllm.errors import ConfigError
 from jaxllm.folders import user_folder
@@ -159,7 +160,7 @@ class EngineConfig(SettingsGroup):
     cluster_secret: str | None = None
     """What processes, and servers that exchange KV pages, know each other by (default: a file only you can read)."""
 
-    numa_node: Literal["auto"] | Annotated[int, Field(ge=0)] | None = None
+    numa_node: Annotated[int | Literal["auto"] | None, or_auto(0)] = None
     """On a CPU, keep each engine to the cores and memory of this NUMA node; auto: several engines take them in turn."""
 
     attention_backend: Literal["auto", "reference", "gpu", "tpu"] = "auto"
