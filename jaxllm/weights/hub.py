@@ -33,16 +33,15 @@ def hub_file(repo: str, file: str, revision: str | None, *, local_dir: Path | No
     """One file of a repository, in the hub's own cache or under `local_dir`. Raises HubError."""
     from huggingface_hub import hf_hub_download
 
-    return _call(hf_hub_download, repo, file, revision=revision, local_dir=local_dir)
+    return Path(_asked(hf_hub_download, repo, file, revision=revision, local_dir=local_dir))
 
 
 def hub_snapshot(repo: str, revision: str | None, patterns: Sequence[str]) -> Path:
     """The files of a repository that match `patterns`, in the hub's own cache. Raises HubError."""
     from huggingface_hub import snapshot_download
 
-    return _call(
-        snapshot_download, repo, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(_OTHER_LAYOUTS)
-    )
+    files = {"allow_patterns": list(patterns), "ignore_patterns": list(_OTHER_LAYOUTS)}
+    return Path(_asked(snapshot_download, repo, revision=revision, **files))
 
 
 def hub_ggufs(repo: str, revision: str | None) -> list[str]:
@@ -57,10 +56,6 @@ def hub_ggufs(repo: str, revision: str | None) -> list[str]:
         return [file.relative_to(folder).as_posix() for file in folder.rglob("*.gguf")]
 
     return sorted(file for file in _asked(found, repo, revision=revision) if file.endswith(".gguf"))
-
-
-def _call(download: Callable[..., str], repo: str, *args: Any, **options: Any) -> Path:
-    return Path(_asked(download, repo, *args, **options))
 
 
 def _asked(download: Callable[..., Any], repo: str, *args: Any, **options: Any) -> Any:
