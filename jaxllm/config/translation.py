@@ -161,7 +161,7 @@ class _Reader:
     def _negate(self, row: Row, name: str, value: str | None) -> None:
         if value is not None:
             raise ConfigError(f"{name} is {value!r}; it takes no value")
-        if row.fate == "renamed" and row.value is None and row.ours in SETTINGS:
+        if row.fate == "renamed" and row.meaning.keys() == {"is"} and row.ours in SETTINGS:
             self._put("--no-" + row.ours[2:], None)
         else:
             self._said.append(f"{name} has no effect: {row.why or 'it is so without it'}")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxllm.config import EngineConfig, ServeConfig
-from jaxllm.config.others import RENAMED, VARIABLES, by_name, rows
+from jaxllm.config.others import READERS, SERVERS, by_name, read_table, rows
 from jaxllm.config.sources import read_settings
 from jaxllm.config.translation import SETTINGS, other_variables, translated
 from jaxllm.errors import ConfigError
@@ -28,7 +28,7 @@ def fate(name: str, values: list[str]) -> str:
     if name in SETTINGS:
         return ""
     left = name in rest or (bool(rest) and not rest[0].startswith("--")) or rest.count("1") > 1
-    alone = any(callable(row.value) or row.ours[:1] == "@" for row in by_name().get(name, ()))
+    alone = any(len(row.meaning) > 1 or row.ours[:1] == "@" for row in by_name().get(name, ()))
     empty = not (rest or found.said or found.variables or alone)
     return str(rest) if left or empty else ""
 
@@ -183,14 +183,20 @@ def test_no_setting_is_hidden_and_every_hint_is_a_flag() -> None:
     hidden = {name for row in rows() for name in row.names if name in SETTINGS and row.ours != name and not row.only}
     assert not hidden
     ours = {row.ours.partition(".")[0] for row in rows() if row.ours[:2] == "--"} | {
-        meaning if isinstance(meaning, str) else meaning[0] for meaning in VARIABLES.values()
+        ours if isinstance(ours, str) else ours["is"] for ours in read_table()["renamed"]["variables"].values()
     }
     hints = {word for row in rows() for word in re.findall(r"--[a-z-]+", row.why)} | ours
     named = {hint.replace("--no-", "--") for hint in hints}
     assert not named - SETTINGS - {"--help"}
 
 
+def test_a_meaning_says_nothing_that_is_not_read() -> None:
+    read = {"is", "value", "unit", "unless", "words", "others", "read"}
+    assert not {(row.server, row.names) for row in rows() if row.meaning.keys() - read}
+    assert {row.meaning["read"] for row in rows() if "read" in row.meaning} <= READERS.keys()
+
+
 def test_a_server_has_a_name_once() -> None:
-    for server in RENAMED:
+    for server in SERVERS:
         names = [name for row in rows() if row.server == server for name in row.names]
         assert not {name for name in names if names.count(name) > 1}
