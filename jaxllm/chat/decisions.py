@@ -96,17 +96,14 @@ class Question:
 
     def text(self, labels: Sequence[str]) -> str:
         """The question as the model reads it, its options under these labels."""
-        told = zip(labels, self.options, strict=True)
-        if self.kind == "predicate":
-            lines = [f"{label}: {more}" for label, (_, more) in told if more]
-        else:
-            lines = [f"{label}. {_named(value)}" + (f": {more}" if more else "") for label, (value, more) in told]
+        lines = []
+        for label, (value, more) in zip(labels, self.options, strict=True):
+            if self.kind != "predicate":
+                label += f". {value if isinstance(value, str) else str(value).lower()}"
+            if more or self.kind != "predicate":
+                lines.append(f"{label}: {more}" if more else label)
         parts = self.instructions, "\n".join(lines), ENDINGS[self.kind].format(*labels)
         return "\n\n".join(filter(None, parts))
-
-
-def _named(value: Value) -> str:
-    return value if isinstance(value, str) else str(value).lower()
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from jaxllm.config.values import (
     FromJSON,
     Isq,
     IsqMap,
+    LogprobsMode,
     Object,
     SettingsGroup,
     Sizes,
@@ -69,7 +70,7 @@ class EngineConfig(SettingsGroup):
     """Defaults of requests, as {"temperature": 0.5}; they win over generation_config."""
     max_logprobs: Annotated[int, Field(ge=-1, le=20)] = 20
     """Most log-probabilities a request may ask for at a token; -1: the whole vocabulary, as prompts may always have."""
-    logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"] = "raw_logprobs"
+    logprobs_mode: LogprobsMode = "raw_logprobs"
     """What log-probabilities of answers are of: the model's distribution, the one sampled from; or their logits."""
     seed: int = 0
     """Where unseeded requests and dummy weights take their randomness from."""

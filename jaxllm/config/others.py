@@ -19,10 +19,8 @@ Flags = Mapping[str, str | None]
 """Flags of ours with their values; None is a switch's. See others.toml for those that begin with $ and @."""
 LLAMA_SERVER = "llama-server"
 SERVERS = ("vLLM", LLAMA_SERVER, "candle-vllm", "rust_de_llama")
-SWITCHES = dict.fromkeys(("1", "true", "on", "enabled", ""), True) | dict.fromkeys(
-    ("0", "false", "off", "disabled"), False
-)
-"""What a variable of llama-server may say of a flag that takes no value."""
+ON, OFF = ("1", "true", "on", "enabled"), ("0", "false", "off", "disabled")
+"""What a variable of llama-server may say of a flag that takes no value; nothing is on too."""
 
 
 def _number(value: str) -> float:
@@ -173,9 +171,9 @@ def of_variable(name: str, value: str, ours: Collection[str]) -> Flags | str:
         if (row is None and flag in ours) or (row is not None and row.takes and flag in row.names):
             return {flag: value}
         if row is not None:
-            if value.lower() not in SWITCHES:
-                return f"accepted are {', '.join(filter(None, SWITCHES))}"
+            if value.lower() not in ("", *ON, *OFF):
+                return f"accepted are {', '.join((*ON, *OFF))}"
             opposite = flag.replace("--no-", "--") if "--no-" in flag else f"--no-{flag[2:]}"
-            return {flag if SWITCHES[value.lower()] else opposite: None}
+            return {opposite if value.lower() in OFF else flag: None}
     patterns = ((why, one) for why, by in read_table()["ignored"].items() for one in by.get("variables", "").split())
     return next(why for why, pattern in patterns if fnmatchcase(name, pattern))

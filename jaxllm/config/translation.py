@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import starmap
 from typing import Any, NamedTuple
 
@@ -105,8 +105,12 @@ class _Reader:
             self._take(row, name, inside, value)
         elif base in self._own or (opposite := self._row(base)) is None or (opposite.takes and opposite.ours):
             self._found.append(joined(name, value, inside))  # whoever reads the arguments says what is wrong
+        elif value is not None:
+            raise ConfigError(f"{name} is {value!r}; it takes no value")
+        elif opposite.meaning.keys() == {"is"} and opposite.ours in SETTINGS:
+            self._put("--no-" + opposite.ours[2:], None)
         else:
-            self._negate(opposite, name, value)
+            self._said.append(f"{name} has no effect: {opposite.why or 'it is so without it'}")
 
     def _row(self, name: str) -> Row | None:
         found = by_name().get(name, [])
@@ -122,7 +126,7 @@ class _Reader:
             self._found.append(joined(name, ",".join(values) if values else None))
         elif name == "--lora-modules" and value is None:  # a=x b=y, or objects
             modules = self._values("=", "{")
-            self._found += [name, *(modules if len(modules) < 2 else [json.dumps(modules)])]
+            self._found.append(joined(name, json.dumps(modules) if len(modules) > 1 else next(iter(modules), None)))
         else:
             self._has_model |= name == "--model"
             if value is None and name in SETTINGS - SWITCHES and self._left and not _is_flag(self._left[0]):
@@ -157,14 +161,6 @@ class _Reader:
         else:
             accepted = "" if row.why.startswith("accepted") else f"; accepted is {' or '.join(row.only)}"
             raise ConfigError(f"{name} is {value!r}: {row.why}{accepted}")
-
-    def _negate(self, row: Row, name: str, value: str | None) -> None:
-        if value is not None:
-            raise ConfigError(f"{name} is {value!r}; it takes no value")
-        if row.fate == "renamed" and row.meaning.keys() == {"is"} and row.ours in SETTINGS:
-            self._put("--no-" + row.ours[2:], None)
-        else:
-            self._said.append(f"{name} has no effect: {row.why or 'it is so without it'}")
 
     def _put(self, ours: str, value: str | None) -> None:
         if ours[0] in "$@":
@@ -253,17 +249,14 @@ def _set(values: dict[str, Any], path: Sequence[str], text: str, flag: str) -> N
         raise ConfigError(f"{flag} is {text!r}: a part of it has another value already") from None
 
 
-def as_settings(flags: Sequence[str]) -> dict[str, Any]:
-    """`--port 80 --host=::1 --no-web` -> {"port": "80", "host": "::1", "web": False}"""
+def as_settings(arguments: Iterable[str]) -> dict[str, Any]:
+    """`--host=::1 --no-web` -> {"host": "::1", "web": False}"""
     found: dict[str, Any] = {}
-    for at, text in enumerate(flags):
-        name, equals, value = text.removeprefix("--").partition("=")
-        if not text.startswith("--"):
-            continue
-        if not equals and at + 1 < len(flags) and not flags[at + 1].startswith("--"):
-            equals, value = "=", flags[at + 1]
-        name = name if equals else name.removeprefix("no-")
-        found[name.replace("-", "_")] = value if equals else not text.startswith("--no-")
+    for name, equals, value in (text[2:].partition("=") for text in arguments if text.startswith("--")):
+        if equals:
+            found[name.replace("-", "_")] = value
+        else:
+            found[name.removeprefix("no-").replace("-", "_")] = not name.startswith("no-")
     return found
 
 

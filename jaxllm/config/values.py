@@ -136,6 +136,7 @@ def parse_seconds(text: str) -> float:
 
 Bytes = Annotated[int, of_text(parse_bytes)]
 Seconds = Annotated[float, of_text(parse_seconds), pydantic.AllowInfNan(False)]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 Isq = Literal[
     "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2k", "q3k", "q4k", "q5k", "q6k", "int8", "int4", "fp8", "w8a8"
 ]  # fmt: skip

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxllm.errors import ModelNotFoundError
+from jaxllm.errors import ModelNotFoundError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def _asked(download: Callable[..., Any], repo: str, *args: Any, **options: Any) 
             repo, *args, endpoint=endpoint, etag_timeout=CONNECT_TIMEOUT, local_files_only=bool(away), **options
         )
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        raise HubError(f"{away or _first_line(error)}, and {repo} is not in the hub's cache") from None
+        raise HubError(f"{away or first_line(error)}, and {repo} is not in the hub's cache") from None
     except errors.GatedRepoError:
         raise HubError(f"{repo} is gated: accept its terms on the hub and log in with `hf auth login`") from None
     except errors.RepositoryNotFoundError:
@@ -79,14 +79,10 @@ def _asked(download: Callable[..., Any], repo: str, *args: Any, **options: Any) 
     except errors.RevisionNotFoundError:
         raise HubError(f"{repo} has no revision {options.get('revision')!r}") from None
     except (errors.EntryNotFoundError, errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
-        raise HubError(f"{repo}: {_first_line(error)}") from None
+        raise HubError(f"{repo}: {first_line(error)}") from None
     if away:
         logger.warning("%s; using the cached copy of %s", away, repo)
     return path
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _why_away(endpoint: str) -> str | None:
@@ -104,7 +100,7 @@ def _why_away(endpoint: str) -> str | None:
             httpx.head(endpoint, timeout=CONNECT_TIMEOUT)
             outcome.append(None)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            outcome.append(f"{endpoint} cannot be reached ({_first_line(error)})")
+            outcome.append(f"{endpoint} cannot be reached ({first_line(error)})")
 
     thread = threading.Thread(target=probe, daemon=True)
     thread.start()

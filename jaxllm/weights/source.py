@@ -269,11 +269,8 @@ class LocalModel(NamedTuple):
 
 def list_builtin_models(download_dir: Path | None = None) -> list[LocalModel]:
     """The built-in models, with the path of those already in the cache."""
-    paths = {name: _cached_path(name, download_dir) for name in BUILTIN_MODELS}
-    return [
-        LocalModel(name, model.nbytes, paths[name] if paths[name].exists() else None, model.about)
-        for name, model in BUILTIN_MODELS.items()
-    ]
+    found = ((name, model, _cached_path(name, download_dir)) for name, model in BUILTIN_MODELS.items())
+    return [LocalModel(name, one.nbytes, path if path.exists() else None, one.about) for name, one, path in found]
 
 
 def list_local_models(download_dir: Path | None = None) -> list[LocalModel]:
