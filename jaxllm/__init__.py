@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from jaxllm.llm import LLM, generate
     from jaxllm.requests.logits_processors import LogitsState
     from jaxllm.requests.outputs import PoolingParams, RequestOutput
-    from jaxllm.requests.sampling import SamplingParams
+    from jaxllm.requests.sampling import RepetitionDetectionParams, SamplingParams
     from jaxllm.requests.steering import LoRARequest, Steer
     from jaxllm.requests.structured_outputs import StructuredOutputs
     from jaxllm.session.session import ResponsesSession
@@ -43,7 +43,7 @@ _HOMES = {
     "jaxllm.config": ("EngineConfig",),
     "jaxllm.engine.doors.async_llm": ("AsyncLLM",),
     "jaxllm.engine.doors.beams": ("BeamSearchParams",),
-    "jaxllm.requests.sampling": ("SamplingParams",),
+    "jaxllm.requests.sampling": ("RepetitionDetectionParams", "SamplingParams"),
     "jaxllm.requests.logits_processors": ("LogitsState",),
     "jaxllm.requests.steering": ("LoRARequest", "Steer"),
     "jaxllm.requests.structured_outputs": ("StructuredOutputs",),
@@ -58,7 +58,8 @@ _HOMES = {
 __all__ = [
     "LLM", "AsyncLLM", "BeamSearchParams", "CheckpointError", "ConfigError", "ContextLengthError", "Decision",
     "DoesNotFitError", "EngineConfig", "EngineDeadError", "EnginePausedError", "InvalidRequestError", "JaxLLMError",
-    "LoRARequest", "LogitsState", "ModelNotFoundError", "PoolingParams", "Question", "QueueFullError", "RequestOutput",
+    "LoRARequest", "LogitsState", "ModelNotFoundError", "PoolingParams", "Question", "QueueFullError",
+    "RepetitionDetectionParams", "RequestOutput",
     "ResponsesSession", "SamplingParams", "Steer", "StorageFullError", "StructuredOutputs", "__version__", "generate",
 ]  # fmt: skip
 

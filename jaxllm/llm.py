@@ -7,6 +7,7 @@ import tempfile
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from jaxllm.requests.logits_processors import read_processors
 from jaxllm.requests.outputs import EmbeddingOutput, EmbeddingRequestOutput, PooledOutput, PoolingParams, RequestOutput
 from jaxllm.requests.sampling import SamplingParams
 from jaxllm.requests.shown import TableList
-from jaxllm.requests.steering import AdapterUse, LoRA, LoRARequest, Patch, Patches, Steer, Steers
+from jaxllm.requests.steering import AdapterUse, LoRA, LoRARequest, Patch, Patches, Patching, Steer, Steers
 from jaxllm.research.inside import Inside
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -84,7 +85,8 @@ class LLM(Inside, Controls):
         """Complete one prompt or many, batched; the outputs are in the order of the prompts.
 
         Args:
-            prompts: a text, a list of token ids, `{"prompt_token_ids": [...]}`, or a list of those.
+            prompts: a text, a list of token ids, `{"prompt_token_ids": [...]}`, `{"prompt_embeds": [T, E]}`, which are
+                vectors as the model's table of embeddings gives them, scaled, or a list of those.
             sampling_params: one for all, or one a prompt; by default the model's own.
             use_tqdm: show a progress bar with tokens a second.
             lora_request: the adapter of all prompts, or for each prompt one, a list of several, or None.
@@ -103,10 +105,17 @@ class LLM(Inside, Controls):
         items = sequences.prompt_list(prompts)
         params = self._params(sampling_params, len(items))
         adapters = _adapters(lora_request, len(items))
-        requests = [(*sequences.prompt_ids(item, self.tokenizer), p) for item, p in zip(items, params, strict=True)]
+        embeds = [sequences.prompt_vectors(item, self.info) for item in items]
+        texts = [
+            (None, [0] * own.end) if own else sequences.prompt_ids(item, self.tokenizer)
+            for item, own in zip(items, embeds, strict=True)
+        ]
+        requests = [(*text, p) for text, p in zip(texts, params, strict=True)]
         wanted = None if capture is None else read_capture(capture, positions, self.info.layer_shapes)
         steers, patches = steering.steers_of(steer, len(items)), steering.patches_of(patch, len(items))
-        return self._run(requests, use_tqdm, adapters=adapters, capture=wanted, steers=steers, patches=patches)
+        return self._run(
+            requests, use_tqdm, adapters=adapters, capture=wanted, steers=steers, patches=patches, embeds=embeds
+        )
 
     def chat(
         self,
@@ -186,17 +195,11 @@ class LLM(Inside, Controls):
     def beam_search(self, prompts: Prompts, params: BeamSearchParams) -> list[RequestOutput]:
         """The beam_width most likely completions of each prompt, best first.
 
-        Raises InvalidRequestError: a prompt cannot be honoured, or leaves no room for max_tokens; nothing is run then.
+        A search also ends where the context is full. Raises InvalidRequestError: a prompt cannot be honoured; then
+        nothing is run.
         """
         self._streams.check_process()
         pairs = [sequences.prompt_ids(item, self.tokenizer) for item in sequences.prompt_list(prompts)]
-        for _, ids in pairs:
-            if len(ids) + params.max_tokens > self.info.max_model_len:
-                raise InvalidRequestError(
-                    f"max_tokens is {params.max_tokens} and the prompt has {len(ids)} tokens; the context holds "
-                    f"{self.info.max_model_len}",
-                    param="max_tokens",
-                )
         # of each token all the candidates of its step are shown, as far as may be
         most = self.info.max_logprobs
         count = 2 * params.beam_width if most < 0 else min(2 * params.beam_width, most)
@@ -342,6 +345,7 @@ class LLM(Inside, Controls):
         capture: CaptureParams | None = None,
         steers: Sequence[Sequence[Steer]] = (),
         patches: Sequence[Patch] = (),
+        embeds: Sequence[Patching | None] = (),
     ) -> list[RequestOutput]:
         requests: list[EngineRequest] = []
         collectors: list[Collector] = []
@@ -356,7 +360,7 @@ class LLM(Inside, Controls):
                 adapters=adapters[at] if adapters else (),
                 capture=capture,
                 steering=self._steering(steers[at] if steers else (), len(ids)),
-                patching=self._patching(patches[at] if patches else {}, len(ids)),
+                patching=self._patching(patches[at] if patches else {}, len(ids), embeds[at] if embeds else None),
             )
             requests.append(request)
             widest = self.info.layer_shapes.widest
@@ -371,7 +375,9 @@ class LLM(Inside, Controls):
         if search is None:
             stream = Stream(self._streams, requests)
         else:
-            stream = BeamStream(self._streams, requests, [search] * len(requests), self.info.eos_token_ids)
+            rooms = (self.info.max_model_len - len(request.prompt_token_ids) for request in requests)
+            searches = [replace(search, max_tokens=min(search.max_tokens, room)) for room in rooms]
+            stream = BeamStream(self._streams, requests, searches, self.info.eos_token_ids)
         stream.drive(take, len(items), use_tqdm)
         return TableList(collector.output for collector in collectors)
 

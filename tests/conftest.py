@@ -23,7 +23,7 @@ CORE = (
     "batch", "device", "device_state", "executables", "handle", "keys", "packing", "runner", "sampler", "saved",
     "sizes", "slots", "step",
 )  # fmt: skip
-FEATURES = ("adapters", "drafts", "grammar", "inside", "logits", "readout", "states")
+FEATURES = ("adapters", "chain", "drafts", "grammar", "inside", "logits", "readout", "states")
 """What works with arrays; what schedules, and what keeps pages, is tested with stand-ins that are no such types."""
 CHECKED = (
     *(f"engine.core.{name}" for name in CORE),

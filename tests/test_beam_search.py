@@ -80,6 +80,9 @@ def test_both_front_doors_agree(llm: LLM, directory: Path) -> None:
         engine.shutdown()
 
 
-def test_no_room(llm: LLM) -> None:
-    with pytest.raises(InvalidRequestError, match="max_tokens is 120 and the prompt has 10 tokens"):
-        llm.beam_search([PROMPT], BeamSearchParams(beam_width=2, max_tokens=120))
+def test_a_search_ends_where_the_context_is_full(llm: LLM) -> None:
+    room = llm.info.max_model_len - len(PROMPT)
+    (output,) = llm.beam_search([PROMPT], BeamSearchParams(beam_width=2, max_tokens=10**6, ignore_eos=True))
+    assert [(len(beam.token_ids), beam.finish_reason) for beam in output.outputs] == [(room, "length")] * 2
+    with pytest.raises(InvalidRequestError, match="prompt has"):
+        llm.beam_search([PROMPT * 100], BeamSearchParams(beam_width=2))

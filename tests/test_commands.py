@@ -19,7 +19,7 @@ import jaxllm.cli.settings
 from jaxllm.cli.main import app, in_our_words
 from jaxllm.config import ModelConfig, ServeConfig
 from jaxllm.serving.served_model import LoadableModel
-from tests.serving.fake_engine import FakeEngine, app_of
+from tests.serving.fake_engine import ByteTokenizer, FakeEngine, app_of
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -28,7 +28,7 @@ OURS = ("jaxllm", "python", "curl", "make", "pip")
 OTHERS = {
     "git", "cd", ".", "npm", "python3", "gh", "lm_eval", "docker", "helm", "systemctl", "sudo", "source",
     "openssl", "go", "mpirun", "export", ".venv/bin/pytest", ".venv/bin/twine", "llama/bin/pip", "ray", "serve",
-    "sglang-router", "vllm-router",
+    "sglang-router", "vllm-router", "claude",
 }  # fmt: skip
 """Programs that are not ours to check."""
 
@@ -170,7 +170,10 @@ def test_the_server_answers_it(command: Command, tmp_path: Path) -> None:
     other = LoadableModel(
         ModelConfig(model="gemma3"), lambda config, given_up, room: FakeEngine()
     )  # of several-models.md
-    with TestClient(app_of(config, FakeEngine(), unloaded=[other]), base_url="http://localhost") as client:
+    engine = FakeEngine()
+    engine.tokenizer, engine.info.max_model_len = ByteTokenizer(), 1024
+    engine.tokenizer.backend.add_tokens(["yes", "no"])  # of embeddings.md
+    with TestClient(app_of(config, engine, unloaded=[other]), base_url="http://localhost") as client:
         path = url.removeprefix("http://127.0.0.1:8000")
         answer = client.request("GET" if body is None else "POST", path, headers=headers, content=body)
     if other.served is not None:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from jaxllm.chat.conversation import Conversation, NamedTool, Tool, ToolChoice
+from jaxllm.chat.custom import INPUT, PARAMETERS, TextInput
 from jaxllm.chat.events import OutputFormats, Tags, ToolFormat
 from jaxllm.chat.values import followed, text_limits, value_types
 from jaxllm.errors import Field, InvalidRequestError
@@ -41,6 +42,9 @@ def answer_constraint(
     Tools and a constraint on the text allow either. Raises InvalidRequestError naming the field.
     """
     tools, choice, asked = conversation.tools, conversation.tool_choice, conversation.structured_outputs
+    for tool in tools:
+        if tool.text_input is not None and tool.strict:
+            compiled(tool.text_input.outputs(), tool.parameters_field)
     if asked is not None and asked.after is not None and not tools:
         return compiled(asked)  # it says itself what comes before it
     after = _reasoning_end(formats.reasoning, prompt_text, in_reasoning, conversation.rendering.thinks)
@@ -113,6 +117,8 @@ def _object_schema(tool: Tool) -> dict[str, Any]:
 
 
 def _check_parameters(tool: Tool) -> None:
+    if tool.text_input is not None:
+        return  # its grammar is known to be enforceable by itself
     schema = {**_object_schema(tool), "x-guidance": {"lenient": not tool.strict}}
     try:
         compile_grammar(StructuredOutputs(json=json.dumps(schema)))
@@ -150,6 +156,8 @@ _MARKER = r"<\|[a-z]+\|>"
 _NUMBERS = {"{index}": ("INDEX", "/[0-9]{1,3}/"), "{id}": ("CALL_ID", "/[a-z0-9]{10}/")}
 """How calls are numbered and named where the model does it: the rule, and what it allows."""
 _PLACE = re.compile(f"({'|'.join(map(re.escape, _NUMBERS))})")
+_GRAMMAR = "x-grammar"
+"""In a schema: the TextInput that says which texts its string may be."""
 _EMPTY_OBJECT = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -244,6 +252,9 @@ class _Grammar:
             parameters = _object_schema(tool)
             if not lenient and not tool.strict:
                 parameters = {"type": "object"}
+            elif tool.text_input is not None and tool.strict:
+                properties = {INPUT: {"type": "string", _GRAMMAR: tool.text_input}}
+                parameters = {**PARAMETERS, "properties": properties, _GRAMMAR: tool.text_input}
             head = self._head(tool.name, skip)
             arguments = self._arguments(f"f{at}", parameters, strict=tool.strict)
             alternatives.append(f"{head} {arguments} {self._text(self._written.end)}")
@@ -262,6 +273,10 @@ class _Grammar:
 
     def _arguments(self, rule: str, parameters: dict[str, Any], strict: bool) -> str:
         match self._format.arguments:
+            case "json" if (asked := _input_grammar(parameters)) is not None:
+                value = self._quoted_input(rule, asked)
+                self._rules[rule] = rf'/\{{[ \n]?"{INPUT}":[ ]?/ {value} /[ \n]?\}}/'
+                return rule
             case "json":
                 self._rules[rule] = _json_rule(parameters, strict)
                 return rule
@@ -295,6 +310,11 @@ class _Grammar:
         if value_types(schema, root) != {"string"}:
             return f"{self._json(rule, schema, root, strict)} {self._text(tags.close)}"
         schema = followed(schema, root)
+        if (asked := _input_grammar(schema)) is not None:
+            opening, closing = tags.literal or ("", "")
+            self._rules[f"{rule}_input"] = asked.lark(in_json=False)
+            around = _quoted(opening), f"{rule}_input", self._text(closing + tags.close)
+            return " ".join(filter(None, around))
         if tags.literal is not None:
             return self._text_or_literal(rule, schema, tags, tags.literal, strict)
         if choices := _choices(schema):
@@ -354,6 +374,8 @@ class _Grammar:
 
     def _pythonic_value(self, rule: str, schema: Any, root: dict[str, Any], strict: bool) -> str:
         types = value_types(schema, root)
+        if (asked := _input_grammar(schema)) is not None:
+            return self._quoted_input(rule, asked)
         if types in ({"boolean"}, {"null"}):
             return '("True" | "False")' if types == {"boolean"} else '"None"'
         return self._json(rule, schema, root, strict)
@@ -363,6 +385,9 @@ class _Grammar:
         quote = self._text(self._format.quote)
         if types == {"string"}:
             schema = followed(schema, root)
+            if (asked := _input_grammar(schema)) is not None:
+                self._rules[f"{rule}_input"] = asked.lark(in_json=False)
+                return f"{quote} {rule}_input {quote}"
             if choices := _choices(schema):
                 return f"{quote} ({choices}) {quote}"
             limits = text_limits(schema, strict)
@@ -377,6 +402,10 @@ class _Grammar:
         self._rules["any_scalar"] = _json_rule({"type": ["number", "boolean", "null"]}, strict=True)
         kinds = [f"any_{kind}" for kind in ("object", "array") if kind in types]
         return f"({' | '.join(kinds)})" if kinds and types <= {"object", "array"} else "any_value"
+
+    def _quoted_input(self, rule: str, asked: TextInput) -> str:
+        self._rules[f"{rule}_input"] = asked.lark(in_json=True)
+        return rf'"\"" {rule}_input "\""'
 
     def _json(self, rule: str, schema: Any, root: dict[str, Any], strict: bool) -> str:
         if isinstance(schema, dict):
@@ -407,6 +436,11 @@ def _choices(schema: dict[str, Any]) -> str:
 def _allowed_texts(schema: dict[str, Any]) -> list[str]:
     values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
     return [value for value in values if isinstance(value, str)]
+
+
+def _input_grammar(schema: Any) -> TextInput | None:
+    found = schema.get(_GRAMMAR) if isinstance(schema, dict) else None
+    return found if isinstance(found, TextInput) else None
 
 
 def _json_rule(schema: Any, strict: bool) -> str:

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from jaxllm.chat.custom import PARAMETERS, TextInput
 from jaxllm.chat.events import ToolFormat
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.requests.sampling import INT32_MAX, SamplingParams
@@ -47,7 +48,9 @@ class Tool:
     strict: bool = False
     """Its arguments follow the schema to the letter whenever the model calls it."""
     parameters_field: Field = field(default=Field("tools"), compare=False)
-    """Where the request has the schema."""
+    """Where the request has the schema, or the grammar."""
+    text_input: TextInput | None = None
+    """Of a custom tool: see `custom_tool`."""
     in_prompt: bool = True
     """False where the messages describe it, and the template is not to."""
 
@@ -56,6 +59,12 @@ class Tool:
         parameters = {"type": "object", "properties": {}} if self.parameters is None else self.parameters
         function = {"description": self.description or "", "parameters": parameters, "name": self.name}
         return {"type": "function", "function": function}
+
+
+def custom_tool(name: str, description: str | None, text_input: TextInput, place: Field) -> Tool:
+    """A tool that takes a text; a grammar of it, which the request has at `place`, holds as a strict schema does."""
+    told = "\n\n".join(filter(None, (description, text_input.told))) or None
+    return Tool(name, told, PARAMETERS, text_input.syntax != "any", place, text_input)
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,8 @@ class Call:
     id: str
     name: str
     arguments: dict[str, Any]
+    is_cut: bool = False
+    """The answer ended in the middle of the arguments, so that nothing may have run it."""
 
     def for_template(self) -> dict[str, Any]:
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
@@ -89,6 +100,22 @@ def parse_arguments(text: str, place: Field) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise InvalidRequestError([place, f" is {shown(text)}; it must be the JSON text of an object"])
     return parsed
+
+
+def history_arguments(text: str, place: Field) -> tuple[dict[str, Any], bool]:
+    """As `parse_arguments`, of an earlier call; with text that breaks off: what is there of it, and True."""
+    try:
+        return parse_arguments(text, place), False
+    except InvalidRequestError:
+        from pydantic_core import from_json
+
+        try:
+            begun = from_json(text, allow_partial="trailing-strings")
+        except ValueError:
+            begun = None
+        if not isinstance(begun, dict):
+            raise
+        return begun, True
 
 
 def known_arguments(text: str) -> dict[str, Any]:
@@ -275,22 +302,32 @@ def check_pieces(count: int) -> None:
 
 
 def _match_calls(messages: Sequence[Message]) -> None:
-    """Give each tool's message the name of its tool. Raises InvalidRequestError where it answers no open call."""
-    waiting: dict[str, str] = {}
+    """Give each tool's message the name of its tool, and leave out calls that are cut and have no result.
+
+    Raises InvalidRequestError where another call has none, or a result answers no open call.
+    """
+    waiting: dict[str, Call] = {}
+    asked = Message("assistant")
     for at, message in enumerate(messages):
         if message.role == "tool":
             call_id = message.call_id or ""
             if call_id not in waiting:
                 known = f"open calls are {', '.join(waiting)}" if waiting else "no call is open there"
                 raise InvalidRequestError([Field("messages", at, "call_id"), f" is {shown(call_id)}; {known}"])
-            name = waiting.pop(call_id)
-            message.name = message.name or name
-        elif message.role not in ROLES:
+            call = waiting.pop(call_id)
+            message.name = message.name or call.name
+            continue
+        asked.calls = [call for call in asked.calls if not (call.is_cut and call.id in waiting)]
+        waiting = {name: call for name, call in waiting.items() if not call.is_cut}
+        if message.role not in ROLES:
             waiting.clear()  # a role of the template's own, such as observation, may bring the results
         elif waiting:
             problem = f" has role {message.role!r}, but the calls {', '.join(waiting)} await their results"
             raise InvalidRequestError([Field("messages", at), problem])
-        waiting |= {call.id: call.name for call in message.calls}
+        if message.calls:
+            asked = message
+            waiting |= {call.id: call for call in message.calls}
+    asked.calls = [call for call in asked.calls if not (call.is_cut and call.id in waiting)]
 
 
 @contextmanager
@@ -348,6 +385,18 @@ def with_tools_as_text(
             message["content"] = f"{instructions}\n\n{message['content']}"
             return plain
     return [{"role": "user", "content": instructions}, *plain]
+
+
+def alternating(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Neighbours of one role as one message, for templates that refuse them: clients send several in a row."""
+    joined: list[dict[str, Any]] = []
+    for message in messages:
+        last = joined[-1] if joined else {}
+        if last.keys() == message.keys() == {"role", "content"} and last["role"] == message["role"]:
+            joined[-1] = {**last, "content": f"{last['content']}\n\n{message['content']}"}
+        else:
+            joined.append(message)
+    return joined
 
 
 def _calls_text(calls: Sequence[dict[str, Any]], tool_format: ToolFormat) -> str:

@@ -26,7 +26,7 @@ from jaxllm.wording import shown
 
 Kind = Literal["predicate", "choice", "score"]
 Value = str | bool
-Options = Sequence[Value | tuple[Value, str | None]]
+Answers = Sequence[Value | tuple[Value, str | None]]
 
 MAX_CHOICES = 255
 MAX_LEVELS = 10
@@ -60,8 +60,8 @@ class Question:
     """
 
     instructions: str
-    choices: Options | None = None
-    levels: Options | None = None
+    choices: Answers | None = None
+    levels: Answers | None = None
     outcomes: Mapping[bool, str | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ from operator import attrgetter
 
 from jaxllm.chat.channels import Functionary, Harmony, MessageReader, Muse
 from jaxllm.chat.conversation import Conversation, Tool
+from jaxllm.chat.custom import InputReader
 from jaxllm.chat.events import (
     CallSyntax,
     CallWriter,
@@ -380,6 +381,9 @@ class AnswerReader:
         self.reasoning_tokens = 0
         self._parallel_tool_calls = conversation.parallel_tool_calls
         self._parsers = parsers
+        self._custom = {tool.name for tool in conversation.tools if tool.text_input is not None}
+        self._inputs: dict[int, InputReader] = {}
+        """By choice: of the call of a custom tool that it has come to."""
 
     def parse(self, index: int, delta: TokenDelta) -> Piece:
         """What a delta of one choice means; each delta is to be given once, in order."""
@@ -393,13 +397,34 @@ class AnswerReader:
             if in_reasoning or parser.in_reasoning:
                 self.reasoning_tokens += len(delta.token_ids)
             if finish_reason is not None:
-                held = parser.finish(cut=finish_reason == "length")
+                held = parser.finish(cut=finish_reason in ("length", "repetition"))
                 events += [event for event in held if not (self.must_call and isinstance(event, Content))]
             if finish_reason == "stop" and parser.num_tool_calls:
                 finish_reason = "tool_calls"
             if not self._parallel_tool_calls:
                 events = [event for event in events if getattr(event, "index", 0) == 0]
+            if self._custom:
+                events = list(self._with_inputs(index, events, ended=finish_reason is not None))
         return Piece(index, events, delta.logprobs or (), delta.token_ids, finish_reason, delta.stop_reason)
+
+    def _with_inputs(self, choice: int, events: Iterable[Event], *, ended: bool) -> Iterable[Event]:
+        """The events with the text that a custom tool is given in place of the arguments which hold it."""
+        for event in events:
+            if choice in self._inputs and isinstance(event, ToolArguments):
+                if text := self._inputs[choice].feed(event.text):
+                    yield ToolArguments(event.index, text)
+                continue
+            yield from self._last_input(choice)
+            if isinstance(event, ToolCall) and event.name in self._custom:
+                self._inputs[choice] = InputReader(event.index)
+            yield event
+        if ended:
+            yield from self._last_input(choice)
+
+    def _last_input(self, choice: int) -> Iterable[Event]:
+        reader = self._inputs.pop(choice, None)
+        if reader is not None and (text := reader.rest()):
+            yield ToolArguments(reader.index, text)
 
     def whole(self, index: int, deltas: Iterable[TokenDelta]) -> tuple[ParsedOutput, str | None]:
         """All of one choice, and its finish reason."""

@@ -16,6 +16,7 @@ from jaxllm.chat.conversation import (
     Conversation,
     Message,
     Rendering,
+    alternating,
     naming,
     room_for_constraint,
     thinking_fields,
@@ -29,6 +30,7 @@ from jaxllm.engine.doors.beams import BeamSearchParams
 from jaxllm.engine.doors.sequences import check_request, refuse_text
 from jaxllm.errors import ContextLengthError, Field, InvalidRequestError
 from jaxllm.requests.sampling import LOGPROBS_MODES, SamplingParams
+from jaxllm.requests.steering import Patching
 from jaxllm.text.chat_template import in_format
 from jaxllm.text.detokenizer import special_token_ids
 from jaxllm.text.reasoning import opens_reasoning, prompt_markers
@@ -148,8 +150,8 @@ class AnswerSettings:
 
     Attributes:
         sampling: fields of SamplingParams that the caller set, by name; the others are the model's.
-        max_tokens: upper bound on generated tokens; None is `default_max_tokens`, or what is left of the context.
-        cut_to_context: a max_tokens that the context has no room for is cut to it, not refused.
+        max_tokens: upper bound on generated tokens, as the context is; None is `default_max_tokens`, or no other bound.
+        room: tokens of the context that the prompt must leave.
         n: choices to return for each prompt, the best of `num_generated`.
         beam_search: searches for the most likely texts instead of sampling.
         truncate_prompt_tokens: keep only this many prompt tokens; -1 keeps what leaves room for max_tokens.
@@ -160,7 +162,7 @@ class AnswerSettings:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
     default_max_tokens: int | None = None
-    cut_to_context: bool = False
+    room: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1
@@ -179,6 +181,8 @@ class Prompt:
     params: SamplingParams
     text: str = ""
     beam_search: BeamSearchParams | None = None
+    embeds: Patching | None = None
+    """Vectors that stand where those of its tokens would."""
 
 
 @dataclass
@@ -276,16 +280,15 @@ def fitted(
     default = model.engine.info.default_sampling.max_tokens or default
     if truncate is not None:
         keep = truncate if truncate > 0 else max(context - (asked or default or 1), 1)
+        if truncate < 0 and asked is not None and asked >= context:
+            problem = f" is {asked}, which leaves no room in the context of {context} tokens for a prompt"
+            raise ContextLengthError([Field("max_tokens"), problem])
         token_ids = token_ids[-keep:] if settings.truncation_side == "left" else token_ids[:keep]
     length = len(token_ids)
     room = context - length
-    if room < 1:
+    if room < settings.room:
         message = f" has {length} tokens; the context holds {context}, prompt and completion together"
         raise ContextLengthError([source, message])
-    if asked is not None and asked > room and not settings.cut_to_context:
-        field = Field("max_tokens")
-        together = f" has {length} tokens, {asked + length} together; the context holds {context}, so "
-        raise ContextLengthError([field, f" is {asked} and ", source, together, field, f" may be at most {room}"])
     max_tokens = min(asked or default or room, room)
     params = dataclasses.replace(params, max_tokens=max_tokens)
     try:
@@ -349,6 +352,8 @@ def _template_values(model: ChatModel, conversation: Conversation, *, may_be_cut
     if tool_format is not None and "tools" not in template and (tools or has_turns):
         values["messages"] = with_tools_as_text(messages, shown, tool_format)
         values["tools"] = None
+    if "must alternate" in template and not as_given:
+        values["messages"] = alternating(values["messages"])
     values["messages"] = in_format(values["messages"], template, model.content_format)
     return values
 

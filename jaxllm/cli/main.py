@@ -117,7 +117,8 @@ def in_our_words(arguments: Sequence[str], commands: Sequence[App]) -> list[str]
     """What follows a command, with the flags of other servers translated, and said of each that changes nothing."""
     command = commands[-1].default_command if commands else None
     names = inspect.signature(command).parameters if command is not None else ()
-    found = translated(arguments, SETTINGS.union(map(flag, names)))
+    own = {*map(flag, names), *(["--temp"] if "temperature" in names else [])}
+    found = translated(arguments, SETTINGS | own)
     os.environ.update(found.variables)
     for line in found.said:
         logger.warning("%s", line)

@@ -310,13 +310,14 @@ def compile(config: EngineConfig, *, output: Annotated[Path, Parameter(name=["--
 
     from jaxllm.engine.start.ahead import compile_ahead
 
-    with Progress(transient=True, console=Console(stderr=True)) as progress:
+    console = Console(stderr=True)
+    with Progress(transient=True, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("compiling")
 
         def show(keys: Iterable[Any], key: Any) -> None:
             keys = list(keys)
             progress.update(bar, total=len(keys), completed=keys.index(key), description=f"compiling {key}")
-            if not progress.console.is_terminal:
+            if not console.is_terminal:
                 print(f"compiling {key}, {keys.index(key) + 1} of {len(keys)}", file=sys.stderr, flush=True)
 
         try:

@@ -152,7 +152,10 @@ SAMPLING_GROUP = Group(
 # Text is what these commands are for; --seed is the engine's own, which unseeded requests draw from; functions of
 # logits are given to an engine in Python.
 _LEFT_OUT = {"detokenize", "logits_processors", *EngineConfig.model_fields}
-_FLAG_TYPES: dict[str, Any] = {"stop": list[str], "stop_token_ids": list[int], "logit_bias": dict[str, float]}
+_FLAG_TYPES: dict[str, Any] = {
+    "stop": list[str], "stop_regex": list[str], "dry_sequence_breakers": list[str], "stop_token_ids": list[int],
+    "logit_bias": dict[str, float],
+}  # fmt: skip
 _DEFAULT_MAX_TOKENS = 512
 
 

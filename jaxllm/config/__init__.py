@@ -277,8 +277,7 @@ class ModelConfig(EngineConfig):
     """One served model: its engine, the names it goes by, its adapters, its chat template, its parsers, its pooling."""
 
     served_model_name: SomeOf | None = None
-    """Name clients use for the model (default: the model argument); several separated by commas, the first is shown.
-    One with a * stands for others: claude-* for all that begin so, which the only model of a server answers anyway."""
+    """Names for clients, separated by commas; the first is shown, claude-* is any that begins so (default: model)."""
     lora_modules: LoRAModules | None = None
     """Adapters (LoRA) to serve beside the model, as name=path,other=path, or JSON objects; it sets enable_lora."""
     chat_template: Path | None = None

@@ -88,6 +88,8 @@ class ServerConfig(SettingsGroup):
     """Answer requests that ask for any other model too, by the name that they ask for."""
     unknown_fields: Literal["refuse", "warn"] = "refuse"
     """What happens to request fields this server does not know: a 400, or a `warnings` member in the response."""
+    enable_prompt_embeds: bool = False
+    """Take prompts of vectors in text completions (prompt_embeds). They may say what no token says."""
     enable_force_include_usage: bool = False
     """Send the usage at the end of every stream of chat and text completions, and what it is so far in every chunk."""
 

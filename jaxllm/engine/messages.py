@@ -287,6 +287,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     """With these in its config another engine has as many pages and states, whatever memory is free then."""
     hidden_size: int = 0
     num_layers: int = 0
+    takes_vectors: bool = True
+    """A prompt may be vectors: the model makes nothing but these of its tokens."""
     num_stages: int = 1
     """Into how many parts its layers are divided, each on devices of its own."""
     kv_heads: tuple[tuple[int, int] | None, ...] = ()

@@ -67,7 +67,7 @@ class Decoder(nnx.Module):
         config, stage = self.config, self.stage
         if self.adapter_gains is not None:
             meta = replace(meta, adapter_gains=self.adapter_gains[...])
-        x = self._begun(tokens, meta, embeddings) if stage.first else embeddings
+        x = self._begun(tokens, meta, embeddings, hands) if stage.first else embeddings
         assert x is not None, "a stage goes on from what the one before it gave"
         angles: dict[Any, Angles | None] = {None: None}
         angles |= {rope: rope_angles(rope, meta.positions, meta.rotary_lengths) for rope in config.ropes}
@@ -103,11 +103,13 @@ class Decoder(nnx.Module):
         return hidden, kept
 
     def _begun(
-        self, tokens: Int[Array, "T"], meta: StepMetadata, embeddings: Float[Array, "T E"] | None
+        self, tokens: Int[Array, "T"], meta: StepMetadata, embeddings: Float[Array, "T E"] | None, hands: Sequence[Hand]
     ) -> Float[Array, "T E"]:
         x = self.embed(tokens) if embeddings is None else embeddings
         if self.config.embedding_scale != 1.0:
             x = (x * self.config.embedding_scale).astype(x.dtype)
+        for hand in hands:
+            x = hand.begin(x)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
         return x if self.positions is None else x + self.positions[...][meta.positions]

@@ -53,15 +53,17 @@ class ParsedCall:
     id: str
     name: str
     arguments: str
-    """JSON text of an object; what there is of it where the answer broke off or was malformed inside."""
+    """JSON text of an object; what there is of it where the answer broke off or was malformed inside. A custom tool's
+    is its input, a text."""
 
 
 @dataclass(repr=False)
 class CompletionOutput:
     """One completion of a prompt.
 
-    `finish_reason` is None while running, then "stop" (end-of-sequence, stop string or stop token), "length" or
-    "abort"; `stop_reason` is the stop string or stop token id that ended it, None for end-of-sequence. `captures` are
+    `finish_reason` is None while running, then "stop" (end-of-sequence, stop string or stop token), "length",
+    "repetition" or "abort"; `stop_reason` is the stop string, regular expression or stop token id that ended it,
+    "repetition_detected" for a repetition, None for end-of-sequence. `captures` are
     activations of the prompt's and its tokens, where they were asked for; the last token is not run, and has none.
     `weight_versions` say which weights made which tokens: one span, unless they were exchanged meanwhile.
     Of a chat with tools, or whose reasoning is told apart, `text` is the content alone, `reasoning` and `tool_calls`

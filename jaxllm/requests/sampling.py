@@ -18,7 +18,10 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_STOP_STRINGS = 64
+MAX_STOP_REGEXES = 4
 MAX_BAD_WORDS = 64
+MAX_BREAKERS = 64
+MAX_PATTERN_SIZE = 4096
 MAX_N = 128
 _SHOWN_LENGTH = 100
 LOGPROBS_MODES: tuple[LogprobsMode, ...] = get_args(LogprobsMode)
@@ -31,6 +34,8 @@ _INTEGERS: dict[str, tuple[int, int, str]] = {
     "n": (1, MAX_N, f"an integer from 1 to {MAX_N}"),
     "top_k": (-1, INT32_MAX, f"-1 or 0 (all tokens), or a positive integer up to {INT32_MAX}"),
     "repeat_last_n": (-1, INT32_MAX, f"-1 (all tokens), or an integer from 0 to {INT32_MAX}"),
+    "dry_penalty_last_n": (-1, INT32_MAX, f"-1 (all tokens), or an integer from 0 to {INT32_MAX}"),
+    "dry_allowed_length": (0, INT32_MAX, f"an integer from 0 to {INT32_MAX}"),
     "seed": (INT64_MIN, 2**64 - 1, "a 64-bit integer"),
     "max_tokens": (1, INT32_MAX, f"an integer from 1 to {INT32_MAX}"),
     "min_tokens": (0, INT32_MAX, f"an integer from 0 to {INT32_MAX}"),
@@ -40,8 +45,8 @@ _INTEGERS: dict[str, tuple[int, int, str]] = {
     "prompt_logprobs": (-1, MAX_LOGPROBS, f"-1 (whole vocabulary) or an integer from 0 to {MAX_LOGPROBS}"),
 }
 _MAY_BE_NONE = frozenset({
-    "repeat_last_n", "seed", "max_tokens", "max_thinking_tokens", "thinking_token_budget", "logprobs",
-    "prompt_logprobs",
+    "repeat_last_n", "dry_penalty_last_n", "seed", "max_tokens", "max_thinking_tokens", "thinking_token_budget",
+    "logprobs", "prompt_logprobs",
 })  # fmt: skip
 _REALS: dict[str, tuple[float, float, str]] = {
     "temperature": (0, math.inf, "0 or more"),
@@ -50,10 +55,18 @@ _REALS: dict[str, tuple[float, float, str]] = {
     "presence_penalty": (-2, 2, "from -2 to 2"),
     "frequency_penalty": (-2, 2, "from -2 to 2"),
     "repetition_penalty": (math.ulp(0.0), math.inf, "above 0"),
+    "dry_multiplier": (0, 100, "from 0 to 100"),
+    "dry_base": (1, 100, "from 1 to 100"),
+    "top_n_sigma": (-1, 1000, "0 or -1 (off), or a number up to 1000"),
+    "typical_p": (0, 1, "from 0 to 1"),
+    "xtc_probability": (0, 1, "from 0 to 1"),
+    "xtc_threshold": (0, 1, "from 0 to 1"),
 }
 _MOST = {
     "bad_words": (MAX_BAD_WORDS, "words"),
     "stop": (MAX_STOP_STRINGS, "strings"),
+    "stop_regex": (MAX_STOP_REGEXES, "expressions"),
+    "dry_sequence_breakers": (MAX_BREAKERS, "strings"),
     "stop_token_ids": (MAX_STOP_TOKEN_IDS, "ids"),
     "logprob_token_ids": (MAX_LOGPROBS, "ids"),
     "prompt_logprob_token_ids": (MAX_LOGPROBS, "ids"),
@@ -86,6 +99,34 @@ class ThinkingMarkers:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RepetitionDetectionParams:
+    """When an answer that goes round in circles is ended; names and meanings are vLLM's.
+
+    Attributes:
+        max_pattern_size: the most tokens that are looked for again and again; 0 looks for none.
+        min_pattern_size: the fewest; 0 is as 1.
+        min_count: how often they must stand at the end of the answer, one after another.
+
+    Raises:
+        InvalidRequestError: a value is out of range; `param` names the field.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        set_field, most = object.__setattr__, MAX_PATTERN_SIZE
+        bounds = {"max_pattern_size": (0, most), "min_pattern_size": (0, most), "min_count": (0, INT32_MAX)}
+        for name, (low, high) in bounds.items():
+            set_field(self, name, _integer(name, getattr(self, name), low, high, f"an integer from {low} to {high}"))
+        fits = self.min_pattern_size <= self.max_pattern_size
+        _check(fits, "min_pattern_size", self.min_pattern_size, f"at most max_pattern_size ({self.max_pattern_size})")
+        counts = self.min_count >= 2 or not self.max_pattern_size
+        _check(counts, "min_count", self.min_count, "2 or more where max_pattern_size is set")
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters of one request; names and meanings are vLLM's.
 
@@ -98,6 +139,16 @@ class SamplingParams:
         presence_penalty, frequency_penalty: OpenAI's, over generated tokens; each in [-2, 2].
         repetition_penalty: over prompt and generated tokens; > 0, 1 is off (Keskar et al. 2019, arXiv:1909.05858).
         repeat_last_n: how many of the last tokens the three penalties look at; None or -1 looks at all, 0 at none.
+        dry_multiplier: above 0 takes dry_multiplier * dry_base ** (n - dry_allowed_length) off the logit of a token
+            that would make a repeat of n tokens longer. n is counted up to 128.
+        dry_base: how much dearer each further token of a repeat is, at least 1.
+        dry_allowed_length: the least n for which anything is taken off.
+        dry_penalty_last_n: how many of the last tokens DRY looks at; None or -1 looks at all, 0 at none.
+        dry_sequence_breakers: texts that end a repeat: the tokens that one stands in, or the last that spells it.
+        top_n_sigma: keep tokens within this many standard deviations of the greatest logit; 0 or -1 keeps all.
+        typical_p: keep the tokens whose information is nearest to the expected, with this probability; 1 keeps all.
+        xtc_probability: how often the likeliest tokens are excluded; the seed says which tokens that befalls.
+        xtc_threshold: from which probability on they are, but for the least likely of them.
         logit_bias: token id -> value added to its logit, each value in [-100, 100].
         allowed_token_ids: only these may be generated; None allows all.
         bad_words: texts that may not be generated: the token that would complete one is never chosen.
@@ -112,6 +163,9 @@ class SamplingParams:
         thinking_markers: how the answer marks its reasoning; None takes it from the chat template and the prompt.
         min_tokens: no end-of-sequence and no stop token before this many tokens.
         stop: text that ends generation, one string or a list; left out unless include_stop_str_in_output.
+        stop_regex: regular expressions that end generation as `stop` does, one or a list: at the first character with
+            which one has matched, of at most 256 characters. The syntax is that of a structured output's `regex`.
+        repetition_detection: ends an answer that repeats itself, with finish_reason "repetition".
         stop_token_ids: token ids that end generation; kept in token_ids, left out of the text.
         ignore_eos: go on past the model's end-of-sequence tokens.
         logprobs: return the log-probabilities of this many most likely tokens, besides the chosen one's; -1 returns the
@@ -130,6 +184,10 @@ class SamplingParams:
         shown_special_token_ids: special tokens that stay in the text although skip_special_tokens leaves them out.
         include_stop_str_in_output: keep the stop string that ended generation in the text.
 
+    A request with dry_multiplier, top_n_sigma, typical_p or xtc_probability is sampled in llama.cpp's order: penalties
+    and masks, DRY, top_n_sigma, top_k, typical_p, top_p, min_p, XTC, temperature. Of others logits are divided by the
+    temperature first, then come min_p, top_k and top_p. At temperature 0 all of these but DRY and penalties do nothing.
+
     Log-probabilities of a prompt are always those of the raw distribution: before logits processors, temperature,
     penalties and truncation.
 
@@ -146,6 +204,15 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     repeat_last_n: int | None = None
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: Sequence[str] = ("\n", ":", '"', "*")
+    top_n_sigma: float = 0.0
+    typical_p: float = 1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
     logit_bias: dict[int, float] = field(default_factory=dict)
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
@@ -158,6 +225,8 @@ class SamplingParams:
     thinking_markers: ThinkingMarkers | None = None
     min_tokens: int = 0
     stop: str | Sequence[str] = ()
+    stop_regex: str | Sequence[str] = ()
+    repetition_detection: RepetitionDetectionParams | None = None
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
@@ -182,9 +251,11 @@ class SamplingParams:
             _check(_finite(getattr(self, name)), name, getattr(self, name), "a finite number")
         for name in _FLAGS:
             _check(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
-        set_field(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
-        for name in ("stop", "bad_words"):
-            set_field(self, name, _tuple(name, getattr(self, name), "a list of strings") or ())
+        for name in ("stop", "stop_regex", "bad_words", "dry_sequence_breakers"):
+            value = getattr(self, name)
+            alone = isinstance(value, str) and name.startswith("stop")
+            set_field(self, name, (value,) if alone else _tuple(name, value, "a list of strings") or ())
+        set_field(self, "repetition_detection", _detection(self.repetition_detection))
         for name in _TOKEN_IDS:
             ids = _tuple(name, getattr(self, name), "a list of token ids")
             if ids is not None:
@@ -192,8 +263,9 @@ class SamplingParams:
             set_field(self, name, ids if name == "allowed_token_ids" else ids or ())
         processors = self.logits_processors
         set_field(self, "logits_processors", read_chosen(processors) if processors not in ((), {}) else {})
-        if self.repeat_last_n == -1:
-            set_field(self, "repeat_last_n", None)
+        for name in ("repeat_last_n", "dry_penalty_last_n"):
+            if getattr(self, name) == -1:
+                set_field(self, name, None)
         _check(isinstance(self.logit_bias or {}, dict), "logit_bias", self.logit_bias, "token ids with their values")
         set_field(self, "top_k", max(self.top_k, 0))
         self._check_values()
@@ -218,11 +290,13 @@ class SamplingParams:
             count = len(getattr(self, name))
             _check(count <= most, name, f"{count} {kind}", f"at most {most}")
         _check(self.allowed_token_ids != (), "allowed_token_ids", [], "at least one token id")
-        words, stops = list(self.bad_words), list(self.stop)
+        words = list(self.bad_words)
         are_words = all(isinstance(word, str) and word.strip() for word in words)
         _check(are_words, "bad_words", words, "strings that are not blank")
-        _check(all(isinstance(stop, str) and stop for stop in stops), "stop", stops, "non-empty strings")
-        _check(not stops or self.detokenize, "stop", stops, "stop strings need detokenize=True")
+        for name in ("stop", "stop_regex", "dry_sequence_breakers"):
+            texts = list(getattr(self, name))
+            _check(all(isinstance(text, str) and text for text in texts), name, texts, "non-empty strings")
+            _check(not texts or self.detokenize or name[:4] != "stop", name, texts, "left out with detokenize=False")
         fits = self.max_tokens is None or self.min_tokens <= self.max_tokens
         _check(fits, "min_tokens", self.min_tokens, "at most ", Field("max_tokens"), f" ({self.max_tokens})")
         for name, ids in _IDS_BESIDE.items():
@@ -239,7 +313,14 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         """True when sampling is argmax of the raw logits: nothing but the forward pass is needed."""
-        return self.temperature == 0 and not (self.adjusts_logits or self.processes_logits or self.logprobs is not None)
+        changes = self.adjusts_logits or self.processes_logits or self.chains_samplers
+        return self.temperature == 0 and not (changes or self.logprobs is not None)
+
+    @property
+    def chains_samplers(self) -> bool:
+        """True when it is sampled in llama.cpp's order, by DRY, top-n-sigma, typical sampling or XTC."""
+        cuts = self.top_n_sigma > 0 or self.typical_p < 1 or self.xtc_probability > 0
+        return self.dry_multiplier > 0 or (cuts and self.temperature > 0)
 
     @property
     def chosen_processors(self) -> Chosen:
@@ -284,6 +365,14 @@ def _biases(given: dict[Any, Any]) -> dict[int, float]:
     keys = [int(key) if isinstance(key, str) and key.isdecimal() else key for key in given]  # as JSON has them
     tokens = [_integer("logit_bias", key, 0, INT32_MAX, accepted) for key in keys]
     return dict(zip(tokens, map(float, given.values()), strict=True))
+
+
+def _detection(given: Any) -> RepetitionDetectionParams | None:
+    if given is None or isinstance(given, RepetitionDetectionParams):
+        return given
+    known = isinstance(given, Mapping) and given.keys() <= RepetitionDetectionParams.__dataclass_fields__.keys()
+    _check(known, "repetition_detection", given, "max_pattern_size, min_pattern_size and min_count")
+    return RepetitionDetectionParams(**given)
 
 
 def _integer(name: str, value: Any, low: int, high: int, accepted: str) -> int:

@@ -185,7 +185,31 @@ def read_patch(patch: Patch, num_prompt: int, *, num_layers: int, width: int, lo
             )
         found[settled] = value
     places = tuple(sorted(found))
-    values = np.stack([found[place] for place in places]).tobytes()
+    return _patching(places, np.stack([found[place] for place in places]))
+
+
+EMBEDDINGS = -1
+"""In a Patching, the place of a layer: the value is what the model takes for a token, and not what leaves a layer."""
+
+
+def read_embeds(given: Any, *, width: int, longest: int) -> Patching:
+    """A prompt of vectors `[T, E]`, which stand where those of tokens do. Raises InvalidRequestError."""
+    try:
+        rows = np.asarray(given, np.float32)
+    except (TypeError, ValueError):
+        raise _refused("is no array of numbers", "prompt_embeds") from None
+    rows = rows[0] if rows.ndim == 3 and len(rows) == 1 else rows
+    if rows.ndim != 2 or rows.shape[1] != width or not 0 < len(rows) < longest:
+        raise _refused(
+            f"is {list(rows.shape)}; it must be [tokens, {width}] of 1 to {longest - 1} tokens", "prompt_embeds"
+        )
+    if not np.isfinite(rows).all():
+        raise _refused("has a number that is not finite", "prompt_embeds")
+    return _patching(tuple((position, EMBEDDINGS) for position in range(len(rows))), rows)
+
+
+def _patching(places: tuple[tuple[int, int], ...], rows: np.ndarray) -> Patching:
+    values = rows.astype(np.float32).tobytes()
     return Patching(places, values, hashlib.sha256(repr(places).encode() + values).hexdigest())
 
 

@@ -298,8 +298,10 @@ class Inside:
     def _steering(self, steers: Sequence[Steer], num_prompt: int) -> Steering | None:
         return read_steering(steers, num_prompt, **self._sizes("steer", bool(steers)))
 
-    def _patching(self, patch: Patch, num_prompt: int) -> Patching | None:
-        return read_patch(patch, num_prompt, **self._sizes("patch", bool(patch)))
+    def _patching(self, patch: Patch, num_prompt: int, embeds: Patching | None = None) -> Patching | None:
+        if patch and embeds is not None:
+            raise InvalidRequestError("patch is set for a prompt of vectors (prompt_embeds); give one of them", "patch")
+        return embeds or read_patch(patch, num_prompt, **self._sizes("patch", bool(patch)))
 
     def _sizes(self, name: str, is_set: bool) -> dict[str, int]:
         """The sizes that a `name` must fit. Raises InvalidRequestError if it is set and the model has no use for it."""

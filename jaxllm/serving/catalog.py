@@ -97,8 +97,8 @@ def read_catalog(config: ServeConfig) -> list[CatalogEntry]:
     if model is not None:
         default = next((place for place, entry in found if model in entry.names and names is None), None)
         if default is None:
-            given = sorted(comma_separated(names), key=is_pattern)  # the sort is stable
-            name, *aliases = given if given and not is_pattern(given[0]) else [model, *given]
+            called = sorted(comma_separated(names), key=is_pattern)  # the sort is stable
+            name, *aliases = called if called and not is_pattern(called[0]) else [model, *called]
             found.append(("MODEL", _entry("MODEL", {"name": name, "aliases": aliases, "model": model}, defaults)))
         found.sort(key=lambda one: one[0] != (default or "MODEL"))  # the sort is stable: the others keep their order
     if not found:

@@ -174,6 +174,7 @@ class Generation:
                     cache_salt=tenant.cache_salt(self._request.cache_salt),
                     group=tenant.group,
                     adapters=self._adapters,
+                    patching=prompt.embeds,
                     hands_on=self._hand_over is not None and self._hand_over.hands_on,
                     pages_at=None if self._hand_over is None else self._hand_over.pages_at,
                 )

@@ -181,7 +181,8 @@ class Execution(ReplyLoop[Happenings, ToolRun]):
         self._num_turns += 1
         asked = self._settings.request_id
         request_id = None if asked is None else f"{asked}-{self._num_turns}"
-        settings = dataclasses.replace(self._settings, max_tokens=left, request_id=request_id)
+        room = min(left or 1, self.model.engine.info.max_model_len // 2)
+        settings = dataclasses.replace(self._settings, max_tokens=left, room=room, request_id=request_id)
         longest = max(len(run.result.text) for run in self._runs if run.result is not None)
         while True:
             conversation = self._with_results(longest)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from jaxllm.errors import InvalidRequestError
+from jaxllm.requests.structured_outputs import ascii_classes, failure
 from jaxllm.text.spellings import REPLACEMENT
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 PROMPT_TAIL = 8
 """Prompt tokens that are decoded first, so that the first generated token is spelled as it is after them."""
@@ -25,6 +32,7 @@ class Detokenizer:
         prompt: Sequence[int],
         *,
         stop: Sequence[str] = (),
+        stop_regex: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
         shown_special_token_ids: Sequence[int] = (),
@@ -44,24 +52,25 @@ class Detokenizer:
         """Characters of the prompt that come with the first text, since its last token ends inside a character."""
         self._stop = tuple(stop)
         self._longest = max(map(len, stop), default=0)
+        self._search = RegexSearch(stop_regex) if stop_regex else None
         self._include_stop = include_stop
         self._held = ""
 
     def add(self, token: int, check_stop: bool = True) -> tuple[str, str | None]:
-        """Text that is settled now, and the stop string that was found, if any."""
-        text = self._decode(token)
-        if text and self._in_prompt:
-            text, self._in_prompt = text[self._in_prompt :], 0
-        self._held += text
-        if not self._stop:
+        """Text that is settled now, and the stop string or expression that was found, if any."""
+        new = self._decode(token)
+        if new and self._in_prompt:
+            new, self._in_prompt = new[self._in_prompt :], 0
+        self._held += new
+        if not self._stop and self._search is None:
             return self.flush(), None
-        found = self._find_stop() if check_stop else None
-        if found is not None:
-            at, stop = found
-            text = self._held[: at + len(stop)] if self._include_stop else self._held[:at]
-            self._held = ""
+        matched = None if self._search is None else self._search.add(new, len(self._held))
+        found = [match for match in (self._find_stop(), matched) if match is not None]
+        if found and check_stop:
+            begin, end, stop = min(found)
+            text, self._held = self._held[: end if self._include_stop else begin], ""
             return text, stop
-        keep = self._partial_stop()
+        keep = max(self._partial_stop(), 0 if self._search is None else self._search.open)
         text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return text, None
 
@@ -86,11 +95,11 @@ class Detokenizer:
         self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
         return REPLACEMENT + (self._stream.step(self._tokenizer, token) or "")
 
-    def _find_stop(self) -> tuple[int, str] | None:
+    def _find_stop(self) -> Match | None:
         """The stop string that begins first; of those that begin together, the first in the list."""
         places = [(self._held.find(stop), order, stop) for order, stop in enumerate(self._stop)]
         at, _, stop = min((p for p in places if p[0] >= 0), default=(-1, 0, ""))
-        return (at, stop) if at >= 0 else None
+        return Match(at, at + len(stop), stop) if at >= 0 else None
 
     def _partial_stop(self) -> int:
         """Length of the longest end of the text that some stop string begins with."""
@@ -98,6 +107,89 @@ class Detokenizer:
             if any(stop.startswith(self._held[-length:]) for stop in self._stop):
                 return length
         return 0
+
+
+class Match(NamedTuple):
+    """A place in the text that is held, and the stop string or expression that was found there."""
+
+    begin: int
+    end: int
+    stop: str
+
+
+LONGEST_MATCH = 256
+LONGEST_REGEX = 1024
+REGEX_FUEL = 100_000
+"""Of llguidance's, for an expression and for each character: some milliseconds of work."""
+
+
+_ANCHOR = re.compile(r"(?:\\[^Az]|\[\^?+]?+(?:\\.|[^]\\])*+]|[^\\[^$])*+(?:[$^]|\\[Az])", re.DOTALL)
+"""An expression up to its first anchor that is neither escaped nor in a class."""
+
+
+class RegexSearch:
+    """Looks for regular expressions in a text as it comes: the one that has matched first, from where it began first.
+
+    llguidance steps through an expression without ever going back, so a character costs one step for each place where
+    a match may have begun, of which there are LONGEST_MATCH at most.
+    """
+
+    def __init__(self, expressions: Sequence[str]):
+        self._fresh = [(expression, regex_matcher(expression)) for expression in expressions]
+        self._begun: list[tuple[int, str, LLMatcher]] = []
+        """Where a match may have begun, oldest first, in characters of the whole text."""
+        self._at = 0
+
+    @property
+    def open(self) -> int:
+        """How many of the last characters may be the beginning of a match."""
+        return self._at - self._begun[0][0] if self._begun else 0
+
+    def add(self, text: str, held: int) -> Match | None:
+        """Go on with `text`, the end of `held` characters; returns the first match, if there is one."""
+        found, start = None, self._at + len(text) - held
+        for character in text:
+            spelled = list(character.encode(errors="replace"))
+            for expression, matcher in self._fresh:
+                if matcher.validate_tokens(spelled) == len(spelled):
+                    self._begun.append((self._at, expression, matcher.deep_copy()))
+            self._at += 1
+            self._begun = [
+                one for one in self._begun if self._at - one[0] <= LONGEST_MATCH and one[2].consume_tokens(spelled)
+            ]
+            whole = [one for one in self._begun if one[2].is_accepting()]
+            if whole:
+                found = found or Match(whole[0][0] - start, self._at - start, whole[0][1])
+                self._begun = [one for one in self._begun if one not in whole]
+        return found
+
+
+def regex_matcher(expression: str) -> LLMatcher:
+    """What follows bytes through an expression.
+
+    Raises:
+        InvalidRequestError: it is none, matches the empty text, or takes too much to follow; `param` is stop_regex.
+    """
+    from llguidance import LLMatcher, LLParserLimits
+
+    fuel = {"initial_lexer_fuel": REGEX_FUEL, "step_lexer_fuel": REGEX_FUEL}
+    problem = "it has an anchor, and a text that comes is searched all through" if _ANCHOR.match(expression) else ""
+    problem = f"it is longer than {LONGEST_REGEX} characters" if len(expression) > LONGEST_REGEX else problem
+    if not problem:
+        grammar = LLMatcher.grammar_from_regex(ascii_classes(expression))
+        limits = LLParserLimits(**fuel, precompute_large_lexemes=False, verbose_errors=False)
+        matcher = LLMatcher(_byte_vocabulary(), grammar, log_level=0, limits=limits)
+        problem = failure(matcher) or ("it matches the empty text" if matcher.is_accepting() else "")
+    if problem:
+        raise InvalidRequestError(f"stop_regex has {expression[:100]!r}, which cannot be used: {problem}", "stop_regex")
+    return matcher
+
+
+@lru_cache(maxsize=1)
+def _byte_vocabulary() -> LLTokenizer:
+    from llguidance import LLTokenizer
+
+    return LLTokenizer("byte")
 
 
 @lru_cache(maxsize=4)

@@ -59,9 +59,9 @@ def call(name: str, **arguments: Any) -> str:
 
 
 @pytest.fixture
-def scripted(listen: Callable[..., str]) -> Callable[[ScriptedModel], str]:  # noqa: F811
-    """The URL, without /v1, of a server of such a model, at its defaults."""
-    return lambda model: listen(model, tool_call_parser="hermes")
+def scripted(listen: Callable[..., str]) -> Callable[..., str]:  # noqa: F811
+    """The URL, without /v1, of a server of such a model, at its defaults but for what is given."""
+    return lambda model, **settings: listen(model, tool_call_parser="hermes", **settings)
 
 
 @pytest.fixture(scope="session")

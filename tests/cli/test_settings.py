@@ -124,7 +124,7 @@ SAMPLES: dict[str, Any] = {
     "ssl_cert_reqs": 2,
     "served_model_name": "s", "chat_template": "/x.jinja", "allowed_origins": "*", "allowed_hosts": "*",
     "web": False, "max_body_size": "1MB", "max_body_memory": "9MB", "sse_keep_alive": 2.5,
-    "send_timeout": 3.5, "stream_interval": 4, "shutdown_timeout": 0.0, "lameduck": 2.0,
+    "send_timeout": 3.5, "shutdown_timeout": 0.0, "lameduck": 2.0,
     "log_level": "debug",
     "enable_request_logging": True, "log_format": "json", "log_prompts": True,
     "monitor_port": 9090, "monitor_host": "::1",
@@ -142,7 +142,8 @@ SAMPLES: dict[str, Any] = {
     "model_min_seconds": 30.0,
     "model_memory": "1GiB",
     "ray": True, "num_replicas": 3, "prefix_affinity": True, "replica_options": {"max_ongoing_requests": 9},
-    "serve_any_model_name": True, "enable_force_include_usage": True,
+    "serve_any_model_name": True, "enable_force_include_usage": True, "enable_prompt_embeds": True,
+    "stream_interval": 4,
 }  # fmt: skip
 
 

@@ -25,7 +25,10 @@ from tests.serving.fake_engine import NEW_WEIGHTS, FakeEngine, app_of
 INERT = "Accepted, without effect"
 """How the docstring of a field begins that is accepted only because OpenAI or Anthropic document it as inert."""
 
-NOT_API = {"/", "/openapi.json", "/docs", "/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css", *REFUSED}
+NOT_API = {
+    "/", "/openapi.json", "/docs", "/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css", "/slots/{id_slot}", *REFUSED,
+}  # fmt: skip
+"""Pages, and what is always refused."""
 STREAMS = {"text/event-stream", "application/x-ndjson"}
 """What streams are made of: events, and lines of JSON."""
 
@@ -94,6 +97,7 @@ BODIES: dict[str, Any] = {
     "/v1/detokenize": {"tokens": [72, 105]},
     "/v1/responses": {"input": "Hi", "max_output_tokens": 4},
     "/v1/responses/input_tokens": {"input": "Hi"},
+    "/v1/responses/compact": {"input": "Hi"},
     "/v1/conversations": {"items": [ITEM], "metadata": {"a": "b"}},
     "/v1/conversations/{conversation_id}": {"metadata": {"a": "b"}},
     "/v1/conversations/{conversation_id}/items": {"items": [ITEM]},
@@ -166,10 +170,10 @@ def make_app(data_dir: Path, engine: FakeEngine | None = None) -> FastAPI:
     return app
 
 
-def addresses(app: FastAPI) -> set[tuple[str, str]]:
-    """(method, path) of everything that answers, described or not."""
+def addresses(app: FastAPI) -> dict[tuple[str, str], Any]:
+    """(method, path) of everything that answers, described or not, and the function that does."""
     return {
-        (method, context.path_format)
+        (method, context.path_format): context.endpoint
         for context in iter_route_contexts(app.routes)
         for method in context.methods - {"HEAD"}
         if context.path_format not in NOT_API

@@ -28,6 +28,7 @@ from fastapi import FastAPI
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from jaxllm.config import EngineConfig, ModelConfig, ServeConfig
+from jaxllm.engine.core.results import Repetition
 from jaxllm.engine.doors.async_llm import AsyncLLM
 from jaxllm.engine.doors.streams import Stream
 from jaxllm.engine.messages import (
@@ -45,7 +46,7 @@ from jaxllm.engine.messages import (
 from jaxllm.errors import CheckpointError, EngineDeadError
 from jaxllm.requests.outputs import Logprob, ModelTasks, PoolingParams, PromptScores
 from jaxllm.requests.sampling import SamplingDefaults, SamplingParams
-from jaxllm.requests.steering import AdapterUse
+from jaxllm.requests.steering import AdapterUse, Patching
 from jaxllm.serving.served_model import LoadableModel
 from jaxllm.text.detokenizer import Detokenizer
 from jaxllm.text.tokenizer import Tokenizer
@@ -243,6 +244,7 @@ class FakeEngine(AsyncLLM):
         self.ready = True
         self.seen: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
         self.pooled: list[tuple[list[int], PoolingParams, dict[str, Any]]] = []
+        self.patchings: list[Patching | None] = []
         self.adapters: list[tuple[AdapterUse, ...]] = []
         """What each request that was run uses."""
         self.refused_adapters: set[str] = set()
@@ -326,6 +328,7 @@ class FakeEngine(AsyncLLM):
     def run(self, requests: Sequence[EngineRequest], **arguments: Any) -> Stream:
         for request in requests:
             self.adapters.append(request.adapters)
+            self.patchings.append(request.patching)
             labels = {"priority": request.priority, "cache_salt": request.cache_salt}
             self.groups.append(request.group)
             if request.pooling is not None:
@@ -359,21 +362,27 @@ class FakeEngine(AsyncLLM):
                 self.tokenizer.backend,
                 prompt,
                 stop=params.stop,
+                stop_regex=params.stop_regex,
                 include_stop=params.include_stop_str_in_output,
                 skip_special_tokens=params.skip_special_tokens,
                 shown_special_token_ids=params.shown_special_token_ids,
             )
         said: list[SaidToken] = []
+        repetition = None if params.repetition_detection is None else Repetition(params.repetition_detection)
         held, stop = "", None
         for at, step in enumerate(steps):
             text, stop = detokenizer.add(step[0][0], at + 1 >= params.min_tokens) if detokenizer else ("", None)
-            last = at == len(steps) - 1 or stop is not None
+            repeats = repetition is not None and repetition.add(step[0][0]) and stop is None
+            last = at == len(steps) - 1 or stop is not None or repeats
             if last and stop is None and detokenizer:
                 text += detokenizer.flush()
             held += text
             shown = "" if at in self.hold_back and not last else held
             held = held.removeprefix(shown)
-            said.append(SaidToken(step, shown, ("stop" if stop else finish_reason) if last else None, stop))
+            if repeats:
+                finish_reason, stop = "repetition", "repetition_detected"
+            ended = "stop" if stop is not None and not repeats else finish_reason
+            said.append(SaidToken(step, shown, ended if last else None, stop))
             if stop is not None:
                 break
         return said

@@ -21,7 +21,9 @@ INERT_FIELDS = [
     if section.of_body and schema["description"].startswith(INERT)
 ]
 SAMPLES = {
-    "Metadata": {"user_id": "u"}, "CacheControl": {"type": "ephemeral"}, "BillingPolicy": {"type": "billing_policy"},
+    "Metadata": {"user_id": "u"}, "CacheControl": {"type": "ephemeral"}, "CacheOptions": {"mode": "implicit"},
+    "BackgroundOptions": {"completion_window": "2h"}, "ImageOptions": {"context_compression": "auto"},
+    "BillingPolicy": {"type": "billing_policy"},
 }  # fmt: skip
 """Values of the objects among them."""
 KNOWN = {str(route): set[str]() for route in routes()} | {section.title: set(section.fields) for section in sections()}

@@ -52,7 +52,7 @@ def test_every_kind_of_request_gives_its_model_back(start: Callable[..., Running
             ("/chat/completions", CHAT, 200),
             ("/chat/completions", CHAT | {"stream": True}, 200),
             ("/chat/completions", CHAT | {"model": "unknown"}, 404),
-            ("/chat/completions", CHAT | {"max_tokens": 10_000}, 400),  # refused after the model was taken
+            ("/chat/completions", {"messages": [{"role": "user", "content": "x" * 9000}]}, 400),  # after it was taken
             ("/chat/completions/render", CHAT, 200),
             ("/completions", TEXT, 200),
             ("/completions", TEXT | {"stream": True}, 200),
@@ -80,7 +80,7 @@ def test_every_kind_of_request_gives_its_model_back(start: Callable[..., Running
             wait_for(lambda: held(server) == 0, 2)
         for path in ("/models", "/models/fake", "/props", "/server_info", "/tokenizer_info"):
             assert client.get(path).status_code == 200
-    batch = server.finished(server.submit([chat(0), chat(1, model="unknown"), chat(2, max_tokens=10_000)]))
+    batch = server.finished(server.submit([chat(0), chat(1, model="unknown"), chat(2, temperature=-1)]))
     assert batch.request_counts.model_dump() == {"total": 3, "completed": 1, "failed": 2}
     assert held(server) == 0
 

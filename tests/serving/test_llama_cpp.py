@@ -141,6 +141,11 @@ def test_sampling_reaches_the_engine(client: TestClient, engine: FakeEngine) -> 
     assert sampled(repeat_penalty=1.2, repeat_last_n=9).repeat_last_n == 9
     params = sampled(samplers=["top_k", "infill"], top_k=5, top_p=0.9, min_p=0.1, temperature=0.7)
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (1.0, 5, 1.0, 0.0)
+    further = {"dry_multiplier": 0.8, "xtc_probability": 0.5, "typical_p": 0.9, "top_n_sigma": 2.0}
+    params = sampled(samplers=["dry", "typical_p"], dry_sequence_breakers=["x"], **further)
+    assert (params.dry_multiplier, params.dry_sequence_breakers, params.typical_p) == (0.8, ("x",), 0.9)
+    assert (params.xtc_probability, params.top_n_sigma) == (0.0, 0.0)
+    assert sampled(**further).xtc_probability == 0.5
     assert "samplers has 'tfs_z'" in refused(client, "samplers", samplers=["tfs_z"])
     refused(client, "repeat_penalty", repeat_penalty=1.2, repetition_penalty=1.3)
     assert refused(client, "lora[0].id", lora=[{"id": 7, "scale": 1.0}])

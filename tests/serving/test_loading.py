@@ -91,7 +91,11 @@ def test_requests_are_refused_in_their_own_api_s_shape(begin: Any) -> None:
     for path in ("/v1/messages", "/messages/count_tokens", "/llm/v1/messages"):
         refused = client.post(path, json={})
         assert refused.status_code == 529 and refused.headers["Retry-After"] == "1"  # what Anthropic's clients retry
-        assert refused.json() == {"type": "error", "error": {"type": "overloaded_error", "message": said}}
+        assert refused.json() == {
+            "type": "error",
+            "error": {"type": "overloaded_error", "message": said},
+            "request_id": refused.headers["request-id"],
+        }
     assert client.post("/api/chat", json={}).json() == {"error": said}
 
 

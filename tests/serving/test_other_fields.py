@@ -9,7 +9,7 @@ from fastapi.testclient import TestClient
 
 from jaxllm.serving.openai.completions import CompletionRequest
 from tests.serving.api_surface import BODIES
-from tests.serving.fake_engine import BOS, FakeEngine
+from tests.serving.fake_engine import BOS, CONTEXT, FakeEngine
 from tests.serving.sending import HELLO, send
 from tests.support.covers import covers
 
@@ -28,7 +28,8 @@ WITHOUT_MODEL = (
 )
 def test_model_is_a_name_that_is_served(client: TestClient, path: str) -> None:
     error = send(client, path, 404, model="other")["error"]
-    assert "'other'" in error["message"] and "fake" in error["message"]
+    message = error if path.startswith("/api/") else error["message"]  # as ollama has it
+    assert "'other'" in message and "fake" in message
 
 
 @covers("CompletionRequest", "add_special_tokens")
@@ -36,6 +37,37 @@ def test_completions_add_special_tokens(client: TestClient, engine: FakeEngine) 
     for asked, expected in ((True, [BOS, 72, 105]), (False, [72, 105])):
         send(client, "/v1/completions", add_special_tokens=asked)
         assert engine.seen[-1][0] == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/v1/chat/completions", "max_tokens"),
+        ("/v1/chat/completions", "max_completion_tokens"),
+        ("/v1/completions", "max_tokens"),
+        ("/v1/responses", "max_output_tokens"),
+        ("/v1/messages", "max_tokens"),
+    ],
+)
+def test_most_tokens_beyond_the_context_end_where_it_is_full(
+    client: TestClient, engine: FakeEngine, path: str, name: str
+) -> None:
+    engine.reply = "x" * 2 * CONTEXT
+    body = {key: value for key, value in BODIES[path].items() if "max" not in key} | {name: 32_000}
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    tokens, params, _ = engine.seen[-1]
+    assert params.max_tokens == CONTEXT - len(tokens)
+    told = answer.json()
+    reasons = [told.get("stop_reason"), told.get("status"), *(one["finish_reason"] for one in told.get("choices", ()))]
+    assert {"length", "incomplete", "model_context_window_exceeded"} & set(reasons)
+
+
+def test_a_prompt_cut_to_leave_room_for_max_tokens_needs_some(client: TestClient) -> None:
+    fields = {"truncate_prompt_tokens": -1, "max_tokens": CONTEXT}
+    error = send(client, "/v1/completions", 400, **fields)["error"]
+    assert (error["param"], error["code"]) == ("max_tokens", "context_length_exceeded")
+    assert f"max_tokens is {CONTEXT}, which leaves no room in the context of {CONTEXT} tokens" in error["message"]
 
 
 @covers("GenerationRequest", "early_stopping")

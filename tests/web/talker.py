@@ -43,11 +43,46 @@ HOSTILE = """<script>document.title = "owned"</script><img src="x" onerror="docu
 THOUGHT = "<think>The person greets me. I should greet them too.</think>Hello! How can I help?"
 LONG = " ".join(f"Sentence {n} of a long story." for n in range(1, 61))
 
+EVERYDAY = """Water is H<sub>2</sub>O, and 2<sup>10</sup> is 1024. Press <kbd class="x">Ctrl</kbd>.
+
+| Day | Work |
+|---|---|
+| Monday | one<br>two |
+
+- [x] Buy **bread**
+- [ ] Bake
+
+<details>
+<summary>More</summary>
+
+A *hidden* text.
+</details>
+
+Not HTML: List<String>.
+"""
+RIGHT_TO_LEFT = """مرحبا بالعالم
+
+An English paragraph.
+
+- שלום
+
+`code` ثم نص
+
+```python
+print(1)
+```
+"""
+LINES = "".join(f"{n}. A line of a list\n" for n in range(1, 401))
+
 REPLIES = {
+    "summarize": "They spoke of x.",
     "code": MARKDOWN,
     "hostile": HOSTILE,
     "think": THOUGHT,
     "story": LONG,
+    "html": EVERYDAY,
+    "arabic": RIGHT_TO_LEFT,
+    "list": LINES,
     "json": '{"city": "Paris", "people": 2102650}',
 }
 """A word of the last message -> the answer."""

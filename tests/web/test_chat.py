@@ -52,6 +52,56 @@ def test_what_a_model_says_stays_text(page: Driver):
     assert page.page.title() != "owned"
 
 
+def test_html_of_every_day_is_shown_as_what_it_means(page: Driver):
+    page.say("Show me HTML")
+    answer = page.answers.last
+    expect(answer.locator("sub")).to_have_text("2")
+    expect(answer.locator("sup")).to_have_text("10")
+    expect(answer.locator("kbd")).to_have_text("Ctrl")
+    assert answer.locator("kbd").get_attribute("class") is None
+    expect(answer.locator("td br")).to_have_count(1)
+    expect(answer).to_contain_text("Not HTML: List<String>.")
+    expect(answer.locator("details em")).to_be_hidden()
+    answer.get_by_text("More").click()
+    expect(answer.locator("details em")).to_have_text("hidden")
+    expect(answer.get_by_role("checkbox", name="Buy bread")).to_be_checked()
+    expect(answer.get_by_role("checkbox", name="Bake")).not_to_be_checked()
+    page.check_accessibility()
+
+
+def test_each_block_is_written_in_its_own_direction(page: Driver):
+    page.write("اكتب شيئا")
+    expect(page.page.get_by_placeholder("Write a message")).to_have_css("direction", "rtl")
+    page.say("arabic?")
+    answer = page.answers.last
+    directions = answer.locator("p, ul").evaluate_all("all => all.map(one => getComputedStyle(one).direction)")
+    assert directions == ["rtl", "ltr", "rtl", "rtl"]
+    expect(answer.locator("pre")).to_have_css("direction", "ltr")
+    page.say("مرحبا")
+    said = page.turns.nth(2).get_by_text("مرحبا", exact=True).first
+    expect(said).to_have_css("direction", "rtl")
+    page.turns.nth(2).get_by_role("button", name="Edit").click()
+    expect(page.page.get_by_role("textbox", name="Edit")).to_have_css("direction", "rtl")
+
+
+def test_a_very_fast_answer_is_followed_to_its_end(page: Driver, talker: Talker):
+    page.say("A list, please")
+    page.page.wait_for_timeout(300)
+    left = page.page.locator(".scroll").evaluate("box => box.scrollHeight - box.scrollTop - box.clientHeight")
+    assert left < 2
+    talker.delay = 0.001
+    page.write("And a list again")
+    page.button("Send").click()
+    expect(page.answers.last).to_contain_text("A line")
+    page.page.locator(".scroll").hover()
+    page.page.mouse.wheel(0, -600)
+    expect(page.button("To the newest message")).to_be_visible()
+    before = page.page.locator(".scroll").evaluate("box => box.scrollTop")
+    expect(page.answers.last).to_contain_text("A line of a list\nA line of a list\nA line", use_inner_text=True)
+    assert page.page.locator(".scroll").evaluate("box => box.scrollTop") == before
+    page.button("Stop").click()
+
+
 def test_reasoning_is_folded_with_its_time(page: Driver):
     page.say("Please think")
     title = page.page.get_by_role("button", name=re.compile(r"^Thought for \d"))
@@ -147,6 +197,19 @@ def test_arrow_up_in_an_empty_draft_edits_the_last_question(page: Driver):
     page.say("Hello")
     page.page.get_by_placeholder("Write a message").press("ArrowUp")
     expect(page.page.get_by_role("textbox", name="Edit")).to_have_value("Hello")
+
+
+def test_enter_sends_an_edited_question(page: Driver, talker: Talker):
+    page.say("Hello")
+    page.page.get_by_placeholder("Write a message").press("ArrowUp")
+    box = page.page.get_by_role("textbox", name="Edit")
+    box.press("End")
+    box.press("Shift+Enter")
+    box.press_sequentially("again")
+    box.press("Enter")
+    expect(page.page.get_by_role("img", name="Version 2 of 2")).to_be_visible()
+    page.wait()
+    assert "[user]Hello\nagain[assistant]" in bytes(talker.seen[-1][0]).decode(errors="replace")
 
 
 def test_an_edited_answer_is_what_the_model_is_told_it_said(page: Driver, talker: Talker):

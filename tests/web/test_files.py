@@ -43,6 +43,20 @@ def test_what_is_no_text_is_refused(page: Driver, tmp_path: Path):
     expect(page.page.get_by_text("data.bin is not text.")).to_be_visible()
 
 
+def test_other_encodings_are_read_and_a_pdf_is_refused(page: Driver, talker: Talker, tmp_path: Path):
+    marked, latin, pdf = tmp_path / "marked.txt", tmp_path / "latin.txt", tmp_path / "paper.pdf"
+    marked.write_bytes("Grüße 你好".encode("utf-16"))
+    latin.write_bytes("Größe „5 €“".encode("cp1252"))
+    pdf.write_bytes(b"%PDF-1.7\n1 0 obj")
+    page.page.locator(".composer input[type=file]").set_input_files([marked, latin, pdf])
+    expect(page.page.get_by_text("paper.pdf is a PDF, which this page cannot read.")).to_be_visible()
+    expect(page.page.get_by_text("latin.txt is not UTF-8: it was read as Latin-1 (Windows-1252).")).to_be_visible()
+    page.say("What do they say?")
+    seen = bytes(talker.seen[-1][0]).decode()
+    assert "marked.txt:\n```\nGrüße 你好\n```" in seen and "latin.txt:\n```\nGröße „5 €“\n```" in seen
+    expect(page.turns.first).not_to_contain_text("paper.pdf")
+
+
 def test_dropped_files_and_long_pastes_become_files(page: Driver, talker: Talker):
     page.page.get_by_placeholder("Write a message").evaluate(PASTE, "long " * 2000)
     expect(page.page.get_by_text("The text is long: it is attached as pasted.txt.")).to_be_visible()

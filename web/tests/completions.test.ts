@@ -18,7 +18,7 @@ describe("a base model", () => {
     const settings = { ...DEFAULTS, system: "ignored", values: { top_k: 3, reasoning_effort: "low" }, logprobs: 2 };
     expect(completionRequest(settings, [user("Once"), generated(" upon"), user(" a")])).toEqual({
       prompt: "Once upon a", top_k: 3, logprobs: 2, max_tokens: 256, truncate_prompt_tokens: -1,
-      stream: true, stream_options: { include_usage: true }, timings_per_token: true,
+      stream: true, stream_options: { include_usage: true, continuous_usage_stats: true }, timings_per_token: true,
     });
     expect(completionRequest({ ...DEFAULTS, values: { max_completion_tokens: 9 } }, [user("a")])).toMatchObject({ max_tokens: 9 });
   });

@@ -19,7 +19,7 @@ describe("a chat request", () => {
     expect(body).toEqual({
       messages: [{ role: "system", content: "Be brief." }, { role: "user", content: "What time is it?" }],
       temperature: 0, stop: ["\n"], logprobs: true, top_logprobs: 5,
-      tools: [], stream: true, stream_options: { include_usage: true }, timings_per_token: true,
+      tools: [], stream: true, stream_options: { include_usage: true, continuous_usage_stats: true }, timings_per_token: true,
     });
   });
 

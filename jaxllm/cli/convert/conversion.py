@@ -72,7 +72,7 @@ def convert_model(
     return _said(config.isq, stored_in(source), stored_in(destination))
 
 
-class Stored(NamedTuple):
+class StoredSize(NamedTuple):
     """The files of a model: their bytes, and how many numbers are kept as what, the most first."""
 
     nbytes: int
@@ -86,13 +86,13 @@ class Stored(NamedTuple):
         return f"{format_bytes(self.nbytes)}: {', '.join(kinds)}"
 
 
-def stored_in(path: Path) -> Stored:
+def stored_in(path: Path) -> StoredSize:
     """Raises CheckpointError."""
     checkpoint = open_checkpoint(path)
     kinds = kinds_of(checkpoint)
     checkpoint.close()
     files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else part_files(path)
-    return Stored(sum(file.stat().st_size for file in files), kinds)
+    return StoredSize(sum(file.stat().st_size for file in files), kinds)
 
 
 def kinds_of(checkpoint: Checkpoint) -> dict[str, int]:
@@ -103,7 +103,7 @@ def kinds_of(checkpoint: Checkpoint) -> dict[str, int]:
     return dict(kinds.most_common())
 
 
-def _said(isq: str | None, before: Stored, after: Stored) -> list[str]:
+def _said(isq: str | None, before: StoredSize, after: StoredSize) -> list[str]:
     lines = [f"it was {before}", f"it is {after}"]
     if isq is None:
         return lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from jaxllm.engine.core.feature import Feature, Followed
@@ -14,7 +15,7 @@ from jaxllm.engine.core.request import Request
 from jaxllm.engine.core.sampler import Logprobs
 from jaxllm.engine.messages import TokenDelta
 from jaxllm.requests.outputs import Logprob, RankedLogprobs
-from jaxllm.requests.sampling import SamplingParams
+from jaxllm.requests.sampling import RepetitionDetectionParams, SamplingParams
 from jaxllm.text.detokenizer import Detokenizer
 
 
@@ -26,15 +27,19 @@ class Results:
         self._features = features
         self._eos = frozenset(eos_token_ids)
         self._detokenizers: dict[str, Detokenizer] = {}
+        self._repetitions: dict[str, Repetition] = {}
 
     def begin(self, request: Request) -> None:
         """Get ready to write a request's text, where it is to be written here."""
         params = request.params
+        if params.repetition_detection is not None and params.repetition_detection.max_pattern_size:
+            self._repetitions[request.request_id] = Repetition(params.repetition_detection)
         if self._tokenizer is not None and params.detokenize and request.samples:
             self._detokenizers[request.request_id] = Detokenizer(
                 self._tokenizer,
                 request.token_ids,
                 stop=params.stop,
+                stop_regex=params.stop_regex,
                 include_stop=params.include_stop_str_in_output,
                 skip_special_tokens=params.skip_special_tokens,
                 shown_special_token_ids=params.shown_special_token_ids,
@@ -42,6 +47,7 @@ class Results:
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
+        self._repetitions.pop(request.request_id, None)
         self._detokenizers.pop(request.request_id, None)
 
     def accept(self, result: Result, logprobs: Logprobs | None, pending: Handle | None) -> tuple[TokenDelta, int]:
@@ -89,7 +95,8 @@ class Results:
     def _detokenize_and_stop(self, request: Request, token: int, length: int, delta: TokenDelta) -> None:
         """`length` is that of prompt and tokens up to this one."""
         params = request.params
-        detokenizer = self._detokenizers.get(request.request_id)
+        detokenizer, repetition = self._detokenizers.get(request.request_id), self._repetitions.get(request.request_id)
+        repeats = repetition is not None and repetition.add(token)
         enough = length - request.num_prompt >= params.min_tokens
         is_eos = token in self._eos and not params.ignore_eos
         if enough and (is_eos or token in params.stop_token_ids):
@@ -107,8 +114,34 @@ class Results:
                 return
         if length >= request.max_total:
             delta.finish_reason = "length"
-            if detokenizer is not None:
-                delta.text += detokenizer.flush()
+        elif enough and repeats:
+            delta.finish_reason, delta.stop_reason = "repetition", "repetition_detected"
+        if delta.finish_reason is not None and detokenizer is not None:
+            delta.text += detokenizer.flush()
+
+
+class Repetition:
+    """Whether the end of an answer is some tokens again and again.
+
+    `_runs[n]` is for how many tokens each has been the one `n` tokens before it. A pattern of n tokens stands `count`
+    times at the end if that is `n * (count - 1)` or more.
+    """
+
+    def __init__(self, asked: RepetitionDetectionParams):
+        self._sizes = np.arange(max(asked.min_pattern_size, 1), asked.max_pattern_size + 1)
+        self._needed = self._sizes * (asked.min_count - 1)
+        self._runs = np.zeros_like(self._sizes)
+        self._last = np.full(asked.max_pattern_size, -1)
+        self._at = 0
+        """Where in `_last`, a ring, the next token goes."""
+
+    def add(self, token: int) -> bool:
+        """Take the next token; returns True if with it the answer repeats itself."""
+        same = self._last[(self._at - self._sizes) % len(self._last)] == token
+        self._runs = np.where(same, self._runs + 1, 0)
+        self._last[self._at] = token
+        self._at = (self._at + 1) % len(self._last)
+        return bool((self._runs >= self._needed).any())
 
 
 def _row_logprobs(logprobs: Logprobs, row: int, token: int, params: SamplingParams) -> RankedLogprobs:

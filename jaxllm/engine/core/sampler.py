@@ -231,13 +231,13 @@ def _bisect(
     sums: SoftmaxSums,
 ) -> Float[Array, "R 1"]:
     """The threshold of top_k, then of top_p within it, bit by bit: 64 passes over the logits."""
-    kth = _greatest(lambda t: (logits >= t).sum(-1) >= count, logits.shape[0])
+    kth = greatest(lambda t: (logits >= t).sum(-1) >= count, logits.shape[0])
     needed = top_p * sums.mass(logits, most, kth[:, 0])
-    nucleus = _greatest(lambda t: sums.mass(logits, most, jnp.maximum(t, kth)[:, 0]) >= needed, logits.shape[0])
+    nucleus = greatest(lambda t: sums.mass(logits, most, jnp.maximum(t, kth)[:, 0]) >= needed, logits.shape[0])
     return jnp.where((top_p < 1)[:, None], jnp.maximum(nucleus, kth), kth)
 
 
-def _greatest(holds: object, rows: int) -> Float[Array, "R 1"]:
+def greatest(holds: object, rows: int) -> Float[Array, "R 1"]:
     """The greatest float32 a row for which `holds`, which is true of minus infinity and false from some value on.
 
     Floats are searched in the order of their bits: with the sign bit turned over (and, below zero, every other bit

@@ -30,7 +30,9 @@ from jaxllm.requests.outputs import (
     of_vocabulary,
 )
 from jaxllm.requests.sampling import LOGPROBS_MODES, MAX_LOGPROBS, SamplingParams, ThinkingMarkers
+from jaxllm.requests.steering import Patching, read_embeds
 from jaxllm.requests.structured_outputs import compile_grammar
+from jaxllm.text.detokenizer import regex_matcher
 from jaxllm.text.reasoning import prompt_markers, template_reasoning
 from jaxllm.text.spellings import check_bad_words
 from jaxllm.text.tokenizer import Tokenizer
@@ -240,8 +242,9 @@ def check_request(
         bad = next((i for i in tokens if not 0 <= i < info.vocab_size), None)
         if bad is not None:
             raise InvalidRequestError(f"{name} has token id {bad}; ids go from 0 to {info.vocab_size - 1}", param=name)
-    for name in ("stop", "bad_words", "structured_outputs"):
-        if getattr(params, name) and tokenizer is None:
+    for name in ("stop", "stop_regex", "bad_words", "structured_outputs", "dry_sequence_breakers"):
+        unused = name == "dry_sequence_breakers" and not params.dry_multiplier
+        if getattr(params, name) and tokenizer is None and not unused:
             raise InvalidRequestError(f"{name} needs a tokenizer, but skip_tokenizer_init is on", param=name)
     if params.processes_logits:
         check_chosen(info.logits_processors, params.chosen_processors)
@@ -250,6 +253,8 @@ def check_request(
     if params.structured_outputs is not None:
         compile_grammar(params.structured_outputs)
     check_thinking(params, tokenizer, ids)
+    for expression in params.stop_regex:
+        regex_matcher(expression)
     if params.bad_words and tokenizer is not None:
         check_bad_words(tokenizer.backend, params.bad_words)
 
@@ -260,6 +265,22 @@ def refuse_in_stages(info: EngineInfo, name: str) -> None:
         raise InvalidRequestError(
             f"{name} is set, and this engine's pipeline_parallel_size is {info.num_stages}; it must be 1 for that", name
         )
+
+
+def prompt_vectors(prompt: Prompt, info: EngineInfo) -> Patching | None:
+    """The vectors of a prompt `{"prompt_embeds": [T, E]}`; None for any other.
+
+    Raises:
+        InvalidRequestError: they are none, or the model takes none; `param` is prompt_embeds.
+    """
+    if not isinstance(prompt, dict) or "prompt_embeds" not in prompt:
+        return None
+    if not info.takes_vectors:
+        raise InvalidRequestError(
+            "prompt_embeds is set; this model needs to know its tokens by their ids", "prompt_embeds"
+        )
+    refuse_in_stages(info, "prompt_embeds")
+    return read_embeds(prompt["prompt_embeds"], width=info.hidden_size, longest=info.max_model_len)
 
 
 MOST_CAPTURED_BYTES = 2**30

@@ -29,6 +29,7 @@ def features_of(
     """Those of an engine that samples, in the order they are asked; `widest_activation` is a layer's, per token."""
     from jaxllm.engine.core.registry import Features
     from jaxllm.engine.features.adapters.adapters import AdaptersFeature, NoAdaptersFeature
+    from jaxllm.engine.features.chain import ChainFeature
     from jaxllm.engine.features.grammar.grammar import GrammarFeature
     from jaxllm.engine.features.inside import CapturesFeature, PatchingFeature, SteeringFeature
     from jaxllm.engine.features.logits import AdjustmentsFeature, ProcessorsFeature
@@ -42,6 +43,7 @@ def features_of(
         ProcessorsFeature(processors),
         AdjustmentsFeature(),
         GrammarFeature(),
+        ChainFeature(),
         NoAdaptersFeature() if adapted is None else AdaptersFeature(adapted, adapter_places, decodes),
         SteeringFeature(),
         PatchingFeature(),

@@ -26,7 +26,7 @@ from jaxllm.engine.messages import CapturedRows, EngineRequest, TokenDelta
 from jaxllm.models.layers.hands import Hand, LayerHand, Product
 from jaxllm.pallas_kernels import StepMetadata
 from jaxllm.requests.captures import FINAL, TAPPED, CaptureParams, Tap
-from jaxllm.requests.steering import Patching, Steering
+from jaxllm.requests.steering import EMBEDDINGS, Patching, Steering
 
 
 @dataclass
@@ -255,6 +255,10 @@ class _Steering(Traced, Hand):
         return _LayerVectors(self._state["vectors"][:, index], self._rows)
 
 
+NO_LAYER = -2
+"""What stands for one where there are fewer patches than room for them."""
+
+
 class _RowPatch(NamedTuple):
     row: int
     layer: int
@@ -304,7 +308,7 @@ class PatchingFeature(Feature):
         return (state.replicated((room(key.variant, self.name), state.sizes.hidden_size), jnp.float32),)
 
     def padding(self, key: Key, x: Fields) -> None:
-        x["patch_layers"][:] = -1
+        x["patch_layers"][:] = NO_LAYER
 
     def pack(self, key: Key, x: Fields, chunks: Sequence[Chunk]) -> tuple[np.ndarray, ...]:
         patches = self._patches(chunks)
@@ -342,6 +346,9 @@ class _Patching(Traced, Hand):
 
     def hand(self, meta: StepMetadata) -> Hand:
         return self
+
+    def begin(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        return _LayerPatching(self.layer(EMBEDDINGS, x)).end(x)
 
     def layer(self, index: int, x: jax.Array) -> _LayerPatches:
         return _LayerPatches(jnp.where(self._layers == index, self._rows, len(x)), self._values)

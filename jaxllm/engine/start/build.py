@@ -289,6 +289,7 @@ def _assemble(
         num_parameters=plan.num_parameters,
         hidden_size=blueprint.spec.config.vector_size,
         num_layers=blueprint.spec.config.num_layers,
+        takes_vectors=not encodes and blueprint.spec.config.per_layer is None,
         num_stages=len(prepared.meshes),
         kv_heads=blueprint.spec.config.kv_heads,
         tasks=read_tasks(checkpoint, encodes),

@@ -48,6 +48,10 @@ class Hand:
 
     layers: type[LayerHand] | None = None  # its hands in single layers, if it has any
 
+    def begin(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        """The embeddings of the step's tokens."""
+        return x
+
     def layer(self, index: int, x: Float[Array, "T E"]) -> Any:
         """A pytree that the hand in the layer `index` is made of; `x` is the residual stream that it takes."""
 

@@ -112,9 +112,12 @@ _BLOCKS_OF_ROLE: dict[str, tuple[str, ...]] = {
 }
 
 
-class MessageParam(RequestModel):
-    unsupported: ClassVar[frozenset[str]] = frozenset({"output_config"})
+class TurnConfig(RequestModel):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    """Given to templates that know a reasoning effort; for others it is a budget, as docs/tools.md has it."""
 
+
+class MessageParam(RequestModel):
     role: Literal["user", "assistant", "system"]
     """A system message among the others keeps its place."""
     content: (
@@ -123,15 +126,21 @@ class MessageParam(RequestModel):
             list[Annotated[Annotated[Block, Field(discriminator="type")], BeforeValidator(_readable)]],
             Field(min_length=1),
         ]
-    )
-    """Text, or a list of blocks."""
+        | None
+    ) = None
+    """Text, or a list of blocks; required but for a system message with an output_config."""
     clear_at: Literal["never", "next_user_message"] | None = None
     """Of a system message: next_user_message leaves it out once a user's message follows."""
+    output_config: TurnConfig | None = None
+    """Of a system message, for the rest of the turn: it wins over the request's own."""
 
     @model_validator(mode="after")
     def _blocks_of_role(self) -> MessageParam:
-        if self.clear_at is not None and self.role != "system":
-            raise refuse(f"clear_at is for messages of role 'system', not {self.role!r}", "clear_at")
+        for name in ("clear_at", "output_config"):
+            if getattr(self, name) is not None and self.role != "system":
+                raise refuse(f"{name} is for messages of role 'system', not {self.role!r}", name)
+        if self.content is None and self.effort is None:
+            raise refuse("content is required", "content")
         allowed = _BLOCKS_OF_ROLE[self.role]
         for at, block in enumerate(self.blocks):
             if block.type not in allowed:
@@ -145,7 +154,11 @@ class MessageParam(RequestModel):
     def blocks(self) -> list[Block]:
         if isinstance(self.content, str):
             return [TextBlockParam(type="text", text=self.content)]
-        return list(self.content)
+        return list(self.content or ())
+
+    @property
+    def effort(self) -> str | None:
+        return None if self.output_config is None else self.output_config.effort
 
 
 def bounded(messages: Any) -> Any:

@@ -28,7 +28,7 @@ CLEARED = "[Old tool result content cleared]"
 """The model reads it in the place of a result that was cleared."""
 
 
-class InputTokens(RequestModel):
+class TokenNumber(RequestModel):
     type: Literal["input_tokens"]
     value: int = Field(ge=0)
     """Tokens of the prompt."""
@@ -75,11 +75,11 @@ class ClearToolUses(RequestModel):
     """Take the results out of the oldest calls of tools."""
 
     type: Literal["clear_tool_uses_20250919"]
-    trigger: Annotated[InputTokens | ToolUses, Field(discriminator="type")] | None = None
+    trigger: Annotated[TokenNumber | ToolUses, Field(discriminator="type")] | None = None
     """Nothing is taken out before the conversation has more than this: by default 100,000 tokens."""
     keep: ToolUses | None = None
     """The newest calls that keep theirs, by default 3."""
-    clear_at_least: InputTokens | None = None
+    clear_at_least: TokenNumber | None = None
     """Nothing is taken out where fewer tokens would go."""
     clear_tool_inputs: bool | Annotated[list[str], Field(max_length=MAX_NAMES)] = False
     """Take out the inputs of these calls too: of all, or of those of the tools that are named."""

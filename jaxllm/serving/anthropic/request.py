@@ -17,6 +17,7 @@ from jaxllm.serving.anthropic.blocks import (
     ToolReferenceParam,
     ToolResultBlockParam,
     Turn,
+    TurnConfig,
     bounded,
     check_turns,
 )
@@ -92,7 +93,7 @@ def _is_custom(value: Any) -> Any:
     return value
 
 
-AnyTool = Annotated[
+SentTool = Annotated[
     Annotated[ToolParam, BeforeValidator(_is_custom), Tag("client")] | Annotated[ServerTool, Tag("server")],
     Discriminator(_runs_at),
 ]
@@ -153,11 +154,9 @@ class JSONOutputFormat(RequestModel):
     """The schema that the text matches."""
 
 
-class OutputConfig(RequestModel):
+class OutputConfig(TurnConfig):
     unsupported: ClassVar[frozenset[str]] = frozenset({"task_budget"})
 
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    """Given to templates that know a reasoning effort; for others it is a budget, as docs/tools.md has it."""
     format: JSONOutputFormat | None = None
     """The text follows this JSON schema to the letter."""
 
@@ -190,7 +189,7 @@ class CountTokensRequest(ModelFields, Cacheable):
     """Messages in a row of one role are one turn; a last one of role assistant is continued."""
     system: str | list[TextBlockParam] | None = None
     """Put before the messages."""
-    tools: list[AnyTool] | None = Field(default=None, max_length=MAX_TOOLS)
+    tools: list[SentTool] | None = Field(default=None, max_length=MAX_TOOLS)
     """Tools the model may call."""
     tool_choice: ToolChoiceParam | None = None
     """auto, any, a tool by name, or none."""
@@ -214,7 +213,7 @@ class CountTokensRequest(ModelFields, Cacheable):
         thinks = isinstance(self.thinking, ThinkingEnabled | ThinkingAdaptive)
         if thinks and self.continues_answer:
             raise refuse("thinking cannot be enabled when the last message is the assistant's", "thinking")
-        effort = self.output_config.effort if self.output_config is not None else None
+        effort = self.effort
         if effort is not None and isinstance(self.thinking, ThinkingDisabled):
             raise refuse(f"output_config.effort is {effort!r}, but thinking is disabled", "output_config.effort")
         return self
@@ -269,13 +268,23 @@ class CountTokensRequest(ModelFields, Cacheable):
         turns: list[Turn] = []
         last_user = max((at for at, message in enumerate(self.messages) if message.role == "user"), default=-1)
         for at, message in enumerate(self.messages):
-            if message.clear_at == "next_user_message" and at < last_user:
+            if message.content is None or (message.clear_at == "next_user_message" and at < last_user):
                 continue
             if turns and turns[-1].role == message.role:
                 turns[-1].blocks += message.blocks
             else:
                 turns.append(Turn(message.role, message.blocks, at))
         return turns
+
+    @property
+    def effort(self) -> str | None:
+        """A system message's after the last question, or the request's own."""
+        for message in reversed(self.messages):
+            if message.effort is not None:
+                return message.effort
+            if message.role == "user" and any(isinstance(block, TextBlockParam) for block in message.blocks):
+                break
+        return None if self.output_config is None else self.output_config.effort
 
     @property
     def continues_answer(self) -> bool:

@@ -6,7 +6,6 @@ import json
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import get_args
 
 import msgspec
@@ -30,12 +29,10 @@ from jaxllm.serving.anthropic.blocks import (
 from jaxllm.serving.anthropic.context import ClearToolUses
 from jaxllm.serving.call import ClientCall, chunk_stream, open_call
 from jaxllm.serving.generation import Generation, GenerationSettings, begin_reply
-from jaxllm.serving.http.answers import json_response, returns
+from jaxllm.serving.http.answers import json_response, left_out, returns
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.middleware import ID_HEADER
-from jaxllm.serving.http.request_model import MAX_WARNINGS
 from jaxllm.serving.http.route import JSONRoute, bearer_key, until_disconnect
-from jaxllm.wording import shown
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +76,7 @@ async def create_message(body: bodies.MessagesRequest, request: Request) -> Resp
         asked, applied = await edited(call, body)
         reply = await begin_reply(call, asked, generation_settings(body), prefix="msg_")
     writer = answers.MessageWriter(reply, body, applied)
-    headers = {"request-id": reply.generation.id, **warnings(body)}
+    headers = {"request-id": reply.generation.id, **left_out(body.left_out)}
     if body.stream:
         return await chunk_stream(call, reply.generation, writer, headers)
     async with reply.generation:
@@ -97,7 +94,7 @@ async def count_tokens(body: bodies.CountTokensRequest, request: Request) -> Res
         if body.context_management is not None:
             count.context_management = answers.OriginalTokens(await length(call, conversation(body)))
     request_id = new_request_id()
-    return json_response(count, request_id=request_id, headers={"request-id": request_id, **warnings(body)})
+    return json_response(count, request_id=request_id, headers={"request-id": request_id, **left_out(body.left_out)})
 
 
 async def edited(
@@ -137,20 +134,6 @@ async def length(call: ClientCall, conversation: Conversation) -> int:
     return len(rendered.token_ids)
 
 
-def warnings(body: bodies.CountTokensRequest) -> dict[str, str]:
-    """A header that tells of tools which the model is not offered; the log tells of each kind once."""
-    kinds = list(dict.fromkeys(body.left_out))[:MAX_WARNINGS]
-    for kind in kinds:
-        _log_left_out(shown(kind))
-    said = [f"tools of type {shown(kind)} run on Anthropic's servers only, and were left out" for kind in kinds]
-    return {"X-Warnings": json.dumps(said)} if said else {}
-
-
-@lru_cache(maxsize=64)
-def _log_left_out(kind: str) -> None:
-    logger.warning("tools of type %s run on Anthropic's servers only: requests are answered without them", kind)
-
-
 async def write_all(generation: Generation, writer: answers.MessageWriter) -> None:
     """Run an answer that is not streamed to its end."""
     async for events in generation.arrivals():
@@ -179,7 +162,7 @@ def conversation(body: bodies.CountTokensRequest, turns: Sequence[Turn] | None =
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=isinstance(choice, bodies.ToolChoiceNone | None) or not choice.disable_parallel_tool_use,
         rendering=Rendering(
-            variables=chat.thinking_variables(thinks, config.effort, budget),
+            variables=chat.thinking_variables(thinks, body.effort, budget),
             opens_answer=not body.continues_answer,
             continues_last=body.continues_answer,
         ),
@@ -194,7 +177,6 @@ def generation_settings(body: bodies.MessagesRequest) -> GenerationSettings:
     return GenerationSettings(
         sampling={name: value for name, value in asked.items() if value is not None},
         max_tokens=body.max_tokens,
-        cut_to_context=True,
     )
 
 

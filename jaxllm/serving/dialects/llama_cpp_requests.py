@@ -39,25 +39,25 @@ FULL_BIAS = 100.0
 
 RENAMED = {"max_tokens": "n_predict", "max_completion_tokens": "n_predict", "logprobs": "n_probs", "n": "n_cmpl"}
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "typical_p": (1,), "top_n_sigma": (-1, 0), "xtc_probability": (0,), "dry_multiplier": (0,), "mirostat": (0,),
-    "dynatemp_range": (0,), "adaptive_target": (-1,), "min_keep": (0,), "post_sampling_probs": (False,),
-    "backend_sampling": (False,), "grammar_lazy": (False,), "return_progress": (False,), "verbose": (False,),
+    "mirostat": (0,), "dynatemp_range": (0,), "adaptive_target": (-1,), "min_keep": (0,), "grammar_lazy": (False,),
+    "post_sampling_probs": (False,), "backend_sampling": (False,), "return_progress": (False,), "verbose": (False,),
     "grammar": ("",), "stop": ([], ""), "preserved_tokens": ([],), "grammar_triggers": ([],), "logit_bias": ([], {}),
     "seed": RANDOM_SEEDS,
 }  # fmt: skip
 """Values with which a field asks for nothing. Other values of what is no field here are refused."""
 WITHOUT_EFFECT = frozenset({
     "id_slot", "n_keep", "n_discard", "n_cache_reuse", "t_max_prompt_ms", "sse_ping_interval", "stream_options",
-    "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "mirostat_tau",
-    "mirostat_eta", "dynatemp_exponent", "adaptive_decay",
+    "mirostat_tau", "mirostat_eta", "dynatemp_exponent", "adaptive_decay",
 })  # fmt: skip
 """Fields that are accepted whatever they say: of a sampler that is off, of slots and of shifted contexts."""
 SAMPLERS: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
     "top_k": {"top_k": 0}, "top_p": {"top_p": 1.0}, "min_p": {"min_p": 0.0}, "temperature": {"temperature": 1.0},
+    "dry": {"dry_multiplier": 0.0}, "top_n_sigma": {"top_n_sigma": 0.0}, "typ_p": {"typical_p": 1.0},
+    "xtc": {"xtc_probability": 0.0},
 }  # fmt: skip
 """A sampler's name -> the values with which it does nothing."""
-OTHER_SAMPLERS = frozenset({"dry", "typ_p", "typical_p", "xtc", "top_n_sigma", "adaptive_p", "infill"})
+OTHER_SAMPLERS = frozenset({"typical_p", "adaptive_p", "infill"})
 
 
 class NativeFields(sampling.SamplingFields, StructuredFields):
@@ -137,8 +137,10 @@ class NativeFields(sampling.SamplingFields, StructuredFields):
         if self.repeat_penalty is not None:
             last = 64 if self.repeat_last_n is None else self.repeat_last_n
             chosen |= {"repetition_penalty": self.repeat_penalty, "repeat_last_n": last}
-        for off in () if self.samplers is None else (SAMPLERS[name] for name in SAMPLERS.keys() - {*self.samplers}):
-            chosen |= off
+        asked = SAMPLERS if self.samplers is None else self.samplers
+        named = [{"typical_p": "typ_p"}.get(name, name) for name in asked]
+        for name in SAMPLERS.keys() - {*named}:
+            chosen |= SAMPLERS[name]
         if chosen.get("temperature", 0) < 0:
             chosen["temperature"] = 0.0
         return GenerationSettings(
@@ -150,7 +152,6 @@ class NativeFields(sampling.SamplingFields, StructuredFields):
             priority=self.priority,
             cache_salt=self.cache_salt,
             lora=None if self.lora is None else sampling.adapter_scales(self.lora),
-            cut_to_context=True,
         )
 
 

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import msgspec
@@ -29,6 +29,9 @@ HANDLED: tuple[type[Exception], ...] = (
 
 ignored_fields: ContextVar[list[str] | None] = ContextVar("ignored_fields", default=None)
 """With `unknown_fields: warn`, what the current request sent in vain; None, the default, refuses such fields."""
+
+
+MAX_WARNINGS = 32
 
 
 class Error(msgspec.Struct, kw_only=True):
@@ -149,6 +152,20 @@ def json_response(
     elif warnings:
         content = content[:-1] + b',"warnings":' + msgspec.json.encode(warnings) + b"}"
     return Response(content, media_type="application/json", headers={**named, **(headers or {})})
+
+
+def left_out(kinds: Iterable[str]) -> dict[str, str]:
+    """A header that tells of tools which the model is not offered; the log tells of each kind once."""
+    names = [shown(kind) for kind in dict.fromkeys(kinds)][:MAX_WARNINGS]
+    warnings = [f"this server has no tools of type {name}: they were left out" for name in names]
+    for warning in warnings:
+        _log_once(warning)
+    return {"X-Warnings": json.dumps(warnings)} if warnings else {}
+
+
+@lru_cache(maxsize=64)
+def _log_once(warning: str) -> None:
+    logger.warning(warning)
 
 
 RESPONSES: list[Any] = []

@@ -13,11 +13,10 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.sampling import INT64_MAX, INT64_MIN
-from jaxllm.serving.http.answers import ignored_fields
+from jaxllm.serving.http.answers import MAX_WARNINGS, ignored_fields
 from jaxllm.serving.http.json_body import Integers
 from jaxllm.wording import did_you_mean, shown
 
-MAX_WARNINGS = 32
 MAX_NAME_LENGTH = 64  # of a field for which a similar name is looked up
 
 MAX_LABEL_LENGTH = 256
@@ -146,6 +145,17 @@ class RequestModel(BaseModel):
         return {field.alias or name: None for name, field in cls.model_fields.items()}
 
 
+class Unread(RequestModel):
+    """An object of which only the fields below are read; the others are kept as they came."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, data: Any) -> Any:
+        return data
+
+
 class CacheControl(RequestModel):
     """Accepted, without effect: prefixes are cached by themselves, for as long as there is room."""
 
@@ -156,10 +166,34 @@ class CacheControl(RequestModel):
     """Accepted, without effect: prefixes are cached by themselves."""
 
 
+class CacheOptions(RequestModel):
+    """Prefixes are cached by themselves, for as long as there is room."""
+
+    unsupported: ClassVar[frozenset[str]] = frozenset({"comparison_response_id"})
+
+    mode: Literal["implicit", "explicit"] | None = None
+    """Accepted, without effect: prefixes are cached by themselves."""
+    ttl: Literal["30m", "12h"] | None = None
+    """Accepted, without effect: prefixes stay as long as there is room."""
+    prewarm: Literal[False] | None = None
+    """Only false: to warm the cache, ask for one token."""
+
+
+class CacheBreakpoint(RequestModel):
+    """Accepted, without effect: prefixes are cached by themselves."""
+
+    mode: Literal["explicit"]
+    """Accepted, without effect: prefixes are cached by themselves."""
+    ttl: Literal["30m", "12h"] | None = None
+    """Accepted, without effect: prefixes are cached by themselves."""
+
+
 class Cacheable(RequestModel):
     """What a client may mark as the end of a prefix."""
 
     cache_control: CacheControl | None = None
+    """Accepted, without effect: prefixes are cached by themselves."""
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
     """Accepted, without effect: prefixes are cached by themselves."""
 
 

@@ -153,7 +153,6 @@ class AnswerFields(OllamaFields):
         return GenerationSettings(
             sampling={name: value for name, value in asked.items() if value is not None},
             max_tokens=most if most is not None and most > 0 else None,
-            cut_to_context=True,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -15,7 +15,7 @@ from jaxllm.chat.prompt import Rendered, render
 from jaxllm.config.server import ServerConfig
 from jaxllm.engine.messages import TokenDelta
 from jaxllm.errors import Field
-from jaxllm.requests.outputs import WeightVersionSpan
+from jaxllm.requests.outputs import ParsedCall, WeightVersionSpan
 from jaxllm.serving.call import ClientCall, chunk_stream, open_call
 from jaxllm.serving.generation import Choice, Reply, Usage, begin_reply, collect_for, note_version
 from jaxllm.serving.http.answers import DONE, ErrorResponse, json_response, returns
@@ -32,7 +32,7 @@ from jaxllm.serving.openai.chat_types import (
     ChatRequest,
 )
 from jaxllm.serving.openai.kv_transfer import kv_transfer_answer
-from jaxllm.serving.openai.sampling import chunk_usage, stream_options, usage_object
+from jaxllm.serving.openai.sampling import chunk_usage, obfuscation, stream_options, usage_object
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 
@@ -103,10 +103,7 @@ def _choice(reply: Reply, body: ChatRequest, choice: Choice) -> chat_types.ChatC
     answer, finish_reason = reply.whole(choice.index, choice.deltas)
     content = body.echoed + (answer.content or "")
     reasoning = UNSET if answer.reasoning is None or not body.include_reasoning else answer.reasoning
-    calls = [
-        chat_types.MadeToolCall(id=call.id, function=chat_types.CalledFunction(call.name, call.arguments))
-        for call in answer.tool_calls
-    ]
+    calls = [_made(call, body.custom_names) for call in answer.tool_calls]
     return chat_types.ChatChoice(
         index=choice.index,
         message=chat_types.ChatMessage(
@@ -121,6 +118,14 @@ def _choice(reply: Reply, body: ChatRequest, choice: Choice) -> chat_types.ChatC
         token_ids=choice.token_ids if body.return_token_ids else UNSET,
         weight_versions=weight_spans(choice.weight_versions) if body.return_weight_versions else UNSET,
     )
+
+
+def _made(call: ParsedCall, custom: Collection[str]) -> chat_types.MadeToolCall:
+    if call.name in custom:
+        return chat_types.MadeToolCall(
+            id=call.id, type="custom", custom=chat_types.CalledCustom(call.name, call.arguments)
+        )
+    return chat_types.MadeToolCall(id=call.id, function=chat_types.CalledFunction(call.name, call.arguments))
 
 
 def _logprobs(reply: Reply, body: ChatRequest, steps: Sequence[Step]) -> ChatLogprobs | None:
@@ -161,6 +166,8 @@ class _Writer(ChunkWriter[Gaining]):
         if self._body.timings_per_token:
             chunk.timings = timings(self._usage(), self._reply.generation.phases())
         chunk.usage = chunk_usage(self._options, self._usage)
+        if self._options.include_obfuscation:
+            chunk.obfuscation = obfuscation(choices)
         return chunk
 
 
@@ -173,6 +180,8 @@ class ChatWriter(_Writer[TokenDelta]):
         self._pending: list[list[Step]] = [[] for _ in range(self._num_choices)]
         self._pending_ids: list[list[int]] = [[] for _ in range(self._num_choices)]
         self._versions: list[list[WeightVersionSpan]] = [[] for _ in range(self._num_choices)]
+        self._custom: set[tuple[int, int]] = set()
+        """(choice, call) of the calls of custom tools."""
         self._thoughts = [""] * self._num_choices
         """Reasoning that is sent once it has ended, for clients that ask for that."""
 
@@ -196,7 +205,10 @@ class ChatWriter(_Writer[TokenDelta]):
             self._pending_ids[index] += piece.token_ids
         note_version(self._versions[index], delta)
         for event in self._shown(index, piece):
-            yield self._chunk(self._filled(ChatChunkChoice(index=index, delta=_delta(event))))
+            if isinstance(event, ToolCall) and event.name in self._body.custom_names:
+                self._custom.add((index, event.index))
+            delta_of = _custom_delta if (index, getattr(event, "index", -1)) in self._custom else _delta
+            yield self._chunk(self._filled(ChatChunkChoice(index=index, delta=delta_of(event))))
         if piece.finish_reason is not None:
             choice = self._filled(ChatChunkChoice(index=index, delta=ChatDelta()))
             choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
@@ -243,6 +255,21 @@ def _delta(event: Event) -> ChatDelta:
         case ToolArguments(index=index, text=text):
             call = chat_types.ToolCallDelta(index=index, function=chat_types.FunctionDelta(arguments=text))
             return ChatDelta(tool_calls=[call])
+
+
+def _custom_delta(event: Event) -> ChatDelta:
+    """Of a call of a custom tool."""
+    match event:
+        case ToolCall(index=index, id=call_id, name=name):
+            custom = chat_types.CustomDelta(name=name, input="")
+            return ChatDelta(
+                content=None,
+                tool_calls=[chat_types.ToolCallDelta(index=index, id=call_id, type="custom", custom=custom)],
+            )
+        case ToolArguments(index=index, text=text):
+            custom = chat_types.CustomDelta(input=text)
+            return ChatDelta(tool_calls=[chat_types.ToolCallDelta(index=index, custom=custom)])
+    return _delta(event)
 
 
 async def _execute(

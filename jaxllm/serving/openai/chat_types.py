@@ -13,10 +13,10 @@ from jaxllm.chat.conversation import MAX_TOOLS, Conversation, Tool, renaming
 from jaxllm.errors import Field as Place
 from jaxllm.requests.sampling import MAX_LOGPROBS
 from jaxllm.serving.generation import GenerationSettings
-from jaxllm.serving.http.request_model import RequestModel, Rule, check_equal, check_rules, refuse
+from jaxllm.serving.http.request_model import CacheOptions, RequestModel, Rule, check_equal, check_rules, refuse
 from jaxllm.serving.openai.answers import ChatLogprobs, PromptLogprobs, Timings, WeightSpan
 from jaxllm.serving.openai.kv_transfer import KVTransferAnswer
-from jaxllm.serving.openai.messages import FIELD_NAMES, Messages, TemplateFields, TextPart, ToolFields
+from jaxllm.serving.openai.messages import FIELD_NAMES, Messages, TemplateFields, TextPart, ToolFields, Verbosity
 from jaxllm.serving.openai.sampling import UNSUPPORTED_SAMPLING, CompletionUsage, GenerationRequest, TokenLimit
 
 MAX_METADATA = 16
@@ -76,8 +76,7 @@ class Prediction(RequestModel):
 
 class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_SAMPLING | {
-        "audio", "function_call", "functions", "mm_processor_kwargs", "suffix", "verbosity",
-        "web_search_options",
+        "audio", "functions", "mm_processor_kwargs", "moderation", "suffix", "web_search_options",
     }  # fmt: skip
     path: ClassVar[str] = "/v1/chat/completions"
     called_here: ClassVar[Mapping[str, str]] = {
@@ -105,6 +104,10 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
     """False leaves the reasoning in the content, with its marks, as SGLang does."""
     stream_reasoning: bool = True
     """False sends the reasoning of a stream in one chunk, once it has ended, as SGLang does."""
+    function_call: Literal["none"] | None = None
+    """Only none: tools and tool_choice are the newer names of functions and function_call."""
+    verbosity: Verbosity | None = None
+    """Given to templates that know a verbosity; others have no such setting."""
     modalities: list[Literal["text"]] | None = None
     """Only text."""
     reasoning_control: bool = False
@@ -124,8 +127,10 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
     """Accepted, without effect: it names a user to OpenAI's abuse detection."""
     prompt_cache_key: str | None = None
     """Accepted, without effect: every prompt is looked up in the prefix cache."""
-    prompt_cache_retention: Literal["in_memory", "in-memory"] | None = None
-    """Prefixes are kept in memory only."""
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    """Accepted, without effect: prefixes stay as long as there is room."""
+    prompt_cache_options: CacheOptions | None = None
+    """Accepted, without effect: prefixes are cached by themselves."""
 
     @model_validator(mode="after")
     def _chat_fields(self) -> ChatRequest:
@@ -153,6 +158,11 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
         return super().thinking_budget if self.max_thinking_tokens is None else self.max_thinking_tokens
 
     @property
+    def custom_names(self) -> set[str]:
+        """Of custom tools."""
+        return {tool.name for tool in self.tools or () if tool.type == "custom"}
+
+    @property
     def logprobs_count(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
@@ -163,7 +173,7 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
             tools=self.callable_tools(injected),
             tool_choice=self.choice(),
             parallel_tool_calls=self.parallel_tool_calls,
-            rendering=self.rendering(special_tokens=self.add_special_tokens),
+            rendering=self.rendering(special_tokens=self.add_special_tokens, verbosity=self.verbosity),
             structured_outputs=self.constraint(),
             separate_reasoning=self.separate_reasoning,
             reasoning_control=self.reasoning_control,
@@ -198,10 +208,18 @@ class CalledFunction(msgspec.Struct):
     arguments: str
 
 
+class CalledCustom(msgspec.Struct):
+    name: str
+    input: str
+
+
 class MadeToolCall(msgspec.Struct, kw_only=True):
+    """A call of a function, or of a custom tool."""
+
     id: str
-    type: Literal["function"] = "function"
-    function: CalledFunction
+    type: Literal["function", "custom"] = "function"
+    function: CalledFunction | UnsetType = UNSET
+    custom: CalledCustom | UnsetType = UNSET
 
 
 class MCPCall(msgspec.Struct, kw_only=True):
@@ -266,13 +284,19 @@ class FunctionDelta(msgspec.Struct, kw_only=True):
     arguments: str
 
 
+class CustomDelta(msgspec.Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    input: str
+
+
 class ToolCallDelta(msgspec.Struct, kw_only=True):
-    """A call's first delta has id, type and name, the others a fragment of the arguments only."""
+    """A call's first delta has id, type and name, the others a fragment of the arguments, or of the input, only."""
 
     index: int
     id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
-    function: FunctionDelta
+    type: Literal["function", "custom"] | UnsetType = UNSET
+    function: FunctionDelta | UnsetType = UNSET
+    custom: CustomDelta | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):
@@ -306,6 +330,7 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     timings: Timings | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET
+    obfuscation: str | UnsetType = UNSET
 
 
 class RenderedPrompt(msgspec.Struct, kw_only=True):

@@ -15,33 +15,51 @@ from jaxllm.chat.constraint import compiled
 from jaxllm.chat.infill import fim_prompt
 from jaxllm.chat.parser import Step
 from jaxllm.chat.prompt import Prompt, fitted, sampling_params, with_completion_markers
+from jaxllm.engine.doors.sequences import prompt_vectors
 from jaxllm.engine.messages import TokenDelta
 from jaxllm.errors import Field as Place
+from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.outputs import PromptScores, WeightVersionSpan
 from jaxllm.requests.sampling import MAX_LOGPROBS
 from jaxllm.serving.call import ClientCall, chunk_stream, open_call
 from jaxllm.serving.generation import Choice, Generation, GenerationSettings, collect_for, note_version
 from jaxllm.serving.http.answers import DONE, ErrorResponse, ignored_fields, json_response, returns
-from jaxllm.serving.http.request_model import are_integers, refuse
+from jaxllm.serving.http.request_model import Rule, are_integers, check_rules, refuse
 from jaxllm.serving.http.route import ChunkWriter, JSONRoute
 from jaxllm.serving.openai import answers, sampling
 from jaxllm.serving.openai.kv_transfer import KVTransferAnswer, kv_transfer_answer
+from jaxllm.serving.openai.prompt_embeds import read_prompt_embeds
 from jaxllm.serving.served_model import ServedModel
 
 DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 1024
 
 
+_RULES = (
+    Rule(
+        lambda body: bool(body.embeds),
+        {
+            "echo": (False,), "prompt_logprobs": (), "truncate_prompt_tokens": (), "use_beam_search": (False,),
+            "kv_transfer_params": (), "return_token_ids": (False,), "suffix": ("",),
+        },
+        "is not available with prompt_embeds",
+    ),
+)  # fmt: skip
+
+
 class CompletionRequest(sampling.GenerationRequest):
-    unsupported: ClassVar[frozenset[str]] = sampling.UNSUPPORTED_SAMPLING
+    unsupported: ClassVar[frozenset[str]] = sampling.UNSUPPORTED_SAMPLING - {"prompt_embeds"}
     path: ClassVar[str] = "/v1/completions"
     called_here: ClassVar[Mapping[str, str]] = {
         "max_output_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "input": "prompt",
         "stop_sequences": "stop", "top_logprobs": "logprobs", "text": "response_format",
     }  # fmt: skip
 
-    prompt: str | list[str] | list[int] | list[list[int]]
-    """One prompt as text or token ids, or a list of either."""
+    prompt: str | list[str] | list[int] | list[list[int]] | None = None
+    """One prompt as text or token ids, or a list of either. Required without prompt_embeds."""
+    prompt_embeds: str | list[str] | None = None
+    """Prompts of vectors, before those of prompt: base64 of float tensors [tokens, hidden size] as torch.save, NumPy or
+    safetensors write them. Needs a server with enable_prompt_embeds."""
     suffix: str | None = None
     """Text that comes after the answer, for models that fill in the middle; "" is as if it were left out."""
     echo: bool = False
@@ -69,6 +87,9 @@ class CompletionRequest(sampling.GenerationRequest):
 
     @model_validator(mode="after")
     def _completion_fields(self) -> CompletionRequest:
+        if self.prompt is None and not self.embeds:
+            raise refuse("prompt is required", "prompt")
+        check_rules(self, _RULES)
         if self.max_tokens == 0 and not self.echo:
             raise refuse("max_tokens is 0; it must be 1 or more, or 0 together with echo", "max_tokens")
         if self.logprob_token_ids and self.logprobs is None:
@@ -76,11 +97,11 @@ class CompletionRequest(sampling.GenerationRequest):
         if self.suffix and (self.echo or not all(isinstance(prompt, str) for prompt in self.prompts)):
             problem = "with echo" if self.echo else "with token ids as the prompt"
             raise refuse(f"suffix is not available {problem}", "suffix")
-        choices = len(self.prompts) * self.num_generated
+        entries = len(self.prompts) + len(self.embeds)
+        choices = entries * self.num_generated
         if choices > MAX_CHOICES:
             raise refuse(
-                f"prompt has {len(self.prompts)} entries with {self.num_generated} choices each; "
-                f"at most {MAX_CHOICES} choices",
+                f"prompt has {entries} entries with {self.num_generated} choices each; at most {MAX_CHOICES} choices",
                 "prompt",
             )
         return self
@@ -95,7 +116,13 @@ class CompletionRequest(sampling.GenerationRequest):
         )
 
     @property
+    def embeds(self) -> list[str]:
+        return [self.prompt_embeds] if isinstance(self.prompt_embeds, str) else self.prompt_embeds or []
+
+    @property
     def prompts(self) -> list[str] | list[list[int]]:
+        if self.prompt is None:
+            return []
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -138,6 +165,7 @@ class Completion(msgspec.Struct, kw_only=True):
     conversation_id: str | UnsetType = UNSET
     resource_id: str | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET
+    obfuscation: str | UnsetType = UNSET
 
 
 router = APIRouter(route_class=JSONRoute, tags=["completions"])
@@ -149,6 +177,10 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     call = await open_call(request, body.model, keep_alive=body.keep_alive, stream=body.stream)
     state, model = call.state, call.model
     model.check_accepting()
+    if body.embeds and not state.config.enable_prompt_embeds:
+        raise InvalidRequestError(
+            "prompt_embeds is set; this server needs --enable-prompt-embeds for it", "prompt_embeds"
+        )
     labels = body.take_labels(request.headers)
     settings = body.generation_settings()
     field = body.constraint_field
@@ -172,6 +204,11 @@ def completion_prompts(model: ServedModel, body: CompletionRequest, settings: Ge
     """Tokenize and check every prompt of a request. Raises InvalidRequestError naming the field."""
     params = sampling_params(model, settings, structured_outputs=body.constraint())
     prompts = []
+    for text in body.embeds:
+        embeds = prompt_vectors({"prompt_embeds": read_prompt_embeds(text)}, model.engine.info)
+        assert embeds is not None, "the prompt has vectors"
+        prompts.append(fitted(model, [0] * embeds.end, params, settings, Place("prompt_embeds")))
+        prompts[-1].embeds = embeds
     for prompt in body.prompts:
         own = params
         if isinstance(prompt, str) and body.suffix:
@@ -294,6 +331,8 @@ class CompletionWriter(ChunkWriter[TokenDelta]):
         chunk = self.completion(list(choices))
         chunk.warnings, self._warnings = self._warnings, UNSET
         chunk.usage = sampling.chunk_usage(self._options, self._generation.usage)
+        if self._options.include_obfuscation:
+            chunk.obfuscation = sampling.obfuscation(choices)
         return chunk
 
     def _prompt(self, index: int) -> Prompt:

@@ -8,11 +8,22 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from jaxllm.chat import conversation
-from jaxllm.chat.conversation import MAX_TOOLS, TOOL_NAME, Call, NamedTool, Rendering, Tool, parse_arguments
+from jaxllm.chat.conversation import (
+    MAX_TOOLS,
+    TOOL_NAME,
+    Call,
+    NamedTool,
+    Rendering,
+    Tool,
+    custom_tool,
+    history_arguments,
+)
+from jaxllm.chat.custom import INPUT, TextInput
 from jaxllm.errors import Field as Place
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.sampling import INT32_MAX
 from jaxllm.serving.http.request_model import Cacheable, RequestModel, refuse, refusing
+from jaxllm.serving.openai.structured import GrammarDefinition, TextFormat
 from jaxllm.wording import shown
 
 
@@ -37,25 +48,86 @@ class ChatTool(Cacheable):
     function: FunctionDefinition
     """The function."""
 
+    @property
+    def name(self) -> str:
+        return self.function.name
 
-class FunctionName(RequestModel):
+    def tool(self, *place: str | int) -> Tool:
+        return self.function.tool(*place, "function")
+
+
+class GrammarFormat(RequestModel):
+    """Texts that a grammar allows."""
+
+    type: Literal["grammar"]
+    grammar: GrammarDefinition
+    """The grammar."""
+
+
+class CustomDefinition(RequestModel):
+    name: str = Field(pattern=TOOL_NAME)
+    """The model's name for the tool."""
+    description: str | None = None
+    """Tells the model what the tool is for."""
+    format: Annotated[TextFormat | GrammarFormat, Field(discriminator="type")] | None = None
+    """Any text, the default, or those that a grammar allows."""
+
+
+class ChatCustomTool(Cacheable):
+    """A tool that takes a text instead of arguments."""
+
+    type: Literal["custom"]
+    custom: CustomDefinition
+    """The tool."""
+
+    @property
+    def name(self) -> str:
+        return self.custom.name
+
+    def tool(self, *place: str | int) -> Tool:
+        asked = self.custom.format
+        text_input = asked.grammar.text_input() if isinstance(asked, GrammarFormat) else TextInput()
+        field = Place(*place, "custom", "format", "grammar", "definition")
+        return custom_tool(self.custom.name, self.custom.description, text_input, field)
+
+
+class ToolName(RequestModel):
     name: str
-    """Of a function in tools."""
+    """Of one in tools."""
 
 
 class NamedToolChoice(RequestModel):
     """Call this function."""
 
     type: Literal["function"]
-    function: FunctionName
+    function: ToolName
     """The function to call."""
+
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+
+class NamedCustomChoice(RequestModel):
+    """Call this custom tool."""
+
+    type: Literal["custom"]
+    custom: ToolName
+    """The tool to call."""
+
+    @property
+    def name(self) -> str:
+        return self.custom.name
+
+
+_Named = Annotated[NamedToolChoice | NamedCustomChoice, Field(discriminator="type")]
 
 
 class AllowedTools(RequestModel):
     mode: Literal["auto", "required"]
     """auto lets the model decide, required makes it call one."""
-    tools: list[NamedToolChoice] = Field(min_length=1)
-    """Functions of tools, by name."""
+    tools: list[_Named] = Field(min_length=1)
+    """Some of tools, by name."""
 
 
 class AllowedToolsChoice(RequestModel):
@@ -67,23 +139,26 @@ class AllowedToolsChoice(RequestModel):
 
 
 ChatToolChoice = (
-    Literal["none", "auto", "required"] | Annotated[NamedToolChoice | AllowedToolsChoice, Field(discriminator="type")]
+    Literal["none", "auto", "required"]
+    | Annotated[NamedToolChoice | NamedCustomChoice | AllowedToolsChoice, Field(discriminator="type")]
 )
 
 
 class ToolFields(RequestModel):
     """The fields of a request that let the model call functions."""
 
-    tools: list[ChatTool] | None = Field(default=None, max_length=MAX_TOOLS)
-    """Functions the model may call."""
+    tools: list[Annotated[ChatTool | ChatCustomTool, Field(discriminator="type")]] | None = Field(
+        default=None, max_length=MAX_TOOLS
+    )
+    """Functions and custom tools that the model may call."""
     tool_choice: ChatToolChoice | None = None
-    """none, auto (the default with tools), required, a function by name, or allowed_tools."""
+    """none, auto (the default with tools), required, a tool by name, or allowed_tools."""
     parallel_tool_calls: bool = True
     """false: one call an answer at most."""
 
     @model_validator(mode="after")
     def _choice_among_tools(self) -> ToolFields:
-        names = [tool.function.name for tool in self.tools or ()]
+        names = [tool.name for tool in self.tools or ()]
         repeated = next((name for name in names if names.count(name) > 1), None)
         if repeated is not None:
             raise refuse(f"tools has two functions named {shown(repeated)}", "tools")
@@ -101,7 +176,7 @@ class ToolFields(RequestModel):
             return []
         tools = list(injected)
         if self.tools is not None:
-            tools = [tool.function.tool("tools", at, "function") for at, tool in enumerate(self.tools)]
+            tools = [tool.tool("tools", at) for at, tool in enumerate(self.tools)]
         self._check_choice([tool.name for tool in tools])
         chosen = self._chosen_names() if isinstance(self.tool_choice, AllowedToolsChoice) else None
         return tools if chosen is None else [tool for tool in tools if tool.name in chosen]
@@ -121,8 +196,8 @@ class ToolFields(RequestModel):
     def choice(self) -> conversation.ToolChoice:
         """The choice; it matters only where there are tools to call."""
         match self.tool_choice:
-            case NamedToolChoice(function=function):
-                return NamedTool(function.name)
+            case NamedToolChoice(name=name) | NamedCustomChoice(name=name):
+                return NamedTool(name)
             case AllowedToolsChoice(allowed_tools=allowed):
                 return allowed.mode
             case "required":
@@ -132,10 +207,10 @@ class ToolFields(RequestModel):
 
     def _chosen_names(self) -> list[str]:
         match self.tool_choice:
-            case NamedToolChoice(function=function):
-                return [function.name]
+            case NamedToolChoice(name=name) | NamedCustomChoice(name=name):
+                return [name]
             case AllowedToolsChoice(allowed_tools=allowed):
-                return [choice.function.name for choice in allowed.tools]
+                return [choice.name for choice in allowed.tools]
             case _:
                 return []
 
@@ -144,7 +219,7 @@ class FunctionCall(RequestModel):
     name: str
     """Of the function."""
     arguments: str
-    """JSON text of an object."""
+    """JSON text of an object, or its beginning, where an answer ended before its end."""
     parsed_arguments: Any = None
     """Accepted, without effect: what the openai package has read the arguments as."""
 
@@ -152,23 +227,45 @@ class FunctionCall(RequestModel):
     @classmethod
     def _json_object(cls, value: str) -> str:
         with refusing():
-            parse_arguments(value, Place("arguments"))
+            history_arguments(value, Place("arguments"))
         return value or "{}"
 
 
+class CustomCall(RequestModel):
+    name: str
+    """Of the custom tool."""
+    input: str
+    """The text that it was given."""
+
+
 class HistoryToolCall(RequestModel):
-    """A call that the assistant made earlier."""
+    """A call that the assistant made earlier. One that an answer's end has cut needs no tool message."""
 
     id: str = Field(min_length=1)
     """The name that a tool message has for it."""
-    type: Literal["function"] = "function"
-    function: FunctionCall
+    type: Literal["function", "custom"] = "function"
+    """Which of the two was called."""
+    function: FunctionCall | None = None
     """The function that was called."""
+    custom: CustomCall | None = None
+    """The custom tool that was called."""
     index: int | None = None
     """Accepted, without effect: stream chunks number their calls with it."""
 
+    @model_validator(mode="after")
+    def _as_its_type(self) -> HistoryToolCall:
+        for name in ("function", "custom"):
+            if (name == self.type) != (getattr(self, name) is not None):
+                problem = "is required" if name == self.type else f"does not belong to a call of type {self.type!r}"
+                raise refuse(f"{name} {problem}", name)
+        return self
+
     def call(self) -> Call:
-        return Call(self.id, self.function.name, parse_arguments(self.function.arguments, Place("arguments")))
+        if self.custom is not None:
+            return Call(self.id, self.custom.name, {INPUT: self.custom.input})
+        assert self.function is not None
+        arguments, is_cut = history_arguments(self.function.arguments, Place("arguments"))
+        return Call(self.id, self.function.name, arguments, is_cut)
 
 
 class TextPart(Cacheable):
@@ -254,6 +351,9 @@ def _bounded(messages: Any) -> Any:
 Messages = Annotated[list[ChatMessageParam], BeforeValidator(_bounded), Field(min_length=1)]
 
 
+Verbosity = Literal["low", "medium", "high"]
+
+
 class Thinking(RequestModel):
     unsupported: ClassVar[frozenset[str]] = frozenset({"display"})
 
@@ -297,12 +397,13 @@ class TemplateFields(RequestModel):
         """Tokens of reasoning that the template is told of."""
         return self.thinking.budget_tokens if isinstance(self.thinking, Thinking) else None
 
-    def rendering(self, *, special_tokens: bool = False) -> Rendering:
+    def rendering(self, *, special_tokens: bool = False, verbosity: str | None = None) -> Rendering:
         opens = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
         thinks = self.thinking.type != "disabled" if isinstance(self.thinking, Thinking) else self.thinking
         return Rendering(
             chat_template=self.chat_template,
             variables=conversation.thinking_variables(thinks, self.reasoning_effort, self.thinking_budget)
+            | ({} if verbosity is None else {"verbosity": verbosity})
             | (self.chat_template_kwargs or {}),
             documents=self.documents,
             opens_answer=opens,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
+from jaxllm.chat.events import random_id
 from jaxllm.config.server import ServerConfig
 from jaxllm.config.values import LogprobsMode
 from jaxllm.engine.doors.beams import MAX_BEAM_WIDTH, BeamSearchParams
@@ -63,6 +65,17 @@ def _token_ids(value: Any) -> Any:
     return {int(key): bias for key, bias in value.items()}
 
 
+class RepetitionDetection(RequestModel):
+    """What counts as a repetition, by vLLM's names."""
+
+    max_pattern_size: Annotated[int, Field(ge=0, le=limits.MAX_PATTERN_SIZE)] = 0
+    """The most tokens that are looked for again and again; 0 looks for none."""
+    min_pattern_size: Annotated[int, Field(ge=0, le=limits.MAX_PATTERN_SIZE)] = 0
+    """The fewest; 0 is as 1."""
+    min_count: Annotated[int, Field(ge=0, le=limits.INT32_MAX)] = 0
+    """How often they must stand at the end, one after another: at least 2."""
+
+
 class SamplingFields(ScheduledFields):
     """How tokens are chosen, and until when; ranges are those of SamplingParams."""
 
@@ -84,8 +97,34 @@ class SamplingFields(ScheduledFields):
     """Choose among this many likeliest tokens; 0 or -1 among all."""
     min_p: float | None = None
     """Choose among tokens with at least this fraction of the likeliest one's probability, from 0 to 1."""
+    dry_multiplier: float | None = None
+    """DRY: dry_multiplier * dry_base ** (n - dry_allowed_length) is taken off the logit of a token that would make a
+    repeat of n tokens longer, if n is at least dry_allowed_length. From 0 (off, the default) to 100."""
+    dry_base: float | None = None
+    """From 1 to 100; 1.75 by default."""
+    dry_allowed_length: int | None = None
+    """The shortest repeat that is made dearer, 2 by default."""
+    dry_penalty_last_n: int | None = None
+    """The number of the last tokens that DRY looks at: -1 all, the default, and 0 none."""
+    dry_sequence_breakers: Annotated[list[str] | None, _at_most(limits.MAX_BREAKERS)] = None
+    """Texts that end a repeat: tokens in which one stands, or the last that spells it. By default a new line, ":",
+    "\"" and "*"."""
+    top_n_sigma: float | None = None
+    """Choose among tokens within this many standard deviations of the greatest logit; 0 or -1 among all."""
+    typical_p: float | None = None
+    """Locally typical sampling: choose among tokens whose information is nearest to what is expected, which together
+    have this probability, from 0 to 1."""
+    xtc_probability: float | None = None
+    """XTC: how often the likeliest tokens are excluded but for the last of them, from 0 (the default) to 1."""
+    xtc_threshold: float | None = None
+    """The probability from which on XTC excludes a token, from 0 to 1; 0.1 by default, and from 0.5 on none is."""
     repetition_penalty: float | None = None
     """Above 1 makes tokens of prompt and answer less likely, below 1 more; 1 is off."""
+    stop_regex: Annotated[str | list[str] | None, _at_most(limits.MAX_STOP_REGEXES)] = None
+    """A regular expression that ends generation as stop does, or a list of up to 4: at the first character with which
+    it has matched. The syntax is that of regex; a match may have 256 characters."""
+    repetition_detection: RepetitionDetection | None = None
+    """End an answer whose last tokens are the same ones again and again, with finish_reason "repetition"."""
     stop_token_ids: Annotated[list[int] | None, _at_most(limits.MAX_STOP_TOKEN_IDS)] = None
     """Tokens that end generation; their text is left out."""
     include_stop_str_in_output: bool | None = None
@@ -114,6 +153,8 @@ class SamplingFields(ScheduledFields):
 
     def sampling(self) -> dict[str, Any]:
         asked = {name: getattr(self, name, None) for name in _SAMPLING_FIELDS}
+        if self.repetition_detection is not None:
+            asked["repetition_detection"] = self.repetition_detection.model_dump()
         return {name: value for name, value in asked.items() if value is not None}
 
 
@@ -131,11 +172,22 @@ def adapter_scales(given: Sequence[AdapterScale]) -> dict[int, float]:
     return {one.id: one.scale for one in given}
 
 
+PADDED_TO = 32
+"""Bytes: with its padding, what a chunk of a stream says is a multiple of this long."""
+
+
+def obfuscation(said: Any) -> str:
+    """Padding for a chunk, so that its length does not tell which tokens are in it."""
+    return random_id(string.ascii_letters + string.digits, PADDED_TO - len(msgspec.json.encode(said)) % PADDED_TO)
+
+
 class StreamOptions(RequestModel):
     include_usage: bool = False
     """Send a last chunk with the usage and no choices."""
     continuous_usage_stats: bool = False
     """Send the usage so far with every chunk."""
+    include_obfuscation: bool = False
+    """Pad deltas with random characters, so that the length of what is sent tells less of the text."""
 
 
 _RULES = (
@@ -166,6 +218,8 @@ _RULES = (
             "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},), "allowed_token_ids": (),
             "bad_words": ([],), "logprob_token_ids": (), "stop": ([],), "stop_token_ids": ([],), "min_tokens": (0,),
             "include_stop_str_in_output": (False,), "no_stop_trim": (False,), "max_thinking_tokens": (),
+            "dry_multiplier": (0,), "top_n_sigma": (-1, 0), "typical_p": (1,), "xtc_probability": (0,),
+            "stop_regex": ([],), "repetition_detection": (RepetitionDetection(),),
             "prompt_logprob_token_ids": ([],), "logprobs_mode": ("raw_logprobs",),
             "skip_reading_prefix_cache": (False,),
         },
@@ -343,15 +397,18 @@ _SAMPLING_FIELDS = (
     "frequency_penalty", "presence_penalty", "logit_bias", "seed", "stop", "temperature", "top_p", "top_k", "min_p",
     "repetition_penalty", "repeat_last_n", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens",
     "allowed_token_ids", "bad_words", "skip_special_tokens", "logprob_token_ids", "logprobs_mode",
-    "prompt_logprob_token_ids", "skip_reading_prefix_cache", "max_thinking_tokens",
+    "prompt_logprob_token_ids", "skip_reading_prefix_cache", "max_thinking_tokens", "dry_multiplier", "dry_base",
+    "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "top_n_sigma", "typical_p", "xtc_probability",
+    "xtc_threshold", "stop_regex",
 )  # fmt: skip
 
 
 def stream_options(asked: StreamOptions | None, config: ServerConfig) -> StreamOptions:
     """The options that were asked for, or all of them where the server always sends the usage."""
+    options = asked or StreamOptions()
     if config.enable_force_include_usage:
-        return StreamOptions(include_usage=True, continuous_usage_stats=True)
-    return asked or StreamOptions()
+        return options.model_copy(update={"include_usage": True, "continuous_usage_stats": True})
+    return options
 
 
 def chunk_usage(options: StreamOptions, usage: Callable[[], Usage]) -> CompletionUsage | msgspec.UnsetType | None:

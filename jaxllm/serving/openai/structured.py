@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from jaxllm.chat.custom import TextInput
 from jaxllm.requests.structured_outputs import StructuredOutputs
 from jaxllm.serving.http.request_model import RequestModel, refuse, refusing
 
@@ -18,6 +19,18 @@ Schema = dict[str, Any] | bool | str
 
 class TextFormat(RequestModel):
     type: Literal["text"]
+
+
+class GrammarDefinition(RequestModel):
+    """A grammar of the texts that a custom tool takes."""
+
+    syntax: Literal["lark", "regex"]
+    """lark, in llguidance's dialect, or a regular expression, which matches the whole text."""
+    definition: str = Field(min_length=1)
+    """The grammar. The model is told of it, and held to it as to the schema of a strict function."""
+
+    def text_input(self) -> TextInput:
+        return TextInput(self.syntax, self.definition)
 
 
 class JSONObjectFormat(RequestModel):

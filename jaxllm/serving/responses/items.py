@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from jaxllm.serving.http.request_model import RequestModel, refuse
+from jaxllm.serving.http.request_model import CacheBreakpoint, RequestModel, Unread, refuse
 from jaxllm.serving.openai.messages import FunctionCall
 from jaxllm.wording import shown
 
@@ -16,9 +16,30 @@ Item = dict[str, Any]
 
 ID_PREFIXES = {
     "message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs",
+    "custom_tool_call": "ctc", "custom_tool_call_output": "ctco", "compaction": "cmp", "compaction_summary": "cmp",
     "mcp_list_tools": "mcpl", "mcp_call": "mcp", "mcp_approval_request": "mcpr", "mcp_approval_response": "mcpa",
+    "local_shell_call": "lsh", "shell_call": "sh", "apply_patch_call": "apc", "tool_search_call": "tsc",
+    "local_shell_call_output": "lsho", "shell_call_output": "sho", "apply_patch_call_output": "apco",
+    "tool_search_output": "tso", "web_search_call": "ws", "file_search_call": "fs", "code_interpreter_call": "ci",
+    "image_generation_call": "ig",
 }  # fmt: skip
+HOSTED_CALLS = {
+    "local_shell_call": "action", "shell_call": "action", "apply_patch_call": "operation",
+    "tool_search_call": "arguments",
+}  # fmt: skip
+"""Calls of others' tools that a client has run, and what they say of the call; their outputs are items of their own."""
+HOSTED_OUTPUTS = {
+    "local_shell_call_output": "output", "shell_call_output": "output", "apply_patch_call_output": "output",
+    "tool_search_output": "tools",
+}  # fmt: skip
+CALLS = {"function_call", "custom_tool_call", *HOSTED_CALLS}
+"""Calls with a call_id, which an output answers."""
+OUTPUTS = {"function_call_output", "custom_tool_call_output", *HOSTED_OUTPUTS}
+UNSHOWN = {"web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"}
+"""What others' servers did by themselves, which the model is not shown."""
 
+CLEAR = "jaxllm:"
+"""What content begins with that stands where OpenAI has encrypted one."""
 MAX_ID = 128
 MAX_ITEMS = 10_000
 
@@ -33,11 +54,11 @@ def new_id(prefix: str) -> str:
 
 
 class InputText(RequestModel):
-    unsupported: ClassVar[frozenset[str]] = frozenset({"prompt_cache_breakpoint"})
-
     type: Literal["input_text"]
     text: str
     """The words of the user, or the result of a function."""
+    prompt_cache_breakpoint: CacheBreakpoint | None = Field(default=None, exclude=True)
+    """Accepted, without effect: prefixes are cached by themselves."""
 
 
 class OutputTextPart(RequestModel):
@@ -105,13 +126,15 @@ class InputItem(RequestModel):
 
 
 class MessageItem(InputItem):
-    unsupported: ClassVar[frozenset[str]] = frozenset({"phase"})
+    not_kept: ClassVar[frozenset[str]] = frozenset({"phase"})
 
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
     """developer is the same as system."""
     content: str | list[ContentPart]
     """Text, or a list of parts."""
+    phase: Literal["commentary", "final_answer"] | None = None
+    """Accepted, without effect: models here have no such phases."""
     status: ItemStatus | None = None
     """Sent back as it came."""
 
@@ -141,26 +164,93 @@ def _output_text(part: dict[str, Any]) -> dict[str, Any]:
 class FunctionCallItem(FunctionCall, InputItem):
     """A call that the model made earlier."""
 
-    unsupported: ClassVar[frozenset[str]] = frozenset({"async", "async_", "caller", "namespace"})
+    unsupported: ClassVar[frozenset[str]] = frozenset({"async", "async_", "caller"})
     not_kept: ClassVar[frozenset[str]] = frozenset({"parsed_arguments"})
 
     type: Literal["function_call"]
     call_id: str = Field(min_length=1)
     """The name that its output has for it."""
+    namespace: str | None = None
+    """Of the function, where it is one of a namespace's."""
     status: ItemStatus | None = None
     """Sent back as it came."""
 
+    def item(self) -> Item:
+        return _without_none(super().item(), "namespace")
+
+
+def _without_none(kept: Item, *names: str) -> Item:
+    return {name: value for name, value in kept.items() if value is not None or name not in names}
+
+
+class CustomToolCallItem(InputItem):
+    """A call of a custom tool that the model made earlier."""
+
+    unsupported: ClassVar[frozenset[str]] = frozenset({"async", "async_", "caller", "created_by"})
+
+    type: Literal["custom_tool_call"]
+    call_id: str = Field(min_length=1)
+    """The name that its output has for it."""
+    name: str
+    """Of the tool."""
+    input: str
+    """The text that it was given."""
+    namespace: str | None = None
+    """Of the tool, where it is one of a namespace's."""
+    status: ItemStatus | None = None
+    """Sent back as it came."""
+
+    def item(self) -> Item:
+        return _without_none(super().item(), "namespace")
+
+
+class HostedItem(InputItem, Unread):
+    """What became of a tool that this server does not have. The model is shown calls that a client has run, with their
+    outputs; others' searches and images are not shown."""
+
+    type: Literal[
+        "local_shell_call", "shell_call", "apply_patch_call", "tool_search_call", "local_shell_call_output",
+        "shell_call_output", "apply_patch_call_output", "tool_search_output", "web_search_call", "file_search_call",
+        "code_interpreter_call", "image_generation_call",
+    ]  # fmt: skip
+    """Beside it a call's action, operation or arguments are read, and an output's output or tools."""
+    call_id: str | None = None
+    """The name that its output has for it, or of the call that it answers; by default the id."""
+    status: str | None = None
+    """Sent back as it came."""
+
+    def item(self) -> Item:
+        kept = super().item()
+        if kept["type"] in UNSHOWN:
+            return _without_none(kept, "call_id")
+        return kept | {"call_id": kept["call_id"] or kept["id"]}
+
+
+class CompactionItem(InputItem):
+    """What /v1/responses/compact made of a conversation. It stands for all before it but users' words."""
+
+    type: Literal["compaction", "compaction_summary"]
+    """compaction_summary is the same, as older clients call it."""
+    encrypted_content: str
+    """The summary, in the clear."""
+
 
 class FunctionCallOutputItem(InputItem):
-    """The result of a function."""
+    """The result of a function, or of a custom tool."""
 
-    unsupported: ClassVar[frozenset[str]] = frozenset({"caller", "name", "namespace"})
+    unsupported: ClassVar[frozenset[str]] = frozenset({"caller"})
+    not_kept: ClassVar[frozenset[str]] = frozenset({"name", "namespace"})
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    """Of the call that it answers."""
     call_id: str = Field(min_length=1)
     """Of the call that it answers."""
     output: str | list[OutputPart]
     """Text, or a list of parts."""
+    name: str | None = None
+    """Accepted, without effect: the call has it."""
+    namespace: str | None = None
+    """Accepted, without effect: the call has it."""
     status: ItemStatus | None = None
     """Sent back as it came."""
 
@@ -176,21 +266,24 @@ class ReasoningItem(InputItem):
     content: list[ReasoningTextPart] | None = None
     """Its text otherwise."""
     encrypted_content: str | None = None
-    """Refused unless the text is there too: this server encrypts nothing and cannot read what others encrypted."""
+    """Its text once more, as a response has it if include asked for it. Another server's is refused unless the text is
+    there too: this one cannot read what others encrypted."""
     status: ItemStatus | None = None
     """Sent back as it came."""
 
     @model_validator(mode="after")
     def _readable(self) -> ReasoningItem:
-        if self.encrypted_content is not None and not (self.content or self.summary):
+        sent = self.encrypted_content
+        if sent is not None and not (self.content or self.summary or sent.startswith(CLEAR)):
             raise refuse("encrypted_content cannot be read by this server; send content", "encrypted_content")
         return self
 
     def item(self) -> Item:
         kept = super().item()
-        if self.content is None:
-            del kept["content"]
-        return kept
+        if self.encrypted_content is not None and not (self.content or self.summary):
+            text = self.encrypted_content.removeprefix(CLEAR)
+            kept["content"] = [{"type": "reasoning_text", "text": text}]
+        return _without_none(kept, "content")
 
 
 class ListedToolItem(RequestModel):
@@ -281,8 +374,8 @@ def _with_type(value: Any) -> Any:
 
 
 _New = (
-    MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem | McpListToolsItem | McpCallItem
-    | McpApprovalRequestItem | McpApprovalResponseItem
+    MessageItem | FunctionCallItem | FunctionCallOutputItem | CustomToolCallItem | ReasoningItem | CompactionItem
+    | HostedItem | McpListToolsItem | McpCallItem | McpApprovalRequestItem | McpApprovalResponseItem
 )  # fmt: skip
 
 NewItem = Annotated[_New, Field(discriminator="type"), one_of(*ID_PREFIXES), BeforeValidator(_with_type)]

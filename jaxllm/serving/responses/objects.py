@@ -43,6 +43,8 @@ class OutputReasoning(msgspec.Struct, kw_only=True, tag_field="type", tag="reaso
     status: ItemStatus
     summary: list[SummaryText]
     content: list[ReasoningText]
+    encrypted_content: str | UnsetType = UNSET
+    """The text, in the clear, where the request asked for it."""
 
 
 class OutputFunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
@@ -51,6 +53,16 @@ class OutputFunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="fu
     call_id: str
     name: str
     arguments: str
+    namespace: str | UnsetType = UNSET
+
+
+class OutputCustomToolCall(msgspec.Struct, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    input: str
+    namespace: str | UnsetType = UNSET
 
 
 class ListedTool(msgspec.Struct, kw_only=True):
@@ -92,7 +104,13 @@ class OutputMcpApprovalRequest(msgspec.Struct, kw_only=True, tag_field="type", t
 
 
 OutputItem = (
-    OutputMessage | OutputReasoning | OutputFunctionCall | OutputMcpListTools | OutputMcpCall | OutputMcpApprovalRequest
+    OutputMessage
+    | OutputReasoning
+    | OutputFunctionCall
+    | OutputCustomToolCall
+    | OutputMcpListTools
+    | OutputMcpCall
+    | OutputMcpApprovalRequest
 )
 
 
@@ -185,6 +203,16 @@ class DeletedResponse(msgspec.Struct):
     deleted: bool = True
 
 
+class CompactedResponse(msgspec.Struct, kw_only=True):
+    """A conversation to go on with: what users said, and one item for the rest."""
+
+    id: str
+    object: Literal["response.compaction"] = "response.compaction"
+    created_at: int
+    output: list[ListedItem]
+    usage: ResponseUsage
+
+
 class InputTokens(msgspec.Struct):
     input_tokens: int
     object: Literal["response.input_tokens"] = "response.input_tokens"
@@ -194,17 +222,19 @@ class ListedItem(msgspec.Struct, kw_only=True):
     """An item of any kind, with the fields of that kind."""
 
     id: str
-    type: Literal[
-        "message", "reasoning", "function_call", "function_call_output", "mcp_list_tools", "mcp_call",
-        "mcp_approval_request", "mcp_approval_response",
-    ]  # fmt: skip
-    status: CallStatus | UnsetType = UNSET
+    type: str
+    status: str | UnsetType | None = UNSET
     role: Literal["user", "system", "developer", "assistant"] | UnsetType = UNSET
     content: list[dict[str, Any]] | UnsetType = UNSET
     summary: list[dict[str, Any]] | UnsetType = UNSET
     call_id: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
-    arguments: str | UnsetType = UNSET
+    namespace: str | UnsetType = UNSET
+    arguments: str | dict[str, Any] | UnsetType = UNSET
+    input: str | UnsetType = UNSET
+    action: dict[str, Any] | UnsetType = UNSET
+    operation: dict[str, Any] | UnsetType = UNSET
+    encrypted_content: str | UnsetType = UNSET
     output: str | list[dict[str, Any]] | UnsetType | None = UNSET
     server_label: str | UnsetType = UNSET
     tools: list[dict[str, Any]] | UnsetType = UNSET
@@ -253,7 +283,8 @@ _IN_CONTENT = (*_IN_ITEM, ("content_index", int, 0))
 _IN_SUMMARY = (*_IN_ITEM, ("summary_index", int, 0))
 _PART, _SUMMARY_PART = ("part", OutputText | ReasoningText), ("part", SummaryText)
 _DELTA, _TEXT, _LOGPROBS = ("delta", str), ("text", str), ("logprobs", list[ChatTokenLogprob])
-_NAME, _ARGUMENTS = ("name", str), ("arguments", str)
+_PADDING = ("obfuscation", str | UnsetType, UNSET)
+_NAME, _ARGUMENTS, _INPUT = ("name", str), ("arguments", str), ("input", str)
 
 _EVENTS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("response.created", "Created", _RESPONSE),
@@ -276,6 +307,8 @@ _EVENTS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("response.reasoning_summary_text.done", "SummaryDone", (*_IN_SUMMARY, _TEXT)),
     ("response.function_call_arguments.delta", "ArgumentsDelta", (*_IN_ITEM, _DELTA)),
     ("response.function_call_arguments.done", "ArgumentsDone", (*_IN_ITEM, _NAME, _ARGUMENTS)),
+    ("response.custom_tool_call_input.delta", "InputDelta", (*_IN_ITEM, _DELTA)),
+    ("response.custom_tool_call_input.done", "InputDone", (*_IN_ITEM, _INPUT)),
     ("response.mcp_list_tools.in_progress", "McpListToolsInProgress", _IN_ITEM),
     ("response.mcp_list_tools.completed", "McpListToolsCompleted", _IN_ITEM),
     ("response.mcp_list_tools.failed", "McpListToolsFailed", _IN_ITEM),
@@ -289,7 +322,9 @@ _EVENTS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
 """The name of each event, that of its schema, and its fields after the number."""
 
 EVENTS: dict[str, Any] = {
-    name: msgspec.defstruct(schema, fields, bases=(ResponseEvent,), kw_only=True, tag=name)
+    name: msgspec.defstruct(
+        schema, (*fields, _PADDING) if _DELTA in fields else fields, bases=(ResponseEvent,), kw_only=True, tag=name
+    )
     for name, schema, fields in _EVENTS
 }
 """The events by their names."""

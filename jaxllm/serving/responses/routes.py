@@ -10,13 +10,13 @@ from fastapi import Response as HTTPResponse
 
 from jaxllm.serving.access.keys import tenant_of
 from jaxllm.serving.call import open_call
-from jaxllm.serving.http.answers import json_response, returns
+from jaxllm.serving.http.answers import json_response, left_out, returns
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.route import EventStream, JSONRoute, until_disconnect
 from jaxllm.serving.responses import objects
 from jaxllm.serving.responses import request as bodies
 from jaxllm.serving.responses.items import Item
-from jaxllm.serving.responses.service import Responses
+from jaxllm.serving.responses.service import Responses, compacted
 from jaxllm.serving.state import ServerState
 
 router = APIRouter(route_class=JSONRoute, tags=["responses"])
@@ -40,17 +40,18 @@ async def create_response(body: bodies.ResponseRequest, request: Request) -> HTT
     call = await open_call(request, body.model, keep_alive=body.keep_alive, stream=body.stream)
     keep_alive = call.state.config.sse_keep_alive
     run = await responses.prepare(body, call)
+    headers = left_out(body.left_out)
     if body.background:
         begun = await responses.background.start(run)
         if body.stream:
-            return EventStream(run.response.id, begun.follow(-1, keep_alive))
-        return json_response(run.response, request_id=run.response.id)
+            return EventStream(run.response.id, begun.follow(-1, keep_alive), headers=headers)
+        return json_response(run.response, request_id=run.response.id, headers=headers)
     if body.stream:
         await call.enter(run)
-        return EventStream(run.response.id, run.events(keep_alive))
+        return EventStream(run.response.id, run.events(keep_alive), headers=headers)
     async with run:
         response = await until_disconnect(request.receive, run.to_end())
-    return json_response(response, request_id=response.id)
+    return json_response(response, request_id=response.id, headers=headers)
 
 
 @router.post("/responses/input_tokens", responses=returns(objects.InputTokens))
@@ -58,6 +59,15 @@ async def count_input_tokens(body: bodies.InputTokensRequest, request: Request) 
     """The number of tokens that the prompt of a response would have."""
     call = await open_call(request, body.model)
     return json_response(objects.InputTokens(await _responses(request).count_tokens(body, call)))
+
+
+@router.post("/responses/compact", responses=returns(objects.CompactedResponse))
+async def compact_response(body: bodies.CompactRequest, request: Request) -> HTTPResponse:
+    """A conversation made short: what users said, and an item that has the model's summary of all of it."""
+    call = await open_call(request, body.model)
+    async with await _responses(request).compact(body, call) as run:
+        await until_disconnect(request.receive, run.to_end())
+    return json_response(compacted(run), request_id=run.response.id)
 
 
 @router.get("/responses/{response_id}", responses=returns(objects.Response, events=objects.EVENTS.values()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 
 import msgspec
@@ -52,7 +52,15 @@ class Replies:
         if output:
             most = None if settings.max_tokens is None else settings.max_tokens - num_generated
             sampling = {name: value for name, value in settings.sampling.items() if name != "min_tokens"}
-            settings = replace(settings, sampling=sampling, max_tokens=most, cut_to_context=True)
+            settings = replace(settings, sampling=sampling, max_tokens=most)
+        elif self.body.truncation == "auto":
+            most = self.call.model.engine.info.max_model_len // 2
+            roomy = replace(settings, room=min(settings.max_tokens or 1, most))
+            with suppress(ContextLengthError):
+                return await self._fitting(context, offer, roomy)
+        return await self._fitting(context, offer, settings)
+
+    async def _fitting(self, context: Sequence[Item], offer: Offer, settings: GenerationSettings) -> Reply:
         try:
             return await self._reply(context, offer, settings)
         except ContextLengthError as error:

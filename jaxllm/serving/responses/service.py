@@ -18,12 +18,20 @@ from jaxllm.serving.call import ClientCall
 from jaxllm.serving.http.answers import ignored_fields
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.mcp import injected_tools
-from jaxllm.serving.responses.items import Item, ItemReference, MessageItem, new_id
-from jaxllm.serving.responses.objects import STOPPED, ConversationReference, Response
-from jaxllm.serving.responses.request import FunctionTool, McpTool, PromptFields, ReasoningConfig, ResponseRequest
+from jaxllm.serving.responses.items import CLEAR, Item, ItemReference, MessageItem, new_id
+from jaxllm.serving.responses.objects import (
+    STOPPED,
+    CompactedResponse,
+    ConversationReference,
+    OutputMessage,
+    Response,
+    listed,
+)
+from jaxllm.serving.responses.request import CompactRequest, PromptFields, ReasoningConfig, ResponseRequest
 from jaxllm.serving.responses.run import Replies, ResponseRun
 from jaxllm.serving.responses.stores import LEASE_SECONDS, ConversationStore, ResponseStore
 from jaxllm.serving.responses.toolbox import Toolbox, approved_calls, check_choice, make_offer
+from jaxllm.serving.responses.tools import FunctionTool, McpTool
 from jaxllm.serving.responses.translate import Translation
 from jaxllm.serving.responses.writer import EventWriter
 from jaxllm.serving.served_model import ServedModel, stopped
@@ -31,6 +39,13 @@ from jaxllm.serving.state import ServerState
 from jaxllm.serving.store.database import Database
 
 logger = logging.getLogger(__name__)
+
+COMPACT = (
+    "Write a summary of this conversation for whoever goes on with it: what was asked for, done and found, the files "
+    "and names that matter, what is left to do. Write nothing else."
+)
+COMPACT_TOKENS = 2048
+"""The most that a summary has."""
 
 STOPPING_SECONDS = 3.0
 """The time that aborted runs get to be stored when the server stops."""
@@ -180,6 +195,22 @@ class Responses:
             rendered = await self._state.prepare(render, model, translation.conversation())
         return len(rendered.token_ids)
 
+    async def compact(self, body: CompactRequest, call: ClientCall) -> ResponseRun:
+        """A run that has yet to be entered, whose text is a summary of the context. Raises as `prepare`."""
+        context, _ = await self._context(body, call.tenant.name)
+        asked = ResponseRequest(
+            input=COMPACT,
+            instructions=body.instructions,
+            max_output_tokens=COMPACT_TOKENS,
+            reasoning=ReasoningConfig(effort="none"),
+            store=False,
+            truncation="auto",
+        )
+        replies = Replies(call, asked, [*context, MessageItem(role="user", content=COMPACT).item()], context)
+        writer = EventWriter(_response(asked, replies), asked, call.model.token_bytes, {})
+        toolbox = Toolbox(self._state, call.model, asked)
+        return ResponseRun(replies, toolbox, writer, self.store, approved=[], most_calls=0)
+
     async def _toolbox(self, body: PromptFields, model: ServedModel) -> Toolbox:
         if "tools" not in body.model_fields_set:
             body.tools = [
@@ -230,6 +261,21 @@ class Responses:
         return found
 
 
+def compacted(run: ResponseRun) -> CompactedResponse:
+    """What users said in the context of a run of `Responses.compact`, and its summary of all of it."""
+    response, context = run.response, run.replies.own
+    texts = [part.text for item in response.output if isinstance(item, OutputMessage) for part in item.content]
+    summary = {"type": "compaction", "id": new_id("cmp"), "encrypted_content": CLEAR + "".join(texts)}
+    kept = [item for item in context if item["type"] == "message" and item["role"] == "user"]
+    assert response.usage is not None
+    return CompactedResponse(
+        id=response.id,
+        created_at=response.created_at,
+        output=[listed(item) for item in (*kept, summary)],
+        usage=response.usage,
+    )
+
+
 _REPEATED = (
     "background", "instructions", "max_output_tokens", "max_tool_calls", "parallel_tool_calls", "previous_response_id",
     "prompt_cache_key", "safety_identifier", "store", "top_logprobs", "truncation", "user",
@@ -252,7 +298,7 @@ def _response(body: ResponseRequest, replies: Replies) -> Response:
         conversation=None if conversation is None else ConversationReference(conversation),
         reasoning={"effort": reasoning.effort, "summary": reasoning.summary or reasoning.generate_summary},
         temperature=replies.params.temperature,
-        text={"format": shown_format, "verbosity": "medium"},
+        text={"format": shown_format, "verbosity": (body.text and body.text.verbosity) or "medium"},
         tool_choice=body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump(),
         tools=[tool.shown() if isinstance(tool, McpTool) else tool.model_dump() for tool in body.tools],
         top_p=replies.params.top_p,

@@ -16,14 +16,8 @@ from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.mcp import offered
 from jaxllm.serving.responses.items import Item
 from jaxllm.serving.responses.objects import OutputMcpCall
-from jaxllm.serving.responses.request import (
-    AllowedFunctions,
-    ChosenFunction,
-    ChosenServer,
-    FunctionTool,
-    McpTool,
-    PromptFields,
-)
+from jaxllm.serving.responses.request import PromptFields
+from jaxllm.serving.responses.tools import AllowedFunctions, ChosenFunction, ChosenServer, McpTool
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 from jaxllm.wording import shown
@@ -122,7 +116,7 @@ class Toolbox:
 
     def _add(self, one: OfferedTool, at: int) -> None:
         name = one.tool.full_name
-        other = next((f"tools[{place}]" for place, taken in self._taken.items() if taken == name), None)
+        other = next((place for place, taken in self._taken.items() if taken == name), None)
         if other is None and name in self.by_name:
             other = f"server {self.by_name[name].tool.server!r}"
         if other is not None:
@@ -189,7 +183,8 @@ def check_choice(body: PromptFields) -> None:
     if isinstance(choice, ChosenFunction | ChosenServer):
         chosen = {"tool_choice": choice}
     elif isinstance(choice, AllowedFunctions):
-        chosen = {f"tool_choice.tools[{at}]": tool for at, tool in enumerate(choice.tools)}
+        named = (ChosenFunction, ChosenServer)
+        chosen = {f"tool_choice.tools[{at}]": one for at, one in enumerate(choice.tools) if isinstance(one, named)}
     for place, tool in chosen.items():
         if isinstance(tool, ChosenFunction):
             field, name, known = f"{place}.name", tool.name, body.function_names.values()
@@ -209,7 +204,7 @@ def make_offer(body: PromptFields, toolbox: Toolbox, *, forces: bool, runs: bool
     choice = body.tool_choice
     if choice == "none":
         return Offer([], "auto")
-    functions = [tool.tool("tools", at) for at, tool in enumerate(body.tools) if isinstance(tool, FunctionTool)]
+    functions = [tool.told() for tool in body.client_tools]
     served = list(toolbox.by_name.values()) if runs else []
     if isinstance(choice, AllowedFunctions):
         names = {chosen.name for chosen in choice.tools if isinstance(chosen, ChosenFunction)}
@@ -254,5 +249,5 @@ def _asked(choice: object) -> ToolChoice:
             return "auto"
 
 
-def _has(chosen: ChosenFunction | ChosenServer, tool: ServerTool) -> bool:
+def _has(chosen: object, tool: ServerTool) -> bool:
     return isinstance(chosen, ChosenServer) and chosen.server_label == tool.server and chosen.name in (None, tool.name)

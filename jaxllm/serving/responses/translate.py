@@ -10,14 +10,19 @@ from typing import Any
 
 from jaxllm.chat import conversation
 from jaxllm.chat.conversation import Call, Conversation, Message, Rendering, thinking_variables
+from jaxllm.chat.custom import INPUT
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.mcp.tools import ToolResult, as_data, full_name
 from jaxllm.requests.structured_outputs import StructuredOutputs
 from jaxllm.serving.generation import GenerationSettings
 from jaxllm.serving.openai.structured import JSONObjectFormat
-from jaxllm.serving.responses.items import Item
+from jaxllm.serving.responses.items import CALLS, CLEAR, HOSTED_CALLS, HOSTED_OUTPUTS, OUTPUTS, UNSHOWN, Item
 from jaxllm.serving.responses.request import PromptFields, ResponseRequest, TextSchemaFormat
 from jaxllm.serving.responses.toolbox import Offer
+from jaxllm.serving.responses.tools import told_name
+
+COMPACTIONS = ("compaction", "compaction_summary")
+SUMMARIZED = "This is a summary of the conversation before:"
 
 
 @dataclass
@@ -47,9 +52,8 @@ class Spoken:
             case "message":
                 message.text = _after(message.text, _text(item["content"]))
                 self.has_text = True
-            case "function_call":
-                arguments = conversation.parse_arguments(item["arguments"], Field("input"))
-                message.calls.append(Call(item["call_id"], item["name"], arguments))
+            case kind if kind in CALLS:
+                message.calls.append(_call(item))
             case "mcp_call" | "mcp_approval_request":
                 name = full_name(item["server_label"], item["name"])
                 message.calls.append(Call(_call_id(item), name, conversation.known_arguments(item["arguments"])))
@@ -61,14 +65,48 @@ def spoken(items: Sequence[Item], special_tokens: Collection[str] = ()) -> list[
     The calls that the server made bring their outputs along: [mcp_call A, mcp_call B] are assistant, tool, assistant,
     tool. Raises InvalidRequestError where calls of functions and their outputs do not belong together.
     """
-    calls = ("function_call", "mcp_call")  # max_output_tokens may end one in its middle, which no template renders
-    shown = [item for item in items if not (item["type"] in calls and item["status"] == "incomplete")]
+    shown = _shown(items)
     _check_calls(shown)
     transcript = _Transcript(shown, special_tokens)
     for item in shown:
         transcript.add(item)
     transcript.end_answer()
     return transcript.spoken
+
+
+def _shown(items: Sequence[Item]) -> list[Item]:
+    """The items that the model is shown: not what a compaction stands for, and no call that an answer's end has cut."""
+    last = max((at for at, item in enumerate(items) if item["type"] in COMPACTIONS), default=0)
+    kept = [item for at, item in enumerate(items) if at >= last or (item["type"] == "message" and _asks(item))]
+    answered = {item["call_id"] for item in kept if item["type"] in OUTPUTS}
+    calls = {item["call_id"] for item in kept if item["type"] in CALLS}
+    return [item for item in kept if not _left_out(item, calls, answered)]
+
+
+def _asks(message: Item) -> bool:
+    return message["role"] != "assistant"
+
+
+def _left_out(item: Item, calls: Collection[str], answered: Collection[str]) -> bool:
+    match item["type"]:
+        case "mcp_call":
+            return item["status"] == "incomplete"
+        case kind if kind in HOSTED_OUTPUTS:
+            return item["call_id"] not in calls
+        case kind if kind in CALLS and item["call_id"] not in answered:
+            return kind in HOSTED_CALLS or item["status"] == "incomplete" or _call(item).is_cut
+        case kind:
+            return kind in UNSHOWN
+
+
+def _call(item: Item) -> Call:
+    name, kind = told_name(item.get("namespace"), item.get("name", "")), item["type"]
+    if kind == "function_call":
+        return Call(item["call_id"], name, *conversation.history_arguments(item["arguments"], Field("input")))
+    if kind == "custom_tool_call":
+        return Call(item["call_id"], name, {INPUT: item["input"]})
+    said = item.get(HOSTED_CALLS[kind])
+    return Call(item["call_id"], kind.removesuffix("_call"), said if isinstance(said, dict) else {INPUT: said})
 
 
 def turns(items: Sequence[Item]) -> list[int]:
@@ -98,10 +136,17 @@ class _Transcript:
         match item["type"]:
             case "message" if item["role"] != "assistant":
                 self._other(Message("user" if item["role"] == "user" else "system", _text(item["content"])), item)
-            case "function_call_output":
+            case kind if kind in HOSTED_OUTPUTS:
+                output = item.get(HOSTED_OUTPUTS[kind])
+                text = output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
+                self._other(Message("tool", text, call_id=item["call_id"]), item)
+            case kind if kind in OUTPUTS:
                 output = item["output"]
                 text = output if isinstance(output, str) else _text(output)
                 self._other(Message("tool", text, call_id=item["call_id"]), item)
+            case kind if kind in COMPACTIONS:
+                said = item["encrypted_content"].removeprefix(CLEAR)
+                self._other(Message("user", f"{SUMMARIZED}\n{said}"), item)
             case "mcp_call" | "mcp_approval_request":
                 if (told := self._outcome(item)) is not None:
                     self._join(item)
@@ -170,11 +215,11 @@ def _check_calls(items: Sequence[Item]) -> None:
     waiting: set[str] = set()
     for item in items:
         match item["type"]:
-            case "function_call":
+            case kind if kind in CALLS:
                 if item["call_id"] in waiting:
                     raise InvalidRequestError(f"input has two open function calls {item['call_id']!r}", "input")
                 waiting.add(item["call_id"])
-            case "function_call_output":
+            case kind if kind in OUTPUTS:
                 if item["call_id"] not in waiting:
                     message = f"no function call with call_id {item['call_id']!r} comes before its output"
                     raise InvalidRequestError(message, "input")
@@ -215,12 +260,15 @@ class Translation:
             messages.insert(0, Message("system", body.instructions))
         effort = body.reasoning.effort if body.reasoning is not None else None
         budget = body.max_thinking_tokens if isinstance(body, ResponseRequest) else None
+        verbosity = {"verbosity": body.text.verbosity} if body.text is not None and body.text.verbosity else {}
         return Conversation(
             messages=messages,
             tools=self._offer.tools,
             tool_choice=self._offer.choice,
             parallel_tool_calls=body.parallel_tool_calls,
-            rendering=Rendering(variables=thinking_variables(None, effort, budget) | (body.chat_template_kwargs or {})),
+            rendering=Rendering(
+                variables=thinking_variables(None, effort, budget) | verbosity | (body.chat_template_kwargs or {})
+            ),
             structured_outputs=_constraint(body),
         )
 

@@ -15,12 +15,14 @@ from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.mcp.tools import ToolResult
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.openai.answers import ChatTokenLogprob, TokenBytes, chat_logprobs, timings
+from jaxllm.serving.openai.sampling import obfuscation
 from jaxllm.serving.request_metrics import Phases, Usage
 from jaxllm.serving.responses import objects
-from jaxllm.serving.responses.items import Item, ItemStatus, new_id
+from jaxllm.serving.responses.items import CLEAR, Item, ItemStatus, new_id
 from jaxllm.serving.responses.objects import EVENTS, STOPPED, OutputItem, OutputMcpCall, Response, ResponseEvent
-from jaxllm.serving.responses.request import ResponseRequest
+from jaxllm.serving.responses.request import ENCRYPTED, ResponseRequest
 from jaxllm.serving.responses.toolbox import Listing, OfferedTool
+from jaxllm.serving.responses.tools import CustomTool
 
 
 class EventWriter:
@@ -43,6 +45,8 @@ class EventWriter:
         self._body = body
         self._token_bytes = token_bytes
         self._offered = offered
+        self._client_tools = {one.told_name: one for one in body.client_tools}
+        self._pads = body.stream_options is not None and body.stream_options.include_obfuscation
         self._num_events = 0
         self._places: dict[str, int] = {}
         """The place of each item in the output, by its id; others may begin before it ends."""
@@ -55,7 +59,7 @@ class EventWriter:
 
     @property
     def came_to_end(self) -> bool:
-        return self.finish_reason in ("stop", "tool_calls")
+        return self.finish_reason in ("stop", "tool_calls", "repetition")
 
     def open(self) -> Iterator[ResponseEvent]:
         yield self._event("response.created", response=self.response)
@@ -183,11 +187,7 @@ class EventWriter:
     def _add_call(self, call_id: str, name: str) -> Iterator[ResponseEvent]:
         offered = self._offered.get(name)
         if offered is None:
-            yield from self._begin(
-                objects.OutputFunctionCall(
-                    id=new_id("fc"), status="in_progress", call_id=call_id, name=name, arguments=""
-                )
-            )
+            yield from self._begin(self._client_call(call_id, name))
         elif offered.needs_approval:
             yield from self._close("completed")
             server, tool = offered.tool.server, offered.tool.name
@@ -200,11 +200,22 @@ class EventWriter:
             yield from self._begin(call)
             yield self._within(call, "response.mcp_call.in_progress")
 
+    def _client_call(self, call_id: str, told_name: str) -> objects.OutputFunctionCall | objects.OutputCustomToolCall:
+        asked = self._client_tools.get(told_name)
+        fields: dict[str, Any] = {"status": "in_progress", "call_id": call_id, "name": told_name}
+        if asked is not None:
+            fields |= {"name": asked.tool.name, "namespace": asked.namespace or UNSET}
+        if asked is not None and isinstance(asked.tool, CustomTool):
+            return objects.OutputCustomToolCall(id=new_id("ctc"), input="", **fields)
+        return objects.OutputFunctionCall(id=new_id("fc"), arguments="", **fields)
+
     def _add_arguments(self, text: str) -> Iterator[ResponseEvent]:
         self._texts.append(text)
         match self._open:
             case objects.OutputFunctionCall() as call:
                 yield self._within(call, "response.function_call_arguments.delta", delta=text)
+            case objects.OutputCustomToolCall() as call:
+                yield self._within(call, "response.custom_tool_call_input.delta", delta=text)
             case OutputMcpCall() as call:
                 yield self._within(call, "response.mcp_call_arguments.delta", delta=text)
 
@@ -240,8 +251,13 @@ class EventWriter:
             case objects.OutputFunctionCall():
                 item.arguments, self.asks_client = text, True
                 yield self._within(item, "response.function_call_arguments.done", name=item.name, arguments=text)
+            case objects.OutputCustomToolCall():
+                item.input, self.asks_client = text, True
+                yield self._within(item, "response.custom_tool_call_input.done", input=text)
             case _:
                 return
+        if isinstance(item, objects.OutputReasoning) and ENCRYPTED in self._body.include:
+            item.encrypted_content = CLEAR + text
         item.status = status
         yield self._end_item(item)
 
@@ -299,6 +315,8 @@ class EventWriter:
         return self._event(name, item_id=item.id, output_index=self._places[item.id], **fields)
 
     def _event(self, name: str, /, **fields: Any) -> ResponseEvent:
+        if self._pads and "delta" in fields:
+            fields["obfuscation"] = obfuscation(fields["delta"])
         event: ResponseEvent = EVENTS[name](sequence_number=self._num_events, **fields)
         self._num_events += 1
         return event

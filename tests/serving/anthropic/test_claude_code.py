@@ -12,6 +12,7 @@ from fastapi.testclient import TestClient
 
 from jaxllm.serving.anthropic import routes
 from jaxllm.serving.anthropic.request import MessagesRequest
+from jaxllm.serving.http import answers
 from tests.serving.anthropic.shared import CALL, HELLO, WEATHER, ScriptedEngine
 from tests.serving.fake_engine import FakeEngine
 from tests.support.covers import covers
@@ -79,13 +80,13 @@ def test_of_several_models_those_answer_that_have_the_pattern(make_client: Calla
 def test_tools_of_anthropics_servers_are_left_out(
     client: TestClient, engine: ScriptedEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    routes._log_left_out.cache_clear()
+    answers._log_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         responses = [post(client, tools=[SEARCH, WEATHER, SEARCH | {"name": "again"}]) for _ in range(2)]
     for response in responses:
         assert response.status_code == 200
         assert json.loads(response.headers["x-warnings"]) == [
-            "tools of type 'web_search_20250305' run on Anthropic's servers only, and were left out"
+            "this server has no tools of type 'web_search_20250305': they were left out"
         ]
     assert "get_weather" in engine.last_prompt and "web_search" not in engine.last_prompt
     assert len([record for record in caplog.records if "web_search_20250305" in record.message]) == 1
@@ -131,6 +132,24 @@ def test_a_systems_message_for_one_turn(client: TestClient, engine: ScriptedEngi
     assert "Hurry" not in engine.last_prompt
     wrong = post(client, messages=[HELLO[0] | {"clear_at": "never"}])
     assert "clear_at is for messages of role 'system'" in wrong.json()["error"]["message"]
+
+
+@covers("MessageParam", "output_config")
+def test_a_systems_message_says_the_effort_of_its_turn() -> None:
+    hard = {"role": "system", "output_config": {"effort": "high"}}
+    use = {"type": "tool_use", "id": "c1", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": "x"}
+    loop = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+
+    def effort(*messages: Any) -> Any:
+        body = {"max_tokens": 9, "messages": [*HELLO, *messages], "output_config": {"effort": "low"}}
+        return routes.conversation(MessagesRequest.model_validate(body)).rendering.variables["reasoning_effort"]
+
+    assert effort() == effort(hard, *loop, *HELLO) == "low"
+    assert effort(hard) == effort(hard, *loop) == effort({"content": "Hurry."} | hard) == "high"
+    for wrong in ({"role": "system", "output_config": {}}, {"role": "user", "content": "x"} | {"output_config": {}}):
+        with pytest.raises(ValueError, match=r"content is required|output_config is for messages of role 'system'"):
+            effort(wrong)
 
 
 @covers("MessagesRequest", "diagnostics")

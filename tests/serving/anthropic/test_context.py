@@ -91,7 +91,7 @@ def test_thinking_of_old_turns(keep: Any, left: str, number: int) -> None:
 @covers("CountTokensRequest", "context_management")
 @covers("ContextManagement", "edits")
 @covers("ClearToolUses", "trigger", "clear_at_least")
-@covers("InputTokens", "value")
+@covers("TokenNumber", "value")
 @pytest.mark.parametrize(
     ("edits", "cleared"),
     [

@@ -37,7 +37,12 @@ PLACES: dict[str, Embed] = {
     "beta.BetaAssistantMessageParam": lambda it: {
         "messages": [*HELLO, {"role": "assistant", "content": "x", **it}, *HELLO]
     },
-    "beta.BetaSystemMessageParam": lambda it: {"messages": [*HELLO, {"role": "system", "content": "x", **it}]},
+    "beta.BetaSystemMessageParam": lambda it: {
+        "messages": [*HELLO, {"role": "system", "content": "x", "output_config": {"effort": "low"}, **it}],
+    },
+    "beta.BetaSystemMessageOutputConfigParam": lambda it: {
+        "messages": [*HELLO, {"role": "system", "content": "x", "output_config": it}],
+    },
     "beta.BetaTextBlockParam": lambda it: said([{"type": "text", "text": "x", **it}]),
     "beta.BetaThinkingBlockParam": lambda it: said(
         "x", [{"type": "thinking", "thinking": "x", "signature": "", **it}], "x"
@@ -115,8 +120,6 @@ def test_nulls_and_defaults(client: TestClient, path: str) -> None:
         kind = getattr(module, name)
         hints = get_type_hints(kind, include_extras=True)
         for field in (field for field, hint in hints.items() if get_origin(hint) is not Required):
-            if (name, field) == ("BetaSystemMessageParam", "content"):
-                continue  # it may be missing only where output_config, which is refused, is there
             values = [None]
             if field in DEFAULTS:
                 default = DEFAULTS[field]

@@ -110,7 +110,7 @@ def test_named_tool_choice_and_strict() -> None:
 
 @covers("CountTokensRequest", "thinking")
 @covers("ThinkingEnabled", "budget_tokens")
-@covers("OutputConfig", "effort")
+@covers("TurnConfig", "effort")
 @pytest.mark.parametrize(
     ("fields", "thinks"),
     [

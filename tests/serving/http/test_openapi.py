@@ -190,7 +190,9 @@ def test_every_route_is_described_and_answers_without_v1() -> None:
     answering = addresses(described_app())
     described = {(method.upper(), path) for method, path in OPERATIONS}
     bare = {(method, path.removeprefix("/v1")) for method, path in described if path.startswith("/v1/")}
-    assert answering == described | bare
+    assert described | bare <= answering.keys()
+    other_names = {answering[address] for address in answering.keys() - described - bare}
+    assert other_names <= {answering[address] for address in described}
 
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)

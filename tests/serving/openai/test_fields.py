@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 from fastapi.testclient import TestClient
 
+from jaxllm.requests.sampling import RepetitionDetectionParams
 from tests.serving.conftest import quickly
 from tests.serving.fake_engine import PADDING, REPLY, FakeEngine
 from tests.serving.openai.test_chat import HELLO, events, post
@@ -40,6 +41,10 @@ def text(choice: dict[str, Any]) -> str:
     "include_stop_str_in_output",
     "skip_special_tokens",
 )
+@covers("SamplingFields", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "top_n_sigma")
+@covers("SamplingFields", "dry_sequence_breakers", "typical_p", "xtc_probability", "xtc_threshold")
+@covers("SamplingFields", "stop_regex", "repetition_detection")
+@covers("RepetitionDetection", "max_pattern_size", "min_pattern_size", "min_count")
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize(
     ("fields", "name", "value"),
@@ -58,6 +63,24 @@ def text(choice: dict[str, Any]) -> str:
         ({"presence_penalty": 0.5}, "presence_penalty", 0.5),
         ({"frequency_penalty": 0.5}, "frequency_penalty", 0.5),
         ({"repetition_penalty": 1.5}, "repetition_penalty", 1.5),
+        ({"dry_multiplier": 0.8}, "dry_multiplier", 0.8),
+        ({"dry_base": 2}, "dry_base", 2),
+        ({"dry_allowed_length": 3}, "dry_allowed_length", 3),
+        ({"dry_penalty_last_n": -1}, "dry_penalty_last_n", None),
+        ({"dry_penalty_last_n": 0}, "dry_penalty_last_n", 0),
+        ({"dry_sequence_breakers": []}, "dry_sequence_breakers", ()),
+        ({"dry_sequence_breakers": None}, "dry_sequence_breakers", ("\n", ":", '"', "*")),
+        ({"top_n_sigma": -1}, "top_n_sigma", -1),
+        ({"typical_p": 0.9}, "typical_p", 0.9),
+        ({"xtc_probability": 0.5}, "xtc_probability", 0.5),
+        ({"xtc_threshold": 0.2}, "xtc_threshold", 0.2),
+        ({"stop_regex": "a+"}, "stop_regex", ("a+",)),
+        ({"stop_regex": ["a+", "b"]}, "stop_regex", ("a+", "b")),
+        (
+            {"repetition_detection": {"max_pattern_size": 4, "min_pattern_size": 2, "min_count": 3}},
+            "repetition_detection",
+            RepetitionDetectionParams(max_pattern_size=4, min_pattern_size=2, min_count=3),
+        ),
         ({"n": 2}, "n", 2),
         ({"n": 2, "best_of": 3}, "n", 3),
     ],
@@ -290,7 +313,7 @@ class TestBeamSearch:
     def test_an_error_ends_all_beams(self, client: TestClient, engine: FakeEngine) -> None:
         engine.queue_limit = 2
         response = client.post("/v1/completions", json={"prompt": "x", "use_beam_search": True, "best_of": 3})
-        assert response.status_code == 429 and not engine.active
+        assert response.status_code == 400 and not engine.active
 
 
 def test_a_long_list_is_refused_before_it_is_read(client: TestClient) -> None:

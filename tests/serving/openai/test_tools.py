@@ -198,7 +198,7 @@ def test_thinking_reaches_the_template_and_the_grammar(
 
 @covers("ToolFields", "tool_choice")
 @covers("NamedToolChoice", "function")
-@covers("FunctionName", "name")
+@covers("ToolName", "name")
 @pytest.mark.parametrize("choice", ["required", NAMED])
 @pytest.mark.parametrize("parallel", [True, False])
 def test_calls_are_enforced(client: TestClient, engine: FakeEngine, choice: Any, parallel: bool) -> None:

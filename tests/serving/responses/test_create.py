@@ -123,9 +123,9 @@ def test_unknown_fields_are_listed_where_the_server_only_warns(
     make_client: Callable[..., TestClient], roomy: Callable[..., FakeEngine], tmp_path: Path
 ) -> None:
     client = make_client(roomy(), data_dir=tmp_path, unknown_fields="warn")
-    body = {"input": [{"role": "user", "content": "x", "phase": "commentary"}], "colour": "red"}
+    body = {"input": [{"role": "user", "content": "x", "caller": {"type": "direct"}}], "colour": "red"}
     warnings = client.post("/v1/responses", json=body).json()["warnings"]
-    assert len(warnings) == 2 and "phase" in "".join(warnings) and "colour" in "".join(warnings)
+    assert len(warnings) == 2 and "caller" in "".join(warnings) and "colour" in "".join(warnings)
     assert "warnings" not in client.post("/v1/responses", json={"input": "x"}).json()
 
 

@@ -11,6 +11,7 @@ from fastapi.testclient import TestClient
 
 from tests.serving.api_surface import BODIES
 from tests.serving.fake_engine import ByteTokenizer, FakeEngine
+from tests.serving.responses.shared import events_of
 from tests.serving.sending import HELLO, prompt, send
 from tests.support.covers import covers
 
@@ -56,20 +57,25 @@ def test_chat_template_kwargs(client: TestClient, engine: FakeEngine) -> None:
 
 @covers("ResponseRequest", "stream_options")
 @covers("ResponseStreamOptions", "include_obfuscation")
-def test_nothing_is_padded(client: TestClient) -> None:
-    body = BODIES["/v1/responses"] | {"stream": True}
-    fine = client.post("/v1/responses", json=body | {"stream_options": {"include_obfuscation": False}})
-    assert fine.status_code == 200 and "obfuscation" not in fine.text
-    options = {"stream": True, "stream_options": {"include_obfuscation": True}}
-    assert "include_obfuscation" in send(client, "/v1/responses", 400, **options)["error"]["message"]
+def test_deltas_are_padded_where_that_is_asked_for(client: TestClient) -> None:
+    for asked in (False, True):
+        events = events_of(client, **BODIES["/v1/responses"], stream_options={"include_obfuscation": asked})
+        padded = [event for event in events if "obfuscation" in event]
+        assert padded == [event for event in events if asked and "delta" in event]
+        assert len({len(event["delta"]) + len(event["obfuscation"]) for event in padded}) <= 1
     alone = send(client, "/v1/responses", 400, stream_options={"include_obfuscation": False})
     assert alone["error"]["param"] == "stream_options"
 
 
 @covers("TextConfig", "verbosity")
-def test_verbosity_has_its_default_only(client: TestClient) -> None:
-    send(client, "/v1/responses", text={"verbosity": "medium"})
-    assert send(client, "/v1/responses", 400, text={"verbosity": "low"})["error"]["param"] == "text.verbosity"
+@covers("ChatRequest", "verbosity")
+def test_a_verbosity_is_told_to_the_template(client: TestClient, engine: FakeEngine) -> None:
+    engine.tokenizer = ByteTokenizer("{{ verbosity }}")
+    assert send(client, "/v1/responses", text={"verbosity": "low"})["text"]["verbosity"] == "low"
+    assert prompt(engine) == "low"
+    send(client, "/v1/chat/completions", verbosity="high")
+    assert prompt(engine) == "high"
+    assert send(client, "/v1/responses", 400, text={"verbosity": "huge"})["error"]["param"] == "text.verbosity"
 
 
 @covers("ReasoningConfig", "generate_summary")
@@ -90,6 +96,22 @@ def test_encrypted_content_alone_cannot_be_read(client: TestClient) -> None:
     assert error["param"] == "input[0].encrypted_content"
     readable = item | {"content": [{"type": "reasoning_text", "text": "hm"}]}
     send(client, "/v1/responses", input=[readable, {"role": "user", "content": "Hi"}])
+
+
+@covers("ResponseRequest", "include")
+def test_reasoning_goes_along_in_the_field_that_stateless_clients_send_back(
+    make_client: Callable[..., TestClient],
+) -> None:
+    engine = FakeEngine(reply="<think>hm</think>yes")
+    client = make_client(engine, reasoning_parser="think")
+    plain = send(client, "/v1/responses", max_output_tokens=100)["output"][0]
+    assert "encrypted_content" not in plain
+    asked = {"include": ["reasoning.encrypted_content"], "max_output_tokens": 100}
+    item = send(client, "/v1/responses", **asked)["output"][0]
+    engine.tokenizer = ByteTokenizer("{% for m in messages %}{{ m.reasoning_content }}{% endfor %}")
+    alone = {"type": "reasoning", "summary": [], "encrypted_content": item["encrypted_content"]}
+    send(client, "/v1/responses", input=[alone, {"role": "assistant", "content": "a"}])
+    assert prompt(engine) == "hm"
 
 
 @covers("TextSchemaFormat", "schema")

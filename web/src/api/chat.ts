@@ -50,7 +50,7 @@ export function chatRequest(settings: Settings, history: Message[]): Record<stri
     ...(continues ? { continue_final_message: true } : {}),
     tools: [], // those of the server's own configuration stay out
     stream: true,
-    stream_options: { include_usage: true },
+    stream_options: { include_usage: true, continuous_usage_stats: true }, // an answer that is stopped has no last chunk
     timings_per_token: true,
     messages: chatMessages(settings, history),
   };

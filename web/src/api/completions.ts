@@ -41,7 +41,7 @@ export function completionRequest(settings: Settings, history: Message[]): Recor
     ...(settings.logprobs === null ? {} : { logprobs: settings.logprobs }),
     max_tokens: max_completion_tokens,
     stream: true,
-    stream_options: { include_usage: true },
+    stream_options: { include_usage: true, continuous_usage_stats: true }, // an answer that is stopped has no last chunk
     timings_per_token: true,
     prompt: history.map((message) => (message.role === "user" ? withFiles(message) : textOf(message))).join(""),
   };

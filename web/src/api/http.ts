@@ -8,6 +8,7 @@ export class APIError extends Error {
     readonly status: number,
     message: string,
     readonly param: string | null = null,
+    readonly code: string | null = null,
   ) {
     super(message);
   }
@@ -64,8 +65,8 @@ export function postJSON(path: string, body: unknown, signal?: AbortSignal): Pro
 
 async function problem(response: Response): Promise<APIError> {
   try {
-    const { error } = (await response.json()) as { error: { message: string; param: string | null } };
-    return new APIError(response.status, error.message, error.param);
+    const { error } = (await response.json()) as { error: { message: string; param: string | null; code?: string | null } };
+    return new APIError(response.status, error.message, error.param, error.code ?? null);
   } catch {
     return new APIError(response.status, `${response.status} ${response.statusText}`);
   }

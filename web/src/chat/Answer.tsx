@@ -1,14 +1,15 @@
 import { BranchesOutlined, DeleteOutlined, EditOutlined, FontColorsOutlined, ForwardOutlined, ReloadOutlined } from "@ant-design/icons";
-import { Alert, Button } from "antd";
+import { Alert, App, Button } from "antd";
 import { memo, useState } from "react";
 import { useT } from "../i18n";
 import { go } from "../router";
 import { changeTree, fork, useConversations } from "../store/conversations";
 import { canContinue, textOf, type AssistantMessage, type Part } from "../store/messages";
-import { remove } from "../store/tree";
+import { lineage, read, remove } from "../store/tree";
 import { AnswerStats } from "./AnswerStats";
 import { CopyButton } from "./CopyButton";
 import { EditForm } from "./EditForm";
+import { continueElsewhere, leaveOut, nextFrom } from "./full";
 import { Markdown } from "./Markdown";
 import { Reasoning } from "./Reasoning";
 import { continueAnswer, editAnswer, regenerate } from "./run";
@@ -37,6 +38,7 @@ export const Answer = memo(function Answer({ conversationId, id, index, count, b
     const conversation = useConversations.getState().loaded[conversationId];
     if (conversation) go({ page: "chat", id: fork(conversation, id).id });
   };
+  const goOn = () => (canContinue(message) ? continueAnswer : regenerate)(conversationId, id);
   const button = (icon: React.ReactNode, name: string, onClick: () => void, extra: { "aria-pressed"?: boolean; disabled?: boolean } = {}) => (
     <Button type="text" size="small" icon={icon} aria-label={name} title={name} onClick={onClick} disabled={busy} {...extra} />
   );
@@ -58,7 +60,10 @@ export const Answer = memo(function Answer({ conversationId, id, index, count, b
       {running && message.parts.length === 0 && message.error === null && <p className="waiting"><span className="dots" aria-hidden />{t("waiting")}</p>}
       {message.error !== null && running && <Alert type="warning" showIcon title={message.error} />}
       {message.error !== null && !running && (
-        <Alert type="error" showIcon title={t("failed", { why: message.error })} action={last ? <Button size="small" onClick={() => regenerate(conversationId, id)}>{t("retry")}</Button> : undefined} />
+        <Alert
+          type="error" showIcon title={t("failed", { why: message.error })} description={last && message.full && <WaysOut conversationId={conversationId} id={id} busy={busy} goOn={goOn} />}
+          action={last ? <Button size="small" onClick={() => regenerate(conversationId, id)}>{t("retry")}</Button> : undefined}
+        />
       )}
       <div className="answer-foot">
         {!running && (
@@ -78,3 +83,27 @@ export const Answer = memo(function Answer({ conversationId, id, index, count, b
     </article>
   );
 });
+
+/** Out of a conversation that the context does not hold: without its oldest turns, or with a summary of it. */
+function WaysOut({ conversationId, id, busy, goOn }: Pick<TurnProps, "conversationId" | "id" | "busy"> & { goOn: () => void }) {
+  const t = useT();
+  const { message } = App.useApp();
+  const [waits, setWaits] = useState(false);
+  const turns = useConversations((state) => state.loaded[conversationId]?.tree);
+  if (!turns || nextFrom(read(lineage(turns, id))) === null) return null;
+  const shorter = () => {
+    leaveOut(conversationId, id);
+    goOn();
+  };
+  const summarize = () => {
+    setWaits(true);
+    const tell = (error: unknown) => void message.error(t("failed", { why: error instanceof Error ? error.message : String(error) }));
+    void continueElsewhere(conversationId, id).then((fresh) => go({ page: "chat", id: fresh }), tell).finally(() => setWaits(false));
+  };
+  return (
+    <span className="ways-out">
+      <Button size="small" disabled={busy || waits} onClick={shorter}>{t("leaveOut")}</Button>
+      <Button size="small" disabled={busy} loading={waits} onClick={summarize}>{t("summarize")}</Button>
+    </span>
+  );
+}

@@ -7,7 +7,7 @@ import { modelOf, useServer } from "../serverState";
 import { change, createConversation, loadConversation, useConversations } from "../store/conversations";
 import type { Conversation } from "../store/database";
 import { changeDraft, forgetDraft, useDraft } from "../store/drafts";
-import type { TextFile } from "../store/messages";
+import { contextUsed, type TextFile } from "../store/messages";
 import { usePreferences } from "../store/preferences";
 import { path } from "../store/tree";
 import type { Settings } from "../settings/fields";
@@ -54,14 +54,13 @@ export function ChatPage({ id, listOpen, onToggleList }: Props) {
   };
   const shown = conversation ? path(conversation.tree) : [];
   const running = useRuns((runs) => id !== null && id in runs);
-  const lastStats = shown.map(({ message }) => (message.role === "assistant" ? message.stats : null)).findLast((stats) => stats !== null) ?? null;
   return (
     <main className="chat">
       <header className="bar">
         <Button type="text" icon={listOpen ? <MenuFoldOutlined aria-hidden /> : <MenuUnfoldOutlined aria-hidden />} onClick={onToggleList} aria-expanded={listOpen} aria-label={t(listOpen ? "closeList" : "openList")} />
         <ModelSelect settings={settings} onChange={setSettings} />
-        <h1 className="bar-title">{conversation?.title || t("newChat")}</h1>
-        <ContextGauge stats={lastStats} drafted={drafted ?? 0} model={settings.model} />
+        <h1 className="bar-title" dir="auto">{conversation?.title || t("newChat")}</h1>
+        <ContextGauge said={contextUsed(shown.map(({ message }) => message))} drafted={drafted ?? 0} model={settings.model} />
         <Button type="text" icon={<SettingOutlined aria-hidden />} onClick={() => setAsksSettings(true)} aria-label={t("settings")} title={t("settings")} />
       </header>
       {loading !== null && <Alert banner type="info" title={t("loadingModel")} description={loading.total ? `${loading.doing}: ${loading.done} / ${loading.total}` : loading.doing} />}

@@ -15,9 +15,9 @@ export const CodeBlock = memo(function CodeBlock({ code, language }: { code: str
   }, [ready]);
   const shown: ReactNode = highlighter && ready ? highlighter.highlighted(code, language) : code;
   return (
-    <div className="code">
+    <div className="code" dir="ltr">
       <div className="code-head"><span>{language}</span><CopyButton text={code} label={t("copyCode")} /></div>
-      <pre tabIndex={0}><code className="hljs">{shown}</code></pre>
+      <pre tabIndex={0} dir={language ? "ltr" : "auto"}><code className="hljs">{shown}</code></pre>
     </div>
   );
 });

@@ -38,7 +38,10 @@ export function Composer({ id, draft, tokens, settings, onSettings, running, sho
   const add = useAddFile(setFiles);
   const focus = () => box.current?.querySelector("textarea")?.focus();
   useShortcuts({ focus });
-  useEffect(focus, []);
+  useEffect(() => {
+    box.current?.querySelector("textarea")?.setAttribute("dir", "auto"); // Sender takes no dir
+    focus();
+  }, []);
   const submit = (text: string) => {
     if (running || (!text.trim() && !files.length)) return;
     onSend(text, files);
@@ -79,7 +82,7 @@ export function Composer({ id, draft, tokens, settings, onSettings, running, sho
               <Tag key={at} icon={<FileButton file={file} onClick={() => intoMessage(file)} />} closable={{ "aria-label": t("removeFile", { name: file.name }) }} onClose={(event) => {
                 event.preventDefault();
                 setFiles((before) => before.filter((_, other) => other !== at));
-              }}>{file.name}</Tag>
+              }}><bdi>{file.name}</bdi></Tag>
             ))}
           </div>
         )}
@@ -121,9 +124,11 @@ function useAddFile(setFiles: (by: (files: TextFile[]) => TextFile[]) => void) {
     void (async () => {
       if (file.type.startsWith("image/") && !file.type.includes("xml")) return void message.error(t("noPictures", { name: file.name }));
       if (file.size > MAX_FILE_BYTES) return void message.error(t("tooLarge", { name: file.name, limit: MAX_FILE_TEXT }));
-      const text = await readTextFile(file);
-      if (text === null) return void message.error(t("notText", { name: file.name }));
-      setFiles((before) => [...before, { name: file.name, text }]);
+      if (file.type === "application/pdf" || /\.pdf$/i.test(file.name)) return void message.error(t("noPDF", { name: file.name }));
+      const read = await readTextFile(file);
+      if (read === null) return void message.error(t("notText", { name: file.name }));
+      setFiles((before) => [...before, { name: file.name, text: read.text }]);
+      if (read.guessed !== null) message.info(t("guessedEncoding", { name: file.name, encoding: read.guessed }));
     })();
   };
 }

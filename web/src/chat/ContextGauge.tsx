@@ -1,22 +1,21 @@
 import { Progress, Tooltip } from "antd";
 import { useT } from "../i18n";
 import { contextOf, useServer } from "../serverState";
-import type { Stats } from "../store/messages";
 
 interface Props {
-  /** Of the last answer. */
-  stats: Stats | null;
+  /** Tokens of the conversation. */
+  said: number;
   /** Tokens of what is being written. */
   drafted: number;
   model: string | null;
 }
 
 /** How much of the model's context the conversation takes, with what is being written. */
-export function ContextGauge({ stats, drafted, model }: Props) {
+export function ContextGauge({ said, drafted, model }: Props) {
   const t = useT();
   const all = useServer((state) => contextOf(state.models, model));
   if (all === null) return null;
-  const used = (stats ? stats.promptTokens + stats.completionTokens : 0) + drafted;
+  const used = said + drafted;
   const text = t("contextUse", { used, all });
   return (
     <Tooltip title={<>{text}{drafted > 0 && <><br />{t("draftTokens", { n: drafted })}</>}</>}>

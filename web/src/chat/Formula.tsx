@@ -20,5 +20,5 @@ export function Formula({ tex, display }: { tex: string; display: boolean }) {
   useEffect(() => {
     if (katex && place.current) katex.render(tex, place.current, { displayMode: display, throwOnError: false, errorColor: "var(--error)", output: "htmlAndMathml", trust: false });
   }, [tex, display, ready]);
-  return ready ? <span ref={place} className={display ? "formula" : undefined} {...(display ? { tabIndex: 0 } : {})} /> : <code>{tex}</code>;
+  return ready ? <span ref={place} dir="ltr" className={display ? "formula" : undefined} {...(display ? { tabIndex: 0 } : {})} /> : <code>{tex}</code>;
 }

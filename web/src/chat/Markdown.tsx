@@ -4,10 +4,12 @@ import remarkGfm from "remark-gfm";
 import remarkMath from "remark-math";
 import { useT } from "../i18n";
 import { CodeBlock } from "./CodeBlock";
+import { everyday } from "./everyday";
 import { Formula } from "./Formula";
 import { markFormulas } from "./formulas";
 
 const PLUGINS: Options["remarkPlugins"] = [remarkGfm, [remarkMath, { singleDollarTextMath: false }]];
+const TREE_PLUGINS: Options["rehypePlugins"] = [everyday];
 
 const COMPONENTS: Components = {
   pre: ({ children }) => <>{children}</>,
@@ -17,10 +19,10 @@ const COMPONENTS: Components = {
     if (className?.includes("math-inline")) return <Formula tex={text} display={false} />;
     const language = /language-(\S+)/.exec(className ?? "")?.[1];
     const block = language !== undefined || String(children ?? "").endsWith("\n");
-    return block ? <CodeBlock code={text} language={language ?? ""} /> : <code>{children}</code>;
+    return block ? <CodeBlock code={text} language={language ?? ""} /> : <code dir="ltr">{children}</code>;
   },
   a: ({ href, children }) => <a href={href} target="_blank" rel="noopener noreferrer nofollow">{children}</a>,
-  table: ({ children }) => <div className="table" tabIndex={0}><table>{children}</table></div>,
+  table: ({ dir, children }) => <div className="table" dir={dir} tabIndex={0}><table>{children}</table></div>,
   img: ({ src, alt }) => <ImageLink src={typeof src === "string" ? src : ""} alt={alt ?? ""} />,
 };
 
@@ -30,11 +32,11 @@ function ImageLink({ src, alt }: { src: string; alt: string }) {
   return <a href={src} target="_blank" rel="noopener noreferrer nofollow">{t("image", { name: alt || src })}</a>;
 }
 
-/** Markdown with tables, code and formulas; HTML in it is shown as text. */
+/** Markdown with tables, code, formulas and HTML of every day; other HTML is shown as text. */
 export const Markdown = memo(function Markdown({ text }: { text: string }) {
   return (
-    <div className="markdown">
-      <ReactMarkdown remarkPlugins={PLUGINS} components={COMPONENTS}>{markFormulas(text)}</ReactMarkdown>
+    <div className="markdown" dir="auto">
+      <ReactMarkdown remarkPlugins={PLUGINS} rehypePlugins={TREE_PLUGINS} components={COMPONENTS}>{markFormulas(text)}</ReactMarkdown>
     </div>
   );
 });

@@ -6,7 +6,7 @@ import type { Token } from "../store/messages";
 /** An answer's tokens, coloured by their probabilities; hovering or focusing one shows the likeliest ones in its place. */
 export function TokenText({ tokens }: { tokens: Token[] }) {
   return (
-    <div className="tokens">
+    <div className="tokens" dir="auto">
       {tokens.map((token, at) => (
         <Popover key={at} trigger={["hover", "focus"]} mouseEnterDelay={0.05} getPopupContainer={inMain} content={<Alternatives token={token} />}>
           <span className="token" tabIndex={0} role="button" aria-label={visible(token.text)} style={{ "--p": Math.exp(token.logprob) } as React.CSSProperties}>{token.text}</span>

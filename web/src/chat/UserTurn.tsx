@@ -27,14 +27,14 @@ export const UserTurn = memo(function UserTurn({ conversationId, id, index, coun
       setEditing(false);
       editUser(conversationId, id, text);
     };
-    return <EditForm text={message.text} okText={t("sendEdited")} onOk={send} onCancel={() => setEditing(false)} />;
+    return <EditForm text={message.text} okText={t("sendEdited")} onOk={send} enterSends onCancel={() => setEditing(false)} />;
   }
   return (
     <article className="turn user" aria-label={t("you")}>
       {message.files.length > 0 && (
-        <div className="files">{message.files.map((file, at) => <Tag key={at} icon={<FileTextOutlined aria-hidden />}>{file.name}</Tag>)}</div>
+        <div className="files">{message.files.map((file, at) => <Tag key={at} icon={<FileTextOutlined aria-hidden />}><bdi>{file.name}</bdi></Tag>)}</div>
       )}
-      {message.text && <Bubble placement="end" variant="filled" content={message.text} styles={{ content: { whiteSpace: "pre-wrap", overflowWrap: "anywhere" } }} />}
+      {message.text && <Bubble placement="end" variant="filled" content={<div className="said" dir="auto">{message.text}</div>} />}
       <div className="actions" role="toolbar" aria-label={t("you")}>
         <VersionSwitch conversationId={conversationId} id={id} index={index} count={count} disabled={busy} />
         <CopyButton text={message.text} />

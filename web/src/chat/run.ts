@@ -12,7 +12,7 @@ import { usesTools } from "../settings/fields";
 import { change, changeMessage, changeTree, newId, useConversations } from "../store/conversations";
 import { decide, ended, grow, newAnswer, pendingCalls, resumable, type AssistantMessage, type Message, type StreamEvent, type TextFile, type UserMessage } from "../store/messages";
 import { usePreferences } from "../store/preferences";
-import { append, branch, lineage, path, ROOT } from "../store/tree";
+import { append, branch, lineage, path, read, ROOT } from "../store/tree";
 import { firstWords, nameAfterAnswer } from "./titles";
 
 /** How often in a row a connection may break before anything has come. */
@@ -132,7 +132,7 @@ async function run(id: string, messageId: string): Promise<void> {
   } catch (error) {
     if (error instanceof APIError && error.status === 401) refused.set(messageId, id);
     if (controller.signal.aborted) end((at) => ended(at, "stopped", Date.now()));
-    else end((at) => ended(at, "failed", Date.now(), describe(error)));
+    else end((at) => ({ ...ended(at, "failed", Date.now(), describe(error)), full: error instanceof APIError && error.code === "context_length_exceeded" }));
   } finally {
     clearInterval(timer);
     intakes.delete(apply);
@@ -172,7 +172,7 @@ export function retryRefused(): void {
 
 function events(id: string, messageId: string, signal: AbortSignal): AsyncGenerator<StreamEvent> {
   const { settings, tree } = conversation(id);
-  const history: Message[] = lineage(tree, messageId).map((at) => at.message);
+  const history: Message[] = read(lineage(tree, messageId)).map((at) => at.message);
   const last = history.at(-1);
   if (last?.role === "assistant" && last.parts.length === 0) history.pop();
   if (isBase(useServer.getState().models, settings.model)) return streamCompletion(settings, history, signal);

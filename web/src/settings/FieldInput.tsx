@@ -26,7 +26,7 @@ export function FieldInput({ field, value, placeholder, onChange }: Props) {
         />
       );
     case "string":
-      return <Input id={id} placeholder={placeholder} value={(value as string | undefined) ?? ""} onChange={(event) => onChange(event.target.value || undefined)} />;
+      return <Input id={id} dir="auto" placeholder={placeholder} value={(value as string | undefined) ?? ""} onChange={(event) => onChange(event.target.value || undefined)} />;
     case "flag":
       return (
         <Select
@@ -70,5 +70,5 @@ function TextList({ id, hint, values, split, onChange }: { id: string; hint: str
     setText(next);
     onChange(next.split(split).map((part) => (split === "," ? part.trim() : part)).filter(Boolean));
   };
-  return <Input.TextArea id={id} autoSize={{ minRows: 1, maxRows: 6 }} placeholder={hint} value={text} onChange={(event) => change(event.target.value)} />;
+  return <Input.TextArea id={id} dir="auto" autoSize={{ minRows: 1, maxRows: 6 }} placeholder={hint} value={text} onChange={(event) => change(event.target.value)} />;
 }

@@ -47,7 +47,7 @@ export function SettingsDrawer({ open, onClose, settings, onChange }: Props) {
       <Form layout="vertical" component="div">
         {lost.length > 0 && <Alert type="warning" showIcon title={t("notWithTools", { names: lost.join(", ") })} />}
         <Form.Item label={t("systemPrompt")} htmlFor="system">
-          <Input.TextArea id="system" autoSize={{ minRows: 3, maxRows: 12 }} placeholder={t("systemHint")} value={settings.system} onChange={(event) => onChange({ ...settings, system: event.target.value })} />
+          <Input.TextArea id="system" dir="auto" autoSize={{ minRows: 3, maxRows: 12 }} placeholder={t("systemHint")} value={settings.system} onChange={(event) => onChange({ ...settings, system: event.target.value })} />
         </Form.Item>
         <Form.Item label={t("structure")} htmlFor="structure">
           <Select id="structure" value={settings.structure} options={STRUCTURES.map(([value, name]) => ({ value, label: t(name) }))} onChange={(structure) => onChange({ ...settings, structure })} />

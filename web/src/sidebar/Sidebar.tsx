@@ -27,7 +27,7 @@ export function Sidebar({ onKey, onHelp }: { onKey: () => void; onHelp: () => vo
   const items = entries?.map((entry) => ({
     key: entry.id,
     group: groups[groupOf(entry)]!,
-    label: <a href={hrefOf({ page: "chat", id: entry.id })} className="entry" aria-current={route.page === "chat" && route.id === entry.id ? "page" : undefined}>{entry.title || t("untitled")}</a>,
+    label: <a href={hrefOf({ page: "chat", id: entry.id })} className="entry" dir="auto" aria-current={route.page === "chat" && route.id === entry.id ? "page" : undefined}>{entry.title || t("untitled")}</a>,
     ...(entry.pinned ? { icon: <PushpinFilled aria-hidden /> } : {}),
   }));
   return (
@@ -38,7 +38,7 @@ export function Sidebar({ onKey, onHelp }: { onKey: () => void; onHelp: () => vo
       </div>
       <div className="side-tools">
         <Button block type="primary" icon={<PlusOutlined aria-hidden />} href="#/">{t("newChat")}</Button>
-        <Input ref={search} allowClear prefix={<SearchOutlined aria-hidden />} placeholder={t("searchChats")} aria-label={t("searchChats")} value={words} onChange={(event) => setWords(event.target.value)} />
+        <Input ref={search} dir="auto" allowClear prefix={<SearchOutlined aria-hidden />} placeholder={t("searchChats")} aria-label={t("searchChats")} value={words} onChange={(event) => setWords(event.target.value)} />
       </div>
       <nav className="side-list" aria-label={t("conversations")}>
         {items?.length ? (

@@ -19,7 +19,7 @@ export function useEntryMenu() {
     const save = () => changeEntry(entry.id, { title: title.trim() || entry.title });
     const dialog = modal.confirm({
       title: t("rename"), icon: null, okText: t("save"), cancelText: t("cancel"), autoFocusButton: null,
-      content: <Input autoFocus aria-label={t("rename")} defaultValue={title} onChange={(event) => (title = event.target.value)} onPressEnter={(event) => {
+      content: <Input autoFocus dir="auto" aria-label={t("rename")} defaultValue={title} onChange={(event) => (title = event.target.value)} onPressEnter={(event) => {
         if (event.nativeEvent.isComposing) return;
         void save();
         dialog.destroy();

@@ -10,6 +10,8 @@ export interface UserMessage {
   text: string;
   files: TextFile[];
   created: number;
+  /** The oldest message that the model reads from here on; left out: the first. */
+  from?: string;
 }
 
 export interface Alternative {
@@ -83,6 +85,8 @@ export interface AssistantMessage {
   state: AnswerState;
   /** What went wrong, or, while it runs, why nothing comes. */
   error: string | null;
+  /** What went wrong is that the context does not hold the conversation. */
+  full?: boolean;
   stats: Stats | null;
 }
 
@@ -107,6 +111,17 @@ export function newAnswer(model: string, now: number): AssistantMessage {
 const NO_STATS: Stats = {
   promptTokens: 0, cachedTokens: 0, completionTokens: 0, reasoningTokens: 0, firstTokenMs: null, tokensPerSecond: null,
 };
+
+/** The tokens that a conversation takes of the context, by what the server has counted. */
+export function contextUsed(messages: Message[]): number {
+  let used = 0;
+  for (const message of messages.toReversed()) {
+    const stats = message.role === "assistant" ? message.stats : null;
+    used += (stats?.promptTokens ?? 0) + (stats?.completionTokens ?? 0);
+    if (stats?.promptTokens) break; // the prompt had all that came before
+  }
+  return used;
+}
 
 /** The answer after one event; `now` and `sent`, when its request was, are in milliseconds. */
 export function grow(answer: AssistantMessage, event: StreamEvent, now: number, sent: number): AssistantMessage {

@@ -44,6 +44,12 @@ export function lineage(tree: Tree, id: string): TreeNode[] {
   return found;
 }
 
+/** Those of a conversation's messages that the model reads. */
+export function read(nodes: TreeNode[]): TreeNode[] {
+  const from = nodes.map(({ message }) => (message.role === "user" ? message.from : undefined)).findLast((id) => id !== undefined);
+  return nodes.slice(Math.max(nodes.findIndex(({ id }) => id === from), 0));
+}
+
 /** Put a message behind `parent`, as the continuation that is shown. */
 export function append(tree: Tree, parent: string, id: string, message: Message): Tree {
   const node: TreeNode = { id, parent, children: [], active: 0, message };
