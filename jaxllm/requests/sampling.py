@@ -273,8 +273,8 @@ class SamplingParams:
             set_field(self, "top_p", 1.0)
             set_field(self, "temperature", 0.0)
         set_field(self, "logit_bias", _biases(self.logit_bias or {}))
-        for name, ids in _IDS_BESIDE.items():
-            if getattr(self, ids):
+        for name, beside in _IDS_BESIDE.items():
+            if getattr(self, beside):
                 set_field(self, name, getattr(self, name) or 0)
         if (budget := self.thinking_token_budget) is not None:
             most = self.max_thinking_tokens
