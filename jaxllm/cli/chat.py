@@ -9,15 +9,17 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, suppress
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 from cyclopts import Parameter
+from pydantic import BaseModel, ValidationError
 
 from jaxllm.cli.settings import sampling_flags, sampling_params, takes_settings
 from jaxllm.cli.terminal import as_typed, piped_text, put_together
 from jaxllm.config import CACHE_DIR, EngineConfig
 from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError, JaxLLMError, one_line, reason
 from jaxllm.folders import in_home, unwritable
+from jaxllm.wording import shown, wrong_setting
 
 ChatHistory = list[dict[str, str]]
 
@@ -227,10 +229,13 @@ class Chat:
             case "/save" | "/load" if not text:
                 raise ConfigError(f"{name} needs a file: {name} chat.json")
             case "/save":
-                save_chat(in_home(text), SavedChat(self.system, self.messages, self.backend.sampling))
+                said: Any = self.messages
+                save_chat(in_home(text), SavedChat(system=self.system, messages=said, settings=self.backend.sampling))
                 self._note(f"{len(self.messages)} messages are in {text}")
             case "/load":
-                self.system, self.messages, self.backend.sampling = load_chat(in_home(text))
+                found = load_chat(in_home(text))
+                self.system, self.backend.sampling = found.system, found.settings
+                self.messages = [message.model_dump() for message in found.messages]
                 self._note(f"{len(self.messages)} messages")
             case "/help" | "/?":
                 print(HELP)
@@ -305,51 +310,46 @@ class Chat:
                     output.write(said.text)
 
 
-ROLES = ("user", "assistant")
 NOT_IN_CHATS = {
     "n", "logprobs", "prompt_logprobs", "logprob_token_ids", "structured_outputs", "thinking_markers",
     "shown_special_token_ids",
 }  # fmt: skip
 
 
-class SavedChat(NamedTuple):
+class Said(BaseModel, extra="forbid", strict=True):
+    role: Literal["user", "assistant"]
+    content: str
+
+
+class SavedChat(BaseModel, extra="forbid", strict=True):
     system: str | None
-    messages: ChatHistory
+    messages: list[Said]
     settings: dict[str, Any]
 
 
 def save_chat(file: Path, chat: SavedChat) -> None:
     try:
-        file.write_text(json.dumps(chat._asdict(), ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        file.write_text(chat.model_dump_json(indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror or error}") from None
 
 
 def load_chat(file: Path) -> SavedChat:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = SavedChat.model_validate(json.loads(file.read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {reason(error)}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the whole"
+        raise ConfigError(
+            f"{file} is no saved chat: {place} is {shown(first['input'])}; {wrong_setting(first)}"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read, as it is no JSON: {one_line(error)}") from None
-    if not isinstance(found, dict) or found.keys() != set(SavedChat._fields):
-        raise ConfigError(f"{file} is no saved chat: it must be an object with {', '.join(SavedChat._fields)}")
-    system, messages, settings = (found[name] for name in SavedChat._fields)
-    if not (system is None or isinstance(system, str)) or not isinstance(settings, dict):
-        raise ConfigError(f"{file} is no saved chat: system must be text or null, and settings an object")
-    if not isinstance(messages, list) or not all(
-        isinstance(message, dict)
-        and message.keys() == {"role", "content"}
-        and message["role"] in ROLES
-        and isinstance(message["content"], str)
-        for message in messages
-    ):
-        raise ConfigError(
-            f"{file} is no saved chat: messages must have a role ({' or '.join(ROLES)}) and a content that is text"
-        )
-    for name in settings:
-        check_setting(settings, name)
-    return SavedChat(system, messages, settings)
+    for name in found.settings:
+        check_setting(found.settings, name)
+    return found
 
 
 def check_setting(settings: dict[str, Any], name: str) -> None:

@@ -34,6 +34,8 @@ OBJECTS = frozenset(
 SWITCHES = frozenset(
     flag(name) for name, field in ServeConfig.model_fields.items() if bool in members(field.annotation)
 )
+DEFAULTS = "--override-generation-config."
+"""What the flags of other servers for sampling are values of."""
 LISTS = ("--api-key", "--served-model-name", "--allowed-origins")
 """Flags that take several values after MODEL, as with vLLM; here commas separate them."""
 
@@ -155,7 +157,8 @@ class _Reader:
                 except ValueError as error:
                     raise ConfigError(f"{name} is {value!r}: {error}") from None
                 for ours, text in meant.items():
-                    self._put(ours, text)
+                    sampled = flag(ours.removeprefix(DEFAULTS))  # a command that samples itself has the flag
+                    self._put(sampled if ours.startswith(DEFAULTS) and sampled in self._own else ours, text)
         elif name in self._own:  # a value of ours
             self._found.append(joined(name, value))
         else:

@@ -177,12 +177,17 @@ def test_a_chat_is_saved_and_goes_on_later(monkeypatch, tmp_path) -> None:
     ("content", "problem"),
     [
         ("{", "cannot be read, as it is no JSON"),
-        ("[]", "it must be an object with system, messages, settings"),
-        ('{"system": 1, "messages": [], "settings": {}}', "system must be text or null"),
-        ('{"system": null, "messages": [{"role": "x", "content": "a"}], "settings": {}}', "user or assistant"),
+        ("[]", "the whole is []; it must be an object"),
+        ('{"system": null, "messages": [], "setings": {}}', "settings is {"),
+        ('{"system": null, "messages": [], "settings": {}, "x": 1}', "x is 1; there is no such key"),
+        ('{"system": 1, "messages": [], "settings": {}}', "system is 1; it must be a string"),
+        (
+            '{"system": null, "messages": [{"role": "x", "content": "a"}], "settings": {}}',
+            "messages.0.role is 'x'; it must be 'user' or 'assistant'",
+        ),
         (
             '{"system": null, "messages": [{"role": "user", "content": [{"type": "image_url"}]}], "settings": {}}',
-            "a content that is text",
+            "it must be a string",
         ),
         ('{"system": null, "messages": [], "settings": {"temperature": -1}}', "temperature is -1"),
         ('{"system": null, "messages": [], "settings": {"x": 1}}', "no setting x"),

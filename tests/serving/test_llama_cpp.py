@@ -114,6 +114,7 @@ def test_several_answers_are_a_list(client: TestClient, engine: FakeEngine) -> N
     engine.replies = ["one", "two"]
     assert [one["content"] for one in post(client, n_cmpl=2)] == ["one", "two"]
     assert [one["content"] for one in post(client, n=2, prompt=["a", "b"])] == ["one", "two"] * 2
+    assert client.post("/completion", json={"prompt": "a", "n": 0}).json()["error"]["param"] == "n_cmpl"
 
 
 @covers("NativeFields", "n_probs")
@@ -127,7 +128,7 @@ def test_probabilities(client: TestClient) -> None:
     assert "completion_probabilities" not in post(client)
 
 
-@covers("NativeFields", "repeat_penalty", "repeat_last_n", "samplers", "lora")
+@covers("NativeFields", "repeat_penalty", "samplers", "lora")
 def test_sampling_reaches_the_engine(client: TestClient, engine: FakeEngine) -> None:
     def sampled(**fields: Any) -> Any:
         post(client, **fields)

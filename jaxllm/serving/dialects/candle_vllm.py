@@ -19,24 +19,13 @@ FoundModel = tuple[str, dict[str, Any]]
 TOP = ("models", "default_model", "idle_unload_secs", "global_params", "parking_lot")
 FIELDS = ("name", "hf_id", "local_path", "weight_file", "params", "capabilities", "parking_lot", "notes")
 PARAMS = {
-    "dtype": "dtype",
-    "isq": "isq",
-    "quantization": "isq",
-    "block_size": "block_size",
-    "max_num_seqs": "max_num_seqs",
-    "mem": "kv_cache_memory",
-    "kvcache_mem_gpu": "kv_cache_memory",
-    "kvcache_mem_cpu": "kv_cache_memory",
-    "prefill_chunk_size": "max_num_batched_tokens",
-    "device_ids": "tensor_parallel_size",
-    "temperature": "override_generation_config",
-    "top_p": "override_generation_config",
-    "top_k": "override_generation_config",
-    "frequency_penalty": None,
-    "presence_penalty": None,
-    "multithread": None,
-}
-"""A name under `params` -> the setting that it becomes; None where only one value can be honoured, or none matters."""
+    "dtype": "dtype", "isq": "isq", "quantization": "isq", "block_size": "block_size", "max_num_seqs": "max_num_seqs",
+    "mem": "kv_cache_memory", "kvcache_mem_gpu": "kv_cache_memory", "kvcache_mem_cpu": "kv_cache_memory",
+    "prefill_chunk_size": "max_num_batched_tokens", "device_ids": "tensor_parallel_size",
+}  # fmt: skip
+"""A name under `params` -> the setting that it becomes."""
+SAMPLING = ("temperature", "top_p", "top_k")
+PENALTIES = ("frequency_penalty", "presence_penalty")
 
 
 def is_candle_vllm(document: Mapping[Any, Any]) -> bool:
@@ -44,10 +33,8 @@ def is_candle_vllm(document: Mapping[Any, Any]) -> bool:
     models = document.get("models")
     if not isinstance(models, list):
         return False
-    theirs = {*FIELDS} - {"name"}
-    return not {*TOP[1:]}.isdisjoint(document) or any(
-        isinstance(fields, dict) and not theirs.isdisjoint(fields) for fields in models
-    )
+    entries = [fields for fields in models if isinstance(fields, dict)]
+    return not {*TOP[1:]}.isdisjoint(document) or any(not {*FIELDS[1:]}.isdisjoint(fields) for fields in entries)
 
 
 def read_candle_vllm(path: Path, document: Mapping[Any, Any]) -> list[FoundModel]:
@@ -68,22 +55,17 @@ def read_candle_vllm(path: Path, document: Mapping[Any, Any]) -> list[FoundModel
 def _entry(where: str, fields: Any, everywhere: Mapping[str, Any], shared: Mapping[str, Any]) -> FoundModel:
     fields = _mapping(where, fields)
     _check_keys(where, fields, FIELDS)
-    if not isinstance(name := fields.get("name"), str):
-        raise ConfigError(f"{where}: name is {name!r}; it must be a string")
+    name = _string(where, fields, "name", required=True)
     vision = _mapping(f"{where}: capabilities", fields.get("capabilities"))
     if vision.keys() - {"vision_mode"} or vision.get("vision_mode", "disabled") != "disabled":
         raise ConfigError(f"{where}: capabilities is {dict(vision)!r}; models are served for text only: leave it out")
     params = _mapping(f"{where}: params", fields.get("params")) | dict(everywhere)
     waiting = _waiting(f"{where}: parking_lot", fields.get("parking_lot"))
-    named: dict[str, Any] = {"name": name, "model": _source(where, fields)}
-    return where, named | dict(shared) | waiting | _settings(where, params)
+    return where, {"name": name, "model": _source(where, fields), **shared, **waiting, **_settings(where, params)}
 
 
 def _source(where: str, fields: Mapping[str, Any]) -> str:
-    hub, local, file = (fields.get(key) for key in ("hf_id", "local_path", "weight_file"))
-    for key in ("hf_id", "local_path", "weight_file"):
-        if not isinstance(fields.get(key), str | None):
-            raise ConfigError(f"{where}: {key} is {fields[key]!r}; it must be a string")
+    hub, local, file = (_string(where, fields, key) for key in ("hf_id", "local_path", "weight_file"))
     if (hub is None) == (local is None):
         raise ConfigError(f"{where}: it must have either hf_id or local_path")
     if file is not None and not file.endswith(".gguf"):
@@ -96,44 +78,38 @@ def _source(where: str, fields: Mapping[str, Any]) -> str:
 
 
 def _settings(where: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    _check_keys(f"{where}: params", params, PARAMS)
-    settings: dict[str, Any] = {}
+    _check_keys(f"{where}: params", params, (*PARAMS, *SAMPLING, *PENALTIES, "multithread"))
+    given = {key: value for key, value in params.items() if value is not None}
+    sampling = {key: given.pop(key) for key in SAMPLING if key in given}
+    settings: dict[str, Any] = {"override_generation_config": sampling} if sampling else {}
     origins: dict[str, str] = {}
-    sampling: dict[str, Any] = {}
-    for key, value in params.items():
-        if value is None:
-            continue
-        at, setting = f"{where}: params.{key} is {value!r}", PARAMS[key]
-        if setting == "override_generation_config":
-            sampling[key] = value
-            continue
-        if setting is None:
-            if key == "multithread":
-                logger.info("%s: it changes nothing, one process has all devices of a model", at)
-            elif value != 0:
-                raise ConfigError(f"{at}; a server has no default for it: leave it out, and let requests send {key}")
-            continue
-        if setting in origins:
-            raise ConfigError(f"{at}, and {origins[setting]} is given too; leave one of them out")
-        origins[setting] = key
-        settings[setting] = _value(at, key, value)
-        try:
-            make_config(ModelConfig, **{setting: settings[setting]})
-        except ConfigError as error:
-            raise ConfigError(f"{at}: {error}") from None
-    return settings | ({"override_generation_config": sampling} if sampling else {})
+    for key, value in given.items():
+        at = f"{where}: params.{key} is {value!r}"
+        if key == "multithread":
+            logger.info("%s: it changes nothing, one process has all devices of a model", at)
+        elif key in PENALTIES and value != 0:
+            raise ConfigError(f"{at}; a server has no default for it: leave it out, and let requests send {key}")
+        elif key in PARAMS:
+            setting = PARAMS[key]
+            if setting in origins:
+                raise ConfigError(f"{at}, and {origins[setting]} is given too; leave one of them out")
+            origins[setting] = key
+            settings[setting] = _value(at, key, value)
+            try:
+                make_config(ModelConfig, **{setting: settings[setting]})
+            except ConfigError as error:
+                raise ConfigError(f"{at}: {error}") from None
+    return settings
 
 
 def _value(at: str, key: str, value: Any) -> Any:
     if key == "device_ids":
         if not isinstance(value, list) or not value or value != list(range(len(value))):
-            raise ConfigError(
-                f"{at}; it must count devices from 0, as [0, 1]: CUDA_VISIBLE_DEVICES chooses others, and "
-                "JAX_PLATFORMS=cpu the CPU"
-            )
+            others = "CUDA_VISIBLE_DEVICES chooses others, and JAX_PLATFORMS=cpu the CPU"
+            raise ConfigError(f"{at}; it must count devices from 0, as [0, 1]: {others}")
         return len(value)
     if PARAMS[key] == "kv_cache_memory":
-        if isinstance(value, bool) or not isinstance(value, int):
+        if type(value) is not int:
             raise ConfigError(f"{at}; it must be a whole number of megabytes")
         return value * 2**20
     return value
@@ -141,18 +117,22 @@ def _value(at: str, key: str, value: Any) -> Any:
 
 def _waiting(where: str, value: Any) -> dict[str, Any]:
     """The one setting of candle-vllm's scheduler that ours has too."""
-    lot = _mapping(where, value)
-    limits = _mapping(f"{where}.limits", lot.get("limits"))
-    others = [
-        *(key for key in lot if key != "limits"),
-        *(f"limits.{key}" for key in limits if key != "max_queue_depth"),
-    ]
-    if others:
-        raise ConfigError(
-            f"{where}.{others[0]} has no counterpart here: leave it out. Of parking_lot only limits.max_queue_depth "
-            "is read, as max_num_waiting"
-        )
-    return {"max_num_waiting": limits["max_queue_depth"]} if "max_queue_depth" in limits else {}
+    lot = dict(_mapping(where, value))
+    limits = {f"limits.{key}": one for key, one in _mapping(f"{where}.limits", lot.pop("limits", None)).items()}
+    for key in [*lot, *limits]:
+        if key != "limits.max_queue_depth":
+            raise ConfigError(
+                f"{where}.{key} has no counterpart here: leave it out. Of parking_lot only limits.max_queue_depth is "
+                "read, as max_num_waiting"
+            )
+    return {"max_num_waiting": limits["limits.max_queue_depth"]} if limits else {}
+
+
+def _string(where: str, fields: Mapping[str, Any], key: str, *, required: bool = False) -> str | None:
+    value = fields.get(key)
+    if not isinstance(value, str) and (required or value is not None):
+        raise ConfigError(f"{where}: {key} is {value!r}; it must be a string")
+    return value
 
 
 def _mapping(where: str, value: Any) -> dict[str, Any]:

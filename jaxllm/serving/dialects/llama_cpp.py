@@ -25,7 +25,7 @@ from jaxllm.serving.http.answers import ErrorResponse, ignored_fields, json_resp
 from jaxllm.serving.http.api_error import APIError, unavailable
 from jaxllm.serving.http.request_model import ModelFields
 from jaxllm.serving.http.route import ChunkWriter, JSONRoute
-from jaxllm.serving.openai.answers import Timings, timings
+from jaxllm.serving.openai.answers import Timings, finite, timings
 from jaxllm.serving.openai.chat import rendered
 from jaxllm.serving.openai.chat_types import ChatRequest
 from jaxllm.serving.openai.completions import CompletionRequest, create_completion
@@ -38,7 +38,11 @@ from jaxllm.wording import shown
 
 NO_SLOT = -1
 """Slots have no numbers that last: any request finds what others have computed."""
-LOWEST = -9999.0  # JSON has no -inf
+SHOWN_PARAMS = (
+    "max_tokens", "seed", "temperature", "top_k", "top_p", "min_p", "repeat_last_n", "presence_penalty",
+    "frequency_penalty", "ignore_eos",
+)  # fmt: skip
+"""Of an answer's sampling parameters, those that its generation_settings show by the same names."""
 
 
 router = APIRouter(route_class=JSONRoute, tags=["llama.cpp"])
@@ -110,9 +114,8 @@ OWN_FIELDS = {*bodies.NativeCompletionRequest.field_names(), *bodies.NEUTRAL, *b
 
 
 def _kind(body: Any) -> str:
-    if isinstance(body, dict):
-        return "openai" if OWN_FIELDS.isdisjoint(body) else "llama.cpp"
-    return "openai" if isinstance(body, CompletionRequest) else "llama.cpp"
+    is_openai = OWN_FIELDS.isdisjoint(body) if isinstance(body, dict) else isinstance(body, CompletionRequest)
+    return "openai" if is_openai else "llama.cpp"
 
 
 @native_router.post("/completions", include_in_schema=False)
@@ -176,25 +179,26 @@ class NativeWriter(ChunkWriter[TokenDelta]):
             chunk.warnings, self._warnings = self._warnings, UNSET
             yield chunk
         if delta.finish_reason is not None:
-            answer = self.whole(choice)
-            answer.content, answer.tokens, answer.completion_probabilities = "", [], UNSET
+            answer = self._ended(choice, "", [], None)
             yield answer if self._body.response_fields is None else _only(self._body.response_fields, answer)
 
     def whole(self, choice: Choice) -> NativeCompletion:
-        prompt, call, word = self._prompt(choice.index), self._call, choice.stop_reason
-        tokens = choice.token_ids if self._body.return_tokens else []
-        answer = self._gained(choice, choice.text, tokens, choice.logprobs)
-        answer.stop, answer.model, answer.timings = True, call.name, self._timings()
+        return self._ended(choice, choice.text, choice.token_ids if self._body.return_tokens else [], choice.logprobs)
+
+    def _ended(self, choice: Choice, text: str, tokens: list[int], steps: Sequence[Step] | None) -> NativeCompletion:
+        prompt = self._prompt(choice.index)
+        answer = self._gained(choice, text, tokens, steps)
+        answer.stop, answer.model, answer.timings = True, self._call.name, self._timings()
         answer.generation_settings, answer.prompt = self._settings(prompt), prompt.text
         answer.has_new_line, answer.truncated = "\n" in choice.text, False
-        answer.stopping_word = word if isinstance(word, str) else ""
+        answer.stopping_word = choice.stop_reason if isinstance(choice.stop_reason, str) else ""
         answer.stop_type = "limit"
         if choice.finish_reason == "stop":
             answer.stop_type = "word" if answer.stopping_word else "eos"
         answer.tokens_cached = choice.deltas[0].num_cached_tokens
         return answer
 
-    def _gained(self, choice: Choice, text: str, tokens: list[int], steps: Sequence[Step]) -> NativeCompletion:
+    def _gained(self, choice: Choice, text: str, tokens: list[int], steps: Sequence[Step] | None) -> NativeCompletion:
         return NativeCompletion(
             index=choice.index,
             content=text,
@@ -202,7 +206,7 @@ class NativeWriter(ChunkWriter[TokenDelta]):
             tokens_predicted=len(choice.token_ids),
             tokens_evaluated=len(self._prompt(choice.index).token_ids),
             timings=self._timings() if self._body.timings_per_token else UNSET,
-            completion_probabilities=list(map(self._probability, steps)) if self._body.n_probs else UNSET,
+            completion_probabilities=UNSET if steps is None or not self._body.n_probs else self._probabilities(steps),
         )
 
     def _prompt(self, index: int) -> Prompt:
@@ -215,27 +219,28 @@ class NativeWriter(ChunkWriter[TokenDelta]):
         """What the answer was generated with, in llama.cpp's words."""
         body, params = self._body, prompt.params
         return {
-            "n_ctx": self._call.model.engine.info.max_model_len, "n_predict": body.n_predict,
-            "max_tokens": params.max_tokens, "seed": params.seed, "temperature": params.temperature,
-            "top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p,
-            "repeat_penalty": params.repetition_penalty, "repeat_last_n": params.repeat_last_n,
-            "presence_penalty": params.presence_penalty, "frequency_penalty": params.frequency_penalty,
-            "stop": list(params.stop), "ignore_eos": params.ignore_eos, "stream": body.stream,
-            "n_probs": body.n_probs, "grammar": body.grammar or "", "timings_per_token": body.timings_per_token,
+            **{name: getattr(params, name) for name in SHOWN_PARAMS},
+            **{name: getattr(body, name) for name in ("n_predict", "stream", "n_probs", "timings_per_token")},
+            "n_ctx": self._call.model.engine.info.max_model_len,
+            "repeat_penalty": params.repetition_penalty,
+            "stop": list(params.stop),
+            "grammar": body.grammar or "",
             "logit_bias": [{"bias": bias, "token": token} for token, bias in params.logit_bias.items()],
-            "lora": [{"id": one.id, "scale": one.scale} for one in body.lora or ()],
-        }  # fmt: skip
+            "lora": [one.model_dump() for one in body.lora or ()],
+        }
 
-    def _probability(self, step: Step) -> TokenProbability:
+    def _probabilities(self, steps: Sequence[Step]) -> list[TokenProbability]:
         def entry(token: int, value: Logprob) -> TokenProbability:
             raw = self._call.model.token_bytes(token)
-            text, logprob = raw.decode(errors="replace"), max(value.logprob, LOWEST)
+            text, logprob = raw.decode(errors="replace"), finite(value.logprob)
             return TokenProbability(id=token, token=text, bytes=list(raw), logprob=logprob)
 
-        best = sorted(dict(step).items(), key=lambda one: -one[1].logprob)[: self._body.n_probs]
-        chosen = entry(*step[0])
-        chosen.top_logprobs = [entry(*one) for one in best]
-        return chosen
+        found = []
+        for step in steps:
+            best = sorted(dict(step).items(), key=lambda one: -one[1].logprob)[: self._body.n_probs]
+            found.append(entry(*step[0]))
+            found[-1].top_logprobs = [entry(*one) for one in best]
+        return found
 
 
 def _only(fields: Sequence[str], answer: msgspec.Struct) -> dict[str, Any]:

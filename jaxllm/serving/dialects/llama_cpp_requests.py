@@ -83,8 +83,6 @@ class NativeFields(sampling.SamplingFields, StructuredFields):
     """Log-probabilities of this many likeliest tokens at each position. Also as logprobs."""
     repeat_penalty: float | None = None
     """Another name of repetition_penalty, over the last 64 tokens unless repeat_last_n says otherwise."""
-    repeat_last_n: int | None = None
-    """The number of the last tokens that the three penalties look at: -1 all, the default, and 0 none."""
     logit_bias: dict[str, float | Literal[False]] | list[list[Any]] | None = None  # type: ignore[assignment]
     """Values added to logits: pairs of a token id or a text and a value, or an object of them; false bans a token."""
     samplers: list[str] | None = None
@@ -106,16 +104,20 @@ class NativeFields(sampling.SamplingFields, StructuredFields):
     def _in_their_words(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        known, theirs = cls.field_names(), {*NEUTRAL, *WITHOUT_EFFECT, *RENAMED}
-        empty = {name: NEUTRAL.get(name, ()) + ((None,) if name in theirs else ()) for name in data}
-        asked = {name: value for name, value in data.items() if value not in empty[name]}
-        for name in [name for name in asked if name not in known]:
-            if name in NEUTRAL and ignored_fields.get() is None:
-                off = shown(NEUTRAL[name][0])
-                raise refuse(f"{name} is {shown(asked[name])}; this server has only {off}, which is off", name)
-            if name in WITHOUT_EFFECT or name in RENAMED:
-                value = asked.pop(name)
-                asked |= {RENAMED[name]: value} if name in RENAMED and RENAMED[name] not in asked else {}
+        known = cls.field_names()
+        asked: dict[str, Any] = {}
+        for name, value in list(data.items()):
+            theirs, neutral = name in {*NEUTRAL, *WITHOUT_EFFECT, *RENAMED}, NEUTRAL.get(name, ())
+            if value in neutral or (theirs and value is None):
+                continue
+            if neutral and name not in known and ignored_fields.get() is None:
+                off = shown(neutral[0])
+                raise refuse(f"{name} is {shown(value)}; this server has only {off}, which is off", name)
+            if name in RENAMED:
+                asked.setdefault(RENAMED[name], value)
+                data.setdefault(RENAMED[name], value)  # where errors look for a field's place
+            elif name in known or name not in WITHOUT_EFFECT:
+                asked[name] = value
         if asked.get("json_schema") == {}:
             asked["json_schema"] = {"type": "object"}  # any object
         return asked

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -14,7 +15,8 @@ from msgspec import UNSET, UnsetType
 from jaxllm.chat.events import Content, Reasoning, ToolArguments, ToolCall
 from jaxllm.chat.parser import Step
 from jaxllm.engine.messages import TokenDelta
-from jaxllm.serving.generation import Reply
+from jaxllm.requests.outputs import ParsedCall
+from jaxllm.serving.generation import Choice, Reply
 from jaxllm.serving.http.answers import ignored_fields
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.route import ChunkWriter
@@ -70,7 +72,7 @@ class OllamaAnswer(msgspec.Struct, kw_only=True):
     warnings: list[str] | UnsetType = UNSET
 
 
-class OllamaEmbedAnswer(msgspec.Struct, kw_only=True):
+class OllamaEmbedAnswer(msgspec.Struct):
     model: str
     embeddings: list[list[float]]
     total_duration: int
@@ -156,7 +158,7 @@ def answer(
 
 
 class AnswerWriter(ChunkWriter[TokenDelta]):
-    """The lines of one answer; a call is sent whole, when its arguments are, and one that is cut off is left out.
+    """A whole answer, or its lines, in which a call comes whole once the next begins or the answer ends.
 
     The times are those at which the request came, and at which its model was loaded, on the monotonic clock.
     """
@@ -164,17 +166,14 @@ class AnswerWriter(ChunkWriter[TokenDelta]):
     done = b""
 
     def __init__(self, reply: Reply, body: AnswerFields, came: float, loaded: float):
-        self.streams = body.stream
         self.keep_alive = line(answer(body, done=False))
         self._reply = reply
         self._body = body
         self._came, self._loaded = came, loaded
-        shows_context = isinstance(body, GenerateRequest) and not (body.raw or body.suffix)
-        self._context: Any = list(reply.prompt_token_ids) if shows_context else UNSET
-        self._text, self._thinking = "", ""
-        self._calls: list[OllamaCall] = []
-        self._call: ToolCall | None = None
-        self._arguments = ""
+        self._context = list(reply.prompt_token_ids)
+        self._calls: list[ParsedCall] = []
+        """The one that has begun, with its arguments so far."""
+        self._num_calls = 0
         self._steps: list[Step] = []
         """Those that no line has shown."""
         self._reason: str | None = None
@@ -186,59 +185,50 @@ class AnswerWriter(ChunkWriter[TokenDelta]):
         return line(told(error))
 
     def chunks(self, index: int, delta: TokenDelta) -> Iterator[OllamaAnswer]:
-        """A line for each text and each call, of which the next begins or the answer ends; none unless it streams."""
         piece = self._reply.parse(index, delta)
         self._steps += piece.logprobs
-        if self._context is not UNSET:
-            self._context += piece.token_ids
+        self._context += piece.token_ids
+        self._reason = piece.finish_reason
         for event in piece.events:
-            if isinstance(event, ToolArguments):
-                self._arguments += event.text
-                continue
-            yield from self._ended_call()
+            if not isinstance(event, ToolArguments):
+                yield from self._ended_call()
             match event:
                 case Content(text):
-                    self._text += text
-                    yield from self._line(text)
+                    yield self._line(text)
                 case Reasoning(text):
-                    self._thinking += text
-                    yield from self._line("", thinking=text)
+                    yield self._line(thinking=text)
                 case ToolCall():
-                    self._call = event
-        self._reason = piece.finish_reason
+                    self._calls = [ParsedCall(event.id, event.name, "")]
+                case ToolArguments(text=text):
+                    self._calls[0].arguments += text
         if piece.finish_reason is not None:
             yield from self._ended_call()
 
     def last(self) -> Iterator[OllamaAnswer]:
-        yield self._ending()
+        yield self._ending(warnings=ignored_fields.get() or UNSET)
 
-    def whole(self) -> OllamaAnswer:
-        """All of it, once it has ended."""
-        return self._ending(text=self._text, thinking=self._thinking, calls=self._calls)
+    def whole(self, choice: Choice) -> OllamaAnswer:
+        said, self._reason = self._reply.whole(choice.index, choice.deltas)
+        self._context += choice.token_ids
+        self._steps = choice.logprobs
+        return self._ending(text=said.content or "", thinking=said.reasoning or "", calls=whole_calls(said.tool_calls))
 
     def _ended_call(self) -> Iterator[OllamaAnswer]:
-        call, text = self._call, self._arguments
-        self._call, self._arguments = None, ""
-        if call is None:
-            return
-        try:
-            arguments = json.loads(text)
-        except ValueError:
-            return  # it was cut off, and must not be run
-        function = OllamaFunction(index=call.index, name=call.name, arguments=arguments)
-        self._calls.append(OllamaCall(id=call.id, function=function))
-        yield from self._line("", calls=self._calls[-1:])
+        ended, self._calls = self._calls, []
+        if calls := whole_calls(ended, self._num_calls):
+            yield self._line(calls=calls)
+        self._num_calls += len(ended)
 
-    def _line(self, text: str, **shown: Any) -> Iterator[OllamaAnswer]:
-        if self.streams:
-            yield answer(self._body, text, done=False, logprobs=self._logprobs(), **shown)
+    def _line(self, text: str = "", **shown: Any) -> OllamaAnswer:
+        return answer(self._body, text, done=False, logprobs=self._logprobs(), **shown)
 
     def _ending(self, **shown: Any) -> OllamaAnswer:
         usage, phases = self._reply.usage(), self._reply.generation.phases()
+        shows_context = isinstance(self._body, GenerateRequest) and not (self._body.raw or self._body.suffix)
         return answer(
             self._body,
             **shown,
-            context=self._context,
+            context=self._context if shows_context else UNSET,
             logprobs=self._logprobs(),
             done=True,
             done_reason="length" if self._reason == "length" else "stop",
@@ -248,12 +238,21 @@ class AnswerWriter(ChunkWriter[TokenDelta]):
             prompt_eval_duration=nanoseconds(phases.prefill),
             eval_count=usage.completion_tokens,
             eval_duration=nanoseconds(phases.decode),
-            warnings=ignored_fields.get() or UNSET if self.streams else UNSET,
         )
 
     def _logprobs(self) -> list[ChatTokenLogprob] | UnsetType:
         steps, self._steps = self._steps, []
         return chat_logprobs(steps, self._body.top_logprobs or 0, self._reply.token_bytes).content or UNSET
+
+
+def whole_calls(made: Sequence[ParsedCall], first: int = 0) -> list[OllamaCall]:
+    """The calls, numbered from `first`, without one that was cut off, which must not be run."""
+    calls = []
+    for index, call in enumerate(made, first):
+        with suppress(ValueError):
+            function = OllamaFunction(index=index, name=call.name, arguments=json.loads(call.arguments))
+            calls.append(OllamaCall(id=call.id, function=function))
+    return calls
 
 
 def nanoseconds(seconds: float | None) -> int:

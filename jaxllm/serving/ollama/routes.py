@@ -18,10 +18,10 @@ from jaxllm.chat.prompt import ConversationPrompt, fitted, prepare, sampling_par
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.serving.access.keys import tenant_of
 from jaxllm.serving.call import ClientCall, chunk_stream, open_call
-from jaxllm.serving.generation import GenerationSettings, Reply
+from jaxllm.serving.generation import GenerationSettings, Reply, collect_for
 from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.http.route import JSONRoute, until_disconnect
+from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.ollama import answers, types
 from jaxllm.serving.pooling.inputs import PoolingRun
 from jaxllm.serving.pooling.routes import embed
@@ -87,14 +87,8 @@ async def embed_texts(body: types.OllamaEmbedRequest, request: Request) -> Respo
     call = await _open(body, request)
     loaded = time.monotonic()
     vectors, num_tokens = await _vectors(call, request, body.as_embeddings()) if body.input else ([], 0)
-    answer = answers.OllamaEmbedAnswer(
-        model=body.model,
-        embeddings=vectors,
-        total_duration=answers.nanoseconds(time.monotonic() - came),
-        load_duration=answers.nanoseconds(loaded - came),
-        prompt_eval_count=num_tokens,
-    )
-    return json_response(answer)
+    total, load = (answers.nanoseconds(seconds) for seconds in (time.monotonic() - came, loaded - came))
+    return json_response(answers.OllamaEmbedAnswer(body.model, vectors, total, load, num_tokens))
 
 
 @router.post("/embeddings", responses=returns(answers.OllamaEmbeddingsAnswer, error=answers.OllamaError))
@@ -105,10 +99,7 @@ async def embed_prompt(body: types.OllamaEmbeddingsRequest, request: Request) ->
     return json_response(answers.OllamaEmbeddingsAnswer(vectors[0]))
 
 
-Body = types.OllamaChatRequest | types.GenerateRequest
-
-
-async def _answered(body: Body, request: Request) -> Response:
+async def _answered(body: types.OllamaChatRequest | types.GenerateRequest, request: Request) -> Response:
     came = time.monotonic()
     if body.says_nothing and body.keep_alive == 0:
         registry: Registry = request.app.state.server.registry
@@ -128,16 +119,8 @@ async def _answered(body: Body, request: Request) -> Response:
     writer = answers.AnswerWriter(reply, body, came, loaded)
     if body.stream:
         return await chunk_stream(call, reply.generation, writer, {"Content-Type": answers.LINES})
-    async with reply.generation:
-        await until_disconnect(request.receive, _read_all(reply, writer))
-    return json_response(writer.whole(), request_id=reply.generation.id)
-
-
-async def _read_all(reply: Reply, writer: answers.AnswerWriter) -> None:
-    async for gains in reply.generation.arrivals():
-        for index, delta in gains:
-            for _ in writer.chunks(index, delta):
-                pass
+    [choice] = await collect_for(request, reply.generation)
+    return json_response(writer.whole(choice), request_id=reply.generation.id)
 
 
 async def _open(body: types.OllamaFields, request: Request) -> ClientCall:
@@ -147,13 +130,20 @@ async def _open(body: types.OllamaFields, request: Request) -> ClientCall:
     return await open_call(request, body.model, keep_alive=None if model.pinned else body.keep_alive)
 
 
-async def _prompt(call: ClientCall, body: Body, settings: GenerationSettings) -> ConversationPrompt:
-    if not isinstance(body, types.GenerateRequest):
-        return await call.state.prepare(prepare, call.model, body.conversation(), settings)
-    if body.raw or body.suffix or not (call.model.has_chat_template or body.template):
-        return await call.state.offload_grammar(_text, call, body, settings)
+async def _prompt(
+    call: ClientCall, body: types.OllamaChatRequest | types.GenerateRequest, settings: GenerationSettings
+) -> ConversationPrompt:
+    """A text that is continued as it is, or a conversation, perhaps after the tokens of an earlier answer."""
+    asked = body if isinstance(body, types.GenerateRequest) else None
+    if asked and (asked.raw or asked.suffix or not (call.model.has_chat_template or asked.template)):
+        return await call.state.offload_grammar(_text, call, asked, settings)
     ready = await call.state.prepare(prepare, call.model, body.conversation(), settings)
-    return ready if not body.context else await call.state.offload(_going_on, call, body.context, ready, settings)
+    if asked and asked.context:
+        ids, bos = ready.prompt.token_ids, call.model.tokenizer.bos_token_id
+        later = ids[1:] if ids[:1] == asked.context[:1] == [bos] else ids  # the sequence begins once
+        all_ids, params = [*asked.context, *later], ready.prompt.params
+        ready.prompt = await call.state.offload(fitted, call.model, all_ids, params, settings, Field("context"))
+    return ready
 
 
 def _check_thinking(call: ClientCall, body: types.AnswerFields) -> None:
@@ -177,17 +167,6 @@ def _text(call: ClientCall, body: types.GenerateRequest, settings: GenerationSet
     prompt = fitted(model, ids, params, settings, Field("prompt"))
     said = Conversation(messages=[Message("user", body.prompt)])
     return ConversationPrompt(prompt, OutputFormats(None, None), said, in_reasoning=False)
-
-
-def _going_on(
-    call: ClientCall, context: list[int], ready: ConversationPrompt, settings: GenerationSettings
-) -> ConversationPrompt:
-    """The same after the tokens of an earlier answer, with one beginning of the sequence."""
-    ids, params = ready.prompt.token_ids, ready.prompt.params
-    if ids[:1] == context[:1] == [call.model.tokenizer.bos_token_id]:
-        ids = ids[1:]
-    ready.prompt = fitted(call.model, [*context, *ids], params, settings, Field("context"))
-    return ready
 
 
 async def _vectors(call: ClientCall, request: Request, body: EmbeddingRequest) -> tuple[list[list[float]], int]:

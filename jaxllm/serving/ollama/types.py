@@ -19,36 +19,36 @@ from jaxllm.chat.conversation import (
     renaming,
     thinking_variables,
 )
-from jaxllm.requests.sampling import INT32_MAX, MAX_LOGPROBS, MAX_STOP_STRINGS
+from jaxllm.requests.sampling import INT32_MAX, MAX_LOGPROBS
 from jaxllm.requests.structured_outputs import StructuredOutputs
 from jaxllm.serving.generation import GenerationSettings
 from jaxllm.serving.http.request_model import RequestModel, check_equal, refuse, seconds
 from jaxllm.serving.openai.messages import ToolFields
+from jaxllm.serving.openai.sampling import CommonSampling
 from jaxllm.serving.pooling.types import MAX_INPUTS, EmbeddingRequest
 from jaxllm.wording import shown
 
-SAMPLING = (
-    "temperature", "top_k", "top_p", "min_p", "seed", "stop", "repeat_last_n", "presence_penalty", "frequency_penalty",
-)  # fmt: skip
-"""Options that SamplingParams has by the same names."""
-OPTION_OF = {name: name for name in SAMPLING} | {"repetition_penalty": "repeat_penalty"}
 INERT = frozenset({
     "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "mirostat_eta", "mirostat_tau", "num_batch",
     "num_ctx", "num_gpu", "num_keep", "num_thread", "numa", "use_mlock", "use_mmap",
 })  # fmt: skip
 """Options without effect: the server's settings say how a model is loaded and how long its context is."""
-OFF: Mapping[str, Any] = {"mirostat": 0, "penalize_newline": True, "tfs_z": 1, "typical_p": 1, "vocab_only": False}
+OFF: Mapping[str, Any] = {"mirostat": 0, "penalize_newline": True, "tfs_z": 1, "vocab_only": False}
 """Options that are not here -> the value that asks for nothing, and is accepted."""
 
+OPTION_OF = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}
+"""Options that SamplingParams has by other names; the other ones are called the same."""
+_OPTIONS = {name: f"options.{OPTION_OF.get(name, name)}" for name in [*CommonSampling.model_fields, *OPTION_OF]}
 FIELD_NAMES = renaming(
-    {ours: f"options.{name}" for ours, name in OPTION_OF.items()}
-    | {"max_tokens": "options.num_predict", "call_id": "tool_call_id", "structured_outputs": "format",
-       "chat_template": "template", "logprobs": "top_logprobs"}
-)  # fmt: skip
+    _OPTIONS
+    | {
+        "call_id": "tool_call_id",
+        "structured_outputs": "format",
+        "chat_template": "template",
+        "logprobs": "top_logprobs",
+    }
+)
 """The names that the fields of a Conversation and its GenerationSettings have here."""
-CALLED_HERE = {"max_tokens": "options.num_predict", "response_format": "format"} | {
-    ours: f"options.{name}" for ours, name in OPTION_OF.items()
-}
 
 _NUMBER = re.compile(r"-?[0-9]{1,9}")
 _GO_TEMPLATE = re.compile(r"\{\{-?\s*(\.[A-Z]|if |range |\$)")
@@ -59,31 +59,13 @@ def _seconds(value: Any) -> Any:
     return seconds(int(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value)
 
 
-class Options(RequestModel):
+class Options(CommonSampling):
     """How tokens are chosen, and until when. Options about loading, such as num_ctx and num_gpu, change nothing."""
 
     num_predict: int | None = Field(default=None, ge=-2, le=INT32_MAX)
     """Upper bound on generated tokens; by default, and with 0, -1 and -2, what is left of the context."""
-    temperature: float | None = None
-    """As in a chat."""
-    top_k: int | None = None
-    """As in a chat."""
-    top_p: float | None = None
-    """As in a chat."""
-    min_p: float | None = None
-    """As in a chat."""
-    seed: int | None = None
-    """Makes the random choices repeatable."""
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    """Texts that end generation."""
     repeat_penalty: float | None = None
     """As repetition_penalty in a chat."""
-    repeat_last_n: int | None = None
-    """As in a chat."""
-    presence_penalty: float | None = None
-    """As in a chat."""
-    frequency_penalty: float | None = None
-    """As in a chat."""
 
     @model_validator(mode="before")
     @classmethod
@@ -112,7 +94,7 @@ class AnswerFields(OllamaFields):
     """How an answer is made and sent."""
 
     unsupported: ClassVar[frozenset[str]] = frozenset({"shift", "truncate"})
-    called_here: ClassVar[Mapping[str, str]] = CALLED_HERE
+    called_here: ClassVar[Mapping[str, str]] = _OPTIONS | {"response_format": "format"}
 
     stream: bool = True
     """Send the answer in lines of JSON while it is generated."""
@@ -148,11 +130,10 @@ class AnswerFields(OllamaFields):
 
     def settings(self) -> GenerationSettings:
         options = self.options or Options()
-        asked = {ours: getattr(options, name) for ours, name in OPTION_OF.items()}
-        most = options.num_predict
+        penalty = {} if options.repeat_penalty is None else {"repetition_penalty": options.repeat_penalty}
         return GenerationSettings(
-            sampling={name: value for name, value in asked.items() if value is not None},
-            max_tokens=most if most is not None and most > 0 else None,
+            sampling=options.sampling() | penalty,
+            max_tokens=options.num_predict if (options.num_predict or 0) > 0 else None,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )
 

@@ -67,7 +67,7 @@ def chat_logprobs(
     def entry(token: int, logprob: float) -> tuple[str, float, list[int]]:
         raw = token_bytes(token)
         name = token_number(token) if by_number else escaped(raw) or raw.decode()
-        return name, _finite(logprob), list(raw)
+        return name, finite(logprob), list(raw)
 
     content = []
     for step in steps:
@@ -110,7 +110,7 @@ class CompletionLogprobsBuilder:
             token = self.prompt_ids[self._position] if step is None else step[0][0]
             raw = self.token_bytes(token)
             out.tokens.append(self._name(token, raw))
-            out.token_logprobs.append(None if step is None else _finite(step[0][1].logprob))
+            out.token_logprobs.append(None if step is None else finite(step[0][1].logprob))
             out.top_logprobs.append(None if step is None else self._top(step))
             out.text_offset.append(self._offset)
             self._offset += len(self._decoder.decode(raw)) if self._is_shown(token, raw) else 0
@@ -133,7 +133,7 @@ class CompletionLogprobsBuilder:
         listed = step if self.count < 0 else step[: self.count + 1]
         for token, value in listed:  # two tokens may have the same text: the more likely one stays
             name = self._name(token, self.token_bytes(token))
-            top[name] = max(top.get(name, _LOWEST), _finite(value.logprob))
+            top[name] = max(top.get(name, _LOWEST), finite(value.logprob))
         return top
 
 
@@ -142,7 +142,7 @@ def prompt_logprobs(scores: PromptScores, token_text: Callable[[int], str]) -> P
     found: list[Any] = []
     for step in scores.steps():
         entries = step and {
-            token: PromptLogprob(_finite(value.logprob), value.rank, token_text(token)) for token, value in step
+            token: PromptLogprob(finite(value.logprob), value.rank, token_text(token)) for token, value in step
         }
         found.append(msgspec.Raw(msgspec.json.encode(entries)))
     return found
@@ -153,7 +153,7 @@ def token_number(token: int) -> str:
     return f"token_id:{token}"
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     return max(logprob, _LOWEST)
 
 

@@ -76,15 +76,15 @@ class RepetitionDetection(RequestModel):
     """How often they must stand at the end, one after another: at least 2."""
 
 
-class SamplingFields(ScheduledFields):
-    """How tokens are chosen, and until when; ranges are those of SamplingParams."""
+class CommonSampling(RequestModel):
+    """How tokens are chosen, in the names that most servers have; ranges are those of SamplingParams."""
 
     frequency_penalty: float | None = None
     """From -2 to 2: taken off a token's logit for each time it was generated before."""
-    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_token_ids), _at_most(limits.MAX_LOGIT_BIAS)] = None
-    """Token id -> value added to its logit."""
     presence_penalty: float | None = None
     """From -2 to 2: taken off a token's logit once it was generated."""
+    repeat_last_n: int | None = None
+    """The number of the last tokens that the three penalties look at: -1 all, the default, and 0 none."""
     seed: int | None = None
     """Makes the random choices repeatable."""
     stop: Annotated[str | list[str] | None, _at_most(limits.MAX_STOP_STRINGS)] = None
@@ -97,6 +97,20 @@ class SamplingFields(ScheduledFields):
     """Choose among this many likeliest tokens; 0 or -1 among all."""
     min_p: float | None = None
     """Choose among tokens with at least this fraction of the likeliest one's probability, from 0 to 1."""
+    typical_p: float | None = None
+    """Locally typical sampling: choose among tokens whose information is nearest to what is expected, which together
+    have this probability, from 0 to 1."""
+
+    def sampling(self) -> dict[str, Any]:
+        asked = {name: getattr(self, name, None) for name in _SAMPLING_FIELDS}
+        return {name: value for name, value in asked.items() if value is not None}
+
+
+class SamplingFields(ScheduledFields, CommonSampling):
+    """How tokens are chosen, and until when."""
+
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_token_ids), _at_most(limits.MAX_LOGIT_BIAS)] = None
+    """Token id -> value added to its logit."""
     dry_multiplier: float | None = None
     """DRY: dry_multiplier * dry_base ** (n - dry_allowed_length) is taken off the logit of a token that would make a
     repeat of n tokens longer, if n is at least dry_allowed_length. From 0 (off, the default) to 100."""
@@ -111,9 +125,6 @@ class SamplingFields(ScheduledFields):
     "\"" and "*"."""
     top_n_sigma: float | None = None
     """Choose among tokens within this many standard deviations of the greatest logit; 0 or -1 among all."""
-    typical_p: float | None = None
-    """Locally typical sampling: choose among tokens whose information is nearest to what is expected, which together
-    have this probability, from 0 to 1."""
     xtc_probability: float | None = None
     """XTC: how often the likeliest tokens are excluded but for the last of them, from 0 (the default) to 1."""
     xtc_threshold: float | None = None
@@ -152,10 +163,8 @@ class SamplingFields(ScheduledFields):
         return self
 
     def sampling(self) -> dict[str, Any]:
-        asked = {name: getattr(self, name, None) for name in _SAMPLING_FIELDS}
-        if self.repetition_detection is not None:
-            asked["repetition_detection"] = self.repetition_detection.model_dump()
-        return {name: value for name, value in asked.items() if value is not None}
+        detection = self.repetition_detection
+        return super().sampling() | ({} if detection is None else {"repetition_detection": detection.model_dump()})
 
 
 class AdapterScale(RequestModel):
@@ -250,9 +259,6 @@ class GenerationRequest(SamplingFields, StructuredFields):
     """Further things that the stream tells; needs stream."""
     stream_interval: int | None = Field(default=None, ge=1, le=limits.INT32_MAX)
     """Tokens to an event after the first, which comes by itself; by default the server's setting."""
-
-    repeat_last_n: int | None = None
-    """The number of the last tokens that the three penalties look at: -1 all, the default, and 0 none."""
     allowed_token_ids: list[int] | None = None
     """Only these tokens may be generated."""
     bad_words: Annotated[list[str] | None, _at_most(limits.MAX_BAD_WORDS)] = None

@@ -115,19 +115,20 @@ def test_a_suffix_has_the_middle_filled_in(client: TestClient, engine: ScriptedE
     assert "insert" in client.post("/api/show", json={"model": "fake"}).json()["capabilities"]
 
 
-@covers("Options", "num_predict", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "repeat_penalty")
-@covers("Options", "repeat_last_n", "presence_penalty", "frequency_penalty")
+@covers("Options", "num_predict", "repeat_penalty")
+@covers("CommonSampling", "repeat_last_n", "presence_penalty", "frequency_penalty")
 def test_options_reach_the_sampler(client: TestClient, engine: ScriptedEngine) -> None:
     options = {
         "num_predict": 11, "temperature": 0.25, "top_k": 7, "top_p": 0.5, "min_p": 0.1, "seed": 3, "stop": ["#"],
         "repeat_penalty": 1.5, "repeat_last_n": 64, "presence_penalty": 0.5, "frequency_penalty": -0.5,
+        "typical_p": 0.75,
     }  # fmt: skip
     *texts, last = lines(client, "/api/chat", messages=HELLO, options=options)
     assert "".join(line["message"]["content"] for line in texts) == "The capital" and last["done_reason"] == "length"
     params = engine.last_params
     assert (params.max_tokens, params.temperature, params.top_k, params.top_p, params.min_p) == (11, 0.25, 7, 0.5, 0.1)
     assert (params.seed, params.stop, params.repetition_penalty, params.repeat_last_n) == (3, ("#",), 1.5, 64)
-    assert (params.presence_penalty, params.frequency_penalty) == (0.5, -0.5)
+    assert (params.presence_penalty, params.frequency_penalty, params.typical_p) == (0.5, -0.5, 0.75)
     for unlimited in (-2, -1, 0, 100_000):
         whole(client, "/api/chat", messages=HELLO, options={"num_predict": unlimited, "stop": "#"})
         assert engine.last_params.max_tokens == 4096 - len(engine.seen[-1][0])
@@ -136,7 +137,7 @@ def test_options_reach_the_sampler(client: TestClient, engine: ScriptedEngine) -
 
 
 VALUES = dict.fromkeys(INERT, 7) | {"numa": True, "low_vram": True, "use_mmap": False, "mirostat_tau": 5.0}
-ON = {"typical_p": 0.5, "tfs_z": 0.5, "mirostat": 2, "penalize_newline": False, "vocab_only": True}
+ON = {"tfs_z": 0.5, "mirostat": 2, "penalize_newline": False, "vocab_only": True}
 
 
 def test_options_about_loading_change_nothing_and_others_are_refused(

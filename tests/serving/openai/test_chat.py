@@ -185,7 +185,8 @@ def test_prompt_logprobs(client: TestClient) -> None:
     }
 
 
-@covers("SamplingFields", "logit_bias", "seed", "temperature", "top_p", "top_k", "min_p")
+@covers("SamplingFields", "logit_bias")
+@covers("CommonSampling", "seed", "temperature", "top_p", "top_k", "min_p")
 def test_sampling_is_the_requests_then_the_models_then_openais(client: TestClient, engine: FakeEngine) -> None:
     post(client)
     post(client, temperature=0, top_k=None, top_p=0.5, seed=7, logit_bias={"5": -2}, min_p=0.1, ignore_eos=True)
@@ -204,7 +205,7 @@ def test_max_tokens_is_the_rest_of_the_context_by_default(client: TestClient, en
     assert (body["choices"][0]["message"]["content"], body["choices"][0]["finish_reason"]) == ("The ", "length")
 
 
-@covers("SamplingFields", "stop")
+@covers("CommonSampling", "stop")
 @pytest.mark.parametrize(
     ("sent", "meant"),
     [

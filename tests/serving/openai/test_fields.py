@@ -29,7 +29,8 @@ def text(choice: dict[str, Any]) -> str:
     return choice["message"]["content"] if "message" in choice else choice["text"]
 
 
-@covers("GenerationRequest", "repeat_last_n", "allowed_token_ids", "bad_words")
+@covers("CommonSampling", "repeat_last_n")
+@covers("GenerationRequest", "allowed_token_ids", "bad_words")
 @covers(
     "SamplingFields",
     "frequency_penalty",
@@ -42,7 +43,8 @@ def text(choice: dict[str, Any]) -> str:
     "skip_special_tokens",
 )
 @covers("SamplingFields", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "top_n_sigma")
-@covers("SamplingFields", "dry_sequence_breakers", "typical_p", "xtc_probability", "xtc_threshold")
+@covers("CommonSampling", "typical_p")
+@covers("SamplingFields", "dry_sequence_breakers", "xtc_probability", "xtc_threshold")
 @covers("SamplingFields", "stop_regex", "repetition_detection")
 @covers("RepetitionDetection", "max_pattern_size", "min_pattern_size", "min_count")
 @pytest.mark.parametrize("path", ROUTES)

@@ -107,7 +107,8 @@ def test_json_object(sdk: Callable[..., Any]) -> None:
     assert engine.seen[-1][1].structured_outputs.json_object
 
 
-@covers("SamplingFields", "logit_bias", "seed", "stop", "top_k", "top_p")
+@covers("SamplingFields", "logit_bias")
+@covers("CommonSampling", "seed", "stop", "top_k", "top_p")
 @covers("ScheduledFields", "cache_salt", "priority")
 def test_sampling_fields_reach_the_engine(post: Callable[..., Any], sdk: Callable[..., Any]) -> None:
     client, engine = sdk()
