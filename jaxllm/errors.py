@@ -12,6 +12,10 @@ def one_line(text: object, most: int = 300) -> str:
     return "".join(c if c.isprintable() else "?" for c in " ".join(str(text).split()))[:most]
 
 
+def first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def reason(error: Exception) -> str:
     """Why a file could not be used, without the number that Python begins with: 'no such file or directory'."""
     return error.strerror.lower() if isinstance(error, OSError) and error.strerror else one_line(error)

@@ -132,6 +132,9 @@ def test_log_probabilities_of_chosen_tokens_are_those_of_the_whole_distribution(
         ({"levels": [str(n) for n in range(11)]}, "levels has 11 entries; it must have from 2 to 10"),
         ({"levels": ["a", "b", "a"]}, "levels has 'a' twice; all must differ"),
         ({"choices": ["a", "b"], "levels": ["a", "b"]}, "levels and choices are both given"),
+        ({"choices": []}, "choices has 0 entries; it must have from 2 to 255"),
+        ({"choices": ["a", "b"], "outcomes": {True: "?"}}, "choices and outcomes are both given; give one of them"),
+        ({"outcomes": {"yes": "?"}}, "outcomes has 'yes'; its keys are True and False"),
     ],
 )
 def test_questions_that_cannot_be_asked_are_refused(fields: dict, said: str) -> None:

@@ -19,7 +19,7 @@ from jaxllm.chat.conversation import EFFORT_BUDGETS
 from jaxllm.chat.formats import TOOL_FORMATS
 from jaxllm.cli.settings import sections
 from jaxllm.config import EngineConfig, ServeConfig
-from jaxllm.config.others import TABLES, VARIABLES, VARIABLES_IGNORED, rows
+from jaxllm.config.others import SERVERS, read_table, rows
 from jaxllm.config.values import Isq
 from jaxllm.engine.start.blueprint import plan_engine
 from jaxllm.engine.start.plan import EnginePlan
@@ -100,8 +100,8 @@ def renamed_table(server: str) -> str:
     found: dict[str, list[str]] = {}
     for row in rows():
         others = [name for name in row.names if name != row.ours]
-        if (row.server, row.kind) == (server, "renamed") and others:
-            ours = HERE.get(row.ours, row.ours) + (f" {row.value}" if isinstance(row.value, str) else "")
+        if (row.server, row.fate) == (server, "renamed") and others:
+            ours = HERE.get(row.ours, row.ours) + (f" {row.meaning['value']}" if "value" in row.meaning else "")
             found.setdefault(f"`{ours.lstrip('$')}`", []).extend(others)
     return markdown((server, "Here"), ((code(tuple(names)), ours) for ours, names in found.items()))
 
@@ -116,15 +116,17 @@ def reasons_table(server: str, kind: str) -> str:
     """One row a reason, with all flags that have it, and the values that they may have."""
     by_reason: dict[str, list[str]] = {}
     for row in rows():
-        if (row.server, row.kind) == (server, kind):
+        if (row.server, row.fate) == (server, kind):
             values = f" {'|'.join(row.only)}" if row.only else ""
             by_reason.setdefault(row.why, []).extend(name + values.replace("|", "\\|") for name in row.names)
     return markdown((server, "Why"), ((code(tuple(names)), why) for why, names in by_reason.items()))
 
 
 def variables_table() -> str:
-    found = [(f"`{name}`", f"`{ours}`") for name, (ours, _) in VARIABLES.items()]
-    found += [(code(tuple(names.split())), why) for why, names in VARIABLES_IGNORED.items() if names != "*"]
+    meanings = read_table()["renamed"]["variables"].items()
+    found = [(f"`{name}`", f"`{ours if isinstance(ours, str) else ours['is']}`") for name, ours in meanings]
+    patterns = ((by_server.get("variables", ""), why) for why, by_server in read_table()["ignored"].items())
+    found += [(code(tuple(names.split())), why) for names, why in patterns if names not in ("", "*")]
     return markdown(("Variable", "Here"), found)
 
 
@@ -224,12 +226,12 @@ GENERATED: dict[str, tuple[Path, Callable[[], str]]] = {
     "tool formats": (ROOT / "docs/tools.md", tool_formats_table),
     "efforts": (ROOT / "docs/tools.md", efforts_table),
     "reasoning formats": (ROOT / "docs/tools.md", reasoning_formats_table),
-    **{f"{server}'s flags by other names": (OTHERS, partial(renamed_table, server)) for server in TABLES},
-    **{f"{server}'s flags without effect": (OTHERS, partial(reasons_table, server, "ignored")) for server in TABLES},
+    **{f"{server}'s flags by other names": (OTHERS, partial(renamed_table, server)) for server in SERVERS},
+    **{f"{server}'s flags without effect": (OTHERS, partial(reasons_table, server, "ignored")) for server in SERVERS},
     **{
         f"{server}'s refused flags": (OTHERS, partial(reasons_table, server, "refused"))
-        for server, (_, _, refused) in TABLES.items()
-        if refused
+        for server in SERVERS
+        if any((row.server, row.fate) == (server, "refused") for row in rows())
     },
     "variables of other servers": (OTHERS, variables_table),
     "models of the hub": (ROOT / "docs/index.md", hub_models_table),

@@ -60,14 +60,18 @@ class Question:
     """
 
     instructions: str
-    choices: Answers = ()
-    levels: Answers = ()
+    choices: Answers | None = None
+    levels: Answers | None = None
     outcomes: Mapping[bool, str | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.choices and self.levels:
-            raise InvalidRequestError([Field("levels"), " and ", Field("choices"), " are both given; give one of them"])
-        name, most = ("choices", MAX_CHOICES) if self.choices else ("levels", MAX_LEVELS)
+        both = [name for name in ("levels", "choices", "outcomes") if getattr(self, name) not in (None, {})]
+        if len(both) > 1:
+            first, second, *_ = map(Field, both)
+            raise InvalidRequestError([first, " and ", second, " are both given; give one of them"])
+        if wrong := self.outcomes.keys() - {True, False}:
+            raise InvalidRequestError([Field("outcomes"), f" has {shown(wrong.pop())}; its keys are True and False"])
+        name, most = ("choices", MAX_CHOICES) if self.kind == "choice" else ("levels", MAX_LEVELS)
         given = self.values
         if not 2 <= len(given) <= most:
             raise InvalidRequestError([Field(name), f" has {len(given)} entries; it must have from 2 to {most}"])
@@ -77,13 +81,14 @@ class Question:
 
     @property
     def kind(self) -> Kind:
-        return "choice" if self.choices else "score" if self.levels else "predicate"
+        return "choice" if self.choices is not None else "score" if self.levels is not None else "predicate"
 
     @property
     def options(self) -> list[tuple[Value, str | None]]:
         """The answers that it may have, with what is told of them."""
-        given: Answers = self.choices or self.levels or [(value, self.outcomes.get(value)) for value in (True, False)]
-        return [one if isinstance(one, tuple) else (one, None) for one in given]
+        if self.kind == "predicate":
+            return [(value, self.outcomes.get(value)) for value in (True, False)]
+        return [one if isinstance(one, tuple) else (one, None) for one in self.choices or self.levels or ()]
 
     @property
     def values(self) -> list[Value]:
@@ -91,17 +96,14 @@ class Question:
 
     def text(self, labels: Sequence[str]) -> str:
         """The question as the model reads it, its options under these labels."""
-        told = zip(labels, self.options, strict=True)
-        if self.kind == "predicate":
-            lines = [f"{label}: {more}" for label, (_, more) in told if more]
-        else:
-            lines = [f"{label}. {_named(value)}" + (f": {more}" if more else "") for label, (value, more) in told]
+        lines = []
+        for label, (value, more) in zip(labels, self.options, strict=True):
+            if self.kind != "predicate":
+                label += f". {value if isinstance(value, str) else str(value).lower()}"
+            if more or self.kind != "predicate":
+                lines.append(f"{label}: {more}" if more else label)
         parts = self.instructions, "\n".join(lines), ENDINGS[self.kind].format(*labels)
         return "\n\n".join(filter(None, parts))
-
-
-def _named(value: Value) -> str:
-    return value if isinstance(value, str) else str(value).lower()
 
 
 @dataclass(frozen=True)
@@ -182,12 +184,13 @@ def prepare(model: ChatModel, messages: Sequence[Message], questions: Sequence[Q
         else:
             problem = f" needs {count} labels of one token each, of which this model's tokenizer has {len(labels)}"
             raise InvalidRequestError([Field("questions", at), problem])
-        rendered = _rendered(model, _with_question(messages, question.text(list(labels))))
-        ids = rendered.token_ids
-        if opening:
-            ids = model.tokenizer.encode(rendered.text + opening, False)
-        if len(ids) > context:
-            problem = f" have {len(ids)} tokens together; the context holds {context}"
+        try:
+            rendered = _rendered(model, _with_question(messages, question.text(list(labels))))
+            ids = model.tokenizer.encode(rendered.text + opening, False) if opening else rendered.token_ids
+        except ContextLengthError:  # which is raised before so long a text is all read
+            ids = []
+        if not 0 < len(ids) <= context:
+            problem = f" have {len(ids) or f'more than {context}'} tokens together; the context holds {context}"
             raise ContextLengthError([Field("messages"), " and ", Field("questions", at), problem])
         prompts.append(ids)
         tokens.append(list(labels.values()))

@@ -17,12 +17,14 @@ from jaxllm.config.values import (
     FromJSON,
     Isq,
     IsqMap,
+    LogprobsMode,
     Object,
     SettingsGroup,
     Sizes,
     SomeOf,
     comma_separated,
     is_pattern,
+    or_auto,
 )
 from jaxllm.errors import ConfigError
 from jaxllm.folders import user_folder
@@ -68,7 +70,7 @@ class EngineConfig(SettingsGroup):
     """Defaults of requests, as {"temperature": 0.5}; they win over generation_config."""
     max_logprobs: Annotated[int, Field(ge=-1, le=20)] = 20
     """Most log-probabilities a request may ask for at a token; -1: the whole vocabulary, as prompts may always have."""
-    logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"] = "raw_logprobs"
+    logprobs_mode: LogprobsMode = "raw_logprobs"
     """What log-probabilities of answers are of: the model's distribution, the one sampled from; or their logits."""
     seed: int = 0
     """Where unseeded requests and dummy weights take their randomness from."""
@@ -159,7 +161,7 @@ class EngineConfig(SettingsGroup):
     cluster_secret: str | None = None
     """What processes, and servers that exchange KV pages, know each other by (default: a file only you can read)."""
 
-    numa_node: Literal["auto"] | Annotated[int, Field(ge=0)] | None = None
+    numa_node: Annotated[int | Literal["auto"] | None, or_auto(0)] = None
     """On a CPU, keep each engine to the cores and memory of this NUMA node; auto: several engines take them in turn."""
 
     attention_backend: Literal["auto", "reference", "gpu", "tpu"] = "auto"

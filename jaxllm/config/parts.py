@@ -15,8 +15,6 @@ from jaxllm.config.values import NameList, Seconds, ServedName, SettingsGroup, m
 
 MTP_NAMES = ("qwen3_next_mtp", "qwen3_5_mtp", "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp")
 """What vLLM also calls the method of the models whose modules are supported."""
-_OF_TEXTS: tuple[str, ...] = ("prompt_lookup_min", "prompt_lookup_max", "remembered_tokens")
-"""Settings of methods that look for drafts in texts."""
 _AS_THE_MODEL = {
     "enforce_eager", "draft_tensor_parallel_size", "attention_backend", "moe_backend", "quantization", "max_model_len",
     "draft_sample_method", "rejection_sample_method", "disable_padded_drafter_batch", "parallel_drafting",
@@ -86,7 +84,8 @@ class SpeculativeConfig(SettingsGroup):
         if drafts_by_model and self.model is None:
             yield f'model is missing: method "{self.source}" takes the name of a model or a folder'
         meaningless: tuple[str, ...] = () if drafts_by_model else ("model", "revision")
-        meaningless += _OF_TEXTS if drafts_by_model or self.source == "mtp" else ()
+        if drafts_by_model or self.source == "mtp":  # which look for no drafts in texts
+            meaningless += ("prompt_lookup_min", "prompt_lookup_max", "remembered_tokens")
         for name in meaningless:
             if getattr(self, name) is not None:
                 yield f'{name} means nothing with method "{self.source}": leave it out'

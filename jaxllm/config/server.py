@@ -11,13 +11,13 @@ from pydantic import Field
 from jaxllm.config.values import (
     Bytes,
     Entries,
-    NumReplicas,
     Object,
     Origins,
     PathPrefix,
     Seconds,
     SettingsGroup,
     SomeOf,
+    or_auto,
 )
 from jaxllm.folders import user_folder
 from jaxllm.logs import LogFormat
@@ -26,13 +26,15 @@ OTHER_KEY_VARIABLES = ("LLAMA_API_KEY", "VLLM_API_KEY")
 """Of llama.cpp and vLLM, honoured as JAXLLM_API_KEY: a server that has moved here must not answer without its key."""
 FOR_SEVERAL_MODELS = ("preload_model", "max_loaded_models", "model_memory", "model_min_seconds", "model_ttl")
 """Settings that a server of one model refuses."""
+SEVERAL_MODELS = ("models", "model_directory")
+"""Settings of which either says that there are several models."""
 DATA_DIR = user_folder("XDG_DATA_HOME", "~/.local/share")
 
 
 class ServerConfig(SettingsGroup):
     """What belongs to the HTTP server, whatever models it serves."""
 
-    host: str = "127.0.0.1"
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     """Address to listen on."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port to listen on; 0 takes a free one and prints it."""
@@ -188,7 +190,7 @@ class ServerConfig(SettingsGroup):
 
     ray: bool = False
     """Run whole servers of the model as replicas on Ray Serve, with Ray's proxy at host and port: docs/scale.md."""
-    num_replicas: NumReplicas = None
+    num_replicas: Annotated[int | Literal["auto"] | None, or_auto(1)] = None
     """How many servers run side by side on Ray (default 1); auto: as many as there are requests for."""
     prefix_affinity: bool = False
     """Send a prompt to the replica on Ray that has had the same beginning, by Ray's PrefixCacheAffinityRouter."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
@@ -14,12 +13,12 @@ from pydantic.fields import FieldInfo
 
 from jaxllm.config import CPU_ISA_VARIABLE, EngineConfig, ServeConfig
 from jaxllm.config.others import by_name
-from jaxllm.config.server import FOR_SEVERAL_MODELS, OTHER_KEY_VARIABLES
+from jaxllm.config.server import FOR_SEVERAL_MODELS, OTHER_KEY_VARIABLES, SEVERAL_MODELS
 from jaxllm.config.translation import OBJECTS, OTHER_PREFIXES, as_settings, flag, other_variables
-from jaxllm.config.values import choices, members, merged
+from jaxllm.config.values import choices, members, merged, parse_object
 from jaxllm.errors import ConfigError
 from jaxllm.folders import in_home
-from jaxllm.wording import did_you_mean, kind_of, wrong_setting
+from jaxllm.wording import did_you_mean, kind_of, shown, wrong_setting
 
 Config = TypeVar("Config", bound=EngineConfig)
 
@@ -43,15 +42,15 @@ def read_settings(
 
     def take(name: str, value: Any, source: str) -> None:
         if name in schema.model_fields:
-            values[name] = _from_text(value, schema.model_fields[name]) if isinstance(value, str) else value
             sources[name] = source
+            values[name] = _from_text(value, schema.model_fields[name], source) if isinstance(value, str) else value
 
     for key, value in ({} if config_file is None else _read_yaml(config_file)).items():
         take(key, value, f"{config_file}: {key}")
     variables = _known_variables(environ)
     others = _of_others(environ) if "host" in schema.model_fields else {}  # a server says which it has found
     given = {*values, *variables.values(), *flags}
-    several, file = given & {"models", "model_directory"}, given & {"uds"}
+    several, file = given & {*SEVERAL_MODELS}, given & {"uds"}
     for name, (value, variable) in others.items():
         if not ((name in FOR_SEVERAL_MODELS and not several) or (name in ("host", "port") and file)):
             take(name, value, variable)
@@ -67,7 +66,7 @@ def read_settings(
             raise ConfigError(wrong_setting(first)) from None
         name, *inside = map(str, first["loc"])
         where = f"{'.'.join(inside)}: " if inside else ""
-        raise ConfigError(f"{sources[name]} is {values[name]!r}: {where}{wrong_setting(first)}") from None
+        raise ConfigError(f"{sources[name]} is {shown(values[name])}: {where}{wrong_setting(first)}") from None
 
 
 def names_setting(variable: str) -> bool:
@@ -94,17 +93,22 @@ def _of_others(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
     for variable in other_variables(environ):
         for name, value in as_settings(variable.flags).items():
             if flag(name) in OBJECTS:
-                value = merged(found[name][0] if name in found else {}, json.loads(value))
+                try:
+                    value = merged(found[name][0] if name in found else {}, parse_object(value))
+                except ValueError as error:
+                    raise ConfigError(f"{variable.name} is {shown(value)}: {error}") from None
             found[name] = value, variable.name
     return found
 
 
-def _from_text(text: str, field: FieldInfo) -> Any:
+def _from_text(text: str, field: FieldInfo, source: str) -> Any:
     """'null' -> None where the field may be None, '16' -> 16 where the choices are numbers, '~/x' -> '/home/me/x'."""
     types = members(field.annotation)
     if text.lower() in ("null", "none") and type(None) in types:
         return None
     if Path in types:
+        if not text:
+            raise ConfigError(f"{source} is '': it must be a path")
         return in_home(text)
     return next((choice for choice in choices(field.annotation) if str(choice) == text), text)
 

@@ -6,15 +6,15 @@ import json
 import os
 import re
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import starmap
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
 from jaxllm.config import ServeConfig
-from jaxllm.config.others import DEFAULTS, LLAMA_SERVER, Flags, Row, by_name, of_variable
-from jaxllm.config.server import OTHER_KEY_VARIABLES
+from jaxllm.config.others import LLAMA_SERVER, Row, by_name, of_variable
+from jaxllm.config.server import OTHER_KEY_VARIABLES, SEVERAL_MODELS
 from jaxllm.config.values import members, merged, parse_object
 from jaxllm.errors import ConfigError
 
@@ -31,6 +31,11 @@ OBJECTS = frozenset(
     if getattr(kind, "__origin__", kind) is dict or (isinstance(kind, type) and issubclass(kind, BaseModel))
 ) - {"--isq-map"}
 """Flags whose value is a JSON object: --speculative-config.method mtp is one of its values."""
+SWITCHES = frozenset(
+    flag(name) for name, field in ServeConfig.model_fields.items() if bool in members(field.annotation)
+)
+DEFAULTS = "--override-generation-config."
+"""What the flags of other servers for sampling are values of."""
 LISTS = ("--api-key", "--served-model-name", "--allowed-origins")
 """Flags that take several values after MODEL, as with vLLM; here commas separate them."""
 
@@ -49,9 +54,7 @@ def translated(arguments: Sequence[str], own: Collection[str] = SETTINGS, server
     A name that several servers have is read as that of the server whose other flags are given, or of `server`. Raises
     ConfigError for a flag, or a value of one, that cannot be honoured.
     """
-    reader = _Reader(arguments, frozenset(own), server)
-    reader.read()
-    return reader.result()
+    return _Reader(arguments, frozenset(own), server).read()
 
 
 class _Reader:
@@ -63,74 +66,74 @@ class _Reader:
         self._has_model = False
         self._objects: dict[str, list[str]] = {}  # as they are given whole
         self._inside: dict[str, dict[str, Any]] = {}  # single values of them
-        self._given: set[tuple[str, str | None]] = set()
         self._parts: dict[str, str] = {}  # of a model's name, or of a coordinator's address
         self._variables: dict[str, str] = {}
         self._said: list[str] = []
 
-    def read(self) -> None:
-        while self._left:
+    def read(self) -> Translated:
+        while self._left and self._left[0] != "--":
             argument = self._left.popleft()
-            if argument == "--":
-                self._left.appendleft(argument)
-                return
-            if not _is_flag(argument):
+            if _is_flag(argument):
+                self._flag(*_parted(argument))
+            else:
                 self._has_model = True
                 self._found.append(argument)
-                continue
-            self._flag(*_parted(argument))
-
-    def result(self) -> Translated:
-        end = list(self._left)
         repo, file = self._parts.get("@repo"), self._parts.get("@file")
         if repo or file:
-            self._found += ["--model", _model(repo, file)]
+            self._found.append(f"--model={_model(repo, file)}")
         if host := self._parts.get("@address"):
-            self._found += ["--coordinator-address", f"{host}:{self._parts.get('@port', '29501')}"]
-        preloaded = {one for flag, one in pairwise(self._found) if flag == "--preload-model" and one.endswith(".gguf")}
-        if preloaded and not {"--model-directory", "--models", "--config"} & {*self._found}:
-            self._found += ["--model-directory", "models"]  # where rust_de_llama looks for files
+            self._found.append(f"--coordinator-address={host}:{self._parts.get('@port', '29501')}")
+        elif "@port" in self._parts:
+            raise ConfigError(f"--master-port is {self._parts['@port']!r}: it needs --master-addr")
+        given = as_settings(self._found)
+        if str(given.get("preload_model")).endswith(".gguf") and not given.keys() & {*SEVERAL_MODELS, "config"}:
+            self._found.append("--model-directory=models")  # where rust_de_llama looks for files
         for name in dict.fromkeys([*self._objects, *self._inside]):
             whole = self._objects.get(name, [])
             if name in self._inside and len(whole) < 2:
                 try:
-                    given = parse_object(whole[0]) if whole else {}
+                    one = parse_object(whole[0]) if whole else {}
                 except ValueError as error:
                     raise ConfigError(f"{name} is {whole[0]!r}: {error}") from None
-                whole = [json.dumps(merged(given, self._inside[name]))]
-            self._found += [text for value in whole for text in (name, value)]
-        return Translated(self._found + end, self._variables, self._said)
+                whole = [json.dumps(merged(one, self._inside[name]))]
+            self._found += [f"{name}={value}" for value in whole]
+        return Translated([*self._found, *self._left], self._variables, self._said)
 
-    def _flag(self, name: str, inside: str, value: str | None, argument: str) -> None:
-        base = "--" + name[5:] if name.startswith("--no-") else name
-        row = self._row(name)
+    def _flag(self, name: str, inside: str, value: str | None) -> None:
+        row, base = self._row(name), "--" + name.removeprefix("--no-")
         if name in self._own and (row is None or not _refines(row, name)):
-            self._take_own(name, inside, value, argument)
+            self._take_own(name, inside, value)
         elif row is not None:
             self._take(row, name, inside, value)
-        elif base in self._own or (opposite := self._row(base)) is None:
-            self._found.append(argument if name == argument.partition("=")[0] else _joined(name, inside, value))
+        elif base in self._own or (opposite := self._row(base)) is None or (opposite.takes and opposite.ours):
+            self._found.append(joined(name, value, inside))  # whoever reads the arguments says what is wrong
+        elif value is not None:
+            raise ConfigError(f"{name} is {value!r}; it takes no value")
+        elif opposite.meaning.keys() == {"is"} and opposite.ours in SETTINGS:
+            self._put("--no-" + opposite.ours[2:], None)
         else:
-            self._negate(opposite, name, value)
+            self._said.append(f"{name} has no effect: {opposite.why or 'it is so without it'}")
 
     def _row(self, name: str) -> Row | None:
         found = by_name().get(name, [])
         return min(found, key=lambda row: self._order.index(row.server), default=None)
 
-    def _take_own(self, name: str, inside: str, value: str | None, argument: str) -> None:
+    def _take_own(self, name: str, inside: str, value: str | None) -> None:
         if name in OBJECTS and inside:
-            self._put(f"{name}.{inside}", self._value(name, value))
+            self._put(f"{name}.{inside}", self._value(f"{name}.{inside}", value))
         elif name in OBJECTS and (value is not None or self._left):
-            self._objects.setdefault(name, []).append(self._value(name, value))
+            self._put(name, self._value(name, value))
         elif name in LISTS and self._has_model and value is None:
             values = self._values()
-            self._found += [name, ",".join(values)] if values else [name]
+            self._found.append(joined(name, ",".join(values) if values else None))
         elif name == "--lora-modules" and value is None:  # a=x b=y, or objects
             modules = self._values("=", "{")
-            self._found += [name, *(modules if len(modules) < 2 else [json.dumps(modules)])]
+            self._found.append(joined(name, json.dumps(modules) if len(modules) > 1 else next(iter(modules), None)))
         else:
             self._has_model |= name == "--model"
-            self._found.append(_joined(name, inside, value))
+            if value is None and name in SETTINGS - SWITCHES and self._left and not _is_flag(self._left[0]):
+                value = self._left.popleft()
+            self._found.append(joined(name, value, inside))
 
     def _take(self, row: Row, name: str, inside: str, value: str | None) -> None:
         if (inside and row.takes) or row.takes == "1":
@@ -141,40 +144,26 @@ class _Reader:
             value = " ".join(self._values())
         elif not row.takes and value is not None:
             raise ConfigError(f"{name} is {value!r}; it takes no value")
-        if name in self._own and not row.accepts(value or ""):
-            self._found += [name] if value is None else [name, value]  # one of ours
-            return
-        for ours, text in self.mean(row, name, value, inside).items():
-            sampled = flag(ours.removeprefix(DEFAULTS))  # a command that samples itself has the flag
-            self._put(sampled if ours.startswith(DEFAULTS) and sampled in self._own else ours, text)
-
-    def mean(self, row: Row, name: str, value: str | None, inside: str = "") -> Flags:
-        """The flags here that a flag with its value stands for. Raises ConfigError where it cannot be honoured."""
-        if row.kind == "refused":
+        if row.fate == "refused":
             raise ConfigError(f"{name} is not available: {row.why}")
-        if row.kind == "ignored":
-            if not row.accepts(value or ""):
-                accepted = "" if row.why.startswith("accepted") else f"; accepted is {' or '.join(row.only)}"
-                raise ConfigError(f"{name} is {value!r}: {row.why}{accepted}")
-            self._said.append(f"{name} has no effect: {row.why}")
-            return {}
-        if inside:
-            return {f"{row.ours}.{inside}": value}
-        if not callable(row.value):
-            return {row.ours: value if row.value is None else row.value}
-        try:
-            found = row.value(value or "")
-        except ValueError as error:
-            raise ConfigError(f"{name} is {value!r}: {error}") from None
-        return {} if found is None else {row.ours: found} if isinstance(found, str) else found
-
-    def _negate(self, row: Row, name: str, value: str | None) -> None:
-        if value is not None:
-            raise ConfigError(f"{name} is {value!r}; it takes no value")
-        if row.kind == "renamed" and not row.takes and row.value is None and row.ours in SETTINGS:
-            self._put("--no-" + row.ours[2:], None)
+        if row.accepts(value or ""):
+            if row.fate == "ignored":
+                self._said.append(f"{name} has no effect: {row.why}")
+            elif inside and row.ours.partition(".")[0] not in OBJECTS:
+                raise ConfigError(f"{name} has no key {inside!r}: it is no object")
+            else:
+                try:
+                    meant = {f"{row.ours}.{inside}": value} if inside else row.means(value)
+                except ValueError as error:
+                    raise ConfigError(f"{name} is {value!r}: {error}") from None
+                for ours, text in meant.items():
+                    sampled = flag(ours.removeprefix(DEFAULTS))  # a command that samples itself has the flag
+                    self._put(sampled if ours.startswith(DEFAULTS) and sampled in self._own else ours, text)
+        elif name in self._own:  # a value of ours
+            self._found.append(joined(name, value))
         else:
-            self._said.append(f"{name} has no effect: {row.why or 'it is so without it'}")
+            accepted = "" if row.why.startswith("accepted") else f"; accepted is {' or '.join(row.only)}"
+            raise ConfigError(f"{name} is {value!r}: {row.why}{accepted}")
 
     def _put(self, ours: str, value: str | None) -> None:
         if ours[0] in "$@":
@@ -182,13 +171,12 @@ class _Reader:
             self._has_model |= ours in ("@repo", "@file")
         elif "." in ours:
             name, *path = ours.split(".")
-            _set(self._inside.setdefault(name, {}), path, value or "")
+            _set(self._inside.setdefault(name, {}), path, value or "", ours)
         elif ours in OBJECTS:
             self._objects.setdefault(ours, []).append(value or "")
-        elif (ours, value) not in self._given:  # K and V are kept alike, and two flags say so
-            self._given.add((ours, value))
+        elif (text := joined(ours, value)) not in self._found:  # K and V are kept alike, and two flags say so
             self._has_model |= ours == "--model"
-            self._found += [ours] if value is None else [ours, value]
+            self._found.append(text)
 
     def _value(self, name: str, value: str | None) -> str:
         if value is None and not self._left:
@@ -216,23 +204,26 @@ def _is_flag(argument: str) -> bool:
     return argument.startswith("-") and argument != "-" and not re.match(r"-\d|-\.\d", argument)
 
 
-def _parted(argument: str) -> tuple[str, str, str | None, str]:
+def _parted(argument: str) -> tuple[str, str, str | None]:
     """`--a_b.c_d=e` -> `--a-b`, `c_d`, `e`; and `-O3` -> `-O`, 3."""
     name, equals, value = argument.partition("=")
     if re.fullmatch(r"-O\d", name):
-        return "-O", "", name[2:], argument
-    name, _, inside = name.partition(".") if not re.search(r"\.\d+b-", name) else (name, "", "")
-    name = name.replace("_", "-") if name.startswith("--") else name
-    return name, inside, value if equals else None, argument
+        return "-O", "", name[2:]
+    if argument not in by_name() and re.fullmatch(r"-[^.]+(\.[^.]+)+", name):
+        name, _, inside = name.partition(".")
+    else:
+        inside = ""
+    return name.replace("_", "-") if name.startswith("--") else name, inside, value if equals else None
 
 
-def _joined(name: str, inside: str, value: str | None) -> str:
+def joined(name: str, value: str | None, inside: str = "") -> str:
+    """An argument, in one: values may begin with a dash."""
     return name + (f".{inside}" if inside else "") + ("" if value is None else f"={value}")
 
 
 def _refines(row: Row, name: str) -> bool:
     """Whether a row says of one of our own flags how another server's values are read."""
-    return row.ours == name or (row.kind == "ignored" and bool(row.only))
+    return row.ours == name or (row.fate == "ignored" and bool(row.only))
 
 
 def _model(repo: str | None, file: str | None) -> str:
@@ -243,32 +234,32 @@ def _model(repo: str | None, file: str | None) -> str:
     return f"{repo.partition(':')[0]}:{file}"
 
 
-def _set(values: dict[str, Any], path: Sequence[str], text: str) -> None:
-    """Set one value; `a.b+` adds to a list, as with vLLM."""
+def _set(values: dict[str, Any], path: Sequence[str], text: str, flag: str) -> None:
+    """Set one value; `a.b+` adds to a list, as with vLLM. Raises ConfigError where `a` or `b` is something else."""
     *outer, last = path
-    for key in outer:
-        values = values.setdefault(key, {})
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = text
-    if last.endswith("+"):
-        values.setdefault(last[:-1], []).extend(text.split(","))
-    else:
-        values[last] = value
+    try:
+        for key in outer:
+            values = values.setdefault(key, {})
+        if last.endswith("+"):
+            values.setdefault(last[:-1], []).extend(text.split(","))
+        else:
+            values[last] = value
+    except (AttributeError, TypeError):  # a number, a text or a list has no keys, and an object no end
+        raise ConfigError(f"{flag} is {text!r}: a part of it has another value already") from None
 
 
-def as_settings(flags: Sequence[str]) -> dict[str, Any]:
-    """`--port 80 --host=::1 --no-web` -> {"port": "80", "host": "::1", "web": False}"""
+def as_settings(arguments: Iterable[str]) -> dict[str, Any]:
+    """`--host=::1 --no-web` -> {"host": "::1", "web": False}"""
     found: dict[str, Any] = {}
-    for at, text in enumerate(flags):
-        name, equals, value = text.removeprefix("--").partition("=")
-        if not text.startswith("--"):
-            continue
-        if not equals and at + 1 < len(flags) and not flags[at + 1].startswith("--"):
-            equals, value = "=", flags[at + 1]
-        name = name if equals else name.removeprefix("no-")
-        found[name.replace("-", "_")] = value if equals else not text.startswith("--no-")
+    for name, equals, value in (text[2:].partition("=") for text in arguments if text.startswith("--")):
+        if equals:
+            found[name.replace("-", "_")] = value
+        else:
+            found[name.removeprefix("no-").replace("-", "_")] = not name.startswith("no-")
     return found
 
 
@@ -280,7 +271,7 @@ class Variable(NamedTuple):
     why: str
 
     def __str__(self) -> str:
-        stated = " ".join(self.flags)
+        stated = " ".join("--api-key" if flag.startswith("--api-key=") else flag for flag in self.flags)
         return f"{self.name} is set: {f'it stands for {stated} where that is not given' if stated else self.why}"
 
 
@@ -296,14 +287,15 @@ def other_variables(environ: Mapping[str, str]) -> Iterator[Variable]:
         is_key = name in OTHER_KEY_VARIABLES
         if is_key or not name.startswith(OTHER_PREFIXES) or _LINKS.search(f"{name}={value}"):
             continue
-        arguments = of_variable(name, value, SETTINGS)
-        if isinstance(arguments, str):
-            yield Variable(name, [], arguments)
+        flags = of_variable(name, value, SETTINGS)
+        if isinstance(flags, str):
+            yield Variable(name, [], flags)
             continue
         try:
-            found = translated(arguments, server=LLAMA_SERVER)
+            found = translated(list(starmap(joined, flags.items())), server=LLAMA_SERVER)
         except ConfigError as error:
             yield Variable(name, [], str(error))
-        else:
-            said = [line.partition(" has no effect: ")[2] for line in found.said]
-            yield Variable(name, found.arguments, "; ".join(said) or "it changes nothing here")
+            continue
+        why = [line.partition(" has no effect: ")[2] for line in found.said]
+        why += [f"see {variable}" for variable in found.variables]
+        yield Variable(name, found.arguments, "; ".join(why) or "it changes nothing here")

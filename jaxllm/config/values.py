@@ -101,13 +101,17 @@ def format_bytes(count: int) -> str:
     return f"{value:.4g} TiB"
 
 
-def parse_replicas(value: Any) -> Any:
+def or_auto(least: int) -> BeforeValidator:
     """'3' -> 3; 'auto' and null stay."""
-    if isinstance(value, str) and value.strip().isdecimal():
-        value = int(value)
-    if value in (None, "auto") or (type(value) is int and value >= 1):
-        return value
-    raise ValueError("it must be a whole number from 1 on, or auto")
+
+    def parse(value: Any) -> Any:
+        if isinstance(value, str) and value.strip().isdecimal():
+            value = int(value)
+        if value in (None, "auto") or (type(value) is int and value >= least):
+            return value
+        raise ValueError(f"it must be a whole number from {least} on, or auto")
+
+    return BeforeValidator(parse)
 
 
 def parse_count(text: str) -> int | str | None:
@@ -130,9 +134,9 @@ def parse_seconds(text: str) -> float:
         raise ValueError("it must be a time, such as 30d, 12h, 90m or a number of seconds") from None
 
 
-NumReplicas = Annotated[int | Literal["auto"] | None, BeforeValidator(parse_replicas)]
 Bytes = Annotated[int, of_text(parse_bytes)]
 Seconds = Annotated[float, of_text(parse_seconds), pydantic.AllowInfNan(False)]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 Isq = Literal[
     "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2k", "q3k", "q4k", "q5k", "q6k", "int8", "int4", "fp8", "w8a8"
 ]  # fmt: skip

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import msgspec
 import numpy as np
 
+from jaxllm.config.values import LogprobsMode
 from jaxllm.looking import What
 from jaxllm.requests.captures import CaptureParams, LayerShapes
 from jaxllm.requests.logits_processors import Declared
 from jaxllm.requests.outputs import ModelTasks, PoolingParams, PromptScores, RankedLogprobs
-from jaxllm.requests.sampling import LOGPROBS_MODES, MAX_LOGPROBS, LogprobsMode, SamplingDefaults, SamplingParams
+from jaxllm.requests.sampling import LOGPROBS_MODES, MAX_LOGPROBS, SamplingDefaults, SamplingParams
 from jaxllm.requests.steering import AdapterUse, Patching, Steering
 
 if TYPE_CHECKING:

@@ -7,8 +7,9 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from numbers import Real
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
+from jaxllm.config.values import LogprobsMode
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.requests.logits_processors import Chosen, read_chosen
 from jaxllm.requests.structured_outputs import StructuredOutputs
@@ -23,7 +24,6 @@ MAX_BREAKERS = 64
 MAX_PATTERN_SIZE = 4096
 MAX_N = 128
 _SHOWN_LENGTH = 100
-LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 LOGPROBS_MODES: tuple[LogprobsMode, ...] = get_args(LogprobsMode)
 
 INT32_MAX = 2**31 - 1
@@ -71,6 +71,7 @@ _MOST = {
     "logprob_token_ids": (MAX_LOGPROBS, "ids"),
     "prompt_logprob_token_ids": (MAX_LOGPROBS, "ids"),
 }
+_IDS_BESIDE = {"logprobs": "logprob_token_ids", "prompt_logprobs": "prompt_logprob_token_ids"}
 _FLAGS = (
     "ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output", "skip_reading_prefix_cache",
 )  # fmt: skip
@@ -272,10 +273,9 @@ class SamplingParams:
             set_field(self, "top_p", 1.0)
             set_field(self, "temperature", 0.0)
         set_field(self, "logit_bias", _biases(self.logit_bias or {}))
-        if self.logprob_token_ids:
-            set_field(self, "logprobs", self.logprobs or 0)
-        if self.prompt_logprob_token_ids:
-            set_field(self, "prompt_logprobs", self.prompt_logprobs or 0)
+        for name, beside in _IDS_BESIDE.items():
+            if getattr(self, beside):
+                set_field(self, name, getattr(self, name) or 0)
         if (budget := self.thinking_token_budget) is not None:
             most = self.max_thinking_tokens
             _check(most in (None, budget), "max_thinking_tokens", most, f"thinking_token_budget ({budget}), or None")
@@ -299,7 +299,7 @@ class SamplingParams:
             _check(not texts or self.detokenize or name[:4] != "stop", name, texts, "left out with detokenize=False")
         fits = self.max_tokens is None or self.min_tokens <= self.max_tokens
         _check(fits, "min_tokens", self.min_tokens, "at most ", Field("max_tokens"), f" ({self.max_tokens})")
-        for name, ids in (("logprobs", "logprob_token_ids"), ("prompt_logprobs", "prompt_logprob_token_ids")):
+        for name, ids in _IDS_BESIDE.items():
             if asked := len(getattr(self, ids)):
                 count, most = getattr(self, name) or 0, MAX_LOGPROBS - asked
                 _check(count <= most, name, count, f"at most {most} with {asked} ids in {ids}")

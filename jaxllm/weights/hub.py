@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxllm.errors import ModelNotFoundError
+from jaxllm.errors import ModelNotFoundError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -33,16 +33,15 @@ def hub_file(repo: str, file: str, revision: str | None, *, local_dir: Path | No
     """One file of a repository, in the hub's own cache or under `local_dir`. Raises HubError."""
     from huggingface_hub import hf_hub_download
 
-    return _call(hf_hub_download, repo, file, revision=revision, local_dir=local_dir)
+    return Path(_asked(hf_hub_download, repo, file, revision=revision, local_dir=local_dir))
 
 
 def hub_snapshot(repo: str, revision: str | None, patterns: Sequence[str]) -> Path:
     """The files of a repository that match `patterns`, in the hub's own cache. Raises HubError."""
     from huggingface_hub import snapshot_download
 
-    return _call(
-        snapshot_download, repo, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(_OTHER_LAYOUTS)
-    )
+    files = {"allow_patterns": list(patterns), "ignore_patterns": list(_OTHER_LAYOUTS)}
+    return Path(_asked(snapshot_download, repo, revision=revision, **files))
 
 
 def hub_ggufs(repo: str, revision: str | None) -> list[str]:
@@ -59,10 +58,6 @@ def hub_ggufs(repo: str, revision: str | None) -> list[str]:
     return sorted(file for file in _asked(found, repo, revision=revision) if file.endswith(".gguf"))
 
 
-def _call(download: Callable[..., str], repo: str, *args: Any, **options: Any) -> Path:
-    return Path(_asked(download, repo, *args, **options))
-
-
 def _asked(download: Callable[..., Any], repo: str, *args: Any, **options: Any) -> Any:
     from huggingface_hub import errors
     from huggingface_hub.utils import disable_progress_bars
@@ -76,7 +71,7 @@ def _asked(download: Callable[..., Any], repo: str, *args: Any, **options: Any) 
             repo, *args, endpoint=endpoint, etag_timeout=CONNECT_TIMEOUT, local_files_only=bool(away), **options
         )
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        raise HubError(f"{away or _first_line(error)}, and {repo} is not in the hub's cache") from None
+        raise HubError(f"{away or first_line(error)}, and {repo} is not in the hub's cache") from None
     except errors.GatedRepoError:
         raise HubError(f"{repo} is gated: accept its terms on the hub and log in with `hf auth login`") from None
     except errors.RepositoryNotFoundError:
@@ -84,14 +79,10 @@ def _asked(download: Callable[..., Any], repo: str, *args: Any, **options: Any) 
     except errors.RevisionNotFoundError:
         raise HubError(f"{repo} has no revision {options.get('revision')!r}") from None
     except (errors.EntryNotFoundError, errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
-        raise HubError(f"{repo}: {_first_line(error)}") from None
+        raise HubError(f"{repo}: {first_line(error)}") from None
     if away:
         logger.warning("%s; using the cached copy of %s", away, repo)
     return path
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _why_away(endpoint: str) -> str | None:
@@ -109,7 +100,7 @@ def _why_away(endpoint: str) -> str | None:
             httpx.head(endpoint, timeout=CONNECT_TIMEOUT)
             outcome.append(None)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            outcome.append(f"{endpoint} cannot be reached ({_first_line(error)})")
+            outcome.append(f"{endpoint} cannot be reached ({first_line(error)})")
 
     thread = threading.Thread(target=probe, daemon=True)
     thread.start()

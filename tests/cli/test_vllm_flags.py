@@ -116,6 +116,9 @@ def test_an_object_may_be_given_by_its_keys(cli, served, given: list[str]) -> No
         (["m", "-sc", '{"num_speculative_tokens": 3, "draft_tensor_parallel_size": 1}'],
          {"speculative_config": {"num_speculative_tokens": 3}}),
         (["m", "--block-size", "256", "--load-format", "fastsafetensors"], {}),
+        (["--port", "1", "--served-model-name", "a", "m"], {"served_model_name": "a", "port": 1}),
+        (["m", "--no-enable-log-requests"], {"enable_request_logging": False}),
+        (["m", "--hf-overrides.a+", "x", "--hf-overrides.a+", "y"], {"hf_overrides": {"a": ["x", "y"]}}),
     ],
 )  # fmt: skip
 def test_a_flag_of_vllm_is_a_setting_here(cli, served, given: list[str], settings: dict[str, Any]) -> None:
@@ -136,6 +139,21 @@ def test_a_flag_of_vllm_is_a_setting_here(cli, served, given: list[str], setting
         (["-dcp", "4"], "-dcp is '4': accepted is 1"),
         (["--spec-tokens", "3", "-sc", "[1]"], "--speculative-config is '[1]': it must be a JSON object"),
         (["--device", "hpu"], "--device is 'hpu': accepted are cpu, auto, cuda, gpu, tpu"),
+        (["--hf-overrides.a", "1", "--hf-overrides.a.b", "2"], "--hf-overrides.a.b is '2': a part of it has another"),
+        (["--hf-overrides.a", "x", "--hf-overrides.a+", "y"], "--hf-overrides.a+ is 'y': a part of it has another"),
+        (["--hf-overrides..a", "1"], "Unknown option: --hf-overrides..a"),
+        (["-tp.x", "1"], "-tp has no key 'x': it is no object"),
+        (["--rope-scaling", "yarn"], "--rope-scaling is 'yarn': it must be a JSON object"),
+        (["--master-port", "3"], "--master-port is '3': it needs --master-addr"),
+        (["--no-max-num-queued-reqs"], "Unknown option: --no-max-num-queued-reqs"),
+        (["--kv-offloading-size", "-3"], "--kv-offload-memory is '-3GiB': it must be above 0"),
+        (["--top-k", "inf"], "--top-k is 'inf': accepted is a number"),
+        (["--rope-freq-scale", "nan"], "--rope-freq-scale is 'nan': accepted is a number"),
+        (["--d", ","], "--d is ',': accepted are numbers of devices, as 0,1"),
+        (["--uds="], "--uds is '': it must be a path"),
+        (["--host="], "--host is '': it must have at least 1 character"),
+        (["--numa-node", "x"], "--numa-node is 'x': it must be a whole number from 0 on, or auto"),
+        (["--hf-overrides", "[" * 9999], f"--hf-overrides is '{'[' * 98}…: it must be a JSON object"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(cli, served, given: list[str], said: str) -> None:

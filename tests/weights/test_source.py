@@ -11,7 +11,14 @@ import pytest
 from jaxllm.errors import ModelNotFoundError
 from jaxllm.weights import source
 from jaxllm.weights.hub import Wheel
-from jaxllm.weights.source import BuiltinModel, list_builtin_models, names_model, resolve_model, resolve_tokenizer
+from jaxllm.weights.source import (
+    BuiltinModel,
+    check_name,
+    list_builtin_models,
+    names_model,
+    resolve_model,
+    resolve_tokenizer,
+)
 from tests.weights.fake_hub import FakeHub
 
 CONTENT = b"GGUF" + bytes(range(256)) * 10
@@ -230,6 +237,13 @@ def test_a_repository_of_gguf_files_is_named_with_a_quantization(hub, monkeypatc
     assert names_model(name)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert resolve_model(name).read_bytes() == content
+
+
+@pytest.mark.parametrize("name", ["./absent", "org/name:a.bin", "hf.co/org/name:Q4 K"])
+def test_a_name_that_can_be_nothing_is_refused_before_the_hub_is_asked(name: str):
+    assert not names_model(name)
+    with pytest.raises(ModelNotFoundError, match=r"is no built-in name|is no \.gguf file"):
+        check_name(name)
 
 
 def test_without_q4_k_m_it_is_the_first_and_another_quantization_is_named(hub):

@@ -24,6 +24,7 @@ from jaxllm import compat, own_process
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.sampler import Logprobs, Sampled, Settled
 from jaxllm.engine.core.slots import Slots
+from jaxllm.errors import first_line
 from jaxllm.folders import UNFINISHED, make_private, others_may_write, write_whole
 from jaxllm.models.layers.host_experts import ExpertPlaces
 
@@ -139,8 +140,7 @@ class SavedExecutables:
     def _complain(self, what: str, error: BaseException) -> None:
         if what not in self._complained:
             self._complained.add(what)
-            first_line = next(iter(str(error).splitlines()), type(error).__name__)
-            logger.warning("executables cannot be %s, and are compiled at each start: %s", what, first_line)
+            logger.warning("executables cannot be %s, and are compiled at each start: %s", what, first_line(error))
 
 
 def _read(path: Path, root: Path) -> tuple[dict[str, Any], bytes]:

@@ -11,9 +11,9 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 
 from jaxllm.chat.events import random_id
 from jaxllm.config.server import ServerConfig
+from jaxllm.config.values import LogprobsMode
 from jaxllm.engine.doors.beams import MAX_BEAM_WIDTH, BeamSearchParams
 from jaxllm.requests import sampling as limits
-from jaxllm.requests.sampling import LogprobsMode
 from jaxllm.serving.generation import GenerationSettings, Usage
 from jaxllm.serving.http import request_model
 from jaxllm.serving.http.request_model import RequestModel, Rule, ScheduledFields, check_equal, check_rules, refuse

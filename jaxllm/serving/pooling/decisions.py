@@ -20,8 +20,9 @@ from jaxllm.serving.http.request_model import ModelFields, RequestModel, Schedul
 from jaxllm.serving.http.route import JSONRoute
 from jaxllm.serving.pooling.inputs import PoolingRun
 from jaxllm.serving.pooling.types import PoolingFields
+from jaxllm.serving.request_metrics import Usage
 from jaxllm.serving.responses.items import MAX_ITEMS, InputText, NewItem, one_of
-from jaxllm.serving.responses.objects import InputTokensDetails, OutputTokensDetails, ResponseUsage
+from jaxllm.serving.responses.objects import ResponseUsage, response_usage
 from jaxllm.serving.responses.translate import spoken
 
 MAX_QUESTIONS = 400
@@ -95,8 +96,11 @@ class DecisionQuestion(RequestModel):
     def question(self) -> Question:
         given = self.instructions
         text = given if isinstance(given, str) else "\n".join(part.text for part in given)
-        choices = [(one.value, one.description) for one in self.choices or ()]
-        return Question(text, choices=choices, levels=[(one.label, one.description) for one in self.levels or ()])
+        if self.type == "choice":
+            return Question(text, choices=[(one.value, one.description) for one in self.choices or ()])
+        if self.type == "score":
+            return Question(text, levels=[(one.label, one.description) for one in self.levels or ()])
+        return Question(text)
 
 
 class DecisionRequest(ModelFields, ScheduledFields):
@@ -249,6 +253,11 @@ async def _decide(
     return run, asked.decisions(await run.outputs(asked.prompts, asked.pooling))
 
 
+def _usage(run: PoolingRun) -> ResponseUsage:
+    used = run.usage()
+    return response_usage(Usage(used.prompt_tokens, cached_tokens=used.prompt_tokens_details.cached_tokens))
+
+
 def _answer(name: str | None, decision: Decision) -> DecisionAnswer:
     kind, told = decision.question.kind, decision.probabilities.items()
     answer = DecisionAnswer(type=kind, name=name, label_mass=decision.label_mass)
@@ -278,12 +287,3 @@ def _state_answer(asked: StateQuestion, decision: Decision) -> StateAnswer:
     names = asked.criteria if isinstance(asked.criteria, dict) else answer.legend or ()
     answer.probabilities = dict(zip(names, decision.probabilities.values(), strict=True))
     return answer
-
-
-def _usage(run: PoolingRun) -> ResponseUsage:
-    used = run.usage()
-    cached = InputTokensDetails(used.prompt_tokens_details.cached_tokens)
-    return ResponseUsage(
-        input_tokens=used.prompt_tokens, input_tokens_details=cached, output_tokens=0,
-        output_tokens_details=OutputTokensDetails(0), total_tokens=used.total_tokens,
-    )  # fmt: skip

@@ -299,13 +299,7 @@ class EventWriter:
             yield self._end_item(call)
 
     def _account(self, usage: Usage, phases: Phases) -> None:
-        self.response.usage = objects.ResponseUsage(
-            input_tokens=usage.prompt_tokens,
-            input_tokens_details=objects.InputTokensDetails(usage.cached_tokens),
-            output_tokens=usage.completion_tokens,
-            output_tokens_details=objects.OutputTokensDetails(usage.reasoning_tokens),
-            total_tokens=usage.prompt_tokens + usage.completion_tokens,
-        )
+        self.response.usage = objects.response_usage(usage)
         if self._body.timings_per_token:
             self.response.timings = timings(usage, phases)
 

@@ -197,6 +197,7 @@ def test_more_than_26_choices_need_pairs_of_letters(client: TestClient, engine: 
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
          "input[0].content[0].type", "input_text"),
         ({"input": "word " * 300}, "input", "tokens together; the context holds 1024"),
+        ({"questions": [PREDICATE | {"instructions": "word " * 9999}]}, "input", "questions[0] have more than"),
     ],
 )  # fmt: skip
 def test_a_wrong_decision_is_refused_by_name(client: TestClient, change: dict, param: str, said: str) -> None:
