@@ -316,14 +316,14 @@ NOT_IN_CHATS = {
 }  # fmt: skip
 
 
-class Said(BaseModel, extra="forbid", strict=True):
+class SavedMessage(BaseModel, extra="forbid", strict=True):
     role: Literal["user", "assistant"]
     content: str
 
 
 class SavedChat(BaseModel, extra="forbid", strict=True):
     system: str | None
-    messages: list[Said]
+    messages: list[SavedMessage]
     settings: dict[str, Any]
 
 
