@@ -29,6 +29,11 @@ std::vector<uint8_t> random_tiles(Format format, int inputs, Random& random) {
     return tiles;
   }
   for (uint8_t& byte : tiles) byte = uint8_t(random.bits());
+  if (format == Format::mxfp4) {
+    for (size_t at = 0; at < tiles.size(); at += form.bytes())
+      for (int i = 0; i < ROWS; i++) tiles[at + i] = uint8_t(117 + random.bits() % 4);  // 2^-11 to 2^-8
+    return tiles;
+  }
   const int halves = format == Format::q6_k || format == Format::u4 || !form.minimum ? ROWS : 2 * ROWS;
   for (size_t at = 0; at < tiles.size(); at += form.bytes())
     for (int i = 0; i < halves; i++) {

@@ -48,8 +48,8 @@ def test_a_server_that_asks_who_calls_or_is_for_this_machine_says_nothing(
 
 def test_variables_of_other_servers_are_told_in_a_line_each(caplog: pytest.LogCaptureFixture) -> None:
     assert warned(caplog, ELSEWHERE) == [
-        "LLAMA_ARG_CTX_SIZE is set: it stands for --max-model-len 4096 where that is not given",
-        "OLLAMA_HOST is set: it stands for --host 0.0.0.0 --port 11434 where that is not given",
+        "LLAMA_ARG_CTX_SIZE is set: it stands for --max-model-len=4096 where that is not given",
+        "OLLAMA_HOST is set: it stands for --host=0.0.0.0 --port=11434 where that is not given",
         "OLLAMA_MODELS is set: see --download-dir; models of ollama are not read",
         "VLLM_PORT is set: processes of an engine find each other by docs/scale.md",
     ]

@@ -31,17 +31,9 @@ def text(choice: dict[str, Any]) -> str:
 
 @covers("CommonSampling", "repeat_last_n")
 @covers("GenerationRequest", "allowed_token_ids", "bad_words")
-@covers(
-    "SamplingFields",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-)
+@covers("CommonSampling", "frequency_penalty", "presence_penalty")
+@covers("SamplingFields", "repetition_penalty", "stop_token_ids", "ignore_eos", "min_tokens")
+@covers("SamplingFields", "include_stop_str_in_output", "skip_special_tokens")
 @covers("SamplingFields", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "top_n_sigma")
 @covers("CommonSampling", "typical_p")
 @covers("SamplingFields", "dry_sequence_breakers", "xtc_probability", "xtc_threshold")

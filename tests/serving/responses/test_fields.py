@@ -16,19 +16,9 @@ from tests.serving.sending import HELLO, prompt, send
 from tests.support.covers import covers
 
 
-@covers(
-    "SamplingFields",
-    "frequency_penalty",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "min_p",
-    "min_tokens",
-    "presence_penalty",
-    "repetition_penalty",
-    "skip_special_tokens",
-    "stop_token_ids",
-    "temperature",
-)
+@covers("CommonSampling", "frequency_penalty", "min_p", "presence_penalty", "temperature")
+@covers("SamplingFields", "ignore_eos", "include_stop_str_in_output", "min_tokens", "repetition_penalty")
+@covers("SamplingFields", "skip_special_tokens", "stop_token_ids")
 @pytest.mark.parametrize(
     ("field", "value"),
     [
