@@ -58,14 +58,14 @@ from jaxllm.cli.chat import read_message
 from jaxllm.cli.generate import read_prompts
 from jaxllm.cli.settings import sampling_params
 
-print(ascii([*read_prompts(sys.argv[1:], None), *sampling_params({"stop": sys.argv[1:]}).stop]))
 print(ascii(read_message("", "")[0]), ascii(read_prompts([], Path("-"))))
+print(ascii([*read_prompts(sys.argv[1:], None), *sampling_params({"stop": sys.argv[1:]}).stop]))
 """
 
 
 def test_texts_are_in_utf_8_where_the_locale_knows_ascii_alone() -> None:
     ended = shell("<<< $'ü\\n😀'", "-c", TEXTS, "ü😀", LC_ALL="C", PYTHONUTF8="0")
-    assert ended.stdout.decode().splitlines() == [ascii(["ü😀"] * 2), f"{'ü'!a} {['😀']!a}"], ended.stderr
+    assert ended.stdout.decode().splitlines() == [f"{'ü'!a} {['😀']!a}", ascii(["ü😀"] * 2)], ended.stderr
 
 
 SERVER = """

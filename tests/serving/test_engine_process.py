@@ -42,7 +42,7 @@ if __name__ == "__main__":
         mock.patch(f"{there}.start_engine", lambda config, given_up, *rest: (start(config, given_up), ByteTokenizer())),
         mock.patch(f"{there}.start_client", start),
     ):
-        server.serve(ServeConfig(model="fake", port=0, shutdown_timeout=0.5, data_dir=sys.argv[2]))
+        server.serve(ServeConfig(model="org/fake", port=0, shutdown_timeout=0.5, data_dir=sys.argv[2]))
     print("stopped", flush=True)
 """
 ENDLESS = {"prompt": "a" * 4000, "max_tokens": 100_000, "stream": True}
