@@ -250,6 +250,12 @@ def fourth_of_six(words: Sequence[jax.Array]) -> jax.Array:
     return ((first >> 6) & 0x03030303) | ((second >> 4) & 0x0C0C0C0C) | ((third >> 2) & 0x30303030)
 
 
+def power_of_two(exponents: jax.Array) -> jax.Array:
+    """E8M0 as float32: 127 means 1, and 0 means 2 ** -127, which is a subnormal number. 255 is not to come."""
+    smallest = 0x00400000
+    return lax.bitcast_convert_type(jnp.maximum(exponents.astype(jnp.int32) << 23, smallest), jnp.float32)
+
+
 def group_scale(
     format: PackedFormat, words: Sequence[jax.Array], halves: Sequence[jax.Array], group: int, scale: np.dtype
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -258,9 +264,7 @@ def group_scale(
     if kind == "float":
         return halves[0].astype(jnp.float32), None
     if kind == "power":
-        smallest = 0x00400000  # 2 ** -127, which has no exponent of its own
-        bits = jnp.maximum(halves[0].astype(jnp.int32) << 23, smallest)
-        return lax.bitcast_convert_type(bits, jnp.float32), None
+        return power_of_two(halves[0]), None
     if kind == "pair":
         return half_in(words[0], group, scale), None
     if kind == "zero":

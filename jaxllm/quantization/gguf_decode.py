@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32, UInt8
 
-from jaxllm.pallas_kernels.matrices import E2M1
+from jaxllm.pallas_kernels.matrices import E2M1, power_of_two
 from jaxllm.quantization.stored import unpacked
 
 CodeBytes = Any
@@ -49,9 +49,7 @@ def q3_scales(packed: CodeBytes) -> CodeBytes:
 
 
 def _power(blocks: BlockBytes) -> BlockScales:
-    """E8M0: a float32's exponent, which at 0 is that of its subnormals."""
-    bits = blocks[..., :1].astype(jnp.uint32)
-    return lax.bitcast_convert_type(jnp.where(bits, bits << 23, 1 << 22), jnp.float32), None
+    return power_of_two(blocks[..., :1]), None
 
 
 def _half(blocks: BlockBytes, start: int) -> Float32[Array, "*n 1"]:

@@ -72,8 +72,8 @@ class GgufKind:
     def _blocks(self, tensor: Stored) -> np.ndarray:
         if tensor.packed and tensor.dtype == self.type:
             blocks = tensor.by_rows.reshape(*tensor.shape[:-1], -1, FORMATS[self.type].nbytes)
-            if self.type == "MXFP4" and (blocks[..., 0] == E8M0_NAN).any():
-                raise CheckpointError(f"{tensor.origin}: not all scales of its MXFP4 blocks are numbers")
+            if self.type == "MXFP4":
+                _check_powers(blocks[..., 0], tensor.origin)
             for start in FORMATS[self.type].halves:
                 halves = blocks[..., start : start + 2].view(np.uint16)
                 # With the sign shifted out, infinity is 0xf800.
@@ -108,13 +108,17 @@ def block_type(coding: Coding) -> str | None:
     return "Q8_0" if coding.symmetric else None
 
 
+def _check_powers(exponents: np.ndarray, origin: str) -> None:
+    if (exponents == E8M0_NAN).any():
+        raise CheckpointError(f"{origin}: not all scales of its MXFP4 blocks are numbers")
+
+
 def coded_blocks(data: np.ndarray, codes: Codes, type: str, origin: str) -> np.ndarray:
     """Blocks `[*stack, o, i / 32, bytes]` of the codes. Raises CheckpointError: a scale is more than float16 holds."""
     coding, block = codes.coding, (1, BLOCK)
     if type == "MXFP4":
         powers = codes.scales(data.shape, block).view(np.uint8)[..., None]
-        if (powers == E8M0_NAN).any():
-            raise CheckpointError(f"{origin}: not all scales are numbers")
+        _check_powers(powers, origin)
         low, high = np.split(data.reshape(*data.shape[:-1], -1, BLOCK), 2, axis=-1)
         return np.concatenate([powers, low | high << 4], axis=-1)
     groups = data.reshape(*data.shape[:-1], -1, BLOCK)
