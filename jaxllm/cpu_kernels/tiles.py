@@ -6,6 +6,7 @@ Looking up the addresses of small pages takes up to a third of a step.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import math
 import mmap
@@ -134,36 +135,43 @@ def tile_bytes(format: str) -> int:
     return int(library().jaxllm_tile_bytes(number(format)))
 
 
-def repack(type: str, blocks: np.ndarray) -> UInt8[np.ndarray, "*stack groups blocks bytes"]:
+def repack(type: str, *parts: np.ndarray) -> UInt8[np.ndarray, "*stack groups blocks bytes"]:
     """Tiles `[*stack, ceil(o / 16), i / block, tile_bytes]` of matrices, whose rows are padded with zeros to 16.
 
-    They lie where JAX on a CPU takes them as they are, without another copy.
+    They lie where JAX on a CPU takes them as they are, without another copy. Several parts lie one after the other.
 
     Args:
         type: the checkpoint's type, in any case; one of `FORMATS`. Tiles are of the format of that name.
-        blocks: uint8 `[*stack, o, i / block, block_bytes]` as a GGUF file has them; of `bf16` and `f32`, the matrices
+        parts: uint8 `[*stack, o, i / block, block_bytes]` as a GGUF file has them; of `bf16` and `f32`, the matrices
             `[*stack, o, i]` themselves in that type (inputs are padded to 32). Blocks of `u4` are a float16 `d`, the
             code of zero and 32 codes of four bits in GGUF's order; of `i8` and `e4m3` 32 codes.
 
     Raises ValueError: no such type, or blocks of another size.
     """
-    name, kind = type.lower(), number(type)
-    if name in FLOATS:
-        blocks = np.asarray(blocks, FLOATS[name])
+    name, kind, lib = type.lower(), number(type), library()
+    parts = tuple(_blocks(name, part) for part in parts)
+    *stack, _, columns, _ = parts[0].shape
+    ends = list(itertools.accumulate((-(-part.shape[-3] // GROUP) for part in parts), initial=0))
+    shape = (*stack, ends[-1], columns, tile_bytes(name))
+    tiles, threads = _room.take(math.prod(shape)).reshape(shape), physical_cores()
+    for part, start in zip(parts, ends, strict=False):
+        for index in np.ndindex(*stack):
+            into = _address(tiles[index][start:])
+            lib.jaxllm_repack(kind, _address(part[index]), part.shape[-3], columns, into, threads)
+    return tiles
+
+
+def _blocks(format: str, blocks: np.ndarray) -> np.ndarray:
+    if format in FLOATS:
+        blocks = np.asarray(blocks, FLOATS[format])
         if rest := -blocks.shape[-1] % 32:
             blocks = np.pad(blocks, [(0, 0)] * (blocks.ndim - 1) + [(0, rest)])
         blocks = np.ascontiguousarray(blocks).view(np.uint8).reshape(*blocks.shape[:-1], blocks.shape[-1] // 32, -1)
-    lib = library()
-    if blocks.dtype != np.uint8 or blocks.ndim < 3 or blocks.shape[-1] != lib.jaxllm_block_bytes(kind):
-        wanted = f"uint8 [o, blocks, {lib.jaxllm_block_bytes(kind)}]"
-        raise ValueError(f"the blocks are {blocks.dtype} {list(blocks.shape)}; {name} takes {wanted}")
-    blocks = np.ascontiguousarray(blocks)
-    *stack, rows, columns, _ = blocks.shape
-    shape = (*stack, -(-rows // GROUP), columns, tile_bytes(name))
-    tiles, threads = _room.take(math.prod(shape)).reshape(shape), physical_cores()
-    for index in np.ndindex(*stack):
-        lib.jaxllm_repack(kind, _address(blocks[index]), rows, columns, _address(tiles[index]), threads)
-    return tiles
+    nbytes = library().jaxllm_block_bytes(number(format))
+    if blocks.dtype != np.uint8 or blocks.ndim < 3 or blocks.shape[-1] != nbytes:
+        wanted = f"uint8 [o, blocks, {nbytes}]"
+        raise ValueError(f"the blocks are {blocks.dtype} {list(blocks.shape)}; {format} takes {wanted}")
+    return np.ascontiguousarray(blocks)
 
 
 def lanes(scales: Float32[np.ndarray, "*stack o runs"]) -> Float32[np.ndarray, "*stack groups runs 16"]:

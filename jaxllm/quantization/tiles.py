@@ -108,6 +108,10 @@ class TiledKind:
 
     def pack(self, tensors: Sequence[Stored], layout: Layout | None) -> Tiled:
         """What the other kind makes of them, in tiles. Raises CheckpointError: an e4m3 float is a NaN."""
+        if layout is not None and layout.joins_whole(tensors) and not isinstance(self.stored, CodedKind):
+            # Each where it belongs: joining them first would copy them.
+            parts = [_blocks(self.stored.pack([tensor], None))[0] for tensor in tensors]
+            return Tiled(cpu_kernels.repack(self.format, *parts), None, self.format, self.stored.dtype)
         blocks, scales = _blocks(self.stored.pack(tensors, layout))
         if self.format == "e4m3" and (blocks & 0x7F == 0x7F).any():
             raise CheckpointError(f"{tensors[0].origin}: holds NaN")

@@ -142,6 +142,10 @@ class Layout:
         """Rows as a checkpoint has them: without padding or replicas."""
         return sum(s.rows for s in self.segments)
 
+    def joins_whole(self, tensors: Sequence[Any]) -> bool:
+        """The parameter is several tensors one after the other, each of them whole."""
+        return len(tensors) > 1 and self.tp == 1 and not self.pad_to
+
     def assemble(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
         """The whole parameter from one tensor a segment, or from one that holds all of them in order."""
         if self.pad_to:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import mmap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +57,9 @@ class Checkpoint:
         """One tensor as it is stored, not expanded. Raises CheckpointError if there is none, or the file is closed."""
         raise NotImplementedError
 
+    def release(self, names: Iterable[str]) -> None:
+        """These tensors have been read: what of them is mapped need not count as this process's memory."""
+
     def close(self) -> None:
         """Release the files; arrays already read keep theirs alive."""
 
@@ -88,6 +92,12 @@ class MappedCheckpoint(Checkpoint):
             raise CheckpointError(f"{self.path}: no tensor {shown(name)}")
         file, offset, nbytes = self.places[name]
         return self.map(file)[offset : offset + nbytes].view(np.ndarray)
+
+    def release(self, names: Iterable[str]) -> None:
+        for file, offset, nbytes in (self.places[name] for name in names if name in self.places):
+            first, end = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE, (offset + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+            if first < end and hasattr(mmap, "MADV_DONTNEED"):  # a page that is read again is mapped again
+                self.map(file)._mmap.madvise(mmap.MADV_DONTNEED, first, end - first)  # type: ignore[attr-defined]
 
     def close(self) -> None:
         self._maps = None
@@ -128,6 +138,9 @@ class WrappedCheckpoint(Checkpoint):
         self._base = base
         self.format, self.path, self.config = base.format, base.path, base.config
         self.generation_config, self.tensors, self.zero_biases = base.generation_config, base.tensors, base.zero_biases
+
+    def release(self, names: Iterable[str]) -> None:
+        self._base.release(names)
 
     def close(self) -> None:
         self._base.close()

@@ -206,7 +206,9 @@ def _assemble(checkpoint: Checkpoint, spec: ParamSpec, sources: Sources) -> Valu
     tensors = _read_segments(checkpoint, spec, sources)
     if not spec.kinds:
         return place(spec.layout, (tensor.expand() for tensor in tensors), spec.dtype)
-    return _pack(spec, tensors)
+    packed = _pack(spec, tensors)
+    checkpoint.release(name for source in sources for name in source.tensors)
+    return packed
 
 
 def _pack(spec: ParamSpec, tensors: list[Stored]) -> Weight:
