@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from jaxllm.engine.doors.async_llm import AsyncLLM  # imports JAX, for which a wrong command line need not wait
 
 OF_THE_MACHINE = frozenset(
-    {"download_dir", "compile_cache_dir", "compile_cache_max", "engine_process", "max_num_waiting"}
+    {"download_dir", "compile_cache_dir", "compile_cache_max", "weight_cache_max", "engine_process", "max_num_waiting"}
 )
 """Settings of the engine that say where and when it runs, not what it answers."""
 

@@ -211,7 +211,7 @@ def reading_ahead(path: Path) -> Iterator[None]:
 
     It stops at half of the free memory, so that nothing in use is evicted, and skips files that the loader will report.
     """
-    files = part_files(path) if path.is_file() else sorted(_files_of(path))
+    files = files_of(path)
     left, ended = memory().available // 2, threading.Event()
 
     def read() -> None:
@@ -233,7 +233,12 @@ def reading_ahead(path: Path) -> Iterator[None]:
         thread.join()
 
 
-def _files_of(folder: Path) -> Iterator[Path]:
+def files_of(path: Path) -> list[Path]:
+    """A checkpoint's file and its other parts, or all files of its folder."""
+    return part_files(path) if path.is_file() else sorted(_files_in(path))
+
+
+def _files_in(folder: Path) -> Iterator[Path]:
     for file in folder.rglob("*"):
         try:
             if model_file(folder, str(file.relative_to(folder))).is_file():

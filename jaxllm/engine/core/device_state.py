@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 import os
@@ -197,15 +198,43 @@ _TRAILER = struct.Struct("<Q")
 """The length of what stands before it: the list of what is kept."""
 
 
-def keep(file: BinaryIO, weights: Sequence[jax.Array]) -> None:
-    """Write each array's bytes, one after the other, and what they are."""
+_ALIGNMENT = 64
+"""Bytes, of an array's place in the file: XLA takes an array of a mapped file as it is, where a CPU runs it."""
+
+
+def keep(file: BinaryIO, weights: Iterable[jax.Array], owner: str = "") -> None:
+    """Write each array's bytes, one after the other, and at the end what they are and whose."""
     file.seek(0)
     file.truncate()
+    kept = []
     for array in weights:
         file.write(_bytes_of(np.asarray(array)))
-    listed = _listed(weights)
+        file.write(bytes(-array.nbytes % _ALIGNMENT))
+        kept.append(jax.ShapeDtypeStruct(array.shape, array.dtype))
+    listed = _listed(kept, owner)
     file.write(listed + _TRAILER.pack(len(listed)))
     file.flush()
+
+
+def map_kept(file: BinaryIO, wanted: Sequence[jax.ShapeDtypeStruct], owner: str = "") -> list[np.ndarray]:
+    """The arrays that `keep` has written, mapped. Raises ValueError: the file has others, or is of another owner."""
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)  # processes share the file's position
+    start = len(mapped) - _TRAILER.size
+    length = _TRAILER.unpack_from(mapped, start)[0] if start > 0 else 0
+    places = list(itertools.accumulate((nbytes_kept(array) for array in wanted), initial=0))
+    if places[-1] + length != start or mapped[places[-1] : start] != _listed(wanted, owner):
+        raise ValueError("they are of another plan")
+    raw = np.frombuffer(mapped, np.uint8)
+    return [
+        raw[place : place + array.size * array.dtype.itemsize].view(array.dtype).reshape(array.shape)
+        for place, array in zip(places, wanted, strict=False)
+    ]
+
+
+def nbytes_kept(array: jax.ShapeDtypeStruct) -> int:
+    """The bytes that an array takes in a file of `keep`."""
+    nbytes = array.size * array.dtype.itemsize
+    return nbytes + -nbytes % _ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -233,25 +262,17 @@ class Kept:
             CheckpointError: the file has something else; it is empty then, unless it is shared.
         """
         try:
-            mapped = mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ)  # processes share the file's position
-            end = len(mapped) - _TRAILER.size
-            (length,) = _TRAILER.unpack(mapped[max(end, 0) :])
-            start = end - length
-            if start < 0 or mapped[start:end] != _listed(wanted):
-                raise ValueError("they are of another plan")
-        except (struct.error, ValueError, OSError) as error:
+            arrays = map_kept(self.file, wanted)
+        except (ValueError, OSError) as error:
             self._end_at(0)
             raise CheckpointError(f"the weights that were kept in memory cannot be used: {error}") from None
-        taken = []
-        for array in reversed(wanted):
-            host = np.empty(array.shape, array.dtype)
-            start -= host.nbytes
-            if start < 0:
-                raise CheckpointError("the weights that were kept in memory are cut short")
-            if host.size:
-                host.reshape(-1).view(np.uint8)[:] = np.frombuffer(mapped, np.uint8, host.nbytes, start)
-            taken.append(jax.device_put(host, array.sharding))
-            self._end_at(start)
+        taken, end = [], sum(map(nbytes_kept, wanted))
+        while arrays:
+            array, kept = wanted[len(arrays) - 1], arrays.pop()
+            taken.append(jax.device_put(np.array(kept), array.sharding))
+            del kept
+            end -= nbytes_kept(array)
+            self._end_at(end)
         return tuple(reversed(taken))
 
     def _end_at(self, length: int) -> None:
@@ -263,5 +284,5 @@ def _bytes_of(array: np.ndarray) -> memoryview:
     return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
 
-def _listed(arrays: Iterable[jax.Array | jax.ShapeDtypeStruct]) -> bytes:
-    return json.dumps([(array.shape, str(array.dtype)) for array in arrays]).encode()
+def _listed(arrays: Iterable[jax.ShapeDtypeStruct], owner: str) -> bytes:
+    return json.dumps([owner, [(array.shape, str(array.dtype)) for array in arrays]]).encode()

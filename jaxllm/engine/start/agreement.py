@@ -39,8 +39,8 @@ from jaxllm.weights.source import resolve_model
 
 OF_ONE_PROCESS = (
     "model", "tokenizer", "download_dir", "imatrix", "generation_config", "compile_cache_dir",
-    "compile_cache_max", "executables", "engine_process", "coordinator_address", "process_id", "cluster",
-    "cluster_secret", "max_num_waiting",
+    "compile_cache_max", "weight_cache_max", "executables", "engine_process", "coordinator_address", "process_id",
+    "cluster", "cluster_secret", "max_num_waiting",
 )  # fmt: skip
 """Settings that need not be the same in all processes: where things are on a machine, and what the others have no use
 for. The contents of files are compared by themselves."""

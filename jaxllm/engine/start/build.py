@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -57,6 +58,7 @@ from jaxllm.engine.start.prepared import (
     step_manifest,
 )
 from jaxllm.engine.start.tokenizer import open_model, resolve_tokenizer
+from jaxllm.engine.start.weight_cache import QUICK, WeightCache, file_to_read
 from jaxllm.errors import CheckpointError, ConfigError, one_line
 from jaxllm.folders import unwritable
 from jaxllm.models.registry import LiveModel, ModelParts, adapter_names, with_importance
@@ -101,7 +103,7 @@ def build_core(
     clock = Clock()
     path = find_model(config, clock)
     unread = config.load_format == "dummy" or (kept is not None and kept.is_there)
-    with nullcontext() if unread else reading_ahead(path):
+    with nullcontext() if unread else reading_ahead(file_to_read(config, path)):
         checkpoint = open_model(config, path)
         tell("Reading the tokenizer")
         tokenizer = resolve_tokenizer(config)
@@ -207,23 +209,33 @@ def closing_at_failure(prepared: Prepared) -> Iterator[None]:
 
 def load_weights(prepared: Prepared, kept: Kept | None = None) -> list[Weights]:
     """The weights of each stage on its devices, as steps take them."""
-    config, blueprint = prepared.config, prepared.blueprint
-    functions = [stage.functions for stage in prepared.stages]
+    config = prepared.config
     if kept is not None and kept.is_there:
         tell(f"Taking the weights of {config.model} out of memory")
+        functions = [stage.functions for stage in prepared.stages]
         found = iter(kept.take([array for one in functions for array in one.packed_weights]))
         weights = [tuple(islice(found, len(one.packed_weights))) for one in functions]
     else:
         weights = []
         for stage in prepared.stages:
-            with progress_bar(f"Loading {_named(config, stage)}") as on_progress:
-                parameters = _load(config, prepared.checkpoint, stage, blueprint.params, on_progress)
-            if blueprint.draft is not None:
-                with progress_bar(f"Loading {blueprint.draft.config.model}") as on_progress:
-                    parameters = (*parameters, *load_draft(blueprint.draft, stage.mesh, on_progress))
-            weights.append(stage.functions.pack_weights(parameters))
+            cache = WeightCache.of(config, prepared.checkpoint.path, stage)
+            mapped = None if cache is None else cache.take(stage.functions.packed_weights)
+            began = time.perf_counter()
+            weights.append(mapped or _pack_weights(prepared, stage))
+            if cache is not None and mapped is None and time.perf_counter() - began > QUICK:
+                cache.write(weights[-1])
     prepared.clock.lap("load")
     return weights
+
+
+def _pack_weights(prepared: Prepared, stage: PreparedStage) -> Weights:
+    config, blueprint = prepared.config, prepared.blueprint
+    with progress_bar(f"Loading {_named(config, stage)}") as on_progress:
+        parameters = _load(config, prepared.checkpoint, stage, blueprint.params, on_progress)
+    if blueprint.draft is not None:
+        with progress_bar(f"Loading {blueprint.draft.config.model}") as on_progress:
+            parameters = (*parameters, *load_draft(blueprint.draft, stage.mesh, on_progress))
+    return stage.functions.pack_weights(parameters)
 
 
 def _named(config: EngineConfig, stage: PreparedStage) -> str:

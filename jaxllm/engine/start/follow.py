@@ -16,6 +16,7 @@ from jaxllm.engine.start.build import closing_at_failure, find_model, gather_wei
 from jaxllm.engine.start.leave import die, leave
 from jaxllm.engine.start.prepared import Clock, new_follower
 from jaxllm.engine.start.tokenizer import open_model
+from jaxllm.engine.start.weight_cache import file_to_read
 from jaxllm.errors import ConfigError, EngineDeadError, JaxLLMError, one_line
 from jaxllm.weights.folder import reading_ahead
 
@@ -41,7 +42,7 @@ def follow(
     """
     clock = Clock()
     path = find_model(config, clock)
-    with reading_ahead(path):
+    with reading_ahead(file_to_read(config, path)):
         checkpoint = open_model(config, path)
         group = join_group(config, path, end, on_group)
         assert isinstance(group.hold, Follower)
