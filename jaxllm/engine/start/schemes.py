@@ -109,14 +109,14 @@ def measure_bandwidth(nbytes: int | None = None) -> float:
     least, most = MEASURED_BYTES
     nbytes = most if nbytes is None else min(max(nbytes, least), most)
     if find_devices()[0].platform == "cpu":
-        return _of_host(nbytes)
+        return host_bandwidth(nbytes)
     array = jnp.ones(nbytes // 4, jnp.float32)
     total = jax.jit(jnp.sum)
     total(array).block_until_ready()
     return nbytes / min(_seconds(lambda: total(array).block_until_ready()) for _ in range(ROUNDS))
 
 
-def _of_host(nbytes: int) -> float:
+def host_bandwidth(nbytes: int) -> float:
     parts = np.array_split(np.ones(nbytes // 4, np.int32), physical_cores())
     with ThreadPoolExecutor(len(parts)) as pool:
         return nbytes / min(_seconds(lambda: list(pool.map(np.max, parts))) for _ in range(ROUNDS))
