@@ -21,8 +21,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Float32, UInt8
 
+from jaxllm import machine
 from jaxllm.cpu_kernels.library import call, library
-from jaxllm.machine import physical_cores
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ def repack(type: str, blocks: np.ndarray) -> UInt8[np.ndarray, "*stack groups bl
     blocks = np.ascontiguousarray(blocks)
     *stack, rows, columns, _ = blocks.shape
     shape = (*stack, -(-rows // GROUP), columns, tile_bytes(name))
-    tiles, threads = _room.take(math.prod(shape)).reshape(shape), physical_cores()
+    tiles, threads = _room.take(math.prod(shape)).reshape(shape), machine.compute_threads()
     for index in np.ndindex(*stack):
         lib.jaxllm_repack(kind, _address(blocks[index]), rows, columns, _address(tiles[index]), threads)
     return tiles
@@ -194,7 +194,8 @@ def unpack(
     tiles = np.ascontiguousarray(tiles)
     out = np.empty((rows, inputs), np.float32)
     beside = None if scales is None else _address(scales := np.ascontiguousarray(scales, np.float32))
-    library().jaxllm_unpack(kind, _address(tiles), beside, runs, rows, columns, inputs, _address(out), physical_cores())
+    threads = machine.compute_threads()
+    library().jaxllm_unpack(kind, _address(tiles), beside, runs, rows, columns, inputs, _address(out), threads)
     return out
 
 
