@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 from machine import describe_machine
-from peers.install import HERE, JAXLLM, PEERS, CannotRunError, Peer, environment_variables, prepare
+from peers.install import HERE, JAXLLM, PEERS, Peer, prepare
+from peers.process import run
+from peers.workload import Work
 from rich.console import Console
 from rich.table import Table
 
@@ -63,23 +63,13 @@ def parse_arguments() -> argparse.Namespace:
 def measure(peer: Peer, gguf: Path, arguments: argparse.Namespace) -> dict[str, float]:
     """Seconds since the start of a process until it was ready, and until each work was done. Raises CannotRunError."""
     python, model = prepare(peer, gguf, arguments.cache)
-    variables = dict(os.environ) if peer is JAXLLM else environment_variables(python.parent.parent)
-    variables.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has been compiled once and for all
     seconds: dict[str, float] = {}
-    for work in WORKS:
+    for work in map(Work.parse, WORKS):
         with tempfile.TemporaryDirectory() as empty:
-            command = [str(python), str(HERE / peer.runner), "--model", str(model), "--once", "--work", work]
-            command += ["--compile-cache", empty] if arguments.cold and peer is JAXLLM else []
-            begin = time.perf_counter()
-            with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-                assert process.stdout is not None and process.stderr is not None
-                for line in process.stdout:
-                    if line.startswith(b'{"engine"'):
-                        what = json.loads(line)["what"]
-                        seconds[what] = time.perf_counter() - begin
-                said = process.stderr.read().decode(errors="replace")
-            if process.returncode or work not in seconds:
-                raise CannotRunError(f"{peer.name} ended with {process.returncode}: {said[-500:]}")
+            flags = ["--compile-cache", empty] if arguments.cold and peer is JAXLLM else []
+            log, begin = arguments.cache / f"{peer.name}.log", time.perf_counter()
+            for line in run(peer, python, model, [work], log, ["--once", *flags]):
+                seconds[line["what"]] = time.perf_counter() - begin
     return seconds
 
 

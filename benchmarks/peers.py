@@ -8,27 +8,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
-import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from machine import describe_machine
-from peers.install import (
-    HERE,
-    JAXLLM,
-    PEERS,
-    CannotRunError,
-    Peer,
-    environment_variables,
-    last_line,
-    prepare,
-)
+from peers.install import HERE, JAXLLM, PEERS, CannotRunError, Peer, prepare
+from peers.process import run
 from peers.workload import Work
 from rich.console import Console
 from rich.markup import escape
@@ -36,8 +25,6 @@ from rich.table import Table
 
 from jaxllm.config import CACHE_DIR
 from jaxllm.weights.source import resolve_model
-
-TIMEOUT = 3600  # seconds for one engine to start and do all its cells once
 
 
 @dataclass(frozen=True)
@@ -103,7 +90,7 @@ def main() -> None:
                     continue
                 print(f"round {round_number} of {arguments.rounds}: {label}", file=sys.stderr, flush=True)
                 try:
-                    for cell in run(peer, label, dtype, *environments[peer.name], arguments):
+                    for cell in run_round(peer, label, dtype, *environments[peer.name], arguments):
                         cells.append(cell | {"engine": label, "round": round_number})
                 except CannotRunError as error:
                     cannot_run[label] = str(error)
@@ -145,7 +132,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run(
+def run_round(
     peer: Peer, label: str, dtype: str | None, python: Path, model: Path, arguments: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     """One process of one engine through every number of streams, each cell as soon as it is measured.
@@ -153,30 +140,9 @@ def run(
     Raises CannotRunError with the engine's last words, after the cells that it had finished.
     """
     works = dict.fromkeys(column.work for column in COLUMNS if column.name in arguments.columns)
-    command = [python, HERE / peer.runner, "--model", model, "--work", *works]
-    if dtype:
-        command += ["--dtype", dtype]
-    variables = None if peer is JAXLLM else environment_variables(python.parent.parent)
-    arguments.cache.mkdir(parents=True, exist_ok=True)
     log = arguments.cache / f"{label.replace(' ', '-')}.log"
-    words = [str(word) for word in command]
-    with (
-        log.open("w") as stderr,
-        subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, stderr=stderr) as engine,
-    ):
-        too_late = threading.Timer(TIMEOUT, engine.kill)
-        too_late.start()
-        assert engine.stdout is not None
-        for line in engine.stdout:
-            if line.startswith(b'{"engine"'):
-                yield json.loads(line)
-        engine.wait()
-        too_late.cancel()
-    if engine.returncode < 0:
-        ended = signal.Signals(-engine.returncode).name
-        raise CannotRunError(f"ended by {ended} (the limit is {TIMEOUT} s); see {log}")
-    if engine.returncode:
-        raise CannotRunError(f"ended with {engine.returncode}: {last_line(log.read_text(errors='replace'))}; see {log}")
+    lines = run(peer, python, model, works, log, ["--dtype", dtype] if dtype else [])
+    return (line for line in lines if "what" not in line)
 
 
 def medians(cells: list[dict[str, Any]], columns: list[Column]) -> Figures:

@@ -7,7 +7,7 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -109,10 +109,40 @@ def allowed_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def physical_cores() -> int:
+def physical_cores(root: Path = _ROOT) -> int:
     """Physical cores that this process may keep busy: a second thread of a core gains arithmetic nothing."""
-    usable = cores().usable
-    return max(1, min(usable, psutil.cpu_count(logical=False) or usable))
+    usable = cores(root).usable
+    allowed = len(by_core(os.sched_getaffinity(0), root)) if hasattr(os, "sched_getaffinity") else usable
+    return max(1, min(usable, allowed, psutil.cpu_count(logical=False) or usable))
+
+
+def by_core(numbers: Iterable[int], root: Path = _ROOT) -> list[list[int]]:
+    """These logical cores, those of one physical core together; each is one where the system does not say."""
+    found: dict[str, list[int]] = {}
+    for number in sorted(numbers):
+        found.setdefault(_siblings(root, number), []).append(number)
+    return list(found.values())
+
+
+@cache
+def _siblings(root: Path, number: int) -> str:
+    return _text(root / f"sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list") or str(number)
+
+
+def use_threads(count: int | None) -> None:
+    """From now on that many threads compute, or None: the default. Raises ConfigError: this process has fewer cores."""
+    global _threads
+    if count is not None and count > (allowed := allowed_cores()):
+        raise ConfigError(f"threads is {count} in a process that may use {allowed} cores; accepted are 1 to {allowed}")
+    _threads = count
+
+
+_threads: int | None = None
+
+
+def compute_threads() -> int:
+    """How many threads compute in this process on a CPU: one a physical core, where no setting says how many."""
+    return _threads or physical_cores()
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +12,8 @@ import psutil
 import pytest
 
 from jaxllm import machine
+from jaxllm.cpu_kernels import library
+from jaxllm.errors import ConfigError
 from jaxllm.machine import Cores, Memory, cores, memory, return_freed_memory
 
 V2 = "31 24 0:27 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup rw,nsdelegate\n"
@@ -81,6 +83,41 @@ def test_processes_that_share_a_quota_count_on_their_part(
     root = tree(tmp_path, "0::/", V2, {"sys/fs/cgroup/cpu.max": "550000 100000"})
     machine.share_quota(processes)
     assert cores(root) == Cores(count, root / "sys/fs/cgroup/cpu.max")
+
+
+@pytest.mark.parametrize(
+    ("allowed", "quota", "count"),
+    [
+        (range(16), "max", 8),
+        ({0, 8}, "max", 1),
+        ({0, 1, 8}, "max", 2),
+        ({8, 9, 10}, "max", 3),
+        (range(16), "250000", 3),
+    ],
+)
+def test_second_threads_of_a_core_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: Iterable[int], quota: str, count: int
+) -> None:
+    """As many Intel machines number them: the second threads of all eight cores after the first ones."""
+    folder = "sys/devices/system/cpu"
+    files = {f"{folder}/cpu{n}/topology/thread_siblings_list": f"{n % 8},{n % 8 + 8}" for n in range(16)}
+    root = tree(tmp_path, "0::/", V2, files | {"sys/fs/cgroup/cpu.max": f"{quota} 100000"})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(allowed), raising=False)
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 8)
+    assert machine.physical_cores(root) == count
+
+
+def test_a_number_of_threads_is_used_as_it_is_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(library, "library", lambda: SimpleNamespace(jaxllm_set_threads=told.append))
+    monkeypatch.setattr(machine, "_threads", None)
+    monkeypatch.setattr(machine, "physical_cores", lambda: 8)
+    for count in (None, 16, 3, None):
+        machine.use_threads(count)
+        library.keep_to_threads()
+    assert told == [8, 16, 3, 8]
+    with pytest.raises(ConfigError, match=r"^threads is 17 in a process that may use 16 cores; accepted are 1 to 16$"):
+        machine.use_threads(17)
 
 
 @pytest.mark.parametrize(

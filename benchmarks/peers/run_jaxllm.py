@@ -19,9 +19,10 @@ def start(arguments: argparse.Namespace) -> workload.Generate:
         dtype=arguments.dtype,
         max_model_len=arguments.max_model_len,
         max_num_seqs=arguments.max_num_seqs,
-        enable_prefix_caching=False,
+        enable_prefix_caching=arguments.cached,
         skip_tokenizer_init=True,
     )
+    workload.report_ready("jaxllm")  # it answers while it compiles further sizes
     while llm.stats().compiles_pending and not arguments.once:
         time.sleep(0.1)
 

@@ -13,7 +13,7 @@ import workload
 
 def start(arguments: argparse.Namespace) -> workload.Generate:
     scheduler = openvino_genai.SchedulerConfig()
-    scheduler.enable_prefix_caching = False
+    scheduler.enable_prefix_caching = arguments.cached
     scheduler.max_num_seqs = arguments.max_num_seqs
     scheduler.cache_size = 2  # GiB
     pipeline = openvino_genai.ContinuousBatchingPipeline(arguments.model, scheduler, "CPU")

@@ -21,7 +21,7 @@ def start(arguments: argparse.Namespace) -> workload.Generate:
         dtype=arguments.dtype,
         max_model_len=arguments.max_model_len,
         max_num_seqs=arguments.max_num_seqs,
-        enable_prefix_caching=False,
+        enable_prefix_caching=arguments.cached,
         skip_tokenizer_init=True,
     )
 

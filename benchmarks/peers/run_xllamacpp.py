@@ -15,8 +15,8 @@ import xllamacpp
 class Engine:
     """A server that has a slot for each stream."""
 
-    def __init__(self, model: str, streams: int, length: int):
-        params = xllamacpp.CommonParams()
+    def __init__(self, model: str, streams: int, length: int, cached: bool = False):
+        self._cached, params = cached, xllamacpp.CommonParams()
         params.model.path = model
         params.n_parallel, params.n_ctx, params.kv_unified = streams, streams * length, False
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = len(os.sched_getaffinity(0))
@@ -24,7 +24,7 @@ class Engine:
         self._server = xllamacpp.Server(params)
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> Sequence[int]:
-        found = self._ask(prompt=prompts, n_predict=new_tokens, cache_prompt=False)
+        found = self._ask(prompt=prompts, n_predict=new_tokens, cache_prompt=self._cached)
         # "usage" is that of the first prompt alone; who ends by length has as many tokens as were asked for.
         return [new_tokens if choice["finish_reason"] == "length" else 0 for choice in found["choices"]]
 
@@ -47,7 +47,7 @@ class Engine:
 
 
 def start(arguments: argparse.Namespace) -> workload.Generate:
-    return Engine(arguments.model, arguments.max_num_seqs, arguments.max_model_len).generate
+    return Engine(arguments.model, arguments.max_num_seqs, arguments.max_model_len, arguments.cached).generate
 
 
 def distributions(arguments: argparse.Namespace) -> workload.Distributions:

@@ -161,6 +161,8 @@ class EngineConfig(SettingsGroup):
     cluster_secret: str | None = None
     """What processes, and servers that exchange KV pages, know each other by (default: a file only you can read)."""
 
+    threads: Annotated[int, Field(ge=1)] | None = None
+    """Threads that compute on a CPU, for all engines of the model (default: one a physical core that it may use)."""
     numa_node: Annotated[int | Literal["auto"] | None, or_auto(0)] = None
     """On a CPU, keep each engine to the cores and memory of this NUMA node; auto: several engines take them in turn."""
 
@@ -243,6 +245,9 @@ class EngineConfig(SettingsGroup):
                 yield f"{stated}, and multi_process is true: it is for one engine"
             if self.engine_process is False:
                 yield "engine_process is false, and multi_process is true: process 0 is the engine's own"
+        parts = self.num_devices if self.multi_process else self.num_engines
+        if self.threads is not None and self.threads < parts:
+            yield f"threads is {self.threads}, which {parts} processes would share; accepted are {parts} or more"
         if self.numa_node is not None:
             if self.multi_process or self.in_group:
                 stated = "multi_process is true" if self.multi_process else f"num_processes is {self.num_processes}"

@@ -11,7 +11,7 @@ u4, four bits about a zero of the block's own; i8 and e4m3, whose float32 scales
 """
 
 from jaxllm.cpu_kernels.attention import HeadNorms, Rotary, Runs, attention, run_states
-from jaxllm.cpu_kernels.library import available, forced, isa, reason, rounds_to_bf16, runnable_isas
+from jaxllm.cpu_kernels.library import available, forced, isa, keep_to_threads, reason, rounds_to_bf16, runnable_isas
 from jaxllm.cpu_kernels.products import (
     ACTIVATIONS,
     AdapterArrays,
@@ -32,7 +32,7 @@ from jaxllm.cpu_kernels.tiles import FORMATS, GROUP, SCALED, lanes, repack, tile
 
 __all__ = [
     "ACTIVATIONS", "FORMATS", "GROUP", "SCALED", "AdapterArrays", "AdapterUses", "HeadNorms", "Rotary", "RowNorm",
-    "Runs", "Tiles", "argmax", "attention", "available", "embed", "forced", "grouped_matmul", "isa", "lanes",
-    "linears", "log_sum_exp", "low_rank", "mlp", "normalise", "reason", "repack", "rounds_to_bf16", "run_states",
-    "runnable_isas", "running_weights", "tile_bytes", "tile_inputs", "unpack", "zeros",
+    "Runs", "Tiles", "argmax", "attention", "available", "embed", "forced", "grouped_matmul", "isa", "keep_to_threads",
+    "lanes", "linears", "log_sum_exp", "low_rank", "mlp", "normalise", "reason", "repack", "rounds_to_bf16",
+    "run_states", "runnable_isas", "running_weights", "tile_bytes", "tile_inputs", "unpack", "zeros",
 ]  # fmt: skip

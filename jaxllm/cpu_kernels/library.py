@@ -31,7 +31,7 @@ from jaxllm.cpu_kernels.compiler import (
     sources_version,
 )
 from jaxllm.folders import cache_or_temporary
-from jaxllm.machine import cores, memory, physical_cores
+from jaxllm.machine import compute_threads, cores, memory
 from jaxllm.progress import progress_bar
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,6 @@ def load() -> Loaded:
     """Load the library, compiled now if need be, and register its FFI targets with JAX; once a process.
 
     `$JAXLLM_CPU_ISA` forces an instruction set; `all` compiles every one, and takes the best.
-    Threads: one a physical core that this process may keep busy.
     """
     with _loading:
         return _load()
@@ -164,7 +163,7 @@ def _load() -> Loaded:
         return Loaded(None, str(error))
     if asked not in ("", EVERY_ISA) and not library.jaxllm_set_isa(asked.encode()):
         return Loaded(None, _refused(asked, known))
-    library.jaxllm_set_threads(physical_cores())
+    library.jaxllm_set_threads(compute_threads())
     return Loaded(library, "")
 
 
@@ -230,6 +229,11 @@ def reason() -> str:
     return load().reason
 
 
+def keep_to_threads() -> None:
+    """Let every call use as many threads as are chosen now."""
+    library().jaxllm_set_threads(compute_threads())
+
+
 def isa() -> str:
     return library().jaxllm_isa().decode()
 
@@ -263,7 +267,7 @@ def forced(
             undo.callback(lib.jaxllm_set_isa, before.encode())
         if threads is not None:
             lib.jaxllm_set_threads(threads)
-            undo.callback(lib.jaxllm_set_threads, physical_cores())
+            undo.callback(lib.jaxllm_set_threads, compute_threads())
         if reads_by_group is not None:
             undo.callback(lib.jaxllm_set_reads_by_group, lib.jaxllm_set_reads_by_group(reads_by_group))
         yield

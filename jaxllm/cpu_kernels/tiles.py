@@ -22,8 +22,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Float32, UInt8
 
+from jaxllm import machine
 from jaxllm.cpu_kernels.library import call, library
-from jaxllm.machine import physical_cores
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ def repack(type: str, *parts: np.ndarray) -> UInt8[np.ndarray, "*stack groups bl
     *stack, _, columns, _ = parts[0].shape
     ends = list(itertools.accumulate((-(-part.shape[-3] // GROUP) for part in parts), initial=0))
     shape = (*stack, ends[-1], columns, tile_bytes(name))
-    tiles, threads = _room.take(math.prod(shape)).reshape(shape), physical_cores()
+    tiles, threads = _room.take(math.prod(shape)).reshape(shape), machine.compute_threads()
     for part, start in zip(parts, ends, strict=False):
         for index in np.ndindex(*stack):
             into = _address(tiles[index][start:])
@@ -202,7 +202,8 @@ def unpack(
     tiles = np.ascontiguousarray(tiles)
     out = np.empty((rows, inputs), np.float32)
     beside = None if scales is None else _address(scales := np.ascontiguousarray(scales, np.float32))
-    library().jaxllm_unpack(kind, _address(tiles), beside, runs, rows, columns, inputs, _address(out), physical_cores())
+    threads = machine.compute_threads()
+    library().jaxllm_unpack(kind, _address(tiles), beside, runs, rows, columns, inputs, _address(out), threads)
     return out
 
 

@@ -75,14 +75,15 @@ DEFAULTS = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 512}
     ("line", "settings"),
     [
         ("-m a.gguf -c 4096 -np 2 -ub 512 -b 2048 -t 8 -ngl 99 -fa on --jinja",
-         {"model": "a.gguf", "max_model_len": 4096, "max_num_seqs": 2, "max_num_batched_tokens": 512}),
+         {"model": "a.gguf", "max_model_len": 4096, "max_num_seqs": 2, "max_num_batched_tokens": 512, "threads": 8}),
+        ("-m a.gguf --threads -1 -tb 4", {"model": "a.gguf"}),
         ("-m a.gguf -c 0 -np -1", {"model": "a.gguf"}),
         ("-hf org/a:Q8_0 -a x,y", {"model": "org/a:Q8_0", "served_model_name": "x,y"}),
         ("-hf org/a -hff a-Q8_0.gguf", {"model": "org/a:a-Q8_0.gguf"}),
         ("-m a.gguf --temp 0.6 --top-k 20.0 -n 512", {"model": "a.gguf", "override_generation_config": DEFAULTS}),
         ("-m a.gguf -n -1 --seed -1 --reasoning-budget -1", {"model": "a.gguf"}),
         ("-m a.gguf -ctk q8_0 -ctv q8_0 --no-webui", {"model": "a.gguf", "kv_cache_dtype": "int8", "web": False}),
-        ("-m a.gguf -fa -m-t 1".replace(" -m-t 1", " -t 1"), {"model": "a.gguf"}),
+        ("-m a.gguf -fa -m-t 1".replace(" -m-t 1", " -t 1"), {"model": "a.gguf", "threads": 1}),
         ("-m a.gguf --host /tmp/a.sock", {"model": "a.gguf", "uds": "/tmp/a.sock"}),
         ("-m a.gguf -md b.gguf --draft-max 4",
          {"model": "a.gguf", "speculative_config": {"model": "b.gguf", "num_speculative_tokens": 4}}),
@@ -92,8 +93,8 @@ DEFAULTS = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 512}
         ("--m org/a --f a.gguf --p 2000 --mem 64 --fp8-kvcache",
          {"model": "org/a:a.gguf", "port": 2000, "kv_cache_memory": "64MiB", "kv_cache_dtype": "fp8"}),
         ("--w /a --f b.gguf", {"model": "/a/b.gguf"}),
-        ("--address [::1]:80 --n-parallel 4 --n-ctx 2048 --preload-model a.gguf",
-         {"host": "::1", "port": 80, "max_num_seqs": 4, "max_model_len": 2048, "preload_model": "a.gguf",
+        ("--address [::1]:80 --n-threads 2 --n-parallel 4 --n-ctx 2048 --preload-model a.gguf",
+         {"host": "::1", "port": 80, "threads": 2, "max_num_seqs": 4, "max_model_len": 2048, "preload_model": "a.gguf",
           "model_directory": "models"}),
         ("--preload-model=a.gguf", {"preload_model": "a.gguf", "model_directory": "models"}),
     ],
@@ -124,8 +125,8 @@ def test_devices_and_tokens_go_into_the_environment() -> None:
 
 
 def test_what_has_no_effect_is_said_in_one_line() -> None:
-    said = translated(["m", "--no-mmap", "-t", "4"]).said
-    assert [line.partition(" has no effect: ")[0] for line in said] == ["--no-mmap", "-t"]
+    said = translated(["m", "--no-mmap", "-tb", "4"]).said
+    assert [line.partition(" has no effect: ")[0] for line in said] == ["--no-mmap", "-tb"]
 
 
 OTHERS = {

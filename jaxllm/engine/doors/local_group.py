@@ -63,11 +63,12 @@ def start_followers(config: EngineConfig, name: str, on_failure: Callable[[str, 
         "coordinator_address": f"127.0.0.1:{free_port()}",
     }  # fmt: skip
 
-    def place(number: int) -> EngineConfig:
-        return config.model_copy(update=group | {"process_id": number})
-
     def share(number: int) -> Share:
         return Share(number, count, setting)
+
+    def place(number: int) -> EngineConfig:
+        own = {"process_id": number, "threads": share(number).threads(config.threads)}
+        return config.model_copy(update=group | own)
 
     for number in range(1, count):
         process = PipedProcess(run_follower, place(number), share(number), f"{name}:{number}", logs.settings())

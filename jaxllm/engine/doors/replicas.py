@@ -281,9 +281,10 @@ def start_replicas(
 
     def start(number: int, given_up: threading.Event) -> ProcessClient:
         events = config.kv_events_config
+        share = Share(number, count)
         own = {"data_parallel_size": 1, "kv_events_config": None if events is None else events.of_rank(number)}
-        one = config.model_copy(update=own)
-        return ProcessClient(one, given_up=given_up, keeper=keeper, share=Share(number, count))
+        one = config.model_copy(update=own | {"threads": share.threads(config.threads)})
+        return ProcessClient(one, given_up=given_up, keeper=keeper, share=share)
 
     replicas = Replicas(count, start, given_up=given_up, policy=policy)
     if keeper is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import tempfile
@@ -55,14 +56,23 @@ class Share:
         """Neighbours, which more often share a cache and memory that is near."""
         if not hasattr(os, "sched_setaffinity"):
             return  # the system shares them out
-        allowed = sorted(os.sched_getaffinity(0))
-        if len(allowed) < self.count:
+        cores = machine.by_core(os.sched_getaffinity(0))
+        if len(cores) < self.count:
+            cores = [[thread] for core in cores for thread in core]
+        if len(cores) < self.count:
             raise ConfigError(
-                f"{self.setting} is {self.count}: each process needs a core of its own, and there are {len(allowed)}"
+                f"{self.setting} is {self.count}: each process needs a core of its own, and there are {len(cores)}"
             )
-        first, end = (len(allowed) * at // self.count for at in (self.number, self.number + 1))
-        os.sched_setaffinity(0, allowed[first:end])
+        first, end = (len(cores) * at // self.count for at in (self.number, self.number + 1))
+        os.sched_setaffinity(0, sorted(itertools.chain.from_iterable(cores[first:end])))
         machine.share_quota(self.count)
+
+    def threads(self, together: int | None) -> int | None:
+        """This part of the threads that all parts have together."""
+        if together is None:
+            return None
+        first, end = (together * at // self.count for at in (self.number, self.number + 1))
+        return end - first
 
 
 class Keeper:

@@ -100,6 +100,7 @@ def build_core(
     Raises:
         ConfigError, ModelNotFoundError, CheckpointError: one line each.
     """
+    machine.use_threads(config.threads)
     clock = Clock()
     path = find_model(config, clock)
     unread = config.load_format == "dummy" or (kept is not None and kept.is_there)

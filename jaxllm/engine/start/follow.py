@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import NoReturn
 
-from jaxllm import compat
+from jaxllm import compat, machine
 from jaxllm.config import EngineConfig
 from jaxllm.engine.scale.lockstep.follower import Follower
 from jaxllm.engine.scale.lockstep.meeting import Group
@@ -40,6 +40,7 @@ def follow(
     Raises:
         ConfigError, ModelNotFoundError, CheckpointError: what is wrong before the processes have joined.
     """
+    machine.use_threads(config.threads)
     clock = Clock()
     path = find_model(config, clock)
     with reading_ahead(file_to_read(config, path)):

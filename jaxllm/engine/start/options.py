@@ -165,6 +165,7 @@ def _runs_cpu_kernels() -> bool:
     if not cpu_kernels.available():
         logger.warning("%s; plain XLA runs, at a fraction of the speed", cpu_kernels.reason())
         return False
+    cpu_kernels.keep_to_threads()
     return True
 
 

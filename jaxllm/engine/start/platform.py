@@ -13,9 +13,8 @@ from jaxllm.sharding.devices import find_devices
 def prepare_backend(utilization: float) -> None:
     """Before JAX's backend starts: how much of an accelerator's memory it takes, and how many of the host's cores."""
     compat.share_device_memory(utilization)
-    cores = machine.cores()
-    if cores.limit is not None:
-        compat.keep_to_cores(cores.usable)
+    if (count := machine.compute_threads()) < machine.allowed_cores():
+        compat.keep_to_cores(count)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm import machine
 from jaxllm.config import EngineConfig
 from jaxllm.config.values import format_bytes
 from jaxllm.engine.start.blueprint import make_blueprint
@@ -20,7 +21,6 @@ from jaxllm.engine.start.plan import Blueprint
 from jaxllm.engine.start.platform import Platform
 from jaxllm.engine.start.tokenizer import open_model
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.machine import physical_cores
 from jaxllm.quantization.schemes import SCHEMES
 from jaxllm.quantization.weight import Weight
 from jaxllm.sharding.devices import find_devices
@@ -109,15 +109,15 @@ def measure_bandwidth(nbytes: int | None = None) -> float:
     least, most = MEASURED_BYTES
     nbytes = most if nbytes is None else min(max(nbytes, least), most)
     if find_devices()[0].platform == "cpu":
-        return _of_host(nbytes)
+        return host_bandwidth(nbytes)
     array = jnp.ones(nbytes // 4, jnp.float32)
     total = jax.jit(jnp.sum)
     total(array).block_until_ready()
     return nbytes / min(_seconds(lambda: total(array).block_until_ready()) for _ in range(ROUNDS))
 
 
-def _of_host(nbytes: int) -> float:
-    parts = np.array_split(np.ones(nbytes // 4, np.int32), physical_cores())
+def host_bandwidth(nbytes: int) -> float:
+    parts = np.array_split(np.ones(nbytes // 4, np.int32), machine.compute_threads())
     with ThreadPoolExecutor(len(parts)) as pool:
         return nbytes / min(_seconds(lambda: list(pool.map(np.max, parts))) for _ in range(ROUNDS))
 
