@@ -55,14 +55,18 @@ def plain(schema: Any) -> Any:
         raise UnenforceableError("the schema is false, which allows no value")
     if not isinstance(schema, dict):
         return schema
-    options = schema.get("x-guidance")
-    lenient = isinstance(options, dict) and options.get("lenient") is True
+    lenient = _is_lenient(schema)
     root, nodes = _copied(schema)
     for node in reversed(nodes):  # what is inside first: whether it forbids anything decides about what is around it
         _prune(node)
         _write_for_llguidance(node, root, lenient)
         check_numbers(node, lenient=lenient)
     return root
+
+
+def _is_lenient(schema: dict[str, Any]) -> bool:
+    options = schema.get("x-guidance")
+    return isinstance(options, dict) and options.get("lenient") is True
 
 
 def _copied(schema: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -304,7 +308,8 @@ def _integers(value: Any) -> list[int]:
     return found
 
 
-_ALONE = {"$ref", "allOf", "anyOf", "oneOf"}
+_MEMBERS = ("allOf", "anyOf", "oneOf")
+_ALONE = {"$ref", *_MEMBERS}
 """What may describe the same value as the schema that has them."""
 _SAYS_MORE = {
     "additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "const", "enum", "not", "if",
@@ -319,6 +324,9 @@ _COUNTS = {"minProperties", "maxProperties"}
 def closed(schema: Any) -> Any:
     """The schema with `additionalProperties: false` wherever it names properties and does not say what others may come.
 
+    Raises UnenforceableError: `minProperties` asks for several properties whose names the schema leaves open, which a
+    grammar cannot keep from being the same. With `"x-guidance": {"lenient": true}` the keyword is left out.
+
     Parts that describe one value together, such as those of allOf, are closed together: closed each by itself they
     would forbid each other's properties. The schemas of properties inside them stay as they are.
 
@@ -329,21 +337,22 @@ def closed(schema: Any) -> Any:
         return schema
     try:
         copy = deepcopy(schema)
-        return copy if _Closing(copy).run() else schema
+        _Closing(copy).run()
+        return copy
     except (RecursionError, TypeError, AttributeError):
         return schema  # malformed, which llguidance says better, or too deep
 
 
 class _Closing:
     def __init__(self, root: dict[str, Any]):
-        self._root = root
+        self._root, self._lenient = root, _is_lenient(root)
         self._found: dict[int, dict[str, Any]] = {}
         self._parts: set[int] = set()
         """Of the schemas found those that describe a value together with others, or a piece of such a value."""
 
-    def run(self) -> bool:
-        """Close what can be; False where a reference leads to nobody knows which parts."""
-        seen, todo = set(), [(self._root, False)]
+    def run(self) -> None:
+        """Close what can be, which is nothing where a reference leads to nobody knows which parts."""
+        seen, todo, known = set(), [(self._root, False)], True
         while todo:
             node, part = todo.pop()
             if not isinstance(node, dict) or (id(node), part) in seen:
@@ -354,21 +363,34 @@ class _Closing:
                 self._parts.add(id(node))
             members = self._members(node)
             if members is None:
-                if part or not self._is_alone(node):
-                    return False
+                known = known and not part and self._is_alone(node)
                 members = []
             together = part or not self._is_alone(node)
             todo += [(member, together) for member in members]
             names: dict[str, bool] | None = {} if self._is_alone(node) else self._declared(members)
             todo += [(v, part or names is None or name in names) for name, v in node.get("properties", {}).items()]
             todo += [(value, together) for value in _other_values(node)]
-        closings = [(node, self._closing(node)) for key, node in self._found.items() if key not in self._parts]
-        for node, names in closings:
+        wholes = [node for key, node in self._found.items() if key not in self._parts]
+        for node, names in [(node, self._closing(node) if known else None) for node in wholes]:
             if names is not None:
                 own = node.get("properties", {})
                 node["properties"] = own | {name: {} for name in names if name not in own}
                 node["additionalProperties"] = False
-        return True
+        for node in wholes:
+            self._check_count(node)
+
+    def _check_count(self, node: dict[str, Any]) -> None:
+        """Of the properties that must come at most one has a free name: two could have the same."""
+        parts = list(self._described([node], ("allOf",)))
+        if any(part.get("additionalProperties") is False and not part.get("patternProperties") for part in parts):
+            return
+        own = {name for part in parts for name in part.get("required", [])}
+        for part in self._described([node]):
+            if "object" in _as_list(part.get("type", "object")) and part.get("minProperties", 0) > len(own) + 1:
+                if not self._lenient:
+                    problem = f"minProperties is {part['minProperties']} where {len(own)} properties are required"
+                    raise UnenforceableError(f"{problem}; at most one more may have a name that the schema leaves open")
+                del part["minProperties"]
 
     def _closing(self, node: dict[str, Any]) -> dict[str, bool] | None:
         """The only properties that the value may have; None to leave it open, or to its alternatives."""
@@ -390,7 +412,7 @@ class _Closing:
             names = dict.fromkeys(node.get("required", []), False) | names
         return names
 
-    def _described(self, nodes: list[Any]) -> Iterator[dict[str, Any]]:
+    def _described(self, nodes: list[Any], by: tuple[str, ...] = _MEMBERS) -> Iterator[dict[str, Any]]:
         """The schemas, and those that describe the same value with them."""
         seen, todo = set(), list(nodes)
         while todo:
@@ -398,11 +420,11 @@ class _Closing:
             if isinstance(node, dict) and id(node) not in seen:
                 seen.add(id(node))
                 yield node
-                todo += self._members(node) or []
+                todo += self._members(node, by) or []
 
-    def _members(self, node: dict[str, Any]) -> list[Any] | None:
+    def _members(self, node: dict[str, Any], by: tuple[str, ...] = _MEMBERS) -> list[Any] | None:
         """The schemas that describe the same value as `node`; None where a reference leads outside."""
-        members = [member for key in ("allOf", "anyOf", "oneOf") for member in node.get(key, [])]
+        members = [member for key in by for member in node.get(key, [])]
         if "$ref" not in node:
             return members
         target = self._target(node["$ref"])
