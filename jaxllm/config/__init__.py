@@ -173,7 +173,7 @@ class EngineConfig(SettingsGroup):
     compile_cache_dir: Path | None = CACHE_DIR / "compile"
     """Compiled executables are kept here between starts; null turns the cache off."""
     compile_cache_max: Annotated[Bytes, Field(gt=0)] = 8 * 2**30
-    """Bytes that compile_cache_dir may take, as 4GiB; what was unused longest is deleted."""
+    """Bytes that compile_cache_dir may take, as 4GiB; after each start, what was unused longest is deleted."""
     executables: Path | None = None
     """A folder that `jaxllm compile` made for these settings: executables are loaded from it, and none compiled."""
     engine_process: bool | None = None
