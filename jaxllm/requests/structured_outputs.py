@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import Field, InvalidRequestError, one_line
 from jaxllm.own_process import AskedProcesses, Died, TimedOut, answer_questions
+from jaxllm.requests.closed_schema import closed
 from jaxllm.requests.gbnf import gbnf_to_lark, is_gbnf
-from jaxllm.requests.schema import UnenforceableError, closed, plain
+from jaxllm.requests.schema import UnenforceableError, plain
 from jaxllm.threads import call_with_stack
 
 if TYPE_CHECKING:

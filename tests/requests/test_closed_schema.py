@@ -10,7 +10,7 @@ import llguidance
 import pytest
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.requests.schema import closed
+from jaxllm.requests.closed_schema import closed
 from jaxllm.requests.structured_outputs import StructuredOutputs, compile_grammar
 
 A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -141,7 +141,7 @@ COUNTED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("schema", COUNTED, ids=json.dumps)
 def test_no_number_of_properties_is_made_up_by_repeating_one(schema: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequestError, match="minProperties is . where . properties are required"):
+    with pytest.raises(InvalidRequestError, match=r"minProperties is . where . properties are required"):
         compile_grammar(StructuredOutputs(json=schema))
     assert "minProperties" not in json.dumps(closed({**schema, "x-guidance": {"lenient": True}}))
 
@@ -152,6 +152,7 @@ def test_no_number_of_properties_is_made_up_by_repeating_one(schema: dict[str, A
         {**FREE, "minProperties": 1}, {**FREE, "required": ["a"], "minProperties": 2},
         {"allOf": [{**FREE, "minProperties": 2}, {"$ref": "#/$defs/A"}], "$defs": {"A": {"required": ["a"]}}},
         {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a", "b"], "minProperties": 2},
+        {"anyOf": [{**FREE, "required": ["a"], "minProperties": 2}, {"type": "null"}]},
     ],
     ids=json.dumps,
 )  # fmt: skip
@@ -165,7 +166,7 @@ def test_what_is_refused_closed_is_refused() -> None:
     """Nothing is enforced in part: an object that may have other properties is refused for the same reasons."""
     optional = {"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 2}
     for schema in (optional, {**optional, "additionalProperties": True}):
-        with pytest.raises(InvalidRequestError, match="min/maxProperties|at most one more may have"):
+        with pytest.raises(InvalidRequestError, match=r"min/maxProperties|at most one more may have"):
             compile_grammar(StructuredOutputs(json=schema))
 
 

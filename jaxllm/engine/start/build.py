@@ -307,7 +307,9 @@ def _assemble(
         stage.executables.announce_end()
     cache = config.compile_cache_dir
     if cache is not None and cache == compat.compile_cache():
-        threading.Thread(target=make_room, args=(cache, config.compile_cache_max), name="make room", daemon=True).start()
+        threading.Thread(
+            target=make_room, args=(cache, config.compile_cache_max), name="make room", daemon=True
+        ).start()
     return core, info
 
 
