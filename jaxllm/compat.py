@@ -90,13 +90,10 @@ def make_mesh(shape: tuple[int, ...], names: tuple[str, ...], devices: Any = Non
     return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
 
 
-def enable_compile_cache(directory: Path, most_bytes: int = -1) -> None:
-    """Keep every compiled executable under `directory`, however small or quick to compile; beyond `most_bytes`, if that
-    is not -1, those that were unused longest are deleted.
-    """
+def enable_compile_cache(directory: Path) -> None:
+    """Keep every compiled executable under `directory`, however small or quick to compile."""
     directory.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_compilation_cache_max_size", most_bytes)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

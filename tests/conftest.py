@@ -87,7 +87,7 @@ def own_compile_cache() -> Iterator[None]:
     enable = compat.enable_compile_cache
     enable(COMPILED)
 
-    def redirected(_: Path, most_bytes: int = -1) -> None:
+    def redirected(_: Path) -> None:
         enable(COMPILED)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -19,7 +19,8 @@ from jaxllm.chat.custom import INPUT, PARAMETERS, TextInput
 from jaxllm.chat.events import OutputFormats, Tags, ToolFormat
 from jaxllm.chat.values import followed, text_limits, value_types
 from jaxllm.errors import Field, InvalidRequestError
-from jaxllm.requests.schema import UnenforceableError, closed, plain
+from jaxllm.requests.closed_schema import closed
+from jaxllm.requests.schema import UnenforceableError, plain
 from jaxllm.requests.structured_outputs import JSON_OPTIONS, StructuredOutputs, ascii_classes, compile_grammar
 from jaxllm.text.reasoning import ReasoningFormat
 

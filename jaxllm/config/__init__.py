@@ -175,7 +175,7 @@ class EngineConfig(SettingsGroup):
     compile_cache_dir: Path | None = CACHE_DIR / "compile"
     """Compiled executables are kept here between starts; null turns the cache off."""
     compile_cache_max: Annotated[Bytes, Field(gt=0)] = 8 * 2**30
-    """Bytes that compile_cache_dir may take, as 4GiB; what was unused longest is deleted."""
+    """Bytes that compile_cache_dir may take, as 4GiB; after each start, what was unused longest is deleted."""
     weight_cache_max: Annotated[Bytes, Field(ge=0)] = 64 * 2**30
     """Bytes that packed weights may take in compile_cache_dir; the next start on a CPU maps them. 0 keeps none."""
     executables: Path | None = None

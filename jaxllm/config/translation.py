@@ -7,6 +7,7 @@ import os
 import re
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import starmap
 from typing import Any, NamedTuple
 
@@ -39,6 +40,12 @@ DEFAULTS = "--override-generation-config."
 LISTS = ("--api-key", "--served-model-name", "--allowed-origins")
 """Flags that take several values after MODEL, as with vLLM; here commas separate them."""
 
+REFINED = {
+    "--attention-backend", "--block-size", "--dry-multiplier", "--host", "--kv-cache-dtype", "--load-format",
+    "--log-level", "--model", "--pooling", "--seed", "--top-n-sigma", "--typical-p", "--xtc-probability",
+}  # fmt: skip
+"""Flags of ours of which the table of others says how values of other servers are read."""
+
 
 class Translated(NamedTuple):
     """A command line in our own words, environment variables that it stands for, and what has no effect."""
@@ -60,8 +67,7 @@ def translated(arguments: Sequence[str], own: Collection[str] = SETTINGS, server
 class _Reader:
     def __init__(self, arguments: Sequence[str], own: frozenset[str], server: str | None):
         self._left = deque(arguments)
-        self._own = own
-        self._order = sorted(_servers(self._left, own), key=lambda one: one != server)
+        self._own, self._server, self._arguments = own, server, arguments
         self._found: list[str] = []
         self._has_model = False
         self._objects: dict[str, list[str]] = {}  # as they are given whole
@@ -114,8 +120,12 @@ class _Reader:
         else:
             self._said.append(f"{name} has no effect: {opposite.why or 'it is so without it'}")
 
+    @cached_property
+    def _order(self) -> list[str]:
+        return sorted(_servers(self._arguments, self._own), key=lambda one: one != self._server)
+
     def _row(self, name: str) -> Row | None:
-        found = by_name().get(name, [])
+        found = [] if name in self._own - REFINED else by_name().get(name, [])
         return min(found, key=lambda row: self._order.index(row.server), default=None)
 
     def _take_own(self, name: str, inside: str, value: str | None) -> None:
@@ -209,7 +219,7 @@ def _parted(argument: str) -> tuple[str, str, str | None]:
     name, equals, value = argument.partition("=")
     if re.fullmatch(r"-O\d", name):
         return "-O", "", name[2:]
-    if argument not in by_name() and re.fullmatch(r"-[^.]+(\.[^.]+)+", name):
+    if re.fullmatch(r"-[^.]+(\.[^.]+)+", name) and argument not in by_name():
         name, _, inside = name.partition(".")
     else:
         inside = ""

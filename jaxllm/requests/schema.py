@@ -1,4 +1,4 @@
-"""JSON schemas as llguidance takes them: without keywords that forbid nothing, and closed to properties without a name.
+"""JSON schemas as llguidance takes them: without keywords that forbid nothing.
 
 Keywords have their meaning in JSON Schema 2020-12 and draft 7.
 """
@@ -6,8 +6,7 @@ Keywords have their meaning in JSON Schema 2020-12 and draft 7.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from copy import deepcopy
+from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 from urllib.parse import quote, unquote
@@ -55,14 +54,18 @@ def plain(schema: Any) -> Any:
         raise UnenforceableError("the schema is false, which allows no value")
     if not isinstance(schema, dict):
         return schema
-    options = schema.get("x-guidance")
-    lenient = isinstance(options, dict) and options.get("lenient") is True
+    lenient = is_lenient(schema)
     root, nodes = _copied(schema)
     for node in reversed(nodes):  # what is inside first: whether it forbids anything decides about what is around it
         _prune(node)
         _write_for_llguidance(node, root, lenient)
         check_numbers(node, lenient=lenient)
     return root
+
+
+def is_lenient(schema: dict[str, Any]) -> bool:
+    options = schema.get("x-guidance")
+    return isinstance(options, dict) and options.get("lenient") is True
 
 
 def _copied(schema: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -137,28 +140,50 @@ def _list_names(node: dict[str, Any]) -> None:
     node["additionalProperties"] = False
 
 
+def followed_members(members: list[Any], root: dict[str, Any]) -> list[Any]:
+    """The schemas, or what they refer to where they do nothing else."""
+    return [pointed(m["$ref"], root) if isinstance(m, dict) and m.keys() == {"$ref"} else m for m in members]
+
+
+def pointed(reference: Any, root: Any) -> Any:
+    """The part of a document that a JSON pointer such as #/$defs/day means; None where it means none."""
+    if not isinstance(reference, str) or not f"{reference}/".startswith("#/"):
+        return None
+    found = root
+    for part in reference.split("/")[1:]:
+        key = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+            found = found[int(key)]
+        else:
+            found = found.get(key) if isinstance(found, dict) else None
+    return found
+
+
 def _are_disjoint(members: list[Any], root: dict[str, Any]) -> bool:
     """No value is of two of the schemas, because their types differ, or a string that all objects require does."""
-    found = [pointed(m["$ref"], root) if isinstance(m, dict) and m.keys() == {"$ref"} else m for m in members]
+    found = followed_members(members, root)
     if not all(isinstance(member, dict) and "type" in member for member in found):
         return False
-    types = [{"number" if t == "integer" else t for t in _as_list(member["type"])} for member in found]
+    types = [{"number" if t == "integer" else t for t in as_list(member["type"])} for member in found]
     objects = [member for member, own in zip(found, types, strict=True) if "object" in own]
     kinds = [kind for own in types for kind in own if kind != "object" or len(objects) == 1]
-    return len(set(kinds)) == len(kinds) and (len(objects) < 2 or _differ(objects))
+    return len(set(kinds)) == len(kinds) and (len(objects) < 2 or differ(objects))
 
 
-def _as_list(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _differ(objects: list[dict[str, Any]]) -> bool:
-    """Whether a property that all require has other values in each."""
-    if not all("required" in member and "properties" in member for member in objects):
+def differ(objects: list[Any]) -> bool:
+    """Whether all are schemas of objects, and a string that all require has other values in each."""
+    if not all(isinstance(m, dict) and "required" in m and "properties" in m for m in objects):
         return False
     for name in objects[0]["required"]:
-        values = [value for member in objects for value in _values(member, name)]
-        if all(name in m["required"] and _values(m, name) for m in objects) and len(set(values)) == len(values):
+        found = [m["properties"].get(name) if name in m["required"] else None for m in objects]
+        each = [[own["const"]] if "const" in own else own.get("enum", []) for own in found if isinstance(own, dict)]
+        values = [value for own in each for value in own]
+        are_strings = len(each) == len(found) and all(each) and all(isinstance(value, str) for value in values)
+        if are_strings and len(set(values)) == len(values):
             return True
     return False
 
@@ -184,15 +209,13 @@ def _allows_all_strings(schema: Any) -> bool:
     """Worked example: zod writes a record's names as `{"type": "string"}`, and names are strings."""
     if not isinstance(schema, dict):
         return schema is True
-    types = schema.get("type", "string")
-    is_any_string = types == "string" or (isinstance(types, list) and "string" in types)
-    return is_any_string and schema.keys() & _SAY_SOMETHING <= _OF_OTHER_TYPES | {"type"}
+    return "string" in as_list(schema.get("type", "string")) and schema.keys() & _SAY_SOMETHING <= _OF_OTHER_TYPES | {
+        "type"
+    }
 
 
 def _are_required(names: Any, node: dict[str, Any]) -> bool:
-    required = node.get("required")
-    required = required if isinstance(required, list) else []
-    return isinstance(names, list) and all(name in required for name in names)
+    return isinstance(names, list) and all(name in as_list(node.get("required")) for name in names)
 
 
 def _requires_nothing_more(dependencies: Any, node: dict[str, Any]) -> bool:
@@ -243,7 +266,7 @@ def check_numbers(node: dict[str, Any], *, lenient: bool = False) -> None:
 
     Raises UnenforceableError: it names the keyword and the value.
     """
-    types = node["type"] if isinstance(node.get("type"), list) else [node.get("type")]
+    types = as_list(node.get("type"))
     is_whole = "integer" in types and all(isinstance(name, str) and name in _WHOLE for name in types)
     if is_whole:
         for inclusive, exclusive, step in (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1)):
@@ -294,167 +317,7 @@ def _is_exact(key: str, value: float, is_whole: bool, excludes: bool = False) ->
 
 
 def _integers(value: Any) -> list[int]:
-    found, todo = [], [value]
-    while todo:
-        value = todo.pop()
-        if type(value) is int:
-            found.append(value)
-        elif isinstance(value, (list, dict)):
-            todo += value.values() if isinstance(value, dict) else value
-    return found
-
-
-_ALONE = {"$ref", "allOf", "anyOf", "oneOf"}
-"""What may describe the same value as the schema that has them."""
-_SAYS_MORE = {
-    "additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "const", "enum", "not", "if",
-    "dependencies", "dependentSchemas", "dependentRequired", "$dynamicRef", "$recursiveRef", "extends",
-}  # fmt: skip
-"""A schema with one of these says itself which properties may come, or in ways that are not followed here."""
-
-_COUNTS = {"minProperties", "maxProperties"}
-"""An object of several parts, one of which counts its properties, stays open."""
-
-
-def closed(schema: Any) -> Any:
-    """The schema with `additionalProperties: false` wherever it names properties and does not say what others may come.
-
-    Parts that describe one value together, such as those of allOf, are closed together: closed each by itself they
-    would forbid each other's properties. The schemas of properties inside them stay as they are.
-
-    Worked example: {"properties": {"a": {}}, "allOf": [{"properties": {"b": {}}}]} becomes
-    {"properties": {"a": {}, "b": {}}, "allOf": [{"properties": {"b": {}}}], "additionalProperties": false}.
-    """
-    if not isinstance(schema, dict):
-        return schema
-    try:
-        copy = deepcopy(schema)
-        return copy if _Closing(copy).run() else schema
-    except (RecursionError, TypeError, AttributeError):
-        return schema  # malformed, which llguidance says better, or too deep
-
-
-class _Closing:
-    def __init__(self, root: dict[str, Any]):
-        self._root = root
-        self._found: dict[int, dict[str, Any]] = {}
-        self._parts: set[int] = set()
-        """Of the schemas found those that describe a value together with others, or a piece of such a value."""
-
-    def run(self) -> bool:
-        """Close what can be; False where a reference leads to nobody knows which parts."""
-        seen, todo = set(), [(self._root, False)]
-        while todo:
-            node, part = todo.pop()
-            if not isinstance(node, dict) or (id(node), part) in seen:
-                continue
-            seen.add((id(node), part))
-            self._found[id(node)] = node
-            if part:
-                self._parts.add(id(node))
-            members = self._members(node)
-            if members is None:
-                if part or not self._is_alone(node):
-                    return False
-                members = []
-            together = part or not self._is_alone(node)
-            todo += [(member, together) for member in members]
-            names: dict[str, bool] | None = {} if self._is_alone(node) else self._declared(members)
-            todo += [(v, part or names is None or name in names) for name, v in node.get("properties", {}).items()]
-            todo += [(value, together) for value in _other_values(node)]
-        closings = [(node, self._closing(node)) for key, node in self._found.items() if key not in self._parts]
-        for node, names in closings:
-            if names is not None:
-                own = node.get("properties", {})
-                node["properties"] = own | {name: {} for name in names if name not in own}
-                node["additionalProperties"] = False
-        return True
-
-    def _closing(self, node: dict[str, Any]) -> dict[str, bool] | None:
-        """The only properties that the value may have; None to leave it open, or to its alternatives."""
-        if "properties" not in node and self._is_alone(node):
-            return None
-        names = self._declared([node])
-        if names is None or not (any(names.values()) or "properties" in node):
-            return None
-        counted = [part for part in self._described([node]) if not part.keys().isdisjoint(_COUNTS)]
-        return names if not counted or (counted == [node] and node.get("minProperties", 0) <= len(names)) else None
-
-    def _declared(self, nodes: list[Any]) -> dict[str, bool] | None:
-        """What the schemas require or declare, which is true; None where one of them says more about properties."""
-        names: dict[str, bool] = {}
-        for node in self._described(nodes):
-            if self._members(node) is None or not node.keys().isdisjoint(_SAYS_MORE):
-                return None
-            names |= dict.fromkeys(node.get("properties", {}), True)
-            names = dict.fromkeys(node.get("required", []), False) | names
-        return names
-
-    def _described(self, nodes: list[Any]) -> Iterator[dict[str, Any]]:
-        """The schemas, and those that describe the same value with them."""
-        seen, todo = set(), list(nodes)
-        while todo:
-            node = todo.pop(0)
-            if isinstance(node, dict) and id(node) not in seen:
-                seen.add(id(node))
-                yield node
-                todo += self._members(node) or []
-
-    def _members(self, node: dict[str, Any]) -> list[Any] | None:
-        """The schemas that describe the same value as `node`; None where a reference leads outside."""
-        members = [member for key in ("allOf", "anyOf", "oneOf") for member in node.get(key, [])]
-        if "$ref" not in node:
-            return members
-        target = self._target(node["$ref"])
-        return None if target is None else [target, *members]
-
-    def _is_alone(self, node: dict[str, Any]) -> bool:
-        """Each of the node's members describes the value with nobody else's help, if it is the one."""
-        keys = _ALONE & node.keys()
-        if not keys:
-            return True
-        if len(keys) > 1 or not node.keys().isdisjoint({"properties", "required", *_COUNTS, *_SAYS_MORE}):
-            return False
-        if "oneOf" in keys:
-            return self._are_told_apart(node["oneOf"])
-        return "allOf" not in keys or len(node["allOf"]) == 1
-
-    def _are_told_apart(self, members: list[Any]) -> bool:
-        """Whether a property that all require has other values in each."""
-        found = [self._target(m["$ref"]) if isinstance(m, dict) and m.keys() == {"$ref"} else m for m in members]
-        objects = [m for m in found if not (isinstance(m, dict) and m.get("type") == "null")]
-        return len(objects) == 1 or (bool(objects) and all(isinstance(m, dict) for m in objects) and _differ(objects))
-
-    def _target(self, reference: str) -> Any:
-        found = pointed(reference, self._root)
-        return found if isinstance(found, (dict, bool)) else None
-
-
-def pointed(reference: Any, root: Any) -> Any:
-    """The part of a document that a JSON pointer such as #/$defs/day means; None where it means none."""
-    if not isinstance(reference, str) or not f"{reference}/".startswith("#/"):
-        return None
-    found = root
-    for part in reference.split("/")[1:]:
-        key = unquote(part).replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
-            found = found[int(key)]
-        else:
-            found = found.get(key) if isinstance(found, dict) else None
-    return found
-
-
-def _other_values(node: dict[str, Any]) -> Iterator[Any]:
-    for key in ("items", "prefixItems", "additionalItems", "additionalProperties", "contains"):
-        value = node.get(key)
-        yield from value if isinstance(value, list) else [value]
-    yield from node.get("patternProperties", {}).values()
-
-
-def _values(schema: dict[str, Any], name: str) -> list[str]:
-    """The only strings that a property may be."""
-    found = schema["properties"].get(name)
-    if not isinstance(found, dict):
-        return []
-    values = [found["const"]] if "const" in found else found.get("enum", [])
-    return values if all(isinstance(value, str) for value in values) else []
+    todo = [value]
+    for value in todo:  # there are more and more
+        todo += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [value for value in todo if type(value) is int]

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import Field, InvalidRequestError, one_line
 from jaxllm.own_process import AskedProcesses, Died, TimedOut, answer_questions
+from jaxllm.requests.closed_schema import closed
 from jaxllm.requests.gbnf import gbnf_to_lark, is_gbnf
-from jaxllm.requests.schema import UnenforceableError, closed, plain
+from jaxllm.requests.schema import UnenforceableError, plain
 from jaxllm.threads import call_with_stack
 
 if TYPE_CHECKING:
@@ -143,7 +144,9 @@ def failure(matcher: LLMatcher) -> str:
     """Why a matcher has given up, on one line; "" if it has not. A matcher that has given up calls itself stopped."""
     problem, _, _ = matcher.get_error().partition("<backtrace>")
     if "NoExtensionBias" in problem:
-        return "no text matches it, since its rules, or its $ref, lead only to each other"
+        return "it accepts no text, or none that begins like this: its rules, or its $ref, lead only to each other"
+    if "ff_tokens" in problem:  # what they force was followed up to the limit
+        return "it accepts no text that ends: one of its rules always leads to itself again"
     return one_line(problem.replace("<non-verbose/>", ""))
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any
 
 import pytest
 
-from jaxllm.config import EngineConfig, ServeConfig
+from jaxllm.cli.main import app
+from jaxllm.config import EngineConfig, ServeConfig, translation
 from jaxllm.config.others import READERS, SERVERS, by_name, read_table, rows
 from jaxllm.config.sources import read_settings
-from jaxllm.config.translation import SETTINGS, other_variables, translated
+from jaxllm.config.translation import REFINED, SETTINGS, flag, other_variables, translated
 from jaxllm.errors import ConfigError
 from tests.cli.others import flags, lines, settled
 
@@ -46,6 +48,23 @@ def test_every_variable_of_llama_server_is_honoured_or_told() -> None:
     assert len(names) > 100
     told = {name: str(next(other_variables({name: "1"}))) for name in names}
     assert not [line for line in told.values() if "nothing here corresponds to it" in line]
+
+
+COMMANDS = [one.default_command for one in app.subapps if one.default_command is not None]
+
+
+def test_flags_of_ours_are_read_without_the_table_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it does not say how another server's values of them are read."""
+    names = {flag(name) for one in COMMANDS for name in inspect.signature(one).parameters}
+    own = SETTINGS | names | {"--temp"}
+    assert {name for name in own if any(translation._refines(row, name) for row in by_name().get(name, ()))} == REFINED
+
+    def read() -> None:
+        raise AssertionError("the table is read")
+
+    monkeypatch.setattr(translation, "by_name", read)
+    given = ["m", "--port", "80", "--max-num-seqs=3", "--temp", "0"]
+    assert translated(given, own).arguments == ["m", "--port=80", "--max-num-seqs=3", "--temp", "0"]
 
 
 LACKING = re.compile(r": method: it must be|is not available: |kv_connector|--kv-cache-dtype is")

@@ -10,7 +10,7 @@ import llguidance
 import pytest
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.requests.schema import closed
+from jaxllm.requests.closed_schema import closed
 from jaxllm.requests.structured_outputs import StructuredOutputs, compile_grammar
 
 A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -73,7 +73,9 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "patterns": ({**A, "patternProperties": {"^x": {"type": "integer"}}}, [{"a": 1, "x": 1}], []),
     "none declared": ({"type": "object"}, [{"x": 1}], []),
     "none": ({"type": "object", "properties": {}}, [{}], [{"x": 1}]),
-    "more asked for": ({"type": "object", "properties": {"a": {}}, "minProperties": 2}, [], []),
+    "more asked for": (
+        {**A, "minProperties": 2}, [{"a": 1, "x": 1}], [{"a": 1}],
+    ),
     "under an open one": (
         {"type": "object", "additionalProperties": A}, [{"x": {"a": 1}}], [{"x": {"a": 1, "x": 1}}],
     ),
@@ -92,7 +94,7 @@ def accepts(grammar: str, text: str) -> bool:
 def test_only_what_is_declared(name: str) -> None:
     schema, good, bad = CASES[name]
     kept = json.dumps(schema)
-    grammar = compile_grammar(StructuredOutputs(json=schema)) if name != "more asked for" else ""
+    grammar = compile_grammar(StructuredOutputs(json=schema))
     assert json.dumps(schema) == kept, "it is the caller's"
     for value in good:
         jsonschema.validate(value, schema)
@@ -107,12 +109,12 @@ def test_only_what_is_declared(name: str) -> None:
 @pytest.mark.parametrize(
     "schema",
     [
-        {"type": "object", "properties": {}, "$ref": "#/$defs/d", "$defs": {"d": {"minProperties": 2}}},
+        {"type": "object", "properties": {}, "$ref": "#/$defs/d", "$defs": {"d": {"minProperties": 1}}},
         {
             "allOf": [{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}],
             "minProperties": 2,
         },
-        {"oneOf": [{"type": "object", "properties": {}}], "minProperties": 2},
+        {"oneOf": [{"type": "object", "properties": {}}], "minProperties": 1},
         {"type": "object", "properties": {}, "anyOf": [{"properties": {"a": {}}}, {"maxProperties": 3}]},
     ],
 )
@@ -122,11 +124,49 @@ def test_more_properties_than_are_declared_may_come_where_another_part_asks_for_
     assert accepts(grammar, json.dumps({"a": 1, "x": 1}))
 
 
+FREE = {"type": "object", "additionalProperties": {"type": "integer"}}
+COUNTED: list[dict[str, Any]] = [
+    {**FREE, "minProperties": 2},
+    {"minProperties": 2},
+    {"type": "object", "patternProperties": {"^x": {}}, "additionalProperties": False, "minProperties": 2},
+    {"type": "object", "required": ["a"], "minProperties": 3},
+    {"type": "object", "properties": {"a": {}}, "required": ["a"], "minProperties": 3},
+    {"type": "array", "items": {**FREE, "minProperties": 2}},
+    {"allOf": [FREE, {"minProperties": 2}]},
+    {"anyOf": [{**FREE, "minProperties": 2}, {"type": "null"}]},
+    {"$ref": "#/$defs/d", "$defs": {"d": {**FREE, "minProperties": 2}}},
+    {**FREE, "minProperties": 2, "properties": {"a": {"$ref": "#a"}}, "required": [], "$defs": {"d": {"$anchor": "a"}}},
+]
+
+
+@pytest.mark.parametrize("schema", COUNTED, ids=json.dumps)
+def test_no_number_of_properties_is_made_up_by_repeating_one(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match=r"minProperties is . where . properties are required"):
+        compile_grammar(StructuredOutputs(json=schema))
+    assert "minProperties" not in json.dumps(closed({**schema, "x-guidance": {"lenient": True}}))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {**FREE, "minProperties": 1}, {**FREE, "required": ["a"], "minProperties": 2},
+        {"allOf": [{**FREE, "minProperties": 2}, {"$ref": "#/$defs/A"}], "$defs": {"A": {"required": ["a"]}}},
+        {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a", "b"], "minProperties": 2},
+        {"anyOf": [{**FREE, "required": ["a"], "minProperties": 2}, {"type": "null"}]},
+    ],
+    ids=json.dumps,
+)  # fmt: skip
+def test_one_property_more_than_is_required_may_have_any_name(schema: dict[str, Any]) -> None:
+    grammar = compile_grammar(StructuredOutputs(json=schema))
+    assert accepts(grammar, '{"a": 1, "b": 2}')
+    assert not accepts(grammar, '{"a": 1, "a": 2}') or schema.get("minProperties") == 1
+
+
 def test_what_is_refused_closed_is_refused() -> None:
     """Nothing is enforced in part: an object that may have other properties is refused for the same reasons."""
     optional = {"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 2}
     for schema in (optional, {**optional, "additionalProperties": True}):
-        with pytest.raises(InvalidRequestError, match="min/maxProperties"):
+        with pytest.raises(InvalidRequestError, match=r"min/maxProperties|at most one more may have"):
             compile_grammar(StructuredOutputs(json=schema))
 
 

@@ -81,6 +81,7 @@ class EngineCore:
         self._pending_version = self._read_version = self.weight_version
         """The versions of the weights of the step under way and of the step being read."""
         self._counting = Counting()
+        self._process = psutil.Process()
 
     def when_prepared(self, wake: Callable[[], None]) -> None:
         """Have `wake` called on another thread whenever a request has become ready to be scheduled."""
@@ -252,7 +253,7 @@ class EngineCore:
             num_pages=self._pool.num_pages - 1,
             num_free_pages=self._pool.num_free,
             page_size=self._pool.page_size,
-            resident_bytes=psutil.Process().memory_info().rss,
+            resident_bytes=self._process.memory_info().rss,
             prefix_cache_queries=scheduler.stats.prefix_queries,
             prefix_cache_hits=scheduler.stats.prefix_hits,
             steps_by_tokens=list(so_far.steps_by_tokens),

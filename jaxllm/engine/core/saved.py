@@ -168,33 +168,25 @@ def _takes(arguments: Any) -> str:
     return fingerprint([(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(arguments)])
 
 
-def make_room(cache: Path, most_bytes: int) -> int:
+def make_room(cache: Path, most_bytes: int) -> None:
     """Delete what was unused longest of a compile cache beyond `most_bytes`: sets of executables, and XLA's own files.
 
-    Returns the bytes that XLA may have, which are never none.
+    JAX's own limit would read all files' times whenever one is written, and lock the cache whenever one is read.
     """
-    sets = {path: sum(map(_size, path.glob("*"))) for path in (cache / SETS).glob("*") if path.is_dir()}
-    sizes = sets | {path: _size(path) for path in cache.glob(f"*{_OF_XLA}")}
-    total = sum(sizes.values())
-    for path in sorted(sizes, key=_last_used):
+    found = [(_last_used(path), sum(map(_size, path.iterdir())), path) for path in (cache / SETS).glob("*/")]
+    with os.scandir(cache) as entries:
+        for entry in entries:
+            if entry.name.endswith(("-cache", "-atime")):  # of XLA; the latter where JAX once had a limit
+                with suppress(FileNotFoundError):  # another engine that starts has removed it
+                    status = entry.stat()
+                    found.append((max(status.st_atime, status.st_mtime), status.st_size, Path(entry.path)))
+    total = sum(size for _, size, _ in found)
+    for _, size, path in sorted(found):
         if total <= most_bytes:
             break
-        total -= sizes[path]
-        with suppress(FileNotFoundError):  # another engine that starts has removed it
-            if sets.pop(path, None) is not None:
-                _remove(path)
-            else:
-                _time_file(path).unlink(missing_ok=True)
-                path.unlink()
-    return max(most_bytes - sum(sets.values()), 1)
-
-
-_OF_XLA = "-cache"
-"""The end of names of files that JAX writes; beside each is another that is written whenever it is read."""
-
-
-def _time_file(path: Path) -> Path:
-    return path.with_name(path.name.removesuffix(_OF_XLA) + "-atime")
+        total -= size
+        with suppress(OSError):  # another engine has removed it, or another user owns it
+            _remove(path) if path.is_dir() else path.unlink()
 
 
 def _size(path: Path) -> int:
@@ -204,11 +196,10 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _last_used(path: Path) -> float:
+def _last_used(directory: Path) -> float:
     """A time in seconds; that of what is gone is the earliest."""
-    times = _time_file(path)
     try:
-        return (times if times.exists() else path).stat().st_mtime
+        return directory.stat().st_mtime
     except FileNotFoundError:
         return 0.0
 

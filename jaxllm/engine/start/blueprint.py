@@ -327,7 +327,6 @@ def _plan(
         draft_bytes=memory.draft_bytes,
         expert_bytes=memory.expert_bytes,
         host_weight_bytes=on_host // (config.num_processes or 1),
-        model_max_len=chosen.config.max_position_embeddings,
         buckets=buckets,
         notes=[*chosen.notes, *memory.caches.notes],
         device=platform.device,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -146,8 +147,7 @@ def find_model(config: EngineConfig, clock: Clock) -> Path:
     clock.lap("resolve")
     if config.compile_cache_dir is not None:
         if (reason := unwritable(config.compile_cache_dir)) is None:
-            left = make_room(config.compile_cache_dir, config.compile_cache_max)
-            compat.enable_compile_cache(config.compile_cache_dir, left)
+            compat.enable_compile_cache(config.compile_cache_dir)
         else:
             place = config.compile_cache_dir
             logger.warning("%s: %s; each start compiles; set compile_cache_dir to another folder", place, reason)
@@ -318,6 +318,11 @@ def _assemble(
     logger.info("started: %s", clock)
     for stage in stages:
         stage.executables.announce_end()
+    cache = config.compile_cache_dir
+    if cache is not None and cache == compat.compile_cache():
+        threading.Thread(
+            target=make_room, args=(cache, config.compile_cache_max), name="make room", daemon=True
+        ).start()
     return core, info
 
 

@@ -60,7 +60,6 @@ class EnginePlan(Limits):
     """Bytes that the places of adapters take."""
     draft_bytes: int
     """Bytes that the weights of a draft model, or of a module that drafts, take."""
-    model_max_len: int
     buckets: Buckets
     notes: list[str] = field(default_factory=list)
     """Changes that were needed to fit, one sentence each."""

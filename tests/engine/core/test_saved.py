@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxllm import EngineConfig
+from jaxllm import LLM, EngineConfig, compat
 from jaxllm.engine.core.executables import Executables
 from jaxllm.engine.core.keys import PLAIN, SAMPLED, Key
 from jaxllm.engine.core.saved import KEPT_SETS, SETS, SavedExecutables, make_room
@@ -215,7 +215,7 @@ def test_the_longest_unused_sets_go(functions, tmp_path):
 
 
 def test_a_compile_cache_keeps_what_was_used_last_within_its_bytes(tmp_path):
-    """Sets of executables and the files of XLA, of which a second one says when each was read."""
+    """Sets of executables and the files of XLA, which were last read after they were written."""
     written = {
         "old-cache": 1,
         "read-cache": 2,
@@ -228,15 +228,31 @@ def test_a_compile_cache_keeps_what_was_used_last_within_its_bytes(tmp_path):
         (tmp_path / name).write_bytes(bytes(100))
         os.utime(tmp_path / name, (second, second))
         os.utime((tmp_path / name).parent, (second, second))
-    (tmp_path / "read-atime").touch()
+    os.utime(tmp_path / "read-cache", (6, 2))
     (tmp_path / "other").write_bytes(bytes(1000))
-    assert make_room(tmp_path, 500) == 300, "what sets leave to XLA"
+    make_room(tmp_path, 500)
     assert all((tmp_path / name).exists() for name in written)
-    assert make_room(tmp_path, 320) == 220
+    make_room(tmp_path, 320)
     kept = {name for name in written if (tmp_path / name).exists()}
     assert kept == {"read-cache", "new-cache", f"{SETS}/new/a.executable"}
-    assert make_room(tmp_path, 150) == 150 and not (tmp_path / SETS / "new").exists()
-    assert (tmp_path / "read-cache").exists() and (tmp_path / "read-atime").exists() and (tmp_path / "other").exists()
+    make_room(tmp_path, 150)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [SETS, "other", "read-cache"]
+    assert not (tmp_path / SETS / "new").exists()
+
+
+def test_room_is_made_after_a_start_and_not_in_folders_of_others(model, tmp_path, monkeypatch):
+    def started(enabled):
+        old = tmp_path / "jit_old-cache"
+        old.write_bytes(bytes(1000))
+        monkeypatch.setattr(compat, "compile_cache", lambda: enabled)
+        fields = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "kv_cache_memory": 2**20, "enforce_eager": True}
+        with LLM(model, **fields, skip_tokenizer_init=True, compile_cache_dir=tmp_path, compile_cache_max=500):
+            while thread := next((one for one in threading.enumerate() if one.name == "make room"), None):
+                thread.join()
+        return old
+
+    assert not started(tmp_path).exists()
+    assert started(None).exists(), "the program around has a cache of its own"
 
 
 CHANGES = {

@@ -182,7 +182,7 @@ class Constraint:
         opening: LLMatcher | None = None,
     ):
         self.matcher = matcher
-        self._vocabulary = vocabulary
+        self._kind, self._vocabulary = outputs.kind, vocabulary
         self.opening = opening
         self.active = outputs.after is None or opening is not None
         """The grammar has a say; else the reasoning is open, which anything but the answer's end may continue."""
@@ -210,7 +210,7 @@ class Constraint:
         elif self.active:
             self.check()
             self.matcher.consume_token(token)
-            self.check(" (allowed_token_ids, bad_words or min_tokens may forbid all that it allows)")
+            self.check()
         else:
             self.active = self._after.add(token)
             if self.active:
@@ -256,9 +256,11 @@ class Constraint:
         settled = self.active and self.opening is None
         return self.matcher.compute_ff_tokens() if settled and not self.matcher.is_stopped() else []
 
-    def check(self, hint: str = "") -> None:
+    def check(self) -> None:
         if problem := failure(self.matcher):
-            raise GrammarError(f"the grammar failed{hint}: {problem}")
+            refused = "doesn't satisfy" in problem
+            hint = " (allowed_token_ids, bad_words or min_tokens may forbid all that it allows)" if refused else ""
+            raise GrammarError(f"{self._kind}: the grammar failed{hint}: {problem}")
 
 
 class Grammars:
@@ -285,7 +287,7 @@ class Grammars:
 
         matcher, problem = call_with_stack("grammar", BUILD_STACK_BYTES, tried)
         if problem:
-            raise GrammarError(f"the grammar failed: {problem}")
+            raise GrammarError(f"{outputs.kind}: the grammar failed: {problem}")
         return Constraint(matcher, outputs, self._tokenizer, self._vocabulary, self._opening(outputs))
 
     def fill(self, constraints: Sequence[Constraint | None], mask: np.ndarray) -> None:

@@ -268,6 +268,26 @@ def test_a_grammar_that_gives_up_at_once_is_refused_before_the_first_token(llm, 
         )
 
 
+ENDLESS = {
+    "at once": "start: a\na: b\nb: a",
+    "later": 'start: "x"~20 a\na: b\nb: a',
+    "in one alternative": "root ::= [x]{20} a\na ::= b\nb ::= a",
+    "to itself": 'start: "x" a\na: "y" a',
+    "to itself later": 'start: "x" /[a-z]/~20 a\na: "y" a',
+    "to itself in GBNF": 'root ::= [a-z]{20} a\na ::= "y" b\nb ::= "z" a',
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_rules_that_never_end_are_said_to_in_one_line(llm, name):
+    asked = params(structured_outputs=StructuredOutputs(grammar=ENDLESS[name]), max_tokens=1000)
+    with pytest.raises(
+        InvalidRequestError, match=r"\bgrammar( cannot be enforced|: the grammar failed): it accepts no text"
+    ) as error:
+        llm.generate(PROMPTS[0], asked, use_tqdm=False)
+    assert "\n" not in str(error.value) and "<" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
