@@ -48,7 +48,7 @@ template <class USE> Activations room_for(const std::vector<Matrix>& matrices, i
   a.panel_rows = panel_rows;
   const size_t inputs = a.inputs, blocks = inputs / BLOCK, rows = size_t(panels) * panel_rows;
   scratch.clear();
-  scratch.reserve(rows * (inputs * (integer + 2 * halves + 4 * wide) + integer * blocks * sizeof(RowBlock)) + 256);
+  scratch.reserve(rows * (inputs * (integer + 2 * halves + 4 * wide) + integer * blocks * sizeof(RowBlock)) + 512);
   if (integer) {
     a.codes = scratch.take<int8_t>(rows * inputs);
     a.blocks = scratch.take<RowBlock>(rows * blocks);

@@ -19,6 +19,6 @@
 #define TABLE(isa) TABLE_(isa)
 
 const Kernels* TABLE(ISA)() {
-  static const Kernels table = {NAME(ISA), ISA::HAS_BF16, ISA::prepare, ISA::normalise_row, ISA::prepare_panel, ISA::product, ISA::gate, ISA::rotate, ISA::keep, ISA::attend, ISA::join, ISA::weights, ISA::convolve, ISA::delta_rule, ISA::run_state, ISA::narrow, ISA::widen};
+  static const Kernels table = {NAME(ISA), ISA::HAS_BF16, ISA::rest, ISA::prepare, ISA::normalise_row, ISA::prepare_panel, ISA::product, ISA::gate, ISA::rotate, ISA::keep, ISA::attend, ISA::join, ISA::weights, ISA::convolve, ISA::delta_rule, ISA::run_state, ISA::narrow, ISA::widen};
   return &table;
 }

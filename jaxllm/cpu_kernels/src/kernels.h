@@ -15,14 +15,18 @@ struct RowBlock {
   int32_t negative_sum_16;   // the same of the first 16 codes
 };
 
-// Rows of activations, in panels, as products want them; what no matrix of the call needs is null.
+// Rows of activations, in panels, as products want them; what no matrix of the call needs is null. Products with AMX read up to 15
+// rows past a panel's last, whose products go nowhere.
 struct Activations {
   int inputs;         // padded to blocks of 32
   int panel_rows;     // that there is room for in a panel, at most PANEL_ROWS
   int8_t* codes;      // [panels][blocks][panel_rows][32]
   RowBlock* blocks;   // [panels][blocks][panel_rows]
   float* values;      // [panels * panel_rows][inputs]
-  uint16_t* halves;   // the same, bf16
+  uint16_t* halves;   // the same, bf16; on AMX as codes lie
+
+  // Where a row's block of 32 inputs lies among codes.
+  MEMBER int64_t place(int row, int block) const { return (int64_t(row / panel_rows) * (inputs / BLOCK) + block) * panel_rows + row % panel_rows; }
 };
 
 // One row before that: `size` inputs (x is f32, or bf16 bits), perhaps normalised.
@@ -184,6 +188,8 @@ struct Target {
 struct Kernels {
   const char* name;
   bool has_bf16;  // bf16 products take `halves`, not `values`
+  // Gives back what the processor keeps for a thread that has no more units of a phase.
+  void (*rest)();
   // Writes row `row` of the activations. `scratch` has room for `inputs` floats.
   void (*prepare)(const Row&, const Activations&, int row, float* scratch);
   // The same by itself, [size] floats, or bits of bf16 where the row has those: `centred` less its mean first, and with `bias` after

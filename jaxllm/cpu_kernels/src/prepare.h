@@ -60,11 +60,15 @@ static void normalise_row(const Row& row, bool centred, const float* bias, void*
 static void prepare_block(const float* x, const Activations& a, int m, int block) {
   const int64_t at = int64_t(m) * a.inputs + block * BLOCK;
   if (a.codes) {
-    const int64_t index = (int64_t(m / a.panel_rows) * (a.inputs / BLOCK) + block) * a.panel_rows + m % a.panel_rows;
+    const int64_t index = a.place(m, block);
     quantize_block(x, a.codes + index * BLOCK, a.blocks + index);
   }
   if (a.values) memcpy(a.values + at, x, BLOCK * sizeof(float));
+#if defined(__AMX_BF16__)
+  if (a.halves) narrow_bf16(x, BLOCK, a.halves + a.place(m, block) * BLOCK);
+#else
   if (a.halves) narrow_bf16(x, BLOCK, a.halves + at);
+#endif
 }
 
 static void prepare_panel(const float* panel, int count, const Activations& a, int row, int block) {

@@ -90,6 +90,10 @@ INLINE void prefetch_block(const uint8_t* p, int bytes) {
 
 #if defined(__AMX_TILE__)
 #include "product_amx.h"
+#else
+namespace ISA {
+static void rest() {}
+}
 #endif
 #if defined(KERNELS_AVX2) || defined(KERNELS_NEON)
 #include "product_narrow.h"

@@ -152,6 +152,9 @@ INLINE void add_rows(const Quads& w, const Scales (&s)[2], const Panel& x, int b
 // Two groups at a time; one that is left counts as both. From MANY_ROWS on the weights of one block lie unpacked in L1 while
 // all rows pass, and so do the rows' sums.
 template <Format F> static bool many_rows(const Matrix& w, const Panel& x, int count, int group, int groups, float* out) {
+#if defined(__AMX_INT8__)
+  if (count >= FEWEST_IN_TILES) return tile_product<F>({w.group(group), w.group(group + groups - 1)}, w.inputs, x, count, out), true;
+#endif
   if (count == 1 || (reads_by_group && count <= MOST_BY_GROUP)) return false;
   const uint8_t* tiles[2] = {w.group(group), w.group(group + groups - 1)};
   if (count < MANY_ROWS) {
@@ -165,9 +168,6 @@ template <Format F> static bool many_rows(const Matrix& w, const Panel& x, int c
   constexpr Layout form = layout(F);
   constexpr int AT_ONCE = F == Format::q6_k ? 4 : 8;
   memset(out, 0, size_t(count) * PANEL_COLUMNS * sizeof(float));
-#if defined(__AMX_INT8__)
-  const Tiles shaped(count < TILE_ROWS ? 0 : TILE_ROWS, F == Format::q6_k ? BLOCK / 2 : BLOCK);
-#endif
   for (int b = 0; b < w.inputs / BLOCK; tiles[0] += form.bytes(), tiles[1] += form.bytes()) {
     for (int sub = 0; sub < form.blocks(); sub++, b++) {
       alignas(64) Quads quads;
@@ -180,10 +180,6 @@ template <Format F> static bool many_rows(const Matrix& w, const Panel& x, int c
         s[g] = scales<F>(tiles[g], sub, 0);
       }
       int m = 0;
-#if defined(__AMX_INT8__)
-      for (; m + 2 * TILE_ROWS <= count; m += 2 * TILE_ROWS) add_tiles<F, 2>(quads, s, x, b, m, out + m * PANEL_COLUMNS);
-      for (; m + TILE_ROWS <= count; m += TILE_ROWS) add_tiles<F, 1>(quads, s, x, b, m, out + m * PANEL_COLUMNS);
-#endif
       for (; m + AT_ONCE <= count; m += AT_ONCE) add_rows<F, AT_ONCE>(quads, s, x, b, m, out + m * PANEL_COLUMNS);
       if constexpr (AT_ONCE > 4)
         for (; m + 4 <= count; m += 4) add_rows<F, 4>(quads, s, x, b, m, out + m * PANEL_COLUMNS);

@@ -10,6 +10,8 @@
 #include <mutex>
 #include <thread>
 
+#include "dispatch.h"
+
 namespace {
 
 constexpr int MOST_THREADS = 256;
@@ -77,6 +79,7 @@ class Team {
     const int threads = threads_.load(std::memory_order_relaxed);
     for (int k = 0; k < threads; k++)
       for (const int t = (thread + k) % threads; work_a_unit(t);) {}
+    kernels().rest();
   }
 
   bool work_a_unit(int t) {
@@ -131,4 +134,5 @@ void run_phases(int threads, std::initializer_list<Phase> phases) {
   if (most > 1 && threads > 1 && team->run(std::min(threads, most), phases)) return;
   for (const Phase& phase : phases)
     for (int unit = 0; unit < phase.units; unit++) phase.work(unit);
+  kernels().rest();
 }

@@ -2,3 +2,7 @@
 #pragma once
 
 void emulate_amx();
+
+// Of this thread, where they are emulated.
+bool tiles_are_shaped();
+int times_tiles_were_shaped();

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "amx_emulator.h"
 #include "check.h"
 #include "unpack.h"
 
@@ -75,11 +76,11 @@ std::vector<float> product(const Weights& w, const std::vector<T>& x, int rows, 
   const Kernels& k = kernels();
   const int inputs = w.matrix.inputs, size = int(x.size()) / rows, panel_rows = std::min(rows, PANEL_ROWS);
   const int panels = (rows + panel_rows - 1) / panel_rows;
-  const size_t room = size_t(panels) * panel_rows * inputs;
-  std::vector<int8_t> codes(room);
-  std::vector<RowBlock> blocks(room / BLOCK);
+  const size_t room = (size_t(panels) * panel_rows + 16) * inputs;  // what lies past the last row is read, and changes nothing
+  std::vector<int8_t> codes(room, 100);
+  std::vector<RowBlock> blocks(room / BLOCK, RowBlock{NAN, NAN, 0, 0});
   std::vector<float> values(room), scratch(inputs), out(size_t(rows) * OUTPUTS);
-  std::vector<uint16_t> halves(room);
+  std::vector<uint16_t> halves(room, 0x7fc0);
   Activations a{inputs, panel_rows, nullptr, nullptr, nullptr, nullptr};
   if (layout(w.matrix.format).integer()) a.codes = codes.data(), a.blocks = blocks.data();
   else if (w.matrix.format == Format::bf16 && k.has_bf16) a.halves = halves.data();
@@ -130,11 +131,13 @@ uint64_t check_format(Format format, uint64_t hash) {
   for (int m = 0; m < MOST_ROWS; m++)
     expect_product(w, rounded(&x[size_t(m) * inputs], inputs, format).data(), inputs, &all[size_t(m) * OUTPUTS], 2e-6, "a product");
 
-  for (int rows : {1, 2, 3, 7, 8, 15, 16, 17, 23, 47, 48, 63, 65}) {  // to the last bit, whatever rows are beside it
+  std::vector<int> counts = {47, 48, 63, 64, 65};
+  for (int rows = 1; rows <= 33; rows++) counts.push_back(rows);
+  for (int rows : counts) {  // to the last bit, whatever rows are beside it
     const std::vector<float> some = product(w, std::vector<float>(x.begin(), x.begin() + rows * inputs), rows);
     CHECK(!memcmp(some.data(), all.data(), some.size() * 4), "format %d: %d rows differ from the same among %d", int(format), rows, MOST_ROWS);
   }
-  for (int rows : {3, 20})
+  for (int rows : {3, 13, 20})
     for (float bad : {NAN, INFINITY, -INFINITY}) {  // spoils its row alone
       std::vector<float> spoilt(x.begin(), x.begin() + rows * inputs);
       spoilt[inputs + 77] = bad;
@@ -149,12 +152,30 @@ uint64_t check_format(Format format, uint64_t hash) {
   return hash;
 }
 
-// Activations of 83 inputs, where weights have room for 96.
-void check_padding(Format format) {
+// Activations of `size` inputs, where weights have room for 96.
+void check_three_blocks(Format format, int size) {
   const Weights w = random_weights(format, 96, 3);
-  const std::vector<float> x = random_rows(18, 83, 5);
+  const std::vector<float> x = random_rows(18, size, 5);
   const std::vector<float> y = product(w, x, 18);
-  for (int m = 0; m < 18; m++) expect_product(w, rounded(&x[m * 83], 83, format).data(), 83, &y[m * OUTPUTS], 2e-6, "a padded product");
+  for (int m = 0; m < 18; m++) expect_product(w, rounded(&x[m * size], size, format).data(), size, &y[m * OUTPUTS], 2e-6, "three blocks");
+}
+
+// A thread's tiles keep their shape while it does not change, and no longer than until the thread rests.
+void check_shapes() {
+  const std::vector<float> x = random_rows(20, 512, 7);
+  const auto shaped_by = [&](Format format, int rows) {
+    const int before = times_tiles_were_shaped();
+    product(random_weights(format, 512, 1), std::vector<float>(x.begin(), x.begin() + rows * 512), rows);
+    return times_tiles_were_shaped() - before;
+  };
+  kernels().rest();
+  const int found[] = {shaped_by(Format::q4_1, 11), shaped_by(Format::q4_1, 12), shaped_by(Format::q4_0, 20), shaped_by(Format::q6_k, 20),
+                       shaped_by(Format::bf16, 20), shaped_by(Format::bf16, 3), shaped_by(Format::q6_k, 11)};
+  const int expected[] = {0, 1, 0, 1, 1, 1, 0};
+  for (int i = 0; i < 7; i++) CHECK(found[i] == expected[i], "product %d shapes tiles %d times", i, found[i]);
+  CHECK(tiles_are_shaped(), "not shaped");
+  kernels().rest();
+  CHECK(!tiles_are_shaped(), "shaped at rest");
 }
 
 }  // namespace
@@ -162,8 +183,10 @@ void check_padding(Format format) {
 uint64_t check_products() {
   uint64_t hash = 0xcbf29ce484222325;
   for (int format = 0; format < int(Format::count); format++) hash = check_format(Format(format), hash);
-  check_padding(Format::f32);
-  check_padding(Format::bf16);
+  check_three_blocks(Format::f32, 83);
+  check_three_blocks(Format::bf16, 83);
+  check_three_blocks(Format::q4_1, 96);
+  if (times_tiles_were_shaped()) check_shapes();
   return hash;
 }
 
