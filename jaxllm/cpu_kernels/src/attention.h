@@ -3,6 +3,7 @@
 // Decode rows and tiles of prompts go different ways, attention_few.h and attention_tile.h, and come to the same bits, so
 // that a token's result depends neither on those beside it nor on how it came to be computed. Both keep to one order:
 //   a score is one sum over the channels, from the first to the last (with BF16 instructions over pairs of them);
+//   with AMX it is a sum over 32 channels at a time, as is that of weighted values over 32 keys: see Chains in attention_few.h;
 //   a block is the keys from a multiple of KEY_BLOCK on. The sum of its weights is `sum` of as many lanes as a vector has,
 //   lane l being the sum of keys l, l + LANES, l + 2 LANES ... of the block; weighted values are added key by key;
 //   a segment is the blocks from a multiple of SEGMENT on, with a running softmax of its own;
@@ -41,6 +42,14 @@ INLINE Floats altered(const Attention& a, Floats scaled, Floats slope, Floats di
   const Floats x = a.softcap > 0 ? capped(scaled, a.softcap) : scaled;
   return a.slopes ? fma(slope, distance, x) : x;
 }
+
+// Whether AMX's tiles are taken, which both ways then add up alike.
+#if defined(__AMX_BF16__)
+INLINE bool fits_tiles(const Attention& a) { return a.format != PageFormat::f32 && a.dim % 32 == 0 && a.value_dim % 32 == 0; }
+#else
+INLINE bool fits_tiles(const Attention&) { return false; }
+struct TinyIsZero {};
+#endif
 
 // Room in the scratch, piece by piece.
 struct Room {
@@ -98,6 +107,7 @@ INLINE Shares join_softmax(Floats& greatest, Floats& total, Floats more_greatest
 INLINE Floats join_sums(Floats sums, Floats more, Shares by) { return fma(more, by.more, sums * by.before); }
 
 static void join(const float* more, const float* more_softmax, int vectors, int dim, float* out, float* softmax) {
+  [[maybe_unused]] const TinyIsZero as_in_tiles;
   float lanes[3][LANES];
   for (int r = 0; r < vectors; r++, softmax += 2, more_softmax += 2) {
     Floats greatest = broadcast(softmax[0]), total = broadcast(softmax[1]);
@@ -157,9 +167,14 @@ static void start_with_sinks(const Attention& a, const AttentionUnit& u, int wid
 namespace ISA {
 
 static void attend(const Attention& a, const AttentionUnit& u, const AttentionUnit* next, float* out, float* softmax, uint8_t* scratch) {
+  [[maybe_unused]] const TinyIsZero as_in_tiles;
   const auto whole = [&](int steps, int chunk) { return a.dim % steps == 0 && a.value_dim % chunk == 0; };
   const Room room{scratch};
   if (u.decode && u.count <= FEW_VECTORS * u.kv_heads) {
+#if defined(__AMX_BF16__)
+    if (fits_tiles(a) && is_coded(a.format)) return attend_decode<Coded<Chained>>(a, u, next, room, out, softmax);
+    if (fits_tiles(a)) return attend_decode<Chained>(a, u, next, room, out, softmax);
+#endif
     if (a.format == PageFormat::f32 && whole(1, Plain::chunk)) return attend_decode<Plain>(a, u, next, room, out, softmax);
 #if defined(__AVX512BF16__)
     if (a.format == PageFormat::bf16 && whole(2, 1)) return attend_decode<Paired>(a, u, next, room, out, softmax);

@@ -13,7 +13,7 @@ struct Plain {
   typedef float Stored;
   typedef float Step;
   static constexpr int parts = 1, chunk = LANES, channels = 1;  // of a step
-  static constexpr bool coded = false, paired = false;
+  static constexpr bool coded = false, paired = false, chained = false;
 };
 struct Widened : Plain {
   typedef uint16_t Stored;
@@ -39,6 +39,10 @@ struct Paired : Plain {
   static constexpr int chunk = 2 * LANES, channels = 2;
   static constexpr bool paired = true;
 };
+#endif
+
+#if defined(__AMX_BF16__)
+struct Chained : Split { static constexpr bool chained = true; };
 #endif
 
 // Codes in the pages, expanded to what E takes.
@@ -148,6 +152,81 @@ template <int R, int C> INLINE void add_step(const float* keys, const float* con
 }
 #endif
 
+#if defined(__AMX_BF16__)
+
+// Sums as tiles of bf16 add them up: of 32 inputs the even ones in one chain and the odd ones in another; then both, then the sums before.
+// Float instructions are no slower at that than those for bf16, which add up in another order.
+template <int N> struct Chains {
+  static constexpr int pairs = 16;
+  Floats sums[N], even[N], odd[N];
+
+  MEMBER void begin() {
+#pragma GCC unroll 8
+    for (int i = 0; i < N; i++) even[i] = odd[i] = broadcast(0);
+  }
+  MEMBER void add(int i, Floats a, Floats x, Floats b, Floats y) { even[i] = fma(a, x, even[i]), odd[i] = fma(b, y, odd[i]); }
+  MEMBER void end() {
+#pragma GCC unroll 8
+    for (int i = 0; i < N; i++) sums[i] = sums[i] + (even[i] + odd[i]);
+  }
+};
+
+template <int R, int C> static void score_chains(const float* keys, const float* query, int stride, int steps, float* scores) {
+  Chains<R * C> chains;
+#pragma GCC unroll 8
+  for (int i = 0; i < R * C; i++) chains.sums[i] = broadcast(0);
+  for (int step = 0; step < steps;) {
+    chains.begin();
+    for (const int end = step + chains.pairs; step < end; step++, keys += KEY_BLOCK) {
+      Ints pairs[C];
+#pragma GCC unroll 2
+      for (int c = 0; c < C; c++) pairs[c] = load_bits((const uint8_t*)(keys + c * LANES));
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) {
+        const Floats x = broadcast(query[r * stride + 2 * step]), y = broadcast(query[r * stride + 2 * step + 1]);
+#pragma GCC unroll 2
+        for (int c = 0; c < C; c++) chains.add(r * C + c, low_bf16(pairs[c]), x, high_bf16(pairs[c]), y);
+      }
+    }
+    chains.end();
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+    for (int c = 0; c < C; c++) store(scores + r * KEY_BLOCK + c * LANES, chains.sums[r * C + c]);
+}
+
+// As weigh_few does, weights rounded to bf16.
+template <int G>
+static void weigh_chains(const uint16_t* const* rows, int n, const float* weights, int dim, int stride, const float* factor, float* sums, Ahead& ahead, int share) {
+  float rounded[G][KEY_BLOCK];
+  for (int g = 0; g < G; g++)
+    for (int j = 0; j < n; j += LANES) store(rounded[g] + j, (Floats)rounded_to_bf16(load(weights + g * KEY_BLOCK + j)));
+  for (int d = 0; d < dim; d += Chained::chunk) {
+    Chains<2 * G> chains;
+#pragma GCC unroll 8
+    for (int i = 0; i < 2 * G; i++) chains.sums[i] = load(sums + i / 2 * stride + d + i % 2 * LANES) * broadcast(factor[i / 2]);
+    for (int j = 0; j < n;) {
+      chains.begin();
+      for (const int end = smaller(n, j + 2 * chains.pairs); j < end; j += 2) {
+        if (j % WEIGHED == 0) ahead.some(share);
+        const Ints even = load_bits((const uint8_t*)(rows[j] + d)), odd = load_bits((const uint8_t*)(rows[j + 1] + d));
+#pragma GCC unroll 4
+        for (int g = 0; g < G; g++) {
+          const Floats x = broadcast(rounded[g][j]), y = broadcast(rounded[g][j + 1]);
+          chains.add(2 * g, low_bf16(even), x, low_bf16(odd), y);
+          chains.add(2 * g + 1, high_bf16(even), x, high_bf16(odd), y);
+        }
+      }
+      chains.end();
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 2 * G; i++) store(sums + i / 2 * stride + d + i % 2 * LANES, chains.sums[i]);
+  }
+}
+
+#endif
+
 // Scores [R][KEY_BLOCK] of C columns of lanes of keys; queries are `stride` floats apart.
 template <class E, int R, int C>
 static void score_columns(const float* keys, const float* query, int stride, int steps, float* scores) {
@@ -167,6 +246,14 @@ static void score_columns(const float* keys, const float* query, int stride, int
 }
 
 template <class E, int R> static void score_few(const float* keys, int padded, const float* query, int stride, int steps, float* scores) {
+#if defined(__AMX_BF16__)
+  if constexpr (E::chained) {
+    int at = 0;
+    for (; at + 2 * LANES <= padded; at += 2 * LANES) score_chains<R, 2>(keys + at, query, stride, steps, scores + at);
+    if (at < padded) score_chains<R, 1>(keys + at, query, stride, steps, scores + at);
+    return;
+  }
+#endif
   over_columns(padded, [&](int at, auto columns) { score_columns<E, R, columns.value>(keys + at, query, stride, steps, scores + at); });
 }
 
@@ -194,6 +281,9 @@ INLINE void weigh_few(const typename E::Stored* const* rows, int n, const float*
 template <class E, int G>
 static void weigh_vectors(const typename E::Stored* const* rows, int n, const float* weights, int dim, int stride, const float* factor, float* sums,
                           Ahead& ahead, int share) {
+#if defined(__AMX_BF16__)
+  if constexpr (E::chained) return weigh_chains<G>(rows, n, weights, dim, stride, factor, sums, ahead, share);
+#endif
 #if defined(__AVX512BF16__)
   if constexpr (E::paired) {  // pairs of keys, their channels interleaved
     alignas(64) uint16_t pairs[G][KEY_BLOCK];
@@ -223,7 +313,7 @@ static void weigh_vectors(const typename E::Stored* const* rows, int n, const fl
     return;
   }
 #endif
-  if constexpr (!E::paired) {
+  if constexpr (!E::paired && !E::chained) {
     constexpr int wide = WEIGHED_CHANNELS / E::chunk;
     int d = 0;
     for (; d + WEIGHED_CHANNELS <= dim; d += WEIGHED_CHANNELS) weigh_few<E, G, wide>(rows, n, weights, stride, d, factor, sums, ahead, share);
@@ -284,7 +374,7 @@ static void attend_few(const Attention& a, const AttentionUnit& u, const Attenti
   typedef typename E::Stored T;
   Rows<T> keys, values;
   const int group = u.count / u.kv_heads;
-  const int weighed = (group + WEIGHED_TOGETHER - 1) / WEIGHED_TOGETHER * (KEY_BLOCK / WEIGHED) * larger(1, a.value_dim / (E::paired ? E::chunk : WEIGHED_CHANNELS));
+  const int weighed = (group + WEIGHED_TOGETHER - 1) / WEIGHED_TOGETHER * (KEY_BLOCK / WEIGHED) * larger(1, a.value_dim / (E::paired || E::chained ? E::chunk : WEIGHED_CHANNELS));
   const int lines = KEY_BLOCK * (a.key_row + a.value_row) * element_bytes(a.format) / 64, times = KEY_BLOCK / 16 * (few.steps / 16) + weighed;
   const int share = (lines + times - 1) / times;  // so that the last is fetched as this block ends
   float factor[FEW_VECTORS];
@@ -341,7 +431,10 @@ static void attend_decode(const Attention& a, const AttentionUnit& u, const Atte
   few.sum_stride = (a.value_dim + E::chunk - 1) / E::chunk * E::chunk;
   float* queries = room.take<float>(int64_t(u.count) * few.query_stride);
   few.queries = queries;
-  for (int r = 0; r < u.count; r++) copy_query(a, v.index[r], E::paired, queries + r * few.query_stride);
+  for (int r = 0; r < u.count; r++) {
+    copy_query(a, v.index[r], E::paired || E::chained, E::chained ? (float*)room.at : queries + r * few.query_stride);
+    if (E::chained) widen_bf16((const uint16_t*)room.at, a.dim, queries + r * few.query_stride);
+  }
   few.columns = room.take<float>(int64_t(few.steps) * KEY_BLOCK);
   few.scores = room.take<float>(u.count / u.kv_heads * KEY_BLOCK);
   few.sums = room.take<float>(int64_t(u.count) * few.sum_stride);

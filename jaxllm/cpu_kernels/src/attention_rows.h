@@ -3,10 +3,16 @@
 
 namespace ISA {
 
-// A key at or before `key` from which lanes count as from the begin of its block.
-INLINE int aligned_key(int key) { return key / 16 * 16; }
+#if defined(__AMX_BF16__)
+constexpr int KEYS_TOGETHER = 32;
+#else
+constexpr int KEYS_TOGETHER = 16;
+#endif
 
-// Where the rows of keys [begin, begin + count) of one of the unit's heads lie; the last is repeated up to a multiple of 16.
+// A key at or before `key` from which lanes, and inputs of a tile, count as from the begin of its block.
+INLINE int aligned_key(int key) { return key / KEYS_TOGETHER * KEYS_TOGETHER; }
+
+// Where the rows of keys [begin, begin + count) of one of the unit's heads lie; the last is repeated up to a multiple of KEYS_TOGETHER.
 template <class T>
 static void find_rows(const Attention& a, const AttentionUnit& u, int head, const void* pages, int row, int begin, int count, const T** rows) {
   const int32_t* page = a.page_table + int64_t(u.sequence) * a.columns + begin / a.page_size;
@@ -15,7 +21,7 @@ static void find_rows(const Attention& a, const AttentionUnit& u, int head, cons
     const T* p = (const T*)pages + ((int64_t(*page) * a.kv_heads + u.kv_head + head) * a.page_size + at) * row;
     for (const int end = smaller(count, j + a.page_size - at); j < end; j++, p += row) rows[j] = p;
   }
-  for (int j = count; j % 16; j++) rows[j] = rows[count - 1];
+  for (int j = count; j % KEYS_TOGETHER; j++) rows[j] = rows[count - 1];
 }
 
 // Codes as numbers; those of e4m3 as 1/256 of what they are.
@@ -62,7 +68,7 @@ static void expand_rows(const Attention& a, const AttentionUnit& u, int head, co
     }
     rows.at[j] = out;
   }
-  for (int j = count; j % 16; j++) rows.at[j] = rows.at[count - 1], rows.scales[j] = 0;
+  for (int j = count; j % KEYS_TOGETHER; j++) rows.at[j] = rows.at[count - 1], rows.scales[j] = 0;
 }
 
 // Keys and values of a block of codes; `room` takes [KEY_BLOCK][dim + value_dim].

@@ -80,7 +80,7 @@ struct State {
   float *factor;                 // [width] what this block shrinks sums by
   const float *key_scales, *value_scales;  // [KEY_BLOCK] of this block's codes; null for floats
   float *scores;                 // [KEY_BLOCK][width]
-  float *sums;                   // [value_dim][width] of the segment
+  float *sums;                   // [value_dim][width] of the segment; in tiles [width][value_dim]
 };
 
 // What `sum` makes of lanes.
@@ -177,9 +177,8 @@ static void pair_rows(const uint16_t* even, const uint16_t* odd, int count, uint
   for (; d < count; d++) out[d] = even[d] | uint32_t(odd[d]) << 16;
 }
 
-// One block of keys with pairs of bf16; `room` takes pairs of weights and of values.
-static void visit_pairs(const Attention& a, const AttentionUnit& u, State& s, const uint32_t* queries, int key, int count, bool masked, uint32_t* room) {
-  Rows<uint16_t> keys, values;
+// Keys and values of a block as bf16; gives the room that is left.
+static uint32_t* find_block(const Attention& a, const AttentionUnit& u, State& s, int key, int count, Rows<uint16_t>& keys, Rows<uint16_t>& values, uint32_t* room) {
   if (is_coded(a.format)) {
     expand_block(a, u, 0, key, count, (uint16_t*)room, keys, values);
     s.key_scales = keys.scales, s.value_scales = values.scales;
@@ -188,24 +187,88 @@ static void visit_pairs(const Attention& a, const AttentionUnit& u, State& s, co
     find_rows(a, u, 0, a.keys, a.key_row, key, count, keys.at);
     find_rows(a, u, 0, a.values, a.value_row, key, count, values.at);
   }
+  return room;
+}
+
+// Pairs of weights [pairs][width], and of values [pairs][value_dim].
+static void pair_up(const Attention& a, const State& s, const Rows<uint16_t>& values, int pairs, uint32_t* weights, uint32_t* of_values) {
+  for (int j = 0; j < pairs; j++, of_values += a.value_dim) {
+    for (int at = 0; at < s.width; at += LANES) {
+      const float* p = s.scores + 2 * j * s.width + at;
+      store_bytes((uint8_t*)(weights + j * s.width + at), paired(load(p), load(p + s.width)));
+    }
+    pair_rows(values.at[2 * j], values.at[2 * j + 1], a.value_dim, of_values);
+  }
+}
+
+// One block of keys with pairs of bf16; `room` takes pairs of weights and of values.
+static void visit_pairs(const Attention& a, const AttentionUnit& u, State& s, const uint32_t* queries, int key, int count, bool masked, uint32_t* room) {
+  Rows<uint16_t> keys, values;
+  uint32_t* const weights = find_block(a, u, s, key, count, keys, values, room);
+  uint32_t* const of_values = weights + KEY_BLOCK / 2 * MAX_VECTORS;
   const int padded = (count + 3) / 4 * 4, pairs = padded / 2;
   over_columns(s.width, [&](int at, auto columns) {
     scores<columns.value>((const uint32_t**)keys.at, padded, queries + at, s.width, a.dim / 2, s.scores + at);
   });
   soften(a, s, key, count, padded, masked);
-  uint32_t* weights = room;
+  pair_up(a, s, values, pairs, weights, of_values);
   const uint32_t* rows[KEY_BLOCK / 2];
-  room += KEY_BLOCK / 2 * MAX_VECTORS;
-  for (int j = 0; j < pairs; j++, room += a.value_dim) {
-    for (int at = 0; at < s.width; at += LANES) {
-      const float* p = s.scores + 2 * j * s.width + at;
-      store_bytes((uint8_t*)(weights + j * s.width + at), paired(load(p), load(p + s.width)));
-    }
-    pair_rows(values.at[2 * j], values.at[2 * j + 1], a.value_dim, room);
-    rows[j] = room;
-  }
+  for (int j = 0; j < pairs; j++) rows[j] = of_values + j * a.value_dim;
   over_columns(s.width, [&](int at, auto columns) {
     weigh<columns.value>(rows, pairs, a.value_dim, (const uint32_t*)weights + at, s.width, s.factor + at, s.sums + at);
+  });
+}
+
+#endif
+
+#if defined(__AMX_BF16__)
+
+// Scores [n][width] of `n` keys, a multiple of 16, whose rows tiles load as they lie in a page, or from a copy in `room`.
+static void score_tiles(const Attention& a, const uint16_t* const* rows, int n, const uint32_t* queries, int width, uint16_t* room, float* out) {
+  TileAt keys[KEY_BLOCK / TILE_ROWS];
+  for (int j = 0; j < n; j += TILE_ROWS, rows += TILE_ROWS, room += TILE_ROWS * a.dim) {
+    bool apart = false;
+    const int64_t stride = rows[1] - rows[0];
+    for (int r = 2; r < TILE_ROWS; r++) apart |= rows[r] - rows[r - 1] != stride;
+    for (int r = 0; r < TILE_ROWS && apart; r++) memcpy(room + r * a.dim, rows[r], size_t(a.dim) * 2);
+    keys[j / TILE_ROWS] = apart ? TileAt{room, 2 * a.dim} : TileAt{rows[0], 2 * stride};
+  }
+  before_tiles_are_read();
+  over_tiles(n, width, [&](int j, int more, int v, auto tall, auto wide) __attribute__((always_inline)) {
+    const TileAt &first = keys[j / TILE_ROWS], &second = keys[more / TILE_ROWS];
+    const uint32_t* q = queries + v;
+    zero_sums<tall.value, wide.value>();
+    for (int d = 0; d < a.dim; d += 32, q += 16 * width)
+      add_tiles<tall.value, wide.value>({(const uint16_t*)first.first + d, first.stride}, {(const uint16_t*)second.first + d, second.stride}, {q, 4 * width}, {q + 16, 4 * width});
+    store_sums<tall.value, wide.value>(out + j * width + v, out + more * width + v, width);
+  });
+}
+
+// One block of keys in tiles; sums are [width][value_dim]: rows of weights by pairs of values.
+static void visit_tiles(const Attention& a, const AttentionUnit& u, State& s, const uint32_t* queries, int key, int count, bool masked, uint32_t* room) {
+  constexpr int row = KEY_BLOCK / 2;  // pairs of a vector's weights
+  Rows<uint16_t> keys, values;
+  room = find_block(a, u, s, key, count, keys, values, room);
+  const int padded = (count + KEYS_TOGETHER - 1) / KEYS_TOGETHER * KEYS_TOGETHER;
+  shape_tiles(TILE_ROWS, 64);
+  score_tiles(a, keys.at, (count + 15) / 16 * 16, queries, s.width, (uint16_t*)room, s.scores);
+  soften(a, s, key, count, padded, masked);
+  uint32_t *in_lanes = room, *weights = in_lanes + row * MAX_VECTORS, *of_values = weights + row * MAX_VECTORS;
+  pair_up(a, s, values, padded / 2, in_lanes, of_values);
+  for (int v = 0; v < s.width; v += 16)
+    for (int j = 0; j < padded / 2; j += 16)
+      transpose_16([&](int i) { return (const float*)in_lanes + (j + i) * s.width + v; }, (float*)weights + v * row + j, row);
+  for (int v = 0; v < s.width; v++)
+    for (int d = v * a.value_dim; d < (v + 1) * a.value_dim && s.factor[v] != 1; d += LANES) store(s.sums + d, load(s.sums + d) * broadcast(s.factor[v]));
+  before_tiles_are_read();
+  over_tiles(s.width, a.value_dim, [&](int v, int more, int d, auto tall, auto wide) __attribute__((always_inline)) {
+    float *sums = s.sums + v * a.value_dim + d, *more_sums = s.sums + more * a.value_dim + d;
+    load_sums<tall.value, wide.value>(sums, more_sums, a.value_dim);
+    for (int j = 0; j < padded / 2; j += 16) {
+      const uint32_t* pairs = of_values + j * a.value_dim + d;
+      add_tiles<tall.value, wide.value>({weights + v * row + j, 4 * row}, {weights + more * row + j, 4 * row}, {pairs, 4 * a.value_dim}, {pairs + 16, 4 * a.value_dim});
+    }
+    store_sums<tall.value, wide.value>(sums, more_sums, a.value_dim);
   });
 }
 
@@ -233,17 +296,23 @@ static void transpose_queries(const Attention& a, const Vectors& v, int count, i
 }
 
 // A segment's softmax and sums become part of those of the segments before, `greatest`, `total` and `sums`.
-static void join_segment(const State& s, int value_dim, float* greatest, float* total, float* sums) {
+static void join_segment(const State& s, int value_dim, bool tiles, float* greatest, float* total, float* sums) {
+  float before[MAX_VECTORS], more[MAX_VECTORS];
   for (int at = 0; at < s.width; at += LANES) {
     Floats most = load(greatest + at), all = load(total + at);
     const Shares by = join_softmax(most, all, load(s.greatest + at), load(s.total + at));
     store(greatest + at, most), store(total + at, all);
-    for (int64_t i = at; i < int64_t(value_dim) * s.width; i += s.width) store(sums + i, join_sums(load(sums + i), load(s.sums + i), by));
+    if (tiles) store(before + at, by.before), store(more + at, by.more);
+    else for (int64_t i = at; i < int64_t(value_dim) * s.width; i += s.width) store(sums + i, join_sums(load(sums + i), load(s.sums + i), by));
+  }
+  for (int v = 0; tiles && v < s.width; v++) {
+    const Shares by{broadcast(before[v]), broadcast(more[v])};
+    for (int d = v * value_dim; d < (v + 1) * value_dim; d += LANES) store(sums + d, join_sums(load(sums + d), load(s.sums + d), by));
   }
 }
 
 static void attend_tile(const Attention& a, const AttentionUnit& u, Room room, float* out, float* softmax) {
-  const bool pairs = HAS_BF16 && a.format != PageFormat::f32 && a.dim % 2 == 0;
+  const bool pairs = HAS_BF16 && a.format != PageFormat::f32 && a.dim % 2 == 0, tiles = fits_tiles(a);
   const int width = (u.count + LANES - 1) / LANES * LANES;
   Vectors v;
   describe(a, u, width, room, v);
@@ -267,17 +336,22 @@ static void attend_tile(const Attention& a, const AttentionUnit& u, Room room, f
   for (int key = begin / KEY_BLOCK * KEY_BLOCK; key < end; key += KEY_BLOCK) {
     const int from = larger(key, aligned_key(u.key_begin)), count = smaller(key + KEY_BLOCK, end) - from;
     const bool masked = u.count < width || from < v.low_by_all || from + count - 1 > v.high_by_all;
+#if defined(__AMX_BF16__)
+    if (tiles) visit_tiles(a, u, s, (const uint32_t*)queries, from, count, masked, (uint32_t*)room.at);
+    else
+#endif
 #if defined(__AVX512BF16__)
     if (pairs) visit_pairs(a, u, s, (const uint32_t*)queries, from, count, masked, (uint32_t*)room.at);
     else
 #endif
     visit_floats(a, u, s, queries, from, count, masked, (float*)room.at);
     if (!joins || ((key + KEY_BLOCK) % SEGMENT && key + KEY_BLOCK < end)) continue;
-    join_segment(s, a.value_dim, greatest, total, sums);
+    join_segment(s, a.value_dim, tiles, greatest, total, sums);
     for (int r = 0; r < width; r++) s.greatest[r] = NEGATIVE, s.total[r] = 0;
     memset(s.sums, 0, bytes);
   }
-  transpose(sums, width, a.value_dim, u.count, out, a.value_dim);
+  if (tiles) memcpy(out, sums, size_t(u.count) * a.value_dim * sizeof(float));
+  else transpose(sums, width, a.value_dim, u.count, out, a.value_dim);
   for (int r = 0; r < u.count; r++) softmax[2 * r] = greatest[r], softmax[2 * r + 1] = total[r];
 }
 

@@ -28,6 +28,7 @@ constexpr Case CASES[] = {
     {"groups of 3, slopes", 6, 2, 64, 64, 16, 0, 0, false, false, true},
     {"slopes, softcap, sinks, window", 4, 4, 20, 20, 16, 100, 5, true, false, true},
 };
+constexpr PageFormat FORMATS[] = {PageFormat::f32, PageFormat::bf16, PageFormat::int8, PageFormat::e4m3};
 constexpr int SEQUENCES = 2, LENGTH = 330, TOKENS = 40;  // of each sequence; the last ones have queries
 constexpr int POSITION = LENGTH - TOKENS;                // of a sequence's first query
 
@@ -45,16 +46,18 @@ struct Rows {
   std::vector<uint8_t> bytes;
 
   Rows() {}
-  Rows(const std::vector<float>& x, int size, PageFormat format, Random& random) : floats(x) {
+  Rows(const std::vector<float>& x, int size, PageFormat format, Random& random, float unit = 1) : floats(x) {
     const auto append = [&](const void* p, size_t count) { bytes.insert(bytes.end(), (const uint8_t*)p, (const uint8_t*)p + count); };
-    if (format == PageFormat::f32) append(x.data(), 4 * x.size());
+    if (!is_coded(format))
+      for (float& v : floats) v *= unit;
+    if (format == PageFormat::f32) append(floats.data(), 4 * x.size());
     if (format == PageFormat::bf16) {
-      const std::vector<uint16_t> bits = bf16s_of(x);
+      const std::vector<uint16_t> bits = bf16s_of(floats);
       floats = floats_of(bits);
       append(bits.data(), 2 * bits.size());
     }
     for (size_t at = 0; is_coded(format) && at < x.size(); at += size) {
-      const float scale = x[at] == 1000 ? 1000 : 0x1p-9f * (2 + random.uniform()) * (format == PageFormat::e4m3 ? 0.3f : 1);
+      const float scale = x[at] == 1000 ? 1000 : 0x1p-9f * (2 + random.uniform()) * (format == PageFormat::e4m3 ? 0.3f : 1) * unit;
       for (int d = 0; d < size; d++) {
         uint8_t code;
         do code = uint8_t(random.bits());
@@ -72,11 +75,13 @@ struct Batch {
   Case c;
   PageFormat format;
   int columns, key_dim, value_dim;  // of a row
+  float scale;
   std::vector<float> q, sinks, slopes;
   Rows keys, values;
   std::vector<int32_t> table;
 
-  Batch(const Case& c, PageFormat format, uint64_t seed) : c(c), format(format) {
+  // With `tiny` ones many products and sums are about 2^-126, though logits are greater.
+  Batch(const Case& c, PageFormat format, uint64_t seed, bool tiny = false) : c(c), format(format), scale(tiny ? 0x1p20f : 1 / sqrtf(float(c.dim))) {
     Random random(seed);
     columns = (LENGTH + c.page_size - 1) / c.page_size;
     key_dim = c.dim, value_dim = c.latent ? c.dim : c.value_dim;
@@ -91,10 +96,10 @@ struct Batch {
           std::fill_n(key_floats.begin() + at(s, k, p) * key_dim, key_dim, 1000.f);
           std::fill_n(value_floats.begin() + at(s, k, p) * value_dim, value_dim, 1000.f);
         }
-    keys = Rows(key_floats, key_dim, format, random);
-    if (!c.latent) values = Rows(value_floats, value_dim, format, random);
+    keys = Rows(key_floats, key_dim, format, random, tiny ? 0x1p-64f : 1);
+    if (!c.latent) values = Rows(value_floats, value_dim, format, random, tiny ? 0x1p-124f : 1);
     q = random.floats(size_t(SEQUENCES) * TOKENS * c.heads * c.dim);
-    for (float& x : q) x *= 4;
+    for (float& x : q) x *= tiny ? 0x1p-61f : 4;
     sinks = random.floats(c.heads);
     for (int head = 0; head < c.heads; head++) slopes.push_back(ldexpf(1, -head));
   }
@@ -108,11 +113,11 @@ struct Batch {
   Attention attention() const {
     Attention a{};
     a.q = q.data(), a.heads = c.heads, a.kv_heads = c.kv_heads, a.dim = c.dim, a.value_dim = c.value_dim;
-    const int scale = is_coded(format) ? SCALE_BYTES : 0;
+    const int beside = is_coded(format) ? SCALE_BYTES : 0;
     a.keys = keys.bytes.data(), a.values = c.latent ? a.keys : values.bytes.data();
-    a.format = format, a.page_size = c.page_size, a.key_row = key_dim + scale, a.value_row = value_dim + scale;
+    a.format = format, a.page_size = c.page_size, a.key_row = key_dim + beside, a.value_row = value_dim + beside;
     a.page_table = table.data(), a.columns = columns;
-    a.scale = 1 / sqrtf(float(c.dim)), a.softcap = c.softcap, a.window = c.window;
+    a.scale = scale, a.softcap = c.softcap, a.window = c.window;
     a.sinks = c.sinks ? sinks.data() : nullptr;
     a.slopes = c.slopes ? slopes.data() : nullptr;
     return a;
@@ -231,6 +236,30 @@ void check_case(const Case& c, PageFormat format) {
   }
 }
 
+// A token's attention has the same bits by itself as in a run that begins with any other one. With a window of 100 the keys of the runs
+// begin with keys 16, 17 and 31 of a block, and with one of 40 as well.
+void check_same_bits(const Case& c, PageFormat format, bool tiny) {
+  const Batch b(c, format, 41, tiny);
+  const int group = c.heads / c.kv_heads;
+  const auto result_of = [&](int first, int tokens, bool decode) {
+    const int position = POSITION + first;
+    const AttentionUnit u{1, 1, 1, TOKENS + first, position, 0, tokens * group, c.window ? position - c.window + 1 : 0, position + tokens, true, decode};
+    return attend_whole(b, u, nullptr);
+  };
+  std::vector<Result> alone;
+  for (int token = 0; token < TOKENS; token++) alone.push_back(result_of(token, 1, true));
+  for (int first : {0, 1, 17, 18, 21, 22, 32, 36, TOKENS - 1}) {
+    const int tokens = std::min(TOKENS - first, MAX_VECTORS / group);
+    const Result run = result_of(first, tokens, false);
+    for (int i = 0; i < tokens; i++) {
+      const Result& token = alone[first + i];
+      const bool same = std::equal(token.softmax.begin(), token.softmax.end(), &run.softmax[2 * i * group]) &&
+                        std::equal(token.out.begin(), token.out.end(), &run.out[size_t(i) * group * c.value_dim]);
+      CHECK(same, "%s, pages %d of %d, window %d: token %d of a run from %d on", c.name, int(format), c.page_size, c.window, i, first);
+    }
+  }
+}
+
 // The nearest code to each number in units of its row's scale, of two the even one.
 void check_codes(PageFormat format) {
   Random random(37);
@@ -262,7 +291,13 @@ void check_codes(PageFormat format) {
 
 void check_attention() {
   for (const Case& c : CASES)
-    for (PageFormat format : {PageFormat::f32, PageFormat::bf16, PageFormat::int8, PageFormat::e4m3}) check_case(c, format);
+    for (PageFormat format : FORMATS) check_case(c, format);
+  for (int window : {0, 40, 100})
+    for (int page_size : {4, 8, 16})
+      for (PageFormat format : FORMATS) {
+        check_same_bits({"groups of 3", 6, 2, 64, 32, page_size, window, 0, true, false}, format, false);
+        check_same_bits({"tiny numbers", 6, 2, 64, 32, page_size, window, 0, false, false}, format, true);
+      }
 }
 
 void check_heads() {
