@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from jaxllm import LLM, SamplingParams, cpu_kernels
+from jaxllm import LLM, ConfigError, SamplingParams, cpu_kernels
 from jaxllm.engine.core.request import Batch
 from jaxllm.engine.core.scheduler import Scheduler
 from tests.reference import load_golden
@@ -167,10 +167,24 @@ REAL = ("smollm2-135m", "gemma3-270m")
 """Grouped heads; and one head of keys for four of queries, sliding windows, and a vocabulary of 262,144."""
 
 
-def test_a_few_requests_of_the_first_layers_of_a_real_model(tmp_path, monkeypatch):
+@pytest.mark.parametrize("products", ["int8", "bf16"])
+def test_a_few_requests_of_the_first_layers_of_a_real_model(products, tmp_path, monkeypatch):
+    if products == "bf16" and not cpu_kernels.rounds_to_bf16(cpu_kernels.isa()):
+        pytest.skip(f"{cpu_kernels.isa()} does not multiply bfloat16")
     model = first_layers(REAL[0], 4, tmp_path)
-    for case in start_case(model, requests_of(len(EDGES), vocab=20_000), skip_tokenizer_init=True):
+    fields = {"skip_tokenizer_init": True, "cpu_products": products}
+    for case in start_case(model, requests_of(len(EDGES), vocab=20_000), **fields):
         check_schedules(case, monkeypatch)
+    with start(model, skip_tokenizer_init=True) as default:
+        assert (answers(default, case.requests[:1], 1) == case.alone[:1]) == (products == "int8")
+
+
+def test_products_of_bfloat16_are_refused_where_there_are_none(tmp_path):
+    model, fields = qwen3_5(tmp_path), {"skip_tokenizer_init": True, "cpu_products": "bf16"}
+    with cpu_kernels.forced("portable"), pytest.raises(ConfigError, match="portable has no instructions for it"):
+        start(model, **fields)
+    with pytest.raises(ConfigError, match=r"no C\+\+ kernels run here; accepted is 'int8'"):
+        start(model, cpu_kernels="off", **fields)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from jax import ShapeDtypeStruct
 from jaxtyping import Array, BFloat16, Float, Float32, Int, Int32, UInt8
 
 from jaxllm.cpu_kernels.library import call
-from jaxllm.cpu_kernels.tiles import number, tile_inputs
+from jaxllm.cpu_kernels.tiles import IN_BF16, number, tile_inputs
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")
 """Of a gated MLP; `gelu` is the exact one, `relu2` the square of relu."""
@@ -24,6 +24,12 @@ class Tiles(NamedTuple):
     rows: int
     scales: Float[Array, "groups runs 16"] | None = None
     """Of formats whose tiles have none."""
+    in_bf16: bool = False
+    """Products with a format of integers round weights and inputs to bfloat16; only where the CPU multiplies those."""
+
+    @property
+    def number(self) -> np.int64:
+        return np.int64(number(self.format) + IN_BF16 * self.in_bf16)
 
     @property
     def operands(self) -> tuple[jax.Array, ...]:
@@ -52,10 +58,11 @@ def linears(
 ) -> tuple[Float[Array, "... o"], ...]:
     """`x @ w.T` for each of some matrices of any formats, float32 `[..., rows]`; of the normalised `x` with `norm`.
 
-    `x` is float32 or bfloat16. With integer formats activations are quantized to int8 with a scale per 32 inputs; with
-    bf16 weights they are rounded to bf16 where the CPU multiplies those. Sums are float32, and a row's result does not
-    depend on the other rows. A row that holds a NaN or an infinity comes out NaN. Rows of zeros at the end, which pad a
-    batch, are not multiplied: their products are zeros, whatever the weights hold.
+    `x` is float32 or bfloat16. With integer formats activations are quantized to int8 with a scale per 32 inputs,
+    unless the weights are `in_bf16`; with bf16 weights they are rounded to bf16 where the CPU multiplies those. Sums
+    are float32, and a row's result does not depend on the other rows. A row that holds a NaN or an infinity comes out
+    NaN. Rows of zeros at the end, which pad a batch, are not multiplied: their products are zeros, whatever the weights
+    hold.
 
     One matrix alone may have a `residual`, to which its product is added. What the tokens' `adapters` give for the
     normalised `x` is added, as `low_rank` would: the matrices are the parts.
@@ -77,7 +84,7 @@ def _products(
         *_norm_arguments(norm),
         *more,
         *(array for arrays in adapters or () for array in arrays),
-        formats=np.array([number(w.format) for w in weights], np.int64),
+        formats=np.array([w.number for w in weights], np.int64),
         residual=residual is not None,
         adapters=adapters is not None,
         **_norm_attributes(norm),
@@ -120,7 +127,7 @@ def grouped_matmul(x: Float[Array, "N i"], weights: Tiles, group_sizes: Int[Arra
     `weights.tiles` is `[X, groups, blocks, bytes]`. Rows past the last group's come out zero.
     """
     return call("jaxllm_grouped", ShapeDtypeStruct((len(x), weights.rows), jnp.float32))(
-        x, group_sizes.astype(jnp.int32), *weights.operands, format=np.int64(number(weights.format))
+        x, group_sizes.astype(jnp.int32), *weights.operands, format=weights.number
     )
 
 
@@ -130,7 +137,7 @@ def argmax(x: Float[Array, "... i"], head: Tiles, *, norm: RowNorm | None = None
         x,
         *head.operands,
         *_norm_arguments(norm),
-        format=np.int64(number(head.format)),
+        format=head.number,
         rows=np.int64(head.rows),
         **_norm_attributes(norm),
     )

@@ -126,6 +126,10 @@ def number(format: str) -> int:
     return FORMATS.index(format.lower())
 
 
+IN_BF16 = 64
+"""Added to the number of a format whose weights are unpacked to bfloat16; see `src/calls.h`."""
+
+
 def tile_inputs(format: str) -> int:
     """Inputs in a tile: 32, or 256 in K formats."""
     return int(library().jaxllm_tile_inputs(number(format)))

@@ -32,7 +32,8 @@ CODES = 32
 class Tiled(Weight):
     """Tiles of 16 rows by a block of inputs; what is in them is the kernels' affair.
 
-    Products with formats of integers round their inputs to int8, with a scale for every 32.
+    Products with formats of integers round their inputs to int8, with a scale for every 32; or `in_bf16` both their
+    inputs and the weights to bfloat16.
 
     Attributes:
         tiles: uint8 `[*stack, o / 16, i / block, bytes]`.
@@ -45,6 +46,7 @@ class Tiled(Weight):
     scales: Any
     format: str = field(metadata={"static": True})
     dtype: np.dtype = field(metadata={"static": True})
+    in_bf16: bool = field(default=False, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -72,7 +74,7 @@ class Tiled(Weight):
 
     @property
     def matrices(self) -> tuple[cpu_kernels.Tiles, ...]:
-        return (cpu_kernels.Tiles(self.tiles, self.format, self.shape[-2], self.scales),)
+        return (cpu_kernels.Tiles(self.tiles, self.format, self.shape[-2], self.scales, self.in_bf16),)
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class TiledKind:
 
     stored: GgufKind | DenseKind | CodedKind
     joins: bool = False
+    in_bf16: bool = False
 
     @property
     def format(self) -> str:
@@ -104,7 +107,7 @@ class TiledKind:
         scales = None
         if self.format in cpu_kernels.SCALED:
             scales = jax.ShapeDtypeStruct((*groups, inputs // (self._run or inputs), GROUP), jnp.float32)
-        return Tiled(jax.ShapeDtypeStruct(tiles, jnp.uint8), scales, self.format, self.stored.dtype)
+        return Tiled(jax.ShapeDtypeStruct(tiles, jnp.uint8), scales, self.format, self.stored.dtype, self.in_bf16)
 
     def pack(self, tensors: Sequence[Stored], layout: Layout | None) -> Tiled:
         """What the other kind makes of them, in tiles. Raises CheckpointError: an e4m3 float is a NaN."""
@@ -116,7 +119,8 @@ class TiledKind:
         if self.format == "e4m3" and (blocks & 0x7F == 0x7F).any():
             raise CheckpointError(f"{tensors[0].origin}: holds NaN")
         tiles = cpu_kernels.repack(self.format, blocks)
-        return Tiled(tiles, None if scales is None else cpu_kernels.lanes(scales), self.format, self.stored.dtype)
+        lanes = None if scales is None else cpu_kernels.lanes(scales)
+        return Tiled(tiles, lanes, self.format, self.stored.dtype, self.in_bf16)
 
 
 def _blocks(kept: Weight) -> tuple[np.ndarray, np.ndarray | None]:
@@ -148,11 +152,11 @@ def tile_format(kind: WeightKind) -> str | None:
     return None
 
 
-def tiled(kind: WeightKind, rows: Sequence[int], inputs: int, *, stack: bool) -> WeightKind:
+def tiled(kind: WeightKind, rows: Sequence[int], inputs: int, *, stack: bool, in_bf16: bool = False) -> WeightKind:
     """`kind` in tiles where the kernels have them, and parts of `rows` rows by `inputs` inputs are whole tiles."""
     if isinstance(kind, OrderedKind):
-        return replace(kind, kind=tiled(kind.kind, rows, inputs, stack=stack))
+        return replace(kind, kind=tiled(kind.kind, rows, inputs, stack=stack, in_bf16=in_bf16))
     if tile_format(kind) is None or kind.dtype not in FLOATS or any(count % GROUP for count in rows):  # type: ignore[attr-defined]
         return kind
-    candidate = TiledKind(kind, joins=stack)  # type: ignore[arg-type]
+    candidate = TiledKind(kind, joins=stack, in_bf16=in_bf16)  # type: ignore[arg-type]
     return candidate if inputs % candidate.block == 0 else kind

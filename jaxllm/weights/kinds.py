@@ -43,6 +43,7 @@ class KindChooser:
             are.
         isq: what weights are quantized to; None for nothing.
         tiles: whether weights go into the tiles of the C++ kernels for CPUs, if those have them.
+        in_bf16: whether products with those round to bfloat16 instead of int8.
         gpu_tiles: likewise into those of NVIDIA GPUs' kernels.
         isq_map: patterns of tensor names -> schemes that take precedence over `isq`; the first that fits counts.
         recoded: type in the file and type kept -> the number of tensors that are encoded anew.
@@ -55,6 +56,7 @@ class KindChooser:
     isq: str | None = None
     isq_map: Mapping[str, str] = field(default_factory=dict)
     tiles: bool = False
+    in_bf16: bool = False
     gpu_tiles: bool = False
     recoded: Counter[tuple[str, str]] = field(default_factory=Counter)
 
@@ -82,7 +84,9 @@ class KindChooser:
         rows, inputs, stack = self._rows(spec), self._inputs(spec), len(spec.shape) > 2
         if self.gpu_tiles:
             return tuple(gpu_tiled(kind, rows, inputs) for kind in kinds)
-        return tuple(tiled(kind, rows, inputs, stack=stack) for kind in kinds) if self.tiles else kinds
+        if not self.tiles:
+            return kinds
+        return tuple(tiled(kind, rows, inputs, stack=stack, in_bf16=self.in_bf16) for kind in kinds)
 
     @property
     def notes(self) -> list[str]:

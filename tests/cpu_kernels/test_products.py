@@ -14,7 +14,17 @@ import pytest
 
 from jaxllm import cpu_kernels
 from jaxllm.cpu_kernels import RowNorm, Tiles
-from tests.cpu_kernels.weights import FORMATS, ISAS, assert_close, needs_kernels, random_weights, rounded
+from tests.cpu_kernels.weights import (
+    CODED,
+    FORMATS,
+    ISAS,
+    QUANTIZED,
+    assert_close,
+    needs_bf16,
+    needs_kernels,
+    random_weights,
+    rounded,
+)
 
 pytestmark = needs_kernels
 
@@ -22,9 +32,9 @@ every_isa = pytest.mark.parametrize("isa", ISAS)
 every_format = pytest.mark.parametrize("format", FORMATS)
 
 
-@functools.partial(jax.jit, static_argnames=("formats", "rows", "epsilon", "offset"))
-def products(x, arrays, norm=None, residual=None, *, formats, rows, epsilon=1e-6, offset=0.0):
-    weights = [Tiles(tiles, *of, scales) for (tiles, scales), *of in zip(arrays, formats, rows, strict=True)]
+@functools.partial(jax.jit, static_argnames=("formats", "rows", "epsilon", "offset", "in_bf16"))
+def products(x, arrays, norm=None, residual=None, *, formats, rows, epsilon=1e-6, offset=0.0, in_bf16=False):
+    weights = [Tiles(tiles, *of, scales, in_bf16) for (tiles, scales), *of in zip(arrays, formats, rows, strict=True)]
     norm = None if norm is None else RowNorm(norm, epsilon, offset)
     return cpu_kernels.linears(x, weights, norm=norm, residual=residual)
 
@@ -64,6 +74,39 @@ def test_random_shapes(seed):
         with cpu_kernels.forced(isa, threads=1 + seed % 4):
             y = product(x, weights.tiles)
         assert_close(y, rounded(x, format, isa), weights.values)
+
+
+@every_isa
+@pytest.mark.parametrize("format", [*QUANTIZED, *CODED])
+def test_products_in_bf16(isa, format):
+    """Weights and inputs are rounded to bfloat16. Codes of i8 are exact in it, and e4m3 is left as it is."""
+    needs_bf16(isa)
+    weights = random_weights(format, 45, 512)
+    values = weights.values if format in ("i8", "e4m3") else rounded(weights.values, "bf16", isa)
+    for rows in (1, 2, 7, 15, 16, 17, 65):
+        x = activations(rows, 512)
+        with cpu_kernels.forced(isa):
+            y = product(x, weights.tiles, in_bf16=True)
+        assert_close(y, rounded(x, "f32" if format == "e4m3" else "bf16", isa), values)
+
+
+@every_isa
+@pytest.mark.parametrize("format", [*QUANTIZED, "u4", "i8"])
+def test_products_in_bf16_err_half_as_much_as_those_of_int8(isa, format):
+    """The mean relative error of rows, against the product that was meant."""
+    needs_bf16(isa)
+    weights, x = random_weights(format, 128, 1024), activations(64, 1024)
+    exact = x.astype(np.float64) @ weights.values.T
+    with cpu_kernels.forced(isa):
+        found = [product(x, weights.tiles, in_bf16=in_bf16) for in_bf16 in (True, False)]
+    fine, coarse = ((np.linalg.norm(y - exact, axis=1) / np.linalg.norm(exact, axis=1)).mean() for y in found)
+    assert fine < 0.5 * coarse
+
+
+def test_products_in_bf16_are_refused_where_there_are_none():
+    weights = random_weights("q4_1", 32, 64)
+    with cpu_kernels.forced("portable"), pytest.raises(Exception, match="portable has no products of bfloat16"):
+        product(activations(2, 64), weights.tiles, in_bf16=True)
 
 
 @every_isa

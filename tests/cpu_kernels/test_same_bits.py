@@ -13,7 +13,7 @@ import pytest
 
 from jaxllm import cpu_kernels
 from jaxllm.cpu_kernels.attention import PAGE_DTYPES
-from tests.cpu_kernels.weights import ISAS, needs_kernels, random_weights
+from tests.cpu_kernels.weights import ISAS, needs_bf16, needs_kernels, random_weights
 
 pytestmark = needs_kernels
 every_isa = pytest.mark.parametrize("isa", ISAS)
@@ -137,10 +137,13 @@ def test_norms(isa, dtype, centred):
 
 
 @every_isa
-@pytest.mark.parametrize("format", ["q4_1", "q8_0", "bf16", "f32"])
+@pytest.mark.parametrize("format", ["q4_1", "q8_0", "bf16", "f32", "q4_1 in bf16"])
 def test_products_between_norms_and_activations(isa, format):
-    gate, up = (random_weights(format, 64, 256, seed).tiles for seed in (0, 1))
-    down = random_weights(format, 256, 64, 2).tiles
+    format, *in_bf16 = format.split(" in ")
+    if in_bf16:
+        needs_bf16(isa)
+    shapes = (64, 256, 0), (64, 256, 1), (256, 64, 2)
+    gate, up, down = (random_weights(format, *shape).tiles._replace(in_bf16=bool(in_bf16)) for shape in shapes)
     norm = cpu_kernels.RowNorm(jnp.asarray(np.random.default_rng(1).normal(size=256), jnp.float32))
     rows_alike(jax.jit(lambda x: cpu_kernels.mlp(x, gate, up, down, "silu", norm=norm, residual=x)), isa)
     rows_alike(jax.jit(lambda x: cpu_kernels.linears(x, (gate,), norm=norm)[0]), isa)

@@ -82,6 +82,11 @@ def _random_codes(format: str, rows: int, inputs: int, rng: np.random.Generator)
     return Weights(codes, values, cpu_kernels.Tiles(tiles, format, rows, cpu_kernels.lanes(scales)))
 
 
+def needs_bf16(isa: str) -> None:
+    if not cpu_kernels.rounds_to_bf16(isa):
+        pytest.skip(f"{isa} does not multiply bfloat16")
+
+
 def rounded(x: np.ndarray, format: str, isa: str) -> np.ndarray:
     """What a product with weights of `format` takes `x` for, in float64."""
     if format in ("f32", "e4m3") or (format == "bf16" and not cpu_kernels.rounds_to_bf16(isa)):

@@ -40,15 +40,15 @@ template <class USE> Activations room_for(const std::vector<Matrix>& matrices, i
   Activations a{};
   bool integer = false, halves = false;
   for (const Matrix& w : matrices) {
-    integer |= layout(w.format).integer();
-    halves |= w.format == Format::bf16 && kernels().has_bf16;
+    integer |= w.takes_codes();
+    halves |= w.in_bf16 || (w.format == Format::bf16 && kernels().has_bf16);
     wide |= w.format == Format::f32 || w.format == Format::e4m3 || (w.format == Format::bf16 && !kernels().has_bf16);
     a.inputs = std::max(a.inputs, w.inputs);
   }
   a.panel_rows = panel_rows;
   const size_t inputs = a.inputs, blocks = inputs / BLOCK, rows = size_t(panels) * panel_rows;
   scratch.clear();
-  scratch.reserve(rows * (inputs * (integer + 2 * halves + 4 * wide) + integer * blocks * sizeof(RowBlock)) + 512);
+  scratch.reserve(rows * (inputs * (integer + 2 * halves + 4 * wide) + integer * blocks * sizeof(RowBlock)) + 1280);
   if (integer) {
     a.codes = scratch.take<int8_t>(rows * inputs);
     a.blocks = scratch.take<RowBlock>(rows * blocks);

@@ -24,6 +24,8 @@ template <class In, class Out> void settle(const In& in, Out& out) {
 
 inline ffi::Error wrong(const std::string& what) { return ffi::Error::InvalidArgument(what); }
 
+constexpr int64_t IN_BF16 = 64;  // added to the format of a matrix whose products are to be those of bf16
+
 // The operands of a call that follow those which every call has, one after another.
 class Operands {
  public:
@@ -32,6 +34,8 @@ class Operands {
   // `tiles` [groups, blocks, bytes], or the first of several, as a matrix of `rows` outputs, and its scales
   // [groups, runs, 16] if it has any.
   ffi::Error matrix(int64_t format, int64_t rows, int64_t inputs, Matrix& out) {
+    const bool in_bf16 = format >= IN_BF16;
+    format %= IN_BF16;
     if (format < 0 || format >= int64_t(Format::count)) return wrong("no format " + std::to_string(format));
     const Layout form = layout(Format(format));
     const auto tiles = rest_.get<ffi::AnyBuffer>(next_++);
@@ -41,7 +45,8 @@ class Operands {
     if (shape[0] * ROWS < rows) return wrong(std::to_string(shape[0]) + " groups do not hold " + std::to_string(rows) + " rows");
     if (shape[1] != (inputs + form.inputs - 1) / form.inputs)
       return wrong(std::to_string(shape[1]) + " blocks of " + std::to_string(form.inputs) + " do not hold " + std::to_string(inputs) + " inputs");
-    out = {Format(format), static_cast<const uint8_t*>(tiles->untyped_data()), int(rows), int(shape[0]), int(shape[1] * form.inputs), nullptr, 0};
+    out = {Format(format), static_cast<const uint8_t*>(tiles->untyped_data()), int(rows), int(shape[0]), int(shape[1] * form.inputs), nullptr, 0, in_bf16 && layout(Format(format)).integer()};
+    if (out.in_bf16 && !kernels().has_bf16) return wrong(std::string(kernels().name) + " has no products of bfloat16");
     return has_scales(out.format) ? scales(out) : ffi::Error::Success();
   }
 

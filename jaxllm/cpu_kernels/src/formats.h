@@ -70,11 +70,14 @@ struct Matrix {
   int inputs;           // padded to whole tiles
   const float* scales;  // [groups, runs, 16] of formats that have them; the inputs are so many runs of one length
   int runs;
+  // Products of integer formats unpack weights with their scales to bf16, and take inputs as bf16, too.
+  bool in_bf16 = false;
 
+  MEMBER bool takes_codes() const { return layout(format).integer() && !in_bf16; }
   MEMBER const float* scales_of(int g) const { return scales + int64_t(g) * runs * ROWS; }
   // The same of another one of a stack that this is the first of.
   MEMBER Matrix of_stack(int64_t index) const {
-    return {format, tiles + index * groups * group_bytes(), rows, groups, inputs, scales ? scales + index * groups * runs * ROWS : nullptr, runs};
+    return {format, tiles + index * groups * group_bytes(), rows, groups, inputs, scales ? scales + index * groups * runs * ROWS : nullptr, runs, in_bf16};
   }
   MEMBER int64_t group_bytes() const { return int64_t(inputs / layout(format).inputs) * layout(format).bytes(); }
   MEMBER const uint8_t* group(int g) const { return tiles + g * group_bytes(); }

@@ -130,7 +130,34 @@ static void multiply_by_scales(const Matrix& w, int count, int group, int groups
     for (int i = 0; i < groups * ROWS; i += LANES) store(out + i, load(out + i) * load(w.scales_of(group) + i));
 }
 
+#if defined(__AVX512BF16__)
+
+// As `product` has it, of weights that are unpacked with their scales.
+static __attribute__((noinline)) void unpacked_product(const Matrix& w, const Activations& a, int row, int count, int group, int groups, float* out) {
+  const auto take = [&](auto format) { in_bf16<Format(format.value)>(w, a, row, count, group, groups, out); };
+  switch (w.format) {
+    case Format::q4_0: return take(Const<int(Format::q4_0)>{});
+    case Format::q4_1: return take(Const<int(Format::q4_1)>{});
+    case Format::q5_0: return take(Const<int(Format::q5_0)>{});
+    case Format::q5_1: return take(Const<int(Format::q5_1)>{});
+    case Format::q8_0: return take(Const<int(Format::q8_0)>{});
+    case Format::q4_k: return take(Const<int(Format::q4_k)>{});
+    case Format::q5_k: return take(Const<int(Format::q5_k)>{});
+    case Format::mxfp4: return take(Const<int(Format::mxfp4)>{});
+    case Format::u4: return take(Const<int(Format::u4)>{});
+    case Format::i8:
+      take(Const<int(Format::i8)>{});
+      return multiply_by_scales(w, count, group, groups, out);
+    default: return take(Const<int(Format::q6_k)>{});
+  }
+}
+
+#endif
+
 static void product(const Matrix& w, const Activations& a, int row, int count, int group, int groups, float* out) {
+#if defined(__AVX512BF16__)
+  if (w.in_bf16) return unpacked_product(w, a, row, count, group, groups, out);
+#endif
   if (w.format == Format::bf16) return bf16_product(w, a, row, count, group, groups, out);
   if (w.format == Format::f32) return float_product<Format::f32>(w, a, row, count, group, groups, out);
   if (w.format == Format::e4m3) return float_product<Format::e4m3>(w, a, row, count, group, groups, out);

@@ -93,20 +93,28 @@ template <class F> INLINE void over_tiles(int rows, int columns, F&& f) {
   }
 }
 
-static void bf16_product(const Matrix& w, const Activations& a, int row, int count, int group, int groups, float* out) {
+// As many rows as whole tiles have, unless they are few.
+INLINE int rows_in_tiles(int count) { return count < TILE_ROWS ? count : (count + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS; }
+
+// Blocks of weights of one group or two, which lie at `weights`, by those of the activations from block `first` on; MORE adds them to
+// what `out` holds, and takes rows_in_tiles.
+template <bool MORE>
+static void multiply_bf16(const uint8_t* const (&weights)[2], int blocks, const Activations& a, int first, int row, int count, int groups, float* out) {
   shape_tiles(smaller(count, TILE_ROWS), 2 * BLOCK);
   before_tiles_are_read();
   over_tiles(count, groups * ROWS, [&](int m, int more, int column, auto tall, auto wide) __attribute__((always_inline)) {
     constexpr int bytes = layout(Format::bf16).bytes();
-    const uint8_t *w0 = w.group(group + column / ROWS), *w1 = w0 + (wide.value ? w.group_bytes() : 0);
-    const uint16_t *x = a.halves + a.place(row + m, 0) * BLOCK, *more_x = a.halves + a.place(row + more, 0) * BLOCK;
-    zero_sums<tall.value, wide.value>();
-    for (int b = 0; b < w.inputs / BLOCK; b++, w0 += bytes, w1 += bytes, x += a.panel_rows * BLOCK, more_x += a.panel_rows * BLOCK) {
+    const uint8_t *w0 = weights[column / ROWS], *w1 = weights[1];
+    const uint16_t *x = a.halves + a.place(row + m, first) * BLOCK, *more_x = a.halves + a.place(row + more, first) * BLOCK;
+    float *sums = out + m * PANEL_COLUMNS + column, *more_sums = out + more * PANEL_COLUMNS + column;
+    if (MORE) load_sums<tall.value, wide.value>(sums, more_sums, PANEL_COLUMNS);
+    else zero_sums<tall.value, wide.value>();
+    for (int b = 0; b < blocks; b++, w0 += bytes, w1 += bytes, x += a.panel_rows * BLOCK, more_x += a.panel_rows * BLOCK) {
       prefetch_block(w0, bytes);
       if (wide.value) prefetch_block(w1, bytes);
       add_tiles<tall.value, wide.value>({x, 2 * BLOCK}, {more_x, 2 * BLOCK}, {w0, 64}, {w1, 64});
     }
-    store_sums<tall.value, wide.value>(out + m * PANEL_COLUMNS + column, out + more * PANEL_COLUMNS + column, PANEL_COLUMNS);
+    store_sums<tall.value, wide.value>(sums, more_sums, PANEL_COLUMNS);
   });
 }
 

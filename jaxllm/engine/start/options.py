@@ -43,7 +43,8 @@ def build_options(
     """The dtype and the kernels that `config` means for this model on this platform.
 
     Raises:
-        ConfigError: the attention backend cannot run there, or not this model.
+        ConfigError: the attention backend cannot run there, or not this model, or products are to round to what the
+            processor does not multiply.
     """
     dtype, tp = DTYPES[config.dtype], config.tensor_parallel_size
     uses = [
@@ -66,6 +67,9 @@ def build_options(
         native=wants_cpu_kernels(config, platform) and _runs_cpu_kernels(),
         uses=uses,
     )
+    if config.cpu_products == "bf16" and not (kernels.native and cpu_kernels.rounds_to_bf16(cpu_kernels.isa())):
+        missing = f"{cpu_kernels.isa()} has no instructions for it" if kernels.native else "no C++ kernels run here"
+        raise ConfigError(f"cpu_products is 'bf16', and {missing}; accepted is 'int8'")
     return BuildOptions(dtype, tp, kernels, config.enable_expert_parallel, dp=config.num_batches)
 
 
@@ -77,7 +81,14 @@ def choose_kinds(
     packed = keeps_packed(config, checkpoint, kernels, platform)
     requantized = config.isq, config.isq_map or {}
     return KindChooser(
-        checkpoint, spec.names, options.tp, packed, *requantized, tiles=kernels.native, gpu_tiles=kernels.gpu_tiles
+        checkpoint,
+        spec.names,
+        options.tp,
+        packed,
+        *requantized,
+        tiles=kernels.native,
+        in_bf16=config.cpu_products == "bf16",
+        gpu_tiles=kernels.gpu_tiles,
     )
 
 

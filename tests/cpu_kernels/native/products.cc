@@ -51,13 +51,14 @@ struct Weights {
   std::vector<float> values;  // [OUTPUTS][inputs]
 };
 
-Weights random_weights(Format format, int inputs, uint64_t seed) {
+Weights random_weights(Format format, int inputs, uint64_t seed, bool in_bf16 = false) {
   Random random(seed);
   Weights w{random_tiles(format, inputs, random), {}, {}, std::vector<float>(size_t(OUTPUTS) * inputs)};
   const int runs = format == Format::e4m3 && inputs % (2 * BLOCK) == 0 ? 2 : 1;
   if (has_scales(format)) w.scales = random.floats(size_t(OUTPUTS) * runs);
-  w.matrix = {format, w.tiles.data(), OUTPUTS, OUTPUTS / ROWS, inputs, w.scales.data(), runs};
+  w.matrix = {format, w.tiles.data(), OUTPUTS, OUTPUTS / ROWS, inputs, w.scales.data(), runs, in_bf16};
   for (int o = 0; o < OUTPUTS; o++) unpack_row(w.matrix, o, inputs, &w.values[size_t(o) * inputs]);
+  if (in_bf16 && !has_scales(format)) w.values = floats_of(bf16s_of(w.values));
   return w;
 }
 
@@ -82,8 +83,8 @@ std::vector<float> product(const Weights& w, const std::vector<T>& x, int rows, 
   std::vector<float> values(room), scratch(inputs), out(size_t(rows) * OUTPUTS);
   std::vector<uint16_t> halves(room, 0x7fc0);
   Activations a{inputs, panel_rows, nullptr, nullptr, nullptr, nullptr};
-  if (layout(w.matrix.format).integer()) a.codes = codes.data(), a.blocks = blocks.data();
-  else if (w.matrix.format == Format::bf16 && k.has_bf16) a.halves = halves.data();
+  if (w.matrix.takes_codes()) a.codes = codes.data(), a.blocks = blocks.data();
+  else if (w.matrix.in_bf16 || (w.matrix.format == Format::bf16 && k.has_bf16)) a.halves = halves.data();
   else a.values = values.data();
   for (int m = 0; m < rows; m++) k.prepare({&x[size_t(m) * size], sizeof(T) == 2, size, norm, epsilon, offset}, a, m, scratch.data());
   for (int first = 0; first < rows; first += panel_rows)
@@ -97,12 +98,12 @@ std::vector<float> product(const Weights& w, const std::vector<T>& x, int rows, 
   return out;
 }
 
-// What a product with weights of `format` takes a row for.
-std::vector<double> rounded(const float* x, int size, Format format) {
+// What a product with such weights takes a row for.
+std::vector<double> rounded(const float* x, int size, const Matrix& w) {
   std::vector<double> r(x, x + size);
-  if (format == Format::bf16 && kernels().has_bf16)
+  if (w.in_bf16 || (w.format == Format::bf16 && kernels().has_bf16))
     for (int i = 0; i < size; i++) r[i] = float_of_bf16(bf16_of_float(x[i]));
-  if (!layout(format).integer()) return r;
+  if (!w.takes_codes()) return r;
   for (int b = 0; b < size; b += BLOCK) {
     float largest = 0;
     for (int i = b; i < b + BLOCK; i++) largest = std::max(largest, fabsf(x[i]));
@@ -123,13 +124,13 @@ void expect_product(const Weights& w, const double* x, int size, const float* y,
   }
 }
 
-uint64_t check_format(Format format, uint64_t hash) {
+uint64_t check_format(Format format, uint64_t hash, bool in_bf16 = false) {
   const int inputs = layout(format).inputs == 256 ? 512 : 160;
-  const Weights w = random_weights(format, inputs, uint64_t(format));
+  const Weights w = random_weights(format, inputs, uint64_t(format), in_bf16);
   const std::vector<float> x = random_rows(MOST_ROWS, inputs, 7);
   const std::vector<float> all = product(w, x, MOST_ROWS);
   for (int m = 0; m < MOST_ROWS; m++)
-    expect_product(w, rounded(&x[size_t(m) * inputs], inputs, format).data(), inputs, &all[size_t(m) * OUTPUTS], 2e-6, "a product");
+    expect_product(w, rounded(&x[size_t(m) * inputs], inputs, w.matrix).data(), inputs, &all[size_t(m) * OUTPUTS], 2e-6, "a product");
 
   std::vector<int> counts = {47, 48, 63, 64, 65};
   for (int rows = 1; rows <= 33; rows++) counts.push_back(rows);
@@ -147,7 +148,7 @@ uint64_t check_format(Format format, uint64_t hash) {
     }
   const std::vector<uint16_t> short_x = bf16s_of(std::vector<float>(x.begin(), x.begin() + 5 * inputs));
   CHECK(product(w, short_x, 5) == product(w, floats_of(short_x), 5), "format %d: bf16 activations", int(format));
-  if (format == Format::bf16) return hash;  // not all instruction sets round activations to it
+  if (in_bf16 || format == Format::bf16) return hash;  // not all instruction sets round activations to it
   for (float y : all) hash = (hash ^ bits_of_float(y)) * 0x100000001b3;
   return hash;
 }
@@ -157,7 +158,7 @@ void check_three_blocks(Format format, int size) {
   const Weights w = random_weights(format, 96, 3);
   const std::vector<float> x = random_rows(18, size, 5);
   const std::vector<float> y = product(w, x, 18);
-  for (int m = 0; m < 18; m++) expect_product(w, rounded(&x[m * size], size, format).data(), size, &y[m * OUTPUTS], 2e-6, "three blocks");
+  for (int m = 0; m < 18; m++) expect_product(w, rounded(&x[m * size], size, w.matrix).data(), size, &y[m * OUTPUTS], 2e-6, "three blocks");
 }
 
 // A thread's tiles keep their shape while it does not change, and no longer than until the thread rests.
@@ -183,6 +184,8 @@ void check_shapes() {
 uint64_t check_products() {
   uint64_t hash = 0xcbf29ce484222325;
   for (int format = 0; format < int(Format::count); format++) hash = check_format(Format(format), hash);
+  for (int format = 0; format < int(Format::count) && kernels().has_bf16; format++)
+    if (layout(Format(format)).integer()) check_format(Format(format), 0, true);
   check_three_blocks(Format::f32, 83);
   check_three_blocks(Format::bf16, 83);
   check_three_blocks(Format::q4_1, 96);
