@@ -20,8 +20,9 @@ from jaxllm.quantization.stored import INT8, UINT8, Stored
 from jaxllm.quantization.weight import DenseKind, Weight, WeightKind
 from jaxllm.sharding.mesh import Axes, Layout
 
-FLOATS = {np.dtype(jnp.bfloat16): "bf16"}
-"""Dense weights that lie in tiles. Products of float32 are left to XLA: whoever asks for it wants nothing rounded."""
+BFLOAT16 = np.dtype(jnp.bfloat16)
+FLOATS = {BFLOAT16: "bf16", np.dtype(np.float32): "f32"}
+"""Dense weights that lie in tiles; those of float32 are routers: XLA would copy such a small matrix in each step."""
 
 CODES = 32
 """Of a block, where those are of a checkpoint's codes."""
@@ -156,7 +157,8 @@ def tiled(kind: WeightKind, rows: Sequence[int], inputs: int, *, stack: bool, in
     """`kind` in tiles where the kernels have them, and parts of `rows` rows by `inputs` inputs are whole tiles."""
     if isinstance(kind, OrderedKind):
         return replace(kind, kind=tiled(kind.kind, rows, inputs, stack=stack, in_bf16=in_bf16))
-    if tile_format(kind) is None or kind.dtype not in FLOATS or any(count % GROUP for count in rows):  # type: ignore[attr-defined]
+    rounds = not isinstance(kind, DenseKind) and kind.dtype != BFLOAT16  # type: ignore[attr-defined]
+    if tile_format(kind) is None or rounds or any(count % GROUP for count in rows):
         return kind
     candidate = TiledKind(kind, joins=stack, in_bf16=in_bf16)  # type: ignore[arg-type]
     return candidate if inputs % candidate.block == 0 else kind
