@@ -165,7 +165,7 @@ def check_hf(c: dict[str, Any], layer_types: Sequence[str] = LAYER_TYPES, fields
             check_fields(given.get(kind) or {}, ROPE_FIELDS, f"{name}.{kind}.")
     layers = c.get("num_hidden_layers")
     for name in ("layer_types", "mlp_layer_types", "no_rope_layers"):
-        if c.get(name) and len(c[name]) != layers:
+        if layers and c.get(name) and len(c[name]) != layers:
             raise CheckpointError(f"{name} has {len(c[name])} entries; accepted is one for each of {layers} layers")
 
 

@@ -286,3 +286,70 @@ def test_what_transformers_itself_writes_is_read(model_type, tmp_path):
             values += [None] if "None" in str(field.type) and (model_type, field.name) not in NOT_NULL else []
             found = [read(tmp_path, config | {field.name: value}) for value in values]
             assert [one for one in found if isinstance(one, str)] == [], field.name
+
+
+CLASSES = [kind for family in FAMILIES for kind in family.model_types if has_class(kind)]
+NO_MODELS = {
+    "deepseek_v2": "num_experts_per_tok is null",
+    "glm4_moe": "a head's 21 rotary channels are no pairs",
+}
+"""Classes whose defaults are no model, each with the reason."""
+
+
+@pytest.mark.parametrize("model_type", [kind for kind in CLASSES if kind not in NO_MODELS])
+def test_the_default_of_each_class_is_read_as_transformers_saves_it(model_type, tmp_path):
+    found = config_of(model_type)[1]()
+    found.save_pretrained(tmp_path)
+    type(found).from_pretrained(tmp_path).save_pretrained(tmp_path)
+    for saved in ((tmp_path / "config.json").read_text(), found.to_json_string(use_diff=False)):
+        config = read(tmp_path, json.loads(saved))
+        assert isinstance(config, DecoderConfig), config
+
+
+OWN_HEADS = "transformers takes it from any configuration that has it, whatever its class says"
+READ_ALL_THE_SAME = {
+    **{(kind, "head_dim"): OWN_HEADS for kind in (
+        "cohere", "cohere2", "ernie4_5_moe", "granite", "granitemoehybrid", "olmo2", "olmo3", "phi", "qwen2",
+        "qwen2_moe", "smollm3", "starcoder2",
+    )},
+    **{(kind, "original_max_position_embeddings"): "published files have it beside rope_parameters" for kind in (
+        "deepseek_v2", "deepseek_v3", "exaone4", "gpt_oss", "llama4_text", "ministral3", "mistral4", "olmo3",
+    )},
+    **{(kind, "position_embedding_type"): "older files have it; other ones than learnt positions are refused"
+       for kind in ("bert", "roberta", "xlm-roberta")},
+    ("nomic_bert", "activation_function"): "published files have the keys of the model's own code",
+    ("nomic_bert", "num_experts"): "published files have the keys of the model's own code",
+    ("hunyuan_v1_moe", "moe_intermediate_size"): "published files have it",
+    ("mamba2", "max_position_embeddings"): "the length that is served, where a file says one",
+    **{("gemma4_unified_text", key): "of the class that it is a variety of" for key in (
+        "enable_moe_block", "hidden_size_per_layer_input", "top_k_experts",
+    )},
+}  # fmt: skip
+"""Keys of other classes that are read, each with the reason."""
+FOREIGN = {
+    field.name: field.default
+    for kind in CLASSES
+    for field in dataclasses.fields(config_of(kind)[1])
+    if field.name in keys_of(kind) and field.name not in HARMLESS and (field.name in OTHERS or field.default)
+}
+"""Keys of any class, each with the default of one; `add_cross_attention` is refused everywhere."""
+
+
+@pytest.mark.parametrize("model_type", CLASSES)
+def test_keys_of_other_classes_are_ignored(model_type, tmp_path):
+    name, kind = config_of(model_type)
+    config = tiny_config(name)
+    before = read(tmp_path, config)
+    known = {*keys_of(model_type), *kind.attribute_map, *config, *NOT_ALIKE}
+    layers = next(config[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if key in config)
+    values = {
+        key: other_value(key, FOREIGN[key], layers)
+        for key in sorted(FOREIGN.keys() - known)
+        if FOREIGN[key] is not dataclasses.MISSING and (model_type, key) not in READ_ALL_THE_SAME
+    }
+    found = {key: read(tmp_path, config | {key: value}) for key, value in values.items()}
+    assert {key: one if isinstance(one, str) else "read" for key, one in found.items() if one != before} == {}
+
+
+NOT_ALIKE = ("layers_block_type", "layer_types", "use_bidirectional_attention")
+"""Keys whose values are of other kinds in other classes, and are refused for it."""

@@ -31,7 +31,7 @@ def v2_from_hf(c: dict[str, Any]) -> DecoderConfig:
     limited = c.get("topk_method") == "group_limited_greedy"
     renormalize, scale = bool(c.get("norm_topk_prob")), c.get("routed_scaling_factor", 1.0)
     moe = _routed(c, by_groups=limited, renormalize=renormalize, scale=scale)
-    return latent_config(c, moe, interleaved=True)
+    return latent_config(c, moe, interleaved=True, mlp_bias=c.get("mlp_bias", False))
 
 
 def v3_from_hf(c: dict[str, Any]) -> DecoderConfig:
@@ -79,7 +79,7 @@ def latent_config(
         c, head_dim=mla.qk_head_dim,
         layers=[LayerKind(rope, sparse=is_sparse) for is_sparse in sparse or _after_dense(c)],
         attention_scale=mla.qk_head_dim**-0.5 * _sharpening(c, rope), attention_bias=c.get("attention_bias", False),
-        mlp_bias=c.get("mlp_bias", False), moe=moe, mla=mla, **differences,
+        moe=moe, mla=mla, **differences,
     )  # fmt: skip
 
 

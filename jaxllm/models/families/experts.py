@@ -70,7 +70,9 @@ def gpt_oss_from_hf(c: dict[str, Any]) -> DecoderConfig:
     moe = hf_experts(
         c, "num_local_experts", "intermediate_size", renormalize=True, router_bias=True, expert_bias=True, swiglu=swiglu
     )
-    layers = [LayerKind(rope, window, sparse=True) for window in hf_windows(c, period=2)]
+    layers = [
+        LayerKind(rope, window, sparse=True) for window in hf_windows(c | {"sliding_window_pattern": None}, period=2)
+    ]
     return hf_decoder(c, layers=layers, moe=moe, attention_bias=c.get("attention_bias", True), attention_sinks=True)
 
 

@@ -122,7 +122,7 @@ def bloom_from_hf(c: dict[str, Any]) -> DecoderConfig:
         max_position_embeddings="seq_length",
     )  # fmt: skip
     return hf_decoder(
-        {"intermediate_size": 4 * c["hidden_size"]} | c, layers=LayerKind(None),
+        without_groups(c) | {"intermediate_size": 4 * c["hidden_size"]}, layers=LayerKind(None),
         norm_eps=c.get("layer_norm_epsilon", 1e-5), attention_bias=True, mlp_bias=True, norm="layer",
         embedding_norm=True, gated_mlp=False, hidden_act="gelu_new", alibi=USUAL_STEEPNESS,
     )  # fmt: skip
@@ -172,7 +172,7 @@ def mpt_from_hf(c: dict[str, Any]) -> DecoderConfig:
     attention = c.get("attn_config") or {}
     check_fields(attention, MPT_ATTENTION_FIELDS, "attn_config.")
     return hf_decoder(
-        {"intermediate_size": c["expansion_ratio"] * c["hidden_size"]} | c, layers=LayerKind(None),
+        without_groups(c) | {"intermediate_size": c["expansion_ratio"] * c["hidden_size"]}, layers=LayerKind(None),
         norm_eps=c.get("layer_norm_epsilon", 1e-5), alibi=float(attention.get("alibi_bias_max", USUAL_STEEPNESS)),
         attention_scale=attention.get("softmax_scale"), qkv_clip=attention.get("clip_qkv") or None,
         norm="layer_unbiased", gated_mlp=False, hidden_act="gelu",
@@ -196,5 +196,8 @@ MPT = Family(
             "attention.output": "attn.out_proj", "mlp.up": "ffn.up_proj", "mlp.down": "ffn.down_proj",
         }),
     },
-    gguf_architectures=("mpt",), gguf={"attn_config": _gguf_attention},
+    gguf_architectures=("mpt",), gguf={
+        "attn_config": _gguf_attention,
+        "expansion_ratio": lambda file: file("feed_forward_length") // file("embedding_length"),
+    },
 )  # fmt: skip

@@ -46,6 +46,7 @@ def olmo3_from_hf(c: dict[str, Any]) -> DecoderConfig:
     given = ropes.get("full_attention") or c.get("rope_scaling") or DEFAULT
     rope = hf_rope(c, theta=OLMO3_THETA, parameters=given)
     local = hf_rope(c, theta=OLMO3_THETA, parameters=ropes.get("sliding_attention") or DEFAULT)
+    c = c | {"sliding_window_pattern": None}  # a key of other families
     layers = [LayerKind(rope if window is None else local, window) for window in hf_windows(c, period=4)]
     stated = {"max_position_embeddings": c["max_position_embeddings"]} if "max_position_embeddings" in c else {}
     return hf_decoder(c, layers=layers, attention_bias=c.get("attention_bias", False), **WHAT_OLMO_IS, **stated)
