@@ -357,6 +357,8 @@ def _check_rope(rope: RopeConfig, head_dim: int) -> None:
     least = 4 if rope.kind == "dynamic" else 2  # dynamic scaling divides by two less
     if rope.dim % 2 or not least <= rope.dim <= head_dim:
         _refuse("the number of rotary channels", rope.dim, f"an even number from {least} to a head's {head_dim}")
+    if not rope.mixed and sum(rope.sections) not in (0, rope.dim // 2):
+        _refuse("mrope_section", rope.sections, f"numbers whose sum is {rope.dim // 2}")
     if rope.kind == "llama3" and rope.high_freq_factor < rope.low_freq_factor:
         _refuse("high_freq_factor", rope.high_freq_factor, f"low_freq_factor ({rope.low_freq_factor}) or more")
     for name in ("short_divisors", "long_divisors", "divisors"):
