@@ -247,8 +247,9 @@ def qwen3_moe_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
     found: dict[str, Pattern] = {}
     for name, rows in (("gate_up", 2 * config.moe.hidden), ("down", config.hidden_size)):
         path, stacked = f"layers.*.mlp.experts.{name}.weight", f"model.layers.*.mlp.experts.{name}_proj"
-        one_by_one, *_ = hf_expert_names(config)[path].options
-        found[path] = AnyOf(one_by_one, Source(stacked, partial(_with_rows, rows)), f"{stacked}_blocks")
+        usual = hf_expert_names(config)[path]
+        assert isinstance(usual, AnyOf)
+        found[path] = AnyOf(usual.options[0], Source(stacked, partial(_with_rows, rows)), f"{stacked}_blocks")
     return found
 
 
