@@ -33,6 +33,7 @@ class LayerKind:
         head_dim, num_kv_heads, intermediate_size: of this layer, where they are not those of the model.
         keys_are_values: values are the keys before norm and rotation: one product makes both.
         shares_kv_of: an earlier layer, whose keys and values this one attends to; it has none of its own.
+        sees_images: tokens of an image see each other, the later ones too.
     """
 
     rope: RopeConfig | None
@@ -46,6 +47,7 @@ class LayerKind:
     intermediate_size: int | None = None
     keys_are_values: bool = False
     shares_kv_of: int | None = None
+    sees_images: bool = False
 
     @property
     def mixers(self) -> tuple[MixerKind, ...]:
