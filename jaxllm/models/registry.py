@@ -31,6 +31,7 @@ from jaxllm.models.layers.linear import AdapterTable
 from jaxllm.models.names import hf_renaming, linear
 from jaxllm.models.options import AdapterSizes, BuildOptions
 from jaxllm.models.tasks import DENSE_MODULES, GGUF_HEAD, class_labels, gguf_pooling, read_sentence_files
+from jaxllm.models.vision.tower import Tower, TowerConfig
 from jaxllm.quantization.weight import DenseKind, Weight, WeightKind
 from jaxllm.weights import overridden
 from jaxllm.weights.checkpoint import Checkpoint
@@ -300,6 +301,21 @@ def abstract_model(
     Raises CheckpointError if a shard would part numbers that a kind stores together.
     """
     model = spec.build(options)
+    return model, with_kinds(model, options, kinds)
+
+
+def abstract_tower(
+    config: TowerConfig, options: BuildOptions, kinds: Callable[[ParamSpec], tuple[WeightKind, ...]] | None = None
+) -> tuple[Tower, list[ParamSpec]]:
+    """A tower for images, as `abstract_model`."""
+    tower = Tower(config, options)
+    return tower, with_kinds(tower, options, kinds)
+
+
+def with_kinds(
+    model: nnx.Module, options: BuildOptions, kinds: Callable[[ParamSpec], tuple[WeightKind, ...]] | None
+) -> list[ParamSpec]:
+    """The parameters of a module, which has weights of these kinds then."""
     _, state = nnx.split(model)
     specs = []
     for path, variable in _variables(state):
@@ -310,7 +326,7 @@ def abstract_model(
             variable.set_value(declared.abstract())
         specs.append(declared)
     nnx.update(model, state)
-    return model, specs
+    return specs
 
 
 @dataclass(frozen=True)
