@@ -468,7 +468,7 @@ GEMMA4_TOWER = dict(
     head_dim=16,
     patch_size=16,
     pooling_kernel_size=3,
-    position_embedding_size=24,
+    position_embedding_size=64,
     use_clipped_linears=False,
     standardize=True,
 )
