@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
+from safetensors.numpy import load_file, save_file
 
 from jaxllm import cpu_kernels
 from jaxllm.models.registry import model_spec
+from jaxllm.models.vision import vision_spec
 from jaxllm.models.vision.processor import Expanded, rope_places, visible_until
 from jaxllm.pallas_kernels.kernels import CPU
 from jaxllm.quantization.tiles import tiled
@@ -76,6 +78,18 @@ def test_every_tensor_is_the_towers_or_the_language_models(model: Model) -> None
     text = {name for ways in spec.names.values() for way in ways for source in way for name in source.tensors}
     left = {name for name in checkpoint.tensors if name not in text | model.tower.used}
     assert {name for name in left if not any(part in name for part in unused)} <= {"lm_head.weight"}
+
+
+def test_the_projection_of_sounds_is_not_taken_for_that_of_images(tmp_path: Path) -> None:
+    """Its name has a letter less."""
+    folder = write_vision_checkpoint("gemma4_e", tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_audio.embedding_projection.weight"] = np.zeros((64, 16), np.float32)
+    save_file(weights, folder / "model.safetensors")
+    spec = vision_spec(open_checkpoint(folder))
+    assert spec is not None
+    ((source,),) = spec.names["merger.products.0.weight"]
+    assert source.name == "model.embed_vision.embedding_projection.weight"
 
 
 def test_logits_and_greedy_tokens_are_those_of_transformers(model: Model) -> None:

@@ -79,6 +79,7 @@ def vision_spec(checkpoint: Checkpoint) -> VisionSpec | None:
         raise CheckpointError(f"{checkpoint.path}: its vision_config has no {error.args[0]!r}") from None
     names = expand(family.names(c, tower), tower.blocks.num_layers)
     stated = image_options(checkpoint.path)
+    stated.pop("crop_to_patches", None)  # transformers' processor of InternVL cuts images whatever its file says
 
     def processor(encode: Encode, options: ImageOptions | None = None) -> Processor:
         return family.processor(c, {**stated, **(options or {})}, encode)

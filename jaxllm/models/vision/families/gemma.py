@@ -113,7 +113,7 @@ def gemma4_names(c: dict[str, Any], config: TowerConfig) -> dict[str, Pattern]:
         "positions": Source("tower.patch_embedder.position_embedding_table", lambda t: t.reshape(-1, t.shape[-1])),
         "merger.bias": "tower.std_bias",
         "merger.factor": "tower.std_scale",
-        "merger.products.0.weight": "projector.embedding_projection.weight",
+        "merger.products.0.weight": "projector.embed_vision.embedding_projection.weight",
         "layers.*.attention.qkv.weight": tuple(inputs),
         "layers.*.attention.output.weight": f"{out}.linear.weight",
         "layers.*.mlp.gate_up.weight": tuple(f"{name}.linear.weight" for name in gate_up),
@@ -186,7 +186,7 @@ GEMMA3 = VisionFamily(
 )  # fmt: skip
 GEMMA4 = VisionFamily(
     gemma4_tower, gemma4_names,
-    {"tower.": "patch_embedder.input_proj.weight", "projector.": "embedding_projection.weight"},
+    {"tower.": "patch_embedder.input_proj.weight", "projector.": "embed_vision.embedding_projection.weight"},
     gemma4_processor,
 )  # fmt: skip
 
