@@ -33,6 +33,7 @@ class LayerKind:
         head_dim, num_kv_heads, intermediate_size: of this layer, where they are not those of the model.
         keys_are_values: values are the keys before norm and rotation: one product makes both.
         shares_kv_of: an earlier layer, whose keys and values this one attends to; it has none of its own.
+        sees_images: tokens of an image see each other, the later ones too.
     """
 
     rope: RopeConfig | None
@@ -46,6 +47,7 @@ class LayerKind:
     intermediate_size: int | None = None
     keys_are_values: bool = False
     shares_kv_of: int | None = None
+    sees_images: bool = False
 
     @property
     def mixers(self) -> tuple[MixerKind, ...]:
@@ -357,6 +359,8 @@ def _check_rope(rope: RopeConfig, head_dim: int) -> None:
     least = 4 if rope.kind == "dynamic" else 2  # dynamic scaling divides by two less
     if rope.dim % 2 or not least <= rope.dim <= head_dim:
         _refuse("the number of rotary channels", rope.dim, f"an even number from {least} to a head's {head_dim}")
+    if not rope.mixed and sum(rope.sections) not in (0, rope.dim // 2):
+        _refuse("mrope_section", rope.sections, f"numbers whose sum is {rope.dim // 2}")
     if rope.kind == "llama3" and rope.high_freq_factor < rope.low_freq_factor:
         _refuse("high_freq_factor", rope.high_freq_factor, f"low_freq_factor ({rope.low_freq_factor}) or more")
     for name in ("short_divisors", "long_divisors", "divisors"):

@@ -27,6 +27,7 @@ from jaxllm.models.options import BuildOptions, Stage
 from jaxllm.pallas_kernels import LATER, Kernels, Late, Norm, Residual, StepMetadata, with_late
 
 Mixer = Attention | MLAttention | ShortConv | GatedDeltaNet | StateSpaceDual
+PADDING_TOKEN = 0  # which stands for a row of an image where a layer has inputs of its own: of Gemma
 LATENT_NORM_EPS = 1e-6  # of the norms inside latent attention, whatever the config says of the others
 
 
@@ -67,13 +68,18 @@ class Decoder(nnx.Module):
         config, stage = self.config, self.stage
         if self.adapter_gains is not None:
             meta = replace(meta, adapter_gains=self.adapter_gains[...])
+        if meta.images is not None:
+            tokens = jnp.where(meta.images.row_of >= 0, PADDING_TOKEN, tokens)
         x = self._begun(tokens, meta, embeddings, hands) if stage.first else embeddings
         assert x is not None, "a stage goes on from what the one before it gave"
         angles: dict[Any, Angles | None] = {None: None}
-        angles |= {rope: rope_angles(rope, meta.positions, meta.rotary_lengths) for rope in config.ropes}
+        angles |= {
+            rope: rope_angles(rope, meta.positions, meta.rotary_lengths, meta.rope_places) for rope in config.ropes
+        }
         x = without_padding(x, meta, self.kernels)
         with telling(Told(meta)):
             given = None if self.per_layer is None else self.per_layer(tokens, x)
+        images, meta = meta.images, meta if meta.images is None else replace(meta, images=None)
         specs, late = config.caches, None
         written, places = split_places(caches)
         in_layers = [hand for hand in hands if hand.layers is not None]
@@ -90,6 +96,8 @@ class Decoder(nnx.Module):
                     written[owner], places[index], meta, None if given is None else given[:, index],
                     tuple(data for _, data in told),
                 )  # fmt: skip
+            if images is not None and (index + 2) * x.shape[1] <= images.rows.shape[1]:
+                x = x + images.part(index + 1, x)
             for hand, data in zip(in_layers, taken, strict=True):
                 hand.took(index, data)
         kept = with_places(written, places)
@@ -108,6 +116,8 @@ class Decoder(nnx.Module):
         x = self.embed(tokens) if embeddings is None else embeddings
         if self.config.embedding_scale != 1.0:
             x = (x * self.config.embedding_scale).astype(x.dtype)
+        if meta.images is not None:
+            x = meta.images.placed(x)
         for hand in hands:
             x = hand.begin(x)
         if self.embedding_norm is not None:
@@ -316,7 +326,7 @@ def _attention(config: DecoderConfig, kind: LayerKind, options: BuildOptions) ->
         qk_norm_rotated=config.qk_norm_rotated, norm_eps=config.norm_eps,
         query_scaling=scaling if scales_queries else None, sinks=config.attention_sinks, alibi=config.alibi,
         value_norm=config.value_norm, keys_are_values=kind.keys_are_values, has_kv=kind.shares_kv_of is None,
-        gate=config.attention_gate, causal=config.encoder is None,
+        gate=config.attention_gate, causal=config.encoder is None, sees_images=kind.sees_images,
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import StepMetadata
 from jaxllm.requests.outputs import Pooling
 
-_HEAD_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+HEAD_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "identity": lambda x: x, "tanh": jnp.tanh, **ACTIVATIONS
 }  # fmt: skip
 
@@ -65,7 +65,7 @@ class Encoder(nnx.Module):
         angles |= {rope: rope_angles(rope, meta.positions, meta.rotary_lengths) for rope in config.ropes}
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
-                x = _run_layer(*nnx.split(layer), x, angles[config.layers[index].rope], meta)
+                x = run_layer(*nnx.split(layer), x, angles[config.layers[index].rope], meta)
         if self.norm is not None:
             x = self.norm(x)
         encoder = config.encoder
@@ -112,7 +112,7 @@ class SumNormLayer(DecoderLayer):
 
 
 @partial(jax.jit, static_argnums=0)
-def _run_layer(graph: Any, weights: Any, x: jax.Array, angles: Angles | None, meta: StepMetadata) -> jax.Array:
+def run_layer(graph: Any, weights: Any, x: jax.Array, angles: Angles | None, meta: StepMetadata) -> jax.Array:
     x, late, _ = nnx.merge(graph, weights)(x, None, angles, (), meta)
     assert late is None, "layers that leave a sum to the next one are a decoder's"
     return x
@@ -143,7 +143,7 @@ class Classifier(nnx.Module):
         self.output = Linear(size, num_labels, options, config.output_bias)
 
     def __call__(self, pooled: Float[Array, "R E"]) -> Float[Array, "R n"]:
-        x = pooled if self.dense is None else _HEAD_ACTIVATIONS[self.activation](self.dense(pooled))
+        x = pooled if self.dense is None else HEAD_ACTIVATIONS[self.activation](self.dense(pooled))
         return self.output(x if self.norm is None else self.norm(x)).astype(jnp.float32)
 
 
@@ -159,7 +159,7 @@ class Projections(nnx.Module):
     def __call__(self, x: Float[Array, "S i"]) -> Float[Array, "S o"]:
         """float32 throughout, for these are few rows."""
         for product, activation in zip(self.products, self.activations, strict=True):
-            x = _HEAD_ACTIVATIONS[activation](product(x.astype(jnp.float32)))
+            x = HEAD_ACTIVATIONS[activation](product(x.astype(jnp.float32)))
         return x
 
 

@@ -158,7 +158,7 @@ def hf_rope(
     """
     head_dim, given = head_dim or hf_head_dim(c), parameters or hf_rope_parameters(c)
     kind = given.get("rope_type") or given.get("type") or "default"
-    kind = "longrope" if kind == "su" else kind
+    kind = {"su": "longrope", "mrope": "default"}.get(kind, kind)
     if kind not in ROPE_KINDS:
         raise CheckpointError(f"the rope type is {shown(kind)}; supported are {', '.join(ROPE_KINDS)}")
     longest = c.get("max_position_embeddings") or 2048
@@ -185,6 +185,8 @@ def hf_rope(
         fields["divisors"] = tuple(given["divisors"])
     if given.get("attn_factor"):  # on cosine and sine, whatever the scaling
         fields["attention_factor"] = fields.get("attention_factor", 1.0) * given["attn_factor"]
+    if given.get("mrope_section"):
+        fields |= {"sections": tuple(given["mrope_section"]), "mixed": bool(given.get("mrope_interleaved"))}
     return RopeConfig(
         dim=int(head_dim * (given.get("partial_rotary_factor") or c.get("partial_rotary_factor") or partial)),
         theta=float(given.get("rope_theta") or c.get("rope_theta") or theta), interleaved=interleaved, kind=kind,

@@ -144,6 +144,8 @@ ROPE_FIELDS: FieldKinds = {
     "original_max_position_embeddings": maybe(ORIGINAL_LENGTH),
     "partial_rotary_factor": maybe(real(1e-3, 1)),
     "truncate": FLAG,
+    "mrope_section": maybe(several(whole(0, 2**16), 3)),
+    "mrope_interleaved": MAYBE_FLAG,
     "attn_factor": maybe(FACTOR),  # of GGUF files, as are divisors
     "divisors": maybe(many(DIVISOR, DIVISORS)),
 }  # fmt: skip

@@ -208,7 +208,7 @@ class Eagle3Head(Predictor):
         meta: StepMetadata,
     ) -> Predicted:  # fmt: skip
         (pages,), (rope,) = caches, self.config.ropes
-        angles = rope_angles(rope, meta.positions, meta.rotary_lengths)
+        angles = rope_angles(rope, meta.positions, meta.rotary_lengths, meta.rope_places)
         hidden = without_padding(hidden.astype(embeddings.dtype), meta, self.kernels)
         embeddings = without_padding(embeddings, meta, self.kernels)
         state, pages = self.layer(embeddings, hidden, angles, pages, meta)

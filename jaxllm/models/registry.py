@@ -31,6 +31,7 @@ from jaxllm.models.layers.linear import AdapterTable
 from jaxllm.models.names import hf_renaming, linear
 from jaxllm.models.options import AdapterSizes, BuildOptions
 from jaxllm.models.tasks import DENSE_MODULES, GGUF_HEAD, class_labels, gguf_pooling, read_sentence_files
+from jaxllm.models.vision.tower import Tower, TowerConfig
 from jaxllm.quantization.weight import DenseKind, Weight, WeightKind
 from jaxllm.weights import overridden
 from jaxllm.weights.checkpoint import Checkpoint
@@ -64,7 +65,8 @@ IGNORED_TENSORS: tuple[str, ...] = (
 
 IMAGE_TENSORS = (  # tensors of a wrapper for images and sounds, besides its language model
     "*vision_tower.*", "*multi_modal_projector.*", "*mm_projector.*", "*audio_tower.*", "*embed_vision.*",
-    "*embed_audio.*", "*vision_embedder.*", "vision_model.*", "*.visual.*",
+    "*embed_audio.*", "*vision_embedder.*", "*vision_model.*", "*visual.*", "*vision_encoder.*",
+    "*vision_projection.*", "model.connector.*", "mlp1.*", "mlp_AR.*",
 )  # fmt: skip
 
 
@@ -158,12 +160,17 @@ def _unused(pattern: str, config: DecoderConfig) -> list[str]:
 def _hf_spec(checkpoint: Checkpoint) -> ModelSpec:
     c, ignored = checkpoint.config, IGNORED_TENSORS
     kind, text = c.get("model_type"), c.get("text_config")
-    if "text_config" in c and isinstance(kind, str) and kind in WRAPPERS:
-        if not isinstance(text, dict):
+    if isinstance(kind, str) and kind in WRAPPERS:
+        if not isinstance(text, dict | None):
             raise CheckpointError(f"{checkpoint.path}: text_config is {shown(text)}; accepted is an object")
         ignored += IMAGE_TENSORS
         tied = {"tie_word_embeddings": c["tie_word_embeddings"]} if "tie_word_embeddings" in c else {}
-        c = {"model_type": WRAPPERS[kind].model_types[0]} | text | tied
+        if checkpoint.tensors and not any(name.endswith("lm_head.weight") for name in checkpoint.tensors):
+            tied = {"tie_word_embeddings": True}  # files may rely on the default of their wrapper
+        # Older files have the language model's keys beside the wrapper's own.
+        kinds = WRAPPERS[kind].model_types
+        own = {"model_type": f"{kind}_text" if f"{kind}_text" in kinds else kinds[0]}
+        c = c | own | tied if text is None else own | text | tied
     known = {name: family for family in FAMILIES for name in family.model_types}
     family = _find(checkpoint, "model_type", c.get("model_type"), known)
     with read_of(checkpoint.path, "its config.json has no"):
@@ -294,6 +301,21 @@ def abstract_model(
     Raises CheckpointError if a shard would part numbers that a kind stores together.
     """
     model = spec.build(options)
+    return model, with_kinds(model, options, kinds)
+
+
+def abstract_tower(
+    config: TowerConfig, options: BuildOptions, kinds: Callable[[ParamSpec], tuple[WeightKind, ...]] | None = None
+) -> tuple[Tower, list[ParamSpec]]:
+    """A tower for images, as `abstract_model`."""
+    tower = Tower(config, options)
+    return tower, with_kinds(tower, options, kinds)
+
+
+def with_kinds(
+    model: nnx.Module, options: BuildOptions, kinds: Callable[[ParamSpec], tuple[WeightKind, ...]] | None
+) -> list[ParamSpec]:
+    """The parameters of a module, which has weights of these kinds then."""
     _, state = nnx.split(model)
     specs = []
     for path, variable in _variables(state):
@@ -304,7 +326,7 @@ def abstract_model(
             variable.set_value(declared.abstract())
         specs.append(declared)
     nnx.update(model, state)
-    return model, specs
+    return specs
 
 
 @dataclass(frozen=True)

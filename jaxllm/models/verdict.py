@@ -32,7 +32,6 @@ MECHANISMS: dict[str, tuple[str, ...]] = {
     "alternating updates (AltUp)": ("altup_num_inputs", "altup."),
     "attention biases by distance (ALiBi)": ("alibi", "attention.max_alibi_bias"),
     "an encoder that the decoder attends to": ("is_encoder_decoder", "encoder_layers", "decoder_start_token_id"),
-    "rotary embeddings of several axes": ("mrope_section", "rope.dimension_sections"),
 }  # fmt: skip
 """Mechanisms that no family has, or few, and the keys of config.json or of GGUF metadata that ask for them.
 

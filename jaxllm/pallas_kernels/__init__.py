@@ -2,7 +2,7 @@
 
 from jaxllm.cpu_kernels import AdapterArrays, AdapterUses
 from jaxllm.pallas_kernels.kernels import REFERENCE, Kernels, choose_kernels
-from jaxllm.pallas_kernels.metadata import StateRows, StepMetadata
+from jaxllm.pallas_kernels.metadata import ImageRows, StateRows, StepMetadata
 from jaxllm.pallas_kernels.pages import Pages
 from jaxllm.pallas_kernels.products import (
     LATER,
@@ -20,7 +20,7 @@ from jaxllm.pallas_kernels.ssd import SSDInputs
 from jaxllm.pallas_kernels.states import Tentative, run_states, settle, staying
 
 __all__ = [
-    "LATER", "REFERENCE", "AdapterArrays", "AdapterUses", "Kernels", "Late", "Later", "Mixture", "Norm", "Pages",
-    "Residual", "RootMeanSquare", "SSDInputs", "StateRows", "StepMetadata", "Tentative", "Unsummed", "choose_kernels",
-    "late_sum", "run_states", "settle", "staying", "with_late",
+    "LATER", "REFERENCE", "AdapterArrays", "AdapterUses", "ImageRows", "Kernels", "Late", "Later", "Mixture", "Norm",
+    "Pages", "Residual", "RootMeanSquare", "SSDInputs", "StateRows", "StepMetadata", "Tentative", "Unsummed",
+    "choose_kernels", "late_sum", "run_states", "settle", "staying", "with_late",
 ]  # fmt: skip

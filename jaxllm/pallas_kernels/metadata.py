@@ -29,6 +29,29 @@ class StateRows:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class ImageRows:
+    """Rows of images that take the place of tokens' embeddings in one step.
+
+    A row begins with the embedding, and goes on with what the first layers add to their outputs, if they do.
+    """
+
+    rows: Float[Array, "N n"]
+    row_of: Int[Array, "T"]
+    """The row of each token; -1 for one that has an embedding of its own."""
+
+    def placed(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        """The embeddings with the rows in their places."""
+        return jnp.where(self.row_of[:, None] >= 0, self.part(0, x), x)
+
+    def part(self, index: int, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        """The embedding of each token's row, or what layer `index - 1` adds; zeros for tokens without a row."""
+        own = self.rows[:, index * x.shape[1] : (index + 1) * x.shape[1]]
+        found = own.at[jnp.maximum(self.row_of, 0)].get(mode="clip")
+        return jnp.where(self.row_of[:, None] >= 0, found, 0).astype(x.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class StepMetadata:
     """One step's batch: `T` tokens of up to `S` sequences laid end to end, then padding.
 
@@ -71,6 +94,12 @@ class StepMetadata:
     """How much each token's products take of each adapter that is on the devices; None in a step without adapters."""
     adapter_gains: Int[Array, "N"] | None = None
     """1 for each of these adapters that has gains (DoRA), which the model's own tables tell it."""
+    images: ImageRows | None = None
+    """None in a step without images."""
+    rope_places: Int[Array, "3 T"] | None = None
+    """Time, height and width by which models with sections rotate each token; None where all are its position."""
+    visible_until: Int[Array, "T"] | None = None
+    """The position of the last token that each one sees, in layers that look ahead; None where that is itself."""
     tentative: bool = field(default=False, metadata={"static": True})
     """Static: some of its tokens may be refused once they have run; see `states.py`."""
 

@@ -71,6 +71,8 @@ class AttentionOptions(TypedDict, total=False):
     """One more logit a head, which takes softmax mass and has no value."""
     slopes: Float[Array, "H"] | None
     """What a head's logits fall by with each token between a query and a key, after the cap."""
+    visible_until: Int[Array, "T"] | None
+    """The last position that each token of a prefill sees, where that is a later one; other sets have no such mask."""
     value_dim: int | None
     """With latent pages, how many channels of a key are its value; all of them if not given."""
 
@@ -84,6 +86,7 @@ class Options(NamedTuple):
     softcap: float | None = None
     sinks: jax.Array | None = None
     slopes: jax.Array | None = None
+    visible_until: jax.Array | None = None
     value_dim: Any = None
 
     def start(self, shape: tuple[int, ...]) -> Softmax:
@@ -104,14 +107,16 @@ class Options(NamedTuple):
         out = out * self.scale
         return out if self.softcap is None else self.softcap * jnp.tanh(out / self.softcap)
 
-    def mask(self, logits: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
+    def mask(self, logits: jax.Array, query: jax.Array, key: jax.Array, until: jax.Array | None = None) -> jax.Array:
         """NEGATIVE wherever the token at position `query` may not see the one at position `key`.
+
+        It sees those up to `until`, if that is given.
 
         The logits of others fall with the distance by `slopes`.
         """
         if self.slopes is not None:
             logits = logits + self.slopes[..., None] * (key - query)
-        visible = key <= query
+        visible = key <= (query if until is None else until)
         if self.window is not None:
             visible &= key >= self.first_visible(query) if self.chunked else key > query - self.window
         return jnp.where(visible, logits, NEGATIVE)
@@ -169,6 +174,7 @@ def _walk(
     pages: Pages,
     options: Options,
     block_tokens: int,
+    until: Int[Array, "S _"] | None = None,
 ) -> Float[Array, "S K M Dv"]:
     """Queries at positions `query`, one for all rows of a sequence or one each, over their sequences' pages.
 
@@ -184,11 +190,12 @@ def _walk(
         keys, *rest = (from_storage(_gather(buffer, ids), q.dtype) for buffer in pages)
         values = [keys, *rest][-1][..., : options.value_dim]
         key = i * block + jnp.arange(block)
-        logits = options.mask(options.logits(q, keys), query[:, None, :, None], key)
+        ends = None if until is None else until[:, None, :, None]
+        logits = options.mask(options.logits(q, keys), query[:, None, :, None], key, ends)
         return softmax.add(logits, values)
 
     first = jnp.min(jnp.where(query >= 0, options.first_visible(query), jnp.iinfo(jnp.int32).max)) // block
-    last = (jnp.max(query) + block) // block
+    last = (jnp.max(query if until is None else until) + block) // block
     out = lax.fori_loop(first, last, body, options.start(q.shape[:-1])).finish()
     return jnp.where(query[:, None, :, None] >= 0, out, 0)
 
@@ -199,6 +206,7 @@ def _mixed(q: Float[Array, "T K G D"], pages: Pages, meta: StepMetadata, options
     rows = min(DECODE_GROUP, tokens, meta.page_table.shape[0])
     padded = jnp.pad(q, ((0, tile), (0, 0), (0, 0), (0, 0)))  # so that a slice near the end never slides back
     positions = jnp.pad(meta.positions, (0, tile))
+    later = None if options.visible_until is None else jnp.pad(options.visible_until, (0, tile))
     page_table = jnp.pad(meta.page_table, ((0, rows), (0, 0)))
 
     def decode_group(i: jax.Array, out: jax.Array) -> jax.Array:
@@ -213,7 +221,9 @@ def _mixed(q: Float[Array, "T K G D"], pages: Pages, meta: StepMetadata, options
         seq, begin, count, first = tiles[i]
         place = jnp.arange(tile)
         query = jnp.where(place < count, first + place, -1)
-        part = _prefill_tile(lax.dynamic_slice_in_dim(padded, begin, tile), page_table[seq], query, pages, options)
+        until = None if later is None else jnp.where(place < count, lax.dynamic_slice_in_dim(later, begin, tile), -1)
+        queries = lax.dynamic_slice_in_dim(padded, begin, tile)
+        part = _prefill_tile(queries, page_table[seq], query, pages, options, until)
         # Rows past the chunk's end belong to the next tile, which comes later and overwrites them; what the last
         # tile leaves in padding rows is zero, as its masked rows saw nothing.
         return lax.dynamic_update_slice_in_dim(out, part, begin, 0)
@@ -225,13 +235,19 @@ def _mixed(q: Float[Array, "T K G D"], pages: Pages, meta: StepMetadata, options
 
 
 def _prefill_tile(
-    q: Float[Array, "B K G D"], page_ids: Int[Array, "P"], query: Int[Array, "B"], pages: Pages, options: Options
+    q: Float[Array, "B K G D"],
+    page_ids: Int[Array, "P"],
+    query: Int[Array, "B"],
+    pages: Pages,
+    options: Options,
+    until: Int[Array, "B"] | None = None,
 ) -> Float[Array, "B K G Dv"]:
     size, _, group, _ = q.shape
     rows = rearrange(q, "size kv group dim -> 1 kv (group size) dim")
     sinks, slopes = (None if x is None else jnp.repeat(x, size, axis=1) for x in (options.sinks, options.slopes))
     options = options._replace(sinks=sinks, slopes=slopes)
-    out = _walk(rows, page_ids[None], jnp.tile(query, group)[None], pages, options, PREFILL_BLOCK)
+    until = None if until is None else jnp.tile(until, group)[None]
+    out = _walk(rows, page_ids[None], jnp.tile(query, group)[None], pages, options, PREFILL_BLOCK, until)
     return rearrange(out, "1 kv (group size) dim -> size kv group dim", group=group)
 
 

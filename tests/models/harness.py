@@ -77,6 +77,8 @@ def _jitted(graph: Any, treedef: Any, mesh: Mesh, weight_specs: tuple[P, ...], c
 class Harness:
     """Logits of every token run. Sequences have `MAX_LEN` tokens of pages each, handed out in a scrambled order."""
 
+    tokens = TOKENS
+
     def __init__(
         self,
         path: Path,
@@ -114,8 +116,8 @@ class Harness:
     def run(self, tokens: Sequence[Sequence[int]], chunks: Sequence[Chunk]) -> list[np.ndarray]:
         """One mixed step of at most `TOKENS` tokens, one-token chunks first: each chunk's logits `[n, V]`."""
         assert all(len(range(c.start, c.end)) >= 1 for c in chunks) and len(chunks) <= SEQS
-        ids, positions, lengths = (np.zeros(TOKENS, np.int32) for _ in range(3))
-        seq_ids = np.full(TOKENS, SEQS, np.int32)
+        ids, positions, lengths = (np.zeros(self.tokens, np.int32) for _ in range(3))
+        seq_ids = np.full(self.tokens, SEQS, np.int32)
         query_start, context_len = np.zeros(SEQS + 1, np.int32), np.zeros(SEQS, np.int32)
         table = np.zeros_like(self._table)
         row = 0

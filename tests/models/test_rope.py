@@ -131,5 +131,5 @@ def test_configs_old_and_new(config, expected):
 
 
 def test_an_unknown_kind_is_refused_with_those_that_are_known():
-    with pytest.raises(CheckpointError, match="the rope type is 'mrope'; supported are default, linear, dynamic"):
-        hf_rope({"rope_scaling": {"type": "mrope"}}, 16)
+    with pytest.raises(CheckpointError, match="the rope type is 'ntk'; supported are default, linear, dynamic"):
+        hf_rope({"rope_scaling": {"type": "ntk"}}, 16)

@@ -116,6 +116,8 @@ def test_every_family_is_among_the_cases():
     missing = types - {tiny_config(name)["model_type"] for name in names}
     others = {"ministral": "mistral", "xlm-roberta": "roberta", "kimi_k2": "deepseek_v3"}
     others |= {"baichuan": "llama with fused tensors"}
+    others |= {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "glm4v_text": "glm4"}
+    others |= {"qwen3_vl_moe_text": "qwen3_moe", "glm4v_moe_text": "glm4_moe", "paddleocr_vl_text": "ernie4_5"}
     assert missing == set(others), f"beside those that only spell it differently: {others}"
 
 

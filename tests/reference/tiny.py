@@ -16,10 +16,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from tests.reference import load_golden
-from tests.reference.tiny_configs import CLASSIFIERS, ENCODERS, VARIANTS
+from tests.reference.tiny_configs import CLASSIFIERS, ENCODERS, VARIANTS, VISION
 
 TINY_MODELS = tuple(VARIANTS)
-_ALL = VARIANTS | CLASSIFIERS | ENCODERS
+_ALL = VARIANTS | CLASSIFIERS | ENCODERS | VISION
 
 ISOLATES = {name: variant.isolates for name, variant in VARIANTS.items()}
 """What each model shows, in a line."""
@@ -108,6 +108,8 @@ def _draw(rng: np.random.Generator, tensor: str, shape: tuple[int, ...], kind: s
         return 1.5 * draw - 2  # some states last for long, some for a few tokens
     if tensor.endswith(("A_log", "dt_bias")) and "linear_attn" not in tensor:
         return draw - 1  # so that states fade over many tokens
+    if tensor.endswith(("input_min", "output_min", "input_max", "output_max")):  # bounds that some numbers pass
+        return np.asarray((np.abs(draw) * 0.3 + 1) * (-1 if tensor.endswith("_min") else 1), np.float32)
     if len(shape) == 1 or tensor.endswith("_proj_bias"):
         return 0.3 * draw
     # attention that is not flat, and routing that is far from uniform

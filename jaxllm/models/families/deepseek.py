@@ -175,8 +175,9 @@ GLM = Family(
 )  # fmt: skip
 
 GLM4 = Family(
-    name="GLM-4-0414", models="GLM-4-9B-0414, GLM-4-32B-0414, GLM-Z1",
-    architectures=("Glm4ForCausalLM",), model_types=("glm4",), gguf_architectures=("glm4",),
+    name="GLM-4-0414", models="GLM-4-9B-0414, GLM-4-32B-0414, GLM-Z1, GLM-4.1V, 4.6V-Flash (text)",
+    architectures=("Glm4ForCausalLM", "Glm4vForConditionalGeneration", "Glm46VForConditionalGeneration"),
+    model_types=("glm4", "glm4v_text"), wrappers=("glm4v", "glm46v"), gguf_architectures=("glm4",),
     from_hf=partial(glm_from_hf, post_norms=True),
     hf_names=in_layers(
         "model.layers.*", {"attention_post_norm": "post_self_attn_layernorm", "mlp_post_norm": "post_mlp_layernorm"}
@@ -216,8 +217,9 @@ def lite_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 
 GLM4_MOE = Family(
-    name="GLM-4.5", models="GLM-4.5, 4.5-Air, 4.6, 4.7",
-    architectures=("Glm4MoeForCausalLM",), model_types=("glm4_moe",), gguf_architectures=("glm4moe",),
+    name="GLM-4.5", models="GLM-4.5, 4.5-Air, 4.6, 4.7, 4.5V, 4.6V (text)",
+    architectures=("Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration"),
+    model_types=("glm4_moe", "glm4v_moe_text"), wrappers=("glm4v_moe",), gguf_architectures=("glm4moe",),
     from_hf=glm4_moe_from_hf, mtp_names=hf_mtp_names,
     gguf=ROUTED_GGUF | {
         "use_qk_norm": tensor("blk.0.attn_q_norm.weight"),

@@ -198,7 +198,7 @@ ERNIE_MOE_DEFAULTS = ERNIE_DEFAULTS | {
 def ernie_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """`use_bias` is on every product but the head."""
     c, bias = ERNIE_DEFAULTS | {"head_dim": 128, "num_key_value_heads": 2} | c, c.get("use_bias", False)
-    rope = hf_rope(c, theta=ERNIE_THETA, interleaved=True)
+    rope = hf_rope(c, theta=ERNIE_THETA, interleaved=c.get("model_type") != "paddleocr_vl_text")
     return hf_decoder(c, layers=LayerKind(rope), attention_bias=bias, mlp_bias=bias)
 
 
@@ -228,8 +228,9 @@ def _bias_row(name: str) -> dict[str, Pattern]:
 
 
 ERNIE = Family(
-    name="ERNIE 4.5", models="ERNIE-4.5-0.3B",
-    architectures=("Ernie4_5ForCausalLM",), model_types=("ernie4_5",), gguf_architectures=("ernie4_5",),
+    name="ERNIE 4.5", models="ERNIE-4.5-0.3B, PaddleOCR-VL (text)",
+    architectures=("Ernie4_5ForCausalLM", "PaddleOCRVLForConditionalGeneration"),
+    model_types=("ernie4_5", "paddleocr_vl_text"), wrappers=("paddleocr_vl",), gguf_architectures=("ernie4_5",),
     from_hf=ernie_from_hf, gguf={"rope_theta": optional("rope.freq_base", ERNIE_THETA)},
 )  # fmt: skip
 

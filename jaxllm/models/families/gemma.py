@@ -84,7 +84,11 @@ def gemma3_from_hf(c: dict[str, Any]) -> DecoderConfig:
     everywhere = hf_rope(c, theta=1e6, parameters=ropes.get("full_attention") or c.get("rope_scaling"))
     near = hf_rope(c, parameters=local)
     return _later(
-        c, [LayerKind(everywhere if window is None else near, window) for window in hf_windows(c, period=6)],
+        c,
+        [
+            LayerKind(everywhere if window is None else near, window, sees_images=encoder is None)
+            for window in hf_windows(c, period=6)
+        ],
         max_position_embeddings=c["max_position_embeddings"], qk_norm="rms",
         logit_softcap=c.get("final_logit_softcapping"), encoder=encoder,
     )  # fmt: skip
@@ -216,6 +220,7 @@ def _gemma4_layers(c: dict[str, Any]) -> tuple[LayerKind, ...]:
             head_dim=head_dim, num_kv_heads=changes[index].get("num_key_value_heads") or c["num_key_value_heads"],
             keys_are_values=bool(window is None and c.get("attention_k_eq_v")),
             intermediate_size=changes[index].get("intermediate_size") or c["intermediate_size"] * (2 if doubled else 1),
+            sees_images=window is not None and c.get("use_bidirectional_attention") == "vision",
         )  # fmt: skip
         layers.append(layer)
     return _sharing(layers, shared)

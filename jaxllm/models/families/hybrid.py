@@ -259,8 +259,9 @@ LFM2_GGUF: Table = {
 }
 
 LFM2 = Family(
-    name="LFM2", models="LFM2, LFM2.5",
-    architectures=("Lfm2ForCausalLM",), model_types=("lfm2",), layer_types=LFM2_LAYER_TYPES,
+    name="LFM2", models="LFM2, LFM2.5, LFM2-VL (text)",
+    architectures=("Lfm2ForCausalLM", "Lfm2VlForConditionalGeneration"),
+    model_types=("lfm2",), wrappers=("lfm2_vl",), layer_types=LFM2_LAYER_TYPES,
     from_hf=lfm2_from_hf, hf_names=lfm2_hf_names,
     gguf_architectures=("lfm2",), gguf=LFM2_GGUF, gguf_names=LFM2_GGUF_NAMES,
 )  # fmt: skip

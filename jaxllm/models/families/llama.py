@@ -14,7 +14,7 @@ from jaxllm.models.gguf import GGUF_EXPERTS, GgufFile, nonzero
 from jaxllm.models.layers.attention import USUAL_STEEPNESS
 from jaxllm.models.layers.experts import MoEConfig
 from jaxllm.models.names import hf_expert_names, permuted_names
-from jaxllm.weights.names import Pattern, Source
+from jaxllm.weights.names import AnyOf, Pattern, Source, transposed
 
 
 # Llama 2, 3 and 3.x, SmolLM2, Yi, and others of their shape (Touvron et al. 2023, arXiv:2302.13971)
@@ -24,7 +24,11 @@ def llama_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 LLAMA = Family(
     name="Llama", models="Llama 2, 3, 3.1, 3.2, 3.3, SmolLM2, Yi, DeepSeek-R1-Distill-Llama",
-    architectures=("LlamaForCausalLM",), model_types=("llama",), gguf_architectures=("llama",),
+    architectures=(
+        "LlamaForCausalLM", "LlavaForConditionalGeneration", "SmolVLMForConditionalGeneration",
+        "Idefics3ForConditionalGeneration",
+    ),
+    model_types=("llama",), wrappers=("llava", "smolvlm", "idefics3"), gguf_architectures=("llama",),
     from_hf=llama_from_hf, gguf_names=permuted_names,
 )  # fmt: skip
 
@@ -163,8 +167,13 @@ def _window(c: dict[str, Any]) -> int | None:
 
 
 QWEN2 = Family(
-    name="Qwen 2", models="Qwen 2, 2.5, QwQ, DeepSeek-R1-Distill-Qwen",
-    architectures=("Qwen2ForCausalLM",), model_types=("qwen2",), gguf_architectures=("qwen2",),
+    name="Qwen 2", models="Qwen 2, 2.5, QwQ, DeepSeek-R1-Distill-Qwen, Qwen2-VL, Qwen2.5-VL, InternVL (text)",
+    architectures=(
+        "Qwen2ForCausalLM", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
+        "InternVLForConditionalGeneration",
+    ),
+    model_types=("qwen2", "qwen2_vl_text", "qwen2_5_vl_text"), wrappers=("qwen2_vl", "qwen2_5_vl", "internvl"),
+    gguf_architectures=("qwen2",),
     from_hf=qwen2_from_hf,
 )  # fmt: skip
 
@@ -177,8 +186,11 @@ def qwen3_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 
 QWEN3 = Family(
-    name="Qwen 3", models="Qwen 3, Qwen3-Embedding, Qwen3-Reranker",
-    architectures=("Qwen3ForCausalLM", "Qwen3Model"), model_types=("qwen3",), gguf_architectures=("qwen3",),
+    name="Qwen 3", models="Qwen 3, Qwen3-Embedding, Qwen3-Reranker, Qwen3-VL, LightOnOCR (text)",
+    architectures=(
+        "Qwen3ForCausalLM", "Qwen3Model", "Qwen3VLForConditionalGeneration", "LightOnOcrForConditionalGeneration"
+    ),
+    model_types=("qwen3", "qwen3_vl_text"), wrappers=("qwen3_vl", "lighton_ocr"), gguf_architectures=("qwen3",),
     from_hf=qwen3_from_hf,
 )  # fmt: skip
 
@@ -206,7 +218,7 @@ def gated_experts(c: dict[str, Any], renormalize: bool) -> MoEConfig:
 def qwen3_moe_from_hf(c: dict[str, Any]) -> DecoderConfig:
     c = {
         "num_key_value_heads": 4, "num_experts": c.get("num_local_experts", 128), "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768, "norm_topk_prob": False,
+        "moe_intermediate_size": 768, "norm_topk_prob": c.get("model_type") == "qwen3_vl_moe_text",
     } | c  # fmt: skip
     layers, bias = _moe_layers(c, [True] * c["num_hidden_layers"]), c.get("attention_bias", False)
     moe = hf_experts(c, "num_experts", "moe_intermediate_size", renormalize=bool(c["norm_topk_prob"]))
@@ -229,6 +241,22 @@ def sparse_steps(c: dict[str, Any]) -> list[bool]:
     return [i not in dense and (i + 1) % step == 0 for i in range(c["num_hidden_layers"])]
 
 
+def qwen3_moe_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
+    """Stacked experts lie `[out, in]` as transformers 5 writes them, or `[in, out]` as Qwen3-VL was published."""
+    assert config.moe is not None
+    found: dict[str, Pattern] = {}
+    for name, rows in (("gate_up", 2 * config.moe.hidden), ("down", config.hidden_size)):
+        path, stacked = f"layers.*.mlp.experts.{name}.weight", f"model.layers.*.mlp.experts.{name}_proj"
+        usual = hf_expert_names(config)[path]
+        assert isinstance(usual, AnyOf)
+        found[path] = AnyOf(usual.options[0], Source(stacked, partial(_with_rows, rows)), f"{stacked}_blocks")
+    return found
+
+
+def _with_rows(rows: int, stack: np.ndarray) -> np.ndarray:
+    return stack if stack.shape[1] == rows else transposed(stack)
+
+
 def _gguf_expert_size(file: GgufFile) -> int:
     return file("expert_feed_forward_length", file("feed_forward_length") // max(file("expert_used_count"), 1))
 
@@ -244,9 +272,10 @@ QWEN2_MOE = Family(
 )  # fmt: skip
 
 QWEN3_MOE = Family(
-    name="Qwen 3 MoE", models="Qwen3-30B-A3B, Qwen3-235B-A22B",
-    architectures=("Qwen3MoeForCausalLM",), model_types=("qwen3_moe",), gguf_architectures=("qwen3moe",),
-    from_hf=qwen3_moe_from_hf,
+    name="Qwen 3 MoE", models="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-VL with experts (text)",
+    architectures=("Qwen3MoeForCausalLM", "Qwen3VLMoeForConditionalGeneration"),
+    model_types=("qwen3_moe", "qwen3_vl_moe_text"), wrappers=("qwen3_vl_moe",), gguf_architectures=("qwen3moe",),
+    from_hf=qwen3_moe_from_hf, hf_names=qwen3_moe_hf_names,
     # Weights are renormalised in all published models; a file does not say it.
     gguf=GGUF_EXPERTS | {"moe_intermediate_size": _gguf_expert_size, "norm_topk_prob": True},
 )  # fmt: skip

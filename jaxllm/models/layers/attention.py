@@ -70,6 +70,7 @@ class Attention(nnx.Module):
         qk_norm_rotated: bool = False, norm_eps: float = 1e-6, query_scaling: QueryScaling | None = None,
         sinks: bool = False, alibi: float | None = None, value_norm: bool = False, keys_are_values: bool = False,
         has_kv: bool = True, gate: bool = False, causal: bool = True, input_size: int | None = None,
+        sees_images: bool = False,
     ):  # fmt: skip
         """Without `causal` a token sees those after it too: all of a text is in the step, and nothing is kept.
 
@@ -92,6 +93,7 @@ class Attention(nnx.Module):
         self.qkv_clip, self.query_scaling = qkv_clip, query_scaling
         self.sinks = param((num_heads,), jnp.float32, (TENSOR,), split_rows(num_heads, tp)) if sinks else None
         self.alibi, self.gated, self.causal, self.has_kv = alibi, gate, causal, has_kv
+        self.sees_images = sees_images
         self.qk_norm_rotated = qk_norm_rotated
         self.v_norm = UnitRMSNorm(head_dim, norm_eps, options.kernels) if value_norm and has_kv else None
         self.kernels = options.kernels
@@ -128,6 +130,8 @@ class Attention(nnx.Module):
             options["sinks"] = self.sinks[...]
         if self.alibi is not None:
             options["slopes"] = self._slopes(self.alibi)
+        if self.sees_images and meta.visible_until is not None:
+            options["visible_until"] = meta.visible_until
         with jax.named_scope("paged_attention"):
             out, pages = self.kernels.attention(
                 q, k, v, pages, meta, scale=self.scale, window=self.window, softcap=self.softcap, **options

@@ -23,6 +23,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {  # by the names of 
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
     "gelu_new": partial(jax.nn.gelu, approximate=True),
     "gelu": partial(jax.nn.gelu, approximate=False),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }

@@ -27,6 +27,9 @@ class RopeConfig:
         original_length: the context the model was first trained on, in tokens.
         attention_factor: on cosine and sine alike, so squared on the logits.
         divisors: what each frequency is divided by, where a GGUF file spells llama3 scaling out.
+        sections: how many frequencies turn with each axis of a token's place in an image: time, height, width. Of
+            text all three are its position.
+        mixed: the axes take turns, frequency by frequency, until their sections are used up, and time has the rest.
     """
 
     dim: int
@@ -45,6 +48,18 @@ class RopeConfig:
     short_divisors: tuple[float, ...] = ()
     long_divisors: tuple[float, ...] = ()
     divisors: tuple[float, ...] | None = None
+    sections: tuple[int, ...] = ()
+    mixed: bool = False
+
+    @property
+    def axes(self) -> np.ndarray:
+        """The axis that each frequency turns with, by its number."""
+        if not self.mixed:
+            return np.repeat(np.arange(3), self.sections)
+        axes, slot = np.zeros(self.dim // 2, int), np.arange(self.dim // 2)
+        for axis in (1, 2):
+            axes[(slot % 3 == axis) & (slot < 3 * self.sections[axis])] = axis
+        return axes
 
     @property
     def depends_on_length(self) -> bool:
@@ -99,8 +114,10 @@ class Angles:
     interleaved: bool = field(default=False, metadata={"static": True})
 
 
-def rope_angles(rope: RopeConfig, positions: Int[Array, "T"], lengths: Int[Array, "T"]) -> Angles:
-    """The angles of tokens at `positions`, float32.
+def rope_angles(
+    rope: RopeConfig, positions: Int[Array, "T"], lengths: Int[Array, "T"], places: Int[Array, "3 T"] | None = None
+) -> Angles:
+    """The angles of tokens at `positions`, float32; with sections at their `places` instead, if these are given.
 
     `lengths` is how long each token's sequence was taken to be when it was prefilled, or the tokens up to and with this
     one where that is more; only kinds that depend on the length look at it.
@@ -110,7 +127,10 @@ def rope_angles(rope: RopeConfig, positions: Int[Array, "T"], lengths: Int[Array
         freqs = jnp.where((lengths > rope.original_length)[:, None], inverse_frequencies(rope, long=True), freqs)
     elif rope.kind == "dynamic":
         freqs = freqs * _dynamic_shrink(rope, lengths)
-    angles = positions.astype(jnp.float32)[:, None] * freqs
+    if places is not None and rope.sections:
+        angles = places.T[:, rope.axes].astype(jnp.float32) * freqs
+    else:
+        angles = positions.astype(jnp.float32)[:, None] * freqs
     return Angles(jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor, rope.interleaved)
 
 

@@ -27,6 +27,7 @@ from tests.reference.tiny_configs import (
     qwen,
     qwen_delta,
     stablelm,
+    vision,
 )
 from tests.reference.tiny_configs.variant import Variant
 
@@ -61,4 +62,7 @@ CLASSIFIERS: dict[str, Variant] = classifier.VARIANTS
 ENCODERS: dict[str, Variant] = encoders.VARIANTS
 """Models whose tokens see those behind them too; their goldens are hidden states, or the scores of classes."""
 
-__all__ = ["CLASSIFIERS", "ENCODERS", "VARIANTS", "Variant"]
+VISION: dict[str, Variant] = vision.VISION
+"""Models with a tower for images; `vision.py` beside the goldens' maker says what these have."""
+
+__all__ = ["CLASSIFIERS", "ENCODERS", "VARIANTS", "VISION", "Variant"]

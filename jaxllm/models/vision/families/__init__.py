@@ -1,0 +1,1 @@
+"""One file for each family of towers; `jaxllm.models.vision.FILES` lists them."""

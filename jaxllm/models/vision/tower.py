@@ -1,0 +1,303 @@
+"""The tower that every family is a configuration of: patches of images in, rows for the language model out.
+
+Images lie one after the other without padding between them. What depends on their shapes is data, which `packing.py`
+prepares: which patches see each other, where each one is, what of the table of positions it has, and which of them make
+a row. So one executable serves all images of as many patches together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxllm.models.config import DecoderConfig, NormKind, Projection
+from jaxllm.models.decoder import DecoderLayer
+from jaxllm.models.encoder import HEAD_ACTIVATIONS, run_layer
+from jaxllm.models.layers.linear import Linear, param
+from jaxllm.models.layers.mlp import MLP, gated
+from jaxllm.models.layers.norm import UnitRMSNorm, norm_of_kind
+from jaxllm.models.layers.rope import Angles
+from jaxllm.models.options import BuildOptions
+from jaxllm.pallas_kernels import Norm, Residual, StepMetadata
+
+MergerNorm = NormKind | Literal["unit"]
+
+
+@dataclass(frozen=True)
+class AxialRope:
+    """Half of the pairs of a head's channels turn with a patch's row, the others with its column.
+
+    Attributes:
+        alternate: the axes have the frequencies of the whole head by turns, not the same ones.
+        columns_first: the first pairs turn with the column.
+    """
+
+    head_dim: int
+    theta: float = 10_000.0
+    alternate: bool = False
+    columns_first: bool = False
+
+    def angles(self, places: Int[Array, "P 2"]) -> Angles:
+        size = self.head_dim if self.alternate else self.head_dim // 2
+        freqs = self.theta ** -(np.arange(0, size, 2) / size)
+        by_axis = (freqs[::2], freqs[1::2]) if self.alternate else (freqs, freqs)
+        axes = (1, 0) if self.columns_first else (0, 1)
+        where = places.astype(jnp.float32)
+        parts = [where[:, axis, None] * freqs.astype(np.float32) for axis, freqs in zip(axes, by_axis, strict=True)]
+        angles = jnp.concatenate(parts, axis=1)
+        return Angles(jnp.cos(angles), jnp.sin(angles))
+
+
+@dataclass(frozen=True)
+class PositionTable:
+    """Learnt positions for a square of `side` patches, and how images of other shapes read them.
+
+    Attributes:
+        kind: "fixed" is read as it is; "fraction" at the nearest place below; "bilinear" between four places, the
+            outermost patches at the outermost; "axes" has a part for columns and one for rows, which are added.
+        class_row: each tile has one more patch in front of the others, which has the first place and no row.
+    """
+
+    side: int
+    kind: Literal["fixed", "fraction", "bilinear", "axes"] = "fixed"
+    class_row: bool = False
+
+    @property
+    def taps(self) -> int:
+        return {"bilinear": 4, "axes": 2}.get(self.kind, 1 + self.class_row)
+
+    @property
+    def rows(self) -> int:
+        return 2 * self.side if self.kind == "axes" else self.side**2 + 2 * self.class_row
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergerConfig:
+    """How patches become rows.
+
+    Attributes:
+        norm: of each patch.
+        pool: patches of a row lie side by side, or their mean is taken and multiplied by `scale`.
+        affine: a learnt bias is taken off the mean, and the rest multiplied by a learnt scale.
+        pooled_norm: of what that gives.
+        products: follow one after the other.
+    """
+
+    norm: MergerNorm | None = None
+    norm_eps: float = 1e-6
+    pool: Literal["concat", "mean"] = "concat"
+    scale: float = 1.0
+    affine: bool = False
+    pooled_norm: MergerNorm | None = None
+    products: tuple[Projection, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerConfig:
+    """A tower for images.
+
+    Attributes:
+        blocks: its layers, those of an encoder; a layer with a window sees its window of the image alone.
+        patch: side of a patch in pixels.
+        inputs: numbers of a patch.
+        window: side of a window, in rows' cells; 0 where there is none.
+        merge: a row is made of that many patches each way.
+        deepstack: layers whose outputs make rows too, for the language model's first layers; their mergers norm the
+            patches of a row together.
+        clipped: inputs and outputs of each product are kept within learnt bounds (Gemma 4 E2B and E4B).
+    """
+
+    blocks: DecoderConfig
+    inputs: int
+    merge: int
+    merger: MergerConfig
+    patch_bias: bool = True
+    table: PositionTable | None = None
+    rope: AxialRope | None = None
+    first_norm: NormKind | None = None
+    last_norm: NormKind | None = None
+    full_layers: tuple[int, ...] = ()
+    window: int = 0
+    deepstack: tuple[int, ...] = ()
+    clipped: bool = False
+
+    @property
+    def patches_per_row(self) -> int:
+        return self.merge**2
+
+    @property
+    def row_size(self) -> int:
+        """Numbers of a row: of the embedding, and of what each of `deepstack` adds."""
+        return self.merger.products[-1].size * (1 + len(self.deepstack))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TowerBatch:
+    """Patches of several images, then padding, as `packing.pack` lays them out.
+
+    Attributes:
+        patches: P of them.
+        seq_ids: the tile of each patch, S for padding.
+        starts: the first patch of each of S tiles, and the end of the last.
+        windows, window_starts: the same of windows; None where there are none.
+        places: row and column of each patch in its tile.
+        index, weight: which rows of the table of positions each patch has, and how much of them.
+        merge: the patches of each of R rows.
+    """
+
+    patches: Float[Any, "P D"]
+    seq_ids: Int[Any, "P"]
+    starts: Int[Any, "n"]
+    places: Int[Any, "P 2"]
+    index: Int[Any, "P k"]
+    weight: Float[Any, "P k"]
+    merge: Int[Any, "R m"]
+    windows: Int[Any, "P"] | None = None
+    window_starts: Int[Any, "n"] | None = None
+
+
+class Tower(nnx.Module):
+    """Patch embedding, positions, layers that see an image or a window of it, and mergers."""
+
+    def __init__(self, config: TowerConfig, options: BuildOptions):
+        blocks, kernels = config.blocks, options.kernels
+        size, eps = blocks.hidden_size, blocks.norm_eps
+        self.config, self.dtype = config, options.dtype
+        self.patch = Linear(config.inputs, size, options, config.patch_bias)
+
+        def norm(kind: NormKind | None) -> Any:
+            return None if kind is None else norm_of_kind(kind, size, eps, kernels)
+
+        self.positions = param((config.table.rows, size), options.dtype) if config.table is not None else None
+        self.first_norm, self.last_norm = norm(config.first_norm), norm(config.last_norm)
+        layer = ClippedLayer if config.clipped else DecoderLayer
+        self.layers = nnx.List([layer(blocks, i, options) for i in range(blocks.num_layers)])
+        self.merger = Merger(config.merger, size, config.patches_per_row, options)
+        deep = replace(config.merger, norm=None, pooled_norm=config.merger.norm)
+        mergers = [Merger(deep, size, config.patches_per_row, options) for _ in config.deepstack]
+        self.deep_mergers = nnx.List(mergers)
+
+    def __call__(self, batch: TowerBatch) -> Float[Array, "R n"]:
+        """Rows of the images one after the other, each with `deepstack`'s behind its embedding."""
+        config = self.config
+        x = self.patch(jnp.asarray(batch.patches, self.dtype))
+        if self.positions is not None:
+            found = self.positions[...][batch.index].astype(jnp.float32)
+            x = (x + jnp.sum(found * batch.weight[:, :, None], axis=1)).astype(self.dtype)
+        if self.first_norm is not None:
+            x = self.first_norm(x)
+        image = _metadata(batch.seq_ids, batch.starts)
+        window = image
+        if batch.windows is not None and batch.window_starts is not None:
+            window = _metadata(batch.windows, batch.window_starts)
+        x = jnp.where(image.live[:, None], x, 0)
+        angles = None if config.rope is None else config.rope.angles(batch.places)
+        deep: list[jax.Array] = []
+        for index, layer in enumerate(self.layers):
+            with jax.named_scope(f"tower_layer_{index}"):
+                full = not config.window or index in config.full_layers
+                x = run_layer(*nnx.split(layer), x, angles, image if full else window)
+            if index in config.deepstack:
+                deep.append(self.deep_mergers[len(deep)](x, batch.merge))
+        if self.last_norm is not None:
+            x = self.last_norm(x)
+        return jnp.concatenate([self.merger(x, batch.merge), *deep], axis=-1)
+
+
+def _metadata(seq_ids: Int[Array, "P"], starts: Int[Array, "n"]) -> StepMetadata:
+    """The patches as texts of a batch, of which attention sees each by itself."""
+    count = len(starts) - 1
+    zeros, none = jnp.zeros(len(seq_ids), jnp.int32), jnp.int32(0)
+    lengths, pages = jnp.diff(starts), jnp.zeros((count, 1), jnp.int32)
+    return StepMetadata(zeros, seq_ids, lengths, starts, pages, none, none, zeros, decode_only=False)
+
+
+class Merger(nnx.Module):
+    """Rows of the language model's size, of patches that belong together."""
+
+    def __init__(self, config: MergerConfig, size: int, patches: int, options: BuildOptions):
+        pooled = size * patches if config.pool == "concat" else size
+
+        def norm(kind: MergerNorm | None, size: int) -> Any:
+            if kind == "unit":
+                return UnitRMSNorm(size, config.norm_eps, options.kernels)
+            return None if kind is None else norm_of_kind(kind, size, config.norm_eps, options.kernels)
+
+        self.config = config
+        self.norm, self.pooled_norm = norm(config.norm, size), norm(config.pooled_norm, pooled)
+        self.bias = param((size,), jnp.float32) if config.affine else None
+        self.factor = param((size,), jnp.float32) if config.affine else None
+        sizes = [pooled, *(product.size for product in config.products)]
+        self.products = nnx.List(
+            [Linear(i, p.size, options, p.bias) for i, p in zip(sizes, config.products, strict=False)]
+        )
+
+    def __call__(self, x: Float[Array, "P E"], merge: Int[Array, "R m"]) -> Float[Array, "R n"]:
+        config, dtype = self.config, x.dtype
+        x = (x if self.norm is None else self.norm(x))[merge]
+        mean = config.pool == "mean"
+        x = x.astype(jnp.float32).mean(axis=1) * config.scale if mean else x.reshape(len(merge), -1)
+        if self.bias is not None and self.factor is not None:
+            x = (x - self.bias[...]) * self.factor[...]
+        x = (x if self.pooled_norm is None else self.pooled_norm(x)).astype(dtype)
+        for product, kind in zip(self.products, config.products, strict=True):
+            x = HEAD_ACTIVATIONS[kind.activation](product(x).astype(jnp.float32)).astype(dtype)
+        return x
+
+
+class ClippedLinear(Linear):
+    """A product whose input and output are kept within bounds; every device does it whole."""
+
+    def __init__(self, in_features: int, out_features: int, options: BuildOptions):
+        super().__init__(in_features, out_features, options)
+        self.bounds = param((4,), jnp.float32)
+
+    def __call__(
+        self, x: Float[Array, "T i"], norm: Norm | None = None, residual: Residual = None
+    ) -> Float[Array, "T o"]:
+        assert residual is None, "a norm comes between a clipped product and the residual sum"
+        bounds = self.bounds[...].astype(x.dtype)
+        x = jnp.clip(x if norm is None else norm(x), bounds[0], bounds[1])
+        return jnp.clip(super().__call__(x), bounds[2], bounds[3])
+
+
+class ClippedLayer(DecoderLayer):
+    """The layer with clipped products."""
+
+    def __init__(self, config: DecoderConfig, index: int, options: BuildOptions):
+        super().__init__(config, index, options)
+        size, inner = config.hidden_size, config.num_heads * config.head_dim
+        self.attention: Any
+        self.attention.qkv = ClippedSegments(size, (inner, inner, inner), options)
+        self.attention.output = ClippedLinear(inner, size, options)
+        self.mlp = ClippedMLP(size, config.intermediate_size, config.hidden_act, options)
+
+
+class ClippedMLP(MLP):
+    """The gated MLP of clipped products."""
+
+    def __init__(self, size: int, hidden: int, activation: str, options: BuildOptions):
+        self.gate_up = ClippedSegments(size, (hidden, hidden), options)
+        self.down: Any = ClippedLinear(hidden, size, options)
+        self.activation = activation
+
+    def _between(self, x: Float[Array, "T E"], norm: Norm | None = None) -> Float[Array, "T F"]:
+        return gated(jnp.concatenate(self.gate_up.late_segments(x, norm)[0], axis=-1), self.activation)
+
+
+class ClippedSegments(nnx.Module):
+    """Products with one input, each with bounds of its own."""
+
+    def __init__(self, in_features: int, sizes: tuple[int, ...], options: BuildOptions):
+        self.parts = nnx.List([ClippedLinear(in_features, size, options) for size in sizes])
+
+    def late_segments(self, x: Float[Array, "T i"], norm: Norm | None = None) -> tuple[list[Float[Array, "T _"]], None]:
+        x = x if norm is None else norm(x)
+        return [part(x) for part in self.parts], None
