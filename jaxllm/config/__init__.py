@@ -178,7 +178,7 @@ class EngineConfig(SettingsGroup):
     """Compiled executables are kept here between starts; null turns the cache off."""
     compile_cache_max: Annotated[Bytes, Field(gt=0)] = 8 * 2**30
     """Bytes that compile_cache_dir may take, as 4GiB; after each start, what was unused longest is deleted."""
-    weight_cache_max: Annotated[Bytes, Field(ge=0)] = 64 * 2**30
+    weight_cache_max: Annotated[Bytes, Field(ge=0)] = 32 * 2**30
     """Bytes that packed weights may take in compile_cache_dir; the next start on a CPU maps them. 0 keeps none."""
     executables: Path | None = None
     """A folder that `jaxllm compile` made for these settings: executables are loaded from it, and none compiled."""

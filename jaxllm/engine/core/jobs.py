@@ -79,7 +79,7 @@ class Jobs:
         with self._changed:
             job.urgent = True
             if job.background_thread is not None:
-                _set_niceness(job.background_thread, self._niceness)
+                set_niceness(job.background_thread, self._niceness)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class Jobs:
         self._work(self._next_behind)
 
     def _lower_priority(self) -> None:
-        _set_niceness(threading.get_native_id(), self._niceness + BACKGROUND_NICENESS)
+        set_niceness(threading.get_native_id(), self._niceness + BACKGROUND_NICENESS)
 
     @compat.under_own_settings
     def _work(self, choose: Callable[[], Job | None]) -> None:
@@ -145,7 +145,7 @@ def _close_all() -> None:
         jobs.close()
 
 
-def _set_niceness(thread: int, niceness: int) -> None:
+def set_niceness(thread: int, niceness: int) -> None:
     """Set the niceness of one thread, if the system can tell threads apart (Linux)."""
     if sys.platform == "linux":
         with contextlib.suppress(PermissionError, ProcessLookupError):  # root alone may raise a priority; it has ended

@@ -6,6 +6,7 @@ written while the first start goes on, appears when it is whole, and is for the 
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import hashlib
 import json
@@ -16,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -24,6 +26,7 @@ from jaxllm import compat
 from jaxllm.config import EngineConfig
 from jaxllm.config.values import format_bytes
 from jaxllm.engine.core.device_state import keep, map_kept, nbytes_kept
+from jaxllm.engine.core.jobs import BACKGROUND_NICENESS, set_niceness
 from jaxllm.engine.start.prepared import PreparedStage, Weights, step_manifest
 from jaxllm.errors import first_line
 from jaxllm.folders import UNFINISHED, make_private, others_may_write
@@ -106,12 +109,13 @@ class WeightCache:
         """Keep them, in a thread that ends when they are forgotten. A full disk is said, and changes nothing else."""
         alive = [weakref.ref(array) for array in weights]
         nbytes = sum(nbytes_kept(jax.ShapeDtypeStruct(array.shape, array.dtype)) for array in weights)
-        threading.Thread(target=self._write, args=(alive, nbytes), name="keep weights", daemon=True).start()
+        niceness = os.getpriority(os.PRIO_PROCESS, 0)
+        threading.Thread(target=self._write, args=(alive, nbytes, niceness), name="keep weights", daemon=True).start()
 
-    def _write(self, alive: Sequence[weakref.ref[jax.Array]], nbytes: int) -> None:
+    def _write(self, alive: Sequence[weakref.ref[jax.Array]], nbytes: int, niceness: int) -> None:
         unfinished = self.path.with_name(UNFINISHED + self.path.name)
-        with suppress(OSError, AttributeError):  # of this thread alone: whatever runs comes first
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        forget = partial(unfinished.unlink, missing_ok=True)
+        set_niceness(threading.get_native_id(), niceness + BACKGROUND_NICENESS)
         try:
             make_private(self.path.parent)
             if nbytes > self._most_bytes:
@@ -119,6 +123,7 @@ class WeightCache:
             self._make_room(nbytes)
             with unfinished.open("ab") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                atexit.register(forget)  # the thread does not hold up an end of the process
                 keep(file, _while_alive(alive), self._plan)
                 os.fsync(file.fileno())
                 unfinished.chmod(0o600)
@@ -128,10 +133,12 @@ class WeightCache:
             return
         except (OSError, _ForgottenError) as error:
             with suppress(OSError):
-                unfinished.unlink()
+                forget()
             if isinstance(error, _ForgottenError):
                 return
             logger.warning("the packed weights are not kept for the next start: %s", first_line(error))
+        finally:
+            atexit.unregister(forget)
 
     def _make_room(self, nbytes: int) -> None:
         """Delete what killed processes left, then what was unused longest. Raises OSError: `nbytes` do not fit."""

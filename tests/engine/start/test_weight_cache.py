@@ -6,6 +6,8 @@ import errno
 import fcntl
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections import namedtuple
 from pathlib import Path
@@ -184,3 +186,18 @@ def test_the_next_engine_maps_them_and_says_the_same(tmp_path: Path, monkeypatch
     file = tmp_path / "model" / "model.safetensors"
     file.write_bytes(file.read_bytes())
     assert answer() == first and len(packed) == 2, "a file that was written anew was taken for the old one"
+
+
+def test_a_process_that_ends_while_it_writes_leaves_nothing(tmp_path: Path) -> None:
+    program = f"""
+import os, time
+from pathlib import Path
+import jax.numpy as jnp
+from jaxllm.engine.start import weight_cache
+os.fsync, weights = lambda file: time.sleep(60), (jnp.zeros(3),)
+weight_cache.WeightCache(Path({str(tmp_path)!r}), "model", "plan", {LIMIT}).write(weights)
+while not list(Path({str(tmp_path)!r}).iterdir()) or next(Path({str(tmp_path)!r}).iterdir()).stat().st_size == 0:
+    time.sleep(0.01)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=50)
+    assert not list(tmp_path.iterdir())
