@@ -132,7 +132,7 @@ class ServerConfig(SettingsGroup):
     """Let responses bring MCP servers of their own by server_url: https, at public addresses."""
 
     data_dir: Path = DATA_DIR
-    """Where uploaded files, batches, stored responses and conversations are kept."""
+    """Where uploaded files and running batches are kept, and the database if database_url names no other."""
     database_url: str | None = None
     """SQLAlchemy URL of the database of stored objects (default jaxllm.db in data_dir), as postgresql://…"""
     store_retention: Annotated[Seconds, Field(gt=0)] | None = None
