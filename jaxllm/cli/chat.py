@@ -84,7 +84,8 @@ def chat(
         if name in sampling:
             raise ConfigError(f"--{name.replace('_', '-')}: chat shows text only; use generate --json")
     sampling_params(sampling)  # refuse a bad value before anything starts
-    question = put_together(piped_text(), " ".join(map(as_typed, prompt or ())).strip())
+    asked = " ".join(map(as_typed, prompt or ())).strip()
+    question = put_together(piped_text(beside_prompt=bool(asked)), asked)
     if not question and not sys.stdin.isatty():
         raise ConfigError("there is nothing to answer: standard input is empty, and no PROMPT is given")
     with asyncio.Runner() as runner:  # one loop for the whole chat; Ctrl-C cancels only the answer that runs on it

@@ -92,7 +92,7 @@ def read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
     if prompts and file:
         raise ConfigError("give prompts as arguments or with --file, not both")
     if prompts:
-        piped = piped_text()
+        piped = piped_text(beside_prompt=True)
         return [put_together(piped, as_typed(prompt)) for prompt in prompts]
     if file is None and sys.stdin.isatty():
         raise ConfigError("no prompt: give one as an argument, with --file, or on standard input")

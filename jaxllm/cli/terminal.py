@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import select
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from jaxllm.errors import ConfigError
 
 OUTPUT = "standard output"
 """The file that an OSError of these streams names."""
+BEGIN_SECONDS = 5.0
+"""How long a text on standard input may take to begin where a prompt is given too."""
 
 
 class Output(TextIOWrapper):
@@ -62,9 +65,19 @@ def as_typed(text: str) -> str:
         return text
 
 
-def piped_text() -> str:
-    """The text on standard input; an empty one where that is a terminal."""
-    return "" if sys.stdin.isatty() else as_typed(sys.stdin.read()).strip()
+def piped_text(*, beside_prompt: bool) -> str:
+    """The text on standard input; an empty one where that is a terminal, or a pipe that nothing comes from.
+
+    A text is read to its end, however long that takes. Beside a prompt the wait for its beginning is limited: ssh and
+    programs that start others leave a pipe open that nobody writes to. Windows cannot wait for a pipe.
+    """
+    if sys.stdin.isatty():
+        return ""
+    if beside_prompt and os.name != "nt" and not select.select([0], [], [], BEGIN_SECONDS)[0]:
+        note = f"nothing came from standard input in {BEGIN_SECONDS:g} seconds, so the prompt is answered without it"
+        print(f"jaxllm: {note}; with < /dev/null there is no wait", file=sys.stderr, flush=True)
+        return ""
+    return as_typed(sys.stdin.read()).strip()
 
 
 def put_together(piped: str, prompt: str) -> str:

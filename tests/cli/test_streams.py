@@ -68,6 +68,33 @@ def test_texts_are_in_utf_8_where_the_locale_knows_ascii_alone() -> None:
     assert ended.stdout.decode().splitlines() == [f"{'ü'!a} {['😀']!a}", ascii(["ü😀"] * 2)], ended.stderr
 
 
+BESIDE = """
+import sys
+from jaxllm.cli import terminal
+from jaxllm.cli.generate import read_prompts
+
+terminal.BEGIN_SECONDS = float(sys.argv[1])
+print([len(prompt) for prompt in read_prompts(["hi", "and"], None)])
+"""
+
+
+def test_a_prompt_does_not_wait_for_an_input_that_never_comes() -> None:
+    ours, theirs = os.pipe()
+    with open(theirs, "wb"), open(ours, "rb") as silent:
+        command = [sys.executable, "-c", BESIDE, "0.1"]
+        ended = subprocess.run(command, stdin=silent, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "[2, 3]\n")
+    assert len(ended.stderr.splitlines()) == 1 and "nothing came from standard input in 0.1 seconds" in ended.stderr
+
+
+@pytest.mark.parametrize("slow", ["sleep 1; seq 100000", "seq 50000; sleep 1; seq 50001 100000"])
+def test_an_input_that_comes_slowly_stands_whole_before_the_prompt(slow: str) -> None:
+    ended = shell(f"< <({slow})", "-c", BESIDE, "60")
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    length = len("\n".join(map(str, range(1, 100_001))))
+    assert ended.stdout.decode() == f"{[length + len(chr(10) * 2 + prompt) for prompt in ('hi', 'and')]}\n"
+
+
 SERVER = """
 from jaxllm.cli.main import app, run
 from jaxllm.config import ServeConfig
