@@ -143,10 +143,6 @@ def _llava_tower(c: Config, v: Config, **fields: Any) -> TowerConfig:
     return _tower(v, 1, merger, **fields)
 
 
-def _clip_tower(c: Config, v: Config) -> TowerConfig:
-    return _llava_tower(c, v, patch_bias=False, table=_table(v, class_row=True), first_norm="layer")
-
-
 def _gemma3_tower(c: Config, v: Config) -> TowerConfig:
     table, eps = _table(v), v.get("layer_norm_eps", 1e-6)
     merger = MergerConfig(pool="mean", pooled_norm="rms", norm_eps=eps, products=_product(c))
@@ -173,7 +169,8 @@ LLAVA_USUAL: Config = {
     "anchors": PATCH_EMBEDDING | {"projector": "linear_1.weight"}, "prepared": FixedProcessor, "image": 32_000
 }  # fmt: skip
 LLAVA = VisionFamily(
-    defaults=CLIP_LARGE, tower_of=_clip_tower, names=names.LLAVA, **LLAVA_USUAL,
+    defaults=CLIP_LARGE, names=names.LLAVA, **LLAVA_USUAL,
+    tower_of=lambda c, v: _llava_tower(c, v, patch_bias=False, table=_table(v, class_row=True), first_norm="layer"),
     fields=lambda c, v, p: {
         "size": (v["image_size"],) * 2, "shortest": _edge(p, "shortest") if p.get("size") else v["image_size"]
     },

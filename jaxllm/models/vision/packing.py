@@ -39,9 +39,10 @@ def pack(config: TowerConfig, images: Sequence[tuple[Float[np.ndarray, "_ D"], G
                 array[begin : begin + sizes[-1]] = part
             merge[row : row + len(rows)] = rows + begin
             begin, row, done = begin + sizes[-1], row + len(rows), done + count
-    segments = _segments(sizes, num_patches, num_rows)
-    windows = _segments(widths, num_patches, num_rows) if config.window else (None, None)
-    return TowerBatch(arrays[0], *segments, *arrays[1:], merge, *windows)
+    pixels, places, index, weight = arrays
+    seq_ids, starts = _segments(sizes, num_patches, num_rows)
+    windows, window_starts = _segments(widths, num_patches, num_rows) if config.window else (None, None)
+    return TowerBatch(pixels, seq_ids, starts, places, index, weight, merge, windows, window_starts)
 
 
 def _segments(sizes: Sequence[int], length: int, count: int) -> tuple[Int[np.ndarray, "P"], Int[np.ndarray, "n"]]:
