@@ -12,7 +12,7 @@ import transformers
 from PIL import Image
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.models.vision import vision_family
+from jaxllm.models.vision.families import vision_family
 from jaxllm.models.vision.processor import Grid, Processor, resized, rope_places, visible_until
 from tests.models.vision_harness import stated
 from tests.reference.tiny import tiny_config

@@ -12,8 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 from jaxllm import cpu_kernels
 from jaxllm.models.registry import model_spec
-from jaxllm.models.vision import vision_spec
 from jaxllm.models.vision.processor import Expanded, rope_places, visible_until
+from jaxllm.models.vision.spec import vision_spec
 from jaxllm.pallas_kernels.kernels import CPU
 from jaxllm.quantization.tiles import tiled
 from jaxllm.quantization.weight import DenseKind, WeightKind

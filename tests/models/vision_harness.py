@@ -17,9 +17,9 @@ from PIL import Image
 
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import abstract_tower
-from jaxllm.models.vision import vision_spec
 from jaxllm.models.vision.packing import pack
 from jaxllm.models.vision.processor import Expanded, Grid, Processor
+from jaxllm.models.vision.spec import vision_spec
 from jaxllm.models.vision.tower import TowerBatch
 from jaxllm.pallas_kernels import REFERENCE, ImageRows, Kernels, StepMetadata
 from jaxllm.sharding.mesh import build_meshes

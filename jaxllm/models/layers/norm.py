@@ -108,7 +108,9 @@ class LayerNorm(nnx.Module):
 
 
 def norm_of_kind(kind: str, size: int, eps: float, kernels: Kernels) -> RMSNorm | LayerNorm:
-    """The norm that a config's `norm` names: "rms", "layer" or "layer_unbiased"."""
+    """The norm that a config's `norm` names: "rms", "layer" or "layer_unbiased"; "unit" is "rms" without a weight."""
+    if kind == "unit":
+        return UnitRMSNorm(size, eps, kernels)
     return RMSNorm(size, eps, kernels) if kind == "rms" else LayerNorm(size, eps, kernels, bias=kind == "layer")
 
 

@@ -1,4 +1,4 @@
-"""Lays the patches of several images out for a tower: what depends on their shapes, as plain arrays."""
+"""Lays the patches of several images out for a tower: all that depends on the images' shapes, as plain arrays."""
 
 from __future__ import annotations
 
@@ -19,71 +19,63 @@ def packed_patches(config: TowerConfig, grid: Grid) -> int:
 def pack(config: TowerConfig, images: Sequence[tuple[Float[np.ndarray, "_ D"], Grid]], num_patches: int) -> TowerBatch:
     """A batch of `num_patches` with these images and padding; it has a row for each `patches_per_row` of them.
 
-    Images are as `Processor.patches` gives them. Padding changes nothing of their rows, which come first.
+    Images are as `Processor.patches` gives them. Their rows come first, and do not depend on the padding.
     """
-    table, sizes, widths, merges = config.table, [], [], []
-    found: list[Sequence[np.ndarray]] = []
-    begin = 0
+    taps, num_rows = 1 if config.table is None else config.table.taps, num_patches // config.patches_per_row
+    shapes = ((config.inputs, np.float32), (2, np.int32), (taps, np.int32), (taps, np.float32))
+    arrays = [np.zeros((num_patches, size), dtype) for size, dtype in shapes]
+    merge = np.zeros((num_rows, config.patches_per_row), np.int32)
+    sizes: list[int] = []
+    widths: list[int] = []
+    begin = row = 0
     for patches, grid in images:
         done = 0
         for height, width in grid.tiles:
             count = height * width
-            arrays, merge, own_windows = _tile(config, patches[done : done + count], height, width)
-            found.append(arrays)
-            sizes.append(len(arrays[0]))
+            found, rows, own_windows = _tile(config, patches[done : done + count], height, width)
+            sizes.append(len(found[0]))
             widths += own_windows
-            merges.append(merge + begin)
-            begin, done = begin + len(arrays[0]), done + count
-    taps = 1 if table is None else table.taps
-    shapes = (((config.inputs,), np.float32), ((2,), np.int32), ((taps,), np.int32), ((taps,), np.float32))
-    patches, places, index, weight = (
-        _padded(np.concatenate([np.zeros((0, *shape), dtype), *parts]), num_patches)
-        for (shape, dtype), parts in zip(shapes, zip(*found, strict=True) if found else [()] * 4, strict=True)
-    )
-    seq_ids, starts = _segments(sizes, num_patches, num_patches // config.patches_per_row)
-    windows, window_starts = (None, None)
-    if config.window:
-        windows, window_starts = _segments(widths, num_patches, num_patches // config.patches_per_row)
-    none = np.zeros((0, config.patches_per_row), np.int32)
-    merge = _padded(np.concatenate([none, *merges]).astype(np.int32), num_patches // config.patches_per_row)
-    return TowerBatch(patches, seq_ids, starts, places, index, weight, merge, windows, window_starts)
-
-
-def _padded(array: np.ndarray, length: int) -> np.ndarray:
-    return np.pad(array, ((0, length - len(array)), *[(0, 0)] * (array.ndim - 1)))
+            for array, part in zip(arrays, found, strict=True):
+                array[begin : begin + sizes[-1]] = part
+            merge[row : row + len(rows)] = rows + begin
+            begin, row, done = begin + sizes[-1], row + len(rows), done + count
+    pixels, places, index, weight = arrays
+    seq_ids, starts = _segments(sizes, num_patches, num_rows)
+    windows, window_starts = _segments(widths, num_patches, num_rows) if config.window else (None, None)
+    return TowerBatch(pixels, seq_ids, starts, places, index, weight, merge, windows, window_starts)
 
 
 def _segments(sizes: Sequence[int], length: int, count: int) -> tuple[Int[np.ndarray, "P"], Int[np.ndarray, "n"]]:
-    """Which of up to `count` segments each of `length` patches is of, and where they begin.
+    """The segment of each of `length` patches, of up to `count` segments, and where each segment begins.
 
     Worked example: sizes 2 and 3, length 6, count 3 -> 0 0 1 1 1 3, and 0 2 5 5.
     """
-    starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-    seq_ids = _padded(np.repeat(np.arange(len(sizes), dtype=np.int32), sizes), length)
-    seq_ids[starts[-1] :] = count
-    return seq_ids, np.pad(starts, (0, count + 1 - len(starts)), mode="edge")
+    starts = np.cumsum([0, *sizes, *[0] * (count - len(sizes))], dtype=np.int32)
+    seq_ids = np.full(length, count, np.int32)
+    seq_ids[: starts[-1]] = np.repeat(np.arange(len(sizes)), sizes)
+    return seq_ids, starts
 
 
 def _tile(
     config: TowerConfig, patches: Float[np.ndarray, "N D"], height: int, width: int
 ) -> tuple[list[np.ndarray], Int[np.ndarray, "R m"], list[int]]:
     """A tile's patches, places, taps and weights in their order, the patches of each row, and sizes of windows."""
-    side = config.merge
-    places = np.stack(np.unravel_index(np.arange(height * width), (height, width)), axis=1).astype(np.int32)
-    taps = np.zeros((len(places), 1), np.int32), np.zeros((len(places), 1), np.float32)
-    index, weight = taps if config.table is None else table_taps(config.table, height, width)
-    cells = np.arange(height * width).reshape(height // side, side, width // side, side).swapaxes(1, 2)
-    merge, windows = cells.reshape(-1, side * side), []
-    arrays = [patches, places, index, weight]
+    side, table = config.merge, config.table
+    cells = np.arange(height * width).reshape(height, width)
+    places = np.stack(np.unravel_index(cells.ravel(), cells.shape), axis=1)
+    taps = np.zeros((2, len(places), 1)) if table is None else table_taps(table, height, width)
+    arrays = [patches, places, *taps]
+    merge = cells.reshape(height // side, side, width // side, side).swapaxes(1, 2).reshape(-1, side**2)
+    windows = []
     if config.window:
         row, column = (places // (side * config.window)).T
         window = row * (column.max() + 1) + column
         order = np.argsort(window, kind="stable")
         windows, arrays = np.bincount(window).tolist(), [array[order] for array in arrays]
         merge = np.argsort(order)[merge]
-    if config.table is not None and config.table.class_row:
+    if table is not None and table.class_row:
         arrays = [np.concatenate([np.zeros_like(array[:1]), array]) for array in arrays]
-        arrays[2][0], arrays[3][0] = (0, config.table.rows - 1), 1
+        arrays[2][0], arrays[3][0] = (0, table.rows - 1), 1
         merge = merge + 1
     return arrays, merge, windows
 
@@ -91,7 +83,7 @@ def _tile(
 def table_taps(
     table: PositionTable, height: int, width: int
 ) -> tuple[Int[np.ndarray, "N k"], Float[np.ndarray, "N k"]]:
-    """Which rows of the table each patch of a raster has, and how much of each."""
+    """The rows of the table that each patch of a raster takes, and their weights."""
     if table.kind == "axes":
         row, column = np.unravel_index(np.arange(height * width), (height, width))
         index = np.stack([column, table.side + row], axis=1)
@@ -101,13 +93,13 @@ def table_taps(
     weight = by_row[:, None, :, None] * by_column[None, :, None, :]
     count = rows.shape[1] ** 2
     index, weight = index.reshape(-1, count), weight.reshape(-1, count)
-    if table.class_row:  # whose place and own row are no patch's
+    if table.class_row:  # the first row and the last are its alone
         index, weight = (np.pad(array, ((0, 0), (0, 1))) for array in (index + 1, weight))
     return index.astype(np.int32), weight.astype(np.float32)
 
 
 def _axis_taps(table: PositionTable, size: int) -> tuple[Int[np.ndarray, "n k"], Float[np.ndarray, "n k"]]:
-    """Places along one side, in float32 as transformers computes them."""
+    """Taps along one side and their weights, in float32 as transformers computes them."""
     side, place = table.side, np.arange(size, dtype=np.float32)
     if table.kind == "fixed":
         return np.arange(size)[:, None], np.ones((size, 1), np.float32)

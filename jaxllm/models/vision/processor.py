@@ -1,15 +1,14 @@
 """From an image to a tower's patches, and from a prompt with placeholders to one with a token for each row.
 
-NumPy and Pillow alone: a process that serves HTTP need not import JAX for this. A family is a subclass that says how an
-image is resized and cut (`plan`), and which tokens stand around its rows (`pieces`).
+This needs NumPy and Pillow alone: a process that serves HTTP need not import JAX for it. Subclasses say how an image is
+resized and cut (`plan`), and which tokens stand between its rows (`pieces`).
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -17,18 +16,20 @@ from jaxtyping import Bool, Float, Int
 from PIL import Image
 
 from jaxllm.errors import InvalidRequestError
+from jaxllm.weights.fields import FLAG, NULL, OBJECT, FieldKind, FieldKinds, check_fields, either, real, whole
 
-CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-HALF = (0.5, 0.5, 0.5)
-NO_MEAN, NO_STD = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+Colours = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of red, green and blue
+CLIP: Colours = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+HALF: Colours = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 
 Size = tuple[int, int]  # height, width
+Piece = int | str | tuple[int, ...]  # of an image in a prompt: that many rows, text, or tokens
 ImageOptions = Mapping[str, Any]  # preprocessor_config.json, or what a request says instead
 Encode = Callable[[str], Sequence[int]]  # a tokenizer's, which knows special tokens and adds none
 
 
 class Grid(NamedTuple):
-    """Parts of an image that see themselves alone, each a raster of patches.
+    """The tiles of an image, rasters of patches which the tower sees each by itself.
 
     Attributes:
         tiles: the height and width of each, in patches.
@@ -44,13 +45,21 @@ class Grid(NamedTuple):
 
 
 class Cutting(NamedTuple):
-    """The pixels of an image: `sizes` it is resized to in turn, what is cut out of its middle, its tiles."""
+    """How an image is resized and cut.
+
+    Attributes:
+        sizes: it is resized to these in turn.
+        crop: then this is cut out of its middle.
+        cut: then it is cut into that many rows and columns of tiles.
+        whole: the size of one more tile, of the whole image.
+        whole_of_last: that tile is made from the resized image, not from the given one.
+    """
 
     sizes: tuple[Size, ...]
     crop: Size | None = None
     cut: Size = (1, 1)
-    whole: Size | None = None  # one more tile, of the whole image
-    whole_of_last: bool = False  # it is made of the image as resized, not as given
+    whole: Size | None = None
+    whole_of_last: bool = False
 
 
 class Expanded(NamedTuple):
@@ -59,10 +68,10 @@ class Expanded(NamedTuple):
     Attributes:
         ids: T tokens.
         rows: which row of all images' together takes the place of each token's embedding; -1 is none.
-        spans: the first and the last but one of each image's tokens.
-        visible_until: the last token that each one sees; None where that is itself.
-        places: time, height and width by which tokens are rotated; None where that is their position.
-        delta: what is added to the position of a later token to have its place.
+        spans: the first of each image's tokens, and the end.
+        visible_until: the last token that each one sees; None if each sees itself last.
+        places: time, height and width by which tokens are rotated; None if that is their position.
+        delta: a later token's place is its position plus this.
     """
 
     ids: list[int]
@@ -80,34 +89,46 @@ class Processor:
     Attributes:
         image: the token of each row.
         placeholder: the token that a chat template writes for an image.
+        patch: the side of a patch in pixels.
         merge: a row is made of that many patches each way.
+        mean, std: of the colours, by which pixels are normalized after they are multiplied by `scale`.
+        resample: Pillow's number of the filter for resizing.
+        before, after: what stands around an image's rows.
         order: of a patch's numbers: channels first, or last.
         frames: a still image is repeated that often in each patch.
         both_ways: tokens of an image see each other.
         axes: tokens are rotated by time, height and width.
+        encode: a tokenizer's function from text to tokens.
     """
 
     image: int
     placeholder: int
     patch: int
     merge: int
-    mean: tuple[float, ...] = HALF
-    std: tuple[float, ...] = HALF
-    scale: float = 1 / 255
-    resample: int = Image.Resampling.BICUBIC
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    scale: float
+    resample: int
+    encode: Encode = field(repr=False, compare=False)
+    before: tuple[Piece, ...] = ()
+    after: tuple[Piece, ...] = ()
     order: Literal["first", "last"] = "first"
     frames: int = 1
     both_ways: bool = False
     axes: bool = False
-    encode: Encode = field(default=lambda text: (), repr=False, compare=False)
+
+    @property
+    def unit(self) -> int:
+        """The side of what becomes a row, in pixels."""
+        return self.patch * self.merge
 
     def plan(self, height: int, width: int) -> Cutting:
         """Raises InvalidRequestError for an image of a shape that the family does not take."""
         raise NotImplementedError
 
-    def pieces(self, grid: Grid) -> list[int | Sequence[int]]:
-        """An image in a prompt: numbers of rows, and other tokens between them."""
-        return [self.rows(grid)]
+    def pieces(self, grid: Grid) -> Sequence[Piece]:
+        """An image as it stands in a prompt."""
+        return [*self.before, self.rows(grid), *self.after]
 
     def limited(self, min_rows: int | None = None, max_rows: int | None = None) -> Processor:
         """The same with other limits on an image's rows, where the family has any to set."""
@@ -165,11 +186,10 @@ class Processor:
             if (token := rest.pop()) != self.placeholder:
                 out.append(token)
                 continue
-            first, *middle = self.pieces(next(grid_of))
-            parts = [[-1] * piece if isinstance(piece, int) else list(piece) for piece in (first, *middle)]
+            parts = [self._tokens(piece) for piece in self.pieces(next(grid_of))]
             if count := self._newlines.get(tuple(parts[0]), 0):  # a tokenizer has one token for several ends of lines
                 parts[0] = self._joined(count, out)
-            if middle and (count := self._newlines.get(tuple(parts[-1]), 0)):
+            if len(parts) > 1 and (count := self._newlines.get(tuple(parts[-1]), 0)):
                 parts[-1] = self._joined(count, rest)
             spans.append((len(out), len(out) + sum(map(len, parts))))
             out += [token for part in parts for token in part]
@@ -178,6 +198,9 @@ class Processor:
         rows = np.where(mask, np.cumsum(mask) - 1, -1).astype(np.int32)
         places, delta = rope_places(mask, spans, grids, self.merge) if self.axes else (None, 0)
         return Expanded(out, rows, spans, visible_until(mask) if self.both_ways else None, places, delta)
+
+    def _tokens(self, piece: Piece) -> list[int]:
+        return [-1] * piece if isinstance(piece, int) else list(self.encode(piece) if isinstance(piece, str) else piece)
 
     def _joined(self, count: int, beside: list[int]) -> list[int]:
         """That many ends of lines and those `beside` them, which are taken from there."""
@@ -230,44 +253,33 @@ def rope_places(
     return places, position - done
 
 
-@dataclass(frozen=True, kw_only=True)
-class FixedProcessor(Processor):
-    """Every image has one size: its shape is not kept, or its shortest edge is resized and its middle taken."""
+_COLOURS = FieldKind("three numbers", lambda value: isinstance(value, list | tuple) and len(value) == 3)
+_PIXELS = whole(1, 2**31)
+_FIELDS: FieldKinds = {
+    **dict.fromkeys(("image_mean", "image_std"), either(_COLOURS, NULL)),
+    **dict.fromkeys(("do_normalize", "do_image_splitting", "crop_to_patches"), either(FLAG, NULL)),
+    **dict.fromkeys(("min_pixels", "max_pixels"), either(_PIXELS, NULL)),
+    **dict.fromkeys(("min_patches", "max_patches"), whole(1, 2**10)),
+    **dict.fromkeys(("size", "max_image_size"), either(OBJECT, NULL)),
+    "rescale_factor": either(real(0, 1e3), NULL), "resample": either(whole(0, 5), NULL),
+    "max_soft_tokens": whole(1, 2**16),
+}  # fmt: skip
+_SIZES = dict.fromkeys(("height", "width", "shortest_edge", "longest_edge"), either(_PIXELS, NULL))
 
-    size: Size = (224, 224)
-    shortest: int | None = None
 
-    def plan(self, height: int, width: int) -> Cutting:
-        if self.shortest is None:
-            return Cutting((self.size,))
-        short, long = min(height, width), max(height, width)
-        other = int(self.shortest * long / short)
-        return Cutting(((self.shortest, other) if height <= width else (other, self.shortest),), crop=self.size)
+def pixel_fields(p: ImageOptions, colours: Colours, resample: int) -> dict[str, Any]:
+    """A Processor's fields of pixels from preprocessor_config.json, or these where it has none.
 
-
-@dataclass(frozen=True, kw_only=True)
-class PixelsProcessor(Processor):
-    """Sides become multiples of a row's patches, and pixels no fewer and no more than a limit."""
-
-    min_pixels: int = 56 * 56
-    max_pixels: int = 28 * 28 * 1280
-    axes: bool = True
-
-    def limited(self, min_rows: int | None = None, max_rows: int | None = None) -> Processor:
-        cell = (self.patch * self.merge) ** 2
-        least = self.min_pixels if min_rows is None else min_rows * cell
-        most = self.max_pixels if max_rows is None else max_rows * cell
-        return replace(self, min_pixels=min(least, most), max_pixels=most)
-
-    def plan(self, height: int, width: int) -> Cutting:
-        unit = self.patch * self.merge
-        if max(height, width) > 200 * min(height, width):
-            raise InvalidRequestError(f"an image has {width} × {height} pixels; accepted is a ratio of up to 200")
-        sides = [round(side / unit) * unit for side in (height, width)]
-        if sides[0] * sides[1] > self.max_pixels:
-            shrink = math.sqrt(height * width / self.max_pixels)
-            sides = [max(unit, int(side / shrink / unit) * unit) for side in (height, width)]
-        elif sides[0] * sides[1] < self.min_pixels:
-            grow = math.sqrt(self.min_pixels / (height * width))
-            sides = [math.ceil(side * grow / unit) * unit for side in (height, width)]
-        return Cutting(((sides[0], sides[1]),))
+    Raises CheckpointError for values that are not valid.
+    """
+    check_fields(p, _FIELDS)
+    for name in ("size", "max_image_size"):
+        check_fields(p.get(name) or {}, _SIZES, f"{name}.")
+    mean, std = p.get("image_mean") or colours[0], p.get("image_std") or colours[1]
+    if p.get("do_normalize") is False:
+        mean, std = (0.0,) * 3, (1.0,) * 3
+    given = p.get("resample")
+    return {
+        "mean": tuple(mean), "std": tuple(std), "scale": p.get("rescale_factor") or 1 / 255,
+        "resample": resample if given is None else given,
+    }  # fmt: skip

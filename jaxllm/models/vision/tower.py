@@ -1,8 +1,8 @@
 """The tower that every family is a configuration of: patches of images in, rows for the language model out.
 
-Images lie one after the other without padding between them. What depends on their shapes is data, which `packing.py`
-prepares: which patches see each other, where each one is, what of the table of positions it has, and which of them make
-a row. So one executable serves all images of as many patches together.
+Images lie one after the other without padding between them. All that depends on their shapes is data from `packing.py`:
+which patches see each other, where each one is, its taps into the table of positions, and which patches make a row. So
+one executable serves all images that have the same number of patches together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxllm.models.decoder import DecoderLayer
 from jaxllm.models.encoder import HEAD_ACTIVATIONS, run_layer
 from jaxllm.models.layers.linear import Linear, param
 from jaxllm.models.layers.mlp import MLP, gated
-from jaxllm.models.layers.norm import UnitRMSNorm, norm_of_kind
+from jaxllm.models.layers.norm import norm_of_kind
 from jaxllm.models.layers.rope import Angles
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Norm, Residual, StepMetadata
@@ -31,11 +31,11 @@ MergerNorm = NormKind | Literal["unit"]
 
 @dataclass(frozen=True)
 class AxialRope:
-    """Half of the pairs of a head's channels turn with a patch's row, the others with its column.
+    """Half of the pairs of a head's channels are rotated by a patch's row, the others by its column.
 
     Attributes:
-        alternate: the axes have the frequencies of the whole head by turns, not the same ones.
-        columns_first: the first pairs turn with the column.
+        alternate: the axes take the frequencies of the whole head in turn, instead of each having the same ones.
+        columns_first: the first pairs are rotated by the column.
     """
 
     head_dim: int
@@ -46,22 +46,20 @@ class AxialRope:
     def angles(self, places: Int[Array, "P 2"]) -> Angles:
         size = self.head_dim if self.alternate else self.head_dim // 2
         freqs = self.theta ** -(np.arange(0, size, 2) / size)
-        by_axis = (freqs[::2], freqs[1::2]) if self.alternate else (freqs, freqs)
-        axes = (1, 0) if self.columns_first else (0, 1)
-        where = places.astype(jnp.float32)
-        parts = [where[:, axis, None] * freqs.astype(np.float32) for axis, freqs in zip(axes, by_axis, strict=True)]
-        angles = jnp.concatenate(parts, axis=1)
+        freqs = np.concatenate([freqs[::2], freqs[1::2]]) if self.alternate else np.tile(freqs, 2)
+        axes = np.repeat((1, 0) if self.columns_first else (0, 1), self.head_dim // 4)
+        angles = places[:, axes].astype(jnp.float32) * freqs.astype(np.float32)
         return Angles(jnp.cos(angles), jnp.sin(angles))
 
 
 @dataclass(frozen=True)
 class PositionTable:
-    """Learnt positions for a square of `side` patches, and how images of other shapes read them.
+    """Learnt positions for a square of `side` by `side` patches.
 
     Attributes:
-        kind: "fixed" is read as it is; "fraction" at the nearest place below; "bilinear" between four places, the
-            outermost patches at the outermost; "axes" has a part for columns and one for rows, which are added.
-        class_row: each tile has one more patch in front of the others, which has the first place and no row.
+        kind: how other images read it. "fixed": there are none; "fraction": at the nearest place below; "bilinear":
+            between four places, corners at corners; "axes": it has a part for columns and one for rows, to be added.
+        class_row: each tile has one more patch in front of the others, with the first position and no pixels.
     """
 
     side: int
@@ -79,14 +77,14 @@ class PositionTable:
 
 @dataclass(frozen=True, kw_only=True)
 class MergerConfig:
-    """How patches become rows.
+    """How patches become rows: norm, pooling, affine, norm, products, of which there may be any.
 
     Attributes:
-        norm: of each patch.
-        pool: patches of a row lie side by side, or their mean is taken and multiplied by `scale`.
-        affine: a learnt bias is taken off the mean, and the rest multiplied by a learnt scale.
-        pooled_norm: of what that gives.
-        products: follow one after the other.
+        norm: of each patch, with `norm_eps`.
+        pool: "concat": the patches of a row lie side by side; "mean": they are averaged and multiplied by `scale`.
+        affine: a learnt bias is subtracted, and the rest multiplied by a learnt factor.
+        pooled_norm: of the result.
+        products: these follow one after the other.
     """
 
     norm: MergerNorm | None = None
@@ -103,11 +101,13 @@ class TowerConfig:
     """A tower for images.
 
     Attributes:
-        blocks: its layers, those of an encoder; a layer with a window sees its window of the image alone.
-        patch: side of a patch in pixels.
+        blocks: its layers, those of an encoder.
         inputs: numbers of a patch.
-        window: side of a window, in rows' cells; 0 where there is none.
         merge: a row is made of that many patches each way.
+        patch_bias: the embedding of patches has a bias.
+        first_norm, last_norm: in front of the layers and after them.
+        full_layers: with a window, the layers whose patches see the whole image all the same.
+        window: the side of a window, in rows; 0 for none.
         deepstack: layers whose outputs make rows too, for the language model's first layers; their mergers norm the
             patches of a row together.
         clipped: inputs and outputs of each product are kept within learnt bounds (Gemma 4 E2B and E4B).
@@ -140,16 +140,16 @@ class TowerConfig:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TowerBatch:
-    """Patches of several images, then padding, as `packing.pack` lays them out.
+    """P patches of several images, then padding, as `packing.pack` lays them out.
 
     Attributes:
-        patches: P of them.
+        patches: their pixels.
         seq_ids: the tile of each patch, S for padding.
         starts: the first patch of each of S tiles, and the end of the last.
-        windows, window_starts: the same of windows; None where there are none.
         places: row and column of each patch in its tile.
-        index, weight: which rows of the table of positions each patch has, and how much of them.
-        merge: the patches of each of R rows.
+        index, weight: k taps of each patch, rows of the table of positions and their weights.
+        merge: the m patches of each of R rows.
+        windows, window_starts: as `seq_ids` and `starts`, of windows; None without them.
     """
 
     patches: Float[Any, "P D"]
@@ -167,37 +167,33 @@ class Tower(nnx.Module):
     """Patch embedding, positions, layers that see an image or a window of it, and mergers."""
 
     def __init__(self, config: TowerConfig, options: BuildOptions):
-        blocks, kernels = config.blocks, options.kernels
+        blocks, patches = config.blocks, config.patches_per_row
         size, eps = blocks.hidden_size, blocks.norm_eps
         self.config, self.dtype = config, options.dtype
         self.patch = Linear(config.inputs, size, options, config.patch_bias)
 
-        def norm(kind: NormKind | None) -> Any:
-            return None if kind is None else norm_of_kind(kind, size, eps, kernels)
-
         self.positions = param((config.table.rows, size), options.dtype) if config.table is not None else None
-        self.first_norm, self.last_norm = norm(config.first_norm), norm(config.last_norm)
+        self.first_norm, self.last_norm = (
+            _norm(kind, size, eps, options) for kind in (config.first_norm, config.last_norm)
+        )
         layer = ClippedLayer if config.clipped else DecoderLayer
         self.layers = nnx.List([layer(blocks, i, options) for i in range(blocks.num_layers)])
-        self.merger = Merger(config.merger, size, config.patches_per_row, options)
+        self.merger = Merger(config.merger, size, patches, options)
         deep = replace(config.merger, norm=None, pooled_norm=config.merger.norm)
-        mergers = [Merger(deep, size, config.patches_per_row, options) for _ in config.deepstack]
-        self.deep_mergers = nnx.List(mergers)
+        self.deep_mergers = nnx.List([Merger(deep, size, patches, options) for _ in config.deepstack])
 
     def __call__(self, batch: TowerBatch) -> Float[Array, "R n"]:
-        """Rows of the images one after the other, each with `deepstack`'s behind its embedding."""
+        """Rows of the images one after the other; a row is its embedding, then what each of `deepstack` adds."""
         config = self.config
         x = self.patch(jnp.asarray(batch.patches, self.dtype))
         if self.positions is not None:
             found = self.positions[...][batch.index].astype(jnp.float32)
             x = (x + jnp.sum(found * batch.weight[:, :, None], axis=1)).astype(self.dtype)
-        if self.first_norm is not None:
-            x = self.first_norm(x)
         image = _metadata(batch.seq_ids, batch.starts)
         window = image
         if batch.windows is not None and batch.window_starts is not None:
             window = _metadata(batch.windows, batch.window_starts)
-        x = jnp.where(image.live[:, None], x, 0)
+        x = jnp.where(image.live[:, None], x if self.first_norm is None else self.first_norm(x), 0)
         angles = None if config.rope is None else config.rope.angles(batch.places)
         deep: list[jax.Array] = []
         for index, layer in enumerate(self.layers):
@@ -206,9 +202,12 @@ class Tower(nnx.Module):
                 x = run_layer(*nnx.split(layer), x, angles, image if full else window)
             if index in config.deepstack:
                 deep.append(self.deep_mergers[len(deep)](x, batch.merge))
-        if self.last_norm is not None:
-            x = self.last_norm(x)
+        x = x if self.last_norm is None else self.last_norm(x)
         return jnp.concatenate([self.merger(x, batch.merge), *deep], axis=-1)
+
+
+def _norm(kind: MergerNorm | None, size: int, eps: float, options: BuildOptions) -> Any:
+    return None if kind is None else norm_of_kind(kind, size, eps, options.kernels)
 
 
 def _metadata(seq_ids: Int[Array, "P"], starts: Int[Array, "n"]) -> StepMetadata:
@@ -225,18 +224,14 @@ class Merger(nnx.Module):
     def __init__(self, config: MergerConfig, size: int, patches: int, options: BuildOptions):
         pooled = size * patches if config.pool == "concat" else size
 
-        def norm(kind: MergerNorm | None, size: int) -> Any:
-            if kind == "unit":
-                return UnitRMSNorm(size, config.norm_eps, options.kernels)
-            return None if kind is None else norm_of_kind(kind, size, config.norm_eps, options.kernels)
-
-        self.config = config
-        self.norm, self.pooled_norm = norm(config.norm, size), norm(config.pooled_norm, pooled)
+        self.config, eps = config, config.norm_eps
+        self.norm = _norm(config.norm, size, eps, options)
+        self.pooled_norm = _norm(config.pooled_norm, pooled, eps, options)
         self.bias = param((size,), jnp.float32) if config.affine else None
         self.factor = param((size,), jnp.float32) if config.affine else None
-        sizes = [pooled, *(product.size for product in config.products)]
+        inputs = [pooled, *(product.size for product in config.products[:-1])]
         self.products = nnx.List(
-            [Linear(i, p.size, options, p.bias) for i, p in zip(sizes, config.products, strict=False)]
+            [Linear(i, p.size, options, p.bias) for i, p in zip(inputs, config.products, strict=True)]
         )
 
     def __call__(self, x: Float[Array, "P E"], merge: Int[Array, "R m"]) -> Float[Array, "R n"]:
@@ -252,20 +247,41 @@ class Merger(nnx.Module):
         return x
 
 
-class ClippedLinear(Linear):
-    """A product whose input and output are kept within bounds; every device does it whole."""
+class ClippedLinear(nnx.Module):
+    """Products with one input, each of which keeps its input and its output within learnt bounds of its own.
 
-    def __init__(self, in_features: int, out_features: int, options: BuildOptions):
-        super().__init__(in_features, out_features, options)
-        self.bounds = param((4,), jnp.float32)
+    Every device computes all of them.
+    """
+
+    def __init__(self, in_features: int, sizes: tuple[int, ...], options: BuildOptions):
+        self.parts = nnx.List([Linear(in_features, size, options) for size in sizes])
+        self.bounds = param((len(sizes), 4), jnp.float32)
+
+    def late_segments(self, x: Float[Array, "T i"], norm: Norm | None = None) -> tuple[list[Float[Array, "T _"]], None]:
+        x = x if norm is None else norm(x)
+        bounds = self.bounds[...].astype(x.dtype)
+        return [
+            jnp.clip(part(jnp.clip(x, low, high)), out_low, out_high)
+            for part, (low, high, out_low, out_high) in zip(self.parts, bounds, strict=True)
+        ], None
 
     def __call__(
         self, x: Float[Array, "T i"], norm: Norm | None = None, residual: Residual = None
     ) -> Float[Array, "T o"]:
         assert residual is None, "a norm comes between a clipped product and the residual sum"
-        bounds = self.bounds[...].astype(x.dtype)
-        x = jnp.clip(x if norm is None else norm(x), bounds[0], bounds[1])
-        return jnp.clip(super().__call__(x), bounds[2], bounds[3])
+        return jnp.concatenate(self.late_segments(x, norm)[0], axis=-1)
+
+
+class ClippedMLP(MLP):
+    """The gated MLP of clipped products."""
+
+    def __init__(self, size: int, hidden: int, activation: str, options: BuildOptions):
+        self.gate_up = ClippedLinear(size, (hidden, hidden), options)
+        self.down: Any = ClippedLinear(hidden, (size,), options)
+        self.activation = activation
+
+    def _between(self, x: Float[Array, "T E"], norm: Norm | None = None) -> Float[Array, "T F"]:
+        return gated(self.gate_up(x, norm), self.activation)
 
 
 class ClippedLayer(DecoderLayer):
@@ -275,29 +291,6 @@ class ClippedLayer(DecoderLayer):
         super().__init__(config, index, options)
         size, inner = config.hidden_size, config.num_heads * config.head_dim
         self.attention: Any
-        self.attention.qkv = ClippedSegments(size, (inner, inner, inner), options)
-        self.attention.output = ClippedLinear(inner, size, options)
+        self.attention.qkv = ClippedLinear(size, (inner,) * 3, options)
+        self.attention.output = ClippedLinear(inner, (size,), options)
         self.mlp = ClippedMLP(size, config.intermediate_size, config.hidden_act, options)
-
-
-class ClippedMLP(MLP):
-    """The gated MLP of clipped products."""
-
-    def __init__(self, size: int, hidden: int, activation: str, options: BuildOptions):
-        self.gate_up = ClippedSegments(size, (hidden, hidden), options)
-        self.down: Any = ClippedLinear(hidden, size, options)
-        self.activation = activation
-
-    def _between(self, x: Float[Array, "T E"], norm: Norm | None = None) -> Float[Array, "T F"]:
-        return gated(jnp.concatenate(self.gate_up.late_segments(x, norm)[0], axis=-1), self.activation)
-
-
-class ClippedSegments(nnx.Module):
-    """Products with one input, each with bounds of its own."""
-
-    def __init__(self, in_features: int, sizes: tuple[int, ...], options: BuildOptions):
-        self.parts = nnx.List([ClippedLinear(in_features, size, options) for size in sizes])
-
-    def late_segments(self, x: Float[Array, "T i"], norm: Norm | None = None) -> tuple[list[Float[Array, "T _"]], None]:
-        x = x if norm is None else norm(x)
-        return [part(x) for part in self.parts], None
