@@ -139,9 +139,12 @@ def test_a_process_that_fails_ends_the_group_with_a_line(small: Path, fault: str
 
 
 @pytest.mark.parametrize("parts", [HALVES, IN_STAGES], ids=str)
-def test_without_its_leader_a_process_ends(small: Path, parts: dict[str, int]) -> None:
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+def test_without_its_leader_a_process_ends(small: Path, parts: dict[str, int], fault: str) -> None:
     with programs(small, parts=parts, skip_tokenizer_init=True) as (leads, follows):
         wait_until_it_answers(leads)
-        leads.kill()
-        follows.wait(END_SECONDS)
+        leads.send_signal(signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+        (said,) = ended([follows])
+        if fault == "stop":  # where it is gone, JAX may say so as well, and abort the process first
+            assert (follows.returncode, said) == (1, "jaxllm: error: process 0 has said nothing for 8 seconds\n")
         assert follows.returncode not in (0, None)

@@ -120,22 +120,26 @@ class ServerModels:
         catalog = read_catalog(config)
         self._config = config
         self._are_several = bool(catalog)
-        self._models = [
-            LoadableModel(
-                entry.of_model, _start_engine, preload=entry.preload, pinned=entry.pinned, hidden=entry.hidden,
-                ttl=entry.ttl, budget=config.model_memory,
-            )
-            for entry in catalog
-        ]  # fmt: skip
+        self._found: list[tuple[str, Path]] = []
+        self._models = [self._loadable(entry) for entry in catalog]
         if not catalog:
             only = config.of_model.model_copy(update={"engine_process": config.engine_process is not False})
             start = partial(_start_engine, asks_for_room=False)  # with a question it would be planned twice
             self._models.append(LoadableModel(only, start, preload=True, pinned=True))
         for model in self._models:
-            with self._naming(model):
-                check_name(model.config.model)
-                read_chat_template(model.config)
-                detect_formats(None, model.config.tool_call_parser, model.config.reasoning_parser)
+            self._check(model)
+
+    def _loadable(self, entry: CatalogEntry) -> LoadableModel:
+        return LoadableModel(
+            entry.of_model, _start_engine, preload=entry.preload, pinned=entry.pinned, hidden=entry.hidden,
+            ttl=entry.ttl, budget=self._config.model_memory,
+        )  # fmt: skip
+
+    def _check(self, model: LoadableModel) -> None:
+        with self._naming(model):
+            check_name(model.config.model)
+            read_chat_template(model.config)
+            detect_formats(None, model.config.tool_call_parser, model.config.reasoning_parser)
 
     @property
     def names(self) -> list[str]:
@@ -154,7 +158,18 @@ class ServerModels:
             max_loaded=self._config.most_loaded_models if self._are_several else None,
             memory=self._config.model_memory,
             min_seconds=self._config.model_min_seconds,
+            look=list if self._config.model_directory is None else partial(self._look, self._config.model_directory),
         )
+
+    def _look(self, folder: Path) -> list[LoadableModel]:
+        """The models that are in the folder now. Raises ConfigError, where it has changed, as the start would."""
+        found, before, known = _models_in(folder), self._found, {model.config.model for model in self._models}
+        self._found, paths = found, {str(path) for _, path in found}
+        for entry in read_catalog(self._config) if found != before and paths - known else ():
+            if entry.model in paths - known:
+                self._check(model := self._loadable(entry))
+                self._models.append(model)
+        return [model for model in self._models if model.config.model in paths]
 
     def shutdown(self) -> None:
         """Stop the engines of all that is loaded, when the server has ended."""
@@ -218,6 +233,11 @@ def _in_file(path: Path, defaults: Mapping[str, Any]) -> Iterator[tuple[str, Cat
 
 
 def _in_directory(folder: Path, defaults: Mapping[str, Any]) -> Iterator[tuple[str, CatalogEntry]]:
+    for name, path in _models_in(folder):
+        yield str(path), _entry(str(path), {"name": name, "model": str(path)}, defaults)
+
+
+def _models_in(folder: Path) -> list[tuple[str, Path]]:
     """The models that lie in a folder, by name, and not those in folders below its own."""
     try:
         folders = [path for path in folder.iterdir() if (path / "config.json").is_file() or is_saved(path)]
@@ -225,8 +245,7 @@ def _in_directory(folder: Path, defaults: Mapping[str, Any]) -> Iterator[tuple[s
         named += [(whole_name(path).stem, path) for path in gguf_models(folder)]
     except OSError as error:
         raise ConfigError(f"model_directory is {str(folder)!r}: {(error.strerror or str(error)).lower()}") from None
-    for name, path in sorted(named):
-        yield str(path), _entry(str(path), {"name": name, "model": str(path)}, defaults)
+    return sorted(named)
 
 
 def _entry(where: str, fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> CatalogEntry:

@@ -93,12 +93,12 @@ class ServerCollector(Collector):
     """All models' metrics; with `vllm_names` under vLLM's names too."""
 
     def __init__(self, registry: Registry, *, vllm_names: bool):
-        self._models = [ModelMetrics(model, vllm_names=vllm_names) for model in registry]
+        self._registry, self._vllm_names = registry, vllm_names
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
-        for model in self._models:
-            for metric in model.collect():
+        for model in self._registry:
+            for metric in ModelMetrics(model, vllm_names=self._vllm_names).collect():
                 known = families.setdefault(metric.name, metric)
                 if known is not metric:
                     known.samples += metric.samples

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -34,9 +35,10 @@ class ModelLoader:
     may call. Limits that are None do not hold.
     """
 
-    def __init__(self, models: Sequence[LoadableModel], most: int | None, memory: int | None, min_seconds: float):
+    def __init__(self, models: Iterable[LoadableModel], most: int | None, memory: int | None, min_seconds: float):
+        """`models` may come and go."""
         self._models = models
-        self._most = len(models) if most is None else most
+        self._most = math.inf if most is None else most
         self._memory = memory
         self._min_seconds = min_seconds
         self._changing = asyncio.Lock()

@@ -156,7 +156,8 @@ class Registry:
 
     A name that no model has may match the pattern of one; a server's only model has ONLY_MODELS too. With `any_name`
     the default model also answers requests for all other names. At most `max_loaded` models are loaded at a time,
-    which take at most `memory` bytes; by default all. For `min_seconds` see ModelLoader.
+    which take at most `memory` bytes; by default all. For `min_seconds` see ModelLoader. `look` gives the models that
+    are in a folder at this moment: each time that names are listed, or an unknown one is asked for, they are compared.
 
     Raises ConfigError when two models have a name in common, or there is none.
     """
@@ -169,16 +170,17 @@ class Registry:
         max_loaded: int | None = None,
         memory: int | None = None,
         min_seconds: float = 0.0,
+        look: Callable[[], list[LoadableModel]] = list,
     ):
+        self._look = look
+        self._in_folder = set(look())
         self._by_name: dict[str, LoadableModel] = {}
         self._any_name = any_name
         for model in models:
             for name in model.names:
                 if self._by_name.setdefault(name, model) is not model:
                     raise ConfigError(f"served_model_name is {name!r} for two models; each needs names of its own")
-        self._by_pattern = {pattern: model for model in self for pattern in model.config.name_patterns}
-        if len(set(self._by_name.values())) == 1:
-            self._by_pattern.setdefault(ONLY_MODELS, self._by_name[self.default_name])
+        self._by_pattern = self._patterns()
         owners = dict(self._by_name)
         for model in dict.fromkeys(self._by_name.values()):
             for adapter in model.adapters:
@@ -187,7 +189,7 @@ class Registry:
                     raise ConfigError(f"lora_modules has the name {problem}")
         if not self._by_name:
             raise ConfigError("model is missing: a server needs at least one")
-        self.loader = ModelLoader(list(self), max_loaded, memory, min_seconds)
+        self.loader = ModelLoader(self, max_loaded, memory, min_seconds)
         self.draining = False
         self.changes = Changes()
         """Changes of the models, and of `draining`, which is true while the server is stopping."""
@@ -197,6 +199,31 @@ class Registry:
     def __iter__(self) -> Iterator[LoadableModel]:
         return iter(dict.fromkeys(self._by_name.values()))
 
+    def _patterns(self) -> dict[str, LoadableModel]:
+        found = {pattern: model for model in self for pattern in model.config.name_patterns}
+        if len(set(self._by_name.values())) == 1:
+            found.setdefault(ONLY_MODELS, self._by_name[self.default_name])
+        return found
+
+    def _look_again(self) -> None:
+        """Take in the models that have come to the folder, and drop those that have left it and are not loaded."""
+        try:
+            found = self._look()
+        except ConfigError as error:
+            logger.error("the models stay as they are: %s", error)
+            return
+        before = list(self)
+        for model in found:
+            self._by_name.setdefault(model.name, model)
+            model.on_change = self.changes.ring
+        for model in self._in_folder - set(found):
+            if not (model.served or model.stage or model.calls) and len(list(self)) > 1:  # a server has at least one
+                self._by_name = {name: one for name, one in self._by_name.items() if one is not model}
+        self._in_folder.update(found)
+        if list(self) != before:
+            self._by_pattern = self._patterns()
+            self.changes.ring()
+
     @property
     def names(self) -> list[str]:
         """All names that are listed: of models, those of the default one first, and then of their adapters."""
@@ -205,6 +232,7 @@ class Registry:
         return names + [adapter.name for model in shown for adapter in model.adapters]
 
     def names_for(self, tenant: Tenant) -> list[str]:
+        self._look_again()
         named = ((name, self.named(name)) for name in self.names)
         return [name for name, model in named if model is not None and self._may_use(tenant, model, name)]
 
@@ -238,7 +266,8 @@ class Registry:
         if name is None:  # the default one, or the first that the tenant may use
             name = next((name for name, model in self._by_name.items() if tenant.may_use(model.names)), None)
         elif self.named(name) is None:
-            name = name.removesuffix(LATEST)
+            self._look_again()
+            name = name if self.named(name) else name.removesuffix(LATEST)
         if name is not None and self.serves(name):
             model = self.named(name) or self._by_name[self.default_name]
             if self._may_use(tenant, model, name):

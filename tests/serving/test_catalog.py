@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,12 @@ import yaml
 
 from jaxllm.config import ModelConfig, ServeConfig, make_config, part_of
 from jaxllm.errors import ConfigError
-from jaxllm.serving.catalog import CatalogEntry, read_catalog
+from jaxllm.serving import catalog
+from jaxllm.serving.access.keys import OTHERS
+from jaxllm.serving.catalog import CatalogEntry, ServerModels, read_catalog
+from jaxllm.serving.http.api_error import APIError
 from jaxllm.weights.folder import MANIFEST
+from tests.serving.on_demand import Starts
 
 
 def written(folder: Path, document: Any) -> Path:
@@ -198,3 +203,44 @@ def test_models_are_preloaded_by_name_or_file(tmp_path: Path) -> None:
         read_catalog(ServeConfig(**several, preload_model="d"))
     with pytest.raises(ConfigError, match="preload_model is for servers of several models"):
         read_catalog(ServeConfig(preload_model="a"))
+
+
+def test_a_folder_s_models_come_and_go_while_the_server_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(catalog, "_start_engine", Starts())
+    (tmp_path / "a.gguf").touch()
+    models = ServerModels(ServeConfig(model_directory=tmp_path, max_model_len=64))
+    registry = models.start()
+    assert registry.names_for(OTHERS) == ["a"] and registry.find("claude-x").name == "a"
+    (tmp_path / "phi").mkdir()
+    with pytest.raises(APIError, match="model 'phi' is not served here"):
+        registry.find("phi")
+    (tmp_path / "phi" / "config.json").write_text("{}")  # which changes the times of that folder alone
+    phi = registry.find("phi")
+    assert (phi.config.model, phi.config.max_model_len) == (str(tmp_path / "phi"), 64)
+    (tmp_path / "b.gguf").touch()
+    assert registry.names_for(OTHERS) == ["a", "phi", "b"]
+    (tmp_path / "phi.gguf").touch()
+    for _ in range(2):
+        assert registry.names_for(OTHERS) == ["a", "phi", "b"]
+    (problem,) = errors(caplog)
+    assert "the models stay as they are" in problem and "the name 'phi' is taken" in problem
+    (tmp_path / "phi.gguf").unlink()
+    with pytest.raises(APIError, match="not served here"):
+        registry.find("claude-x")  # it is no longer the only one
+    phi.load()
+    shutil.rmtree(tmp_path / "phi")
+    (tmp_path / "b.gguf").unlink()
+    assert registry.names_for(OTHERS) == ["a", "phi"]  # it is loaded
+    phi.detach().engine.shutdown()
+    assert registry.names_for(OTHERS) == ["a"] == [model.name for model in registry.loader._models]
+    (tmp_path / "b.gguf").touch()
+    assert registry.find("b:latest").name == "b"
+    shutil.rmtree(tmp_path)
+    assert registry.names_for(OTHERS) == ["a", "b"] and "the models stay as they are" in errors(caplog)[-1]
+    models.shutdown()
+
+
+def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]

@@ -83,7 +83,8 @@ class Caller:
     def __init__(self, app: FastAPI, state: ServerState):
         self._app = app
         self._registry = state.registry
-        self._places = {model: Places(partial(_num_places, model, state.config)) for model in state.registry}
+        self._config = state.config
+        self._places: dict[LoadableModel, Places] = {}
         self._keys = state.keys
 
     def model_of(self, line: Line) -> LoadableModel:
@@ -92,7 +93,8 @@ class Caller:
         return self._registry.find(name if isinstance(name, str) and self._registry.serves(name) else None)
 
     def places(self, line: Line) -> Places:
-        return self._places[self.model_of(line)]
+        model = self.model_of(line)
+        return self._places.setdefault(model, Places(partial(_num_places, model, self._config)))
 
     async def call(self, endpoint: str, line: Line, owner: str | None) -> LineResult:
         """The endpoint's answer, whatever it is, in the name of the batch's `owner`; waits while there is no room.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import socket
 import threading
 import time
@@ -27,7 +28,9 @@ Answer = TypeVar("Answer")
 
 
 class Follower:
-    """The connection to process 0. A thread says that this process lives, and what its last tokens were."""
+    """The connection to process 0. A thread says that this process lives, and what its last tokens were; another hears
+    process 0, and ends this process where that is gone or silent, also while a step waits for it in C++.
+    """
 
     def __init__(self, wire: Wire[messages.FromLeader], leave: Callable[[str], None]):
         """`leave` ends the process with a reason, in any thread."""
@@ -39,6 +42,9 @@ class Follower:
         self._leaving = ""
         self._deadline = float("inf")
         self._bell = threading.Event()
+        self._starting = True
+        self._heard: queue.SimpleQueue[tuple[messages.FromLeader, list[Any]] | EngineDeadError] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, name="leader", daemon=True).start()
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
 
     @property
@@ -49,7 +55,7 @@ class Follower:
         """Wait for an answer of a kind. Raises ConfigError: there can be no group; EngineDeadError: it is over."""
         self.say(message)
         while True:
-            answer, _ = self._receive(SILENT_START_SECONDS)
+            answer, _ = self._next()
             match answer:
                 case messages.Pulse():
                     continue
@@ -85,21 +91,22 @@ class Follower:
         deadline = time.monotonic() + patience
         try:
             while (left := deadline - time.monotonic()) > 0:
-                message, _ = self._wire.receive(left)
+                message, _ = self._next(left)
                 if isinstance(message, messages.End):
                     return message.reason
-        except TimeoutError:
-            return ""
-        except (OSError, WireError):
-            return "process 0 is gone"
+        except EngineDeadError as error:
+            return str(error)
+        except queue.Empty:
+            pass
         return ""
 
     def follow(self, device: Device | Stages) -> str:
         """Run steps until process 0 ends the group, and give its reason. Raises EngineDeadError: gone, silent, or a
         gap.
         """
+        self._starting = False
         while True:
-            message, arrays = self._receive(SILENT_SECONDS)
+            message, arrays = self._next()
             match message:
                 case messages.RunStep(number, key):
                     self._steps += 1
@@ -137,15 +144,32 @@ class Follower:
         if tokens is not None and self._sampled % CHECKED_STEPS == 0:
             self._unchecked = self._steps, tokens
 
-    def _receive(self, silent: float) -> tuple[messages.FromLeader, list[Any]]:
-        try:
-            return self._wire.receive(silent)
-        except TimeoutError:
-            raise EngineDeadError(f"process 0 has said nothing for {silent:g} seconds") from None
-        except OSError:
-            raise EngineDeadError("process 0 is gone") from None
-        except WireError as error:
-            raise EngineDeadError(f"process 0 cannot be understood: {error}") from None
+    def _next(self, patience: float | None = None) -> tuple[messages.FromLeader, list[Any]]:
+        """What process 0 has said next. Raises EngineDeadError where it says no more, and queue.Empty."""
+        heard = self._heard.get(timeout=patience)
+        if isinstance(heard, EngineDeadError):
+            raise heard
+        return heard
+
+    def _listen(self) -> None:
+        while True:
+            silent = SILENT_START_SECONDS if self._starting else SILENT_SECONDS
+            try:
+                heard = self._wire.receive(silent)
+            except TimeoutError:
+                problem = f"process 0 has said nothing for {silent:g} seconds"
+            except OSError:
+                problem = "process 0 is gone"
+            except WireError as error:
+                problem = f"process 0 cannot be understood: {error}"
+            else:
+                self._heard.put(heard)
+                if isinstance(heard[0], messages.End | messages.Refused):
+                    return
+                continue
+            self._heard.put(EngineDeadError(problem))
+            self._leave(problem)
+            return
 
     def _beat(self) -> None:
         said = False

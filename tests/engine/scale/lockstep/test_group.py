@@ -242,11 +242,41 @@ def test_a_silent_follower_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_silent_leader_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follower, "SILENT_SECONDS", 0.4)
+    for name in ("SILENT_START_SECONDS", "SILENT_SECONDS"):
+        monkeypatch.setattr(follower, name, 0.4)
     monkeypatch.setattr(leader, "BEAT_SECONDS", 60)
     with met() as group:
         end = following(group, EchoDevice())
-        assert str(end.exception(PATIENCE)) == "process 0 has said nothing for 0.4 seconds"
+        silent = "process 0 has said nothing for 0.4 seconds"
+        assert str(end.exception(PATIENCE)) == silent and soon(lambda: group.ends[1]) == [silent]
+
+
+@pytest.mark.parametrize(
+    ("silent", "reason"), [(True, "process 0 has said nothing for 0.4 seconds"), (False, "is gone")]
+)
+def test_a_process_leaves_without_its_leader_while_a_step_hangs(
+    monkeypatch: pytest.MonkeyPatch, silent: bool, reason: str
+) -> None:
+    """A collective waits for a process 0 that was stopped."""
+    for module in (leader, follower):
+        monkeypatch.setattr(module, "BEAT_SECONDS", 60)
+    for name in ("SILENT_START_SECONDS", "SILENT_SECONDS") if silent else ():
+        monkeypatch.setattr(follower, name, 0.4)
+    hangs = threading.Event()
+
+    class Hangs(EchoDevice):
+        def run(self, key: Key, tokens: np.ndarray) -> Tokens:
+            hangs.wait(PATIENCE)
+            return super().run(key, tokens)
+
+    with met() as group:
+        end = following(group, Hangs())
+        group.leader.send(DECODE, [np.zeros(4, np.int32)])
+        if not silent:
+            group.leader._members[0].wire.close()
+        (said,) = soon(lambda: group.ends[1])
+        assert reason in said and not end.done()
+        hangs.set()
 
 
 def test_beats_are_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
