@@ -45,7 +45,7 @@ class VisionFamily:
 
     defaults: Config
     tower_of: Callable[[Config, Config], TowerConfig]
-    names: names.Names | Callable[[TowerConfig], names.Names]
+    names: names.TowerNames | Callable[[TowerConfig], names.TowerNames]
     anchors: dict[str, str]
     prepared: type[Processor]
     fields: Callable[[Config, Config, ImageOptions], Config]

@@ -10,7 +10,7 @@ from jaxllm.models.names import in_layers, linear
 from jaxllm.models.vision.tower import TowerConfig
 from jaxllm.weights.names import Pattern, Source, plus_one, transposed
 
-Names = dict[str, Pattern]
+TowerNames = dict[str, Pattern]
 
 
 def _flat(name: str) -> Source:
@@ -22,7 +22,7 @@ def _qkv(block: str) -> tuple[str, ...]:
     return tuple(f"{block}.{p}_proj" for p in "qkv")
 
 
-def _products(first: int = 0) -> Names:
+def _products(first: int = 0) -> TowerNames:
     pairs = (linear(f"merger.products.{first + i}", f"projector.linear_{i + 1}") for i in range(2))
     return {path: name for pair in pairs for path, name in pair.items()}
 
@@ -33,7 +33,7 @@ def _with_class_row(table: np.ndarray, own: np.ndarray, *bias: np.ndarray) -> np
     return np.concatenate([table, own - bias[0].reshape(1, -1) if bias else own])
 
 
-SIGLIP: Names = {
+SIGLIP: TowerNames = {
     "patch.weight": _flat("tower.embeddings.patch_embedding.weight"),
     "patch.bias": "tower.embeddings.patch_embedding.bias",
     "positions": "tower.embeddings.position_embedding.weight",
@@ -57,7 +57,7 @@ GEMMA3 = SIGLIP | {
 }
 
 
-def _scaled(path: str, name: str, factor: str) -> Names:
+def _scaled(path: str, name: str, factor: str) -> TowerNames:
     """The layer multiplies what this product gives by learnt factors; here they go into its weights."""
     block = "tower.encoder.layer.*"
     return {
@@ -70,7 +70,7 @@ def _rows_scaled(rows: np.ndarray, factor: np.ndarray) -> np.ndarray:
     return rows.astype(np.float32) * factor.reshape(-1, *[1] * (rows.ndim - 1)).astype(np.float32)
 
 
-INTERNVL: Names = {
+INTERNVL: TowerNames = {
     "patch.weight": _flat("tower.embeddings.patch_embeddings.projection.weight"),
     "patch.bias": "tower.embeddings.patch_embeddings.projection.bias",
     "positions": Source(
@@ -89,7 +89,7 @@ INTERNVL: Names = {
 }  # fmt: skip
 
 
-def pixtral(config: TowerConfig) -> Names:
+def pixtral(config: TowerConfig) -> TowerNames:
     return {
         "patch.weight": _flat("tower.patch_conv.weight"),
         **linear("first_norm", "tower.ln_pre"),
@@ -111,13 +111,13 @@ def _patch_by_patch(patches: int, weight: np.ndarray) -> np.ndarray:
     return weight.reshape(len(weight), -1, patches).swapaxes(1, 2).reshape(len(weight), -1)
 
 
-def qwen(config: TowerConfig) -> Names:
+def qwen(config: TowerConfig) -> TowerNames:
     """Qwen3 has learnt positions, and other names than Qwen2 and Qwen2.5."""
     if config.table is None:
         norm, products, fc = "ln_q", ("mlp.0", "mlp.2"), "mlp.fc"
     else:
         norm, products, fc = "norm", ("linear_fc1", "linear_fc2"), "mlp.linear_fc"
-    names: Names = {
+    names: TowerNames = {
         "patch.weight": _flat("tower.patch_embed.proj.weight"),
         "patch.bias": "tower.patch_embed.proj.bias",
         "positions": "tower.pos_embed.weight",
@@ -137,9 +137,9 @@ def qwen(config: TowerConfig) -> Names:
     return names
 
 
-def gemma4(config: TowerConfig) -> Names:
+def gemma4(config: TowerConfig) -> TowerNames:
     layer, pairs_apart = "tower.encoder.layers.*", partial(_pairs_apart, config.blocks.head_dim)
-    names: Names = {
+    names: TowerNames = {
         "patch.weight": "tower.patch_embedder.input_proj.weight",
         "positions": Source("tower.patch_embedder.position_embedding_table", lambda t: t.reshape(-1, t.shape[-1])),
         "merger.bias": "tower.std_bias",
