@@ -42,7 +42,7 @@ LISTS = ("--api-key", "--served-model-name", "--allowed-origins")
 
 REFINED = {
     "--attention-backend", "--block-size", "--dry-multiplier", "--host", "--kv-cache-dtype", "--load-format",
-    "--log-level", "--model", "--pooling", "--seed", "--top-n-sigma", "--typical-p", "--xtc-probability",
+    "--log-level", "--model", "--pooling", "--seed", "--threads", "--top-n-sigma", "--typical-p", "--xtc-probability",
 }  # fmt: skip
 """Flags of ours of which the table of others says how values of other servers are read."""
 
