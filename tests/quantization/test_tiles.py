@@ -15,6 +15,7 @@ from jaxllm.quantization.schemes import SCHEMES, coded_kind
 from jaxllm.quantization.stored import FP8, INT8, UINT8, Codes, Coding, Stored
 from jaxllm.quantization.tiles import TiledKind, tile_format, tiled
 from jaxllm.quantization.weight import DenseKind, WeightKind
+from jaxllm.sharding.mesh import Layout, Segment
 from tests.quantization.blocks import stored
 
 pytestmark = pytest.mark.skipif(not cpu_kernels.available(), reason=cpu_kernels.reason() or "available")
@@ -112,3 +113,23 @@ def test_scales_are_divided_as_rows_and_runs_are():
     assert channel.axes((None, "tensor")) == [(None, "tensor", None), (None, None, None)]
     blocks = TiledKind(fp8_blocks(BF16, 16, 64)).abstract(shape)
     assert blocks.axes((None, "tensor")) == [(None, "tensor", None), (None, "tensor", None)]
+
+
+def test_routers_lie_in_tiles_of_float32_and_quantized_weights_of_that_dtype_do_not():
+    kind = tiled(DenseKind(FLOAT32), [128], 64, stack=False)
+    assert isinstance(kind, TiledKind) and kind.format == "f32"
+    weights, x = random_values(128, 64), np.random.default_rng(3).normal(size=(5, 64)).astype(np.float32)
+    weight = jax.tree.map(jnp.asarray, kind.pack([weights], None))
+    exact = x.astype(np.float64) @ np.asarray(weights.data, np.float64).T
+    np.testing.assert_allclose(jax.jit(weight.matmul)(x), exact, rtol=1e-5, atol=1e-5)
+    for other, rows in ((DenseKind(FLOAT32), [24]), (SCHEMES["q8_0"](FLOAT32), [128])):
+        assert tiled(other, rows, 64, stack=False) == other
+
+
+@pytest.mark.parametrize("stack", [(), (3,)])
+def test_segments_are_packed_where_joined_ones_would_lie(stack):
+    layout = Layout((Segment(32, 1), Segment(16, 1)), 1, axis=len(stack))
+    parts = [random_values(*stack, rows, 64) for rows in (32, 16)]
+    whole = stored(np.concatenate([part.data for part in parts], len(stack)))
+    kind = TiledKind(DenseKind(BF16), joins=True)
+    jax.tree.map(np.testing.assert_array_equal, kind.pack(parts, layout), kind.pack([whole], None))
