@@ -56,6 +56,22 @@ def unwritable(folder: Path) -> str | None:
         return error.strerror or str(error)
 
 
+def size_of(path: Path) -> int:
+    """The bytes of a file; none where it is gone, as another process may have removed it."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def last_used(path: Path) -> float:
+    """The time in seconds when a file or folder was last touched; that of what is gone is the earliest."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
 def make_private(folder: Path) -> None:
     """Make a folder, and those above it that are missing, for this user alone, whatever the umask is."""
     for place in reversed(folder.parents):

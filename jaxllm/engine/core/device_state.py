@@ -231,7 +231,7 @@ def map_kept(file: BinaryIO, wanted: Sequence[jax.ShapeDtypeStruct], owner: str 
     ]
 
 
-def nbytes_kept(array: jax.ShapeDtypeStruct) -> int:
+def nbytes_kept(array: jax.Array | jax.ShapeDtypeStruct) -> int:
     """The bytes that an array takes in a file of `keep`."""
     nbytes = array.size * array.dtype.itemsize
     return nbytes + -nbytes % _ALIGNMENT

@@ -25,7 +25,7 @@ from jaxllm.engine.core.keys import Key
 from jaxllm.engine.core.sampler import Logprobs, Sampled, Settled
 from jaxllm.engine.core.slots import Slots
 from jaxllm.errors import first_line
-from jaxllm.folders import UNFINISHED, make_private, others_may_write, write_whole
+from jaxllm.folders import UNFINISHED, last_used, make_private, others_may_write, size_of, write_whole
 from jaxllm.models.layers.host_experts import ExpertPlaces
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class SavedExecutables:
             return
         make_private(directory)
         write_whole(directory / "manifest.json", [json.dumps(self._manifest, indent=2, sort_keys=True).encode()])
-        for old in sorted(root.iterdir(), key=_last_used)[:-KEPT_SETS]:
+        for old in sorted(root.iterdir(), key=last_used)[:-KEPT_SETS]:
             with suppress(FileNotFoundError):  # another engine that starts has removed it
                 _remove(old)
 
@@ -173,7 +173,7 @@ def make_room(cache: Path, most_bytes: int) -> None:
 
     JAX's own limit would read all files' times whenever one is written, and lock the cache whenever one is read.
     """
-    found = [(_last_used(path), sum(map(_size, path.iterdir())), path) for path in (cache / SETS).glob("*/")]
+    found = [(last_used(path), sum(map(size_of, path.glob("*"))), path) for path in (cache / SETS).glob("*/")]
     with os.scandir(cache) as entries:
         for entry in entries:
             if entry.name.endswith(("-cache", "-atime")):  # of XLA; the latter where JAX once had a limit
@@ -187,21 +187,6 @@ def make_room(cache: Path, most_bytes: int) -> None:
         total -= size
         with suppress(OSError):  # another engine has removed it, or another user owns it
             _remove(path) if path.is_dir() else path.unlink()
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
-def _last_used(directory: Path) -> float:
-    """A time in seconds; that of what is gone is the earliest."""
-    try:
-        return directory.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
 
 
 def _remove(directory: Path) -> None:

@@ -59,7 +59,7 @@ from jaxllm.engine.start.prepared import (
     step_manifest,
 )
 from jaxllm.engine.start.tokenizer import open_model, resolve_tokenizer
-from jaxllm.engine.start.weight_cache import QUICK, WeightCache, file_to_read
+from jaxllm.engine.start.weight_cache import QUICK, WeightCache, identity, last_kept
 from jaxllm.errors import CheckpointError, ConfigError, one_line
 from jaxllm.folders import unwritable
 from jaxllm.models.registry import LiveModel, ModelParts, adapter_names, with_importance
@@ -104,8 +104,9 @@ def build_core(
     machine.use_threads(config.threads)
     clock = Clock()
     path = find_model(config, clock)
+    files = identity([path])
     unread = config.load_format == "dummy" or (kept is not None and kept.is_there)
-    with nullcontext() if unread else reading_ahead(file_to_read(config, path)):
+    with nullcontext() if unread else reading_ahead(last_kept(config, files) or path):
         checkpoint = open_model(config, path)
         tell("Reading the tokenizer")
         tokenizer = resolve_tokenizer(config)
@@ -124,7 +125,7 @@ def build_core(
             clock.lap("the other processes")
         leader = None if group is None else group.leader
         with _telling_the_others(leader):
-            prepared = plan_and_compile(config, checkpoint, group, clock, processors)
+            prepared = plan_and_compile(config, checkpoint, files, group, clock, processors)
             with closing_at_failure(prepared):
                 return _assemble(prepared, tokenizer, kept, leader)
 
@@ -157,6 +158,7 @@ def find_model(config: EngineConfig, clock: Clock) -> Path:
 def plan_and_compile(
     config: EngineConfig,
     checkpoint: Checkpoint,
+    files: str,
     group: Group | None,
     clock: Clock,
     processors: Sequence[LogitsProcessor] = (),
@@ -191,7 +193,7 @@ def plan_and_compile(
     clock.lap("plan")
     for stage in stages:
         stage.executables.begin()
-    return Prepared(config, checkpoint, blueprint, stages, meshes, exchange, clock)
+    return Prepared(config, checkpoint, blueprint, stages, meshes, exchange, clock, files)
 
 
 @contextmanager
@@ -219,7 +221,7 @@ def load_weights(prepared: Prepared, kept: Kept | None = None) -> list[Weights]:
     else:
         weights = []
         for stage in prepared.stages:
-            cache = WeightCache.of(config, prepared.checkpoint.path, stage)
+            cache = WeightCache.of(config, prepared.files, stage)
             mapped = None if cache is None else cache.take(stage.functions.packed_weights)
             began = time.perf_counter()
             weights.append(mapped or _pack_weights(prepared, stage))
@@ -263,7 +265,7 @@ def _assemble(
     prepared: Prepared, tokenizer: Tokenizer | None, kept: Kept | None, leader: Leader | None
 ) -> tuple[Core, EngineInfo]:
     """Load the weights while the first executables are compiled, and make the core that has both."""
-    config, checkpoint, blueprint, stages, _, _, clock = prepared
+    config, checkpoint, blueprint, stages, _, _, clock, _ = prepared
     functions, executables = prepared.last.functions, prepared.last.executables
     grammars = None
     encodes = blueprint.plan.buckets.encodes

@@ -16,7 +16,7 @@ from jaxllm.engine.start.build import closing_at_failure, find_model, gather_wei
 from jaxllm.engine.start.leave import die, leave
 from jaxllm.engine.start.prepared import Clock, new_follower
 from jaxllm.engine.start.tokenizer import open_model
-from jaxllm.engine.start.weight_cache import file_to_read
+from jaxllm.engine.start.weight_cache import identity, last_kept
 from jaxllm.errors import ConfigError, EngineDeadError, JaxLLMError, one_line
 from jaxllm.weights.folder import reading_ahead
 
@@ -43,13 +43,14 @@ def follow(
     machine.use_threads(config.threads)
     clock = Clock()
     path = find_model(config, clock)
-    with reading_ahead(file_to_read(config, path)):
+    files = identity([path])
+    with reading_ahead(last_kept(config, files) or path):
         checkpoint = open_model(config, path)
         group = join_group(config, path, end, on_group)
         assert isinstance(group.hold, Follower)
         try:
             clock.lap("the other processes")
-            prepared = plan_and_compile(config, checkpoint, group, clock)
+            prepared = plan_and_compile(config, checkpoint, files, group, clock)
             with closing_at_failure(prepared):
                 weights = load_weights(prepared)
                 device = new_follower(prepared, weights)

@@ -80,6 +80,8 @@ class Prepared(NamedTuple):
     """The devices of all stages."""
     exchange: Exchange | None
     clock: Clock
+    files: str
+    """The identity of the model's files before any was opened: one that has been replaced since is of another model."""
 
     @property
     def last(self) -> PreparedStage:

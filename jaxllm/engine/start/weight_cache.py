@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import jax
 
@@ -29,7 +30,7 @@ from jaxllm.engine.core.device_state import keep, map_kept, nbytes_kept
 from jaxllm.engine.core.jobs import BACKGROUND_NICENESS, set_niceness
 from jaxllm.engine.start.prepared import PreparedStage, Weights, step_manifest
 from jaxllm.errors import first_line
-from jaxllm.folders import UNFINISHED, make_private, others_may_write
+from jaxllm.folders import UNFINISHED, last_used, make_private, others_may_write, size_of
 from jaxllm.weights.folder import files_of
 
 logger = logging.getLogger(__name__)
@@ -40,8 +41,8 @@ SPARED = 2**30
 """Bytes of the disk that stay free, beside as many as the file takes."""
 QUICK = 1.0
 """Seconds: weights that were packed in less are not worth a file."""
-_OF_PLAN = ("jaxllm", "process", "kernels", "model", "features", "draft", "dtype", "devices", "stage")
-_OF_PLAN_TOO = ("expert_parallel", "experts in host memory", "batches side by side")
+OF_STEPS_ALONE = ("jax", "python", "compiler", "processor", "sizes")
+"""What steps depend on, and weights do not."""
 
 
 def identity(paths: Iterable[Path]) -> str:
@@ -49,17 +50,18 @@ def identity(paths: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for path in paths:
         for file in files_of(path):
-            status = file.stat()
-            told = (file.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
-            digest.update(repr(told).encode())
+            digest.update(file.name.encode())
+            with suppress(OSError):  # whoever reads it says so
+                status = file.stat()
+                told = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+                digest.update(repr(told).encode())
     return digest.hexdigest()[:16]
 
 
-def file_to_read(config: EngineConfig, path: Path) -> Path:
-    """The file to read ahead of the plan: the last used that is kept of the model at `path`, or else the model."""
+def last_kept(config: EngineConfig, files: str) -> Path | None:
+    """The file that was used last of those that are kept of a model whose `files` these are, whatever its plan."""
     root = _root(config)
-    kept = [] if root is None else root.glob(f"{identity([path])}-*{ENDING}")
-    return max(kept, key=_last_used, default=path)
+    return None if root is None else max(root.glob(f"{files}-*{ENDING}"), key=last_used, default=None)
 
 
 def _root(config: EngineConfig) -> Path | None:
@@ -77,8 +79,10 @@ class WeightCache:
         self._most_bytes = most_bytes
 
     @classmethod
-    def of(cls, config: EngineConfig, path: Path, stage: PreparedStage) -> WeightCache | None:
-        """None where weights are not kept: on other platforms, which copy them, and of devices of several processes."""
+    def of(cls, config: EngineConfig, files: str, stage: PreparedStage) -> WeightCache | None:
+        """Of the model whose `files` these are, an `identity`. None where weights are not kept: on other platforms,
+        which copy them, and of devices of several processes.
+        """
         root, blueprint = _root(config), stage.blueprint
         if root is None or blueprint.plan.platform != "cpu" or config.load_format == "dummy":
             return None
@@ -87,8 +91,8 @@ class WeightCache:
         beside = [] if blueprint.draft is None else [blueprint.draft.path]
         beside += [] if config.imatrix is None else [Path(config.imatrix)]
         manifest = step_manifest(blueprint, stage.mesh)
-        plan = {name: manifest[name] for name in (*_OF_PLAN, *_OF_PLAN_TOO)} | {"beside": identity(beside)}
-        return cls(root, identity([path]), json.dumps(plan), config.weight_cache_max)
+        plan = {name: said for name, said in manifest.items() if name not in OF_STEPS_ALONE}
+        return cls(root, files, json.dumps(plan | {"beside": identity(beside)}), config.weight_cache_max)
 
     def take(self, wanted: Sequence[jax.ShapeDtypeStruct]) -> Weights | None:
         """The weights, mapped; None where there are none for this plan, or others than this user may have written."""
@@ -108,7 +112,7 @@ class WeightCache:
     def write(self, weights: Weights) -> None:
         """Keep them, in a thread that ends when they are forgotten. A full disk is said, and changes nothing else."""
         alive = [weakref.ref(array) for array in weights]
-        nbytes = sum(nbytes_kept(jax.ShapeDtypeStruct(array.shape, array.dtype)) for array in weights)
+        nbytes = sum(map(nbytes_kept, weights))
         niceness = os.getpriority(os.PRIO_PROCESS, 0)
         threading.Thread(target=self._write, args=(alive, nbytes, niceness), name="keep weights", daemon=True).start()
 
@@ -123,6 +127,8 @@ class WeightCache:
             self._make_room(nbytes)
             with unfinished.open("ab") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not _is_at(unfinished, file):
+                    return  # another process has finished it since it was opened
                 atexit.register(forget)  # the thread does not hold up an end of the process
                 keep(file, _while_alive(alive), self._plan)
                 os.fsync(file.fileno())
@@ -146,14 +152,21 @@ class WeightCache:
             with suppress(OSError), left.open("ab") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 left.unlink()
-        others = sorted(self.path.parent.glob(f"*{ENDING}"), key=_last_used, reverse=True)
-        total = nbytes + sum(_size(path) for path in others)
+        others = sorted(self.path.parent.glob(f"*{ENDING}"), key=last_used, reverse=True)
+        total = nbytes + sum(size_of(path) for path in others)
         while others and total > self._most_bytes:
-            total -= _size(others[-1])
+            total -= size_of(others[-1])
             others.pop().unlink(missing_ok=True)
         free = shutil.disk_usage(self.path.parent).free
         if free < 2 * nbytes + SPARED:
             raise OSError(f"{self.path.parent} has {format_bytes(free)} free; it takes {format_bytes(nbytes)}")
+
+
+def _is_at(path: Path, file: BinaryIO) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 class _ForgottenError(Exception):
@@ -166,17 +179,3 @@ def _while_alive(references: Sequence[weakref.ref[jax.Array]]) -> Iterator[jax.A
         if array is None or array.is_deleted():
             raise _ForgottenError
         yield array
-
-
-def _last_used(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0

@@ -166,26 +166,34 @@ def test_a_model_that_is_written_anew_is_another_whatever_its_size(tmp_path: Pat
     assert identity([tmp_path]) == identity([tmp_path])
 
 
-def test_the_next_engine_maps_them_and_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def answer(path: Path) -> list[int]:
+    """What an engine of the model says, once it has kept its weights."""
+    with LLM(path, **FIELDS) as llm:
+        found = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+        for thread in threading.enumerate():
+            if thread.name == "keep weights":
+                thread.join()
+        return list(found[0].outputs[0].token_ids)
+
+
+@pytest.fixture
+def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """An entry for each time that weights are packed, all of which are worth keeping."""
+    found: list[int] = []
+    pack = build._pack_weights
     monkeypatch.setattr(compat, "compile_cache", lambda: tmp_path / "cache")
     monkeypatch.setattr(build, "QUICK", 0.0)
+    monkeypatch.setattr(build, "_pack_weights", lambda *given: found.append(1) or pack(*given))
+    return found
+
+
+def test_the_next_engine_maps_them_and_says_the_same(tmp_path: Path, packed: list[int]) -> None:
     path = write_checkpoint("qwen3", tmp_path / "model")
-    packed, pack = [], build._pack_weights
-    monkeypatch.setattr(build, "_pack_weights", lambda *given: packed.append(1) or pack(*given))
-
-    def answer() -> list[int]:
-        with LLM(path, **FIELDS) as llm:
-            found = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
-            for thread in threading.enumerate():
-                if thread.name == "keep weights":
-                    thread.join()
-            return list(found[0].outputs[0].token_ids)
-
-    first = answer()
-    assert answer() == first and len(packed) == 1
+    first = answer(path)
+    assert answer(path) == first and len(packed) == 1
     file = tmp_path / "model" / "model.safetensors"
     file.write_bytes(file.read_bytes())
-    assert answer() == first and len(packed) == 2, "a file that was written anew was taken for the old one"
+    assert answer(path) == first and len(packed) == 2, "a file that was written anew was taken for the old one"
 
 
 def test_a_process_that_ends_while_it_writes_leaves_nothing(tmp_path: Path) -> None:
@@ -201,3 +209,40 @@ while not list(Path({str(tmp_path)!r}).iterdir()) or next(Path({str(tmp_path)!r}
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=50)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_another_process_has_just_finished_is_not_written_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is mapped by then; cutting it short would end whoever reads it."""
+    cache = WeightCache(tmp_path, "model", "plan", LIMIT)
+    lock = fcntl.flock
+
+    def finished_meanwhile(file: Any, kind: int) -> None:
+        unfinished = tmp_path / (UNFINISHED + cache.path.name)
+        unfinished.write_bytes(b"theirs")
+        unfinished.replace(cache.path)
+        lock(file, kind)
+
+    monkeypatch.setattr(fcntl, "flock", finished_meanwhile)
+    write(cache, arrays())
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"theirs"]
+
+
+def test_a_model_that_is_replaced_after_the_start_began_is_not_kept_as_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: list[int]
+) -> None:
+    path, opened = write_checkpoint("qwen3", tmp_path / "model"), build.open_model
+
+    def open_and_replace(*given: Any) -> Any:
+        checkpoint = opened(*given)
+        (write_checkpoint("qwen3", tmp_path / "new") / "model.safetensors").replace(path / "model.safetensors")
+        return checkpoint
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "open_model", open_and_replace)
+        answer(path)
+    answer(path)
+    assert len(packed) == 2, "the old weights were kept for the new files"
+    answer(path)
+    assert len(packed) == 2
