@@ -3,7 +3,7 @@
 // Decode rows and tiles of prompts go different ways, attention_few.h and attention_tile.h, and come to the same bits, so
 // that a token's result depends neither on those beside it nor on how it came to be computed. Both keep to one order:
 //   a score is one sum over the channels, from the first to the last (with BF16 instructions over pairs of them);
-//   with AMX it is a sum over 32 channels at a time, as is that of weighted values over 32 keys: see Chains in attention_few.h;
+//   with AMX it is a sum over 32 channels at a time, as is that of weighted values over 32 keys: see attention_chains.h;
 //   a block is the keys from a multiple of KEY_BLOCK on. The sum of its weights is `sum` of as many lanes as a vector has,
 //   lane l being the sum of keys l, l + LANES, l + 2 LANES ... of the block; weighted values are added key by key;
 //   a segment is the blocks from a multiple of SEGMENT on, with a running softmax of its own;
