@@ -171,7 +171,7 @@ class EngineConfig(SettingsGroup):
     cpu_kernels: Literal["auto", "off"] = "auto"
     """C++ kernels for bfloat16 on a CPU, from the wheel or compiled at the first start; off runs plain XLA."""
     cpu_products: Literal["int8", "bf16"] = "int8"
-    """What those kernels round inputs of quantized weights to; bf16 rounds the weights, too: see docs/cpu.md."""
+    """The type to which those kernels round the inputs of quantized weights; bf16 rounds the weights, too."""
     enforce_eager: bool = False
     """Compile each bucket when it is first needed instead of ahead of time."""
     compile_cache_dir: Path | None = CACHE_DIR / "compile"

@@ -167,7 +167,7 @@ def test_a_model_that_is_written_anew_is_another_whatever_its_size(tmp_path: Pat
 
 
 def answer(path: Path) -> list[int]:
-    """What an engine of the model says, once it has kept its weights."""
+    """The tokens that an engine of the model answers with, once it has kept its weights."""
     with LLM(path, **FIELDS) as llm:
         found = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
         for thread in threading.enumerate():
