@@ -30,7 +30,6 @@ export default defineConfig({
       },
     },
   },
-  worker: { rollupOptions: { output: { entryFileNames: "assets/pdf.worker.js" } } },
   server: { proxy: Object.fromEntries(["/v1", "/metrics", "/health", "/load", "/version", "/ready"].map((path) => [path, "http://127.0.0.1:8000"])) },
   test: { include: ["tests/**/*.test.ts"] },
 });

@@ -11,7 +11,7 @@ import type { TreeNode } from "../store/tree";
 import { useShortcuts } from "../shortcuts";
 import { isTouched, sends } from "./enter";
 import { freeName, isLong } from "./paste";
-import { MAX_FILE_BYTES, MAX_FILE_TEXT, MAX_PDF_BYTES, MAX_PDF_TEXT, readTextFile } from "./textFiles";
+import { MAX_FILE_BYTES, MAX_FILE_TEXT, readTextFile } from "./textFiles";
 import { stop } from "./run";
 import { ToolSwitches } from "./ToolSwitches";
 
@@ -120,27 +120,11 @@ function FileButton({ file, onClick }: { file: TextFile; onClick: () => void }) 
 function useAddFile(setFiles: (by: (files: TextFile[]) => TextFile[]) => void) {
   const t = useT();
   const { message } = App.useApp();
-  const addPDF = async (file: File) => {
-    const { name } = file;
-    const reading = message.loading(t("pdfReading", { name }), 0);
-    try {
-      const { readPDF } = await import("./pdf");
-      const read = await readPDF(file, MAX_FILE_BYTES);
-      if ("problem" in read) message.error(t(read.problem, { name, limit: MAX_FILE_TEXT }));
-      else setFiles((before) => [...before, { name, text: read.text }]);
-    } catch (error) {
-      message.error(t("pdfUnread", { name, reason: error instanceof Error ? error.message : String(error) }));
-    } finally {
-      reading();
-    }
-  };
   return (file: File) => {
     void (async () => {
       if (file.type.startsWith("image/") && !file.type.includes("xml")) return void message.error(t("noPictures", { name: file.name }));
-      const pdf = file.type === "application/pdf" || /\.pdf$/i.test(file.name);
-      const [most, limit] = pdf ? [MAX_PDF_BYTES, MAX_PDF_TEXT] : [MAX_FILE_BYTES, MAX_FILE_TEXT];
-      if (file.size > most) return void message.error(t("tooLarge", { name: file.name, limit }));
-      if (pdf) return addPDF(file);
+      if (file.size > MAX_FILE_BYTES) return void message.error(t("tooLarge", { name: file.name, limit: MAX_FILE_TEXT }));
+      if (file.type === "application/pdf" || /\.pdf$/i.test(file.name)) return void message.error(t("noPDF", { name: file.name }));
       const read = await readTextFile(file);
       if (read === null) return void message.error(t("notText", { name: file.name }));
       setFiles((before) => [...before, { name: file.name, text: read.text }]);

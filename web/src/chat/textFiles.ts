@@ -2,9 +2,6 @@
 
 export const MAX_FILE_BYTES = 2 * 1024 * 1024;
 export const MAX_FILE_TEXT = "2 MB";
-/** A PDF's, most of which is fonts and pictures; its text is no longer than another file's. */
-export const MAX_PDF_BYTES = 50 * 1024 * 1024;
-export const MAX_PDF_TEXT = "50 MB";
 
 export interface ReadText {
   text: string;
