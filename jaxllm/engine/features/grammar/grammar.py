@@ -189,7 +189,7 @@ class Constraint:
         self._direct = True
         """The grammar allows what there is of the answer, which may still begin with reasoning."""
         self._opened = [MarkerSearch(tokenizer, text) for text in outputs.openings]
-        self._after = MarkerSearch(tokenizer, outputs.after or "")
+        self._after = None if outputs.after is None else MarkerSearch(tokenizer, outputs.after)
 
     @property
     def matchers(self) -> list[LLMatcher]:
@@ -212,12 +212,12 @@ class Constraint:
             self.matcher.consume_token(token)
             self.check()
         else:
-            self.active = self._after.add(token)
+            self.active = self._ends_reasoning(token)
             if self.active:
                 self._begin()
 
     def _accept_first(self, token: int, opening: LLMatcher) -> None:
-        ended = self._after.add(token)
+        ended = self._ends_reasoning(token)
         opened = [search.add(token) for search in self._opened]
         if opening.try_consume_tokens([token]) == 0:
             self.opening = None
@@ -230,7 +230,11 @@ class Constraint:
         else:
             self._direct = self._direct and self.matcher.try_consume_tokens([token]) == 1
 
+    def _ends_reasoning(self, token: int) -> bool:
+        return self._after is not None and self._after.add(token)
+
     def _begin(self) -> None:
+        assert self._after is not None, "reasoning has ended"
         text = self._after.behind.lstrip()
         tokens = self._vocabulary.tokenize_bytes(text.encode()) if text else []
         if self.matcher.try_consume_tokens(tokens) < len(tokens):
