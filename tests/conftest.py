@@ -108,6 +108,7 @@ def few_mappings() -> Iterator[None]:
     """What JAX keeps of every function that was ever called takes about seven mappings each: drop it in time."""
     yield
     if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        typecheck.forget_functions()
         jax.clear_caches()
         gc.collect()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ from jaxtyping import Array, Float, TypeCheckError, jaxtyped
 
 from jaxllm.models.layers.rope import Angles
 from jaxllm.sharding.mesh import Segment
-from tests.support.typecheck import checked
+from tests.support.typecheck import checked, forget_functions
 
 Pair = tuple[Float[Array, "B D"], Float[Array, "B D"]]
 
@@ -59,3 +61,25 @@ def test_the_packages_are_checked() -> None:
         Angles(jnp.ones((3, 4)), jnp.ones((2, 4)))
     with pytest.raises((TypeCheckError, BeartypeCallHintViolation)):
         Segment("rows", 1)  # type: ignore[arg-type]
+
+
+class Pages:
+    """Something large."""
+
+
+def test_what_functions_inside_others_refer_to_can_be_let_go_of():
+    """Whole engines were kept until the end of a run, and XLA died of too many mappings."""
+
+    def make() -> weakref.ref[Pages]:
+        pages = Pages()
+
+        def inner(count: int) -> object:
+            return pages
+
+        assert checked(inner)(1) is pages
+        return weakref.ref(pages)
+
+    pages = make()
+    forget_functions()
+    gc.collect()
+    assert pages() is None

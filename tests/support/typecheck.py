@@ -17,6 +17,7 @@ from typing import Any
 
 import jaxtyping
 from beartype import BeartypeConf, beartype
+from beartype._util.func import utilfunctest
 from jaxtyping import AbstractArray
 
 checked = beartype(conf=BeartypeConf(is_pep484_tower=True))
@@ -30,6 +31,17 @@ def check(packages: list[str]) -> None:
     """Check what is imported of these packages from now on."""
     jaxtyping.jaxtyped = _jaxtyped  # type: ignore[assignment]
     jaxtyping.install_import_hook(packages, "tests.support.typecheck.checked")
+
+
+def forget_functions() -> None:
+    """Let go of functions that were made inside others, and of all that they refer to, such as whole engines.
+
+    beartype remembers for each function that it has ever checked whether it is such a one.
+    """
+    for asked in (utilfunctest.is_func_nested, utilfunctest.is_func_local):
+        for cell in asked.__closure__ or ():
+            if isinstance(cell.cell_contents, dict):
+                cell.cell_contents.clear()
 
 
 def _jaxtyped(target: Any = None, *, typechecker: Any = None) -> Any:
