@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 
+from jaxllm.engine.messages import Pause, Resume
+from tests.serving.conftest import wait_for
 from tests.serving.fake_engine import CONTEXT, REPLY, FakeEngine
 from tests.support.covers import covers
 
@@ -132,8 +135,13 @@ def test_held_back_text_sends_no_empty_chunk_and_keeps_its_logprobs(client: Test
 
 
 @covers("GenerationRequest", "n")
-def test_n_choices_interleave_and_each_is_whole(client: TestClient) -> None:
-    chunks = events(client, n=3)
+def test_n_choices_interleave_and_each_is_whole(client: TestClient, engine: FakeEngine) -> None:
+    engine.client.order(Pause("keep"))
+    with ThreadPoolExecutor(1) as pool:  # no choice may end before another has begun
+        begun = pool.submit(wait_for, lambda: len(engine.active) == 3)
+        begun.add_done_callback(lambda _: engine.client.order(Resume()))
+        chunks = events(client, n=3)
+        begun.result()
     indices = [c["choices"][0]["index"] for c in chunks]
     assert indices[:3] == [0, 1, 2]
     for index, other in itertools.permutations(range(3), 2):  # nobody waits until another is whole
