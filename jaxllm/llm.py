@@ -17,9 +17,10 @@ from jaxllm.engine.doors import sequences
 from jaxllm.engine.doors.async_llm import AsyncLLM, open_streams
 from jaxllm.engine.doors.beams import BeamSearchParams, BeamStream
 from jaxllm.engine.doors.controls import Controls
+from jaxllm.engine.doors.eyes import Eyes
 from jaxllm.engine.doors.sequences import Collector, Prompt, Prompts
 from jaxllm.engine.doors.streams import Stream
-from jaxllm.engine.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
+from jaxllm.engine.messages import EngineInfo, EngineRequest, EngineStats, PlacedImages, TokenDelta
 from jaxllm.errors import InvalidRequestError
 from jaxllm.folders import in_home
 from jaxllm.requests import outputs, steering
@@ -70,6 +71,11 @@ class LLM(Inside, Controls):
     def info(self) -> EngineInfo:
         return self._streams.client.info
 
+    @property
+    def eyes(self) -> Eyes:
+        """What prepares images for its model. Raises InvalidRequestError: it sees none."""
+        return self._streams.eyes
+
     def generate(
         self,
         prompts: Prompts,
@@ -110,12 +116,17 @@ class LLM(Inside, Controls):
             (None, [0] * own.end) if own else sequences.prompt_ids(item, self.tokenizer)
             for item, own in zip(items, embeds, strict=True)
         ]
-        requests = [(*text, p) for text, p in zip(texts, params, strict=True)]
+        images = [sequences.prompt_images(item, self) for item in items]
+        placed = [
+            self.eyes.place(ids, own) if own else (ids, None) for (_, ids), own in zip(texts, images, strict=True)
+        ]
+        requests = [(text, ids, p) for (text, _), (ids, _), p in zip(texts, placed, params, strict=True)]
         wanted = None if capture is None else read_capture(capture, positions, self.info.layer_shapes)
         steers, patches = steering.steers_of(steer, len(items)), steering.patches_of(patch, len(items))
         return self._run(
-            requests, use_tqdm, adapters=adapters, capture=wanted, steers=steers, patches=patches, embeds=embeds
-        )
+            requests, use_tqdm, adapters=adapters, capture=wanted, steers=steers, patches=patches, embeds=embeds,
+            images=[seen for _, seen in placed],
+        )  # fmt: skip
 
     def chat(
         self,
@@ -346,6 +357,7 @@ class LLM(Inside, Controls):
         steers: Sequence[Sequence[Steer]] = (),
         patches: Sequence[Patch] = (),
         embeds: Sequence[Patching | None] = (),
+        images: Sequence[PlacedImages | None] = (),
     ) -> list[RequestOutput]:
         requests: list[EngineRequest] = []
         collectors: list[Collector] = []
@@ -361,6 +373,7 @@ class LLM(Inside, Controls):
                 capture=capture,
                 steering=self._steering(steers[at] if steers else (), len(ids)),
                 patching=self._patching(patches[at] if patches else {}, len(ids), embeds[at] if embeds else None),
+                images=images[at] if images else None,
             )
             requests.append(request)
             widest = self.info.layer_shapes.widest

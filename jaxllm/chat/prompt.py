@@ -28,6 +28,7 @@ from jaxllm.chat.formats import detect_formats
 from jaxllm.chat.parser import AnswerReader, OutputParser
 from jaxllm.engine.doors.beams import BeamSearchParams
 from jaxllm.engine.doors.sequences import check_request, refuse_text
+from jaxllm.engine.messages import PlacedImages
 from jaxllm.errors import ContextLengthError, Field, InvalidRequestError
 from jaxllm.requests.sampling import LOGPROBS_MODES, SamplingParams
 from jaxllm.requests.steering import Patching
@@ -183,6 +184,7 @@ class Prompt:
     beam_search: BeamSearchParams | None = None
     embeds: Patching | None = None
     """Vectors that stand where those of its tokens would."""
+    images: PlacedImages | None = None
 
 
 @dataclass

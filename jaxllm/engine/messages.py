@@ -108,6 +108,41 @@ class TransferInfo(msgspec.Struct, frozen=True):
     """From where it fetches some; from anywhere, where there are none."""
 
 
+class SeenImage(msgspec.Struct, frozen=True):
+    """An image as a model is given it.
+
+    Attributes:
+        digest: SHA-256 of all that its rows depend on.
+        pixels: uint8, of its patches in order.
+        tiles: the height and width of each of its tiles, in patches.
+        cut: the rows and columns of tiles into which it was cut.
+        num_rows: the tokens of a prompt that it takes the place of.
+    """
+
+    digest: bytes
+    pixels: bytes
+    tiles: tuple[tuple[int, int], ...]
+    cut: tuple[int, int]
+    num_rows: int
+
+
+class PlacedImages(msgspec.Struct, frozen=True):
+    """The images of a prompt of T tokens, and their places in it.
+
+    Attributes:
+        rows: int32 `[T]`, which row of all images' together takes a token's place; -1 is none.
+        visible_until: int32 `[T]`, the last token that each one sees; None if that is itself.
+        places: int32 `[3, T]`, time, height and width by which tokens are rotated; None if that is their position.
+        delta: a later token's place is its position plus this.
+    """
+
+    images: tuple[SeenImage, ...]
+    rows: bytes
+    visible_until: bytes | None = None
+    places: bytes | None = None
+    delta: int = 0
+
+
 class EngineRequest(msgspec.Struct, kw_only=True):
     """One sequence to generate, or with `pooling` one prompt to read values off; sampling parameters are then unused.
 
@@ -136,6 +171,7 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     """Vectors that are added to its residual stream."""
     patching: Patching | None = None
     """Vectors that replace its residual stream, at single layers and tokens."""
+    images: PlacedImages | None = None
     hands_on: bool = False
     """Another server goes on with it, and fetches the pages of its prompt from host memory."""
     pages_at: PagesAt | None = None
@@ -293,6 +329,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     num_layers: int = 0
     takes_vectors: bool = True
     """A prompt may be vectors: the model makes nothing but these of its tokens."""
+    most_image_rows: int = 0
+    """The most rows of images that a request may have; 0: the model sees none."""
     num_stages: int = 1
     """Into how many parts its layers are divided, each on devices of its own."""
     kv_heads: tuple[tuple[int, int] | None, ...] = ()

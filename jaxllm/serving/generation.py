@@ -175,6 +175,7 @@ class Generation:
                     group=tenant.group,
                     adapters=self._adapters,
                     patching=prompt.embeds,
+                    images=prompt.images,
                     hands_on=self._hand_over is not None and self._hand_over.hands_on,
                     pages_at=None if self._hand_over is None else self._hand_over.pages_at,
                 )

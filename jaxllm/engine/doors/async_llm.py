@@ -14,6 +14,7 @@ from typing import Any
 from jaxllm.config import EngineConfig, make_config
 from jaxllm.engine.doors.beams import BeamSearchParams, BeamStream
 from jaxllm.engine.doors.controls import Controls
+from jaxllm.engine.doors.eyes import Eyes
 from jaxllm.engine.doors.replicas import start_client, start_engine
 from jaxllm.engine.doors.sequences import Collector, Prompt, check_pooling, check_request, pooled_output, prompt_ids
 from jaxllm.engine.doors.share import Keeper
@@ -85,6 +86,11 @@ class AsyncLLM(Controls):
     def info(self) -> EngineInfo:
         """The facts that the engine settled on at its last start."""
         return self._streams.client.info
+
+    @property
+    def eyes(self) -> Eyes:
+        """What prepares images for its model. Raises InvalidRequestError: it sees none."""
+        return self._streams.eyes
 
     @property
     def is_dead(self) -> bool:
@@ -339,4 +345,7 @@ def open_streams(
             raise ConfigError("num_processes is set: an engine of several processes starts again with all of them")
         return start_client(same, given_up, wanted or taken, keeper, processors)
 
-    return Streams(client, tokenizer, start=start, revived=bool(config.engine_process) and not config.in_group)
+    revived = bool(config.engine_process) and not config.in_group
+    return Streams(
+        client, tokenizer, start=start, revived=revived, open_eyes=lambda info: Eyes.of(config, tokenizer, info)
+    )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
+from jaxllm.engine.doors.eyes import Eyes
 from jaxllm.engine.features.grammar.thinking_budget import closing_tokens
-from jaxllm.engine.messages import EngineInfo, EngineRequest, TokenDelta
+from jaxllm.engine.messages import EngineInfo, EngineRequest, SeenImage, TokenDelta
 from jaxllm.errors import Field, InvalidRequestError, JaxLLMError
 from jaxllm.requests.captures import CaptureParams, CapturesInProgress
 from jaxllm.requests.logits_processors import check_chosen
@@ -38,7 +39,8 @@ from jaxllm.text.spellings import check_bad_words
 from jaxllm.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | dict
-"""Text, token ids, or `{"prompt": text}` / `{"prompt_token_ids": ids}`."""
+"""Text, token ids, or `{"prompt": text}` / `{"prompt_token_ids": ids}`.
+`"multi_modal_data": {"image": …}` beside these has an image, or a list of them, for the placeholders in the prompt."""
 Prompts = Prompt | Iterable[Prompt]
 """One prompt, or several."""
 _BYTES = (bytes, bytearray, memoryview)
@@ -68,6 +70,24 @@ def prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None,
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise InvalidRequestError("prompt must be text or a list of integer token ids", param="prompt")
     return None, ids
+
+
+class Sees(Protocol):
+    """An engine that images can be shown to."""
+
+    @property
+    def eyes(self) -> Eyes: ...
+
+
+def prompt_images(prompt: Prompt, engine: Sees) -> list[SeenImage]:
+    """The images of a prompt's `multi_modal_data`. Raises InvalidRequestError: it has anything else, or one is bad."""
+    media = prompt.get("multi_modal_data") if isinstance(prompt, dict) else None
+    if not media:
+        return []
+    if not isinstance(media, Mapping) or set(media) != {"image"}:
+        raise InvalidRequestError([Field("multi_modal_data"), " has other keys; accepted is 'image'"])
+    given = media["image"]
+    return [engine.eyes.look(image) for image in (given if isinstance(given, list | tuple) else [given])]
 
 
 def prompt_list(prompts: Prompts) -> list[Any]:

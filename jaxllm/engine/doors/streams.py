@@ -10,13 +10,15 @@ import time
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
 
 from jaxllm.engine.doors.deaths import RESTART_PAUSES, Suspects, start_again
+from jaxllm.engine.doors.eyes import Eyes
 from jaxllm.engine.doors.sequences import failure, name_tokens, rank_vocabulary, settled, split_request
-from jaxllm.engine.messages import INITIAL_VERSION, EngineClient, EngineRequest, TokenDelta
+from jaxllm.engine.messages import INITIAL_VERSION, EngineClient, EngineInfo, EngineRequest, TokenDelta
 from jaxllm.errors import EngineDeadError, EnginePausedError, Field, InvalidRequestError, QueueFullError
 from jaxllm.progress import has_widgets
 from jaxllm.text.tokenizer import Tokenizer
@@ -34,6 +36,10 @@ class Place(NamedTuple):
     sequence: int
     request: EngineRequest
     """As its caller has named it; several may bear the same name."""
+
+
+def _blind(info: EngineInfo) -> Eyes:
+    raise InvalidRequestError(f"the model {info.model_name} sees no images; only text is served")
 
 
 class Streams:
@@ -56,6 +62,7 @@ class Streams:
         limit: int | None = None,
         start: Callable[..., EngineClient],
         revived: bool = False,
+        open_eyes: Callable[[EngineInfo], Eyes] = _blind,
     ):
         """`start` starts another engine like `client`: its first argument is an event that ends a start under way."""
         self.client = client
@@ -73,6 +80,7 @@ class Streams:
         """Why the engine died the last time, if it did."""
         self.is_asleep = False
         self._start = start
+        self._open_eyes = open_eyes
         self._revived = revived
         self._pid = os.getpid()
         self._serials = itertools.count()
@@ -83,6 +91,11 @@ class Streams:
         """There are some once an engine has died."""
         self._closing = threading.Event()
         self._begin_reading()
+
+    @cached_property
+    def eyes(self) -> Eyes:
+        """What prepares images for the model. Raises InvalidRequestError: it sees none."""
+        return self._open_eyes(self.client.info)
 
     def check_process(self) -> None:
         """Raises EngineDeadError in a process forked from the engine's: nothing runs there that could answer."""

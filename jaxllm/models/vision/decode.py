@@ -34,7 +34,7 @@ def decode_image(data: bytes, *, most_bytes: int = MOST_BYTES, most_pixels: int 
                 f"an image has {width:,} × {height:,} pixels; accepted are {most_pixels:,} in all"
             )
         image.load()
-        return _rgb(ImageOps.exif_transpose(image))
+        return rgb(ImageOps.exif_transpose(image))
     except Image.DecompressionBombError:  # Pillow's own limit
         raise InvalidRequestError(f"an image has too many pixels; accepted are {most_pixels:,} in all") from None
     except UnidentifiedImageError:
@@ -48,7 +48,7 @@ def decode_image(data: bytes, *, most_bytes: int = MOST_BYTES, most_pixels: int 
         raise InvalidRequestError("an image is damaged or cut off, so that it cannot be decoded") from None
 
 
-def _rgb(image: Image.Image) -> Image.Image:
+def rgb(image: Image.Image) -> Image.Image:
     if image.mode in DEEP:
         values: np.ndarray = np.asarray(image, np.float64)
         most = 65_535 if image.mode.startswith("I;") else float(values.max())

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt8
 from PIL import Image
 
 from jaxllm.errors import InvalidRequestError
@@ -146,7 +146,11 @@ class Processor:
         return grid.patches // self.merge**2
 
     def patches(self, image: Image.Image) -> Float[np.ndarray, "P D"]:
-        """The patches of an RGB image, its tiles one after the other, each row by row."""
+        """The patches of an RGB image as the tower takes them, its tiles one after the other, each row by row."""
+        return self.normalized(self.pixels(image))
+
+    def pixels(self, image: Image.Image) -> UInt8[np.ndarray, "P s s 3"]:
+        """The pixels of these patches."""
         plan = self.plan(image.height, image.width)
         (rows, columns), last = plan.cut, image
         for size in plan.sizes:
@@ -162,16 +166,20 @@ class Processor:
         ]
         if plan.whole is not None:
             parts.append(resized(last if plan.whole_of_last else image, plan.whole, self.resample))
-        return np.concatenate([self._patches(np.asarray(part)) for part in parts])
+        return np.concatenate([self._cut(np.asarray(part)) for part in parts])
 
-    def _patches(self, pixels: np.ndarray) -> Float[np.ndarray, "P D"]:
+    def _cut(self, pixels: UInt8[np.ndarray, "h w 3"]) -> UInt8[np.ndarray, "P s s 3"]:
+        size = self.patch
+        height, width = pixels.shape[0] // size, pixels.shape[1] // size
+        return pixels.reshape(height, size, width, size, 3).swapaxes(1, 2).reshape(height * width, size, size, 3)
+
+    def normalized(self, pixels: UInt8[np.ndarray, "P s s 3"]) -> Float[np.ndarray, "P D"]:
+        """Patches of `pixels` as the tower takes them."""
         values: np.ndarray = (pixels.astype(np.float64) * self.scale).astype(np.float32)
         values = (values - np.asarray(self.mean, np.float32)) / np.asarray(self.std, np.float32)
-        height, width, size = values.shape[0] // self.patch, values.shape[1] // self.patch, self.patch
-        patches = values.reshape(height, size, width, size, 3).swapaxes(1, 2).reshape(height * width, size, size, 3)
         if self.order == "first":
-            patches = np.repeat(np.moveaxis(patches, 3, 1)[:, :, None], self.frames, axis=2)
-        return patches.reshape(height * width, -1)
+            values = np.repeat(np.moveaxis(values, 3, 1)[:, :, None], self.frames, axis=2)
+        return values.reshape(len(values), -1)
 
     def expand(self, ids: Sequence[int], grids: Sequence[Grid]) -> Expanded:
         """Put each image's tokens in the place of its placeholder.
