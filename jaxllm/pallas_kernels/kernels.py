@@ -153,7 +153,7 @@ TPU = replace(COMPILED, name="tpu", attention=tpu.paged_attention, page_layout=p
 """JAX's own ragged paged attention, in Pallas, asked only for what `tpu.lacks` allows; products in plain XLA."""
 
 CPU = Kernels(
-    "cpu", cpu.attention, cpu.linear, cpu.grouped_matmul, pages.stored_as_bits,
+    "cpu", cpu.attention, cpu.linear, cpu.grouped_matmul, pages.stored_as_bits, packed_attention=cpu.packed_attention,
     segments=cpu.segments, gated_mlp=cpu.gated_mlp, adapted=cpu.adapted, most_likely=cpu.most_likely,
     causal_conv=cpu.causal_conv, delta_rule=cpu.delta_rule, ssd=cpu.ssd,
     low_rank=cpu_kernels.low_rank, normalise=cpu_kernels.normalise, sums=products.CPU_SUMS, native=True,
