@@ -23,7 +23,16 @@ from jaxllm.serving.http.request_model import ignored_fields
 from jaxllm.serving.http.route import ChunkWriter, Gaining, JSONRoute, until_disconnect
 from jaxllm.serving.mcp import Ended, Execution, Happening, ToolRun, asked_tools, injected_tools
 from jaxllm.serving.openai import chat_types
-from jaxllm.serving.openai.answers import ChatLogprobs, chat_logprobs, prompt_logprobs, timings, weight_spans
+from jaxllm.serving.openai.answers import (
+    ChatLogprobs,
+    chat_logprobs,
+    chunk_usage,
+    prompt_logprobs,
+    stream_options,
+    timings,
+    usage_object,
+    weight_spans,
+)
 from jaxllm.serving.openai.chat_types import (
     ChatChunkChoice,
     ChatCompletion,
@@ -32,7 +41,7 @@ from jaxllm.serving.openai.chat_types import (
     ChatRequest,
 )
 from jaxllm.serving.openai.kv_transfer import kv_transfer_answer
-from jaxllm.serving.openai.sampling import chunk_usage, obfuscation, stream_options, usage_object
+from jaxllm.serving.openai.sampling import obfuscation
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 

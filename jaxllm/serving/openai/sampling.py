@@ -1,20 +1,20 @@
-"""The fields of requests that generate: sampling, stops, log-probabilities, scheduling; and the tokens they used."""
+"""The fields of requests that generate: sampling, stops, log-probabilities, scheduling."""
 
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from jaxllm.chat.events import random_id
-from jaxllm.config.server import ServerConfig
 from jaxllm.config.values import LogprobsMode
 from jaxllm.engine.doors.beams import MAX_BEAM_WIDTH, BeamSearchParams
 from jaxllm.requests import sampling as limits
-from jaxllm.serving.generation import GenerationSettings, Usage
+from jaxllm.serving.generation import GenerationSettings
 from jaxllm.serving.http import request_model
 from jaxllm.serving.http.request_model import RequestModel, Rule, ScheduledFields, check_equal, check_rules, refuse
 from jaxllm.serving.openai.kv_transfer import KVTransferParams
@@ -27,6 +27,13 @@ UNSUPPORTED_SAMPLING = frozenset({
 """Fields of vLLM's server that this one refuses by name."""
 
 LABELS = {"conversation_id": "X-Conversation-Id", "resource_id": "X-Resource-Id"}
+
+_OTHERWISE = {
+    "n", "max_tokens", "logprobs", "prompt_logprobs", "structured_outputs", "repetition_detection",
+    "thinking_token_budget",
+}  # fmt: skip
+"""Fields of SamplingParams that requests have in a shape of their own."""
+_SAMPLING_FIELDS = {field.name for field in fields(limits.SamplingParams)} - _OTHERWISE
 
 NO_LIMIT = -1
 
@@ -102,7 +109,7 @@ class CommonSampling(RequestModel):
     have this probability, from 0 to 1."""
 
     def sampling(self) -> dict[str, Any]:
-        asked = {name: getattr(self, name, None) for name in _SAMPLING_FIELDS}
+        asked = {name: getattr(self, name) for name in type(self).model_fields if name in _SAMPLING_FIELDS}
         return {name: value for name, value in asked.items() if value is not None}
 
 
@@ -397,60 +404,3 @@ class GenerationRequest(SamplingFields, StructuredFields):
             hand_over=None if self.kv_transfer_params is None else self.kv_transfer_params.hand_over(),
             **own,
         )
-
-
-_SAMPLING_FIELDS = (
-    "frequency_penalty", "presence_penalty", "logit_bias", "seed", "stop", "temperature", "top_p", "top_k", "min_p",
-    "repetition_penalty", "repeat_last_n", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens",
-    "allowed_token_ids", "bad_words", "skip_special_tokens", "logprob_token_ids", "logprobs_mode",
-    "prompt_logprob_token_ids", "skip_reading_prefix_cache", "max_thinking_tokens", "dry_multiplier", "dry_base",
-    "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "top_n_sigma", "typical_p", "xtc_probability",
-    "xtc_threshold", "stop_regex",
-)  # fmt: skip
-
-
-def stream_options(asked: StreamOptions | None, config: ServerConfig) -> StreamOptions:
-    """The options that were asked for, or all of them where the server always sends the usage."""
-    options = asked or StreamOptions()
-    if config.enable_force_include_usage:
-        return options.model_copy(update={"include_usage": True, "continuous_usage_stats": True})
-    return options
-
-
-def chunk_usage(options: StreamOptions, usage: Callable[[], Usage]) -> CompletionUsage | msgspec.UnsetType | None:
-    """The usage in every chunk but the last: the usage so far, null where it comes later, or unset."""
-    if options.continuous_usage_stats:
-        return usage_object(usage())
-    return None if options.include_usage else msgspec.UNSET
-
-
-class PromptTokensDetails(msgspec.Struct):
-    cached_tokens: int = 0
-
-
-class CompletionTokensDetails(msgspec.Struct):
-    reasoning_tokens: int = 0
-    accepted_prediction_tokens: int = 0
-    """Tokens tried ahead that were what the model chose: of a prediction, or from wherever else the engine drafts."""
-    rejected_prediction_tokens: int = 0
-    """Tokens tried ahead that were not. They are no part of completion_tokens."""
-
-
-class CompletionUsage(msgspec.Struct, kw_only=True):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails
-
-
-def usage_object(usage: Usage) -> CompletionUsage:
-    return CompletionUsage(
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        total_tokens=usage.prompt_tokens + usage.completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(usage.cached_tokens),
-        completion_tokens_details=CompletionTokensDetails(
-            usage.reasoning_tokens, usage.taken_tokens, usage.drafted_tokens - usage.taken_tokens
-        ),
-    )
