@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -91,11 +92,11 @@ class ReasoningTextPart(RequestModel):
     """The reasoning."""
 
 
-def one_of(*known: str) -> BeforeValidator:
-    """Say which types exist, before pydantic reports that none of a union's branches fits."""
+def one_of(*known: str, unread: Sequence[str] = ()) -> BeforeValidator:
+    """Say which types exist, before pydantic reports that none of a union's branches fits. Those of `unread` pass."""
 
     def check(value: Any) -> Any:
-        if isinstance(value, dict) and value.get("type") not in known:
+        if isinstance(value, dict) and value.get("type") not in (*known, *unread):
             raise refuse(f"type is {shown(value.get('type'))}; this server has {', '.join(known)}", "type")
         return value
 
