@@ -67,7 +67,8 @@ class AsyncLLM(Controls):
         """
         self.config: EngineConfig = config if config is not None else make_config(EngineConfig, **fields)
         self._sleep_level = 0
-        self._keeper = Keeper() if _can_sleep(self.config) else None
+        sleeps = self.config.engine_process and os.name == "posix" and not self.config.multi_process
+        self._keeper = Keeper() if sleeps and not settled(self.config).in_group else None
         self._streams = open_streams(self.config, given_up, room, self._keeper, read_processors(logits_processors))
         self._streams.limit = self.info.max_num_seqs + self.config.max_num_waiting
         self.tokenizer: Tokenizer | None = self._streams.tokenizer
@@ -307,10 +308,6 @@ class AsyncLLM(Controls):
     def restart(self) -> None:
         """Stop the engine, if it runs, and start it again with the same sizes; blocks until it can run requests."""
         self._streams.restart()
-
-
-def _can_sleep(config: EngineConfig) -> bool:
-    return bool(config.engine_process) and os.name == "posix" and not (config.multi_process or settled(config).in_group)
 
 
 def open_streams(
