@@ -8,14 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from jaxllm.serving.anthropic.blocks import (
-    Block,
-    TextBlockParam,
-    ThinkingBlockParam,
-    ToolResultBlockParam,
-    ToolUseBlockParam,
-    Turn,
-)
+from jaxllm.serving.anthropic import blocks
 from jaxllm.serving.http.request_model import RequestModel, refuse
 from jaxllm.wording import shown
 
@@ -57,14 +50,14 @@ class ClearThinking(RequestModel):
     keep: Literal["all"] | Annotated[ThinkingTurns | AllThinking, Field(discriminator="type")] | None = None
     """The newest turns that keep theirs, by default one."""
 
-    def applied(self, turns: Sequence[Turn]) -> tuple[list[Turn], int]:
+    def applied(self, turns: Sequence[blocks.Turn]) -> tuple[list[blocks.Turn], int]:
         """The turns without it, and how many have lost it."""
         keep = KEPT_THINKING_TURNS if self.keep is None else getattr(self.keep, "value", len(turns))
         answers: list[list[int]] = [[]]  # the positions of turns with thinking, by the question that they answer
         for at, turn in enumerate(turns):
-            if turn.role == "user" and turn.of(TextBlockParam):
+            if turn.role == "user" and turn.of(blocks.TextBlockParam):
                 answers.append([])
-            elif turn.of(ThinkingBlockParam):
+            elif turn.of(blocks.ThinkingBlockParam):
                 answers[-1].append(at)
         old = [answer for answer in answers if answer][:-keep]
         positions = {at for answer in old for at in answer}
@@ -86,12 +79,12 @@ class ClearToolUses(RequestModel):
     exclude_tools: list[str] | None = Field(default=None, max_length=MAX_NAMES)
     """Tools whose calls keep everything."""
 
-    def is_due(self, tokens: int, turns: Sequence[Turn]) -> bool:
+    def is_due(self, tokens: int, turns: Sequence[blocks.Turn]) -> bool:
         if isinstance(self.trigger, ToolUses):
             return len(_uses(turns)) > self.trigger.value
         return tokens > (TRIGGER_TOKENS if self.trigger is None else self.trigger.value)
 
-    def applied(self, turns: Sequence[Turn]) -> tuple[list[Turn], int]:
+    def applied(self, turns: Sequence[blocks.Turn]) -> tuple[list[blocks.Turn], int]:
         """The turns without them, and how many calls have lost theirs."""
         uses = _uses(turns)
         kept = KEPT_TOOL_USES if self.keep is None else self.keep.value
@@ -99,13 +92,13 @@ class ClearToolUses(RequestModel):
         old = {id(use) for use in uses[: max(len(uses) - kept, 0)] if use.name not in excluded}
         waiting: dict[str, bool] = {}  # ids of calls, of which later turns may have the same again
 
-        def cleared(block: Block) -> Block:
-            if isinstance(block, ToolUseBlockParam):
+        def cleared(block: blocks.Block) -> blocks.Block:
+            if isinstance(block, blocks.ToolUseBlockParam):
                 waiting[block.id] = id(block) in old
                 named = self.clear_tool_inputs
                 if waiting[block.id] and (named is True or (isinstance(named, list) and block.name in named)):
                     return block.model_copy(update={"input": {}})
-            elif isinstance(block, ToolResultBlockParam) and waiting[block.tool_use_id]:
+            elif isinstance(block, blocks.ToolResultBlockParam) and waiting[block.tool_use_id]:
                 return block.model_copy(update={"content": CLEARED})
             return block
 
@@ -131,9 +124,9 @@ class ContextManagement(RequestModel):
     """What the conversation loses, one after the other."""
 
 
-def _uses(turns: Sequence[Turn]) -> list[ToolUseBlockParam]:
-    return [use for turn in turns for use in turn.of(ToolUseBlockParam)]
+def _uses(turns: Sequence[blocks.Turn]) -> list[blocks.ToolUseBlockParam]:
+    return [use for turn in turns for use in turn.of(blocks.ToolUseBlockParam)]
 
 
-def _without_thinking(turn: Turn) -> Turn:
-    return replace(turn, blocks=[block for block in turn.blocks if not isinstance(block, ThinkingBlockParam)])
+def _without_thinking(turn: blocks.Turn) -> blocks.Turn:
+    return replace(turn, blocks=[block for block in turn.blocks if not isinstance(block, blocks.ThinkingBlockParam)])

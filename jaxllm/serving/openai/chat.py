@@ -22,17 +22,7 @@ from jaxllm.serving.http.answers import DONE, ErrorResponse, json_response, retu
 from jaxllm.serving.http.request_model import ignored_fields
 from jaxllm.serving.http.route import ChunkWriter, Gaining, JSONRoute, until_disconnect
 from jaxllm.serving.mcp import Ended, Execution, Happening, ToolRun, asked_tools, injected_tools
-from jaxllm.serving.openai import chat_types
-from jaxllm.serving.openai.answers import (
-    ChatLogprobs,
-    chat_logprobs,
-    chunk_usage,
-    prompt_logprobs,
-    stream_options,
-    timings,
-    usage_object,
-    weight_spans,
-)
+from jaxllm.serving.openai import answers, chat_types
 from jaxllm.serving.openai.chat_types import (
     ChatChunkChoice,
     ChatCompletion,
@@ -65,15 +55,15 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         return await chunk_stream(call, reply.generation, ChatWriter(reply, body, state.config), labels)
     choices = await collect_for(request, reply.generation)
     first = choices[0].prompt_logprobs
-    scored = UNSET if first is None else await state.offload(prompt_logprobs, first, reply.token_text)
+    scored = UNSET if first is None else await state.offload(answers.prompt_logprobs, first, reply.token_text)
     completion = ChatCompletion(
         id=reply.generation.id,
         created=reply.generation.created,
         model=reply.name,
         system_fingerprint=reply.system_fingerprint,
         choices=[_choice(reply, body, choice) for choice in choices],
-        usage=usage_object(reply.usage()),
-        timings=timings(reply.usage(), reply.generation.phases()) if body.timings_per_token else UNSET,
+        usage=answers.usage_object(reply.usage()),
+        timings=answers.timings(reply.usage(), reply.generation.phases()) if body.timings_per_token else UNSET,
         prompt_logprobs=scored,
         prompt_token_ids=reply.prompt_token_ids if body.return_token_ids else UNSET,
         kv_transfer_params=kv_transfer_answer(reply.generation),
@@ -125,7 +115,7 @@ def _choice(reply: Reply, body: ChatRequest, choice: Choice) -> chat_types.ChatC
         finish_reason=finish_reason,
         stop_reason=choice.stop_reason,
         token_ids=choice.token_ids if body.return_token_ids else UNSET,
-        weight_versions=weight_spans(choice.weight_versions) if body.return_weight_versions else UNSET,
+        weight_versions=answers.weight_spans(choice.weight_versions) if body.return_weight_versions else UNSET,
     )
 
 
@@ -137,10 +127,10 @@ def _made(call: ParsedCall, custom: Collection[str]) -> chat_types.MadeToolCall:
     return chat_types.MadeToolCall(id=call.id, function=chat_types.CalledFunction(call.name, call.arguments))
 
 
-def _logprobs(reply: Reply, body: ChatRequest, steps: Sequence[Step]) -> ChatLogprobs | None:
+def _logprobs(reply: Reply, body: ChatRequest, steps: Sequence[Step]) -> answers.ChatLogprobs | None:
     if body.logprobs_count is None:
         return None
-    return chat_logprobs(
+    return answers.chat_logprobs(
         steps,
         body.logprobs_count,
         reply.token_bytes,
@@ -155,13 +145,13 @@ class _Writer(ChunkWriter[Gaining]):
     def __init__(self, reply: Reply, body: ChatRequest, config: ServerConfig, usage: Callable[[], Usage]):
         self._reply = reply
         self._body = body
-        self._options = stream_options(body.stream_options, config)
+        self._options = answers.stream_options(body.stream_options, config)
         self._usage = usage
 
     def last(self) -> Iterator[ChatCompletionChunk]:
         if self._options.include_usage:
             chunk = self._chunk()
-            chunk.usage = usage_object(self._usage())
+            chunk.usage = answers.usage_object(self._usage())
             yield chunk
 
     def _chunk(self, *choices: ChatChunkChoice) -> ChatCompletionChunk:
@@ -173,8 +163,8 @@ class _Writer(ChunkWriter[Gaining]):
             choices=list(choices),
         )
         if self._body.timings_per_token:
-            chunk.timings = timings(self._usage(), self._reply.generation.phases())
-        chunk.usage = chunk_usage(self._options, self._usage)
+            chunk.timings = answers.timings(self._usage(), self._reply.generation.phases())
+        chunk.usage = answers.chunk_usage(self._options, self._usage)
         if self._options.include_obfuscation:
             chunk.obfuscation = obfuscation(choices)
         return chunk
@@ -222,7 +212,7 @@ class ChatWriter(_Writer[TokenDelta]):
             choice = self._filled(ChatChunkChoice(index=index, delta=ChatDelta()))
             choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
             if self._body.return_weight_versions:
-                choice.weight_versions = weight_spans(self._versions[index])
+                choice.weight_versions = answers.weight_spans(self._versions[index])
             yield self._chunk(choice)
 
     def _shown(self, index: int, piece: Piece) -> Iterator[Event]:
@@ -307,7 +297,7 @@ async def _execute(
         model=reply.name,
         system_fingerprint=reply.system_fingerprint,
         choices=[choice],
-        usage=usage_object(execution.usage()),
+        usage=answers.usage_object(execution.usage()),
         conversation_id=body.conversation_id or UNSET,
         resource_id=body.resource_id or UNSET,
     )
