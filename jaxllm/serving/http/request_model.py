@@ -180,7 +180,7 @@ class CacheOptions(RequestModel):
 
 
 class CacheFields(RequestModel):
-    """What OpenAI's clients say of the cache that prompts are looked up in."""
+    """Settings of OpenAI's cache of prompts."""
 
     prompt_cache_key: str | None = None
     """Accepted, without effect: prefixes are always shared."""

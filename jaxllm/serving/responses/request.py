@@ -207,6 +207,8 @@ class ImageOptions(RequestModel):
 
 
 class UnheededFields(CacheFields):
+    """Settings of OpenAI's own service, which change nothing here."""
+
     image: ImageOptions | None = None
     """Accepted, without effect: there are no images."""
     service_tier: Literal["auto", "default", "flex", "priority", "fast", "scale", "ultrafast"] | None = None
