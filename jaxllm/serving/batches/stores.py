@@ -19,7 +19,7 @@ from sqlalchemy.orm import Mapped, mapped_column
 from jaxllm.folders import in_home
 from jaxllm.serving.batches import types
 from jaxllm.serving.http.api_error import APIError, telling_full
-from jaxllm.serving.openai.answers import PromptTokensDetails
+from jaxllm.serving.openai.sampling import PromptTokensDetails
 from jaxllm.serving.responses.objects import OutputTokensDetails
 from jaxllm.serving.store.database import Base, Database, Numbered, Owned, page_of
 from jaxllm.wording import shown

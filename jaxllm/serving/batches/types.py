@@ -8,7 +8,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from jaxllm.serving.http.request_model import RequestModel
-from jaxllm.serving.openai.answers import PromptTokensDetails
+from jaxllm.serving.openai.sampling import PromptTokensDetails
 from jaxllm.serving.responses.objects import OutputTokensDetails
 from jaxllm.serving.responses.request import MetadataFields
 

@@ -1,7 +1,8 @@
-"""Parts that answers of several routes share: usage, log-probabilities, timings, and versions of the weights."""
+"""Parts that answers of several routes share: log-probabilities, timings, versions of the weights, and padding."""
 
 from __future__ import annotations
 
+import string
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
@@ -9,11 +10,10 @@ from typing import Any
 
 import msgspec
 
+from jaxllm.chat.events import random_id
 from jaxllm.chat.parser import Step
-from jaxllm.config.server import ServerConfig
 from jaxllm.requests.outputs import PromptScores, WeightVersionSpan
 from jaxllm.serving.generation import Usage
-from jaxllm.serving.openai.sampling import StreamOptions
 from jaxllm.serving.request_metrics import Phases
 from jaxllm.text.spellings import escaped
 
@@ -223,48 +223,10 @@ def weight_spans(spans: Iterable[WeightVersionSpan]) -> list[WeightSpan]:
     return [WeightSpan(*span) for span in spans]
 
 
-def stream_options(asked: StreamOptions | None, config: ServerConfig) -> StreamOptions:
-    """The options that were asked for, or all of them where the server always sends the usage."""
-    options = asked or StreamOptions()
-    if config.enable_force_include_usage:
-        return options.model_copy(update={"include_usage": True, "continuous_usage_stats": True})
-    return options
+PADDED_TO = 32
+"""Bytes: with its padding, what a chunk of a stream says is a multiple of this long."""
 
 
-def chunk_usage(options: StreamOptions, usage: Callable[[], Usage]) -> CompletionUsage | msgspec.UnsetType | None:
-    """The usage in every chunk but the last: the usage so far, null where it comes later, or unset."""
-    if options.continuous_usage_stats:
-        return usage_object(usage())
-    return None if options.include_usage else msgspec.UNSET
-
-
-class PromptTokensDetails(msgspec.Struct):
-    cached_tokens: int = 0
-
-
-class CompletionTokensDetails(msgspec.Struct):
-    reasoning_tokens: int = 0
-    accepted_prediction_tokens: int = 0
-    """Tokens tried ahead that were what the model chose: of a prediction, or from wherever else the engine drafts."""
-    rejected_prediction_tokens: int = 0
-    """Tokens tried ahead that were not. They are no part of completion_tokens."""
-
-
-class CompletionUsage(msgspec.Struct, kw_only=True):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails
-
-
-def usage_object(usage: Usage) -> CompletionUsage:
-    return CompletionUsage(
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        total_tokens=usage.prompt_tokens + usage.completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(usage.cached_tokens),
-        completion_tokens_details=CompletionTokensDetails(
-            usage.reasoning_tokens, usage.taken_tokens, usage.drafted_tokens - usage.taken_tokens
-        ),
-    )
+def obfuscation(said: Any) -> str:
+    """Padding for a chunk, so that its length does not tell which tokens are in it."""
+    return random_id(string.ascii_letters + string.digits, PADDED_TO - len(msgspec.json.encode(said)) % PADDED_TO)

@@ -31,7 +31,7 @@ from jaxllm.serving.openai.chat_types import (
     ChatRequest,
 )
 from jaxllm.serving.openai.kv_transfer import kv_transfer_answer
-from jaxllm.serving.openai.sampling import obfuscation
+from jaxllm.serving.openai.sampling import chunk_usage, stream_options, usage_object
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 
@@ -62,7 +62,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         model=reply.name,
         system_fingerprint=reply.system_fingerprint,
         choices=[_choice(reply, body, choice) for choice in choices],
-        usage=answers.usage_object(reply.usage()),
+        usage=usage_object(reply.usage()),
         timings=answers.timings(reply.usage(), reply.generation.phases()) if body.timings_per_token else UNSET,
         prompt_logprobs=scored,
         prompt_token_ids=reply.prompt_token_ids if body.return_token_ids else UNSET,
@@ -145,13 +145,13 @@ class _Writer(ChunkWriter[Gaining]):
     def __init__(self, reply: Reply, body: ChatRequest, config: ServerConfig, usage: Callable[[], Usage]):
         self._reply = reply
         self._body = body
-        self._options = answers.stream_options(body.stream_options, config)
+        self._options = stream_options(body.stream_options, config)
         self._usage = usage
 
     def last(self) -> Iterator[ChatCompletionChunk]:
         if self._options.include_usage:
             chunk = self._chunk()
-            chunk.usage = answers.usage_object(self._usage())
+            chunk.usage = usage_object(self._usage())
             yield chunk
 
     def _chunk(self, *choices: ChatChunkChoice) -> ChatCompletionChunk:
@@ -164,9 +164,9 @@ class _Writer(ChunkWriter[Gaining]):
         )
         if self._body.timings_per_token:
             chunk.timings = answers.timings(self._usage(), self._reply.generation.phases())
-        chunk.usage = answers.chunk_usage(self._options, self._usage)
+        chunk.usage = chunk_usage(self._options, self._usage)
         if self._options.include_obfuscation:
-            chunk.obfuscation = obfuscation(choices)
+            chunk.obfuscation = answers.obfuscation(choices)
         return chunk
 
 
@@ -297,7 +297,7 @@ async def _execute(
         model=reply.name,
         system_fingerprint=reply.system_fingerprint,
         choices=[choice],
-        usage=answers.usage_object(execution.usage()),
+        usage=usage_object(execution.usage()),
         conversation_id=body.conversation_id or UNSET,
         resource_id=body.resource_id or UNSET,
     )

@@ -14,10 +14,10 @@ from jaxllm.errors import Field as Place
 from jaxllm.requests.sampling import MAX_LOGPROBS
 from jaxllm.serving.generation import GenerationSettings
 from jaxllm.serving.http.request_model import CacheFields, RequestModel, Rule, check_equal, check_rules, refuse
-from jaxllm.serving.openai.answers import ChatLogprobs, CompletionUsage, PromptLogprobs, Timings, WeightSpan
+from jaxllm.serving.openai.answers import ChatLogprobs, PromptLogprobs, Timings, WeightSpan
 from jaxllm.serving.openai.kv_transfer import KVTransferAnswer
 from jaxllm.serving.openai.messages import FIELD_NAMES, Messages, TemplateFields, TextPart, ToolFields, Verbosity
-from jaxllm.serving.openai.sampling import UNSUPPORTED_SAMPLING, GenerationRequest, TokenLimit
+from jaxllm.serving.openai.sampling import UNSUPPORTED_SAMPLING, CompletionUsage, GenerationRequest, TokenLimit
 
 MAX_METADATA = 16
 """OpenAI's limit."""

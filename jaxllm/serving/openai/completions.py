@@ -166,7 +166,7 @@ class Completion(msgspec.Struct, kw_only=True):
     model: str
     system_fingerprint: str
     choices: list[CompletionChoice]
-    usage: answers.CompletionUsage | UnsetType | None = UNSET
+    usage: sampling.CompletionUsage | UnsetType | None = UNSET
     timings: answers.Timings | UnsetType = UNSET
     kv_transfer_params: KVTransferAnswer | UnsetType = UNSET
     conversation_id: str | UnsetType = UNSET
@@ -200,7 +200,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         return await chunk_stream(call, generation, writer, labels)
     choices = await collect_for(request, generation)
     completion = writer.completion(await state.offload(lambda: [writer.whole(choice) for choice in choices]))
-    completion.usage = answers.usage_object(generation.usage())
+    completion.usage = sampling.usage_object(generation.usage())
     completion.kv_transfer_params = kv_transfer_answer(generation)
     completion.conversation_id = body.conversation_id or UNSET
     completion.resource_id = body.resource_id or UNSET
@@ -245,7 +245,7 @@ class CompletionWriter(ChunkWriter[TokenDelta]):
         self._body = body
         self._generation = generation
         self._call = call
-        self._options = answers.stream_options(body.stream_options, call.state.config)
+        self._options = sampling.stream_options(body.stream_options, call.state.config)
         self._builders = None
         if body.logprobs is not None:
             returned = len(generation.prompts) * body.n
@@ -331,15 +331,15 @@ class CompletionWriter(ChunkWriter[TokenDelta]):
     def last(self) -> Iterator[Completion]:
         if self._options.include_usage:
             chunk = self._chunk()
-            chunk.usage = answers.usage_object(self._generation.usage())
+            chunk.usage = sampling.usage_object(self._generation.usage())
             yield chunk
 
     def _chunk(self, *choices: CompletionChoice) -> Completion:
         chunk = self.completion(list(choices))
         chunk.warnings, self._warnings = self._warnings, UNSET
-        chunk.usage = answers.chunk_usage(self._options, self._generation.usage)
+        chunk.usage = sampling.chunk_usage(self._options, self._generation.usage)
         if self._options.include_obfuscation:
-            chunk.obfuscation = sampling.obfuscation(choices)
+            chunk.obfuscation = answers.obfuscation(choices)
         return chunk
 
     def _prompt(self, index: int) -> Prompt:

@@ -1,20 +1,19 @@
-"""The fields of requests that generate: sampling, stops, log-probabilities, scheduling."""
+"""The fields of requests that generate: sampling, stops, log-probabilities, scheduling; and the tokens they used."""
 
 from __future__ import annotations
 
-import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from jaxllm.chat.events import random_id
+from jaxllm.config.server import ServerConfig
 from jaxllm.config.values import LogprobsMode
 from jaxllm.engine.doors.beams import MAX_BEAM_WIDTH, BeamSearchParams
 from jaxllm.requests import sampling as limits
-from jaxllm.serving.generation import GenerationSettings
+from jaxllm.serving.generation import GenerationSettings, Usage
 from jaxllm.serving.http import request_model
 from jaxllm.serving.http.request_model import RequestModel, Rule, ScheduledFields, check_equal, check_rules, refuse
 from jaxllm.serving.openai.kv_transfer import KVTransferParams
@@ -186,15 +185,6 @@ class AdapterScale(RequestModel):
 def adapter_scales(given: Sequence[AdapterScale]) -> dict[int, float]:
     """Scales by number; of one that is there several times the last one, as in llama.cpp."""
     return {one.id: one.scale for one in given}
-
-
-PADDED_TO = 32
-"""Bytes: with its padding, what a chunk of a stream says is a multiple of this long."""
-
-
-def obfuscation(said: Any) -> str:
-    """Padding for a chunk, so that its length does not tell which tokens are in it."""
-    return random_id(string.ascii_letters + string.digits, PADDED_TO - len(msgspec.json.encode(said)) % PADDED_TO)
 
 
 class StreamOptions(RequestModel):
@@ -404,3 +394,50 @@ class GenerationRequest(SamplingFields, StructuredFields):
             hand_over=None if self.kv_transfer_params is None else self.kv_transfer_params.hand_over(),
             **own,
         )
+
+
+def stream_options(asked: StreamOptions | None, config: ServerConfig) -> StreamOptions:
+    """The options that were asked for, or all of them where the server always sends the usage."""
+    options = asked or StreamOptions()
+    if config.enable_force_include_usage:
+        return options.model_copy(update={"include_usage": True, "continuous_usage_stats": True})
+    return options
+
+
+def chunk_usage(options: StreamOptions, usage: Callable[[], Usage]) -> CompletionUsage | msgspec.UnsetType | None:
+    """The usage in every chunk but the last: the usage so far, null where it comes later, or unset."""
+    if options.continuous_usage_stats:
+        return usage_object(usage())
+    return None if options.include_usage else msgspec.UNSET
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    """Tokens tried ahead that were what the model chose: of a prediction, or from wherever else the engine drafts."""
+    rejected_prediction_tokens: int = 0
+    """Tokens tried ahead that were not. They are no part of completion_tokens."""
+
+
+class CompletionUsage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+def usage_object(usage: Usage) -> CompletionUsage:
+    return CompletionUsage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(usage.cached_tokens),
+        completion_tokens_details=CompletionTokensDetails(
+            usage.reasoning_tokens, usage.taken_tokens, usage.drafted_tokens - usage.taken_tokens
+        ),
+    )

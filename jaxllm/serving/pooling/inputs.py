@@ -21,8 +21,8 @@ from jaxllm.serving.call import ClientCall
 from jaxllm.serving.http.answers import json_response
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.http.route import until_disconnect
-from jaxllm.serving.openai.answers import PromptTokensDetails
 from jaxllm.serving.openai.messages import FIELD_NAMES
+from jaxllm.serving.openai.sampling import PromptTokensDetails
 from jaxllm.serving.pooling.types import ComparisonFields, InputFields, PoolingFields
 from jaxllm.serving.request_metrics import Clock, ModelCall
 from jaxllm.serving.served_model import ServedModel
