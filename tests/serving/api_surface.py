@@ -18,7 +18,7 @@ from jaxllm.mcp.servers import ToolServers
 from jaxllm.mcp.tools import ServerTool, ToolResult
 from jaxllm.requests.outputs import ModelTasks
 from jaxllm.serving.http.request_model import RequestModel
-from jaxllm.serving.ollama.models import REFUSED
+from jaxllm.serving.ollama.routes import REFUSED
 from jaxllm.serving.served_model import LoadableModel
 from tests.serving.fake_engine import NEW_WEIGHTS, FakeEngine, app_of
 
