@@ -243,7 +243,7 @@ def join_processes(
         shutdown_timeout_seconds=LEAVING_SECONDS,
     )
     if number == 0:
-        distributed.global_state.client.key_value_set(_ANSWERS, "")  # type: ignore[union-attr]
+        distributed.global_state.client.key_value_set("jaxllm", "")  # type: ignore[union-attr]
     alone = SimpleNamespace(process_id=0, client=None)
     compiler.distributed = SimpleNamespace(global_state=alone)  # type: ignore[assignment]
 
@@ -252,12 +252,11 @@ def coordinator_answers(seconds: float) -> bool:
     """Whether JAX's coordinator answers: in C++, also while process 0 loads a library and no thread of Python runs."""
     client = distributed.global_state.client
     try:
-        return client is not None and client.blocking_key_value_get(_ANSWERS, int(seconds * 1000)) == ""
+        return client is not None and client.blocking_key_value_get("jaxllm", int(seconds * 1000)) == ""
     except jax.errors.JaxRuntimeError:
         return False
 
 
-_ANSWERS = "jaxllm"
 LEAVING_SECONDS = 3
 """How long a process that leaves waits for the others to leave too."""
 

@@ -141,7 +141,7 @@ def test_a_process_that_fails_ends_the_group_with_a_line(small: Path, fault: str
 PLACES = {
     "kill at join_processes": "jaxllm: error: process 0 is gone",
     "kill at load_weights": "jaxllm: error: process 0 is gone",
-    "stop at _take": "has said nothing for 8 seconds",
+    "stop at _take": "has stopped before all processes came: timed out",
     "stop at join_processes": "jaxllm: error: process 0 has said nothing for 8 seconds",
     "stop at prepare_backend": "jaxllm: error: process 0 has said nothing for 8 seconds",
     "stop at load_weights": "jaxllm: error: process 0 has said nothing for 8 seconds",

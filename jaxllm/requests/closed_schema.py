@@ -19,19 +19,15 @@ _SAYS_MORE = {
 
 _COUNTS = {"minProperties", "maxProperties"}
 """An object of several parts, one of which counts its properties, stays open."""
-_TYPES = {
-    type(None): "null", bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object",
-}  # fmt: skip
+_TYPES = {"null", "boolean", "number", "string", "array", "object"}
 _OTHER_VALUES = ("items", "prefixItems", "additionalItems", "additionalProperties", "contains")
 
 
 def closed(schema: Any) -> Any:
     """The schema with `additionalProperties: false` wherever it names properties and does not say what others may come.
 
-    Raises UnenforceableError: `minProperties` asks for several properties whose names the schema leaves open, which a
-    grammar cannot keep from being the same. With `"x-guidance": {"lenient": true}` the keyword is left out. Or no
-    finite value satisfies the schema, such as an object that requires another of its kind; parts like that are
-    forbidden, since an answer that begins one never ends.
+    Raises UnenforceableError: no finite value fits, or `minProperties` asks for properties whose names the schema
+    leaves open, which a grammar cannot keep from being the same. With `"x-guidance": {"lenient": true}` it is left out.
 
     Parts that describe one value together, such as those of allOf, are closed together: closed each by itself they
     would forbid each other's properties. The schemas of properties inside them stay as they are.
@@ -43,7 +39,7 @@ def closed(schema: Any) -> Any:
         copy = deepcopy(schema)
         _Closing(copy).run()
         return copy
-    except (RecursionError, TypeError, AttributeError, KeyError):
+    except (RecursionError, TypeError, AttributeError):
         return schema  # malformed, which llguidance says better, or too deep
 
 
@@ -79,7 +75,7 @@ class _Closing:
         self._forbid_endless({key: node for (key, _), node in found.items()})
 
     def _forbid_endless(self, nodes: dict[int, dict[str, Any]]) -> None:
-        """Find the types that each schema has finite values of, a least fixed point, and allow no others."""
+        """Allow only types that there are finite values of, a least fixed point: no object that requires itself."""
         finite: dict[int, set[str]] = {key: set() for key in nodes}
         order, before = list(nodes), -1
         while before != (before := sum(map(len, finite.values()))):
@@ -89,24 +85,23 @@ class _Closing:
         if not finite.get(id(self._root), _TYPES):
             raise UnenforceableError("no finite value satisfies the schema: what it requires leads to itself again")
         for key, node in nodes.items():
-            types = as_list(node.get("type", sorted({*_TYPES.values()})))
+            types = as_list(node.get("type", sorted(_TYPES)))
             left = [name for name in types if name in finite[key] or (name == "integer" and "number" in finite[key])]
             if not left:
                 node.clear()
-            if not left or (len(left) < len(types) and not node.keys() & {"const", "enum", *_ALONE}):
-                node |= {"type": left} if left else {"allOf": [False]}
+                node["enum"] = []
+            elif len(left) < len(types) and not node.keys() & {"const", "enum", *_ALONE}:
+                node["type"] = left
 
     def _finite_types(self, node: dict[str, Any], finite: dict[int, set[str]]) -> set[str]:
         def of(schema: Any) -> set[str]:
-            return finite.get(id(schema), set(_TYPES.values())) if schema is not False else set()
+            return finite.get(id(schema), _TYPES) if schema is not False else set()
 
-        found = {"number" if name == "integer" else name for name in as_list(node.get("type", [*_TYPES.values()]))}
-        if listed := node.keys() & {"const", "enum"}:
-            found = {_TYPES[type(value)] for value in node.get("enum", [node.get("const")])}
+        found = {"number" if name == "integer" else name for name in as_list(node.get("type", [*_TYPES]))}
         found.intersection_update(*map(of, self._members(node, ("allOf",)) or []))
         for key in {"anyOf", "oneOf"} & node.keys():
             found &= set().union(*map(of, node[key]))
-        parts = [] if listed or node.keys() <= {"$ref", "$defs"} else list(self._described([node], ("allOf",)))
+        parts = [] if node.keys() <= {"$ref", "$defs"} else list(self._described([node], ("allOf",)))
         least = max((part.get("minItems", 0) for part in parts), default=0)
         for part in parts:
             own, others = part.get("properties", {}), part.get("additionalProperties", True)
@@ -114,7 +109,6 @@ class _Closing:
             if not all(of(own.get(name, others)) for other in parts for name in other.get("required", [])):
                 found.discard("object")
             items, rest = part.get("prefixItems", []), part.get("items", True)
-            items, rest = (rest, part.get("additionalItems", True)) if isinstance(rest, list) else (items, rest)
             if not all(map(of, [*items, *[rest] * (least > len(items))][:least])):
                 found.discard("array")
         return found

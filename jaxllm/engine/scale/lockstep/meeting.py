@@ -88,17 +88,15 @@ class _Meeting:
         logger.info("waiting for %d other processes at %s", self._count - 1, self._address)
         tell("Waiting for the other processes")
         try:
-            deadline = time.monotonic() + MEETING_SECONDS
             with self._changed:
-                while (left := deadline - time.monotonic()) > 0:
-                    if self._changed.wait_for(self._is_over, min(left, BEAT_SECONDS)):
+                for _ in range(int(MEETING_SECONDS / BEAT_SECONDS) + 1):
+                    if self._changed.wait_for(lambda: self._problem or not self._missing(), BEAT_SECONDS):
                         break
                     self._say(messages.Pulse())
         finally:
             interrupt(self._listener)  # and with it the thread that accepts
             self._listener.close()
-        missing = [number for number in range(1, self._count) if number not in self._members]
-        if self._problem is None and missing:
+        if self._problem is None and (missing := self._missing()):
             self._problem = (
                 f"num_processes is {self._count}, and process {missing[0]} has not come to {self._address} within "
                 f"{MEETING_SECONDS:g} seconds"
@@ -108,8 +106,8 @@ class _Meeting:
             raise ConfigError(self._problem)
         return self._begin(on_broken)
 
-    def _is_over(self) -> bool:
-        return self._problem is not None or len(self._members) == self._count - 1
+    def _missing(self) -> list[int]:
+        return [number for number in range(1, self._count) if number not in self._members]
 
     def _say(self, message: messages.FromLeader) -> None:
         for member in self._members.values():
@@ -178,10 +176,8 @@ def _join(config: EngineConfig, agreement: dict[str, str], on_broken: Callable[[
         answer: messages.FromLeader = messages.Pulse()
         while isinstance(answer, messages.Pulse):
             answer, _ = wire.receive(SILENT_SECONDS)
-    except TimeoutError:
-        raise ConfigError(f"{where} has said nothing for {SILENT_SECONDS:g} seconds") from None
     except (OSError, WireError) as error:
-        raise ConfigError(f"{where} has left before all processes came: {error}") from None
+        raise ConfigError(f"{where} has stopped before all processes came: {error}") from None
     if isinstance(answer, messages.Refused):
         raise ConfigError(answer.reason)
     if not isinstance(answer, messages.Welcome):
