@@ -65,7 +65,7 @@ def file_parts(value: Any, *path: str | int) -> Iterator[tuple[dict[str, Any], F
 async def tell(files: Any, owner: str | None, part: dict[str, Any], place: Field) -> None:
     """Make a part the text of its file. Raises InvalidRequestError, and APIError 404 for an id that `files` lack."""
     inner = part.get("source" if part["type"] == "document" else "file")
-    sent = part | inner if isinstance(inner, dict) else part
+    sent: Any = part | inner if isinstance(inner, dict) else part
     name, data = sent.get("filename") or sent.get("title"), sent.get("file_data", sent.get("data"))
     try:
         if isinstance(file_id := sent.get("file_id"), str):
