@@ -47,9 +47,9 @@ class Kernels:
         most_likely: `(x, weight, rows)` -> each row's greatest product among the first `rows`; may be absent.
         experts: `(x, logits, bias, gate_up, down, *, routing, first, here, activation, gate, biases, meta)` -> a
             `Mixture` of what the experts `first … first + here - 1` give; may be absent. Tokens choose by `routing`, a
-            `models.layers.moe.MoEConfig`; padding chooses none. `gate` is applied to what the first product gives, gate
-            and up side by side, in place of `activation(gate) * up`, and `biases` are those of both products; each may
-            be None.
+            `models.layers.experts.MoEConfig`; padding chooses none. `gate` is applied to what the first product gives,
+            gate and up side by side, in place of `activation(gate) * up`, and `biases` are those of both products;
+            each may be None.
         chosen_experts: `(x [T, E], group [P], gate_up, down, *, activation, gate, biases) -> [P, E]`, float32: what
             pairs of tokens and experts give, as many in turn of each row of `x`; may be absent. `group` is the expert
             of each pair; pairs of the expert after the last give zeros. The rest is as of `experts`.
