@@ -104,13 +104,13 @@ class EngineConfig(values.SettingsGroup):
     """Bytes for KV pages and states, as 4GiB; 3% may stay unused (on CPU 2GiB, at most a quarter of what is free)."""
     state_cache_memory: Annotated[values.Bytes, Field(ge=0)] | None = None
     """Bytes of kv_cache_memory for states of cached prefixes, in models with recurrent layers (default an eighth)."""
-    media_cache_memory: Annotated[Bytes, Field(ge=0)] | None = None
+    media_cache_memory: Annotated[values.Bytes, Field(ge=0)] | None = None
     """Bytes on the devices for rows of images, as 256MiB (default: those of a whole context); 0: images are refused."""
     image_min_tokens: Annotated[int, Field(ge=1)] | None = None
     """Least tokens of an image, where the model's images have different sizes; small ones are enlarged."""
     image_max_tokens: Annotated[int, Field(ge=1)] | None = None
     """Most tokens of an image, where the model's images have different sizes; larger ones are made smaller."""
-    limit_mm_per_prompt: Annotated[dict[Literal["image"], Annotated[int, Field(ge=0)]] | None, FromJSON] = None
+    limit_mm_per_prompt: Annotated[dict[Literal["image"], Annotated[int, Field(ge=0)]] | None, values.FromJSON] = None
     """Most images of a request, as {"image": 4}."""
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     """How keys and values are kept in pages; int8 and fp8 have a scale for each token and head. auto is dtype."""
