@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
 from jaxllm.pallas_kernels.matrices import E2M1, ROWS, SCALES, PackedFormat, PackedMatrix, block_scale, group_scale
-from jaxllm.quantization.coded import FLOAT16, Coded, CodedKind, OrderedKind
+from jaxllm.quantization.coded import FLOAT16, FLOAT32, Coded, CodedKind, OrderedKind
 from jaxllm.quantization.gguf_decode import FORMATS, k_scales, q3_scales
 from jaxllm.quantization.gguf_weight import GgufBlocks, GgufKind
 from jaxllm.quantization.stored import E8M0, UINT8, Coding, Stored, packed, unpacked
@@ -64,6 +64,9 @@ def unpack_blocks(blocks: BlocksOfRows, type: str, format: PackedFormat) -> Unpa
 def group_format(coding: Coding, inputs: int) -> PackedFormat | None:
     """The format for groups of codes without levels, of rows of that many inputs; None if there is none."""
     bits, group, scale, symmetric = coding.bits, coding.block[1], coding.scale, coding.symmetric
+    if coding.factored:
+        format = PackedFormat(bits, 0, 16, 16, scales="e4m3")
+        return format if group == 16 and inputs % format.block == 0 else None
     powers = scale == E8M0
     parted = group > MOST_GROUP and group % MOST_GROUP > 0
     if bits not in (2, 4, 8) or group % 16 or parted or (powers and not symmetric):
@@ -85,6 +88,9 @@ def unpack_groups(weight: Coded, format: PackedFormat) -> Unpacked:
     bits = weight.coding.bits
     codes = unpacked(weight.codes, bits).reshape(*weight.scale.shape[:-1], -1)
     repeats = codes.shape[-1] // weight.scale.shape[-1] // format.group
+    if format.scales == "e4m3":
+        words = np.ascontiguousarray(weight.scale).view(INT32)[..., None]
+        return Unpacked(codes, words, (np.repeat(weight.factor[..., None], words.shape[-2], axis=-1),))
     scale = np.repeat(weight.scale, repeats, axis=-1)
     if bits == 8:
         codes = codes ^ np.uint8(128)
@@ -213,7 +219,9 @@ class GpuTiledKind:
 
     @property
     def scale(self) -> np.dtype:
-        return FLOAT16 if isinstance(self.stored, GgufKind) else self.stored.coding.scale
+        if isinstance(self.stored, GgufKind):
+            return FLOAT16
+        return FLOAT32 if self.stored.coding.factored else self.stored.coding.scale
 
     def pack(self, tensors: Sequence[Stored], layout: Layout | None) -> GpuTiles:
         kept = self.stored.pack(tensors, layout)

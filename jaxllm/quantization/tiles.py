@@ -133,7 +133,7 @@ def _blocks(kept: Weight) -> tuple[np.ndarray, np.ndarray | None]:
         blocks = np.ascontiguousarray(kept.codes).view(np.uint8).reshape(*kept.shape[:-1], -1, CODES)
         if kept.coding.of_rows:
             return blocks, kept.scale[..., None]
-        return blocks, np.repeat(kept.scale, kept.rows_together, axis=-2)
+        return blocks, np.repeat(kept.scale, kept.rows_together, axis=-2).astype(np.float32)
     (array,) = jax.tree.leaves(kept)
     return array, None
 

@@ -63,6 +63,13 @@ PACKINGS = {
     "compressed_w4": packings.compressed_packed(4, 128, symmetric=False),
     "compressed_w8a8": packings.compressed_int8(rounds_inputs=True), "compressed_fp8": packings.compressed_fp8(),
     "fp8": packings.fp8_tensors(), "fp8_blocks": packings.fp8_blocks(128, 128),
+    "auto_round": packings.auto_round(128), "auto_round_awq": packings.auto_round(128, of_awq=True),
+    "nvfp4": packings.nvfp4("modelopt"), "quark_nvfp4": packings.nvfp4("quark"),
+    "compressed_nvfp4": packings.nvfp4("compressed-tensors"), "quark_mxfp4": packings.mxfp4_modules("quark"),
+    "compressed_mxfp4": packings.mxfp4_modules("compressed-tensors"), "mxfp8": packings.mxfp8("mxfp8"),
+    "modelopt_mxfp8": packings.mxfp8("modelopt"), "compressed_mxfp8": packings.mxfp8("compressed-tensors"),
+    "modelopt_fp8": packings.modelopt_fp8("FP8"), "modelopt_rows": packings.modelopt_fp8("FP8_PER_CHANNEL_PER_TOKEN"),
+    "modelopt_blocks": packings.modelopt_fp8("FP8_PB_WO"), "quark_fp8": packings.quark_fp8(),
     "bitsandbytes_nf4": packings.bitsandbytes_nf4(), "bitsandbytes_int8": packings.bitsandbytes_int8(),
 }  # fmt: skip
 
@@ -71,10 +78,14 @@ PACKINGS = {
 def test_in_memory_a_matrix_takes_what_it_takes_in_its_file(case, tmp_path):
     """And what it is made of is hidden: the model sees one tensor."""
     values = np.random.default_rng(0).normal(size=(256, 1024)).astype(np.float32)
-    packed, _ = packings.write(PACKINGS[case], {}, {"a.up_proj.weight": values}, tmp_path)
+    packed, plain = packings.write(PACKINGS[case], {}, {"a.up_proj.weight": values}, tmp_path)
     checkpoint = open_checkpoint(packed)
     ((name, info),) = checkpoint.tensors.items()
     assert (name, info.shape) == ("a.up_proj.weight", values.shape)
     kind = coded_kind(info.coding, np.dtype(np.float32), [256], 1024)
-    held = sum(array.nbytes for array in jax.tree.leaves(kind.pack([checkpoint.read(name)], None)))
+    weight = kind.pack([checkpoint.read(name)], None)
+    meant = open_checkpoint(plain).read(name).data
+    np.testing.assert_allclose(jax.tree.map(jnp.asarray, weight).dequantize(), meant, rtol=4e-7)
+    np.testing.assert_allclose(checkpoint.read(name).expand(), meant, rtol=4e-7)
+    held = sum(array.nbytes for array in jax.tree.leaves(weight))
     assert held <= 1.03 * (packed / "model.safetensors").stat().st_size

@@ -9,19 +9,24 @@ from jaxllm.errors import CheckpointError
 from jaxllm.quantization.stored import Stored
 from jaxllm.weights.checkpoint import Checkpoint, WrappedCheckpoint
 from jaxllm.weights.fields import NULL, OBJECT, check_fields, either, shown
-from jaxllm.weights.packings.bitsandbytes import find_bitsandbytes, find_mxfp4
-from jaxllm.weights.packings.compressed_tensors import find_compressed_tensors, find_fp8
-from jaxllm.weights.packings.gptq import find_awq, find_gptq
+from jaxllm.weights.packings.bitsandbytes import find_bitsandbytes
+from jaxllm.weights.packings.compressed_tensors import find_compressed_tensors
+from jaxllm.weights.packings.floats import find_fp8, find_modelopt, find_mxfp4, find_quark
+from jaxllm.weights.packings.gptq import find_auto_round, find_awq, find_gptq
 from jaxllm.weights.packings.module import Packed
 
 METHODS: dict[str, Callable[[Checkpoint, dict[str, Any]], dict[str, Packed]]] = {  # by `quant_method`
     "gptq": find_gptq,
     "awq": find_awq,
+    "auto-round": find_auto_round,
     "compressed-tensors": find_compressed_tensors,
     "fp8": find_fp8,
     "fbgemm_fp8": find_fp8,
     "bitsandbytes": find_bitsandbytes,
     "mxfp4": find_mxfp4,
+    "mxfp8": find_fp8,
+    "modelopt": find_modelopt,
+    "quark": find_quark,
     "marlin": lambda checkpoint, config: find_gptq(checkpoint, {"bits": 4} | config | {"checkpoint_format": "marlin"}),
 }
 
