@@ -110,7 +110,10 @@ GROUP = 16
 _room = Room()
 
 
-FORMATS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "bf16", "f32", "u4", "i8", "e4m3", "mxfp4")
+FORMATS = (
+    "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "bf16", "f32", "u4", "i8", "e4m3", "mxfp4", "iq4_nl",
+    "iq4_xs",
+)  # fmt: skip
 """How tiles hold weights, in the order of `src/formats.h`: the names are also what `repack` takes them from."""
 
 SCALED = ("i8", "e4m3")
@@ -131,7 +134,7 @@ IN_BF16 = 64
 
 
 def tile_inputs(format: str) -> int:
-    """Inputs in a tile: 32, or 256 in K formats."""
+    """Inputs in a tile: 32, or 256 in K formats and iq4_xs."""
     return int(library().jaxllm_tile_inputs(number(format)))
 
 

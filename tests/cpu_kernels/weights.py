@@ -11,7 +11,7 @@ import pytest
 
 from jaxllm import cpu_kernels
 
-QUANTIZED = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "mxfp4")
+QUANTIZED = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "mxfp4", "iq4_nl", "iq4_xs")
 CODED = ("u4", "i8", "e4m3")
 FORMATS = (*QUANTIZED, *CODED, "bf16", "f32")
 ISAS = tuple(cpu_kernels.runnable_isas()) if cpu_kernels.available() else ()

@@ -27,7 +27,7 @@ template <Format F, int P> INLINE Bytes quad(const uint8_t* codes, int half) {
   const Bytes nibbles = P % 2 ? high_nibbles(line) : low_nibbles(line);
   if constexpr (bits == 5) return with_high_bits<P, 0x10>(nibbles, load_bytes(codes));
   if constexpr (bits == 6) return with_high_bits<2 * (P % 4), 0x30>(nibbles, load_bytes(codes + 64 * (P / 4)));
-  return F == Format::mxfp4 ? fp4_codes(nibbles) : nibbles;
+  return has_levels(F) ? looked_up(codes_of(F), nibbles) : nibbles;
 }
 
 // Scales of the rows of one half for block `sub` of a tile.
@@ -46,6 +46,7 @@ template <Format F> INLINE Scales scales(const uint8_t* tile, int sub, int half)
     s.minimum = load_halves(tile + 32 + 2 * at) * (broadcast(0) - load_u8(tile + 192 + 16 * sub + at));
     s.scale = s.scale * load_u8(tile + 64 + 16 * sub + at);
   }
+  if constexpr (F == Format::iq4_xs) s.scale = s.scale * to_floats(load_i8(tile + 32 + 16 * sub + at));
   if constexpr (F == Format::q6_k) {
     s.first = load_i8(tile + 32 + 32 * sub + at);
     s.second = load_i8(tile + 48 + 32 * sub + at);
@@ -144,6 +145,8 @@ static __attribute__((noinline)) void unpacked_product(const Matrix& w, const Ac
     case Format::q4_k: return take(Const<int(Format::q4_k)>{});
     case Format::q5_k: return take(Const<int(Format::q5_k)>{});
     case Format::mxfp4: return take(Const<int(Format::mxfp4)>{});
+    case Format::iq4_nl: return take(Const<int(Format::iq4_nl)>{});
+    case Format::iq4_xs: return take(Const<int(Format::iq4_xs)>{});
     case Format::u4: return take(Const<int(Format::u4)>{});
     case Format::i8:
       take(Const<int(Format::i8)>{});
@@ -172,6 +175,8 @@ static void product(const Matrix& w, const Activations& a, int row, int count, i
     case Format::q4_k: return quantized_product<Format::q4_k>(w, x, count, group, groups, out);
     case Format::q5_k: return quantized_product<Format::q5_k>(w, x, count, group, groups, out);
     case Format::mxfp4: return quantized_product<Format::mxfp4>(w, x, count, group, groups, out);
+    case Format::iq4_nl: return quantized_product<Format::iq4_nl>(w, x, count, group, groups, out);
+    case Format::iq4_xs: return quantized_product<Format::iq4_xs>(w, x, count, group, groups, out);
     case Format::u4: return quantized_product<Format::u4>(w, x, count, group, groups, out);
     case Format::i8:
       quantized_product<Format::i8>(w, x, count, group, groups, out);
