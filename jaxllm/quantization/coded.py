@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, Int8
 
 from jaxllm.errors import CheckpointError
 from jaxllm.pallas_kernels.matrices import RUN, KernelMatrix, PackedMatrix, arranged, quantize_runs
+from jaxllm.quantization.gguf_weight import as_codes
 from jaxllm.quantization.stored import FP8, INT8, UINT8, Codes, Coding, Stored, packed, unpacked
 from jaxllm.quantization.weight import Quantized, Weight, WeightKind, product
 from jaxllm.sharding.mesh import Axes, Layout, place
@@ -180,6 +181,7 @@ class CodedKind:
         return Coded(place(layout, codes, coding.codes), scale, zero, coding, self.dtype, factor)
 
     def _parts(self, tensor: Stored) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]:
+        tensor = as_codes(tensor)
         coding, kept = self.coding, tensor.codes
         if tensor.packed and kept is not None and kept.coding == coding:
             return tensor.data.reshape(*kept.scale.shape, -1), kept.scale, kept.zero, kept.factor

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, UInt8
 from jaxllm.pallas_kernels.matrices import E2M1, ROWS, SCALES, PackedFormat, PackedMatrix, block_scale, group_scale
 from jaxllm.quantization.coded import FLOAT16, FLOAT32, Coded, CodedKind, OrderedKind
 from jaxllm.quantization.gguf_decode import FORMATS, k_scales, q3_scales
-from jaxllm.quantization.gguf_weight import GgufBlocks, GgufKind
+from jaxllm.quantization.gguf_weight import IQ4_CODINGS, GgufBlocks, GgufKind
 from jaxllm.quantization.stored import E8M0, UINT8, Coding, Stored, packed, unpacked
 from jaxllm.quantization.weight import Quantized, WeightKind
 from jaxllm.sharding.mesh import Axes, Layout
@@ -242,14 +242,17 @@ class GpuTiledKind:
 
 
 def gpu_tiled(kind: WeightKind, rows: Sequence[int], inputs: int) -> WeightKind:
-    """`kind` in tiles if it has such, and a device has whole tiles of `rows`, and whole blocks of `inputs`."""
+    """`kind` in tiles if it has such, and a device has whole tiles of `rows`, and whole blocks of `inputs`; or as codes.
+    """
     if isinstance(kind, OrderedKind):
         return replace(kind, kind=gpu_tiled(kind.kind, rows, inputs))
+    if isinstance(kind, GgufKind) and kind.type in IQ4_CODINGS:
+        return CodedKind(IQ4_CODINGS[kind.type], kind.dtype)
     if any(count % ROWS for count in rows) or inputs % kind.block:
         return kind
     format = None
     if isinstance(kind, GgufKind):
-        format = block_format(kind.type, inputs)
+        format = block_format(kind.type, inputs) if kind.type in BLOCKS else None
     elif isinstance(kind, CodedKind) and kind.coding.codes == UINT8 and kind.coding.levels in ((), E2M1):
         format = group_format(kind.coding, inputs)
         if kind.coding.levels and format is not None:

@@ -48,6 +48,7 @@ PACKINGS: dict[str, Packing] = {
     "quark_mxfp4": packings.mxfp4_modules("quark"),
     "modelopt_mxfp8": packings.mxfp8("modelopt"),
     "mxfp8": packings.mxfp8("mxfp8"),
+    "torchao": packings.torchao("intx"),
     "bitsandbytes_nf4": packings.bitsandbytes_nf4(),
     "bitsandbytes_int8": packings.bitsandbytes_int8(),
 }

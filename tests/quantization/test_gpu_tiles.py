@@ -100,6 +100,19 @@ def test_groups_are_the_same_in_tiles(kind: CodedKind, inputs: int) -> None:
     np.testing.assert_allclose(one.matmul(x), one.dequantize().sum(1)[None].repeat(3, 0), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("type_", ["IQ4_NL", "IQ4_XS"])
+def test_levels_of_blocks_are_codes_for_the_kernels(type_: str) -> None:
+    blocks = random_blocks(type_, 24, 512)
+    stored = Stored(blocks.reshape(24, -1), type_, (24, 512), packed=True)
+    kind = gpu_tiled(GgufKind(type_, F32), [24], 512)
+    kept = kind.pack([stored], None)
+    abstract = jax.tree.map(lambda array: (array.shape, array.dtype), (kept, kind.abstract((24, 512))))
+    kept = jax.tree.map(jnp.asarray, kept)
+    assert abstract[0] == abstract[1] and kept.kernel_matrices is not None
+    exact = gguf.quants.dequantize(blocks.reshape(24, -1), gguf.GGMLQuantizationType[type_])
+    np.testing.assert_array_equal(np.asarray(kept.dequantize()), exact)
+
+
 @pytest.mark.parametrize("shape", [(32, 512), (2, 48, 192)])
 def test_nvfp4_is_the_same_in_tiles(shape: tuple[int, ...]) -> None:
     """Against float64: levels, scales of eight bits and each row's factor."""

@@ -280,6 +280,22 @@ def auto_round(group: int, *, of_awq: bool = False) -> Packing:
     return Packing(config | {"sym": not of_awq, "extra_config": {"lm_head": {"bits": 16, "data_type": "float"}}}, pack)
 
 
+def torchao(kind: str) -> Packing:
+    """Tensors as torchao's safetensors support flattens them: int8 or e4m3 a row, or four bits in int8 with zeros."""
+
+    def pack(values: np.ndarray) -> Module:
+        if kind == "intx":
+            codes, zero, scale, meant = grid(values, 4, 32, False, dtype=BF16)
+            tensors = {"qdata": codes.astype(np.int8) - np.int8(8), "zero_point": (zero - 8).astype(np.int8)}
+            tensors["scale"] = scale.astype(BF16)
+        else:
+            inner, meant = (compressed_int8(rounds_inputs=False) if kind == "int8" else compressed_fp8()).pack(values)
+            tensors = {"qdata": inner[".weight"], "scale": inner[".weight_scale"]}
+        return {f"._weight_{name}": array for name, array in tensors.items()}, meant
+
+    return Packing({"quant_method": "torchao", "quant_type": {"default": {}}}, pack)
+
+
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 

@@ -56,6 +56,22 @@ def test_kept_packed_they_are_the_same_numbers(case, blocks, tmp_path):
     np.testing.assert_allclose(found, tensor.expand(), rtol=2e-7)
 
 
+def test_modules_may_have_settings_of_their_own(tmp_path):
+    """AutoRound's `extra_config`: more bits for some modules, none for others."""
+    values = np.random.default_rng(0).normal(size=(2, 64, 128)).astype(np.float32)
+    (few, few_meant), (many, many_meant) = (
+        packings.gptq(bits, group, symmetric=True).pack(part) for bits, group, part in ((4, 32, values[0]), (8, 64, values[1]))
+    )
+    tensors = {f"a.{name}": array for module, parts in (("few", few), ("many", many)) for name, array in
+               ((f"{module}{part}", array) for part, array in parts.items())}  # fmt: skip
+    config = packings.auto_round(32).config | {"extra_config": {"a.many": {"bits": 8, "group_size": 64}}}
+    packings.save({"quantization_config": config}, tensors | {"lm_head.weight": values[0]}, tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    assert set(checkpoint.tensors) == {"a.few.weight", "a.many.weight", "lm_head.weight"}
+    np.testing.assert_allclose(checkpoint.read("a.few.weight").expand(), few_meant, rtol=2e-7)
+    np.testing.assert_allclose(checkpoint.read("a.many.weight").expand(), many_meant, rtol=2e-7)
+
+
 PACKINGS = {
     "gptq": packings.gptq(4, 128, symmetric=True), "gptq_zeros": packings.gptq(4, 32, symmetric=False, act_order=True),
     "gptq_8bit": packings.gptq(8, 128, symmetric=False), "gptq_2bit": packings.gptq(2, 64, symmetric=True),
@@ -70,6 +86,8 @@ PACKINGS = {
     "modelopt_mxfp8": packings.mxfp8("modelopt"), "compressed_mxfp8": packings.mxfp8("compressed-tensors"),
     "modelopt_fp8": packings.modelopt_fp8("FP8"), "modelopt_rows": packings.modelopt_fp8("FP8_PER_CHANNEL_PER_TOKEN"),
     "modelopt_blocks": packings.modelopt_fp8("FP8_PB_WO"), "quark_fp8": packings.quark_fp8(),
+    "torchao_int8": packings.torchao("int8"), "torchao_intx": packings.torchao("intx"),
+    "torchao_fp8": packings.torchao("fp8"),
     "bitsandbytes_nf4": packings.bitsandbytes_nf4(), "bitsandbytes_int8": packings.bitsandbytes_int8(),
 }  # fmt: skip
 

@@ -154,6 +154,12 @@ def with_nan(array: np.ndarray) -> np.ndarray:
         ),
         (FP8_BLOCKS, drop(".weight_scale_inv"), "is FP8, and 'a.up_proj.weight_scale_inv' or 'a.up_proj.weight_scale'"),
         (FP8_BLOCKS, put(".weight_scale_inv", with_nan), "not all of its scales are finite"),
+        (
+            packings.torchao("intx"),
+            put("._weight_qdata", lambda a: a.reshape(2, 2, 16, 96)),
+            "tensor 'a.up_proj.weight' is I8 of shape (2, 2, 16, 96); accepted is I8 with 2 axes",
+        ),
+        (packings.torchao("intx"), drop("._weight_scale"), "torchao; accepted is Int8Tensor, IntxUnpackedToInt8Tensor"),
         (NVFP4, drop(".weight_scale_2"), "tensor 'a.up_proj.weight_scale_2' is missing"),
         (NVFP4, put(".weight_scale_2", lambda a: np.tile(a, 2)), "'a.up_proj.weight_scale_2' is of shape (2,); accepted"),
         (NVFP4, put(".weight_scale_2", lambda a: a * np.inf), "not all of its scales are finite"),

@@ -14,6 +14,7 @@ from jaxllm.weights.packings.compressed_tensors import find_compressed_tensors
 from jaxllm.weights.packings.floats import find_fp8, find_modelopt, find_mxfp4, find_quark
 from jaxllm.weights.packings.gptq import find_auto_round, find_awq, find_gptq
 from jaxllm.weights.packings.module import Packed
+from jaxllm.weights.packings.torchao import find_torchao
 
 METHODS: dict[str, Callable[[Checkpoint, dict[str, Any]], dict[str, Packed]]] = {  # by `quant_method`
     "gptq": find_gptq,
@@ -27,6 +28,7 @@ METHODS: dict[str, Callable[[Checkpoint, dict[str, Any]], dict[str, Packed]]] = 
     "mxfp8": find_fp8,
     "modelopt": find_modelopt,
     "quark": find_quark,
+    "torchao": find_torchao,
     "marlin": lambda checkpoint, config: find_gptq(checkpoint, {"bits": 4} | config | {"checkpoint_format": "marlin"}),
 }
 
