@@ -111,8 +111,8 @@ _room = Room()
 
 
 FORMATS = (
-    "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "bf16", "f32", "u4", "i8", "e4m3", "mxfp4", "iq4_nl",
-    "iq4_xs",
+    "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "bf16", "f32", "u4", "i8", "e4m3", "mxfp4",
+    "iq4_nl", "iq4_xs",
 )  # fmt: skip
 """How tiles hold weights, in the order of `src/formats.h`: the names are also what `repack` takes them from."""
 

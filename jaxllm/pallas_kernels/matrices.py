@@ -195,11 +195,11 @@ SCALES = {
 """What scales are kept as.
 
 float: a float a group. power: a power of two, by the byte of its exponent. pair: the 16-bit floats of two groups in a
-word. zero: a float, and the code of zero. e4m3: a word of four groups' scales in e4m3, and a float of the whole row. minimum: a scale and what is added, float16 both, in a word. k_pairs: scales
-and minima of six bits: a word's bytes have those of two groups, (scale, minimum) twice, and the fourth such word lies
-in the two upper bits of each byte of three others; then float16 scales of both in a word. k_nibbles: a scale and a
-minimum of four bits in a byte; then those. k_bytes: signed bytes, and a float16. k_six: four words of six bits a byte
-as in k_pairs, about 32, and a float16.
+word. zero: a float, and the code of zero. e4m3: a word of four groups' scales in e4m3, and a float of the whole row.
+minimum: a scale and what is added, float16 both, in a word. k_pairs: scales and minima of six bits: a word's bytes have
+those of two groups, (scale, minimum) twice, and the fourth such word lies in the two upper bits of each byte of three
+others; then float16 scales of both in a word. k_nibbles: a scale and a minimum of four bits in a byte; then those.
+k_bytes: signed bytes, and a float16. k_six: four words of six bits a byte as in k_pairs, about 32, and a float16.
 """
 
 

@@ -242,8 +242,7 @@ class GpuTiledKind:
 
 
 def gpu_tiled(kind: WeightKind, rows: Sequence[int], inputs: int) -> WeightKind:
-    """`kind` in tiles if it has such, and a device has whole tiles of `rows`, and whole blocks of `inputs`; or as codes.
-    """
+    """`kind` in tiles if it has such, and a device has whole tiles of `rows` and blocks of `inputs`; or as codes."""
     if isinstance(kind, OrderedKind):
         return replace(kind, kind=gpu_tiled(kind.kind, rows, inputs))
     if isinstance(kind, GgufKind) and kind.type in IQ4_CODINGS:

@@ -56,8 +56,13 @@ class GGUFCheckpoint(MappedCheckpoint):
             self.map(file)
             for name, (shape, dtype, offset, nbytes) in header.tensors.items():
                 coding = NVFP4 if dtype == "NVFP4" and len(shape) > 1 else None
-                self.tensors[name], self.places[name] = TensorInfo(shape, dtype, coding), ByteRange(file, offset, nbytes)
-        self._factors: dict[str, str] = {}  # of matrices of NVFP4; of their inputs as well, which are measured and unused
+                self.tensors[name], self.places[name] = (
+                    TensorInfo(shape, dtype, coding),
+                    ByteRange(file, offset, nbytes),
+                )
+        self._factors: dict[
+            str, str
+        ] = {}  # of matrices of NVFP4; of their inputs as well, which are measured and unused
         for name in [name for name, info in self.tensors.items() if info.coding == NVFP4]:
             module = name.removesuffix(".weight")
             self.tensors.pop(f"{module}.input_scale", None)

@@ -188,7 +188,11 @@ def test_an_empty_file_is_said_to_be_empty(tmp_path):
         read_header(tmp_path / "x.gguf")
 
 
-NVFP4_SCALES = {"attn_q": ((32, 64), [1.5]), "attn_k": ((16, 128), None), "ffn_down_exps": ((4, 32, 128), [0.5, 2, 1, 3])}
+NVFP4_SCALES = {
+    "attn_q": ((32, 64), [1.5]),
+    "attn_k": ((16, 128), None),
+    "ffn_down_exps": ((4, 32, 128), [0.5, 2, 1, 3]),
+}
 
 
 def write_nvfp4(path: Path, scales: dict[str, Any] = NVFP4_SCALES) -> dict[str, np.ndarray]:
@@ -226,5 +230,7 @@ def test_nvfp4_is_multiplied_by_the_scale_beside_it(tmp_path):
 
 def test_a_scale_of_another_shape_is_refused(tmp_path):
     write_nvfp4(tmp_path / "m.gguf", {"attn_q": ((32, 64), [1.5, 2])})
-    with pytest.raises(CheckpointError, match=r"attn_q\.scale' is F32 of shape \(2,\); accepted is F32 of shape \(1,\)"):
+    with pytest.raises(
+        CheckpointError, match=r"attn_q\.scale' is F32 of shape \(2,\); accepted is F32 of shape \(1,\)"
+    ):
         GGUFCheckpoint(tmp_path / "m.gguf")

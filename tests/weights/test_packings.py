@@ -56,11 +56,21 @@ def test_kept_packed_they_are_the_same_numbers(case, blocks, tmp_path):
     np.testing.assert_allclose(found, tensor.expand(), rtol=2e-7)
 
 
+def test_older_checkpoints_of_modelopt_say_so_in_a_file_of_their_own(tmp_path):
+    values = np.random.default_rng(0).normal(size=(64, 128)).astype(np.float32)
+    tensors, meant = packings.nvfp4("modelopt").pack(values)
+    packings.save({}, {f"a.up_proj{part}": array for part, array in tensors.items()}, tmp_path)
+    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
+    np.testing.assert_allclose(open_checkpoint(tmp_path).read("a.up_proj.weight").expand(), meant, rtol=4e-7)
+
+
 def test_modules_may_have_settings_of_their_own(tmp_path):
     """AutoRound's `extra_config`: more bits for some modules, none for others."""
     values = np.random.default_rng(0).normal(size=(2, 64, 128)).astype(np.float32)
     (few, few_meant), (many, many_meant) = (
-        packings.gptq(bits, group, symmetric=True).pack(part) for bits, group, part in ((4, 32, values[0]), (8, 64, values[1]))
+        packings.gptq(bits, group, symmetric=True).pack(part)
+        for bits, group, part in ((4, 32, values[0]), (8, 64, values[1]))
     )
     tensors = {f"a.{name}": array for module, parts in (("few", few), ("many", many)) for name, array in
                ((f"{module}{part}", array) for part, array in parts.items())}  # fmt: skip

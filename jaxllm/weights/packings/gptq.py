@@ -24,6 +24,7 @@ https://github.com/casper-hansen/AutoAWQ, https://github.com/intel/auto-round an
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ GPTQ_FIELDS = {
 }
 
 
-Own = dict[str, dict[str, Any]]
+Own = Mapping[str, dict[str, Any]]
 """Settings that modules have of their own, by their names."""
 
 
