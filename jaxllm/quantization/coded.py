@@ -74,9 +74,9 @@ class Coded(Quantized):
         else:
             zero = self.coding.middle if self.zero is None else self.zero.astype(jnp.float32)[..., None]
             values = codes.astype(jnp.float32) - zero
-        scale = self.scale.astype(jnp.float32)
-        scale = scale if self.factor is None else scale * self.factor[..., None]
-        return (values * scale[..., None]).reshape(self.shape).astype(self.dtype)
+        values = (values * self.scale.astype(jnp.float32)[..., None]).reshape(self.shape)
+        values = values if self.factor is None else values * self.factor[..., None]
+        return values.astype(self.dtype)
 
     def axes(self, axes: Axes) -> list[Axes]:
         if self.coding.of_rows:

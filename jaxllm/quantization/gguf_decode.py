@@ -61,7 +61,7 @@ def iq4_scales(packed: CodeBytes) -> CodeBytes:
 def ternary_codes(packed: CodeBytes) -> CodeBytes:
     """TQ1_0's 256 codes: five base-3 digits a byte, of 32 bytes and then of 16, and four of each of the last four.
 
-    A byte holds digits as a fraction of 256; its carry when it is tripled is the first, and what is left has the others.
+    A byte holds digits as a fraction of 256: its carry when it is tripled is the first; what is left has the others.
     """
     parts = (packed[..., :32], THIRDS), (packed[..., 32:48], THIRDS), (packed[..., 48:52], THIRDS[:4])
     shifted = [(part[..., None, :] * thirds).reshape(*packed.shape[:-1], -1) for part, thirds in parts]

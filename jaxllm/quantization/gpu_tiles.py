@@ -311,6 +311,8 @@ def _expand(tiles: PackedMatrix) -> Float[Array, "*n i"]:
         return ((groups - zero) * scale).reshape(codes.shape)
     found = [group_scale(format, words, tiles.halves, group, tiles.scale) for group in range(kind.groups)]
     whole = block_scale(format, words, tiles.halves) if kind.blocks else (None, None)
+    after = whole[0] if format.scales == "e4m3" else None  # the products before it are exact
+    whole = (None, None) if after is not None else whole
 
     def spread(numbers: Sequence[Any], factor: Any) -> Any:
         stacked = jnp.stack(list(numbers), axis=-1)
@@ -319,7 +321,8 @@ def _expand(tiles: PackedMatrix) -> Float[Array, "*n i"]:
 
     values = groups * spread([scale for scale, _ in found], whole[0])
     values = values + spread([shift for _, shift in found], whole[1]) if kind.shifts else values
-    return values.reshape(codes.shape)
+    values = values.reshape(codes.shape)
+    return values if after is None else values * jnp.repeat(after, format.block, axis=-1)
 
 
 def _codes(tiles: PackedMatrix) -> Int[Array, "*n i"]:

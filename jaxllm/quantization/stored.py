@@ -121,13 +121,13 @@ class Codes:
         step = columns if codes.shape[-1] % columns == 0 else 1
         groups = codes.reshape(*codes.shape[:-1], -1, step)
         scale = self.scales(codes.shape, (1, step)).astype(np.float32)[..., None]
-        scale = scale if self.factor is None else scale * self.factor[..., None, None]
         if self.coding.levels:
             values = np.asarray(self.coding.levels, np.float32)[groups]
         else:
             values = groups.astype(np.float32)
             values -= self.zeros(codes.shape, (1, step)).astype(np.float32)[..., None]
         values = (values * scale).reshape(codes.shape)
+        values = values if self.factor is None else values * self.factor[..., None]
         if self.order is None:
             return values
         return np.take_along_axis(values, np.argsort(self.order, axis=-1)[..., None, :], -1)

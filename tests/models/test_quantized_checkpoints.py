@@ -62,6 +62,7 @@ TILED = {
     "llama:gptq": "q4_0", "llama:gptq_sorted": "u4", "llama:awq": "u4", "llama:compressed_w4": "q4_0",
     "llama:gptq_8bit": "q8_0", W8A8: "i8", "mixtral:mxfp4": "mxfp4",
     "gpt_oss:mxfp4": "mxfp4", "llama:auto_round": "q4_0", "llama:quark_mxfp4": "mxfp4", "llama:mxfp8": "e4m3",
+    "llama:compressed_nvfp4": "nvfp4", "mixtral:nvfp4": "nvfp4",
 }  # fmt: skip
 
 

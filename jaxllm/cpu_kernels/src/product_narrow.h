@@ -90,9 +90,8 @@ template <Format F, int R> static void few_rows(const uint8_t* tile, int inputs,
       const int8_t* v = x.x(b, m);
       const RowBlock* scale = &x.scale(b, m);
       const Scales s0 = scales<F>(tile, sub, 0), s1 = scales<F>(tile, sub, 1);
-      Ints sums[2][R];
-      if constexpr (F == Format::q6_k) {
-        Ints second[2][R];
+      Ints sums[2][R], second[2][R];  // second: of the last 16 inputs, where they have a scale of their own
+      if constexpr (splits(F)) {
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
           sums[0][r] = sums[1][r] = start<F>(scale[r].negative_sum_16);
@@ -100,11 +99,6 @@ template <Format F, int R> static void few_rows(const uint8_t* tile, int inputs,
         }
         add_dots<F, R, 0, 4>(codes, v, sums);
         add_dots<F, R, 4, 8>(codes, v, second);
-#pragma GCC unroll 4
-        for (int r = 0; r < R; r++) {
-          sums[0][r] = add(multiply(sums[0][r], s0.first), multiply(second[0][r], s0.second));
-          sums[1][r] = add(multiply(sums[1][r], s1.first), multiply(second[1][r], s1.second));
-        }
       } else {
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) sums[0][r] = sums[1][r] = start_narrow<F>(scale[r].negative_sum);
@@ -112,8 +106,9 @@ template <Format F, int R> static void few_rows(const uint8_t* tile, int inputs,
       }
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++) {
-        acc[0][r] = add_block<F>(acc[0][r], sums[0][r], s0, scale[r]);
-        acc[1][r] = add_block<F>(acc[1][r], sums[1][r], s1, scale[r]);
+        const auto& last = splits(F) ? second : sums;
+        acc[0][r] = add_block<F>(acc[0][r], joined<F>(sums[0][r], last[0][r], s0), s0, scale[r]);
+        acc[1][r] = add_block<F>(acc[1][r], joined<F>(sums[1][r], last[1][r], s1), s1, scale[r]);
       }
     }
   }

@@ -23,6 +23,7 @@ int block_bytes(Format format) {
     case Format::q5_k: return 176;
     case Format::q6_k: return 210;
     case Format::mxfp4: return 17;
+    case Format::nvfp4:
     case Format::iq4_nl: return 18;
     case Format::iq4_xs: return 136;
     case Format::u4: return 19;
@@ -92,6 +93,7 @@ void place_scales(Format format, const uint8_t* block, int r, uint8_t* tile) {
       for (int i = 0; i < 8; i++)  // six bits: the two high ones of all, then the low ones in nibbles
         tile[32 + 16 * i + r] = uint8_t(((block[4 + i / 2] >> 4 * (i % 2) & 15) | (block[2 + i / 4] >> 2 * (i % 4) & 3) << 4) - 32);
       break;
+    case Format::nvfp4: tile[r] = block[0], tile[16 + r] = block[1]; break;
     case Format::i8: break;
     default:
       half(0, 0);
@@ -118,6 +120,7 @@ void place_codes(Format format, const uint8_t* block, int r, uint8_t* tile) {
   };
   switch (format) {
     case Format::q4_0:
+    case Format::nvfp4:
     case Format::iq4_nl: return nibbles(0, block + 2);
     case Format::iq4_xs:
       for (int i = 0; i < 8; i++) nibbles(4 * i, block + 8 + 16 * i);

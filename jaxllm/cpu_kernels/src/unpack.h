@@ -57,6 +57,7 @@ inline void unpack_tile(Format format, const uint8_t* tile, int r, float* out) {
     for (int i = 0; i < BLOCK; i++) {
       float s = scale;
       if (format == Format::q6_k) s *= float(int8_t(tile[32 + 16 * (2 * sub + i / 16) + r]));
+      if (format == Format::nvfp4) s *= float_of_e4m3(tile[16 * (i / 16) + r]) / 2;
       out[i] = s * float(code_at(format, codes, r, i) - zero) + minimum;
     }
   }

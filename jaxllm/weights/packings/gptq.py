@@ -48,11 +48,9 @@ GPTQ_FIELDS = {
 }
 
 
-Own = Mapping[str, dict[str, Any]]
-"""Settings that modules have of their own, by their names."""
-
-
-def find_gptq(checkpoint: Checkpoint, config: dict[str, Any], own: Own = {}) -> dict[str, Packed]:
+def find_gptq(
+    checkpoint: Checkpoint, config: dict[str, Any], own: Mapping[str, dict[str, Any]] = {}
+) -> dict[str, Packed]:
     check_fields(config, GPTQ_FIELDS, "quantization_config.")
     bits, form = config.get("bits"), config.get("checkpoint_format") or config.get("format") or "gptq"
     _check_gptq_bits("bits", bits)
@@ -126,7 +124,9 @@ AWQ_FIELDS = {
 }
 
 
-def find_awq(checkpoint: Checkpoint, config: dict[str, Any], own: Own = {}) -> dict[str, Packed]:
+def find_awq(
+    checkpoint: Checkpoint, config: dict[str, Any], own: Mapping[str, dict[str, Any]] = {}
+) -> dict[str, Packed]:
     names = {"w_bit": "bits", "q_group_size": "group_size"}  # as AutoAWQ calls them in a file of its own
     config = {names.get(key, key): value for key, value in config.items()}
     check_fields(config, AWQ_FIELDS, "quantization_config.")
