@@ -24,8 +24,8 @@ from jaxllm.weights.loader import dummy_parameters, load_parameters
 
 SMALLEST_BATCH = 256
 """Patches of the smallest batch of a tower; each size has four times those of the one before."""
-PART_OPERATIONS = 2**35
-"""Operations of a part of the tower on a CPU: about what two cores do in a twentieth of a second."""
+PART_OPERATIONS = 2**34
+"""Operations of a part of the tower on a CPU: about what two cores do in a fortieth of a second."""
 MOST_SEEN = 4096
 """Patches of one image that see each other, for an estimate."""
 STORE_BYTES = 2**28

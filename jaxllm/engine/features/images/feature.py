@@ -133,7 +133,7 @@ class ImagesFeature(Feature):
         return super().uses(key, uses)
 
     def build(self, key: Key, maker: StepFunctions) -> Built:
-        """`(parts, to, *batch) -> (images,)`: `size` patches go through a part of the tower. After the last one they are
+        """`(parts, to, *batch) -> (images,)`: `size` patches go through a part of the tower. After its last they are
         rows, which go to the places `to` of the store.
         """
         (word,) = key.variant
