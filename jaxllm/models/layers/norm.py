@@ -108,10 +108,21 @@ class LayerNorm(nnx.Module):
 
 
 def norm_of_kind(kind: str, size: int, eps: float, kernels: Kernels) -> RMSNorm | LayerNorm:
-    """The norm that a config's `norm` names: "rms", "layer" or "layer_unbiased"; "unit" is "rms" without a weight."""
-    if kind == "unit":
-        return UnitRMSNorm(size, eps, kernels)
-    return RMSNorm(size, eps, kernels) if kind == "rms" else LayerNorm(size, eps, kernels, bias=kind == "layer")
+    """The norm that a config's `norm` names."""
+    kinds = {"rms": RMSNorm, "unit": UnitRMSNorm, "layer": LayerNorm, "layer_unit": UnitLayerNorm}
+    if kind == "layer_unbiased":
+        return LayerNorm(size, eps, kernels, bias=False)
+    return kinds[kind](size, eps, kernels)
+
+
+class UnitLayerNorm(LayerNorm):
+    """A LayerNorm without weight and bias (OLMo)."""
+
+    def __init__(self, size: int, eps: float, kernels: Kernels):
+        self.size, self.eps, self.kernels = size, eps, kernels
+
+    def __call__(self, x: Float[Array, "... n"]) -> Float[Array, "... n"]:
+        return self.kernels.normalise(x, jnp.ones(self.size, jnp.float32), None, self.eps, True)
 
 
 class HeadLayerNorms(LayerNorm):
