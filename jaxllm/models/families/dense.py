@@ -223,7 +223,8 @@ APERTUS = Family(
 def youtu_from_hf(c: dict[str, Any]) -> DecoderConfig:
     c = deepseek.SHARED | {"tie_word_embeddings": True, "max_position_embeddings": 131_072} | c
     sparse = [False] * c["num_hidden_layers"]
-    return deepseek.latent_config(c, None, interleaved=bool(c.get("rope_interleave", True)), sparse=sparse)
+    interleaved, bias = bool(c.get("rope_interleave", True)), c.get("mlp_bias")
+    return deepseek.latent_config(c, None, interleaved=interleaved, sparse=sparse, mlp_bias=bias)
 
 
 def minicpm3_from_hf(c: dict[str, Any]) -> DecoderConfig:

@@ -11,7 +11,8 @@ from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.families.gpt import GPT2_KEYS, by_groups, gpt2_from_hf, layer_names, usual
 from jaxllm.models.family import Family, hf_decoder, hf_head_dim, hf_rope, without_groups
-from jaxllm.models.hf_fields import COUNT, FLAG, LAYERS, LENGTH, MAYBE_FLAG, OFF, SIZE, maybe
+from jaxllm.models.hf_fields import COUNT, EPSILON, FLAG, LAYERS, LENGTH, MAYBE_FLAG, OFF, SIZE, maybe
+from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.models.names import in_layers, linear
 from jaxllm.weights.fields import TEXT, FieldKind, many, one_of, shown, whole
 from jaxllm.weights.names import Pattern, Source
@@ -73,8 +74,7 @@ BIOGPT = Family(
 # GPT-J and CodeGen: attention and MLP read one norm, part of each head rotated in neighbouring pairs (EleutherAI, 2021)
 def gptj_from_hf(c: dict[str, Any]) -> DecoderConfig:
     c = usual(without_groups(c), {"tie_word_embeddings": False, "max_position_embeddings": 2048}, **GPT2_KEYS)
-    rotated = c.get("rotary_dim", 64) or c["hidden_size"]
-    rope = hf_rope(c, partial=rotated / hf_head_dim(c), interleaved=True)
+    rope = RopeConfig(dim=c.get("rotary_dim", 64) or hf_head_dim(c), interleaved=True)
     return hf_decoder(
         c | {"intermediate_size": c.get("n_inner") or 4 * c["hidden_size"]}, layers=LayerKind(rope), norm="layer",
         norm_eps=c.get("layer_norm_epsilon", 1e-5), hidden_act=c.get("activation_function") or "gelu_new",
@@ -191,10 +191,7 @@ GPT_BIGCODE = Family(
 # Falcon: attention beside the MLP, queries in groups whose keys and values follow them (arXiv:2311.16867)
 def falcon_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """The 7B model has one head of keys and values; later ones have several, and mostly a norm for each of the two."""
-    c = usual(
-        c, {"max_position_embeddings": 2048, "hidden_act": "gelu"},
-        num_attention_heads="n_head", num_hidden_layers="n_layer", hidden_size="n_embed", hidden_act="activation",
-    )  # fmt: skip
+    c = usual(c, {"max_position_embeddings": 2048}) | {"hidden_act": c.get("activation") or "gelu"}
     later, heads = bool(c.get("new_decoder_architecture")), c["num_attention_heads"]
     kv_heads = (c.get("num_kv_heads") or heads) if later else 1 if c.get("multi_query", True) else heads
     size, bias = c.get("ffn_hidden_size") or 4 * c["hidden_size"], c.get("bias")
@@ -220,11 +217,11 @@ def falcon_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
 
 FALCON = Family(
     name="Falcon", models="Falcon 7B, 40B, 180B, Falcon2 11B",
-    architectures=("FalconForCausalLM", "RWForCausalLM"), model_types=("falcon",),
+    architectures=("FalconForCausalLM",), model_types=("falcon",),
     fields={
-        **dict.fromkeys(("num_kv_heads", "n_head"), maybe(COUNT)), "ffn_hidden_size": maybe(SIZE), "alibi": OFF,
+        "num_kv_heads": maybe(COUNT), "ffn_hidden_size": maybe(SIZE), "alibi": OFF,
         **dict.fromkeys(("new_decoder_architecture", "multi_query", "parallel_attn"), MAYBE_FLAG),
-        "num_ln_in_parallel_attn": maybe(whole(1, 2)), "n_embed": SIZE, "activation": maybe(TEXT),
+        "num_ln_in_parallel_attn": maybe(whole(1, 2)), "activation": maybe(TEXT), "layer_norm_epsilon": maybe(EPSILON),
     },
     from_hf=falcon_from_hf, hf_names=falcon_hf_names,
 )  # fmt: skip

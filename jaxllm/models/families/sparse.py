@@ -15,9 +15,9 @@ from jaxllm.models.families.gpt import usual
 from jaxllm.models.family import Family, hf_decoder, hf_experts, hf_head_dim, hf_rope, hf_windows
 from jaxllm.models.hf_fields import FACTOR, MAYBE_FLAG, OFF, THETA, maybe
 from jaxllm.models.layers.experts import MoEConfig
-from jaxllm.models.names import in_layers
+from jaxllm.models.names import hf_expert_names, in_layers
 from jaxllm.weights.fields import NULL, either, many, whole
-from jaxllm.weights.names import AnyOf, Pattern, Source
+from jaxllm.weights.names import Pattern, Source
 
 
 def with_experts(config: DecoderConfig, moe: MoEConfig, sparse: Iterable[bool], **changes: Any) -> DecoderConfig:
@@ -32,11 +32,13 @@ def sparse_layers(c: dict[str, Any], dense: int = 1) -> list[bool]:
     return [kind == "sparse" for kind in kinds] if kinds else [i >= dense for i in range(c["num_hidden_layers"])]
 
 
-def _routed(c: dict[str, Any], scale: str = "routed_scaling_factor") -> MoEConfig:
-    """DeepSeek's experts under Qwen's names."""
+ONE_GROUP = {"norm_topk_prob": True, "n_group": 1, "topk_group": 1}
+
+
+def _routed(c: dict[str, Any], scale: str) -> MoEConfig:
+    """DeepSeek's experts under Qwen's names, in one group."""
     names = {"n_routed_experts": c["num_experts"], "n_shared_experts": c["num_shared_experts"]}
-    defaults = {"norm_topk_prob": True, "n_group": 1, "topk_group": 1}
-    return deepseek.sigmoid_experts(defaults | c | names | {"routed_scaling_factor": c[scale]})
+    return deepseek.sigmoid_experts(c | names | ONE_GROUP | {"routed_scaling_factor": c[scale]})
 
 
 # OLMoE and FlexOlmo: OLMo 2's norms, in OLMoE before attention and MLP (arXiv:2409.02060, arXiv:2507.07024)
@@ -60,8 +62,11 @@ OLMOE = Family(
 
 # Granite 3 with experts, and Granites with sinks, and a window on three layers of four
 def granite_moe_from_hf(c: dict[str, Any]) -> DecoderConfig:
+    if c["model_type"] == "granite_swa":
+        return _with_sinks(c, mamba.granite_from_hf({"tie_word_embeddings": True, "rms_norm_eps": 1e-5} | c))
     attending = {"layer_types": ["attention"] * c["num_hidden_layers"], "position_embedding_type": "rope"}
-    config = mamba.granite4_from_hf({"shared_intermediate_size": 0} | c | attending)
+    shared = 0 if c["model_type"] == "granitemoe" else c.get("shared_intermediate_size", 0)
+    config = mamba.granite4_from_hf(c | attending | {"shared_intermediate_size": shared})
     return _with_sinks(c, config) if c["model_type"] == "granitemoe_swa" else config
 
 
@@ -79,20 +84,23 @@ def _with_sinks(c: dict[str, Any], config: DecoderConfig) -> DecoderConfig:
     return replace(config, layers=layers, attention_sinks=True)
 
 
-SINKS: dict[str, Pattern] = {"layers.*.attention.sinks": "model.layers.*.self_attn.sinks"}
-THETAS = {"layer_rope_theta": maybe(many(either(THETA, whole(0, 0)), 2**10))}
+def granite_moe_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
+    own = mamba.granite4_hf_names(config) if config.moe else {}
+    return own | {"layers.*.attention.sinks": "model.layers.*.self_attn.sinks"}
+
+
+FIELDS = {
+    "shared_intermediate_size": whole(0, 2**24),
+    "layer_rope_theta": maybe(many(either(THETA, whole(0, 0)), 2**10)),
+}
 
 GRANITE_MOE = Family(
-    name="Granite 3 MoE", models="Granite 3.0, 3.1 1B-A400M, 3B-A800M",
-    architectures=("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM", "GraniteMoeSWAForCausalLM"),
-    model_types=("granitemoe", "granitemoeshared", "granitemoe_swa"), fields=THETAS,
-    from_hf=granite_moe_from_hf, hf_names=lambda config: mamba.granite4_hf_names(config) | SINKS,
-)  # fmt: skip
-
-GRANITE_SWA = Family(
-    name="Granite SWA", models="Granite with a sliding window",
-    architectures=("GraniteSWAForCausalLM",), model_types=("granite_swa",), fields=THETAS,
-    from_hf=lambda c: _with_sinks(c, mamba.granite_from_hf({"tie_word_embeddings": True} | c)), hf_names=SINKS,
+    name="Granite 3 MoE", models="Granite 3.0, 3.1 1B-A400M, 3B-A800M; Granite with windows",
+    architectures=(
+        "GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM", "GraniteMoeSWAForCausalLM", "GraniteSWAForCausalLM"
+    ),
+    model_types=("granitemoe", "granitemoeshared", "granitemoe_swa", "granite_swa"), fields=FIELDS,
+    from_hf=granite_moe_from_hf, hf_names=granite_moe_hf_names,
 )  # fmt: skip
 
 
@@ -107,7 +115,8 @@ def dots1_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 def hunyuan3_from_hf(c: dict[str, Any]) -> DecoderConfig:
     defaults = {"num_experts": 192, "num_experts_per_tok": 8, "num_shared_experts": 1, "moe_intermediate_size": 1536}
-    c = defaults | {"router_scaling_factor": 2.826, "rope_theta": 11_158_840.0} | c | {"use_sliding_window": False}
+    defaults |= {"router_scaling_factor": 2.826, "rope_theta": 11_158_840.0, "rms_norm_eps": 1e-5}
+    c = defaults | c | {"use_sliding_window": False}
     return with_experts(llama.qwen3_from_hf(c), _routed(c, "router_scaling_factor"), sparse_layers(c))
 
 
@@ -119,12 +128,10 @@ def solar_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 def sarvam_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """Older files have other names for three keys."""
-    own = {
-        "n_routed_experts": "num_experts",
-        "n_shared_experts": "num_shared_experts",
-        "attention_bias": "use_qkv_bias",
-    }
-    c = usual(c, {"tie_word_embeddings": False}, **own)
+    c = usual(
+        c, {"tie_word_embeddings": False}, n_routed_experts="num_experts", n_shared_experts="num_shared_experts",
+        attention_bias="use_qkv_bias",
+    )  # fmt: skip
     if c["model_type"] == "sarvam_mla":
         return deepseek.v3_from_hf({"n_group": 1, "topk_group": 1, "q_lora_rank": None, "first_k_dense_replace": 1} | c)
     more = {"head_dim": 64, "num_key_value_heads": 4, "routed_scaling_factor": 2.5, "num_experts_per_tok": 6}
@@ -142,7 +149,6 @@ SARVAM_NAMES: dict[str, Pattern] = {
 }  # fmt: skip
 
 _MLP = "model.layers.*.mlp"
-CORRECTION = f"{_MLP}.e_score_correction_bias"
 
 DOTS1 = Family(
     name="dots.llm1", models="dots.llm1",
@@ -151,9 +157,13 @@ DOTS1 = Family(
 
 HUNYUAN3 = Family(
     name="Hunyuan 3", models="Hy3-preview (295B-A21B)",
-    architectures=("HYV3ForCausalLM",), model_types=("hy_v3",), fields={"router_scaling_factor": FACTOR},
+    architectures=("HYV3ForCausalLM",), model_types=("hy_v3",),
+    fields={"router_scaling_factor": FACTOR, "mlp_bias": OFF},
     from_hf=hunyuan3_from_hf,
-    hf_names={"layers.*.mlp.router.correction_bias": AnyOf(f"{_MLP}.expert_bias", CORRECTION)},
+    hf_names=lambda config: hf_expert_names(config, shared="shared_mlp") | {
+        "layers.*.mlp.router.weight": f"{_MLP}.router.gate.weight",
+        "layers.*.mlp.router.correction_bias": f"{_MLP}.expert_bias",
+    },
 )  # fmt: skip
 
 SOLAR = Family(
@@ -172,15 +182,16 @@ SARVAM = Family(
 # K-EXAONE: EXAONE 4's attention behind norms in front of it, and DeepSeek V3's experts
 def exaone_moe_from_hf(c: dict[str, Any]) -> DecoderConfig:
     defaults = {"num_experts": 64, "num_experts_per_tok": 8, "num_shared_experts": 1, "moe_intermediate_size": 1024}
-    c = defaults | {"routed_scaling_factor": 2.5} | c
-    sparse = sparse_layers(c, c.get("first_k_dense_replace", 1))
-    return with_experts(norms.exaone4_from_hf(c), _routed(c), sparse, pre_norms=True, post_norms=False)
+    c = defaults | ONE_GROUP | {"routed_scaling_factor": 2.5} | c
+    names = {"n_routed_experts": c["num_experts"], "n_shared_experts": c["num_shared_experts"]}
+    moe, sparse = deepseek.sigmoid_experts(c | names), sparse_layers(c, c.get("first_k_dense_replace", 1))
+    return with_experts(norms.exaone4_from_hf(c), moe, sparse, pre_norms=True, post_norms=False)
 
 
 EXAONE_MOE = Family(
     name="K-EXAONE", models="K-EXAONE-236B-A23B",
     architectures=("ExaoneMoeForCausalLM",), model_types=("exaone_moe",), from_hf=exaone_moe_from_hf,
-    hf_names={"layers.*.mlp.router.correction_bias": AnyOf(CORRECTION, f"{_MLP}.gate.e_score_correction_bias")},
+    hf_names={"layers.*.mlp.router.correction_bias": f"{_MLP}.e_score_correction_bias"},
 )  # fmt: skip
 
 

@@ -42,10 +42,11 @@ def _of(kind: str, name: str, isolates: str, *parts: dict[str, Any], **more: Any
 
 
 _PLAIN = _without(_SIZES, "num_key_value_heads")
+_WIDE = _without(_PLAIN, "intermediate_size")
 VARIANTS: dict[str, Variant] = {
     "exaone": _of(
         "exaone", "ExaoneForCausalLM", "Llama under GPT-2's names",
-        _without(_SIZES, "num_hidden_layers"), {"num_layers": 3, "layer_norm_epsilon": 1e-5},
+        _SIZES,
     ),
     "cwm": _of("cwm", "CwmForCausalLM", "every fourth layer without a window, the first", _SIZES, {
         "head_dim": 16, "sliding_window": 9, "num_hidden_layers": 5,
@@ -62,18 +63,20 @@ VARIANTS: dict[str, Variant] = {
     ),
     "vaultgemma": _of("vaultgemma", "VaultGemmaForCausalLM", "Gemma 2 with two norms a layer", _SIZES, {
         "head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 20, "tie_word_embeddings": True,
-        "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0, "hidden_activation": "gelu_pytorch_tanh",
+        "attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0, "hidden_activation": "gelu_pytorch_tanh",
     }),
     "olmo": _of("olmo", "OlmoForCausalLM", "LayerNorms without weights, clipped keys", _SIZES, {"clip_qkv": 1.5},
                 unlike=({"clip_qkv": None},)),
     "nanochat": _of("nanochat", "NanoChatForCausalLM", "RMSNorms without weights, heads that turn backwards", _SIZES,
                     unlike=({"final_logit_softcapping": 5.0},)),
     "apertus": _of("apertus", "ApertusForCausalLM", "an activation that each layer has learnt", _SIZES),
-    "youtu": _of("youtu", "YoutuForCausalLM", "latent attention without experts", _SIZES, _LATENT),
+    "youtu": _of("youtu", "YoutuForCausalLM", "latent attention without experts", _without(
+        _SIZES, "pad_token_id"  # whose row transformers empties
+    ), _LATENT),
     "minicpm3": _of("minicpm3", "MiniCPM3ForCausalLM", "latent attention with factors on depth and width", _SIZES,
                     _LATENT, {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 24},
                     unlike=({"scale_emb": 2}, {"scale_depth": 1.0}, {"dim_model_base": 36})),
-    "opt": _of("opt", "OPTForCausalLM", "learned positions from the third row on", _without(_PLAIN, "intermediate_size"), {
+    "opt": _of("opt", "OPTForCausalLM", "learned positions from the third row on", _WIDE, {
         "ffn_dim": 88, "word_embed_proj_dim": 48, "max_position_embeddings": 96, "tie_word_embeddings": True,
     }),
     "biogpt": _of("biogpt", "BioGptForCausalLM", "OPT with scaled embeddings", _PLAIN, {
@@ -91,15 +94,15 @@ VARIANTS: dict[str, Variant] = {
     "gpt_bigcode": _of("gpt_bigcode", "GPTBigCodeForCausalLM", "one KV head beside learned positions", _GPT),
     "gpt_bigcode_heads": _of("gpt_bigcode", "GPTBigCodeForCausalLM", "a KV head for each query", _GPT,
                              {"multi_query": False}),
-    "falcon": _of("falcon", "FalconForCausalLM", "one KV head after all queries", _without(_PLAIN, "intermediate_size"), {
+    "falcon": _of("falcon", "FalconForCausalLM", "one KV head after all queries", _WIDE, {
         "num_kv_heads": 4, "tie_word_embeddings": True,
     }),
-    "falcon_new": _of("falcon", "FalconForCausalLM", "KV heads between their queries", _without(
-        _PLAIN, "intermediate_size"
-    ), {"num_kv_heads": 2, "new_decoder_architecture": True, "ffn_hidden_size": 88, "bias": True}),
-    "falcon_in_turn": _of("falcon", "FalconForCausalLM", "a KV head for each query, MLPs after attention", _without(
-        _PLAIN, "intermediate_size"
-    ), {"multi_query": False, "parallel_attn": False, "num_ln_in_parallel_attn": 1}),
+    "falcon_new": _of("falcon", "FalconForCausalLM", "KV heads between their queries", _WIDE, {
+        "num_kv_heads": 2, "new_decoder_architecture": True, "ffn_hidden_size": 88, "bias": True,
+    }),
+    "falcon_in_turn": _of("falcon", "FalconForCausalLM", "a KV head for each query, MLPs after attention", _WIDE, {
+        "multi_query": False, "parallel_attn": False, "num_ln_in_parallel_attn": 1,
+    }),
     "persimmon": _of("persimmon", "PersimmonForCausalLM", "LayerNorms of heads before a rotation of half", _PLAIN),
     "olmoe": _of("olmoe", "OlmoeForCausalLM", "a norm over all heads, experts after a norm", _without(
         _EXPERTS, "moe_intermediate_size", "num_shared_experts", "head_dim"
@@ -121,23 +124,28 @@ VARIANTS: dict[str, Variant] = {
         "granite_swa", "GraniteSWAForCausalLM", "a rotary base for each layer", _SIZES, _SCALES, _WINDOW,
         {"layer_rope_theta": [100.0, 0, 10_000.0]}, unlike=({"layer_rope_theta": [1000.0, 10_000.0, 10_000.0]},),
     ),
-    "dots1": _of("dots1", "Dots1ForCausalLM", "DeepSeek's experts after Qwen's attention", _ROUTED, _WINDOW,
+    "dots1": _of("dots1", "Dots1ForCausalLM", "DeepSeek's experts after Qwen's attention", _ROUTED,
+                 {"sliding_window": 9, "max_window_layers": 1},
                  unlike=({"routed_scaling_factor": 1.0}, {"norm_topk_prob": False})),
     "hy_v3": _of("hy_v3", "HYV3ForCausalLM", "a bias that is the MLP's", _EXPERTS,
                  unlike=({"router_scaling_factor": 1.0},)),
     "solar_open": _of("solar_open", "SolarOpenForCausalLM", "GLM's experts in every layer", _without(
         _ROUTED, "intermediate_size", "first_k_dense_replace"
     ), {"head_dim": 16}, seed=1),
-    "sarvam_moe": _of("sarvam_moe", "SarvamMoEForCausalLM", "GLM's experts under other names", _ROUTED, {"head_dim": 12}),
+    "sarvam_moe": _of("sarvam_moe", "SarvamMoEForCausalLM", "GLM's experts under other names", _ROUTED,
+                      {"head_dim": 12}),
     "sarvam_mla": _of("sarvam_mla", "SarvamMLAForCausalLM", "DeepSeek's attention under other names", _ROUTED, _LATENT,
                       {"q_lora_rank": None}, seed=1),
-    "exaone_moe": _of("exaone_moe", "ExaoneMoeForCausalLM", "EXAONE's attention after its norms", _EXPERTS, _WINDOW),
+    "exaone_moe": _of("exaone_moe", "ExaoneMoeForCausalLM", "EXAONE's attention after its norms", _EXPERTS, {
+        "sliding_window": 9, "sliding_window_pattern": 3,
+    }, seed=1),
     "mellum": _of("mellum", "MellumForCausalLM", "a rotary base for layers with a window", _without(
         _EXPERTS, "num_shared_experts"
     ), _WINDOW, {"mlp_layer_types": ["dense", "sparse", "sparse"], "rope_parameters": {
         "full_attention": {"rope_type": "default", "rope_theta": 5000.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     }}),
-    "afmoe": _of("afmoe", "AfmoeForCausalLM", "a gate on attention between four norms", _EXPERTS, _WINDOW,
-                 {"mup_enabled": True, "route_scale": 1.4}, unlike=({"mup_enabled": False}, {"route_scale": 1.0})),
+    "afmoe": _of("afmoe", "AfmoeForCausalLM", "a gate on attention between four norms", _EXPERTS,
+                 {"mup_enabled": True, "route_scale": 1.4, "sliding_window": 9, "global_attn_every_n_layers": 2},
+                 unlike=({"mup_enabled": False}, {"route_scale": 1.0})),
 }  # fmt: skip
