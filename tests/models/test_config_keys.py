@@ -32,8 +32,6 @@ HARMLESS = {
     "attention_softmax_in_fp32": "how it is computed",
     "scale_attention_softmax_in_fp32": "how it is computed",
     "enable_moe_fp32_combine": "how it is computed",
-    "mtp_layer_types": "layers past the last, whose tensors are left out",
-    "mtp_mlp_layer_types": "layers past the last, whose tensors are left out",
     "attention_dropout": "in training only",
     "embd_pdrop": "in training only",
     "hidden_dropout": "in training only",

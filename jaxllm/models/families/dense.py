@@ -14,6 +14,7 @@ from jaxllm.models.families.llama import llama_from_hf
 from jaxllm.models.family import Family, hf_decoder, hf_head_dim, hf_rope, hf_rope_parameters, sliding_layers
 from jaxllm.models.hf_fields import FACTOR, MAYBE_FLAG, SIZE, maybe
 from jaxllm.models.names import in_layers
+from jaxllm.weights.fields import NULL
 from jaxllm.weights.names import Pattern, Source, plus_one
 
 MULTIPLIER = maybe(FACTOR)
@@ -28,8 +29,7 @@ def exaone_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 EXAONE = Family(
     name="EXAONE 3", models="EXAONE 3.0, 3.5, EXAONE Deep",
-    architectures=("ExaoneForCausalLM",), model_types=("exaone",),
-    from_hf=exaone_from_hf,
+    architectures=("ExaoneForCausalLM",), model_types=("exaone",), from_hf=exaone_from_hf,
     hf_names={
         "embed.weight": "transformer.wte.weight", "norm.weight": "transformer.ln_f.weight",
         **in_layers("transformer.h.*", {
@@ -87,8 +87,7 @@ def nemotron_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 
 ARCEE = Family(
-    name="Arcee", models="AFM-4.5B",
-    architectures=("ArceeForCausalLM",), model_types=("arcee",), from_hf=arcee_from_hf,
+    name="Arcee", models="AFM-4.5B", architectures=("ArceeForCausalLM",), model_types=("arcee",), from_hf=arcee_from_hf,
 )  # fmt: skip
 
 JAIS2 = Family(
@@ -127,8 +126,7 @@ def hyperclova_from_hf(c: dict[str, Any]) -> DecoderConfig:
 HYPERCLOVA = Family(
     name="HyperCLOVA X", models="HyperCLOVA X SEED Think 14B, 32B",
     architectures=("HyperCLOVAXForCausalLM",), model_types=("hyperclovax",),
-    fields={"use_post_norm": MAYBE_FLAG, "attention_multiplier": MULTIPLIER},
-    from_hf=hyperclova_from_hf,
+    fields={"use_post_norm": MAYBE_FLAG, "attention_multiplier": MULTIPLIER}, from_hf=hyperclova_from_hf,
     hf_names=in_layers("model.layers.*", {"attention_post_norm": "post_norm1", "mlp_post_norm": "post_norm2"}),
 )  # fmt: skip
 
@@ -152,8 +150,7 @@ def olmo_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 OLMO = Family(
     name="OLMo", models="OLMo 1B, 7B, 0424, 0724",
-    architectures=("OlmoForCausalLM",), model_types=("olmo",), fields={"clip_qkv": MULTIPLIER},
-    from_hf=olmo_from_hf,
+    architectures=("OlmoForCausalLM",), model_types=("olmo",), fields={"clip_qkv": MULTIPLIER}, from_hf=olmo_from_hf,
 )  # fmt: skip
 
 
@@ -199,17 +196,17 @@ def apertus_from_hf(c: dict[str, Any]) -> DecoderConfig:
     return hf_decoder(c, layers=LayerKind(rope), attention_bias=bias, qk_norm="rms", gated_mlp=False)
 
 
-def _curve(positive: np.ndarray, negative: np.ndarray, slope: np.ndarray, eps: np.ndarray) -> np.ndarray:
+def _curve(*stored: np.ndarray) -> np.ndarray:
     """Curvatures are stored as what a softplus is taken of; the negative one has the slope added."""
-    numbers = [np.asarray(number, np.float32).reshape(()) for number in (positive, negative, slope, eps)]
-    curvatures = np.logaddexp(0, numbers[0]), numbers[2] + np.logaddexp(0, numbers[1])
-    return np.stack([*curvatures, *numbers[2:]]).astype(np.float32)
+    positive, negative, slope, eps = (np.asarray(number, np.float32).reshape(()) for number in stored)
+    return np.stack([np.logaddexp(0, positive), slope + np.logaddexp(0, negative), slope, eps]).astype(np.float32)
 
 
 _ACT = "model.layers.*.mlp.act_fn."
 APERTUS = Family(
     name="Apertus", models="Apertus 8B, 70B",
-    architectures=("ApertusForCausalLM",), model_types=("apertus",), from_hf=apertus_from_hf,
+    architectures=("ApertusForCausalLM", "Apertus1p5TextForCausalLM"), model_types=("apertus", "apertus1p5_text"),
+    fields={"output_vocab_size": NULL}, from_hf=apertus_from_hf,
     hf_names={
         **in_layers("model.layers.*", {"attention_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"}),
         "layers.*.mlp.curve.numbers": Source(

@@ -42,19 +42,21 @@ def gpt2_from_hf(c: dict[str, Any]) -> DecoderConfig:
     )  # fmt: skip
 
 
+GPT2_NORMS = {"norm": "ln_f", "layers.*.attention_norm": "h.*.ln_1", "layers.*.mlp_norm": "h.*.ln_2"}
+GPT2_PRODUCTS = {
+    "layers.*.attention.qkv": "h.*.attn.c_attn", "layers.*.attention.output": "h.*.attn.c_proj",
+    "layers.*.mlp.up": "h.*.mlp.c_fc", "layers.*.mlp.down": "h.*.mlp.c_proj",
+}  # fmt: skip
+
+
 def gpt2_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
     """Matrices lie `[in, out]`; the first published files leave out what stands before the first dot."""
-    norms = {"norm": "ln_f", "layers.*.attention_norm": "h.*.ln_1", "layers.*.mlp_norm": "h.*.ln_2"}
-    products = {
-        "layers.*.attention.qkv": "h.*.attn.c_attn", "layers.*.attention.output": "h.*.attn.c_proj",
-        "layers.*.mlp.up": "h.*.mlp.c_fc", "layers.*.mlp.down": "h.*.mlp.c_proj",
-    }  # fmt: skip
     return {
         "embed.weight": _either("wte.weight"),
         "positions": _either("wpe.weight"),
-        **{f"{path}.weight": _either(f"{name}.weight") for path, name in norms.items()},
-        **{f"{path}.weight": _either(f"{name}.weight", transposed) for path, name in products.items()},
-        **{f"{path}.bias": _either(f"{name}.bias") for path, name in (norms | products).items()},
+        **{f"{path}.weight": _either(f"{name}.weight") for path, name in GPT2_NORMS.items()},
+        **{f"{path}.weight": _either(f"{name}.weight", transposed) for path, name in GPT2_PRODUCTS.items()},
+        **{f"{path}.bias": _either(f"{name}.bias") for path, name in (GPT2_NORMS | GPT2_PRODUCTS).items()},
     }
 
 

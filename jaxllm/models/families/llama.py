@@ -23,12 +23,13 @@ def llama_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 
 LLAMA = Family(
-    name="Llama", models="Llama 2, 3, 3.1, 3.2, 3.3, SmolLM2, Yi, DeepSeek-R1-Distill-Llama",
+    name="Llama", models="Llama 2 to 3.3, SmolLM2, Yi, DeepSeek-R1-Distill-Llama, IQuest-Coder, Emu3 (text)",
     architectures=(
         "LlamaForCausalLM", "LlavaForConditionalGeneration", "SmolVLMForConditionalGeneration",
-        "Idefics3ForConditionalGeneration",
+        "Idefics3ForConditionalGeneration", "IQuestCoderForCausalLM", "Emu3ForConditionalGeneration",
     ),
-    model_types=("llama",), wrappers=("llava", "smolvlm", "idefics3"), gguf_architectures=("llama",),
+    model_types=("llama", "iquestcoder", "emu3_text_model"), wrappers=("llava", "smolvlm", "idefics3", "emu3"),
+    gguf_architectures=("llama",),
     from_hf=llama_from_hf, gguf_names=permuted_names,
 )  # fmt: skip
 
@@ -170,10 +171,10 @@ QWEN2 = Family(
     name="Qwen 2", models="Qwen 2, 2.5, QwQ, DeepSeek-R1-Distill-Qwen, Qwen2-VL, Qwen2.5-VL, InternVL (text)",
     architectures=(
         "Qwen2ForCausalLM", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
-        "InternVLForConditionalGeneration",
+        "InternVLForConditionalGeneration", "GotOcr2ForConditionalGeneration",
     ),
-    model_types=("qwen2", "qwen2_vl_text", "qwen2_5_vl_text"), wrappers=("qwen2_vl", "qwen2_5_vl", "internvl"),
-    gguf_architectures=("qwen2",),
+    model_types=("qwen2", "qwen2_vl_text", "qwen2_5_vl_text"),
+    wrappers=("qwen2_vl", "qwen2_5_vl", "internvl", "got_ocr2"), gguf_architectures=("qwen2",),
     from_hf=qwen2_from_hf,
 )  # fmt: skip
 

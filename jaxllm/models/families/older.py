@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
-from jaxllm.models.families.gpt import GPT2_KEYS, by_groups, gpt2_from_hf, layer_names, usual
+from jaxllm.models.families.gpt import GPT2_KEYS, GPT2_NORMS, GPT2_PRODUCTS, by_groups, gpt2_from_hf, layer_names, usual
 from jaxllm.models.family import Family, hf_decoder, hf_head_dim, hf_rope, without_groups
 from jaxllm.models.hf_fields import COUNT, EPSILON, FLAG, LAYERS, LENGTH, MAYBE_FLAG, OFF, SIZE, maybe
 from jaxllm.models.layers.rope import RopeConfig
@@ -17,6 +17,7 @@ from jaxllm.models.names import in_layers, linear
 from jaxllm.weights.fields import TEXT, FieldKind, many, one_of, shown, whole
 from jaxllm.weights.names import Pattern, Source
 
+TABLES: dict[str, Pattern] = {"embed.weight": "transformer.wte.weight", "positions": "transformer.wpe.weight"}
 ON = maybe(FieldKind("true", lambda value: value is True))
 
 
@@ -147,11 +148,9 @@ GPT_NEO = Family(
         "num_layers": LAYERS, "intermediate_size": maybe(SIZE), "window_size": LENGTH,
         "attention_types": maybe(FieldKind("pairs of a list of global and local, and a number", _attention_types)),
     },
-    ignored=("*.attn.attention.bias",),
-    from_hf=gpt_neo_from_hf,
+    ignored=("*.attn.attention.bias",), from_hf=gpt_neo_from_hf,
     hf_names={
-        "embed.weight": "transformer.wte.weight", "positions": "transformer.wpe.weight",
-        **linear("norm", "transformer.ln_f"),
+        **TABLES, **linear("norm", "transformer.ln_f"),
         **in_layers("transformer.h.*", {
             "attention_norm": "ln_1", "mlp_norm": "ln_2", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj",
             "attention.qkv": tuple(f"attn.attention.{part}_proj" for part in "qkv"),
@@ -169,16 +168,10 @@ def bigcode_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 
 def bigcode_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
-    fused = by_groups(config, "transformer.h.*.attn.c_attn") if config.num_kv_heads > 1 else {}
-    return {
-        "embed.weight": "transformer.wte.weight", "positions": "transformer.wpe.weight",
-        **linear("norm", "transformer.ln_f"),
-        **in_layers("transformer.h.*", {
-            "attention_norm": "ln_1", "mlp_norm": "ln_2", "attention.qkv": "attn.c_attn",
-            "attention.output": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj",
-        }),
-        **fused,
-    }  # fmt: skip
+    names, attention = (GPT2_NORMS | GPT2_PRODUCTS).items(), "transformer.h.*.attn.c_attn"
+    own = [linear(path, f"transformer.{name}") for path, name in names]
+    fused = by_groups(config, attention) if config.num_kv_heads > 1 else {}
+    return TABLES | {path: name for names in own for path, name in names.items()} | fused
 
 
 GPT_BIGCODE = Family(
@@ -245,6 +238,5 @@ def persimmon_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
 PERSIMMON = Family(
     name="Persimmon", models="Persimmon-8B, Fuyu-8B (text)",
     architectures=("PersimmonForCausalLM", "FuyuForCausalLM"), model_types=("persimmon",), wrappers=("fuyu",),
-    ignored=("*vision_embed_tokens.*",),
-    from_hf=persimmon_from_hf, hf_names=persimmon_hf_names,
+    ignored=("*vision_embed_tokens.*",), from_hf=persimmon_from_hf, hf_names=persimmon_hf_names,
 )  # fmt: skip

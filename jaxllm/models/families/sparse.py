@@ -32,13 +32,14 @@ def sparse_layers(c: dict[str, Any], dense: int = 1) -> list[bool]:
     return [kind == "sparse" for kind in kinds] if kinds else [i >= dense for i in range(c["num_hidden_layers"])]
 
 
+_MLP = "model.layers.*.mlp"
 ONE_GROUP = {"norm_topk_prob": True, "n_group": 1, "topk_group": 1}
 
 
 def _routed(c: dict[str, Any], scale: str) -> MoEConfig:
-    """DeepSeek's experts under Qwen's names, in one group."""
+    """DeepSeek's experts under Qwen's names."""
     names = {"n_routed_experts": c["num_experts"], "n_shared_experts": c["num_shared_experts"]}
-    return deepseek.sigmoid_experts(c | names | ONE_GROUP | {"routed_scaling_factor": c[scale]})
+    return deepseek.sigmoid_experts(c | names | {"routed_scaling_factor": c[scale]})
 
 
 # OLMoE and FlexOlmo: OLMo 2's norms, in OLMoE before attention and MLP (arXiv:2409.02060, arXiv:2507.07024)
@@ -54,8 +55,7 @@ def olmoe_from_hf(c: dict[str, Any]) -> DecoderConfig:
 OLMOE = Family(
     name="OLMoE", models="OLMoE-1B-7B, FlexOlmo",
     architectures=("OlmoeForCausalLM", "FlexOlmoForCausalLM"), model_types=("olmoe", "flex_olmo"),
-    fields={"clip_qkv": OFF},
-    from_hf=olmoe_from_hf,
+    fields={"clip_qkv": OFF}, from_hf=olmoe_from_hf,
     hf_names=lambda config: in_layers("model.layers.*", norms.POST_NORMS if config.post_norms else {}),
 )  # fmt: skip
 
@@ -89,34 +89,31 @@ def granite_moe_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
     return own | {"layers.*.attention.sinks": "model.layers.*.self_attn.sinks"}
 
 
-FIELDS = {
-    "shared_intermediate_size": whole(0, 2**24),
-    "layer_rope_theta": maybe(many(either(THETA, whole(0, 0)), 2**10)),
-}
-
 GRANITE_MOE = Family(
     name="Granite 3 MoE", models="Granite 3.0, 3.1 1B-A400M, 3B-A800M; Granite with windows",
     architectures=(
         "GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM", "GraniteMoeSWAForCausalLM", "GraniteSWAForCausalLM"
     ),
-    model_types=("granitemoe", "granitemoeshared", "granitemoe_swa", "granite_swa"), fields=FIELDS,
+    model_types=("granitemoe", "granitemoeshared", "granitemoe_swa", "granite_swa"),
+    fields={
+        "shared_intermediate_size": whole(0, 2**24), "layer_rope_theta": maybe(many(either(THETA, whole(0, 0)), 2**10)),
+    },
     from_hf=granite_moe_from_hf, hf_names=granite_moe_hf_names,
 )  # fmt: skip
 
 
 # dots.llm1, Hunyuan 3, Solar Open, Sarvam: attention of Qwen 3, GLM-4.5 or DeepSeek, and DeepSeek V3's experts
 def dots1_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    defaults = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": False}
-    defaults |= {"max_window_layers": 62}
+    defaults = ONE_GROUP | {"routed_scaling_factor": 1.0, "norm_topk_prob": False, "max_window_layers": 62}
     c = defaults | c | {"use_sliding_window": True, "head_dim": hf_head_dim(c)}
-    sparse = sparse_layers(c, c.get("first_k_dense_replace") or 0)
+    sparse = sparse_layers(c, c.get("first_k_dense_replace", 0))
     return with_experts(llama.qwen3_from_hf(c), deepseek.sigmoid_experts(c), sparse)
 
 
 def hunyuan3_from_hf(c: dict[str, Any]) -> DecoderConfig:
     defaults = {"num_experts": 192, "num_experts_per_tok": 8, "num_shared_experts": 1, "moe_intermediate_size": 1536}
     defaults |= {"router_scaling_factor": 2.826, "rope_theta": 11_158_840.0, "rms_norm_eps": 1e-5}
-    c = defaults | c | {"use_sliding_window": False}
+    c = defaults | c | {"use_sliding_window": False} | ONE_GROUP
     return with_experts(llama.qwen3_from_hf(c), _routed(c, "router_scaling_factor"), sparse_layers(c))
 
 
@@ -148,8 +145,6 @@ SARVAM_NAMES: dict[str, Pattern] = {
     }),
 }  # fmt: skip
 
-_MLP = "model.layers.*.mlp"
-
 DOTS1 = Family(
     name="dots.llm1", models="dots.llm1",
     architectures=("Dots1ForCausalLM",), model_types=("dots1",), from_hf=dots1_from_hf,
@@ -158,8 +153,7 @@ DOTS1 = Family(
 HUNYUAN3 = Family(
     name="Hunyuan 3", models="Hy3-preview (295B-A21B)",
     architectures=("HYV3ForCausalLM",), model_types=("hy_v3",),
-    fields={"router_scaling_factor": FACTOR, "mlp_bias": OFF},
-    from_hf=hunyuan3_from_hf,
+    fields={"router_scaling_factor": FACTOR, "mlp_bias": OFF}, from_hf=hunyuan3_from_hf,
     hf_names=lambda config: hf_expert_names(config, shared="shared_mlp") | {
         "layers.*.mlp.router.weight": f"{_MLP}.router.gate.weight",
         "layers.*.mlp.router.correction_bias": f"{_MLP}.expert_bias",
@@ -183,8 +177,7 @@ SARVAM = Family(
 def exaone_moe_from_hf(c: dict[str, Any]) -> DecoderConfig:
     defaults = {"num_experts": 64, "num_experts_per_tok": 8, "num_shared_experts": 1, "moe_intermediate_size": 1024}
     c = defaults | ONE_GROUP | {"routed_scaling_factor": 2.5} | c
-    names = {"n_routed_experts": c["num_experts"], "n_shared_experts": c["num_shared_experts"]}
-    moe, sparse = deepseek.sigmoid_experts(c | names), sparse_layers(c, c.get("first_k_dense_replace", 1))
+    moe, sparse = _routed(c, "routed_scaling_factor"), sparse_layers(c, c.get("first_k_dense_replace", 1))
     return with_experts(norms.exaone4_from_hf(c), moe, sparse, pre_norms=True, post_norms=False)
 
 
@@ -192,25 +185,6 @@ EXAONE_MOE = Family(
     name="K-EXAONE", models="K-EXAONE-236B-A23B",
     architectures=("ExaoneMoeForCausalLM",), model_types=("exaone_moe",), from_hf=exaone_moe_from_hf,
     hf_names={"layers.*.mlp.router.correction_bias": f"{_MLP}.e_score_correction_bias"},
-)  # fmt: skip
-
-
-# Mellum 2: Qwen 3's experts, windows, and a rotary base for each kind of layer
-def mellum_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    c = {"num_experts": c.get("num_local_experts", 64), "moe_intermediate_size": 896, "norm_topk_prob": True} | c
-    ropes = c.get("rope_parameters") or {}
-    thetas = {"full_attention": 500_000.0, "sliding_attention": 10_000.0}
-    typed = {kind: hf_rope(c, parameters=ropes.get(kind) or {"rope_theta": theta}) for kind, theta in thetas.items()}
-    kinds = c.get("layer_types") or ["full_attention"] * c["num_hidden_layers"]
-    own = {"use_sliding_window": True, "layer_types": kinds, "rope_parameters": None, "mlp_only_layers": None}
-    config = llama.qwen3_moe_from_hf({"sliding_window": 1024} | c | own | {"decoder_sparse_step": 1})
-    parts = zip(config.layers, kinds, sparse_layers(c, 0), strict=True)
-    return replace(config, layers=tuple(replace(one, rope=typed[kind], sparse=has) for one, kind, has in parts))
-
-
-MELLUM = Family(
-    name="Mellum 2", models="Mellum 2 12B-A2.5B",
-    architectures=("MellumForCausalLM",), model_types=("mellum",), from_hf=mellum_from_hf,
 )  # fmt: skip
 
 
@@ -225,7 +199,7 @@ def afmoe_from_hf(c: dict[str, Any]) -> DecoderConfig:
     sparse = sparse_layers(c, c["num_dense_layers"])
     return hf_decoder(
         c, layers=[LayerKind(rope if w else None, w, sparse=s) for w, s in zip(windows, sparse, strict=True)],
-        moe=_routed(c, "route_scale"), qk_norm="rms", attention_gate=True, post_norms=True,
+        moe=_routed(c | ONE_GROUP, "route_scale"), qk_norm="rms", attention_gate=True, post_norms=True,
         attention_bias=c.get("attention_bias"),
         embedding_scale=c["hidden_size"] ** 0.5 if c.get("mup_enabled") else 1.0,
     )  # fmt: skip
@@ -238,15 +212,14 @@ def afmoe_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
         heads = (rows.reshape(-1, config.head_dim, rows.shape[-1]) for rows in (queries, gates))
         return np.stack([*heads], axis=1).reshape(-1, queries.shape[-1])
 
-    layer = "model.layers.*"
-    attention = f"{layer}.self_attn"
+    attention = "model.layers.*.self_attn"
     queries = Source(f"{attention}.q_proj.weight", by_head, also=(f"{attention}.gate_proj.weight",))
     return {
-        **in_layers(layer, {
+        **in_layers("model.layers.*", {
             "attention_post_norm": "post_attention_layernorm", "mlp_norm": "pre_mlp_layernorm",
             "mlp_post_norm": "post_mlp_layernorm", "mlp.router": "mlp.router.gate",
         }),
-        "layers.*.mlp.router.correction_bias": f"{layer}.mlp.expert_bias",
+        "layers.*.mlp.router.correction_bias": f"{_MLP}.expert_bias",
         "layers.*.attention.qkv.weight": (queries, f"{attention}.k_proj.weight", f"{attention}.v_proj.weight"),
     }  # fmt: skip
 

@@ -93,8 +93,8 @@ class GroupRMSNorm(nnx.Module):
 class LayerNorm(nnx.Module):
     """Mean and variance over the last axis (Ba et al. 2016, arXiv:1607.06450), in float32."""
 
-    def __init__(self, size: int, eps: float, kernels: Kernels, bias: bool = True):
-        self.weight = param((size,), jnp.float32)
+    def __init__(self, size: int, eps: float, kernels: Kernels, bias: bool = True, weight: bool = True):
+        self.weight = param((size,), jnp.float32) if weight else None
         self.bias = param((size,), jnp.float32) if bias else None
         self.eps, self.kernels = eps, kernels
 
@@ -104,25 +104,15 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "... n"]) -> Float[Array, "... n"]:
         bias = None if self.bias is None else self.bias[...]
-        return self.kernels.normalise(x, self.weight[...], bias, self.eps, True)
+        weight = jnp.ones(x.shape[-1], jnp.float32) if self.weight is None else self.weight[...]
+        return self.kernels.normalise(x, weight, bias, self.eps, True)
 
 
 def norm_of_kind(kind: str, size: int, eps: float, kernels: Kernels) -> RMSNorm | LayerNorm:
     """The norm that a config's `norm` names."""
-    kinds = {"rms": RMSNorm, "unit": UnitRMSNorm, "layer": LayerNorm, "layer_unit": UnitLayerNorm}
-    if kind == "layer_unbiased":
-        return LayerNorm(size, eps, kernels, bias=False)
-    return kinds[kind](size, eps, kernels)
-
-
-class UnitLayerNorm(LayerNorm):
-    """A LayerNorm without weight and bias (OLMo)."""
-
-    def __init__(self, size: int, eps: float, kernels: Kernels):
-        self.size, self.eps, self.kernels = size, eps, kernels
-
-    def __call__(self, x: Float[Array, "... n"]) -> Float[Array, "... n"]:
-        return self.kernels.normalise(x, jnp.ones(self.size, jnp.float32), None, self.eps, True)
+    if kind in ("rms", "unit"):
+        return (RMSNorm if kind == "rms" else UnitRMSNorm)(size, eps, kernels)
+    return LayerNorm(size, eps, kernels, bias=kind == "layer", weight=kind != "layer_unit")
 
 
 class HeadLayerNorms(LayerNorm):

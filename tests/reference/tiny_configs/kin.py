@@ -48,6 +48,9 @@ VARIANTS: dict[str, Variant] = {
         "exaone", "ExaoneForCausalLM", "Llama under GPT-2's names",
         _SIZES,
     ),
+    "iquestcoder": _of("iquestcoder", "IQuestCoderForCausalLM", "Llama by another name", _SIZES, {"head_dim": 16}),
+    "emu3": _of("emu3_text_model", "Emu3ForCausalLM", "Llama within a model of images", _SIZES, {"rope_theta": 1e6}),
+    "apertus1p5": _of("apertus1p5_text", "Apertus1p5TextForCausalLM", "Apertus within a model of images", _SIZES),
     "cwm": _of("cwm", "CwmForCausalLM", "every fourth layer without a window, the first", _SIZES, {
         "head_dim": 16, "sliding_window": 9, "num_hidden_layers": 5,
     }, unlike=({"sliding_window": 10}, {"rope_theta": 100.0, "rope_parameters": {"rope_type": "default"}})),
@@ -139,12 +142,6 @@ VARIANTS: dict[str, Variant] = {
     "exaone_moe": _of("exaone_moe", "ExaoneMoeForCausalLM", "EXAONE's attention after its norms", _EXPERTS, {
         "sliding_window": 9, "sliding_window_pattern": 3,
     }, seed=1),
-    "mellum": _of("mellum", "MellumForCausalLM", "a rotary base for layers with a window", _without(
-        _EXPERTS, "num_shared_experts"
-    ), _WINDOW, {"mlp_layer_types": ["dense", "sparse", "sparse"], "rope_parameters": {
-        "full_attention": {"rope_type": "default", "rope_theta": 5000.0},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-    }}),
     "afmoe": _of("afmoe", "AfmoeForCausalLM", "a gate on attention between four norms", _EXPERTS,
                  {"mup_enabled": True, "route_scale": 1.4, "sliding_window": 9, "global_attn_every_n_layers": 2},
                  unlike=({"mup_enabled": False}, {"route_scale": 1.0})),
