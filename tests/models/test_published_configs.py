@@ -22,7 +22,7 @@ from tests.reference.tiny import tiny_config
 
 CONFIGS = {path.stem: path for path in sorted((Path(__file__).parents[1] / "reference" / "configs").glob("*.json"))}
 ROOMY = Platform("cpu", 1, 2**44, 2**44)
-WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size", "local": "window_size"}
 """Kinds of layers that do not see all, and the key that says how much."""
 LENGTHS = ("model_max_length", "n_positions", "seq_length", "max_seq_len")
 """Keys of the longest context before the usual one."""
@@ -133,13 +133,14 @@ def test_settings_are_those_that_transformers_reads(published, blueprint):
         assert list(map(ours.num_kv_heads_of, ours.layers)) == _kv_heads(theirs, ours.num_layers)
     assert (ours.norm_eps, ours.hidden_act) == (eps, act)
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
-    kinds = getattr(theirs, "layer_types", None) or [_kind_of_all_layers(theirs)] * ours.num_layers
+    kinds = getattr(theirs, "layer_types", None) or getattr(theirs, "attention_layers", None)
+    kinds = kinds or [_kind_of_all_layers(theirs)] * ours.num_layers
     own = int(ours.encoder is not None)  # an encoder's window counts the token itself, transformers' what is beside it
     assert [layer.window for layer in ours.layers] == [
         getattr(theirs, WINDOWS[kind]) + own if kind in WINDOWS else None for kind in kinds
     ]
     for layer, kind in zip(ours.layers, kinds, strict=True):
-        if layer.rope is not None:
+        if layer.rope is not None and hasattr(theirs, "rope_parameters"):
             rope = theirs.rope_parameters.get(kind, theirs.rope_parameters)
             if not rope.get("alpha"):  # with which the base is another, and nothing else is
                 assert (layer.rope.theta, layer.rope.kind) == (rope["rope_theta"], rope["rope_type"])

@@ -33,7 +33,8 @@ def sparse_layers(c: dict[str, Any], dense: int = 1) -> list[bool]:
 
 
 _MLP = "model.layers.*.mlp"
-ONE_GROUP = {"norm_topk_prob": True, "n_group": 1, "topk_group": 1}
+ONE_GROUP: dict[str, Any] = {"norm_topk_prob": True, "n_group": 1, "topk_group": 1}
+EXPERTS = ONE_GROUP | {"num_experts": 64, "num_experts_per_tok": 8, "num_shared_experts": 1}
 
 
 def _routed(c: dict[str, Any], scale: str) -> MoEConfig:
@@ -111,9 +112,8 @@ def dots1_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 
 def hunyuan3_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    defaults = {"num_experts": 192, "num_experts_per_tok": 8, "num_shared_experts": 1, "moe_intermediate_size": 1536}
-    defaults |= {"router_scaling_factor": 2.826, "rope_theta": 11_158_840.0, "rms_norm_eps": 1e-5}
-    c = defaults | c | {"use_sliding_window": False} | ONE_GROUP
+    sizes = {"num_experts": 192, "moe_intermediate_size": 1536, "router_scaling_factor": 2.826, "rms_norm_eps": 1e-5}
+    c = EXPERTS | sizes | {"rope_theta": 11_158_840.0} | c | {"use_sliding_window": False} | ONE_GROUP
     return with_experts(llama.qwen3_from_hf(c), _routed(c, "router_scaling_factor"), sparse_layers(c))
 
 
@@ -175,8 +175,7 @@ SARVAM = Family(
 
 # K-EXAONE: EXAONE 4's attention behind norms in front of it, and DeepSeek V3's experts
 def exaone_moe_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    defaults = {"num_experts": 64, "num_experts_per_tok": 8, "num_shared_experts": 1, "moe_intermediate_size": 1024}
-    c = defaults | ONE_GROUP | {"routed_scaling_factor": 2.5} | c
+    c = EXPERTS | {"moe_intermediate_size": 1024, "routed_scaling_factor": 2.5} | c
     moe, sparse = _routed(c, "routed_scaling_factor"), sparse_layers(c, c.get("first_k_dense_replace", 1))
     return with_experts(norms.exaone4_from_hf(c), moe, sparse, pre_norms=True, post_norms=False)
 
