@@ -19,6 +19,8 @@ from jaxllm.weights.names import AnyOf, Pattern, Source, transposed
 
 # Llama 2, 3 and 3.x, SmolLM2, Yi, and others of their shape (Touvron et al. 2023, arXiv:2302.13971)
 def llama_from_hf(c: dict[str, Any]) -> DecoderConfig:
+    newer = c.get("model_type") in ("iquestcoder", "emu3_text_model")
+    c = ({"rms_norm_eps": 1e-5, "num_key_value_heads": 8} if newer else {}) | c
     return hf_decoder(c, attention_bias=c.get("attention_bias", False), mlp_bias=c.get("mlp_bias", False))
 
 
