@@ -359,10 +359,11 @@ READ_ALL_THE_SAME = {
     **{(kind, "head_dim"): OWN_HEADS for kind in (
         "cohere", "cohere2", "ernie4_5_moe", "granite", "granitemoehybrid", "olmo2", "olmo3", "phi", "qwen2",
         "qwen2_moe", "smollm3", "starcoder2", "apertus", "dots1", "granitemoe", "granitemoeshared", "granitemoe_swa",
-        "granite_swa", "nanochat", "olmo", "olmoe", "flex_olmo",
+        "granite_swa", "nanochat", "olmo", "olmoe", "flex_olmo", "apertus1p5_text",
+        "emu3_text_model",
     )},
     **{(kind, "original_max_position_embeddings"): "published files have it beside rope_parameters" for kind in (
-        "deepseek_v2", "deepseek_v3", "exaone4", "gpt_oss", "llama4_text", "apertus", "cwm",
+        "deepseek_v2", "deepseek_v3", "exaone4", "gpt_oss", "llama4_text", "apertus", "apertus1p5_text", "cwm",
         "ministral3", "mistral4", "olmo3",
     )},
     **{(kind, "position_embedding_type"): "older files have it; other ones than learnt positions are refused"

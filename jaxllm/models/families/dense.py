@@ -191,9 +191,8 @@ APERTUS_ROPE = CWM_ROPE | {"rope_theta": 12e6, "factor": 8.0}
 
 def apertus_from_hf(c: dict[str, Any]) -> DecoderConfig:
     c = {"hidden_act": "xielu", "rms_norm_eps": 1e-5, "max_position_embeddings": 65_536} | c
-    rope = hf_rope(c, parameters=hf_rope_parameters(c, APERTUS_ROPE))
-    bias = bool(c.get("attention_bias"))
-    return hf_decoder(c, layers=LayerKind(rope), attention_bias=bias, qk_norm="rms", gated_mlp=False)
+    layer = LayerKind(hf_rope(c, parameters=hf_rope_parameters(c, APERTUS_ROPE)))
+    return hf_decoder(c, layers=layer, qk_norm="rms", gated_mlp=False, attention_bias=bool(c.get("attention_bias")))
 
 
 def _curve(*stored: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.errors import CheckpointError
 from jaxllm.models.config import DecoderConfig, LayerKind
 from jaxllm.models.families import deepseek, llama, mamba, norms
 from jaxllm.models.families.dense import full_first
@@ -74,10 +75,11 @@ def granite_moe_from_hf(c: dict[str, Any]) -> DecoderConfig:
 def _with_sinks(c: dict[str, Any], config: DecoderConfig) -> DecoderConfig:
     """Layers may have rotary bases of their own; one of 0 is no positions."""
     thetas = c.get("layer_rope_theta") or [rope.theta for rope in config.ropes] * config.num_layers
-    window = c.get("sliding_window", 128)
+    if len(thetas) != config.num_layers:
+        raise CheckpointError(f"layer_rope_theta has {len(thetas)} entries; accepted are {config.num_layers}")
     layers = tuple(
         replace(
-            layer, window=window if kind == "sliding_attention" else None,
+            layer, window=c.get("sliding_window", 128) if kind == "sliding_attention" else None,
             rope=replace(layer.rope, theta=float(theta)) if theta and layer.rope else None,
         )
         for layer, kind, theta in zip(config.layers, full_first(c), thetas, strict=True)
