@@ -12,7 +12,7 @@ from jaxllm.models.families import deepseek, gemma, mamba
 from jaxllm.models.families.gpt import usual
 from jaxllm.models.families.llama import llama_from_hf
 from jaxllm.models.family import Family, hf_decoder, hf_head_dim, hf_rope, hf_rope_parameters, sliding_layers
-from jaxllm.models.hf_fields import FACTOR, MAYBE_FLAG, SIZE, maybe
+from jaxllm.models.hf_fields import FACTOR, LAYERS, MAYBE_FLAG, SIZE, maybe
 from jaxllm.models.names import in_layers
 from jaxllm.weights.fields import NULL
 from jaxllm.weights.names import Pattern, Source, plus_one
@@ -28,7 +28,7 @@ def exaone_from_hf(c: dict[str, Any]) -> DecoderConfig:
 
 
 EXAONE = Family(
-    name="EXAONE 3", models="EXAONE 3.0, 3.5, EXAONE Deep",
+    name="EXAONE 3", models="EXAONE 3.0, 3.5, EXAONE Deep", fields={"num_layers": LAYERS},
     architectures=("ExaoneForCausalLM",), model_types=("exaone",), from_hf=exaone_from_hf,
     hf_names={
         "embed.weight": "transformer.wte.weight", "norm.weight": "transformer.ln_f.weight",

@@ -17,7 +17,7 @@ from jaxllm.models.family import Family, hf_decoder, hf_experts, hf_head_dim, hf
 from jaxllm.models.hf_fields import FACTOR, MAYBE_FLAG, OFF, THETA, maybe
 from jaxllm.models.layers.experts import MoEConfig
 from jaxllm.models.names import hf_expert_names, in_layers
-from jaxllm.weights.fields import NULL, either, many, whole
+from jaxllm.weights.fields import either, many, whole
 from jaxllm.weights.names import Pattern, Source
 
 
@@ -228,6 +228,6 @@ def afmoe_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
 AFMOE = Family(
     name="Trinity", models="Trinity Nano, Mini, Large (AFMoE)",
     architectures=("AfmoeForCausalLM",), model_types=("afmoe",),
-    fields={"route_scale": either(FACTOR, NULL), "mup_enabled": MAYBE_FLAG},
+    fields={"route_scale": FACTOR, "mup_enabled": MAYBE_FLAG},
     from_hf=afmoe_from_hf, hf_names=afmoe_hf_names,
 )  # fmt: skip
