@@ -27,8 +27,6 @@ from jaxllm.models.layers.rope import Angles
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Norm, Residual, StepMetadata
 
-MergerNorm = NormKind | Literal["unit"]
-
 
 @dataclass(frozen=True)
 class AxialRope:
@@ -88,12 +86,12 @@ class MergerConfig:
         products: these follow one after the other.
     """
 
-    norm: MergerNorm | None = None
+    norm: NormKind | None = None
     norm_eps: float = 1e-6
     pool: Literal["concat", "mean"] = "concat"
     scale: float = 1.0
     affine: bool = False
-    pooled_norm: MergerNorm | None = None
+    pooled_norm: NormKind | None = None
     products: tuple[Projection, ...] = ()
 
 
@@ -222,7 +220,7 @@ class Tower(nnx.Module):
         return jnp.concatenate([self.merger(x, batch.merge), *deep], axis=-1)
 
 
-def _norm(kind: MergerNorm | None, size: int, eps: float, options: BuildOptions) -> Any:
+def _norm(kind: NormKind | None, size: int, eps: float, options: BuildOptions) -> Any:
     return None if kind is None else norm_of_kind(kind, size, eps, options.kernels)
 
 
