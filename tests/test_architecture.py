@@ -54,7 +54,7 @@ def test_the_code_is_about_as_long_as_it_says() -> None:
 def test_the_package_is_small_and_so_are_its_functions() -> None:
     files = [*PACKAGE.rglob("*.py")]
     assert 300 < len(files) <= 450
-    assert 50_000 < lines("**/*.py") <= 84_000
+    assert 50_000 < lines("**/*.py") <= 87_000
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     long = [
         f"{path.relative_to(PACKAGE)}: {node.name}"
