@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from jaxllm.chat.custom import PARAMETERS, TextInput
 from jaxllm.chat.events import ToolFormat
+from jaxllm.chat.pictures import ANY_SIZE, ImageLimits, Part, Picture, content_of, given_picture
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.requests.sampling import INT32_MAX, SamplingParams
 from jaxllm.requests.structured_outputs import StructuredOutputs
@@ -133,6 +134,7 @@ class Message:
     role: str
     """One of ROLES, or another that the template names."""
     text: str = ""
+    """The words, those of its parts joined by newlines."""
     reasoning: str | None = None
     calls: list[Call] = field(default_factory=list)
     call_id: str | None = None
@@ -140,11 +142,20 @@ class Message:
     """Of the speaker, for templates that show it; a tool's message has the tool's."""
     given: Mapping[str, Any] | None = None
     """A notebook's message, which the template gets as it is: it may have what only that template knows."""
+    parts: Sequence[Part] = ()
+    """Texts and images in order, where there are images."""
+
+    @classmethod
+    def of(cls, role: str, parts: Sequence[Part], **others: Any) -> Message:
+        has_images = any(isinstance(part, Picture) for part in parts)
+        text = "\n".join(part for part in parts if isinstance(part, str))
+        return cls(role, text, parts=parts if has_images else (), **others)
 
     def for_template(self) -> dict[str, Any]:
+        content = content_of(self.parts) if self.parts else self.text
         if self.given is not None:
-            return dict(self.given)
-        message: dict[str, Any] = {"role": self.role, "content": self.text}
+            return dict(self.given) | ({"content": content} if self.parts else {})
+        message: dict[str, Any] = {"role": self.role, "content": content}
         if self.calls:
             message["tool_calls"] = [call.for_template() for call in self.calls]
         optional = {"name": self.name, "tool_call_id": self.call_id, "reasoning_content": self.reasoning}
@@ -217,6 +228,7 @@ class Conversation:
         structured_outputs: what the answer's text must match, wherever it begins.
         separate_reasoning: whether reasoning is told apart from the answer's text, or stays in it.
         reasoning_control: reasoning without a budget can be ended while it is written, too.
+        image_limits: the sizes that its images are to have.
 
     Raises InvalidRequestError: there are too many messages, or calls and their results do not belong together.
     """
@@ -229,27 +241,50 @@ class Conversation:
     structured_outputs: StructuredOutputs | None = None
     separate_reasoning: bool = True
     reasoning_control: bool = False
+    image_limits: ImageLimits = ANY_SIZE
 
     def __post_init__(self) -> None:
         if all(message.given is None for message in self.messages):
             check_pieces(len(self.messages) + sum(len(message.calls) for message in self.messages))
             _match_calls(self.messages)
 
+    def refuse_images(self) -> None:
+        if self.pictures:
+            raise InvalidRequestError([self.pictures[0][0], " is an image, which is not available here: only text is"])
+
+    @property
+    def pictures(self) -> list[tuple[Field, Picture]]:
+        """Its images in order, and their places."""
+        return [
+            (part.place or Field("messages", at, "content", number), part)
+            for at, message in enumerate(self.messages)
+            for number, part in enumerate(message.parts)
+            if isinstance(part, Picture)
+        ]
+
 
 def given_messages(messages: Sequence[Any]) -> list[Message]:
-    """Messages of a notebook, arguments of calls as objects. Raises InvalidRequestError for all but text."""
+    """Messages of a notebook, arguments of calls as objects. Raises InvalidRequestError: they have other media."""
     from jaxllm.text.chat_template import check_text  # it loads jinja2
 
-    check_text(messages)
-    found = []
+    found, texts = [], []
     for message in messages:
-        content = message.get("content") or ""
-        text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
-        given = dict(message)
-        if isinstance(calls := message.get("tool_calls"), list):
-            given["tool_calls"] = [_with_object(call) for call in calls]
-        found.append(Message(str(message.get("role")), text, given=given))
-    return found
+        content = message.get("content") if isinstance(message, Mapping) else None
+        parts = [given_picture(part) or part for part in content] if isinstance(content, list) else None
+        blank = {"type": "text", "text": ""}  # in the place of each image
+        checked = parts and [blank if isinstance(part, Picture) else part for part in parts]
+        texts.append({**message, "content": checked} if parts else message)
+        found.append([content or ""] if parts is None else parts)
+    check_text(texts)
+    return [_given(message, parts) for message, parts in zip(messages, found, strict=True)]
+
+
+def _given(message: Mapping[str, Any], parts: Sequence[Any]) -> Message:
+    given = dict(message)
+    if isinstance(calls := message.get("tool_calls"), list):
+        given["tool_calls"] = [_with_object(call) for call in calls]
+    said = [part["text"] if isinstance(part, Mapping) else part for part in parts]
+    return Message.of(str(message.get("role")), said, given=given)
 
 
 def _with_object(call: Any) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -159,12 +159,13 @@ def _refused(place: Field, problem: str) -> InvalidRequestError:
 
 
 def in_format(
-    messages: Sequence[Mapping[str, Any]], template: str, asked: Literal["auto", "string", "openai"] = "auto"
-) -> list[dict[str, Any]]:
+    messages: Sequence[Mapping[str, Any]], template: str, asked: Literal["auto", "string", "openai"] = "auto",
+    as_text: Callable[[list[Any]], str] = lambda parts: "\n".join(part["text"] for part in parts),
+) -> list[dict[str, Any]]:  # fmt: skip
     """Checked messages whose contents are strings or lists, as asked, or as the template can read them.
 
     Worked example: "hi" is [{"type": "text", "text": "hi"}] for a template that goes through lists and never looks
-    whether it has a string. One that goes through no list gets the texts of a list joined by newlines.
+    whether it has a string. One that goes through no list gets a list `as_text`, by default joined by newlines.
     """
     wanted = asked if asked != "auto" else "string" if len(template) > MAX_TEMPLATE else _read_by(template)
 
@@ -172,7 +173,7 @@ def in_format(
         if wanted == "openai" and isinstance(given, str):
             return [{"type": "text", "text": given}]
         if wanted == "string" and isinstance(given, list):
-            return "\n".join(part["text"] for part in given)
+            return as_text(given)
         return given
 
     return [

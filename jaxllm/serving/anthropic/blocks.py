@@ -10,15 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from jaxllm.chat.conversation import check_pieces
+from jaxllm.chat.pictures import Picture, Sent
+from jaxllm.errors import Field as Place
 from jaxllm.serving.http.request_model import Cacheable, RequestModel, refuse, refusing
 from jaxllm.wording import shown
 
 UNREADABLE_BLOCKS = frozenset({
     "advisor_tool_result", "bash_code_execution_tool_result", "browser_state", "code_execution_tool_result",
-    "compaction", "container_upload", "document", "fallback", "image", "mcp_tool_listing", "mcp_tool_result",
+    "compaction", "container_upload", "document", "fallback", "mcp_tool_listing", "mcp_tool_result",
     "mcp_tool_use", "search_result", "server_tool_use", "text_editor_code_execution_tool_result", "tool_addition",
     "tool_removal", "tool_search_tool_result", "web_fetch_tool_result", "web_search_tool_result",
 })  # fmt: skip
@@ -38,6 +40,57 @@ class TextBlockParam(Cacheable):
     type: Literal["text"]
     text: str
     """The words."""
+
+
+class Base64Source(RequestModel):
+    type: Literal["base64"]
+    media_type: str | None = None
+    """Accepted, without effect: the image's own first bytes say what it is."""
+    data: str = Field(min_length=1)
+    """The image in base64."""
+
+    @property
+    def sent(self) -> Sent:
+        return Sent("base64", self.data)
+
+
+class URLSource(RequestModel):
+    """An image that the server may fetch: see docs/images.md."""
+
+    type: Literal["url"]
+    url: str = Field(min_length=1)
+    """Where the image is."""
+
+    @property
+    def sent(self) -> Sent:
+        return Sent("url", self.url)
+
+
+class FileSource(RequestModel):
+    """An image that was uploaded."""
+
+    type: Literal["file"]
+    file_id: str = Field(min_length=1)
+    """The id that /v1/files gave it."""
+
+    @property
+    def sent(self) -> Sent:
+        return Sent("file_id", self.file_id)
+
+
+class ImageBlockParam(Cacheable):
+    type: Literal["image"]
+    source: Annotated[Base64Source | URLSource | FileSource, Field(discriminator="type")]
+    """The image in base64, where it is, or the id of an uploaded file."""
+    _picture: Picture = PrivateAttr()
+
+    @property
+    def picture(self) -> Picture:
+        """One object whenever it is asked for, so that the image is fetched once."""
+        return self._picture
+
+    def stand_at(self, *place: str | int) -> None:
+        self._picture = Picture(self.source.sent, place=Place(*place))
 
 
 class ThinkingBlockParam(RequestModel):
@@ -87,7 +140,8 @@ class ToolReferenceParam(Cacheable):
 
 
 ResultPart = Annotated[
-    Annotated[TextBlockParam | ToolReferenceParam, Field(discriminator="type")], BeforeValidator(_readable)
+    Annotated[TextBlockParam | ImageBlockParam | ToolReferenceParam, Field(discriminator="type")],
+    BeforeValidator(_readable),
 ]
 
 
@@ -98,15 +152,22 @@ class ToolResultBlockParam(Cacheable):
     tool_use_id: str = Field(min_length=1)
     """Of the call that it answers."""
     content: str | list[ResultPart] | None = None
-    """Text, or a list of text blocks and references to tools."""
+    """Text, or a list of texts, images and references to tools."""
     is_error: bool = False
     """The model reads the content after "Error: "."""
 
 
-Block = TextBlockParam | ThinkingBlockParam | RedactedThinkingBlockParam | ToolUseBlockParam | ToolResultBlockParam
+Block = (
+    TextBlockParam
+    | ImageBlockParam
+    | ThinkingBlockParam
+    | RedactedThinkingBlockParam
+    | ToolUseBlockParam
+    | ToolResultBlockParam
+)
 
 _BLOCKS_OF_ROLE: dict[str, tuple[str, ...]] = {
-    "user": ("text", "tool_result"),
+    "user": ("text", "image", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
 }

@@ -19,10 +19,11 @@ from jaxllm.chat.conversation import (
     history_arguments,
 )
 from jaxllm.chat.custom import INPUT, TextInput
+from jaxllm.chat.pictures import ANY_SIZE, Detail, ImageLimits, Part, Picture, Sent
 from jaxllm.errors import Field as Place
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.sampling import INT32_MAX
-from jaxllm.serving.http.request_model import Cacheable, RequestModel, refuse, refusing
+from jaxllm.serving.http.request_model import Cacheable, RequestModel, check_equal, refuse, refusing
 from jaxllm.serving.openai.structured import GrammarDefinition, TextFormat
 from jaxllm.wording import shown
 
@@ -280,6 +281,25 @@ class RefusalPart(Cacheable):
     """Shown to the model as text."""
 
 
+class ImageURL(RequestModel):
+    url: str = Field(min_length=1)
+    """data:image/…;base64,… (or base64 alone), or a URL that the server may fetch: see docs/images.md."""
+    detail: Detail | None = None
+    """low: at most 256 tokens, where the model's images have several sizes; the others change nothing."""
+
+
+class ImagePart(Cacheable):
+    type: Literal["image_url"]
+    image_url: ImageURL | str
+    """The image, or its URL alone."""
+    uuid: str | None = None
+    """Accepted, without effect: an image is known by its contents."""
+
+    def picture(self) -> Picture:
+        image = ImageURL(url=self.image_url) if isinstance(self.image_url, str) else self.image_url
+        return Picture(Sent.at(image.url), image.detail)
+
+
 class ChatMessageParam(Cacheable):
     unsupported: ClassVar[frozenset[str]] = frozenset({
         "annotations", "audio", "function_call", "images", "phase", "provider_specific_fields", "reasoning_details",
@@ -288,8 +308,8 @@ class ChatMessageParam(Cacheable):
 
     role: str = Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")
     """system, or developer, which renders as it; user, assistant, tool, or another that the template names."""
-    content: str | list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]] | None = None
-    """Text, or a list of parts; an assistant's message may have none."""
+    content: str | list[Annotated[TextPart | RefusalPart | ImagePart, Field(discriminator="type")]] | None = None
+    """Text, or a list of parts; an assistant's message may have none, and has no images."""
     name: str | None = None
     """Of the one who speaks, for templates that show it."""
     tool_calls: list[HistoryToolCall] | None = None
@@ -318,21 +338,31 @@ class ChatMessageParam(Cacheable):
             raise refuse(f"tool_call_id {problem}; messages of role 'tool' have it, no others", "tool_call_id")
         if self.content is None and not assistant:
             raise refuse("content is required, except in an assistant's message", "content")
+        if assistant and isinstance(self.content, list) and any(part.type == "image_url" for part in self.content):
+            raise refuse("content has an image, which a message of role 'assistant' may not have", "content")
         return self
 
     def message(self) -> conversation.Message:
         """Parts of a content are joined by newlines, as vLLM does for templates that expect a string."""
-        text = self.content
-        if isinstance(text, list):
-            text = "\n".join(part.text if isinstance(part, TextPart) else part.refusal for part in text)
-        return conversation.Message(
-            role="system" if self.role == "developer" else self.role,
-            text=text if text is not None else self.refusal or "",
+        content = self.refusal or "" if self.content is None else self.content
+        return conversation.Message.of(
+            "system" if self.role == "developer" else self.role,
+            [content] if isinstance(content, str) else [_said(part) for part in content],
             reasoning=self.reasoning_content or self.reasoning,
             calls=[call.call() for call in self.tool_calls or ()],
             call_id=self.tool_call_id,
             name=self.name,
         )
+
+
+def _said(part: TextPart | RefusalPart | ImagePart) -> Part:
+    match part:
+        case ImagePart():
+            return part.picture()
+        case RefusalPart():
+            return part.refusal
+        case _:
+            return part.text
 
 
 def _bounded(messages: Any) -> Any:
@@ -363,6 +393,36 @@ class Thinking(RequestModel):
     """As max_thinking_tokens, but nothing is refused where the model marks no reasoning."""
 
 
+_Rows = Annotated[int | None, Field(ge=1, le=2**20)]
+_Pixels = Annotated[int | None, Field(ge=1, le=2**31)]
+
+
+class ImageSizes(RequestModel):
+    """The sizes of images, where the model has images of several sizes; the server's own limits hold as well."""
+
+    min_tokens: _Rows = None
+    """Least tokens of an image: smaller ones are enlarged."""
+    max_tokens: _Rows = None
+    """Most tokens of an image: larger ones are made smaller."""
+    max_soft_tokens: _Rows = None
+    """Gemma's name of max_tokens."""
+    min_pixels: _Pixels = None
+    """As min_tokens, in pixels."""
+    max_pixels: _Pixels = None
+    """As max_tokens, in pixels."""
+
+    @model_validator(mode="after")
+    def _one_unit(self) -> ImageSizes:
+        check_equal("max_tokens", self.max_tokens, "max_soft_tokens", self.max_soft_tokens)
+        for one, other in (("min_tokens", "min_pixels"), ("max_tokens", "max_pixels")):
+            if getattr(self.limits(), one) and getattr(self, other):
+                raise refuse(f"{one} and {other} are both set", other)
+        return self
+
+    def limits(self) -> ImageLimits:
+        return ImageLimits(self.min_tokens, self.max_tokens or self.max_soft_tokens, self.min_pixels, self.max_pixels)
+
+
 class TemplateFields(RequestModel):
     """The fields that choose how `messages` are rendered."""
 
@@ -376,6 +436,8 @@ class TemplateFields(RequestModel):
     """Further variables of the template, such as enable_thinking."""
     documents: list[dict[str, Any]] | None = None
     """Given to the template, for those that know retrieval."""
+    mm_processor_kwargs: ImageSizes | None = None
+    """The sizes that the images of the request are to have."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """Given to templates that know an effort; for others it is a budget (docs/tools.md). none turns thinking off."""
     thinking: bool | Thinking | None = None
@@ -391,6 +453,10 @@ class TemplateFields(RequestModel):
         if off and self.reasoning_effort not in (None, "none"):
             raise refuse(f"reasoning_effort is {self.reasoning_effort!r}, but thinking is off", "reasoning_effort")
         return self
+
+    @property
+    def image_limits(self) -> ImageLimits:
+        return ANY_SIZE if self.mm_processor_kwargs is None else self.mm_processor_kwargs.limits()
 
     @property
     def thinking_budget(self) -> int | None:
@@ -419,6 +485,7 @@ class TemplateFields(RequestModel):
             messages=[message.message() for message in messages],
             tools=list(tools),
             rendering=self.rendering(special_tokens=special_tokens),
+            image_limits=self.image_limits,
         )
 
 

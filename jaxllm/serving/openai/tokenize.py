@@ -112,7 +112,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     if body.messages is not None:
         with naming(renaming(FIELD_NAMES)):
             chat = body.chat(body.messages, body.callable_tools(), special_tokens=special)
-            tokens = (await state.prepare(render, model, chat, may_be_cut=True)).token_ids
+            tokens = (await call.prepare(render, chat, may_be_cut=True)).token_ids
     else:
         name, text = ("content", body.content) if body.prompt is None else ("prompt", body.prompt)
         tokens = await state.offload(model.encode, text or "", Field(name), add_special_tokens=special, may_be_cut=True)
@@ -220,7 +220,7 @@ async def apply_template(body: ApplyTemplateRequest, request: Request) -> Respon
     call = await open_call(request, body.model)
     with naming(renaming(FIELD_NAMES)):
         chat = body.chat(body.messages, body.callable_tools())
-        rendered = await call.state.prepare(render, call.model, chat, may_be_cut=True)
+        rendered = await call.prepare(render, chat, may_be_cut=True)
     return json_response(AppliedTemplate(rendered.text))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from jaxllm.chat import conversation
 from jaxllm.chat.conversation import Call, Conversation, Message, Rendering, thinking_variables
 from jaxllm.chat.custom import INPUT
+from jaxllm.chat.pictures import Part, Picture, Sent
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.mcp.tools import ToolResult, as_data, full_name
 from jaxllm.requests.structured_outputs import StructuredOutputs
@@ -135,15 +136,15 @@ class _Transcript:
     def add(self, item: Item) -> None:
         match item["type"]:
             case "message" if item["role"] != "assistant":
-                self._other(Message("user" if item["role"] == "user" else "system", _text(item["content"])), item)
+                self._other(Message.of("user" if item["role"] == "user" else "system", _parts(item["content"])), item)
             case kind if kind in HOSTED_OUTPUTS:
                 output = item.get(HOSTED_OUTPUTS[kind])
                 text = output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
                 self._other(Message("tool", text, call_id=item["call_id"]), item)
             case kind if kind in OUTPUTS:
                 output = item["output"]
-                text = output if isinstance(output, str) else _text(output)
-                self._other(Message("tool", text, call_id=item["call_id"]), item)
+                parts = [output] if isinstance(output, str) else _parts(output)
+                self._other(Message.of("tool", parts, call_id=item["call_id"]), item)
             case kind if kind in COMPACTIONS:
                 said = item["encrypted_content"].removeprefix(CLEAR)
                 self._other(Message("user", f"{SUMMARIZED}\n{said}"), item)
@@ -211,6 +212,15 @@ def _text(parts: Sequence[dict[str, Any]]) -> str:
     return "\n".join(part["refusal"] if part["type"] == "refusal" else part["text"] for part in parts)
 
 
+def _parts(parts: Sequence[dict[str, Any]]) -> list[Part]:
+    return [_picture(part) if part["type"] == "input_image" else part["text"] for part in parts]
+
+
+def _picture(part: dict[str, Any]) -> Picture:
+    url, file_id = part["image_url"], part["file_id"]
+    return Picture(Sent("file_id", file_id) if url is None else Sent.at(url), part["detail"])
+
+
 def _check_calls(items: Sequence[Item]) -> None:
     waiting: set[str] = set()
     for item in items:
@@ -276,7 +286,10 @@ class Translation:
         """The request's name for a place of its Conversation or GenerationSettings."""
         match place.path:
             case ("messages", int(at), *rest):
-                origin = self._places.get(id(self._origins[at]))
+                item = self._origins[at]
+                if item is not None and item["type"] in OUTPUTS:
+                    rest = ["output" if part == "content" else part for part in rest]
+                origin = self._places.get(id(item))
                 return Field("input") if origin is None else Field("input", origin, *rest)
             case ("messages", *_):
                 return Field("input")
