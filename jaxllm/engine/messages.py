@@ -279,6 +279,9 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """KV pages and states that have come from other servers."""
     num_given_pages: int = 0
     """KV pages and states that other servers were sent."""
+    num_images_encoded: int = 0
+    num_images_found: int = 0
+    """Images of requests whose rows were there already."""
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     """Prompt tokens that the prefix cache held."""

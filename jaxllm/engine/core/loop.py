@@ -87,6 +87,10 @@ class EngineCore:
         """Have `wake` called on another thread whenever a request has become ready to be scheduled."""
         self._preparation.on_ready = wake
 
+    def wake(self) -> None:
+        """Have the loop look for work. Any thread may call this."""
+        self._preparation.on_ready()
+
     @property
     def has_work(self) -> bool:
         """There is something to schedule, a step to read, or something to do meanwhile."""
@@ -172,7 +176,7 @@ class EngineCore:
         for feature in self.features.having(Feature.turned):
             feature.turned()
         self._counting.so_far.step_host_seconds += time.thread_time() - began
-        if not self.has_work and not self._scheduler.running:
+        if not self.has_work and not self._requests:
             self._idle_check.run()
         return deltas
 

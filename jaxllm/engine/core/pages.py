@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.engine.core.feature import Feature
@@ -181,7 +180,7 @@ def find_prefix(pool: PagePool, features: Features, request: Request, root: Pref
 
     None where the request had better wait for a step that is under way.
     """
-    found = FoundPrefix(root, list(islice(request.token_ids, features.first_read(request))))
+    found = FoundPrefix(root, request.keys(0, features.first_read(request)))
     if not found.tokens:
         return found
     found.pages, _ = pool.acquire_prefix(found.tokens, root)

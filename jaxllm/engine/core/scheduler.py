@@ -353,10 +353,10 @@ class Scheduler:
             return 0
         cached, start = found.pages, found.depth * self.pool.page_size
         length = self._cut(request, start, min(len(request.token_ids) - start, room))
-        pages = self.pool.allocate(self.pool.pages_for(start + length) - len(cached))
+        pages = self.pool.allocate(self.pool.pages_for(start + length) - len(cached)) if length else None
         if pages is None:
             self.pool.release(cached)
-            return None
+            return None if length else 0
         if not request.num_preemptions:  # it was charged when it was first admitted
             self.waiting.charge(request, len(request.token_ids) - start)
         self.waiting.remove(request)
@@ -407,7 +407,7 @@ class Scheduler:
         known = min(request.num_computed, len(request.token_ids))
         while (request.num_registered + 1) * size <= known:
             index = request.num_registered
-            tokens = request.token_ids[index * size : (index + 1) * size]
+            tokens = request.keys(index * size, (index + 1) * size)
             request.prefix_node = self.pool.register(request.pages[index], request.prefix_node, tokens)
             request.num_registered += 1
             for feature, extra in self.features.of(request, Feature.registered):

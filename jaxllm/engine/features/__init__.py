@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # front doors, which do without JAX, import some features' ru
     from jaxllm.engine.core.registry import Features
     from jaxllm.engine.core.sizes import StepSizes
     from jaxllm.engine.features.drafts.feature import DraftsFeature
+    from jaxllm.engine.features.images.feature import AbstractTower
     from jaxllm.models.registry import AdaptedModel
 
 
@@ -25,12 +26,14 @@ def features_of(
     processors: Sequence[LogitsProcessor] = (),
     drafts: DraftsFeature | None = None,
     offloads: bool = False,
+    tower: AbstractTower | None = None,
 ) -> Features:
     """Those of an engine that samples, in the order they are asked; `widest_activation` is a layer's, per token."""
     from jaxllm.engine.core.registry import Features
     from jaxllm.engine.features.adapters.adapters import AdaptersFeature, NoAdaptersFeature
     from jaxllm.engine.features.chain import ChainFeature
     from jaxllm.engine.features.grammar.grammar import GrammarFeature
+    from jaxllm.engine.features.images.feature import ImagesFeature, PlacesFeature
     from jaxllm.engine.features.inside import CapturesFeature, PatchingFeature, SteeringFeature
     from jaxllm.engine.features.logits import AdjustmentsFeature, ProcessorsFeature
     from jaxllm.engine.features.offload.offload import OffloadFeature
@@ -51,6 +54,8 @@ def features_of(
         ScoresFeature(),
         PoolingFeature(),
     ]
+    if tower is not None:
+        found += [*([PlacesFeature()] if tower.processor.axes else []), ImagesFeature(tower)]
     if drafts is not None:
         found.append(drafts)
     if sizes.keeps_by_slot:

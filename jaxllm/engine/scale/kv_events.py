@@ -71,7 +71,7 @@ class KVEvents(Feature):
     """Gathers what becomes of the pages of a pool, and hands it to `publish` once a step.
 
     A page is known by a hash of all tokens up to its end, which is the same in every engine. Nothing is told of prompts
-    with a `cache_salt`, an adapter or steering: no other request shares them.
+    with a `cache_salt`, an adapter or steering, which no other request shares, and from an image on.
     """
 
     name = "kv_events"
@@ -109,7 +109,7 @@ class KVEvents(Feature):
             self._publish(events)
 
     def _stored(self, node: PrefixNode, parent: PrefixNode, tokens: Sequence[int]) -> None:
-        if parent != self._root and parent not in self._hashes:
+        if (parent != self._root and parent not in self._hashes) or max(tokens) >= 2**31:  # rows of an image
             return
         before = self._hashes.get(parent)
         own = self._hashes[node] = hash_of(before, tokens)

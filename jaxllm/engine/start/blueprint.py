@@ -41,6 +41,7 @@ from jaxllm.engine.start.options import (
 from jaxllm.engine.start.plan import Blueprint, EnginePlan, StagePlan
 from jaxllm.engine.start.platform import Platform
 from jaxllm.engine.start.tokenizer import open_model
+from jaxllm.engine.start.tower import TowerBlueprint, tower_blueprint
 from jaxllm.errors import ConfigError
 from jaxllm.models.caches import CacheLayout, CacheSpec
 from jaxllm.models.config import DecoderConfig, check_parallel
@@ -109,6 +110,7 @@ def make_blueprint(config: EngineConfig, checkpoint: Checkpoint, platform: Platf
         draft_depth=draft_depth(config),
         offloads=config.kv_offload_memory is not None,
         draft=chosen.draft,
+        tower=chosen.tower,
     )
     if len(stages) == 1:
         return whole
@@ -150,6 +152,7 @@ class ChosenModel:
     adapters: AdapterSizes | None
     adapted: AdaptedModel | None
     notes: tuple[str, ...]
+    tower: TowerBlueprint | None = None
 
     @property
     def config(self) -> DecoderConfig:
@@ -211,6 +214,7 @@ def choose_model(config: EngineConfig, checkpoint: Checkpoint, platform: Platfor
         adapters=adapters,
         adapted=adapted_model(spec, options, adapters) if adapters is not None else None,
         notes=(*kinds.notes, *notes),
+        tower=tower_blueprint(config, checkpoint, options, platform, wanted),
     )
 
 
@@ -229,6 +233,7 @@ class SharedMemory:
     workspace_bytes: int
     adapter_bytes: int
     draft_bytes: int
+    tower_bytes: int
     expert_bytes: int
     caches: Caches
     max_num_seqs: int
@@ -243,12 +248,14 @@ def share_memory(
     num_drafts = drafts.num_tokens if drafts is not None else 0
     tokens = max(chosen.max_num_batched_tokens, chosen.max_num_seqs * (1 + num_drafts))
     workspace = workspace_bytes(model, options, chosen.max_num_seqs, tokens, num_drafts)
+    workspace = max(workspace, chosen.tower.workspace_bytes if chosen.tower is not None else 0)
     workspace += expanded_bytes(chosen.params, tp, tokens) + read_bytes(drafts, model, options, tokens)
     adapter_bytes = weight_bytes(list(chosen.adapted.tables), tp) if chosen.adapted is not None else 0
     draft_bytes = weight_bytes(chosen.draft.params, tp) if chosen.draft is not None else 0
+    tower_bytes = chosen.tower.num_bytes if chosen.tower is not None else 0
     places = [expert_places(config, one.model, options) for one in stages]
     expert_bytes = max(place_bytes(of_stage, tp) for of_stage in places)
-    beside = draft_bytes + adapter_bytes + expert_bytes
+    beside = draft_bytes + adapter_bytes + expert_bytes + tower_bytes
     max_num_seqs, caches = chosen.max_num_seqs, Caches(1, 0, chosen.max_model_len)
     if not chosen.encodes:
         budgets = [cache_budget(config, platform, one.weight_bytes + beside, workspace) for one in held]
@@ -260,7 +267,9 @@ def share_memory(
             taken = one.weight_bytes, one.kv_bytes_per_token * config.block_size, one.state_bytes
             found.append(plan_caches(config, budget, *taken, chosen.max_model_len, max_num_seqs))
         caches = least_caches(found, [one.state_bytes for one in held])
-    return SharedMemory(held, places, workspace, adapter_bytes, draft_bytes, expert_bytes, caches, max_num_seqs)
+    return SharedMemory(
+        held, places, workspace, adapter_bytes, draft_bytes, tower_bytes, expert_bytes, caches, max_num_seqs
+    )
 
 
 def choose_buckets(
@@ -325,6 +334,8 @@ def _plan(
         workspace_bytes=memory.workspace_bytes,
         adapter_bytes=memory.adapter_bytes,
         draft_bytes=memory.draft_bytes,
+        tower_bytes=memory.tower_bytes,
+        image_rows=chosen.tower.tower.num_rows if chosen.tower is not None else 0,
         expert_bytes=memory.expert_bytes,
         host_weight_bytes=on_host // (config.num_processes or 1),
         buckets=buckets,

@@ -59,6 +59,7 @@ from jaxllm.engine.start.prepared import (
     step_manifest,
 )
 from jaxllm.engine.start.tokenizer import open_model, resolve_tokenizer
+from jaxllm.engine.start.tower import load_tower
 from jaxllm.engine.start.weight_cache import QUICK, WeightCache, identity, last_kept
 from jaxllm.errors import CheckpointError, ConfigError, one_line
 from jaxllm.folders import unwritable
@@ -238,6 +239,10 @@ def _pack_weights(prepared: Prepared, stage: PreparedStage) -> Weights:
     if blueprint.draft is not None:
         with progress_bar(f"Loading {blueprint.draft.config.model}") as on_progress:
             parameters = (*parameters, *load_draft(blueprint.draft, stage.mesh, on_progress))
+    if blueprint.tower is not None:
+        with progress_bar(f"Loading the tower of {config.model}") as on_progress:
+            tower = load_tower(config, prepared.checkpoint, blueprint.tower, stage.mesh, on_progress)
+            parameters = (*parameters, *tower)
     return stage.functions.pack_weights(parameters)
 
 
@@ -306,6 +311,7 @@ def _assemble(
         planned_memory=plan.planned_bytes,
         num_layers=blueprint.spec.config.num_layers,
         takes_vectors=not encodes and blueprint.spec.config.per_layer is None,
+        most_image_rows=min(plan.image_rows, plan.max_model_len - 1),
         num_stages=len(prepared.meshes),
         kv_heads=blueprint.spec.config.kv_heads,
         tasks=read_tasks(checkpoint, encodes),

@@ -24,6 +24,7 @@ from jaxllm.models.layers.host_experts import ExpertPlaces
 from jaxllm.models.layers.moe import places_of_layer
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import ModelSpec
+from jaxllm.models.vision.spec import VisionSpec
 from jaxllm.pallas_kernels import Kernels, choose_kernels
 from jaxllm.pallas_kernels.pages import PageUse
 from jaxllm.quantization.gguf_encode import IMPORTANCE
@@ -74,7 +75,11 @@ def build_options(
 
 
 def choose_kinds(
-    config: EngineConfig, checkpoint: Checkpoint, spec: ModelSpec, options: BuildOptions, platform: Platform
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    spec: ModelSpec | VisionSpec,
+    options: BuildOptions,
+    platform: Platform,
 ) -> KindChooser:
     """The kinds that weights are kept as in memory."""
     kernels = options.kernels

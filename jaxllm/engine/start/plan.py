@@ -18,6 +18,7 @@ from jaxllm.engine.features.drafts.models import AbstractDraft
 from jaxllm.engine.features.drafts.rules import DraftDepth, DraftRule
 from jaxllm.engine.features.logits import processors_of
 from jaxllm.engine.start.draft import DraftBlueprint
+from jaxllm.engine.start.tower import TowerBlueprint
 from jaxllm.errors import ConfigError
 from jaxllm.models.options import AdapterSizes, BuildOptions
 from jaxllm.models.registry import AdaptedModel, ModelSpec
@@ -60,6 +61,10 @@ class EnginePlan(Limits):
     """Bytes that the places of adapters take."""
     draft_bytes: int
     """Bytes that the weights of a draft model, or of a module that drafts, take."""
+    tower_bytes: int
+    """Bytes that a tower's weights take, and its rows of images."""
+    image_rows: int
+    """Rows of images that are kept; 0: none are seen."""
     buckets: Buckets
     notes: list[str] = field(default_factory=list)
     """Changes that were needed to fit, one sentence each."""
@@ -100,7 +105,8 @@ class EnginePlan(Limits):
     def planned_bytes(self) -> int:
         """Bytes that the plan takes of a device."""
         fullest = max(one.weight_bytes + self._kv_bytes(one) for one in self.stages or [self])
-        return fullest + self.draft_bytes + self.adapter_bytes + self.expert_bytes + self.workspace_bytes
+        beside = self.draft_bytes + self.tower_bytes + self.adapter_bytes + self.expert_bytes
+        return fullest + beside + self.workspace_bytes
 
     @property
     def why_not(self) -> str | None:
@@ -129,17 +135,22 @@ class EnginePlan(Limits):
         states = f"{self.num_snapshots:,} states of {format_bytes(self.state_bytes)} of prefixes, "
         several = self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size > 1
         used = ", taken as it is used" if self.attention_backend == "cpu" and sys.platform == "linux" else ""
-        adapters = f"adapters {format_bytes(self.adapter_bytes)} (max_loras, max_lora_rank), "
-        draft = f"draft model {format_bytes(self.draft_bytes)} (speculative_config), "
-        experts = f"places of experts {format_bytes(self.expert_bytes)} (num_experts_cached_per_rank), "
-        beside = f"{draft if self.draft_bytes else ''}{experts if self.expert_bytes else ''}"
+        beside = [
+            f"{what} {format_bytes(nbytes)} ({settings}), "
+            for what, nbytes, settings in (
+                ("draft model", self.draft_bytes, "speculative_config"),
+                (f"tower and {self.image_rows:,} rows of images", self.tower_bytes, "media_cache_memory"),
+                ("places of experts", self.expert_bytes, "num_experts_cached_per_rank"),
+                ("adapters", self.adapter_bytes, "max_loras, max_lora_rank"),
+            )
+            if nbytes
+        ]
         on_host = f", and {format_bytes(self.host_weight_bytes)} of experts in host memory"
         return (
             f"{self.family} {self.num_parameters / 1e6:,.0f}M parameters, {self.dtype}, on {self._devices}, "
             f"attention: {self.attention_backend}\n"
             f"memory{' of each device' if several else ''}: "
-            f"weights {format_bytes(self.weight_bytes)} (see isq, dtype), {beside}"
-            f"{adapters if self.adapter_bytes else ''}"
+            f"weights {format_bytes(self.weight_bytes)} (see isq, dtype), {''.join(beside)}"
             f"KV cache up to {format_bytes(self.kv_bytes)}{used} (kv_cache_memory, kv_cache_dtype), "
             f"a step's own {format_bytes(self.workspace_bytes)} (max_num_batched_tokens, max_num_seqs)"
             f"{on_host if self.host_weight_bytes else ''}; {_BESIDES}\n"
@@ -193,6 +204,8 @@ class Blueprint:
     """Pages that the devices give away are kept elsewhere."""
     draft: DraftBlueprint | None = None
     """The draft model, or the module that drafts, where there is one."""
+    tower: TowerBlueprint | None = None
+    """What makes rows of images, where the model sees."""
     stages: tuple[Blueprint, ...] = ()
     """One of each stage, where there are several: its own layers, on devices of their own."""
 
@@ -222,7 +235,10 @@ def step_functions(
         if blueprint.drafts is None
         else DraftsFeature(blueprint.drafts, blueprint.draft_depth or DraftDepth(0), draft),
         offloads=blueprint.offloads,
+        tower=None if blueprint.tower is None else blueprint.tower.tower,
     )
     processors_of(features).trace(sizes.vocab_size, sizes.max_model_len)
-    further = () if draft is None else draft.params
+    further = [] if draft is None else list(draft.params)
+    if blueprint.tower is not None:
+        further += blueprint.tower.tower.params
     return StepFunctions(blueprint.model, blueprint.params, mesh, sizes, features, further)

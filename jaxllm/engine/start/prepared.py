@@ -139,7 +139,7 @@ def step_manifest(blueprint: Blueprint, mesh: Mesh) -> dict[str, str]:
     spec, sizes, kernels = blueprint.spec, blueprint.sizes, blueprint.options.kernels
     limits = ("max_num_seqs", "max_num_batched_tokens", "decode_steps", "max_model_len", "page_size", "num_pages")
     stated = ", ".join(f"{name} {getattr(sizes, name)}" for name in (*limits, "num_snapshots"))
-    draft = blueprint.draft
+    draft, tower = blueprint.draft, blueprint.tower
     return {
         "jaxllm": f"sources {sources_digest()}",
         "jax": f"{jax.__version__}, jaxlib {jaxlib.__version__}{''.join(map(_plugin, PLUGINS))}",
@@ -152,6 +152,7 @@ def step_manifest(blueprint: Blueprint, mesh: Mesh) -> dict[str, str]:
         "model": f"{spec.family.name}, {fingerprint(spec.config)}, {fingerprint(blueprint.params)}",
         "features": f"drafts {blueprint.drafts}, adapters {blueprint.adapters}",
         "draft": "none" if draft is None else f"{fingerprint(draft.spec.shape)}, {fingerprint(draft.params)}",
+        "tower": "none" if tower is None else f"{tower.spec.tower}, {fingerprint(tower.tower.params)}",
         "sizes": f"{stated}, caches {fingerprint((sizes.layers, sizes.hidden_size, sizes.vocab_size))}",
         "dtype": blueprint.plan.dtype,
         "expert_parallel": str(blueprint.options.expert_parallel),

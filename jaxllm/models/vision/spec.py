@@ -43,9 +43,19 @@ def vision_spec(checkpoint: Checkpoint) -> VisionSpec | None:
     stated.pop("crop_to_patches", None)  # transformers' processor of InternVL cuts images whatever its file says
 
     def processor(encode: Encode, options: ImageOptions | None = None) -> Processor:
-        return family.processor(c, {**stated, **(options or {})}, encode)
+        found = family.processor(c, {**stated, **(options or {})}, encode)
+        return found if most_patches(found) <= MOST_PATCHES else found.limited(None, MOST_PATCHES // found.merge**2)
 
     return VisionSpec(tower, renamed(expand(names, tower.blocks.num_layers), rename), processor)
+
+
+MOST_PATCHES = 2**14
+"""Patches of one tile: larger images are made smaller, unless image_max_tokens asks for them."""
+
+
+def most_patches(processor: Processor) -> int:
+    """The most patches that a tile has."""
+    return max(height * width for side in ((4096, 4096), (4096, 1024)) for height, width in processor.grid(*side).tiles)
 
 
 def image_options(folder: Path) -> dict[str, Any]:

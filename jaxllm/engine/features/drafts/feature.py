@@ -64,7 +64,8 @@ class DraftsFeature(Feature):
         self._graph: Any = None
         if draft is not None:
             self._graph, state = nnx.split(draft.model)
-            self._tree = jax.tree.structure(state)
+            leaves, self._tree = jax.tree.flatten(state)
+            self._num_leaves = len(leaves)
 
     def plan(self, buckets: Buckets) -> Plan:
         recalls = [RECALL] if self._remembered_size else []
@@ -113,7 +114,7 @@ class DraftsFeature(Feature):
         model = partial(maker.model, parts)
 
         def drafting() -> Any:
-            return nnx.merge(self._graph, jax.tree.unflatten(self._tree, maker.further(parts)))
+            return nnx.merge(self._graph, jax.tree.unflatten(self._tree, maker.further(parts)[: self._num_leaves]))
 
         if isinstance(rule, ModuleDrafts):
             return ModuleDrafter(drafting, model, rule.num_tokens, count, step.sizes.page_size, rule.layers)

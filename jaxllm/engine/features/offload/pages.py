@@ -210,7 +210,10 @@ def of_state(prefix: Digest) -> Digest:
 
 
 def longer(before: Digest, tokens: Sequence[int]) -> Digest:
-    return hashlib.blake2b(before + array.array("i", tokens).tobytes(), digest_size=32).digest()
+    """The digest of a prefix that `tokens` make longer; rows of images have numbers that no token has."""
+    small = array.array("i", [token if token < 2**31 else -1 for token in tokens]).tobytes()
+    rows = b"".join(token.to_bytes(36) for token in tokens if token >= 2**31)
+    return hashlib.blake2b(before + small + rows, digest_size=32).digest()
 
 
 def chain(begin: Digest, tokens: Sequence[int], page_size: int) -> list[Digest]:

@@ -1,0 +1,326 @@
+"""Images in a prompt: their rows stand where the embeddings of their tokens would.
+
+A thread for each request finds room for its images in a store of rows on the devices, prepares what is not there
+yet, and waits. The loop runs the tower for one piece a turn, so that decodes go on between pieces; once all pieces of a
+request have been enqueued it is scheduled like any other.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Int
+
+from jaxllm.engine.core.device_state import StateShapes
+from jaxllm.engine.core.feature import Built, Errand, Feature, Fields, Plan, Traced, TracedStep
+from jaxllm.engine.core.jobs import Jobs
+from jaxllm.engine.core.keys import Key, Uses
+from jaxllm.engine.core.pages import PrefixNode
+from jaxllm.engine.core.request import Chunk, Request
+from jaxllm.engine.core.sizes import Buckets, StepSizes, smallest_covering
+from jaxllm.engine.core.slots import Slots
+from jaxllm.engine.core.step import StepFunctions
+from jaxllm.engine.features.images.store import RowStore, StoredImage, Waiter
+from jaxllm.engine.messages import EngineRequest, EngineStats, PlacedImages, SeenImage
+from jaxllm.models.vision.packing import pack, packed_patches
+from jaxllm.models.vision.processor import Grid, Processor
+from jaxllm.models.vision.tower import Tower, TowerBatch
+from jaxllm.pallas_kernels import ImageRows, StepMetadata
+from jaxllm.weights.loader import ParamSpec
+
+THREADS = 8
+"""Requests whose images are prepared at a time."""
+
+
+class AbstractTower(NamedTuple):
+    """A tower without its memory, how images are prepared for it, and how many rows and patches there is room for."""
+
+    model: Tower
+    params: list[ParamSpec]
+    processor: Processor
+    num_rows: int
+    buckets: tuple[int, ...]
+    """Patches that a batch of the tower is padded to."""
+
+
+class Piece(NamedTuple):
+    """One batch of the tower."""
+
+    key: Key
+    to: Int[np.ndarray, "R"]
+    batch: TowerBatch
+    image: StoredImage
+    filled: int
+    """The rows of the image that are filled then."""
+    user: Waiter
+
+
+@dataclass
+class SeenByRequest(Waiter):
+    """A request's images.
+
+    Attributes:
+        rows: as in PlacedImages, as are the others.
+        end: the first token after the last row.
+        table: the store's row of each row of its images.
+    """
+
+    images: tuple[SeenImage, ...]
+    rows: Int[np.ndarray, "T"]
+    visible_until: Int[np.ndarray, "T"] | None
+    places: Int[np.ndarray, "3 T"] | None
+    end: int
+    table: Int[np.ndarray, "R"] = field(default_factory=lambda: np.zeros(0, np.int32))
+
+    @classmethod
+    def of(cls, placed: PlacedImages) -> SeenByRequest:
+        rows = np.frombuffer(placed.rows, np.int32)
+        visible = None if placed.visible_until is None else np.frombuffer(placed.visible_until, np.int32)
+        places = None if placed.places is None else np.frombuffer(placed.places, np.int32).reshape(3, -1)
+        return cls(placed.images, rows, visible, places, int(np.flatnonzero(rows >= 0)[-1]) + 1)
+
+    def keys(self, token_ids: list[int]) -> list[int]:
+        """The prompt with a number in the place of each row that no other row of any other image has."""
+        bases = [int.from_bytes(image.digest) << 32 for image in self.images]
+        of_row = [base + row for base, image in zip(bases, self.images, strict=True) for row in range(image.num_rows)]
+        own = [of_row[row] if row >= 0 else token for row, token in zip(self.rows, token_ids, strict=False)]
+        return own + token_ids[len(own) :]
+
+
+class ImagesFeature(Feature):
+    """Its part of the state: `rows` [N, n], of all images that are there."""
+
+    name = "images"
+    on = ("backbone",)
+    rare = has_part = True
+    asked_by = ("images",)
+    rooms = (1,)
+    words = ("tower",)
+
+    def __init__(self, tower: AbstractTower):
+        self._tower, self._config = tower, tower.model.config
+        self._graph, state = nnx.split(tower.model)
+        leaves, self._tree = jax.tree.flatten(state)
+        self._num_leaves = len(leaves)
+        self._batch_tree = jax.tree.structure(pack(self._config, [], tower.buckets[0]))
+
+    def plan(self, buckets: Buckets) -> Plan:
+        return Plan(late=[self._key(size) for size in self._tower.buckets])
+
+    def part(self, state: StateShapes) -> Any:
+        return {"rows": state.replicated((self._tower.num_rows, self._config.row_size), state.sizes.dtype)}
+
+    def uses(self, key: Key, uses: Uses) -> Uses:
+        if key.kind == "put":
+            return Uses(("weights", self.name), (self.name,), output=False)
+        return super().uses(key, uses)
+
+    def build(self, key: Key, maker: StepFunctions) -> Built:
+        """`(parts, to, *batch) -> (images,)`: `size` patches become rows, which go to the places `to` of the store."""
+        arrays = jax.tree.leaves(pack(self._config, [], key.size))
+        sent = [maker.state.replicated(array.shape, array.dtype) for array in arrays]
+
+        def step(parts: dict[str, Any], to: jax.Array, *arrays: jax.Array) -> tuple[Any, ...]:
+            own = maker.further(parts)[-self._num_leaves :]
+            tower = nnx.merge(self._graph, jax.tree.unflatten(self._tree, own))
+            rows, store = tower(jax.tree.unflatten(self._batch_tree, arrays)), parts[self.name]["rows"]
+            return ({"rows": store.at[to].set(rows.astype(store.dtype), mode="drop")},)
+
+        return Built(step, [maker.state.ints(key.size // self._config.patches_per_row), *sent])
+
+    def attach(self) -> None:
+        self._store = RowStore(self._tower.num_rows)
+        self._pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+        self._jobs = Jobs("images", urgent_threads=THREADS)
+
+    def prepare(self, request: Request, asked: EngineRequest) -> SeenByRequest:
+        assert asked.images is not None
+        found = SeenByRequest.of(asked.images)
+        request.prompt_keys = found.keys(request.token_ids)
+        return found
+
+    def job(self, request: Request, extra: SeenByRequest) -> Errand:
+        return Errand(lambda: self._make_ready(extra), self._jobs)
+
+    def _make_ready(self, extra: SeenByRequest) -> None:
+        self._store.take(extra.images, extra)
+        extra.table = np.concatenate([image.rows for image in extra.held])
+        for image, seen in zip(extra.held, extra.images, strict=True):
+            if not self._store.claim(image, extra):
+                continue
+            for piece in self._pieces_of(image, seen, extra):
+                self.around.device.compile(piece.key)
+                self._pieces.put(piece)
+                self.around.core.wake()
+                self._store.wait(image, piece.filled, extra)
+
+    def _pieces_of(self, image: StoredImage, seen: SeenImage, user: Waiter) -> Iterator[Piece]:
+        """As many tiles together as the largest batch holds, from the first on that is not filled."""
+        config, processor, most = self._config, self._tower.processor, self._tower.buckets[-1]
+        side = processor.patch
+        pixels = np.frombuffer(seen.pixels, np.uint8).reshape(-1, side, side, 3)
+        ends = list(accumulate(height * width for height, width in seen.tiles))
+        begin = image.filled * config.patches_per_row
+        while begin < ends[-1]:
+            tiles = [tile for tile, end in zip(seen.tiles, ends, strict=True) if end > begin]
+            count = 1
+            while count < len(tiles) and packed_patches(config, Grid(tuple(tiles[: count + 1]))) <= most:
+                count += 1
+            grid = Grid(tuple(tiles[:count]))
+            size = smallest_covering(self._tower.buckets, packed_patches(config, grid))
+            patches = processor.normalized(pixels[begin : begin + grid.patches])
+            batch = pack(config, [(patches, grid)], size)
+            first, begin = begin // config.patches_per_row, begin + grid.patches
+            filled = begin // config.patches_per_row
+            to = np.full(size // config.patches_per_row, self._tower.num_rows, np.int32)
+            to[: filled - first] = image.rows[first:filled]
+            yield Piece(self._key(size), to, batch, image, filled, user)
+
+    def _key(self, size: int) -> Key:
+        return Key("put", size, frozenset({"tower"}))
+
+    def begin_step(self) -> None:
+        """Run the tower for one piece: the step that follows waits for no more of them."""
+        while not self._pieces.empty():
+            piece = self._pieces.get()
+            if not piece.user.is_over:
+                self.around.device.run(piece.key, piece.to, *jax.tree.leaves(piece.batch))
+                self._store.fill(piece.image, piece.filled)
+                return
+
+    @property
+    def has_idle_work(self) -> bool:
+        return not self._pieces.empty()
+
+    def idle(self) -> None:
+        """A turn without requests begins a step too."""
+
+    def forget(self, request: Request, extra: SeenByRequest) -> None:
+        self._store.give_back(extra)
+
+    def reset(self, root: PrefixNode) -> None:
+        self._store.forget()
+
+    def close(self) -> None:
+        self._store.close()
+        self._jobs.close()
+
+    def check(self) -> None:
+        assert not self._store.num_held, "images are held although there is no request"
+
+    def stats(self, stats: EngineStats, running: Iterable[Request], waiting: Iterable[Request]) -> None:
+        stats.num_images_encoded, stats.num_images_found = self._store.num_encoded, self._store.num_found
+
+    def needed(self, chunks: Sequence[Chunk]) -> int:
+        return int(any(self._touches(chunk) for chunk in chunks))
+
+    def _touches(self, chunk: Chunk) -> bool:
+        """It has rows of images, or tokens before the last one whose places are not their positions."""
+        extra = chunk.request.extras.get(self.name)
+        if extra is None or chunk.start >= extra.end:
+            return False
+        return extra.places is not None or bool((extra.rows[chunk.start : chunk.start + chunk.length] >= 0).any())
+
+    def cut(self, request: Request, extra: SeenByRequest, start: int, length: int) -> int:
+        """Tokens that see each other are run together."""
+        until, last = extra.visible_until, start + length - 1
+        if until is None or last >= len(until) or until[last] == last:
+            return length
+        alike = np.flatnonzero(until[start : last + 1] == until[last])
+        return int(alike[0])
+
+    def fields(self, key: Key, sizes: StepSizes) -> dict[str, tuple[int, ...]]:
+        found: dict[str, tuple[int, ...]] = {"image_row": (key.size,)}
+        if self._tower.processor.axes:
+            found["image_places"] = (3, key.size)
+        if self._tower.processor.both_ways:
+            found["visible_until"] = (key.size,)
+        return found
+
+    def padding(self, key: Key, x: Fields) -> None:
+        for name in self.fields(key, self.around.sizes):
+            x[name][...] = -1
+
+    def pack(self, key: Key, x: Fields, chunks: Sequence[Chunk]) -> tuple[np.ndarray, ...]:
+        self.padding(key, x)
+        row = 0
+        for chunk in chunks:
+            extra: SeenByRequest | None = chunk.request.extras.get(self.name)
+            if extra is not None:
+                begin, end = chunk.start, max(chunk.start, min(chunk.start + chunk.length, len(extra.rows)))
+                places = slice(row, row + end - begin)
+                own = extra.rows[begin:end]
+                x["image_row"][places] = np.where(own >= 0, extra.table[own], -1)
+                if extra.places is not None:
+                    x["image_places"][:, places] = extra.places[:, begin:end]
+                if extra.visible_until is not None:
+                    x["visible_until"][places] = extra.visible_until[begin:end]
+            row += chunk.length
+        return ()
+
+    def traced(self, step: TracedStep) -> Traced:
+        return _Placed(step, self.name)
+
+
+class _Placed(Traced):
+    def __init__(self, step: TracedStep, name: str):
+        self._x, self._rows = step.x, step.parts[name]["rows"]
+
+    def metadata(self, meta: StepMetadata, slots: Slots) -> StepMetadata:
+        x = self._x
+        meta = replace(meta, images=ImageRows(self._rows, x["image_row"]))
+        if "image_places" in x:
+            others = jnp.broadcast_to(meta.positions, x["image_places"].shape)
+            others = others if meta.rope_places is None else meta.rope_places
+            meta = replace(meta, rope_places=jnp.where(x["image_places"] >= 0, x["image_places"], others))
+        if "visible_until" in x:
+            until = jnp.where(x["visible_until"] >= 0, x["visible_until"], meta.positions)
+            meta = replace(meta, visible_until=until)
+        return meta
+
+
+class PlacesFeature(Feature):
+    """Models that rotate tokens by time, height and width: after an image a token's place is not its position."""
+
+    name = "places"
+    on = ("decode", "verify", "backbone")
+    always = True
+    asked_by = ("images",)
+
+    def slot(self, sizes: StepSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
+        return {"delta": ((), jnp.int32)}
+
+    def begun(self, own: dict[str, jax.Array], slot: jax.Array, position: jax.Array) -> dict[str, jax.Array]:
+        return {"delta": own["delta"].at[slot].set(0)}
+
+    def prepare(self, request: Request, asked: EngineRequest) -> int | None:
+        return asked.images.delta if asked.images is not None and asked.images.delta else None
+
+    def needs(self, request: Request, extra: int) -> Iterable[Key]:
+        return [Key("put", 0, frozenset({self.name}))]
+
+    def seat(self, request: Request, extra: int) -> None:
+        put = Key("put", 0, frozenset({self.name}))
+        self.around.device.run(put, np.array([request.slot], np.int32), np.int32(extra))
+
+    def traced(self, step: TracedStep) -> Traced:
+        return _Shifted(self.name)
+
+
+class _Shifted(Traced):
+    def __init__(self, name: str):
+        self._name = name
+
+    def metadata(self, meta: StepMetadata, slots: Slots) -> StepMetadata:
+        assert meta.slots is not None, "places are by slot"
+        slot = meta.slots[jnp.minimum(meta.seq_ids, len(meta.slots) - 1)]
+        places = meta.positions + slots.of[self._name]["delta"][slot]
+        return replace(meta, rope_places=jnp.broadcast_to(places, (3, len(places))))

@@ -1,0 +1,90 @@
+"""The tower of a model that sees: planned beside it, and loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.features.images.feature import AbstractTower
+from jaxllm.engine.start.memory import weight_bytes
+from jaxllm.engine.start.options import choose_kinds
+from jaxllm.engine.start.platform import Platform
+from jaxllm.errors import ConfigError
+from jaxllm.models.options import BuildOptions
+from jaxllm.models.registry import abstract_tower
+from jaxllm.models.vision.spec import VisionSpec, most_patches, vision_spec
+from jaxllm.progress import Progress
+from jaxllm.weights.checkpoint import Checkpoint
+from jaxllm.weights.loader import dummy_parameters, load_parameters
+
+SMALLEST_BATCH = 256
+"""Patches of the smallest batch of a tower; each size has four times those of the one before."""
+STORE_BYTES = 2**28
+"""The most bytes of rows, where media_cache_memory says nothing."""
+
+
+@dataclass(frozen=True)
+class TowerBlueprint:
+    """The facts that building a tower needs."""
+
+    spec: VisionSpec
+    tower: AbstractTower
+    num_bytes: int
+    """Bytes of a device for its weights and the rows."""
+    workspace_bytes: int
+
+
+def tower_blueprint(
+    config: EngineConfig, checkpoint: Checkpoint, options: BuildOptions, platform: Platform, max_model_len: int
+) -> TowerBlueprint | None:
+    """Plan the tower of a checkpoint; None if it has none, or if no images are wanted.
+
+    Raises:
+        ConfigError: there is no room for one image, or settings exclude images.
+        CheckpointError: as of any model.
+    """
+    wanted = config.media_cache_memory != 0 and (config.limit_mm_per_prompt or {}).get("image") != 0
+    if not wanted or config.pipeline_parallel_size > 1 or options.dp > 1:
+        return None
+    spec = vision_spec(checkpoint)
+    if spec is None:
+        return None
+    own = replace(options, adapters=None, host_experts=0)
+    model, params = abstract_tower(spec.tower, own, choose_kinds(config, checkpoint, spec, own, platform))
+    processor = spec.processor(_no_text).limited(config.image_min_tokens, config.image_max_tokens)
+    row_bytes = spec.tower.row_size * jnp.dtype(options.dtype).itemsize
+    largest = most_patches(processor)
+    least = largest // spec.tower.patches_per_row * row_bytes
+    room = config.media_cache_memory or max(least, min(STORE_BYTES, max_model_len * row_bytes))
+    if room < least:
+        raise ConfigError(f"media_cache_memory is {room}; it must be at least {least}, which an image may take")
+    num_rows = room // row_bytes
+    sizes = [SMALLEST_BATCH]
+    while sizes[-1] < largest:
+        sizes.append(4 * sizes[-1])
+    blocks = spec.tower.blocks
+    width = 2 * spec.tower.inputs + 8 * blocks.hidden_size + 3 * blocks.intermediate_size
+    return TowerBlueprint(
+        spec,
+        AbstractTower(model, params, processor, num_rows, tuple(sizes)),
+        weight_bytes(params, options.tp) + num_rows * row_bytes,
+        4 * sizes[-1] * width,
+    )
+
+
+def _no_text(text: str) -> list[int]:
+    raise AssertionError("an engine prepares pixels, and no prompts")
+
+
+def load_tower(
+    config: EngineConfig, checkpoint: Checkpoint, blueprint: TowerBlueprint, mesh: Mesh, on_progress: Progress | None
+) -> tuple[Any, ...]:
+    """The tower's parameters on the devices."""
+    params = blueprint.tower.params
+    if config.load_format == "dummy":
+        return dummy_parameters(params, mesh, config.seed)
+    return load_parameters(checkpoint, params, blueprint.spec.names, mesh, ignored=("*",), on_progress=on_progress)
