@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,11 +27,13 @@ from jaxllm.chat.conversation import (
 from jaxllm.chat.events import OutputFormats
 from jaxllm.chat.formats import detect_formats
 from jaxllm.chat.parser import AnswerReader, OutputParser
-from jaxllm.chat.pictures import PLACE, SEAM, Picture, as_text, without_marks
+from jaxllm.chat.pictures import PLACE, SEAM, Picture, Sent, as_text, row_limits, without_marks
 from jaxllm.engine.doors.beams import BeamSearchParams
+from jaxllm.engine.doors.eyes import RowLimits
 from jaxllm.engine.doors.sequences import check_request, refuse_text
 from jaxllm.engine.messages import PlacedImages
 from jaxllm.errors import ContextLengthError, Field, InvalidRequestError
+from jaxllm.mcp.tools import ToolResult
 from jaxllm.requests.sampling import LOGPROBS_MODES, SamplingParams
 from jaxllm.requests.steering import Patching
 from jaxllm.text.chat_template import in_format
@@ -86,10 +89,6 @@ class ChatModel:
             accepted = "only completions of token ids are possible"
             raise InvalidRequestError(f"the engine runs without a tokenizer (skip_tokenizer_init): {accepted}")
         return tokenizer
-
-    @property
-    def sees(self) -> bool:
-        return bool(self.engine.info.most_image_rows)
 
     @property
     def has_chat_template(self) -> bool:
@@ -286,36 +285,34 @@ def render(model: ChatModel, conversation: Conversation, *, may_be_cut: bool = F
         token_ids += model.encode(piece, Field("messages"), add_special_tokens=begins, may_be_cut=may_be_cut)
     images = None
     if pictures:
-        token_ids, images = _placed(model, conversation, pictures, token_ids)
+        eyes, room, seen = model.engine.eyes, model.engine.info.most_image_rows, []
+        limits = row_limits(conversation.image_sizes, eyes)
+        for picture in pictures:
+            seen.append(picture.look(eyes, limits))
+            room -= seen[-1].num_rows
+            if room < 0:
+                break  # `place` refuses that many, so the others need not be decoded
+        token_ids, images = eyes.place(token_ids, seen)
     return Rendered(text.replace(SEAM, ""), token_ids, model.formats(template), template, images)
 
 
-def shown_pictures(model: ChatModel, conversation: Conversation) -> list[tuple[Field, Picture]]:
-    """The images of a conversation, and their places. Raises InvalidRequestError: the model sees none."""
+def shown_pictures(model: ChatModel, conversation: Conversation) -> list[Picture]:
+    """The images of a conversation. Raises InvalidRequestError: the model sees none."""
     pictures = conversation.pictures
-    if pictures and not model.sees:
-        raise InvalidRequestError([pictures[0][0], " is an image, and this model sees no images: only text is served"])
+    if pictures and not model.engine.info.most_image_rows:
+        raise pictures[0].refused(" is an image, and this model sees no images: only text is served")
     return pictures
 
 
-def _placed(
-    model: ChatModel, conversation: Conversation, pictures: Sequence[tuple[Field, Picture]], token_ids: list[int]
-) -> tuple[list[int], PlacedImages]:
-    """Look at the images and give them their places. Raises InvalidRequestError of the image that is to blame."""
-    eyes, num_rows, seen = model.engine.eyes, 0, []
-    limits, field = conversation.image_limits.rows(eyes), Field("messages")
-    try:
-        eyes.check((), len(pictures))
-        for place, picture in pictures:
-            field = place
-            seen.append(picture.look(eyes, limits))
-            num_rows += seen[-1].num_rows
-            if num_rows > model.engine.info.most_image_rows:  # the others need not be decoded
-                eyes.check(seen)
-        field = Field("messages")
-        return eyes.place(token_ids, seen)
-    except InvalidRequestError as error:
-        raise InvalidRequestError([field, f": {error}"]) from None
+def with_seen(model: ChatModel | None, result: ToolResult) -> ToolResult:
+    """A tool's result with those of its images that the model can see: a tool's bad image fails no request."""
+    seen = []
+    if model is not None and model.engine.info.most_image_rows:
+        for image in result.images:
+            with suppress(InvalidRequestError):
+                Picture(Sent(image)).look(model.engine.eyes, RowLimits())
+                seen.append(image)
+    return dataclasses.replace(result, images=tuple(seen))
 
 
 def _image_text(model: ChatModel, values: Mapping[str, Any]) -> str:
@@ -412,16 +409,14 @@ def _template_values(model: ChatModel, conversation: Conversation, *, may_be_cut
     tells = tool_format if "tools" not in template and (tools or has_turns) else None
     joins = "must alternate" in template and not as_given
     if conversation.pictures:  # results are strings to many templates, and so are messages that are put together
-        messages = [
-            {**m, "content": as_text(m["content"])} if tells is not None or joins or m["role"] == "tool" else m
-            for m in messages
-        ]
+        flat = {role for role in (m["role"] for m in messages) if role == "tool" or tells is not None or joins}
+        messages = [{**m, "content": as_text(m["content"])} if m["role"] in flat else m for m in messages]
     if tells is not None:
         messages, values["tools"] = with_tools_as_text(messages, shown, tells), None
     if joins:
         messages = alternating(messages)
     values["messages"] = in_format(messages, template, model.content_format, as_text)
-    if model.sees:
+    if model.engine.info.most_image_rows:
         own = {"template", *model.tokenizer.special_tokens}
         marks = model.engine.eyes.marks
         values |= {name: without_marks(value, marks) for name, value in values.items() if name not in own}

@@ -133,16 +133,14 @@ class ClientCall:
         return await self._entered.enter_async_context(context)
 
     async def prepare(
-        self,
-        work: Callable[Concatenate[ServedModel, Conversation, P], T],
-        conversation: Conversation,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> T:
-        """As ServerState.prepare, once the conversation's images are here. Raises InvalidRequestError for those."""
+        self, work: Callable[Concatenate[ServedModel, Conversation, P], T], conversation: Conversation,
+        *args: P.args, **kwargs: P.kwargs,
+    ) -> T:  # fmt: skip
+        """Run work that renders a conversation in a thread, once its images are here. Raises InvalidRequestError."""
         if pictures := shown_pictures(self.model, conversation):
             await self.state.media.fetch(pictures, self.tenant.name, self._fetched)
-        return await self.state.prepare(work, self.model, conversation, *args, **kwargs)
+        workers = self.state.workers_for(conversation)
+        return await self.state.run_in(workers, lambda: work(self.model, conversation, *args, **kwargs))
 
     def adapter_uses(self, scales: Mapping[int, float] | None = None) -> tuple[AdapterUse, ...]:
         """The adapter of the model, or those of `scales`. Raises InvalidRequestError for both or unknown ones."""

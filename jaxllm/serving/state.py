@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
-from typing import Annotated, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Annotated, Literal, ParamSpec, TypeVar
 
 import msgspec
 from fastapi import Query
@@ -102,36 +102,27 @@ class ServerState:
 
     async def offload(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run tokenizer or template work on a thread, so that no stream waits for it."""
-        return await self._call(self._workers, lambda: function(*args, **kwargs))
+        return await self.run_in(self._workers, lambda: function(*args, **kwargs))
 
     async def offload_grammar(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """The same for work that may compile a grammar, which takes seconds: only others like it wait for that."""
-        return await self._call(self._grammar_workers, lambda: function(*args, **kwargs))
+        return await self.run_in(self._grammar_workers, lambda: function(*args, **kwargs))
 
-    async def prepare(
-        self,
-        work: Callable[Concatenate[ServedModel, Conversation, P], R],
-        model: ServedModel,
-        conversation: Conversation,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> R:
-        """Run work that renders a conversation, in one call of a thread: only others like it wait for it."""
-        workers = self._workers
+    def workers_for(self, conversation: Conversation) -> ThreadPoolExecutor:
+        """The threads in which it is rendered: only others like it wait for it."""
         if conversation.pictures:
-            workers = self._image_workers
-        elif conversation.rendering.chat_template is not None:
-            workers = self._template_workers
-        elif conversation.tools or conversation.structured_outputs is not None:
-            workers = self._grammar_workers
-        return await self._call(workers, lambda: work(model, conversation, *args, **kwargs))
+            return self._image_workers
+        if conversation.rendering.chat_template is not None:
+            return self._template_workers
+        constrained = conversation.tools or conversation.structured_outputs is not None
+        return self._grammar_workers if constrained else self._workers
 
     async def read_large(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """The same for what reads a large body, one at a time."""
         context = copy_context()
-        return await self._call(self._readers, lambda: context.run(function, *args, **kwargs))
+        return await self.run_in(self._readers, lambda: context.run(function, *args, **kwargs))
 
-    async def _call(self, workers: ThreadPoolExecutor, function: Callable[[], R]) -> R:
+    async def run_in(self, workers: ThreadPoolExecutor, function: Callable[[], R]) -> R:
         return await asyncio.get_running_loop().run_in_executor(workers, function)
 
     async def reload(self) -> None:

@@ -123,8 +123,8 @@ _MEDIA = ("audio", "audios", "image", "images", "video", "videos")  # messages' 
 _OF_TEXT = ("type", "text", "cache_control")
 
 
-def check_text(messages: Sequence[Any]) -> None:
-    """Raises InvalidRequestError for the first thing in the messages that is no text: a template might ignore it."""
+def check_text(messages: Sequence[Any], known: type | tuple[()] = ()) -> None:
+    """Raises InvalidRequestError for the first thing that is no text, or `known`: a template might ignore it."""
     for at, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise InvalidRequestError(
@@ -136,7 +136,7 @@ def check_text(messages: Sequence[Any]) -> None:
         content = message.get("content")
         if isinstance(content, list):
             for number, part in enumerate(content):
-                if problem := _problem(part):
+                if problem := not isinstance(part, known) and _problem(part):
                     raise _refused(Field("messages", at, "content", number), problem)
         elif content is not None and not isinstance(content, str):
             raise _refused(Field("messages", at, "content"), _problem(content) or "is a part without a list around it")

@@ -16,7 +16,15 @@ from jaxllm.engine.doors.beams import BeamSearchParams, BeamStream
 from jaxllm.engine.doors.controls import Controls
 from jaxllm.engine.doors.eyes import Eyes
 from jaxllm.engine.doors.replicas import start_client, start_engine
-from jaxllm.engine.doors.sequences import Collector, Prompt, check_pooling, check_request, pooled_output, prompt_ids
+from jaxllm.engine.doors.sequences import (
+    Collector,
+    Prompt,
+    check_pooling,
+    check_request,
+    pooled_output,
+    prompt_ids,
+    prompt_images,
+)
 from jaxllm.engine.doors.share import Keeper
 from jaxllm.engine.doors.streams import Gain, Stream, Streams
 from jaxllm.engine.messages import (
@@ -28,6 +36,7 @@ from jaxllm.engine.messages import (
     EngineStats,
     LookAt,
     MemoryRoom,
+    PlacedImages,
 )
 from jaxllm.errors import CheckpointError, ConfigError, EngineDeadError
 from jaxllm.requests.logits_processors import LogitsProcessor, read_processors
@@ -163,6 +172,7 @@ class AsyncLLM(Controls):
         priority: int = 0,
         cache_salt: str | None = None,
         adapters: tuple[AdapterUse, ...] = (),
+        images: PlacedImages | None = None,
     ) -> AsyncGenerator[Gain, None]:
         """Yield (choice, delta) as they come. Closing the iterator aborts what is not finished.
 
@@ -179,6 +189,7 @@ class AsyncLLM(Controls):
             priority=priority,
             cache_salt=cache_salt,
             adapters=adapters,
+            images=images,
         )
         with self.run([request]) as stream:
             while stream.num_unfinished:
@@ -198,9 +209,11 @@ class AsyncLLM(Controls):
         """Yield the same RequestOutput again and again as it grows; the last one is finished."""
         params = sampling_params or SamplingParams(**self.info.default_sampling.fields())
         text, ids = prompt_ids(prompt, self.tokenizer)
+        options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt}
+        if seen := await asyncio.to_thread(prompt_images, prompt, self):
+            ids, options["images"] = self.eyes.place(ids, seen)
         request_id = request_id or uuid.uuid4().hex
         collector = Collector(request_id, text, ids, params, self.tokenizer)
-        options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt}
         stream = self.stream(ids, params, request_id=request_id, adapters=adapter_uses(lora_request), **options)
         async with contextlib.aclosing(stream) as deltas:
             async for choice, delta in deltas:

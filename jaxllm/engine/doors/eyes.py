@@ -105,7 +105,10 @@ class Eyes:
                 image = Path(image).expanduser().read_bytes()
             except OSError as error:
                 raise InvalidRequestError(f"the image {str(image)!r} cannot be read: {error.strerror}") from None
-        limits = self._within(limits)
+        bounds = limits.most, self._limits.most, limits.least and self._info.most_image_rows
+        most = min(filter(None, bounds), default=None)  # a request may ask for less than the settings allow
+        least = limits.least or self._limits.least
+        limits = RowLimits(least and min(least, most or least), most)
         if isinstance(image, bytes):
             key = hashlib.sha256(image).digest() + repr(limits).encode()
             found = self._find(key)
@@ -130,32 +133,19 @@ class Eyes:
         """
         from jaxllm.models.vision.processor import Grid
 
-        self.check(images)
-        found = self._processor.expand(ids, [Grid(image.tiles, image.cut) for image in images])
-        arrays: dict[str, Any] = {"visible_until": found.visible_until, "places": found.places}
-        data = {name: None if array is None else array.tobytes() for name, array in arrays.items()}
-        return found.ids, PlacedImages(tuple(images), found.rows.tobytes(), **data, delta=found.delta)
-
-    def check(self, images: Sequence[SeenImage], number: int = 0) -> None:
-        """Raises InvalidRequestError: `number` images, or these, are too many, or have more rows than there are."""
-        number = number or len(images)
-        if self._most_images is not None and number > self._most_images:
+        if self._most_images is not None and len(images) > self._most_images:
             raise InvalidRequestError(
-                f"the request has {number} images; accepted are {self._most_images} (limit_mm_per_prompt)"
+                f"the request has {len(images)} images; accepted are {self._most_images} (limit_mm_per_prompt)"
             )
         rows, most = sum(image.num_rows for image in images), self._info.most_image_rows
         if rows > most:
             raise InvalidRequestError(
                 f"the request's images take {rows} tokens; accepted are {most} (media_cache_memory)"
             )
-
-    def _within(self, asked: RowLimits) -> RowLimits:
-        """A request may ask for fewer rows than the engine's settings allow, and not for more."""
-        least, bounds = asked.least or self._limits.least, [asked.most, self._limits.most]
-        if asked.least is not None:
-            bounds.append(self._info.most_image_rows)
-        most = min(filter(None, bounds), default=None)
-        return RowLimits(least and min(least, most or least), most)
+        found = self._processor.expand(ids, [Grid(image.tiles, image.cut) for image in images])
+        arrays: dict[str, Any] = {"visible_until": found.visible_until, "places": found.places}
+        data = {name: None if array is None else array.tobytes() for name, array in arrays.items()}
+        return found.ids, PlacedImages(tuple(images), found.rows.tobytes(), **data, delta=found.delta)
 
     def _seen(self, image: Image, limits: RowLimits) -> SeenImage:
         processor = self._processor.limited(*limits)

@@ -42,55 +42,36 @@ class TextBlockParam(Cacheable):
     """The words."""
 
 
-class Base64Source(RequestModel):
-    type: Literal["base64"]
+class ImageSource(RequestModel):
+    type: Literal["base64", "url", "file"]
+    """Which of data, url and file_id there is."""
     media_type: str | None = None
     """Accepted, without effect: the image's own first bytes say what it is."""
-    data: str = Field(min_length=1)
+    data: str | None = None
     """The image in base64."""
-
-    @property
-    def sent(self) -> Sent:
-        return Sent("base64", self.data)
-
-
-class URLSource(RequestModel):
-    """An image that the server may fetch: see docs/images.md."""
-
-    type: Literal["url"]
-    url: str = Field(min_length=1)
-    """Where the image is."""
-
-    @property
-    def sent(self) -> Sent:
-        return Sent("url", self.url)
-
-
-class FileSource(RequestModel):
-    """An image that was uploaded."""
-
-    type: Literal["file"]
-    file_id: str = Field(min_length=1)
+    url: str | None = None
+    """Where the server may fetch it: see docs/images.md."""
+    file_id: str | None = None
     """The id that /v1/files gave it."""
 
-    @property
-    def sent(self) -> Sent:
-        return Sent("file_id", self.file_id)
+    @model_validator(mode="after")
+    def _as_its_type(self) -> ImageSource:
+        own = {"base64": "data", "url": "url", "file": "file_id"}[self.type]
+        if not getattr(self, own) or sum(value is not None for value in (self.data, self.url, self.file_id)) > 1:
+            raise refuse(f"a source of type {self.type!r} has {own}, and no other of data, url and file_id", own)
+        return self
 
 
 class ImageBlockParam(Cacheable):
     type: Literal["image"]
-    source: Annotated[Base64Source | URLSource | FileSource, Field(discriminator="type")]
+    source: ImageSource
     """The image in base64, where it is, or the id of an uploaded file."""
-    _picture: Picture = PrivateAttr()
+    _place: Place | None = PrivateAttr(None)
 
     @property
     def picture(self) -> Picture:
-        """One object whenever it is asked for, so that the image is fetched once."""
-        return self._picture
-
-    def stand_at(self, *place: str | int) -> None:
-        self._picture = Picture(self.source.sent, place=Place(*place))
+        text = self.source.data or self.source.url or self.source.file_id or ""
+        return Picture(Sent(text, self.source.type == "file"), place=self._place)
 
 
 class ThinkingBlockParam(RequestModel):
@@ -158,19 +139,24 @@ class ToolResultBlockParam(Cacheable):
 
 
 Block = (
-    TextBlockParam
-    | ImageBlockParam
-    | ThinkingBlockParam
-    | RedactedThinkingBlockParam
-    | ToolUseBlockParam
+    TextBlockParam | ImageBlockParam | ThinkingBlockParam | RedactedThinkingBlockParam | ToolUseBlockParam
     | ToolResultBlockParam
-)
+)  # fmt: skip
 
 _BLOCKS_OF_ROLE: dict[str, tuple[str, ...]] = {
     "user": ("text", "image", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
 }
+
+
+def place_images(blocks: Sequence[Any], *place: str | int) -> None:
+    """Tell images where the request has them."""
+    for at, block in enumerate(blocks):
+        if isinstance(block, ImageBlockParam):
+            block._place = Place(*place, "content", at)
+        elif isinstance(block, ToolResultBlockParam) and isinstance(block.content, list):
+            place_images(block.content, *place, "content", at)
 
 
 class TurnConfig(RequestModel):

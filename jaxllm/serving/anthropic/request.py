@@ -12,7 +12,6 @@ from jaxllm.chat.conversation import MAX_TOOLS, TOOL_NAME, Tool
 from jaxllm.errors import Field as Place
 from jaxllm.requests.sampling import MAX_STOP_STRINGS
 from jaxllm.serving.anthropic.blocks import (
-    ImageBlockParam,
     MessageParam,
     TextBlockParam,
     ToolReferenceParam,
@@ -21,6 +20,7 @@ from jaxllm.serving.anthropic.blocks import (
     TurnConfig,
     bounded,
     check_turns,
+    place_images,
 )
 from jaxllm.serving.anthropic.context import ContextManagement
 from jaxllm.serving.http.request_model import Cacheable, KeepAliveFields, ModelFields, RequestModel, refuse
@@ -209,6 +209,8 @@ class CountTokensRequest(ModelFields, Cacheable):
 
     @model_validator(mode="after")
     def _conversation(self) -> CountTokensRequest:
+        for at, message in enumerate(self.messages):
+            place_images(message.blocks, "messages", at)
         turns = self.turns
         check_turns(turns)
         thinks = isinstance(self.thinking, ThinkingEnabled | ThinkingAdaptive)
@@ -263,19 +265,6 @@ class CountTokensRequest(ModelFields, Cacheable):
             for at, tool in self._own_tools
             if not (tool.defer_loading and finds) or tool.name in found
         ]
-
-    @model_validator(mode="after")
-    def _images(self) -> CountTokensRequest:
-        for at, message in enumerate(self.messages):
-            for number, block in enumerate(message.blocks):
-                place = ("messages", at, "content", number)
-                if isinstance(block, ImageBlockParam):
-                    block.stand_at(*place)
-                elif isinstance(block, ToolResultBlockParam) and isinstance(block.content, list):
-                    for inner, part in enumerate(block.content):
-                        if isinstance(part, ImageBlockParam):
-                            part.stand_at(*place, "content", inner)
-        return self
 
     @property
     def turns(self) -> list[Turn]:

@@ -144,7 +144,7 @@ _Images = Annotated[list[Annotated[str, Field(min_length=1)]] | None, Field(max_
 
 
 def _with_images(images: Sequence[str] | None, text: str, *place: str | int) -> list[Part]:
-    pictures = (Picture(Sent("base64", one), place=Place(*place, "images", n)) for n, one in enumerate(images or ()))
+    pictures = (Picture(Sent(one), place=Place(*place, "images", n)) for n, one in enumerate(images or ()))
     return [*pictures, text]
 
 

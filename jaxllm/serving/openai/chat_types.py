@@ -177,7 +177,7 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
             structured_outputs=self.constraint(),
             separate_reasoning=self.separate_reasoning,
             reasoning_control=self.reasoning_control,
-            image_limits=self.image_limits,
+            image_sizes=self.mm_processor_kwargs or {},
         )
 
     def generation_settings(self) -> GenerationSettings:

@@ -19,11 +19,11 @@ from jaxllm.chat.conversation import (
     history_arguments,
 )
 from jaxllm.chat.custom import INPUT, TextInput
-from jaxllm.chat.pictures import ANY_SIZE, Detail, ImageLimits, Part, Picture, Sent
+from jaxllm.chat.pictures import Detail, Picture, Sent
 from jaxllm.errors import Field as Place
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.sampling import INT32_MAX
-from jaxllm.serving.http.request_model import Cacheable, RequestModel, check_equal, refuse, refusing
+from jaxllm.serving.http.request_model import Cacheable, RequestModel, refuse, refusing
 from jaxllm.serving.openai.structured import GrammarDefinition, TextFormat
 from jaxllm.wording import shown
 
@@ -295,9 +295,10 @@ class ImagePart(Cacheable):
     uuid: str | None = None
     """Accepted, without effect: an image is known by its contents."""
 
+    @property
     def picture(self) -> Picture:
         image = ImageURL(url=self.image_url) if isinstance(self.image_url, str) else self.image_url
-        return Picture(Sent.at(image.url), image.detail)
+        return Picture(Sent(image.url), image.detail)
 
 
 class ChatMessageParam(Cacheable):
@@ -309,7 +310,7 @@ class ChatMessageParam(Cacheable):
     role: str = Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")
     """system, or developer, which renders as it; user, assistant, tool, or another that the template names."""
     content: str | list[Annotated[TextPart | RefusalPart | ImagePart, Field(discriminator="type")]] | None = None
-    """Text, or a list of parts; an assistant's message may have none, and has no images."""
+    """Text, or a list of parts; an assistant's message may have none."""
     name: str | None = None
     """Of the one who speaks, for templates that show it."""
     tool_calls: list[HistoryToolCall] | None = None
@@ -338,31 +339,20 @@ class ChatMessageParam(Cacheable):
             raise refuse(f"tool_call_id {problem}; messages of role 'tool' have it, no others", "tool_call_id")
         if self.content is None and not assistant:
             raise refuse("content is required, except in an assistant's message", "content")
-        if assistant and isinstance(self.content, list) and any(part.type == "image_url" for part in self.content):
-            raise refuse("content has an image, which a message of role 'assistant' may not have", "content")
         return self
 
     def message(self) -> conversation.Message:
         """Parts of a content are joined by newlines, as vLLM does for templates that expect a string."""
         content = self.refusal or "" if self.content is None else self.content
+        said = [TextPart(type="text", text=content)] if isinstance(content, str) else content
         return conversation.Message.of(
             "system" if self.role == "developer" else self.role,
-            [content] if isinstance(content, str) else [_said(part) for part in content],
+            [part.picture if isinstance(part, ImagePart) else getattr(part, part.type) for part in said],
             reasoning=self.reasoning_content or self.reasoning,
             calls=[call.call() for call in self.tool_calls or ()],
             call_id=self.tool_call_id,
             name=self.name,
         )
-
-
-def _said(part: TextPart | RefusalPart | ImagePart) -> Part:
-    match part:
-        case ImagePart():
-            return part.picture()
-        case RefusalPart():
-            return part.refusal
-        case _:
-            return part.text
 
 
 def _bounded(messages: Any) -> Any:
@@ -393,34 +383,7 @@ class Thinking(RequestModel):
     """As max_thinking_tokens, but nothing is refused where the model marks no reasoning."""
 
 
-_Rows = Annotated[int | None, Field(ge=1, le=2**20)]
-_Pixels = Annotated[int | None, Field(ge=1, le=2**31)]
-
-
-class ImageSizes(RequestModel):
-    """The sizes of images, where the model has images of several sizes; the server's own limits hold as well."""
-
-    min_tokens: _Rows = None
-    """Least tokens of an image: smaller ones are enlarged."""
-    max_tokens: _Rows = None
-    """Most tokens of an image: larger ones are made smaller."""
-    max_soft_tokens: _Rows = None
-    """Gemma's name of max_tokens."""
-    min_pixels: _Pixels = None
-    """As min_tokens, in pixels."""
-    max_pixels: _Pixels = None
-    """As max_tokens, in pixels."""
-
-    @model_validator(mode="after")
-    def _one_unit(self) -> ImageSizes:
-        check_equal("max_tokens", self.max_tokens, "max_soft_tokens", self.max_soft_tokens)
-        for one, other in (("min_tokens", "min_pixels"), ("max_tokens", "max_pixels")):
-            if getattr(self.limits(), one) and getattr(self, other):
-                raise refuse(f"{one} and {other} are both set", other)
-        return self
-
-    def limits(self) -> ImageLimits:
-        return ImageLimits(self.min_tokens, self.max_tokens or self.max_soft_tokens, self.min_pixels, self.max_pixels)
+ImageSize = Literal["min_tokens", "max_tokens", "max_soft_tokens", "min_pixels", "max_pixels"]
 
 
 class TemplateFields(RequestModel):
@@ -436,8 +399,8 @@ class TemplateFields(RequestModel):
     """Further variables of the template, such as enable_thinking."""
     documents: list[dict[str, Any]] | None = None
     """Given to the template, for those that know retrieval."""
-    mm_processor_kwargs: ImageSizes | None = None
-    """The sizes that the images of the request are to have."""
+    mm_processor_kwargs: dict[ImageSize, Annotated[int, Field(ge=1, le=INT32_MAX)]] | None = None
+    """Sizes of images, where the model's have several; of two limits, and the server's own, the tighter one holds."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """Given to templates that know an effort; for others it is a budget (docs/tools.md). none turns thinking off."""
     thinking: bool | Thinking | None = None
@@ -453,10 +416,6 @@ class TemplateFields(RequestModel):
         if off and self.reasoning_effort not in (None, "none"):
             raise refuse(f"reasoning_effort is {self.reasoning_effort!r}, but thinking is off", "reasoning_effort")
         return self
-
-    @property
-    def image_limits(self) -> ImageLimits:
-        return ANY_SIZE if self.mm_processor_kwargs is None else self.mm_processor_kwargs.limits()
 
     @property
     def thinking_budget(self) -> int | None:
@@ -485,7 +444,7 @@ class TemplateFields(RequestModel):
             messages=[message.message() for message in messages],
             tools=list(tools),
             rendering=self.rendering(special_tokens=special_tokens),
-            image_limits=self.image_limits,
+            image_sizes=self.mm_processor_kwargs or {},
         )
 
 

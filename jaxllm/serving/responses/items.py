@@ -345,12 +345,17 @@ class McpCallItem(InputItem):
     """JSON text of an object."""
     output: str | None = None
     """The tool's result."""
+    images: list[str] | None = None
+    """The images of the result, in base64."""
     error: dict[str, Any] | None = None
     """The error instead of a result."""
     approval_request_id: str | None = None
     """Of the request that was approved."""
     status: CallStatus | None = None
     """One that is incomplete is not shown to the model."""
+
+    def item(self) -> Item:
+        return _without_none(super().item(), "images")
 
 
 class McpApprovalRequestItem(InputItem):

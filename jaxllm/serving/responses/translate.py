@@ -136,14 +136,15 @@ class _Transcript:
     def add(self, item: Item) -> None:
         match item["type"]:
             case "message" if item["role"] != "assistant":
-                self._other(Message.of("user" if item["role"] == "user" else "system", _parts(item["content"])), item)
+                role = "user" if item["role"] == "user" else "system"
+                self._other(Message.of(role, map(_part, item["content"])), item)
             case kind if kind in HOSTED_OUTPUTS:
                 output = item.get(HOSTED_OUTPUTS[kind])
                 text = output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
                 self._other(Message("tool", text, call_id=item["call_id"]), item)
             case kind if kind in OUTPUTS:
                 output = item["output"]
-                parts = [output] if isinstance(output, str) else _parts(output)
+                parts = [output] if isinstance(output, str) else map(_part, output)
                 self._other(Message.of("tool", parts, call_id=item["call_id"]), item)
             case kind if kind in COMPACTIONS:
                 said = item["encrypted_content"].removeprefix(CLEAR)
@@ -151,7 +152,8 @@ class _Transcript:
             case "mcp_call" | "mcp_approval_request":
                 if (told := self._outcome(item)) is not None:
                     self._join(item)
-                    self._results.append(Spoken(Message("tool", told, call_id=_call_id(item)), item))
+                    seen: list[Part] = [told, *map(Picture, map(Sent, item.get("images") or ()))]
+                    self._results.append(Spoken(Message.of("tool", seen, call_id=_call_id(item)), item))
             case "mcp_list_tools" | "mcp_approval_response":
                 pass
             case _:
@@ -212,13 +214,10 @@ def _text(parts: Sequence[dict[str, Any]]) -> str:
     return "\n".join(part["refusal"] if part["type"] == "refusal" else part["text"] for part in parts)
 
 
-def _parts(parts: Sequence[dict[str, Any]]) -> list[Part]:
-    return [_picture(part) if part["type"] == "input_image" else part["text"] for part in parts]
-
-
-def _picture(part: dict[str, Any]) -> Picture:
-    url, file_id = part["image_url"], part["file_id"]
-    return Picture(Sent("file_id", file_id) if url is None else Sent.at(url), part["detail"])
+def _part(part: dict[str, Any]) -> Part:
+    if part["type"] != "input_image":
+        return part["text"]
+    return Picture(Sent(part["image_url"] or part["file_id"], part["image_url"] is None), part["detail"])
 
 
 def _check_calls(items: Sequence[Item]) -> None:
