@@ -74,7 +74,7 @@ class Media:
                 return await asyncio.to_thread(file.read, most)
         except APIError as error:
             raise InvalidRequestError(str(error)) from None
-        except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError, OSError, ValueError):
+        except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError, OSError, ValueError, OverflowError):
             raise InvalidRequestError(f"{shown(sent.text)} cannot be read") from None  # who asks need not know why
 
     def _local(self, url: str) -> Path:

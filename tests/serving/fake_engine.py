@@ -489,7 +489,7 @@ class SeeingEngine(FakeEngine):
 
         super().__init__()
         self.tokenizer = tokenizer = SeeingTokenizer(chat_template)
-        self.info.most_image_rows = 128
+        self.info.most_image_rows, self.info.max_model_len = 128, 4096
         token = tokenizer.backend.token_to_id(IMAGE)
         assert token is not None
         processor = PixelsProcessor(

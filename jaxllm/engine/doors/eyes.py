@@ -105,7 +105,7 @@ class Eyes:
                 image = Path(image).expanduser().read_bytes()
             except OSError as error:
                 raise InvalidRequestError(f"the image {str(image)!r} cannot be read: {error.strerror}") from None
-        bounds = limits.most, self._limits.most, limits.least and self._info.most_image_rows
+        bounds = limits.most, self._limits.most, any(limits) and self._info.most_image_rows
         most = min(filter(None, bounds), default=None)  # a request may ask for less than the settings allow
         least = limits.least or self._limits.least
         limits = RowLimits(least and min(least, most or least), most)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
@@ -25,8 +25,6 @@ from jaxllm.text.tokenizer import Tokenizer
 
 
 class TokenizeRequest(ModelFields, TemplateFields, ToolFields):
-    unsupported: ClassVar[frozenset[str]] = frozenset({"mm_processor_kwargs"})
-
     prompt: str | None = None
     """Text; special tokens are added unless add_special_tokens is false."""
     content: str | None = None
