@@ -134,7 +134,6 @@ class Message:
     role: str
     """One of ROLES, or another that the template names."""
     text: str = ""
-    """The words, those of its parts joined by newlines."""
     reasoning: str | None = None
     calls: list[Call] = field(default_factory=list)
     call_id: str | None = None

@@ -118,15 +118,17 @@ async def _complete(
     assert tokenizer is not None
 
     async def run(text: str, stream: bool) -> RequestOutput:
-        if template:
-            shown_first = [{"type": "image", "image": file} for file in images]
-            said = [{"role": "user", "content": [*shown_first, {"type": "text", "text": text}] if images else text}]
-            asked = Conversation(messages=given_messages(said))
+        if template and images:
+            parts = [*({"type": "image", "image": file} for file in images), {"type": "text", "text": text}]
+            asked = Conversation(messages=given_messages([{"role": "user", "content": parts}]))
             tokens = tokenizer.encode_chat((await asyncio.to_thread(render, ChatModel(engine), asked)).text)
+        elif template:
+            said = [{"role": "user", "content": text}]
+            tokens = tokenizer.encode_chat(tokenizer.apply_chat_template(said, add_generation_prompt=True))
         else:
             tokens = tokenizer.encode(text)
-        media, shown = {"image": images} if images else {}, 0
-        async for output in engine.generate({"prompt_token_ids": tokens, "multi_modal_data": media}, params):
+        shown, media = 0, {"multi_modal_data": {"image": images}} if images else {}
+        async for output in engine.generate({"prompt_token_ids": tokens, **media}, params):
             if stream:
                 sys.stdout.write(output.outputs[0].text[shown:])
                 sys.stdout.flush()

@@ -202,7 +202,7 @@ def _text(block: Any) -> str:
         case "resource_link":
             return f"[{block.name}: {block.uri}]"
         case "image":
-            return f"[an image of type {block.mime_type}]"
+            return f"[image of type {block.mime_type}]"
         case _:
             return f"[{block.type} of type {block.mime_type}, which cannot be shown]"
 

@@ -74,7 +74,7 @@ class Media:
                 return await asyncio.to_thread(file.read, most)
         except APIError as error:
             raise InvalidRequestError(str(error)) from None
-        except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError, OSError, ValueError, OverflowError):
+        except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError, OSError, ValueError):
             raise InvalidRequestError(f"{shown(sent.text)} cannot be read") from None  # who asks need not know why
 
     def _local(self, url: str) -> Path:
@@ -89,8 +89,9 @@ class Media:
         async with httpx2.AsyncClient(transport=transport, timeout=FETCH_SECONDS, trust_env=False) as client:
             for _ in range(1 + MOST_REDIRECTS):
                 # the very object that is connected to: another reader of its text might find another host
-                if request.url.host not in self._hosts or request.url.userinfo:
-                    problem = f"images are not fetched from {shown(request.url.host or str(request.url))}"
+                url = request.url
+                if url.host not in self._hosts or url.userinfo or (url.port or 0) >= 2**16:
+                    problem = f"images are not fetched from {shown(url.host or str(url))}"
                     raise InvalidRequestError(f"{problem} by this server (allowed_media_domains)")
                 request.headers["Accept-Encoding"] = "identity"
                 answer = await client.send(request, stream=True, follow_redirects=False)

@@ -186,8 +186,8 @@ def test_a_chat_is_saved_and_goes_on_later(monkeypatch, tmp_path) -> None:
             "messages.0.role is 'x'; it must be 'user' or 'assistant'",
         ),
         (
-            '{"system": null, "messages": [{"role": "user", "content": [{"type": "image_url"}]}], "settings": {}}',
-            "it must be a string",
+            '{"system": null, "messages": [{"role": "user", "content": 3}], "settings": {}}',
+            "content",
         ),
         ('{"system": null, "messages": [], "settings": {"temperature": -1}}', "temperature is -1"),
         ('{"system": null, "messages": [], "settings": {"x": 1}}', "no setting x"),

@@ -13,8 +13,10 @@ import pytest
 from fastapi.testclient import TestClient
 from PIL import Image
 
+from jaxllm.chat.prompt import ChatModel, with_seen
 from jaxllm.engine.messages import PlacedImages
-from tests.serving.fake_engine import TEMPLATE, SeeingEngine
+from jaxllm.mcp.tools import ToolResult
+from tests.serving.fake_engine import TEMPLATE, FakeEngine, SeeingEngine
 from tests.support.covers import covers
 
 MakeClient = Callable[..., TestClient]
@@ -82,10 +84,12 @@ def refused(answer: Any, *told: str) -> str:
     return str(message)
 
 
-@covers("ImagePart", "type", "image_url")
+@covers("ImagePart", "image_url", "uuid")
 @covers("ImageURL", "url")
 def test_a_chat_has_images_among_its_texts(client: TestClient, engine: SeeingEngine) -> None:
-    messages = asked("A", part(), "B", {"type": "image_url", "image_url": f"data:image/png;base64,{BLUE}"}, "C")
+    messages = asked(
+        "A", part() | {"uuid": "a"}, "B", {"type": "image_url", "image_url": f"data:image/png;base64,{BLUE}"}, "C"
+    )
     answer = ok(client.post("/v1/chat/completions", json={"messages": messages}))
     assert prompt_of(engine) == "[user]A(#8)B(#4)C[assistant]"
     assert answer["usage"]["prompt_tokens"] == len("[user]A()B()C[assistant]") + 12
@@ -157,11 +161,12 @@ def test_results_of_tools_have_images(client: TestClient, engine: SeeingEngine) 
     assert "it:\n(#8)" in prompt_of(engine)
 
 
-@covers("InputImage", "type", "image_url", "file_id", "detail")
+@covers("InputImage", "image_url", "file_id", "detail", "prompt_cache_breakpoint")
 def test_responses_take_images(client: TestClient, engine: SeeingEngine) -> None:
     file = client.post("/v1/files", files={"file": ("a.png", png())}, data={"purpose": "vision"}).json()["id"]
     image = {"type": "input_image", "image_url": f"data:image/png;base64,{BLUE}", "detail": "auto"}
-    content = [{"type": "input_text", "text": "A"}, image, {"type": "input_image", "file_id": file}]
+    marked = {"type": "input_image", "file_id": file, "prompt_cache_breakpoint": {"mode": "explicit"}}
+    content = [{"type": "input_text", "text": "A"}, image, marked]
     first = ok(client.post("/v1/responses", json={"input": [{"role": "user", "content": content}]}))
     assert prompt_of(engine) == "[user]A(#4)(#8)[assistant]"
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
@@ -178,8 +183,8 @@ def test_responses_take_images(client: TestClient, engine: SeeingEngine) -> None
     refused(client.post("/v1/responses", json={"input": [{"role": "user", "content": gone}]}), "no file has the id")
 
 
-@covers("ImageBlockParam", "type", "source")
-@covers("ImageSource", "type", "data", "url", "file_id")
+@covers("ImageBlockParam", "source")
+@covers("ImageSource", "type", "media_type", "data", "url", "file_id")
 def test_anthropic_takes_images(client: TestClient, engine: SeeingEngine) -> None:
     def send(*messages: Any) -> Any:
         return client.post("/v1/messages", json={"model": "fake", "max_tokens": 9, "messages": messages})
@@ -222,9 +227,25 @@ def test_ollama_takes_images(client: TestClient, engine: SeeingEngine) -> None:
         refused(client.post("/api/generate", json=body | {"prompt": "A", "images": [RED]} | other), "images is not")
 
 
-def test_a_model_that_does_not_see_says_so(make_client: MakeClient) -> None:
-    from tests.serving.fake_engine import FakeEngine
+def test_a_tools_images_are_those_that_can_be_seen(engine: SeeingEngine) -> None:
+    bad = with_seen(ChatModel(engine), ToolResult("A", images=(RED, "AAAA", "!", BLUE)))
+    assert bad == ToolResult("A", images=(RED, BLUE))
+    assert with_seen(ChatModel(FakeEngine()), ToolResult("A", images=(RED,))).images == ()
+    assert with_seen(None, ToolResult("A", images=(RED,))).images == ()
 
+
+@covers("McpCallItem", "images")
+def test_a_response_shows_the_images_of_an_earlier_call(client: TestClient, engine: SeeingEngine) -> None:
+    item = {"type": "mcp_call", "id": "mcp_1", "server_label": "eyes", "name": "look", "arguments": "{}"}
+    item |= {"output": "it"}
+    said = {"role": "user", "content": "A"}
+    ok(client.post("/v1/responses", json={"input": [said, item | {"images": [RED, BLUE]}, said]}))
+    assert "it\n(#8)\n(#4)" in prompt_of(engine)
+    ok(client.post("/v1/responses", json={"input": [said, item, said]}))
+    assert engine.images[-1] is None
+
+
+def test_a_model_that_does_not_see_says_so(make_client: MakeClient) -> None:
     client = make_client(FakeEngine(), allowed_media_domains="example.com")
     messages = [{"role": "system", "content": "S"}, *asked("A"), *asked("A", part("https://example.com/a.png"))]
     refused(client.post("/v1/chat/completions", json={"messages": messages}), "messages[2].content[1] is", "sees no")

@@ -12,19 +12,12 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from jaxllm.config import EngineConfig, make_config
+from jaxllm.engine.doors import sequences
 from jaxllm.engine.doors.beams import BeamSearchParams, BeamStream
 from jaxllm.engine.doors.controls import Controls
 from jaxllm.engine.doors.eyes import Eyes
 from jaxllm.engine.doors.replicas import start_client, start_engine
-from jaxllm.engine.doors.sequences import (
-    Collector,
-    Prompt,
-    check_pooling,
-    check_request,
-    pooled_output,
-    prompt_ids,
-    prompt_images,
-)
+from jaxllm.engine.doors.sequences import Collector, Prompt, check_pooling, check_request, pooled_output, prompt_ids
 from jaxllm.engine.doors.share import Keeper
 from jaxllm.engine.doors.streams import Gain, Stream, Streams
 from jaxllm.engine.messages import (
@@ -210,7 +203,7 @@ class AsyncLLM(Controls):
         params = sampling_params or SamplingParams(**self.info.default_sampling.fields())
         text, ids = prompt_ids(prompt, self.tokenizer)
         options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt}
-        if seen := await asyncio.to_thread(prompt_images, prompt, self):
+        if seen := await asyncio.to_thread(sequences.prompt_images, prompt, self):
             ids, options["images"] = self.eyes.place(ids, seen)
         request_id = request_id or uuid.uuid4().hex
         collector = Collector(request_id, text, ids, params, self.tokenizer)

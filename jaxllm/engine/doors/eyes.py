@@ -51,8 +51,6 @@ class Eyes:
         limits: RowLimits = NO_LIMITS,
         most_images: int | None = None,
     ):
-        from jaxllm.models.vision.processor import Processor  # it loads Pillow
-
         self._processor = processor.limited(*limits)
         self._limits = limits
         self._info = info
@@ -65,7 +63,7 @@ class Eyes:
         tokens = {processor.placeholder, processor.image}
         self.marks: list[str] = sorted(filter(None, map(tokenizer.backend.id_to_token, tokens)))
         """The texts that no caller's text may spell as tokens."""
-        fixed = type(processor).limited is Processor.limited
+        fixed = processor.limited(1, 1) is processor
         self.row_pixels = None if fixed else processor.unit**2
         """The pixels of a row; None where the sizes of images cannot be chosen."""
 

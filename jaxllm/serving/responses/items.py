@@ -163,9 +163,7 @@ class MessageItem(InputItem):
             accepted = ("input_text", *(("output_text", "refusal") if self.role == "assistant" else ("input_image",)))
             if part.type not in accepted:
                 name = f"content[{at}].type"
-                raise refuse(
-                    f"{name} is {part.type!r}; messages of role {self.role!r} have {', '.join(accepted)}", name
-                )
+                raise refuse(f"{name} is {part.type!r}; role {self.role!r} has {', '.join(accepted)}", name)
         return self
 
     def item(self) -> Item:

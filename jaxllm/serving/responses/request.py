@@ -222,7 +222,7 @@ _RULES = (
 
 class ResponseRequest(PromptFields, MetadataFields, SamplingFields):
     unsupported: ClassVar[frozenset[str]] = frozenset({
-        "access_programs", "context_management", "moderation", "prompt",
+        "access_programs", "context_management", "mm_processor_kwargs", "moderation", "prompt",
     })  # fmt: skip
     path: ClassVar[str] = "/v1/responses"
     called_here: ClassVar[Mapping[str, str]] = {
