@@ -50,7 +50,7 @@ class ImageSource(RequestModel):
     data: str | None = None
     """The image in base64."""
     url: str | None = None
-    """Where the server may fetch it: see docs/images.md."""
+    """Where the server may fetch it: see docs/serving.md#images."""
     file_id: str | None = None
     """The id that /v1/files gave it."""
 

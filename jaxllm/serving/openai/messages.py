@@ -283,7 +283,7 @@ class RefusalPart(Cacheable):
 
 class ImageURL(RequestModel):
     url: str = Field(min_length=1)
-    """data:image/…;base64,… (or base64 alone), or a URL that the server may fetch: see docs/images.md."""
+    """data:image/…;base64,… (or base64 alone), or a URL that the server may fetch: see docs/serving.md#images."""
     detail: Detail | None = None
     """low: at most 256 tokens, where the model's images have several sizes; the others change nothing."""
 
