@@ -26,7 +26,7 @@ from machine import describe_machine
 from jaxllm import LLM, LoRARequest, SamplingParams
 from jaxllm.models.registry import model_spec
 from jaxllm.weights import open_checkpoint
-from jaxllm.weights.adapters.peft import save_adapter
+from jaxllm.weights.adapters import save_adapter
 from jaxllm.weights.source import resolve_model
 
 PROMPT, TOKENS = 128, 128

@@ -38,7 +38,7 @@ logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # else it te
 logging.getLogger("jax._src.distributed").setLevel(logging.WARNING)  # else it tells of every step of joining others
 
 import jax  # noqa: E402
-from jax._src import compiler, core, hardware_utils, xla_bridge  # noqa: E402
+from jax._src import compiler, core, distributed, hardware_utils, xla_bridge  # noqa: E402
 from jax._src import config as jax_config  # noqa: E402
 from jax._src.clusters import ClusterEnv  # noqa: E402
 from jax.experimental import serialize_executable  # noqa: E402
@@ -242,8 +242,19 @@ def join_processes(
         heartbeat_timeout_seconds=heartbeat_seconds,
         shutdown_timeout_seconds=LEAVING_SECONDS,
     )
+    if number == 0:
+        distributed.global_state.client.key_value_set("jaxllm", "")  # type: ignore[union-attr]
     alone = SimpleNamespace(process_id=0, client=None)
     compiler.distributed = SimpleNamespace(global_state=alone)  # type: ignore[assignment]
+
+
+def coordinator_answers(seconds: float) -> bool:
+    """Whether JAX's coordinator answers: in C++, also while process 0 loads a library and no thread of Python runs."""
+    client = distributed.global_state.client
+    try:
+        return client is not None and client.blocking_key_value_get("jaxllm", int(seconds * 1000)) == ""
+    except jax.errors.JaxRuntimeError:
+        return False
 
 
 LEAVING_SECONDS = 3

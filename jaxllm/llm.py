@@ -300,7 +300,7 @@ class LLM(Inside, Controls):
             InvalidRequestError: it cannot be read, or not be used with this model.
         """
         if isinstance(source, Mapping):
-            from jaxllm.weights.adapters.peft import save_adapter  # imports JAX, which takes half a second
+            from jaxllm.weights.adapters import save_adapter  # imports JAX, which takes half a second
 
             folder = tempfile.TemporaryDirectory(prefix="jaxllm-adapter-")
             self._adapter_folders.append(folder)

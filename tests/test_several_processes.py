@@ -138,6 +138,33 @@ def test_a_process_that_fails_ends_the_group_with_a_line(small: Path, fault: str
         assert follows.returncode == (-signal.SIGKILL if fault == "kill" else 1)
 
 
+PLACES = {
+    "kill at join_processes": "jaxllm: error: process 0 is gone",
+    "kill at load_weights": "jaxllm: error: process 0 is gone",
+    "stop at _take": "has stopped before all processes came: timed out",
+    "stop at join_processes": "jaxllm: error: process 0 has said nothing for 8 seconds",
+    "stop at prepare_backend": "jaxllm: error: process 0 has said nothing for 8 seconds",
+    "stop at load_weights": "jaxllm: error: process 0 has said nothing for 8 seconds",
+    "stop at gather_weights": "jaxllm: error: process 0 has said nothing for 8 seconds",
+}
+
+
+@pytest.mark.parametrize("fault", list(PLACES))
+def test_without_its_leader_a_process_that_starts_ends(small: Path, fault: str) -> None:
+    with programs(small, first=fault, skip_tokenizer_init=True) as (leads, follows):
+        assert leads.stdout is not None and "now\n" in iter(leads.stdout.readline, "")
+        since = time.monotonic()
+        (said,) = ended([follows])
+        assert follows.returncode == 1 and said.splitlines()[-1].endswith(PLACES[fault]), said
+        assert time.monotonic() - since < 14  # JAX's heartbeat is 15 seconds
+
+
+def test_a_leader_that_starts_and_is_busy_is_waited_for(small: Path) -> None:
+    with programs(small, first="hold at join_processes", skip_tokenizer_init=True) as (leads, follows):
+        wait_until_it_answers(leads)
+        assert follows.poll() is None
+
+
 @pytest.mark.parametrize("parts", [HALVES, IN_STAGES], ids=str)
 @pytest.mark.parametrize("fault", ["kill", "stop"])
 def test_without_its_leader_a_process_ends(small: Path, parts: dict[str, int], fault: str) -> None:

@@ -313,7 +313,7 @@ class Chat:
         self.console.print(text, style="dim", markup=False)
 
     async def _show(self, pieces: list[str]) -> None:
-        from jaxllm.cli.markdown import MarkdownStream
+        from jaxllm.cli.terminal import MarkdownStream
 
         system = [{"role": "system", "content": self.system}] if self.system else []
         with MarkdownStream(self.console) as output:

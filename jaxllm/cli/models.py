@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -148,7 +148,8 @@ def show(config: EngineConfig, *, json_output: Json = False) -> None:
         json_output: Print one JSON object instead of a table.
     """
     facts = describe(config)
-    print_found(facts, json_output, ("", ""), _named_values(facts))
+    rows = [(name.replace("_", " "), readable(name, value)) for name, value in facts.items()]
+    print_found(facts, json_output, ("", ""), rows)
 
 
 def describe(config: EngineConfig) -> dict[str, Any]:
@@ -266,10 +267,6 @@ def _bytes_per_second(text: str) -> int:
     if not found > 0:
         raise ConfigError(f"--memory-bandwidth is {text!r}; it must be bytes a second, as 900GB")
     return int(found)
-
-
-def _named_values(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(name.replace("_", " "), readable(name, value)) for name, value in facts.items()]
 
 
 def readable(name: str, value: Any) -> str:

@@ -8,24 +8,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from jaxllm.config import values
 from jaxllm.config.parts import ADAPTER_LISTS, KVEventsConfig, KVTransferConfig, LoRAModules, SpeculativeConfig
 from jaxllm.config.server import ServerConfig
-from jaxllm.config.values import (
-    Bytes,
-    Dtype,
-    FromCount,
-    FromJSON,
-    Isq,
-    IsqMap,
-    LogprobsMode,
-    Object,
-    SettingsGroup,
-    Sizes,
-    SomeOf,
-    comma_separated,
-    is_pattern,
-    or_auto,
-)
 from jaxllm.errors import ConfigError
 from jaxllm.folders import user_folder
 from jaxllm.wording import did_you_mean, wrong_setting
@@ -45,7 +30,7 @@ WITHOUT_BATCHES: dict[str, Any] = {**WITHOUT_STAGES, "pipeline_parallel_size": 1
 """The same for batches that run side by side."""
 
 
-class EngineConfig(SettingsGroup):
+class EngineConfig(values.SettingsGroup):
     """What the engine runs and how much of the machine it may use. None means: chosen at start, and printed."""
 
     model: str = "smollm2-135m"
@@ -58,47 +43,47 @@ class EngineConfig(SettingsGroup):
     """Where downloaded models are kept (default ~/.cache/jaxllm/models; hub models stay in the hub's own cache)."""
     load_format: Literal["auto", "safetensors", "gguf", "orbax", "dummy"] = "auto"
     """`dummy` fills the right shapes with random weights on the device."""
-    dtype: Dtype = "auto"
+    dtype: values.Dtype = "auto"
     """Compute and weight type; auto is bfloat16. half, bf16, f32 and the like are read too."""
-    hf_overrides: Object | None = None
+    hf_overrides: values.Object | None = None
     """Other values for keys of config.json, of GGUF files too, as {"rope_parameters": {…}}; objects key by key."""
     quantization: str | None = None
     """Refuse to start unless the checkpoint is quantized this way, as awq, gptq, fp8 or gguf; it changes nothing."""
     generation_config: str = "auto"
     """The folder of the generation_config.json that requests' defaults come from; auto: the model's, vllm: none."""
-    override_generation_config: Object | None = None
+    override_generation_config: values.Object | None = None
     """Defaults of requests, as {"temperature": 0.5}; they win over generation_config."""
     max_logprobs: Annotated[int, Field(ge=-1, le=20)] = 20
     """Most log-probabilities a request may ask for at a token; -1: the whole vocabulary, as prompts may always have."""
-    logprobs_mode: LogprobsMode = "raw_logprobs"
+    logprobs_mode: values.LogprobsMode = "raw_logprobs"
     """What log-probabilities of answers are of: the model's distribution, the one sampled from; or their logits."""
     seed: int = 0
     """Where unseeded requests and dummy weights take their randomness from."""
     skip_tokenizer_init: bool = False
     """Work with token ids only."""
-    max_model_len: Annotated[Annotated[int, Field(ge=1)] | None, FromCount] = None
+    max_model_len: Annotated[Annotated[int, Field(ge=1)] | None, values.FromCount] = None
     """Longest context, prompt plus generated, as 32768 or 128k; default the model's, or what KV memory holds."""
 
     dequantize: bool | None = None
     """Expand quantized weights to dtype at load; by default only where plain XLA runs on a CPU: faster there."""
-    isq: Isq | None = None
+    isq: values.Isq | None = None
     """Quantize weights while they are loaded (in situ); embedding and head take six bits or more."""
-    isq_map: IsqMap | None = None
+    isq_map: values.IsqMap | None = None
     """Other kinds for tensors by their names in the checkpoint, as *.ffn_down.weight=q6k, *.attn_v.weight=none."""
     imatrix: Path | None = None
     """An importance matrix of llama.cpp's: it reduces the error of --isq in GGUF's kinds below 8 bits."""
 
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Most sequences in one step (default 32 on CPU, 256 elsewhere)."""
-    max_num_batched_tokens: Annotated[Annotated[int, Field(ge=16)] | None, FromCount] = None
+    max_num_batched_tokens: Annotated[Annotated[int, Field(ge=16)] | None, values.FromCount] = None
     """Token budget of one step, prefill chunks and decodes together (default 512 on CPU, 2048 elsewhere)."""
     decode_steps: Annotated[int, Field(ge=1, le=8)] | None = None
     """Most tokens one dispatch decodes for each sequence while no other could begin (default 4 with CPU kernels)."""
-    speculative_config: Annotated[SpeculativeConfig, FromJSON] | None = None
+    speculative_config: Annotated[SpeculativeConfig, values.FromJSON] | None = None
     """Try tokens ahead, as {"method": "ngram", "num_speculative_tokens": 3}: the same answers in fewer steps."""
-    decode_buckets: Sizes | None = None
+    decode_buckets: values.Sizes | None = None
     """Sequences that decodes are padded to, as 8,32: fewer sizes compile sooner (default: powers of two)."""
-    prefill_buckets: Sizes | None = None
+    prefill_buckets: values.Sizes | None = None
     """Tokens that prefills are padded to, as 64,512: fewer sizes compile sooner (default: powers of two)."""
     enable_lora: bool = False
     """Let requests use adapters (LoRA): see docs/lora.md."""
@@ -115,31 +100,31 @@ class EngineConfig(SettingsGroup):
     """Tokens in one KV page."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of accelerator memory that weights, KV pages and workspace may take together."""
-    kv_cache_memory: Annotated[Bytes, Field(gt=0)] | None = None
+    kv_cache_memory: Annotated[values.Bytes, Field(gt=0)] | None = None
     """Bytes for KV pages and states, as 4GiB; 3% may stay unused (on CPU 2GiB, at most a quarter of what is free)."""
-    state_cache_memory: Annotated[Bytes, Field(ge=0)] | None = None
+    state_cache_memory: Annotated[values.Bytes, Field(ge=0)] | None = None
     """Bytes of kv_cache_memory for states of cached prefixes, in models with recurrent layers (default an eighth)."""
-    media_cache_memory: Annotated[Bytes, Field(ge=0)] | None = None
+    media_cache_memory: Annotated[values.Bytes, Field(ge=0)] | None = None
     """Bytes on the devices for rows of images, as 256MiB (default: those of a whole context); 0: images are refused."""
     image_min_tokens: Annotated[int, Field(ge=1)] | None = None
     """Least tokens of an image, where the model's images have different sizes; small ones are enlarged."""
     image_max_tokens: Annotated[int, Field(ge=1)] | None = None
     """Most tokens of an image, where the model's images have different sizes; larger ones are made smaller."""
-    limit_mm_per_prompt: Annotated[dict[Literal["image"], Annotated[int, Field(ge=0)]] | None, FromJSON] = None
+    limit_mm_per_prompt: Annotated[dict[Literal["image"], Annotated[int, Field(ge=0)]] | None, values.FromJSON] = None
     """Most images of a request, as {"image": 4}."""
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     """How keys and values are kept in pages; int8 and fp8 have a scale for each token and head. auto is dtype."""
     enable_prefix_caching: bool = True
     """Reuse the KV pages of prompts that begin alike."""
-    kv_offload_memory: Annotated[Bytes, Field(gt=0)] | None = None
+    kv_offload_memory: Annotated[values.Bytes, Field(gt=0)] | None = None
     """Bytes of host memory, as 8GiB, for KV pages and states that have lost their place: prompts find them there."""
     kv_offload_dir: Path | None = None
     """A folder for what kv_offload_memory has no room for, and for all that an idle engine has: it outlives it."""
-    kv_offload_disk: Annotated[Bytes, Field(gt=0)] = 16 * 2**30
+    kv_offload_disk: Annotated[values.Bytes, Field(gt=0)] = 16 * 2**30
     """Bytes that kv_offload_dir may take for one model; what was unused longest is deleted."""
-    kv_transfer_config: Annotated[KVTransferConfig, FromJSON] | None = None
+    kv_transfer_config: Annotated[KVTransferConfig, values.FromJSON] | None = None
     """Compute prompts for other servers, or go on with theirs, as {"kv_role": "kv_both"}: see docs/scale.md."""
-    kv_events_config: Annotated[KVEventsConfig, FromJSON] | None = None
+    kv_events_config: Annotated[KVEventsConfig, values.FromJSON] | None = None
     """Tell routers over ZeroMQ which prompts are cached, as {"topic": "kv@10.0.0.5:8000@qwen3"}."""
 
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
@@ -171,7 +156,7 @@ class EngineConfig(SettingsGroup):
 
     threads: Annotated[int, Field(ge=1)] | None = None
     """Threads that compute on a CPU, for all engines of the model (default: one a physical core that it may use)."""
-    numa_node: Annotated[int | Literal["auto"] | None, or_auto(0)] = None
+    numa_node: Annotated[int | Literal["auto"] | None, values.or_auto(0)] = None
     """On a CPU, keep each engine to the cores and memory of this NUMA node; auto: several engines take them in turn."""
 
     attention_backend: Literal["auto", "reference", "gpu", "tpu"] = "auto"
@@ -184,9 +169,9 @@ class EngineConfig(SettingsGroup):
     """Compile each bucket when it is first needed instead of ahead of time."""
     compile_cache_dir: Path | None = CACHE_DIR / "compile"
     """Compiled executables are kept here between starts; null turns the cache off."""
-    compile_cache_max: Annotated[Bytes, Field(gt=0)] = 8 * 2**30
+    compile_cache_max: Annotated[values.Bytes, Field(gt=0)] = 8 * 2**30
     """Bytes that compile_cache_dir may take, as 4GiB; after each start, what was unused longest is deleted."""
-    weight_cache_max: Annotated[Bytes, Field(ge=0)] = 32 * 2**30
+    weight_cache_max: Annotated[values.Bytes, Field(ge=0)] = 32 * 2**30
     """Bytes that packed weights may take in compile_cache_dir; the next start on a CPU maps them. 0 keeps none."""
     executables: Path | None = None
     """A folder that `jaxllm compile` made for these settings: executables are loaded from it, and none compiled."""
@@ -293,7 +278,7 @@ class EngineConfig(SettingsGroup):
 class ModelConfig(EngineConfig):
     """One served model: its engine, the names it goes by, its adapters, its chat template, its parsers, its pooling."""
 
-    served_model_name: SomeOf | None = None
+    served_model_name: values.SomeOf | None = None
     """Names for clients, separated by commas; the first is shown, claude-* is any that begins so (default: model)."""
     lora_modules: LoRAModules | None = None
     """Adapters (LoRA) to serve beside the model, as name=path,other=path, or JSON objects; it sets enable_lora."""
@@ -301,7 +286,7 @@ class ModelConfig(EngineConfig):
     """A Jinja file that replaces the model's chat template."""
     chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
     """Templates get a message's content as one string or as OpenAI's list of parts; auto reads it off the template."""
-    default_chat_template_kwargs: Object | None = None
+    default_chat_template_kwargs: values.Object | None = None
     """Variables of the chat template, as {"enable_thinking": false}; a request's chat_template_kwargs win."""
     tool_call_parser: str = "auto"
     """Format of tool calls: auto reads it off the chat template, none refuses tools; or a name, ours or vLLM's."""
@@ -331,13 +316,13 @@ class ModelConfig(EngineConfig):
     @property
     def names(self) -> list[str]:
         """What requests may call the model, and listings call it by the first."""
-        given = comma_separated(self.served_model_name)
-        return [name for name in given if not is_pattern(name)] or [self.model]
+        given = values.comma_separated(self.served_model_name)
+        return [name for name in given if not values.is_pattern(name)] or [self.model]
 
     @property
     def name_patterns(self) -> list[str]:
         """Requests may also call it by any name that one of these stands for."""
-        return [name for name in comma_separated(self.served_model_name) if is_pattern(name)]
+        return [name for name in values.comma_separated(self.served_model_name) if values.is_pattern(name)]
 
 
 class ServeConfig(ServerConfig, ModelConfig):

@@ -8,17 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from jaxllm.config.values import (
-    Bytes,
-    Entries,
-    Object,
-    Origins,
-    PathPrefix,
-    Seconds,
-    SettingsGroup,
-    SomeOf,
-    or_auto,
-)
+from jaxllm.config import values
 from jaxllm.folders import user_folder
 from jaxllm.logs import LogFormat
 
@@ -31,7 +21,7 @@ SEVERAL_MODELS = ("models", "model_directory")
 DATA_DIR = user_folder("XDG_DATA_HOME", "~/.local/share")
 
 
-class ServerConfig(SettingsGroup):
+class ServerConfig(values.SettingsGroup):
     """What belongs to the HTTP server, whatever models it serves."""
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
@@ -40,13 +30,13 @@ class ServerConfig(SettingsGroup):
     """Port to listen on; 0 takes a free one and prints it."""
     uds: Path | None = None
     """A Unix domain socket to listen on, instead of host and port."""
-    root_path: PathPrefix = None
+    root_path: values.PathPrefix = None
     """The path that a proxy puts before the routes, as /llm; X-Forwarded-Prefix says it by the request."""
     web: bool = True
     """Serve the page at /, where a person talks to the model in a browser; --no-web leaves it out."""
-    max_body_size: Annotated[Bytes, Field(gt=0)] = 16 * 2**20
+    max_body_size: Annotated[values.Bytes, Field(gt=0)] = 16 * 2**20
     """Largest request body, as 16MiB; larger ones get 413."""
-    max_body_memory: Annotated[Bytes, Field(gt=0)] = 256 * 2**20
+    max_body_memory: Annotated[values.Bytes, Field(gt=0)] = 256 * 2**20
     """Memory for all bodies that are being read, as 256MiB, at least one's; beyond it the slowest gets 503."""
     send_timeout: Annotated[float, Field(gt=0)] = 60.0
     """Seconds after which a client that takes nothing of what it is sent is disconnected."""
@@ -59,7 +49,7 @@ class ServerConfig(SettingsGroup):
     shutdown_timeout: Annotated[float, Field(ge=0)] = 5.0
     """Seconds that running requests get to finish after Ctrl-C or SIGTERM, and after the lame-duck period."""
 
-    api_key: SomeOf | None = None
+    api_key: values.SomeOf | None = None
     """Clients must send it as a bearer token; commas separate several. VLLM_API_KEY and LLAMA_API_KEY set it too."""
     api_key_file: Path | None = None
     """A YAML file of named keys, each with what it may do: see docs/keys.md. SIGHUP has it read again."""
@@ -75,9 +65,9 @@ class ServerConfig(SettingsGroup):
     """Certificates that those of clients must lead to."""
     ssl_cert_reqs: Literal[0, 1, 2] = 0
     """Whether clients need a certificate of their own: 0 no, 1 it is checked where they send one, 2 yes."""
-    allowed_origins: Origins | None = None
+    allowed_origins: values.Origins | None = None
     """Origins that may call from a browser (CORS), separated by commas; * for all."""
-    allowed_hosts: Entries | None = None
+    allowed_hosts: values.Entries | None = None
     """Names the server may be called by, with commas, * for all; without it IP addresses, localhost, any with a key."""
 
     @property
@@ -90,7 +80,7 @@ class ServerConfig(SettingsGroup):
     """What happens to request fields this server does not know: a 400, or a `warnings` member in the response."""
     enable_prompt_embeds: bool = False
     """Take prompts of vectors in text completions (prompt_embeds). They may say what no token says."""
-    allowed_media_domains: Entries | None = None
+    allowed_media_domains: values.Entries | None = None
     """Hosts from which images that requests name by a URL are fetched, at public addresses only (default: none)."""
     allowed_local_media_path: Path | None = None
     """A folder of this machine from which images that requests name by file:// are read (default: none)."""
@@ -101,11 +91,11 @@ class ServerConfig(SettingsGroup):
     """A YAML file of several models to serve, each with settings of its own: see docs/several-models.md."""
     model_directory: Path | None = None
     """A folder of models to serve: every .gguf file, and every folder with a config.json, under its own name."""
-    preload_model: SomeOf | None = None
+    preload_model: values.SomeOf | None = None
     """Which of several models are loaded before the server is ready, by name or file, separated by commas."""
     max_loaded_models: Annotated[int, Field(ge=1)] | None = None
     """How many of several models may be loaded at once (default 1; with model_memory as many as fit into that)."""
-    model_memory: Annotated[Bytes, Field(gt=0)] | None = None
+    model_memory: Annotated[values.Bytes, Field(gt=0)] | None = None
     """Bytes that several models may take together, as 24GiB: of each GPU, or of the host where they run on the CPU."""
     model_min_seconds: Annotated[float, Field(ge=0)] = 0.0
     """Seconds after its load in which one of several models that is busy gives its place to no other."""
@@ -139,9 +129,9 @@ class ServerConfig(SettingsGroup):
     """Where uploaded files and running batches are kept, and the database if database_url names no other."""
     database_url: str | None = None
     """SQLAlchemy URL of the database of stored objects (default jaxllm.db in data_dir), as postgresql://…"""
-    store_retention: Annotated[Seconds, Field(gt=0)] | None = None
+    store_retention: Annotated[values.Seconds, Field(gt=0)] | None = None
     """Stored responses, conversations, files and ended batches are deleted after this time, as 30d (default: never)."""
-    max_file_size: Annotated[Bytes, Field(gt=0)] = 512 * 2**20
+    max_file_size: Annotated[values.Bytes, Field(gt=0)] = 512 * 2**20
     """Largest file that may be uploaded to /v1/files, as 512MiB; larger ones get 413."""
     max_batch_concurrency: Annotated[int, Field(ge=1)] | None = None
     """Sequences of batches that run at once (default seven eighths of max_num_seqs: the rest is for everyone else)."""
@@ -194,9 +184,9 @@ class ServerConfig(SettingsGroup):
 
     ray: bool = False
     """Run whole servers of the model as replicas on Ray Serve, with Ray's proxy at host and port: docs/scale.md."""
-    num_replicas: Annotated[int | Literal["auto"] | None, or_auto(1)] = None
+    num_replicas: Annotated[int | Literal["auto"] | None, values.or_auto(1)] = None
     """How many servers run side by side on Ray (default 1); auto: as many as there are requests for."""
     prefix_affinity: bool = False
     """Send a prompt to the replica on Ray that has had the same beginning, by Ray's PrefixCacheAffinityRouter."""
-    replica_options: Object | None = None
+    replica_options: values.Object | None = None
     """Ray's options of the replicas' deployment, as {"ray_actor_options": {"num_gpus": 1}}."""

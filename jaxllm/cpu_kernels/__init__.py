@@ -5,9 +5,10 @@ instruction set, and the best that the machine has is chosen at run time. Where 
 False, `reason()` says why, and the caller runs plain XLA.
 
 Weights lie in *tiles* of 16 output rows by one block of inputs, `uint8 [ceil(o / 16), i / block, tile_bytes]`; see
-`src/formats.h`. Formats: q4_0, q4_1, q5_0, q5_1, q8_0 (32 inputs a block), q4_k, q5_k, q6_k (256), bf16, f32 (32);
-u4, four bits about a zero of the block's own; i8 and e4m3, whose float32 scales lie beside the tiles (32). `repack`,
-`unpack` and `lanes` make and read them on the host; the other functions are called while tracing.
+`src/formats.h`. Formats: q4_0, q4_1, q5_0, q5_1, q8_0, mxfp4, iq4_nl (32 inputs a block), q4_k, q5_k, q6_k, iq4_xs
+(256), bf16, f32 (32); u4, four bits about a zero of the block's own; i8, e4m3 and nvfp4, whose float32 scales lie
+beside the tiles (32). `repack`, `unpack` and `lanes` make and read them on the host; the other functions are called
+while tracing.
 """
 
 from jaxllm.cpu_kernels.attention import HeadNorms, Rotary, Runs, attention, run_states

@@ -53,6 +53,7 @@ def attention(
     softcap: float | None = None,
     sinks: Float[Array, "H"] | None = None,
     slopes: Float[Array, "H"] | None = None,
+    visible_until: Int[Array, "T"] | None = None,
     value_dim: int | None = None,
     rotary: Rotary | None = None,
     norms: HeadNorms | None = None,
@@ -93,6 +94,7 @@ def attention(
     extra += [] if rotary is None else [rotary.cos, rotary.sin]
     extra += [] if norms is None else [norms.q, norms.k]
     arguments += [x.astype(jnp.float32) for x in extra]
+    arguments += [] if visible_until is None else [visible_until]
     epsilon, offset = (0.0, 0.0) if norms is None else (norms.epsilon, norms.weight_offset)
     shapes = (ShapeDtypeStruct((*q.shape[:2], width), q.dtype), *(ShapeDtypeStruct(p.shape, p.dtype) for p in pages))
     out, *new_pages = call("jaxllm_attention", shapes, input_output_aliases=aliases)(
@@ -107,6 +109,7 @@ def attention(
         rotary=rotary is not None,
         interleaved=rotary is not None and rotary.interleaved,
         norms=norms is not None,
+        looks_ahead=visible_until is not None,
         epsilon=np.float32(epsilon),
         weight_offset=np.float32(offset),
     )

@@ -110,10 +110,13 @@ GROUP = 16
 _room = Room()
 
 
-FORMATS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "bf16", "f32", "u4", "i8", "e4m3", "mxfp4")
+FORMATS = (
+    "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "bf16", "f32", "u4", "i8", "e4m3", "mxfp4",
+    "iq4_nl", "iq4_xs", "nvfp4",
+)  # fmt: skip
 """How tiles hold weights, in the order of `src/formats.h`: the names are also what `repack` takes them from."""
 
-SCALED = ("i8", "e4m3")
+SCALED = ("i8", "e4m3", "nvfp4")
 """Whose scales lie beside the tiles: float32 `[*stack, groups, runs, 16]`, one for each row and run of inputs."""
 
 FLOATS: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f32": np.float32}
@@ -131,7 +134,7 @@ IN_BF16 = 64
 
 
 def tile_inputs(format: str) -> int:
-    """Inputs in a tile: 32, or 256 in K formats."""
+    """Inputs in a tile: 32, or 256 in K formats and iq4_xs."""
     return int(library().jaxllm_tile_inputs(number(format)))
 
 
@@ -148,7 +151,8 @@ def repack(type: str, *parts: np.ndarray) -> UInt8[np.ndarray, "*stack groups bl
         type: the checkpoint's type, in any case; one of `FORMATS`. Tiles are of the format of that name.
         parts: uint8 `[*stack, o, i / block, block_bytes]` as a GGUF file has them; of `bf16` and `f32`, the matrices
             `[*stack, o, i]` themselves in that type (inputs are padded to 32). Blocks of `u4` are a float16 `d`, the
-            code of zero and 32 codes of four bits in GGUF's order; of `i8` and `e4m3` 32 codes.
+            code of zero and 32 codes of four bits in GGUF's order; of `i8` and `e4m3` 32 codes; of `nvfp4` two
+            scales in e4m3 and 32 codes of four bits.
 
     Raises ValueError: no such type, or blocks of another size.
     """

@@ -11,10 +11,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxllm import cpu_kernels
-from jaxllm.pallas_kernels import products
+from jaxllm.pallas_kernels import products, reference
 from jaxllm.pallas_kernels.delta_rule import EPS
 from jaxllm.pallas_kernels.metadata import StepMetadata
-from jaxllm.pallas_kernels.pages import Pages
+from jaxllm.pallas_kernels.pages import Pages, stored_as_bits
 from jaxllm.pallas_kernels.products import Norm, RootMeanSquare
 from jaxllm.pallas_kernels.ssd import SSDInputs
 from jaxllm.pallas_kernels.states import kept_length
@@ -124,6 +124,38 @@ def attention(
     return cpu_kernels.attention(
         q, k, v, pages, meta.positions, meta.seq_ids, meta.page_table, rotary=rotary, norms=heads, **options
     )
+
+
+OWN_PAGE = 16
+"""Tokens of the pages that a step of whole texts writes and reads."""
+
+
+def packed_attention(
+    q: Float[Array, "T H D"],
+    k: Float[Array, "T K D"],
+    v: Float[Array, "T K D"],
+    meta: StepMetadata,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Float[Array, "T H D"]:
+    """`reference.packed_attention` over pages of the step's own, in which each token sees up to its text's last."""
+    if window is not None:
+        return reference.packed_attention(q, k, v, meta, scale=scale, window=window, softcap=softcap)
+    count, lengths = len(q), meta.context_len
+    ends = jnp.cumsum(-(-lengths // OWN_PAGE))
+    begins = ends - -(-lengths // OWN_PAGE)
+    num_pages = count // OWN_PAGE + len(lengths) + 1
+    table = jnp.minimum(1 + begins[:, None] + jnp.arange(-(-count // OWN_PAGE)), num_pages - 1)
+    text = jnp.minimum(meta.seq_ids, len(lengths) - 1)
+    positions = jnp.arange(count) - meta.query_start[text]
+    empty = jnp.zeros((num_pages, k.shape[1], OWN_PAGE, k.shape[2]), stored_as_bits(q.dtype))
+    out, _ = cpu_kernels.attention(
+        q, k, v, (empty, empty), positions, meta.seq_ids, table, scale=scale, softcap=softcap,
+        visible_until=lengths[text] - 1,
+    )  # fmt: skip
+    return out
 
 
 def causal_conv(

@@ -47,9 +47,9 @@ class Kernels:
         most_likely: `(x, weight, rows)` -> each row's greatest product among the first `rows`; may be absent.
         experts: `(x, logits, bias, gate_up, down, *, routing, first, here, activation, gate, biases, meta)` -> a
             `Mixture` of what the experts `first … first + here - 1` give; may be absent. Tokens choose by `routing`, a
-            `models.layers.moe.MoEConfig`; padding chooses none. `gate` is applied to what the first product gives, gate
-            and up side by side, in place of `activation(gate) * up`, and `biases` are those of both products; each may
-            be None.
+            `models.layers.experts.MoEConfig`; padding chooses none. `gate` is applied to what the first product gives,
+            gate and up side by side, in place of `activation(gate) * up`, and `biases` are those of both products;
+            each may be None.
         chosen_experts: `(x [T, E], group [P], gate_up, down, *, activation, gate, biases) -> [P, E]`, float32: what
             pairs of tokens and experts give, as many in turn of each row of `x`; may be absent. `group` is the expert
             of each pair; pairs of the expert after the last give zeros. The rest is as of `experts`.
@@ -153,7 +153,7 @@ TPU = replace(COMPILED, name="tpu", attention=tpu.paged_attention, page_layout=p
 """JAX's own ragged paged attention, in Pallas, asked only for what `tpu.lacks` allows; products in plain XLA."""
 
 CPU = Kernels(
-    "cpu", cpu.attention, cpu.linear, cpu.grouped_matmul, pages.stored_as_bits,
+    "cpu", cpu.attention, cpu.linear, cpu.grouped_matmul, pages.stored_as_bits, packed_attention=cpu.packed_attention,
     segments=cpu.segments, gated_mlp=cpu.gated_mlp, adapted=cpu.adapted, most_likely=cpu.most_likely,
     causal_conv=cpu.causal_conv, delta_rule=cpu.delta_rule, ssd=cpu.ssd,
     low_rank=cpu_kernels.low_rank, normalise=cpu_kernels.normalise, sums=products.CPU_SUMS, native=True,

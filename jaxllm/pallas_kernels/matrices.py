@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int8
+from jaxtyping import Array, Float, Int, Int8
 
 from jaxllm.sharding.mesh import gather_over_tensor
 
@@ -186,6 +186,7 @@ SCALES = {
     "pair": Scales(2, 1, 0),
     "zero": Scales(1, 0, 2, shifts=True),
     "minimum": Scales(1, 1, 0, shifts=True),
+    "e4m3": Scales(4, 1, 1, blocks=True),
     "k_pairs": Scales(8, 4, 0, shifts=True, blocks=True),
     "k_nibbles": Scales(16, 5, 0, shifts=True, blocks=True),
     "k_bytes": Scales(16, 4, 1, blocks=True),
@@ -194,11 +195,11 @@ SCALES = {
 """What scales are kept as.
 
 float: a float a group. power: a power of two, by the byte of its exponent. pair: the 16-bit floats of two groups in a
-word. zero: a float, and the code of zero. minimum: a scale and what is added, float16 both, in a word. k_pairs: scales
-and minima of six bits: a word's bytes have those of two groups, (scale, minimum) twice, and the fourth such word lies
-in the two upper bits of each byte of three others; then float16 scales of both in a word. k_nibbles: a scale and a
-minimum of four bits in a byte; then those. k_bytes: signed bytes, and a float16. k_six: four words of six bits a byte
-as in k_pairs, about 32, and a float16.
+word. zero: a float, and the code of zero. e4m3: a word of four groups' scales in e4m3, and a float of the whole row.
+minimum: a scale and what is added, float16 both, in a word. k_pairs: scales and minima of six bits: a word's bytes have
+those of two groups, (scale, minimum) twice, and the fourth such word lies in the two upper bits of each byte of three
+others; then float16 scales of both in a word. k_nibbles: a scale and a minimum of four bits in a byte; then those.
+k_bytes: signed bytes, and a float16. k_six: four words of six bits a byte as in k_pairs, about 32, and a float16.
 """
 
 
@@ -256,6 +257,12 @@ def power_of_two(exponents: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(jnp.maximum(exponents.astype(jnp.int32) << 23, smallest), jnp.float32)
 
 
+def from_e4m3(bits: Int[Array, "..."]) -> Float[Array, "..."]:
+    """float32 of e4m3's bits, by way of a float16 whose exponent is 8 too small; of "not a number" it is 480."""
+    half = ((bits & 128) << 8 | (bits & 127) << 7).astype(jnp.uint16)
+    return lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32) * 2.0**8
+
+
 def group_scale(
     format: PackedFormat, words: Sequence[jax.Array], halves: Sequence[jax.Array], group: int, scale: np.dtype
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -272,6 +279,8 @@ def group_scale(
         return own, -own * halves[1].astype(jnp.float32)
     if kind == "minimum":
         return half_in(words[0], 0, scale), half_in(words[0], 1, scale)
+    if kind == "e4m3":
+        return from_e4m3(byte_in(words[0], group)), None
     if kind == "k_pairs":
         pair, second = divmod(group, 2)
         word = words[pair] if pair < 3 else fourth_of_six(words[:3])

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, Int8
 
 from jaxllm.errors import CheckpointError
 from jaxllm.pallas_kernels.matrices import RUN, KernelMatrix, PackedMatrix, arranged, quantize_runs
+from jaxllm.quantization.gguf_weight import as_codes
 from jaxllm.quantization.stored import FP8, INT8, UINT8, Codes, Coding, Stored, packed, unpacked
 from jaxllm.quantization.weight import Quantized, Weight, WeightKind, product
 from jaxllm.sharding.mesh import Axes, Layout, place
@@ -35,6 +36,7 @@ class Coded(Quantized):
             high ones its second.
         scale: floats `[*stack, o]`, `[*stack, o / rows, i / columns]` or `[*stack, o, i / group]`.
         zero: uint8, as `scale`; None where codes are symmetric, about the middle one.
+        factor: float32 `[*stack, o]`, by which each row's scales are multiplied; None unless the coding is `factored`.
         coding: what they are. Blocks of `(1, 0)` are whole rows; only codes of e4m3 may have blocks of rows.
         dtype: of the numbers that `rows` and `dequantize` give.
     """
@@ -44,6 +46,7 @@ class Coded(Quantized):
     zero: Any
     coding: Coding = field(metadata={"static": True})
     dtype: np.dtype = field(metadata={"static": True})
+    factor: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -71,17 +74,22 @@ class Coded(Quantized):
         else:
             zero = self.coding.middle if self.zero is None else self.zero.astype(jnp.float32)[..., None]
             values = codes.astype(jnp.float32) - zero
-        return (values * self.scale.astype(jnp.float32)[..., None]).reshape(self.shape).astype(self.dtype)
+        values = (values * self.scale.astype(jnp.float32)[..., None]).reshape(self.shape)
+        values = values if self.factor is None else values * self.factor[..., None]
+        return values.astype(self.dtype)
 
     def axes(self, axes: Axes) -> list[Axes]:
         if self.coding.of_rows:
             return [axes, axes[:-1]]
         codes = (*axes[:-1], None, axes[-1]) if self.coding.of_blocks else (*axes, None)
-        return [codes, axes] if self.zero is None else [codes, axes, axes]
+        zero, factor = [axes] * (self.zero is not None), [axes[:-1]] * (self.factor is not None)
+        return [codes, axes, *zero, *factor]
 
     @property
-    def kernel_matrices(self) -> tuple[KernelMatrix, ...]:
+    def kernel_matrices(self) -> tuple[KernelMatrix, ...] | None:
         coding, (*outputs, inputs) = self.coding, self.shape
+        if coding.factored:
+            return None
         scale = self.scale[..., None] if coding.of_rows else self.scale
         return (
             KernelMatrix(
@@ -157,34 +165,38 @@ class CodedKind:
         else:
             codes = (*scale, columns * coding.bits // 8)
         zero = None if coding.symmetric else jax.ShapeDtypeStruct(scale, jnp.uint8)
+        factor = jax.ShapeDtypeStruct(scale[:-1], jnp.float32) if coding.factored else None
         arrays = jax.ShapeDtypeStruct(codes, coding.codes), jax.ShapeDtypeStruct(scale, coding.scale), zero
-        return Coded(*arrays, coding, self.dtype)
+        return Coded(*arrays, coding, self.dtype, factor)
 
     def pack(self, tensors: Sequence[Stored], layout: Layout | None) -> Coded:
-        codes, scales, zeros = zip(*map(self._parts, tensors), strict=True)
+        codes, scales, zeros, factors = zip(*map(self._parts, tensors), strict=True)
         coding, rows = self.coding, self.coding.block[0]
         if layout is not None and rows > 1:
             segments = tuple(replace(segment, rows=segment.rows // rows) for segment in layout.segments)
             layout = replace(layout, segments=segments, pad_to=layout.pad_to // rows)
         zero = None if coding.symmetric else place(layout, zeros, UINT8)
-        return Coded(place(layout, codes, coding.codes), place(layout, scales, coding.scale), zero, coding, self.dtype)
+        factor = place(layout, factors, FLOAT32) if coding.factored else None
+        scale = place(layout, scales, coding.scale)
+        return Coded(place(layout, codes, coding.codes), scale, zero, coding, self.dtype, factor)
 
-    def _parts(self, tensor: Stored) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    def _parts(self, tensor: Stored) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]:
+        tensor = as_codes(tensor)
         coding, kept = self.coding, tensor.codes
         if tensor.packed and kept is not None and kept.coding == coding:
-            return tensor.data.reshape(*kept.scale.shape, -1), kept.scale, kept.zero
-        tensor = tensor.unpacked()
+            return tensor.data.reshape(*kept.scale.shape, -1), kept.scale, kept.zero, kept.factor
+        tensor, factor = tensor.unpacked(), None if kept is None else kept.factor
         if kept is not None and self._holds(kept, tensor.shape[-1]):
             codes, scale, zero = self._taken(tensor.data, kept)
         else:
             codes, scale, zero = self._by_rows(tensor) if coding.of_rows else self._by_groups(tensor)
         if coding.of_rows:
-            return codes, scale[..., 0], None
+            return codes, scale[..., 0], None, None
         rows, columns = coding.block
         if coding.of_blocks:
-            return codes.reshape(*codes.shape[:-2], -1, rows, codes.shape[-1]), scale, None
+            return codes.reshape(*codes.shape[:-2], -1, rows, codes.shape[-1]), scale, None, None
         runs = codes.reshape(*codes.shape[:-1], -1, 8 // coding.bits, columns * coding.bits // 8)
-        return packed(runs, coding.bits), scale, zero
+        return packed(runs, coding.bits), scale, zero, factor
 
     def _holds(self, kept: Codes, inputs: int) -> bool:
         coding, own = self.coding, kept.coding
@@ -243,9 +255,9 @@ def groups(
     return CodedKind(Coding(bits, (1, block), scale, symmetric, levels), dtype)
 
 
-def fp8_blocks(dtype: np.dtype, rows: int, block: int) -> CodedKind:
+def fp8_blocks(dtype: np.dtype, rows: int, block: int, scale: np.dtype = FLOAT32) -> CodedKind:
     """Codes of e4m3 with a scale for each block (DeepSeek-V3, arXiv:2412.19437, section 3.3)."""
-    return CodedKind(Coding(8, (rows, block), FLOAT32, codes=FP8), dtype)
+    return CodedKind(Coding(8, (rows, block), scale, codes=FP8), dtype)
 
 
 def as_stored(weight: Weight, dtype: str, origin: str) -> Stored:
@@ -258,7 +270,7 @@ def as_stored(weight: Weight, dtype: str, origin: str) -> Stored:
         coding, scale = replace(coding, block=(1, shape[-1])), scale[..., None]
     packed = coding.codes == UINT8
     data = weight.codes if packed else weight.codes.reshape(shape)
-    return Stored(data, dtype, shape, packed, Codes(coding, scale, weight.zero, order), origin=origin)
+    return Stored(data, dtype, shape, packed, Codes(coding, scale, weight.zero, order, weight.factor), origin=origin)
 
 
 @jax.tree_util.register_dataclass

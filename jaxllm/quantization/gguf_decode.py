@@ -48,6 +48,31 @@ def q3_scales(packed: CodeBytes) -> CodeBytes:
     return _codes(packed[..., :8], 8, 4) | _codes(packed[..., 8:], 4, 2) << 4
 
 
+IQ4_LEVELS = tuple(map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)))
+"""What the codes of IQ4_NL and IQ4_XS stand for."""
+
+
+def iq4_scales(packed: CodeBytes) -> CodeBytes:
+    """The eight 6-bit scales of IQ4_XS's six bytes: the two high bits of each, then the four low ones."""
+    low, high = packed[..., 2:6, None] >> NIBBLES, packed[..., :2, None] >> PAIRS
+    return (low & 15).reshape(*packed.shape[:-1], 8) | ((high & 3) << 4).reshape(*packed.shape[:-1], 8)
+
+
+def ternary_codes(packed: CodeBytes) -> CodeBytes:
+    """TQ1_0's 256 codes: five base-3 digits a byte, of 32 bytes and then of 16, and four of each of the last four.
+
+    A byte holds digits as a fraction of 256: its carry when it is tripled is the first; what is left has the others.
+    """
+    parts = (packed[..., :32], THIRDS), (packed[..., 32:48], THIRDS), (packed[..., 48:52], THIRDS[:4])
+    shifted = [(part[..., None, :] * thirds).reshape(*packed.shape[:-1], -1) for part, thirds in parts]
+    join = jnp.concatenate if isinstance(packed, jax.Array) else np.concatenate
+    return ((join(shifted, axis=-1).astype(np.uint16) * np.uint16(3)) >> np.uint16(8)).astype(np.uint8)
+
+
+NIBBLES, PAIRS = np.array([0, 4], np.uint8), np.array([0, 2, 4, 6], np.uint8)
+THIRDS = np.array([1, 3, 9, 27, 81], np.uint8)[:, None]
+
+
 def _power(blocks: BlockBytes) -> BlockScales:
     return power_of_two(blocks[..., :1]), None
 
@@ -81,6 +106,10 @@ def _k_pairs(blocks: BlockBytes) -> BlockScales:
 def _q6_k(blocks: BlockBytes) -> BlockScales:
     scales = lax.bitcast_convert_type(blocks[..., 192:208], jnp.int8).astype(jnp.float32)
     return _half(blocks, 208) * scales, None
+
+
+def _iq4_xs(blocks: BlockBytes) -> BlockScales:
+    return _half(blocks, 0) * (iq4_scales(blocks[..., 2:8]).astype(jnp.float32) - 32), None
 
 
 class BlockFormat(NamedTuple):
@@ -130,6 +159,10 @@ FORMATS = {
         256, 210, lambda b: _codes(b[..., :128], 64, 4) | _codes(b[..., 128:192], 32, 2) << 4, _q6_k, (208,), 32
     ),
     "MXFP4": BlockFormat(32, 17, lambda b: _codes(b[..., 1:], 16, 4), _power, (), levels=E2M1),
+    "IQ4_NL": BlockFormat(32, 18, lambda b: _codes(b[..., 2:], 16, 4), _scale_at(0), (0,), levels=IQ4_LEVELS),
+    "IQ4_XS": BlockFormat(256, 136, lambda b: _codes(b[..., 8:], 16, 4), _iq4_xs, (0,), levels=IQ4_LEVELS),
+    "TQ1_0": BlockFormat(256, 54, lambda b: ternary_codes(b[..., :52]), _scale_at(52), (52,), 1),
+    "TQ2_0": BlockFormat(256, 66, lambda b: _codes(b[..., :64], 32, 2), _scale_at(64), (64,), 1),
 }
 """The types of block that weights may be kept in."""
 

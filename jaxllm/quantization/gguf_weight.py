@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxllm.errors import CheckpointError
 from jaxllm.pallas_kernels.matrices import E2M1
-from jaxllm.quantization.gguf_decode import FORMATS, decode
+from jaxllm.quantization.gguf_decode import FORMATS, IQ4_LEVELS, decode, iq4_scales
 from jaxllm.quantization.gguf_encode import encode
 from jaxllm.quantization.stored import E8M0, UINT8, Codes, Coding, Stored
 from jaxllm.quantization.weight import Quantized
@@ -83,6 +83,26 @@ class GgufKind:
         if tensor.codes is not None and block_type(tensor.codes.coding) == self.type and tensor.codes.order is None:
             return coded_blocks(tensor.data, tensor.codes, self.type, tensor.origin)
         return encode(tensor.finite(), self.type, tensor.importance)
+
+
+IQ4_CODINGS = {
+    type: Coding(4, (1, 32), np.dtype(scale), levels=IQ4_LEVELS)
+    for type, scale in (("IQ4_NL", np.float16), ("IQ4_XS", np.float32))
+}
+"""What holds the numbers of these blocks for kernels that know codes with levels, and not blocks."""
+
+
+def as_codes(tensor: Stored) -> Stored:
+    """Blocks of a type in IQ4_CODINGS as codes; others are what they were. Raises CheckpointError: as `pack`."""
+    if not tensor.packed or tensor.dtype not in IQ4_CODINGS:
+        return tensor
+    blocks, coding = GgufKind(tensor.dtype, np.dtype(np.float32)).pack([tensor], None).blocks, IQ4_CODINGS[tensor.dtype]
+    codes = FORMATS[tensor.dtype].codes(blocks).reshape(tensor.shape)
+    scale = np.ascontiguousarray(blocks[..., :2]).view(np.float16)
+    if tensor.dtype == "IQ4_XS":
+        scale = scale.astype(np.float32) * (iq4_scales(blocks[..., 2:8]).astype(np.float32) - 32)
+    scale = scale.reshape(*tensor.shape[:-1], -1)
+    return tensor._replace(data=codes, packed=False, codes=Codes(coding, scale))
 
 
 BLOCK = 32

@@ -13,9 +13,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
 from jaxllm.pallas_kernels.matrices import E2M1, ROWS, SCALES, PackedFormat, PackedMatrix, block_scale, group_scale
-from jaxllm.quantization.coded import FLOAT16, Coded, CodedKind, OrderedKind
+from jaxllm.quantization.coded import FLOAT16, FLOAT32, Coded, CodedKind, OrderedKind
 from jaxllm.quantization.gguf_decode import FORMATS, k_scales, q3_scales
-from jaxllm.quantization.gguf_weight import GgufBlocks, GgufKind
+from jaxllm.quantization.gguf_weight import IQ4_CODINGS, GgufBlocks, GgufKind
 from jaxllm.quantization.stored import E8M0, UINT8, Coding, Stored, packed, unpacked
 from jaxllm.quantization.weight import Quantized, WeightKind
 from jaxllm.sharding.mesh import Axes, Layout
@@ -64,6 +64,9 @@ def unpack_blocks(blocks: BlocksOfRows, type: str, format: PackedFormat) -> Unpa
 def group_format(coding: Coding, inputs: int) -> PackedFormat | None:
     """The format for groups of codes without levels, of rows of that many inputs; None if there is none."""
     bits, group, scale, symmetric = coding.bits, coding.block[1], coding.scale, coding.symmetric
+    if coding.factored:
+        format = PackedFormat(bits, 0, 16, 16, scales="e4m3")
+        return format if group == 16 and inputs % format.block == 0 else None
     powers = scale == E8M0
     parted = group > MOST_GROUP and group % MOST_GROUP > 0
     if bits not in (2, 4, 8) or group % 16 or parted or (powers and not symmetric):
@@ -85,6 +88,9 @@ def unpack_groups(weight: Coded, format: PackedFormat) -> Unpacked:
     bits = weight.coding.bits
     codes = unpacked(weight.codes, bits).reshape(*weight.scale.shape[:-1], -1)
     repeats = codes.shape[-1] // weight.scale.shape[-1] // format.group
+    if format.scales == "e4m3":
+        words = np.ascontiguousarray(weight.scale).view(INT32)[..., None]
+        return Unpacked(codes, words, (np.repeat(weight.factor[..., None], words.shape[-2], axis=-1),))
     scale = np.repeat(weight.scale, repeats, axis=-1)
     if bits == 8:
         codes = codes ^ np.uint8(128)
@@ -213,7 +219,9 @@ class GpuTiledKind:
 
     @property
     def scale(self) -> np.dtype:
-        return FLOAT16 if isinstance(self.stored, GgufKind) else self.stored.coding.scale
+        if isinstance(self.stored, GgufKind):
+            return FLOAT16
+        return FLOAT32 if self.stored.coding.factored else self.stored.coding.scale
 
     def pack(self, tensors: Sequence[Stored], layout: Layout | None) -> GpuTiles:
         kept = self.stored.pack(tensors, layout)
@@ -234,14 +242,16 @@ class GpuTiledKind:
 
 
 def gpu_tiled(kind: WeightKind, rows: Sequence[int], inputs: int) -> WeightKind:
-    """`kind` in tiles if it has such, and a device has whole tiles of `rows`, and whole blocks of `inputs`."""
+    """`kind` in tiles if it has such, and a device has whole tiles of `rows` and blocks of `inputs`; or as codes."""
     if isinstance(kind, OrderedKind):
         return replace(kind, kind=gpu_tiled(kind.kind, rows, inputs))
+    if isinstance(kind, GgufKind) and kind.type in IQ4_CODINGS:
+        return CodedKind(IQ4_CODINGS[kind.type], kind.dtype)
     if any(count % ROWS for count in rows) or inputs % kind.block:
         return kind
     format = None
     if isinstance(kind, GgufKind):
-        format = block_format(kind.type, inputs)
+        format = block_format(kind.type, inputs) if kind.type in BLOCKS else None
     elif isinstance(kind, CodedKind) and kind.coding.codes == UINT8 and kind.coding.levels in ((), E2M1):
         format = group_format(kind.coding, inputs)
         if kind.coding.levels and format is not None:
@@ -301,6 +311,8 @@ def _expand(tiles: PackedMatrix) -> Float[Array, "*n i"]:
         return ((groups - zero) * scale).reshape(codes.shape)
     found = [group_scale(format, words, tiles.halves, group, tiles.scale) for group in range(kind.groups)]
     whole = block_scale(format, words, tiles.halves) if kind.blocks else (None, None)
+    after = whole[0] if format.scales == "e4m3" else None  # the products before it are exact
+    whole = (None, None) if after is not None else whole
 
     def spread(numbers: Sequence[Any], factor: Any) -> Any:
         stacked = jnp.stack(list(numbers), axis=-1)
@@ -309,7 +321,8 @@ def _expand(tiles: PackedMatrix) -> Float[Array, "*n i"]:
 
     values = groups * spread([scale for scale, _ in found], whole[0])
     values = values + spread([shift for _, shift in found], whole[1]) if kind.shifts else values
-    return values.reshape(codes.shape)
+    values = values.reshape(codes.shape)
+    return values if after is None else values * jnp.repeat(after, format.block, axis=-1)
 
 
 def _codes(tiles: PackedMatrix) -> Int[Array, "*n i"]:

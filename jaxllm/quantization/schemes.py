@@ -75,7 +75,7 @@ def coded_kind(
     if coding.codes == FP8 and whole_rows:
         kind = per_channel(FP8, dtype)
     elif coding.codes == FP8:
-        kind = fp8_blocks(dtype, math.gcd(coding.block[0], *rows), group)
+        kind = fp8_blocks(dtype, math.gcd(coding.block[0], *rows), group, coding.scale)
     elif int8:
         kind = per_channel(INT8, dtype, coding.activations)
     elif blocks and here % BLOCK == 0 and (type_ := block_type(coding)):

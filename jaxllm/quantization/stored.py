@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxllm.errors import CheckpointError
+from jaxllm.pallas_kernels.matrices import E2M1
 
 UINT8, INT8 = np.dtype(np.uint8), np.dtype(np.int8)
 FP8, E8M0 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu)
@@ -46,6 +47,11 @@ class Coding:
         return 0 if self.levels or self.codes != UINT8 else 1 << (self.bits - 1)
 
     @property
+    def factored(self) -> bool:
+        """Whether scales are so narrow that each row has a factor for all of its own, as in NVFP4."""
+        return self.scale == FP8
+
+    @property
     def of_rows(self) -> bool:
         """Whether each row has one scale, however long it is: a weight's blocks are `(1, 0)` then."""
         return not self.block[1]
@@ -54,6 +60,10 @@ class Coding:
     def of_blocks(self) -> bool:
         """Whether blocks may have several rows, which a weight keeps together."""
         return self.codes == FP8 and not self.of_rows
+
+
+NVFP4 = Coding(4, (1, 16), FP8, levels=E2M1)
+"""Floats of four bits whose scales are floats of eight."""
 
 
 def order_name(order: np.ndarray | None) -> str:
@@ -78,6 +88,7 @@ class Codes:
 
     Attributes:
         scale: `[*stack, ceil(o / rows), ceil(i / columns)]` for blocks of `rows` by `columns`.
+        factor: float32 `[*stack, o]`, by which each row's scales are multiplied; None where they are not (`factored`).
         zero: uint8, likewise; None where blocks are symmetric.
         order: int32 `[*stack, i]`: column `j` of the codes is input `order[j]`; None where they lie as inputs do.
     """
@@ -86,6 +97,7 @@ class Codes:
     scale: np.ndarray
     zero: np.ndarray | None = None
     order: np.ndarray | None = None
+    factor: np.ndarray | None = None
 
     def scales(self, shape: tuple[int, ...], block: tuple[int, int]) -> np.ndarray:
         """The scales of a matrix of `shape` for smaller blocks, which divide the own ones."""
@@ -115,6 +127,7 @@ class Codes:
             values = groups.astype(np.float32)
             values -= self.zeros(codes.shape, (1, step)).astype(np.float32)[..., None]
         values = (values * scale).reshape(codes.shape)
+        values = values if self.factor is None else values * self.factor[..., None]
         if self.order is None:
             return values
         return np.take_along_axis(values, np.argsort(self.order, axis=-1)[..., None, :], -1)
@@ -126,7 +139,8 @@ class Codes:
         scale = self.scales(shape, block)[at]
         zero = None if self.zero is None else self._spread(self.zero, shape, block)[at]
         order = self.order if self.order is None or axis == len(shape) - 2 else self.order[at]
-        return Codes(replace(self.coding, block=block), scale, zero, order)
+        factor = None if self.factor is None else self.factor[at]
+        return Codes(replace(self.coding, block=block), scale, zero, order, factor)
 
 
 def unpacked(codes: Any, bits: int) -> Any:
@@ -245,8 +259,9 @@ def stack(tensors: Sequence[Stored]) -> Stored:
         natural = np.arange(first.shape[-1], dtype=np.int32)
         order = np.stack([natural if part.order is None else part.order for part in codes])
     zeros = [part.zero for part in codes if part.zero is not None]
-    zero = np.stack(zeros) if zeros else None
-    return whole._replace(codes=Codes(codes[0].coding, np.stack([part.scale for part in codes]), zero, order))
+    factors = [part.factor for part in codes if part.factor is not None]
+    zero, factor = (np.stack(arrays) if arrays else None for arrays in (zeros, factors))
+    return whole._replace(codes=Codes(codes[0].coding, np.stack([part.scale for part in codes]), zero, order, factor))
 
 
 def transformed(tensors: Sequence[Stored], transform: Callable[..., np.ndarray], *, by_rows: bool) -> Stored:
@@ -256,7 +271,8 @@ def transformed(tensors: Sequence[Stored], transform: Callable[..., np.ndarray],
         kept = first.codes
         assert kept.order is None
         zero = None if kept.zero is None else transform(kept.zero)
-        codes = replace(kept, scale=transform(kept.scale), zero=zero)
+        factor = None if kept.factor is None else transform(kept.factor[..., None])[..., 0]
+        codes = replace(kept, scale=transform(kept.scale), zero=zero, factor=factor)
         return first.with_rows(transform(first.by_rows))._replace(codes=codes)
     if not (by_rows and all(t.packed and t.dtype == first.dtype for t in tensors)):
         tensors = [tensor.plain() for tensor in tensors]

@@ -16,7 +16,7 @@ from jaxllm.cpu_kernels import GROUP
 from jaxllm.errors import CheckpointError
 from jaxllm.quantization.coded import FLOAT16, Coded, CodedKind, OrderedKind
 from jaxllm.quantization.gguf_weight import GgufKind
-from jaxllm.quantization.stored import INT8, UINT8, Stored
+from jaxllm.quantization.stored import INT8, NVFP4, UINT8, Stored, unpacked
 from jaxllm.quantization.weight import DenseKind, Weight, WeightKind
 from jaxllm.sharding.mesh import Axes, Layout
 
@@ -126,6 +126,10 @@ class TiledKind:
 
 def _blocks(kept: Weight) -> tuple[np.ndarray, np.ndarray | None]:
     """What `repack` takes, and scales `[*stack, o, runs]` of weights that have them beside their codes."""
+    if isinstance(kept, Coded) and kept.factor is not None:  # two groups of 16 in a block
+        pairs = unpacked(kept.codes, 4).reshape(*kept.scale.shape[:-1], -1, 2, CODES // 2)
+        scales = np.ascontiguousarray(kept.scale).view(np.uint8).reshape(*pairs.shape[:-2], 2)
+        return np.concatenate([scales, pairs[..., 0, :] | pairs[..., 1, :] << 4], axis=-1), kept.factor[..., None]
     if isinstance(kept, Coded) and kept.coding.codes == UINT8:
         zero = [] if kept.zero is None else [kept.zero[..., None]]
         return np.concatenate([kept.scale[..., None].view(np.uint8), *zero, kept.codes], axis=-1), None
@@ -133,7 +137,7 @@ def _blocks(kept: Weight) -> tuple[np.ndarray, np.ndarray | None]:
         blocks = np.ascontiguousarray(kept.codes).view(np.uint8).reshape(*kept.shape[:-1], -1, CODES)
         if kept.coding.of_rows:
             return blocks, kept.scale[..., None]
-        return blocks, np.repeat(kept.scale, kept.rows_together, axis=-2)
+        return blocks, np.repeat(kept.scale, kept.rows_together, axis=-2).astype(np.float32)
     (array,) = jax.tree.leaves(kept)
     return array, None
 
@@ -146,6 +150,8 @@ def tile_format(kind: WeightKind) -> str | None:
         coding = kind.coding
         if coding.codes != UINT8:
             return None if kind.block % CODES and coding.of_blocks else "i8" if coding.codes == INT8 else "e4m3"
+        if coding == NVFP4:
+            return "nvfp4"
         fits = (coding.bits, kind.block, coding.scale, coding.levels) == (4, CODES, FLOAT16, ())
         return ("q4_0" if coding.symmetric else "u4") if fits else None
     if isinstance(kind, GgufKind) and kind.type.lower() in cpu_kernels.FORMATS:

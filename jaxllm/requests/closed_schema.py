@@ -1,4 +1,4 @@
-"""JSON schemas closed to properties that they do not name, and counted only where a grammar can count."""
+"""JSON schemas closed to properties that they do not name and to values without an end, and counted where possible."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ _SAYS_MORE = {
 
 _COUNTS = {"minProperties", "maxProperties"}
 """An object of several parts, one of which counts its properties, stays open."""
+_TYPES = {"null", "boolean", "number", "string", "array", "object"}
 _OTHER_VALUES = ("items", "prefixItems", "additionalItems", "additionalProperties", "contains")
 
 
 def closed(schema: Any) -> Any:
     """The schema with `additionalProperties: false` wherever it names properties and does not say what others may come.
 
-    Raises UnenforceableError: `minProperties` asks for several properties whose names the schema leaves open, which a
-    grammar cannot keep from being the same. With `"x-guidance": {"lenient": true}` the keyword is left out.
+    Raises UnenforceableError: no finite value fits, or `minProperties` asks for properties whose names the schema
+    leaves open, which a grammar cannot keep from being the same. With `"x-guidance": {"lenient": true}` it is left out.
 
     Parts that describe one value together, such as those of allOf, are closed together: closed each by itself they
     would forbid each other's properties. The schemas of properties inside them stay as they are.
@@ -71,6 +72,46 @@ class _Closing:
                 node["additionalProperties"] = False
         for node in wholes:
             self._check_count(node)
+        self._forbid_endless({key: node for (key, _), node in found.items()})
+
+    def _forbid_endless(self, nodes: dict[int, dict[str, Any]]) -> None:
+        """Allow only types that there are finite values of, a least fixed point: no object that requires itself."""
+        finite: dict[int, set[str]] = {key: set() for key in nodes}
+        order, before = list(nodes), -1
+        while before != (before := sum(map(len, finite.values()))):
+            order.reverse()  # in one of the directions a chain of references is followed at once
+            for key in order:
+                finite[key] = self._finite_types(nodes[key], finite)
+        if not finite.get(id(self._root), _TYPES):
+            raise UnenforceableError("no finite value satisfies the schema: what it requires leads to itself again")
+        for key, node in nodes.items():
+            types = as_list(node.get("type", sorted(_TYPES)))
+            left = [name for name in types if name in finite[key] or (name == "integer" and "number" in finite[key])]
+            if not left:
+                node.clear()
+                node["enum"] = []
+            elif len(left) < len(types) and not node.keys() & {"const", "enum", *_ALONE}:
+                node["type"] = left
+
+    def _finite_types(self, node: dict[str, Any], finite: dict[int, set[str]]) -> set[str]:
+        def of(schema: Any) -> set[str]:
+            return finite.get(id(schema), _TYPES) if schema is not False else set()
+
+        found = {"number" if name == "integer" else name for name in as_list(node.get("type", [*_TYPES]))}
+        found.intersection_update(*map(of, self._members(node, ("allOf",)) or []))
+        for key in {"anyOf", "oneOf"} & node.keys():
+            found &= set().union(*map(of, node[key]))
+        parts = [] if node.keys() <= {"$ref", "$defs"} else list(self._described([node], ("allOf",)))
+        least = max((part.get("minItems", 0) for part in parts), default=0)
+        for part in parts:
+            own, others = part.get("properties", {}), part.get("additionalProperties", True)
+            others = True if "patternProperties" in part else others
+            if not all(of(own.get(name, others)) for other in parts for name in other.get("required", [])):
+                found.discard("object")
+            items, rest = part.get("prefixItems", []), part.get("items", True)
+            if not all(map(of, [*items, *[rest] * (least > len(items))][:least])):
+                found.discard("array")
+        return found
 
     def _check_count(self, node: dict[str, Any]) -> None:
         """Of the properties that must come at most one has a free name: two could have the same."""

@@ -28,7 +28,6 @@ from jaxllm.serving.http.answers import install_error_handlers, install_openapi
 from jaxllm.serving.http.middleware import ContentEncoding, OriginGuard, ProxyPrefix, RequestIds, SameRoute
 from jaxllm.serving.http.route import ClientDisconnected
 from jaxllm.serving.metrics import ServerCollector
-from jaxllm.serving.ollama import models as ollama_models
 from jaxllm.serving.ollama import routes as ollama
 from jaxllm.serving.openai import chat, completions, models, tokenize
 from jaxllm.serving.pooling import decisions
@@ -51,7 +50,7 @@ API_ROUTERS = (
     control.sleeping_router, usage.router, control.adapters_router, control.adapter_list_router, control.router,
     llama_cpp.router,
 )  # fmt: skip
-OWN_PATHS = (pooling.rerank_v2_router, pooling.embed_v2_router, ollama.router, ollama_models.router)
+OWN_PATHS = (pooling.rerank_v2_router, pooling.embed_v2_router, ollama.router)
 """Routers whose paths are whole; those of the others are under /v1 as well."""
 
 

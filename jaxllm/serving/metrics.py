@@ -19,11 +19,12 @@ from jaxllm.serving.served_model import LoadableModel
 from jaxllm.serving.state import Registry
 
 Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
-Read = Callable[[EngineStats], float]
+Read = str | Callable[[EngineStats], float]
+"""An attribute of the statistics, or what is computed of them."""
 
 # Names shared with vLLM.
 GAUGES: dict[str, tuple[str, Read]] = {
-    "num_requests_running": ("Sequences in the running batch.", lambda s: s.num_running),
+    "num_requests_running": ("Sequences in the running batch.", "num_running"),
     "num_requests_waiting": ("Sequences waiting for their first step.", lambda s: s.num_waiting + s.num_preparing),
     "kv_cache_usage_perc": (
         "Share of KV pages in use, 1 is all of them.",
@@ -31,36 +32,33 @@ GAUGES: dict[str, tuple[str, Read]] = {
     ),
 }
 COUNTERS: dict[str, tuple[str, Read]] = {
-    "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_cache_queries),
-    "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", lambda s: s.prefix_cache_hits),
+    "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", "prefix_cache_queries"),
+    "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", "prefix_cache_hits"),
     "external_prefix_cache_queries": (
         "Prompt tokens that the devices did not hold, looked up in host memory.",
-        lambda s: s.offload_queries,
+        "offload_queries",
     ),
-    "external_prefix_cache_hits": ("Prompt tokens found in host memory.", lambda s: s.offload_hits),
-    "num_preemptions": ("Sequences preempted to be recomputed.", lambda s: s.num_preemptions),
-    "prompt_tokens": ("Prompt tokens processed.", lambda s: s.prompt_tokens),
-    "prompt_tokens_cached": ("Those of them that the prefix cache held.", lambda s: s.cached_prompt_tokens),
-    "spec_decode_num_drafts": ("Times that tokens were tried ahead with a sequence.", lambda s: s.num_drafts),
-    "spec_decode_num_draft_tokens": ("Tokens tried ahead.", lambda s: s.num_draft_tokens),
+    "external_prefix_cache_hits": ("Prompt tokens found in host memory.", "offload_hits"),
+    "num_preemptions": ("Sequences preempted to be recomputed.", "num_preemptions"),
+    "prompt_tokens": ("Prompt tokens processed.", "prompt_tokens"),
+    "prompt_tokens_cached": ("Those of them that the prefix cache held.", "cached_prompt_tokens"),
+    "spec_decode_num_drafts": ("Times that tokens were tried ahead with a sequence.", "num_drafts"),
+    "spec_decode_num_draft_tokens": ("Tokens tried ahead.", "num_draft_tokens"),
     "spec_decode_num_accepted_tokens": (
         "Those of them that were the model's choice.",
         lambda s: sum(s.accepted_by_position),
     ),
-    "generation_tokens": ("Tokens generated.", lambda s: s.generation_tokens),
+    "generation_tokens": ("Tokens generated.", "generation_tokens"),
 }
 
 # Names of our own.
 OWN_GAUGES: dict[str, tuple[str, Read]] = {
-    "kv_pages": ("KV pages.", lambda s: s.num_pages),
-    "kv_pages_free": (
-        "KV pages not in use, those that still hold reusable prefixes included.",
-        lambda s: s.num_free_pages,
-    ),
-    "kv_pages_host": ("KV pages and states of prefixes kept in host memory.", lambda s: s.num_host_pages),
-    "kv_pages_disk": ("KV pages and states of prefixes kept on disk.", lambda s: s.num_disk_pages),
-    "engine_resident_memory_bytes": ("Host memory that the engine's process holds.", lambda s: s.resident_bytes),
-    "compiles_pending": ("Buckets still to be compiled.", lambda s: s.compiles_pending),
+    "kv_pages": ("KV pages.", "num_pages"),
+    "kv_pages_free": ("KV pages not in use, those that still hold reusable prefixes included.", "num_free_pages"),
+    "kv_pages_host": ("KV pages and states of prefixes kept in host memory.", "num_host_pages"),
+    "kv_pages_disk": ("KV pages and states of prefixes kept on disk.", "num_disk_pages"),
+    "engine_resident_memory_bytes": ("Host memory that the engine's process holds.", "resident_bytes"),
+    "compiles_pending": ("Buckets still to be compiled.", "compiles_pending"),
     "step_host_seconds_mean": (
         "Host time of a step, everything but waiting for the device, averaged since the start.",
         lambda s: s.step_host_seconds / max(s.num_steps, 1),
@@ -71,21 +69,18 @@ OWN_GAUGES: dict[str, tuple[str, Read]] = {
     ),
 }
 OWN_COUNTERS: dict[str, tuple[str, Read]] = {
-    "steps": ("Steps run.", lambda s: s.num_steps),
-    "step_host_seconds": (
-        "Host time of all steps, everything but waiting for the device.",
-        lambda s: s.step_host_seconds,
-    ),
-    "step_device_wait_seconds": ("Time all steps waited for the device.", lambda s: s.step_device_wait_seconds),
-    "compile_seconds": ("Time spent compiling.", lambda s: s.compile_seconds),
-    "kv_transfer_pulls": ("Requests whose KV pages were to be fetched from another server.", lambda s: s.num_pulls),
+    "steps": ("Steps run.", "num_steps"),
+    "step_host_seconds": ("Host time of all steps, everything but waiting for the device.", "step_host_seconds"),
+    "step_device_wait_seconds": ("Time all steps waited for the device.", "step_device_wait_seconds"),
+    "compile_seconds": ("Time spent compiling.", "compile_seconds"),
+    "kv_transfer_pulls": ("Requests whose KV pages were to be fetched from another server.", "num_pulls"),
     "kv_transfer_failures": (
         "Those of them that did not get all pages, and were computed here or failed.",
-        lambda s: s.num_failed_pulls,
+        "num_failed_pulls",
     ),
-    "kv_transfer_seconds": ("Time that they waited for pages.", lambda s: s.pull_seconds),
-    "kv_transfer_pages_fetched": ("KV pages and states fetched from other servers.", lambda s: s.num_pulled_pages),
-    "kv_transfer_pages_given": ("KV pages and states sent to other servers.", lambda s: s.num_given_pages),
+    "kv_transfer_seconds": ("Time that they waited for pages.", "pull_seconds"),
+    "kv_transfer_pages_fetched": ("KV pages and states fetched from other servers.", "num_pulled_pages"),
+    "kv_transfer_pages_given": ("KV pages and states sent to other servers.", "num_given_pages"),
 }
 
 
@@ -180,7 +175,7 @@ class ModelMetrics:
         for family, table in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, (text, read) in table.items():
                 metric = family(name, text, labels=["model_name"])
-                metric.add_metric([self._model.name], read(stats))
+                metric.add_metric([self._model.name], getattr(stats, read) if isinstance(read, str) else read(stats))
                 yield metric
 
     def _family(self, family: Family, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:

@@ -84,48 +84,46 @@ class SequenceTimer:
     def __init__(self, metrics: RequestMetrics, arrival: float, prompt_tokens: int, max_tokens: int | None):
         self.num_tokens = 0
         self._metrics = metrics
-        self._arrival = arrival
+        self._clock = Clock(arrival)
         self._prompt_tokens = prompt_tokens
         self._max_tokens = max_tokens
         self._cached_tokens = 0
-        self._scheduled: float | None = None
-        self._first: float | None = None
-        self._last = arrival
 
     def on_delta(self, delta: TokenDelta) -> None:
-        now = time.time()
-        self._scheduled = self._scheduled or delta.first_scheduled_time
+        clock, now = self._clock, time.time()
         self._cached_tokens = self._cached_tokens or delta.num_cached_tokens
         if delta.token_ids:
-            if self._first is None:
-                self._first = now
-                self._metrics.observe("time_to_first_token_seconds", now - self._arrival)
+            if clock.last is None:
+                self._metrics.observe("time_to_first_token_seconds", now - clock.arrival)
             else:
-                self._metrics.observe("inter_token_latency_seconds", now - self._last)
-            self._last = now
+                self._metrics.observe("inter_token_latency_seconds", now - clock.last)
             self.num_tokens += len(delta.token_ids)
+        clock.on_delta(delta)
         if delta.finish_reason:
             self._on_finish(now, delta.finish_reason)
             self._metrics.observe("request_num_preemptions", delta.num_preemptions)
 
     def _on_finish(self, now: float, reason: str) -> None:
+        clock, phases, scheduled = self._clock, self._clock.phases(1), self._clock.scheduled
+        per_token = None if phases.decode is None or self.num_tokens < 2 else phases.decode / (self.num_tokens - 1)
+        measured = {
+            "e2e_request_latency_seconds": now - clock.arrival,
+            "request_prompt_tokens": self._prompt_tokens,
+            "request_generation_tokens": self.num_tokens,
+            "request_params_max_tokens": self._max_tokens,
+            "request_queue_time_seconds": phases.queue,
+            "request_inference_time_seconds": None if scheduled is None else now - scheduled,
+            "request_prefill_kv_computed_tokens": None
+            if scheduled is None
+            else self._prompt_tokens - self._cached_tokens,
+            "request_prefill_time_seconds": phases.prefill,
+            "request_decode_time_seconds": phases.decode,
+            "request_time_per_output_token_seconds": per_token,
+        }
         self._metrics.finished.labels(self._metrics.model_name, reason).inc()
-        self._metrics.observe("e2e_request_latency_seconds", now - self._arrival)
-        self._metrics.observe("request_prompt_tokens", self._prompt_tokens)
-        self._metrics.observe("request_generation_tokens", self.num_tokens)
-        if self._max_tokens is not None:
-            self._metrics.observe("request_params_max_tokens", self._max_tokens)
-        if self._scheduled is not None:
-            self._metrics.observe("request_queue_time_seconds", self._scheduled - self._arrival)
-            self._metrics.observe("request_inference_time_seconds", now - self._scheduled)
-            self._metrics.observe("request_prefill_kv_computed_tokens", self._prompt_tokens - self._cached_tokens)
-            if self._first is not None:
-                self._metrics.observe("request_prefill_time_seconds", self._first - self._scheduled)
-        if self._first is not None:
-            self._metrics.observe("request_decode_time_seconds", now - self._first)
-            if self.num_tokens > 1:
-                per_token = (self._last - self._first) / (self.num_tokens - 1)
-                self._metrics.observe("request_time_per_output_token_seconds", per_token)
+        for name, value in measured.items():
+            if value is not None:
+                self._metrics.observe(name, value)
 
 
 @dataclass(kw_only=True)

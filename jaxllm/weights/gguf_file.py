@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from jaxllm.errors import CheckpointError
-from jaxllm.quantization.stored import FLOATS, Stored
+from jaxllm.quantization.stored import FLOATS, FP8, NVFP4, Codes, Stored, unpacked
 from jaxllm.weights.checkpoint import ByteRange, Checkpoint, MappedCheckpoint, TensorInfo, WrappedCheckpoint
 from jaxllm.weights.fields import MAX_RANK, TEXT, check_apart, check_fields, is_storable, shown, whole
 from jaxllm.weights.folder import (
@@ -55,15 +55,51 @@ class GGUFCheckpoint(MappedCheckpoint):
         for file, header in zip(files, headers, strict=True):
             self.map(file)
             for name, (shape, dtype, offset, nbytes) in header.tensors.items():
-                self.tensors[name], self.places[name] = TensorInfo(shape, dtype), ByteRange(file, offset, nbytes)
+                coding = NVFP4 if dtype == "NVFP4" and len(shape) > 1 else None
+                self.tensors[name], self.places[name] = (
+                    TensorInfo(shape, dtype, coding),
+                    ByteRange(file, offset, nbytes),
+                )
+        self._factors: dict[
+            str, str
+        ] = {}  # of matrices of NVFP4; of their inputs as well, which are measured and unused
+        for name in [name for name, info in self.tensors.items() if info.coding == NVFP4]:
+            module = name.removesuffix(".weight")
+            self.tensors.pop(f"{module}.input_scale", None)
+            if factor := self.tensors.pop(f"{module}.scale", None):
+                self._factors[name] = f"{module}.scale"
+                if factor.dtype != "F32" or factor.shape not in ((1,), self.tensors[name].shape[:-2]):
+                    raise CheckpointError(
+                        f"{self.path}: tensor {shown(self._factors[name])} is {factor.dtype} of shape {factor.shape}; "
+                        "accepted is F32 of shape (1,), or of experts one for each"
+                    )
 
     def read(self, name: str) -> Stored:
         data = self.bytes_of(name)
-        shape, dtype, _ = self.tensors[name]
+        shape, dtype, coding = self.tensors[name]
         origin = f"{self.places[name].file}: tensor {name!r}"
+        if coding == NVFP4:
+            factor = self.bytes_of(self._factors[name]).view(np.float32) if name in self._factors else np.ones(1)
+            return _nvfp4(data, shape, factor, origin)
         if dtype not in FLOATS:
             return Stored(data, dtype, shape, packed=True, origin=origin)
         return Stored(data.view(FLOATS[dtype]).reshape(shape), dtype, shape, origin=origin)
+
+
+def _nvfp4(data: np.ndarray, shape: tuple[int, ...], factor: np.ndarray, origin: str) -> Stored:
+    """Blocks of 64 numbers: the scales of each 16, which have no sign, and each 16's codes, eight in low nibbles first.
+
+    A scale of 127 counts as zero, as in llama.cpp.
+    """
+    blocks = data.reshape(*shape[:-1], shape[-1] // 64, 36)
+    scale = blocks[..., :4] & np.uint8(0x7F)
+    scale = np.where(scale == 0x7F, np.uint8(0), scale).reshape(*shape[:-1], shape[-1] // 16).view(FP8)
+    codes = unpacked(blocks[..., 4:].reshape(*scale.shape, 8), 4).reshape(shape)
+    if not np.isfinite(factor).all():
+        raise CheckpointError(f"{origin}: its scale is not finite")
+    factor = np.broadcast_to(factor.astype(np.float32)[:, None], (*(shape[:-2] or (1,)), shape[-2]))
+    factor = factor.reshape(shape[:-1])
+    return Stored(codes, "NVFP4", shape, codes=Codes(NVFP4, scale, factor=factor), origin=origin)
 
 
 _SAMPLING = {

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
 import msgspec
 import numpy as np
 
@@ -38,7 +39,7 @@ GROUP_BYTES = 256 * 2**20  # weights are read in groups of this size: few calls,
 
 LABELS = {np.dtype(dtype).name: label for label, dtype in FLOATS.items()}
 
-SCALES = ("float16", "bfloat16", "float32", "float8_e8m0fnu")
+SCALES = ("float16", "bfloat16", "float32", "float8_e8m0fnu", "float8_e4m3fn")
 
 SAVED_KINDS: dict[str, tuple[Callable[..., WeightKind], FieldKinds]] = {  # each kind's fields in a manifest
     "dense": (DenseKind, {"dtype": fields.one_of(*LABELS)}),
@@ -50,6 +51,7 @@ SAVED_KINDS: dict[str, tuple[Callable[..., WeightKind], FieldKinds]] = {  # each
         "levels": fields.many(fields.real(-1e6, 1e6), 256),
     }),
     "fp8_blocks": (fp8_blocks, {"rows": fields.whole(1, 2**20), "block": fields.whole(1, 2**20)}),
+    "mxfp8": (partial(fp8_blocks, rows=1, scale=np.dtype(ml_dtypes.bfloat16)), {"block": fields.whole(1, 2**20)}),
 }  # fmt: skip
 
 TYPES = ("dtype", "codes", "scale")  # fields that name types
@@ -164,6 +166,8 @@ def describe(kind: WeightKind) -> dict[str, Any]:
     if coding.of_rows:
         return {"name": "per_channel", "codes": coding.codes.name, "activations": coding.activations}
     if coding.of_blocks:
+        if coding.scale != np.float32:
+            return {"name": "mxfp8", "block": block}
         return {"name": "fp8_blocks", "rows": rows, "block": block}
     return {"name": "groups", "bits": coding.bits, "block": block, "symmetric": coding.symmetric} | {
         "scale": coding.scale.name, "levels": coding.levels

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from jaxllm.cli import chat as chat_command
 from jaxllm.cli.chat import Chat, ChatHistory, Shown, completed
-from jaxllm.cli.markdown import MarkdownStream, finished_blocks
+from jaxllm.cli.terminal import MarkdownStream, finished_blocks
 from jaxllm.config import EngineConfig
 from jaxllm.engine.start.tokenizer import answers_chats
 from jaxllm.errors import EngineDeadError, InvalidRequestError

@@ -31,7 +31,7 @@ def attend(q, k, v, pages, meta, of_heads, **options):
 
 
 def run(batch: RaggedBatch, **options: Any) -> tuple[np.ndarray, tuple[jax.Array, ...]]:
-    of_heads = {name: options.pop(name) for name in ("sinks", "slopes") if name in options}
+    of_heads = {name: options.pop(name) for name in ("sinks", "slopes", "visible_until") if name in options}
     options["value_dim"] = batch.value_dim
     out, pages = attend(batch.q, batch.k, batch.v, batch.pages, batch.meta, of_heads, **options)
     return np.asarray(out), pages
@@ -79,6 +79,8 @@ def test_matches_oracle(case):
         "decode, softcap and sinks",
         "decode, slopes",
         "mixed, slopes",
+        "mixed, spans",
+        "prefill, spans over tiles and blocks",
         "decode, group of 3, D=80",
         "decode, a window over blocks",
         "prefill, pages of 64, group of 7",

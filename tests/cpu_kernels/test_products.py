@@ -79,10 +79,10 @@ def test_random_shapes(seed):
 @every_isa
 @pytest.mark.parametrize("format", [*QUANTIZED, *CODED])
 def test_products_in_bf16(isa, format):
-    """Weights and inputs are rounded to bfloat16. Codes of i8 are exact in it, and e4m3 is left as it is."""
+    """Weights and inputs are rounded to bfloat16. i8 and nvfp4 are exact in it, and e4m3 is left as it is."""
     needs_bf16(isa)
     weights = random_weights(format, 45, 512)
-    values = weights.values if format in ("i8", "e4m3") else rounded(weights.values, "bf16", isa)
+    values = weights.values if format in ("i8", "e4m3", "nvfp4") else rounded(weights.values, "bf16", isa)
     for rows in (1, 2, 7, 15, 16, 17, 65):
         x = activations(rows, 512)
         with cpu_kernels.forced(isa):

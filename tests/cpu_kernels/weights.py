@@ -11,8 +11,8 @@ import pytest
 
 from jaxllm import cpu_kernels
 
-QUANTIZED = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "mxfp4")
-CODED = ("u4", "i8", "e4m3")
+QUANTIZED = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "mxfp4", "iq4_nl", "iq4_xs")
+CODED = ("u4", "i8", "e4m3", "nvfp4")
 FORMATS = (*QUANTIZED, *CODED, "bf16", "f32")
 ISAS = tuple(cpu_kernels.runnable_isas()) if cpu_kernels.available() else ()
 
@@ -31,6 +31,8 @@ def random_weights(format: str, rows: int, inputs: int, seed: int = 0) -> Weight
     rng = np.random.default_rng(seed)
     if format in ("i8", "e4m3"):
         return _random_codes(format, rows, inputs, rng)
+    if format == "nvfp4":
+        return _random_nvfp4(rows, inputs, rng)
     if format == "u4":
         blocks, values = _random_groups(rows, inputs, rng)
     elif format in QUANTIZED:
@@ -80,6 +82,21 @@ def _random_codes(format: str, rows: int, inputs: int, rng: np.random.Generator)
     values = numbers * np.repeat(scales.astype(np.float64), inputs // runs, axis=1)
     tiles = cpu_kernels.repack(format, codes.reshape(rows, -1, 32))
     return Weights(codes, values, cpu_kernels.Tiles(tiles, format, rows, cpu_kernels.lanes(scales)))
+
+
+def _random_nvfp4(rows: int, inputs: int, rng: np.random.Generator) -> Weights:
+    """Floats of four bits with a scale of e4m3 for each 16, and a factor a row."""
+    codes, bits = (
+        rng.integers(0, 256 // part, (rows, inputs // 16, size), np.uint8) for part, size in ((16, 16), (1, 1))
+    )
+    bits[bits & 0x7F == 0x7F] = 0
+    levels = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes & 7] * np.where(codes & 8, -1, 1)
+    factor = rng.uniform(-0.001, 0.001, (rows, 1)).astype(np.float32)
+    values = (levels * bits.view(ml_dtypes.float8_e4m3fn).astype(np.float64)).reshape(rows, inputs) * factor
+    pairs = codes.reshape(rows, -1, 2, 16)
+    blocks = np.concatenate([bits.reshape(rows, -1, 2), pairs[:, :, 0] | pairs[:, :, 1] << 4], axis=-1)
+    tiles = cpu_kernels.repack("nvfp4", blocks)
+    return Weights(blocks, values, cpu_kernels.Tiles(tiles, "nvfp4", rows, cpu_kernels.lanes(factor)))
 
 
 def needs_bf16(isa: str) -> None:

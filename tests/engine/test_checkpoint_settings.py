@@ -64,6 +64,12 @@ def test_quantization_that_the_files_have(model: Path, name: str) -> None:
         open_model(config.model_copy(update={"quantization": "fp8"}), model)
 
 
+@pytest.mark.parametrize("name", ["modelopt", "modelopt_fp4", "modelopt_mxfp8"])
+def test_quantization_by_a_kernels_name(model: Path, name: str) -> None:
+    overrides = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
+    open_model(EngineConfig(model=str(model), quantization=name, hf_overrides=overrides), model).close()
+
+
 def test_gguf_is_a_quantization() -> None:
     path = real_model("smollm2-135m")
     open_model(EngineConfig(model="smollm2-135m", quantization="gguf"), path).close()

@@ -20,6 +20,8 @@ PACKINGS = (
     packings.marlin(32, of_awq=False), packings.compressed_packed(4, 32, symmetric=False, act_order=True),
     packings.compressed_int8(rounds_inputs=True), packings.compressed_fp8(), packings.fp8_tensors(),
     packings.fp8_blocks(32, 32), packings.bitsandbytes_nf4(), packings.bitsandbytes_int8(), packings.mxfp4(),
+    packings.auto_round(32), packings.nvfp4("modelopt"), packings.nvfp4("compressed-tensors"),
+    packings.mxfp4_modules("quark"), packings.mxfp8("modelopt"), packings.modelopt_fp8("FP8"), packings.torchao("intx"),
 )  # fmt: skip
 
 

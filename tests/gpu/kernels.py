@@ -400,6 +400,7 @@ CASES: dict[str, Callable[[], Program]] = {
     "in tiles, 4 bits by 128": lambda: packed(groups(BF16, 4, 128)),
     "in tiles, 4 bits, symmetric, by 128": lambda: packed(groups(BF16, 4, 128, symmetric=True)),
     "in tiles, 8 bits by 128": lambda: packed(groups(BF16, 8, 128)),
+    "in tiles, NVFP4": lambda: packed(groups(BF16, 4, 16, True, FP8, E2M1)),
     "in tiles, MXFP4": lambda: packed(groups(BF16, 4, 32, True, E8M0, E2M1)),
     **{f"latents, {pages or 'plain'}": partial(latents, 128, pages) for pages in PAGES},
     "latents of 16 heads": lambda: latents(16),

@@ -41,6 +41,14 @@ PACKINGS: dict[str, Packing] = {
     "gptq_ends": replace(
         packings.gptq(4, 128, symmetric=False), names=lambda name: "_proj" in name or "lm_head" in name
     ),
+    "auto_round": packings.auto_round(64),
+    "auto_round_awq": packings.auto_round(64, of_awq=True),
+    "modelopt_nvfp4": packings.nvfp4("modelopt"),
+    "compressed_nvfp4": packings.nvfp4("compressed-tensors"),
+    "quark_mxfp4": packings.mxfp4_modules("quark"),
+    "modelopt_mxfp8": packings.mxfp8("modelopt"),
+    "mxfp8": packings.mxfp8("mxfp8"),
+    "torchao": packings.torchao("intx"),
     "bitsandbytes_nf4": packings.bitsandbytes_nf4(),
     "bitsandbytes_int8": packings.bitsandbytes_int8(),
 }
@@ -53,6 +61,8 @@ OTHERS: dict[str, tuple[str, Mapping[int, int], Packing]] = {
     "mixtral:gptq_sorted_each": ("mixtral", {}, packings.gptq(4, 8, symmetric=True, act_order=True, each=True)),
     "mixtral:compressed_w8a8": ("mixtral", {}, packings.compressed_int8(rounds_inputs=True)),
     "mixtral:awq": ("mixtral", {}, packings.awq(8)),
+    "mixtral:nvfp4": ("mixtral", {80: 64, 104: 96}, packings.nvfp4("modelopt")),
+    "phi3:nvfp4": ("phi3", {84: 96, 168: 192}, packings.nvfp4("compressed-tensors")),
     "mixtral:bitsandbytes_nf4": ("mixtral", {}, packings.bitsandbytes_nf4()),
     "mixtral:mxfp4": ("mixtral", {80: 64, 104: 96}, packings.mxfp4()),
     "gpt_oss:mxfp4": ("gpt_oss", {72: 64, 44: 32, 88: 64}, packings.mxfp4(transposed=True)),

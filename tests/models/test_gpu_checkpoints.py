@@ -20,7 +20,7 @@ pytestmark = pytest.mark.hardware
 
 CASES = (
     "llama:gptq_sorted", "llama:gptq_sorted_each", "phi3:gptq_sorted", "mixtral:gptq_sorted_each",
-    "mixtral:bitsandbytes_nf4",
+    "mixtral:bitsandbytes_nf4", "llama:modelopt_nvfp4", "mixtral:nvfp4",
 )  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def kinds(path: Path) -> KindChooser:
     return KindChooser(checkpoint, model_spec(checkpoint).names)
 
 
-@pytest.mark.parametrize("case", ["llama:fp8_blocks", "deepseek_v3:fp8_blocks"])
+@pytest.mark.parametrize("case", ["llama:fp8_blocks", "deepseek_v3:fp8_blocks", "llama:mxfp8"])
 def test_bfloat16_is_as_close_as_in_plain_xla(case: str, tmp_path: Path) -> None:
     """To the numbers that a checkpoint stands for, in float32."""
     packed, plain = write(case, tmp_path)

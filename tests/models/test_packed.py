@@ -29,7 +29,7 @@ from tests.reference import load_golden
 from tests.reference.tiny import write_checkpoint
 from tests.reference.tiny_gguf import write_gguf
 
-TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "F16")
+TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "IQ4_NL", "NVFP4", "F16")
 ROOMY = Platform("cpu", 1, None, 2**33)
 
 

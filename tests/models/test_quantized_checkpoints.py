@@ -61,7 +61,8 @@ def test_inputs_are_rounded_where_a_checkpoint_is_made_for_it(tmp_path):
 TILED = {
     "llama:gptq": "q4_0", "llama:gptq_sorted": "u4", "llama:awq": "u4", "llama:compressed_w4": "q4_0",
     "llama:gptq_8bit": "q8_0", W8A8: "i8", "mixtral:mxfp4": "mxfp4",
-    "gpt_oss:mxfp4": "mxfp4",
+    "gpt_oss:mxfp4": "mxfp4", "llama:auto_round": "q4_0", "llama:quark_mxfp4": "mxfp4", "llama:mxfp8": "e4m3",
+    "llama:compressed_nvfp4": "nvfp4", "mixtral:nvfp4": "nvfp4",
 }  # fmt: skip
 
 
@@ -116,6 +117,9 @@ SHARDED: dict[str, tuple[tuple[int, str], ...]] = {
     "llama:fp8": ((2, ""),),
     "llama:fp8_blocks": ((4, ""),),
     "llama:bitsandbytes_nf4": ((4, ""),),
+    "llama:modelopt_nvfp4": ((4, ""),),
+    "llama:modelopt_mxfp8": ((4, ""),),
+    "mixtral:nvfp4": ((2, ""), (4, "ep")),
     "mixtral:gptq_sorted": ((2, ""), (4, "ep")),
     "mixtral:mxfp4": ((2, ""), (4, "ep")),
     "gpt_oss:mxfp4": ((2, ""), (4, "ep")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ def attention_oracle(
     softcap: float | None = None,
     sinks: Any = None,
     slopes: Any = None,
+    visible_until: Any = None,
     value_dim: int | None = None,
 ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
     """Output [T, H, Dv] in float64 and the new pages in their own dtype; page 0, which padding writes, is left alone.
@@ -49,7 +51,8 @@ def attention_oracle(
     out = np.zeros((*q.shape[:2], value_dim or q.shape[2]))
     for t in real_tokens:
         last = positions[t]
-        seen = np.arange(first_seen(last, window, chunked), last + 1)
+        until = last if visible_until is None else int(visible_until[t])
+        seen = np.arange(first_seen(last, window, chunked), until + 1)
         page, row = table[seq_ids[t], seen // page_size], seen % page_size
         keys = buffers[0][page, :, row][:, kv_head]
         values = buffers[-1][page, :, row][:, kv_head, :value_dim]
@@ -66,10 +69,24 @@ def attention_oracle(
 
 
 def with_numbers_of_heads(batch: RaggedBatch, options: dict[str, Any]) -> dict[str, Any]:
-    """A case's options, with numbers for the heads where it says that they have sinks or slopes."""
+    """A case's options, with numbers for the heads where it says that they have sinks or slopes, and spans of so many
+    tokens of a chunk that see each other.
+    """
     heads = batch.q.shape[1]
+    if length := options.get("visible_until"):
+        options = options | {"visible_until": jnp.asarray(ends_of_spans(batch.meta, length))}
     numbers = {"sinks": jnp.linspace(-3.0, 3.0, heads), "slopes": jnp.linspace(1.0, 0.02, heads)}
     return options | {name: numbers[name] for name in numbers if options.get(name)}
+
+
+def ends_of_spans(meta: StepMetadata, length: int) -> np.ndarray:
+    """The last position that each token sees: every second span of `length` tokens of a chunk is seen whole."""
+    positions, starts = np.asarray(meta.positions), np.asarray(meta.query_start)
+    found = positions.copy()
+    for begin, end in itertools.pairwise(starts):
+        for first in range(begin + 1, end, 2 * length):
+            found[first : min(first + length, end)] = positions[min(first + length, end) - 1]
+    return found
 
 
 def first_seen(position: int, window: int | None, chunked: bool) -> int:

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm import cpu_kernels
 from jaxllm.engine.core.batch import whole_texts
-from jaxllm.pallas_kernels.reference import packed_attention
+from jaxllm.pallas_kernels.kernels import CPU, REFERENCE, Kernels
 
 TOKENS, TEXTS, HEADS, KV_HEADS, DIM, SCALE = 300, 8, 6, 2, 12, 0.3
 
@@ -25,9 +26,14 @@ def oracle(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | None, soft
     return np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v)
 
 
+@pytest.mark.parametrize("kernels", [REFERENCE, CPU], ids=lambda kernels: kernels.name)
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (1, None), (7, 2.0), (140, None)])
 @pytest.mark.parametrize("lengths", [(300,), (1,), (128, 128), (5, 1, 129, 64, 2, 90), ()], ids=str)
-def test_each_text_attends_to_itself(lengths: tuple[int, ...], window: int | None, softcap: float | None):
+def test_each_text_attends_to_itself(
+    lengths: tuple[int, ...], window: int | None, softcap: float | None, kernels: Kernels
+) -> None:
+    if kernels.native and not cpu_kernels.available():
+        pytest.skip("needs the C++ kernels")
     rng = np.random.default_rng(len(lengths))
     q = rng.standard_normal((TOKENS, HEADS, DIM), np.float32)
     k, v = (rng.standard_normal((TOKENS, KV_HEADS, DIM), np.float32) for _ in range(2))
@@ -39,7 +45,7 @@ def test_each_text_attends_to_itself(lengths: tuple[int, ...], window: int | Non
         "second_text": jnp.zeros(TEXTS, jnp.int32), "num_seqs": jnp.int32(len(lengths)),
     }  # fmt: skip
     _, meta = whole_texts(fields)
-    run = jax.jit(packed_attention, static_argnames=("scale", "window", "softcap"))
+    run = jax.jit(kernels.packed_attention, static_argnames=("scale", "window", "softcap"))
     out = np.asarray(run(q, k, v, meta, scale=SCALE, window=window, softcap=softcap))
     for a, b in pairwise(starts):
         np.testing.assert_allclose(out[a:b], oracle(q[a:b], k[a:b], v[a:b], window, softcap), atol=1e-5)

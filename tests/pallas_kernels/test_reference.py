@@ -23,7 +23,7 @@ def attend(q, k, v, pages, meta, of_heads, **options):
 
 
 def run(batch: RaggedBatch, **options: Any) -> tuple[np.ndarray, tuple[jax.Array, ...]]:
-    of_heads = {name: options.pop(name) for name in ("sinks", "slopes") if name in options}
+    of_heads = {name: options.pop(name) for name in ("sinks", "slopes", "visible_until") if name in options}
     options["value_dim"] = batch.value_dim
     out, pages = attend(batch.q, batch.k, batch.v, batch.pages, batch.meta, of_heads, **options)
     return np.asarray(out), pages
@@ -94,6 +94,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mixed, chunks": ({**MIXED, **CHUNKS}, CHUNKS),
     "mixed, keys and values of another layer": ({**MIXED, "stored": True}, {}),
     "mixed, softcap and sinks": (MIXED, SINKS),
+    "mixed, spans": (MIXED, {"visible_until": 5}),
+    "mixed, spans in a window, softcap and sinks": (
+        {**MIXED, "window": 24},
+        {**SINKS, "window": 24, "visible_until": 30},
+    ),
+    "prefill, spans over tiles and blocks": ({"prefills": ((150, 300), (0, 40)), **ROOM}, {"visible_until": 130}),
     "mixed, slopes": ({**MIXED, "heads": 6}, {"slopes": True}),
     "mixed, slopes in a window": ({**MIXED, "window": 24}, {"window": 24, "slopes": True}),
     "prefill, slopes over tiles": ({"prefills": ((0, 2), (90, 300)), **ROOM}, {"slopes": True}),

@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType
 
 from jaxllm.quantization.gguf_decode import FORMATS
 from jaxllm.quantization.schemes import SCHEMES
-from jaxllm.quantization.stored import Stored
+from jaxllm.quantization.stored import FP8, NVFP4, Codes, Stored
 from jaxllm.quantization.weight import Weight
 
 
@@ -33,6 +33,16 @@ def gguf_dequantize(blocks: np.ndarray, dtype: str) -> np.ndarray:
 
 def stored(values: np.ndarray) -> Stored:
     return Stored(values, "F32", values.shape)
+
+
+def nvfp4(*shape: int, seed: int = 0) -> Stored:
+    """Random codes with every scale that is finite, and a factor a row."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 16, shape, np.uint8)
+    bits = rng.integers(0, 254, (*shape[:-1], shape[-1] // 16), np.uint8)
+    scale = (bits + (bits >= 127)).astype(np.uint8).view(FP8)
+    factor = rng.uniform(0.001, 0.1, shape[:-1]).astype(np.float32)
+    return Stored(codes, "NVFP4", shape, codes=Codes(NVFP4, scale, factor=factor), origin="w")
 
 
 def random_weight(scheme: str, *shape: int, seed: int = 0) -> Weight:

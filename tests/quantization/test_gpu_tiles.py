@@ -13,8 +13,9 @@ from jaxllm.quantization.coded import CodedKind, groups
 from jaxllm.quantization.gguf_decode import FORMATS
 from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.gpu_tiles import BLOCKS, GpuTiles, gpu_tiled, group_format
-from jaxllm.quantization.stored import E8M0, Coding, Stored
+from jaxllm.quantization.stored import E8M0, FP8, Coding, Stored
 from jaxllm.sharding.mesh import Layout, Segment
+from tests.quantization.blocks import nvfp4
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 
@@ -97,6 +98,36 @@ def test_groups_are_the_same_in_tiles(kind: CodedKind, inputs: int) -> None:
     np.testing.assert_array_equal(np.asarray(one.dequantize()), np.asarray(plain.dequantize())[1])
     x = jnp.ones((3, inputs))
     np.testing.assert_allclose(one.matmul(x), one.dequantize().sum(1)[None].repeat(3, 0), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("type_", ["IQ4_NL", "IQ4_XS"])
+def test_levels_of_blocks_are_codes_for_the_kernels(type_: str) -> None:
+    blocks = random_blocks(type_, 24, 512)
+    stored = Stored(blocks.reshape(24, -1), type_, (24, 512), packed=True)
+    kind = gpu_tiled(GgufKind(type_, F32), [24], 512)
+    kept = kind.pack([stored], None)
+    abstract = jax.tree.map(lambda array: (array.shape, array.dtype), (kept, kind.abstract((24, 512))))
+    kept = jax.tree.map(jnp.asarray, kept)
+    assert abstract[0] == abstract[1] and kept.kernel_matrices is not None
+    exact = gguf.quants.dequantize(blocks.reshape(24, -1), gguf.GGMLQuantizationType[type_])
+    np.testing.assert_array_equal(np.asarray(kept.dequantize()), exact)
+
+
+@pytest.mark.parametrize("shape", [(32, 512), (2, 48, 192)])
+def test_nvfp4_is_the_same_in_tiles(shape: tuple[int, ...]) -> None:
+    """Against float64: levels, scales of eight bits and each row's factor."""
+    tensor = nvfp4(*shape)
+    kind = groups(F32, 4, 16, True, FP8, E2M1)
+    plain, tiled = (
+        jax.tree.map(jnp.asarray, each.pack([tensor], None)) for each in (kind, gpu_tiled(kind, [shape[-2]], shape[-1]))
+    )
+    assert tensor.codes is not None and tensor.codes.factor is not None
+    scale = np.repeat(tensor.codes.scale.astype(np.float64), 16, axis=-1) * tensor.codes.factor[..., None]
+    np.testing.assert_allclose(np.asarray(plain.dequantize()), np.asarray(E2M1)[tensor.data] * scale, rtol=2e-7)
+    np.testing.assert_array_equal(np.asarray(tiled.dequantize()), np.asarray(plain.dequantize()))
+    np.testing.assert_array_equal(tensor.expand(), np.asarray(plain.dequantize()))
+    leaves = sum(leaf.nbytes for leaf in jax.tree.leaves(plain)), sum(leaf.nbytes for leaf in jax.tree.leaves(tiled))
+    assert leaves == (tensor.data.size * 9 // 16 + 4 * scale[..., 0].size, tensor.data.size * 5 // 8)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -10,13 +10,14 @@ import pytest
 
 from jaxllm import cpu_kernels
 from jaxllm.errors import CheckpointError
+from jaxllm.pallas_kernels.matrices import E2M1
 from jaxllm.quantization.coded import fp8_blocks, groups, per_channel
 from jaxllm.quantization.schemes import SCHEMES, coded_kind
 from jaxllm.quantization.stored import FP8, INT8, UINT8, Codes, Coding, Stored
 from jaxllm.quantization.tiles import TiledKind, tile_format, tiled
 from jaxllm.quantization.weight import DenseKind, WeightKind
 from jaxllm.sharding.mesh import Layout, Segment
-from tests.quantization.blocks import stored
+from tests.quantization.blocks import nvfp4, stored
 
 pytestmark = pytest.mark.skipif(not cpu_kernels.available(), reason=cpu_kernels.reason() or "available")
 
@@ -53,6 +54,11 @@ def test_tiles_hold_the_same_numbers(name, shape):
 @pytest.mark.parametrize("run", [32, 64, 192])
 def test_blocks_of_fp8_keep_their_scales(rows, run):
     assert_holds(fp8_blocks(FLOAT32, rows, run), [fp8_tensor((48, 192), (rows, run))])
+
+
+@pytest.mark.parametrize("shape", [(16, 32), (48, 160), (3, 32, 96)])
+def test_nvfp4_keeps_its_scales(shape):
+    assert_holds(groups(FLOAT32, 4, 16, True, FP8, E2M1), [nvfp4(*shape)])
 
 
 def fp8_tensor(shape: tuple[int, int], block: tuple[int, int]) -> Stored:

@@ -15,10 +15,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-BF16, FP8 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
+BF16, FP8, E8M0 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
 DTYPES = {
     "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "int64": "I64", "int32": "I32",
-    "int8": "I8", "uint8": "U8",
+    "int8": "I8", "uint8": "U8", "float8_e8m0fnu": "F8_E8M0",
 }  # fmt: skip
 
 Module = tuple[dict[str, np.ndarray], np.ndarray]
@@ -269,7 +269,132 @@ def bitsandbytes_nf4(block: int = 64) -> Packing:
     return Packing({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, pack)
 
 
+def auto_round(group: int, *, of_awq: bool = False) -> Packing:
+    """AutoRound's, packed as GPTQ's or AWQ's."""
+
+    def pack(values: np.ndarray) -> Module:
+        return (awq(group) if of_awq else gptq(4, group, symmetric=True)).pack(values)
+
+    form = "auto_round:auto_awq" if of_awq else "auto_round:auto_gptq"
+    config = {"quant_method": "auto-round", "data_type": "int", "bits": 4, "group_size": group, "packing_format": form}
+    return Packing(config | {"sym": not of_awq, "extra_config": {"lm_head": {"bits": 16, "data_type": "float"}}}, pack)
+
+
+def torchao(kind: str) -> Packing:
+    """Tensors as torchao's safetensors support flattens them: int8 or e4m3 a row, or four bits in int8 with zeros."""
+
+    def pack(values: np.ndarray) -> Module:
+        if kind == "intx":
+            codes, zero, scale, meant = grid(values, 4, 32, False, dtype=BF16)
+            tensors = {"qdata": codes.astype(np.int8) - np.int8(8), "zero_point": (zero - 8).astype(np.int8)}
+            tensors["scale"] = scale.astype(BF16)
+        else:
+            inner, meant = (compressed_int8(rounds_inputs=False) if kind == "int8" else compressed_fp8()).pack(values)
+            tensors = {"qdata": inner[".weight"], "scale": inner[".weight_scale"]}
+        return {f"._weight_{name}": array for name, array in tensors.items()}, meant
+
+    return Packing({"quant_method": "torchao", "quant_type": {"default": {}}}, pack)
+
+
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+
+
+def nearest_e2m1(scaled: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes, and what they stand for."""
+    codes = np.abs(np.abs(scaled)[..., None] - E2M1).argmin(-1).astype(np.uint8) | (scaled < 0).astype(np.uint8) << 3
+    return codes, np.where(codes & 8, -1, 1) * E2M1[codes & 7]
+
+
+def powers_of(groups: np.ndarray, largest: float) -> np.ndarray:
+    return np.ceil(np.log2(np.abs(groups).max(-1) / largest)).astype(int)
+
+
+def nvfp4(maker: str) -> Packing:
+    """ModelOpt's, Quark's, or compressed-tensors', which has the inverse of the matrix's scale."""
+    compressed = maker == "compressed-tensors"
+
+    def pack(values: np.ndarray) -> Module:
+        whole = np.float32(np.abs(values).max() / (6 * 448))
+        whole = np.float32(1) / (np.float32(1) / whole) if compressed else whole
+        groups = values.reshape(len(values), -1, 16)
+        scale = (np.abs(groups).max(-1) / 6 / whole).astype(FP8)
+        meant = scale.astype(np.float64) * np.float64(whole)
+        codes, numbers = nearest_e2m1(groups / np.maximum(meant, 1e-30)[..., None])
+        codes = codes.reshape(values.shape)
+        tensors = {
+            ".weight_packed" if compressed else ".weight": codes[:, ::2] | codes[:, 1::2] << 4,
+            ".weight_scale": scale,
+        }
+        if compressed:
+            tensors |= {".weight_global_scale": np.array([1 / whole]), ".input_global_scale": np.ones(1, np.float32)}
+        else:
+            tensors |= {".weight_scale_2": np.array(whole), ".input_scale": np.array(1, np.float32)}
+        return tensors, (numbers * meant[..., None]).reshape(values.shape).astype(np.float32)
+
+    if compressed:
+        return _compressed("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "group_size": 16}, pack)
+    if maker == "quark":
+        weight = [{"dtype": "fp4", "group_size": 16}, {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}]
+        return Packing({"quant_method": "quark", "global_quant_config": {"weight": weight}}, pack)
+    return Packing({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}, pack)
+
+
+def mxfp4_modules(maker: str) -> Packing:
+    """Quark's or compressed-tensors': a matrix at a time."""
+    compressed = maker == "compressed-tensors"
+
+    def pack(values: np.ndarray) -> Module:
+        tensors, meant = mxfp4().pack(values)
+        name = ".weight_packed" if compressed else ".weight"
+        return {name: tensors["_blocks"].reshape(len(values), -1), ".weight_scale": tensors["_scales"]}, meant
+
+    if compressed:
+        return _compressed("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "group_size": 32}, pack)
+    weight = {"dtype": "fp4", "group_size": 32, "scale_format": "e8m0"}
+    return Packing({"quant_method": "quark", "global_quant_config": {"weight": weight}}, pack)
+
+
+def mxfp8(maker: str) -> Packing:
+    """ModelOpt's and compressed-tensors', whose exponents are bytes; or of a block of one row and 32 columns."""
+
+    def pack(values: np.ndarray) -> Module:
+        groups = values.reshape(len(values), -1, 32)
+        exponent = powers_of(groups, 448)
+        codes = (groups / 2.0 ** exponent[..., None]).astype(FP8)
+        meant = codes.astype(np.float64) * 2.0 ** exponent[..., None]
+        scales = (exponent + 127).astype(np.uint8)
+        if maker == "mxfp8":
+            return {".weight": codes.reshape(values.shape), ".weight_scale_inv": scales.view(E8M0)}, meant.reshape(
+                values.shape
+            ).astype(np.float32)
+        return {".weight": codes.reshape(values.shape), ".weight_scale": scales}, meant.reshape(values.shape).astype(
+            np.float32
+        )
+
+    if maker == "compressed-tensors":
+        return _compressed("mxfp8-quantized", {"num_bits": 8, "type": "float", "group_size": 32}, pack)
+    if maker == "mxfp8":
+        return Packing({"quant_method": "mxfp8", "scale_fmt": "ue8m0", "weight_block_size": [1, 32]}, pack)
+    return Packing({"quant_method": "modelopt", "quant_algo": "MXFP8"}, pack)
+
+
+def modelopt_fp8(algorithm: str) -> Packing:
+    """A scale a tensor, a row, or a block of 128 by 128 with axes of one between."""
+    inner = {"FP8": fp8_tensors(), "FP8_PER_CHANNEL_PER_TOKEN": compressed_fp8(), "FP8_PB_WO": fp8_blocks(128, 128)}
+
+    def pack(values: np.ndarray) -> Module:
+        tensors, meant = inner[algorithm].pack(values)
+        scale = np.asarray(tensors.get(".weight_scale", tensors.get(".weight_scale_inv"))).astype(np.float32)
+        if algorithm == "FP8_PB_WO":
+            scale = scale[:, None, :, None]
+        return {".weight": tensors[".weight"], ".weight_scale": scale, ".input_scale": np.ones((), np.float32)}, meant
+
+    return Packing({"quant_method": "modelopt", "quant_algo": algorithm}, pack)
+
+
+def quark_fp8() -> Packing:
+    weight = {"dtype": "fp8_e4m3", "qscheme": "per_channel"}
+    return Packing({"quant_method": "quark", "global_quant_config": {"weight": weight}}, compressed_fp8().pack)
 
 
 def mxfp4(*, transposed: bool = False) -> Packing:
@@ -278,12 +403,9 @@ def mxfp4(*, transposed: bool = False) -> Packing:
     def pack(values: np.ndarray) -> Module:
         values = values.swapaxes(-1, -2) if transposed else values
         groups = values.reshape(*values.shape[:-1], -1, 32)
-        exponent = np.ceil(np.log2(np.abs(groups).max(-1) / 6)).astype(int)
-        scaled = groups / 2.0 ** exponent[..., None]
-        codes = (
-            np.abs(np.abs(scaled)[..., None] - E2M1).argmin(-1).astype(np.uint8) | (scaled < 0).astype(np.uint8) << 3
-        )
-        meant = np.where(codes & 8, -1, 1) * E2M1[codes & 7] * 2.0 ** exponent[..., None]
+        exponent = powers_of(groups, 6)
+        codes, numbers = nearest_e2m1(groups / 2.0 ** exponent[..., None])
+        meant = numbers * 2.0 ** exponent[..., None]
         tensors = {"_blocks": codes[..., ::2] | codes[..., 1::2] << 4, "_scales": (exponent + 127).astype(np.uint8)}
         meant = meant.reshape(values.shape).astype(np.float32)
         return tensors, meant.swapaxes(-1, -2) if transposed else meant

@@ -222,9 +222,29 @@ def write_gguf(
 def _add_tensor(writer: gguf.GGUFWriter, name: str, weight: np.ndarray, dtype: str) -> None:
     kind = gguf.GGMLQuantizationType[dtype]
     if weight.ndim > 1 and dtype != "F32" and weight.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0:
-        writer.add_tensor(name, gguf.quants.quantize(weight, kind), raw_dtype=kind)
+        write = {"IQ4_NL": iq4_nl, "NVFP4": nvfp4}.get(dtype, lambda weight: gguf.quants.quantize(weight, kind))
+        writer.add_tensor(name, write(weight), raw_dtype=kind)
     else:
         writer.add_tensor(name, weight)
+
+
+def iq4_nl(weight: np.ndarray) -> np.ndarray:
+    """Blocks of the codes that come nearest, which the gguf package does not write."""
+    groups = weight.reshape(*weight.shape[:-1], -1, 32)
+    scale = (np.abs(groups).max(-1) / 113).astype(np.float16)
+    levels = np.array(gguf.quants.IQ4_NL.kvalues) * np.maximum(scale, np.float16(1e-7))[..., None, None]
+    codes = np.abs(groups[..., None] - levels).argmin(-1).astype(np.uint8)
+    blocks = [scale[..., None].view(np.uint8), codes[..., :16] | codes[..., 16:] << 4]
+    return np.concatenate(blocks, axis=-1).reshape(*weight.shape[:-1], -1)
+
+
+def nvfp4(weight: np.ndarray) -> np.ndarray:
+    groups = weight.reshape(*weight.shape[:-1], -1, 4, 16)
+    scale = gguf.quants.NVFP4.fp32_to_ue4m3(np.abs(groups).max(-1) / 6)
+    levels = np.array(gguf.quants.NVFP4.kvalues) * gguf.quants.NVFP4.ue4m3_to_fp32(scale)[..., None, None]
+    codes = np.abs(groups[..., None] - levels).argmin(-1).astype(np.uint8)
+    nibbles = (codes[..., :8] | codes[..., 8:] << 4).reshape(*scale.shape[:-1], 32)
+    return np.concatenate([scale, nibbles], axis=-1).reshape(*weight.shape[:-1], -1)
 
 
 def _complete(config: Config) -> Config:

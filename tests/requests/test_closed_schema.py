@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from random import Random
 from typing import Any
 
 import jsonschema
@@ -11,6 +12,7 @@ import pytest
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.closed_schema import closed
+from jaxllm.requests.schema import UnenforceableError
 from jaxllm.requests.structured_outputs import StructuredOutputs, compile_grammar
 
 A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -160,6 +162,85 @@ def test_one_property_more_than_is_required_may_have_any_name(schema: dict[str, 
     grammar = compile_grammar(StructuredOutputs(json=schema))
     assert accepts(grammar, '{"a": 1, "b": 2}')
     assert not accepts(grammar, '{"a": 1, "a": 2}') or schema.get("minProperties") == 1
+
+
+ENDLESS = {"type": "object", "properties": {"x": {"$ref": "#/$defs/E"}}, "required": ["x"]}
+HAS: dict[str, Any] = {"$defs": {"E": ENDLESS}}
+E = {"$ref": "#/$defs/E"}
+CASES |= {
+    "endless, optional": ({**HAS, "type": "object", "properties": {"e": E, "a": {}}}, [{}, {"a": 1}], [{"e": {}}]),
+    "endless or an integer": ({**HAS, "anyOf": [E, {"type": "integer"}]}, [1], [{"x": 1}]),
+    "endless items": ({**HAS, "type": "array", "items": E}, [[]], [[{}]]),
+    "endless but for null": ({"type": ["array", "null"], "items": {"$ref": "#"}, "minItems": 1}, [None], [[None, []]]),
+    "a list": (
+        {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["next"]},
+        [{"next": None}, {"next": {"next": None}}], [{}],
+    ),
+}  # fmt: skip
+del CASES["endless but for null"][2][0][0]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {**HAS, **E},
+        {"$ref": "#"},
+        {**HAS, "anyOf": [E, {"type": "array", "items": E, "minItems": 1}]},
+        {**HAS, "oneOf": [E, ENDLESS]},
+        {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+        {"type": "array", "prefixItems": [{"type": "integer"}, {"$ref": "#"}], "minItems": 2},
+        {"type": "object", "additionalProperties": {"$ref": "#"}, "required": ["k"]},
+        {"type": "object", "allOf": [{"properties": {"x": {"$ref": "#"}}}], "required": ["x"]},
+        {**HAS, "allOf": [{"anyOf": [E, {"type": "null"}]}, {"type": "object"}]},
+    ],
+    ids=json.dumps,
+)
+def test_a_schema_without_a_finite_value_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^json cannot be enforced: no finite value satisfies the schema"):
+        compile_grammar(StructuredOutputs(json=schema))
+
+
+def _values(depth: int) -> list[Any]:
+    if depth == 0:
+        return [None, 1, "s", [], {}]
+    inner = _values(depth - 1)
+    return [*inner, *([value] for value in inner), *({name: value} for name in "ab" for value in inner)]
+
+
+def _drawn(random: Random, depth: int = 0) -> Any:
+    def inner() -> Any:
+        return _drawn(random, depth + 1)
+
+    kinds: list[dict[str, Any]] = [{"type": "object"}, {"type": "array"}, {"$ref": f"#/$defs/{random.choice('AB')}"}]
+    schema = random.choice([*kinds, {"type": ["object", "null"]}, {"type": "integer"}, {}])
+    if depth < 2 and random.random() < 0.8:
+        schema |= {"properties": {name: inner() for name in random.choice(("a", "b", "ab"))}, "required": []}
+        schema["required"] = [name for name in "ab" if random.random() < 0.5]
+    if depth < 2 and random.random() < 0.4:
+        schema |= {"items": inner(), "minItems": random.randrange(2)}
+    if depth < 2 and random.random() < 0.3:
+        schema[random.choice(("allOf", "anyOf"))] = [inner(), inner()]
+    return schema
+
+
+def test_a_schema_with_a_finite_value_is_not_refused() -> None:
+    """And the value is still valid: only values without an end are forbidden."""
+    random, values, refused = Random(7), _values(2), 0
+    for _ in range(300):
+        schema = {"$defs": {name: _drawn(random) for name in "AB"}, **_drawn(random)}
+        try:
+            left, valid = jsonschema.Draft202012Validator(schema), []
+            valid = [value for value in values if left.is_valid(value)]
+        except RecursionError:
+            continue  # a reference to itself, which the oracle does not take
+        try:
+            kept = jsonschema.Draft202012Validator(closed(schema))
+        except UnenforceableError:
+            refused += 1
+            assert valid == [], schema
+            continue
+        assert all(kept.is_valid(value) for value in valid if not isinstance(value, dict | list)), schema
+    assert 20 < refused < 200
 
 
 def test_what_is_refused_closed_is_refused() -> None:

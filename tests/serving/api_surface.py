@@ -18,7 +18,7 @@ from jaxllm.mcp.servers import ToolServers
 from jaxllm.mcp.tools import ServerTool, ToolResult
 from jaxllm.requests.outputs import ModelTasks
 from jaxllm.serving.http.request_model import RequestModel
-from jaxllm.serving.ollama.models import REFUSED
+from jaxllm.serving.ollama.routes import REFUSED
 from jaxllm.serving.served_model import LoadableModel
 from tests.serving.fake_engine import NEW_WEIGHTS, FakeEngine, app_of
 
@@ -122,6 +122,7 @@ BODIES: dict[str, Any] = {
     "/v1/lora-adapters": [{"id": 0, "scale": 1.0}],
     "/v1/mcp/tools/{name}": {"arguments": {"a": 1}},
     "/v1/files": {"file": (json.dumps(LINE) + "\n").encode(), "purpose": "batch"},
+    "/v1/files/text": {"file": b"a text"},
     "/v1/batches": {"endpoint": LINE["url"], "completion_window": "24h"},
     "/api/chat": {"model": "fake", "messages": HELLO, "stream": False},
     "/api/generate": {"model": "fake", "prompt": "Hi", "stream": False},

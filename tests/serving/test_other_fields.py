@@ -14,7 +14,7 @@ from tests.serving.sending import HELLO, send
 from tests.support.covers import covers
 
 WITHOUT_MODEL = (
-    "/v1/conversations", "/v1/files", "/v1/batches",
+    "/v1/conversations", "/v1/files", "/v1/files/text", "/v1/batches",
     "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/lora-adapters",
 )  # fmt: skip
 """Routes whose body names no model."""

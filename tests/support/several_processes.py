@@ -6,6 +6,7 @@ does wrong.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -108,16 +109,17 @@ def programs(
     out: str = "",
     adapter: str = "",
     fault: str = "",
+    first: str = "",
     parts: dict[str, int] = HALVES,
     **fields: Any,
 ) -> Any:
-    """The processes of a group, see `running`; all but the first have the fault."""
+    """The processes of a group, see `running`; all but the first have the fault, and that has what `_do_at` is told."""
     port = free_port()
     fields = fields | parts
     commands = []
     for number in range(count):
         place = {"num_processes": count, "process_id": number, "coordinator_address": f"127.0.0.1:{port}"}
-        told = {"model": str(model), "out": out, "adapter": adapter, "fault": fault if number else ""}
+        told = {"model": str(model), "out": out, "adapter": adapter, "fault": fault if number else first}
         command = [sys.executable, "-m", __name__, json.dumps(told | {"fields": FIELDS | fields | place})]
         commands.append((command, variables()))
     return running(*commands)
@@ -145,10 +147,32 @@ def _do_wrong(fault: str) -> None:
     Device.run = faulty  # type: ignore[method-assign]
 
 
+def _do_at(place: str, what: str) -> None:
+    """Kill or stop this process, or let no thread of Python run for ten seconds, at a place of its start."""
+    from jaxllm.engine.scale.lockstep import meeting
+    from jaxllm.engine.start import agreement, build
+
+    module: Any = meeting._Meeting if place == "_take" else agreement if place == "join_processes" else build
+    real = getattr(module, place)
+
+    def wrong(*args: Any) -> Any:
+        found = real(*args) if what == "hold" else None
+        print("now", flush=True)
+        if what == "hold":
+            ctypes.PyDLL(None).sleep(10)
+        else:
+            os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+        return found
+
+    setattr(module, place, wrong)
+
+
 def main(told: dict[str, Any]) -> None:
     from jaxllm import LLM
 
-    if told["fault"]:
+    if " at " in told["fault"]:
+        _do_at(*reversed(told["fault"].split(" at ")))
+    elif told["fault"]:
         _do_wrong(told["fault"])
     with LLM(told["model"], **told["fields"]) as llm:
         if told["out"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.support.pdf import pdf, said
 from tests.web.driver import Driver, expect
 from tests.web.talker import Talker
 
@@ -43,18 +44,31 @@ def test_what_is_no_text_is_refused(page: Driver, tmp_path: Path):
     expect(page.page.get_by_text("data.bin is not text.")).to_be_visible()
 
 
-def test_other_encodings_are_read_and_a_pdf_is_refused(page: Driver, talker: Talker, tmp_path: Path):
-    marked, latin, pdf = tmp_path / "marked.txt", tmp_path / "latin.txt", tmp_path / "paper.pdf"
+def test_other_encodings_are_read(page: Driver, talker: Talker, tmp_path: Path):
+    marked, latin = tmp_path / "marked.txt", tmp_path / "latin.txt"
     marked.write_bytes("Grüße 你好".encode("utf-16"))
     latin.write_bytes("Größe „5 €“".encode("cp1252"))
-    pdf.write_bytes(b"%PDF-1.7\n1 0 obj")
-    page.page.locator(".composer input[type=file]").set_input_files([marked, latin, pdf])
-    expect(page.page.get_by_text("paper.pdf is a PDF, which this page cannot read.")).to_be_visible()
+    page.page.locator(".composer input[type=file]").set_input_files([marked, latin])
     expect(page.page.get_by_text("latin.txt is not UTF-8: it was read as Latin-1 (Windows-1252).")).to_be_visible()
     page.say("What do they say?")
     seen = bytes(talker.seen[-1][0]).decode()
     assert "marked.txt:\n```\nGrüße 你好\n```" in seen and "latin.txt:\n```\nGröße „5 €“\n```" in seen
-    expect(page.turns.first).not_to_contain_text("paper.pdf")
+
+
+def test_the_text_of_a_pdf_is_read_by_the_model(page: Driver, talker: Talker, tmp_path: Path):
+    paper, damaged = tmp_path / "paper.pdf", tmp_path / "damaged.pdf"
+    paper.write_bytes(pdf(said("Gr\\374\\337e", "from page 1"), said("page 2")))
+    damaged.write_bytes(b"%PDF-1.7\n1 0 obj")
+    page.expected.append("400")
+    page.page.locator(".composer input[type=file]").set_input_files([paper, damaged])
+    expect(page.button("Remove paper.pdf")).to_be_visible()
+    expect(page.page.get_by_text("damaged.pdf is a damaged PDF")).to_be_visible()
+    expect(page.page.get_by_text("Reading paper.pdf")).to_have_count(0)
+    page.say("What does it say?")
+    seen = bytes(talker.seen[-1][0]).decode()
+    assert "paper.pdf:\n```\n[Page 1]\nGrüße\nfrom page 1\n\n[Page 2]\npage 2\n```\n\nWhat does it say?" in seen
+    expect(page.turns.first).to_contain_text("paper.pdf")
+    expect(page.button("Remove damaged.pdf")).to_have_count(0)
 
 
 def test_dropped_files_and_long_pastes_become_files(page: Driver, talker: Talker):
@@ -63,7 +77,7 @@ def test_dropped_files_and_long_pastes_become_files(page: Driver, talker: Talker
     expect(page.button("Remove pasted.txt")).to_be_visible()
     page.page.locator("body").evaluate(DRAG, ["dragenter", ""])
     area = page.page.locator(".ant-attachment-drop-area")
-    expect(area).to_contain_text("Drop text files here")
+    expect(area).to_contain_text("Drop text files or PDFs here")
     area.locator(".ant-upload-btn").evaluate(DRAG, ["drop", "dropped.txt"])
     expect(page.page.get_by_text("dropped.txt")).to_be_visible()
 

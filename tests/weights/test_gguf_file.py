@@ -1,13 +1,20 @@
+from pathlib import Path
+from typing import Any
+
 import gguf
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
 from jaxllm.errors import CheckpointError
+from jaxllm.quantization.schemes import coded_kind
 from jaxllm.weights import open_checkpoint
 from jaxllm.weights.checkpoint import TensorInfo
-from jaxllm.weights.gguf_file import read_header
+from jaxllm.weights.gguf_file import GGUFCheckpoint, read_header
+from tests.reference.tiny_gguf import nvfp4
 from tests.weights.models import real_model
 
 
@@ -179,3 +186,51 @@ def test_an_empty_file_is_said_to_be_empty(tmp_path):
     (tmp_path / "x.gguf").touch()
     with pytest.raises(CheckpointError, match=r"x\.gguf: the file is empty$"):
         read_header(tmp_path / "x.gguf")
+
+
+NVFP4_SCALES = {
+    "attn_q": ((32, 64), [1.5]),
+    "attn_k": ((16, 128), None),
+    "ffn_down_exps": ((4, 32, 128), [0.5, 2, 1, 3]),
+}
+
+
+def write_nvfp4(path: Path, scales: dict[str, Any] = NVFP4_SCALES) -> dict[str, np.ndarray]:
+    """A file of such matrices with their scales, and what they stand for."""
+    writer, expected = gguf.GGUFWriter(path, "llama"), {}
+    for name, (shape, scale) in scales.items():
+        values = np.random.default_rng(len(name)).normal(size=shape).astype(np.float32)
+        kind, stored = gguf.GGMLQuantizationType.NVFP4, nvfp4(values)
+        writer.add_tensor(f"blk.0.{name}.weight", stored, raw_dtype=kind)
+        writer.add_tensor(f"blk.0.{name}.input_scale", np.ones(1, np.float32))
+        if scale is not None:
+            writer.add_tensor(f"blk.0.{name}.scale", np.array(scale, np.float32))
+        factor = np.reshape(scale or 1, (-1, 1, 1)) if len(shape) > 2 else (scale or [1])[0]
+        expected[f"blk.0.{name}.weight"] = gguf.quants.dequantize(stored, kind).astype(np.float64) * factor
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return expected
+
+
+def test_nvfp4_is_multiplied_by_the_scale_beside_it(tmp_path):
+    """One of the matrix, or of each expert; those of inputs are not used."""
+    expected = write_nvfp4(tmp_path / "m.gguf")
+    checkpoint = GGUFCheckpoint(tmp_path / "m.gguf")
+    assert set(checkpoint.tensors) == set(expected)
+    for name, values in expected.items():
+        stored = checkpoint.read(name)
+        np.testing.assert_allclose(stored.expand(), values, rtol=2e-7)
+        kind = coded_kind(checkpoint.tensors[name].coding, np.dtype(np.float32), values.shape[-2:-1], values.shape[-1])
+        weight = kind.pack([stored], None)
+        np.testing.assert_array_equal(jax.tree.map(jnp.asarray, weight).dequantize(), stored.expand())
+        assert sum(array.nbytes for array in jax.tree.leaves(weight)) <= values.size * (4.5 / 8 + 4 / 64)
+
+
+def test_a_scale_of_another_shape_is_refused(tmp_path):
+    write_nvfp4(tmp_path / "m.gguf", {"attn_q": ((32, 64), [1.5, 2])})
+    with pytest.raises(
+        CheckpointError, match=r"attn_q\.scale' is F32 of shape \(2,\); accepted is F32 of shape \(1,\)"
+    ):
+        GGUFCheckpoint(tmp_path / "m.gguf")

@@ -21,6 +21,8 @@ AWQ = packings.awq(32)
 W4 = packings.compressed_packed(4, 32, symmetric=False)
 FP8_BLOCKS = packings.fp8_blocks(32, 32)
 NF4 = packings.bitsandbytes_nf4()
+AUTO_ROUND = packings.auto_round(32)
+NVFP4 = packings.nvfp4("modelopt")
 
 Tensors = dict[str, np.ndarray]
 
@@ -69,8 +71,8 @@ def refused(folder: Path) -> str:
         (AWQ, {"version": "gemv"}, "quantization_config.version is 'gemv', in AWQ; accepted is gemm or marlin"),
         (
             W4,
-            {"format": "nvfp4-pack-quantized"},
-            "format is 'nvfp4-pack-quantized', in compressed-tensors; accepted is",
+            {"format": "mixfp4-pack-quantized"},
+            "format is 'mixfp4-pack-quantized', in compressed-tensors; accepted is",
         ),
         (W4, {"sparsity_config": {"format": "marlin-24"}}, "sparsity_config.format is 'marlin-24', in"),
         (W4, {"transform_config": {"config_groups": {}}}, "transform_config is"),
@@ -87,6 +89,30 @@ def refused(folder: Path) -> str:
             {"weight_block_size": [64, 64]},
             "tensor 'a.up_proj.weight_scale_inv' is of shape (2, 3); accepted",
         ),
+        (
+            AUTO_ROUND,
+            {"packing_format": "auto_round"},
+            "packing_format is 'auto_round', in AutoRound; accepted is auto_r",
+        ),
+        (AUTO_ROUND, {"data_type": "mx_fp"}, "quantization_config.data_type is 'mx_fp'; accepted is one of int"),
+        (AUTO_ROUND, {"extra_config": [1]}, "quantization_config.extra_config is [1]; accepted is an object"),
+        (
+            AUTO_ROUND,
+            {"extra_config": {MODULE: {"bits": 5}}},
+            "quantization_config.extra_config.a.up_proj.bits is 5, in GPTQ; accepted is 2, 3, 4 or 8",
+        ),
+        (
+            AUTO_ROUND,
+            {"extra_config": {MODULE: {"group_size": 0}}},
+            "quantization_config.extra_config.a.up_proj.group_size is 0; accepted is",
+        ),
+        (NVFP4, {"quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ', in ModelOpt; accepted is FP8, FP8_PER_CH"),
+        (
+            packings.quark_fp8(),
+            {"global_quant_config": {"weight": {"dtype": "int4"}}},
+            "quantization_config.global_quant_config.weight.dtype is 'int4', in Quark; accepted is fp8_e4m3 or fp4",
+        ),
+        (packings.quark_fp8(), {"global_quant_config": 1}, "global_quant_config is 1; accepted is an object"),
         (NF4, {"bnb_4bit_quant_type": "af4"}, "bnb_4bit_quant_type is 'af4', in bitsandbytes; accepted is nf4 or fp4"),
     ],
 )
@@ -132,6 +158,32 @@ def with_nan(array: np.ndarray) -> np.ndarray:
         ),
         (FP8_BLOCKS, drop(".weight_scale_inv"), "is FP8, and 'a.up_proj.weight_scale_inv' or 'a.up_proj.weight_scale'"),
         (FP8_BLOCKS, put(".weight_scale_inv", with_nan), "not all of its scales are finite"),
+        (
+            packings.torchao("intx"),
+            put("._weight_qdata", lambda a: a.reshape(2, 2, 16, 96)),
+            "tensor 'a.up_proj.weight' is I8 of shape (2, 2, 16, 96); accepted is I8 with 2 axes",
+        ),
+        (packings.torchao("intx"), drop("._weight_scale"), "torchao; accepted is Int8Tensor, IntxUnpackedToInt8Tensor"),
+        (NVFP4, drop(".weight_scale_2"), "tensor 'a.up_proj.weight_scale_2' is missing"),
+        (
+            NVFP4,
+            put(".weight_scale_2", lambda a: np.tile(a, 2)),
+            "'a.up_proj.weight_scale_2' is of shape (2,); accepted",
+        ),
+        (NVFP4, put(".weight_scale_2", lambda a: a * np.inf), "not all of its scales are finite"),
+        (NVFP4, put(".weight_scale", with_nan), "not all of its scales are finite"),
+        (
+            NVFP4,
+            put(".weight_scale", lambda a: a[:, 1:]),
+            "weight_scale' is of shape (64, 5); accepted is [64, 96 / 16]",
+        ),
+        (packings.nvfp4("compressed-tensors"), put(".weight_global_scale", np.zeros_like), "not all of its scales are"),
+        (packings.mxfp8("modelopt"), put(".weight_scale", lambda a: a | 255), "not all of its scales are finite"),
+        (
+            packings.mxfp8("modelopt"),
+            put(".weight_scale", lambda a: a[:, 1:]),
+            "weight_scale' is of shape (64, 2); accep",
+        ),
         (NF4, put(".weight", lambda a: a[:-1]), "tensor 'a.up_proj.weight' has 3,071 bytes, which are no (64, 96) of"),
         (NF4, put(".weight.absmax", lambda a: a[1:]), "tensor 'a.up_proj.weight.absmax' is F32 of shape (95,)"),
         (NF4, put(".weight.absmax", with_nan), "not all of its scales are finite"),

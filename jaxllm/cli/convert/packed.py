@@ -113,6 +113,9 @@ def write_gguf(config: EngineConfig, checkpoint: Checkpoint, target: Path, on_pr
     types = _merged_types(checkpoint)
     if config.isq or config.isq_map or config.dequantize:
         types |= _types(checkpoint, plan)
+    for name, info in checkpoint.tensors.items():
+        if info.coding is not None and types.get(name, info.dtype) == info.dtype:
+            raise ConfigError(f"{name} is {info.dtype}, which cannot be written; accepted with dequantize")
     weighed = with_importance(checkpoint, plan.spec, config.imatrix)
     writer = gguf.GGUFWriter(target, checkpoint.config["general.architecture"])
     try:

@@ -55,7 +55,7 @@ std::vector<Task> tasks_of(const std::vector<Run>& runs, const Attention& a) {
       for (int first = 0; first < vectors; first += MAX_VECTORS) {
         const int count = std::min(MAX_VECTORS, vectors - first);
         const int before = decode ? 0 : first / group, last = decode ? 0 : (first + count - 1) / group;  // tokens of the run
-        const int lowest = a.lowest_key(run.position + before), end = run.position + last + 1;
+        const int lowest = a.lowest_key(run.position + before), end = a.highest_key(run.token + last, run.position + last) + 1;
         const int begin = decode ? lowest / SEGMENT * SEGMENT : lowest, step = decode ? SEGMENT : end - begin;
         const int pieces = (end - begin + step - 1) / step;
         for (int p = 0; p < pieces; p++) {
@@ -86,10 +86,10 @@ bool format_of(const ffi::AnyBuffer& pages, PageFormat& format) {
   }
 }
 
-// q, k, positions, seq_ids, page_table, key pages, [v, value pages], [sinks], [slopes], [cos, sin], [q norm, k norm]
+// q, k, positions, seq_ids, page_table, key pages, [v, value pages], [sinks], [slopes], [cos, sin], [q norm, k norm], [last key of each token]
 // -> out, key pages, [value pages]
 ffi::Error attention(float scale, float softcap, int64_t window, bool chunked, bool latent, bool has_sinks, bool has_slopes, bool rotary,
-                     bool interleaved, bool norms, float epsilon, float weight_offset, ffi::AnyBuffer q, ffi::AnyBuffer k, Ints32 positions, Ints32 seq_ids, Ints32 page_table, ffi::AnyBuffer keys,
+                     bool interleaved, bool norms, bool looks_ahead, float epsilon, float weight_offset, ffi::AnyBuffer q, ffi::AnyBuffer k, Ints32 positions, Ints32 seq_ids, Ints32 page_table, ffi::AnyBuffer keys,
                      ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> new_keys,
                      ffi::RemainingRets more) {
   if (!is_float(q) || q.element_type() != k.element_type() || q.element_type() != out->element_type())
@@ -127,6 +127,8 @@ ffi::Error attention(float scale, float softcap, int64_t window, bool chunked, b
     head.cos = floats(), head.sin = floats();
   }
   const float *q_norm = norms ? floats() : nullptr, *k_norm = norms ? floats() : nullptr;
+  a.until = looks_ahead ? rest.get<Ints32>(next++)->typed_data() : nullptr;
+  if (a.until && a.slopes) return wrong("slopes are by the distance to the token itself, and none is known of later ones");
   if (2 * head.half > a.dim) return wrong("more channels are rotated than a head has");
   const int scale_bytes = is_coded(a.format) ? SCALE_BYTES : 0, value_width = int(v.dimensions()[2]);
   if (a.key_row != a.dim + scale_bytes || a.value_row != value_width + scale_bytes || a.value_dim > value_width) return wrong("a page's rows are not as wide as keys and values");
@@ -230,6 +232,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_attention, attention,
                                   .Attr<bool>("rotary")
                                   .Attr<bool>("interleaved")
                                   .Attr<bool>("norms")
+                                  .Attr<bool>("looks_ahead")
                                   .Attr<float>("epsilon")
                                   .Attr<float>("weight_offset")
                                   .Arg<ffi::AnyBuffer>()

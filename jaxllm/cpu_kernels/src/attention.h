@@ -85,10 +85,10 @@ static void describe(const Attention& a, const AttentionUnit& u, int width, Room
     v.highest[r] = -1;
     if (r >= u.count) continue;
     const int head = u.head(r, group), token = u.token_of(r, group), position = u.position + token - u.token;
-    const int lowest = a.lowest_key(position);
-    v.lowest[r] = float(lowest), v.highest[r] = float(position);
+    const int lowest = a.lowest_key(position), highest = a.highest_key(token, position);
+    v.lowest[r] = float(lowest), v.highest[r] = float(highest);
     v.low = smaller(v.low, lowest), v.low_by_all = larger(v.low_by_all, lowest);
-    v.high = larger(v.high, position), v.high_by_all = smaller(v.high_by_all, position);
+    v.high = larger(v.high, highest), v.high_by_all = smaller(v.high_by_all, highest);
     if (a.slopes) v.slope[r] = a.slopes[head];
     v.index[r] = int64_t(token) * a.heads + head;
   }

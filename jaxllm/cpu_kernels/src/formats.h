@@ -12,7 +12,9 @@
 //   q4_k, q5_k: [d][dmin][8 x scale u8][8 x minimum u8]; w = d scale code - dmin minimum
 //   q6_k: [d][16 x scale i8], one for 16 inputs; w = d scale (code - zero)
 //   u4: [d][zero u8]; w = d (code - zero)
+//   iq4_nl: [d]; iq4_xs: [d][8 x scale i8]; a nibble's code is 128 plus what it stands for; w = d scale (code - zero)
 //   mxfp4: [e8m0]; the nibble n stands for a float of four bits; its code is 16 + twice that; w = 2^(e - 128) (code - zero)
+//   nvfp4: [2 x e4m3], one for 16 inputs; codes as mxfp4; a float for each row lies outside of the tiles
 //   i8, e4m3: none; a float for each row and run of inputs lies outside of the tiles
 #pragma once
 #include <stdint.h>
@@ -20,7 +22,7 @@
 // Kernels of several ISAs share these types: their functions must never be calls into one another's copies.
 #define MEMBER __attribute__((always_inline))
 
-enum class Format : int { q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k, bf16, f32, u4, i8, e4m3, mxfp4, count };
+enum class Format : int { q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k, bf16, f32, u4, i8, e4m3, mxfp4, iq4_nl, iq4_xs, nvfp4, count };
 
 constexpr int ROWS = 16;   // output rows in a tile
 constexpr int BLOCK = 32;  // inputs that share an activation scale, and that kernels take at a time
@@ -35,7 +37,7 @@ struct Layout {
 
   MEMBER constexpr int blocks() const { return inputs / BLOCK; }
   MEMBER constexpr int bytes() const { return header + codes * blocks(); }
-  // Bits of a code as products take it: those of mxfp4 are looked up.
+  // Bits of a code as products take it, where nibbles are looked up.
   MEMBER constexpr int code_bits() const { return bits > zero_log2 ? bits : zero_log2 + 1; }
   MEMBER constexpr bool integer() const { return minimum || zero_log2 >= 0; }
 };
@@ -54,12 +56,23 @@ static constexpr Layout layout(Format format) {
     case Format::i8: return {32, 8, false, 7, 0, 512};
     case Format::e4m3: return {32, 8, false, -1, 0, 512};
     case Format::mxfp4: return {32, 4, false, 4, 16, 256};
+    case Format::iq4_nl: return {32, 4, false, 7, 32, 256};
+    case Format::iq4_xs: return {256, 4, false, 7, 160, 256};
+    case Format::nvfp4: return {32, 4, false, 4, 32, 256};
     case Format::bf16: return {32, 16, false, -1, 0, 1024};
     default: return {32, 32, false, -1, 0, 2048};
   }
 }
 
-MEMBER static inline constexpr bool has_scales(Format format) { return format == Format::i8 || format == Format::e4m3; }
+// Codes that nibbles are looked up in: floats of four bits (E2M1), doubled and counted from 16; what those of iq4 stand for, from 128.
+static constexpr uint8_t FP4_CODES[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
+static constexpr uint8_t IQ4_CODES[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+MEMBER static inline constexpr bool has_levels(Format format) { return format >= Format::mxfp4 && format <= Format::nvfp4; }
+MEMBER static inline constexpr const uint8_t* codes_of(Format format) { return format == Format::iq4_nl || format == Format::iq4_xs ? IQ4_CODES : FP4_CODES; }
+// Whether each 16 inputs have a scale of their own.
+MEMBER static inline constexpr bool splits(Format format) { return format == Format::q6_k || format == Format::nvfp4; }
+
+MEMBER static inline constexpr bool has_scales(Format format) { return format == Format::i8 || format == Format::e4m3 || format == Format::nvfp4; }
 
 // One matrix, [rows, inputs], in tiles [groups, blocks].
 struct Matrix {

@@ -33,9 +33,6 @@ inline float float_of_half(uint16_t half) {
   return float_of_bits(sign | ((rest << 13) + 0x38000000));
 }
 
-// Floats of four bits (E2M1), doubled and counted from 16.
-constexpr uint8_t FP4_CODES[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
-
 // Of sign, four bits of exponent and three of fraction; what is there a NaN is 480 here. As a half it is 1/256 of it.
 inline float float_of_e4m3(uint8_t x) { return float_of_half(uint16_t((x & 0x80) << 8 | (x & 0x7f) << 7)) * 256; }
 

@@ -75,12 +75,14 @@ struct Attention {
   bool chunked;          // keys are those from the last multiple of the window on
   const float* sinks;    // [heads], or null
   const float* slopes;   // [heads], or null: what logits fall by with each key of distance
+  const int32_t* until = nullptr;  // [tokens], or null: the last key that each sees, if that may be a later one
 
-  // The first key that a position sees.
+  // The first and the last key that a token at a position sees.
   MEMBER int lowest_key(int position) const {
     if (!window || position < window) return 0;
     return chunked ? position - position % window : position - window + 1;
   }
+  MEMBER int highest_key(int token, int position) const { return until && until[token] > position ? until[token] : position; }
   MEMBER int64_t scratch_bytes() const;
 };
 

@@ -27,13 +27,14 @@ template <Format F, int P> INLINE Bytes quad(const uint8_t* codes, int half) {
   const Bytes nibbles = P % 2 ? high_nibbles(line) : low_nibbles(line);
   if constexpr (bits == 5) return with_high_bits<P, 0x10>(nibbles, load_bytes(codes));
   if constexpr (bits == 6) return with_high_bits<2 * (P % 4), 0x30>(nibbles, load_bytes(codes + 64 * (P / 4)));
-  return F == Format::mxfp4 ? fp4_codes(nibbles) : nibbles;
+  return has_levels(F) ? looked_up(codes_of(F), nibbles) : nibbles;
 }
 
 // Scales of the rows of one half for block `sub` of a tile.
 struct Scales {
   Floats scale, minimum;
   Ints first, second;  // q6_k: of 16 inputs each
+  Floats low, high;    // nvfp4: likewise
 };
 
 template <Format F> INLINE Scales scales(const uint8_t* tile, int sub, int half) {
@@ -46,9 +47,14 @@ template <Format F> INLINE Scales scales(const uint8_t* tile, int sub, int half)
     s.minimum = load_halves(tile + 32 + 2 * at) * (broadcast(0) - load_u8(tile + 192 + 16 * sub + at));
     s.scale = s.scale * load_u8(tile + 64 + 16 * sub + at);
   }
+  if constexpr (F == Format::iq4_xs) s.scale = s.scale * to_floats(load_i8(tile + 32 + 16 * sub + at));
   if constexpr (F == Format::q6_k) {
     s.first = load_i8(tile + 32 + 32 * sub + at);
     s.second = load_i8(tile + 48 + 32 * sub + at);
+  }
+  if constexpr (F == Format::nvfp4) {  // half of each, as codes are doubled
+    s.low = load_e4m3(tile + at) * broadcast(128);
+    s.high = load_e4m3(tile + 16 + at) * broadcast(128);
   }
   return s;
 }
@@ -59,9 +65,22 @@ template <Format F> INLINE Ints start(int32_t negative_sum) {
   return ints(int32_t(uint32_t(negative_sum) << (layout(F).zero_log2 < 0 ? 0 : layout(F).zero_log2)));
 }
 
-template <Format F> INLINE Floats add_block(Floats acc, Ints dots, const Scales& s, const RowBlock& x) {
+// The scales of the first or the last 16 inputs, where F splits.
+template <Format F> INLINE Floats half_scale(const Scales& s, bool last) {
+  if constexpr (F == Format::nvfp4) return last ? s.high : s.low;
+  return to_floats(last ? s.second : s.first);
+}
+
+// The dot products of 32 inputs; where F splits, `first` and `second` are those of 16 each.
+template <Format F> INLINE Floats joined(Ints first, Ints second, const Scales& s) {
+  if constexpr (F == Format::nvfp4) return fma(to_floats(second), s.high, to_floats(first) * s.low);
+  if constexpr (splits(F)) return to_floats(add(multiply(first, s.first), multiply(second, s.second)));
+  return to_floats(first);
+}
+
+template <Format F> INLINE Floats add_block(Floats acc, Floats dots, const Scales& s, const RowBlock& x) {
   if constexpr (layout(F).minimum) acc = fma(s.minimum, broadcast(x.scaled_sum), acc);
-  return fma(to_floats(dots), s.scale * broadcast(x.scale), acc);
+  return fma(dots, s.scale * broadcast(x.scale), acc);
 }
 
 // The rows of a panel, from one of them on.
@@ -144,7 +163,12 @@ static __attribute__((noinline)) void unpacked_product(const Matrix& w, const Ac
     case Format::q4_k: return take(Const<int(Format::q4_k)>{});
     case Format::q5_k: return take(Const<int(Format::q5_k)>{});
     case Format::mxfp4: return take(Const<int(Format::mxfp4)>{});
+    case Format::iq4_nl: return take(Const<int(Format::iq4_nl)>{});
+    case Format::iq4_xs: return take(Const<int(Format::iq4_xs)>{});
     case Format::u4: return take(Const<int(Format::u4)>{});
+    case Format::nvfp4:
+      take(Const<int(Format::nvfp4)>{});
+      return multiply_by_scales(w, count, group, groups, out);
     case Format::i8:
       take(Const<int(Format::i8)>{});
       return multiply_by_scales(w, count, group, groups, out);
@@ -172,7 +196,12 @@ static void product(const Matrix& w, const Activations& a, int row, int count, i
     case Format::q4_k: return quantized_product<Format::q4_k>(w, x, count, group, groups, out);
     case Format::q5_k: return quantized_product<Format::q5_k>(w, x, count, group, groups, out);
     case Format::mxfp4: return quantized_product<Format::mxfp4>(w, x, count, group, groups, out);
+    case Format::iq4_nl: return quantized_product<Format::iq4_nl>(w, x, count, group, groups, out);
+    case Format::iq4_xs: return quantized_product<Format::iq4_xs>(w, x, count, group, groups, out);
     case Format::u4: return quantized_product<Format::u4>(w, x, count, group, groups, out);
+    case Format::nvfp4:
+      quantized_product<Format::nvfp4>(w, x, count, group, groups, out);
+      return multiply_by_scales(w, count, group, groups, out);
     case Format::i8:
       quantized_product<Format::i8>(w, x, count, group, groups, out);
       return multiply_by_scales(w, count, group, groups, out);

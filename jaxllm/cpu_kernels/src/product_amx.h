@@ -122,15 +122,15 @@ static void multiply_bf16(const uint8_t* const (&weights)[2], int blocks, const 
 struct alignas(64) Unpacked {
   uint8_t codes[2][8][64];  // signed, less their zero, where the format has one
   float scale[2][ROWS], minimum[2][ROWS];
-  float first[2][ROWS], second[2][ROWS];  // q6_k: scales of 16 inputs each
+  float first[2][ROWS], second[2][ROWS];  // scales of 16 inputs each, where the format splits
 };
 
 constexpr int CHUNK = 4;             // blocks whose dot products lie in L1
 constexpr int IN_REGISTERS = 8;      // rows whose sums do while a chunk is added
 constexpr int FEWEST_IN_TILES = 12;  // rows, below which vectors are faster
 
-// q6_k takes two steps a block, as each 16 inputs have scales of their own.
-template <Format F> constexpr int steps_of = F == Format::q6_k ? 2 : 1;
+// Two steps a block, where each 16 inputs have scales of their own.
+template <Format F> constexpr int steps_of = splits(F) ? 2 : 1;
 template <Format F> struct alignas(64) Dots { int32_t at[steps_of<F>][TILE_ROWS][2][ROWS]; };
 
 // Integer sums start at the bits of this float, so that their bits are those of it plus the sum: within 2^22 of it floats are whole
@@ -160,7 +160,7 @@ template <Format F> INLINE void unpack_block(const uint8_t* const (&groups)[2], 
     const Scales s = scales<F>(tile, sub, 0);
     store(to.scale[g], s.scale);
     if constexpr (form.minimum) store(to.minimum[g], s.minimum);
-    if constexpr (steps_of<F> == 2) store(to.first[g], to_floats(s.first)), store(to.second[g], to_floats(s.second));
+    if constexpr (steps_of<F> == 2) store(to.first[g], half_scale<F>(s, false)), store(to.second[g], half_scale<F>(s, true));
   }
 }
 

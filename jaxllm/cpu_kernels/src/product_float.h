@@ -61,7 +61,7 @@ template <Format F> INLINE void unpack_to_bf16(const uint8_t* tile, int sub, uin
   const Scales s = scales<F>(tile, sub, 0);
   prefetch_block(codes, form.codes + (form.blocks() > 1 ? 0 : form.header));
   unroll<0, 8>([&](auto p) __attribute__((always_inline)) {
-    const Floats scale = F != Format::q6_k ? s.scale : s.scale * to_floats(p.value < 4 ? s.first : s.second);
+    const Floats scale = splits(F) ? s.scale * half_scale<F>(s, p.value >= 4) : s.scale;
     const Floats least = form.minimum ? s.minimum : scale * broadcast(-float(1 << (form.zero_log2 < 0 ? 0 : form.zero_log2)));
     const Bytes quads = quad<F, p.value>(codes, 0);
     const auto number = [&](int i) __attribute__((always_inline)) {

@@ -69,16 +69,14 @@ static void multiply_half(const uint8_t* tile, int sub, int half, const int8x16_
   const Scales s = scales<F>(tile, sub, half);
   for (int m = 0; m < count; m += TOGETHER_ROWS, rows += TOGETHER_ROWS / 2) {
     int32_t low[TOGETHER_ROWS][LANES], high[TOGETHER_ROWS][LANES];
-    constexpr bool split = F == Format::q6_k;
+    constexpr bool split = splits(F);
     multiply_pairs<0, split ? EIGHTS / 2 : EIGHTS>(codes, rows, low);
     if constexpr (split) multiply_pairs<EIGHTS / 2, EIGHTS>(codes, rows, high);
     for (int r = 0; r < smaller(TOGETHER_ROWS, count - m); r++, scale++, out += PANEL_COLUMNS) {
-      Ints sum = add(load_ints(low[r]), start<F>(split ? scale->negative_sum_16 : scale->negative_sum));
-      if constexpr (split) {
-        const Ints rest = add(load_ints(high[r]), start<F>(scale->negative_sum - scale->negative_sum_16));
-        sum = add(multiply(sum, s.first), multiply(rest, s.second));
-      }
-      store(out, add_block<F>(first ? broadcast(0) : load(out), sum, s, *scale));
+      const Ints sum = add(load_ints(low[r]), start<F>(split ? scale->negative_sum_16 : scale->negative_sum));
+      Ints rest = sum;
+      if constexpr (split) rest = add(load_ints(high[r]), start<F>(scale->negative_sum - scale->negative_sum_16));
+      store(out, add_block<F>(first ? broadcast(0) : load(out), joined<F>(sum, rest, s), s, *scale));
     }
   }
 }

@@ -11,7 +11,7 @@ constexpr int FEW_ROWS = 4;
 
 template <Format F, int R, int BEGIN, int END> INLINE void add_dots(const uint8_t* codes, const int8_t* x, Ints (&sums)[2][R]) {
   unroll<BEGIN, END>([&](auto p) __attribute__((always_inline)) {
-    const Bytes w0 = dot_codes<layout(F).bits>(quad<F, p.value>(codes, 0)), w1 = dot_codes<layout(F).bits>(quad<F, p.value>(codes, 1));
+    const Bytes w0 = dot_codes<layout(F).code_bits()>(quad<F, p.value>(codes, 0)), w1 = dot_codes<layout(F).code_bits()>(quad<F, p.value>(codes, 1));
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
       const int8x16_t v = vld1q_s8(x + r * BLOCK + p.value / 4 * 16);
@@ -50,7 +50,7 @@ template <Format F, int R, int BEGIN, int END> INLINE void add_dots(const uint8_
     unroll<0, step>([&](auto i) __attribute__((always_inline)) {
       constexpr int p = BEGIN + decltype(s)::value * step + decltype(i)::value;
       Bytes w0 = quad<F, p>(codes, 0), w1 = quad<F, p>(codes, 1);
-      constexpr bool bytes = layout(F).bits == 8;
+      constexpr bool bytes = layout(F).code_bits() == 8;
       if constexpr (bytes) {  // unsigned codes would overflow: the sign goes to the activations instead
         w0 = _mm256_xor_si256(w0, _mm256_set1_epi8(-128));
         w1 = _mm256_xor_si256(w1, _mm256_set1_epi8(-128));
@@ -76,7 +76,7 @@ template <Format F, int R, int BEGIN, int END> INLINE void add_dots(const uint8_
 
 // Codes of 8 bits are taken as signed where nothing multiplies unsigned by signed ones: they count from zero already.
 template <Format F> INLINE Ints start_narrow(int32_t negative_sum) {
-  return layout(F).bits == 8 && !HAS_MIXED_DOT ? ints(0) : start<F>(negative_sum);
+  return layout(F).code_bits() == 8 && !HAS_MIXED_DOT ? ints(0) : start<F>(negative_sum);
 }
 
 template <Format F, int R> static void few_rows(const uint8_t* tile, int inputs, const Panel& x, int m, float* out) {
@@ -90,9 +90,8 @@ template <Format F, int R> static void few_rows(const uint8_t* tile, int inputs,
       const int8_t* v = x.x(b, m);
       const RowBlock* scale = &x.scale(b, m);
       const Scales s0 = scales<F>(tile, sub, 0), s1 = scales<F>(tile, sub, 1);
-      Ints sums[2][R];
-      if constexpr (F == Format::q6_k) {
-        Ints second[2][R];
+      Ints sums[2][R], second[2][R];  // second: of the last 16 inputs, where they have a scale of their own
+      if constexpr (splits(F)) {
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
           sums[0][r] = sums[1][r] = start<F>(scale[r].negative_sum_16);
@@ -100,11 +99,6 @@ template <Format F, int R> static void few_rows(const uint8_t* tile, int inputs,
         }
         add_dots<F, R, 0, 4>(codes, v, sums);
         add_dots<F, R, 4, 8>(codes, v, second);
-#pragma GCC unroll 4
-        for (int r = 0; r < R; r++) {
-          sums[0][r] = add(multiply(sums[0][r], s0.first), multiply(second[0][r], s0.second));
-          sums[1][r] = add(multiply(sums[1][r], s1.first), multiply(second[1][r], s1.second));
-        }
       } else {
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) sums[0][r] = sums[1][r] = start_narrow<F>(scale[r].negative_sum);
@@ -112,8 +106,9 @@ template <Format F, int R> static void few_rows(const uint8_t* tile, int inputs,
       }
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++) {
-        acc[0][r] = add_block<F>(acc[0][r], sums[0][r], s0, scale[r]);
-        acc[1][r] = add_block<F>(acc[1][r], sums[1][r], s1, scale[r]);
+        const auto& last = splits(F) ? second : sums;
+        acc[0][r] = add_block<F>(acc[0][r], joined<F>(sums[0][r], last[0][r], s0), s0, scale[r]);
+        acc[1][r] = add_block<F>(acc[1][r], joined<F>(sums[1][r], last[1][r], s1), s1, scale[r]);
       }
     }
   }

@@ -15,8 +15,8 @@ template <Format F> INLINE void load_quads(const uint8_t* codes, Bytes (&w)[8]) 
 }
 
 // In two chains, which hide each other's latency.
-template <Format F> INLINE Ints dots(const Bytes (&w)[8], const Scales& s, const int8_t* x, const RowBlock& scale) {
-  constexpr bool split = F == Format::q6_k;
+template <Format F> INLINE Floats dots(const Bytes (&w)[8], const Scales& s, const int8_t* x, const RowBlock& scale) {
+  constexpr bool split = splits(F);
   Ints first = start<F>(split ? scale.negative_sum_16 : scale.negative_sum);
   Ints second = split ? start<F>(scale.negative_sum - scale.negative_sum_16) : ints(0);
 #pragma GCC unroll 4
@@ -24,7 +24,7 @@ template <Format F> INLINE Ints dots(const Bytes (&w)[8], const Scales& s, const
     first = dot(first, w[p], broadcast_quad(x + 4 * p));
     second = dot(second, w[p + 4], broadcast_quad(x + 4 * p + 16));
   }
-  return split ? add(multiply(first, s.first), multiply(second, s.second)) : add(first, second);
+  return joined<F>(split ? first : add(first, second), second, s);
 }
 
 // One group's codes are unpacked once for R rows, whose sums stay in registers.
@@ -59,7 +59,7 @@ constexpr int MOST_BY_GROUP = 24;  // up to here it pays more to read weights in
 // R rows by two groups, whose sums stay in registers.
 template <Format F, int R> static void add_up(const uint8_t* const (&groups)[2], int inputs, const Panel& x, int m, float* out) {
   constexpr Layout form = layout(F);
-  constexpr bool split = F == Format::q6_k;
+  constexpr bool split = splits(F);
   const uint8_t* tiles[2] = {groups[0], groups[1]};
   Floats acc[2][R];
 #pragma GCC unroll 4
@@ -97,8 +97,7 @@ template <Format F, int R> static void add_up(const uint8_t* const (&groups)[2],
       for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
         for (int g = 0; g < 2; g++) {
-          Ints& sum = first[g][r];
-          if constexpr (split) sum = add(multiply(sum, s[g].first), multiply(second[g][r], s[g].second));
+          const Floats sum = joined<F>(first[g][r], (split ? second : first)[g][r], s[g]);
           acc[g][r] = add_block<F>(acc[g][r], sum, s[g], scale[r]);
         }
     }
@@ -115,7 +114,7 @@ typedef uint8_t Quads[8][2][64];
 // of one, and each vector of weights and each quad of activations is read once for all that take it.
 template <Format F, int R>
 INLINE void add_rows(const Quads& w, const Scales (&s)[2], const Panel& x, int block, int row, float* sums) {
-  constexpr bool split = F == Format::q6_k;
+  constexpr bool split = splits(F);
   Ints dots[R][2][split ? 2 : 1];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) {
@@ -140,8 +139,7 @@ INLINE void add_rows(const Quads& w, const Scales (&s)[2], const Panel& x, int b
     Floats acc[2];
 #pragma GCC unroll 2
     for (int g = 0; g < 2; g++) {
-      Ints& sum = dots[r][g][0];
-      if constexpr (split) sum = add(multiply(sum, s[g].first), multiply(dots[r][g][1], s[g].second));
+      const Floats sum = joined<F>(dots[r][g][0], dots[r][g][split], s[g]);
       acc[g] = add_block<F>(load(sums + g * ROWS), sum, s[g], x.scale(block, row + r));
     }
     store(sums, acc[0]);
@@ -166,7 +164,7 @@ template <Format F> static bool many_rows(const Matrix& w, const Panel& x, int c
     return true;
   }
   constexpr Layout form = layout(F);
-  constexpr int AT_ONCE = F == Format::q6_k ? 4 : 8;
+  constexpr int AT_ONCE = splits(F) ? 4 : 8;
   memset(out, 0, size_t(count) * PANEL_COLUMNS * sizeof(float));
   for (int b = 0; b < w.inputs / BLOCK; tiles[0] += form.bytes(), tiles[1] += form.bytes()) {
     for (int sub = 0; sub < form.blocks(); sub++, b++) {

@@ -23,6 +23,9 @@ int block_bytes(Format format) {
     case Format::q5_k: return 176;
     case Format::q6_k: return 210;
     case Format::mxfp4: return 17;
+    case Format::nvfp4:
+    case Format::iq4_nl: return 18;
+    case Format::iq4_xs: return 136;
     case Format::u4: return 19;
     case Format::i8:
     case Format::e4m3: return 32;
@@ -85,6 +88,12 @@ void place_scales(Format format, const uint8_t* block, int r, uint8_t* tile) {
       tile[32 + r] = block[2];
       break;
     case Format::mxfp4: tile[r] = block[0]; break;
+    case Format::iq4_xs:
+      half(0, 0);
+      for (int i = 0; i < 8; i++)  // six bits: the two high ones of all, then the low ones in nibbles
+        tile[32 + 16 * i + r] = uint8_t(((block[4 + i / 2] >> 4 * (i % 2) & 15) | (block[2 + i / 4] >> 2 * (i % 4) & 3) << 4) - 32);
+      break;
+    case Format::nvfp4: tile[r] = block[0], tile[16 + r] = block[1]; break;
     case Format::i8: break;
     default:
       half(0, 0);
@@ -110,7 +119,12 @@ void place_codes(Format format, const uint8_t* block, int r, uint8_t* tile) {
     }
   };
   switch (format) {
-    case Format::q4_0: return nibbles(0, block + 2);
+    case Format::q4_0:
+    case Format::nvfp4:
+    case Format::iq4_nl: return nibbles(0, block + 2);
+    case Format::iq4_xs:
+      for (int i = 0; i < 8; i++) nibbles(4 * i, block + 8 + 16 * i);
+      return;
     case Format::mxfp4: return nibbles(0, block + 1);
     case Format::q4_1: return nibbles(0, block + 4);
     case Format::q5_0: put(0, fifths_by_quad(word_at(block + 2))); return nibbles(1, block + 6);

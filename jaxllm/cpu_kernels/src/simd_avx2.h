@@ -94,7 +94,7 @@ INLINE void store_codes(int8_t* out, const Floats (&v)[4]) {
 INLINE Bytes load_bytes(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
 INLINE Bytes low_nibbles(Bytes v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
 INLINE Bytes high_nibbles(Bytes v) { return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15)); }
-INLINE Bytes fp4_codes(Bytes nibbles) { return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)FP4_CODES)), nibbles); }
+INLINE Bytes looked_up(const uint8_t* table, Bytes nibbles) { return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table)), nibbles); }
 template <int FROM, int MASK> INLINE Bytes with_high_bits(Bytes nibbles, Bytes plane) {
   const Bytes moved = FROM > 4 ? _mm256_srli_epi16(plane, FROM > 4 ? FROM - 4 : 0) : _mm256_slli_epi16(plane, FROM > 4 ? 0 : 4 - FROM);
   return _mm256_or_si256(nibbles, _mm256_and_si256(moved, _mm256_set1_epi8(MASK)));

@@ -107,7 +107,7 @@ INLINE Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
 INLINE void store_bytes(uint8_t* p, Bytes v) { _mm512_storeu_si512(p, v); }
 INLINE Bytes low_nibbles(Bytes v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 INLINE Bytes high_nibbles(Bytes v) { return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15)); }
-INLINE Bytes fp4_codes(Bytes nibbles) { return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)FP4_CODES)), nibbles); }
+INLINE Bytes looked_up(const uint8_t* table, Bytes nibbles) { return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), nibbles); }
 template <int FROM, int MASK> INLINE Bytes with_high_bits(Bytes nibbles, Bytes plane) {
   const Bytes moved = FROM > 4 ? _mm512_srli_epi16(plane, FROM > 4 ? FROM - 4 : 0) : _mm512_slli_epi16(plane, FROM > 4 ? 0 : 4 - FROM);
   return _mm512_ternarylogic_epi32(nibbles, moved, _mm512_set1_epi8(MASK), 0xf8);  // a | (b & c)

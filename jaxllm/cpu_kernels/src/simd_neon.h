@@ -116,7 +116,7 @@ template <int FROM, int MASK> INLINE uint8x16_t high_bits(uint8x16_t plane) {
   if constexpr (FROM < 4) plane = vshlq_n_u8(plane, 4 - FROM);
   return vandq_u8(plane, vdupq_n_u8(MASK));
 }
-INLINE Bytes fp4_codes(Bytes nibbles) { return {vqtbl1q_u8(vld1q_u8(FP4_CODES), nibbles.low), vqtbl1q_u8(vld1q_u8(FP4_CODES), nibbles.high)}; }
+INLINE Bytes looked_up(const uint8_t* table, Bytes nibbles) { return {vqtbl1q_u8(vld1q_u8(table), nibbles.low), vqtbl1q_u8(vld1q_u8(table), nibbles.high)}; }
 template <int FROM, int MASK> INLINE Bytes with_high_bits(Bytes nibbles, Bytes plane) {
   return {vorrq_u8(nibbles.low, high_bits<FROM, MASK>(plane.low)), vorrq_u8(nibbles.high, high_bits<FROM, MASK>(plane.high))};
 }

@@ -52,7 +52,7 @@ INLINE void store_codes(int8_t* out, const Floats (&v)[2]) { for (int i = 0; i <
 INLINE Bytes load_bytes(const uint8_t* p) { return load_as<Bytes>(p); }
 INLINE Bytes low_nibbles(Bytes v) { return v & uint8_t(15); }
 INLINE Bytes high_nibbles(Bytes v) { return v >> uint8_t(4); }
-INLINE Bytes fp4_codes(Bytes v) { for (int i = 0; i < 64; i++) v[i] = FP4_CODES[v[i]]; return v; }
+INLINE Bytes looked_up(const uint8_t* table, Bytes v) { for (int i = 0; i < 64; i++) v[i] = table[v[i]]; return v; }
 // Moves the bits of `plane` from position `from` to position 4 and adds those of `mask` to the nibbles.
 template <int FROM, int MASK> INLINE Bytes with_high_bits(Bytes nibbles, Bytes plane) {
   return nibbles | ((FROM > 4 ? plane >> uint8_t(FROM > 4 ? FROM - 4 : 0) : plane << uint8_t(FROM > 4 ? 0 : 4 - FROM)) & uint8_t(MASK));

@@ -22,7 +22,7 @@ inline int code_at(Format format, const uint8_t* codes, int r, int i) {
   const int nibble = codes[64 * (planes + quad / 2) + byte] >> 4 * (quad % 2) & 15;
   if (bits == 5) return nibble | (codes[byte] >> quad & 1) << 4;
   if (bits == 6) return nibble | (codes[64 * (quad / 4) + byte] >> 2 * (quad % 4) & 3) << 4;
-  return format == Format::mxfp4 ? FP4_CODES[nibble] : nibble;
+  return has_levels(format) ? codes_of(format)[nibble] : nibble;
 }
 
 inline void unpack_tile(Format format, const uint8_t* tile, int r, float* out) {
@@ -52,10 +52,12 @@ inline void unpack_tile(Format format, const uint8_t* tile, int r, float* out) {
       scale *= float(tile[64 + 16 * sub + r]);
       minimum = -half_at(tile + 32, r) * float(tile[192 + 16 * sub + r]);
     }
+    if (format == Format::iq4_xs) scale *= float(int8_t(tile[32 + 16 * sub + r]));
     const int zero = form.minimum ? 0 : 1 << form.zero_log2;
     for (int i = 0; i < BLOCK; i++) {
       float s = scale;
       if (format == Format::q6_k) s *= float(int8_t(tile[32 + 16 * (2 * sub + i / 16) + r]));
+      if (format == Format::nvfp4) s *= float_of_e4m3(tile[16 * (i / 16) + r]) / 2;
       out[i] = s * float(code_at(format, codes, r, i) - zero) + minimum;
     }
   }

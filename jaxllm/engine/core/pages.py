@@ -180,7 +180,7 @@ def find_prefix(pool: PagePool, features: Features, request: Request, root: Pref
 
     None where the request had better wait for a step that is under way.
     """
-    found = FoundPrefix(root, request.keys(0, features.first_read(request)))
+    found = FoundPrefix(root, features.keys(request, 0, features.first_read(request)))
     if not found.tokens:
         return found
     found.pages, _ = pool.acquire_prefix(found.tokens, root)

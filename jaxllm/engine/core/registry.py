@@ -173,6 +173,11 @@ class Features:
             for feature, extra in self.of(request, Feature.certain)
         )
 
+    def keys(self, request: Request, start: int, stop: int) -> list[int]:
+        """The numbers by which a page of the request's tokens from `start` to `stop` is found by others."""
+        found = [feature.keys(request, extra, start, stop) for feature, extra in self.of(request, Feature.keys)]
+        return found[0] if found else request.token_ids[start:stop]
+
     def first_read(self, request: Request) -> int:
         """The first token whose hidden state is needed: only those before it may come from the prefix cache."""
         found = [f.first_read(request, extra) for f, extra in self.of(request, Feature.first_read)]

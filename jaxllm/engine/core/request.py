@@ -74,8 +74,6 @@ class Request:
     """The vectors that its slot will be told."""
     cache_root: PrefixNode = None
     """Only requests with the same one share cached prefixes."""
-    prompt_keys: list[int] | None = None
-    """The numbers by which pages of its prompt are found, where these are not its tokens."""
     samples: bool = True
     """It is given tokens; else something is read of its prompt."""
     extras: dict[str, Any] = field(default_factory=dict)
@@ -105,12 +103,6 @@ class Request:
     def num_total(self) -> int:
         """Tokens known and being sampled."""
         return len(self.token_ids) + self.num_inflight
-
-    def keys(self, start: int, stop: int) -> list[int]:
-        """The numbers by which pages of its tokens from `start` to `stop` are found."""
-        if self.prompt_keys is None:
-            return self.token_ids[start:stop]
-        return self.prompt_keys[start:stop] + self.token_ids[max(start, self.num_prompt) : stop]
 
     @property
     def num_output(self) -> int:

@@ -407,7 +407,7 @@ class Scheduler:
         known = min(request.num_computed, len(request.token_ids))
         while (request.num_registered + 1) * size <= known:
             index = request.num_registered
-            tokens = request.keys(index * size, (index + 1) * size)
+            tokens = self.features.keys(request, index * size, (index + 1) * size)
             request.prefix_node = self.pool.register(request.pages[index], request.prefix_node, tokens)
             request.num_registered += 1
             for feature, extra in self.features.of(request, Feature.registered):

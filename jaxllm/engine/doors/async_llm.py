@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from jaxllm.config import EngineConfig, make_config
+from jaxllm.engine import messages
 from jaxllm.engine.doors import sequences
 from jaxllm.engine.doors.beams import BeamSearchParams, BeamStream
 from jaxllm.engine.doors.controls import Controls
@@ -20,17 +21,6 @@ from jaxllm.engine.doors.replicas import start_client, start_engine
 from jaxllm.engine.doors.sequences import Collector, Prompt, check_pooling, check_request, pooled_output, prompt_ids
 from jaxllm.engine.doors.share import Keeper
 from jaxllm.engine.doors.streams import Gain, Stream, Streams
-from jaxllm.engine.messages import (
-    INITIAL_VERSION,
-    EndThinking,
-    EngineClient,
-    EngineInfo,
-    EngineRequest,
-    EngineStats,
-    LookAt,
-    MemoryRoom,
-    PlacedImages,
-)
 from jaxllm.errors import CheckpointError, ConfigError, EngineDeadError
 from jaxllm.requests.logits_processors import LogitsProcessor, read_processors
 from jaxllm.requests.outputs import PooledOutput, PoolingParams, RequestOutput
@@ -60,7 +50,7 @@ class AsyncLLM(Controls):
         config: EngineConfig | None = None,
         *,
         given_up: threading.Event | None = None,
-        room: MemoryRoom | None = None,
+        room: messages.MemoryRoom | None = None,
         logits_processors: Sequence[Callable[..., Any]] = (),
         **fields: Any,
     ):
@@ -70,7 +60,8 @@ class AsyncLLM(Controls):
         """
         self.config: EngineConfig = config if config is not None else make_config(EngineConfig, **fields)
         self._sleep_level = 0
-        self._keeper = Keeper() if _can_sleep(self.config) else None
+        sleeps = self.config.engine_process and os.name == "posix" and not self.config.multi_process
+        self._keeper = Keeper() if sleeps and not settled(self.config).in_group else None
         self._streams = open_streams(self.config, given_up, room, self._keeper, read_processors(logits_processors))
         self._streams.limit = self.info.max_num_seqs + self.config.max_num_waiting
         self.tokenizer: Tokenizer | None = self._streams.tokenizer
@@ -85,7 +76,7 @@ class AsyncLLM(Controls):
         return shared
 
     @property
-    def info(self) -> EngineInfo:
+    def info(self) -> messages.EngineInfo:
         """The facts that the engine settled on at its last start."""
         return self._streams.client.info
 
@@ -136,11 +127,11 @@ class AsyncLLM(Controls):
     def end_thinking(self, sequences: list[str]) -> None:
         """End the reasoning of sequences that have a budget for it, by the names in Stream.names; waits until the
         engine knows. Raises EngineDeadError."""
-        self._streams.client.order(EndThinking(sequences))
+        self._streams.client.order(messages.EndThinking(sequences))
 
     def run(
         self,
-        requests: Sequence[EngineRequest],
+        requests: Sequence[messages.EngineRequest],
         *,
         searches: Sequence[BeamSearchParams] = (),
         at_once: int | None = None,
@@ -165,7 +156,7 @@ class AsyncLLM(Controls):
         priority: int = 0,
         cache_salt: str | None = None,
         adapters: tuple[AdapterUse, ...] = (),
-        images: PlacedImages | None = None,
+        images: messages.PlacedImages | None = None,
     ) -> AsyncGenerator[Gain, None]:
         """Yield (choice, delta) as they come. Closing the iterator aborts what is not finished.
 
@@ -175,7 +166,7 @@ class AsyncLLM(Controls):
             EngineDeadError: the engine has stopped.
         """
         self.check(prompt_token_ids, params)
-        request = EngineRequest(
+        request = messages.EngineRequest(
             request_id=request_id or uuid.uuid4().hex,
             prompt_token_ids=prompt_token_ids,
             sampling_params=params,
@@ -240,7 +231,7 @@ class AsyncLLM(Controls):
         await asyncio.to_thread(check_pooling, self.info, prompts, asked, second_texts)
         name = request_id or uuid.uuid4().hex
         requests = [
-            EngineRequest(
+            messages.EngineRequest(
                 request_id=name,
                 prompt_token_ids=prompt,
                 pooling=asked,
@@ -262,12 +253,12 @@ class AsyncLLM(Controls):
         """End a request, all its choices: its stream gets a last delta with finish_reason "abort"."""
         self._streams.abort(request_id)
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> messages.EngineStats:
         """The engine's newest statistics."""
         return self._streams.client.stats()
 
     @property
-    def processes(self) -> dict[str, LookAt]:
+    def processes(self) -> dict[str, messages.LookAt]:
         """Functions that look at the processes of its engines, see EngineClient; none while there is no engine."""
         return {} if self.is_dead or self.is_asleep else self._streams.client.processes
 
@@ -293,7 +284,7 @@ class AsyncLLM(Controls):
             self._keeper.clear()
             raise
 
-    def wake_up(self, given_up: threading.Event | None = None, room: MemoryRoom | None = None) -> None:
+    def wake_up(self, given_up: threading.Event | None = None, room: messages.MemoryRoom | None = None) -> None:
         """Start an engine that is asleep again, with the same sizes; blocks until it can run requests.
 
         The arguments are those of the first start. Raises what keeps it from starting; it is asleep still.
@@ -303,7 +294,7 @@ class AsyncLLM(Controls):
         kept, version = self.kept_bytes, self.weight_version
         try:
             self._streams.wake_up(given_up or threading.Event(), room)
-            if kept and version != INITIAL_VERSION:
+            if kept and version != messages.INITIAL_VERSION:
                 self.name_weights(version)
         except BaseException as error:
             if self._keeper is not None and (self.kept_bytes != kept or isinstance(error, CheckpointError)):
@@ -321,14 +312,10 @@ class AsyncLLM(Controls):
         self._streams.restart()
 
 
-def _can_sleep(config: EngineConfig) -> bool:
-    return bool(config.engine_process) and os.name == "posix" and not (config.multi_process or settled(config).in_group)
-
-
 def open_streams(
     config: EngineConfig,
     given_up: threading.Event | None = None,
-    room: MemoryRoom | None = None,
+    room: messages.MemoryRoom | None = None,
     keeper: Keeper | None = None,
     processors: Sequence[LogitsProcessor] = (),
 ) -> Streams:
@@ -346,7 +333,7 @@ def open_streams(
     same = config.model_copy(update=sizes)
     taken = None if room is None else room.taken
 
-    def start(given_up: threading.Event, wanted: MemoryRoom | None = None) -> EngineClient:
+    def start(given_up: threading.Event, wanted: messages.MemoryRoom | None = None) -> messages.EngineClient:
         if config.in_group:
             raise ConfigError("num_processes is set: an engine of several processes starts again with all of them")
         return start_client(same, given_up, wanted or taken, keeper, processors)

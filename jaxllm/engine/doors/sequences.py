@@ -19,7 +19,6 @@ from jaxllm.requests.logits_processors import check_chosen
 from jaxllm.requests.outputs import (
     MAX_ENTRIES,
     CompletionOutput,
-    Logprob,
     ModelTasks,
     PooledOutput,
     PoolingParams,
@@ -151,12 +150,11 @@ def name_tokens(delta: TokenDelta, tokenizer: Tokenizer) -> None:
 
 
 def _named(entries: RankedLogprobs, tokenizer: Tokenizer) -> RankedLogprobs:
-    return [(token, _with_name(token, logprob, tokenizer)) for token, logprob in entries]
-
-
-def _with_name(token: int, logprob: Logprob, tokenizer: Tokenizer) -> Logprob:
-    raw = tokenizer.token_bytes(token)
-    return logprob._replace(decoded_token=raw.decode(errors="replace"), token_bytes=raw)
+    named = []
+    for token, logprob in entries:
+        raw = tokenizer.token_bytes(token)
+        named.append((token, logprob._replace(decoded_token=raw.decode(errors="replace"), token_bytes=raw)))
+    return named
 
 
 class Collector:
@@ -246,22 +244,19 @@ def check_request(
         refuse_text(info.tasks)
     if not ids:
         raise InvalidRequestError("prompt is empty; it must have at least one token", param="prompt")
-    bad = next((i for i in ids if not 0 <= i < info.vocab_size), None)
-    if bad is not None:
-        raise InvalidRequestError(f"prompt has token id {bad}; ids go from 0 to {info.vocab_size - 1}", param="prompt")
+    named = (
+        "logit_bias", "stop_token_ids", "allowed_token_ids", "shown_special_token_ids", "logprob_token_ids",
+        "prompt_logprob_token_ids",
+    )  # fmt: skip
+    for name, tokens in (("prompt", ids), *((name, getattr(params, name) or ()) for name in named)):
+        bad = next((i for i in tokens if not 0 <= i < info.vocab_size), None)
+        if bad is not None:
+            raise InvalidRequestError(f"{name} has token id {bad}; ids go from 0 to {info.vocab_size - 1}", param=name)
     if len(ids) > info.max_model_len - (not pools):
         room = "it must fit" if pools else "with at least one to generate it must be shorter than"
         raise InvalidRequestError(
             f"prompt has {len(ids)} tokens; {room} the context of {info.max_model_len} tokens", param="prompt"
         )
-    for name in (
-        "logit_bias", "stop_token_ids", "allowed_token_ids", "shown_special_token_ids", "logprob_token_ids",
-        "prompt_logprob_token_ids",
-    ):  # fmt: skip
-        tokens = getattr(params, name) or ()
-        bad = next((i for i in tokens if not 0 <= i < info.vocab_size), None)
-        if bad is not None:
-            raise InvalidRequestError(f"{name} has token id {bad}; ids go from 0 to {info.vocab_size - 1}", param=name)
     for name in ("stop", "stop_regex", "bad_words", "structured_outputs", "dry_sequence_breakers"):
         unused = name == "dry_sequence_breakers" and not params.dry_multiplier
         if getattr(params, name) and tokenizer is None and not unused:

@@ -14,22 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from jaxllm.engine.messages import (
-    EndThinking,
-    EngineClient,
-    EngineInfo,
-    EngineRequest,
-    EngineStats,
-    LookAt,
-    NameWeights,
-    Order,
-    Pause,
-    ResetPrefixCache,
-    Resume,
-    TokenDelta,
-    UpdateWeights,
-    WeightSource,
-)
+from jaxllm.engine import messages
 from jaxllm.errors import ConfigError, EngineDeadError
 from jaxllm.threads import start_thread
 
@@ -71,35 +56,35 @@ class Question:
             self.answer.set_exception(error)
 
 
-def exchange_weights(source: WeightSource, version: str, ask: Ask) -> None:
+def exchange_weights(source: messages.WeightSource, version: str, ask: Ask) -> None:
     """Read weights while the engine goes on, and exchange them between two steps; raises as `LLM.update_weights`."""
     new = ask(lambda core: core.weights).read(source)
     ask(lambda core: core.update_weights(new, version))
 
 
-def carry_out(order: Order, ask: Ask) -> None:
+def carry_out(order: messages.Order, ask: Ask) -> None:
     """Returns when an order has been carried out. To be called on a thread that is not the loop's.
 
     Raises what keeps it from that.
     """
     match order:
-        case Pause(mode):
+        case messages.Pause(mode):
             ask(lambda core: core.pause(mode))
             while mode == "wait" and ask(lambda core: core.load[0]):
                 time.sleep(POLL_SECONDS)
-        case Resume():
+        case messages.Resume():
             ask(lambda core: core.resume())
-        case ResetPrefixCache():
+        case messages.ResetPrefixCache():
             ask(lambda core: core.reset_prefix_cache())
-        case UpdateWeights(source, version):
+        case messages.UpdateWeights(source, version):
             exchange_weights(source, version, ask)
-        case EndThinking(request_ids):
+        case messages.EndThinking(request_ids):
             ask(lambda core: core.hurry(request_ids))
-        case NameWeights(version):
+        case messages.NameWeights(version):
             ask(lambda core: setattr(core, "weight_version", version))
 
 
-InboxItem = EngineRequest | list[str] | Question | Exception | None
+InboxItem = messages.EngineRequest | list[str] | Question | Exception | None
 """A request, ids to abort, a question, what is to end the loop, or None to wake it."""
 
 
@@ -118,7 +103,7 @@ class Inbox:
         try:
             item = self._items.get(block=wait, timeout=IDLE_SECONDS if wait else None)
             while True:
-                if isinstance(item, EngineRequest):
+                if isinstance(item, messages.EngineRequest):
                     core.add(item)
                 elif isinstance(item, Question):
                     item.put_to(core)
@@ -136,19 +121,19 @@ class Loop:
 
     def __init__(self, core: Core):
         self.inbox = Inbox()
-        self.outbox: queue.SimpleQueue[list[TokenDelta] | None] = queue.SimpleQueue()
+        self.outbox: queue.SimpleQueue[list[messages.TokenDelta] | None] = queue.SimpleQueue()
         self.dead: str | None = None
         """Why there will be no more turns."""
         self.last_turn = 0.0
         self._core: Core | None = core
-        self._last_stats = EngineStats()
+        self._last_stats = messages.EngineStats()
         self._stopping = threading.Event()
         self._pid = os.getpid()
         core.when_prepared(functools.partial(self.inbox.put, None))
         atexit.register(self.end)
         self._thread = start_thread("engine", self._run)
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> messages.EngineStats:
         """The newest statistics; the last ones, where the loop has ended."""
         core = self._core
         return self._last_stats if core is None else core.stats()
@@ -202,7 +187,7 @@ class Loop:
 class ThreadClient:
     """The engine loop in a daemon thread. It ends with `shutdown`, or when its client is forgotten."""
 
-    def __init__(self, core: Core, info: EngineInfo):
+    def __init__(self, core: Core, info: messages.EngineInfo):
         self.info = info
         self._loop = Loop(core)
         self._forgotten = weakref.finalize(self, self._loop.end)
@@ -212,14 +197,14 @@ class ThreadClient:
     def last_turn(self) -> float:
         return self._loop.last_turn
 
-    def add(self, request: EngineRequest) -> None:
+    def add(self, request: messages.EngineRequest) -> None:
         self._check_alive()
         self._loop.inbox.put(request)
 
     def abort(self, request_ids: list[str]) -> None:
         self._loop.inbox.put(request_ids)
 
-    def outputs(self, timeout: float) -> list[TokenDelta]:
+    def outputs(self, timeout: float) -> list[messages.TokenDelta]:
         try:
             deltas = self._loop.outbox.get(timeout=timeout)
         except queue.Empty:
@@ -230,7 +215,7 @@ class ThreadClient:
             return []
         return deltas
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> messages.EngineStats:
         return self._loop.stats()
 
     def has_begun(self, request_id: str) -> bool:
@@ -253,11 +238,11 @@ class ThreadClient:
                     raise  # it is the question's own
                 self._check_alive()
 
-    def order(self, order: Order) -> None:
+    def order(self, order: messages.Order) -> None:
         carry_out(order, self.ask)
 
     @property
-    def processes(self) -> dict[str, LookAt]:
+    def processes(self) -> dict[str, messages.LookAt]:
         return {}
 
     def keep_weights(self) -> None:
@@ -269,6 +254,3 @@ class ThreadClient:
     def _check_alive(self) -> None:
         if self._loop.dead is not None:
             raise EngineDeadError(self._loop.dead)
-
-
-__all__ = ["EngineClient", "Inbox", "ThreadClient"]

@@ -33,7 +33,7 @@ def features_of(
     from jaxllm.engine.features.adapters.adapters import AdaptersFeature, NoAdaptersFeature
     from jaxllm.engine.features.chain import ChainFeature
     from jaxllm.engine.features.grammar.grammar import GrammarFeature
-    from jaxllm.engine.features.images.feature import ImagesFeature, PlacesFeature
+    from jaxllm.engine.features.images.feature import ImagesFeature, RopeShiftFeature
     from jaxllm.engine.features.inside import CapturesFeature, PatchingFeature, SteeringFeature
     from jaxllm.engine.features.logits import AdjustmentsFeature, ProcessorsFeature
     from jaxllm.engine.features.offload.offload import OffloadFeature
@@ -55,7 +55,7 @@ def features_of(
         PoolingFeature(),
     ]
     if tower is not None:
-        found += [*([PlacesFeature()] if tower.processor.axes else []), ImagesFeature(tower)]
+        found += [*([RopeShiftFeature()] if tower.processor.axes else []), ImagesFeature(tower)]
     if drafts is not None:
         found.append(drafts)
     if sizes.keeps_by_slot:

@@ -43,6 +43,7 @@ def _tokenizer_files(config: EngineConfig) -> Path:
 
 _SAME_METHOD = {
     "awq_marlin": "awq", "gptq_marlin": "gptq", "compressed_tensors": "compressed-tensors", "gpt_oss_mxfp4": "mxfp4",
+    "auto_round": "auto-round", "inc": "auto-round", "modelopt_fp4": "modelopt", "modelopt_mxfp8": "modelopt",
 }  # fmt: skip
 """Names of a kernel, or other spellings, by the method that config.json names."""
 

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
 from jaxllm.compat import triton_elementwise_asm
-from jaxllm.pallas_kernels.matrices import PackedFormat
+from jaxllm.pallas_kernels.matrices import PackedFormat, from_e4m3
 
 BF16, F16 = np.dtype(jnp.bfloat16), np.dtype(np.float16)
 
@@ -137,12 +137,6 @@ def _e2m1(shift: int, dtype: np.dtype) -> str:
         f" fma.rn.{kind} $0, a, one, none; fma.rn.{kind} $1, b, one, none;"
     )
     return " ".join(parts)
-
-
-def from_e4m3(bits: Int[Array, "..."]) -> Float[Array, "..."]:
-    """float32 of e4m3's bits, by way of a float16 whose exponent is 8 too small; of "not a number" it is 480."""
-    half = ((bits & 128) << 8 | (bits & 127) << 7).astype(jnp.uint16)
-    return lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32) * 2.0**8
 
 
 def round_to_even(x: Float[Array, "..."]) -> Float[Array, "..."]:

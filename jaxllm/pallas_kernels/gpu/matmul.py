@@ -26,9 +26,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int, Int8
 
 from jaxllm.compat import triton_compiler_params, triton_load, triton_store
-from jaxllm.pallas_kernels.gpu.expand import from_e4m3, round_to_even
+from jaxllm.pallas_kernels.gpu.expand import round_to_even
 from jaxllm.pallas_kernels.gpu.route import RowLists
-from jaxllm.pallas_kernels.matrices import RUN, KernelMatrix
+from jaxllm.pallas_kernels.matrices import RUN, KernelMatrix, from_e4m3
 from jaxllm.pallas_kernels.products import Late, Unsummed, dot
 
 Nonlinearity = Callable[[jax.Array], jax.Array]

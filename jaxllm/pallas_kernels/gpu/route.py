@@ -148,7 +148,7 @@ def route(
     *,
     interpret: bool = False,
 ) -> Routed:
-    """What `models.layers.moe.route` chooses by `config`, as lists of the experts `first … first + here - 1`."""
+    """What `models.layers.experts.route` chooses by `config`, as lists of the experts `first … first + here - 1`."""
     tokens, experts = logits.shape
     lanes = pl.next_power_of_2(experts)
     rows = max(1, min(pl.next_power_of_2(tokens), BLOCK_SCORES // lanes))

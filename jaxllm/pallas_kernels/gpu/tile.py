@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.compat import triton_load
-from jaxllm.pallas_kernels.gpu.expand import from_e4m3
+from jaxllm.pallas_kernels.matrices import from_e4m3
 from jaxllm.pallas_kernels.pages import SCALE_BYTES
 
 LOG2E = math.log2(math.e)

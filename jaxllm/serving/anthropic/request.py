@@ -11,18 +11,8 @@ from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, fiel
 from jaxllm.chat.conversation import MAX_TOOLS, TOOL_NAME, Tool
 from jaxllm.errors import Field as Place
 from jaxllm.requests.sampling import MAX_STOP_STRINGS
-from jaxllm.serving.anthropic.blocks import (
-    MessageParam,
-    TextBlockParam,
-    ToolReferenceParam,
-    ToolResultBlockParam,
-    Turn,
-    TurnConfig,
-    bounded,
-    check_turns,
-    place_images,
-)
-from jaxllm.serving.anthropic.context import ContextManagement
+from jaxllm.serving.anthropic import blocks
+from jaxllm.serving.anthropic.blocks import ContextManagement
 from jaxllm.serving.http.request_model import Cacheable, KeepAliveFields, ModelFields, RequestModel, refuse
 from jaxllm.wording import shown
 
@@ -155,7 +145,7 @@ class JSONOutputFormat(RequestModel):
     """The schema that the text matches."""
 
 
-class OutputConfig(TurnConfig):
+class OutputConfig(blocks.TurnConfig):
     unsupported: ClassVar[frozenset[str]] = frozenset({"task_budget"})
 
     format: JSONOutputFormat | None = None
@@ -186,9 +176,9 @@ class CountTokensRequest(ModelFields, Cacheable):
         "workspace_id",
     })  # fmt: skip
 
-    messages: Annotated[list[MessageParam], BeforeValidator(bounded), Field(min_length=1)]
+    messages: Annotated[list[blocks.MessageParam], BeforeValidator(blocks.bounded), Field(min_length=1)]
     """Messages in a row of one role are one turn; a last one of role assistant is continued."""
-    system: str | list[TextBlockParam] | None = None
+    system: str | list[blocks.TextBlockParam] | None = None
     """Put before the messages."""
     tools: list[SentTool] | None = Field(default=None, max_length=MAX_TOOLS)
     """Tools the model may call."""
@@ -210,9 +200,9 @@ class CountTokensRequest(ModelFields, Cacheable):
     @model_validator(mode="after")
     def _conversation(self) -> CountTokensRequest:
         for at, message in enumerate(self.messages):
-            place_images(message.blocks, "messages", at)
+            blocks.place_images(message.blocks, "messages", at)
         turns = self.turns
-        check_turns(turns)
+        blocks.check_turns(turns)
         thinks = isinstance(self.thinking, ThinkingEnabled | ThinkingAdaptive)
         if thinks and self.continues_answer:
             raise refuse("thinking cannot be enabled when the last message is the assistant's", "thinking")
@@ -250,7 +240,7 @@ class CountTokensRequest(ModelFields, Cacheable):
         """The types of the tools that only Anthropic's servers run."""
         return [tool.type for tool in self.tools or () if isinstance(tool, ServerTool)]
 
-    def offered(self, turns: Sequence[Turn]) -> list[Tool]:
+    def offered(self, turns: Sequence[blocks.Turn]) -> list[Tool]:
         """The tools that the model may call, given the turns that it reads.
 
         A tool with defer_loading that the messages have found stands in `turns`, so that the prompt's beginning stays
@@ -267,8 +257,8 @@ class CountTokensRequest(ModelFields, Cacheable):
         ]
 
     @property
-    def turns(self) -> list[Turn]:
-        turns: list[Turn] = []
+    def turns(self) -> list[blocks.Turn]:
+        turns: list[blocks.Turn] = []
         last_user = max((at for at, message in enumerate(self.messages) if message.role == "user"), default=-1)
         for at, message in enumerate(self.messages):
             if message.content is None or (message.clear_at == "next_user_message" and at < last_user):
@@ -276,7 +266,7 @@ class CountTokensRequest(ModelFields, Cacheable):
             if turns and turns[-1].role == message.role:
                 turns[-1].blocks += message.blocks
             else:
-                turns.append(Turn(message.role, message.blocks, at))
+                turns.append(blocks.Turn(message.role, message.blocks, at))
         return turns
 
     @property
@@ -285,7 +275,7 @@ class CountTokensRequest(ModelFields, Cacheable):
         for message in reversed(self.messages):
             if message.effort is not None:
                 return message.effort
-            if message.role == "user" and any(isinstance(block, TextBlockParam) for block in message.blocks):
+            if message.role == "user" and any(isinstance(block, blocks.TextBlockParam) for block in message.blocks):
                 break
         return None if self.output_config is None else self.output_config.effort
 
@@ -336,8 +326,8 @@ class MessagesRequest(CountTokensRequest, KeepAliveFields):
         return self
 
 
-def _referenced(turns: Sequence[Turn]) -> set[str]:
+def _referenced(turns: Sequence[blocks.Turn]) -> set[str]:
     """The tools that results of other tools name."""
-    results = [result.content for turn in turns for result in turn.of(ToolResultBlockParam)]
+    results = [result.content for turn in turns for result in turn.of(blocks.ToolResultBlockParam)]
     parts = [part for content in results if isinstance(content, list) for part in content]
-    return {part.tool_name for part in parts if isinstance(part, ToolReferenceParam)}
+    return {part.tool_name for part in parts if isinstance(part, blocks.ToolReferenceParam)}

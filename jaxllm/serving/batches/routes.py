@@ -6,7 +6,7 @@ import asyncio
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, File, Form, Query, Request, Response, UploadFile
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, PlainTextResponse
 
 from jaxllm.serving.access.keys import tenant_of
 from jaxllm.serving.batches import types
@@ -14,6 +14,7 @@ from jaxllm.serving.batches.run import Batches
 from jaxllm.serving.batches.stores import batch_object
 from jaxllm.serving.http.answers import json_response, returns
 from jaxllm.serving.http.api_error import APIError
+from jaxllm.serving.http.documents import MAX_BYTES, text_of
 from jaxllm.serving.http.route import JSONRoute, MultipartRoute, too_large
 
 router = APIRouter(route_class=JSONRoute, tags=["batches"])
@@ -81,6 +82,12 @@ async def upload_file(
         file.file, tenant_of(request).name, filename=file.filename or "", purpose=purpose, expires_after=seconds
     )
     return json_response(saved)
+
+
+@upload_router.post("/files/text", response_class=PlainTextResponse)
+async def read_file(file: Annotated[UploadFile, File(description="A PDF, or a text in UTF-8.")]) -> Response:
+    """The text of a file, which is not kept."""
+    return PlainTextResponse(await asyncio.to_thread(lambda: text_of(file.file.read(MAX_BYTES + 1))))
 
 
 @files_router.get("/files", responses=returns(types.FileList))

@@ -179,6 +179,17 @@ class CacheOptions(RequestModel):
     """Only false: to warm the cache, ask for one token."""
 
 
+class CacheFields(RequestModel):
+    """Settings of OpenAI's cache of prompts."""
+
+    prompt_cache_key: str | None = None
+    """Accepted, without effect: prefixes are always shared."""
+    prompt_cache_options: CacheOptions | None = None
+    """Accepted, without effect: prefixes are cached by themselves."""
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    """Accepted, without effect: prefixes stay as long as there is room."""
+
+
 class CacheBreakpoint(RequestModel):
     """Accepted, without effect: prefixes are cached by themselves."""
 

@@ -21,6 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 from jaxllm.serving.http import json_body
 from jaxllm.serving.http.answers import ignored_fields, to_api_error
 from jaxllm.serving.http.api_error import APIError, telling_full
+from jaxllm.serving.http.documents import MAX_FILES, file_parts, tell
 from jaxllm.wording import did_you_mean, shown
 
 logger = logging.getLogger(__name__)
@@ -95,10 +96,16 @@ class JSONRoute(APIRoute):
             with state.body_memory.share() as share:
                 pieces = await json_body.read_body(request, min(state.config.max_body_size, self.largest_body), share)
                 ignored_fields.set([] if state.config.unknown_fields == "warn" else None)
-                if sum(map(len, pieces)) <= json_body.SMALL_BODY:
-                    value = self._parsed(b"".join(pieces))
-                else:
-                    value = await state.read_large(self._read_large, state.bodies, pieces)
+                is_large = sum(map(len, pieces)) > json_body.SMALL_BODY
+                read = state.read_large(state.bodies.read, pieces) if is_large else None
+                value = self._parsed(b"".join(pieces)) if read is None else await read
+                parts = await asyncio.to_thread(list, file_parts(value)) if is_large else list(file_parts(value))
+                if len(parts) > MAX_FILES:
+                    raise APIError(400, f"a request may have {MAX_FILES} files; this one has {len(parts)}")
+                for part, place in parts:
+                    await tell(request.app.state.batches.files, request.scope[TENANT].name, part, place)
+                if is_large:
+                    value = await state.read_large(self._validated, value)
             return await handler(ParsedRequest(request.scope, request.receive, value))
 
         return handle
@@ -110,9 +117,8 @@ class JSONRoute(APIRoute):
             json_body.check_numbers(value)
         return value
 
-    def _read_large(self, bodies: json_body.BodyProcess, pieces: list[bytes]) -> Any:
+    def _validated(self, value: Any) -> Any:
         assert self.body_field is not None
-        value = bodies.read(pieces)
         validated, errors = self.body_field.validate(value, loc=("body",))
         if errors:
             raise RequestValidationError(errors, body=value)

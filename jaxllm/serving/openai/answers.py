@@ -1,7 +1,8 @@
-"""Parts that answers of several routes share: log-probabilities, timings, and versions of the weights."""
+"""Parts that answers of several routes share: log-probabilities, timings, versions of the weights, and padding."""
 
 from __future__ import annotations
 
+import string
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from jaxllm.chat.events import random_id
 from jaxllm.chat.parser import Step
 from jaxllm.requests.outputs import PromptScores, WeightVersionSpan
 from jaxllm.serving.generation import Usage
@@ -219,3 +221,12 @@ class WeightSpan(msgspec.Struct):
 
 def weight_spans(spans: Iterable[WeightVersionSpan]) -> list[WeightSpan]:
     return [WeightSpan(*span) for span in spans]
+
+
+PADDED_TO = 32
+"""Bytes: with its padding, what a chunk of a stream says is a multiple of this long."""
+
+
+def obfuscation(said: Any) -> str:
+    """Padding for a chunk, so that its length does not tell which tokens are in it."""
+    return random_id(string.ascii_letters + string.digits, PADDED_TO - len(msgspec.json.encode(said)) % PADDED_TO)

@@ -22,8 +22,7 @@ from jaxllm.serving.http.answers import DONE, ErrorResponse, json_response, retu
 from jaxllm.serving.http.request_model import ignored_fields
 from jaxllm.serving.http.route import ChunkWriter, Gaining, JSONRoute, until_disconnect
 from jaxllm.serving.mcp import Ended, Execution, Happening, ToolRun, asked_tools, injected_tools
-from jaxllm.serving.openai import chat_types
-from jaxllm.serving.openai.answers import ChatLogprobs, chat_logprobs, prompt_logprobs, timings, weight_spans
+from jaxllm.serving.openai import answers, chat_types
 from jaxllm.serving.openai.chat_types import (
     ChatChunkChoice,
     ChatCompletion,
@@ -32,7 +31,7 @@ from jaxllm.serving.openai.chat_types import (
     ChatRequest,
 )
 from jaxllm.serving.openai.kv_transfer import kv_transfer_answer
-from jaxllm.serving.openai.sampling import chunk_usage, obfuscation, stream_options, usage_object
+from jaxllm.serving.openai.sampling import chunk_usage, stream_options, usage_object
 from jaxllm.serving.served_model import ServedModel
 from jaxllm.serving.state import ServerState
 
@@ -56,7 +55,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         return await chunk_stream(call, reply.generation, ChatWriter(reply, body, state.config), labels)
     choices = await collect_for(request, reply.generation)
     first = choices[0].prompt_logprobs
-    scored = UNSET if first is None else await state.offload(prompt_logprobs, first, reply.token_text)
+    scored = UNSET if first is None else await state.offload(answers.prompt_logprobs, first, reply.token_text)
     completion = ChatCompletion(
         id=reply.generation.id,
         created=reply.generation.created,
@@ -64,7 +63,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         system_fingerprint=reply.system_fingerprint,
         choices=[_choice(reply, body, choice) for choice in choices],
         usage=usage_object(reply.usage()),
-        timings=timings(reply.usage(), reply.generation.phases()) if body.timings_per_token else UNSET,
+        timings=answers.timings(reply.usage(), reply.generation.phases()) if body.timings_per_token else UNSET,
         prompt_logprobs=scored,
         prompt_token_ids=reply.prompt_token_ids if body.return_token_ids else UNSET,
         kv_transfer_params=kv_transfer_answer(reply.generation),
@@ -116,7 +115,7 @@ def _choice(reply: Reply, body: ChatRequest, choice: Choice) -> chat_types.ChatC
         finish_reason=finish_reason,
         stop_reason=choice.stop_reason,
         token_ids=choice.token_ids if body.return_token_ids else UNSET,
-        weight_versions=weight_spans(choice.weight_versions) if body.return_weight_versions else UNSET,
+        weight_versions=answers.weight_spans(choice.weight_versions) if body.return_weight_versions else UNSET,
     )
 
 
@@ -128,10 +127,10 @@ def _made(call: ParsedCall, custom: Collection[str]) -> chat_types.MadeToolCall:
     return chat_types.MadeToolCall(id=call.id, function=chat_types.CalledFunction(call.name, call.arguments))
 
 
-def _logprobs(reply: Reply, body: ChatRequest, steps: Sequence[Step]) -> ChatLogprobs | None:
+def _logprobs(reply: Reply, body: ChatRequest, steps: Sequence[Step]) -> answers.ChatLogprobs | None:
     if body.logprobs_count is None:
         return None
-    return chat_logprobs(
+    return answers.chat_logprobs(
         steps,
         body.logprobs_count,
         reply.token_bytes,
@@ -164,10 +163,10 @@ class _Writer(ChunkWriter[Gaining]):
             choices=list(choices),
         )
         if self._body.timings_per_token:
-            chunk.timings = timings(self._usage(), self._reply.generation.phases())
+            chunk.timings = answers.timings(self._usage(), self._reply.generation.phases())
         chunk.usage = chunk_usage(self._options, self._usage)
         if self._options.include_obfuscation:
-            chunk.obfuscation = obfuscation(choices)
+            chunk.obfuscation = answers.obfuscation(choices)
         return chunk
 
 
@@ -213,7 +212,7 @@ class ChatWriter(_Writer[TokenDelta]):
             choice = self._filled(ChatChunkChoice(index=index, delta=ChatDelta()))
             choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
             if self._body.return_weight_versions:
-                choice.weight_versions = weight_spans(self._versions[index])
+                choice.weight_versions = answers.weight_spans(self._versions[index])
             yield self._chunk(choice)
 
     def _shown(self, index: int, piece: Piece) -> Iterator[Event]:

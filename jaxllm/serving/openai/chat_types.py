@@ -13,7 +13,7 @@ from jaxllm.chat.conversation import MAX_TOOLS, Conversation, Tool, renaming
 from jaxllm.errors import Field as Place
 from jaxllm.requests.sampling import MAX_LOGPROBS
 from jaxllm.serving.generation import GenerationSettings
-from jaxllm.serving.http.request_model import CacheOptions, RequestModel, Rule, check_equal, check_rules, refuse
+from jaxllm.serving.http.request_model import CacheFields, RequestModel, Rule, check_equal, check_rules, refuse
 from jaxllm.serving.openai.answers import ChatLogprobs, PromptLogprobs, Timings, WeightSpan
 from jaxllm.serving.openai.kv_transfer import KVTransferAnswer
 from jaxllm.serving.openai.messages import FIELD_NAMES, Messages, TemplateFields, TextPart, ToolFields, Verbosity
@@ -74,7 +74,7 @@ class Prediction(RequestModel):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
+class ChatRequest(GenerationRequest, TemplateFields, ToolFields, CacheFields):
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_SAMPLING | {
         "audio", "functions", "moderation", "suffix", "web_search_options",
     }  # fmt: skip
@@ -125,12 +125,6 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields):
     """Accepted, without effect, as OpenAI documents it for a single tier."""
     safety_identifier: str | None = None
     """Accepted, without effect: it names a user to OpenAI's abuse detection."""
-    prompt_cache_key: str | None = None
-    """Accepted, without effect: every prompt is looked up in the prefix cache."""
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    """Accepted, without effect: prefixes stay as long as there is room."""
-    prompt_cache_options: CacheOptions | None = None
-    """Accepted, without effect: prefixes are cached by themselves."""
 
     @model_validator(mode="after")
     def _chat_fields(self) -> ChatRequest:

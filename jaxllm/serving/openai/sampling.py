@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import string
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from jaxllm.chat.events import random_id
 from jaxllm.config.server import ServerConfig
 from jaxllm.config.values import LogprobsMode
 from jaxllm.engine.doors.beams import MAX_BEAM_WIDTH, BeamSearchParams
@@ -27,6 +26,13 @@ UNSUPPORTED_SAMPLING = frozenset({
 """Fields of vLLM's server that this one refuses by name."""
 
 LABELS = {"conversation_id": "X-Conversation-Id", "resource_id": "X-Resource-Id"}
+
+_OTHERWISE = {
+    "n", "max_tokens", "logprobs", "prompt_logprobs", "structured_outputs", "repetition_detection",
+    "thinking_token_budget",
+}  # fmt: skip
+"""Fields of SamplingParams that requests have in a shape of their own."""
+_SAMPLING_FIELDS = {field.name for field in fields(limits.SamplingParams)} - _OTHERWISE
 
 NO_LIMIT = -1
 
@@ -102,7 +108,7 @@ class CommonSampling(RequestModel):
     have this probability, from 0 to 1."""
 
     def sampling(self) -> dict[str, Any]:
-        asked = {name: getattr(self, name, None) for name in _SAMPLING_FIELDS}
+        asked = {name: getattr(self, name) for name in type(self).model_fields if name in _SAMPLING_FIELDS}
         return {name: value for name, value in asked.items() if value is not None}
 
 
@@ -179,15 +185,6 @@ class AdapterScale(RequestModel):
 def adapter_scales(given: Sequence[AdapterScale]) -> dict[int, float]:
     """Scales by number; of one that is there several times the last one, as in llama.cpp."""
     return {one.id: one.scale for one in given}
-
-
-PADDED_TO = 32
-"""Bytes: with its padding, what a chunk of a stream says is a multiple of this long."""
-
-
-def obfuscation(said: Any) -> str:
-    """Padding for a chunk, so that its length does not tell which tokens are in it."""
-    return random_id(string.ascii_letters + string.digits, PADDED_TO - len(msgspec.json.encode(said)) % PADDED_TO)
 
 
 class StreamOptions(RequestModel):
@@ -397,16 +394,6 @@ class GenerationRequest(SamplingFields, StructuredFields):
             hand_over=None if self.kv_transfer_params is None else self.kv_transfer_params.hand_over(),
             **own,
         )
-
-
-_SAMPLING_FIELDS = (
-    "frequency_penalty", "presence_penalty", "logit_bias", "seed", "stop", "temperature", "top_p", "top_k", "min_p",
-    "repetition_penalty", "repeat_last_n", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens",
-    "allowed_token_ids", "bad_words", "skip_special_tokens", "logprob_token_ids", "logprobs_mode",
-    "prompt_logprob_token_ids", "skip_reading_prefix_cache", "max_thinking_tokens", "dry_multiplier", "dry_base",
-    "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "top_n_sigma", "typical_p", "xtc_probability",
-    "xtc_threshold", "stop_regex",
-)  # fmt: skip
 
 
 def stream_options(asked: StreamOptions | None, config: ServerConfig) -> StreamOptions:

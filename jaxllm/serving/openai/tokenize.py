@@ -239,7 +239,7 @@ async def props(
         total_slots=info.max_num_seqs,
         model_alias=found.names[0],
         model_path=found.config.model,
-        modalities=Modalities(),
+        modalities=Modalities(vision=info.most_image_rows > 0),
         chat_template=template,
         bos_token=special.get("bos_token"),
         eos_token=special.get("eos_token"),

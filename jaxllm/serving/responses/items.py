@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -110,11 +111,11 @@ class ReasoningTextPart(RequestModel):
     """The reasoning."""
 
 
-def one_of(*known: str) -> BeforeValidator:
-    """Say which types exist, before pydantic reports that none of a union's branches fits."""
+def one_of(*known: str, unread: Sequence[str] = ()) -> BeforeValidator:
+    """Say which types exist, before pydantic reports that none of a union's branches fits. Those of `unread` pass."""
 
     def check(value: Any) -> Any:
-        if isinstance(value, dict) and value.get("type") not in known:
+        if isinstance(value, dict) and value.get("type") not in (*known, *unread):
             raise refuse(f"type is {shown(value.get('type'))}; this server has {', '.join(known)}", "type")
         return value
 
@@ -132,13 +133,16 @@ OutputPart = Annotated[InputText | InputImage, Field(discriminator="type"), one_
 class InputItem(RequestModel):
     not_kept: ClassVar[frozenset[str]] = frozenset()
     """Fields that say nothing of the item."""
+    optional: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are left out where they are null."""
 
     id: str | None = Field(default=None, min_length=1, max_length=MAX_ID)
     """By default the server makes one."""
 
     def item(self) -> Item:
         """The item as it is kept."""
-        fields = self.model_dump(exclude=set(self.not_kept))
+        unsaid = {name for name in self.optional if getattr(self, name) is None}
+        fields = self.model_dump(exclude=unsaid | self.not_kept)
         if "status" in fields:
             fields["status"] = fields["status"] or "completed"
         return fields | {"id": self.id or new_id(ID_PREFIXES[fields["type"]])}
@@ -186,6 +190,7 @@ class FunctionCallItem(FunctionCall, InputItem):
 
     unsupported: ClassVar[frozenset[str]] = frozenset({"async", "async_", "caller"})
     not_kept: ClassVar[frozenset[str]] = frozenset({"parsed_arguments"})
+    optional: ClassVar[frozenset[str]] = frozenset({"namespace"})
 
     type: Literal["function_call"]
     call_id: str = Field(min_length=1)
@@ -195,18 +200,12 @@ class FunctionCallItem(FunctionCall, InputItem):
     status: ItemStatus | None = None
     """Sent back as it came."""
 
-    def item(self) -> Item:
-        return _without_none(super().item(), "namespace")
-
-
-def _without_none(kept: Item, *names: str) -> Item:
-    return {name: value for name, value in kept.items() if value is not None or name not in names}
-
 
 class CustomToolCallItem(InputItem):
     """A call of a custom tool that the model made earlier."""
 
     unsupported: ClassVar[frozenset[str]] = frozenset({"async", "async_", "caller", "created_by"})
+    optional: ClassVar[frozenset[str]] = frozenset({"namespace"})
 
     type: Literal["custom_tool_call"]
     call_id: str = Field(min_length=1)
@@ -220,13 +219,12 @@ class CustomToolCallItem(InputItem):
     status: ItemStatus | None = None
     """Sent back as it came."""
 
-    def item(self) -> Item:
-        return _without_none(super().item(), "namespace")
-
 
 class HostedItem(InputItem, Unread):
     """What became of a tool that this server does not have. The model is shown calls that a client has run, with their
     outputs; others' searches and images are not shown."""
+
+    optional: ClassVar[frozenset[str]] = frozenset({"call_id"})
 
     type: Literal[
         "local_shell_call", "shell_call", "apply_patch_call", "tool_search_call", "local_shell_call_output",
@@ -241,9 +239,7 @@ class HostedItem(InputItem, Unread):
 
     def item(self) -> Item:
         kept = super().item()
-        if kept["type"] in UNSHOWN:
-            return _without_none(kept, "call_id")
-        return kept | {"call_id": kept["call_id"] or kept["id"]}
+        return kept if self.type in UNSHOWN else kept | {"call_id": self.call_id or kept["id"]}
 
 
 class CompactionItem(InputItem):
@@ -279,6 +275,7 @@ class ReasoningItem(InputItem):
     """Reasoning of an earlier answer; templates decide whether the model sees it again."""
 
     not_kept: ClassVar[frozenset[str]] = frozenset({"encrypted_content"})
+    optional: ClassVar[frozenset[str]] = frozenset({"content"})
 
     type: Literal["reasoning"]
     summary: list[SummaryTextPart] = Field(default_factory=list)
@@ -303,7 +300,7 @@ class ReasoningItem(InputItem):
         if self.encrypted_content is not None and not (self.content or self.summary):
             text = self.encrypted_content.removeprefix(CLEAR)
             kept["content"] = [{"type": "reasoning_text", "text": text}]
-        return _without_none(kept, "content")
+        return kept
 
 
 class ListedToolItem(RequestModel):
@@ -334,6 +331,8 @@ class McpListToolsItem(InputItem):
 class McpCallItem(InputItem):
     """A call that the server made, and what came of it."""
 
+    optional: ClassVar[frozenset[str]] = frozenset({"images"})
+
     type: Literal["mcp_call"]
     server_label: str
     """Of the server that ran it."""
@@ -351,9 +350,6 @@ class McpCallItem(InputItem):
     """Of the request that was approved."""
     status: CallStatus | None = None
     """One that is incomplete is not shown to the model."""
-
-    def item(self) -> Item:
-        return _without_none(super().item(), "images")
 
 
 class McpApprovalRequestItem(InputItem):

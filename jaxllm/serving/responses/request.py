@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 from jaxllm.chat.conversation import MAX_TOOLS
 from jaxllm.errors import Field as Place
 from jaxllm.requests.sampling import MAX_LOGPROBS
-from jaxllm.serving.http.request_model import CacheOptions, ModelFields, RequestModel, Rule, check_rules, refuse
+from jaxllm.serving.http.request_model import CacheFields, ModelFields, RequestModel, Rule, check_rules, refuse
 from jaxllm.serving.openai.messages import Verbosity
 from jaxllm.serving.openai.sampling import SamplingFields, TokenLimit
 from jaxllm.serving.openai.structured import JSONObjectFormat, TextFormat
@@ -201,12 +201,18 @@ class BackgroundOptions(RequestModel):
     """Accepted, without effect: responses run in the order in which they came."""
 
 
-ServiceTier = Literal["auto", "default", "flex", "priority", "fast", "scale", "ultrafast"]
-
-
 class ImageOptions(RequestModel):
     context_compression: Literal["auto", "enabled", "disabled"] | None = None
     """Accepted, without effect: there are no images."""
+
+
+class UnheededFields(CacheFields):
+    """Settings of OpenAI's own service, which change nothing here."""
+
+    image: ImageOptions | None = None
+    """Accepted, without effect: there are no images."""
+    service_tier: Literal["auto", "default", "flex", "priority", "fast", "scale", "ultrafast"] | None = None
+    """Accepted, without effect: there is one tier, which responses call "default"."""
 
 
 _RULES = (
@@ -220,7 +226,7 @@ _RULES = (
 )
 
 
-class ResponseRequest(PromptFields, MetadataFields, SamplingFields):
+class ResponseRequest(PromptFields, MetadataFields, SamplingFields, UnheededFields):
     unsupported: ClassVar[frozenset[str]] = frozenset({
         "access_programs", "context_management", "mm_processor_kwargs", "moderation", "prompt",
     })  # fmt: skip
@@ -255,18 +261,8 @@ class ResponseRequest(PromptFields, MetadataFields, SamplingFields):
 
     client_metadata: dict[str, str] | None = Field(default=None, max_length=MAX_METADATA)
     """Accepted, without effect: a client's words about itself."""
-    image: ImageOptions | None = None
-    """Accepted, without effect: there are no images."""
-    prompt_cache_key: str | None = None
-    """Accepted, without effect: prefixes are always shared."""
-    prompt_cache_options: CacheOptions | None = None
-    """Accepted, without effect: prefixes are cached by themselves."""
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    """Accepted, without effect: prefixes stay as long as there is room."""
     safety_identifier: str | None = None
     """Accepted, without effect, as OpenAI documents it."""
-    service_tier: ServiceTier | None = None
-    """Accepted, without effect: there is one tier, and the response says "default"."""
 
     @model_validator(mode="after")
     def _response_fields(self) -> ResponseRequest:
@@ -282,19 +278,8 @@ class InputTokensRequest(PromptFields):
     unsupported: ClassVar[frozenset[str]] = frozenset({"personality"})
 
 
-class CompactRequest(PromptFields):
+class CompactRequest(PromptFields, UnheededFields):
     path: ClassVar[str] = "/v1/responses/compact"
-
-    image: ImageOptions | None = None
-    """Accepted, without effect: there are no images."""
-    prompt_cache_key: str | None = None
-    """Accepted, without effect: prefixes are always shared."""
-    prompt_cache_options: CacheOptions | None = None
-    """Accepted, without effect: prefixes are cached by themselves."""
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    """Accepted, without effect: prefixes stay as long as there is room."""
-    service_tier: ServiceTier | None = None
-    """Accepted, without effect: there is one tier."""
 
 
 class ConversationRequest(MetadataFields):

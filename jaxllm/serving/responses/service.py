@@ -18,15 +18,8 @@ from jaxllm.serving.call import ClientCall
 from jaxllm.serving.http.answers import ignored_fields
 from jaxllm.serving.http.api_error import APIError
 from jaxllm.serving.mcp import injected_tools
+from jaxllm.serving.responses import objects
 from jaxllm.serving.responses.items import CLEAR, Item, ItemReference, MessageItem, new_id
-from jaxllm.serving.responses.objects import (
-    STOPPED,
-    CompactedResponse,
-    ConversationReference,
-    OutputMessage,
-    Response,
-    listed,
-)
 from jaxllm.serving.responses.request import CompactRequest, PromptFields, ReasoningConfig, ResponseRequest
 from jaxllm.serving.responses.run import Replies, ResponseRun
 from jaxllm.serving.responses.stores import LEASE_SECONDS, ConversationStore, ResponseStore
@@ -123,7 +116,7 @@ class BackgroundRuns:
         active = self._active.get(response_id)
         return None if active is None or active.run.replies.call.tenant.name != owner else active
 
-    async def cancel(self, response_id: str) -> Response:
+    async def cancel(self, response_id: str) -> objects.Response:
         """Stop the response wherever it runs, whoever owns it. Raises 404 for an unknown id."""
         response = await self._store.end(response_id, "cancelled")
         await self._stop(response_id)
@@ -143,7 +136,7 @@ class BackgroundRuns:
             await asyncio.wait(tasks, timeout=STOPPING_SECONDS)
         for response_id, active in list(self._active.items()):
             await active.stop()
-            await self._store.end(response_id, "failed", STOPPED)
+            await self._store.end(response_id, "failed", objects.STOPPED)
         if self._renewing is not None:
             self._renewing.cancel()
 
@@ -261,17 +254,17 @@ class Responses:
         return found
 
 
-def compacted(run: ResponseRun) -> CompactedResponse:
+def compacted(run: ResponseRun) -> objects.CompactedResponse:
     """What users said in the context of a run of `Responses.compact`, and its summary of all of it."""
     response, context = run.response, run.replies.own
-    texts = [part.text for item in response.output if isinstance(item, OutputMessage) for part in item.content]
+    texts = [part.text for item in response.output if isinstance(item, objects.OutputMessage) for part in item.content]
     summary = {"type": "compaction", "id": new_id("cmp"), "encrypted_content": CLEAR + "".join(texts)}
     kept = [item for item in context if item["type"] == "message" and item["role"] == "user"]
     assert response.usage is not None
-    return CompactedResponse(
+    return objects.CompactedResponse(
         id=response.id,
         created_at=response.created_at,
-        output=[listed(item) for item in (*kept, summary)],
+        output=[objects.listed(item) for item in (*kept, summary)],
         usage=response.usage,
     )
 
@@ -283,11 +276,11 @@ _REPEATED = (
 """Fields of a request that the response repeats as they are."""
 
 
-def _response(body: ResponseRequest, replies: Replies) -> Response:
+def _response(body: ResponseRequest, replies: Replies) -> objects.Response:
     conversation, reasoning = body.conversation_id, body.reasoning or ReasoningConfig()
     chosen = body.text.format if body.text is not None else None
     shown_format = {"type": "text"} if chosen is None else chosen.model_dump(by_alias=True)
-    return Response(
+    return objects.Response(
         **{name: getattr(body, name) for name in _REPEATED},
         id=new_id("resp"),
         created_at=int(time.time()),
@@ -295,7 +288,7 @@ def _response(body: ResponseRequest, replies: Replies) -> Response:
         metadata=body.metadata or {},
         model=replies.call.name,
         output=[],
-        conversation=None if conversation is None else ConversationReference(conversation),
+        conversation=None if conversation is None else objects.ConversationReference(conversation),
         reasoning={"effort": reasoning.effort, "summary": reasoning.summary or reasoning.generate_summary},
         temperature=replies.params.temperature,
         text={"format": shown_format, "verbosity": (body.text and body.text.verbosity) or "medium"},

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
 from jaxllm.chat.conversation import MAX_TOOLS, TOOL_NAME, Tool, custom_tool
 from jaxllm.chat.custom import TextInput
@@ -17,6 +17,7 @@ from jaxllm.mcp.tools import ServerTool
 from jaxllm.serving.http.request_model import RequestModel, Rule, Unread, check_rules, refuse
 from jaxllm.serving.openai.messages import FunctionDefinition
 from jaxllm.serving.openai.structured import GrammarDefinition, TextFormat
+from jaxllm.serving.responses.items import one_of
 from jaxllm.wording import shown
 
 HEADER_NAME = r"^[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}$"
@@ -228,16 +229,12 @@ class HostedTool(Unread):
     """An answer's header X-Warnings says which were left out."""
 
 
-def _known_kind(value: Any) -> Any:
-    if isinstance(value, dict) and value.get("type") not in ("function", "custom", "namespace", "mcp", *HOSTED_TOOLS):
-        raise refuse(f"type is {shown(value.get('type'))}; this server has function, custom, namespace and mcp", "type")
-    return value
-
+_OF_KNOWN_KIND = one_of("function", "custom", "namespace", "mcp", unread=HOSTED_TOOLS)
 
 AnyTool = Annotated[
     FunctionTool | CustomTool | NamespaceTool | McpTool | HostedTool,
     Field(discriminator="type"),
-    BeforeValidator(_known_kind),
+    _OF_KNOWN_KIND,
 ]
 
 
@@ -276,9 +273,7 @@ class ChosenFunction(RequestModel):
     """Of a function, or custom tool, in tools; one of a namespace is NAMESPACE__NAME."""
 
 
-Chosen = Annotated[
-    ChosenFunction | ChosenServer | HostedTool, Field(discriminator="type"), BeforeValidator(_known_kind)
-]
+Chosen = Annotated[ChosenFunction | ChosenServer | HostedTool, Field(discriminator="type"), _OF_KNOWN_KIND]
 
 
 class AllowedFunctions(RequestModel):
@@ -291,15 +286,8 @@ class AllowedFunctions(RequestModel):
     """Functions, custom tools and servers of tools, by name and label."""
 
 
-def _known_choice(value: Any) -> Any:
-    if isinstance(value, dict) and value.get("type") not in ("function", "custom", "mcp", "allowed_tools"):
-        kind = shown(value.get("type"))
-        raise refuse(f"tool_choice.type is {kind}; this server has function, custom, mcp and allowed_tools", "type")
-    return value
-
-
 ResponseToolChoice = Annotated[
     Literal["none", "auto", "required"]
     | Annotated[ChosenFunction | ChosenServer | AllowedFunctions, Field(discriminator="type")],
-    BeforeValidator(_known_choice),
+    one_of("function", "custom", "mcp", "allowed_tools"),
 ]

@@ -14,8 +14,7 @@ from jaxllm.chat.parser import Piece, Step
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.mcp.tools import ToolResult
 from jaxllm.serving.http.api_error import APIError
-from jaxllm.serving.openai.answers import ChatTokenLogprob, TokenBytes, chat_logprobs, timings
-from jaxllm.serving.openai.sampling import obfuscation
+from jaxllm.serving.openai.answers import ChatTokenLogprob, TokenBytes, chat_logprobs, obfuscation, timings
 from jaxllm.serving.request_metrics import Phases, Usage
 from jaxllm.serving.responses import objects
 from jaxllm.serving.responses.items import CLEAR, Item, ItemStatus, new_id

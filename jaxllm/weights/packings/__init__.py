@@ -9,21 +9,32 @@ from jaxllm.errors import CheckpointError
 from jaxllm.quantization.stored import Stored
 from jaxllm.weights.checkpoint import Checkpoint, WrappedCheckpoint
 from jaxllm.weights.fields import NULL, OBJECT, check_fields, either, shown
-from jaxllm.weights.packings.bitsandbytes import find_bitsandbytes, find_mxfp4
-from jaxllm.weights.packings.compressed_tensors import find_compressed_tensors, find_fp8
-from jaxllm.weights.packings.gptq import find_awq, find_gptq
+from jaxllm.weights.folder import read_object
+from jaxllm.weights.packings.bitsandbytes import find_bitsandbytes
+from jaxllm.weights.packings.compressed_tensors import find_compressed_tensors
+from jaxllm.weights.packings.floats import find_fp8, find_modelopt, find_mxfp4, find_quark
+from jaxllm.weights.packings.gptq import find_auto_round, find_awq, find_gptq
 from jaxllm.weights.packings.module import Packed
+from jaxllm.weights.packings.torchao import find_torchao
 
 METHODS: dict[str, Callable[[Checkpoint, dict[str, Any]], dict[str, Packed]]] = {  # by `quant_method`
     "gptq": find_gptq,
     "awq": find_awq,
+    "auto-round": find_auto_round,
     "compressed-tensors": find_compressed_tensors,
     "fp8": find_fp8,
     "fbgemm_fp8": find_fp8,
     "bitsandbytes": find_bitsandbytes,
     "mxfp4": find_mxfp4,
+    "mxfp8": find_fp8,
+    "modelopt": find_modelopt,
+    "quark": find_quark,
+    "torchao": find_torchao,
     "marlin": lambda checkpoint, config: find_gptq(checkpoint, {"bits": 4} | config | {"checkpoint_format": "marlin"}),
 }
+
+
+MODELOPT_FILE = "hf_quant_config.json"  # in which older ones say what they are
 
 
 class PackedCheckpoint(WrappedCheckpoint):
@@ -56,10 +67,14 @@ class PackedCheckpoint(WrappedCheckpoint):
 
 
 def quantization_config(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """What config.json says of quantization, if anything. Raises CheckpointError if it is no object."""
+    """What config.json, or ModelOpt's file beside it, says of quantization. Raises CheckpointError: no object."""
     text = checkpoint.config.get("text_config")
     for config in (checkpoint.config, text if isinstance(text, dict) else {}):
         check_fields(config, {"quantization_config": either(OBJECT, NULL)}, f"{checkpoint.path / 'config.json'}: ")
         if config.get("quantization_config"):
             return config["quantization_config"]
+    if checkpoint.format == "safetensors" and (checkpoint.path / MODELOPT_FILE).exists():
+        given = {"quantization": {}} | read_object(checkpoint.path, MODELOPT_FILE)
+        check_fields(given, {"quantization": OBJECT}, f"{checkpoint.path / MODELOPT_FILE}: ")
+        return {"quant_method": "modelopt"} | given["quantization"]
     return None

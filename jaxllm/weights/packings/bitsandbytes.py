@@ -9,12 +9,7 @@
 
     weight int8 [o, i], SCB float32 [o]: the largest number of each row, for the code 127
 
-MXFP4 (OCP Microscaling Formats 1.0) as gpt-oss is published: blocks of 32 four-bit floats that share a power of two.
-
-    NAME_blocks  uint8 [*stack, o, i / 32, 16]   two numbers a byte, the lower bits first
-    NAME_scales  uint8 [*stack, o, i / 32]       exponents, with 127 for 1
-
-Published at https://github.com/bitsandbytes-foundation/bitsandbytes and https://huggingface.co/openai/gpt-oss-20b
+Published at https://github.com/bitsandbytes-foundation/bitsandbytes
 """
 
 from __future__ import annotations
@@ -25,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.pallas_kernels.matrices import E2M1
-from jaxllm.quantization.stored import E8M0, Codes, Coding
+from jaxllm.quantization.stored import Codes, Coding
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.fields import FLAG, check_fields, real, several, whole
 from jaxllm.weights.packings.module import Packed, Parts, matrices, unpack, unsupported
@@ -117,26 +111,3 @@ def _state(parts: Parts, suffix: str) -> dict[str, Any]:
         raise parts.error(f"holds no {' and no '.join(sorted(missing))}", suffix)
     check_fields(state, STATE_FIELDS, f"{parts.prefix}{suffix}: ")
     return {"nested_blocksize": 256, "nested_offset": 0.0} | state
-
-
-BLOCK = 32
-
-
-def find_mxfp4(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed]:
-    """Every MXFP4 matrix or stack by the name of its codes; files without `_blocks` have transposed matrices."""
-    return {f"{parts.name}_blocks": _mxfp4_matrix(parts) for parts in matrices(checkpoint, "_blocks", "")}
-
-
-def _mxfp4_matrix(parts: Parts) -> Packed:
-    shape = parts.info("_blocks", ("U8",)).shape
-    if len(shape) < 3 or shape[-1] != BLOCK // 2:
-        raise parts.error(f"is of shape {shape}; accepted is [.., o, i / {BLOCK}, {BLOCK // 2}]", "_blocks")
-    *lead, groups, _ = shape
-    parts.info("_scales", ("U8",), (*lead, groups))
-    coding = Coding(4, (1, BLOCK), E8M0, levels=E2M1)
-
-    def read() -> tuple[np.ndarray, Codes]:
-        codes = unpack(parts.array("_blocks"), 4).reshape(*lead, groups * BLOCK)
-        return codes, Codes(coding, parts.array("_scales").view(E8M0))
-
-    return parts.packed("MXFP4", (*lead, groups * BLOCK), coding, read)

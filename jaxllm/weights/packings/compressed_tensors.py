@@ -1,18 +1,10 @@
-"""compressed-tensors, which llm-compressor writes, and FP8 as others write it.
+"""compressed-tensors, which llm-compressor writes; its floats are read as those of others.
 
     pack-quantized    weight_packed int32 [o, i * bits / 32], without gaps; weight_shape; W4A16, W8A16
     int-quantized     weight int8 [o, i]; W8A8, W8A16
-    float-quantized   weight float8_e4m3fn [o, i]
-    weight_scale      [1], [o, 1], [o, i / group], or of FP8 a block's
+    weight_scale      [1], [o, 1] or [o, i / group]
     weight_zero_point likewise, packed along the outputs with packed weights; only where groups are not symmetric
     weight_g_idx      int32 [i], each input's group (act-order)
-
-FP8 checkpoints of others have e4m3 numbers with a scale a tensor, a row, or a block of rows and columns:
-
-    NAME.weight            float8_e4m3fn [o, i], or a stack of them
-    NAME.weight_scale_inv  a factor, in spite of its name: DeepSeek's, one a block; Mistral's, one a tensor
-    NAME.weight_scale      the same elsewhere
-
 
 Published at https://github.com/vllm-project/compressed-tensors
 """
@@ -24,14 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.quantization.stored import FLOATS, FP8, Codes, Coding, order_name
+from jaxllm.quantization.stored import FLOATS, Codes, Coding, order_name
 from jaxllm.weights.checkpoint import Checkpoint
-from jaxllm.weights.fields import FLAG, NULL, OBJECT, TEXT, check_fields, either, several, shown, whole
+from jaxllm.weights.fields import FLAG, NULL, OBJECT, TEXT, check_fields, either, whole
+from jaxllm.weights.packings.floats import MEASURED, PACKED, find_floats
 from jaxllm.weights.packings.module import Packed, Parts, matrices, sorted_inputs, unpack, unsupported
 
-FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
+FORMATS = (
+    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized", "mxfp8-quantized", "dense",
+)  # fmt: skip
 MIXED = "mixed-precision"
-PACKED = ".weight_packed"
 BITS = (2, 3, 4, 8)
 FIELDS = {
     "format": TEXT,
@@ -54,15 +49,14 @@ def find_compressed_tensors(checkpoint: Checkpoint, config: dict[str, Any]) -> d
     rounded = _rounds_inputs(config)
     given = {(group.get("weights") or {}).get("num_bits") for group in _groups(config).values()}
     accepted = [bits for bits in BITS if bits in given] or list(BITS)
-    found = {parts.name: _integers(parts, *_packed_size(parts, accepted)) for parts in matrices(checkpoint, PACKED)}
+    found = find_floats(checkpoint, _block(config))
+    for parts in matrices(checkpoint, PACKED):
+        if parts.name not in found:
+            found[parts.name] = _integers(parts, *_packed_size(parts, accepted))
     for parts in matrices(checkpoint, ".weight_scale"):
-        if parts.name in found:
-            continue
-        info = parts.info(".weight", ("I8", "F8_E4M3"), rank=2)
-        if info.dtype == "I8":
-            found[parts.name] = _integers(parts, info.shape, rounded=rounded)
-        else:
-            found[parts.name] = fp8_matrix(parts, ".weight", _block(config))
+        if parts.name not in found:
+            shape = parts.info(".weight", ("I8",), rank=2).shape
+            found[parts.name] = _integers(parts, shape, rounded=rounded)
     return found
 
 
@@ -166,55 +160,6 @@ def _scales(parts: Parts, outputs: int, inputs: int) -> tuple[tuple[int, int], i
         raise parts.error(f"is of shape {info.shape}; accepted is {accepted}", ".weight_scale")
     if inputs % groups:
         raise parts.error(f"has {inputs} inputs, which {groups} groups (weight_scale) do not divide")
-    parts.ignore(*ACTIVATIONS)
+    parts.ignore(*MEASURED)
     rows = outputs if math.prod(info.shape) == 1 else 1
     return (rows, inputs // groups), groups, FLOATS[info.dtype]
-
-
-SCALES = ("_scale_inv", "_scale")
-ACTIVATIONS = (".input_scale", ".input_zero_point", ".activation_scale", ".output_scale")  # measured, and unused
-FP8_FIELDS = {"weight_block_size": either(several(whole(1, 2**20), 2), NULL)}
-FLOAT32 = np.dtype(np.float32)
-
-
-def find_fp8(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed]:
-    check_fields(config, FP8_FIELDS, "quantization_config.")
-    rows, columns = config.get("weight_block_size") or (128, 128)
-    found = {}
-    for name, info in checkpoint.tensors.items():
-        if info.dtype == "F8_E4M3":
-            prefix = name.removesuffix(".weight")
-            found[name] = fp8_matrix(Parts(checkpoint, prefix, name), name.removeprefix(prefix), (rows, columns))
-    return found
-
-
-def fp8_matrix(parts: Parts, weight: str, block: tuple[int, int]) -> Packed:
-    """The matrix or stack of this name; `block` shares a scale if it is neither one a tensor nor one a row."""
-    shape = parts.info(weight, ("F8_E4M3",)).shape
-    if len(shape) < 2:
-        raise parts.error(f"is FP8 of shape {shape}; accepted is a matrix, or a stack of them", weight)
-    scales = next((weight + suffix for suffix in SCALES if weight + suffix in parts), None)
-    if scales is None:
-        wanted = " or ".join(shown(parts.name + suffix) for suffix in SCALES)
-        raise parts.error(f"is FP8, and {wanted} is missing")
-    *stack, rows, columns = shape
-    info = parts.info(scales, (*FLOATS, "F8_E8M0"))
-    of_blocks = (-(-rows // block[0]), -(-columns // block[1]))
-    ones = (1, 1)[: max(0, len(info.shape) - len(stack))]
-    if info.shape == (*stack, *of_blocks):
-        shares, scale_shape = block, of_blocks
-    elif info.shape == (*stack, rows, 1) or info.shape == (*stack, rows):
-        shares, scale_shape = (1, columns), (rows, 1)
-    elif info.shape == (*stack, *ones):
-        shares, scale_shape = (rows, columns), (1, 1)
-    else:
-        accepted = f"{(*stack, *of_blocks)}, {(*stack, rows, 1)} or {tuple(stack)}"
-        raise parts.error(f"is of shape {info.shape}; accepted is {accepted}, for {shape}", scales)
-    parts.ignore(*ACTIVATIONS, f"{weight}_activation_scale")
-    coding = Coding(8, shares, FLOAT32, codes=FP8)
-
-    def read() -> tuple[np.ndarray, Codes]:
-        factors = parts.array(scales).astype(np.float32).reshape(*stack, *scale_shape)
-        return parts.array(weight), Codes(coding, factors)
-
-    return parts.packed("FP8", shape, coding, read)

@@ -11,17 +11,20 @@ AWQ (arXiv:2306.00978) as AutoAWQ writes it for its GEMM kernel, or in Marlin's 
     qzeros   int32 [i / group, o / 8]   likewise
     scales   [i / group, o]
 
+AutoRound (arXiv:2309.05516) packs as one of those two, with settings of their own for single modules.
+
 Marlin's order of four-bit weights, in which a GPU's tensor cores take them (arXiv:2408.11743, section 3.4):
 
     weights  int32 [i / 16, 2 o]   tiles of 16 inputs by 64 outputs, each in the order below; symmetric about 8
     scales   float16 [i / group, o]    in an order of their own
 
 Published at https://github.com/AutoGPTQ/AutoGPTQ, https://github.com/ModelCloud/GPTQModel,
-https://github.com/casper-hansen/AutoAWQ and https://github.com/IST-DASLab/marlin
+https://github.com/casper-hansen/AutoAWQ, https://github.com/intel/auto-round and https://github.com/IST-DASLab/marlin
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -45,11 +48,12 @@ GPTQ_FIELDS = {
 }
 
 
-def find_gptq(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed]:
+def find_gptq(
+    checkpoint: Checkpoint, config: dict[str, Any], own: Mapping[str, dict[str, Any]] = {}
+) -> dict[str, Packed]:
     check_fields(config, GPTQ_FIELDS, "quantization_config.")
     bits, form = config.get("bits"), config.get("checkpoint_format") or config.get("format") or "gptq"
-    if bits not in GPTQ_BITS:
-        raise unsupported("GPTQ", "bits", bits, "2, 3, 4 or 8")
+    _check_gptq_bits("bits", bits)
     if form not in GPTQ_FORMATS:
         raise unsupported("GPTQ", "checkpoint_format", form, ", ".join(GPTQ_FORMATS))
     if any(rule and not pattern.startswith("-:") for pattern, rule in (config.get("dynamic") or {}).items()):
@@ -59,10 +63,17 @@ def find_gptq(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packe
         if bits != 4:
             raise unsupported("Marlin", "bits", bits, "4")
         return {parts.name: marlin(parts, ".B", ".s", group) for parts in matrices(checkpoint, ".B")}
-    symmetric, v1 = config.get("sym", False), form == "gptq"
-    return {
-        parts.name: _gptq_matrix(parts, bits, group, symmetric, v1=v1) for parts in matrices(checkpoint, ".qweight")
-    }
+    found = {}
+    for parts in matrices(checkpoint, ".qweight"):
+        here = {"group_size": group, "sym": False} | config | own.get(parts.prefix, {})
+        _check_gptq_bits(f"extra_config.{parts.prefix}.bits", here["bits"])
+        found[parts.name] = _gptq_matrix(parts, here["bits"], here["group_size"], here["sym"], v1=form == "gptq")
+    return found
+
+
+def _check_gptq_bits(key: str, bits: Any) -> None:
+    if bits not in GPTQ_BITS:
+        raise unsupported("GPTQ", key, bits, "2, 3, 4 or 8")
 
 
 def _gptq_matrix(parts: Parts, bits: int, group_size: int, symmetric: bool, *, v1: bool) -> Packed:
@@ -113,7 +124,9 @@ AWQ_FIELDS = {
 }
 
 
-def find_awq(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed]:
+def find_awq(
+    checkpoint: Checkpoint, config: dict[str, Any], own: Mapping[str, dict[str, Any]] = {}
+) -> dict[str, Packed]:
     names = {"w_bit": "bits", "q_group_size": "group_size"}  # as AutoAWQ calls them in a file of its own
     config = {names.get(key, key): value for key, value in config.items()}
     check_fields(config, AWQ_FIELDS, "quantization_config.")
@@ -122,10 +135,15 @@ def find_awq(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed
         raise unsupported("AWQ", "bits", config["bits"], "4")
     if version not in AWQ_VERSIONS:
         raise unsupported("AWQ", "version", version, " or ".join(AWQ_VERSIONS))
-    group, found = config.get("group_size", 128), matrices(checkpoint, ".qweight")
-    if version == "marlin":
-        return {parts.name: marlin(parts, ".qweight", ".scales", group) for parts in found}
-    return {parts.name: _awq_matrix(parts, group) for parts in found}
+    found = {}
+    for parts in matrices(checkpoint, ".qweight"):
+        here = {"bits": AWQ_BITS, "group_size": 128} | config | own.get(parts.prefix, {})
+        group = here["group_size"]
+        if here["bits"] != AWQ_BITS:
+            raise unsupported("AWQ", f"extra_config.{parts.prefix}.bits", here["bits"], "4")
+        packed = marlin(parts, ".qweight", ".scales", group) if version == "marlin" else _awq_matrix(parts, group)
+        found[parts.name] = packed
+    return found
 
 
 def _awq_matrix(parts: Parts, group_size: int) -> Packed:
@@ -146,6 +164,24 @@ def _awq_matrix(parts: Parts, group_size: int) -> Packed:
 def _outputs(words: np.ndarray) -> np.ndarray:
     nibbles = unpack(words, AWQ_BITS).reshape(len(words), -1, AWQ_IN_WORD)
     return nibbles[..., np.argsort(AWQ_ORDER)].reshape(len(words), -1)
+
+
+AUTO_ROUND_PACKINGS = {"auto_round:auto_gptq": find_gptq, "auto_round:auto_awq": find_awq}
+AUTO_ROUND_FIELDS = {"packing_format": TEXT, "data_type": one_of("int"), "extra_config": either(OBJECT, NULL)}
+MODULE_FIELDS = {"bits": whole(1, 32), "group_size": GPTQ_FIELDS["group_size"], "sym": FLAG}
+
+
+def find_auto_round(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Packed]:
+    check_fields(config, AUTO_ROUND_FIELDS, "quantization_config.")
+    form = config.get("packing_format", "auto_round:auto_gptq")
+    if form not in AUTO_ROUND_PACKINGS:
+        raise unsupported("AutoRound", "packing_format", form, " or ".join(AUTO_ROUND_PACKINGS))
+    own = config.get("extra_config") or {}
+    for module, settings in own.items():
+        key = f"quantization_config.extra_config.{module}"
+        check_fields({key: settings}, {key: OBJECT})
+        check_fields(settings, MODULE_FIELDS, f"{key}.")
+    return AUTO_ROUND_PACKINGS[form](checkpoint, {"sym": True} | config, own)
 
 
 MARLIN_TILE, MARLIN_WIDTH = 16, 64  # inputs and outputs of a tile

@@ -75,7 +75,8 @@ class Parts:
 
         def checked() -> Stored:
             codes, meaning = read()
-            if not np.isfinite(meaning.scale.astype(np.float32)).all():
+            scales = [meaning.scale] if meaning.factor is None else [meaning.scale, meaning.factor]
+            if not all(np.isfinite(scale.astype(np.float32)).all() for scale in scales):
                 raise CheckpointError(f"{origin}: not all of its scales are finite")
             return Stored(codes, dtype, shape, codes=meaning, origin=origin)
 

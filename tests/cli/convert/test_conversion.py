@@ -71,7 +71,7 @@ def logits(path: Path) -> np.ndarray:
 
 KINDS = ("llama:gptq_128", "llama:awq", "llama:fp8_blocks", "llama:bitsandbytes_nf4", "mixtral:mxfp4",
          "llama:gptq_sorted", "llama:gptq_sorted_each", "mixtral:gptq_sorted_each",
-         "deepseek_v3:compressed_w8a16")  # fmt: skip
+         "deepseek_v3:compressed_w8a16", "llama:modelopt_nvfp4", "llama:mxfp8", "mixtral:nvfp4")  # fmt: skip
 """A checkpoint of each kind of weight."""
 
 

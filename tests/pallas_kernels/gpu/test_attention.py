@@ -114,6 +114,18 @@ def test_matches_oracle(case):
     check(batch, **with_numbers_of_heads(batch, options))
 
 
+@pytest.mark.parametrize("window", [None, 24])
+def test_tokens_that_see_later_ones(window):
+    batch = ragged_batch(**MIXED, window=window)
+    until = with_numbers_of_heads(batch, {"visible_until": 9})["visible_until"]
+    expected, _ = attention_oracle(
+        batch.q, batch.k, batch.v, batch.pages, batch.meta, scale=0.1, window=window, visible_until=until
+    )
+    attend = partial(paged_attention, scale=0.1, window=window, interpret=INTERPRET)
+    out, _ = jax.jit(attend)(batch.q, batch.k, batch.v, batch.pages, batch.meta, visible_until=until)
+    np.testing.assert_allclose(np.asarray(out)[batch.real], expected[batch.real], rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.bfloat16, 2e-2), (jnp.float16, 2e-3)])
 def test_half_precision_accumulates_in_float32(dtype, tolerance):
     check(ragged_batch(**MIXED, dtype=dtype), tolerance=tolerance)

@@ -22,8 +22,9 @@ from jaxllm.pallas_kernels.matrices import E2M1, PackedMatrix
 from jaxllm.quantization.coded import groups
 from jaxllm.quantization.gguf_weight import GgufKind
 from jaxllm.quantization.gpu_tiles import BLOCKS, GpuTiles, gpu_tiled
-from jaxllm.quantization.stored import E8M0, Stored
+from jaxllm.quantization.stored import E8M0, FP8, Stored
 from jaxllm.quantization.weight import fuse
+from tests.quantization.blocks import nvfp4
 from tests.support.gpu_here import INTERPRET
 
 pytestmark = pytest.mark.hardware
@@ -38,6 +39,7 @@ KINDS: dict[str, Any] = {
     "4 bits by 128": lambda dtype: groups(dtype, 4, 128, False, F32),
     "4 bits by 16, bfloat16 scales": lambda dtype: groups(dtype, 4, 16, True, BF16),
     "MXFP4": lambda dtype: groups(dtype, 4, 32, True, E8M0, E2M1),
+    "NVFP4": lambda dtype: groups(dtype, 4, 16, True, FP8, E2M1),
     "8 bits": lambda dtype: groups(dtype, 8, 64),
     "8 bits, symmetric": lambda dtype: groups(dtype, 8, 32, True),
 }
@@ -47,7 +49,7 @@ def tiles(name: str, *shape: int, dtype: np.dtype = F32) -> tuple[GpuTiles, np.n
     """A weight of random codes, and the numbers that it stands for as the kind that it is made of expands them."""
     kind = KINDS[name](dtype)
     values = np.random.default_rng().standard_normal(shape).astype(np.float32)
-    tensors = [Stored(values, "F32", values.shape)]
+    tensors = [nvfp4(*shape) if name == "NVFP4" else Stored(values, "F32", values.shape)]
     tiled = gpu_tiled(kind, [shape[-2]], shape[-1])
     assert tiled is not kind
     kept = kind.pack(tensors, None)
@@ -88,6 +90,7 @@ RAGGED = {
     "4 bits, symmetric": (1696, 224),
     "4 bits by 16, bfloat16 scales": (2352, 304),
     "MXFP4": (1696, 288),
+    "NVFP4": (2112, 320),
     "8 bits": (448,),
 }
 """By kind: numbers of inputs that are no whole tiles of the usual width, nor of half of it, or no pairs of scales."""
@@ -116,7 +119,7 @@ def test_rows_that_end_within_a_tile_are_expanded_exactly(name: str, inputs: int
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q6_K", "Q8_0", "Q5_1", "Q3_K", "8 bits", "4 bits", "MXFP4"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q6_K", "Q8_0", "Q5_1", "Q3_K", "8 bits", "4 bits", "MXFP4", "NVFP4"])
 def test_codes_are_exact_in_16_bits(name: str, dtype: Any) -> None:
     weight, exact = tiles(name, 32, 256, dtype=np.dtype(dtype))
     x = draw(7, 256, dtype)

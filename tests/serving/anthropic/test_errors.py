@@ -43,7 +43,7 @@ REFUSALS = [
     ({"top_p": 1.5}, "top_p is 1.5"),
     ({"metadata": {"team": "x"}}, "metadata.team"),
     (turns([IMAGE]), "messages[0].content[0] is an image, and this model sees no images"),
-    (turns([{"type": "document"}]), "messages[0].content[0].type: blocks of type 'document'"),
+    (turns([{"type": "image"}]), "messages[0].content[0].source"),
     (turns([{"type": "poem"}]), "messages[0].content[0]"),
     (turns([{"type": "text"}]), "messages[0].content[0].text is required"),
     (turns("x", [RESULT]), "messages[1].content[0].type: messages of role 'assistant'"),

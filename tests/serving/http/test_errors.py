@@ -15,6 +15,7 @@ from tests.support.covers import covers
 
 HELLO = [{"role": "user", "content": "Hi"}]
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+ENDLESS = {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
@@ -78,6 +79,11 @@ CHAT_REFUSALS = [
     ({"messages": [{"role": "user"}]}, "messages[0].content", "messages[0]: content is required"),
     ({"temprature": 1}, "temprature", "did you mean 'temperature'"),
     ({"frobnicate": 1}, "frobnicate", "unknown field"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": ENDLESS}}},
+        "response_format",
+        "no finite value satisfies the schema",
+    ),
     ({"tools": [], "tool_choice": "auto"}, "tool_choice", "tools is empty"),
     ({"tool_choice": "auto"}, "tool_choice", "no tools"),
     ({"tool_choice": "required"}, "tool_choice", "no tools"),

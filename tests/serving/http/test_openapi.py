@@ -80,7 +80,7 @@ class Server:
         body = BODIES[path] if method == "post" and path in BODIES else None
         if path == "/v1/batches" and body is not None:
             body = body | {"input_file_id": ids["file_id"]}
-        media_type = "multipart/form-data" if path == "/v1/files" else "application/json"
+        media_type = "multipart/form-data" if path.startswith("/v1/files") else "application/json"
         fields = {} if body is None else {"body": body, "media_type": media_type}
         return self.operation(method, path).Case(path_parameters=path_parameters(path, ids), **fields)
 

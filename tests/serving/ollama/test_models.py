@@ -14,7 +14,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from jaxllm.errors import ModelNotFoundError
-from jaxllm.serving.ollama import models
+from jaxllm.serving.ollama import routes
 from jaxllm.weights.source import LocalModel
 from tests.serving.access.conftest import write_keys
 from tests.serving.conftest import wait_for
@@ -170,7 +170,7 @@ def test_a_models_files_are_fetched_and_its_progress_told(
         fetched.append(name)
         return folder
 
-    monkeypatch.setattr(models, "resolve_model", resolve)
+    monkeypatch.setattr(routes, "resolve_model", resolve)
     client = make_client(FakeEngine(), model=str(folder), served_model_name="tiny")
     told = client.post("/api/pull", json={"model": "tiny", "insecure": False})
     assert told.headers["content-type"] == "application/x-ndjson"
@@ -193,8 +193,8 @@ def test_downloaded_files_are_removed_and_no_others(
     own = client.request("DELETE", "/api/delete", json={"model": "tiny"})
     assert own.status_code == 404 and "is a file or folder of yours" in own.json()["error"]
     removed: list[str] = []
-    monkeypatch.setattr(models, "find_removable", lambda name, _: LocalModel(name, 1, Path(), ""))
-    monkeypatch.setattr(models, "remove_local", lambda found: removed.append(found.name))
+    monkeypatch.setattr(routes, "find_removable", lambda name, _: LocalModel(name, 1, Path(), ""))
+    monkeypatch.setattr(routes, "remove_local", lambda found: removed.append(found.name))
     server = serve("a")
     server.ask("a")
     api = server.url.removesuffix("/v1") + "/api"
@@ -202,11 +202,11 @@ def test_downloaded_files_are_removed_and_no_others(
     assert removed == ["a"] and starts.events[-1] == "stopped a"
 
 
-@pytest.mark.parametrize("path", models.REFUSED)
+@pytest.mark.parametrize("path", routes.REFUSED)
 def test_what_is_not_here_is_refused_by_name(client: TestClient, path: str) -> None:
     answer = client.post(path.replace("{digest}", "sha256:00"), json={"model": "a"})
     assert answer.status_code == 501
-    assert answer.json()["error"] == f"{path} is not supported by this server: {models.REFUSED[path]}"
+    assert answer.json()["error"] == f"{path} is not supported by this server: {routes.REFUSED[path]}"
 
 
 def test_keys_are_asked_for_and_have_their_limits_here_too(make_client: Any, tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_a_tool_is_chosen_by_name(client: TestClient, engine: FakeEngine, kind: 
         ([VOICE | {"tools": [SAY, SAY]}], "tools[0].tools[1].name", "twice"),
         ([VOICE | {"tools": [{"type": "mcp", "server_label": "a"}]}], "tools[0].tools[0]", "custom"),
         ([{"type": "web_search"}, {"type": "shell"}], "tools[0].type", "'web_search', which this server does not run"),
-        ([{"type": "telepathy"}], "tools[0].type", "function, custom, namespace and mcp"),
+        ([{"type": "telepathy"}], "tools[0].type", "function, custom, namespace, mcp"),
     ],
 )
 def test_tools_that_cannot_be_offered(client: TestClient, tools: list[Any], param: str, told: str) -> None:

@@ -1,4 +1,12 @@
 import type { UserMessage } from "../store/messages";
+import { request } from "./http";
+
+/** A PDF's text, which the server reads. Throws APIError, of status 400 with what is said of the file after its name. */
+export async function textOfFile(file: File): Promise<string> {
+  const form = new FormData();
+  form.append("file", file);
+  return (await request("v1/files/text", { method: "POST", body: form })).text();
+}
 
 /** A text between fences that are longer than any in it. */
 export function fenced(text: string): string {

@@ -2,6 +2,8 @@ import { ArrowUpOutlined, FileTextOutlined, PaperClipOutlined, UploadOutlined } 
 import { Attachments, Sender } from "@ant-design/x";
 import { App, Button, Tag } from "antd";
 import { useEffect, useRef } from "react";
+import { textOfFile } from "../api/files";
+import { APIError } from "../api/http";
 import { useT } from "../i18n";
 import { isBase, useServer } from "../serverState";
 import type { Settings } from "../settings/fields";
@@ -120,11 +122,24 @@ function FileButton({ file, onClick }: { file: TextFile; onClick: () => void }) 
 function useAddFile(setFiles: (by: (files: TextFile[]) => TextFile[]) => void) {
   const t = useT();
   const { message } = App.useApp();
+  const addPDF = async (file: File) => {
+    const { name } = file;
+    const reading = message.loading(t("pdfReading", { name }), 0);
+    try {
+      const text = await textOfFile(file);
+      setFiles((before) => [...before, { name, text }]);
+    } catch (error) {
+      if (!(error instanceof APIError)) throw error;
+      message.error(error.status === 400 ? `${name} ${error.message}` : `${name}: ${error.message}`);
+    } finally {
+      reading();
+    }
+  };
   return (file: File) => {
     void (async () => {
       if (file.type.startsWith("image/") && !file.type.includes("xml")) return void message.error(t("noPictures", { name: file.name }));
+      if (file.type === "application/pdf" || /\.pdf$/i.test(file.name)) return addPDF(file);
       if (file.size > MAX_FILE_BYTES) return void message.error(t("tooLarge", { name: file.name, limit: MAX_FILE_TEXT }));
-      if (file.type === "application/pdf" || /\.pdf$/i.test(file.name)) return void message.error(t("noPDF", { name: file.name }));
       const read = await readTextFile(file);
       if (read === null) return void message.error(t("notText", { name: file.name }));
       setFiles((before) => [...before, { name: file.name, text: read.text }]);

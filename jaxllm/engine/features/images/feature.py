@@ -63,13 +63,14 @@ class Piece(NamedTuple):
     user: Waiter
 
 
-@dataclass
+@dataclass(eq=False)
 class SeenByRequest(Waiter):
     """A request's images.
 
     Attributes:
         rows: as in PlacedImages, as are the others.
         end: the first token after the last row.
+        keys: the tokens, with a number in the place of each row that no other row of any image has.
         table: the store's row of each row of its images.
     """
 
@@ -78,21 +79,18 @@ class SeenByRequest(Waiter):
     visible_until: Int[np.ndarray, "T"] | None
     places: Int[np.ndarray, "3 T"] | None
     end: int
+    keys: list[int]
     table: Int[np.ndarray, "R"] = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @classmethod
-    def of(cls, placed: PlacedImages) -> SeenByRequest:
+    def of(cls, placed: PlacedImages, token_ids: list[int]) -> SeenByRequest:
         rows = np.frombuffer(placed.rows, np.int32)
         visible = None if placed.visible_until is None else np.frombuffer(placed.visible_until, np.int32)
         places = None if placed.places is None else np.frombuffer(placed.places, np.int32).reshape(3, -1)
-        return cls(placed.images, rows, visible, places, int(np.flatnonzero(rows >= 0)[-1]) + 1)
-
-    def keys(self, token_ids: list[int]) -> list[int]:
-        """The prompt with a number in the place of each row that no other row of any other image has."""
-        bases = [int.from_bytes(image.digest) << 32 for image in self.images]
-        of_row = [base + row for base, image in zip(bases, self.images, strict=True) for row in range(image.num_rows)]
-        own = [of_row[row] if row >= 0 else token for row, token in zip(self.rows, token_ids, strict=False)]
-        return own + token_ids[len(own) :]
+        bases = [int.from_bytes(image.digest) << 32 for image in placed.images]
+        of_row = [base + row for base, image in zip(bases, placed.images, strict=True) for row in range(image.num_rows)]
+        keys = [of_row[row] if row >= 0 else token for row, token in zip(rows, token_ids, strict=False)]
+        return cls(placed.images, rows, visible, places, int(np.flatnonzero(rows >= 0)[-1]) + 1, keys)
 
 
 class ImagesFeature(Feature):
@@ -143,9 +141,10 @@ class ImagesFeature(Feature):
 
     def prepare(self, request: Request, asked: EngineRequest) -> SeenByRequest:
         assert asked.images is not None
-        found = SeenByRequest.of(asked.images)
-        request.prompt_keys = found.keys(request.token_ids)
-        return found
+        return SeenByRequest.of(asked.images, request.token_ids)
+
+    def keys(self, request: Request, extra: SeenByRequest, start: int, stop: int) -> list[int]:
+        return extra.keys[start:stop] + request.token_ids[max(start, len(extra.keys)) : stop]
 
     def job(self, request: Request, extra: SeenByRequest) -> Errand:
         return Errand(lambda: self._make_ready(extra), self._jobs)
@@ -287,10 +286,10 @@ class _Placed(Traced):
         return meta
 
 
-class PlacesFeature(Feature):
+class RopeShiftFeature(Feature):
     """Models that rotate tokens by time, height and width: after an image a token's place is not its position."""
 
-    name = "places"
+    name = "rope_shift"
     on = ("decode", "verify", "backbone")
     always = True
     asked_by = ("images",)

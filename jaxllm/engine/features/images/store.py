@@ -14,7 +14,7 @@ from jaxllm.engine.messages import SeenImage
 from jaxllm.errors import EngineDeadError, InvalidRequestError
 
 
-@dataclass
+@dataclass(eq=False)
 class StoredImage:
     """An image's rows, which its `owner` fills.
 
@@ -34,7 +34,7 @@ class StoredImage:
         return self.filled == len(self.rows)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Waiter:
     """A request for which a thread waits, and the images that it holds."""
 

@@ -73,7 +73,7 @@ class OffloadFeature(Feature):
     def job(self, request: Request, extra: _OffloadState) -> Errand | None:
         """Read what is on disk, unless the engine is paused: then it is computed again. Fetch from other servers."""
         core, tiers = self.around.core, self.tiers
-        root, tokens = core.prefix_root(request), request.keys(0, core.features.first_read(request))
+        root, tokens = core.prefix_root(request), core.features.keys(request, 0, core.features.first_read(request))
         on_disk = [] if core.is_paused else tiers.on_disk(root, tokens)
         pull = extra.pull = tiers.pull(extra.pages_at, root, tokens, on_disk)
         if not on_disk and pull is None:
@@ -117,7 +117,8 @@ class OffloadFeature(Feature):
     def ended(self, request: Request, extra: _OffloadState, delta: TokenDelta) -> None:
         """Copy the full pages of a prompt, and its state, to host memory, where other servers find them."""
         if extra.hands_on:
-            prompt, root = request.keys(0, request.num_prompt), self.around.core.prefix_root(request)
+            core = self.around.core
+            prompt, root = core.features.keys(request, 0, request.num_prompt), core.prefix_root(request)
             self._keep(self.tiers.to_hand_on(root, prompt, request.pages))
 
     def forget(self, request: Request, extra: _OffloadState) -> None:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from jaxllm import compat
 from jaxllm.engine.core.device import Device
 from jaxllm.engine.core.keys import Key
 from jaxllm.engine.scale.lockstep import messages
@@ -152,17 +153,21 @@ class Follower:
         return heard
 
     def _listen(self) -> None:
+        silent = 0.0
         while True:
-            silent = SILENT_START_SECONDS if self._starting else SILENT_SECONDS
             try:
-                heard = self._wire.receive(silent)
+                heard = self._wire.receive(SILENT_SECONDS)
             except TimeoutError:
+                silent += SILENT_SECONDS
+                if self._starting and silent < SILENT_START_SECONDS and compat.coordinator_answers(seconds=3):
+                    continue  # it is busy; waiting is in all shorter than JAX's heartbeat, which aborts a process
                 problem = f"process 0 has said nothing for {silent:g} seconds"
             except OSError:
                 problem = "process 0 is gone"
             except WireError as error:
                 problem = f"process 0 cannot be understood: {error}"
             else:
+                silent = 0.0
                 self._heard.put(heard)
                 if isinstance(heard[0], messages.End | messages.Refused):
                     return

@@ -16,7 +16,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.scale.lockstep import messages
 from jaxllm.engine.scale.lockstep.follower import Follower, connected
 from jaxllm.engine.scale.lockstep.leader import Leader, Member
-from jaxllm.engine.scale.lockstep.messages import MEETING_SECONDS
+from jaxllm.engine.scale.lockstep.messages import BEAT_SECONDS, MEETING_SECONDS, SILENT_SECONDS
 from jaxllm.errors import ConfigError, reason
 from jaxllm.progress import tell
 from jaxllm.sharding.clusters import split_address
@@ -89,22 +89,30 @@ class _Meeting:
         tell("Waiting for the other processes")
         try:
             with self._changed:
-                self._changed.wait_for(lambda: self._problem or len(self._members) == self._count - 1, MEETING_SECONDS)
+                for _ in range(int(MEETING_SECONDS / BEAT_SECONDS) + 1):
+                    if self._changed.wait_for(lambda: self._problem or not self._missing(), BEAT_SECONDS):
+                        break
+                    self._say(messages.Pulse())
         finally:
             interrupt(self._listener)  # and with it the thread that accepts
             self._listener.close()
-        missing = [number for number in range(1, self._count) if number not in self._members]
-        if self._problem is None and missing:
+        if self._problem is None and (missing := self._missing()):
             self._problem = (
                 f"num_processes is {self._count}, and process {missing[0]} has not come to {self._address} within "
                 f"{MEETING_SECONDS:g} seconds"
             )
         if self._problem is not None:
-            for member in self._members.values():
-                with suppress(OSError):
-                    member.wire.send(messages.Refused(self._problem))
+            self._say(messages.Refused(self._problem))
             raise ConfigError(self._problem)
         return self._begin(on_broken)
+
+    def _missing(self) -> list[int]:
+        return [number for number in range(1, self._count) if number not in self._members]
+
+    def _say(self, message: messages.FromLeader) -> None:
+        for member in self._members.values():
+            with suppress(OSError):  # it has gone meanwhile, as the Leader is about to find out
+                member.wire.send(message)
 
     def _begin(self, on_broken: Callable[[str], None]) -> Group:
         machine = machine_name()[1]
@@ -165,9 +173,11 @@ def _join(config: EngineConfig, agreement: dict[str, str], on_broken: Callable[[
     host, machine = machine_name()
     try:
         wire.send(messages.Hello(config.process_id, host, machine, agreement))
-        answer, _ = wire.receive(max(1.0, deadline - time.monotonic()) + HANDSHAKE_SECONDS)
+        answer: messages.FromLeader = messages.Pulse()
+        while isinstance(answer, messages.Pulse):
+            answer, _ = wire.receive(SILENT_SECONDS)
     except (OSError, WireError) as error:
-        raise ConfigError(f"{where} has left before all processes came: {error}") from None
+        raise ConfigError(f"{where} has stopped before all processes came: {error}") from None
     if isinstance(answer, messages.Refused):
         raise ConfigError(answer.reason)
     if not isinstance(answer, messages.Welcome):

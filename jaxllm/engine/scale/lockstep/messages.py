@@ -11,7 +11,7 @@ BEAT_SECONDS = 1.0
 SILENT_SECONDS = 8.0
 """A process that says nothing for this time is taken for dead, and the group ends: before JAX's heartbeat ends it."""
 SILENT_START_SECONDS = 60.0
-"""The same until it can run steps: it may load libraries and wake devices without a word."""
+"""The same until it can run steps, if JAX's coordinator answers: it may load libraries without a word meanwhile."""
 MEETING_SECONDS = 300.0
 """How long processes wait for each other at the start."""
 CHECKED_STEPS = 16

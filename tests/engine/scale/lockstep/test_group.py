@@ -22,7 +22,7 @@ from jaxllm.engine.scale.lockstep.follower import Follower
 from jaxllm.engine.scale.lockstep.leader import Leader
 from jaxllm.engine.scale.lockstep.meeting import Group, meet
 from jaxllm.engine.scale.lockstep.messages import CHECKED_STEPS, Agreed, Follows, MemberPlan, Pulse, RunStep
-from jaxllm.errors import EngineDeadError
+from jaxllm.errors import ConfigError, EngineDeadError
 from jaxllm.sharding.wire import frame
 from tests.sharding.ports import free_port
 
@@ -249,6 +249,32 @@ def test_a_silent_leader_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None
         end = following(group, EchoDevice())
         silent = "process 0 has said nothing for 0.4 seconds"
         assert str(end.exception(PATIENCE)) == silent and soon(lambda: group.ends[1]) == [silent]
+
+
+def test_a_leader_that_is_silent_while_its_coordinator_answers_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(follower, "SILENT_START_SECONDS", 0.7)
+    monkeypatch.setattr(leader, "BEAT_SECONDS", 60)
+    monkeypatch.setattr(compat, "coordinator_answers", lambda seconds: True)
+    with met() as group:
+        assert soon(lambda: group.ends[1]) == ["process 0 has said nothing for 0.8 seconds"]
+
+
+def test_process_0_beats_while_it_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "SILENT_SECONDS", 0.5)
+    port, ends = free_port(), [[], []]
+    with ThreadPoolExecutor(2) as threads:
+        monkeypatch.setattr(meeting, "MEETING_SECONDS", 1.5)
+        monkeypatch.setattr(meeting, "BEAT_SECONDS", 0.1)
+        both = [threads.submit(meet, config_of(n, port, 3), {}, ends[n].append) for n in range(2)]
+        for one in both:
+            with pytest.raises(ConfigError, match="process 2 has not come"):
+                one.result(PATIENCE)
+        monkeypatch.setattr(meeting, "MEETING_SECONDS", 2.0)
+        monkeypatch.setattr(meeting, "BEAT_SECONDS", 1.0)
+        both = [threads.submit(meet, config_of(n, port, 3), {}, ends[n].append) for n in range(2)]
+        with pytest.raises(ConfigError, match=r"process 0 at \S+ has stopped before all processes came: timed out"):
+            both[1].result(PATIENCE)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""LoRA adapters in memory, and folders that PEFT's `save_pretrained` wrote.
+"""LoRA adapters as PEFT and llama.cpp store them: small matrices that are added to those of a model.
 
-The settings in adapter_config.json: https://huggingface.co/docs/peft/package_reference/lora
+The settings in PEFT's adapter_config.json: https://huggingface.co/docs/peft/package_reference/lora
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float, Shaped
 from safetensors.numpy import save_file
 
-from jaxllm.errors import CheckpointError
+from jaxllm.errors import CheckpointError, one_line
 from jaxllm.weights.fields import (
     FLAG,
     NULL,
@@ -32,7 +32,8 @@ from jaxllm.weights.fields import (
     shown,
     whole,
 )
-from jaxllm.weights.folder import model_file, read_object
+from jaxllm.weights.folder import NO_PICKLES, PICKLES, check_no_device, model_file, read_object
+from jaxllm.weights.gguf_file import GGUFCheckpoint
 from jaxllm.weights.safetensors_file import read_tensors
 
 SETTINGS_FILE = "adapter_config.json"
@@ -167,7 +168,26 @@ class Adapter:
         return max((len(update.a) for update in self.updates.values()), default=0)
 
 
-def read_peft_adapter(folder: Path) -> Adapter:
+def open_adapter(path: Path) -> Adapter:
+    """Read a folder that PEFT saved (adapter_config.json, adapter_model.safetensors) or a GGUF adapter into memory.
+
+    Raises CheckpointError if there is no adapter, it is corrupt, or it uses something that is not supported. The
+    message names the file, the key or tensor, and what is accepted.
+    """
+    if path.suffix in PICKLES and path.is_file():
+        raise CheckpointError(f"{one_line(path)}: {NO_PICKLES}")
+    if path.suffix == ".gguf" and path.is_file():
+        return _read_gguf(path)
+    if path.is_dir():
+        return _read_peft(path)
+    found = "is a file" if path.exists() else "does not exist"
+    raise CheckpointError(
+        f"{one_line(path)}: {found}; an adapter is a folder with {SETTINGS_FILE} and adapter_model.safetensors, or a "
+        ".gguf file"
+    )
+
+
+def _read_peft(folder: Path) -> Adapter:
     settings = _read_settings(folder)
     file = model_file(folder, TENSORS_FILE)
     if not file.is_file():
@@ -360,3 +380,61 @@ def _layer_number(module: str, patterns: list[str]) -> int | None:
     """`model.layers.3.mlp.up_proj` -> 3; None for a module that is in no layer."""
     tried = (re.match(rf".*\.{pattern}\.(\d+)\.", module) for pattern in patterns or [r"[^.]*"])
     return next((int(found[1]) for found in tried if found), None)
+
+
+ALPHA = "adapter.lora.alpha"
+EMBEDDING = "token_embd.weight"
+INVOCATION = "adapter.alora.invocation_tokens"
+
+
+def _read_gguf(path: Path) -> Adapter:
+    check_no_device(path)
+    file = GGUFCheckpoint(path)
+    alpha = _gguf_alpha(path, file.config)
+    tensors = {name: np.array(file.read(name).expand()) for name in file.tensors}
+    updates, replaced = {}, {}
+    for name, tensor in tensors.items():
+        base, _, part = name.rpartition(".")
+        if part == "lora_a":
+            updates[base] = _from_gguf(path, base, tensor, tensors.get(f"{base}.lora_b"), alpha)
+        elif part == "lora_b":
+            if f"{base}.lora_a" not in tensors:
+                raise CheckpointError(f"{path}: tensor {shown(f'{base}.lora_a')} is missing")
+        elif name.endswith("_norm.weight"):
+            replaced[name] = tensor
+        else:
+            raise CheckpointError(
+                f"{path}: tensor {shown(name)} is not known; accepted are NAME.lora_a, NAME.lora_b and norms"
+            )
+    if not updates and not replaced:
+        raise CheckpointError(f"{path}: holds no tensors")
+    base_model = file.config.get("general.base_model.0.name")
+    return Adapter("gguf", path, updates, replaced, base_model if isinstance(base_model, str) else None)
+
+
+def _gguf_alpha(path: Path, metadata: dict[str, Any]) -> float:
+    """`adapter.lora.alpha`; with 0 the product of the matrices is added as it is."""
+    for key, accepted in (("general.type", "adapter"), ("adapter.type", "lora")):
+        if metadata.get(key) != accepted:
+            raise CheckpointError(f"{path}: {key} is {shown(metadata.get(key))}; accepted is {accepted!r}")
+    if metadata.get(INVOCATION):
+        raise CheckpointError(
+            f"{path}: {INVOCATION} is set: an adapter that begins in the middle of a prompt is not supported"
+        )
+    check_fields(metadata, {ALPHA: real(-1e9, 1e9)}, f"{path}: ")
+    return float(metadata.get(ALPHA, 0))
+
+
+def _from_gguf(path: Path, base: str, a: np.ndarray, b: np.ndarray | None, alpha: float) -> LowRank:
+    """An embedding's A is stored transposed, so that a row of it is a token's."""
+    if b is None:
+        raise CheckpointError(f"{path}: tensor {shown(f'{base}.lora_b')} is missing")
+    embedding = base == EMBEDDING
+    a = a.T if embedding and a.ndim == 2 else a
+    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+        raise CheckpointError(
+            f"{path}: lora_a and lora_b of {shown(base)} are {a.shape} and {b.shape}; accepted are (rank, inputs) and "
+            "(outputs, rank), of linear layers and of the embedding"
+        )
+    rank = a.shape[0]
+    return LowRank(np.ascontiguousarray(a), b, alpha / rank if alpha else 1.0, transposed=embedding)
