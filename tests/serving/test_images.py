@@ -104,6 +104,11 @@ def test_a_template_of_strings_has_places_in_them(make_client: MakeClient) -> No
     assert prompt_of(engine) == "[user]A\n#8\nB[assistant]"
 
 
+def test_clients_are_told_that_the_model_sees(client: TestClient) -> None:
+    assert client.get("/props").json()["modalities"]["vision"]
+    assert "vision" in client.post("/api/show", json={"model": "fake"}).json()["capabilities"]
+
+
 @covers("ImageURL", "detail")
 @covers("TemplateFields", "mm_processor_kwargs")
 def test_sizes_are_chosen(client: TestClient, engine: SeeingEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -403,6 +403,7 @@ def _abilities(model: LoadableModel) -> tuple[str, list[str]]:
         "tools": bool(template) and formats.tools is not None,
         "insert": tokenizer is not None and fim_marks(tokenizer) is not None,
         "thinking": formats.reasoning is not None,
+        "vision": model.info is not None and model.info.most_image_rows > 0,
     }
     return template, ["completion", *(name for name, there in has.items() if there)]
 

@@ -23,7 +23,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"input": []}, "input", "required"),
     ({"input": 3}, "input", "string"),
     ({"input": [{"type": "computer_call", "id": "w"}]}, "input[0].type", "function_call_output"),
-    ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type", "input_text"),
+    ({"input": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "input[0].content[0].type", "input_text"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].image_url", "file_id"),
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "developer"),
     ({"input": [{"type": "item_reference", "id": "msg_0"}]}, "input[0].id", "stored"),
