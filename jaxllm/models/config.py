@@ -9,14 +9,14 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.caches import CacheSpec, Joined, Paged, PerSlot, Shared, parts_of
 from jaxllm.models.layers.attention import MLAConfig, QKNorm, QueryScaling
 from jaxllm.models.layers.experts import MoEConfig
-from jaxllm.models.layers.mlp import ACTIVATIONS, PerLayerConfig
+from jaxllm.models.layers.mlp import ACTIVATIONS, XIELU, PerLayerConfig
 from jaxllm.models.layers.recurrent import ConvConfig, DeltaConfig, SSDConfig
 from jaxllm.models.layers.rope import RopeConfig
 from jaxllm.requests.captures import LayerShapes
 from jaxllm.requests.outputs import Pooling
 from jaxllm.weights.fields import shown
 
-NormKind = Literal["rms", "layer", "layer_unbiased"]
+NormKind = Literal["rms", "layer", "layer_unbiased", "unit", "layer_unit"]
 MixerKind = Literal["attention", "conv", "delta", "ssd"]  # what lets a layer's tokens see those before them
 MIXERS_BESIDE: dict[Literal["attention_beside_ssd"], tuple[MixerKind, ...]] = {
     "attention_beside_ssd": ("ssd", "attention")
@@ -141,7 +141,8 @@ class DecoderConfig:
         intermediate_size: of the dense MLPs; the experts' is in `moe`.
         num_heads, num_kv_heads, head_dim: of attention, 0 in a model without any.
         layers: one entry a layer.
-        norm: "rms" (RMSNorm), "layer" (LayerNorm with bias) or "layer_unbiased".
+        norm: "rms" (RMSNorm), "layer" (LayerNorm with bias) or "layer_unbiased"; "unit" and "layer_unit" are the same
+            two without weights.
         qk_norm: on queries and keys: "rms" or "layer" with one weight for all heads, "layer_per_head", "rms_whole",
             which takes the mean over all heads of a token together, or "unit", without weight and on those layers alone
             that rotate.
@@ -312,7 +313,7 @@ class DecoderConfig:
 
 def check_decoder(c: DecoderConfig) -> None:
     """Raises CheckpointError naming the sizes that do not fit, whatever format they were read from."""
-    if c.hidden_act not in ACTIVATIONS:
+    if c.hidden_act not in ACTIVATIONS and (c.hidden_act != XIELU or c.gated_mlp or c.moe is not None):
         _refuse("the activation", shown(c.hidden_act), ", ".join(ACTIVATIONS))
     if not c.layers:
         _refuse("the number of layers", 0, "1 or more")

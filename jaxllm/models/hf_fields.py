@@ -97,7 +97,7 @@ HF_FIELDS: FieldKinds = EOS_FIELDS | {
     ), maybe(FACTOR)),
     **dict.fromkeys((
         "type_vocab_size", "moe_num_shared_experts", "moe_layer_start_index", "first_k_dense_replace",
-        "num_dense_layers",
+        "num_dense_layers", "num_shared_experts",
     ), whole(0, 2**10)),
     **dict.fromkeys(("pad_token_id", "hidden_size_per_layer_input"), maybe(whole(0, 2**24))),
     **dict.fromkeys(("n_positions", "floor_scale"), LENGTH),

@@ -66,7 +66,7 @@ IGNORED_TENSORS: tuple[str, ...] = (
 IMAGE_TENSORS = (  # tensors of a wrapper for images and sounds, besides its language model
     "*vision_tower.*", "*multi_modal_projector.*", "*mm_projector.*", "*audio_tower.*", "*embed_vision.*",
     "*embed_audio.*", "*vision_embedder.*", "*vision_model.*", "*visual.*", "*vision_encoder.*",
-    "*vision_projection.*", "model.connector.*", "mlp1.*", "mlp_AR.*",
+    "*vision_projection.*", "model.connector.*", "mlp1.*", "mlp_AR.*", "*vqmodel.*", "*vocabulary_mapping.*",
 )  # fmt: skip
 
 

@@ -18,7 +18,20 @@ from tests.reference.tiny_configs import ENCODERS, VARIANTS, VISION
 
 pytest.importorskip("transformers")
 
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
 HARMLESS = {
+    "activation_dropout": "in training only",
+    "dropout": "in training only",
+    "embed_dropout": "in training only",
+    "resid_dropout": "in training only",
+    "layerdrop": "in training only",
+    "init_std": "of weights that are not loaded",
+    "embedding_initializer_range": "of weights that are not loaded",
+    "n_ctx": "no model reads it",
+    "attention_softmax_in_fp32": "how it is computed",
+    "scale_attention_softmax_in_fp32": "how it is computed",
+    "enable_moe_fp32_combine": "how it is computed",
     "attention_dropout": "in training only",
     "embd_pdrop": "in training only",
     "hidden_dropout": "in training only",
@@ -94,18 +107,25 @@ WITHOUT_MEANING = {
     ("nemotron_h", "mamba_proj_bias"): "transformers looks at use_bias",
     ("nemotron_h", "n_shared_experts"): "moe_shared_expert_intermediate_size is that of all together",
     ("gemma4_unified_text", "use_double_wide_mlp"): "it is of layers that share keys and values, of which it has none",
+    ("biogpt", "layer_norm_eps"): "transformers' norms have 1e-5",
+    **{("falcon", key): "of models before the new architecture" for key in ("multi_query", "parallel_attn")},
+    ("minicpm3", "head_dim"): "transformers replaces it by qk_rope_head_dim",
     ("stablelm", "head_dim"): "transformers shares the hidden size out among the heads",
 }
 """Keys that a family's own other keys decide, each with its reason."""
 
 MODELS = {"phi3": "phi3_longrope_long", "deepseek_v2": "deepseek_v2", "granitemoehybrid": "granite4_moe",
-          "falcon_h1": "falcon_h1_norm", "nemotron_h": "nemotron_h_moe"}  # fmt: skip
+          "falcon_h1": "falcon_h1_norm", "nemotron_h": "nemotron_h_moe",
+          "falcon": "falcon_new"}  # fmt: skip
 """Tiny models in which all keys have a meaning, where the first of its type has some without."""
 
 WINDOWS = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1, "layer_types": None}
 """What gives the other keys of windows a meaning in the families that have the first."""
 
 OTHERS: dict[str, list[Any]] = {
+    "activation": ["relu"],
+    "attention_types": [[[["global"], 4]]],
+    "layer_rope_theta": [[10.0] * 3],
     "activation_function": ["relu", "gelu"],
     "attn_logit_softcapping": [3.0],
     "classifier_activation": ["relu", "tanh"],
@@ -229,7 +249,7 @@ def test_a_key_is_read_or_refused(model_type, key, tmp_path):
     default = next(field.default for field in dataclasses.fields(kind) if field.name == key)
     before = read(tmp_path, config)
     assert isinstance(before, DecoderConfig), before
-    layers = next(config[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if key in config)
+    layers = next(config[key] for key in LAYERS if key in config)
     turned_round = ["full_attention", *[other_layer(model_type)] * (layers - 1)]
     value = turned_round if key == "layer_types" else other_value(key, config.get(key, default), layers)
     assert read(tmp_path, config | {key: value}) != before
@@ -252,6 +272,23 @@ NOT_NULL = {
     ("granitemoehybrid", "logits_scaling"), ("falcon_h1", "mamba_n_heads"), ("falcon_h1", "mamba_d_head"),
     ("falcon_h1", "mamba_d_state"), ("falcon_h1", "mamba_n_groups"), ("falcon_h1", "mamba_d_conv"),
     ("falcon_h1", "mamba_expand"), ("falcon_h1", "embedding_multiplier"),
+    *((kind, key) for kind in ("granitemoe", "granitemoeshared", "granitemoe_swa") for key in (
+        "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling", "num_local_experts",
+        "num_experts_per_tok",
+    )),
+    *(("dots1", key) for key in (
+        "n_routed_experts", "n_group", "topk_group", "norm_topk_prob", "num_experts_per_tok", "max_window_layers",
+        "first_k_dense_replace",
+    )),
+    *(("sarvam_mla", key) for key in (
+        "v_head_dim", "n_group", "topk_group", "num_experts_per_tok", "first_k_dense_replace",
+    )),
+    *(("hy_v3", key) for key in ("num_experts", "num_experts_per_tok", "num_shared_experts")),
+    *(("afmoe", key) for key in (
+        "num_dense_layers", "num_experts", "num_experts_per_tok", "num_shared_experts", "route_scale",
+        "global_attn_every_n_layers",
+    )),
+    ("youtu", "v_head_dim"),
 }  # fmt: skip
 """Keys that the class lets be null, and without which its model cannot be built, or not at this size."""
 SIZES = {
@@ -265,7 +302,9 @@ SIZES = {
 """Keys whose defaults do not go with a tiny model's others."""
 OWN_SIZES = {
     ("mamba2", "num_heads"), ("mamba2", "head_dim"), ("mamba2", "n_groups"), ("granitemoehybrid", "mamba_n_heads"),
-    ("falcon_h1", "mamba_n_heads"), ("falcon_h1", "mamba_d_ssm"),
+    ("falcon_h1", "mamba_n_heads"), ("falcon_h1", "mamba_d_ssm"), ("gptj", "n_head"), ("codegen", "n_head"),
+    ("gptj", "rotary_dim"), ("codegen", "rotary_dim"),
+    ("gpt_neo", "num_layers"), ("dots1", "n_routed_experts"), ("granitemoe", "num_experts_per_tok"),
 }  # fmt: skip
 """Those of one family."""
 
@@ -298,6 +337,7 @@ def test_what_transformers_itself_writes_is_read(model_type, tmp_path):
 CLASSES = [kind for family in FAMILIES for kind in family.model_types if has_class(kind)]
 NO_MODELS = {
     "deepseek_v2": "num_experts_per_tok is null",
+    "dots1": "n_routed_experts is null",
     "glm4_moe": "a head's 21 rotary channels are no pairs",
     "glm4v_moe_text": "a head's 21 rotary channels are no pairs",
 }
@@ -318,10 +358,13 @@ OWN_HEADS = "transformers takes it from any configuration that has it, whatever 
 READ_ALL_THE_SAME = {
     **{(kind, "head_dim"): OWN_HEADS for kind in (
         "cohere", "cohere2", "ernie4_5_moe", "granite", "granitemoehybrid", "olmo2", "olmo3", "phi", "qwen2",
-        "qwen2_moe", "smollm3", "starcoder2",
+        "qwen2_moe", "smollm3", "starcoder2", "apertus", "dots1", "granitemoe", "granitemoeshared", "granitemoe_swa",
+        "granite_swa", "nanochat", "olmo", "olmoe", "flex_olmo", "apertus1p5_text",
+        "emu3_text_model",
     )},
     **{(kind, "original_max_position_embeddings"): "published files have it beside rope_parameters" for kind in (
-        "deepseek_v2", "deepseek_v3", "exaone4", "gpt_oss", "llama4_text", "ministral3", "mistral4", "olmo3",
+        "deepseek_v2", "deepseek_v3", "exaone4", "gpt_oss", "llama4_text", "apertus", "apertus1p5_text", "cwm",
+        "ministral3", "mistral4", "olmo3",
     )},
     **{(kind, "position_embedding_type"): "older files have it; other ones than learnt positions are refused"
        for kind in ("bert", "roberta", "xlm-roberta")},
@@ -351,7 +394,7 @@ def test_keys_of_other_classes_are_ignored(model_type, tmp_path):
     config = tiny_text(name)
     before = read(tmp_path, config)
     known = {*keys_of(model_type), *kind.attribute_map, *config, *NOT_ALIKE}
-    layers = next(config[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if key in config)
+    layers = next(config[key] for key in LAYERS if key in config)
     values = {
         key: other_value(key, FOREIGN[key], layers)
         for key in sorted(FOREIGN.keys() - known)

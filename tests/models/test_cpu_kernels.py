@@ -34,7 +34,7 @@ SHAPES = (
     "olmo2", "cohere_qk_norm", "granite", "hunyuan", "ernie4_5_moe", "gpt_oss", "gemma4", "gemma4_moe",
     "llama4", "gpt2", "gpt_neox", "bloom", "mpt_scaled",
     "lfm2_bias", "qwen3_next", "qwen3_next_by_three", "qwen3_5", "mamba2", "granite4_moe", "falcon_h1_norm",
-    "nemotron_h_moe",
+    "nemotron_h_moe", "olmo", "nanochat", "apertus",
 )  # fmt: skip
 """One of each shape of layer: norms, activations, windows, caps, latents, experts, biases, parallel residuals,
 states."""

@@ -22,7 +22,7 @@ from tests.reference.tiny import tiny_config
 
 CONFIGS = {path.stem: path for path in sorted((Path(__file__).parents[1] / "reference" / "configs").glob("*.json"))}
 ROOMY = Platform("cpu", 1, 2**44, 2**44)
-WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size", "local": "window_size"}
 """Kinds of layers that do not see all, and the key that says how much."""
 LENGTHS = ("model_max_length", "n_positions", "seq_length", "max_seq_len")
 """Keys of the longest context before the usual one."""
@@ -30,6 +30,10 @@ ACTIVATIONS = {"bloom": "gelu_new", "mpt": "gelu"}
 """Of families whose config does not say it."""
 FOUR_TIMES = ("bloom", "mpt")
 """Families whose MLP is so much wider than the model."""
+ROWS_OF_PADDING = ("opt", "biogpt")
+"""Families whose table of positions has two rows more, which are not read."""
+FIXED_EPS = ("opt", "biogpt", "olmo")
+"""Families whose norms have transformers' or torch's default, whatever a config says."""
 UNITS = {"M": 10**6, "B": 10**9}
 
 
@@ -58,7 +62,9 @@ def blueprint(published, tmp_path_factory) -> Blueprint:
 
 
 def test_parameters_are_as_many_as_published(published, blueprint):
-    assert blueprint.plan.num_parameters == published["parameters"]
+    config = published["config"]
+    unread = 2 * config["hidden_size"] if config["model_type"] in ROWS_OF_PADDING else 0
+    assert blueprint.plan.num_parameters == published["parameters"] - unread
 
 
 def test_the_whole_context_is_planned(published, blueprint):
@@ -111,12 +117,13 @@ def test_settings_are_those_that_transformers_reads(published, blueprint):
 
     config = {key: value for key, value in published["config"].items() if key != "quantization_config"}
     theirs, ours = AutoConfig.for_model(**config).get_text_config(), blueprint.spec.config
-    acts = ("mlp_hidden_act", "hidden_activation", "hidden_act", "activation_function")
+    acts = ("mlp_hidden_act", "hidden_activation", "hidden_act", "activation_function", "activation")
     act = next(
         (found for name in acts if (found := getattr(theirs, name, None))), ACTIVATIONS.get(theirs.model_type, "silu")
     )
     names = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon")
-    eps = next(getattr(theirs, name) for name in names if hasattr(theirs, name))
+    fixed = theirs.model_type in FIXED_EPS
+    eps = 1e-5 if fixed else next(getattr(theirs, name) for name in names if hasattr(theirs, name))
     assert (ours.vocab_size, ours.hidden_size) == (theirs.vocab_size, theirs.hidden_size)
     adjusted = getattr(theirs, "block_auto_adjust_ff_dim", False)  # two thirds of the size that is stated
     if any(layer.dense for layer in ours.layers) and not adjusted:
@@ -126,31 +133,34 @@ def test_settings_are_those_that_transformers_reads(published, blueprint):
         assert list(map(ours.num_kv_heads_of, ours.layers)) == _kv_heads(theirs, ours.num_layers)
     assert (ours.norm_eps, ours.hidden_act) == (eps, act)
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
-    kinds = getattr(theirs, "layer_types", None) or [_kind_of_all_layers(theirs)] * ours.num_layers
+    kinds = getattr(theirs, "layer_types", None) or getattr(theirs, "attention_layers", None)
+    kinds = kinds or [_kind_of_all_layers(theirs)] * ours.num_layers
     own = int(ours.encoder is not None)  # an encoder's window counts the token itself, transformers' what is beside it
     assert [layer.window for layer in ours.layers] == [
         getattr(theirs, WINDOWS[kind]) + own if kind in WINDOWS else None for kind in kinds
     ]
     for layer, kind in zip(ours.layers, kinds, strict=True):
-        if layer.rope is not None:
+        if layer.rope is not None and hasattr(theirs, "rope_parameters"):
             rope = theirs.rope_parameters.get(kind, theirs.rope_parameters)
             if not rope.get("alpha"):  # with which the base is another, and nothing else is
                 assert (layer.rope.theta, layer.rope.kind) == (rope["rope_theta"], rope["rope_type"])
 
 
 def _mlp_size(config: Any) -> int:
-    """Of dense MLPs, under the names that Llama 4 and GPT-2 have for it."""
-    if config.model_type == "gpt2":
+    """Of dense MLPs, under the names that families have for it."""
+    if config.model_type in ("opt", "falcon"):
+        return config.ffn_dim if config.model_type == "opt" else config.ffn_hidden_size
+    if hasattr(config, "n_inner"):
         return config.n_inner or 4 * config.n_embd
     if config.model_type in FOUR_TIMES:
         return 4 * config.hidden_size
-    return getattr(config, "intermediate_size_mlp", None) or config.intermediate_size
+    return getattr(config, "intermediate_size_mlp", None) or config.intermediate_size or 4 * config.hidden_size
 
 
 def _kv_heads(config: Any, layers: int) -> list[int]:
     """Of each layer: a config whose layers differ refuses to say one number."""
-    if config.model_type == "gpt2":
-        return [config.n_head] * layers
+    if config.model_type in ("gpt2", "falcon"):
+        return [config.n_head if config.model_type == "gpt2" else 1] * layers
     each = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * layers
     return [getattr(one, "num_key_value_heads", one.num_attention_heads) for one in each]
 

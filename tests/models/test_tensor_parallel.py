@@ -16,6 +16,7 @@ from jaxllm.models.registry import FAMILIES, ModelSpec, abstract_model, model_sp
 from jaxllm.weights import open_checkpoint
 from tests.reference import load_golden
 from tests.reference.tiny import tiny_config, write_checkpoint
+from tests.reference.tiny_configs import kin
 from tests.support.devices import over_devices
 
 LAYOUTS = {
@@ -74,6 +75,7 @@ GROUPS = {
     "layouts": tuple(LAYOUTS),
     "like layouts": tuple(LIKE_LAYOUTS),
     "dense": (*(f"{name}:4" for name in DENSE), *(f"{name}:3" for name in BY_THREE)),
+    "kin": tuple(f"{name}:4" for name in kin.VARIANTS),
     "encoders": ENCODERS,
     "sparse": tuple(f"{name}{how}" for name in SPARSE for how in (":4", ":2:ep"))
     + tuple(f"{name}{how}" for name in SPARSE_BY_TWO for how in (":2", ":2:ep")),

@@ -1,8 +1,8 @@
 """Fills in `parameters` of configs/*.json with what transformers counts on torch's meta device, tied weights once.
 
 Run it where torch is installed: `python -m tests.reference.count_parameters [MODEL …]`. Of a multimodal model it counts
-the language model. Router corrections and factors of layers are buffers in transformers and parameters in checkpoints,
-so they count.
+the language model. Router corrections, factors of layers and constants of activations are buffers in transformers and
+parameters in checkpoints, so they count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 CONFIGS = Path(__file__).parent / "configs"
-CORRECTIONS = ("e_score_correction_bias", "expert_bias", "layer_scalar")
+CORRECTIONS = ("e_score_correction_bias", "expert_bias", "layer_scalar", "act_fn.beta", "act_fn.eps")
 ENCODERS = ("bert", "xlm-roberta", "roberta", "modernbert", "nomic_bert")
 """Whose pooler is a part of the classification head, and not counted."""
 WITHOUT_PARAMETERS = ("quantization_config", "rope_scaling")

@@ -79,7 +79,9 @@ def tensor_shapes(name: str, directory: Path) -> dict[str, tuple[int, ...]]:
     """What transformers writes for a model of this config, in the stored order, for weights are drawn in it."""
     save_checkpoint(merged(tiny_config(name), (ALL | ENCODERS)[name].saved_as), {}, directory)
     config = AutoConfig.from_pretrained(directory)
-    getattr(transformers, config.architectures[0])(config).save_pretrained(directory)
+    model_class = getattr(transformers, config.architectures[0], None)
+    model = model_class(config) if model_class else transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(directory)
     shapes = {}
     with safe_open(directory / "model.safetensors", "np") as file:
         saved = file.keys()
@@ -108,6 +110,8 @@ def dropped_vectors(model: PreTrainedModel, ids: list[int], logits: torch.Tensor
     kinds: dict[str, list[torch.Tensor]] = {}
     for tensor, value in [*model.named_parameters(), *model.named_buffers()]:
         is_vector = value.ndim == 1 or tensor.endswith("_proj_bias")  # of each expert
+        if name in ("opt", "biogpt") and tensor.endswith("k_proj.bias"):
+            continue  # which adds the same to all logits of a query where nothing rotates the keys
         if is_vector and not re.search("vision_tower|visual|multi_modal_projector|inv_freq|embed_scale", tensor):
             kinds.setdefault(re.sub(r"\d+", "*", tensor), []).append(value)
     moved = {}

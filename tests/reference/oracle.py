@@ -24,7 +24,8 @@ def load_oracle(name: str, directory: Path) -> PreTrainedModel:
     import torch
     import transformers
 
-    model_class = getattr(transformers, tiny_config(name)["architectures"][0])
+    # Types that transformers serves with another one's class have that of their own code in their files.
+    model_class = getattr(transformers, tiny_config(name)["architectures"][0], transformers.AutoModelForCausalLM)
     model, loading = model_class.from_pretrained(
         directory,
         dtype=torch.float32,

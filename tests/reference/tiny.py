@@ -28,7 +28,7 @@ ONE_SHOT_ONLY = frozenset(name for name, variant in VARIANTS.items() if variant.
 """Models whose rope follows the sequence's length, so that transformers rotates a prompt's first tokens otherwise when
 they come alone. Their goldens are those of the whole prompt at once."""
 
-ONE_ADDED = ("gemma", "gemma2", "gemma3", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+ONE_ADDED = ("gemma", "gemma2", "gemma3", "qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron", "vaultgemma")
 """Models that multiply by 1 + the norm's weight."""
 
 FACTORS = ("layer_scalar", "router.scale", "per_expert_scale")
@@ -100,7 +100,7 @@ def _seed(name: str) -> int:
 
 
 def _draw(rng: np.random.Generator, tensor: str, shape: tuple[int, ...], kind: str) -> np.ndarray:
-    draw = rng.standard_normal(shape, dtype=np.float32)
+    draw = np.asarray(rng.standard_normal(shape, dtype=np.float32))
     if tensor.endswith(FACTORS) or ("norm" in tensor.lower() and tensor.endswith("weight")):
         one_added = kind.removesuffix("_text") in ONE_ADDED and "linear_attn" not in tensor
         return 0.3 * draw + np.float32(0 if one_added else 1)
@@ -110,8 +110,8 @@ def _draw(rng: np.random.Generator, tensor: str, shape: tuple[int, ...], kind: s
         return draw - 1  # so that states fade over many tokens
     if tensor.endswith(("input_min", "output_min", "input_max", "output_max")):  # bounds that some numbers pass
         return np.asarray((np.abs(draw) * 0.3 + 1) * (-1 if tensor.endswith("_min") else 1), np.float32)
-    if len(shape) == 1 or tensor.endswith("_proj_bias"):
-        return 0.3 * draw
+    if len(shape) <= 1 or tensor.endswith("_proj_bias"):
+        return np.float32(0.3) * draw if shape else np.asarray(0.3 * draw, np.float32)
     # attention that is not flat, and routing that is far from uniform
     gain = ATTENTION_GAIN if tensor.endswith(ATTENTION) else ROUTER_GAIN if tensor.endswith(ROUTER) else 1.0
     if tensor.endswith("router.proj.weight"):  # whose inputs are divided by the root of their number

@@ -17,12 +17,17 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.options import BuildOptions
 from jaxllm.models.registry import abstract_tower
 from jaxllm.models.vision.spec import VisionSpec, most_patches, vision_spec
+from jaxllm.models.vision.tower import TowerConfig
 from jaxllm.progress import Progress
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.loader import dummy_parameters, load_parameters
 
 SMALLEST_BATCH = 256
 """Patches of the smallest batch of a tower; each size has four times those of the one before."""
+PART_OPERATIONS = 2**34
+"""Operations of a part of the tower on a CPU: about what two cores do in a fortieth of a second."""
+MOST_SEEN = 4096
+"""Patches of one image that see each other, for an estimate."""
 STORE_BYTES = 2**28
 """The most bytes of rows, where media_cache_memory says nothing."""
 
@@ -70,10 +75,20 @@ def tower_blueprint(
     width = 2 * spec.tower.inputs + 8 * blocks.hidden_size + 3 * blocks.intermediate_size
     return TowerBlueprint(
         spec,
-        AbstractTower(model, params, processor, num_rows, tuple(sizes)),
+        AbstractTower(model, params, processor, num_rows, tuple(sizes), parts_of(spec.tower, sizes[-1], platform)),
         weight_bytes(params, options.tp) + num_rows * row_bytes,
         4 * sizes[-1] * width,
     )
+
+
+def parts_of(tower: TowerConfig, patches: int, platform: Platform) -> tuple[range, ...]:
+    """The layers that run together: on a CPU about as many as take a twentieth of a second, elsewhere all."""
+    blocks, count = tower.blocks, tower.blocks.num_layers
+    products = (4 * blocks.hidden_size + (3 if blocks.gated_mlp else 2) * blocks.intermediate_size) * blocks.hidden_size
+    operations = 2 * patches * (products + 2 * min(patches, MOST_SEEN) * blocks.hidden_size) * count
+    room = PART_OPERATIONS if platform.name == "cpu" else operations
+    parts = min(count, -(-operations // room))
+    return tuple(range(count * part // parts, count * (part + 1) // parts) for part in range(parts))
 
 
 def _no_text(text: str) -> list[int]:

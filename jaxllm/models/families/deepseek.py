@@ -64,7 +64,7 @@ SIGMOID = 2  # `expert_gating_func` of GGUF files whose experts have sigmoid sco
 
 
 def latent_config(
-    c: dict[str, Any], moe: MoEConfig, interleaved: bool, *, sparse: list[bool] | None = None, **differences: Any
+    c: dict[str, Any], moe: MoEConfig | None, interleaved: bool, *, sparse: list[bool] | None = None, **differences: Any
 ) -> DecoderConfig:
     """Latent attention and these experts, from the keys that all families with them share.
 

@@ -17,19 +17,21 @@ from jaxllm.weights.fields import NULL, OBJECT, FieldKind, FieldKinds, check_fie
 from jaxllm.weights.names import AnyOf, Pattern, Source, Transform, transposed
 
 
-def _usual(c: dict[str, Any], defaults: dict[str, Any], **own: str) -> dict[str, Any]:
+def usual(c: dict[str, Any], defaults: dict[str, Any], **own: str) -> dict[str, Any]:
     """`c` with the keys that other families call otherwise, each by its name there, and the family's defaults."""
     return {"tie_word_embeddings": True} | defaults | c | {usual: c[key] for usual, key in own.items() if key in c}
+
+
+GPT2_KEYS = {
+    "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
+    "max_position_embeddings": "n_positions",
+}  # fmt: skip
 
 
 # GPT-2: learned positions, LayerNorm and biases throughout, an MLP without a gate (Radford et al. 2019)
 def gpt2_from_hf(c: dict[str, Any]) -> DecoderConfig:
     """`n_inner` is the size of the MLP: four times the model's where it is null."""
-    c = _usual(
-        without_groups(c), {"max_position_embeddings": 1024},
-        hidden_size="n_embd", num_attention_heads="n_head", num_hidden_layers="n_layer",
-        max_position_embeddings="n_positions",
-    )  # fmt: skip
+    c = usual(without_groups(c), {"max_position_embeddings": 1024}, **GPT2_KEYS)
     if c.get("scale_attn_by_inverse_layer_idx"):
         raise CheckpointError("scale_attn_by_inverse_layer_idx is true; accepted is false")
     return hf_decoder(
@@ -40,19 +42,21 @@ def gpt2_from_hf(c: dict[str, Any]) -> DecoderConfig:
     )  # fmt: skip
 
 
+GPT2_NORMS = {"norm": "ln_f", "layers.*.attention_norm": "h.*.ln_1", "layers.*.mlp_norm": "h.*.ln_2"}
+GPT2_PRODUCTS = {
+    "layers.*.attention.qkv": "h.*.attn.c_attn", "layers.*.attention.output": "h.*.attn.c_proj",
+    "layers.*.mlp.up": "h.*.mlp.c_fc", "layers.*.mlp.down": "h.*.mlp.c_proj",
+}  # fmt: skip
+
+
 def gpt2_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
     """Matrices lie `[in, out]`; the first published files leave out what stands before the first dot."""
-    norms = {"norm": "ln_f", "layers.*.attention_norm": "h.*.ln_1", "layers.*.mlp_norm": "h.*.ln_2"}
-    products = {
-        "layers.*.attention.qkv": "h.*.attn.c_attn", "layers.*.attention.output": "h.*.attn.c_proj",
-        "layers.*.mlp.up": "h.*.mlp.c_fc", "layers.*.mlp.down": "h.*.mlp.c_proj",
-    }  # fmt: skip
     return {
         "embed.weight": _either("wte.weight"),
         "positions": _either("wpe.weight"),
-        **{f"{path}.weight": _either(f"{name}.weight") for path, name in norms.items()},
-        **{f"{path}.weight": _either(f"{name}.weight", transposed) for path, name in products.items()},
-        **{f"{path}.bias": _either(f"{name}.bias") for path, name in (norms | products).items()},
+        **{f"{path}.weight": _either(f"{name}.weight") for path, name in GPT2_NORMS.items()},
+        **{f"{path}.weight": _either(f"{name}.weight", transposed) for path, name in GPT2_PRODUCTS.items()},
+        **{f"{path}.bias": _either(f"{name}.bias") for path, name in (GPT2_NORMS | GPT2_PRODUCTS).items()},
     }
 
 
@@ -86,24 +90,28 @@ def gpt_neox_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
         "embed.weight": "gpt_neox.embed_in.weight",
         **linear("norm", "gpt_neox.final_layer_norm"),
         **linear("head", "embed_out"),
-        **_layer_names(config, "gpt_neox.layers.*", "attention"),
+        **layer_names(config, "gpt_neox.layers.*", "attention"),
     }
 
 
-def _layer_names(config: DecoderConfig, layer: str, attention: str) -> dict[str, Pattern]:
-    """Queries, keys and values of a head lie one after the other, and then those of the next."""
-
-    def by_part(rows: np.ndarray) -> np.ndarray:  # (head, part, channel) -> (part, head, channel)
-        return rows.reshape(-1, 3, config.head_dim, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
-
-    fused = f"{layer}.{attention}.query_key_value"
+def layer_names(config: DecoderConfig, layer: str, attention: str) -> dict[str, Pattern]:
     names = in_layers(layer, {
         "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
         "attention.output": f"{attention}.dense", "mlp.up": "mlp.dense_h_to_4h", "mlp.down": "mlp.dense_4h_to_h",
     })  # fmt: skip
-    for kind in ("weight", "bias"):
-        names[f"layers.*.attention.qkv.{kind}"] = Source(f"{fused}.{kind}", by_part, by_rows=True)
-    return names
+    return names | by_groups(config, f"{layer}.{attention}.query_key_value")
+
+
+def by_groups(config: DecoderConfig, fused: str) -> dict[str, Pattern]:
+    """The queries of a KV head, its key and its value lie one after the other, and then those of the next KV head."""
+
+    def by_part(rows: np.ndarray) -> np.ndarray:
+        groups = rows.reshape(config.num_kv_heads, -1, config.head_dim, *rows.shape[1:])
+        parts = (groups[:, :-2], groups[:, -2], groups[:, -1])
+        return np.concatenate([part.reshape(-1, *rows.shape[1:]) for part in parts])
+
+    kinds = ("weight", "bias")
+    return {f"layers.*.attention.qkv.{kind}": Source(f"{fused}.{kind}", by_part, by_rows=True) for kind in kinds}
 
 
 GPT_NEOX = Family(
@@ -116,7 +124,7 @@ GPT_NEOX = Family(
 
 # BLOOM: positions by ALiBi alone, a norm on the embedding, biases throughout (arXiv:2211.05100)
 def bloom_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    c = _usual(
+    c = usual(
         c, {"max_position_embeddings": 2048},
         hidden_size="n_embed", num_attention_heads="n_head", num_hidden_layers="n_layer",
         max_position_embeddings="seq_length",
@@ -133,7 +141,7 @@ def bloom_hf_names(config: DecoderConfig) -> dict[str, Pattern]:
         "embed.weight": "transformer.word_embeddings.weight",
         **linear("embedding_norm", "transformer.word_embeddings_layernorm"),
         **linear("norm", "transformer.ln_f"),
-        **_layer_names(config, "transformer.h.*", "self_attention"),
+        **layer_names(config, "transformer.h.*", "self_attention"),
     }
 
 
@@ -164,7 +172,7 @@ MPT_ATTENTION_FIELDS: FieldKinds = {  # of `attn_config`
 
 
 def mpt_from_hf(c: dict[str, Any]) -> DecoderConfig:
-    c = _usual(
+    c = usual(
         c, MPT_DEFAULTS,
         hidden_size="d_model", num_attention_heads="n_heads", num_hidden_layers="n_layers",
         max_position_embeddings="max_seq_len",

@@ -19,16 +19,19 @@ from jaxllm.weights.names import AnyOf, Pattern, Source, transposed
 
 # Llama 2, 3 and 3.x, SmolLM2, Yi, and others of their shape (Touvron et al. 2023, arXiv:2302.13971)
 def llama_from_hf(c: dict[str, Any]) -> DecoderConfig:
+    newer = c.get("model_type") in ("iquestcoder", "emu3_text_model")
+    c = ({"rms_norm_eps": 1e-5, "num_key_value_heads": 8} if newer else {}) | c
     return hf_decoder(c, attention_bias=c.get("attention_bias", False), mlp_bias=c.get("mlp_bias", False))
 
 
 LLAMA = Family(
-    name="Llama", models="Llama 2, 3, 3.1, 3.2, 3.3, SmolLM2, Yi, DeepSeek-R1-Distill-Llama",
+    name="Llama", models="Llama 2 to 3.3, SmolLM2, Yi, DeepSeek-R1-Distill-Llama, IQuest-Coder, Emu3 (text)",
     architectures=(
         "LlamaForCausalLM", "LlavaForConditionalGeneration", "SmolVLMForConditionalGeneration",
-        "Idefics3ForConditionalGeneration",
+        "Idefics3ForConditionalGeneration", "IQuestCoderForCausalLM", "Emu3ForConditionalGeneration",
     ),
-    model_types=("llama",), wrappers=("llava", "smolvlm", "idefics3"), gguf_architectures=("llama",),
+    model_types=("llama", "iquestcoder", "emu3_text_model"), wrappers=("llava", "smolvlm", "idefics3", "emu3"),
+    gguf_architectures=("llama",),
     from_hf=llama_from_hf, gguf_names=permuted_names,
 )  # fmt: skip
 
@@ -170,10 +173,10 @@ QWEN2 = Family(
     name="Qwen 2", models="Qwen 2, 2.5, QwQ, DeepSeek-R1-Distill-Qwen, Qwen2-VL, Qwen2.5-VL, InternVL (text)",
     architectures=(
         "Qwen2ForCausalLM", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
-        "InternVLForConditionalGeneration",
+        "InternVLForConditionalGeneration", "GotOcr2ForConditionalGeneration",
     ),
-    model_types=("qwen2", "qwen2_vl_text", "qwen2_5_vl_text"), wrappers=("qwen2_vl", "qwen2_5_vl", "internvl"),
-    gguf_architectures=("qwen2",),
+    model_types=("qwen2", "qwen2_vl_text", "qwen2_5_vl_text"),
+    wrappers=("qwen2_vl", "qwen2_5_vl", "internvl", "got_ocr2"), gguf_architectures=("qwen2",),
     from_hf=qwen2_from_hf,
 )  # fmt: skip
 

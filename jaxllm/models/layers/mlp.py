@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxllm.models.layers.linear import ColumnLinear, Linear, RowLinear, VocabEmbedding, adapter_uses
+from jaxllm.models.layers.linear import ColumnLinear, Linear, RowLinear, VocabEmbedding, adapter_uses, param
 from jaxllm.models.layers.norm import RMSNorm
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Late, Norm, Residual, StepMetadata
@@ -27,6 +27,20 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {  # by the names of 
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
+
+
+XIELU = "xielu"  # which MLPs without a gate may also have
+
+
+class Curve(nnx.Module):
+    """xIELU with the curvatures that a layer has learnt, and its two constants (arXiv:2411.13010)."""
+
+    def __init__(self) -> None:
+        self.numbers = param((4,), jnp.float32)
+
+    def __call__(self, x: Float[Array, "N n"]) -> Float[Array, "N n"]:
+        positive, negative, slope, eps = self.numbers[...]
+        return jnp.where(x > 0, positive * x * x, negative * (jnp.expm1(jnp.minimum(x, eps)) - x)) + slope * x
 
 
 def gated(gate_up: Float[Array, "N n"], activation: str, scale: float = 1.0) -> Float[Array, "N n//2"]:
@@ -55,6 +69,7 @@ class MLP(nnx.Module):
         self.up = ColumnLinear(size, split_rows(hidden, options.tp), options, bias)
         self.down = RowLinear(hidden, size, options, bias)
         self.activation = activation
+        self.curve = Curve() if activation == XIELU else None
 
     def __call__(
         self, x: Float[Array, "T E"], meta: StepMetadata, *, norm: Norm | None = None, residual: Residual = None
@@ -65,7 +80,7 @@ class MLP(nnx.Module):
         return self.down.partial(self._between(x))
 
     def _between(self, x: Float[Array, "T E"], norm: Norm | None = None) -> Float[Array, "T F"]:
-        return ACTIVATIONS[self.activation](self.up(x, norm).astype(jnp.float32))
+        return (self.curve or ACTIVATIONS[self.activation])(self.up(x, norm).astype(jnp.float32))
 
 
 class GatedMLP(MLP):

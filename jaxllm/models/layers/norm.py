@@ -93,8 +93,8 @@ class GroupRMSNorm(nnx.Module):
 class LayerNorm(nnx.Module):
     """Mean and variance over the last axis (Ba et al. 2016, arXiv:1607.06450), in float32."""
 
-    def __init__(self, size: int, eps: float, kernels: Kernels, bias: bool = True):
-        self.weight = param((size,), jnp.float32)
+    def __init__(self, size: int, eps: float, kernels: Kernels, bias: bool = True, weight: bool = True):
+        self.weight = param((size,), jnp.float32) if weight else None
         self.bias = param((size,), jnp.float32) if bias else None
         self.eps, self.kernels = eps, kernels
 
@@ -104,14 +104,15 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "... n"]) -> Float[Array, "... n"]:
         bias = None if self.bias is None else self.bias[...]
-        return self.kernels.normalise(x, self.weight[...], bias, self.eps, True)
+        weight = jnp.ones(x.shape[-1], jnp.float32) if self.weight is None else self.weight[...]
+        return self.kernels.normalise(x, weight, bias, self.eps, True)
 
 
 def norm_of_kind(kind: str, size: int, eps: float, kernels: Kernels) -> RMSNorm | LayerNorm:
-    """The norm that a config's `norm` names: "rms", "layer" or "layer_unbiased"; "unit" is "rms" without a weight."""
-    if kind == "unit":
-        return UnitRMSNorm(size, eps, kernels)
-    return RMSNorm(size, eps, kernels) if kind == "rms" else LayerNorm(size, eps, kernels, bias=kind == "layer")
+    """The norm that a config's `norm` names."""
+    if kind in ("rms", "unit"):
+        return (RMSNorm if kind == "rms" else UnitRMSNorm)(size, eps, kernels)
+    return LayerNorm(size, eps, kernels, bias=kind == "layer", weight=kind != "layer_unit")
 
 
 class HeadLayerNorms(LayerNorm):

@@ -7,6 +7,7 @@ one executable serves all images that have the same number of patches together.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -25,8 +26,6 @@ from jaxllm.models.layers.norm import norm_of_kind
 from jaxllm.models.layers.rope import Angles
 from jaxllm.models.options import BuildOptions
 from jaxllm.pallas_kernels import Norm, Residual, StepMetadata
-
-MergerNorm = NormKind | Literal["unit"]
 
 
 @dataclass(frozen=True)
@@ -87,12 +86,12 @@ class MergerConfig:
         products: these follow one after the other.
     """
 
-    norm: MergerNorm | None = None
+    norm: NormKind | None = None
     norm_eps: float = 1e-6
     pool: Literal["concat", "mean"] = "concat"
     scale: float = 1.0
     affine: bool = False
-    pooled_norm: MergerNorm | None = None
+    pooled_norm: NormKind | None = None
     products: tuple[Projection, ...] = ()
 
 
@@ -184,29 +183,44 @@ class Tower(nnx.Module):
 
     def __call__(self, batch: TowerBatch) -> Float[Array, "R n"]:
         """Rows of the images one after the other; a row is its embedding, then what each of `deepstack` adds."""
-        config = self.config
+        x, deep = self.through(self.begin(batch), batch, range(len(self.layers)))
+        return self.end(x, batch, deep)
+
+    def begin(self, batch: TowerBatch) -> Float[Array, "P E"]:
+        """The patches in front of the layers."""
         x = self.patch(jnp.asarray(batch.patches, self.dtype))
         if self.positions is not None:
             found = self.positions[...][batch.index].astype(jnp.float32)
             x = (x + jnp.sum(found * batch.weight[:, :, None], axis=1)).astype(self.dtype)
+        live = _metadata(batch.seq_ids, batch.starts).live
+        return jnp.where(live[:, None], x if self.first_norm is None else self.first_norm(x), 0)
+
+    def through(
+        self, x: Float[Array, "P E"], batch: TowerBatch, layers: range
+    ) -> tuple[Float[Array, "P E"], list[Float[Array, "R _"]]]:
+        """The patches after these layers, and what those of `deepstack` among them give."""
+        config = self.config
         image = _metadata(batch.seq_ids, batch.starts)
         window = image
         if batch.windows is not None and batch.window_starts is not None:
             window = _metadata(batch.windows, batch.window_starts)
-        x = jnp.where(image.live[:, None], x if self.first_norm is None else self.first_norm(x), 0)
         angles = None if config.rope is None else config.rope.angles(batch.places)
         deep: list[jax.Array] = []
-        for index, layer in enumerate(self.layers):
+        for index in layers:
             with jax.named_scope(f"tower_layer_{index}"):
                 full = not config.window or index in config.full_layers
-                x = run_layer(*nnx.split(layer), x, angles, image if full else window)
+                x = run_layer(*nnx.split(self.layers[index]), x, angles, image if full else window)
             if index in config.deepstack:
-                deep.append(self.deep_mergers[len(deep)](x, batch.merge))
+                deep.append(self.deep_mergers[config.deepstack.index(index)](x, batch.merge))
+        return x, deep
+
+    def end(self, x: Float[Array, "P E"], batch: TowerBatch, deep: Sequence[jax.Array]) -> Float[Array, "R n"]:
+        """The rows, of the patches after the last layer."""
         x = x if self.last_norm is None else self.last_norm(x)
         return jnp.concatenate([self.merger(x, batch.merge), *deep], axis=-1)
 
 
-def _norm(kind: MergerNorm | None, size: int, eps: float, options: BuildOptions) -> Any:
+def _norm(kind: NormKind | None, size: int, eps: float, options: BuildOptions) -> Any:
     return None if kind is None else norm_of_kind(kind, size, eps, options.kernels)
 
 

@@ -16,6 +16,7 @@ from tests.reference.tiny_configs import (
     gpt,
     gpt_oss,
     granite,
+    kin,
     lfm2,
     llama,
     llama4,
@@ -54,6 +55,7 @@ VARIANTS: dict[str, Variant] = {
     **gpt.VARIANTS,
     **gpt_oss.VARIANTS,
     **alibi.VARIANTS,
+    **kin.VARIANTS,
 }
 
 CLASSIFIERS: dict[str, Variant] = classifier.VARIANTS

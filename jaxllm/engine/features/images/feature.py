@@ -49,12 +49,14 @@ class AbstractTower(NamedTuple):
     num_rows: int
     buckets: tuple[int, ...]
     """Patches that a batch of the tower is padded to."""
+    parts: tuple[range, ...]
+    """The layers that run together: decodes go on between them."""
 
 
 class Piece(NamedTuple):
     """One batch of the tower."""
 
-    key: Key
+    size: int
     to: Int[np.ndarray, "R"]
     batch: TowerBatch
     image: StoredImage
@@ -94,27 +96,36 @@ class SeenByRequest(Waiter):
 
 
 class ImagesFeature(Feature):
-    """Its part of the state: `rows` [N, n], of all images that are there."""
+    """Its part of the state: `rows` [N, n], of all images that are there, and the batch that is in the tower: `patches`
+    after its last part, and `deep`, what the layers so far add to rows.
+    """
 
     name = "images"
     on = ("backbone",)
     rare = has_part = True
     asked_by = ("images",)
     rooms = (1,)
-    words = ("tower",)
 
     def __init__(self, tower: AbstractTower):
         self._tower, self._config = tower, tower.model.config
+        self.words = tuple(f"tower{part}" for part in range(len(tower.parts)))
         self._graph, state = nnx.split(tower.model)
         leaves, self._tree = jax.tree.flatten(state)
         self._num_leaves = len(leaves)
         self._batch_tree = jax.tree.structure(pack(self._config, [], tower.buckets[0]))
 
     def plan(self, buckets: Buckets) -> Plan:
-        return Plan(late=[self._key(size) for size in self._tower.buckets])
+        return Plan(late=[self._key(size, part) for size in self._tower.buckets for part in range(len(self.words))])
 
     def part(self, state: StateShapes) -> Any:
-        return {"rows": state.replicated((self._tower.num_rows, self._config.row_size), state.sizes.dtype)}
+        config, most, dtype = self._config, self._tower.buckets[-1], state.sizes.dtype
+        shapes = {
+            "rows": (self._tower.num_rows, config.row_size),
+            "patches": (most, config.blocks.hidden_size),
+            "deep": (len(config.deepstack), most // config.patches_per_row, config.merger.products[-1].size),
+        }
+        dtypes = {"rows": dtype, "patches": state.hidden_dtype, "deep": dtype}
+        return {name: state.replicated(shape, dtypes[name]) for name, shape in shapes.items()}
 
     def uses(self, key: Key, uses: Uses) -> Uses:
         if key.kind == "put":
@@ -122,21 +133,37 @@ class ImagesFeature(Feature):
         return super().uses(key, uses)
 
     def build(self, key: Key, maker: StepFunctions) -> Built:
-        """`(parts, to, *batch) -> (images,)`: `size` patches become rows, which go to the places `to` of the store."""
+        """`(parts, to, *batch) -> (images,)`: `size` patches go through a part of the tower. After its last they are
+        rows, which go to the places `to` of the store.
+        """
+        (word,) = key.variant
+        layers = self._tower.parts[self.words.index(word)]
         arrays = jax.tree.leaves(pack(self._config, [], key.size))
         sent = [maker.state.replicated(array.shape, array.dtype) for array in arrays]
 
         def step(parts: dict[str, Any], to: jax.Array, *arrays: jax.Array) -> tuple[Any, ...]:
             own = maker.further(parts)[-self._num_leaves :]
             tower = nnx.merge(self._graph, jax.tree.unflatten(self._tree, own))
-            rows, store = tower(jax.tree.unflatten(self._batch_tree, arrays)), parts[self.name]["rows"]
-            return ({"rows": store.at[to].set(rows.astype(store.dtype), mode="drop")},)
+            batch, found = jax.tree.unflatten(self._batch_tree, arrays), dict(parts[self.name])
+            x = found["patches"][: key.size] if layers.start else tower.begin(batch)
+            x, new = tower.through(x, batch, layers)
+            done = sum(layer < layers.start for layer in self._config.deepstack)
+            deep = [*found["deep"][:done, : len(to)], *new]
+            if layers.stop == len(tower.layers):
+                rows = tower.end(x, batch, deep)
+                found["rows"] = found["rows"].at[to].set(rows.astype(found["rows"].dtype), mode="drop")
+            else:
+                found["patches"] = found["patches"].at[: key.size].set(x.astype(found["patches"].dtype))
+                for index, array in enumerate(deep[done:], done):
+                    found["deep"] = found["deep"].at[index, : len(to)].set(array.astype(found["deep"].dtype))
+            return (found,)
 
         return Built(step, [maker.state.ints(key.size // self._config.patches_per_row), *sent])
 
     def attach(self) -> None:
         self._store = RowStore(self._tower.num_rows)
         self._pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+        self._in_tower: tuple[Piece, int] | None = None
         self._jobs = Jobs("images", urgent_threads=THREADS)
 
     def prepare(self, request: Request, asked: EngineRequest) -> SeenByRequest:
@@ -156,7 +183,8 @@ class ImagesFeature(Feature):
             if not self._store.claim(image, extra):
                 continue
             for piece in self._pieces_of(image, seen, extra):
-                self.around.device.compile(piece.key)
+                for part in range(len(self.words)):
+                    self.around.device.compile(self._key(piece.size, part))
                 self._pieces.put(piece)
                 self.around.core.wake()
                 self._store.wait(image, piece.filled, extra)
@@ -181,23 +209,29 @@ class ImagesFeature(Feature):
             filled = begin // config.patches_per_row
             to = np.full(size // config.patches_per_row, self._tower.num_rows, np.int32)
             to[: filled - first] = image.rows[first:filled]
-            yield Piece(self._key(size), to, batch, image, filled, user)
+            yield Piece(size, to, batch, image, filled, user)
 
-    def _key(self, size: int) -> Key:
-        return Key("put", size, frozenset({"tower"}))
+    def _key(self, size: int, part: int) -> Key:
+        return Key("put", size, frozenset({self.words[part]}))
 
     def begin_step(self) -> None:
-        """Run the tower for one piece: the step that follows waits for no more of them."""
-        while not self._pieces.empty():
-            piece = self._pieces.get()
-            if not piece.user.is_over:
-                self.around.device.run(piece.key, piece.to, *jax.tree.leaves(piece.batch))
-                self._store.fill(piece.image, piece.filled)
-                return
+        """Run one part of the tower for one piece: the step that follows waits for no more."""
+        if self._in_tower is None and not self._pieces.empty():
+            self._in_tower = self._pieces.get(), 0
+        if self._in_tower is None:
+            return
+        (piece, part), self._in_tower = self._in_tower, None
+        if piece.user.is_over:
+            return
+        self.around.device.run(self._key(piece.size, part), piece.to, *jax.tree.leaves(piece.batch))
+        if part + 1 < len(self.words):
+            self._in_tower = piece, part + 1
+        else:
+            self._store.fill(piece.image, piece.filled)
 
     @property
     def has_idle_work(self) -> bool:
-        return not self._pieces.empty()
+        return self._in_tower is not None or not self._pieces.empty()
 
     def idle(self) -> None:
         """A turn without requests begins a step too."""

@@ -14,6 +14,7 @@ from PIL import Image
 from jaxllm import LLM, InvalidRequestError, SamplingParams
 from jaxllm.engine.doors.streams import Stream
 from jaxllm.engine.messages import EngineRequest, PlacedImages, SeenImage
+from jaxllm.engine.start import tower
 from jaxllm.requests.outputs import RequestOutput
 from tests.models.test_vision import Model, expanded
 from tests.reference.vision import images
@@ -53,7 +54,8 @@ class Seeing:
 
     def asked(self, *asked: PlacedImages | list[int], **params: Any) -> list[RequestOutput]:
         """Answers to the golden prompt about other images, or to tokens."""
-        greedy = SamplingParams(temperature=0, max_tokens=len(self.greedy), ignore_eos=True, **params)
+        params = {"max_tokens": len(self.greedy)} | params
+        greedy = SamplingParams(temperature=0, ignore_eos=True, **params)
         items = [(None, one if isinstance(one, list) else self.ids, greedy) for one in asked]
         return self.llm._run(items, False, images=[None if isinstance(one, list) else one for one in asked])
 
@@ -128,8 +130,11 @@ def test_requests_may_be_ended_at_any_time(seeing: Seeing) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
-def test_small_steps_few_pages_and_drafts_change_nothing(name: str, tmp_path: Path) -> None:
-    """A prompt in pieces, requests that are preempted, tokens that are tried ahead."""
+def test_small_steps_few_pages_and_drafts_change_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt and a tower in pieces, requests that are preempted, tokens that are tried ahead."""
+    monkeypatch.setattr(tower, "PART_OPERATIONS", 1)
     tokens = 16 if name == "qwen3_vl" else 24
     ngrams = {"method": "ngram", "num_speculative_tokens": 2}
     seeing = Seeing(
@@ -137,7 +142,9 @@ def test_small_steps_few_pages_and_drafts_change_nothing(name: str, tmp_path: Pa
         speculative_config=ngrams,
     )  # fmt: skip
     with seeing.llm:
-        assert said(seeing.asked(*[seeing.placed(), seeing.placed(others())] * 3))[::2] == [seeing.greedy] * 3
+        found = said(seeing.asked(*[seeing.placed(), seeing.placed(others())] * 3, max_tokens=24))[::2]
+        assert [tokens[: len(seeing.greedy)] for tokens in found] == [seeing.greedy] * 3
+        assert found == [found[0]] * 3 == said(seeing.asked(seeing.placed(), max_tokens=24)) * 3
         assert seeing.llm.stats().num_preemptions > 0 and seeing.llm.stats().num_draft_tokens > 0
 
 
